@@ -1,0 +1,191 @@
+"""A model directory as a lazy mapping from names to tensors, and the all-or-nothing way to write a new one."""
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .errors import InvalidInput
+from .shards import INDEX, Entry, ShardWriter, TensorSpec, pieces, read_flat, read_header
+
+PIECE = 1 << 22  # elements: a tensor that is only copied passes through memory in pieces of this size
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+
+
+class Checkpoint(Mapping[str, Tensor]):
+    """A Hugging Face model directory; tensors are read when asked for, and never kept.
+
+    Attributes:
+        directory: where it lies.
+        config: config.json.
+
+    Raises:
+        InvalidInput: no config.json; no safetensors (a pickle is refused with the command that converts it); a shard that is
+            missing or truncated; an index that disagrees with its shards.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.config = read_config(directory)
+        self._entries = _entries(directory)
+
+    def __getitem__(self, name: str) -> Tensor:
+        entry = self._entries[name]
+        return self._finite(name, read_flat(entry, 0, math.prod(entry.spec.shape))).reshape(entry.spec.shape)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._entries  # Mapping's own would read the tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def spec(self, name: str) -> TensorSpec:
+        """Shape and dtype of a tensor, without reading it."""
+        return self._entries[name].spec
+
+    def stream(self, name: str) -> Iterator[tuple[int, Tensor]]:
+        """A tensor in flat pieces with the index of each piece's first element: memory does not depend on its size."""
+        entry = self._entries[name]
+        for first, count in pieces(entry.spec, PIECE):
+            yield first, self._finite(name, read_flat(entry, first, count))
+
+    def identity(self) -> list[tuple[str, int, int]]:
+        """(name, bytes, modification time in ns) of the weight files and the config: changes when the source does."""
+        files = sorted({entry.file for entry in self._entries.values()} | {self.directory / "config.json"})
+        return [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+
+    def _finite(self, name: str, tensor: Tensor) -> Tensor:
+        if not torch.isfinite(tensor).all():
+            raise InvalidInput(f"{name} of {self.directory} holds NaN or infinite values; the checkpoint is damaged")
+        return tensor
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """config.json of a model directory.
+
+    Raises:
+        InvalidInput: there is none, or it is no JSON object.
+    """
+    path = directory / "config.json"
+    if not path.is_file():
+        raise InvalidInput(f"{directory} has no config.json; give the directory of a Hugging Face checkpoint")
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise InvalidInput(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise InvalidInput(f"{path} holds no JSON object")
+    return config
+
+
+def _entries(directory: Path) -> dict[str, Entry]:
+    index = directory / INDEX
+    if not index.is_file():
+        files = sorted(directory.glob("*.safetensors"))
+        if len(files) > 1:
+            raise InvalidInput(f"{directory} has {len(files)} safetensors files but no {INDEX} that says what is in them")
+        if not files:
+            raise InvalidInput(_no_weights(directory))
+        return read_header(files[0])
+    try:
+        weight_map: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    except (ValueError, KeyError, TypeError):
+        raise InvalidInput(f"{index} is damaged: it has no weight_map") from None
+    entries: dict[str, Entry] = {}
+    for name in sorted(set(weight_map.values())):
+        if not (directory / name).is_file():
+            raise InvalidInput(f"{directory} lacks the shard {name} that its index names; download or save it again")
+        entries |= read_header(directory / name)
+    wrong = sorted(name for name, file in weight_map.items() if name not in entries or entries[name].file.name != file)
+    wrong += sorted(entries.keys() - weight_map.keys())
+    if wrong:
+        raise InvalidInput(f"{index} disagrees with its shards about {wrong[0]} ({len(wrong)} such tensors)")
+    return {name: entries[name] for name in weight_map}
+
+
+def _no_weights(directory: Path) -> str:
+    if any(path for pattern in _PICKLES for path in directory.glob(pattern)):
+        return (
+            f"{directory} holds pickled weights, which can run code when loaded; convert them first with: python -c "
+            f"\"from transformers import AutoModelForCausalLM as M; M.from_pretrained('{directory}', dtype='auto')"
+            f".save_pretrained('{directory}-safetensors')\""
+        )
+    return f"{directory} has no safetensors weights (model.safetensors, or shards with {INDEX})"
+
+
+def check_output(out: Path) -> None:
+    """Refuse an output that exists or cannot be made.
+
+    Raises:
+        InvalidInput: says so.
+    """
+    if out.exists() or out.is_symlink():
+        raise InvalidInput(f"{out} exists and nothing is overwritten; name another with --out, or remove it")
+    parent = out.absolute().parent
+    while not parent.exists():
+        parent = parent.parent
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        raise InvalidInput(f"cannot write {out}: {parent} is {'not writable' if parent.is_dir() else 'not a directory'}")
+
+
+@contextmanager
+def complete(out: Path) -> Iterator[Path]:
+    """Make a directory that appears under its name only when whole: yields `<out>.partial`, renamed on success.
+
+    Raises:
+        InvalidInput: `out` exists or cannot be made.
+    """
+    check_output(out)
+    partial = out.with_name(out.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    finish(partial, out)
+
+
+def finish(partial: Path, out: Path) -> None:
+    """Force a directory's files to disk and give it its final name."""
+    for path in [*partial.iterdir(), partial]:
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
+    check_output(out)  # somebody may have made it meanwhile
+    partial.rename(out)
+
+
+def copy_side_files(source: Path, out: Path) -> None:
+    """Copy what travels with the weights unchanged: tokenizer, chat template, generation config, licence.
+
+    Weights, config.json, kvfold.json, the model card and modelling code stay behind: each output has its own.
+    """
+    for path in sorted(source.iterdir()):
+        other = path.suffix in {".safetensors", ".py", ".md", ".partial"} or any(path.match(pattern) for pattern in _PICKLES)
+        own = path.name in {"config.json", "kvfold.json", "metrics.jsonl"} or path.name.endswith(".index.json")
+        if path.is_file() and not other and not own:
+            shutil.copyfile(path, out / path.name)
+
+
+def save_state(state: Mapping[str, Tensor], directory: Path, shard_size: int) -> None:
+    """Write tensors as safetensors shards (with an index when there are several), in the order given.
+
+    Raises:
+        OSError: the disk is full or cannot be written.
+    """
+    specs = {name: TensorSpec(tensor.dtype, tuple(tensor.shape)) for name, tensor in state.items()}
+    with ShardWriter(directory, specs, shard_size) as writer:
+        for name, tensor in state.items():
+            writer.write(name, tensor)

@@ -1,0 +1,73 @@
+"""What every command shares: mistakes become one line and exit code 2, long work shows progress, results become tables.
+
+No heavy import here: `--help` goes through this module.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import click
+
+from .errors import InvalidInput
+
+T = TypeVar("T")
+PLAIN_INTERVAL = 10.0  # seconds between progress lines where there is no terminal
+
+
+class _Refusal(click.ClickException):
+    exit_code = 2
+
+
+class Command(click.Command):
+    """A click command whose `InvalidInput` ends as `Error: <sentence>` with exit code 2, without a traceback."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except InvalidInput as mistake:
+            raise _Refusal(str(mistake)) from None
+
+
+def progress(items: Iterable[T], description: str, total: int) -> Iterator[T]:
+    """Yield `items`, showing a bar with the time left on a terminal and a plain line every few seconds elsewhere (stderr)."""
+    if sys.stderr.isatty():
+        from rich.console import Console
+        from rich.progress import track
+
+        yield from track(items, description=description, total=total, console=Console(stderr=True))
+        return
+    start = shown = time.monotonic()
+    for done, item in enumerate(items, 1):
+        yield item
+        now = time.monotonic()
+        if now - shown >= PLAIN_INTERVAL:
+            shown = now
+            left = (now - start) / done * (total - done)
+            print(f"{description}: {done}/{total}, {left:.0f} s left", file=sys.stderr, flush=True)
+
+
+def show_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Print a table to stdout: first column to the left, the others to the right."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left")
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="left" if index == 0 else "right", overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    # A pipe has no width: never wrap there, so that the lines can be read by grep.
+    Console(width=None if sys.stdout.isatty() else 160).print(table)
+
+
+def show_json(value: Any) -> None:
+    """Print exactly one JSON object to stdout."""
+    click.echo(json.dumps(value, indent=2, sort_keys=False))
+
+
+def notice(text: str) -> None:
+    """Say something the user should know, on stderr, so that stdout stays machine-readable."""
+    click.echo(f"Note: {text}", err=True)

@@ -1,0 +1,149 @@
+"""MLA as dense `DeepseekV3ForCausalLM`: loads in unmodified transformers, no remote code.
+
+The class normalises the latent (RMSNorm with epsilon 1e-6), which a folded layer must not. So the latent is written so small
+that epsilon swamps it: RMSNorm(c) = c / sqrt(mean(c²) + 1e-6) is then c / 1e-3, a linear map, which the scale of the
+down-projection cancels. The relative error is mean(c²) · LATENT_SCALE² / 2e-6, about 2e-9 for a latent of unit size.
+
+A query bias has no place in `q_proj`; sources that have one (Qwen2) go through the query compression instead, with an identity
+as down-projection, one constant channel for the bias, and the same linearised norm.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..attention import LatentAttention
+from ..shards import TensorSpec
+from ..target import MLA, Geometry
+
+NORM_WEIGHT = 2.0**14  # a power of two, so that bf16 keeps it
+NORM_EPSILON = 1e-6  # fixed in transformers' class, whatever rms_norm_eps says
+LATENT_SCALE = NORM_EPSILON**0.5 / NORM_WEIGHT
+_QUERY_SCALE = 2.0**-24  # the power of two next to LATENT_SCALE
+_PREFIX = "model.layers.{layer}.self_attn."
+
+_COPIED = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "hidden_act",
+    "max_position_embeddings", "initializer_range", "rms_norm_eps", "bos_token_id", "eos_token_id", "pad_token_id",
+    "attention_dropout", "use_cache",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stock:
+    """One output in this format.
+
+    Attributes:
+        geometry: the source's attention shape.
+        target: widths.
+        rope: rope parameters of the slots, with `rope_type` and `rope_theta`.
+        biases: whether the source has attention biases.
+    """
+
+    geometry: Geometry
+    target: MLA
+    rope: Mapping[str, Any]
+    biases: bool
+
+    @property
+    def nope_width(self) -> int:
+        """qk_nope_head_dim: none where every pair has its slot."""
+        return 0 if self.target.slots == "source" else self.geometry.head_dim
+
+    def config(self, source: Mapping[str, Any]) -> dict[str, Any]:
+        """config.json of the output, from the source's."""
+        scaling = None if self.rope["rope_type"] == "default" else {k: v for k, v in self.rope.items() if k != "rope_theta"}
+        return {
+            "architectures": ["DeepseekV3ForCausalLM"],
+            "model_type": "deepseek_v3",
+            **{key: source[key] for key in _COPIED if key in source},
+            "tie_word_embeddings": bool(source.get("tie_word_embeddings", False)),
+            "num_key_value_heads": self.geometry.num_attention_heads,
+            "kv_lora_rank": self.target.kv_lora_rank,
+            "q_lora_rank": self.geometry.hidden_size + 1 if self.biases else None,
+            "qk_rope_head_dim": self.target.qk_rope_head_dim,
+            "qk_nope_head_dim": self.nope_width,
+            "v_head_dim": self.geometry.head_dim,
+            "attention_bias": self.biases,
+            # 5.x reads rope_parameters, 4.x the two fields after it; writing only one loads silently wrong in the other.
+            "rope_parameters": dict(self.rope),
+            "rope_theta": self.rope["rope_theta"],
+            "rope_scaling": scaling,
+            "rope_interleave": True,
+            # All layers are dense; the class wants numbers for experts that do not exist.
+            "first_k_dense_replace": source["num_hidden_layers"],
+            "moe_layer_freq": 1,
+            "n_routed_experts": 2,
+            "num_experts_per_tok": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "n_shared_experts": 1,
+            "moe_intermediate_size": source["intermediate_size"],
+            "num_nextn_predict_layers": 0,
+        }
+
+    def specs(self, layer: int, dtype: torch.dtype) -> dict[str, TensorSpec]:
+        """Names, shapes and dtypes of one layer's attention tensors, known before any of them is."""
+        heads, hidden, value = self.geometry.num_attention_heads, self.geometry.hidden_size, self.geometry.head_dim
+        rope, rank = self.target.qk_rope_head_dim, self.target.kv_lora_rank
+        query = heads * (self.nope_width + rope)
+        shapes: dict[str, tuple[int, ...]] = {
+            "q_proj.weight": (query, hidden),
+            "kv_a_proj_with_mqa.weight": (rank + rope, hidden),
+            "kv_a_layernorm.weight": (rank,),
+            "kv_b_proj.weight": (heads * (self.nope_width + value), rank),
+            "o_proj.weight": (hidden, heads * value),
+        }
+        if self.biases:
+            del shapes["q_proj.weight"]
+            shapes |= {
+                "q_a_proj.weight": (hidden + 1, hidden),
+                "q_a_proj.bias": (hidden + 1,),
+                "q_a_layernorm.weight": (hidden + 1,),
+                "q_b_proj.weight": (query, hidden + 1),
+                "kv_a_proj_with_mqa.bias": (rank + rope,),
+                "o_proj.bias": (hidden,),
+            }
+        return {_PREFIX.format(layer=layer) + name: TensorSpec(dtype, shape) for name, shape in shapes.items()}
+
+    def tensors(self, attention: LatentAttention, layer: int) -> dict[str, Tensor]:
+        """One layer's attention under the names and in the layout of the class, in the dtype it has.
+
+        The class scores with (qk_nope_head_dim + qk_rope_head_dim)^-½; any other scale goes into the query.
+        """
+        q_NQD = torch.cat([attention.q_nope_NPD, attention.q_rope_NRD], 1)
+        factor = attention.scale * q_NQD.shape[1] ** 0.5
+        rank, hidden = attention.down_CD.shape
+        named = {
+            "q_proj.weight": q_NQD.flatten(0, 1) * factor,
+            "kv_a_proj_with_mqa.weight": torch.cat([attention.down_CD * LATENT_SCALE, attention.k_rope_RD]),
+            "kv_a_layernorm.weight": torch.full((rank,), NORM_WEIGHT),
+            "kv_b_proj.weight": torch.cat([attention.k_up_NPC, attention.v_up_NHC], 1).flatten(0, 1),
+            "o_proj.weight": attention.o_DNH.flatten(1),
+        }
+        if self.biases:
+            bias_NQ = torch.zeros_like(q_NQD[..., 0])
+            if attention.q_nope_NP is not None and attention.q_rope_NR is not None:
+                bias_NQ = torch.cat([attention.q_nope_NP, attention.q_rope_NR], 1)
+            slot_R = torch.zeros_like(attention.k_rope_RD[:, 0]) if attention.k_rope_R is None else attention.k_rope_R
+            del named["q_proj.weight"]
+            named |= _compressed_query(torch.cat([q_NQD, bias_NQ[..., None]], -1).flatten(0, 1) * factor)
+            named["kv_a_proj_with_mqa.bias"] = torch.cat([slot_R.new_zeros(rank), slot_R])
+            named["o_proj.bias"] = slot_R.new_zeros(hidden) if attention.o_D is None else attention.o_D
+        return {_PREFIX.format(layer=layer) + name: tensor for name, tensor in named.items()}
+
+
+def _compressed_query(q_QE: Tensor) -> dict[str, Tensor]:
+    """q = W x + b as q_b(norm(q_a(x))): q_a hands on x and a constant, scaled by a power of two that every dtype keeps."""
+    width = q_QE.shape[-1]
+    constant_E = q_QE.new_zeros(width)
+    constant_E[-1] = _QUERY_SCALE
+    return {
+        "q_a_proj.weight": torch.eye(width, width - 1, dtype=q_QE.dtype) * _QUERY_SCALE,
+        "q_a_proj.bias": constant_E,
+        "q_a_layernorm.weight": torch.full((width,), NORM_WEIGHT),
+        "q_b_proj.weight": q_QE * (LATENT_SCALE / _QUERY_SCALE),
+    }

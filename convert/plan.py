@@ -1,0 +1,243 @@
+"""What a conversion would do, known before a tensor is read: every output tensor, the cache before and after, the cost."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from . import methods
+from .checkpoint import Checkpoint
+from .containers.grouped import Grouped
+from .containers.stock import NORM_EPSILON, Stock
+from .errors import InvalidInput
+from .families import Family, check_for_latent, family_of, geometry_of
+from .rotary import frequencies, rope_parameters
+from .shards import TensorSpec
+from .target import MLA, Geometry, Target, from_options
+
+CONTEXTS = (4096, 32768, 131072)  # tokens that cache sizes are shown for
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """One layer's attention: the tensors that are read for it and those that take their place."""
+
+    number: int
+    reads: tuple[str, ...]
+    writes: dict[str, TensorSpec]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A conversion, decided but not begun.
+
+    Attributes:
+        source: the checkpoint that is read.
+        family, geometry, target, method, container: what it is and what it becomes.
+        copies: tensors that pass through, as they will be written.
+        layers: the attention of each layer.
+        notices: what the user should know.
+    """
+
+    source: Checkpoint
+    family: Family
+    geometry: Geometry
+    target: Target
+    method: str
+    container: Grouped | Stock
+    dtype: torch.dtype
+    copies: dict[str, TensorSpec]
+    layers: tuple[Layer, ...]
+    notices: tuple[str, ...]
+
+    @property
+    def specs(self) -> dict[str, TensorSpec]:
+        """Every output tensor in the order of the source, a layer's attention where its first tensor stood."""
+        first = {layer.reads[0]: layer for layer in self.layers}
+        specs: dict[str, TensorSpec] = {}
+        for name in self.source:
+            if name in self.copies:
+                specs[name] = self.copies[name]
+            elif name in first:
+                specs |= first[name].writes
+        return specs
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """config.json of the output."""
+        config = self.container.config(self.source.config)
+        config.pop("torch_dtype", None)
+        return {**config, "dtype": str(self.dtype).removeprefix("torch.")}
+
+    def cache(self) -> dict[str, Any]:
+        """Elements and bytes that the cache takes per token, before and after, in the output's dtype."""
+        count = len(self.layers)
+
+        def size(elements: int) -> dict[str, int]:
+            total = elements * count
+            return {"elements_per_token_per_layer": elements, "bytes_per_token": total * self.dtype.itemsize}
+
+        before, after = self.geometry.cache_elements, self.target.cache_elements(self.geometry)
+        return {"before": size(before), "after": size(after), "ratio": after / before}
+
+    def fingerprint(self) -> str:
+        """Changes when the source or anything decided here does: a half-written output of another plan is not resumed."""
+        decided = [self.source.identity(), self.target.to_dict(), self.method, str(self.dtype), self.config]
+        return hashlib.sha256(json.dumps(decided).encode()).hexdigest()
+
+    def to_dict(self) -> dict[str, Any]:
+        """The plan as plain values, for `--dry-run --json`."""
+        cache = self.cache()
+        return {
+            "source": str(self.source.directory),
+            "family": self.family.label,
+            "target": self.target.to_dict(),
+            "method": self.method,
+            "container": self.config["architectures"][0],
+            "dtype": self.config["dtype"],
+            "layers": len(self.layers),
+            "cache": cache,
+            "cache_bytes_at": {str(n): [cache[side]["bytes_per_token"] * n for side in ("before", "after")] for n in CONTEXTS},
+            "output_bytes": sum(spec.nbytes for spec in self.specs.values()),
+            "attention_of_layer_0": {name: list(spec.shape) for name, spec in self.layers[0].writes.items()},
+            "notices": list(self.notices),
+        }
+
+
+def make_plan(directory: Path, to: str, options: Mapping[str, Any], method: str | None, dtype: str) -> Plan:
+    """Decide a conversion from what the user asked for.
+
+    Args:
+        directory: the source checkpoint.
+        to: `gqa`, `mqa` or `mla`.
+        options: the size options of `target.from_options`.
+        method: name of a method of the target; None takes the default.
+        dtype: `auto` (the source's), `float32` or `bfloat16`.
+
+    Raises:
+        InvalidInput: the source cannot be folded, or not to this target.
+    """
+    if (directory / "kvfold.json").exists():
+        raise InvalidInput(f"{directory} is already converted by kvfold; convert the source named in its kvfold.json instead")
+    source = Checkpoint(directory)
+    family, geometry = family_of(source.config), geometry_of(source.config)
+    target = from_options(geometry, to, **options)
+    method = methods.check(target, method)
+    biases = _check_tensors(source, family, geometry)
+    written, notices = _written_dtypes(source, target, dtype)
+    kind = written[f"{family.q.format(layer=0)}.weight"]
+    container: Grouped | Stock
+    if isinstance(target, MLA):
+        check_for_latent(source.config)
+        rope = slot_rope(source.config, geometry, target)
+        container = Stock(geometry=geometry, target=target, rope=rope, biases=bool(biases))
+        notices += _stock_notices(container, source.config)
+    else:
+        container = Grouped(family=family, geometry=geometry, target=target, biases=biases)
+    layers = tuple(
+        Layer(number=layer, reads=_reads(source, family, layer), writes=container.specs(layer, kind))
+        for layer in range(source.config["num_hidden_layers"])
+    )
+    attention = {name for layer in layers for name in layer.reads}
+    return Plan(
+        source=source,
+        family=family,
+        geometry=geometry,
+        target=target,
+        method=method,
+        container=container,
+        dtype=kind,
+        copies={name: TensorSpec(written[name], source.spec(name).shape) for name in source if name not in attention},
+        layers=layers,
+        notices=tuple(notices),
+    )
+
+
+def slot_rope(config: Mapping[str, Any], geometry: Geometry, target: MLA) -> dict[str, Any]:
+    """Rope parameters that put the slots where the target wants them.
+
+    A table that is theta^(-2i/R) stays `default`, which every engine knows; any other is written as `longrope` factors
+    relative to that table, which transformers takes literally.
+    """
+    rope, positions = rope_parameters(dict(config)), int(config["max_position_embeddings"])
+    width = target.qk_rope_head_dim
+    default = {"rope_type": "default", "rope_theta": rope["rope_theta"]}
+    stock_S, _ = frequencies(default, width, positions)
+    wanted_S = slot_frequencies(config, geometry, target)
+    factors = (stock_S / wanted_S).tolist()
+    if all(abs(factor - 1) < 1e-12 for factor in factors):
+        return default
+    return {
+        "rope_type": "longrope",
+        "rope_theta": rope["rope_theta"],
+        "short_factor": factors,
+        "long_factor": factors,
+        "factor": 1.0,
+        "attention_factor": 1.0,
+        "original_max_position_embeddings": positions,
+    }
+
+
+def slot_frequencies(config: Mapping[str, Any], geometry: Geometry, target: MLA) -> torch.Tensor:
+    """Angular frequencies (S,) of a target's slots: the source's own table at the target's width, or every source frequency
+    once for each key head."""
+    rope, positions = rope_parameters(dict(config)), int(config["max_position_embeddings"])
+    if target.slots == "uniform":
+        return frequencies(rope, target.qk_rope_head_dim, positions)[0]
+    return frequencies(rope, geometry.head_dim, positions)[0].repeat_interleave(geometry.num_key_value_heads)
+
+
+def _check_tensors(source: Checkpoint, family: Family, geometry: Geometry) -> frozenset[str]:
+    """The roles with a bias, after checking that every layer's projections are there and have the shape config.json says."""
+    query, key = geometry.num_attention_heads * geometry.head_dim, geometry.num_key_value_heads * geometry.head_dim
+    hidden = geometry.hidden_size
+    shapes = {"q": (query, hidden), "k": (key, hidden), "v": (key, hidden), "o": (hidden, query)}
+    biases = frozenset(role for role, name in family.projections(0).items() if f"{name}.bias" in source)
+    for layer in range(source.config["num_hidden_layers"]):
+        for role, name in family.projections(layer).items():
+            wanted = {f"{name}.weight": shapes[role]} | ({f"{name}.bias": shapes[role][:1]} if role in biases else {})
+            for tensor, shape in wanted.items():
+                if tensor not in source:
+                    raise InvalidInput(f"{source.directory} has no {tensor}, which a {family.label} checkpoint has")
+                if source.spec(tensor).shape != shape:
+                    raise InvalidInput(f"{tensor} has shape {source.spec(tensor).shape}, but config.json implies {shape}")
+    return biases
+
+
+def _reads(source: Checkpoint, family: Family, layer: int) -> tuple[str, ...]:
+    names = [f"{name}.{part}" for name in family.projections(layer).values() for part in ("weight", "bias")]
+    return tuple(name for name in names if name in source)
+
+
+def _written_dtypes(source: Checkpoint, target: Target, dtype: str) -> tuple[dict[str, torch.dtype], list[str]]:
+    """The dtype that each source tensor is written in: its own, except where the user or the container wants another."""
+    own = {name: source.spec(name).dtype for name in source}
+    if dtype != "auto":
+        return dict.fromkeys(own, _DTYPES[dtype]), []
+    if isinstance(target, MLA) and torch.float16 in own.values():
+        written = {name: torch.bfloat16 if kind == torch.float16 else kind for name, kind in own.items()}
+        return written, ["float16 cannot hold the small scale of a linearised latent, so the output is bfloat16"]
+    return own, []
+
+
+def _stock_notices(container: Stock, config: Mapping[str, Any]) -> list[str]:
+    """Why an output is for transformers only, where it is (formats.md: what other engines silently drop or misread)."""
+    reasons = []
+    if container.biases:
+        reasons.append("it has attention biases")
+    if container.rope["rope_type"] != "default":
+        reasons.append("its rotary slots have a frequency table of their own")
+    if config.get("tie_word_embeddings"):
+        reasons.append("its head is tied to the embedding")
+    if config.get("rms_norm_eps") != NORM_EPSILON:
+        reasons.append(f"its rms_norm_eps is {config.get('rms_norm_eps')}, not {NORM_EPSILON}")
+    widths = (container.target.kv_lora_rank, container.target.qk_rope_head_dim)
+    if widths != (512, 64):
+        reasons.append(f"its latent is {widths[0]}+{widths[1]} wide, not 512+64")
+    because = ", ".join(reasons)
+    return [f"load the output in transformers; vLLM and SGLang would not run it right, because {because}"] if reasons else []

@@ -1,0 +1,112 @@
+"""MHA to GQA and MQA: the key/value heads of a group become one. Legend: attention.py; G groups, M = K/G heads in each.
+
+Every method writes the source's own class. A group of one head is left as it is, bit for bit.
+"""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from .attention import Attention
+from .rotary import complex_rows, half_rows
+from .target import GQA
+
+SWEEPS = 100  # of generalised Procrustes at most
+TOLERANCE = 1e-7  # relative gain of the alignment below which the sweeps stop
+
+
+def mean(attention: Attention, target: GQA) -> Attention:
+    """The average of each group's heads: the reference (Ainslie et al., arXiv 2305.13245)."""
+
+    def pool(rows: Tensor | None) -> Tensor | None:
+        return None if rows is None else rows.unflatten(0, (target.num_key_value_heads, -1)).mean(1)
+
+    k_GHD, v_GHD = pool(attention.k_KHD), pool(attention.v_KHD)
+    assert k_GHD is not None
+    assert v_GHD is not None
+    return replace(attention, k_KHD=k_GHD, v_KHD=v_GHD, k_KH=pool(attention.k_KH), v_KH=pool(attention.v_KH))
+
+
+def aligned(attention: Attention, target: GQA) -> Attention:
+    """Heads of a group are turned onto each other before they are averaged (after arXiv 2412.20677).
+
+    What may be turned without changing the source: keys by one angle per rotary pair, SO(2), which commutes with RoPE and
+    is undone in W_Q; values by any rotation, O(H), undone in W_O. The turns are generalised Procrustes solutions. An average
+    of unlike heads is too small, so it is scaled to the mean Frobenius norm of the group.
+    """
+    heads = attention.k_KHD.shape[0]
+    if heads == target.num_key_value_heads:
+        return attention
+    members = heads // target.num_key_value_heads
+    with_bias = attention.k_KH is not None
+    k_KHE = attention.k_KHD if attention.k_KH is None else torch.cat([attention.k_KHD, attention.k_KH[..., None]], -1)
+    v_KHE = attention.v_KHD if attention.v_KH is None else torch.cat([attention.v_KHD, attention.v_KH[..., None]], -1)
+    k_GHE, v_GHE, turns_KF, turns_KHH = [], [], [], []
+    for first in range(0, heads, members):
+        group = slice(first, first + members)
+        turn_MF = _phases(complex_rows(k_KHE[group]))
+        turn_MHH = _rotations(v_KHE[group])
+        turned_k = half_rows(turn_MF[..., None] * complex_rows(k_KHE[group]))
+        turned_v = turn_MHH @ v_KHE[group]
+        k_GHE.append(_renormalised(turned_k))
+        v_GHE.append(_renormalised(turned_v))
+        turns_KF.append(turn_MF)
+        turns_KHH.append(turn_MHH)
+    k, v = torch.stack(k_GHE), torch.stack(v_GHE)
+    queries = attention.q_NHD.shape[0] // heads
+    turn_NF = torch.cat(turns_KF).repeat_interleave(queries, 0)
+    turn_NHH = torch.cat(turns_KHH).repeat_interleave(queries, 0)
+    q_NH = attention.q_NH
+    return replace(
+        attention,
+        q_NHD=half_rows(turn_NF[..., None] * complex_rows(attention.q_NHD)),
+        q_NH=None if q_NH is None else half_rows(turn_NF[..., None] * complex_rows(q_NH[..., None])).squeeze(-1),
+        k_KHD=k[..., :-1] if with_bias else k,
+        k_KH=k[..., -1] if with_bias else None,
+        v_KHD=v if attention.v_KH is None else v[..., :-1],
+        v_KH=None if attention.v_KH is None else v[..., -1],
+        o_DNH=torch.einsum("dnh,ngh->dng", attention.o_DNH, turn_NHH),
+    )
+
+
+def _phases(z_MFE: Tensor) -> Tensor:
+    """Unit complex numbers (M, F) that turn each head's pair onto the sum of the others, by alternating projections."""
+    inner_FMM = torch.einsum("mfe,nfe->fmn", z_MFE, z_MFE.conj())  # all that matters; its size does not depend on E
+    turn_FM = torch.ones_like(inner_FMM[..., 0])
+    before = 0.0
+    for _ in range(SWEEPS):
+        after = 0.0
+        for head in range(len(z_MFE)):
+            toward_F = (turn_FM * inner_FMM[:, :, head]).sum(-1) - turn_FM[:, head] * inner_FMM[:, head, head]
+            turn_FM[:, head] = torch.where(toward_F == 0, 1, torch.sgn(toward_F))
+            after += float(toward_F.abs().sum())
+        if after - before <= TOLERANCE * after:
+            break
+        before = after
+    return turn_FM.mT
+
+
+def _rotations(v_MHE: Tensor) -> Tensor:
+    """Orthogonal matrices (M, H, H) that turn each head's values onto the sum of the others, by alternating Procrustes steps."""
+    inner_MMHH = torch.einsum("mhe,nge->mnhg", v_MHE, v_MHE)
+    turn_MHH = torch.eye(v_MHE.shape[1], dtype=v_MHE.dtype).repeat(len(v_MHE), 1, 1)
+    before = 0.0
+    for _ in range(SWEEPS):
+        after = 0.0
+        for head in range(len(v_MHE)):
+            toward_HH = (turn_MHH @ inner_MMHH[:, head]).sum(0) - turn_MHH[head] @ inner_MMHH[head, head]
+            u_HH, s_H, vt_HH = torch.linalg.svd(toward_HH)
+            turn_MHH[head] = u_HH @ vt_HH
+            after += float(s_H.sum())
+        if after - before <= TOLERANCE * after:
+            break
+        before = after
+    return turn_MHH
+
+
+def _renormalised(rows_MHE: Tensor) -> Tensor:
+    """The mean of a group's heads, scaled to the mean of their Frobenius norms."""
+    pooled_HE = rows_MHE.mean(0)
+    norm = torch.linalg.matrix_norm(pooled_HE)
+    return pooled_HE * (torch.linalg.matrix_norm(rows_MHE).mean() / norm if norm > 0 else 1)

@@ -1,0 +1,184 @@
+"""What a checkpoint can be folded to: GQA, MQA or MLA, checked against the source's attention geometry. No torch here.
+
+Cache sizes are in elements per token per layer; multiply by layers and by the bytes of the cache's dtype.
+"""
+
+import re
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar, Literal
+
+from .errors import InvalidInput
+
+NAMES = ("gqa", "mqa", "mla")
+ROPE_DIM = 64  # the width DeepSeek-V2 found enough (arXiv 2405.04434), and the one that MLA kernels are built for
+ROPE_SHARE = 0.5  # of a budget's elements at most this goes to the rotary part (benchmarks/results)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Geometry:
+    """The attention shape that every layer of a checkpoint shares.
+
+    Attributes:
+        hidden_size: width of the residual stream.
+        num_attention_heads: query heads.
+        num_key_value_heads: key/value heads; divides num_attention_heads.
+        head_dim: width of one head; all of it is rotary.
+    """
+
+    hidden_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+
+    @property
+    def cache_elements(self) -> int:
+        """Numbers cached per token and layer."""
+        return 2 * self.num_key_value_heads * self.head_dim
+
+
+@dataclass(frozen=True, kw_only=True)
+class GQA:
+    """Grouped-query attention (arXiv 2305.13245): neighbouring key/value heads become one."""
+
+    name: ClassVar[str] = "gqa"
+    num_key_value_heads: int
+
+    def cache_elements(self, source: Geometry) -> int:
+        """Numbers cached per token and layer."""
+        return 2 * self.num_key_value_heads * source.head_dim
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields, with the target's name, for JSON."""
+        return {"name": "mqa" if self.num_key_value_heads == 1 else "gqa", **asdict(self)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class MLA:
+    """Multi-head latent attention (arXiv 2405.04434): one latent for keys and values, one rotary key for all heads.
+
+    Attributes:
+        kv_lora_rank: width of the latent.
+        qk_rope_head_dim: width of the shared rotary key; half as many complex slots.
+        slots: `uniform` puts slot i at theta^(-2i/qk_rope_head_dim), as stock configurations do; `source` gives every key
+            head's every rotary pair its own slot, which saves nothing and is exact.
+    """
+
+    name: ClassVar[str] = "mla"
+    kv_lora_rank: int
+    qk_rope_head_dim: int
+    slots: Literal["uniform", "source"] = "uniform"
+
+    def cache_elements(self, source: Geometry) -> int:
+        """Numbers cached per token and layer."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields, with the target's name, for JSON."""
+        return {"name": self.name, **asdict(self)}
+
+
+Target = GQA | MLA
+
+
+def from_options(
+    source: Geometry,
+    to: str,
+    *,
+    kv_heads: int | None = None,
+    rank: str | None = None,
+    rope_dim: int | None = None,
+    kv_budget: str | None = None,
+) -> Target:
+    """The target that a command line asks for, with every number filled in.
+
+    Args:
+        source: geometry of the source checkpoint.
+        to: `gqa`, `mqa` or `mla`.
+        kv_heads: key/value heads of GQA.
+        rank: kv_lora_rank of MLA as decimal digits, or `full`.
+        rope_dim: qk_rope_head_dim of MLA; chosen when None.
+        kv_budget: cache after the fold as a share of the source's, e.g. `25%` or `0.25`; both parts of MLA count.
+
+    Raises:
+        InvalidInput: an option does not belong to the target, or its value does not fit the source.
+    """
+    given = {"--kv-heads": kv_heads, "--rank": rank, "--rope-dim": rope_dim, "--kv-budget": kv_budget}
+    allowed = {"gqa": {"--kv-heads", "--kv-budget"}, "mqa": set[str](), "mla": {"--rank", "--rope-dim", "--kv-budget"}}[to]
+    for option, value in given.items():
+        if value is not None and option not in allowed:
+            raise InvalidInput(f"{option} does not apply to --to {to}; it takes {' and '.join(sorted(allowed)) or 'no size'}")
+    elements = None if kv_budget is None else _budget_elements(source, kv_budget)
+    if to == "mla":
+        return _mla(source, rank, rope_dim, elements)
+    return _gqa(source, 1 if to == "mqa" else kv_heads, elements)
+
+
+def _gqa(source: Geometry, kv_heads: int | None, elements: int | None) -> GQA:
+    heads = source.num_key_value_heads
+    divisors = [n for n in range(1, heads + 1) if heads % n == 0]
+    if (kv_heads is None) == (elements is None):
+        raise InvalidInput("--to gqa needs either --kv-heads N or --kv-budget SHARE")
+    if elements is not None:
+        fitting = [n for n in divisors if 2 * n * source.head_dim <= elements]
+        if not fitting:
+            least = 2 * source.head_dim
+            raise InvalidInput(
+                f"a budget of {elements} elements per token and layer is below one key/value head, which takes {least} "
+                f"({least / source.cache_elements:.3%} of the source's cache)"
+            )
+        kv_heads = fitting[-1]
+    if kv_heads not in divisors:
+        raise InvalidInput(f"{heads} key/value heads do not fold into {kv_heads}; these would fit: {_listed(divisors)}")
+    return GQA(num_key_value_heads=kv_heads)
+
+
+def _mla(source: Geometry, rank: str | None, rope_dim: int | None, elements: int | None) -> MLA:
+    if (rank is None) == (elements is None):
+        raise InvalidInput("--to mla needs either --rank N (or --rank full) or --kv-budget SHARE")
+    full = source.num_key_value_heads * source.head_dim
+    if rank == "full":
+        if rope_dim is not None:
+            raise InvalidInput(f"--rank full keeps all {full} rotary dimensions; leave --rope-dim out")
+        return MLA(kv_lora_rank=full, qk_rope_head_dim=full, slots="source")
+    widths = range(2, source.head_dim + 1, 2)
+    if rope_dim is None:
+        limit = min(ROPE_DIM, source.head_dim)
+        rope_dim = limit if elements is None else _halvings(limit, int(elements * ROPE_SHARE))
+    if rope_dim not in widths:
+        raise InvalidInput(f"--rope-dim {rope_dim} does not fit; even numbers from 2 to {source.head_dim} would")
+    if elements is not None:
+        kv_lora_rank = elements - rope_dim
+        if kv_lora_rank < 1:
+            raise InvalidInput(
+                f"a budget of {elements} elements per token and layer leaves no room for a latent "
+                f"beside --rope-dim {rope_dim}; the least would be {(rope_dim + 1) / source.cache_elements:.3%}"
+            )
+    else:
+        kv_lora_rank = int(rank) if rank is not None and rank.isascii() and rank.isdigit() else 0
+    most = source.cache_elements - rope_dim - 1
+    if not 1 <= kv_lora_rank <= most:
+        raise InvalidInput(
+            f"--rank {rank} does not fit: beside a rotary part of {rope_dim}, ranks from 1 to {most} make the cache smaller "
+            f"than the source's {source.cache_elements} elements per token and layer, and --rank full keeps everything"
+        )
+    return MLA(kv_lora_rank=kv_lora_rank, qk_rope_head_dim=rope_dim)
+
+
+def _halvings(width: int, limit: int) -> int:
+    """`width` halved until it is at most `limit`, but even and at least 2."""
+    while width > max(2, limit) and width % 4 == 0:
+        width //= 2
+    return width
+
+
+def _budget_elements(source: Geometry, budget: str) -> int:
+    """Elements per token and layer that a share of the source's cache is."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?|\.\d+)(%?)", budget.strip())
+    share = float(match[1]) / (100 if match[2] else 1) if match else 0.0
+    if not 0 < share < 1:
+        raise InvalidInput(f"--kv-budget {budget} is no share of the source's cache; write for example 25% or 0.25")
+    return int(source.cache_elements * share)
+
+
+def _listed(numbers: list[int]) -> str:
+    return ", ".join(map(str, numbers))

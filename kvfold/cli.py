@@ -1,0 +1,20 @@
+"""The umbrella command: `kvfold convert`, `kvfold distill`, `kvfold eval`, `kvfold demo`."""
+
+import click
+
+from . import __version__
+from .convert.cli import main as convert
+from .eval.cli import main as evaluate
+
+
+@click.group()
+@click.version_option(__version__, prog_name="kvfold")
+def main() -> None:
+    """Fold a pretrained decoder's KV cache: convert it to GQA, MQA or MLA, distil it back, measure what was recovered."""
+
+
+for command in (convert, evaluate):
+    main.add_command(command)
+
+if __name__ == "__main__":
+    main()

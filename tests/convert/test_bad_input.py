@@ -1,0 +1,180 @@
+"""Every mistake a user can make is one sentence, exit code 2, and nothing written."""
+
+import json
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from safetensors.torch import load_file, save_file
+
+from kvfold.convert.cli import main
+from kvfold.convert.shards import INDEX
+
+from ..tiny import make
+
+MLA = ("--to", "mla", "--rank", "24", "--rope-dim", "4")
+
+
+def edit_config(source: Path, **changes: Any) -> None:
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | changes))
+
+
+def truncate(source: Path) -> None:
+    path = source / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def break_header(source: Path) -> None:
+    path = source / "model.safetensors"
+    path.write_bytes(struct.pack("<Q", 20) + b"{ this is no header }" + path.read_bytes())
+
+
+def pickle_only(source: Path) -> None:
+    torch.save(load_file(source / "model.safetensors"), source / "pytorch_model.bin")
+    (source / "model.safetensors").unlink()
+
+
+def drop_tensor(source: Path) -> None:
+    tensors = load_file(source / "model.safetensors")
+    del tensors["model.layers.1.self_attn.v_proj.weight"]
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+
+
+def quantise(source: Path) -> None:
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.layers.0.mlp.up_proj.weight"] = tensors["model.layers.0.mlp.up_proj.weight"].to(torch.int8)
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+
+
+def nothing(source: Path) -> None:
+    pass
+
+
+def config_with(**changes: Any) -> Callable[[Path], None]:
+    return lambda source: edit_config(source, **changes)
+
+
+# name -> (what is done to a good source, options, a part of the sentence)
+CASES: dict[str, tuple[Callable[[Path], None], tuple[str, ...], str]] = {
+    "unknown target": (nothing, ("--to", "mlaa"), "'mlaa' is not one of 'gqa', 'mqa', 'mla'"),
+    "heads that do not divide": (nothing, ("--to", "gqa", "--kv-heads", "3"), "8 key/value heads do not fold into 3; "),
+    "heads listed": (nothing, ("--to", "gqa", "--kv-heads", "16"), "these would fit: 1, 2, 4, 8"),
+    "no heads": (nothing, ("--to", "gqa"), "needs either --kv-heads N or --kv-budget SHARE"),
+    "rank too large": (nothing, ("--to", "mla", "--rank", "125", "--rope-dim", "4"), "ranks from 1 to 123"),
+    "rank no number": (nothing, ("--to", "mla", "--rank", "half"), "--rank half does not fit"),
+    "rank zero": (nothing, ("--to", "mla", "--rank", "0"), "--rank 0 does not fit"),
+    "no rank": (nothing, ("--to", "mla"), "needs either --rank N (or --rank full) or --kv-budget SHARE"),
+    "rank of gqa": (nothing, ("--to", "gqa", "--rank", "4"), "--rank does not apply to --to gqa"),
+    "size of mqa": (nothing, ("--to", "mqa", "--kv-heads", "2"), "--kv-heads does not apply to --to mqa"),
+    "odd rope": (nothing, ("--to", "mla", "--rank", "9", "--rope-dim", "3"), "even numbers from 2 to 8 would"),
+    "rope with full": (nothing, ("--to", "mla", "--rank", "full", "--rope-dim", "4"), "leave --rope-dim out"),
+    "budget below minimum": (nothing, ("--to", "gqa", "--kv-budget", "5%"), "below one key/value head, which takes 16"),
+    "budget below rope": (nothing, ("--to", "mla", "--kv-budget", "1%"), "leaves no room for a latent"),
+    "budget no share": (nothing, ("--to", "mla", "--kv-budget", "lots"), "write for example 25% or 0.25"),
+    "budget over all": (nothing, ("--to", "mla", "--kv-budget", "120%"), "is no share of the source's cache"),
+    "method of another target": (nothing, (*MLA, "--method", "mean"), "it has subspace"),
+    "shard size": (nothing, (*MLA, "--shard-size", "many"), "write for example 500MB or 5GB"),
+    "no config": (lambda source: (source / "config.json").unlink(), MLA, "has no config.json"),
+    "config no JSON": (lambda source: (source / "config.json").write_text("{"), MLA, "is not valid JSON"),
+    "truncated": (truncate, MLA, "is truncated: its header describes"),
+    "damaged header": (break_header, MLA, "has a damaged header"),
+    "pickle": (pickle_only, MLA, "save_pretrained("),
+    "no weights": (lambda source: (source / "model.safetensors").unlink(), MLA, "has no safetensors weights"),
+    "missing tensor": (drop_tensor, MLA, "has no model.layers.1.self_attn.v_proj.weight"),
+    "wrong shape": (config_with(num_key_value_heads=4), MLA, "but config.json implies"),
+    "missing size": (config_with(num_attention_heads=None), MLA, "config.json has num_attention_heads None"),
+    "unknown family": (config_with(model_type="mamba"), MLA, "kvfold knows: llama, mistral, qwen2"),
+    "encoder": (config_with(model_type="bert"), MLA, "is an encoder model"),
+    "latent already": (config_with(model_type="deepseek_v3"), MLA, "already has latent attention"),
+    "quantised": (config_with(quantization_config={"quant_method": "gptq"}), MLA, "the checkpoint is quantised (gptq)"),
+    "int8 weights": (quantise, MLA, "as I8; kvfold folds float weights"),
+    "sliding window": (config_with(model_type="mistral", sliding_window=64), MLA, "sliding_window 64 is shorter"),
+    "mlp bias": (config_with(mlp_bias=True), MLA, "mlp_bias is true"),
+    "dynamic rope": (
+        config_with(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
+        MLA,
+        "rope_type dynamic has no fixed frequency table",
+    ),
+    "revision of a directory": (nothing, (*MLA, "--revision", "main"), "--revision main applies to a Hub id"),
+}
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint to copy and damage."""
+    return make(tmp_path_factory.mktemp("good") / "source")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_one_sentence_and_nothing_written(good: Path, tmp_path: Path, case: str) -> None:
+    damage, options, sentence = CASES[case]
+    source = Path(shutil.copytree(good, tmp_path / "source"))
+    damage(source)
+    result = CliRunner().invoke(main, [str(source), *options, "--out", str(tmp_path / "out")])
+    assert result.exit_code == 2, result.output
+    assert sentence in result.output
+    assert "Traceback" not in result.output
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_shards_that_disagree_with_their_index(tmp_path: Path) -> None:
+    source = make(tmp_path / "source", shard_size="20KB")
+    index = json.loads((source / INDEX).read_text())
+    files = sorted(set(index["weight_map"].values()))
+
+    def refused(sentence: str) -> None:
+        result = CliRunner().invoke(main, [str(source), *MLA, "--out", str(tmp_path / "out")])
+        assert result.exit_code == 2
+        assert sentence in result.output
+
+    moved = {**index["weight_map"], "model.norm.weight": files[0]}
+    (source / INDEX).write_text(json.dumps({"weight_map": moved}))
+    refused("disagrees with its shards about model.norm.weight")
+    (source / INDEX).write_text("{}")
+    refused("is damaged: it has no weight_map")
+    (source / INDEX).write_text(json.dumps(index))
+    (source / files[1]).unlink()
+    refused(f"lacks the shard {files[1]}")
+    (source / INDEX).unlink()
+    refused("safetensors files but no")
+
+
+def test_outputs_that_cannot_be(tmp_path: Path) -> None:
+    source = make(tmp_path / "source")
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "file").write_text("")
+    for out, sentence in (
+        (tmp_path / "taken", "exists and nothing is overwritten"),
+        (tmp_path / "file" / "out", "is not a directory"),
+        (Path("/proc/out"), "cannot write /proc/out"),
+    ):
+        result = CliRunner().invoke(main, [str(source), *MLA, "--out", str(out)])
+        assert result.exit_code == 2, out
+        assert sentence in result.output
+
+
+def test_a_converted_checkpoint_is_not_converted_again(tmp_path: Path) -> None:
+    source = make(tmp_path / "source")
+    assert CliRunner().invoke(main, [str(source), "--to", "mqa", "--out", str(tmp_path / "out")]).exit_code == 0
+    result = CliRunner().invoke(main, [str(tmp_path / "out"), "--to", "mqa", "--out", str(tmp_path / "again")])
+    assert result.exit_code == 2
+    assert "already converted by kvfold" in result.output
+
+
+def test_things_that_are_no_model(tmp_path: Path) -> None:
+    file = tmp_path / "file.safetensors"
+    file.write_text("")
+    for model, sentence in (
+        (str(file), "is a file; give the directory"),
+        ("./nowhere", "is not a directory, and not a Hub id"),
+        ("no such model", "is not a directory, and not a Hub id"),
+    ):
+        result = CliRunner().invoke(main, [model, *MLA])
+        assert result.exit_code == 2
+        assert sentence in result.output
