@@ -1,0 +1,1 @@
+"""Complete runs, one YAML a file, and the bundled demo checkpoint."""

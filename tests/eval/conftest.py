@@ -1,0 +1,85 @@
+"""Tiny random checkpoints on disk, with a tokenizer of their own: everything an evaluation reads, and no network."""
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, DeepseekV3Config, LlamaConfig, PreTrainedTokenizerFast
+
+from kvfold.eval.corpus import Text
+
+Make = Callable[..., Path]
+VOCABULARY = 258
+SHAPE = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.3,  # sure of something, so that mistakes show
+}
+# The dense DeepSeek-V3 that MLA checkpoints are written as.
+LATENT = {
+    "q_lora_rank": None,
+    "kv_lora_rank": 12,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "first_k_dense_replace": 2,
+    "n_routed_experts": 2,
+    "num_experts_per_tok": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 48,
+    "num_nextn_predict_layers": 0,
+}
+
+
+def save_tokenizer(directory: Path, bos: str | None, last: str) -> None:
+    """Bytes as tokens, BOS at their head if there is one, and one more entry."""
+    entries = [*([bos] if bos else []), *sorted(pre_tokenizers.ByteLevel.alphabet()), last]
+    tokenizer = Tokenizer(models.BPE(vocab={entry: index for index, entry in enumerate(entries)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=bos).save_pretrained(directory)
+
+
+@pytest.fixture(scope="session")
+def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
+    """Write a random checkpoint, a Llama or with `latent` a DeepSeek-V3; other arguments change its configuration."""
+
+    def build(seed: int = 0, bos: str | None = "<s>", last: str = "end", latent: bool = False, **changes: Any) -> Path:
+        directory = tmp_path_factory.mktemp("checkpoint")
+        config = DeepseekV3Config(**SHAPE | LATENT | changes) if latent else LlamaConfig(**SHAPE | changes)
+        torch.manual_seed(seed)
+        AutoModelForCausalLM.from_config(config).save_pretrained(directory)
+        save_tokenizer(directory, bos, last)
+        return directory
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def mha(make: Make) -> Path:
+    """A Llama with as many key/value heads as query heads."""
+    return make()
+
+
+@pytest.fixture(scope="session")
+def other(make: Make) -> Path:
+    """The same architecture, other weights."""
+    return make(seed=1)
+
+
+@pytest.fixture(scope="session")
+def text() -> Text:
+    """600 tokens, no two windows alike."""
+    draw = random.Random(0)
+    return Text("text:letters.txt", ("".join(draw.choices("key value cache head fold", k=600)),))

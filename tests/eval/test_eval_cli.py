@@ -1,0 +1,145 @@
+"""`kvfold eval` as its user meets it: the table, the JSON, and one sentence for each mistake."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from kvfold.convert.card import describe, write_record
+from kvfold.eval.cli import main
+from kvfold.eval.corpus import Text
+
+from .conftest import Make
+
+
+@pytest.fixture(scope="session")
+def file(tmp_path_factory: pytest.TempPathFactory, text: Text) -> Path:
+    path = tmp_path_factory.mktemp("text") / "letters.txt"
+    path.write_text(text.joined, encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="session")
+def distilled(make: Make, mha: Path, other: Path) -> Path:
+    """A checkpoint whose record says: distilled from `other`, which was folded from `mha`."""
+    directory = make(seed=2)
+    parents = [{"stage": "convert", "path": str(other)}]
+    write_record(directory, {"schema": 1, "stage": "distill", "source": describe(mha, None), "parents": parents})
+    return directory
+
+
+def run(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(main, [str(argument) for argument in arguments], catch_exceptions=False)
+
+
+def test_json_is_one_object_with_everything_in_it(distilled: Path, mha: Path, other: Path, file: Path, text: Text) -> None:
+    result = run(distilled, "--text", file, "--window", "32", "--device", "cpu", "--json")
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    assert report["schema"] == 1
+    assert report["protocol"] == {
+        "name": "text:letters.txt window=32 bos=each",
+        "text_sha256": text.sha256,
+        "window": 32,
+        "windows": 19,
+        "scored_tokens": 19 * 31,
+    }
+    assert [report[role]["path"] for role in ("student", "teacher", "parent")] == [str(distilled), str(mha), str(other)]
+    assert len(report["student"]["window_nll"]) == 19
+    assert report["student"]["cache"]["elements_per_token_per_layer"] == 64
+    worse = report["student"]["nll"]["mean"] - report["teacher"]["nll"]["mean"]
+    assert report["nll_difference"]["mean"] == pytest.approx(worse)
+    assert report["fidelity"]["kl"]["mean"] > 0
+    assert set(report["recovered_share"]) == {"value", "reason"}
+    assert set(report["versions"]) == {"kvfold", "torch", "transformers"}
+
+
+def test_the_table_names_the_protocol_and_every_measure(mha: Path, other: Path, file: Path) -> None:
+    result = run(mha, "--teacher", other, "--text", file, "--window", "32", "--device", "cpu")
+    assert result.exit_code == 0, result.output
+    for words in ("letters.txt", "window=32", "bos=each", "perplexity", "KL(teacher || student)", "same top-1", "undefined"):
+        assert words in result.stdout
+
+
+def test_a_checkpoint_without_a_record_is_measured_alone_and_says_so(mha: Path) -> None:
+    result = run(mha, "--text", "stdlib", "--max-windows", "2", "--device", "cpu", "--json")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["protocol"]["name"] == "stdlib window=64 bos=each max-windows=2"
+    assert json.loads(result.stdout)["teacher"] is None
+    assert "--teacher" in result.stderr
+
+
+def test_out_holds_the_json_and_is_never_overwritten(mha: Path, file: Path, tmp_path: Path) -> None:
+    out = tmp_path / "eval.json"
+    arguments = (mha, "--text", file, "--device", "cpu", "--json", "--out", out)
+    assert json.loads(run(*arguments).stdout) == json.loads(out.read_text())
+    assert [path.name for path in tmp_path.iterdir()] == ["eval.json"]
+    again = run(*arguments)
+    assert (again.exit_code, again.stdout) == (2, "")
+    assert f"Error: --out {out} exists; name another file" in again.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--window", "65"], "--window 65 is more than the 64 positions of"),
+        (["--window", "1"], "Invalid value for '--window'"),
+        (["--window", "-4"], "Invalid value for '--window'"),
+        (["--max-windows", "0"], "Invalid value for '--max-windows'"),
+        (["--max-windows", "-1"], "Invalid value for '--max-windows'"),
+        (["--batch-size", "0"], "Invalid value for '--batch-size'"),
+        (["--dtype", "float8"], "'float8' is not one of 'auto', 'float32', 'bfloat16'"),
+        (["--teacher", "./absent"], "./absent is not a directory"),
+        (["--out", "/absent/eval.json"], "there is no directory /absent"),
+        (["--text", "/absent.txt"], "/absent.txt is not a file; --text takes a UTF-8 text file or the word stdlib"),
+    ],
+)
+def test_a_mistake_in_an_option_is_one_sentence(mha: Path, file: Path, options: list[str], sentence: str) -> None:
+    check_mistake(run(mha, "--text", file, "--device", "cpu", *options), sentence)
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (b"", "holds no text"),
+        (b" \n ", "holds no text"),
+        (b"\xff\xfe", "is not UTF-8 text"),
+        (b"short", "text:given.txt has 5 tokens, a window of 64 takes 63 of them; --window 6 would fit"),
+    ],
+)
+def test_a_text_that_cannot_be_used_is_one_sentence(mha: Path, tmp_path: Path, content: bytes, sentence: str) -> None:
+    given = tmp_path / "given.txt"
+    given.write_bytes(content)
+    check_mistake(run(mha, "--text", given, "--device", "cpu"), sentence)
+
+
+def test_a_model_that_cannot_be_used_is_one_sentence(mha: Path, make: Make, file: Path, tmp_path: Path) -> None:
+    check_mistake(run("./absent", "--text", file), "./absent is not a directory")
+    check_mistake(run(tmp_path, "--text", file), "has no config.json")
+    check_mistake(run(mha, "--text", file, "--teacher", make(last="fin"), "--device", "cpu"), "have different tokenizers")
+    orphan = tmp_path / "orphan"
+    shutil.copytree(mha, orphan)
+    gone = describe(mha, None) | {"path": str(tmp_path / "gone")}
+    write_record(orphan, {"schema": 1, "stage": "convert", "source": gone, "parents": []})
+    check_mistake(run(orphan, "--text", file), "--teacher")
+    assert run(orphan, "--text", file, "--teacher", mha, "--device", "cpu").exit_code == 0
+
+
+def check_mistake(result: Result, sentence: str) -> None:
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert sentence in result.stderr.splitlines()[-1]
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = (
+        "import sys; from kvfold.eval.cli import main; main(['--help'], standalone_mode=False);"
+        "heavy = {'torch', 'transformers', 'rich', 'numpy'} & set(sys.modules); sys.exit(str(heavy) if heavy else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "--text" in done.stdout

@@ -1,0 +1,77 @@
+"""Windows hold the text's tokens once and in order; what cannot be cut says why."""
+
+from pathlib import Path
+
+import pytest
+
+from kvfold.convert.errors import InvalidInput
+from kvfold.eval.corpus import Text, read_text
+from kvfold.eval.models import load
+from kvfold.eval.options import Options
+from kvfold.eval.windows import cut, window_length
+
+from .conftest import Make
+
+CPU = Options(device="cpu")
+
+
+def test_windows_are_the_text_in_order_with_bos_before_each(mha: Path, text: Text) -> None:
+    loaded = load(mha, CPU)
+    windows = cut(text, loaded, 32, CPU)
+    ids = loaded.tokenizer(text.joined, add_special_tokens=False).input_ids
+    assert windows.name == "text:letters.txt window=32 bos=each"
+    assert windows.ids_NW.shape == (600 // 31, 32)
+    assert windows.ids_NW[:, 0].unique().tolist() == [loaded.tokenizer.bos_token_id]
+    assert windows.ids_NW[:, 1:].flatten().tolist() == ids[: 600 // 31 * 31]
+
+
+def test_without_bos_a_window_is_all_text(mha: Path, text: Text) -> None:
+    loaded = load(mha, CPU)
+    windows = cut(text, loaded, 32, Options(bos=False))
+    assert windows.name == "text:letters.txt window=32 bos=none"
+    assert windows.ids_NW.flatten().tolist() == loaded.tokenizer(text.joined, add_special_tokens=False).input_ids[: 18 * 32]
+
+
+def test_a_tokenizer_without_bos_gets_none(make: Make, text: Text) -> None:
+    loaded = load(make(bos=None), CPU)
+    assert cut(text, loaded, 32, CPU).name.endswith("bos=none")
+    with pytest.raises(InvalidInput, match="has no BOS token; use --no-bos"):
+        cut(text, loaded, 32, Options(bos=True))
+
+
+def test_fewer_windows_are_another_protocol_only_if_they_drop_text(mha: Path, text: Text) -> None:
+    loaded = load(mha, CPU)
+    few, all_of_them = (cut(text, loaded, 32, Options(max_windows=count)) for count in (3, 1000))
+    assert (few.name, len(few.ids_NW)) == ("text:letters.txt window=32 bos=each max-windows=3", 3)
+    assert all_of_them.name == "text:letters.txt window=32 bos=each"
+
+
+def test_the_default_window_is_the_shortest_of_the_models(make: Make, mha: Path) -> None:
+    models = [load(mha, CPU), load(make(max_position_embeddings=48), CPU), load(make(max_position_embeddings=9999), CPU)]
+    assert window_length(None, models) == 48
+    assert window_length(None, models[2:]) == 2048
+    assert window_length(40, models) == 40
+    with pytest.raises(InvalidInput, match="--window 64 is more than the 48 positions"):
+        window_length(64, models)
+
+
+@pytest.mark.parametrize("documents", [("",), ("a",), ("ab" * 15,)])
+def test_a_text_shorter_than_a_window_says_what_would_fit(mha: Path, documents: tuple[str]) -> None:
+    loaded = load(mha, CPU)
+    tokens = len(documents[0])
+    advice = f"--window {tokens + 1} would fit" if tokens else "give a longer text"
+    with pytest.raises(InvalidInput, match=f"x has {tokens} tokens, a window of 32 takes 31 of them; {advice}"):
+        cut(Text("x", documents), loaded, 32, CPU)
+    if tokens:
+        assert len(cut(Text("x", documents), loaded, tokens + 1, CPU).ids_NW) == 1
+
+
+def test_ids_beyond_the_models_vocabulary_are_refused(make: Make, text: Text) -> None:
+    with pytest.raises(InvalidInput, match=r"gives id \d+, its model has 50"):
+        cut(text, load(make(vocab_size=50), CPU), 32, CPU)
+
+
+def test_the_standard_library_is_a_text_that_needs_no_file(mha: Path) -> None:
+    windows = cut(read_text("stdlib"), load(mha, CPU), 64, Options(max_windows=2))
+    assert windows.name == "stdlib window=64 bos=each max-windows=2"
+    assert windows.ids_NW.shape == (2, 64)
