@@ -16,6 +16,7 @@ from .errors import InvalidInput
 from .shards import INDEX, Entry, ShardWriter, TensorSpec, pieces, read_flat, read_header
 
 PIECE = 1 << 22  # elements: a tensor that is only copied passes through memory in pieces of this size
+_SIDE_SUFFIXES = {".json", ".jinja", ".model", ".txt", ".tiktoken"}
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
@@ -170,12 +171,12 @@ def finish(partial: Path, out: Path) -> None:
 def copy_side_files(source: Path, out: Path) -> None:
     """Copy what travels with the weights unchanged: tokenizer, chat template, generation config, licence.
 
-    Weights, config.json, kvfold.json, the model card and modelling code stay behind: each output has its own.
+    Weights, config.json, kvfold.json, the model card and code stay behind: each output has its own.
     """
     for path in sorted(source.iterdir()):
-        other = path.suffix in {".safetensors", ".py", ".md", ".partial"} or any(path.match(pattern) for pattern in _PICKLES)
-        own = path.name in {"config.json", "kvfold.json", "metrics.jsonl"} or path.name.endswith(".index.json")
-        if path.is_file() and not other and not own:
+        own = path.name in {"config.json", "kvfold.json"} or path.name.endswith(".index.json")
+        travels = path.suffix in _SIDE_SUFFIXES or path.name.startswith(("LICENSE", "NOTICE"))
+        if path.is_file() and travels and not own:
             shutil.copyfile(path, out / path.name)
 
 

@@ -32,7 +32,7 @@ class Size(click.ParamType[int]):
 @click.option("--rank", metavar="N|full", help="MLA: kv_lora_rank; `full` keeps everything and saves nothing (a proof).")
 @click.option("--rope-dim", type=int, help="MLA: qk_rope_head_dim, cached beside the latent; chosen when left out.")
 @click.option("--kv-budget", metavar="SHARE", help="GQA, MLA: cache after the fold as a share of the source's, e.g. 25%.")
-@click.option("--method", help="GQA, MQA: aligned (default) or mean. MLA: subspace (default).")
+@click.option("--method", help="GQA, MQA: subspace (default), aligned or mean. MLA: subspace.")
 @click.option("--out", type=click.Path(path_type=Path), help="Output directory; must not exist. Default: ./<model>-<target>.")
 @click.option("--revision", help="Branch, tag or commit of a Hub id.")
 @click.option(

@@ -9,7 +9,11 @@ from .attention import Attention, LatentAttention
 from .errors import InvalidInput
 from .target import GQA, MLA
 
-POOL: dict[str, Callable[[Attention, GQA], Attention]] = {"aligned": pool.aligned, "mean": pool.mean}
+POOL: dict[str, Callable[[Attention, GQA], Attention]] = {
+    "subspace": pool.subspace,
+    "aligned": pool.aligned,
+    "mean": pool.mean,
+}
 FACTOR: dict[str, Callable[[Attention, MLA, Tensor, Tensor, int], LatentAttention]] = {"subspace": factor.to_mla}
 
 

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from .attention import Attention
 from .rotary import complex_rows, half_rows
+from .subspaces import best_slots, low_rank, per_key_head, sensitivity, value_metric, with_bias
 from .target import GQA
 
-SWEEPS = 100  # of generalised Procrustes at most
+SWEEPS = 50  # of generalised Procrustes at most
 TOLERANCE = 1e-7  # relative gain of the alignment below which the sweeps stop
 
 
@@ -39,9 +40,7 @@ def aligned(attention: Attention, target: GQA) -> Attention:
     if heads == target.num_key_value_heads:
         return attention
     members = heads // target.num_key_value_heads
-    with_bias = attention.k_KH is not None
-    k_KHE = attention.k_KHD if attention.k_KH is None else torch.cat([attention.k_KHD, attention.k_KH[..., None]], -1)
-    v_KHE = attention.v_KHD if attention.v_KH is None else torch.cat([attention.v_KHD, attention.v_KH[..., None]], -1)
+    k_KHE, v_KHE = with_bias(attention.k_KHD, attention.k_KH), with_bias(attention.v_KHD, attention.v_KH)
     k_GHE, v_GHE, turns_KF, turns_KHH = [], [], [], []
     for first in range(0, heads, members):
         group = slice(first, first + members)
@@ -53,7 +52,7 @@ def aligned(attention: Attention, target: GQA) -> Attention:
         v_GHE.append(_renormalised(turned_v))
         turns_KF.append(turn_MF)
         turns_KHH.append(turn_MHH)
-    k, v = torch.stack(k_GHE), torch.stack(v_GHE)
+    k, v, hidden = torch.stack(k_GHE), torch.stack(v_GHE), attention.q_NHD.shape[-1]
     queries = attention.q_NHD.shape[0] // heads
     turn_NF = torch.cat(turns_KF).repeat_interleave(queries, 0)
     turn_NHH = torch.cat(turns_KHH).repeat_interleave(queries, 0)
@@ -62,11 +61,51 @@ def aligned(attention: Attention, target: GQA) -> Attention:
         attention,
         q_NHD=half_rows(turn_NF[..., None] * complex_rows(attention.q_NHD)),
         q_NH=None if q_NH is None else half_rows(turn_NF[..., None] * complex_rows(q_NH[..., None])).squeeze(-1),
-        k_KHD=k[..., :-1] if with_bias else k,
-        k_KH=k[..., -1] if with_bias else None,
-        v_KHD=v if attention.v_KH is None else v[..., :-1],
+        k_KHD=k[..., :hidden],
+        k_KH=None if attention.k_KH is None else k[..., -1],
+        v_KHD=v[..., :hidden],
         v_KH=None if attention.v_KH is None else v[..., -1],
         o_DNH=torch.einsum("dnh,ngh->dng", attention.o_DNH, turn_NHH),
+    )
+
+
+def subspace(attention: Attention, target: GQA) -> Attention:
+    """The best shared key and value of each group, with what each head needs of them folded into W_Q and W_O.
+
+    Per rotary pair the heads of a group become complex multiples of one key, the best complex rank one of theirs (a multiple
+    commutes with RoPE); their values are read from the best H-dimensional subspace of all their values. Exact when the heads
+    are equal up to phases and rotations.
+    """
+    heads, groups = len(attention.k_KHD), target.num_key_value_heads
+    if heads == groups:
+        return attention
+    queries, width = len(attention.q_NHD) // heads, attention.k_KHD.shape[1]
+    z_KFE = complex_rows(with_bias(attention.k_KHD, attention.k_KH))
+    v_KHE = with_bias(attention.v_KHD, attention.v_KH)
+    q_NFE = complex_rows(with_bias(attention.q_NHD, attention.q_NH))
+    weight_KF = per_key_head(sensitivity(attention)[:, None] * q_NFE.abs().square().sum(-1), queries)
+    metric_KHH = value_metric(attention)
+    keys, shares, values, maps = [], [], [], []
+    for members in torch.arange(heads).chunk(groups):
+        key_FE, share_MF = best_slots(z_KFE[members], weight_KF[members], torch.arange(width // 2), width // 2)
+        value_HE, map_MHH = low_rank(v_KHE[members], metric_KHH[members], width)
+        keys.append(half_rows(key_FE))
+        shares.append(share_MF)
+        values.append(value_HE)
+        maps.append(map_MHH)
+    share_NF = torch.cat(shares).repeat_interleave(queries, 0)
+    map_NHH = torch.cat(maps).repeat_interleave(queries, 0)
+    q_NHE = half_rows(share_NF.conj()[..., None] * q_NFE)
+    k_GHE, v_GHE, hidden = torch.stack(keys), torch.stack(values), attention.q_NHD.shape[-1]
+    return replace(
+        attention,
+        q_NHD=q_NHE[..., :hidden],
+        q_NH=None if attention.q_NH is None else q_NHE[..., -1],
+        k_KHD=k_GHE[..., :hidden],
+        k_KH=None if attention.k_KH is None else k_GHE[..., -1],
+        v_KHD=v_GHE[..., :hidden],
+        v_KH=None if attention.v_KH is None else v_GHE[..., -1],
+        o_DNH=torch.einsum("dnh,nhg->dng", attention.o_DNH, map_NHH),
     )
 
 
@@ -88,7 +127,7 @@ def _phases(z_MFE: Tensor) -> Tensor:
 
 
 def _rotations(v_MHE: Tensor) -> Tensor:
-    """Orthogonal matrices (M, H, H) that turn each head's values onto the sum of the others, by alternating Procrustes steps."""
+    """Orthogonal matrices (M, H, H) that turn each head's values onto the sum of the others, by Procrustes steps."""
     inner_MMHH = torch.einsum("mhe,nge->mnhg", v_MHE, v_MHE)
     turn_MHH = torch.eye(v_MHE.shape[1], dtype=v_MHE.dtype).repeat(len(v_MHE), 1, 1)
     before = 0.0

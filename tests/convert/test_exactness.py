@@ -81,7 +81,7 @@ def test_full_rank_is_the_source(case: str, report: dict[str, dict[str, object]]
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2"])
-@pytest.mark.parametrize("method", ["mean", "aligned"])
+@pytest.mark.parametrize("method", ["mean", "aligned", "subspace"])
 def test_as_many_groups_as_heads_changes_no_byte(tmp_path: Path, family: str, method: str) -> None:
     source = make(tmp_path / "source", family, dtype=torch.bfloat16)
     out = tmp_path / "out"

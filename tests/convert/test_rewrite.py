@@ -59,7 +59,7 @@ def test_only_attention_changes(tmp_path: Path, family: str, options: tuple[str,
     assert not list(tmp_path.glob("*.partial"))
 
 
-@pytest.mark.parametrize("options", [GQA, (*GQA, "--method", "mean"), MLA])
+@pytest.mark.parametrize("options", [GQA, (*GQA, "--method", "aligned"), MLA])
 def test_twice_gives_the_same_bytes(tmp_path: Path, options: tuple[str, ...]) -> None:
     source = make(tmp_path / "source", "qwen2")
     for name in ("one", "two"):

@@ -1,0 +1,114 @@
+"""Peak memory and time of converting a generated checkpoint: `python -m benchmarks.convert_memory --gigabytes 2`.
+
+The conversion runs as a process of its own; its peak resident set is what the operating system says of it. Copying the same
+directory is timed beside it, since conversion should cost little more than reading and writing.
+"""
+
+import json
+import multiprocessing
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import click
+import torch
+
+from kvfold.convert.shards import ShardWriter, TensorSpec
+
+from .machine import save
+
+HIDDEN, HEADS, FEED_FORWARD, VOCABULARY = 2048, 16, 5632, 32000
+
+
+def generate(directory: Path, gigabytes: float) -> int:
+    """Write a random bfloat16 Llama of about that size, tensor by tensor; returns its number of layers."""
+    layer = 4 * HIDDEN * HIDDEN + 3 * HIDDEN * FEED_FORWARD + 2 * HIDDEN
+    layers = max(1, round((gigabytes * 1e9 / 2 - 2 * VOCABULARY * HIDDEN) / layer))
+    shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": (VOCABULARY, HIDDEN) for name in ("model.embed_tokens", "lm_head")}
+    shapes["model.norm.weight"] = (HIDDEN,)
+    for number in range(layers):
+        prefix = f"model.layers.{number}."
+        shapes |= {f"{prefix}self_attn.{role}_proj.weight": (HIDDEN, HIDDEN) for role in "qkvo"}
+        shapes |= {f"{prefix}mlp.{role}_proj.weight": (FEED_FORWARD, HIDDEN) for role in ("gate", "up")}
+        shapes |= {f"{prefix}mlp.down_proj.weight": (HIDDEN, FEED_FORWARD)}
+        shapes |= {f"{prefix}{norm}_layernorm.weight": (HIDDEN,) for norm in ("input", "post_attention")}
+    specs = {name: TensorSpec(torch.bfloat16, shape) for name, shape in shapes.items()}
+    generator = torch.Generator().manual_seed(0)
+    with ShardWriter(directory, specs, 10**9) as writer:
+        for name, shape in shapes.items():
+            writer.write(name, torch.randn(shape, generator=generator) * 0.02)
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": HIDDEN,
+        "intermediate_size": FEED_FORWARD,
+        "num_hidden_layers": layers,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": HEADS,
+        "vocab_size": VOCABULARY,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+    }
+    (directory / "config.json").write_text(json.dumps(config))
+    return layers
+
+
+def timed(command: list[str]) -> dict[str, float]:
+    """Wall seconds, CPU seconds and peak resident megabytes of a command."""
+    start = time.monotonic()
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    _, status, usage = os.wait4(process.pid, 0)
+    if status:
+        raise SystemExit(f"{command} failed")
+    cpu = usage.ru_utime + usage.ru_stime
+    unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss is in kilobytes on Linux
+    return {
+        "seconds": round(time.monotonic() - start, 1),
+        "cpu_seconds": round(cpu, 1),
+        "peak_mb": round(usage.ru_maxrss * unit / 1e6),
+    }
+
+
+@click.command()
+@click.option("--gigabytes", default=2.0, show_default=True)
+@click.option("--work", type=click.Path(path_type=Path), help="Where to put the checkpoints; a temporary directory by default.")
+@click.option("--json", "as_json", is_flag=True)
+def main(gigabytes: float, work: Path | None, as_json: bool) -> None:
+    """Convert a generated checkpoint to every target, and copy it, each in its own process."""
+    with tempfile.TemporaryDirectory(dir=work) as name:
+        root = Path(name)
+        source = root / "source"
+        source.mkdir()
+        # In a process of its own: a child's peak counts from what its parent held when it was forked.
+        with multiprocessing.get_context("spawn").Pool(1) as pool:
+            layers = pool.apply(generate, (source, gigabytes))
+        size = sum(path.stat().st_size for path in source.iterdir())
+        kvfold = [sys.executable, "-m", "kvfold", "convert", str(source), "--out", str(root / "out")]
+        rows = {"cp": timed(["cp", "-r", str(source), str(root / "copy")])}
+        targets = {
+            "gqa-2 mean": ["--to", "gqa", "--kv-heads", "2", "--method", "mean"],
+            "gqa-2 aligned": ["--to", "gqa", "--kv-heads", "2"],
+            "mla 512+64": ["--to", "mla", "--rank", "512"],
+        }
+        for target, options in targets.items():
+            rows[target] = timed([*kvfold, *options])
+            shutil.rmtree(root / "out")
+    result = {"gigabytes": round(size / 1e9, 2), "layers": layers, "hidden_size": HIDDEN, "rows": rows}
+    path = save(f"convert-memory-{gigabytes:g}gb", result)
+    if as_json:
+        click.echo(json.dumps(result))
+        return
+    for label, row in rows.items():
+        click.echo(f"{label:16} {row['seconds']:8.1f} s  {row['cpu_seconds']:8.1f} s CPU  {row['peak_mb']:6.0f} MB peak")
+    click.echo(f"saved in {path}")
+
+
+if __name__ == "__main__":
+    main()
