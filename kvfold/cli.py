@@ -4,6 +4,8 @@ import click
 
 from . import __version__
 from .convert.cli import main as convert
+from .demo import main as demo
+from .distill.cli import main as distill
 from .eval.cli import main as evaluate
 
 
@@ -13,7 +15,7 @@ def main() -> None:
     """Fold a pretrained decoder's KV cache: convert it to GQA, MQA or MLA, distil it back, measure what was recovered."""
 
 
-for command in (convert, evaluate):
+for command in (convert, distill, evaluate, demo):
     main.add_command(command)
 
 if __name__ == "__main__":

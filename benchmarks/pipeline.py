@@ -1,0 +1,92 @@
+"""The whole way for one checkpoint: `python -m benchmarks.pipeline MODEL --text EVAL --train TEXT.jsonl`.
+
+Folds it to every target at 50, 25 and 12.5 % of its cache, distils each with the same few tokens, and evaluates source, folded
+and distilled in one run on the same windows.
+"""
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import click
+
+from kvfold.convert.errors import InvalidInput
+from kvfold.convert.hub import resolve
+from kvfold.convert.plan import make_plan
+from kvfold.convert.rewrite import rewrite
+from kvfold.distill.job import distill
+from kvfold.distill.recipe import Recipe
+from kvfold.eval.corpus import read_text
+from kvfold.eval.options import Options
+from kvfold.eval.run import evaluate
+
+from .machine import save
+
+BUDGETS = ("50%", "25%", "12.5%")
+
+
+def recipe(student: Path, train: str, tokens: str, window: int, lr: float) -> Recipe:
+    """Forward KL only, one stage: what this compares is the starts."""
+    return Recipe.model_validate(
+        {
+            "schema": 1,
+            "student": str(student),
+            "output": f"{student}-distilled",
+            "data": {"source": train, "seq_len": window},
+            "stages": [{"name": "kl", "tokens": tokens, "lr": lr, "batch_tokens": 16 * window, "micro_batch": 16}],
+        }
+    )
+
+
+@click.command()
+@click.argument("model")
+@click.option("--text", required=True, help="Evaluation text, as for kvfold eval.")
+@click.option("--train", required=True, help="Training text, as data.source of a recipe.")
+@click.option("--tokens", default="300k", show_default=True)
+@click.option("--lr", default=5e-4, show_default=True)
+@click.option("--window", default=256, show_default=True)
+@click.option("--max-windows", type=int)
+@click.option("--name", required=True, help="Results go to benchmarks/results/pipeline-NAME.json.")
+def main(model: str, text: str, train: str, tokens: str, lr: float, window: int, max_windows: int | None, name: str) -> None:
+    """Print and save the table of source, folded and distilled perplexity and KL."""
+    source = resolve(model)
+    content, options = read_text(text), Options(window=window, max_windows=max_windows)
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as work:
+        for to in ("gqa", "mla"):
+            for budget in BUDGETS:
+                out = Path(work) / f"{to}-{budget}"
+                try:
+                    plan = make_plan(source, to, {"kv_budget": budget}, None, "auto")
+                except InvalidInput as reason:
+                    click.echo(f"{to} {budget}: {reason}")
+                    continue
+                rewrite(plan, out, "benchmarks.pipeline", 10**10)
+                distill(recipe(out, train, tokens, window, lr))
+                result = evaluate(Path(f"{out}-distilled"), source, content, options, out)
+                folded = evaluate(out, source, content, options)
+                assert result.teacher is not None
+                assert result.parent is not None
+                assert result.fidelity is not None
+                assert folded.fidelity is not None
+                rows.append(
+                    {
+                        "target": to,
+                        "cache": result.cache_ratio,
+                        "sizes": plan.target.to_dict(),
+                        "source": result.teacher.perplexity,
+                        "folded": result.parent.perplexity,
+                        "distilled": result.student.perplexity,
+                        "kl_folded": folded.fidelity.kl.mean,
+                        "kl_distilled": result.fidelity.kl.mean,
+                        "recovered": result.recovered_share.value,
+                    }
+                )
+                click.echo(json.dumps(rows[-1]))
+    measured_on = {"protocol": folded.protocol.name, "text_sha256": folded.protocol.text_sha256}
+    click.echo(f"saved in {save(f'pipeline-{name}', {**measured_on, 'tokens': tokens, 'lr': lr, 'rows': rows})}")
+
+
+if __name__ == "__main__":
+    main()

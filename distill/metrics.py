@@ -1,0 +1,74 @@
+"""metrics.jsonl: one line a logged step, and what the finished run says about itself."""
+
+import json
+import math
+import resource
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .recipe import Recipe
+from .state import Progress
+
+
+class Metrics:
+    """metrics.jsonl during one stage.
+
+    Args:
+        file: what is appended to.
+        stage: its name.
+        tokens: trained on in the run when the clock starts.
+    """
+
+    def __init__(self, file: Path, stage: str, tokens: int) -> None:
+        self._file = file
+        self._stage = stage
+        self._clock = (time.monotonic(), tokens)
+
+    def append(self, progress: Progress, values: Mapping[str, float]) -> None:
+        """Append a line for the step that `progress` has just completed; speed is since the line before."""
+        (then, tokens), self._clock = self._clock, (time.monotonic(), progress.tokens)
+        speed = round((progress.tokens - tokens) / (self._clock[0] - then), 1)
+        line = {"step": progress.total_steps, "stage": self._stage, "tokens": progress.tokens, **values}
+        line |= {"tokens_per_second": speed, "peak_memory_gib": _peak_memory()}
+        with self._file.open("a", encoding="utf-8") as stream:
+            stream.write(json.dumps(line) + "\n")
+
+
+def trim_metrics(file: Path, steps: int) -> None:
+    """Drop the lines of steps that will be done again, and a line that was cut off."""
+    if file.exists():
+        lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
+        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= steps]
+        partial = file.with_name(file.name + ".partial")
+        partial.write_text("".join(kept), encoding="utf-8")
+        partial.replace(file)
+
+
+def summarise(file: Path, recipe: Recipe) -> dict[str, Any]:
+    """Steps and tokens of a finished run, and for every stage its losses at both ends, in nats a token.
+
+    `first` is the loss of the first step, before any training; `last` the mean over the last tenth of the logged steps.
+    """
+    lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    stages = []
+    for stage in recipe.stages:
+        own = [line for line in lines if line["stage"] == stage.name]
+        tail = own[-math.ceil(len(own) / 10) :]
+        losses = [name for name, weight in stage.losses.items() if weight]
+        first = {name: own[0][name] for name in losses}
+        last = {name: sum(line[name] for line in tail) / len(tail) for name in losses}
+        stages.append({"name": stage.name, "steps": recipe.steps(stage), "first": first, "last": last})
+    return {"steps": lines[-1]["step"], "tokens": lines[-1]["tokens"], "stages": stages}
+
+
+def _peak_memory() -> float:
+    """The most memory this process has had, GiB: of the GPU if there is one, otherwise of the machine."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        return round(torch.cuda.max_memory_allocated() / 2**30, 3)
+    unit = 1 if sys.platform == "darwin" else 2**10  # bytes in what getrusage counts
+    return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30, 3)

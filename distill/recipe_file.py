@@ -1,0 +1,101 @@
+"""Recipe files: YAML with overrides, and mistakes in it told in one sentence."""
+
+import difflib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from ..convert.errors import InvalidInput
+from .recipe import Data, Recipe, Save, Section, Stage
+
+# Keys under the names that other trainers give them.
+_OTHER_NAMES = {
+    "learning_rate": "lr", "batch_size": "batch_tokens", "micro_batch_size": "micro_batch", "max_tokens": "tokens",
+    "max_grad_norm": "grad_clip", "lr_scheduler": "schedule", "warmup_steps": "warmup", "sequence_length": "seq_len",
+    "block_size": "seq_len", "dataset": "source", "text_column": "text_field", "model": "student", "out": "output",
+    "output_dir": "output", "save_steps": "every", "logging_steps": "log_every", "dtype": "precision",
+}  # fmt: skip
+_SECTIONS: dict[str, type[Section]] = {"": Recipe, "data": Data, "stages": Stage, "save": Save}
+
+
+def read_recipe(file: Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Read a recipe.
+
+    Args:
+        file: YAML.
+        overrides: `key=value` with a dotted key such as `stages.0.lr=1e-4`; values are YAML.
+
+    Raises:
+        InvalidInput: names the key, its value and what would be right.
+    """
+    try:
+        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidInput(f"{file} cannot be read: {error}") from None
+    except yaml.YAMLError as error:
+        raise InvalidInput(f"{file} is not valid YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(content, dict):
+        raise InvalidInput(f"{file} holds no recipe: it should be a mapping that starts with schema: 1")
+    for override in overrides:
+        _override(content, override)
+    try:
+        return Recipe.model_validate(content)
+    except ValidationError as error:
+        raise InvalidInput(f"{file.name}: {_sentence(error)}") from None
+
+
+def _override(content: dict[str, Any], override: str) -> None:
+    key, equals, value = override.partition("=")
+    *parents, last = key.split(".")
+    if not equals or not last:
+        raise InvalidInput(f"--set {override} should read key=value, e.g. --set stages.0.lr=1e-4")
+    place: Any = content
+    try:
+        for part in parents:
+            place = place[int(part)] if isinstance(place, list) else place.setdefault(part, {})
+        place[int(last) if isinstance(place, list) else last] = yaml.safe_load(value)
+    except (ValueError, IndexError, TypeError, AttributeError):
+        raise InvalidInput(f"--set {key}: the recipe has no such place; lists are numbered from 0, e.g. stages.0.lr") from None
+    except yaml.YAMLError:
+        raise InvalidInput(f"--set {key}: {value!r} is not a YAML value") from None
+
+
+def _sentence(errors: ValidationError) -> str:
+    """The worst error as one sentence; an unknown key comes first, it is why another key is missing."""
+    error = min(errors.errors(), key=lambda error: error["type"] != "extra_forbidden")
+    location = error["loc"][:-2] if "[key]" in error["loc"] else error["loc"]
+    *parents, key = location or ("",)
+    place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location).removeprefix(".")
+    section = next((str(part) for part in parents if isinstance(part, str)), "")
+    if error["type"] == "extra_forbidden":
+        where = f" in {place.rpartition('.')[0]}" if parents else ""
+        return f"unknown key {key!r}{where}; {_suggestion(str(key), section)}"
+    if error["type"] == "missing":
+        return f"{place} is missing: {_description(_SECTIONS[section], str(key))}"
+    reason = {
+        "model_type": "it should be a mapping of keys to values",
+        "value_error": error["msg"].removeprefix("Value error, "),
+    }.get(error["type"], error["msg"].replace("Input should", "it should"))
+    return f"{place} is {error['input']!r}; {reason}" if place else reason
+
+
+def _suggestion(key: str, section: str) -> str:
+    known = _keys(_SECTIONS[section])
+    names = {**{other: name for other, name in _OTHER_NAMES.items() if name in known}, **{name: name for name in known}}
+    match = difflib.get_close_matches(key, names, n=1)
+    if match:
+        return f"did you mean {names[match[0]]!r}?"
+    elsewhere = [other for other, fields in _SECTIONS.items() if other and key in _keys(fields)]
+    return f"it belongs in {elsewhere[0]}" if elsewhere else f"known: {', '.join(known)}"
+
+
+def _keys(section: type[Section]) -> list[str]:
+    return [field.alias or name for name, field in section.model_fields.items()]
+
+
+def _description(section: type[Section], key: str) -> str:
+    fields = {field.alias or name: field for name, field in section.model_fields.items()}
+    return " ".join((fields[key].description or "").split())

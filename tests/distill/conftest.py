@@ -1,0 +1,102 @@
+"""A teacher, its pooled copy and a text, all tiny: what every test here trains on."""
+
+import json
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from kvfold.convert.card import describe, write_record
+from kvfold.distill.recipe import Recipe
+
+MakeRecipe = Callable[..., Recipe]
+
+# Matrices this small lose by threads, and the same number of them gives the same bits in child processes.
+torch.set_num_threads(1)
+os.environ["OMP_NUM_THREADS"] = "1"
+
+
+def save_tokenizer(directory: Path, last: str = "end") -> None:
+    """Bytes as tokens, `<s>` at their head, and one more entry."""
+    entries = ["<s>", *sorted(pre_tokenizers.ByteLevel.alphabet()), last]
+    tokenizer = Tokenizer(models.BPE(vocab={entry: index for index, entry in enumerate(entries)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>").save_pretrained(directory)
+
+
+@pytest.fixture(scope="session")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Llama with a tied head; large weights, so that it is sure of something."""
+    directory = tmp_path_factory.mktemp("models") / "teacher"
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=258,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=64,
+        initializer_range=0.3,
+        tie_word_embeddings=True,
+    )
+    LlamaForCausalLM(config).save_pretrained(directory)
+    save_tokenizer(directory)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def student(teacher: Path) -> Path:
+    """The teacher with its key and value heads averaged in pairs, in bfloat16, and a record that names the teacher."""
+    directory = teacher.parent / "student"
+    config = LlamaConfig.from_pretrained(teacher, num_key_value_heads=2)
+    state = AutoModelForCausalLM.from_pretrained(teacher).state_dict()
+    for name in [name for name in state if "k_proj" in name or "v_proj" in name]:
+        state[name] = state[name].unflatten(0, (2, 2, 8)).mean(1).flatten(0, 1)
+    model = LlamaForCausalLM(config)
+    model.load_state_dict(state)
+    model.to(torch.bfloat16).save_pretrained(directory)
+    save_tokenizer(directory)
+    write_record(directory, {"schema": 1, "stage": "convert", "source": describe(teacher, None), "parents": []})
+    return directory
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """60 documents of about 300 characters, as jsonl."""
+    draw = random.Random(0)
+    words = ["key", "value", "cache", "head", "fold", "rank", "layer", "query", "token", "window"]
+    documents = [" ".join(draw.choices(words, k=60)) for _ in range(60)]
+    file = tmp_path_factory.mktemp("data") / "text.jsonl"
+    file.write_text("".join(json.dumps({"text": document}) + "\n" for document in documents), encoding="utf-8")
+    return file
+
+
+@pytest.fixture
+def make_recipe(student: Path, text: Path, tmp_path: Path) -> MakeRecipe:
+    """Recipes of ten steps of six windows; keyword arguments replace keys of the recipe or, failing that, of its only stage."""
+
+    def make(**changes: Any) -> Recipe:
+        stage = {"name": "kl", "tokens": 1920, "lr": 1e-2, "batch_tokens": 192, "micro_batch": 4}
+        content = {
+            "schema": 1,
+            "student": str(student),
+            "output": str(tmp_path / "out"),
+            "data": {"source": str(text), "seq_len": 32},
+            "stages": [stage],
+            "log_every": 1,
+            "precision": "fp32",
+            "device": "cpu",
+        }
+        top = set(Recipe.model_fields)
+        stage.update({key: value for key, value in changes.items() if key not in top})
+        return Recipe.model_validate(content | {key: value for key, value in changes.items() if key in top})
+
+    return make

@@ -1,0 +1,157 @@
+"""A run that was stopped, however rudely, ends in the same bits as one that was not."""
+
+import errno
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from click.testing import CliRunner
+
+from kvfold.convert.errors import InvalidInput
+from kvfold.distill import loop, state
+from kvfold.distill.cli import main
+from kvfold.distill.job import distill
+from kvfold.distill.recipe import Recipe
+from kvfold.distill.state import Progress
+
+from .conftest import MakeRecipe
+from .test_job import metrics, weights
+
+STAGES = [
+    {"name": "first", "tokens": 960, "lr": 1e-2, "batch_tokens": 192, "train": "attention"},
+    {"name": "second", "tokens": 960, "lr": 1e-3, "batch_tokens": 192, "schedule": "wsd"},
+]
+KILLED = """
+import os, signal, sys
+from kvfold.distill import loop
+from kvfold.distill.cli import main
+step, advance = int(sys.argv.pop()), loop._advance
+def advance_or_die(*arguments):
+    progress = advance(*arguments)
+    return os.kill(os.getpid(), signal.SIGKILL) if progress.total_steps == step else progress
+loop._advance = advance_or_die
+main()
+"""
+
+
+def write(recipe: Recipe, file: Path) -> Path:
+    file.write_text(yaml.safe_dump(recipe.resolved()), encoding="utf-8")
+    return file
+
+
+def same_bits(one: Path, other: Path) -> bool:
+    return (one / "model.safetensors").read_bytes() == (other / "model.safetensors").read_bytes()
+
+
+def stop_at(monkeypatch: pytest.MonkeyPatch, step: int, signum: int) -> None:
+    advance = loop._advance
+
+    def advance_and_signal(*arguments: object) -> Progress:
+        progress = advance(*arguments)  # type: ignore[arg-type]
+        if progress.total_steps == step:
+            os.kill(os.getpid(), signum)
+        return progress
+
+    monkeypatch.setattr(loop, "_advance", advance_and_signal)
+
+
+@pytest.fixture
+def uninterrupted(make_recipe: MakeRecipe, tmp_path: Path) -> Path:
+    distill(make_recipe(output=str(tmp_path / "whole"), stages=STAGES))
+    return tmp_path / "whole"
+
+
+def test_killed_and_resumed_gives_the_same_bits(make_recipe: MakeRecipe, tmp_path: Path, uninterrupted: Path) -> None:
+    recipe = make_recipe(stages=STAGES, save={"every": 2})
+    command = [sys.executable, "-c", KILLED, str(write(recipe, tmp_path / "recipe.yaml"))]
+    for step in ("3", "8"):  # in the first stage, and again in the second
+        assert subprocess.run([*command, step], check=False).returncode == -signal.SIGKILL
+        assert not (tmp_path / "out").exists()
+    distill(recipe)
+    assert same_bits(tmp_path / "out", uninterrupted)
+    numbers = [[line[key] for key in ("step", "kl", "grad_norm", "lr")] for line in metrics(tmp_path / "out")]
+    assert numbers == [[line[key] for key in ("step", "kl", "grad_norm", "lr")] for line in metrics(uninterrupted)]
+
+
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_saves_at_the_next_step(
+    make_recipe: MakeRecipe,
+    tmp_path: Path,
+    uninterrupted: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    signum: int,
+    code: int,
+) -> None:
+    file = write(make_recipe(stages=STAGES), tmp_path / "recipe.yaml")
+    with monkeypatch.context() as patch:
+        stop_at(patch, 3, signum)
+        result = CliRunner().invoke(main, [str(file)])
+    assert result.exit_code == code
+    assert "stopped after step 4 of 5 of stage first; run the same command again" in result.stderr
+    assert signal.getsignal(signum) in (signal.SIG_DFL, signal.default_int_handler)
+    result = CliRunner().invoke(main, [str(file), "--json"])
+    assert result.exit_code == 0
+    assert "going on after step 4" in result.stderr
+    assert same_bits(tmp_path / "out", uninterrupted)
+
+
+def test_a_damaged_state_falls_back_to_the_one_before(
+    make_recipe: MakeRecipe, tmp_path: Path, uninterrupted: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = make_recipe(stages=STAGES, save={"every": 3, "keep": 2})
+    with monkeypatch.context() as patch:
+        stop_at(patch, 6, signal.SIGTERM)
+        with pytest.raises(loop.Interrupted):
+            distill(recipe)
+    states = sorted((tmp_path / "out.partial" / "state").iterdir())
+    assert [state.name for state in states] == ["step-00000006", "step-00000007"]
+    broken = bytearray((states[1] / "weights.safetensors").read_bytes())
+    broken[-1] ^= 1
+    (states[1] / "weights.safetensors").write_bytes(broken)
+    shutil.copytree(tmp_path / "out.partial", tmp_path / "other.partial")
+    distill(recipe)
+    assert same_bits(tmp_path / "out", uninterrupted)
+
+    for path in state.saved(tmp_path / "other.partial" / "state"):
+        (path / "manifest.json").unlink()
+    with pytest.raises(InvalidInput, match=r"no training state in .* is whole; remove .*other\.partial to start over"):
+        distill(recipe.model_copy(update={"output": str(tmp_path / "other")}))
+
+
+def test_a_changed_recipe_is_refused_by_the_names_of_its_keys(
+    make_recipe: MakeRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        stop_at(patch, 3, signal.SIGTERM)
+        with pytest.raises(loop.Interrupted):
+            distill(make_recipe())
+    with pytest.raises(InvalidInput, match=r"differs .* in stages\[0\].lr \(was 0.01\), stages\[0\].weight_decay \(was 0.0\);"):
+        distill(make_recipe(lr=1e-3, weight_decay=0.1))
+    distill(make_recipe(micro_batch=2, log_every=5))
+    assert weights(tmp_path / "out")
+
+
+def test_a_full_disk_is_told_and_leaves_the_states_before(
+    make_recipe: MakeRecipe, tmp_path: Path, uninterrupted: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = make_recipe(stages=STAGES, save={"every": 4})
+    write_state = state._write
+
+    def write_or_fail(directory: Path, progress: Progress, *arguments: Any) -> None:
+        if progress.total_steps == 8:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write_state(directory, progress, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(state, "_write", write_or_fail)
+        with pytest.raises(InvalidInput, match=r"training state cannot be saved in .* No space left on device"):
+            distill(recipe)
+    assert [path.name for path in state.saved(tmp_path / "out.partial" / "state")] == ["step-00000005", "step-00000004"]
+    distill(recipe)
+    assert same_bits(tmp_path / "out", uninterrupted)
