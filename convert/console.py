@@ -50,13 +50,13 @@ def progress(items: Iterable[T], description: str, total: int) -> Iterator[T]:
 
 
 def show_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Print a table to stdout: first column to the left, the others to the right."""
+    """Print a table to stdout: the first column and those without a name to the left, the others to the right."""
     from rich.console import Console
     from rich.table import Table
 
     table = Table(title=title, title_justify="left")
     for index, column in enumerate(columns):
-        table.add_column(column, justify="left" if index == 0 else "right", overflow="fold")
+        table.add_column(column, justify="left" if index == 0 or not column else "right", overflow="fold")
     for row in rows:
         table.add_row(*row)
     # A pipe has no width: never wrap there, so that the lines can be read by grep.

@@ -1,11 +1,13 @@
 """Checkpoints as models ready to be measured, and whether two of them may be compared."""
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
 import torch
+import transformers
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -56,6 +58,8 @@ def load(directory: Path, options: Options) -> Loaded:
         raise InvalidInput("--device cuda: torch finds no CUDA device here; use --device cpu")
     device = ("cuda" if cuda else "cpu") if options.device == "auto" else options.device
     dtype = "float32" if options.dtype == "auto" and device == "cpu" else options.dtype
+    if not sys.stderr.isatty():
+        transformers.utils.logging.disable_progress_bar()  # plain lines only where there is no terminal
     reading = {"local_files_only": True, "trust_remote_code": options.trust_remote_code}
     try:
         tokenizer = AutoTokenizer.from_pretrained(directory, **reading)

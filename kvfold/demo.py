@@ -4,11 +4,14 @@ import tempfile
 import time
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from .convert.console import Command, show_json, show_table
+
+if TYPE_CHECKING:
+    from .eval.report import Result
 
 WINDOW, WINDOWS = 256, 128  # evaluation: enough for a standard error of about 1 % of the perplexity
 TARGETS: dict[str, dict[str, Any]] = {
@@ -50,31 +53,30 @@ def main(out: Path | None, tokens: str, as_json: bool) -> None:
         distill(read_recipe(source / "distill.yaml", settings))
         results = {to: evaluate(path, source, text, options) for to, path in folded.items()}
         results["mla, distilled"] = last = evaluate(distilled, source, text, options, folded["mla"])
-    assert last.teacher is not None
-    assert last.parent is not None
     seconds = round(time.monotonic() - start)
     if as_json:
         show_json({"seconds": seconds, "out": str(work), **{name: result.to_json() for name, result in results.items()}})
         return
-    rows = [("source (mha)", "100.0%", f"{last.teacher.perplexity:.2f}", "0", "")]
-    for name, result in results.items():
-        assert result.fidelity is not None
-        share = result.recovered_share.value
-        recovered = "" if share is None else f"{share:.1%}"
-        kl = f"{result.fidelity.kl.mean:.3f}"
-        rows.append((name, f"{result.cache_ratio:.1%}", f"{result.student.perplexity:.2f}", kl, recovered))
-    show_table(
-        f"{last.protocol.name}, text sha256 {text.sha256[:16]}",
-        ("", "cache", "perplexity", "KL to source, nats", "recovered"),
-        rows,
-    )
+    teacher, parent, ratio = last.teacher, last.parent, last.cache_ratio
+    assert teacher is not None
+    assert parent is not None
+    rows = [("source (mha)", "100.0%", f"{teacher.perplexity:.2f}", "0", ""), *(_row(*item) for item in results.items())]
+    columns = ("", "cache", "perplexity", "KL to source, nats", "recovered")
+    show_table(f"{last.protocol.name}, text sha256 {text.sha256[:16]}", columns, rows)
     share = last.recovered_share
     recovered = f"recovered {share.value:.1%} of the loss" if share.value is not None else f"recovered share {share.reason}"
     click.echo(
         f"Checkpoints are in {work}; {seconds} s.\n"
-        f"MLA at {last.cache_ratio:.0%} of the cache: perplexity {last.teacher.perplexity:.2f} (source), "
-        f"{last.parent.perplexity:.2f} (folded), {last.student.perplexity:.2f} (distilled): {recovered}."
+        f"MLA at {ratio:.0%} of the cache: perplexity {teacher.perplexity:.2f} (source), {parent.perplexity:.2f} (folded), "
+        f"{last.student.perplexity:.2f} (distilled): {recovered}."
     )
+
+
+def _row(name: str, result: "Result") -> tuple[str, ...]:
+    share = result.recovered_share.value
+    assert result.fidelity is not None
+    kl, recovered = f"{result.fidelity.kl.mean:.3f}", "" if share is None else f"{share:.1%}"
+    return name, f"{result.cache_ratio:.1%}", f"{result.student.perplexity:.2f}", kl, recovered
 
 
 def _fold(source: Path, to: str, sizes: dict[str, Any], out: Path) -> Path:
