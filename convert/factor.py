@@ -1,15 +1,12 @@
 """MHA and GQA to MLA: a few rotary slots shared by all heads, and one latent for everything else.
 
-Legend: attention.py, and E = D, plus one column for the bias where the source has one (its input is the constant 1).
+Legend: attention.py and metric.py; M rows of a band, that is pairs of heads.
 
 A *slot* is one complex key dimension that turns at a frequency φ and is shared by all heads. Any complex-linear map across
 heads at one frequency commutes with RoPE and folds into W_Q and W_K, so a slot carries the best complex rank one of all
 heads' keys near its frequency; a real orthogonal map could not undo the phases between heads. What no slot carries is kept
 without rotation: over the distances Δ that attention spans, e^(-i f Δ) is replaced by its mean ρ(f). Those keys and the values
 then share the latent of least weighted squared error.
-
-The weights here are in one unit, the squared error of the attention's output for an isotropic normed input: a key error
-reaches it through the query and the value it displaces, a value error through W_O.
 """
 
 from dataclasses import dataclass
@@ -18,37 +15,57 @@ import torch
 from torch import Tensor
 
 from .attention import Attention, LatentAttention
+from .metric import Metric, with_bias
 from .rotary import complex_rows, half_rows, interleaved_rows
-from .subspaces import best_slots, low_rank, per_key_head, sensitivity, value_metric, with_bias
+from .subspaces import leading, low_rank
 from .target import MLA
 
-SPAN = 4096  # distances that the prior over attention distances reaches, at most
-DECAY = 1.5  # exponent of that prior; of 1, 1.25, 1.5, 2, 3 the least total loss on two models (benchmarks/results)
+
+@dataclass(frozen=True, kw_only=True)
+class Band:
+    """Slots of one frequency, and the source's rotary pairs that they serve.
+
+    Attributes:
+        frequency: φ, radians per token.
+        pairs: numbers of the source's pairs.
+        slots: how many.
+    """
+
+    frequency: float
+    pairs: tuple[int, ...]
+    slots: int
 
 
-def to_mla(attention: Attention, target: MLA, frequencies_F: Tensor, slots_S: Tensor, span: int) -> LatentAttention:
+def uniform_bands(frequencies_F: Tensor, slots_S: Tensor) -> tuple[Band, ...]:
+    """A slot at each frequency of a table, serving the source's pairs that are nearest to it on a logarithmic scale."""
+    nearest_F = (frequencies_F.log()[:, None] - slots_S.log()).abs().argmin(1)
+    members = [tuple((nearest_F == slot).nonzero().flatten().tolist()) for slot in range(len(slots_S))]
+    return tuple(Band(frequency=float(slots_S[slot]), pairs=pairs, slots=1) for slot, pairs in enumerate(members))
+
+
+def to_mla(
+    attention: Attention, target: MLA, frequencies_F: Tensor, bands: tuple[Band, ...], metric: Metric
+) -> LatentAttention:
     """Fold one layer to multi-head latent attention.
 
     Args:
         attention: the source's weights, float64.
         target: widths; `slots == "source"` keeps every head's every pair and is exact.
         frequencies_F: the source's angular frequencies, float64.
-        slots_S: the slots' angular frequencies, float64, from plan.py.
-        span: distances Δ = 0 ... span-1 that attention can reach (max_position_embeddings).
+        bands: the slots, `qk_rope_head_dim / 2` in all.
+        metric: what errors cost.
     """
     if target.slots == "source":
         return _exact(attention)
     queries = len(attention.q_NHD) // len(attention.k_KHD)
-    sensitivity_N = sensitivity(attention)
-    parts = _separate(attention, sensitivity_N, frequencies_F, slots_S, span)
+    parts = _separate(attention, frequencies_F, bands, metric)
     width = attention.k_KHD.shape[-1]
-
-    key_KPP = per_key_head(sensitivity_N[:, None, None] * (parts.q_nope_NPE @ parts.q_nope_NPE.mT), queries)
-    value_KHH = value_metric(attention)
     # A constant added to an un-rotated key shifts all scores of a query alike: softmax does not see it, so its bias goes.
-    stack_BHD = torch.cat([parts.k_nope_KPE[..., :width], attention.v_KHD])
-    down_CD, up_BHC = low_rank(stack_BHD, torch.cat([key_KPP, value_KHH]), target.kv_lora_rank)
-    k_up_KPC, v_up_KHC = up_BHC.chunk(2)
+    rows_CD = torch.cat([parts.k_nope_KPE[..., :width], attention.v_KHD]).flatten(0, 1)
+    blocks = torch.cat([parts.key_BSS, metric.value_BSS])
+    moment_DD = None if metric.input_EE is None else metric.input_EE[:-1, :-1]
+    down_CD, up, _ = low_rank(rows_CD, blocks, moment_DD, target.kv_lora_rank)
+    k_up_KPC, v_up_KHC = up.unflatten(0, (2, len(attention.k_KHD), -1))
     return LatentAttention(
         q_nope_NPD=parts.q_nope_NPE[..., :width],
         q_rope_NRD=parts.q_rope_NRE[..., :width],
@@ -67,48 +84,47 @@ def to_mla(attention: Attention, target: MLA, frequencies_F: Tensor, slots_S: Te
 
 @dataclass(frozen=True, kw_only=True)
 class _Parts:
-    """Queries and keys in the slots, and what is left of them without rotation."""
+    """Queries and keys in the slots, what is left of them without rotation, and what an error in that costs."""
 
     q_rope_NRE: Tensor
     k_rope_RE: Tensor
     q_nope_NPE: Tensor
     k_nope_KPE: Tensor
+    key_BSS: Tensor
 
 
-def _separate(attention: Attention, sensitivity_N: Tensor, frequencies_F: Tensor, slots_S: Tensor, span: int) -> _Parts:
-    """Give every slot the best share of the keys near its frequency; the rest of the keys stays, un-rotated."""
+def _separate(attention: Attention, frequencies_F: Tensor, bands: tuple[Band, ...], metric: Metric) -> _Parts:
+    """Give every band the best share of the keys near its frequency; the rest of the keys stays, un-rotated."""
     z_KFE = complex_rows(with_bias(attention.k_KHD, attention.k_KH))
     q_NFE = complex_rows(with_bias(attention.q_NHD, attention.q_NH))
-    queries = len(q_NFE) // len(z_KFE)
-    energy_KF = per_key_head(sensitivity_N[:, None] * q_NFE.abs().square().sum(-1), queries)
-
-    nearest_F = (frequencies_F.log()[:, None] - slots_S.log()).abs().argmin(1)
-    in_slot_F = fidelity(frequencies_F - slots_S[nearest_F], span)
-    unrotated_F = fidelity(frequencies_F, span)
-    # What a slot saves is the rotation that the mean over distances loses; a slow pair loses next to nothing.
-    gain_F = (in_slot_F.abs().square() - unrotated_F.abs().square()).clamp(min=1e-6)
-
-    slot_SE, share_KF = best_slots(z_KFE, energy_KF * gain_F, nearest_F, len(slots_S))
-    k_nope_KPE = half_rows(z_KFE - share_KF[..., None] * slot_SE[nearest_F])
-    turned_NFE = (share_KF.repeat_interleave(queries, 0) * in_slot_F).conj()[..., None] * q_NFE
-    q_slot_NSE = q_NFE.new_zeros(len(q_NFE), len(slots_S), q_NFE.shape[-1]).index_add(1, nearest_F, turned_NFE)
+    heads, queries = len(z_KFE), len(q_NFE) // len(z_KFE)
+    pairs_FKK = metric.pairs(heads)
+    still_NF = metric.fidelity(frequencies_F)
+    moment_EE = None if metric.input_EE is None else metric.input_EE[: z_KFE.shape[-1], : z_KFE.shape[-1]]
+    rest_KFE, q_slots, k_slots = z_KFE.clone(), [], []
+    for band in bands:
+        members = list(band.pairs)
+        turned_NM = metric.fidelity(frequencies_F[members] - band.frequency)
+        # What a slot saves is the rotation that the mean over distances loses; a slow pair loses next to nothing.
+        saved_NM = (turned_NM.abs().square() - still_NF[:, members].abs().square()).clamp(min=1e-6)
+        root_KM = saved_NM.unflatten(0, (heads, queries)).mean(1).sqrt()
+        weight = torch.block_diag(*(root_KM[:, m, None] * pairs_FKK[pair] * root_KM[:, m] for m, pair in enumerate(members)))
+        rows = z_KFE[:, members].transpose(0, 1).flatten(0, 1)  # pair-major, as the blocks
+        keys_RE, shares, _ = leading(rows, weight, moment_EE, band.slots)
+        shares_MKR = shares.unflatten(0, (len(members), heads))
+        rest_KFE[:, members] -= (shares_MKR @ keys_RE).transpose(0, 1)
+        share_NMR = shares_MKR.transpose(0, 1).repeat_interleave(queries, 0) * turned_NM[..., None]
+        q_slots.append(torch.einsum("nmr,nme->nre", share_NMR.conj(), q_NFE[:, members]))
+        k_slots.append(keys_RE)
+    still_KF = still_NF.abs().square().unflatten(0, (heads, queries)).mean(1).sqrt()
+    damping_BS = torch.cat([still_KF, still_KF], -1).view(metric.key_BSS.shape[:2])
     return _Parts(
-        q_rope_NRE=interleaved_rows(q_slot_NSE),
-        k_rope_RE=interleaved_rows(slot_SE),
-        q_nope_NPE=half_rows(unrotated_F.conj()[:, None] * q_NFE),
-        k_nope_KPE=k_nope_KPE,
+        q_rope_NRE=interleaved_rows(torch.cat(q_slots, 1)),
+        k_rope_RE=interleaved_rows(torch.cat(k_slots)),
+        q_nope_NPE=half_rows(still_NF.conj()[..., None] * q_NFE),
+        k_nope_KPE=half_rows(rest_KFE),
+        key_BSS=damping_BS[:, :, None] * metric.key_BSS * damping_BS[:, None, :],
     )
-
-
-def fidelity(frequency_F: Tensor, span: int) -> Tensor:
-    """ρ(f): the mean of e^(-i f Δ) over attention distances, complex, at most 1 in magnitude.
-
-    Without data the distances Δ < span are weighted (Δ + 1)^-DECAY: near tokens matter most.
-    """
-    distance = torch.arange(min(span, SPAN), dtype=torch.float64)
-    weight = (distance + 1) ** -DECAY
-    angle = frequency_F[:, None] * distance
-    return (torch.polar(torch.ones_like(angle), -angle) * weight).sum(-1) / weight.sum()
 
 
 def _exact(attention: Attention) -> LatentAttention:

@@ -7,14 +7,17 @@ from torch import Tensor
 from . import factor, pool
 from .attention import Attention, LatentAttention
 from .errors import InvalidInput
+from .metric import Metric
 from .target import GQA, MLA
 
-POOL: dict[str, Callable[[Attention, GQA], Attention]] = {
+POOL: dict[str, Callable[[Attention, GQA, Metric], Attention]] = {
     "subspace": pool.subspace,
     "aligned": pool.aligned,
     "mean": pool.mean,
 }
-FACTOR: dict[str, Callable[[Attention, MLA, Tensor, Tensor, int], LatentAttention]] = {"subspace": factor.to_mla}
+FACTOR: dict[str, Callable[[Attention, MLA, Tensor, tuple[factor.Band, ...], Metric], LatentAttention]] = {
+    "subspace": factor.to_mla
+}
 
 
 def names(target: GQA | MLA) -> tuple[str, ...]:

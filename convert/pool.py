@@ -9,15 +9,16 @@ import torch
 from torch import Tensor
 
 from .attention import Attention
+from .metric import Metric, with_bias
 from .rotary import complex_rows, half_rows
-from .subspaces import best_slots, low_rank, per_key_head, sensitivity, value_metric, with_bias
+from .subspaces import leading, low_rank
 from .target import GQA
 
 SWEEPS = 50  # of generalised Procrustes at most
 TOLERANCE = 1e-7  # relative gain of the alignment below which the sweeps stop
 
 
-def mean(attention: Attention, target: GQA) -> Attention:
+def mean(attention: Attention, target: GQA, metric: Metric) -> Attention:
     """The average of each group's heads: the reference (Ainslie et al., arXiv 2305.13245)."""
 
     def pool(rows: Tensor | None) -> Tensor | None:
@@ -29,7 +30,7 @@ def mean(attention: Attention, target: GQA) -> Attention:
     return replace(attention, k_KHD=k_GHD, v_KHD=v_GHD, k_KH=pool(attention.k_KH), v_KH=pool(attention.v_KH))
 
 
-def aligned(attention: Attention, target: GQA) -> Attention:
+def aligned(attention: Attention, target: GQA, metric: Metric) -> Attention:
     """Heads of a group are turned onto each other before they are averaged (after arXiv 2412.20677).
 
     What may be turned without changing the source: keys by one angle per rotary pair, SO(2), which commutes with RoPE and
@@ -69,7 +70,7 @@ def aligned(attention: Attention, target: GQA) -> Attention:
     )
 
 
-def subspace(attention: Attention, target: GQA) -> Attention:
+def subspace(attention: Attention, target: GQA, metric: Metric) -> Attention:
     """The best shared key and value of each group, with what each head needs of them folded into W_Q and W_O.
 
     Per rotary pair the heads of a group become complex multiples of one key, the best complex rank one of theirs (a multiple
@@ -83,19 +84,19 @@ def subspace(attention: Attention, target: GQA) -> Attention:
     z_KFE = complex_rows(with_bias(attention.k_KHD, attention.k_KH))
     v_KHE = with_bias(attention.v_KHD, attention.v_KH)
     q_NFE = complex_rows(with_bias(attention.q_NHD, attention.q_NH))
-    weight_KF = per_key_head(sensitivity(attention)[:, None] * q_NFE.abs().square().sum(-1), queries)
-    metric_KHH = value_metric(attention)
-    keys, shares, values, maps = [], [], [], []
-    for members in torch.arange(heads).chunk(groups):
-        key_FE, share_MF = best_slots(z_KFE[members], weight_KF[members], torch.arange(width // 2), width // 2)
-        value_HE, map_MHH = low_rank(v_KHE[members], metric_KHH[members], width)
-        keys.append(half_rows(key_FE))
-        shares.append(share_MF)
+    pairs_FKK = metric.pairs(heads)
+    share_KF = torch.empty(z_KFE.shape[:2], dtype=z_KFE.dtype)
+    keys, values, maps = [], [], []
+    for first in range(0, heads, heads // groups):
+        group = slice(first, first + heads // groups)
+        found = [leading(z_KFE[group, f], pairs_FKK[f, group, group], None, 1) for f in range(width // 2)]
+        keys.append(half_rows(torch.cat([key_1E for key_1E, _, _ in found])))
+        share_KF[group] = torch.cat([share_M1 for _, share_M1, _ in found], 1)
+        value_HE, map_MH, _ = low_rank(v_KHE[group].flatten(0, 1), metric.value_BSS[group], None, width)
         values.append(value_HE)
-        maps.append(map_MHH)
-    share_NF = torch.cat(shares).repeat_interleave(queries, 0)
+        maps.append(map_MH.unflatten(0, (-1, width)))
+    q_NHE = half_rows(share_KF.repeat_interleave(queries, 0).conj()[..., None] * q_NFE)
     map_NHH = torch.cat(maps).repeat_interleave(queries, 0)
-    q_NHE = half_rows(share_NF.conj()[..., None] * q_NFE)
     k_GHE, v_GHE, hidden = torch.stack(keys), torch.stack(values), attention.q_NHD.shape[-1]
     return replace(
         attention,

@@ -23,7 +23,9 @@ from .checkpoint import check_output, copy_side_files, finish
 from .console import progress
 from .containers.stock import Stock
 from .errors import InvalidInput
+from .factor import uniform_bands
 from .hub import commit_of
+from .metric import weights_only
 from .plan import Layer, Plan, slot_frequencies
 from .rotary import frequencies, rope_parameters
 from .shards import ShardWriter
@@ -87,13 +89,15 @@ def _write_unit(plan: Plan, unit: Layer | str, writer: ShardWriter) -> None:
 def fold(plan: Plan, layer: Layer) -> dict[str, Tensor]:
     """One layer's output tensors, float64, by name: the only place where weights meet a method."""
     attention = read_attention(plan, layer.number)
+    config = plan.source.config
+    metric = weights_only(attention, config["max_position_embeddings"])
     if isinstance(plan.container, Stock):
-        target, config = plan.container.target, plan.source.config
+        target = plan.container.target
         table_F, _ = frequencies(rope_parameters(config), plan.geometry.head_dim, config["max_position_embeddings"])
-        slots_S = slot_frequencies(config, plan.geometry, target)
-        latent = methods.FACTOR[plan.method](attention, target, table_F, slots_S, config["max_position_embeddings"])
+        bands = uniform_bands(table_F, slot_frequencies(config, plan.geometry, target))
+        latent = methods.FACTOR[plan.method](attention, target, table_F, bands, metric)
         return plan.container.tensors(latent, layer.number)
-    return plan.container.tensors(methods.POOL[plan.method](attention, plan.container.target), layer.number)
+    return plan.container.tensors(methods.POOL[plan.method](attention, plan.container.target, metric), layer.number)
 
 
 def read_attention(plan: Plan, layer: int) -> Attention:

@@ -9,12 +9,14 @@ from torch import Tensor
 from kvfold.convert import factor, pool
 from kvfold.convert.attention import Attention, LatentAttention
 from kvfold.convert.methods import POOL
+from kvfold.convert.metric import weights_only
 from kvfold.convert.rotary import complex_rows, frequencies, half_rows
 from kvfold.convert.subspaces import low_rank
 from kvfold.convert.target import GQA, MLA
 
 D, H = 40, 8
 FREQUENCIES_F, _ = frequencies({"rope_type": "default", "rope_theta": 100.0}, H, 64)
+OWN = factor.uniform_bands(FREQUENCIES_F, FREQUENCIES_F)
 
 
 def layer(seed: int = 0, heads: int = 4, key_heads: int = 4, biases: bool = False) -> Attention:
@@ -106,7 +108,7 @@ def test_equal_heads_pool_losslessly(method: str, biases: bool, x_TD: Tensor) ->
         k_KH=None if a.k_KH is None else a.k_KH[:1].expand_as(a.k_KH).clone(),
         v_KH=None if a.v_KH is None else a.v_KH[:1].expand_as(a.v_KH).clone(),
     )
-    pooled = POOL[method](equal, GQA(num_key_value_heads=2))
+    pooled = POOL[method](equal, GQA(num_key_value_heads=2), weights_only(equal, 64))
     assert len(pooled.k_KHD) == 2
     torch.testing.assert_close(output(pooled, x_TD), output(equal, x_TD))
 
@@ -117,8 +119,10 @@ def test_heads_equal_up_to_phases_and_rotations_pool_losslessly(method: str, x_T
     a = turned_copies(layer(heads=8), seed=3)
     # Procrustes stops when a sweep gains less than its tolerance; the subspace is a closed form.
     precision = {"rtol": 0.0, "atol": 1e-3 if method == "aligned" else 1e-10}
-    torch.testing.assert_close(output(POOL[method](a, GQA(num_key_value_heads=1)), x_TD), output(a, x_TD), **precision)
-    lost = output(pool.mean(a, GQA(num_key_value_heads=1)), x_TD) - output(a, x_TD)
+    torch.testing.assert_close(
+        output(POOL[method](a, GQA(num_key_value_heads=1), weights_only(a, 64)), x_TD), output(a, x_TD), **precision
+    )
+    lost = output(pool.mean(a, GQA(num_key_value_heads=1), weights_only(a, 64)), x_TD) - output(a, x_TD)
     assert lost.norm() > 0.1 * output(a, x_TD).norm()
 
 
@@ -128,7 +132,8 @@ def test_methods_rank_as_published(x_TD: Tensor) -> None:
     noise = layer(seed=5)
     a = replace(copies, k_KHD=copies.k_KHD + 0.3 * noise.k_KHD, v_KHD=copies.v_KHD + 0.3 * noise.v_KHD)
     lost = {
-        name: float((output(fold(a, GQA(num_key_value_heads=1)), x_TD) - output(a, x_TD)).norm()) for name, fold in POOL.items()
+        name: float((output(fold(a, GQA(num_key_value_heads=1), weights_only(a, 64)), x_TD) - output(a, x_TD)).norm())
+        for name, fold in POOL.items()
     }
     assert lost["subspace"] < lost["aligned"] < lost["mean"]
 
@@ -140,7 +145,7 @@ def test_a_slot_for_every_pair_is_exact(key_heads: int, biases: bool, x_TD: Tens
     full = key_heads * H
     target = MLA(kv_lora_rank=full, qk_rope_head_dim=full, slots="source")
     slots_S = FREQUENCIES_F.repeat_interleave(key_heads)
-    latent = factor.to_mla(a, target, FREQUENCIES_F, slots_S, 64)
+    latent = factor.to_mla(a, target, FREQUENCIES_F, (), weights_only(a, 64))
     torch.testing.assert_close(latent_output(latent, slots_S, x_TD), output(a, x_TD))
 
 
@@ -148,14 +153,14 @@ def test_a_slot_for_every_pair_is_exact(key_heads: int, biases: bool, x_TD: Tens
 def test_one_key_head_is_exact_in_its_own_slots(biases: bool, x_TD: Tensor) -> None:
     """MQA needs no more than one slot a frequency and a latent as wide as the values."""
     a = layer(key_heads=1, biases=biases)
-    latent = factor.to_mla(a, MLA(kv_lora_rank=H, qk_rope_head_dim=H), FREQUENCIES_F, FREQUENCIES_F, 64)
+    latent = factor.to_mla(a, MLA(kv_lora_rank=H, qk_rope_head_dim=H), FREQUENCIES_F, OWN, weights_only(a, 64))
     torch.testing.assert_close(latent_output(latent, FREQUENCIES_F, x_TD), output(a, x_TD))
 
 
 def test_heads_equal_up_to_phases_need_the_cache_of_one(x_TD: Tensor) -> None:
     """The slots take every head's phase into the query, the latent every head's rotation into the output."""
     a = turned_copies(layer(), seed=6)
-    latent = factor.to_mla(a, MLA(kv_lora_rank=H, qk_rope_head_dim=H), FREQUENCIES_F, FREQUENCIES_F, 64)
+    latent = factor.to_mla(a, MLA(kv_lora_rank=H, qk_rope_head_dim=H), FREQUENCIES_F, OWN, weights_only(a, 64))
     torch.testing.assert_close(latent_output(latent, FREQUENCIES_F, x_TD), output(a, x_TD))
 
 
@@ -163,7 +168,7 @@ def test_more_rank_loses_less(x_TD: Tensor) -> None:
     a = layer()
     lost = []
     for rank in (4, 16, 32, 56):
-        latent = factor.to_mla(a, MLA(kv_lora_rank=rank, qk_rope_head_dim=H), FREQUENCIES_F, FREQUENCIES_F, 64)
+        latent = factor.to_mla(a, MLA(kv_lora_rank=rank, qk_rope_head_dim=H), FREQUENCIES_F, OWN, weights_only(a, 64))
         lost.append(float((latent_output(latent, FREQUENCIES_F, x_TD) - output(a, x_TD)).norm()))
     assert lost == sorted(lost, reverse=True)
     assert lost[-1] < 0.75 * lost[0]  # the rest is rotation that no latent holds
@@ -176,17 +181,18 @@ def test_low_rank_is_the_truncated_svd_in_its_metric(width: int) -> None:
     stack = torch.randn(3, 8, width, generator=random, dtype=torch.float64)
     half = torch.randn(3, 8, 8, generator=random, dtype=torch.float64)
     metric = half @ half.mT
-    down, up = low_rank(stack, metric, 5)
+    down, up, energy = low_rank(stack.flatten(0, 1), metric, None, 5)
     assert down.shape == (5, width)
-    assert up.shape == (3, 8, 5)
-    error = stack - up @ down
+    assert up.shape == (24, 5)
+    error = stack - (up @ down).view_as(stack)
     lost = torch.einsum("bhe,bhg,bge->", error, metric, error)
     root = torch.linalg.cholesky(metric)
     best = torch.linalg.svdvals((root.mT @ stack).flatten(0, 1))[5:].square().sum()
     torch.testing.assert_close(lost, best)
+    torch.testing.assert_close(energy[5:].sum(), best)
 
 
 def test_fidelity_is_one_for_what_does_not_turn() -> None:
-    rho_F = factor.fidelity(torch.tensor([0.0, 1e-4, 0.1, 1.0], dtype=torch.float64), 512)
+    rho_F = weights_only(layer(), 512).fidelity(torch.tensor([0.0, 1e-4, 0.1, 1.0], dtype=torch.float64))[0]
     assert abs(rho_F[0] - 1) < 1e-12
     assert list(rho_F.abs()) == sorted(rho_F.abs(), reverse=True)
