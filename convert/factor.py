@@ -43,6 +43,11 @@ def uniform_bands(frequencies_F: Tensor, slots_S: Tensor) -> tuple[Band, ...]:
     return tuple(Band(frequency=float(slots_S[slot]), pairs=pairs, slots=1) for slot, pairs in enumerate(members))
 
 
+def source_bands(frequencies_F: Tensor, heads: int) -> tuple[Band, ...]:
+    """As many slots at each of the source's frequencies as it has key heads: nothing is lost, nothing saved."""
+    return tuple(Band(frequency=f, pairs=(pair,), slots=heads) for pair, f in enumerate(frequencies_F.tolist()))
+
+
 def to_mla(
     attention: Attention, target: MLA, frequencies_F: Tensor, bands: tuple[Band, ...], metric: Metric
 ) -> LatentAttention:

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 
 from . import methods
-from .checkpoint import Checkpoint
 from .containers.grouped import Grouped
 from .containers.stock import NORM_EPSILON, Stock
-from .errors import InvalidInput
-from .families import Family, check_for_latent, family_of, geometry_of
+from .factor import Band, source_bands, uniform_bands
+from .families import check_for_latent
 from .rotary import frequencies, rope_parameters
 from .shards import TensorSpec
-from .target import MLA, Geometry, Target, from_options
+from .source import Source, open_source
+from .target import MLA, Target, from_options
 
 CONTEXTS = (4096, 32768, 131072)  # tokens that cache sizes are shown for
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -38,18 +38,19 @@ class Plan:
 
     Attributes:
         source: the checkpoint that is read.
-        family, geometry, target, method, container: what it is and what it becomes.
+        target, method, container: what it becomes.
+        bands: the rotary slots of MLA.
+        dtype: of the attention's tensors.
         copies: tensors that pass through, as they will be written.
         layers: the attention of each layer.
         notices: what the user should know.
     """
 
-    source: Checkpoint
-    family: Family
-    geometry: Geometry
+    source: Source
     target: Target
     method: str
     container: Grouped | Stock
+    bands: tuple[Band, ...]
     dtype: torch.dtype
     copies: dict[str, TensorSpec]
     layers: tuple[Layer, ...]
@@ -60,7 +61,7 @@ class Plan:
         """Every output tensor in the order of the source, a layer's attention where its first tensor stood."""
         first = {layer.reads[0]: layer for layer in self.layers}
         specs: dict[str, TensorSpec] = {}
-        for name in self.source:
+        for name in self.source.checkpoint:
             if name in self.copies:
                 specs[name] = self.copies[name]
             elif name in first:
@@ -82,20 +83,21 @@ class Plan:
             total = elements * count
             return {"elements_per_token_per_layer": elements, "bytes_per_token": total * self.dtype.itemsize}
 
-        before, after = self.geometry.cache_elements, self.target.cache_elements(self.geometry)
+        before, after = self.source.geometry.cache_elements, self.target.cache_elements(self.source.geometry)
         return {"before": size(before), "after": size(after), "ratio": after / before}
 
-    def fingerprint(self) -> str:
+    def fingerprint(self, shard_size: int) -> str:
         """Changes when the source or anything decided here does: a half-written output of another plan is not resumed."""
-        decided = [self.source.identity(), self.target.to_dict(), self.method, str(self.dtype), self.config]
+        layout = [(name, str(spec.dtype), spec.shape) for name, spec in self.specs.items()]
+        decided = [self.source.checkpoint.identity(), self.target.to_dict(), self.method, self.config, layout, shard_size]
         return hashlib.sha256(json.dumps(decided).encode()).hexdigest()
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as plain values, for `--dry-run --json`."""
         cache = self.cache()
         return {
-            "source": str(self.source.directory),
-            "family": self.family.label,
+            "source": str(self.source.checkpoint.directory),
+            "family": self.source.family.label,
             "target": self.target.to_dict(),
             "method": self.method,
             "container": self.config["architectures"][0],
@@ -122,101 +124,75 @@ def make_plan(directory: Path, to: str, options: Mapping[str, Any], method: str 
     Raises:
         InvalidInput: the source cannot be folded, or not to this target.
     """
-    if (directory / "kvfold.json").exists():
-        raise InvalidInput(f"{directory} is already converted by kvfold; convert the source named in its kvfold.json instead")
-    source = Checkpoint(directory)
-    family, geometry = family_of(source.config), geometry_of(source.config)
-    target = from_options(geometry, to, **options)
+    source = open_source(directory)
+    target = from_options(source.geometry, to, **options)
     method = methods.check(target, method)
-    biases = _check_tensors(source, family, geometry)
     written, notices = _written_dtypes(source, target, dtype)
-    kind = written[f"{family.q.format(layer=0)}.weight"]
+    kind = written[f"{source.family.q.format(layer=0)}.weight"]
     container: Grouped | Stock
+    bands: tuple[Band, ...] = ()
     if isinstance(target, MLA):
         check_for_latent(source.config)
-        rope = slot_rope(source.config, geometry, target)
-        container = Stock(geometry=geometry, target=target, rope=rope, biases=bool(biases))
+        bands = choose_bands(source, target)
+        rope = slot_rope(source, bands)
+        container = Stock(geometry=source.geometry, target=target, rope=rope, biases=bool(source.biases))
         notices += _stock_notices(container, source.config)
     else:
-        container = Grouped(family=family, geometry=geometry, target=target, biases=biases)
+        container = Grouped(family=source.family, geometry=source.geometry, target=target, biases=source.biases)
     layers = tuple(
-        Layer(number=layer, reads=_reads(source, family, layer), writes=container.specs(layer, kind))
-        for layer in range(source.config["num_hidden_layers"])
+        Layer(number=layer, reads=source.reads(layer), writes=container.specs(layer, kind)) for layer in range(source.layers)
     )
     attention = {name for layer in layers for name in layer.reads}
+    specs = {name: TensorSpec(written[name], source.checkpoint.spec(name).shape) for name in source.checkpoint}
     return Plan(
         source=source,
-        family=family,
-        geometry=geometry,
         target=target,
         method=method,
         container=container,
+        bands=bands,
         dtype=kind,
-        copies={name: TensorSpec(written[name], source.spec(name).shape) for name in source if name not in attention},
+        copies={name: spec for name, spec in specs.items() if name not in attention},
         layers=layers,
         notices=tuple(notices),
     )
 
 
-def slot_rope(config: Mapping[str, Any], geometry: Geometry, target: MLA) -> dict[str, Any]:
-    """Rope parameters that put the slots where the target wants them.
+def choose_bands(source: Source, target: MLA) -> tuple[Band, ...]:
+    """The rotary slots of a target: the source's own kind of table at the target's width, or a slot for every key."""
+    table_F, _ = source.frequencies()
+    if target.slots == "source":
+        return source_bands(table_F, source.geometry.num_key_value_heads)
+    uniform_S, _ = frequencies(rope_parameters(source.config), target.qk_rope_head_dim, source.positions)
+    return uniform_bands(table_F, uniform_S)
+
+
+def slot_rope(source: Source, bands: tuple[Band, ...]) -> dict[str, Any]:
+    """Rope parameters that put the slots where the bands are.
 
     A table that is theta^(-2i/R) stays `default`, which every engine knows; any other is written as `longrope` factors
     relative to that table, which transformers takes literally.
     """
-    rope, positions = rope_parameters(dict(config)), int(config["max_position_embeddings"])
-    width = target.qk_rope_head_dim
-    default = {"rope_type": "default", "rope_theta": rope["rope_theta"]}
-    stock_S, _ = frequencies(default, width, positions)
-    wanted_S = slot_frequencies(config, geometry, target)
+    theta = rope_parameters(source.config)["rope_theta"]
+    wanted_S = torch.tensor([band.frequency for band in bands for _ in range(band.slots)], dtype=torch.float64)
+    default = {"rope_type": "default", "rope_theta": theta}
+    stock_S, _ = frequencies(default, 2 * len(wanted_S), source.positions)
     factors = (stock_S / wanted_S).tolist()
     if all(abs(factor - 1) < 1e-12 for factor in factors):
         return default
     return {
         "rope_type": "longrope",
-        "rope_theta": rope["rope_theta"],
+        "rope_theta": theta,
         "short_factor": factors,
         "long_factor": factors,
         "factor": 1.0,
         "attention_factor": 1.0,
-        "original_max_position_embeddings": positions,
+        "original_max_position_embeddings": source.positions,
     }
 
 
-def slot_frequencies(config: Mapping[str, Any], geometry: Geometry, target: MLA) -> torch.Tensor:
-    """Angular frequencies (S,) of a target's slots: the source's own table at the target's width, or every source frequency
-    once for each key head."""
-    rope, positions = rope_parameters(dict(config)), int(config["max_position_embeddings"])
-    if target.slots == "uniform":
-        return frequencies(rope, target.qk_rope_head_dim, positions)[0]
-    return frequencies(rope, geometry.head_dim, positions)[0].repeat_interleave(geometry.num_key_value_heads)
-
-
-def _check_tensors(source: Checkpoint, family: Family, geometry: Geometry) -> frozenset[str]:
-    """The roles with a bias, after checking that every layer's projections are there and have the shape config.json says."""
-    query, key = geometry.num_attention_heads * geometry.head_dim, geometry.num_key_value_heads * geometry.head_dim
-    hidden = geometry.hidden_size
-    shapes = {"q": (query, hidden), "k": (key, hidden), "v": (key, hidden), "o": (hidden, query)}
-    biases = frozenset(role for role, name in family.projections(0).items() if f"{name}.bias" in source)
-    for layer in range(source.config["num_hidden_layers"]):
-        for role, name in family.projections(layer).items():
-            wanted = {f"{name}.weight": shapes[role]} | ({f"{name}.bias": shapes[role][:1]} if role in biases else {})
-            for tensor, shape in wanted.items():
-                if tensor not in source:
-                    raise InvalidInput(f"{source.directory} has no {tensor}, which a {family.label} checkpoint has")
-                if source.spec(tensor).shape != shape:
-                    raise InvalidInput(f"{tensor} has shape {source.spec(tensor).shape}, but config.json implies {shape}")
-    return biases
-
-
-def _reads(source: Checkpoint, family: Family, layer: int) -> tuple[str, ...]:
-    names = [f"{name}.{part}" for name in family.projections(layer).values() for part in ("weight", "bias")]
-    return tuple(name for name in names if name in source)
-
-
-def _written_dtypes(source: Checkpoint, target: Target, dtype: str) -> tuple[dict[str, torch.dtype], list[str]]:
+def _written_dtypes(source: Source, target: Target, dtype: str) -> tuple[dict[str, torch.dtype], list[str]]:
     """The dtype that each source tensor is written in: its own, except where the user or the container wants another."""
-    own = {name: source.spec(name).dtype for name in source}
+    own = {name: source.checkpoint.spec(name).dtype for name in source.checkpoint}
     if dtype != "auto":
         return dict.fromkeys(own, _DTYPES[dtype]), []
     if isinstance(target, MLA) and torch.float16 in own.values():

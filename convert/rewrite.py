@@ -13,23 +13,18 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-import torch
 from torch import Tensor
 
 from . import methods
-from .attention import Attention
 from .card import SCHEMA, describe, write_record
 from .checkpoint import check_output, copy_side_files, finish
 from .console import progress
 from .containers.stock import Stock
 from .errors import InvalidInput
-from .factor import uniform_bands
 from .hub import commit_of
 from .metric import weights_only
-from .plan import Layer, Plan, slot_frequencies
-from .rotary import frequencies, rope_parameters
+from .plan import Layer, Plan
 from .shards import ShardWriter
-from .target import MLA
 
 JOURNAL = "journal.jsonl"
 
@@ -52,7 +47,7 @@ def rewrite(plan: Plan, out: Path, command: str, shard_size: int, source_name: s
     """
     check_output(out)
     partial = out.with_name(out.name + ".partial")
-    with _failures(plan, out), _journal(partial, plan.fingerprint()) as (journal, done):
+    with _failures(plan, out), _journal(partial, plan.fingerprint(shard_size)) as (journal, done):
         with ShardWriter(partial, plan.specs, shard_size) as writer:
             for unit in progress(_units(plan), "fold", len(plan.layers) + len(plan.copies)):
                 name = unit if isinstance(unit, str) else f"layer {unit.number}"
@@ -62,7 +57,7 @@ def rewrite(plan: Plan, out: Path, command: str, shard_size: int, source_name: s
                 writer.sync()
                 journal.write(json.dumps(name) + "\n")
                 journal.flush()
-        copy_side_files(plan.source.directory, partial)
+        copy_side_files(plan.source.checkpoint.directory, partial)
         (partial / "config.json").write_text(json.dumps(plan.config, indent=2) + "\n", encoding="utf-8")
         record = _record(plan, command, source_name)
         write_record(partial, record)
@@ -79,7 +74,7 @@ def _units(plan: Plan) -> Iterator[Layer | str]:
 
 def _write_unit(plan: Plan, unit: Layer | str, writer: ShardWriter) -> None:
     if isinstance(unit, str):
-        for first, piece in plan.source.stream(unit):
+        for first, piece in plan.source.checkpoint.stream(unit):
             writer.write(unit, piece, first)
     else:
         for name, tensor in fold(plan, unit).items():
@@ -88,46 +83,16 @@ def _write_unit(plan: Plan, unit: Layer | str, writer: ShardWriter) -> None:
 
 def fold(plan: Plan, layer: Layer) -> dict[str, Tensor]:
     """One layer's output tensors, float64, by name: the only place where weights meet a method."""
-    attention = read_attention(plan, layer.number)
-    config = plan.source.config
-    metric = weights_only(attention, config["max_position_embeddings"])
+    source = plan.source
     if isinstance(plan.container, Stock):
-        target = plan.container.target
-        table_F, _ = frequencies(rope_parameters(config), plan.geometry.head_dim, config["max_position_embeddings"])
-        bands = uniform_bands(table_F, slot_frequencies(config, plan.geometry, target))
-        latent = methods.FACTOR[plan.method](attention, target, table_F, bands, metric)
+        table_F, factor = source.frequencies()
+        attention = source.attention(layer.number, factor)
+        metric = weights_only(attention, source.positions)
+        latent = methods.FACTOR[plan.method](attention, plan.container.target, table_F, plan.bands, metric)
         return plan.container.tensors(latent, layer.number)
+    attention = source.attention(layer.number)
+    metric = weights_only(attention, source.positions)
     return plan.container.tensors(methods.POOL[plan.method](attention, plan.container.target, metric), layer.number)
-
-
-def read_attention(plan: Plan, layer: int) -> Attention:
-    """One layer's attention of the source, float64."""
-    head_dim = plan.geometry.head_dim
-
-    def read(role: str, part: str) -> Tensor | None:
-        name = f"{plan.family.projections(layer)[role]}.{part}"
-        return plan.source[name].to(torch.float64) if name in plan.source else None
-
-    def heads(tensor: Tensor | None) -> Any:
-        return None if tensor is None else tensor.unflatten(0, (-1, head_dim))
-
-    output = read("o", "weight")
-    assert output is not None
-    gain = 1.0
-    if isinstance(plan.target, MLA):
-        config = plan.source.config
-        _, gain = frequencies(rope_parameters(config), head_dim, config["max_position_embeddings"])
-    return Attention(
-        q_NHD=heads(read("q", "weight")),
-        k_KHD=heads(read("k", "weight")),
-        v_KHD=heads(read("v", "weight")),
-        o_DNH=output.unflatten(1, (-1, head_dim)),
-        q_NH=heads(read("q", "bias")),
-        k_KH=heads(read("k", "bias")),
-        v_KH=heads(read("v", "bias")),
-        o_D=read("o", "bias"),
-        scale=head_dim**-0.5 * gain**2,
-    )
 
 
 @contextmanager
@@ -179,7 +144,7 @@ def _failures(plan: Plan, out: Path) -> Iterator[None]:
 def _record(plan: Plan, command: str, source_name: str | None) -> dict[str, Any]:
     from .. import __version__
 
-    directory = plan.source.directory
+    directory = plan.source.checkpoint.directory
     parent = {"stage": "source", "path": str(directory.resolve())}
     return {
         "schema": SCHEMA,

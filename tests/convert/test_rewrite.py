@@ -148,6 +148,20 @@ def test_a_killed_run_leaves_no_output_and_is_resumed(tmp_path: Path, monkeypatc
     assert same_bytes(out, whole) == []
 
 
+def test_a_run_killed_with_other_shards_is_not_resumed(tmp_path: Path) -> None:
+    """The layout of the half-written files belongs to the plan: tensors would land at other offsets."""
+    source = make(tmp_path / "source", num_hidden_layers=4)
+    out, whole = tmp_path / "out", tmp_path / "whole"
+    arguments = [sys.executable, "-c", KILLED, str(source), *MLA, "--out", str(out)]
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"reached\n"
+        process.send_signal(signal.SIGKILL)
+    for path in (out, whole):
+        assert convert(source, *MLA, "--shard-size", "20KB", out=path).exit_code == 0
+    assert same_bytes(out, whole) == []
+
+
 def test_leftovers_of_another_plan_are_not_resumed(tmp_path: Path) -> None:
     source = make(tmp_path / "source")
     partial = tmp_path / "out.partial"
