@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 from .console import Command, notice, show_json, show_table
+from .errors import InvalidInput
 from .target import NAMES
 
 DTYPES = ("auto", "float32", "bfloat16")
@@ -32,6 +33,16 @@ class Size(click.ParamType[int]):
 @click.option("--rank", metavar="N|full", help="MLA: kv_lora_rank; `full` keeps everything and saves nothing (a proof).")
 @click.option("--rope-dim", type=int, help="MLA: qk_rope_head_dim, cached beside the latent; chosen when left out.")
 @click.option("--kv-budget", metavar="SHARE", help="GQA, MLA: cache after the fold as a share of the source's, e.g. 25%.")
+@click.option(
+    "--calibration",
+    metavar="none|self|FILE",
+    default="none",
+    show_default=True,
+    help="MLA: fold by predicted loss, from statistics on text of the model's own, a text file, or saved statistics.",
+)
+@click.option("--sequences", type=click.IntRange(min=1), default=48, show_default=True, help="Calibration sequences.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the calibration.")
+@click.option("--save-statistics", type=click.Path(path_type=Path), metavar="FILE", help="Keep the statistics (.safetensors).")
 @click.option("--method", help="GQA, MQA: subspace (default), aligned or mean. MLA: subspace.")
 @click.option("--out", type=click.Path(path_type=Path), help="Output directory; must not exist. Default: ./<model>-<target>.")
 @click.option("--revision", help="Branch, tag or commit of a Hub id.")
@@ -51,6 +62,10 @@ def main(
     shard_size: int,
     dry_run: bool,
     as_json: bool,
+    calibration: str,
+    sequences: int,
+    seed: int,
+    save_statistics: Path | None,
     **sizes: Any,
 ) -> None:
     """Fold the attention of MODEL (a directory or a Hub id) into a new checkpoint with a smaller KV cache.
@@ -63,7 +78,16 @@ def main(
     from .rewrite import rewrite
 
     directory = resolve(model, revision)
-    plan = make_plan(directory, to, sizes, method, dtype)
+    plan = make_plan(directory, to, sizes, method, dtype)  # before any long work: mistakes show at once
+    if out is not None and not dry_run:
+        check_output(out)
+    if calibration != "none" or save_statistics:
+        from .study import study
+
+        if to != "mla":
+            raise InvalidInput(f"--calibration {calibration} does not apply to --to {to}, which is folded by weights alone")
+        statistics = study(plan.source, calibration, sequences=sequences, seed=seed, save=save_statistics)
+        plan = make_plan(directory, to, sizes, method, dtype, statistics)
     out = out or Path(default_name(model, plan.target.to_dict()))
     if dry_run:
         show_json(plan.to_dict()) if as_json else show_plan(plan.to_dict())
@@ -71,17 +95,21 @@ def main(
     check_output(out)
     for text in plan.notices:
         notice(text)
-    command = command_line(model, to, sizes, plan.method, revision, dtype)
-    name = None if Path(model).is_dir() else model.partition("@")[0]
-    record = rewrite(plan, out, command, shard_size, name)
-    if as_json:
-        show_json({"out": str(out), **record})
-        return
-    cache = record["cache"]
-    before, after = (cache[side]["elements_per_token_per_layer"] for side in ("before", "after"))
-    click.echo(
-        f"{out}: {to.upper()} by {plan.method}, cache {before} -> {after} elements per token and layer ({cache['ratio']:.1%})\n"
-        f"Next: kvfold eval {out} --text FILE"
+    how = {"calibration": calibration, "sequences": sequences, "seed": seed} if calibration != "none" else {}
+    command = command_line(model, to, {**sizes, **how}, plan.method, revision, dtype)
+    record = rewrite(plan, out, command, shard_size, None if Path(model).is_dir() else model.partition("@")[0])
+    show_json({"out": str(out), **record}) if as_json else click.echo(_summary(record, out))
+
+
+def _summary(record: dict[str, Any], out: Path) -> str:
+    """What was done, in a line, and what to do next."""
+    before, after = (record["cache"][side]["elements_per_token_per_layer"] for side in ("before", "after"))
+    predicted = record["predicted_loss"]
+    cost = "" if predicted is None else f", predicted loss {predicted:.4f} nats a token"
+    share = f"{record['cache']['ratio']:.1%}"
+    return (
+        f"{out}: {record['target']['name'].upper()} by {record['method']}, cache {before} -> {after} elements per token and "
+        f"layer ({share}){cost}\nNext: kvfold eval {out} --text FILE"
     )
 
 

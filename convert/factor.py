@@ -62,14 +62,9 @@ def to_mla(
     """
     if target.slots == "source":
         return _exact(attention)
-    queries = len(attention.q_NHD) // len(attention.k_KHD)
-    parts = _separate(attention, frequencies_F, bands, metric)
-    width = attention.k_KHD.shape[-1]
-    # A constant added to an un-rotated key shifts all scores of a query alike: softmax does not see it, so its bias goes.
-    rows_CD = torch.cat([parts.k_nope_KPE[..., :width], attention.v_KHD]).flatten(0, 1)
-    blocks = torch.cat([parts.key_BSS, metric.value_BSS])
-    moment_DD = None if metric.input_EE is None else metric.input_EE[:-1, :-1]
-    down_CD, up, _ = low_rank(rows_CD, blocks, moment_DD, target.kv_lora_rank)
+    queries, width = len(attention.q_NHD) // len(attention.k_KHD), attention.k_KHD.shape[-1]
+    parts = separate(attention, frequencies_F, bands, metric)
+    down_CD, up, _ = low_rank(*parts.stack(attention, metric), target.kv_lora_rank)
     k_up_KPC, v_up_KHC = up.unflatten(0, (2, len(attention.k_KHD), -1))
     return LatentAttention(
         q_nope_NPD=parts.q_nope_NPE[..., :width],
@@ -88,7 +83,7 @@ def to_mla(
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Parts:
+class Parts:
     """Queries and keys in the slots, what is left of them without rotation, and what an error in that costs."""
 
     q_rope_NRE: Tensor
@@ -97,39 +92,64 @@ class _Parts:
     k_nope_KPE: Tensor
     key_BSS: Tensor
 
+    def stack(self, attention: Attention, metric: Metric) -> tuple[Tensor, Tensor, Tensor | None]:
+        """What goes into the latent: rows of un-rotated keys, then values; their metric; the second moment of the input."""
+        # A constant added to an un-rotated key shifts all scores of a query alike: softmax does not see it, so its bias goes.
+        keys_KPD = self.k_nope_KPE[..., : attention.k_KHD.shape[-1]]
+        moment_DD = None if metric.input_EE is None else metric.input_EE[:-1, :-1]
+        return torch.cat([keys_KPD, attention.v_KHD]).flatten(0, 1), torch.cat([self.key_BSS, metric.value_BSS]), moment_DD
 
-def _separate(attention: Attention, frequencies_F: Tensor, bands: tuple[Band, ...], metric: Metric) -> _Parts:
+
+def separate(attention: Attention, frequencies_F: Tensor, bands: tuple[Band, ...], metric: Metric) -> Parts:
     """Give every band the best share of the keys near its frequency; the rest of the keys stays, un-rotated."""
     z_KFE = complex_rows(with_bias(attention.k_KHD, attention.k_KH))
     q_NFE = complex_rows(with_bias(attention.q_NHD, attention.q_NH))
     heads, queries = len(z_KFE), len(q_NFE) // len(z_KFE)
-    pairs_FKK = metric.pairs(heads)
     still_NF = metric.fidelity(frequencies_F)
-    moment_EE = None if metric.input_EE is None else metric.input_EE[: z_KFE.shape[-1], : z_KFE.shape[-1]]
     rest_KFE, q_slots, k_slots = z_KFE.clone(), [], []
     for band in bands:
         members = list(band.pairs)
-        turned_NM = metric.fidelity(frequencies_F[members] - band.frequency)
-        # What a slot saves is the rotation that the mean over distances loses; a slow pair loses next to nothing.
-        saved_NM = (turned_NM.abs().square() - still_NF[:, members].abs().square()).clamp(min=1e-6)
-        root_KM = saved_NM.unflatten(0, (heads, queries)).mean(1).sqrt()
-        weight = torch.block_diag(*(root_KM[:, m, None] * pairs_FKK[pair] * root_KM[:, m] for m, pair in enumerate(members)))
-        rows = z_KFE[:, members].transpose(0, 1).flatten(0, 1)  # pair-major, as the blocks
-        keys_RE, shares, _ = leading(rows, weight, moment_EE, band.slots)
+        rows_ME, weight_MM, moment_EE = _weighted(z_KFE, frequencies_F, band, metric)
+        keys_RE, shares, _ = leading(rows_ME, weight_MM, moment_EE, band.slots)
         shares_MKR = shares.unflatten(0, (len(members), heads))
         rest_KFE[:, members] -= (shares_MKR @ keys_RE).transpose(0, 1)
+        turned_NM = metric.fidelity(frequencies_F[members] - band.frequency)
         share_NMR = shares_MKR.transpose(0, 1).repeat_interleave(queries, 0) * turned_NM[..., None]
         q_slots.append(torch.einsum("nmr,nme->nre", share_NMR.conj(), q_NFE[:, members]))
         k_slots.append(keys_RE)
     still_KF = still_NF.abs().square().unflatten(0, (heads, queries)).mean(1).sqrt()
     damping_BS = torch.cat([still_KF, still_KF], -1).view(metric.key_BSS.shape[:2])
-    return _Parts(
+    return Parts(
         q_rope_NRE=interleaved_rows(torch.cat(q_slots, 1)),
         k_rope_RE=interleaved_rows(torch.cat(k_slots)),
         q_nope_NPE=half_rows(still_NF.conj()[..., None] * q_NFE),
         k_nope_KPE=half_rows(rest_KFE),
         key_BSS=damping_BS[:, :, None] * metric.key_BSS * damping_BS[:, None, :],
     )
+
+
+def saved_by_slots(attention: Attention, frequencies_F: Tensor, metric: Metric) -> Tensor:
+    """What the first, second, ... slot at each source frequency saves (F, K), in the metric's unit; falling along K."""
+    z_KFE = complex_rows(with_bias(attention.k_KHD, attention.k_KH))
+    saved = []
+    for band in source_bands(frequencies_F, len(z_KFE)):
+        _, _, energy_K = leading(*_weighted(z_KFE, frequencies_F, band, metric), band.slots)
+        saved.append(energy_K / 2)  # a complex error counts half in each of its real parts
+    return torch.stack(saved)
+
+
+def _weighted(z_KFE: Tensor, frequencies_F: Tensor, band: Band, metric: Metric) -> tuple[Tensor, Tensor, Tensor | None]:
+    """A band's rows (M, E), pair-major, what their errors cost when left without a slot (M, M), and the input's moment."""
+    heads, members = len(z_KFE), list(band.pairs)
+    turned_NM = metric.fidelity(frequencies_F[members] - band.frequency).abs().square()
+    # What a slot saves is the rotation that the mean over distances loses; a slow pair loses next to nothing.
+    saved_NM = (turned_NM - metric.fidelity(frequencies_F[members]).abs().square()).clamp(min=1e-6)
+    root_KM = saved_NM.unflatten(0, (heads, -1)).mean(1).sqrt()
+    pairs_FKK = metric.pairs(heads)
+    weight_MM = torch.block_diag(*(root_KM[:, m, None] * pairs_FKK[pair] * root_KM[:, m] for m, pair in enumerate(members)))
+    width = z_KFE.shape[-1]
+    moment_EE = None if metric.input_EE is None else metric.input_EE[:width, :width]
+    return z_KFE[:, members].transpose(0, 1).flatten(0, 1), weight_MM, moment_EE
 
 
 def _exact(attention: Attention) -> LatentAttention:

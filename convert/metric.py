@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .attention import Attention
+from .statistics import LayerStatistics
 
 SPAN = 4096  # distances that the prior over attention distances reaches, at most
 DECAY = 1.5  # exponent of that prior; of 1, 1.25, 1.5, 2 and 3 the least total loss on two models (LOG.md)
@@ -55,6 +56,16 @@ class Metric:
             part = slice(block * per_block, (block + 1) * per_block)
             out[:, part, part] = hermitian_FBKK[:, block]
         return out
+
+
+def from_statistics(layer: LayerStatistics) -> Metric:
+    """The metric of a layer whose statistics were taken, in nats (but for the factor ½ that all terms share)."""
+    return Metric(
+        input_EE=layer.input_EE,
+        key_BSS=layer.key_fisher[None],
+        value_BSS=layer.value_fisher[None],
+        distance_NT=layer.distance_NT,
+    )
 
 
 def weights_only(attention: Attention, span: int) -> Metric:

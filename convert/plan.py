@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,13 +10,17 @@ from typing import Any
 import torch
 
 from . import methods
+from .allocate import divide
+from .attention import Attention
 from .containers.grouped import Grouped
 from .containers.stock import NORM_EPSILON, Stock
 from .factor import Band, source_bands, uniform_bands
 from .families import check_for_latent
+from .metric import Metric, from_statistics, weights_only
 from .rotary import frequencies, rope_parameters
 from .shards import TensorSpec
 from .source import Source, open_source
+from .statistics import Statistics
 from .target import MLA, Target, from_options
 
 CONTEXTS = (4096, 32768, 131072)  # tokens that cache sizes are shown for
@@ -40,6 +44,8 @@ class Plan:
         source: the checkpoint that is read.
         target, method, container: what it becomes.
         bands: the rotary slots of MLA.
+        statistics: of the source on calibration tokens; None when only its weights are used.
+        predicted: the loss that the division of MLA's cache is expected to cost, nats a token; None without statistics.
         dtype: of the attention's tensors.
         copies: tensors that pass through, as they will be written.
         layers: the attention of each layer.
@@ -51,6 +57,8 @@ class Plan:
     method: str
     container: Grouped | Stock
     bands: tuple[Band, ...]
+    statistics: Statistics | None
+    predicted: float | None
     dtype: torch.dtype
     copies: dict[str, TensorSpec]
     layers: tuple[Layer, ...]
@@ -86,10 +94,16 @@ class Plan:
         before, after = self.source.geometry.cache_elements, self.target.cache_elements(self.source.geometry)
         return {"before": size(before), "after": size(after), "ratio": after / before}
 
+    def calibration(self) -> dict[str, Any] | None:
+        """What the statistics were taken on; None when only weights are used."""
+        taken = self.statistics
+        return None if taken is None else {"text": taken.calibration, "tokens": taken.tokens, "seed": taken.seed}
+
     def fingerprint(self, shard_size: int) -> str:
         """Changes when the source or anything decided here does: a half-written output of another plan is not resumed."""
         layout = [(name, str(spec.dtype), spec.shape) for name, spec in self.specs.items()]
         decided = [self.source.checkpoint.identity(), self.target.to_dict(), self.method, self.config, layout, shard_size]
+        decided.append(self.statistics and self.statistics.fingerprint())
         return hashlib.sha256(json.dumps(decided).encode()).hexdigest()
 
     def to_dict(self) -> dict[str, Any]:
@@ -100,6 +114,8 @@ class Plan:
             "family": self.source.family.label,
             "target": self.target.to_dict(),
             "method": self.method,
+            "calibration": self.calibration(),
+            "predicted_loss": self.predicted,
             "container": self.config["architectures"][0],
             "dtype": self.config["dtype"],
             "layers": len(self.layers),
@@ -111,7 +127,14 @@ class Plan:
         }
 
 
-def make_plan(directory: Path, to: str, options: Mapping[str, Any], method: str | None, dtype: str) -> Plan:
+def make_plan(
+    directory: Path,
+    to: str,
+    options: Mapping[str, Any],
+    method: str | None,
+    dtype: str,
+    statistics: Statistics | None = None,
+) -> Plan:
     """Decide a conversion from what the user asked for.
 
     Args:
@@ -120,6 +143,7 @@ def make_plan(directory: Path, to: str, options: Mapping[str, Any], method: str 
         options: the size options of `target.from_options`.
         method: name of a method of the target; None takes the default.
         dtype: `auto` (the source's), `float32` or `bfloat16`.
+        statistics: of the source; with them MLA's slots are allocated, and a budget is divided, by predicted loss.
 
     Raises:
         InvalidInput: the source cannot be folded, or not to this target.
@@ -131,9 +155,13 @@ def make_plan(directory: Path, to: str, options: Mapping[str, Any], method: str 
     kind = written[f"{source.family.q.format(layer=0)}.weight"]
     container: Grouped | Stock
     bands: tuple[Band, ...] = ()
+    predicted = None
     if isinstance(target, MLA):
         check_for_latent(source.config)
-        bands = choose_bands(source, target)
+        if statistics is not None and target.slots == "uniform":
+            target, bands, predicted = _divided(source, target, statistics, options)
+        else:
+            bands = _fixed_bands(source, target)
         rope = slot_rope(source, bands)
         container = Stock(geometry=source.geometry, target=target, rope=rope, biases=bool(source.biases))
         notices += _stock_notices(container, source.config)
@@ -150,6 +178,8 @@ def make_plan(directory: Path, to: str, options: Mapping[str, Any], method: str 
         method=method,
         container=container,
         bands=bands,
+        statistics=statistics,
+        predicted=predicted,
         dtype=kind,
         copies={name: spec for name, spec in specs.items() if name not in attention},
         layers=layers,
@@ -157,7 +187,34 @@ def make_plan(directory: Path, to: str, options: Mapping[str, Any], method: str 
     )
 
 
-def choose_bands(source: Source, target: MLA) -> tuple[Band, ...]:
+def metric_of(statistics: Statistics | None, layer: int, attention: Attention, positions: int) -> Metric:
+    """What errors cost in a layer: from statistics where there are any, otherwise from the weights alone."""
+    return weights_only(attention, positions) if statistics is None else from_statistics(statistics.layers[layer])
+
+
+def _divided(
+    source: Source, target: MLA, statistics: Statistics, options: Mapping[str, Any]
+) -> tuple[MLA, tuple[Band, ...], float]:
+    """A target whose slots are allocated by predicted loss, and the rotary width too where the user left both widths open."""
+    table_F, factor = source.frequencies()
+
+    def layers() -> Iterator[tuple[Attention, Metric]]:
+        for layer in range(source.layers):
+            attention = source.attention(layer, factor)
+            yield attention, metric_of(statistics, layer, attention, source.positions)
+
+    widths = [target.qk_rope_head_dim]
+    if options.get("kv_budget") is not None and options.get("rope_dim") is None:
+        # Quarters of a head: finer steps change the predicted loss by less than its own error.
+        step = max(2, source.geometry.head_dim // 8 * 2)
+        widths = list(range(step, source.geometry.cache_elements // 2 + 1, step))
+    elements = target.kv_lora_rank + target.qk_rope_head_dim
+    division = divide(layers, table_F, elements, widths)
+    rope_dim = elements - division.rank
+    return MLA(kv_lora_rank=division.rank, qk_rope_head_dim=rope_dim, slots="allocated"), division.bands, division.predicted
+
+
+def _fixed_bands(source: Source, target: MLA) -> tuple[Band, ...]:
     """The rotary slots of a target: the source's own kind of table at the target's width, or a slot for every key."""
     table_F, _ = source.frequencies()
     if target.slots == "source":

@@ -22,8 +22,7 @@ from .console import progress
 from .containers.stock import Stock
 from .errors import InvalidInput
 from .hub import commit_of
-from .metric import weights_only
-from .plan import Layer, Plan
+from .plan import Layer, Plan, metric_of
 from .shards import ShardWriter
 
 JOURNAL = "journal.jsonl"
@@ -87,11 +86,11 @@ def fold(plan: Plan, layer: Layer) -> dict[str, Tensor]:
     if isinstance(plan.container, Stock):
         table_F, factor = source.frequencies()
         attention = source.attention(layer.number, factor)
-        metric = weights_only(attention, source.positions)
+        metric = metric_of(plan.statistics, layer.number, attention, source.positions)
         latent = methods.FACTOR[plan.method](attention, plan.container.target, table_F, plan.bands, metric)
         return plan.container.tensors(latent, layer.number)
     attention = source.attention(layer.number)
-    metric = weights_only(attention, source.positions)
+    metric = metric_of(None, layer.number, attention, source.positions)
     return plan.container.tensors(methods.POOL[plan.method](attention, plan.container.target, metric), layer.number)
 
 
@@ -154,7 +153,8 @@ def _record(plan: Plan, command: str, source_name: str | None) -> dict[str, Any]
         "source": describe(directory, source_name, commit_of(directory)),
         "target": plan.target.to_dict(),
         "method": plan.method,
-        "calibration": "none",
+        "calibration": plan.calibration(),
+        "predicted_loss": plan.predicted,
         "container": plan.config["architectures"][0],
         "dtype": plan.config["dtype"],
         "cache": plan.cache(),

@@ -55,6 +55,11 @@ def low_rank(rows_CD: Tensor, metric_BSS: Tensor, input_DD: Tensor | None, rank:
     return down_RD * balance_R[:, None], up_CR / balance_R, energy.flip(-1).clamp(min=0)
 
 
+def low_rank_energy(rows_CD: Tensor, metric_BSS: Tensor, input_DD: Tensor | None) -> Tensor:
+    """The energy of every direction, largest first: what `low_rank` would lose is the sum of those beyond its rank."""
+    return low_rank(rows_CD, metric_BSS, input_DD, 1)[2]
+
+
 def matrix_root(metric_BSS: Tensor) -> Tensor:
     """Positive square roots of symmetric or Hermitian positive semi-definite matrices."""
     values_BS, vectors_BSS = torch.linalg.eigh(metric_BSS)

@@ -59,14 +59,15 @@ class MLA:
     Attributes:
         kv_lora_rank: width of the latent.
         qk_rope_head_dim: width of the shared rotary key; half as many complex slots.
-        slots: `uniform` puts slot i at theta^(-2i/qk_rope_head_dim), as stock configurations do; `source` gives every key
-            head's every rotary pair its own slot, which saves nothing and is exact.
+        slots: `uniform` puts slot i at theta^(-2i/qk_rope_head_dim), as stock configurations do; `allocated` puts slots at
+            those source frequencies where they save most; `source` gives every key head's every rotary pair its own slot,
+            which saves nothing and is exact.
     """
 
     name: ClassVar[str] = "mla"
     kv_lora_rank: int
     qk_rope_head_dim: int
-    slots: Literal["uniform", "source"] = "uniform"
+    slots: Literal["uniform", "allocated", "source"] = "uniform"
 
     def cache_elements(self, source: Geometry) -> int:
         """Numbers cached per token and layer."""
