@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from .eval.report import Result
 
 WINDOW, WINDOWS = 256, 128  # evaluation: enough for a standard error of about 1 % of the perplexity
+CALIBRATION: dict[str, Any] = {"calibration": "self", "sequences": 48, "seed": 0}
 TARGETS: dict[str, dict[str, Any]] = {
     "gqa": {"kv_budget": "25%"},
     "mqa": {},
@@ -83,7 +84,12 @@ def _fold(source: Path, to: str, sizes: dict[str, Any], out: Path) -> Path:
     from .convert.cli import command_line
     from .convert.plan import make_plan
     from .convert.rewrite import rewrite
+    from .convert.source import open_source
+    from .convert.study import study
 
-    plan = make_plan(source, to, sizes, None, "auto")
-    rewrite(plan, out, command_line(str(source), to, sizes, plan.method, None, "auto"), 5 * 10**9, "kvfold-demo")
+    calibration = CALIBRATION if to == "mla" else {}
+    statistics = study(open_source(source), **calibration) if calibration else None
+    plan = make_plan(source, to, sizes, None, "auto", statistics)
+    command = command_line(str(source), to, {**sizes, **calibration}, plan.method, None, "auto")
+    rewrite(plan, out, command, 5 * 10**9, "kvfold-demo")
     return out
