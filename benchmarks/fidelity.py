@@ -36,14 +36,15 @@ FOLDS = {
 @click.argument("model")
 @click.option("--text", required=True, help="Evaluation text, as for kvfold eval.")
 @click.option("--sequences", default=48, show_default=True, help="Calibration sequences.")
+@click.option("--length", default=256, show_default=True, help="Tokens of each.")
 @click.option("--window", default=256, show_default=True)
 @click.option("--max-windows", type=int)
 @click.option("--name", required=True, help="Results go to benchmarks/results/fidelity-NAME.json.")
-def main(model: str, text: str, sequences: int, window: int, max_windows: int | None, name: str) -> None:
+def main(model: str, text: str, sequences: int, length: int, window: int, max_windows: int | None, name: str) -> None:
     """Print and save nats lost by every method at every budget."""
     directory = resolve(model)
     content, options = read_text(text), Options(window=window, max_windows=max_windows)
-    statistics = study(open_source(directory), "self", sequences=sequences, seed=0)
+    statistics = study(open_source(directory), "self", sequences=sequences, length=length, seed=0)
     rows: dict[str, dict[str, dict[str, float | None]]] = {label: {} for label in FOLDS}
     with tempfile.TemporaryDirectory() as work:
         for label, (to, method, calibrated) in FOLDS.items():
@@ -64,7 +65,7 @@ def main(model: str, text: str, sequences: int, window: int, max_windows: int | 
                     "predicted": plan.predicted,
                 }
     protocol = {"protocol": result.protocol.name, "text_sha256": result.protocol.text_sha256}
-    source = {"source_perplexity": result.teacher.perplexity, "calibration_sequences": sequences}
+    source = {"source_perplexity": result.teacher.perplexity, "calibration": [sequences, length]}
     cells = [(label, *(f"{row[b]['lost']:.4f}" if b in row else "" for b in BUDGETS)) for label, row in rows.items()]
     title = f"{protocol['protocol']}, source {source['source_perplexity']:.4g}: nats lost at a share of its cache"
     show_table(title, ("", *BUDGETS), cells)

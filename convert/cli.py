@@ -41,6 +41,13 @@ class Size(click.ParamType[int]):
     help="MLA: fold by predicted loss, from statistics on text of the model's own, a text file, or saved statistics.",
 )
 @click.option("--sequences", type=click.IntRange(min=1), default=48, show_default=True, help="Calibration sequences.")
+@click.option(
+    "--length",
+    type=click.IntRange(min=2),
+    default=512,
+    show_default=True,
+    help="Tokens of each; no more than it was trained on.",
+)
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the calibration.")
 @click.option("--save-statistics", type=click.Path(path_type=Path), metavar="FILE", help="Keep the statistics (.safetensors).")
 @click.option("--method", help="GQA, MQA: subspace (default), aligned or mean. MLA: subspace.")
@@ -64,6 +71,7 @@ def main(
     as_json: bool,
     calibration: str,
     sequences: int,
+    length: int,
     seed: int,
     save_statistics: Path | None,
     **sizes: Any,
@@ -81,12 +89,13 @@ def main(
     plan = make_plan(directory, to, sizes, method, dtype)  # before any long work: mistakes show at once
     if out is not None and not dry_run:
         check_output(out)
+    taken: dict[str, int] = {"sequences": sequences, "length": length, "seed": seed}
     if calibration != "none" or save_statistics:
         from .study import study
 
         if to != "mla":
             raise InvalidInput(f"--calibration {calibration} does not apply to --to {to}, which is folded by weights alone")
-        statistics = study(plan.source, calibration, sequences=sequences, seed=seed, save=save_statistics)
+        statistics = study(plan.source, calibration, **taken, save=save_statistics)
         plan = make_plan(directory, to, sizes, method, dtype, statistics)
     out = out or Path(default_name(model, plan.target.to_dict()))
     if dry_run:
@@ -95,7 +104,7 @@ def main(
     check_output(out)
     for text in plan.notices:
         notice(text)
-    how = {"calibration": calibration, "sequences": sequences, "seed": seed} if calibration != "none" else {}
+    how = {"calibration": calibration, **taken} if calibration != "none" else {}
     command = command_line(model, to, {**sizes, **how}, plan.method, revision, dtype)
     record = rewrite(plan, out, command, shard_size, None if Path(model).is_dir() else model.partition("@")[0])
     show_json({"out": str(out), **record}) if as_json else click.echo(_summary(record, out))

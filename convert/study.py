@@ -7,18 +7,20 @@ from .errors import InvalidInput
 from .source import Source
 from .statistics import Statistics, collect
 
-LENGTH = 512  # tokens of a calibration sequence, at most the model's positions
 BATCH = 8  # sequences at once
 
 
-def study(source: Source, calibration: str, *, sequences: int, seed: int, save: Path | None = None) -> Statistics | None:
+def study(
+    source: Source, calibration: str, *, sequences: int, length: int, seed: int, save: Path | None = None
+) -> Statistics | None:
     """Statistics of a source, or None for weights only.
 
     Args:
         source: the checkpoint; its model is loaded whole unless the statistics are read back.
         calibration: `none`; `self`, text sampled from the model at temperature 1; a .txt or .jsonl file; or a .safetensors
             file of statistics saved earlier.
-        sequences: how many sequences of `LENGTH` tokens are read.
+        sequences: how many sequences are read.
+        length: tokens of each, cut to the model's positions; distances beyond it are not seen.
         seed: of the text and the labels.
         save: where to keep the statistics, so that other folds of this source need not take them again.
 
@@ -37,7 +39,7 @@ def study(source: Source, calibration: str, *, sequences: int, seed: int, save: 
     if save is not None and save.exists():
         raise InvalidInput(f"--save-statistics {save} exists and nothing is overwritten; name another file")
     directory = source.checkpoint.directory
-    model, length = load_model(directory), min(LENGTH, source.positions)
+    model, length = load_model(directory), min(length, source.positions)
     if calibration == "self":
         bos = source.config.get("bos_token_id")
         tokens = sample_from(model, sequences=sequences, length=length, bos=bos, seed=seed, batch_size=sequences)

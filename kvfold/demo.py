@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from .eval.report import Result
 
 WINDOW, WINDOWS = 256, 128  # evaluation: enough for a standard error of about 1 % of the perplexity
-CALIBRATION: dict[str, Any] = {"calibration": "self", "sequences": 48, "seed": 0}
+CALIBRATION: dict[str, Any] = {"calibration": "self", "sequences": 48, "length": WINDOW, "seed": 0}
 TARGETS: dict[str, dict[str, Any]] = {
     "gqa": {"kv_budget": "25%"},
     "mqa": {},
