@@ -94,7 +94,8 @@ def main(gigabytes: float, work: Path | None, as_json: bool) -> None:
         rows = {"cp": timed(["cp", "-r", str(source), str(root / "copy")])}
         targets = {
             "gqa-2 mean": ["--to", "gqa", "--kv-heads", "2", "--method", "mean"],
-            "gqa-2 aligned": ["--to", "gqa", "--kv-heads", "2"],
+            "gqa-2 aligned": ["--to", "gqa", "--kv-heads", "2", "--method", "aligned"],
+            "gqa-2 subspace": ["--to", "gqa", "--kv-heads", "2"],
             "mla 512+64": ["--to", "mla", "--rank", "512"],
         }
         for target, options in targets.items():

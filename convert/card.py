@@ -24,6 +24,8 @@ def read_record(directory: Path) -> dict[str, Any] | None:
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
         schema = record["schema"]
+        if schema == SCHEMA and not (isinstance(record["source"]["path"], str) and isinstance(record["parents"], list)):
+            raise TypeError
     except (ValueError, TypeError, KeyError):
         raise InvalidInput(f"{path} is damaged: it is not a record written by kvfold") from None
     if schema != SCHEMA:

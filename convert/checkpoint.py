@@ -5,7 +5,6 @@ import math
 import os
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,10 @@ from .errors import InvalidInput
 from .shards import INDEX, Entry, ShardWriter, TensorSpec, pieces, read_flat, read_header
 
 PIECE = 1 << 22  # elements: a tensor that is only copied passes through memory in pieces of this size
-_SIDE_SUFFIXES = {".json", ".jinja", ".model", ".txt", ".tiktoken"}
+_SIDE_FILES = (
+    "*token*.json", "vocab*", "merges.txt", "*.model", "*.tiktoken", "chat_template*", "*.jinja", "generation_config.json",
+    "preprocessor_config.json", "processor_config.json", "LICENSE*", "NOTICE*", "USE_POLICY*",
+)  # fmt: skip
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
@@ -93,14 +95,18 @@ def _entries(directory: Path) -> dict[str, Entry]:
     index = directory / INDEX
     if not index.is_file():
         files = sorted(directory.glob("*.safetensors"))
+        if (directory / "model.safetensors") in files:
+            files = [directory / "model.safetensors"]  # others beside it (adapters, other formats) are not what is loaded
         if len(files) > 1:
             raise InvalidInput(f"{directory} has {len(files)} safetensors files but no {INDEX} that says what is in them")
         if not files:
             raise InvalidInput(_no_weights(directory))
         return read_header(files[0])
     try:
-        weight_map: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-    except (ValueError, KeyError, TypeError):
+        weight_map: dict[str, str] = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"].items())
+        if not all(isinstance(file, str) for file in weight_map.values()):
+            raise TypeError
+    except (ValueError, KeyError, TypeError, AttributeError):
         raise InvalidInput(f"{index} is damaged: it has no weight_map") from None
     entries: dict[str, Entry] = {}
     for name in sorted(set(weight_map.values())):
@@ -124,38 +130,21 @@ def _no_weights(directory: Path) -> str:
     return f"{directory} has no safetensors weights (model.safetensors, or shards with {INDEX})"
 
 
-def check_output(out: Path) -> None:
-    """Refuse an output that exists or cannot be made.
+def check_output(out: Path, source: Path | None = None) -> None:
+    """Refuse an output that exists, cannot be made, or lies inside the source.
 
     Raises:
         InvalidInput: says so.
     """
     if out.exists() or out.is_symlink():
         raise InvalidInput(f"{out} exists and nothing is overwritten; name another with --out, or remove it")
+    if source is not None and out.resolve().is_relative_to(source.resolve()):
+        raise InvalidInput(f"{out} lies inside the source {source}, which is never written; name another with --out")
     parent = out.absolute().parent
     while not parent.exists():
         parent = parent.parent
-    if not parent.is_dir() or not os.access(parent, os.W_OK):
+    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
         raise InvalidInput(f"cannot write {out}: {parent} is {'not writable' if parent.is_dir() else 'not a directory'}")
-
-
-@contextmanager
-def complete(out: Path) -> Iterator[Path]:
-    """Make a directory that appears under its name only when whole: yields `<out>.partial`, renamed on success.
-
-    Raises:
-        InvalidInput: `out` exists or cannot be made.
-    """
-    check_output(out)
-    partial = out.with_name(out.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
-        yield partial
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
-    finish(partial, out)
 
 
 def finish(partial: Path, out: Path) -> None:
@@ -173,10 +162,8 @@ def copy_side_files(source: Path, out: Path) -> None:
 
     Weights, config.json, kvfold.json, the model card and code stay behind: each output has its own.
     """
-    for path in sorted(source.iterdir()):
-        own = path.name in {"config.json", "kvfold.json"} or path.name.endswith(".index.json")
-        travels = path.suffix in _SIDE_SUFFIXES or path.name.startswith(("LICENSE", "NOTICE"))
-        if path.is_file() and travels and not own:
+    for path in sorted(path for pattern in _SIDE_FILES for path in source.glob(pattern)):
+        if path.is_file() or path.is_symlink():
             shutil.copyfile(path, out / path.name)
 
 

@@ -1,6 +1,7 @@
 """`kvfold convert`, also installed as `convert`. Nothing heavy is imported until there is work."""
 
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from .errors import InvalidInput
 from .target import NAMES
 
 DTYPES = ("auto", "float32", "bfloat16")
+SHARD_SIZE = 5 * 10**9
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
@@ -88,7 +90,7 @@ def main(
     directory = resolve(model, revision)
     plan = make_plan(directory, to, sizes, method, dtype)  # before any long work: mistakes show at once
     if out is not None and not dry_run:
-        check_output(out)
+        check_output(out, directory)
     taken: dict[str, int] = {"sequences": sequences, "length": length, "seed": seed}
     if calibration != "none" or save_statistics:
         from .study import study
@@ -101,11 +103,12 @@ def main(
     if dry_run:
         show_json(plan.to_dict()) if as_json else show_plan(plan.to_dict())
         return
-    check_output(out)
+    check_output(out, directory)
     for text in plan.notices:
         notice(text)
     how = {"calibration": calibration, **taken} if calibration != "none" else {}
-    command = command_line(model, to, {**sizes, **how}, plan.method, revision, dtype)
+    sharding = {} if shard_size == SHARD_SIZE else {"shard_size": f"{shard_size // 1000}KB"}
+    command = command_line(model, to, {**sizes, **how, **sharding}, plan.method, revision, dtype)
     record = rewrite(plan, out, command, shard_size, None if Path(model).is_dir() else model.partition("@")[0])
     show_json({"out": str(out), **record}) if as_json else click.echo(_summary(record, out))
 
@@ -118,7 +121,7 @@ def _summary(record: dict[str, Any], out: Path) -> str:
     share = f"{record['cache']['ratio']:.1%}"
     return (
         f"{out}: {record['target']['name'].upper()} by {record['method']}, cache {before} -> {after} elements per token and "
-        f"layer ({share}){cost}\nNext: kvfold eval {out} --text FILE"
+        f"layer ({share}){cost}\nNext: kvfold eval {shlex.quote(str(out))} --text FILE"
     )
 
 
@@ -133,8 +136,10 @@ def default_name(model: str, target: dict[str, Any]) -> str:
 def command_line(model: str, to: str, sizes: dict[str, Any], method: str, revision: str | None, dtype: str) -> str:
     """The command that gives the same output again, with the choices that were made for the user."""
     options = {"to": to, **sizes, "method": method, "revision": revision, "dtype": None if dtype == "auto" else dtype}
-    given = [f"--{name.replace('_', '-')} {value}" for name, value in options.items() if value is not None]
-    return " ".join(["kvfold convert", model, *given])
+    given = [
+        word for name, value in options.items() if value is not None for word in (f"--{name.replace('_', '-')}", str(value))
+    ]
+    return shlex.join(["kvfold", "convert", model, *given])
 
 
 def show_plan(plan: dict[str, Any]) -> None:

@@ -29,6 +29,10 @@ class Command(click.Command):
             return super().invoke(ctx)
         except InvalidInput as mistake:
             raise _Refusal(str(mistake)) from None
+        except OSError as error:  # a file that cannot be read: the system's own sentence, with the name
+            if error.filename is None:
+                raise
+            raise _Refusal(f"{error.filename}: {error.strerror}") from None
 
 
 def progress(items: Iterable[T], description: str, total: int) -> Iterator[T]:

@@ -37,10 +37,12 @@ class Band:
 
 
 def uniform_bands(frequencies_F: Tensor, slots_S: Tensor) -> tuple[Band, ...]:
-    """A slot at each frequency of a table, serving the source's pairs that are nearest to it on a logarithmic scale."""
-    nearest_F = (frequencies_F.log()[:, None] - slots_S.log()).abs().argmin(1)
-    members = [tuple((nearest_F == slot).nonzero().flatten().tolist()) for slot in range(len(slots_S))]
-    return tuple(Band(frequency=float(slots_S[slot]), pairs=pairs, slots=1) for slot, pairs in enumerate(members))
+    """A slot at each frequency of a table; it serves as many of the source's pairs as every other, in order."""
+    pairs, slots = len(frequencies_F), len(slots_S)
+    members: list[list[int]] = [[] for _ in range(slots)]
+    for pair in range(pairs):
+        members[pair * slots // pairs].append(pair)
+    return tuple(Band(frequency=f, pairs=tuple(members[slot]), slots=1) for slot, f in enumerate(slots_S.tolist()))
 
 
 def source_bands(frequencies_F: Tensor, heads: int) -> tuple[Band, ...]:

@@ -7,7 +7,7 @@ from .errors import InvalidInput
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?(@[\w./-]+)?")
 # Everything a checkpoint needs and no pickle.
-_WANTED = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "LICENSE*", "NOTICE*"]
+_WANTED = ["model*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "LICENSE*", "NOTICE*"]
 
 
 def resolve(model: str, revision: str | None = None) -> Path:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from .. import __version__
 from . import methods
 from .allocate import divide
 from .attention import Attention
@@ -79,9 +80,10 @@ class Plan:
     @property
     def config(self) -> dict[str, Any]:
         """config.json of the output."""
-        config = self.container.config(self.source.config)
+        source = self.source
+        config = self.container.config(source.checkpoint.config if isinstance(self.container, Grouped) else source.config)
         config.pop("torch_dtype", None)
-        return {**config, "dtype": str(self.dtype).removeprefix("torch.")}
+        return {"architectures": [source.family.architecture], **config, "dtype": str(self.dtype).removeprefix("torch.")}
 
     def cache(self) -> dict[str, Any]:
         """Elements and bytes that the cache takes per token, before and after, in the output's dtype."""
@@ -102,7 +104,15 @@ class Plan:
     def fingerprint(self, shard_size: int) -> str:
         """Changes when the source or anything decided here does: a half-written output of another plan is not resumed."""
         layout = [(name, str(spec.dtype), spec.shape) for name, spec in self.specs.items()]
-        decided = [self.source.checkpoint.identity(), self.target.to_dict(), self.method, self.config, layout, shard_size]
+        decided: list[Any] = [
+            __version__,
+            self.source.checkpoint.identity(),
+            self.target.to_dict(),
+            self.method,
+            self.config,
+            layout,
+            shard_size,
+        ]
         decided.append(self.statistics and self.statistics.fingerprint())
         return hashlib.sha256(json.dumps(decided).encode()).hexdigest()
 
@@ -187,6 +197,20 @@ def make_plan(
     )
 
 
+def _factors(wanted_S: torch.Tensor, theta: float) -> list[float]:
+    """longrope factors from which transformers, which computes 1 / (factor · theta^(2i/R)) in float32, gets these frequencies.
+
+    A frequency that is off by one unit in the last place turns a pair by position · 6e-8 of its angle too far.
+    """
+    width = 2 * len(wanted_S)
+    base_S = theta ** (torch.arange(0, width, 2, dtype=torch.int64).float() / width)
+    guess_S = (1 / (wanted_S * base_S.double())).float()
+    steps = torch.arange(-4, 5).float()[:, None] * torch.finfo(torch.float32).eps
+    candidates = guess_S * (1 + steps)
+    off = (1.0 / (candidates * base_S)).double().sub(wanted_S).abs()
+    return [float(factor) for factor in candidates.gather(0, off.argmin(0, keepdim=True))[0]]
+
+
 def metric_of(statistics: Statistics | None, layer: int, attention: Attention, positions: int) -> Metric:
     """What errors cost in a layer: from statistics where there are any, otherwise from the weights alone."""
     return weights_only(attention, positions) if statistics is None else from_statistics(statistics.layers[layer])
@@ -233,9 +257,9 @@ def slot_rope(source: Source, bands: tuple[Band, ...]) -> dict[str, Any]:
     wanted_S = torch.tensor([band.frequency for band in bands for _ in range(band.slots)], dtype=torch.float64)
     default = {"rope_type": "default", "rope_theta": theta}
     stock_S, _ = frequencies(default, 2 * len(wanted_S), source.positions)
-    factors = (stock_S / wanted_S).tolist()
-    if all(abs(factor - 1) < 1e-12 for factor in factors):
+    if torch.equal(stock_S, wanted_S):
         return default
+    factors = _factors(wanted_S, theta)
     return {
         "rope_type": "longrope",
         "rope_theta": theta,

@@ -7,6 +7,7 @@ says what is done, so that the same command goes on after a kill; any other plan
 import errno
 import fcntl
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -44,10 +45,11 @@ def rewrite(plan: Plan, out: Path, command: str, shard_size: int, source_name: s
     Raises:
         InvalidInput: `out` exists or cannot be written, the disk is too small, or a weight is NaN or infinite.
     """
-    check_output(out)
+    check_output(out, plan.source.checkpoint.directory)
     partial = out.with_name(out.name + ".partial")
     with _failures(plan, out), _journal(partial, plan.fingerprint(shard_size)) as (journal, done):
         with ShardWriter(partial, plan.specs, shard_size) as writer:
+            done = done if writer.resumed else set()
             for unit in progress(_units(plan), "fold", len(plan.layers) + len(plan.copies)):
                 name = unit if isinstance(unit, str) else f"layer {unit.number}"
                 if name in done:
@@ -101,9 +103,11 @@ def _journal(partial: Path, fingerprint: str) -> Iterator[tuple[IO[str], set[str
     A kill leaves the directory for the next run; an error that a rerun would meet again removes it.
 
     Raises:
-        InvalidInput: another process is writing there.
+        InvalidInput: another process is writing there, or the directory is somebody else's.
     """
     partial.mkdir(parents=True, exist_ok=True)
+    if {path.name for path in partial.iterdir()} - {JOURNAL} and not _is_ours(partial / JOURNAL):
+        raise InvalidInput(f"{partial} exists and is no half-written output of kvfold; move it, or name another --out")
     with (partial / JOURNAL).open("a+", encoding="utf-8") as journal:
         try:
             fcntl.flock(journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -111,7 +115,7 @@ def _journal(partial: Path, fingerprint: str) -> Iterator[tuple[IO[str], set[str
             raise InvalidInput(f"another kvfold is writing {partial}; wait for it or name another --out") from None
         journal.seek(0)
         # A kill may have cut the last line short: what it names is done again.
-        lines = [json.loads(line) for line in journal.read().splitlines(keepends=True) if line.endswith("\n")]
+        lines = [line[1:-2] for line in journal.read().splitlines(keepends=True) if line.endswith('"\n')]
         if lines[:1] != [fingerprint]:
             lines = [fingerprint]
             for path in partial.iterdir():
@@ -128,6 +132,13 @@ def _journal(partial: Path, fingerprint: str) -> Iterator[tuple[IO[str], set[str
             raise
 
 
+def _is_ours(journal: Path) -> bool:
+    """Whether a directory holds a journal that begins with a plan's fingerprint."""
+    return (
+        journal.is_file() and re.match(r'"[0-9a-f]{64}"\n', journal.read_text(encoding="utf-8", errors="replace")) is not None
+    )
+
+
 @contextmanager
 def _failures(plan: Plan, out: Path) -> Iterator[None]:
     """The file system's errors as sentences."""
@@ -137,7 +148,7 @@ def _failures(plan: Plan, out: Path) -> Iterator[None]:
         need = sum(spec.nbytes for spec in plan.specs.values())
         full = error.errno in {errno.ENOSPC, errno.EDQUOT}
         reason = f"no space left, the output takes {need:,} bytes" if full else str(error.strerror or error)
-        raise InvalidInput(f"cannot write {out}: {reason}; nothing was left behind") from None
+        raise InvalidInput(f"cannot write {out}: {reason}; the half-written output was removed") from None
 
 
 def _record(plan: Plan, command: str, source_name: str | None) -> dict[str, Any]:

@@ -17,8 +17,12 @@ def rope_parameters(config: dict[str, Any]) -> dict[str, Any]:
     """The rotary part of a config.json, whichever transformers wrote it: `rope_parameters` (5.x) or `rope_theta` and
     `rope_scaling` (4.x), always with `rope_type` and `rope_theta`."""
     scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(scaling, dict):
+        raise InvalidInput(f"config.json has rope parameters {scaling!r}, where an object is needed")
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     theta = scaling.get("rope_theta") or config.get("rope_theta") or 10000.0
+    if not isinstance(theta, int | float):
+        raise InvalidInput(f"config.json has rope_theta {theta!r}, where a number is needed")
     return {**{key: value for key, value in scaling.items() if key != "type"}, "rope_type": kind, "rope_theta": float(theta)}
 
 
@@ -42,11 +46,15 @@ def frequencies(rope: dict[str, Any], width: int, positions: int) -> tuple[Tenso
             f"rope_type {kind} has no fixed frequency table, which MLA's shared rotary key needs; these have: "
             f"{', '.join(sorted(_TABLES))} (--to gqa works with any)"
         )
-    base = rope["rope_theta"] ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
+    # In float32 first, as transformers does: at far positions the rounding of a frequency is what one sees of it.
+    base = 1.0 / (rope["rope_theta"] ** (torch.arange(0, width, 2, dtype=torch.int64).float() / width))
     try:
-        return _TABLES[kind](base, rope, positions)
+        frequencies_F, factor = _TABLES[kind](base.double(), rope, positions)
     except KeyError as missing:
         raise InvalidInput(f"rope_type {kind} needs {missing} in config.json's rope parameters") from None
+    except (TypeError, ValueError, ZeroDivisionError):
+        raise InvalidInput(f"config.json has rope parameters that make no frequencies: {rope}") from None
+    return frequencies_F.float().double(), factor
 
 
 def _default(base_F: Tensor, rope: dict[str, Any], positions: int) -> tuple[Tensor, float]:

@@ -74,7 +74,7 @@ def _entry(file: Path, data: int, name: str, row: dict[str, Any]) -> Entry:
     if row["dtype"] not in DTYPES:
         raise InvalidInput(
             f"{file.name} holds {name} as {row['dtype']}; kvfold folds float weights ({', '.join(DTYPES)}), "
-            "so convert the unquantised checkpoint"
+            "so convert the unquantised checkpoint without such tensors"
         )
     spec = TensorSpec(DTYPES[str(row["dtype"])], tuple(row["shape"]))
     if end - begin != spec.nbytes:
@@ -118,6 +118,9 @@ class ShardWriter:
     The bytes depend on `specs` and the tensors alone, so opening the same directory again goes on where a killed process
     stopped. Close it to get the index; leaving the `with` block by an exception writes none.
 
+    Attributes:
+        resumed: all the shards were there already, of this very layout.
+
     Args:
         directory: where the shards go.
         specs: every tensor that will be written, in order.
@@ -129,9 +132,11 @@ class ShardWriter:
 
     def __init__(self, directory: Path, specs: Mapping[str, TensorSpec], shard_size: int) -> None:
         shards = plan_shards(specs, shard_size)
+        self.resumed = True
         self._directory = directory
         self._specs = specs
         self._files: dict[str, int] = {}
+        self._dirty: set[int] = set()
         self._entries: dict[str, Entry] = {}
         for index, shard in enumerate(shards, 1):
             single = len(shards) == 1
@@ -152,28 +157,38 @@ class ShardWriter:
         for name, spec in ordered:
             begin, _ = rows[name]["data_offsets"]
             self._entries[name] = Entry(file, start + begin, spec)
+        prefix = struct.pack("<Q", len(header)) + header
         descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
-        os.pwrite(descriptor, struct.pack("<Q", len(header)) + header, 0)
+        self.resumed &= os.fstat(descriptor).st_size == start + end and os.pread(descriptor, start, 0) == prefix
+        os.pwrite(descriptor, prefix, 0)
         os.truncate(descriptor, start + end)
         if hasattr(os, "posix_fallocate"):  # not on macOS: there a full disk shows only when it is reached
             os.posix_fallocate(descriptor, 0, start + end)
         return descriptor
 
     def write(self, name: str, tensor: Tensor, first: int = 0) -> None:
-        """Write elements `first`, `first + 1`, ... of a tensor, cast to its planned dtype."""
+        """Write elements `first`, `first + 1`, ... of a tensor, cast to its planned dtype.
+
+        Raises:
+            InvalidInput: a value is not finite, or too large for the dtype.
+        """
         entry = self._entries[name]
         flat = tensor.detach().to("cpu", entry.spec.dtype).contiguous().flatten()
+        if not torch.isfinite(flat).all():
+            dtype = str(entry.spec.dtype).removeprefix("torch.")
+            raise InvalidInput(f"{name} has values that {dtype} does not hold; write another --dtype, e.g. bfloat16")
         assert first + flat.numel() <= math.prod(entry.spec.shape), f"{name} is larger than planned"
         data = memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
         offset = entry.start + first * entry.spec.dtype.itemsize
+        self._dirty.add(self._files[str(entry.file)])
         while data:
             done = os.pwrite(self._files[str(entry.file)], data, offset)
             data, offset = data[done:], offset + done
 
     def sync(self) -> None:
         """Force what was written to the disk."""
-        for descriptor in self._files.values():
-            os.fsync(descriptor)
+        while self._dirty:
+            os.fsync(self._dirty.pop())
 
     def close(self) -> None:
         """Force everything to disk, write the index if there are several shards, and release the files."""

@@ -21,19 +21,16 @@ class Source:
 
     Attributes:
         checkpoint: the directory.
+        config: its config.json, with the family's defaults where it says nothing.
         family, geometry: what it is.
         biases: the roles (of q, k, v, o) that have one.
     """
 
     checkpoint: Checkpoint
+    config: dict[str, Any]
     family: Family
     geometry: Geometry
     biases: frozenset[str]
-
-    @property
-    def config(self) -> dict[str, Any]:
-        """config.json."""
-        return self.checkpoint.config
 
     @property
     def layers(self) -> int:
@@ -96,17 +93,30 @@ def open_source(directory: Path) -> Source:
     if (directory / "kvfold.json").exists():
         raise InvalidInput(f"{directory} is already converted by kvfold; convert the source named in its kvfold.json instead")
     checkpoint = Checkpoint(directory)
-    family, geometry = family_of(checkpoint.config), geometry_of(checkpoint.config)
-    return Source(checkpoint=checkpoint, family=family, geometry=geometry, biases=_biases(checkpoint, family, geometry))
+    family = family_of(checkpoint.config)
+    config = {**family.defaults, **checkpoint.config}
+    geometry = geometry_of(config)
+    biases = _biases(checkpoint, family, geometry, config["num_hidden_layers"])
+    _check_whole(checkpoint, family, config)
+    return Source(checkpoint=checkpoint, config=config, family=family, geometry=geometry, biases=biases)
 
 
-def _biases(checkpoint: Checkpoint, family: Family, geometry: Geometry) -> frozenset[str]:
+def _check_whole(checkpoint: Checkpoint, family: Family, config: dict[str, Any]) -> None:
+    """Everything beside the attention is there: transformers would fill a gap with random numbers."""
+    wanted = [name.format(layer=n) for n in range(config["num_hidden_layers"]) for name in family.layer_tensors]
+    wanted += [*family.model_tensors, *([] if config["tie_word_embeddings"] else [family.head])]
+    for name in wanted:
+        if name not in checkpoint:
+            raise InvalidInput(f"{checkpoint.directory} has no {name}, which a {family.label} checkpoint has")
+
+
+def _biases(checkpoint: Checkpoint, family: Family, geometry: Geometry, layers: int) -> frozenset[str]:
     """The roles with a bias, after checking that every layer's projections are there and have the shape config.json says."""
     query, key = geometry.num_attention_heads * geometry.head_dim, geometry.num_key_value_heads * geometry.head_dim
     hidden = geometry.hidden_size
     shapes = {"q": (query, hidden), "k": (key, hidden), "v": (key, hidden), "o": (hidden, query)}
     biases = frozenset(role for role, name in family.projections(0).items() if f"{name}.bias" in checkpoint)
-    for layer in range(checkpoint.config["num_hidden_layers"]):
+    for layer in range(layers):
         for role, name in family.projections(layer).items():
             wanted = {f"{name}.weight": shapes[role]} | ({f"{name}.bias": shapes[role][:1]} if role in biases else {})
             for tensor, shape in wanted.items():
@@ -114,4 +124,6 @@ def _biases(checkpoint: Checkpoint, family: Family, geometry: Geometry) -> froze
                     raise InvalidInput(f"{checkpoint.directory} has no {tensor}, which a {family.label} checkpoint has")
                 if checkpoint.spec(tensor).shape != shape:
                     raise InvalidInput(f"{tensor} has shape {checkpoint.spec(tensor).shape}, but config.json implies {shape}")
+            if role not in biases and f"{name}.bias" in checkpoint:
+                raise InvalidInput(f"{checkpoint.directory} has {name}.bias, but layer 0 has none; layers must be alike")
     return biases

@@ -3,6 +3,7 @@
 Cache sizes are in elements per token per layer; multiply by layers and by the bytes of the cache's dtype.
 """
 
+import math
 import re
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Literal
@@ -11,7 +12,7 @@ from .errors import InvalidInput
 
 NAMES = ("gqa", "mqa", "mla")
 ROPE_DIM = 64  # the width DeepSeek-V2 found enough (arXiv 2405.04434), and the one that MLA kernels are built for
-ROPE_SHARE = 0.5  # of a budget's elements at most this goes to the rotary part (benchmarks/results)
+ROPE_SHARE = 0.5  # of a budget's elements at most this goes to the rotary part without statistics (LOG.md)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +126,7 @@ def _gqa(source: Geometry, kv_heads: int | None, elements: int | None) -> GQA:
             least = 2 * source.head_dim
             raise InvalidInput(
                 f"a budget of {elements} elements per token and layer is below one key/value head, which takes {least} "
-                f"({least / source.cache_elements:.3%} of the source's cache)"
+                f"({_share(least, source)} of the source's cache)"
             )
         kv_heads = fitting[-1]
     if kv_heads not in divisors:
@@ -152,7 +153,7 @@ def _mla(source: Geometry, rank: str | None, rope_dim: int | None, elements: int
         if kv_lora_rank < 1:
             raise InvalidInput(
                 f"a budget of {elements} elements per token and layer leaves no room for a latent "
-                f"beside --rope-dim {rope_dim}; the least would be {(rope_dim + 1) / source.cache_elements:.3%}"
+                f"beside --rope-dim {rope_dim}; the least would be {_share(rope_dim + 1, source)}"
             )
     else:
         kv_lora_rank = int(rank) if rank is not None and rank.isascii() and rank.isdigit() else 0
@@ -179,6 +180,11 @@ def _budget_elements(source: Geometry, budget: str) -> int:
     if not 0 < share < 1:
         raise InvalidInput(f"--kv-budget {budget} is no share of the source's cache; write for example 25% or 0.25")
     return int(source.cache_elements * share)
+
+
+def _share(elements: int, source: Geometry) -> str:
+    """A share of the source's cache in percent, rounded up, so that as a budget it is enough."""
+    return f"{math.ceil(elements / source.cache_elements * 1e5) / 1e3:g}%"
 
 
 def _listed(numbers: list[int]) -> str:

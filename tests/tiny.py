@@ -1,5 +1,6 @@
 """Tiny random checkpoints of every family that kvfold folds, made in a second and small enough to reason about."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ SIZES = {
     "num_attention_heads": 8,
     "num_key_value_heads": 8,
     "head_dim": 8,
-    "max_position_embeddings": 128,
+    "max_position_embeddings": 512,
     "bos_token_id": 1,
     "eos_token_id": 2,
     "pad_token_id": None,
@@ -41,6 +42,7 @@ def make(
     shard_size: str = "5GB",
     rope: str = "default",
     seed: int = 0,
+    old_config: bool = False,
     **overrides: Any,
 ) -> Path:
     """Save a random checkpoint of a family; norms and biases are random too, so that no mistake hides behind ones and zeros."""
@@ -60,9 +62,23 @@ def make(
             elif "self_attn" in name:
                 parameter.normal_(0, 0.2)
     model.to(dtype).save_pretrained(directory, max_shard_size=shard_size)
+    if old_config:
+        _rewrite_as_4x(directory / "config.json")
     (directory / "tokenizer.json").write_text('{"made": "by the test"}')
     (directory / "chat_template.jinja").write_text("{{ messages }}")
     return directory
+
+
+def _rewrite_as_4x(path: Path) -> None:
+    """As transformers 4 wrote it: rope_theta and rope_scaling, torch_dtype, nulls, and nothing that equals a default."""
+    config = json.loads(path.read_text())
+    rope = config.pop("rope_parameters")
+    config["torch_dtype"] = config.pop("dtype")
+    config["rope_theta"] = rope.pop("rope_theta")
+    config["rope_scaling"] = None if rope["rope_type"] == "default" else rope
+    for key in ("attention_dropout", "mlp_bias", "hidden_act", "pretraining_tp", "initializer_range", "rms_norm_eps"):
+        config.pop(key, None)
+    path.write_text(json.dumps(config))
 
 
 def same_bytes(one: Path, other: Path) -> list[str]:

@@ -1,6 +1,7 @@
 """Every mistake a user can make is one sentence, exit code 2, and nothing written."""
 
 import json
+import re
 import shutil
 import struct
 from collections.abc import Callable
@@ -40,10 +41,13 @@ def pickle_only(source: Path) -> None:
     (source / "model.safetensors").unlink()
 
 
-def drop_tensor(source: Path) -> None:
-    tensors = load_file(source / "model.safetensors")
-    del tensors["model.layers.1.self_attn.v_proj.weight"]
-    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+def drop(name: str) -> Callable[[Path], None]:
+    def without(source: Path) -> None:
+        tensors = load_file(source / "model.safetensors")
+        del tensors[name]
+        save_file(tensors, source / "model.safetensors", {"format": "pt"})
+
+    return without
 
 
 def quantise(source: Path) -> None:
@@ -86,7 +90,7 @@ CASES: dict[str, tuple[Callable[[Path], None], tuple[str, ...], str]] = {
     "damaged header": (break_header, MLA, "has a damaged header"),
     "pickle": (pickle_only, MLA, "save_pretrained("),
     "no weights": (lambda source: (source / "model.safetensors").unlink(), MLA, "has no safetensors weights"),
-    "missing tensor": (drop_tensor, MLA, "has no model.layers.1.self_attn.v_proj.weight"),
+    "missing tensor": (drop("model.layers.1.self_attn.v_proj.weight"), MLA, "has no model.layers.1.self_attn.v_proj.weight"),
     "wrong shape": (config_with(num_key_value_heads=4), MLA, "but config.json implies"),
     "missing size": (config_with(num_attention_heads=None), MLA, "config.json has num_attention_heads None"),
     "unknown family": (config_with(model_type="mamba"), MLA, "kvfold knows: llama, mistral, qwen2"),
@@ -94,8 +98,28 @@ CASES: dict[str, tuple[Callable[[Path], None], tuple[str, ...], str]] = {
     "latent already": (config_with(model_type="deepseek_v3"), MLA, "already has latent attention"),
     "quantised": (config_with(quantization_config={"quant_method": "gptq"}), MLA, "the checkpoint is quantised (gptq)"),
     "int8 weights": (quantise, MLA, "as I8; kvfold folds float weights"),
-    "sliding window": (config_with(model_type="mistral", sliding_window=64), MLA, "sliding_window 64 is shorter"),
+    "sliding window": (
+        config_with(model_type="mistral", architectures=["MistralForCausalLM"], sliding_window=64),
+        MLA,
+        "sliding_window 64 is shorter",
+    ),
     "mlp bias": (config_with(mlp_bias=True), MLA, "mlp_bias is true"),
+    "default window": (
+        config_with(model_type="mistral", architectures=None, max_position_embeddings=8192),
+        MLA,
+        "sliding_window 4096 is shorter",
+    ),
+    "another head": (config_with(architectures=["LlamaForSequenceClassification"]), MLA, "folds causal language models"),
+    "no final norm": (drop("model.norm.weight"), MLA, "has no model.norm.weight, which a Llama checkpoint has"),
+    "no head": (drop("lm_head.weight"), ("--to", "mqa"), "has no lm_head.weight"),
+    "heads in words": (config_with(num_key_value_heads="four"), MLA, "has num_key_value_heads 'four'"),
+    "rope in words": (config_with(rope_parameters="yarn"), MLA, "where an object is needed"),
+    "rope without numbers": (
+        config_with(rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": None}),
+        MLA,
+        "rope parameters that make no frequencies",
+    ),
+    "partly rotary": (config_with(partial_rotary_factor=0.5), MLA, "partial_rotary_factor is 0.5"),
     "dynamic rope": (
         config_with(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
         MLA,
@@ -145,6 +169,33 @@ def test_shards_that_disagree_with_their_index(tmp_path: Path) -> None:
     refused("safetensors files but no")
 
 
+def test_a_link_to_nowhere_is_one_sentence(tmp_path: Path) -> None:
+    """A broken Hub cache: the snapshot's links lead to files that are gone."""
+    source = make(tmp_path / "source")
+    (source / "model.safetensors").unlink()
+    (source / "model.safetensors").symlink_to(tmp_path / "gone")
+    result = CliRunner().invoke(main, [str(source), *MLA, "--out", str(tmp_path / "out")])
+    assert result.exit_code == 2
+    assert "model.safetensors: No such file" in result.output
+
+
+def test_other_safetensors_beside_the_model_are_left_alone(tmp_path: Path) -> None:
+    source = make(tmp_path / "source")
+    save_file({"x": torch.zeros(1)}, source / "adapter_model.safetensors")
+    assert CliRunner().invoke(main, [str(source), *MLA, "--out", str(tmp_path / "out")]).exit_code == 0
+    assert not (tmp_path / "out" / "adapter_model.safetensors").exists()
+
+
+def test_the_budget_that_a_refusal_names_is_enough(tmp_path: Path) -> None:
+    """Rounded up, never down: what the message recommends must work."""
+    source = make(tmp_path / "source", num_attention_heads=7, num_key_value_heads=7, hidden_size=28)
+    arguments = [str(source), "--to", "gqa", "--out", str(tmp_path / "out"), "--kv-budget"]
+    refused = CliRunner().invoke(main, [*arguments, "1%"])
+    share = re.search(r"\((\S+%) of the source's cache\)", refused.output)
+    assert share is not None
+    assert CliRunner().invoke(main, [*arguments, share[1]]).exit_code == 0
+
+
 def test_outputs_that_cannot_be(tmp_path: Path) -> None:
     source = make(tmp_path / "source")
     (tmp_path / "taken").mkdir()
@@ -152,6 +203,7 @@ def test_outputs_that_cannot_be(tmp_path: Path) -> None:
     for out, sentence in (
         (tmp_path / "taken", "exists and nothing is overwritten"),
         (tmp_path / "file" / "out", "is not a directory"),
+        (source / "inner", "lies inside the source"),
         (Path("/proc/out"), "cannot write /proc/out"),
     ):
         result = CliRunner().invoke(main, [str(source), *MLA, "--out", str(out)])

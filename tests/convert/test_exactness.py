@@ -18,7 +18,7 @@ import json, sys
 import torch
 from transformers import AutoModelForCausalLM
 report = {}
-ids = torch.arange(2 * 40).reshape(2, 40) * 7 % 97
+ids = torch.arange(2 * 300).reshape(2, 300) ** 2 * 7 % 97  # far positions: where a rounded frequency shows
 for case, source, folded in json.load(sys.stdin):
     one = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
     other = AutoModelForCausalLM.from_pretrained(folded, dtype=torch.float32).eval()
@@ -46,6 +46,9 @@ CASES = {
     "mistral": ("mistral", {"num_key_value_heads": 4}, FULL),
     "qwen2": ("qwen2", {"num_key_value_heads": 2}, FULL),
     "qwen2-mha-tied": ("qwen2", {"tie_word_embeddings": True}, FULL),
+    "llama-4x-config": ("llama", {"old_config": True, "rope": "llama3", "tie_word_embeddings": True}, FULL),
+    "mistral-4x-config": ("mistral", {"old_config": True, "num_key_value_heads": 4}, FULL),
+    "qwen2-4x-config": ("qwen2", {"old_config": True, "num_key_value_heads": 2, "sliding_window": 64}, FULL),
     "llama-same-heads": ("llama", {}, ("--to", "gqa", "--kv-heads", "8")),
     "qwen2-same-heads": ("qwen2", {"num_key_value_heads": 4}, ("--to", "gqa", "--kv-heads", "4", "--method", "mean")),
 }

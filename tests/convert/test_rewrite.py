@@ -162,11 +162,51 @@ def test_a_run_killed_with_other_shards_is_not_resumed(tmp_path: Path) -> None:
     assert same_bytes(out, whole) == []
 
 
+def test_a_missing_shard_is_not_resumed_over(tmp_path: Path) -> None:
+    """The journal says what is written, but only of the files it was written with."""
+    source = make(tmp_path / "source", num_hidden_layers=4)
+    out, whole, small = tmp_path / "out", tmp_path / "whole", ("--shard-size", "20KB")
+    assert convert(source, *MLA, *small, out=whole).exit_code == 0
+    with subprocess.Popen(
+        [sys.executable, "-c", KILLED, str(source), *MLA, *small, "--out", str(out)], stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"reached\n"
+        process.send_signal(signal.SIGKILL)
+    sorted((tmp_path / "out.partial").glob("*.safetensors"))[0].unlink()
+    assert convert(source, *MLA, *small, out=out).exit_code == 0
+    assert same_bytes(out, whole) == []
+
+
+def test_somebody_elses_directory_is_not_taken_over(tmp_path: Path) -> None:
+    source = make(tmp_path / "source")
+    theirs = tmp_path / "out.partial"
+    theirs.mkdir()
+    (theirs / "thesis.txt").write_text("years of work")
+    result = convert(source, *MLA)
+    assert result.exit_code == 2
+    assert "is no half-written output of kvfold" in result.output
+    assert [path.name for path in theirs.iterdir()] == ["thesis.txt"]
+
+
+def test_values_that_the_dtype_does_not_hold_are_refused(tmp_path: Path) -> None:
+    source = make(tmp_path / "source", dtype=torch.float16)
+    tensors = load_file(source / "model.safetensors")
+    for name in tensors:
+        if "self_attn" in name:
+            tensors[name] = tensors[name] * 2**14
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    result = convert(source, "--to", "mqa")
+    assert result.exit_code == 2
+    assert "has values that float16 does not hold; write another --dtype" in result.output
+    assert not (tmp_path / "out.partial").exists()
+
+
 def test_leftovers_of_another_plan_are_not_resumed(tmp_path: Path) -> None:
     source = make(tmp_path / "source")
     partial = tmp_path / "out.partial"
     partial.mkdir()
-    (partial / rewrite.JOURNAL).write_text('"another plan"\n"layer 0"\n"layer 1"\n')
+    (partial / rewrite.JOURNAL).write_text(f'"{"0" * 64}"\n"layer 0"\n"layer 1"\n')
     (partial / "model.safetensors").write_bytes(b"old")
     assert convert(source, *MLA).exit_code == 0
     assert convert(source, *MLA, out=tmp_path / "clean").exit_code == 0

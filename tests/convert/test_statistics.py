@@ -213,8 +213,8 @@ def test_non_finite(tmp_path: Path, ids: Tensor) -> None:
 
 
 def test_lengths(model: Any, ids: Tensor) -> None:
-    for length in (1, 129):
-        with pytest.raises(InvalidInput, match="between 2 and 128"):
+    for length in (1, 513):
+        with pytest.raises(InvalidInput, match="between 2 and 512"):
             collect(model, torch.zeros(2, length, dtype=torch.int64), batch_size=1, **SETTINGS)
 
 
