@@ -11,7 +11,11 @@ from kvfold.cli import main
 from kvfold.distill.recipe_file import read_recipe
 
 ROOT = Path(__file__).parent.parent
-SHORTER = {"distill": ["--set", "stages.0.tokens=4k", "--set", "data.seq_len=64"], "eval": ["--max-windows", "2"]}
+SHORTER = {
+    "convert": ["--sequences", "2"],
+    "distill": ["--set", "stages.0.tokens=4k", "--set", "data.seq_len=64"],
+    "eval": ["--max-windows", "2"],
+}
 
 
 def commands() -> list[list[str]]:
@@ -25,6 +29,7 @@ def test_readme_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.chdir(tmp_path)
     shutil.copytree(ROOT / "recipes", "recipes")
     assert len(commands()) >= 5
+    assert "@@" not in (ROOT / "README.md").read_text(), "a placeholder was left"
     for words in commands():
         result = CliRunner().invoke(main, [*words, *SHORTER.get(words[0], [])])
         assert result.exit_code == 0, (words, result.output)
