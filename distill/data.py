@@ -10,7 +10,9 @@ large file in sorted order only the first part is seen. A source that is shorter
 """
 
 import glob
+import lzma
 import os
+import zlib
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -29,6 +31,8 @@ _BUILDERS = {".jsonl": "json", ".json": "json", ".txt": "text", ".parquet": "par
 _COMPRESSIONS = {".gz", ".xz", ".bz2", ".zst"}
 _SHUFFLE_BUFFER = 2000  # documents; all of the standard library's
 _BATCH = 64  # documents tokenised at once
+# What `datasets` raises for missing and unreachable sources, and it and the decompressors for damaged ones.
+_UNREADABLE = (OSError, ValueError, EOFError, lzma.LZMAError, zlib.error)
 
 
 class Windows:
@@ -107,8 +111,10 @@ def _documents(data: Data) -> Iterator[list[str]]:
                 raise InvalidInput(f"data.source {data.source}: the field {data.text_field!r} holds no text")
             if texts:
                 yield texts
-    except (OSError, ValueError) as error:  # what `datasets` raises for missing, unreachable and damaged sources
+    except _UNREADABLE as error:
         raise InvalidInput(f"data.source {data.source} cannot be read: {' '.join(str(error).split())}") from None
+    except StopIteration:  # what `datasets` raises for a JSON file without a single row
+        raise InvalidInput(f"data.source {data.source} holds no documents") from None
 
 
 def _open(data: Data) -> Any:

@@ -3,7 +3,6 @@
 <output>.partial/  tokens.bin  metrics.jsonl  state/step-N/  final/      final becomes <output>, the rest is removed
 """
 
-import fcntl
 import math
 import shutil
 from collections.abc import Iterator
@@ -22,6 +21,7 @@ from ..convert.console import notice
 from ..convert.errors import InvalidInput
 from ..convert.hub import resolve
 from . import state
+from .claim import claimed
 from .data import open_windows, write_tokens
 from .loop import Run, collect_signals, train_stage
 from .metrics import summarise, trim_metrics
@@ -42,18 +42,20 @@ def distill(recipe: Recipe) -> dict[str, Any]:
         Interrupted: a signal stopped the training.
     """
     output = Path(recipe.output).expanduser()
-    if output.exists():
-        raise InvalidInput(
-            f"output {output} exists and nothing is overwritten; name another with --set output=DIR, or remove it"
-        )
-    check_output(output)
-    student = resolve(recipe.student)
-    teacher = resolve(recipe.teacher) if recipe.teacher else source_directory(student)
+    with _as_settings():
+        check_output(output)
+        student = resolve(recipe.student)
+        teacher = resolve(recipe.teacher) if recipe.teacher else source_directory(student)
     if teacher is None:
         raise InvalidInput(f"{student} has no kvfold.json that names its source; name the teacher with --set teacher=DIR")
+    for directory in (student, teacher):
+        if output.resolve().is_relative_to(directory.resolve()):
+            raise InvalidInput(
+                f"output {output} lies inside {directory}, which is never written; name another with --set output=DIR"
+            )
     accelerator = _accelerator(recipe)
     partial = output.with_name(output.name + ".partial")
-    with _claimed(partial) if accelerator.is_main_process else nullcontext():
+    with claimed(partial) if accelerator.is_main_process else nullcontext():
         accelerator.wait_for_everyone()
         progress, found = _last_progress(recipe, partial)
         if accelerator.is_main_process:
@@ -76,23 +78,15 @@ def distill(recipe: Recipe) -> dict[str, Any]:
 
 
 @contextmanager
-def _claimed(partial: Path) -> Iterator[None]:
-    """Keep other runs out of the working directory; one without a saved state is emptied.
-
-    Raises:
-        InvalidInput: another run is in it.
-    """
-    partial.mkdir(parents=True, exist_ok=True)
-    with (partial / "lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise InvalidInput(f"another run is at work in {partial}; wait for it, or name another output") from None
-        if not state.saved(partial / "state"):
-            shutil.rmtree(partial / "state", ignore_errors=True)
-            for name in ("tokens.bin", "metrics.jsonl"):
-                (partial / name).unlink(missing_ok=True)
+def _as_settings() -> Iterator[None]:
+    """Advice of the other parts to use an option of their commands becomes advice to set a key of the recipe."""
+    try:
         yield
+    except InvalidInput as mistake:
+        what, mark, advice = str(mistake).rpartition("; ")
+        for option, key in (("--out", "output"), ("--teacher", "teacher")):
+            advice = advice.replace(option, f"--set {key}=DIR") if mark else advice
+        raise InvalidInput(what + mark + advice) from None
 
 
 def _accelerator(recipe: Recipe) -> Accelerator:
@@ -162,5 +156,5 @@ def _write(run: Run, student: Path, result: dict[str, Any], output: Path) -> Non
     publish(run.student, student, final)
     shutil.copyfile(run.partial / "metrics.jsonl", final / "metrics.jsonl")
     write_record(final, distilled_record(student, run.recipe.resolved(), result))
-    finish(final, output)
-    shutil.rmtree(run.partial)
+    with _as_settings():
+        finish(final, output)

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from ..convert.checkpoint import Checkpoint, copy_side_files, save_state
 from ..convert.containers import to_published, to_trainable
 from ..convert.errors import InvalidInput
+from ..eval.head import check_head
 from ..eval.models import Loaded, load
 from ..eval.options import Options
-from .head import Predictions, check_head, predict
+from .head import Predictions, predict
 from .losses import LOSSES
 from .recipe import LossName, WeightSet
 
@@ -62,7 +63,7 @@ def load_student(directory: Path, seq_len: int, device: torch.device) -> Loaded:
     student = load(directory, Options(device="cuda" if device.type == "cuda" else "cpu", dtype="float32"))
     if student.positions is not None and seq_len > student.positions:
         raise InvalidInput(f"data.seq_len {seq_len} is more than the {student.positions} positions of the student {directory}")
-    check_head(student)
+    check_head(student, torch.arange(4)[None])
     student.model.to(device)
     to_trainable(student.model)
     return student

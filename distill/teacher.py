@@ -5,9 +5,9 @@ from pathlib import Path
 import torch
 
 from ..convert.errors import InvalidInput
+from ..eval.head import check_head
 from ..eval.models import Loaded, check_comparable, load
 from ..eval.options import Options
-from .head import check_head
 
 
 def load_teacher(directory: Path, dtype: str, device: torch.device, student: Loaded) -> Loaded:
@@ -24,6 +24,6 @@ def load_teacher(directory: Path, dtype: str, device: torch.device, student: Loa
             f"the teacher {directory} predicts {teacher.vocabulary} token ids, the student {student.vocabulary}; "
             "they must be as many"
         )
-    check_head(teacher)
+    check_head(teacher, torch.arange(4)[None])
     teacher.model.to(device).requires_grad_(False)
     return teacher

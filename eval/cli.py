@@ -1,6 +1,8 @@
 """`kvfold eval`: perplexity, distance to the teacher and cache of a checkpoint."""
 
 import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -49,32 +51,59 @@ def main(model: str, text: str, teacher: str | None, out: Path | None, as_json: 
     """
     from .corpus import read_text
 
-    if out is not None:
-        _check_free(out)
-    content = read_text(text)
+    with nullcontext() if out is None else _reserved(out) as write:
+        content = read_text(text)
 
-    from ..convert.card import folded_parent, source_directory
-    from ..convert.hub import resolve
-    from .run import evaluate
+        from ..convert.card import folded_parent, source_directory
+        from ..convert.hub import resolve
+        from .run import evaluate
 
-    student = resolve(model)
-    source = source_directory(student) if teacher is None else resolve(teacher)
-    if source is None:
-        notice(f"{student} names no teacher in a kvfold.json; give one with --teacher to compare with it")
-    result = evaluate(student, source, content, Options(**options), parent=folded_parent(student))
-    report = result.to_json()
-    if out is not None:
-        partial = out.with_name(out.name + ".partial")
-        partial.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-        partial.rename(out)
+        student = resolve(model)
+        source = source_directory(student) if teacher is None else resolve(teacher)
+        if source is None:
+            notice(f"{student} names no teacher in a kvfold.json; give one with --teacher to compare with it")
+        result = evaluate(student, source, content, Options(**options), parent=folded_parent(student))
+        report = result.to_json()
+        if write is not None:
+            write(json.dumps(report, indent=2) + "\n")
     if as_json:
         show_json(report)
     else:
         show_table(result.title, result.columns, result.rows)
 
 
-def _check_free(out: Path) -> None:
-    if out.exists():
-        raise InvalidInput(f"--out {out} exists; name another file")
-    if not out.parent.is_dir():
-        raise InvalidInput(f"--out {out}: there is no directory {out.parent}")
+@contextmanager
+def _reserved(out: Path) -> Iterator[Callable[[str], None]]:
+    """Make `<out>.partial` before the long work, yield what fills it and gives it its name; without that it is removed.
+
+    Raises:
+        InvalidInput: `out` exists or cannot be written, or the partial file is somebody else's.
+    """
+    partial = out.with_name(out.name + ".partial")
+    with _told(out):
+        if out.exists() or out.is_symlink():
+            raise InvalidInput(f"--out {out} exists; name another file")
+        if not out.parent.is_dir():
+            raise InvalidInput(f"--out {out}: there is no directory {out.parent}")
+        # What a killed evaluation leaves is empty.
+        if partial.is_symlink() or (partial.exists() and (not partial.is_file() or partial.stat().st_size)):
+            raise InvalidInput(f"--out {out}: {partial} exists; move it, or name another file")
+        partial.touch()
+
+    def write(report: str) -> None:
+        with _told(out):
+            partial.write_text(report, encoding="utf-8")
+            partial.rename(out)
+
+    try:
+        yield write
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+@contextmanager
+def _told(out: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise InvalidInput(f"--out {out} cannot be written: {error.strerror}; name another file") from None

@@ -1,6 +1,6 @@
 """One pass over the windows: every model reads the same tokens, and logits exist for one chunk of tokens at a time.
 
-Shapes: N windows, B windows of a batch, W tokens of a window, T = W - 1 scored tokens, C tokens of a chunk, D hidden size,
+Shapes: N windows, B windows of a batch, W tokens of a window, T = W - 1 scored tokens, C tokens of a chunk,
 V vocabulary.
 """
 
@@ -13,6 +13,7 @@ from torch import Tensor
 from ..convert.console import progress
 from ..convert.errors import InvalidInput
 from .fidelity import common_vocabulary, token_kl
+from .head import check_head, last_hidden
 from .models import Loaded
 
 CHUNK = 1024  # tokens: 0.5 GB of float32 logits a model at a vocabulary of 128k
@@ -45,11 +46,11 @@ def score(models: Mapping[str, Loaded], ids_NW: Tensor, batch_size: int, chunk: 
         chunk: C.
 
     Raises:
-        InvalidInput: a model gives a logit that is not finite.
-        NotImplementedError: a model's logits are not its output embedding applied to its last hidden state.
+        InvalidInput: a model gives a logit that is not finite, or its logits are not its output embedding applied to its last
+            hidden state.
     """
     for loaded in models.values():
-        _check_head(loaded, ids_NW[:1, :_PROBE])
+        check_head(loaded, ids_NW[:1, :_PROBE])
     starts = range(0, len(ids_NW), batch_size)
     batches = [
         _score_batch(models, ids_NW[start : start + batch_size], chunk, start)
@@ -63,7 +64,7 @@ def _score_batch(models: Mapping[str, Loaded], ids_BW: Tensor, chunk: int, first
     """Measures (B, T) of one batch, whose first window is number `first`: an NLL a role, and `kl` and `same` with a teacher."""
     scored = ids_BW.shape[1] - 1
     targets = ids_BW[:, 1:].flatten()
-    hidden = {role: _hidden(loaded, ids_BW)[:, :-1].flatten(0, 1) for role, loaded in models.items()}
+    hidden = {role: last_hidden(loaded, ids_BW)[:, :-1].flatten(0, 1) for role, loaded in models.items()}
     chunks: dict[str, list[Tensor]] = {}
     for start in range(0, len(targets), chunk):
         part = slice(start, start + chunk)
@@ -82,23 +83,3 @@ def _score_batch(models: Mapping[str, Loaded], ids_BW: Tensor, chunk: int, first
             chunks.setdefault("kl", []).append(token_kl(teacher_CV, student_CV))
             chunks.setdefault("same", []).append(teacher_CV.argmax(-1) == student_CV.argmax(-1))
     return {measure: torch.cat(parts).cpu().double().view(-1, scored) for measure, parts in chunks.items()}
-
-
-def _hidden(loaded: Loaded, ids_BW: Tensor) -> Tensor:
-    """What the output embedding is applied to (B, W, D), in the model's dtype."""
-    output = loaded.model.base_model(input_ids=ids_BW.to(loaded.model.device), use_cache=False)
-    hidden_BWD: Tensor = output.last_hidden_state
-    return hidden_BWD
-
-
-def _check_head(loaded: Loaded, ids_1W: Tensor) -> None:
-    """Compare the short way to the logits with the model's own: families with soft-caps or logit scales do more."""
-    own = loaded.model(input_ids=ids_1W.to(loaded.model.device), use_cache=False).logits
-    short = loaded.model.get_output_embeddings()(_hidden(loaded, ids_1W))
-    # The same operations on the same shapes: only non-deterministic kernels may round differently.
-    tolerance = 4 * torch.finfo(short.dtype).eps * float(short.abs().nan_to_num().max())
-    if not torch.allclose(own.float(), short.float(), rtol=0, atol=tolerance, equal_nan=True):
-        raise NotImplementedError(
-            f"{type(loaded.model).__name__} does more to its logits than apply its output embedding to the last hidden "
-            "state (a soft-cap or a scale?); kvfold eval does not score such a model yet"
-        )

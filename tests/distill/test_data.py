@@ -1,8 +1,10 @@
 """The order of data is a pure function of (seed, index)."""
 
+import bz2
 import gzip
 import json
 import lzma
+import random
 from pathlib import Path
 
 import numpy as np
@@ -80,6 +82,13 @@ def test_mistakes_about_data_are_named(tmp_path: Path, student: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"body": "text", "n": 3}\n')
     (tmp_path / "bad.jsonl").write_text('{"text": "a"\n{"text')
     (tmp_path / "a.pdf").write_text("x")
+    noise = "".join(random.Random(0).choices("abcdefgh", k=4000))
+    for name, compress in (("xz", lzma.compress), ("gz", gzip.compress), ("bz2", bz2.compress)):
+        whole = compress(json.dumps({"text": noise}).encode())
+        middle = len(whole) // 2
+        (tmp_path / f"cut.jsonl.{name}").write_bytes(whole[:middle])
+        (tmp_path / f"damaged.jsonl.{name}").write_bytes(whole[:middle] + bytes(64) + whole[middle + 64 :])
+    (tmp_path / "empty.jsonl").touch()
     for source, field, message in (
         ("a.jsonl", "text", "has no field 'text'; data.text_field can be body, n"),
         ("a.jsonl", "n", "holds no text"),
@@ -87,6 +96,8 @@ def test_mistakes_about_data_are_named(tmp_path: Path, student: Path) -> None:
         ("bad.jsonl", "text", "cannot be read: JSON"),
         ("none.jsonl", "text", "names no .jsonl, .* file here and is no org/name on the Hub"),
         ("a.pdf", "text", "is of no known kind"),
+        *((f"{kind}.jsonl.{name}", "text", "cannot be read: ") for kind in ("cut", "damaged") for name in ("xz", "gz", "bz2")),
+        ("empty.jsonl", "text", "holds no documents"),
     ):
         data = Data(source=str(tmp_path / source), text_field=field, seq_len=16)
         with pytest.raises(InvalidInput, match=message):

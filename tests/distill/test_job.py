@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from kvfold.convert.card import read_record
+from kvfold.convert.card import describe, read_record, write_record
 from kvfold.convert.cli import main as convert
 from kvfold.convert.errors import InvalidInput
 from kvfold.distill.data import Windows
@@ -128,7 +129,7 @@ def test_an_output_that_exists_or_is_being_made_is_refused(make_recipe: MakeReci
         with pytest.raises(InvalidInput, match="another run is at work in"):
             distill(make_recipe())
     (tmp_path / "out").mkdir()
-    with pytest.raises(InvalidInput, match="exists and nothing is overwritten"):
+    with pytest.raises(InvalidInput, match="out exists and nothing is overwritten; name another with --set output=DIR"):
         distill(make_recipe())
 
 
@@ -148,8 +149,25 @@ def test_a_model_that_caps_its_logits_is_refused(make_recipe: MakeRecipe, tmp_pa
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     Gemma2ForCausalLM(Gemma2Config(**size, **heads, final_logit_softcapping=2.0)).save_pretrained(tmp_path / "gemma")
     save_tokenizer(tmp_path / "gemma")
-    with pytest.raises(InvalidInput, match=r"gemma changes its logits after the head"):
+    with pytest.raises(InvalidInput, match=r"gemma \(Gemma2ForCausalLM\) scales or caps its logits"):
         distill(make_recipe(student=str(tmp_path / "gemma"), teacher=str(tmp_path / "gemma")))
+
+
+def test_an_output_inside_a_model_is_refused(make_recipe: MakeRecipe, student: Path, teacher: Path, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(teacher)
+    for output, directory in ((student / "out", student), (tmp_path / "link" / "deep" / "out", teacher)):
+        with pytest.raises(InvalidInput, match=f"output {output} lies inside {directory}, which is never written"):
+            distill(make_recipe(output=str(output), tokens=192))
+        assert {path.name for path in directory.iterdir() if path.is_dir()} == set()
+
+
+def test_a_source_that_was_moved_can_be_named(make_recipe: MakeRecipe, student: Path, teacher: Path, tmp_path: Path) -> None:
+    orphan = tmp_path / "orphan"
+    shutil.copytree(student, orphan)
+    gone = describe(teacher, None) | {"path": str(tmp_path / "gone")}
+    write_record(orphan, {"schema": 1, "stage": "convert", "source": gone, "parents": []})
+    with pytest.raises(InvalidInput, match=r"is not there any more; name it with --set teacher=DIR$"):
+        distill(make_recipe(student=str(orphan)))
 
 
 def test_other_mistakes_are_named(make_recipe: MakeRecipe, teacher: Path, text: Path) -> None:

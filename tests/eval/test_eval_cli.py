@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
+from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from kvfold.convert.card import describe, write_record
 from kvfold.eval.cli import main
 from kvfold.eval.corpus import Text
 
-from .conftest import Make
+from .conftest import SHAPE, Make, save_tokenizer
 
 
 @pytest.fixture(scope="session")
@@ -81,6 +82,43 @@ def test_out_holds_the_json_and_is_never_overwritten(mha: Path, file: Path, tmp_
     again = run(*arguments)
     assert (again.exit_code, again.stdout) == (2, "")
     assert f"Error: --out {out} exists; name another file" in again.stderr
+
+
+def test_an_out_that_cannot_be_written_is_told_before_the_scoring(
+    mha: Path, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def evaluate(*arguments: object, **options: object) -> None:
+        pytest.fail("scored first")
+
+    monkeypatch.setattr("kvfold.eval.run.evaluate", evaluate)
+    (tmp_path / "link.json").symlink_to("nowhere")
+    (tmp_path / "own.json.partial").write_text("mine")
+    (tmp_path / "dir.json.partial").mkdir()
+    for out, sentence in (
+        ("x" * 250 + ".json", "cannot be written: File name too long; name another file"),
+        ("link.json", "exists; name another file"),
+        ("own.json", "own.json.partial exists; move it, or name another file"),
+        ("dir.json", "dir.json.partial exists; move it, or name another file"),
+        *([("/proc/x.json", "--out /proc/x.json cannot be written: ")] if Path("/proc").is_dir() else []),
+    ):
+        check_mistake(run(mha, "--text", file, "--out", tmp_path / out), sentence)
+    assert (tmp_path / "own.json.partial").read_text() == "mine"
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_a_mistake_leaves_nothing_where_out_was_to_be(mha: Path, file: Path, tmp_path: Path) -> None:
+    (tmp_path / "eval.json.partial").touch()  # as an evaluation that was killed leaves it
+    check_mistake(run(mha, "--text", file, "--window", "65", "--out", tmp_path / "eval.json"), "--window 65 is more than")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_model_that_caps_its_logits_is_one_sentence(mha: Path, file: Path, tmp_path: Path) -> None:
+    shape = {"num_key_value_heads": 2, "head_dim": 8, "final_logit_softcapping": 2.0}
+    Gemma2ForCausalLM(Gemma2Config(**SHAPE | shape)).save_pretrained(tmp_path)
+    save_tokenizer(tmp_path, "<s>", "end")
+    for arguments in ([tmp_path], [mha, "--teacher", tmp_path]):
+        result = run(*arguments, "--text", file, "--device", "cpu", "--window", "32")
+        check_mistake(result, f"{tmp_path} (Gemma2ForCausalLM) scales or caps its logits")
 
 
 @pytest.mark.parametrize(

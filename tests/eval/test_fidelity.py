@@ -89,5 +89,5 @@ def test_a_model_that_does_more_to_its_logits_is_not_scored(pair: dict[str, Load
         return output
 
     model.forward = capped
-    with pytest.raises(NotImplementedError, match="does more to its logits"):
+    with pytest.raises(InvalidInput, match=r"\(LlamaForCausalLM\) scales or caps its logits .* does not score yet"):
         score(pair, ids_NW, batch_size=4)
