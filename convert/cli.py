@@ -16,16 +16,12 @@ SHARD_SIZE = 5 * 10**9
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
-class Size(click.ParamType[int]):
+def read_size(ctx: click.Context, param: click.Parameter, value: str) -> int:
     """Bytes as people write them: 500MB, 5GB."""
-
-    name = "size"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        match = re.fullmatch(r"(\d+)\s*(|KB|MB|GB)", str(value).upper())
-        if match is None or int(match[1]) == 0:
-            self.fail(f"{value!r} is no size; write for example 500MB or 5GB", param, ctx)
-        return int(match[1]) * UNITS[match[2]]
+    match = re.fullmatch(r"(\d+)\s*(|KB|MB|GB)", value.upper())
+    if match is None or int(match[1]) == 0:
+        raise click.BadParameter(f"{value!r} is no size; write for example 500MB or 5GB")
+    return int(match[1]) * UNITS[match[2]]
 
 
 @click.command("convert", cls=Command)
@@ -58,7 +54,9 @@ class Size(click.ParamType[int]):
 @click.option(
     "--dtype", type=click.Choice(DTYPES), default="auto", show_default=True, help="Of the output; auto: the source's."
 )
-@click.option("--shard-size", type=Size(), default="5GB", show_default=True, help="Largest size of a weight file.")
+@click.option(
+    "--shard-size", callback=read_size, metavar="SIZE", default="5GB", show_default=True, help="Largest size of a weight file."
+)
 @click.option("--dry-run", is_flag=True, help="Show what would be done and what it costs; write nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
 def main(

@@ -23,8 +23,9 @@ from .console import progress
 from .containers.stock import Stock
 from .errors import InvalidInput
 from .hub import commit_of
-from .plan import Layer, Plan, metric_of
+from .plan import Layer, Plan
 from .shards import ShardWriter
+from .slots import metric_of
 
 JOURNAL = "journal.jsonl"
 
