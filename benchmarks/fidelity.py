@@ -55,7 +55,7 @@ def main(model: str, text: str, sequences: int, length: int, window: int, max_wi
                 except InvalidInput as reason:
                     click.echo(f"{label} {budget}: {reason}", err=True)
                     continue
-                rewrite(plan, out, "benchmarks.fidelity", 10**10)
+                rewrite(plan, out, "benchmarks.fidelity")
                 result = evaluate(out, directory, content, options)
                 assert result.nll_difference is not None
                 assert result.teacher is not None

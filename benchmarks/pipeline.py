@@ -62,7 +62,7 @@ def main(model: str, text: str, train: str, tokens: str, lr: float, window: int,
                 except InvalidInput as reason:
                     click.echo(f"{to} {budget}: {reason}")
                     continue
-                rewrite(plan, out, "benchmarks.pipeline", 10**10)
+                rewrite(plan, out, "benchmarks.pipeline")
                 distill(recipe(out, train, tokens, window, lr))
                 result = evaluate(Path(f"{out}-distilled"), source, content, options, out)
                 folded = evaluate(out, source, content, options)

@@ -23,11 +23,6 @@ _BLOCK = 16  # characters of a plain text, for each token of a sequence, that ar
 _OPEN: dict[str, Callable[..., Any]] = {"": open, ".gz": gzip.open, ".xz": lzma.open}
 
 
-def load_source(directory: Path) -> tuple[Any, Any]:
-    """A checkpoint's model and tokenizer; see `load_model` and `load_tokenizer`."""
-    return load_model(directory), load_tokenizer(directory)
-
-
 def load_model(directory: Path) -> Any:
     """A local checkpoint as statistics need it: float32, eager attention, eval mode, on the GPU where there is one.
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .errors import InvalidInput
-from .shards import INDEX, Entry, ShardWriter, TensorSpec, pieces, read_flat, read_header
+from .shards import INDEX, SHARD_SIZE, Entry, ShardWriter, TensorSpec, pieces, read_flat, read_header
 
 PIECE = 1 << 22  # elements: a tensor that is only copied passes through memory in pieces of this size
 _SIDE_FILES = (
@@ -167,7 +167,7 @@ def copy_side_files(source: Path, out: Path) -> None:
             shutil.copyfile(path, out / path.name)
 
 
-def save_state(state: Mapping[str, Tensor], directory: Path, shard_size: int) -> None:
+def save_state(state: Mapping[str, Tensor], directory: Path, shard_size: int = SHARD_SIZE) -> None:
     """Write tensors as safetensors shards (with an index when there are several), in the order given.
 
     Raises:

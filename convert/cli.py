@@ -12,7 +12,6 @@ from .errors import InvalidInput
 from .target import NAMES
 
 DTYPES = ("auto", "float32", "bfloat16")
-SHARD_SIZE = 5 * 10**9
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
@@ -84,12 +83,12 @@ def main(
     from .hub import resolve
     from .plan import make_plan
     from .rewrite import rewrite
+    from .shards import SHARD_SIZE
 
-    directory = resolve(model, revision)
+    directory, taken = resolve(model, revision), {"sequences": sequences, "length": length, "seed": seed}
     plan = make_plan(directory, to, sizes, method, dtype)  # before any long work: mistakes show at once
     if out is not None and not dry_run:
         check_output(out, directory)
-    taken: dict[str, int] = {"sequences": sequences, "length": length, "seed": seed}
     if calibration != "none" or save_statistics:
         from .study import study
 
@@ -104,9 +103,9 @@ def main(
     check_output(out, directory)
     for text in plan.notices:
         notice(text)
-    how = {"calibration": calibration, **taken} if calibration != "none" else {}
-    sharding = {} if shard_size == SHARD_SIZE else {"shard_size": f"{shard_size // 1000}KB"}
-    command = command_line(model, to, {**sizes, **how, **sharding}, plan.method, revision, dtype)
+    how: dict[str, Any] = {"calibration": calibration, **taken} if calibration != "none" else {}
+    how["shard_size"] = None if shard_size == SHARD_SIZE else shard_size
+    command = command_line(model, to, {**sizes, **how}, plan.method, revision, dtype)
     record = rewrite(plan, out, command, shard_size, None if Path(model).is_dir() else model.partition("@")[0])
     show_json({"out": str(out), **record}) if as_json else click.echo(_summary(record, out))
 

@@ -160,13 +160,9 @@ def make_plan(
     written, notices = _written_dtypes(source, target, dtype)
     kind = written[f"{source.family.q.format(layer=0)}.weight"]
     target, bands, predicted = choose_slots(source, target, statistics, options)
-    container: Grouped | Stock
-    if isinstance(target, MLA):
-        rope = slot_rope(source, bands)
-        container = Stock(geometry=source.geometry, target=target, rope=rope, biases=bool(source.biases))
+    container = _container(source, target, bands)
+    if isinstance(container, Stock):
         notices += _stock_notices(container, source.config)
-    else:
-        container = Grouped(family=source.family, geometry=source.geometry, target=target, biases=source.biases)
     layers = tuple(
         Layer(number=layer, reads=source.reads(layer), writes=container.specs(layer, kind)) for layer in range(source.layers)
     )
@@ -185,6 +181,14 @@ def make_plan(
         layers=layers,
         notices=tuple(notices),
     )
+
+
+def _container(source: Source, target: Target, bands: tuple[Band, ...]) -> Grouped | Stock:
+    """The output format: the stock latent class for MLA, the source's own class otherwise."""
+    if isinstance(target, MLA):
+        rope = slot_rope(source, bands)
+        return Stock(geometry=source.geometry, target=target, rope=rope, biases=bool(source.biases))
+    return Grouped(family=source.family, geometry=source.geometry, target=target, biases=source.biases)
 
 
 def _written_dtypes(source: Source, target: Target, dtype: str) -> tuple[dict[str, torch.dtype], list[str]]:

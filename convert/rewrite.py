@@ -24,13 +24,15 @@ from .containers.stock import Stock
 from .errors import InvalidInput
 from .hub import commit_of
 from .plan import Layer, Plan
-from .shards import ShardWriter
+from .shards import SHARD_SIZE, ShardWriter
 from .slots import metric_of
 
 JOURNAL = "journal.jsonl"
 
 
-def rewrite(plan: Plan, out: Path, command: str, shard_size: int, source_name: str | None = None) -> dict[str, Any]:
+def rewrite(
+    plan: Plan, out: Path, command: str, shard_size: int = SHARD_SIZE, source_name: str | None = None
+) -> dict[str, Any]:
     """Carry out a plan.
 
     Args:

@@ -21,6 +21,7 @@ from .errors import InvalidInput
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _ALIGNMENT = 8  # bytes; the header is padded so that tensor data starts aligned
+SHARD_SIZE = 5 * 10**9  # bytes a weight file holds at most, unless the user says otherwise
 INDEX = "model.safetensors.index.json"
 
 

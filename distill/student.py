@@ -18,8 +18,6 @@ from .head import Predictions, predict
 from .losses import LOSSES
 from .recipe import LossName, WeightSet
 
-_SHARD_SIZE = 5 * 10**9  # bytes
-
 # From a model to the names of the weights in the set.
 TRAINABLE: dict[WeightSet, Callable[[nn.Module], set[str]]] = {
     "all": lambda model: {name for name, _ in model.named_parameters()},
@@ -90,7 +88,7 @@ def publish(model: nn.Module, student: Path, directory: Path) -> None:
     dtypes = {name: stored.spec(name).dtype for name in stored}
     usual = Counter(dtypes.values()).most_common(1)[0][0]
     state = to_published(model, _without_ties(model))
-    save_state({name: tensor.to("cpu", dtypes.get(name, usual)) for name, tensor in state.items()}, directory, _SHARD_SIZE)
+    save_state({name: tensor.to("cpu", dtypes.get(name, usual)) for name, tensor in state.items()}, directory)
     (directory / "config.json").write_bytes((student / "config.json").read_bytes())
     copy_side_files(student, directory)
 

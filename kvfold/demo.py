@@ -91,5 +91,5 @@ def _fold(source: Path, to: str, sizes: dict[str, Any], out: Path) -> Path:
     statistics = study(open_source(source), **calibration) if calibration else None
     plan = make_plan(source, to, sizes, None, "auto", statistics)
     command = command_line(str(source), to, {**sizes, **calibration}, plan.method, None, "auto")
-    rewrite(plan, out, command, 5 * 10**9, "kvfold-demo")
+    rewrite(plan, out, command, source_name="kvfold-demo")
     return out

@@ -54,4 +54,4 @@ def test_sizes() -> None:
             assert source.count("\n") <= 300, file
             for node in ast.walk(ast.parse(source)):
                 if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                    assert (node.end_lineno or 0) - node.lineno < 60, f"{file}: {node.name}"
+                    assert (node.end_lineno or 0) - node.lineno < 50, f"{file}: {node.name}"

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kvfold.convert import statistics
-from kvfold.convert.calibration import draw, load_model, load_source, read_sequences, sample_from
+from kvfold.convert.calibration import draw, load_model, load_tokenizer, read_sequences, sample_from
 from kvfold.convert.errors import InvalidInput
 from kvfold.convert.families import FAMILIES
 from kvfold.convert.statistics import Statistics, collect
@@ -273,15 +273,15 @@ def characters() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>")
 
 
-def test_load_source(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_load_model_and_tokenizer(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Float32 and eager from any dtype, without a sound; a sentence for what is no checkpoint."""
     directory = make(tmp_path / "tiny", dtype=torch.bfloat16)
     (directory / "tokenizer.json").unlink()
     characters().save_pretrained(directory)
-    model, tokenizer = load_source(directory)
+    model, tokenizer = load_model(directory), load_tokenizer(directory)
     assert capfd.readouterr().err == ""
     assert model.dtype == torch.float32
     assert not model.training
     assert tokenizer.bos_token_id == 0
     with pytest.raises(InvalidInput, match="cannot be loaded"):
-        load_source(tmp_path / "absent")
+        load_model(tmp_path / "absent")
