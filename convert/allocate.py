@@ -5,7 +5,7 @@ loses what the mean over distances loses of its rotation; the latent loses the e
 Legend: factor.py.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,12 +26,13 @@ class Division:
     Attributes:
         bands: the slots; `2 · slots` is qk_rope_head_dim.
         rank: kv_lora_rank.
-        predicted: loss of the whole model, nats a token where the metric comes from data.
+        losses: predicted of each layer, nats a token where the metric comes from data: `slots`, what components without a slot
+            lose of their rotation, and `latent`, what the latent drops.
     """
 
     bands: tuple[Band, ...]
     rank: int
-    predicted: float
+    losses: tuple[dict[str, float], ...]
 
 
 def allocate(saved_FK: Tensor, frequencies_F: Tensor, slots: int) -> tuple[Band, ...]:
@@ -48,29 +49,37 @@ def allocate(saved_FK: Tensor, frequencies_F: Tensor, slots: int) -> tuple[Band,
 
 
 def saved(layers: Layers, frequencies_F: Tensor) -> Tensor:
-    """What slots save (F, K), summed over the layers; falling along K."""
-    return torch.stack([saved_by_slots(attention, frequencies_F, metric) for attention, metric in layers()]).sum(0)
+    """What slots save in each layer (L, F, K); falling along K."""
+    return torch.stack([saved_by_slots(attention, frequencies_F, metric) for attention, metric in layers()])
 
 
-def divide(layers: Layers, frequencies_F: Tensor, elements: int, widths: Iterable[int]) -> Division:
+def unslotted(saved_FK: Tensor, bands: Iterable[Band]) -> float:
+    """What components without a slot lose in a layer, nats a token: `saved_FK` is the layer's own."""
+    given = sum(float(saved_FK[pair, : band.slots].sum()) for band in bands for pair in band.pairs)
+    return (float(saved_FK.sum()) - given) / 2  # the quadratic form's ½
+
+
+def divide(
+    layers: Layers,
+    frequencies_F: Tensor,
+    elements: int,
+    candidates: Mapping[int, tuple[Band, ...]],
+    slot_losses: Mapping[int, Sequence[float]],
+) -> Division:
     """The division of a cache of `elements` per token and layer whose predicted loss is least.
 
     Args:
         layers: gives attention and metric of every layer, each time anew.
         frequencies_F: the source's angular frequencies.
         elements: kv_lora_rank + qk_rope_head_dim.
-        widths: values of qk_rope_head_dim to consider.
+        candidates: slots for each value of qk_rope_head_dim to consider.
+        slot_losses: what each layer loses with them beside the latent, nats a token.
     """
-    saved_FK = saved(layers, frequencies_F)
-    candidates = {width: allocate(saved_FK, frequencies_F, width // 2) for width in widths if width < elements}
-    predicted = {width: float(saved_FK.sum() - _given(saved_FK, bands)) for width, bands in candidates.items()}
-    for attention, metric in layers():
+    losses: dict[int, list[dict[str, float]]] = {width: [] for width in candidates}
+    for number, (attention, metric) in enumerate(layers()):
         for width, bands in candidates.items():
             energy = low_rank_energy(*separate(attention, frequencies_F, bands, metric).stack(attention, metric))
-            predicted[width] += float(energy[elements - width :].sum())
-    width = min(predicted, key=lambda width: predicted[width])
-    return Division(candidates[width], elements - width, predicted[width] / 2)  # the quadratic form's ½
-
-
-def _given(saved_FK: Tensor, bands: tuple[Band, ...]) -> Tensor:
-    return torch.stack([saved_FK[pair, : band.slots].sum() for band in bands for pair in band.pairs]).sum()
+            dropped = float(energy[elements - width :].sum()) / 2  # the quadratic form's ½
+            losses[width].append({"slots": slot_losses[width][number], "latent": dropped})
+    width = min(losses, key=lambda width: sum(sum(loss.values()) for loss in losses[width]))
+    return Division(candidates[width], elements - width, tuple(losses[width]))

@@ -12,10 +12,10 @@ from torch import Tensor
 
 
 class _Layer:
-    def to(self, dtype: torch.dtype) -> Self:
-        """The same weights in another dtype."""
+    def to(self, dtype: torch.dtype, device: torch.device | str | None = None) -> Self:
+        """The same weights in another dtype, and on another device."""
         tensors = {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
-        cast = {name: value.to(dtype) for name, value in tensors.items() if isinstance(value, Tensor)}
+        cast = {name: value.to(device, dtype) for name, value in tensors.items() if isinstance(value, Tensor)}
         return replace(self, **cast)  # type: ignore[type-var]
 
 
@@ -23,7 +23,8 @@ class _Layer:
 class Attention(_Layer):
     """Multi-head or grouped-query attention: score = scale · q·k, rotary rows in the half layout, biases optional.
 
-    Query head n reads key/value head n // (N/K).
+    Query head n reads key/value head n // (N/K). Where there are norms, they stand between projection (with its bias) and
+    rotation: RMSNorm of each head, or of all heads as one vector; their weights have a row a head, or one that heads share.
     """
 
     q_NHD: Tensor
@@ -34,6 +35,8 @@ class Attention(_Layer):
     k_KH: Tensor | None = None
     v_KH: Tensor | None = None
     o_D: Tensor | None = None
+    q_norm_NH: Tensor | None = None
+    k_norm_KH: Tensor | None = None
     scale: float
 
 
@@ -55,4 +58,28 @@ class LatentAttention(_Layer):
     q_rope_NR: Tensor | None = None
     k_rope_R: Tensor | None = None
     o_D: Tensor | None = None
+    scale: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class IntactAttention(_Layer):
+    """Attention whose keys and values are rebuilt from a latent, keys before rotation: k = k_up c + k_KH, v = v_up c + v_KH.
+
+    c = down x, with E = D; or, where k_KHD and v_KHD are kept, c = down [norm(k); v], with E = 2KH and biases inside.
+    Grouping, rotary layout and norms as in `Attention`.
+    """
+
+    q_NHD: Tensor
+    down_CE: Tensor
+    k_up_KHC: Tensor
+    v_up_KHC: Tensor
+    o_DNH: Tensor
+    k_KHD: Tensor | None = None
+    v_KHD: Tensor | None = None
+    q_NH: Tensor | None = None
+    k_KH: Tensor | None = None
+    v_KH: Tensor | None = None
+    o_D: Tensor | None = None
+    q_norm_NH: Tensor | None = None
+    k_norm_KH: Tensor | None = None
     scale: float

@@ -56,10 +56,11 @@ class Checkpoint(Mapping[str, Tensor]):
         """Shape and dtype of a tensor, without reading it."""
         return self._entries[name].spec
 
-    def stream(self, name: str) -> Iterator[tuple[int, Tensor]]:
-        """A tensor in flat pieces with the index of each piece's first element: memory does not depend on its size."""
+    def stream(self, name: str, by_rows: bool = False) -> Iterator[tuple[int, Tensor]]:
+        """A tensor in flat pieces, of whole rows where asked, with the index of each piece's first element: memory does not
+        depend on its size."""
         entry = self._entries[name]
-        for first, count in pieces(entry.spec, PIECE):
+        for first, count in pieces(entry.spec, PIECE, entry.spec.shape[-1] if by_rows else 1):
             yield first, self._finite(name, read_flat(entry, first, count))
 
     def identity(self) -> list[tuple[str, int, int]]:

@@ -3,13 +3,18 @@
 import re
 import shlex
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from .console import Command, notice, show_json, show_table
+from .console import Command, is_first, notice, show_json, show_table
 from .errors import InvalidInput
+from .ranks import processes, together
 from .target import NAMES
+
+if TYPE_CHECKING:
+    from .plan import Plan
+    from .statistics import Statistics
 
 DTYPES = ("auto", "float32", "bfloat16")
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
@@ -23,7 +28,15 @@ def read_size(ctx: click.Context, param: click.Parameter, value: str) -> int:
     return int(match[1]) * UNITS[match[2]]
 
 
-@click.command("convert", cls=Command)
+class Launched(Command):
+    """A command that may be one of several processes under `accelerate launch`; the first one alone speaks and writes."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        with processes():
+            return super().invoke(ctx)
+
+
+@click.command("convert", cls=Launched)
 @click.argument("model")
 @click.option("--to", type=click.Choice(NAMES), required=True, help="Attention of the output.")
 @click.option("--kv-heads", type=int, help="GQA: key/value heads of the output.")
@@ -31,11 +44,31 @@ def read_size(ctx: click.Context, param: click.Parameter, value: str) -> int:
 @click.option("--rope-dim", type=int, help="MLA: qk_rope_head_dim, cached beside the latent; chosen when left out.")
 @click.option("--kv-budget", metavar="SHARE", help="GQA, MLA: cache after the fold as a share of the source's, e.g. 25%.")
 @click.option(
+    "--rope",
+    type=click.Choice(("decoupled", "intact")),
+    help="MLA: a rotary key beside the latent (default), or keys that are rebuilt, then rotated.",
+)
+@click.option(
+    "--container",
+    type=click.Choice(("auto", "stock", "remote")),
+    help="MLA: the DeepSeek-V3 class, or the source's class with code shipped beside the weights. Auto: stock where it fits.",
+)
+@click.option(
+    "--slots",
+    type=click.Choice(("allocated", "uniform")),
+    help="MLA: rotary slots where they save most (with statistics), or on the table that stock engines compute.",
+)
+@click.option(
     "--calibration",
-    metavar="none|self|FILE",
-    default="none",
-    show_default=True,
-    help="MLA: fold by predicted loss, from statistics on text of the model's own, a text file, or saved statistics.",
+    metavar="self|none|FILE|DATASET",
+    help="What the loss of a fold is predicted and measured on: `self` (default), text that the model writes; `none`, weights "
+    "alone; a text (.txt, .jsonl, .json, .parquet, also compressed, or a directory of them); a data set, "
+    "org/name[:config[:split[:field]]]; or saved statistics (.safetensors).",
+)
+@click.option(
+    "--layerwise/--no-layerwise",
+    default=None,
+    help="Take statistics with one layer in memory at a time; by default when the model does not fit whole.",
 )
 @click.option("--sequences", type=click.IntRange(min=1), default=48, show_default=True, help="Calibration sequences.")
 @click.option(
@@ -47,7 +80,17 @@ def read_size(ctx: click.Context, param: click.Parameter, value: str) -> int:
 )
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the calibration.")
 @click.option("--save-statistics", type=click.Path(path_type=Path), metavar="FILE", help="Keep the statistics (.safetensors).")
-@click.option("--method", help="GQA, MQA: subspace (default), aligned or mean. MLA: subspace.")
+@click.option(
+    "--refine",
+    type=click.IntRange(min=0),
+    metavar="STEPS",
+    help="Steps by which each layer alone is fitted to the source's on the calibration text; 0: the closed form. Default: 100.",
+)
+@click.option(
+    "--method",
+    help="GQA, MQA: subspace (default), aligned or mean. MLA: subspace, or a published rule to compare with: "
+    "svd, transmla, mha2mla, care, xecomla.",
+)
 @click.option("--out", type=click.Path(path_type=Path), help="Output directory; must not exist. Default: ./<model>-<target>.")
 @click.option("--revision", help="Branch, tag or commit of a Hub id.")
 @click.option(
@@ -68,10 +111,12 @@ def main(
     shard_size: int,
     dry_run: bool,
     as_json: bool,
-    calibration: str,
+    calibration: str | None,
+    layerwise: bool | None,
     sequences: int,
     length: int,
     seed: int,
+    refine: int | None,
     save_statistics: Path | None,
     **sizes: Any,
 ) -> None:
@@ -82,32 +127,76 @@ def main(
     from .checkpoint import check_output
     from .hub import resolve
     from .plan import make_plan
-    from .rewrite import rewrite
+    from .refine import STEPS
     from .shards import SHARD_SIZE
 
-    directory, taken = resolve(model, revision), {"sequences": sequences, "length": length, "seed": seed}
-    plan = make_plan(directory, to, sizes, method, dtype)  # before any long work: mistakes show at once
-    if out is not None and not dry_run:
-        check_output(out, directory)
-    if calibration != "none" or save_statistics:
-        from .study import study
-
-        if to != "mla":
-            raise InvalidInput(f"--calibration {calibration} does not apply to --to {to}, which is folded by weights alone")
-        statistics = study(plan.source, calibration, **taken, save=save_statistics)
-        plan = make_plan(directory, to, sizes, method, dtype, statistics)
+    taken: dict[str, Any] = {"sequences": sequences, "length": length, "seed": seed}
+    with together():  # before any long work: mistakes show at once
+        directory = resolve(model, revision)
+        plan = make_plan(directory, to, sizes, method, dtype)
+        if out is not None and not dry_run:
+            check_output(out, directory)
+        calibration = choose_calibration(calibration, plan, sizes["slots"], refine, save_statistics, dry_run)
+    statistics = calibration and _study(plan, calibration, out, **taken, layerwise=layerwise, save=save_statistics)
+    if not is_first():
+        return
+    if statistics:
+        plan = make_plan(directory, to, sizes, method, dtype, statistics, STEPS if refine is None else refine)
     out = out or Path(default_name(model, plan.target.to_dict()))
     if dry_run:
         show_json(plan.to_dict()) if as_json else show_plan(plan.to_dict())
         return
     check_output(out, directory)
-    for text in plan.notices:
-        notice(text)
-    how: dict[str, Any] = {"calibration": calibration, **taken} if calibration != "none" else {}
+    how: dict[str, Any] = {"calibration": calibration, **({**taken, "refine": plan.refine} if statistics else {})}
     how["shard_size"] = None if shard_size == SHARD_SIZE else shard_size
     command = command_line(model, to, {**sizes, **how}, plan.method, revision, dtype)
+    _carry_out(plan, out, command, shard_size, model, as_json)
+
+
+def _study(plan: "Plan", calibration: str, out: Path | None, **how: Any) -> "Statistics | None":
+    """Statistics of a plan's source; what does not fit in memory goes beside the output meanwhile."""
+    from .study import study
+
+    return study(plan.source, calibration, work=out and out.parent, **how)
+
+
+def _carry_out(plan: "Plan", out: Path, command: str, shard_size: int, model: str, as_json: bool) -> None:
+    """Write the output, and say what it is."""
+    from .rewrite import rewrite
+
+    for text in plan.notices:
+        notice(text)
     record = rewrite(plan, out, command, shard_size, None if Path(model).is_dir() else model.partition("@")[0])
     show_json({"out": str(out), **record}) if as_json else click.echo(_summary(record, out))
+
+
+def choose_calibration(
+    calibration: str | None, plan: "Plan", slots: str | None, refine: int | None, save: Path | None, dry_run: bool
+) -> str | None:
+    """What a fold is calibrated on: what the user says, else `self`; None where the fold reads no statistics.
+
+    Raises:
+        InvalidInput: the user asks for statistics that the fold would not read, or for what it cannot do without them.
+    """
+    from .methods import check_calibrated, reads_statistics
+
+    wanted = calibration if calibration is not None or save is None else "self"
+    if not reads_statistics(plan.method):
+        if wanted not in {None, "none"}:
+            option = "--save-statistics" if calibration is None else f"--calibration {calibration}"
+            raise InvalidInput(f"{option} does not apply to --method {plan.method}, which folds by weights alone")
+        wanted = "none"
+    target = plan.target.to_dict()
+    heads = plan.source.geometry.num_key_value_heads
+    if wanted is None and (target.get("slots") == "source" or target.get("num_key_value_heads") == heads):
+        return None  # where everything is kept there is nothing to choose
+    check_calibrated(plan.method, slots, calibrated=wanted != "none")
+    if wanted == "none" and refine:
+        raise InvalidInput(f"--refine {refine} needs text to refine on; leave it out, or use --calibration self")
+    if wanted is None and dry_run:
+        notice("planned by weights alone, to be quick; the fold itself would use --calibration self")
+        return None
+    return "self" if wanted is None else wanted
 
 
 def _summary(record: dict[str, Any], out: Path) -> str:

@@ -4,6 +4,7 @@ No heavy import here: `--help` goes through this module.
 """
 
 import json
+import os
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,6 +16,11 @@ from .errors import InvalidInput
 
 T = TypeVar("T")
 PLAIN_INTERVAL = 10.0  # seconds between progress lines where there is no terminal
+
+
+def is_first() -> bool:
+    """Whether this process speaks for all that a launcher started."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 class _Refusal(click.ClickException):
@@ -37,6 +43,9 @@ class Command(click.Command):
 
 def progress(items: Iterable[T], description: str, total: int) -> Iterator[T]:
     """Yield `items`, showing a bar with the time left on a terminal and a plain line every few seconds elsewhere (stderr)."""
+    if not is_first():
+        yield from items
+        return
     if sys.stderr.isatty():
         from rich.console import Console
         from rich.progress import track
@@ -74,4 +83,5 @@ def show_json(value: Any) -> None:
 
 def notice(text: str) -> None:
     """Say something the user should know, on stderr, so that stdout stays machine-readable."""
-    click.echo(f"Note: {text}", err=True)
+    if is_first():
+        click.echo(f"Note: {text}", err=True)

@@ -6,16 +6,18 @@ A *slot* is one complex key dimension that turns at a frequency φ and is shared
 heads at one frequency commutes with RoPE and folds into W_Q and W_K, so a slot carries the best complex rank one of all
 heads' keys near its frequency; a real orthogonal map could not undo the phases between heads. What no slot carries is kept
 without rotation: over the distances Δ that attention spans, e^(-i f Δ) is replaced by its mean ρ(f). Those keys and the values
-then share the latent of least weighted squared error.
+then share the latent of least weighted squared error. Last, every head's queries are fitted to the keys that came out of this.
 """
 
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from .attention import Attention, LatentAttention
 from .metric import Metric, with_bias
+from .queries import fit_queries
 from .rotary import complex_rows, half_rows, interleaved_rows
 from .subspaces import leading, low_rank
 from .target import MLA
@@ -67,15 +69,19 @@ def to_mla(
     queries, width = len(attention.q_NHD) // len(attention.k_KHD), attention.k_KHD.shape[-1]
     parts = separate(attention, frequencies_F, bands, metric)
     down_CD, up, _ = low_rank(*parts.stack(attention, metric), target.kv_lora_rank)
-    k_up_KPC, v_up_KHC = up.unflatten(0, (2, len(attention.k_KHD), -1))
+    k_KHE, q_NHE = with_bias(attention.k_KHD, attention.k_KH), with_bias(attention.q_NHD, attention.q_NH)
+    slots_S = torch.tensor([band.frequency for band in bands for _ in range(band.slots)], dtype=torch.float64)
+    latent_CE = pad(down_CD, (0, k_KHE.shape[-1] - width))
+    slots_NRH, latent_NCH = fit_queries(k_KHE, frequencies_F, parts.k_rope_RE, slots_S, latent_CE, queries, metric)
+    q_rope_NRE = slots_NRH @ q_NHE
     return LatentAttention(
-        q_nope_NPD=parts.q_nope_NPE[..., :width],
-        q_rope_NRD=parts.q_rope_NRE[..., :width],
-        q_nope_NP=None if attention.q_NH is None else parts.q_nope_NPE[..., -1],
-        q_rope_NR=None if attention.q_NH is None else parts.q_rope_NRE[..., -1],
+        q_nope_NPD=attention.q_NHD,
+        q_rope_NRD=q_rope_NRE[..., :width],
+        q_nope_NP=attention.q_NH,
+        q_rope_NR=None if attention.q_NH is None else q_rope_NRE[..., -1],
         down_CD=down_CD,
-        k_up_NPC=k_up_KPC.repeat_interleave(queries, 0),
-        v_up_NHC=v_up_KHC.repeat_interleave(queries, 0),
+        k_up_NPC=latent_NCH.mT,
+        v_up_NHC=up.unflatten(0, (2, len(attention.k_KHD), -1))[1].repeat_interleave(queries, 0),
         k_rope_RD=parts.k_rope_RE[..., :width],
         k_rope_R=None if attention.k_KH is None else parts.k_rope_RE[..., -1],
         o_DNH=attention.o_DNH,
@@ -86,11 +92,9 @@ def to_mla(
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """Queries and keys in the slots, what is left of them without rotation, and what an error in that costs."""
+    """Keys in the slots, what is left of them without rotation, and what an error in that costs."""
 
-    q_rope_NRE: Tensor
     k_rope_RE: Tensor
-    q_nope_NPE: Tensor
     k_nope_KPE: Tensor
     key_BSS: Tensor
 
@@ -105,26 +109,20 @@ class Parts:
 def separate(attention: Attention, frequencies_F: Tensor, bands: tuple[Band, ...], metric: Metric) -> Parts:
     """Give every band the best share of the keys near its frequency; the rest of the keys stays, un-rotated."""
     z_KFE = complex_rows(with_bias(attention.k_KHD, attention.k_KH))
-    q_NFE = complex_rows(with_bias(attention.q_NHD, attention.q_NH))
-    heads, queries = len(z_KFE), len(q_NFE) // len(z_KFE)
+    heads = len(z_KFE)
     still_NF = metric.fidelity(frequencies_F)
-    rest_KFE, q_slots, k_slots = z_KFE.clone(), [], []
+    rest_KFE, k_slots = z_KFE.clone(), []
     for band in bands:
         members = list(band.pairs)
         rows_ME, weight_MM, moment_EE = _weighted(z_KFE, frequencies_F, band, metric)
         keys_RE, shares, _ = leading(rows_ME, weight_MM, moment_EE, band.slots)
         shares_MKR = shares.unflatten(0, (len(members), heads))
         rest_KFE[:, members] -= (shares_MKR @ keys_RE).transpose(0, 1)
-        turned_NM = metric.fidelity(frequencies_F[members] - band.frequency)
-        share_NMR = shares_MKR.transpose(0, 1).repeat_interleave(queries, 0) * turned_NM[..., None]
-        q_slots.append(torch.einsum("nmr,nme->nre", share_NMR.conj(), q_NFE[:, members]))
         k_slots.append(keys_RE)
-    still_KF = still_NF.abs().square().unflatten(0, (heads, queries)).mean(1).sqrt()
+    still_KF = still_NF.abs().square().unflatten(0, (heads, -1)).mean(1).sqrt()
     damping_BS = torch.cat([still_KF, still_KF], -1).view(metric.key_BSS.shape[:2])
     return Parts(
-        q_rope_NRE=interleaved_rows(torch.cat(q_slots, 1)),
         k_rope_RE=interleaved_rows(torch.cat(k_slots)),
-        q_nope_NPE=half_rows(still_NF.conj()[..., None] * q_NFE),
         k_nope_KPE=half_rows(rest_KFE),
         key_BSS=damping_BS[:, :, None] * metric.key_BSS * damping_BS[:, None, :],
     )
@@ -138,6 +136,26 @@ def saved_by_slots(attention: Attention, frequencies_F: Tensor, metric: Metric) 
         _, _, energy_K = leading(*_weighted(z_KFE, frequencies_F, band, metric), band.slots)
         saved.append(energy_K / 2)  # a complex error counts half in each of its real parts
     return torch.stack(saved)
+
+
+def lost_by_slots(attention: Attention, frequencies_F: Tensor, bands: tuple[Band, ...], metric: Metric) -> float:
+    """What is lost of the keys' rotation with these slots, nats a token where the metric comes from data.
+
+    What no slot carries loses what the mean over distances loses of its rotation; what a slot of another frequency carries
+    loses the fidelity of that frequency.
+    """
+    z_KFE = complex_rows(with_bias(attention.k_KHD, attention.k_KH))
+    lost = 0.0
+    for band in bands:
+        rows_ME, weight_MM, moment_EE = _weighted(z_KFE, frequencies_F, band, metric)
+        _, _, energy_M = leading(rows_ME, weight_MM, moment_EE, band.slots)
+        lost += float(energy_M[band.slots :].sum())
+        off_NM = 1 - metric.fidelity(frequencies_F[list(band.pairs)] - band.frequency).abs().square()
+        off_KM = off_NM.unflatten(0, (len(z_KFE), -1)).mean(1)
+        seen_ME = rows_ME if moment_EE is None else rows_ME @ moment_EE.to(rows_ME.dtype)
+        size_KM = (seen_ME * rows_ME.conj()).sum(-1).real.view(len(band.pairs), -1).T
+        lost += float((off_KM * size_KM * metric.pairs(len(z_KFE))[list(band.pairs)].diagonal(dim1=1, dim2=2).real.T).sum())
+    return lost / 4  # a complex error counts half in each of its real parts; the quadratic form's ½
 
 
 def _weighted(z_KFE: Tensor, frequencies_F: Tensor, band: Band, metric: Metric) -> tuple[Tensor, Tensor, Tensor | None]:

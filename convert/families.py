@@ -1,11 +1,25 @@
-"""Where each family of checkpoints keeps its attention: a row a family. A foreign weight's name stands here only."""
+"""Which family a checkpoint is of, what its config.json implies, and what stands in the way of a latent cache."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from .errors import InvalidInput
+from .family import Block, Family
+from .rows import FAMILIES
 from .target import Geometry
+
+__all__ = [
+    "FAMILIES",
+    "Block",
+    "Family",
+    "check_for_latent",
+    "complete",
+    "family_of",
+    "geometry_of",
+    "latent_obstacle",
+    "rotary_width",
+    "rotated",
+]
 
 # Model types that read a whole text at once: there is no KV cache to fold.
 _ENCODERS = {
@@ -15,94 +29,12 @@ _ENCODERS = {
 _LATENT = {"deepseek_v2", "deepseek_v3", "youtu", "minicpm3"}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Family:
-    """A family's row; `{layer}` stands for the layer's number.
-
-    Attributes:
-        label: what people call the family.
-        architecture: its causal language model in transformers.
-        defaults: what its configuration class assumes where config.json says nothing.
-        q, k, v, o: the four projections, without `.weight` or `.bias`.
-        layer_tensors, model_tensors: the others that a whole checkpoint has; `head` only where it is not tied.
-    """
-
-    label: str
-    architecture: str
-    defaults: Mapping[str, Any]
-    q: str = "model.layers.{layer}.self_attn.q_proj"
-    k: str = "model.layers.{layer}.self_attn.k_proj"
-    v: str = "model.layers.{layer}.self_attn.v_proj"
-    o: str = "model.layers.{layer}.self_attn.o_proj"
-    layer_tensors: tuple[str, ...] = (
-        "model.layers.{layer}.input_layernorm.weight",
-        "model.layers.{layer}.post_attention_layernorm.weight",
-        "model.layers.{layer}.mlp.gate_proj.weight",
-        "model.layers.{layer}.mlp.up_proj.weight",
-        "model.layers.{layer}.mlp.down_proj.weight",
-    )
-    model_tensors: tuple[str, ...] = ("model.embed_tokens.weight", "model.norm.weight")
-    head: str = "lm_head.weight"
-
-    def projections(self, layer: int) -> dict[str, str]:
-        """The names of a layer's projections by role."""
-        return {role: getattr(self, role).format(layer=layer) for role in "qkvo"}
-
-
-_COMMON = {
-    "vocab_size": 32000,
-    "hidden_size": 4096,
-    "intermediate_size": 11008,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "hidden_act": "silu",
-    "max_position_embeddings": 2048,
-    "initializer_range": 0.02,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": False,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": None,
-    "attention_dropout": 0.0,
-    "use_cache": True,
-}
-FAMILIES = {
-    "llama": Family(label="Llama", architecture="LlamaForCausalLM", defaults={**_COMMON, "mlp_bias": False}),
-    "mistral": Family(
-        label="Mistral",
-        architecture="MistralForCausalLM",
-        defaults={
-            **_COMMON,
-            "intermediate_size": 14336,
-            "num_key_value_heads": 8,
-            "max_position_embeddings": 131072,
-            "sliding_window": 4096,
-        },
-    ),
-    "qwen2": Family(
-        label="Qwen2",
-        architecture="Qwen2ForCausalLM",
-        defaults={
-            **_COMMON,
-            "vocab_size": 151936,
-            "intermediate_size": 22016,
-            "num_key_value_heads": 32,
-            "max_position_embeddings": 32768,
-            "sliding_window": 4096,
-            "use_sliding_window": False,
-            "bos_token_id": None,
-            "eos_token_id": None,
-        },
-    ),
-}
-
-
 def family_of(config: Mapping[str, Any]) -> Family:
     """The family of a checkpoint.
 
     Raises:
-        InvalidInput: an encoder, a quantised checkpoint, latent attention already, another head than a language model's, or a
-            family that kvfold does not know.
+        InvalidInput: an encoder, a quantised checkpoint, latent attention already, another head than a language model's, a
+            family that kvfold does not know, or a variant of one that it does not fold.
     """
     kind = str(config.get("model_type"))
     known = ", ".join(sorted(FAMILIES))
@@ -122,11 +54,30 @@ def family_of(config: Mapping[str, Any]) -> Family:
         quantised = config["quantization_config"]
         method = quantised.get("quant_method", "an unknown method") if isinstance(quantised, dict) else quantised
         raise InvalidInput(f"the checkpoint is quantised ({method}); fold the unquantised one, then quantise the result")
+    for field, allowed in family.needs.items():
+        value = config.get(field, family.defaults.get(field))
+        if value not in allowed:
+            raise InvalidInput(f"config.json has {field} {value!r}; kvfold folds {family.label} where it is {allowed[-1]}")
     return family
 
 
+def complete(family: Family, config: Mapping[str, Any]) -> dict[str, Any]:
+    """A config.json with the family's defaults where it says nothing, its sizes also under the names that Llama's has."""
+    renamed = {ours: config[theirs] for ours, theirs in family.names.items() if theirs in config}
+    whole = {**family.defaults, **config, **renamed}
+    if family.kv_heads is None:
+        whole["num_key_value_heads"] = whole["num_attention_heads"]
+    layers = range(whole["num_hidden_layers"]) if isinstance(whole["num_hidden_layers"], int) else ()
+    pattern, interval = whole.get("sliding_window_pattern"), whole.get("no_rope_layer_interval")
+    if pattern and not whole.get("layer_types"):
+        whole["layer_types"] = ["full_attention" if (n + 1) % pattern == 0 else "sliding_attention" for n in layers]
+    if interval and not whole.get("no_rope_layers"):
+        whole["no_rope_layers"] = [int((n + 1) % interval != 0) for n in layers]
+    return whole
+
+
 def geometry_of(config: Mapping[str, Any]) -> Geometry:
-    """The attention shape that a config (with its family's defaults) states.
+    """The attention shape that a complete config states.
 
     Raises:
         InvalidInput: a size is no positive number, or the sizes do not fit together.
@@ -134,6 +85,7 @@ def geometry_of(config: Mapping[str, Any]) -> Geometry:
     for key in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
                 "max_position_embeddings", "num_key_value_heads", "head_dim"):  # fmt: skip
         value, optional = config.get(key), key in {"num_key_value_heads", "head_dim"}
+        optional = optional or (key == "intermediate_size" and FAMILIES[config["model_type"]].defaults[key] is None)
         if not (optional and value is None) and (not isinstance(value, int) or value < 1):
             raise InvalidInput(f"config.json has {key} {value!r}, where a positive number is needed")
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
@@ -146,21 +98,73 @@ def geometry_of(config: Mapping[str, Any]) -> Geometry:
     return Geometry(hidden_size=hidden, num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=head_dim)
 
 
+def rotary_width(family: Family, config: Mapping[str, Any], head_dim: int) -> int:
+    """How many of a head's dimensions rotate: the first ones.
+
+    Raises:
+        InvalidInput: an odd number, or more than there are.
+    """
+    if family.rotary is None:
+        return 0
+    width = config.get("rotary_dim") or int(head_dim * (partial_factor(config) or 1.0))
+    if width % 2 or not 0 <= width <= head_dim:
+        raise InvalidInput(f"config.json has {width} rotary dimensions; an even number of at most {head_dim} would do")
+    return int(width)
+
+
+def partial_factor(config: Mapping[str, Any]) -> Any:
+    """partial_rotary_factor, wherever config.json says it."""
+    rope = config.get("rope_parameters") or config.get("rope_scaling")
+    nested = rope.get("partial_rotary_factor") if isinstance(rope, dict) else None
+    return nested or config.get("partial_rotary_factor")
+
+
+def rotated(family: Family, config: Mapping[str, Any], layer: int) -> bool:
+    """Whether a layer rotates its queries and keys at all."""
+    return family.unrotated is None or config[family.unrotated][layer] in (1, "sliding_attention")
+
+
 def check_for_latent(config: Mapping[str, Any]) -> None:
     """Refuse what the stock latent class cannot hold.
 
     Raises:
-        InvalidInput: sliding-window attention in use, biases in the MLP, or a partial rotary part.
+        InvalidInput: says what it is.
     """
+    obstacle = latent_obstacle(config)
+    if obstacle is not None:
+        raise InvalidInput(obstacle)
+
+
+def latent_obstacle(config: Mapping[str, Any]) -> str | None:
+    """Why the stock latent class cannot hold a checkpoint, as a sentence with a way out; None when it can.
+
+    Args:
+        config: a complete one.
+    """
+    family = FAMILIES[config["model_type"]]
+    for reason in stock_reasons(family):
+        return f"the stock MLA class cannot hold {family.label}: {reason}; use --to gqa or --to mqa"
     window, positions = config.get("sliding_window"), config["max_position_embeddings"]
     if window and config.get("use_sliding_window", True) and (not isinstance(window, int) or window < positions):
-        raise InvalidInput(
+        return (
             f"sliding_window {window!r} is shorter than max_position_embeddings {positions}, and no stock MLA class has "
             "a window; use --to gqa, or set max_position_embeddings to the window if longer inputs are not needed"
         )
     if config.get("mlp_bias"):
-        raise InvalidInput("mlp_bias is true, and the stock MLA class has no MLP biases; use --to gqa")
-    rope = config.get("rope_parameters")
-    partial = config.get("partial_rotary_factor") or (rope.get("partial_rotary_factor") if isinstance(rope, dict) else None)
+        return "mlp_bias is true, and the stock MLA class has no MLP biases; use --to gqa"
+    partial = partial_factor(config)
     if partial not in (None, 1, 1.0):
-        raise InvalidInput(f"partial_rotary_factor is {partial}, and MLA is for heads that are rotary as a whole; use --to gqa")
+        return f"partial_rotary_factor is {partial}, and MLA is for heads that are rotary as a whole; use --to gqa"
+    if not all(rotated(family, config, layer) for layer in range(config["num_hidden_layers"])):
+        return f"{family.unrotated} turns rotation off in some layers, and one set of rotary slots serves all; use --to gqa"
+    return None
+
+
+def stock_reasons(family: Family) -> list[str]:
+    """Why the stock latent class can hold no checkpoint of a family; empty when it can."""
+    properties = {
+        "it normalises its keys after the projection": family.k_norm is not None,
+        "it bounds its attention scores": family.soft_cap is not None,
+        "its attention has sinks": family.sinks is not None,
+    }
+    return [reason for reason, holds in properties.items() if holds] + ([family.block] if isinstance(family.block, str) else [])

@@ -1,4 +1,7 @@
-"""The table of methods: for each target a name and a function from weights to weights, the default first."""
+"""The table of methods: for each target a name and a function from weights to weights, the default first.
+
+Published rules of others, for comparison, are in peers.py.
+"""
 
 from collections.abc import Callable
 
@@ -8,9 +11,10 @@ from . import factor, pool
 from .attention import Attention, LatentAttention
 from .errors import InvalidInput
 from .metric import Metric
+from .peers import PEERS
 from .target import GQA, MLA
 
-POOL: dict[str, Callable[[Attention, GQA, Metric], Attention]] = {
+POOL: dict[str, Callable[[Attention, GQA, Metric, Tensor], Attention]] = {
     "subspace": pool.subspace,
     "aligned": pool.aligned,
     "mean": pool.mean,
@@ -22,7 +26,7 @@ FACTOR: dict[str, Callable[[Attention, MLA, Tensor, tuple[factor.Band, ...], Met
 
 def names(target: GQA | MLA) -> tuple[str, ...]:
     """The methods for a target, the default first."""
-    return tuple(FACTOR if isinstance(target, MLA) else POOL)
+    return (*FACTOR, *PEERS) if isinstance(target, MLA) else tuple(POOL)
 
 
 def check(target: GQA | MLA, method: str | None) -> str:
@@ -35,3 +39,27 @@ def check(target: GQA | MLA, method: str | None) -> str:
     if method is not None and method not in known:
         raise InvalidInput(f"--method {method} is not for this target; it has {', '.join(known)}")
     return method or known[0]
+
+
+def reads_statistics(method: str) -> bool:
+    """Whether a method makes use of statistics."""
+    return method == "subspace" or (method in PEERS and PEERS[method].needs_statistics)
+
+
+def check_calibrated(method: str, slots: str | None, *, calibrated: bool) -> None:
+    """Refuse to fold without statistics what cannot be.
+
+    Args:
+        method: name of a method.
+        slots: `allocated` or `uniform`, where the user says so.
+        calibrated: whether there are statistics.
+
+    Raises:
+        InvalidInput: the method or the slots need statistics.
+    """
+    if calibrated:
+        return
+    if method in PEERS and PEERS[method].needs_statistics:
+        raise InvalidInput(f"--method {method} needs statistics; use --calibration self, or a text")
+    if slots == "allocated":
+        raise InvalidInput("--slots allocated needs statistics to allocate by; use --calibration self, or --slots uniform")

@@ -7,7 +7,7 @@ Without data the same form holds with the squared error of the attention's outpu
 Legend: attention.py; E = D, plus a column for the constant input 1; B diagonal blocks of S rows each, B·S = K·H; T distances.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -41,6 +41,47 @@ class Metric:
         angle_TF = distance_T[:, None] * frequency_F
         return torch.complex(self.distance_NT @ angle_TF.cos(), -(self.distance_NT @ angle_TF.sin()))
 
+    def moment(self, rows_KHE: Tensor) -> Tensor | None:
+        """C at the width of some rows, with or without a bias column; None: the identity."""
+        width = rows_KHE.shape[-1]
+        return None if self.input_EE is None else self.input_EE[:width, :width]
+
+    def of_queries(self, heads: slice) -> "Metric":
+        """The same for some query heads."""
+        return replace(self, distance_NT=self.distance_NT[heads])
+
+    def value_blocks(self, heads: int, group: slice) -> Tensor:
+        """G at the values of some key heads, as diagonal blocks: each head's own, or theirs together where G is one block."""
+        if len(self.value_BSS) == heads:
+            return self.value_BSS[group]
+        width = self.value_BSS.shape[-1] // heads
+        rows = slice(group.start * width, group.stop * width)
+        return self.value_BSS[:, rows, rows]
+
+    def value_pair(self, heads: int, one: int, other: int) -> Tensor:
+        """G at the values of two key heads, (2H, 2H)."""
+        if len(self.value_BSS) == heads:
+            pair: Tensor = torch.block_diag(self.value_BSS[one], self.value_BSS[other])
+            return pair
+        rows = _rows_of([one, other], self.value_BSS.shape[-1] // heads)
+        return self.value_BSS[0, rows][:, rows]
+
+    def reordered(self, keys: list[int], readers: list[int]) -> "Metric":
+        """The metric of the same layer with its key heads, and its query heads, in another order."""
+
+        def moved(blocks_BSS: Tensor) -> Tensor:
+            if len(blocks_BSS) == len(keys):
+                return blocks_BSS[keys]
+            rows = _rows_of(keys, blocks_BSS.shape[-1] // len(keys))
+            return blocks_BSS[:, rows][:, :, rows]
+
+        return replace(
+            self,
+            key_BSS=moved(self.key_BSS),
+            value_BSS=moved(self.value_BSS),
+            distance_NT=self.distance_NT[readers],
+        )
+
     def pairs(self, heads: int) -> Tensor:
         """G at each rotary pair as a Hermitian matrix over the key heads, (F, K, K), complex."""
         blocks, size, _ = self.key_BSS.shape
@@ -56,6 +97,15 @@ class Metric:
             part = slice(block * per_block, (block + 1) * per_block)
             out[:, part, part] = hermitian_FBKK[:, block]
         return out
+
+
+def _rows_of(heads: list[int], width: int) -> Tensor:
+    return torch.cat([torch.arange(head * width, (head + 1) * width) for head in heads])
+
+
+def metric_of(layer: LayerStatistics | None, attention: Attention, span: int) -> Metric:
+    """What errors cost in a layer: from statistics where there are any, otherwise from the weights alone."""
+    return weights_only(attention, span) if layer is None else from_statistics(layer)
 
 
 def from_statistics(layer: LayerStatistics) -> Metric:

@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +12,16 @@ import torch
 from .. import __version__
 from . import methods
 from .containers.grouped import Grouped
+from .containers.rehosted import Rehosted, grouped_container
+from .containers.remote import Remote
 from .containers.stock import NORM_EPSILON, Stock
+from .copies import Copy
+from .errors import InvalidInput
 from .factor import Band
+from .latent import Form, choose_form, latent_container
+from .refine import STEPS
 from .shards import TensorSpec
-from .slots import choose_slots, slot_rope
+from .slots import choose_slots
 from .source import Source, open_source
 from .statistics import Statistics
 from .target import MLA, Target, from_options
@@ -43,8 +49,10 @@ class Plan:
         bands: the rotary slots of MLA.
         statistics: of the source on calibration tokens; None when only its weights are used.
         predicted: the loss that the division of MLA's cache is expected to cost, nats a token; None without statistics.
+        losses: the same layer by layer and step by step: `slots`, what the slots lose of the rotation, and `latent`.
+        refine: steps by which layers are refined where there are statistics.
         dtype: of the attention's tensors.
-        copies: tensors that pass through, as they will be written.
+        copies: the other output tensors, and what each is made of.
         layers: the attention of each layer.
         notices: what the user should know.
     """
@@ -52,12 +60,14 @@ class Plan:
     source: Source
     target: Target
     method: str
-    container: Grouped | Stock
+    container: Grouped | Rehosted | Stock | Remote
     bands: tuple[Band, ...]
     statistics: Statistics | None
     predicted: float | None
+    losses: tuple[dict[str, float] | None, ...]
+    refine: int
     dtype: torch.dtype
-    copies: dict[str, TensorSpec]
+    copies: dict[str, Copy]
     layers: tuple[Layer, ...]
     notices: tuple[str, ...]
 
@@ -66,20 +76,21 @@ class Plan:
         """Every output tensor in the order of the source, a layer's attention where its first tensor stood."""
         first = {layer.reads[0]: layer for layer in self.layers}
         specs: dict[str, TensorSpec] = {}
+        made: dict[str, dict[str, TensorSpec]] = {}
+        for name, copy in self.copies.items():
+            made.setdefault(copy.source, {})[name] = copy.spec
         for name in self.source.checkpoint:
-            if name in self.copies:
-                specs[name] = self.copies[name]
-            elif name in first:
-                specs |= first[name].writes
+            specs |= first[name].writes if name in first else made.get(name, {})
         return specs
 
     @property
     def config(self) -> dict[str, Any]:
         """config.json of the output."""
         source = self.source
-        config = self.container.config(source.checkpoint.config if isinstance(self.container, Grouped) else source.config)
+        own = isinstance(self.container, Grouped | Remote)  # the source's own fields, as they are on disk
+        config = self.container.config(source.checkpoint.config if own else source.config)
         config.pop("torch_dtype", None)
-        return {"architectures": [source.family.architecture], **config, "dtype": str(self.dtype).removeprefix("torch.")}
+        return {"architectures": [self.container.architecture], **config, "dtype": str(self.dtype).removeprefix("torch.")}
 
     def cache(self) -> dict[str, Any]:
         """Elements and bytes that the cache takes per token, before and after, in the output's dtype."""
@@ -105,6 +116,8 @@ class Plan:
             self.source.checkpoint.identity(),
             self.target.to_dict(),
             self.method,
+            self.refine,
+            [asdict(band) for band in self.bands],
             self.config,
             layout,
             shard_size,
@@ -140,34 +153,34 @@ def make_plan(
     method: str | None,
     dtype: str,
     statistics: Statistics | None = None,
+    refine: int = STEPS,
 ) -> Plan:
     """Decide a conversion from what the user asked for.
 
     Args:
         directory: the source checkpoint.
         to: `gqa`, `mqa` or `mla`.
-        options: the size options of `target.from_options`.
+        options: the size options of `target.from_options`; for MLA also `rope`, `slots` and `container`.
         method: name of a method of the target; None takes the default.
         dtype: `auto` (the source's), `float32` or `bfloat16`.
         statistics: of the source; with them MLA's slots are allocated, and a budget is divided, by predicted loss.
+        refine: steps by which each layer is refined where there are statistics; 0 for the closed form.
 
     Raises:
         InvalidInput: the source cannot be folded, or not to this target.
     """
     source = open_source(directory)
-    target = from_options(source.geometry, to, **options)
+    sizes = {key: value for key, value in options.items() if key not in {"container", "slots"}}
+    form = _form(source, to, sizes.get("rope"), options.get("container"), options.get("slots"))
+    target = _target(source, to, sizes, form)
     method = methods.check(target, method)
-    written, notices = _written_dtypes(source, target, dtype)
-    kind = written[f"{source.family.q.format(layer=0)}.weight"]
-    target, bands, predicted = choose_slots(source, target, statistics, options)
-    container = _container(source, target, bands)
-    if isinstance(container, Stock):
-        notices += _stock_notices(container, source.config)
+    written, notices = _written_dtypes(source, form, dtype)
+    kind = written[source.reads(0)[0]]
+    target, bands, losses = choose_slots(source, target, statistics, options, method)
+    container = _container(source, target, bands, form)
     layers = tuple(
         Layer(number=layer, reads=source.reads(layer), writes=container.specs(layer, kind)) for layer in range(source.layers)
     )
-    attention = {name for layer in layers for name in layer.reads}
-    specs = {name: TensorSpec(written[name], source.checkpoint.spec(name).shape) for name in source.checkpoint}
     return Plan(
         source=source,
         target=target,
@@ -175,31 +188,82 @@ def make_plan(
         container=container,
         bands=bands,
         statistics=statistics,
-        predicted=predicted,
+        predicted=sum(sum(loss.values()) for loss in losses) if losses else None,
+        losses=losses or (None,) * source.layers,
+        refine=refine,
         dtype=kind,
-        copies={name: spec for name, spec in specs.items() if name not in attention},
+        copies=_copies(source, container, layers, written),
         layers=layers,
-        notices=tuple(notices),
+        notices=(*notices, *_container_notices(container, form, source)),
     )
 
 
-def _container(source: Source, target: Target, bands: tuple[Band, ...]) -> Grouped | Stock:
+def _copies(
+    source: Source,
+    container: Grouped | Rehosted | Stock | Remote,
+    layers: tuple[Layer, ...],
+    written: Mapping[str, torch.dtype],
+) -> dict[str, Copy]:
+    """The output tensors that no method makes."""
+    attention = {name for layer in layers for name in layer.reads}
+    copies: dict[str, Copy] = {}
+    for name in source.checkpoint:
+        if name not in attention:
+            copies |= container.copies(name, TensorSpec(written[name], source.checkpoint.spec(name).shape))
+    return copies
+
+
+def _form(source: Source, to: str, rope: str | None, container: str | None, slots: str | None) -> Form | None:
+    """The form of MLA; None for other targets, which have none."""
+    if to == "mla":
+        return choose_form(source, rope, container or "auto")
+    if slots is not None:
+        raise InvalidInput(f"--slots {slots} does not apply to --to {to}, which has no rotary slots")
+    if container not in {None, "auto"}:
+        raise InvalidInput(f"--container {container} does not apply to --to {to}, which is written in the source's own class")
+    return None
+
+
+def _target(source: Source, to: str, sizes: Mapping[str, Any], form: Form | None) -> Target:
+    """What the user asked for, in the form that the source takes."""
+    if form is None:
+        return from_options(source.geometry, to, **sizes)
+    rotary, normed = bool(source.rotary_width), source.family.k_norm is not None
+    return from_options(source.geometry, to, **{**sizes, "rope": form.rope}, rotary=rotary, normed=normed)
+
+
+def _container(
+    source: Source, target: Target, bands: tuple[Band, ...], form: Form | None
+) -> Grouped | Rehosted | Stock | Remote:
     """The output format: the stock latent class for MLA, the source's own class otherwise."""
-    if isinstance(target, MLA):
-        rope = slot_rope(source, bands)
-        return Stock(geometry=source.geometry, target=target, rope=rope, biases=bool(source.biases))
-    return Grouped(family=source.family, geometry=source.geometry, target=target, biases=source.biases)
+    if isinstance(target, MLA) and form is not None:
+        return latent_container(source, target, bands, form.remote)
+    assert not isinstance(target, MLA)
+    return grouped_container(source, target)
 
 
-def _written_dtypes(source: Source, target: Target, dtype: str) -> tuple[dict[str, torch.dtype], list[str]]:
+def _written_dtypes(source: Source, form: Form | None, dtype: str) -> tuple[dict[str, torch.dtype], list[str]]:
     """The dtype that each source tensor is written in: its own, except where the user or the container wants another."""
     own = {name: source.checkpoint.spec(name).dtype for name in source.checkpoint}
     if dtype != "auto":
         return dict.fromkeys(own, _DTYPES[dtype]), []
-    if isinstance(target, MLA) and torch.float16 in own.values():
+    if form is not None and not form.remote and torch.float16 in own.values():
         written = {name: torch.bfloat16 if kind == torch.float16 else kind for name, kind in own.items()}
         return written, ["float16 cannot hold the small scale of a linearised latent, so the output is bfloat16"]
     return own, []
+
+
+def _container_notices(container: Grouped | Rehosted | Stock | Remote, form: Form | None, source: Source) -> list[str]:
+    """What loading an output takes, where it is not as for any other."""
+    if isinstance(container, Stock):
+        return _stock_notices(container, source.config)
+    if isinstance(container, Remote):
+        because = "" if form is None or form.why is None else f": {form.why}"
+        return [f"the output brings its own code, so loading it needs trust_remote_code=True{because}"]
+    if container.caches_queries:
+        architecture = container.architecture
+        return [f"transformers' {architecture} caches every query head's keys and values; vLLM the folded ones"]
+    return []
 
 
 def _stock_notices(container: Stock, config: Mapping[str, Any]) -> list[str]:
@@ -209,7 +273,8 @@ def _stock_notices(container: Stock, config: Mapping[str, Any]) -> list[str]:
         reasons.append("it has attention biases")
     if container.rope["rope_type"] != "default":
         reasons.append("its rotary slots have a frequency table of their own")
-    if config.get("tie_word_embeddings"):
+    config = {**config, **container.block.config(config)}
+    if config["tie_word_embeddings"]:
         reasons.append("its head is tied to the embedding")
     if config.get("rms_norm_eps") != NORM_EPSILON:
         reasons.append(f"its rms_norm_eps is {config.get('rms_norm_eps')}, not {NORM_EPSILON}")

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from .attention import Attention
 from .metric import Metric, with_bias
-from .rotary import complex_rows, half_rows
+from .queries import fit_queries
+from .rotary import complex_rows, half_rows, interleaved_rows
 from .subspaces import leading, low_rank
 from .target import GQA
 
@@ -18,7 +19,7 @@ SWEEPS = 50  # of generalised Procrustes at most
 TOLERANCE = 1e-7  # relative gain of the alignment below which the sweeps stop
 
 
-def mean(attention: Attention, target: GQA, metric: Metric) -> Attention:
+def mean(attention: Attention, target: GQA, metric: Metric, frequencies_F: Tensor) -> Attention:
     """The average of each group's heads: the reference (Ainslie et al., arXiv 2305.13245)."""
 
     def pool(rows: Tensor | None) -> Tensor | None:
@@ -30,7 +31,7 @@ def mean(attention: Attention, target: GQA, metric: Metric) -> Attention:
     return replace(attention, k_KHD=k_GHD, v_KHD=v_GHD, k_KH=pool(attention.k_KH), v_KH=pool(attention.v_KH))
 
 
-def aligned(attention: Attention, target: GQA, metric: Metric) -> Attention:
+def aligned(attention: Attention, target: GQA, metric: Metric, frequencies_F: Tensor) -> Attention:
     """Heads of a group are turned onto each other before they are averaged (after arXiv 2412.20677).
 
     What may be turned without changing the source: keys by one angle per rotary pair, SO(2), which commutes with RoPE and
@@ -70,32 +71,35 @@ def aligned(attention: Attention, target: GQA, metric: Metric) -> Attention:
     )
 
 
-def subspace(attention: Attention, target: GQA, metric: Metric) -> Attention:
+def subspace(attention: Attention, target: GQA, metric: Metric, frequencies_F: Tensor) -> Attention:
     """The best shared key and value of each group, with what each head needs of them folded into W_Q and W_O.
 
-    Per rotary pair the heads of a group become complex multiples of one key, the best complex rank one of theirs (a multiple
-    commutes with RoPE); their values are read from the best H-dimensional subspace of all their values. Exact when the heads
-    are equal up to phases and rotations.
+    Per rotary pair a group's key is the best complex rank one of its heads' keys (complex multiples commute with RoPE), and
+    every query head is fitted to the whole of it; values are read from the best H-dimensional subspace of all the group's
+    values. Exact when the heads are equal up to phases and rotations.
     """
     heads, groups = len(attention.k_KHD), target.num_key_value_heads
     if heads == groups:
         return attention
     queries, width = len(attention.q_NHD) // heads, attention.k_KHD.shape[1]
-    z_KFE = complex_rows(with_bias(attention.k_KHD, attention.k_KH))
-    v_KHE = with_bias(attention.v_KHD, attention.v_KH)
-    q_NFE = complex_rows(with_bias(attention.q_NHD, attention.q_NH))
-    pairs_FKK = metric.pairs(heads)
-    share_KF = torch.empty(z_KFE.shape[:2], dtype=z_KFE.dtype)
-    keys, values, maps = [], [], []
+    k_KHE, v_KHE = with_bias(attention.k_KHD, attention.k_KH), with_bias(attention.v_KHD, attention.v_KH)
+    q_NHE, z_KFE = with_bias(attention.q_NHD, attention.q_NH), complex_rows(k_KHE)
+    pairs_FKK, moment = metric.pairs(heads), metric.moment
+    keys, values, maps, fits = [], [], [], []
     for first in range(0, heads, heads // groups):
         group = slice(first, first + heads // groups)
-        found = [leading(z_KFE[group, f], pairs_FKK[f, group, group], None, 1) for f in range(width // 2)]
-        keys.append(half_rows(torch.cat([key_1E for key_1E, _, _ in found])))
-        share_KF[group] = torch.cat([share_M1 for _, share_M1, _ in found], 1)
-        value_HE, map_MH, _ = low_rank(v_KHE[group].flatten(0, 1), metric.value_BSS[group], None, width)
+        found = [leading(z_KFE[group, f], pairs_FKK[f, group, group], moment(k_KHE), 1)[0] for f in range(width // 2)]
+        key_FE = torch.cat(found)
+        keys.append(half_rows(key_FE))
+        readers = metric.of_queries(slice(group.start * queries, group.stop * queries))
+        fit_NRH, _ = fit_queries(
+            k_KHE[group], frequencies_F, interleaved_rows(key_FE), frequencies_F, k_KHE[0, :0], queries, readers
+        )
+        fits.append(torch.cat([fit_NRH[:, ::2], fit_NRH[:, 1::2]], 1))
+        value_HE, map_MH, _ = low_rank(v_KHE[group].flatten(0, 1), metric.value_blocks(heads, group), moment(v_KHE), width)
         values.append(value_HE)
         maps.append(map_MH.unflatten(0, (-1, width)))
-    q_NHE = half_rows(share_KF.repeat_interleave(queries, 0).conj()[..., None] * q_NFE)
+    q_NHE = torch.cat(fits) @ q_NHE
     map_NHH = torch.cat(maps).repeat_interleave(queries, 0)
     k_GHE, v_GHE, hidden = torch.stack(keys), torch.stack(values), attention.q_NHD.shape[-1]
     return replace(

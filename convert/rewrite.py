@@ -14,18 +14,19 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from torch import Tensor
+import torch
 
 from . import methods
 from .card import SCHEMA, describe, write_record
 from .checkpoint import check_output, copy_side_files, finish
 from .console import progress
-from .containers.stock import Stock
+from .containers.remote import Remote
 from .errors import InvalidInput
+from .fold import Loss, fold
 from .hub import commit_of
 from .plan import Layer, Plan
 from .shards import SHARD_SIZE, ShardWriter
-from .slots import metric_of
+from .target import MLA
 
 JOURNAL = "journal.jsonl"
 
@@ -49,21 +50,27 @@ def rewrite(
         InvalidInput: `out` exists or cannot be written, the disk is too small, or a weight is NaN or infinite.
     """
     check_output(out, plan.source.checkpoint.directory)
+    slots = plan.target.slots if isinstance(plan.target, MLA) else None
+    methods.check_calibrated(plan.method, slots, calibrated=plan.statistics is not None)
     partial = out.with_name(out.name + ".partial")
     with _failures(plan, out), _journal(partial, plan.fingerprint(shard_size)) as (journal, done):
         with ShardWriter(partial, plan.specs, shard_size) as writer:
-            done = done if writer.resumed else set()
+            done = done if writer.resumed else {}
             for unit in progress(_units(plan), "fold", len(plan.layers) + len(plan.copies)):
                 name = unit if isinstance(unit, str) else f"layer {unit.number}"
                 if name in done:
                     continue
-                _write_unit(plan, unit, writer)
+                done[name] = _write_unit(plan, unit, writer)
                 writer.sync()
-                journal.write(json.dumps(name) + "\n")
+                journal.write(json.dumps([name, done[name]]) + "\n")
                 journal.flush()
         copy_side_files(plan.source.checkpoint.directory, partial)
+        if isinstance(plan.container, Remote):
+            for file in plan.container.files:
+                shutil.copyfile(file, partial / file.name)
         (partial / "config.json").write_text(json.dumps(plan.config, indent=2) + "\n", encoding="utf-8")
-        record = _record(plan, command, source_name)
+        losses = [done[f"layer {layer.number}"] for layer in plan.layers]
+        record = _record(plan, command, source_name, losses)
         write_record(partial, record)
         (partial / JOURNAL).unlink()
         finish(partial, out)
@@ -71,37 +78,37 @@ def rewrite(
 
 
 def _units(plan: Plan) -> Iterator[Layer | str]:
-    """What is written one after another: a layer's attention, or a tensor that is copied."""
+    """What is written one after another: a layer's attention, or another output tensor."""
     yield from plan.layers
     yield from plan.copies
 
 
-def _write_unit(plan: Plan, unit: Layer | str, writer: ShardWriter) -> None:
+def _write_unit(plan: Plan, unit: Layer | str, writer: ShardWriter) -> Loss | None:
+    """Write a unit; a layer's loss, where it was measured."""
     if isinstance(unit, str):
-        for first, piece in plan.source.checkpoint.stream(unit):
-            writer.write(unit, piece, first)
-    else:
-        for name, tensor in fold(plan, unit).items():
-            writer.write(name, tensor)
+        _write_copy(plan, unit, writer)
+        return None
+    folded = fold(plan, unit.number)
+    for name, tensor in folded.tensors.items():
+        writer.write(name, tensor)
+    return folded.loss
 
 
-def fold(plan: Plan, layer: Layer) -> dict[str, Tensor]:
-    """One layer's output tensors, float64, by name: the only place where weights meet a method."""
-    source = plan.source
-    if isinstance(plan.container, Stock):
-        table_F, factor = source.frequencies()
-        attention = source.attention(layer.number, factor)
-        metric = metric_of(plan.statistics, layer.number, attention, source.positions)
-        latent = methods.FACTOR[plan.method](attention, plan.container.target, table_F, plan.bands, metric)
-        return plan.container.tensors(latent, layer.number)
-    attention = source.attention(layer.number)
-    metric = metric_of(None, layer.number, attention, source.positions)
-    return plan.container.tensors(methods.POOL[plan.method](attention, plan.container.target, metric), layer.number)
+def _write_copy(plan: Plan, name: str, writer: ShardWriter) -> None:
+    copy, checkpoint = plan.copies[name], plan.source.checkpoint
+    if copy.change is not None and not copy.by_rows:
+        writer.write(name, copy.change(checkpoint[copy.source].to(torch.float64)))
+        return
+    for first, piece in checkpoint.stream(copy.source, copy.by_rows):
+        changed = piece
+        if copy.change is not None:
+            changed = copy.change(piece.to(torch.float64).unflatten(0, (-1, copy.spec.shape[-1]))).flatten()
+        writer.write(name, changed, first)
 
 
 @contextmanager
-def _journal(partial: Path, fingerprint: str) -> Iterator[tuple[IO[str], set[str]]]:
-    """The journal of a half-written output, and the units that are done; another plan's leftovers are removed first.
+def _journal(partial: Path, fingerprint: str) -> Iterator[tuple[IO[str], dict[str, Loss | None]]]:
+    """The journal of a half-written output, and the units that are done, with losses; another's leftovers are removed.
 
     A kill leaves the directory for the next run; an error that a rerun would meet again removes it.
 
@@ -118,18 +125,18 @@ def _journal(partial: Path, fingerprint: str) -> Iterator[tuple[IO[str], set[str
             raise InvalidInput(f"another kvfold is writing {partial}; wait for it or name another --out") from None
         journal.seek(0)
         # A kill may have cut the last line short: what it names is done again.
-        lines = [line[1:-2] for line in journal.read().splitlines(keepends=True) if line.endswith('"\n')]
-        if lines[:1] != [fingerprint]:
-            lines = [fingerprint]
+        lines = [line for line in journal.read().splitlines(keepends=True) if line.endswith("\n")]
+        if lines[:1] != [json.dumps(fingerprint) + "\n"]:
+            lines = [json.dumps(fingerprint) + "\n"]
             for path in partial.iterdir():
                 if path.name != JOURNAL:
                     path.unlink()
         journal.seek(0)
         journal.truncate()
-        journal.writelines(json.dumps(line) + "\n" for line in lines)
+        journal.writelines(lines)
         journal.flush()
         try:
-            yield journal, set(lines[1:])
+            yield journal, dict(map(json.loads, lines[1:]))
         except (OSError, InvalidInput):
             shutil.rmtree(partial, ignore_errors=True)
             raise
@@ -154,7 +161,7 @@ def _failures(plan: Plan, out: Path) -> Iterator[None]:
         raise InvalidInput(f"cannot write {out}: {reason}; the half-written output was removed") from None
 
 
-def _record(plan: Plan, command: str, source_name: str | None) -> dict[str, Any]:
+def _record(plan: Plan, command: str, source_name: str | None, losses: list[Loss | None]) -> dict[str, Any]:
     from .. import __version__
 
     directory = plan.source.checkpoint.directory
@@ -168,7 +175,9 @@ def _record(plan: Plan, command: str, source_name: str | None) -> dict[str, Any]
         "target": plan.target.to_dict(),
         "method": plan.method,
         "calibration": plan.calibration(),
-        "predicted_loss": plan.predicted,
+        # Of the layers as written, where each was measured; otherwise of the plan.
+        "predicted_loss": sum(loss["refined"] for loss in losses if loss) if all(losses) else plan.predicted,
+        "layers": [{"planned": planned, "measured": loss} for planned, loss in zip(plan.losses, losses, strict=True)],
         "container": plan.config["architectures"][0],
         "dtype": plan.config["dtype"],
         "cache": plan.cache(),

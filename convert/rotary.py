@@ -98,6 +98,7 @@ def _mscale(factor: float, weight: float) -> float:
 
 
 _TABLES = {"default": _default, "linear": _linear, "llama3": _llama3, "yarn": _yarn}
+FIXED = frozenset(_TABLES)  # rope types whose frequencies do not depend on the input's length
 
 
 def complex_rows(rows_HD: Tensor) -> Tensor:

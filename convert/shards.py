@@ -219,8 +219,8 @@ class ShardWriter:
             self.release()
 
 
-def pieces(spec: TensorSpec, elements: int) -> Iterator[tuple[int, int]]:
-    """(first element, count) of consecutive pieces of at most `elements` elements that make up a tensor."""
-    total = math.prod(spec.shape)
-    for first in range(0, total, elements):
-        yield first, min(elements, total - first)
+def pieces(spec: TensorSpec, elements: int, whole: int = 1) -> Iterator[tuple[int, int]]:
+    """(first element, count) of consecutive pieces that make up a tensor: each a multiple of `whole`, about `elements` long."""
+    total, step = math.prod(spec.shape), max(elements // whole, 1) * whole
+    for first in range(0, total, step):
+        yield first, min(step, total - first)

@@ -1,58 +1,100 @@
 """Where the rotary slots of MLA are, and how config.json says so to a stock engine."""
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from dataclasses import replace
+from typing import Any, Literal
 
 import torch
 
-from .allocate import divide
+from .allocate import allocate, divide, saved, unslotted
 from .attention import Attention
-from .factor import Band, source_bands, uniform_bands
-from .families import check_for_latent
-from .metric import Metric, from_statistics, weights_only
+from .errors import InvalidInput
+from .factor import Band, lost_by_slots, source_bands, uniform_bands
+from .metric import Metric, metric_of
+from .peers import PEERS
 from .rotary import frequencies, rope_parameters
 from .source import Source
-from .statistics import Statistics
+from .statistics import LayerStatistics, Statistics
 from .target import MLA, Target
+
+Losses = tuple[dict[str, float], ...]  # predicted, of every layer; empty where nothing is predicted
 
 
 def choose_slots(
-    source: Source, target: Target, statistics: Statistics | None, options: Mapping[str, Any]
-) -> tuple[Target, tuple[Band, ...], float | None]:
-    """The rotary slots of an MLA target, which statistics may divide anew, and the loss predicted with them."""
-    if not isinstance(target, MLA):
-        return target, (), None
-    check_for_latent(source.config)
-    if statistics is not None and target.slots == "uniform":
-        return _divided(source, target, statistics, options)
-    return target, _fixed_bands(source, target), None
+    source: Source, target: Target, statistics: Statistics | None, options: Mapping[str, Any], method: str
+) -> tuple[Target, tuple[Band, ...], Losses]:
+    """The rotary slots of an MLA target, which statistics may divide anew, and the losses predicted with them.
 
-
-def metric_of(statistics: Statistics | None, layer: int, attention: Attention, positions: int) -> Metric:
-    """What errors cost in a layer: from statistics where there are any, otherwise from the weights alone."""
-    return weights_only(attention, positions) if statistics is None else from_statistics(statistics.layers[layer])
+    Raises:
+        InvalidInput: an option that is given cannot be had.
+    """
+    wanted = options.get("slots")
+    if not isinstance(target, MLA) or not target.qk_rope_head_dim:
+        if wanted is not None:
+            raise InvalidInput(f"--slots {wanted} does not apply here: there is no rotary part to divide; leave it out")
+        return target, (), ()
+    if target.slots == "source":
+        return target, _fixed_bands(source, target), ()
+    if method in PEERS:
+        return _by_rule(source, target, statistics, options, method)
+    if statistics is None:
+        return target, _fixed_bands(source, target), ()
+    return _divided(source, target, statistics, options)
 
 
 def _divided(
     source: Source, target: MLA, statistics: Statistics, options: Mapping[str, Any]
-) -> tuple[MLA, tuple[Band, ...], float]:
+) -> tuple[MLA, tuple[Band, ...], Losses]:
     """A target whose slots are allocated by predicted loss, and the rotary width too where the user left both widths open."""
     table_F, factor = source.frequencies()
 
     def layers() -> Iterator[tuple[Attention, Metric]]:
         for layer in range(source.layers):
             attention = source.attention(layer, factor)
-            yield attention, metric_of(statistics, layer, attention, source.positions)
+            yield attention, metric_of(statistics.layers[layer], attention, source.positions)
 
-    widths = [target.qk_rope_head_dim]
-    if options.get("kv_budget") is not None and options.get("rope_dim") is None:
-        # Quarters of a head: finer steps change the predicted loss by less than its own error.
-        step = max(2, source.geometry.head_dim // 8 * 2)
-        widths = list(range(step, source.geometry.cache_elements // 2 + 1, step))
     elements = target.kv_lora_rank + target.qk_rope_head_dim
-    division = divide(layers, table_F, elements, widths)
-    rope_dim = elements - division.rank
-    return MLA(kv_lora_rank=division.rank, qk_rope_head_dim=rope_dim, slots="allocated"), division.bands, division.predicted
+    kind: Literal["uniform", "allocated"] = options.get("slots") or "allocated"
+    if kind == "uniform":
+        candidates = {target.qk_rope_head_dim: _fixed_bands(source, target)}
+        lost = {width: [lost_by_slots(a, table_F, bands, m) for a, m in layers()] for width, bands in candidates.items()}
+    else:
+        widths = [target.qk_rope_head_dim]
+        if options.get("kv_budget") is not None and options.get("rope_dim") is None:
+            # Quarters of a head: finer steps change the predicted loss by less than its own error.
+            step = max(2, source.geometry.head_dim // 8 * 2)
+            widths = list(range(step, source.geometry.cache_elements // 2 + 1, step))
+        saved_LFK = saved(layers, table_F)
+        candidates = {n: allocate(saved_LFK.sum(0), table_F, n // 2) for n in widths if n < elements}
+        lost = {n: [unslotted(own_FK, bands) for own_FK in saved_LFK] for n, bands in candidates.items()}
+    division = divide(layers, table_F, elements, candidates, lost)
+    target = MLA(kv_lora_rank=division.rank, qk_rope_head_dim=elements - division.rank, slots=kind)
+    return target, division.bands, division.losses
+
+
+def _by_rule(
+    source: Source, target: MLA, statistics: Statistics | None, options: Mapping[str, Any], method: str
+) -> tuple[MLA, tuple[Band, ...], Losses]:
+    """The slots of a published rule, which is given its own rotary width where the user left that open."""
+    rule = PEERS[method]
+    if options.get("slots") is not None:
+        raise InvalidInput(f"--slots does not apply to --method {method}, which has a rule of its own")
+    if options.get("rope_dim") is None and target.qk_rope_head_dim > rule.rope_share * source.geometry.head_dim:
+        width = int(rule.rope_share * source.geometry.head_dim) // 2 * 2
+        elements = target.kv_lora_rank + target.qk_rope_head_dim
+        rank = elements - width if options.get("kv_budget") is not None else target.kv_lora_rank
+        target = replace(target, kv_lora_rank=rank, qk_rope_head_dim=width)
+    target = replace(target, slots="rule")
+    if rule.needs_statistics and statistics is None:
+        return target, _fixed_bands(source, target), ()  # of a plan before its statistics are there
+    table_F, factor = source.frequencies()
+
+    def layers() -> Iterator[tuple[Attention, LayerStatistics | None]]:
+        for layer in range(source.layers):
+            yield source.attention(layer, factor), None if statistics is None else statistics.layers[layer]
+
+    stock_S, _ = frequencies(rope_parameters(source.config), target.qk_rope_head_dim, source.positions)
+    return target, rule.bands(layers, table_F, stock_S), ()
 
 
 def _fixed_bands(source: Source, target: MLA) -> tuple[Band, ...]:

@@ -1,6 +1,7 @@
 """A checkpoint seen as layers of attention: which tensors belong to a layer, and what they say."""
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,13 @@ from torch import Tensor
 from .attention import Attention
 from .checkpoint import Checkpoint
 from .errors import InvalidInput
-from .families import Family, family_of, geometry_of
-from .rotary import frequencies, rope_parameters
+from .families import Family, complete, family_of, geometry_of, rotary_width, rotated
+from .packing import outputs, shapes, unpack
+from .rotary import FIXED, frequencies, rope_parameters
 from .target import Geometry
+
+# A pair that does not rotate has this frequency: longrope factors can say it, and its angle is nothing at any position.
+STILL = 1e-30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,9 +26,10 @@ class Source:
 
     Attributes:
         checkpoint: the directory.
-        config: its config.json, with the family's defaults where it says nothing.
-        family, geometry: what it is.
-        biases: the roles (of q, k, v, o) that have one.
+        config: its config.json, with the family's defaults where it says nothing, under the names that Llama's has.
+        family, geometry: what it is; the family's prefix is the one that this checkpoint's names have.
+        biases: the projections that have one.
+        rotary_width: how many of a head's dimensions rotate.
     """
 
     checkpoint: Checkpoint
@@ -31,6 +37,7 @@ class Source:
     family: Family
     geometry: Geometry
     biases: frozenset[str]
+    rotary_width: int
 
     @property
     def layers(self) -> int:
@@ -42,18 +49,60 @@ class Source:
         """max_position_embeddings."""
         return int(self.config["max_position_embeddings"])
 
-    def frequencies(self) -> tuple[Tensor, float]:
-        """Angular frequencies (F,) of a head's rotary pairs, and the factor on their cosines and sines.
+    @property
+    def biased(self) -> frozenset[str]:
+        """Which of q, k, v and o have a bias, fused or not."""
+        return frozenset("qkv") | self.biases & {"o"} if "qkv" in self.biases else self.biases
+
+    def frequencies(self, layer: int | None = None) -> tuple[Tensor, float]:
+        """Angular frequencies (F,) of a head's pairs, and the factor on their cosines and sines.
+
+        Pairs that do not rotate come after those that do, at a frequency that is as good as zero.
+
+        Args:
+            layer: its number; None where all layers are alike.
 
         Raises:
-            InvalidInput: they depend on the length of the input.
+            InvalidInput: they depend on the length of the input, or no layer is named and layers differ.
         """
-        return frequencies(rope_parameters(self.config), self.geometry.head_dim, self.positions)
+        if layer is None:
+            kinds = {(rotated(self.family, self.config, n), str(layer_rope(self.config, n))) for n in range(self.layers)}
+            if len(kinds) > 1:
+                raise InvalidInput(
+                    "the layers have unlike rotary embeddings, and one set of rotary slots serves all; use --to gqa"
+                )
+        still_F = torch.full((self.geometry.head_dim // 2,), STILL, dtype=torch.float64)
+        if not self.rotary_width or not rotated(self.family, self.config, layer or 0):
+            return still_F, 1.0
+        table_F, factor = frequencies(layer_rope(self.config, layer or 0), self.rotary_width, self.positions)
+        return torch.cat([table_F, still_F[len(table_F) :]]), factor
+
+    def nominal_frequencies(self, layer: int) -> Tensor:
+        """The same for rules that only weigh by them: where they depend on the input's length, those of short inputs."""
+        rope = layer_rope(self.config, layer)
+        if rope["rope_type"] in FIXED or not self.rotary_width or not rotated(self.family, self.config, layer):
+            return self.frequencies(layer)[0]
+        base_F, _ = frequencies({**rope, "rope_type": "default"}, self.rotary_width, self.positions)
+        still_F = torch.full((self.geometry.head_dim // 2 - len(base_F),), STILL, dtype=torch.float64)
+        short_F = torch.tensor(rope.get("short_factor") or [1.0], dtype=torch.float64)
+        if len(short_F) not in (1, len(base_F)):
+            raise InvalidInput(f"config.json has a short_factor of {len(short_F)} numbers for {len(base_F)} rotary pairs")
+        return torch.cat([base_F / short_F, still_F])
 
     def reads(self, layer: int) -> tuple[str, ...]:
-        """The tensors of a layer's attention."""
-        names = [f"{name}.{part}" for name in self.family.projections(layer).values() for part in ("weight", "bias")]
-        return tuple(name for name in names if name in self.checkpoint)
+        """The tensors of a layer's attention that a fold replaces."""
+        return tuple(self._names(layer).values())
+
+    def _names(self, layer: int) -> dict[str, str]:
+        """Those tensors by role and part."""
+        names = {
+            f"{role}.{part}": f"{name}.{part}"
+            for role, name in self.family.projections(layer).items()
+            for part in ("weight", "bias")
+            if part == "weight" or role in self.biases
+        }
+        norm = self.family.norm("k", layer)
+        return names | ({"k_norm": norm} if norm is not None and self.family.norm_spans == "heads" else {})
 
     def attention(self, layer: int, rotary_factor: float = 1.0) -> Attention:
         """A layer's attention, float64.
@@ -62,26 +111,35 @@ class Source:
             layer: its number.
             rotary_factor: factor on the cosines and sines, which goes into the scale.
         """
-        head_dim = self.geometry.head_dim
-        tensors = {name: self.checkpoint[name].to(torch.float64) for name in self.reads(layer)}
+        names = self._names(layer)
+        for which in ("q", "k"):
+            norm = self.family.norm(which, layer)
+            if norm is not None:
+                names[f"{which}_norm"] = norm
+        tensors = {role: self.checkpoint[name].to(torch.float64) for role, name in names.items()}
+        return unpack(tensors, self.family, self.geometry, self.rotary_width, self.scale(layer) * rotary_factor**2)
 
-        def read(role: str, part: str) -> Any:
-            return tensors.get(f"{self.family.projections(layer)[role]}.{part}")
+    def scale(self, layer: int) -> float:
+        """The factor on a layer's scores."""
+        base, exponent = self.geometry.head_dim, -0.5
+        if self.family.scale is not None:
+            field, exponent = self.family.scale
+            base = self.config[field]
+        by_layer = self.family.scale_by_layer and self.config.get(self.family.scale_by_layer)
+        return float(base**exponent) / (layer + 1 if by_layer else 1)
 
-        def heads(tensor: Any) -> Any:
-            return None if tensor is None else tensor.unflatten(0, (-1, head_dim))
 
-        return Attention(
-            q_NHD=heads(read("q", "weight")),
-            k_KHD=heads(read("k", "weight")),
-            v_KHD=heads(read("v", "weight")),
-            o_DNH=read("o", "weight").unflatten(1, (-1, head_dim)),
-            q_NH=heads(read("q", "bias")),
-            k_KH=heads(read("k", "bias")),
-            v_KH=heads(read("v", "bias")),
-            o_D=read("o", "bias"),
-            scale=head_dim**-0.5 * rotary_factor**2,
-        )
+def layer_rope(config: dict[str, Any], layer: int) -> dict[str, Any]:
+    """A layer's rope parameters, from a complete config, where layers of two kinds may have two."""
+    kinds = config.get("layer_types") or []
+    kind = kinds[layer] if layer < len(kinds) else "full_attention"
+    nested = config.get("rope_parameters")
+    if isinstance(nested, dict) and isinstance(nested.get(kind), dict):
+        return rope_parameters({**config, "rope_parameters": nested[kind]})
+    local = config.get("rope_local_base_freq")
+    if kind == "sliding_attention" and local and not nested:
+        return rope_parameters({"rope_theta": local})
+    return rope_parameters(config)
 
 
 def open_source(directory: Path) -> Source:
@@ -94,36 +152,50 @@ def open_source(directory: Path) -> Source:
         raise InvalidInput(f"{directory} is already converted by kvfold; convert the source named in its kvfold.json instead")
     checkpoint = Checkpoint(directory)
     family = family_of(checkpoint.config)
-    config = {**family.defaults, **checkpoint.config}
+    if family.embedding in checkpoint and family.prefix + family.embedding not in checkpoint:
+        family = replace(family, prefix="")  # saved as the bare model, as the first GPT-2 checkpoints are
+    config = complete(family, checkpoint.config)
     geometry = geometry_of(config)
     biases = _biases(checkpoint, family, geometry, config["num_hidden_layers"])
     _check_whole(checkpoint, family, config)
-    return Source(checkpoint=checkpoint, config=config, family=family, geometry=geometry, biases=biases)
+    width = rotary_width(family, config, geometry.head_dim)
+    return Source(checkpoint=checkpoint, config=config, family=family, geometry=geometry, biases=biases, rotary_width=width)
 
 
 def _check_whole(checkpoint: Checkpoint, family: Family, config: dict[str, Any]) -> None:
     """Everything beside the attention is there: transformers would fill a gap with random numbers."""
-    wanted = [name.format(layer=n) for n in range(config["num_hidden_layers"]) for name in family.layer_tensors]
-    wanted += [*family.model_tensors, *([] if config["tie_word_embeddings"] else [family.head])]
+    wanted = [family.prefix + name.format(layer=n) for n in range(config["num_hidden_layers"]) for name in family.layer_tensors]
+    wanted += [family.prefix + name for name in (family.embedding, *family.model_tensors)]
+    wanted += [] if config["tie_word_embeddings"] else [family.head]
     for name in wanted:
         if name not in checkpoint:
             raise InvalidInput(f"{checkpoint.directory} has no {name}, which a {family.label} checkpoint has")
 
 
 def _biases(checkpoint: Checkpoint, family: Family, geometry: Geometry, layers: int) -> frozenset[str]:
-    """The roles with a bias, after checking that every layer's projections are there and have the shape config.json says."""
-    query, key = geometry.num_attention_heads * geometry.head_dim, geometry.num_key_value_heads * geometry.head_dim
-    hidden = geometry.hidden_size
-    shapes = {"q": (query, hidden), "k": (key, hidden), "v": (key, hidden), "o": (hidden, query)}
+    """The roles with a bias, after checking that every layer's tensors are there and have the shape config.json says."""
     biases = frozenset(role for role, name in family.projections(0).items() if f"{name}.bias" in checkpoint)
     for layer in range(layers):
+        for tensor, shape in _wanted(family, geometry, layer, biases):
+            if tensor not in checkpoint:
+                raise InvalidInput(f"{checkpoint.directory} has no {tensor}, which a {family.label} checkpoint has")
+            if checkpoint.spec(tensor).shape != shape:
+                raise InvalidInput(f"{tensor} has shape {checkpoint.spec(tensor).shape}, but config.json implies {shape}")
         for role, name in family.projections(layer).items():
-            wanted = {f"{name}.weight": shapes[role]} | ({f"{name}.bias": shapes[role][:1]} if role in biases else {})
-            for tensor, shape in wanted.items():
-                if tensor not in checkpoint:
-                    raise InvalidInput(f"{checkpoint.directory} has no {tensor}, which a {family.label} checkpoint has")
-                if checkpoint.spec(tensor).shape != shape:
-                    raise InvalidInput(f"{tensor} has shape {checkpoint.spec(tensor).shape}, but config.json implies {shape}")
             if role not in biases and f"{name}.bias" in checkpoint:
                 raise InvalidInput(f"{checkpoint.directory} has {name}.bias, but layer 0 has none; layers must be alike")
     return biases
+
+
+def _wanted(family: Family, geometry: Geometry, layer: int, biases: frozenset[str]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """The names of a layer's attention tensors, and the shapes they should have."""
+    weights, rows = shapes(family, geometry), outputs(family, geometry)
+    for role, name in family.projections(layer).items():
+        yield f"{name}.weight", weights[role]
+        if role in biases:
+            yield f"{name}.bias", (rows[role],)
+    counts = {"q": geometry.num_attention_heads, "k": geometry.num_key_value_heads}
+    for which in ("q", "k"):
+        norm = family.norm(which, layer)
+        if norm is not None:
+            yield norm, (geometry.head_dim * (counts[which] if family.norm_spans == "heads" else 1),)

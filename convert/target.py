@@ -62,13 +62,16 @@ class MLA:
         qk_rope_head_dim: width of the shared rotary key; half as many complex slots.
         slots: `uniform` puts slot i at theta^(-2i/qk_rope_head_dim), as stock configurations do; `allocated` puts slots at
             those source frequencies where they save most; `source` gives every key head's every rotary pair its own slot,
-            which saves nothing and is exact.
+            which saves nothing and is exact; `rule` leaves them to a published rule (peers.py); `none` is for forms without.
+        rope: `decoupled`, a rotary key of its own beside the latent; `intact`, keys are rebuilt from the latent and then
+            rotated, which takes no rotary key.
     """
 
     name: ClassVar[str] = "mla"
     kv_lora_rank: int
     qk_rope_head_dim: int
-    slots: Literal["uniform", "allocated", "source"] = "uniform"
+    slots: Literal["uniform", "allocated", "source", "rule", "none"] = "uniform"
+    rope: Literal["decoupled", "intact"] = "decoupled"
 
     def cache_elements(self, source: Geometry) -> int:
         """Numbers cached per token and layer."""
@@ -90,6 +93,9 @@ def from_options(
     rank: str | None = None,
     rope_dim: int | None = None,
     kv_budget: str | None = None,
+    rope: Literal["decoupled", "intact"] | None = None,
+    rotary: bool = True,
+    normed: bool = False,
 ) -> Target:
     """The target that a command line asks for, with every number filled in.
 
@@ -100,17 +106,23 @@ def from_options(
         rank: kv_lora_rank of MLA as decimal digits, or `full`.
         rope_dim: qk_rope_head_dim of MLA; chosen when None.
         kv_budget: cache after the fold as a share of the source's, e.g. `25%` or `0.25`; both parts of MLA count.
+        rope: form of MLA; None is decoupled.
+        rotary: whether the source rotates its keys at all.
+        normed: whether it normalises them, so that a latent must hold the normed ones.
 
     Raises:
         InvalidInput: an option does not belong to the target, or its value does not fit the source.
     """
-    given = {"--kv-heads": kv_heads, "--rank": rank, "--rope-dim": rope_dim, "--kv-budget": kv_budget}
-    allowed = {"gqa": {"--kv-heads", "--kv-budget"}, "mqa": set[str](), "mla": {"--rank", "--rope-dim", "--kv-budget"}}[to]
+    given = {"--kv-heads": kv_heads, "--rank": rank, "--rope-dim": rope_dim, "--kv-budget": kv_budget, "--rope": rope}
+    sizes = {"gqa": {"--kv-heads", "--kv-budget"}, "mqa": set[str](), "mla": {"--rank", "--rope-dim", "--kv-budget", "--rope"}}
+    allowed = sizes[to]
     for option, value in given.items():
         if value is not None and option not in allowed:
             raise InvalidInput(f"{option} does not apply to --to {to}; it takes {' and '.join(sorted(allowed)) or 'no size'}")
     elements = None if kv_budget is None else _budget_elements(source, kv_budget)
     if to == "mla":
+        if rope == "intact" or not rotary:
+            return _joint(source, rank, rope_dim, elements, rope or "decoupled", normed)
         return _mla(source, rank, rope_dim, elements)
     return _gqa(source, 1 if to == "mqa" else kv_heads, elements)
 
@@ -164,6 +176,33 @@ def _mla(source: Geometry, rank: str | None, rope_dim: int | None, elements: int
             f"than the source's {source.cache_elements} elements per token and layer, and --rank full keeps everything"
         )
     return MLA(kv_lora_rank=kv_lora_rank, qk_rope_head_dim=rope_dim)
+
+
+def _joint(
+    source: Geometry,
+    rank: str | None,
+    rope_dim: int | None,
+    elements: int | None,
+    rope: Literal["decoupled", "intact"],
+    normed: bool,
+) -> MLA:
+    """A latent that is all there is in the cache."""
+    if (rank is None) == (elements is None):
+        raise InvalidInput("--to mla needs either --rank N (or --rank full) or --kv-budget SHARE")
+    if rope_dim is not None:
+        raise InvalidInput("--rope-dim does not apply here: there is no rotary key beside the latent; leave it out")
+    full = source.cache_elements if normed else min(source.cache_elements, source.hidden_size)
+    if rank == "full":
+        return MLA(kv_lora_rank=full, qk_rope_head_dim=0, slots="source", rope=rope)
+    if elements is None:
+        elements = int(rank) if rank is not None and rank.isascii() and rank.isdigit() else 0
+        if not 1 <= elements <= full:
+            raise InvalidInput(
+                f"--rank {rank} does not fit; ranks from 1 to {full}, which keeps everything (--rank full), would"
+            )
+    if elements < 1:
+        raise InvalidInput(f"this budget is less than one element; the least would be {_share(1, source)}")
+    return MLA(kv_lora_rank=min(elements, full), qk_rope_head_dim=0, slots="none", rope=rope)
 
 
 def _halvings(width: int, limit: int) -> int:

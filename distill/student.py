@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ..convert.checkpoint import Checkpoint, copy_side_files, save_state
 from ..convert.containers import to_published, to_trainable
+from ..convert.containers.remote import ship
 from ..convert.errors import InvalidInput
 from ..eval.head import check_head
 from ..eval.models import Loaded, load
@@ -91,6 +92,7 @@ def publish(model: nn.Module, student: Path, directory: Path) -> None:
     save_state({name: tensor.to("cpu", dtypes.get(name, usual)) for name, tensor in state.items()}, directory)
     (directory / "config.json").write_bytes((student / "config.json").read_bytes())
     copy_side_files(student, directory)
+    ship(student, directory)
 
 
 def _without_ties(model: nn.Module) -> dict[str, Tensor]:

@@ -12,6 +12,8 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from ..convert.containers.modeling_kvfold import KvfoldForCausalLM
+from ..convert.containers.remote import carries_own_code, is_remote, source_config
 from ..convert.errors import InvalidInput
 from .options import Options
 
@@ -60,10 +62,20 @@ def load(directory: Path, options: Options) -> Loaded:
     dtype = "float32" if options.dtype == "auto" and device == "cpu" else options.dtype
     if not sys.stderr.isatty():
         transformers.utils.logging.disable_progress_bar()  # plain lines only where there is no terminal
-    reading = {"local_files_only": True, "trust_remote_code": options.trust_remote_code}
+    own = carries_own_code(directory)
+    if is_remote(directory) and not (own or options.trust_remote_code):
+        raise InvalidInput(
+            f"the code in {directory} (*_kvfold.py) is not that of this kvfold; read it, then allow it with "
+            "--trust-remote-code, or convert the source again"
+        )
+    # What this kvfold wrote is loaded by its own classes: no file of the checkpoint runs.
+    loader, allowed = (
+        (KvfoldForCausalLM, {}) if own else (AutoModelForCausalLM, {"trust_remote_code": options.trust_remote_code})
+    )
+    reading = {"local_files_only": True, **allowed}
     try:
-        tokenizer = AutoTokenizer.from_pretrained(directory, **reading)
-        model, info = AutoModelForCausalLM.from_pretrained(
+        tokenizer = load_tokenizer(directory, own, **reading)
+        model, info = loader.from_pretrained(
             directory, dtype=dtype, device_map=device, output_loading_info=True, ignore_mismatched_sizes=True, **reading
         )
     except (OSError, ValueError, KeyError, ImportError, SafetensorError, StrictDataclassError) as error:
@@ -74,6 +86,13 @@ def load(directory: Path, options: Options) -> Loaded:
     if absent:
         raise InvalidInput(f"{directory} cannot be loaded: {len(absent)} weights are missing or misshapen, e.g. {absent[0]}")
     return Loaded(directory, tokenizer, model.eval())
+
+
+def load_tokenizer(directory: Path, own: bool, **reading: Any) -> Any:
+    """A checkpoint's tokenizer; what of it depends on the model's type is looked up as for the source."""
+    if own:
+        reading["config"] = source_config(directory)
+    return AutoTokenizer.from_pretrained(directory, **reading)
 
 
 def check_comparable(ours: Loaded, theirs: Loaded, text: str) -> None:

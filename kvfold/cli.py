@@ -1,9 +1,10 @@
-"""The umbrella command: `kvfold convert`, `kvfold distill`, `kvfold eval`, `kvfold demo`."""
+"""The umbrella command: `kvfold convert`, `kvfold distill`, `kvfold eval`, `kvfold demo`, `kvfold families`."""
 
 import click
 
 from . import __version__
 from .convert.cli import main as convert
+from .convert.support import main as families
 from .demo import main as demo
 from .distill.cli import main as distill
 from .eval.cli import main as evaluate
@@ -15,7 +16,7 @@ def main() -> None:
     """Fold a pretrained decoder's KV cache: convert it to GQA, MQA or MLA, distil it back, measure what was recovered."""
 
 
-for command in (convert, distill, evaluate, demo):
+for command in (convert, distill, evaluate, demo, families):
     main.add_command(command)
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import click
 from .convert.console import Command, show_json, show_table
 
 if TYPE_CHECKING:
+    from .convert.statistics import Statistics
     from .eval.report import Result
 
 WINDOW, WINDOWS = 256, 128  # evaluation: enough for a standard error of about 1 % of the perplexity
@@ -35,6 +36,8 @@ def main(out: Path | None, tokens: str, as_json: bool) -> None:
     that library which it has not seen.
     """
     from .convert.checkpoint import check_output
+    from .convert.source import open_source
+    from .convert.study import study
     from .distill.job import distill
     from .distill.recipe_file import read_recipe
     from .eval.corpus import read_text
@@ -48,7 +51,8 @@ def main(out: Path | None, tokens: str, as_json: bool) -> None:
     work = out or Path(tempfile.mkdtemp(prefix="kvfold-demo-"))
     text, options = read_text("stdlib"), Options(window=WINDOW, max_windows=WINDOWS)
     with resources.as_file(resources.files("kvfold") / "recipes" / "demo") as source:
-        folded = {to: _fold(source, to, sizes, work / f"demo-{to}") for to, sizes in TARGETS.items()}
+        statistics = study(open_source(source), **CALIBRATION)
+        folded = {to: _fold(source, to, sizes, statistics, work / f"demo-{to}") for to, sizes in TARGETS.items()}
         distilled = work / "demo-mla-distilled"
         settings = (f"student={folded['mla']}", f"teacher={source}", f"output={distilled}", f"stages.0.tokens={tokens}")
         distill(read_recipe(source / "distill.yaml", settings))
@@ -80,16 +84,12 @@ def _row(name: str, result: "Result") -> tuple[str, ...]:
     return name, f"{result.cache_ratio:.1%}", f"{result.student.perplexity:.2f}", kl, recovered
 
 
-def _fold(source: Path, to: str, sizes: dict[str, Any], out: Path) -> Path:
+def _fold(source: Path, to: str, sizes: dict[str, Any], statistics: "Statistics | None", out: Path) -> Path:
     from .convert.cli import command_line
     from .convert.plan import make_plan
     from .convert.rewrite import rewrite
-    from .convert.source import open_source
-    from .convert.study import study
 
-    calibration = CALIBRATION if to == "mla" else {}
-    statistics = study(open_source(source), **calibration) if calibration else None
     plan = make_plan(source, to, sizes, None, "auto", statistics)
-    command = command_line(str(source), to, {**sizes, **calibration}, plan.method, None, "auto")
+    command = command_line(str(source), to, {**sizes, **CALIBRATION, "refine": plan.refine}, plan.method, None, "auto")
     rewrite(plan, out, command, source_name="kvfold-demo")
     return out

@@ -9,15 +9,17 @@ as down-projection, one constant channel for the bias, and the same linearised n
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..attention import LatentAttention
+from ..copies import Copy
 from ..shards import TensorSpec
 from ..target import MLA, Geometry
+from .blocks import Folded
 
 NORM_WEIGHT = 2.0**14  # a power of two, so that bf16 keeps it
 NORM_EPSILON = 1e-6  # fixed in transformers' class, whatever rms_norm_eps says
@@ -41,12 +43,19 @@ class Stock:
         target: widths.
         rope: rope parameters of the slots, with `rope_type` and `rope_theta`.
         biases: whether the source has attention biases.
+        block: how the rest of a layer becomes the class's.
     """
 
     geometry: Geometry
     target: MLA
     rope: Mapping[str, Any]
     biases: bool
+    block: Folded = field(default_factory=Folded)
+
+    @property
+    def architecture(self) -> str:
+        """The class that loads the output."""
+        return "DeepseekV3ForCausalLM"
 
     @property
     def nope_width(self) -> int:
@@ -57,10 +66,10 @@ class Stock:
         """config.json of the output, from the source's."""
         scaling = None if self.rope["rope_type"] == "default" else {k: v for k, v in self.rope.items() if k != "rope_theta"}
         return {
-            "architectures": ["DeepseekV3ForCausalLM"],
+            "architectures": [self.architecture],
             "model_type": "deepseek_v3",
             **{key: source[key] for key in _COPIED if key in source},
-            "tie_word_embeddings": bool(source.get("tie_word_embeddings", False)),
+            **self.block.config(source),
             "num_key_value_heads": self.geometry.num_attention_heads,
             "kv_lora_rank": self.target.kv_lora_rank,
             "q_lora_rank": self.geometry.hidden_size + 1 if self.biases else None,
@@ -122,7 +131,7 @@ class Stock:
             "kv_a_proj_with_mqa.weight": torch.cat([attention.down_CD * LATENT_SCALE, attention.k_rope_RD]),
             "kv_a_layernorm.weight": torch.full((rank,), NORM_WEIGHT),
             "kv_b_proj.weight": torch.cat([attention.k_up_NPC, attention.v_up_NHC], 1).flatten(0, 1),
-            "o_proj.weight": attention.o_DNH.flatten(1),
+            "o_proj.weight": self.block.adds(attention.o_DNH).flatten(1),
         }
         if self.biases:
             bias_NQ = torch.zeros_like(q_NQD[..., 0])
@@ -132,8 +141,12 @@ class Stock:
             del named["q_proj.weight"]
             named |= _compressed_query(torch.cat([q_NQD, bias_NQ[..., None]], -1).flatten(0, 1) * factor)
             named["kv_a_proj_with_mqa.bias"] = torch.cat([slot_R.new_zeros(rank), slot_R])
-            named["o_proj.bias"] = slot_R.new_zeros(hidden) if attention.o_D is None else attention.o_D
+            named["o_proj.bias"] = slot_R.new_zeros(hidden) if attention.o_D is None else self.block.adds(attention.o_D)
         return {_PREFIX.format(layer=layer) + name: tensor for name, tensor in named.items()}
+
+    def copies(self, name: str, spec: TensorSpec) -> dict[str, Copy]:
+        """What becomes of a tensor that is not attention."""
+        return self.block.copies(name, spec)
 
 
 def _compressed_query(q_QE: Tensor) -> dict[str, Tensor]:

@@ -18,7 +18,8 @@ from kvfold.convert.shards import INDEX
 
 from ..tiny import make
 
-MLA = ("--to", "mla", "--rank", "24", "--rope-dim", "4")
+MLA = ("--to", "mla", "--rank", "24", "--rope-dim", "4", "--calibration", "none")
+STOCK = (*MLA, "--container", "stock")
 
 
 def edit_config(source: Path, **changes: Any) -> None:
@@ -93,25 +94,25 @@ CASES: dict[str, tuple[Callable[[Path], None], tuple[str, ...], str]] = {
     "missing tensor": (drop("model.layers.1.self_attn.v_proj.weight"), MLA, "has no model.layers.1.self_attn.v_proj.weight"),
     "wrong shape": (config_with(num_key_value_heads=4), MLA, "but config.json implies"),
     "missing size": (config_with(num_attention_heads=None), MLA, "config.json has num_attention_heads None"),
-    "unknown family": (config_with(model_type="mamba"), MLA, "kvfold knows: llama, mistral, qwen2"),
+    "unknown family": (config_with(model_type="mamba"), MLA, "is not one that kvfold knows: cohere, "),
     "encoder": (config_with(model_type="bert"), MLA, "is an encoder model"),
     "latent already": (config_with(model_type="deepseek_v3"), MLA, "already has latent attention"),
     "quantised": (config_with(quantization_config={"quant_method": "gptq"}), MLA, "the checkpoint is quantised (gptq)"),
     "int8 weights": (quantise, MLA, "as I8; kvfold folds float weights"),
     "sliding window": (
         config_with(model_type="mistral", architectures=["MistralForCausalLM"], sliding_window=64),
-        MLA,
+        STOCK,
         "sliding_window 64 is shorter",
     ),
-    "mlp bias": (config_with(mlp_bias=True), MLA, "mlp_bias is true"),
+    "mlp bias": (config_with(mlp_bias=True), STOCK, "mlp_bias is true"),
     "default window": (
         config_with(model_type="mistral", architectures=None, max_position_embeddings=8192),
-        MLA,
+        STOCK,
         "sliding_window 4096 is shorter",
     ),
     "another head": (config_with(architectures=["LlamaForSequenceClassification"]), MLA, "folds causal language models"),
     "no final norm": (drop("model.norm.weight"), MLA, "has no model.norm.weight, which a Llama checkpoint has"),
-    "no head": (drop("lm_head.weight"), ("--to", "mqa"), "has no lm_head.weight"),
+    "no head": (drop("lm_head.weight"), ("--to", "mqa", "--calibration", "none"), "has no lm_head.weight"),
     "heads in words": (config_with(num_key_value_heads="four"), MLA, "has num_key_value_heads 'four'"),
     "rope in words": (config_with(rope_parameters="yarn"), MLA, "where an object is needed"),
     "rope without numbers": (
@@ -119,7 +120,7 @@ CASES: dict[str, tuple[Callable[[Path], None], tuple[str, ...], str]] = {
         MLA,
         "rope parameters that make no frequencies",
     ),
-    "partly rotary": (config_with(partial_rotary_factor=0.5), MLA, "partial_rotary_factor is 0.5"),
+    "partly rotary": (config_with(partial_rotary_factor=0.5), STOCK, "partial_rotary_factor is 0.5"),
     "dynamic rope": (
         config_with(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
         MLA,
@@ -189,7 +190,7 @@ def test_other_safetensors_beside_the_model_are_left_alone(tmp_path: Path) -> No
 def test_the_budget_that_a_refusal_names_is_enough(tmp_path: Path) -> None:
     """Rounded up, never down: what the message recommends must work."""
     source = make(tmp_path / "source", num_attention_heads=7, num_key_value_heads=7, hidden_size=28)
-    arguments = [str(source), "--to", "gqa", "--out", str(tmp_path / "out"), "--kv-budget"]
+    arguments = [str(source), "--to", "gqa", "--calibration", "none", "--out", str(tmp_path / "out"), "--kv-budget"]
     refused = CliRunner().invoke(main, [*arguments, "1%"])
     share = re.search(r"\((\S+%) of the source's cache\)", refused.output)
     assert share is not None
@@ -213,7 +214,12 @@ def test_outputs_that_cannot_be(tmp_path: Path) -> None:
 
 def test_a_converted_checkpoint_is_not_converted_again(tmp_path: Path) -> None:
     source = make(tmp_path / "source")
-    assert CliRunner().invoke(main, [str(source), "--to", "mqa", "--out", str(tmp_path / "out")]).exit_code == 0
+    assert (
+        CliRunner()
+        .invoke(main, [str(source), "--to", "mqa", "--calibration", "none", "--out", str(tmp_path / "out")])
+        .exit_code
+        == 0
+    )
     result = CliRunner().invoke(main, [str(tmp_path / "out"), "--to", "mqa", "--out", str(tmp_path / "again")])
     assert result.exit_code == 2
     assert "already converted by kvfold" in result.output

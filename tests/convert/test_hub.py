@@ -16,7 +16,7 @@ import pytest
 from ..tiny import make
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
-MQA = ("--to", "mqa", "--json")
+MQA = ("--to", "mqa", "--calibration", "none", "--json")
 
 
 def kvfold(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -20,8 +20,8 @@ from kvfold.convert.shards import INDEX
 
 from ..tiny import make, same_bytes
 
-GQA = ("--to", "gqa", "--kv-heads", "2")
-MLA = ("--to", "mla", "--rank", "24", "--rope-dim", "4")
+GQA = ("--to", "gqa", "--kv-heads", "2", "--calibration", "none")
+MLA = ("--to", "mla", "--rank", "24", "--rope-dim", "4", "--calibration", "none")
 
 
 def convert(source: Path | str, *options: str, out: Path | None = None) -> Result:
@@ -37,7 +37,7 @@ def weights(directory: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
-@pytest.mark.parametrize("options", [GQA, ("--to", "mqa"), MLA])
+@pytest.mark.parametrize("options", [GQA, ("--to", "mqa", "--calibration", "none"), MLA])
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2"])
 def test_only_attention_changes(tmp_path: Path, family: str, options: tuple[str, ...]) -> None:
     """Every other tensor passes through byte by byte, the tokenizer and the chat template come along, the source stays."""
@@ -115,11 +115,11 @@ import sys, time
 from kvfold.convert import rewrite
 from kvfold.convert.cli import main
 fold = rewrite.fold
-def slow(plan, layer):
-    if layer.number == 2:
+def slow(plan, number):
+    if number == 2:
         print("reached", flush=True)
         time.sleep(60)
-    return fold(plan, layer)
+    return fold(plan, number)
 rewrite.fold = slow
 main(sys.argv[1:])
 """
@@ -142,7 +142,7 @@ def test_a_killed_run_leaves_no_output_and_is_resumed(tmp_path: Path, monkeypatc
     assert (tmp_path / "out.partial").is_dir()
     folded = []
     fold = rewrite.fold
-    monkeypatch.setattr(rewrite, "fold", lambda plan, layer: (folded.append(layer.number), fold(plan, layer))[1])
+    monkeypatch.setattr(rewrite, "fold", lambda plan, number: (folded.append(number), fold(plan, number))[1])
     assert convert(source, *MLA, out=out).exit_code == 0
     assert folded == [2, 3], "the finished layers were folded again"
     assert same_bytes(out, whole) == []
@@ -196,7 +196,7 @@ def test_values_that_the_dtype_does_not_hold_are_refused(tmp_path: Path) -> None
         if "self_attn" in name:
             tensors[name] = tensors[name] * 2**14
     save_file(tensors, source / "model.safetensors", {"format": "pt"})
-    result = convert(source, "--to", "mqa")
+    result = convert(source, "--to", "mqa", "--calibration", "none")
     assert result.exit_code == 2
     assert "has values that float16 does not hold; write another --dtype" in result.output
     assert not (tmp_path / "out.partial").exists()

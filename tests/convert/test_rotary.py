@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from kvfold.convert.errors import InvalidInput
-from kvfold.convert.families import FAMILIES
 from kvfold.convert.rotary import complex_rows, frequencies, half_rows, interleaved_rows, rope_parameters
 
 from ..tiny import ROPE, SIZES
@@ -20,16 +19,6 @@ def test_tables_equal_transformers(kind: str) -> None:
     ours, factor = frequencies(rope_parameters(config.to_dict()), 32, 128)
     torch.testing.assert_close(ours.float(), theirs.inv_freq.float(), rtol=1e-6, atol=0)
     assert factor == pytest.approx(theirs.attention_scaling)
-
-
-def test_defaults_are_those_of_the_configuration_classes() -> None:
-    """What config.json leaves out means what transformers takes it to mean."""
-    from transformers import AutoConfig
-
-    for kind, family in FAMILIES.items():
-        theirs = AutoConfig.for_model(kind).to_dict()
-        ours = {key: value for key, value in family.defaults.items() if not (key == "sliding_window" and kind == "qwen2")}
-        assert {key: theirs[key] for key in ours} == ours, kind
 
 
 def test_both_generations_of_config_are_read() -> None:

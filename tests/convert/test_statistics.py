@@ -1,9 +1,5 @@
 """Statistics are what their definitions say, on models small enough to compute each in the plainest way."""
 
-import json
-import random
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,15 +8,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvfold.convert import statistics
-from kvfold.convert.calibration import draw, load_model, load_tokenizer, read_sequences, sample_from
+from kvfold.convert import moments, passes
+from kvfold.convert.calibration import draw, sample_from
 from kvfold.convert.errors import InvalidInput
 from kvfold.convert.families import FAMILIES
-from kvfold.convert.statistics import Statistics, collect
+from kvfold.convert.models import load_model
+from kvfold.convert.moments import SAMPLES, Layout
+from kvfold.convert.passes import collect
+from kvfold.convert.statistics import Statistics
 from tests.tiny import make
 
 PROJECTIONS = FAMILIES["llama"].projections
-SETTINGS: dict[str, Any] = {"projections": PROJECTIONS, "calibration": "test", "seed": 3}
+LAYOUT = Layout(projections=PROJECTIONS, split=lambda role, output: {role: output.unflatten(-1, (-1, 8))})
+SETTINGS: dict[str, Any] = {"layout": LAYOUT, "calibration": "test", "seed": 3}
 WIDTHS: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2}
 
 
@@ -76,7 +76,7 @@ def test_fisher_by_hand(
         labels.append(draw(p, chance))
         return labels[-1]
 
-    monkeypatch.setattr(statistics, "draw", spy)
+    monkeypatch.setattr(passes, "draw", spy)
     collect(model, ids, batch_size=4, **SETTINGS)
     drawn = torch.cat(labels).view_as(ids)
     total: Tensor | float = 0.0
@@ -135,7 +135,7 @@ def assert_same(one: Statistics, other: Statistics, rtol: float = 1e-10) -> None
 
 
 def test_few_logits_at_once(model: Any, ids: Tensor, stats: Statistics, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(statistics, "_LOGITS", 97 * 5)
+    monkeypatch.setattr(passes, "_LOGITS", 97 * 5)
     assert_same(collect(model, ids, batch_size=4, **SETTINGS), stats)
 
 
@@ -149,34 +149,6 @@ def test_model_is_left_as_it_was(model: Any, ids: Tensor) -> None:
     assert all(parameter.requires_grad and parameter.grad is None for parameter in model.parameters())
 
 
-def test_ranks_sum_theirs(tmp_path: Path, ids: Tensor) -> None:
-    """Two processes of a distributed run, three sequences each, get what one gets."""
-    model = load_model(make(tmp_path / "tiny", **WIDTHS))
-    alone = collect(model, ids, batch_size=2, **SETTINGS)
-    (tmp_path / "ids").write_text(json.dumps(ids.tolist()))
-    code = (
-        "import json, sys, torch\n"
-        "from pathlib import Path\n"
-        "from kvfold.convert.calibration import load_model\n"
-        "from kvfold.convert.families import FAMILIES\n"
-        "from kvfold.convert.statistics import collect\n"
-        "root = Path(sys.argv[1])\n"
-        "model, ids = load_model(root / 'tiny'), torch.tensor(json.loads((root / 'ids').read_text()))\n"
-        "torch.distributed.init_process_group('gloo', init_method=f'file://{root}/meet', rank=1, world_size=2)\n"
-        "stats = collect(model, ids, batch_size=2, projections=FAMILIES['llama'].projections, calibration='test', seed=3)\n"
-        "stats.save(root / 'theirs')\n"
-    )
-    other = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)])
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=2)
-    try:
-        together = collect(model, ids, batch_size=2, **SETTINGS)
-    finally:
-        torch.distributed.destroy_process_group()
-    assert other.wait(60) == 0
-    assert_same(together, Statistics.load(tmp_path / "theirs"), rtol=0)
-    assert_same(together, alone, rtol=1e-5)
-
-
 def test_save_and_load(stats: Statistics, tmp_path: Path) -> None:
     stats.save(tmp_path / "one")
     stats.save(tmp_path / "two")
@@ -186,11 +158,28 @@ def test_save_and_load(stats: Statistics, tmp_path: Path) -> None:
     for mine, theirs in zip(stats.layers, loaded.layers, strict=True):
         for name, tensor in vars(mine).items():
             assert torch.equal(tensor, getattr(theirs, name))
-            assert tensor.dtype == getattr(theirs, name).dtype == torch.float64
+            assert tensor.dtype == getattr(theirs, name).dtype == (torch.bfloat16 if name in SAMPLES else torch.float64)
     assert loaded.fingerprint() == stats.fingerprint() != replace(stats, seed=4).fingerprint()
     with pytest.raises(InvalidInput, match="nothing is overwritten"):
         stats.save(tmp_path / "one")
     assert {path.name for path in tmp_path.iterdir()} == {"one", "two"}
+
+
+def test_a_moment_of_two_quantities(model: Any, ids: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One row is enough, and what it needs is kept from the forward to the backward pass and no longer."""
+    row = {"pull_N": moments.Moment(("p", "g_p"), lambda p_BNTT, g_BNTT: (p_BNTT * g_BNTT).sum((0, 2, 3)))}
+    monkeypatch.setattr(moments, "MOMENTS", row)
+    monkeypatch.setattr(moments, "WANTED", frozenset(("p", "g_p")))
+    sums = moments.Sums()
+    expected = torch.zeros(4, dtype=torch.float64)
+    for batch in ids.split(4):
+        with moments.watched(model, {1: sums}, LAYOUT):
+            model(input_ids=batch, use_cache=False).logits.square().sum().backward()
+        result = model(input_ids=batch, use_cache=False, output_attentions=True)
+        (g,) = torch.autograd.grad(result.logits.square().sum(), result.attentions[1])
+        expected += (result.attentions[1] * g).sum((0, 2, 3)).detach()
+    torch.testing.assert_close(sums["pull_N"], expected)
+    assert not sums.held
 
 
 def test_file_that_is_none(stats: Statistics, tmp_path: Path) -> None:
@@ -241,47 +230,3 @@ def test_draw() -> None:
     counts = draw(p.expand(1000, -1), chance).bincount(minlength=6)
     assert (counts - 1000 * p).abs().max() <= 1
     assert counts[[0, 2, 5]].sum() == 0
-
-
-def test_read_sequences(tmp_path: Path) -> None:
-    tokenizer = characters()
-    (tmp_path / "a.txt").write_text("".join(random.Random(0).choices("abcdefgh", k=800)))
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": letter * 9}) + "\n" for letter in "abcdefgh"))
-    for name in ("a.txt", "a.jsonl"):
-        windows = read_sequences(tmp_path / name, tokenizer, sequences=4, length=10, seed=0)
-        assert windows.shape == (4, 10)
-        assert (windows[:, 0] == 0).all()
-        assert torch.equal(windows, read_sequences(tmp_path / name, tokenizer, sequences=4, length=10, seed=0))
-        assert not torch.equal(windows, read_sequences(tmp_path / name, tokenizer, sequences=4, length=10, seed=1))
-    assert (windows[:, 1:] == windows[:, 1:2]).all(), "a document fills each window here"
-    with pytest.raises(InvalidInput, match="holds 80 tokens"):
-        read_sequences(tmp_path / "a.jsonl", tokenizer, sequences=9, length=10, seed=0)
-    (tmp_path / "b.jsonl").write_text('{"content": "no text"}\n')
-    (tmp_path / "c.txt").write_bytes(b"\xff\xfe")
-    for name, reason in {"b.jsonl": "text", "c.txt": "UTF-8", "d.txt": "cannot be read", "e.csv": "neither"}.items():
-        with pytest.raises(InvalidInput, match=reason):
-            read_sequences(tmp_path / name, tokenizer, sequences=1, length=2, seed=0)
-
-
-def characters() -> Any:
-    """A tokenizer of eight letters and BOS."""
-    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    tokenizer = Tokenizer(models.WordLevel({letter: n for n, letter in enumerate(["<s>", *"abcdefgh"])}))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>")
-
-
-def test_load_model_and_tokenizer(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Float32 and eager from any dtype, without a sound; a sentence for what is no checkpoint."""
-    directory = make(tmp_path / "tiny", dtype=torch.bfloat16)
-    (directory / "tokenizer.json").unlink()
-    characters().save_pretrained(directory)
-    model, tokenizer = load_model(directory), load_tokenizer(directory)
-    assert capfd.readouterr().err == ""
-    assert model.dtype == torch.float32
-    assert not model.training
-    assert tokenizer.bos_token_id == 0
-    with pytest.raises(InvalidInput, match="cannot be loaded"):
-        load_model(tmp_path / "absent")

@@ -17,7 +17,8 @@ def test_open_and_close_change_nothing(tmp_path: Path, family: str) -> None:
     from transformers import AutoModelForCausalLM
 
     source, out = make(tmp_path / "source", family), tmp_path / "out"
-    assert CliRunner().invoke(main, [str(source), "--to", "mla", "--rank", "24", "--out", str(out)]).exit_code == 0
+    options = ["--to", "mla", "--rank", "24", "--calibration", "none"]
+    assert CliRunner().invoke(main, [str(source), *options, "--out", str(out)]).exit_code == 0
     written = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).eval()
     opened = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).eval()
     to_trainable(opened)

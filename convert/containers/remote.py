@@ -1,0 +1,257 @@
+"""MLA in the source's own class with kvfold's attention: the code travels beside the weights, so `trust_remote_code` is needed.
+
+What travels is `FILES`, which import nothing of kvfold. There are two forms, of attention_kvfold.py: `LatentAttention` becomes
+`decoupled`, `IntactAttention` becomes `intact`.
+"""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..attention import IntactAttention, LatentAttention
+from ..copies import Copy, unchanged
+from ..families import Family
+from ..shards import TensorSpec
+from ..target import MLA, Geometry
+
+FILES = ("configuration_kvfold.py", "modeling_kvfold.py", "attention_kvfold.py", "layers_kvfold.py")
+MODEL_TYPE = "kvfold"
+ARCHITECTURE = "KvfoldForCausalLM"
+LATENT_NORM_WEIGHT = 2.0**14  # of layers_kvfold.py, whose norm with epsilon weight² is the identity
+_AUTO_MAP = {
+    "AutoConfig": "configuration_kvfold.KvfoldConfig",
+    "AutoModel": "modeling_kvfold.KvfoldModel",
+    "AutoModelForCausalLM": f"modeling_kvfold.{ARCHITECTURE}",
+}
+_HERE = Path(__file__).parent
+
+
+@dataclass(frozen=True, kw_only=True)
+class Remote:
+    """One output in this format.
+
+    Attributes:
+        family: the source's row, for the names.
+        geometry: the source's attention shape.
+        target: widths and form.
+        frequencies: of the slots, or of a head's pairs: a table or several, radians per token.
+        tables: the number of each layer's table; empty where there is one.
+        scale: factor on the scores.
+        nope_width: un-rotated width of a decoupled query.
+        biases: the roles (of q, k, v, o) that have one in the source.
+    """
+
+    family: Family
+    geometry: Geometry
+    target: MLA
+    frequencies: tuple[tuple[float, ...], ...]
+    tables: tuple[int, ...] = ()
+    scale: float
+    nope_width: int = 0
+    biases: frozenset[str]
+
+    @property
+    def architecture(self) -> str:
+        """The class that loads the output."""
+        return ARCHITECTURE
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The code that travels with the output."""
+        return tuple(_HERE / name for name in FILES)
+
+    @property
+    def _place(self) -> str:
+        """The module whose tensors are replaced; `{layer}` stands for the layer's number."""
+        return (self.family.prefix + self.family.o).rpartition(".")[0]
+
+    @property
+    def _intact(self) -> bool:
+        return self.target.rope == "intact"
+
+    @property
+    def _normed(self) -> bool:
+        return self.family.k_norm is not None
+
+    @property
+    def _biased(self) -> tuple[str, ...]:
+        """The projections of the output that have a bias."""
+        if self._intact:
+            inner = {"k", "v"} & self.biases if self._normed else ({"kv"} if self.biases & {"k", "v"} else set())
+            return tuple(sorted(inner | (self.biases & {"q", "o"})))
+        # A value bias is a constant of the output; a key bias of the un-rotated part is one that softmax does not see.
+        wanted = {"q": "q" in self.biases, "kv": "k" in self.biases, "o": bool({"v", "o"} & self.biases)}
+        return tuple(role for role, there in wanted.items() if there)
+
+    def config(self, source: Mapping[str, Any]) -> dict[str, Any]:
+        """config.json of the output, from the source's as it is on disk."""
+        ours: dict[str, Any] = {
+            "form": self.target.rope,
+            "source_model_type": source["model_type"],
+            "source_architecture": self.family.architecture,
+            "attention": self._place,
+            "frequencies": [list(table) for table in self.frequencies],
+            "tables": list(self.tables),
+            "scale": self.scale,
+            "biases": list(self._biased),
+        }
+        written = {
+            **{key: value for key, value in source.items() if key != "auto_map"},
+            "architectures": [ARCHITECTURE],
+            "model_type": MODEL_TYPE,
+            "auto_map": dict(_AUTO_MAP),
+            "v_head_dim": self.geometry.head_dim,
+        }
+        if self._intact:
+            heads = {"head_dim": self.geometry.head_dim, "key_heads": self.geometry.num_key_value_heads}
+            # Not `kv_lora_rank`: engines take that for keys that a latent gives without rotation.
+            return {**written, "latent_rank": self.target.kv_lora_rank, "kvfold": {**ours, **heads}}
+        widths = {
+            "kv_lora_rank": self.target.kv_lora_rank,
+            "q_lora_rank": None,
+            "qk_rope_head_dim": self.target.qk_rope_head_dim,
+            "qk_nope_head_dim": self.nope_width,
+        }
+        return {**written, **widths, **self._cached_head(source), "kvfold": ours}
+
+    def _cached_head(self, source: Mapping[str, Any]) -> dict[str, Any]:
+        """What vLLM allocates its cache by, in families that have these fields; the stock rotary table has that width then."""
+        if self.family.kv_heads != "num_key_value_heads":
+            return {}
+        width = self.target.kv_lora_rank + self.target.qk_rope_head_dim
+        rope = source.get("rope_parameters") or {}
+        theta = rope.get("rope_theta") or source.get("rope_theta") or 1e4
+        plain = {} if any(isinstance(value, dict) for value in rope.values()) else {
+            "rope_parameters": {"rope_type": "default", "rope_theta": theta},
+            "rope_scaling": None,
+        }  # fmt: skip
+        return {"head_dim": width, "num_key_value_heads": self.geometry.num_attention_heads, **plain}
+
+    def specs(self, layer: int, dtype: torch.dtype) -> dict[str, TensorSpec]:
+        """Names, shapes and dtypes of one layer's attention tensors, known before any of them is."""
+        heads, groups = self.geometry.num_attention_heads, self.geometry.num_key_value_heads
+        hidden, width, rank = self.geometry.hidden_size, self.geometry.head_dim, self.target.kv_lora_rank
+        rope = self.target.qk_rope_head_dim
+        if self._intact:
+            rows = 2 * groups * width
+            weights = {
+                "q": ("q_proj", heads * width, hidden),
+                "kv": ("kv_b_proj", rows, rank),
+                "o": ("o_proj", hidden, heads * width),
+            }
+            weights[""] = ("kv_a_proj", rank, rows if self._normed else hidden)
+            if self._normed:
+                weights |= {"k": ("k_proj", groups * width, hidden), "v": ("v_proj", groups * width, hidden)}
+        else:
+            weights = {
+                "q": ("q_proj", heads * (self.nope_width + rope), hidden),
+                "kv": ("kv_a_proj_with_mqa", rank + rope, hidden),
+                "": ("kv_b_proj", heads * (self.nope_width + width), rank),
+                "o": ("o_proj", hidden, heads * width),
+            }
+        shapes: dict[str, tuple[int, ...]] = {}
+        for role, (name, rows, columns) in weights.items():
+            shapes[f"{name}.weight"] = (rows, columns)
+            if role in self._biased:
+                shapes[f"{name}.bias"] = (rows,)
+        if not self._intact:
+            shapes["kv_a_norm.weight"] = (rank,)
+        specs = {f"{self._place.format(layer=layer)}.{name}": TensorSpec(dtype, shape) for name, shape in shapes.items()}
+        return specs | {name: TensorSpec(dtype, (groups * width,)) for name in self._written_norms(layer)}
+
+    def _written_norms(self, layer: int) -> tuple[str, ...]:
+        """Norms that are read with the attention; the others pass through."""
+        name = self.family.norm("k", layer)
+        return (name,) if name is not None and self.family.norm_spans == "heads" else ()
+
+    def tensors(self, attention: LatentAttention | IntactAttention, layer: int) -> dict[str, Tensor]:
+        """One layer's attention under the names and in the layout of the class, in the dtype it has."""
+        factor = attention.scale / self.scale
+        assert factor == 1 or not self._normed, "a factor on a normed query has no weight to go into"
+        named = (
+            self._rebuilt(attention, factor) if isinstance(attention, IntactAttention) else self._decoupled(attention, factor)
+        )
+        place = self._place.format(layer=layer)
+        written = {f"{place}.{name}": tensor for name, tensor in named.items()}
+        if isinstance(attention, IntactAttention) and attention.k_norm_KH is not None:
+            written |= {name: attention.k_norm_KH.flatten() - self.family.norm_shift for name in self._written_norms(layer)}
+        return written
+
+    def _decoupled(self, attention: LatentAttention, factor: float) -> dict[str, Tensor]:
+        rank = len(attention.down_CD)
+        named = {
+            "q_proj.weight": torch.cat([attention.q_nope_NPD, attention.q_rope_NRD], 1).flatten(0, 1) * factor,
+            "kv_a_proj_with_mqa.weight": torch.cat([attention.down_CD, attention.k_rope_RD]),
+            "kv_a_norm.weight": torch.full((rank,), LATENT_NORM_WEIGHT),
+            "kv_b_proj.weight": torch.cat([attention.k_up_NPC, attention.v_up_NHC], 1).flatten(0, 1),
+            "o_proj.weight": attention.o_DNH.flatten(1),
+        }
+        if attention.q_nope_NP is not None and attention.q_rope_NR is not None:
+            named["q_proj.bias"] = torch.cat([attention.q_nope_NP, attention.q_rope_NR], 1).flatten() * factor
+        if attention.k_rope_R is not None:
+            named["kv_a_proj_with_mqa.bias"] = torch.cat([attention.down_CD.new_zeros(rank), attention.k_rope_R])
+        if attention.o_D is not None:
+            named["o_proj.bias"] = attention.o_D
+        return named
+
+    def _rebuilt(self, attention: IntactAttention, factor: float) -> dict[str, Tensor]:
+        named = {
+            "q_proj.weight": attention.q_NHD.flatten(0, 1) * factor,
+            "kv_a_proj.weight": attention.down_CE,
+            "kv_b_proj.weight": torch.cat([attention.k_up_KHC, attention.v_up_KHC], 1).flatten(0, 1),
+            "o_proj.weight": attention.o_DNH.flatten(1),
+        }
+        key, value = attention.k_KH, attention.v_KH
+        biases = {"q": None if attention.q_NH is None else attention.q_NH * factor, "o": attention.o_D}
+        if attention.k_KHD is not None and attention.v_KHD is not None:
+            named |= {"k_proj.weight": attention.k_KHD.flatten(0, 1), "v_proj.weight": attention.v_KHD.flatten(0, 1)}
+            biases |= {"k": key, "v": value}
+        elif key is not None or value is not None:
+            zeros_KH = attention.k_up_KHC.new_zeros(attention.k_up_KHC.shape[:2])
+            both = [zeros_KH if bias is None else bias for bias in (key, value)]
+            named["kv_b_proj.bias"] = torch.cat(both, 1).flatten()
+        return named | {f"{role}_proj.bias": bias.flatten() for role, bias in biases.items() if bias is not None}
+
+    def copies(self, name: str, spec: TensorSpec) -> dict[str, Copy]:
+        """What becomes of a tensor that is not attention: it passes through."""
+        return unchanged(name, spec)
+
+
+def ship(source: Path, out: Path) -> None:
+    """Copy the code from one output to another that is made of it; nothing where there is none."""
+    for name in FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, out / name)
+
+
+def is_remote(directory: Path) -> bool:
+    """Whether a checkpoint is one of this format, by its config.json."""
+    try:
+        return bool(json.loads((directory / "config.json").read_text(encoding="utf-8")).get("model_type") == MODEL_TYPE)
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+def source_config(directory: Path) -> Any:
+    """The stock configuration of the model that an output was made of, by its fields in the output's config.json."""
+    from transformers import CONFIG_MAPPING
+
+    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    kind = config["kvfold"]["source_model_type"]
+    return CONFIG_MAPPING[kind](vocab_size=config["vocab_size"])
+
+
+def carries_own_code(directory: Path) -> bool:
+    """Whether the code in a checkpoint is, byte for byte, that of this kvfold: then it need not be run."""
+
+    def digest(path: Path) -> str:
+        return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
+
+    return is_remote(directory) and all(digest(directory / name) == digest(_HERE / name) for name in FILES)

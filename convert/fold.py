@@ -1,0 +1,112 @@
+"""One layer folded by a plan: the only place where weights meet a method."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from . import methods, normed
+from .attention import Attention, LatentAttention
+from .containers.grouped import Grouped
+from .containers.rehosted import Rehosted
+from .containers.remote import Remote
+from .containers.stock import Stock
+from .grouping import GAIN, grouped
+from .intact import fold_joint
+from .metric import metric_of
+from .peers import PEERS
+from .plan import Plan
+from .refine import Layer, Sample, is_plain, measure, refine
+from .statistics import LayerStatistics
+from .target import GQA, MLA
+
+Loss = dict[str, float]
+
+
+@dataclass(frozen=True)
+class Folded:
+    """A layer's output.
+
+    Attributes:
+        tensors: what is written, float64, by name.
+        loss: of the layer alone on held-back calibration inputs, nats a token: by the closed form (`folded`) and as written
+            (`refined`). None without such inputs, and where the attention is not one that `forward.attend` computes.
+    """
+
+    tensors: dict[str, Tensor]
+    loss: Loss | None
+
+
+def fold(plan: Plan, number: int) -> Folded:
+    """Fold one layer of a plan's source."""
+    if isinstance(plan.target, GQA):
+        assert isinstance(plan.container, Grouped | Rehosted)
+        pooled, loss = _pooled(plan, number, plan.target)
+        return Folded(plan.container.tensors(pooled, number), loss)
+    if isinstance(plan.container, Remote) and not plan.target.qk_rope_head_dim:
+        attention = plan.source.attention(number, plan.source.frequencies(number)[1])
+        joint = fold_joint(attention, plan.target, _statistics(plan, number), plan.source.positions)
+        return Folded(plan.container.tensors(joint, number), None)
+    assert isinstance(plan.container, Stock | Remote)
+    latent, loss = _latent(plan, number, plan.target)
+    return Folded(plan.container.tensors(latent, number), loss)
+
+
+def _statistics(plan: Plan, number: int) -> LayerStatistics | None:
+    return None if plan.statistics is None else plan.statistics.layers[number]
+
+
+def _latent(plan: Plan, number: int, target: MLA) -> tuple[LatentAttention, Loss | None]:
+    table_F, factor = plan.source.frequencies()
+    attention = plan.source.attention(number, factor)
+    statistics = _statistics(plan, number)
+    slots_S = torch.tensor([band.frequency for band in plan.bands for _ in range(band.slots)], dtype=torch.float64)
+    if target.slots == "rule":
+        latent = PEERS[plan.method].fold(attention, target, plan.bands, statistics)
+    else:
+        metric = metric_of(statistics, attention, plan.source.positions)
+        latent = methods.FACTOR["subspace"](attention, target, table_F, plan.bands, metric)
+    return _refined(plan, attention, table_F, latent, slots_S, _sample(plan, number, attention, table_F))
+
+
+def _pooled(plan: Plan, number: int, target: GQA) -> tuple[Attention, Loss | None]:
+    attention, table_F = plan.source.attention(number), plan.source.nominal_frequencies(number)
+    pool = methods.POOL[plan.method]
+    metric = metric_of(_statistics(plan, number), attention, plan.source.positions)
+    if attention.k_norm_KH is not None:
+        return normed.by_value(pool)(attention, target, metric, table_F), None
+    sample = _sample(plan, number, attention, table_F)
+    pooled = pool(attention, target, metric, table_F)
+    # Sinks belong to a query head each and are not among the tensors that are written.
+    if plan.method == "subspace" and plan.source.family.sinks is None and attention.q_norm_NH is None:
+        moved, its_metric, gain = grouped(attention, metric, target.num_key_value_heads)
+        if gain > (0 if sample else GAIN):
+            other = pool(moved, target, its_metric, table_F)
+            # The predicted gain is of second order and by pairs: where it can be measured, that decides.
+            if sample is None or _loss(other, attention, table_F, sample) < _loss(pooled, attention, table_F, sample):
+                pooled = other
+    return _refined(plan, attention, table_F, pooled, table_F, sample)
+
+
+def _loss(pooled: Attention, attention: Attention, table_F: Tensor, sample: Sample) -> float:
+    return measure(pooled, table_F, attention, table_F, sample)
+
+
+def _sample(plan: Plan, number: int, attention: Attention, table_F: Tensor) -> Sample | None:
+    """What a layer is measured and refined on, where this package's forward computes what the source does."""
+    taken = _statistics(plan, number)
+    if taken is None:
+        return None
+    sample = Sample(input_BTD=taken.input_BTD, output_BTD=taken.output_BTD, fisher_DD=taken.output_fisher)
+    return sample if is_plain(attention, table_F, sample) else None
+
+
+def _refined(
+    plan: Plan, attention: Attention, table_F: Tensor, layer: Layer, slots_S: Tensor, sample: Sample | None
+) -> tuple[Layer, Loss | None]:
+    """The layer after refinement, where it can be, and its loss."""
+    if sample is None:
+        return layer, None
+    steps = plan.refine if plan.method == "subspace" else 0
+    result = refine(layer, slots_S, attention, table_F, sample, steps=steps)
+    return result.layer, {"folded": result.folded, "refined": result.refined}

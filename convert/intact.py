@@ -1,0 +1,155 @@
+"""MHA and GQA to latent attention with rotation left intact: keys are rebuilt from the latent, then rotated at their positions.
+
+Nothing positional is lost, for what is compressed is not rotated yet; but keys must be rebuilt whenever they are attended to:
+this saves memory, not arithmetic. Legend: attention.py; E columns of what is encoded, with or without the constant 1.
+"""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from .attention import Attention, IntactAttention, LatentAttention
+from .metric import Metric, from_statistics, weights_only, with_bias
+from .statistics import LayerStatistics
+from .subspaces import low_rank
+from .target import MLA
+
+_RIDGE = 1e-4  # of the mean energy: what the linear model of a norm cannot see still costs something
+
+
+def full_rank(hidden_size: int, rows: int, normed: bool) -> int:
+    """The rank at which nothing is lost: all key and value rows, or all of their input where that is narrower.
+
+    Normed keys are no linear function of the input: there the rows themselves must be kept.
+    """
+    return rows if normed else min(rows, hidden_size)
+
+
+def to_intact(attention: Attention, target: MLA, metric: Metric) -> IntactAttention:
+    """Fold one layer to a latent of which keys and values are linear functions, of least error in the metric.
+
+    With key norms, the latent encodes the normed keys with the values; their second moment is that of `linearised` attention.
+
+    Args:
+        attention: the source's weights, float64.
+        target: `kv_lora_rank` is the rank; from `full_rank` on the result is exact.
+        metric: what errors cost, at keys behind their norm.
+    """
+    plain, normed = linearised(attention, metric.input_EE), attention.k_norm_KH is not None
+    rows_CE = torch.cat([plain.k_KHD, plain.v_KHD]).flatten(0, 1)
+    moment_EE = None if metric.input_EE is None else metric.input_EE[:-1, :-1]
+    if normed:
+        moment_EE = (rows_CE if moment_EE is None else rows_CE @ moment_EE) @ rows_CE.mT
+        rows_CE = torch.eye(len(rows_CE), dtype=rows_CE.dtype)
+        moment_EE = moment_EE + moment_EE.diagonal().mean() * _RIDGE * rows_CE
+    rank = target.kv_lora_rank
+    if rank >= full_rank(rows_CE.shape[1], len(rows_CE), normed):
+        down_CE, up = _exact(rows_CE, rank)
+    else:
+        down_CE, up, _ = low_rank(rows_CE, torch.cat([metric.key_BSS, metric.value_BSS]), moment_EE, rank)
+    k_up_KHC, v_up_KHC = up.unflatten(0, (2, len(attention.k_KHD), -1))
+    return IntactAttention(
+        q_NHD=attention.q_NHD,
+        down_CE=down_CE,
+        k_up_KHC=k_up_KHC,
+        v_up_KHC=v_up_KHC,
+        o_DNH=attention.o_DNH,
+        k_KHD=attention.k_KHD if normed else None,
+        v_KHD=attention.v_KHD if normed else None,
+        q_NH=attention.q_NH,
+        k_KH=attention.k_KH,
+        v_KH=attention.v_KH,
+        o_D=attention.o_D,
+        q_norm_NH=attention.q_norm_NH,
+        k_norm_KH=attention.k_norm_KH,
+        scale=attention.scale,
+    )
+
+
+def fold_joint(
+    attention: Attention, target: MLA, statistics: LayerStatistics | None, span: int
+) -> IntactAttention | LatentAttention:
+    """Fold one layer to a latent that is all there is in the cache, by statistics or by the weights alone.
+
+    Args:
+        attention: the source's weights, float64.
+        target: `rope` says whether what is rebuilt is then rotated, or nothing is.
+        statistics: of the layer.
+        span: max_position_embeddings.
+    """
+    if statistics is None:
+        metric = weights_only(linearised(attention, None), span)
+    else:
+        metric = behind_norms(from_statistics(statistics), attention)
+    folded = to_intact(attention, target, metric)
+    return folded if target.rope == "intact" else unrotated(folded)
+
+
+def unrotated(attention: IntactAttention) -> LatentAttention:
+    """The same for a source that rotates nothing: latent attention without a rotary part.
+
+    A key bias adds the same to all scores of a query, which softmax does not see; a value bias is a constant of the output.
+    """
+    queries = len(attention.q_NHD) // len(attention.k_up_KHC)
+    output_D = attention.o_D
+    if attention.v_KH is not None:
+        constant_D = torch.einsum("dnh,nh->d", attention.o_DNH, attention.v_KH.repeat_interleave(queries, 0))
+        output_D = constant_D if output_D is None else constant_D + output_D
+    return LatentAttention(
+        q_nope_NPD=attention.q_NHD,
+        q_rope_NRD=attention.q_NHD[:, :0],
+        down_CD=attention.down_CE,
+        k_up_NPC=attention.k_up_KHC.repeat_interleave(queries, 0),
+        v_up_NHC=attention.v_up_KHC.repeat_interleave(queries, 0),
+        k_rope_RD=attention.down_CE[:0],
+        o_DNH=attention.o_DNH,
+        q_nope_NP=attention.q_NH,
+        q_rope_NR=None if attention.q_NH is None else attention.q_NH[:, :0],
+        k_rope_R=None if attention.k_KH is None else attention.down_CE[:0, 0],
+        o_D=output_D,
+        scale=attention.scale,
+    )
+
+
+def linearised(attention: Attention, input_EE: Tensor | None) -> Attention:
+    """Attention whose norms are the linear maps that they are on average; without norms itself."""
+    if attention.k_norm_KH is None:
+        return attention
+    q_NH1, k_KH1 = (gain[..., None] for gain in _gains(attention, input_EE))
+    return replace(attention, q_NHD=q_NH1 * attention.q_NHD, k_KHD=k_KH1 * attention.k_KHD, q_norm_NH=None, k_norm_KH=None)
+
+
+def behind_norms(metric: Metric, attention: Attention) -> Metric:
+    """A metric that was measured at keys as they are projected, at the keys behind their norm."""
+    if attention.k_norm_KH is None:
+        return metric
+    gain_BS = _gains(attention, metric.input_EE)[1].reshape(metric.key_BSS.shape[:2])
+    return replace(metric, key_BSS=metric.key_BSS / gain_BS[:, :, None] / gain_BS[:, None, :])
+
+
+def _gains(attention: Attention, input_EE: Tensor | None) -> tuple[Tensor, Tensor]:
+    """What query and key norms multiply their inputs with, (N, H) and (K, H): weights over the root of the mean square."""
+    found = []
+    for rows, bias, norm in (
+        (attention.q_NHD, attention.q_NH, attention.q_norm_NH),
+        (attention.k_KHD, attention.k_KH, attention.k_norm_KH),
+    ):
+        rows_NHE = with_bias(rows, bias)
+        moved = rows_NHE if input_EE is None else rows_NHE @ input_EE[: rows_NHE.shape[-1], : rows_NHE.shape[-1]]
+        square_NH = (moved * rows_NHE).sum(-1)
+        if norm is None:
+            found.append(torch.ones_like(square_NH))
+            continue
+        mean = square_NH.mean(1, keepdim=True) if len(norm) == 1 else square_NH.mean()  # of a head, or of all as one vector
+        found.append(norm * mean.clamp(min=1e-12).rsqrt() * torch.ones_like(square_NH))
+    return found[0], found[1]
+
+
+def _exact(rows_CE: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """Down (rank, E) and up (C, rank) whose product is the rows: one of them is the identity."""
+    rows, width = rows_CE.shape
+    identity = torch.eye(min(rows, width), dtype=rows_CE.dtype)
+    down_CE, up = (identity, rows_CE) if width <= rows else (rows_CE, identity)
+    spare = rank - len(down_CE)
+    return torch.nn.functional.pad(down_CE, (0, 0, 0, spare)), torch.nn.functional.pad(up, (0, spare))

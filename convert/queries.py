@@ -1,0 +1,87 @@
+"""The queries that suit a folded layer's keys best: each head's scores fitted by what is cached, at all distances at once.
+
+What is cached of a token x are slots, which turn at φ_j per token of distance, and a latent, which does not turn. A query q of
+head h reads them with coefficients t = T_h q. Over the distances Δ that the head's attention spans, the squared error of its
+scores, E_{Δ,x}[(qᵀ R(Δ) W_h x - tᵀ R̂(Δ) K̂ x)²], is least at
+
+    T_h = E_Δ[R̂ K̂ C K̂ᵀ R̂ᵀ]⁻¹ E_Δ[R̂ K̂ C W_hᵀ Rᵀ]
+
+for every q at once, so no moment of the queries is needed. Slots, and the mean rotation of what has none, are corrected for
+each other's share: a direction that is both in a slot and in the latent is not counted twice.
+
+Legend: attention.py and metric.py; Q = R + C rounded up to even, features; pairs of rows turn together, interleaved.
+"""
+
+import torch
+from torch import Tensor
+
+from .metric import Metric
+from .rotary import complex_rows, interleaved_rows
+
+_RIDGE = 1e-12  # relative; features may depend on each other linearly
+
+
+def fit_queries(
+    keys_KHE: Tensor, frequencies_F: Tensor, slots_RE: Tensor, slots_S: Tensor, latent_CE: Tensor, queries: int, metric: Metric
+) -> tuple[Tensor, Tensor]:
+    """T of every head, split into what reads the slots and what reads the latent.
+
+    Args:
+        keys_KHE: the source's keys in the half layout, bias included.
+        frequencies_F: of their pairs, radians per token.
+        slots_RE: slot keys, interleaved.
+        slots_S: their frequencies.
+        latent_CE: the latent's rows.
+        queries: query heads for each key head.
+        metric: gives C and the distances.
+
+    Returns:
+        (N, R, H) and (N, C, H): columns are the dimensions of the source's query in the half layout.
+    """
+    rope, rank, width = len(slots_RE), len(latent_CE), keys_KHE.shape[-1]
+    features_QE = torch.cat([slots_RE, latent_CE, latent_CE.new_zeros(rank % 2, width)])
+    turn_P = torch.cat([slots_S, slots_S.new_zeros((len(features_QE) - rope) // 2)])
+    seen_QE = features_QE if metric.input_EE is None else features_QE @ metric.input_EE[:width, :width]
+    gram_QQ = seen_QE @ features_QE.mT
+    # One scale for both rows of a pair: it has to commute with their turning.
+    size_Q = gram_QQ.diagonal().view(-1, 2).sum(1).clamp(min=0).sqrt().repeat_interleave(2)
+    scale_Q = torch.where(size_Q > 0, 1 / size_Q, 0)
+    gram_QQ, seen_QE = scale_Q[:, None] * gram_QQ * scale_Q, scale_Q[:, None] * seen_QE
+    ridge_QQ = _RIDGE * torch.eye(len(gram_QQ), dtype=gram_QQ.dtype)
+    own, cross = _mean_turns(metric, turn_P, turn_P), _mean_turns(metric, turn_P, frequencies_F)
+    fitted = []
+    for head in range(len(metric.distance_NT)):
+        source_HE = interleaved_rows(complex_rows(keys_KHE[head // queries]))
+        left_QQ = _turned(gram_QQ, own[0][head], own[1][head]) + ridge_QQ
+        right_QH = _turned(seen_QE @ source_HE.mT, cross[0][head], cross[1][head])
+        fitted.append(scale_Q[:, None] * torch.linalg.solve(left_QQ, right_QH))
+    fit_NQH = torch.stack(fitted).unflatten(-1, (-1, 2)).mT.flatten(2)  # columns to the half layout
+    return fit_NQH[:, :rope], fit_NQH[:, rope : rope + rank]
+
+
+def _mean_turns(metric: Metric, rows_P: Tensor, columns_G: Tensor) -> tuple[Tensor, Tensor]:
+    """ρ at differences and sums of frequencies, (N, P, G) each; computed once for every value that a frequency has."""
+    values_V, index = torch.cat([rows_P, columns_G]).unique(return_inverse=True)
+    weight_NT = metric.distance_NT.to(torch.complex128)
+    angle_VT = values_V[:, None] * torch.arange(weight_NT.shape[1], dtype=torch.float64)
+    turn_VT = torch.polar(torch.ones_like(angle_VT), -angle_VT)
+    row_P, column_G = index[: len(rows_P)], index[len(rows_P) :]
+    shift_NVV = torch.stack([(turn_VT * weight_T) @ turn_VT.mH for weight_T in weight_NT])
+    sum_NVV = torch.stack([(turn_VT * weight_T) @ turn_VT.mT for weight_T in weight_NT])
+    return shift_NVV[:, row_P][..., column_G], sum_NVV[:, row_P][..., column_G]
+
+
+def _turned(rows: Tensor, shift_PG: Tensor, sum_PG: Tensor) -> Tensor:
+    """E_Δ[R_p(Δ) M R_g(Δ)ᵀ] of the 2 x 2 blocks M of a matrix.
+
+    As maps of complex numbers z, M z = a z + b z̄; turning both sides multiplies a by e^(-i(f_p - f_g)Δ) and b by
+    e^(-i(f_p + f_g)Δ).
+    """
+    pairs, others = shift_PG.shape
+    block = rows.view(pairs, 2, others, 2)
+    real, imaginary = block[:, 0], block[:, 1]
+    a = torch.complex(real[..., 0] + imaginary[..., 1], imaginary[..., 0] - real[..., 1]) / 2 * shift_PG
+    b = torch.complex(real[..., 0] - imaginary[..., 1], imaginary[..., 0] + real[..., 1]) / 2 * sum_PG
+    top = torch.stack([a.real + b.real, b.imag - a.imag], -1)
+    bottom = torch.stack([a.imag + b.imag, a.real - b.real], -1)
+    return torch.stack([top, bottom], 1).view(rows.shape)

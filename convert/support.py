@@ -1,0 +1,110 @@
+"""What kvfold can make of each family, in which container, and how exactly: from the rows that the code obeys.
+
+`exact`: where a fold discards nothing (as many groups as heads, equal heads, full rank), the output's logits are the source's.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import click
+
+from .console import Command, show_json, show_table
+from .families import FAMILIES, Family, complete, partial_factor, rotated, stock_reasons
+from .hosts import HOSTS
+
+
+@dataclass(frozen=True, kw_only=True)
+class Support:
+    """One cell of the table.
+
+    Attributes:
+        target: `gqa`, `mqa` or `mla`.
+        container: `grouped`, `rehosted` or `stock`, that is what the status is about; None where there is none.
+        architecture: the class that loads the output; None where nothing is written.
+        status: `exact`, `approximate` or `no`.
+        why: the reason, or what else one should know.
+    """
+
+    target: str
+    container: Literal["grouped", "rehosted", "stock"] | None = None
+    architecture: str | None = None
+    status: Literal["exact", "approximate", "no"]
+    why: str = ""
+
+    def __str__(self) -> str:
+        return self.status + (f" ({self.why})" if self.why else "")
+
+
+def support(kind: str) -> tuple[Support, ...]:
+    """What can be made of a family: a cell for each of gqa, mqa and mla.
+
+    Args:
+        kind: its model_type, a key of FAMILIES.
+    """
+    family = FAMILIES[kind]
+    return (_heads(family, "gqa"), _heads(family, "mqa"), _latent(family, complete(family, {"model_type": kind})))
+
+
+def _heads(family: Family, target: str) -> Support:
+    if family.kv_heads is None and family.host is None:
+        return Support(target=target, status="no", why="no class has fewer key/value heads than query heads")
+    host = None if family.host is None else HOSTS[family.host]
+    if host is not None and not host.any_heads and target == "gqa":
+        return Support(target=target, status="no", why=f"{host.family.architecture} has one key/value head, or all")
+    written = family if host is None else host.family
+    spans = family.k_norm is not None and family.norm_spans == "heads"
+    notes = {
+        "one norm spans all keys, and merged heads change it": spans,
+        "a turn passes the key norm nearly unchanged": family.k_norm is not None and not spans,
+        "transformers caches every query head": written.caches_queries,
+    }
+    return Support(
+        target=target,
+        container="grouped" if host is None else "rehosted",
+        architecture=written.architecture,
+        status="approximate" if spans else "exact",
+        why="; ".join(note for note, holds in notes.items() if holds),
+    )
+
+
+def _latent(family: Family, config: Mapping[str, Any]) -> Support:
+    reasons = stock_reasons(family)
+    if partial_factor(config) not in (None, 1, 1.0):
+        reasons.append("its heads are rotary in part")
+    if not all(rotated(family, config, layer) for layer in range(config["num_hidden_layers"])):
+        reasons.append("some of its layers have no rotation")
+    if reasons:
+        return Support(target="mla", container="stock", status="no", why=reasons[0])
+    windowed = config.get("sliding_window") and config.get("use_sliding_window", True)
+    why = "with sliding_window off" if windowed else ""
+    return Support(target="mla", container="stock", architecture="DeepseekV3ForCausalLM", status="exact", why=why)
+
+
+@click.command("families", cls=Command)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
+def main(as_json: bool) -> None:
+    """Show which families can be folded to what, in which container, and how exactly.
+
+    `exact` means that where a fold discards nothing (as many groups as heads, full rank), the logits are the source's.
+    """
+    table = {kind: support(kind) for kind in sorted(FAMILIES, key=lambda kind: FAMILIES[kind].label.lower())}
+    if as_json:
+        cells = {kind: {cell.target: _plain(cell) for cell in row} for kind, row in table.items()}
+        show_json({kind: {"family": FAMILIES[kind].label, **row} for kind, row in cells.items()})
+        return
+    rows = [(FAMILIES[kind].label, kind, *line) for kind, row in table.items() for line in _lines(row)]
+    show_table("what can be folded to what", ("family", "", "", "", ""), rows)
+    click.echo("MLA needs rotary frequencies that do not depend on the length, and no window below max_position_embeddings.")
+
+
+def _lines(row: tuple[Support, ...]) -> list[tuple[str, str, str]]:
+    """Targets, container and result; targets with one result share a line."""
+    targets: dict[tuple[str, str], list[str]] = {}
+    for cell in row:
+        targets.setdefault((cell.container or "-", str(cell)), []).append(cell.target)
+    return [(", ".join(shared), container, result) for (container, result), shared in targets.items()]
+
+
+def _plain(cell: Support) -> dict[str, Any]:
+    return {"status": cell.status, "why": cell.why, "container": cell.container, "architecture": cell.architecture}
