@@ -41,7 +41,8 @@ FOLDS: dict[str, Fold] = {
     "mla uniform, closed form": ("mla", "subspace", {"slots": "uniform"}, 0),
     "mla, closed form": ("mla", "subspace", {}, 0),
     "mla": ("mla", "subspace", {}, STEPS),
-    "mla --rope intact": ("mla", "subspace", {"rope": "intact"}, 0),
+    "mla --rope intact, closed form": ("mla", "subspace", {"rope": "intact"}, 0),
+    "mla --rope intact": ("mla", "subspace", {"rope": "intact"}, STEPS),
 }
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from . import methods, normed
-from .attention import Attention, LatentAttention
+from .attention import Attention, IntactAttention, LatentAttention
 from .containers.grouped import Grouped
 from .containers.rehosted import Rehosted
 from .containers.remote import Remote
@@ -44,9 +44,8 @@ def fold(plan: Plan, number: int) -> Folded:
         pooled, loss = _pooled(plan, number, plan.target)
         return Folded(plan.container.tensors(pooled, number), loss)
     if isinstance(plan.container, Remote) and not plan.target.qk_rope_head_dim:
-        attention = plan.source.attention(number, plan.source.frequencies(number)[1])
-        joint = fold_joint(attention, plan.target, _statistics(plan, number), plan.source.positions)
-        return Folded(plan.container.tensors(joint, number), None)
+        joint, loss = _joint(plan, number, plan.target)
+        return Folded(plan.container.tensors(joint, number), loss)
     assert isinstance(plan.container, Stock | Remote)
     latent, loss = _latent(plan, number, plan.target)
     return Folded(plan.container.tensors(latent, number), loss)
@@ -54,6 +53,16 @@ def fold(plan: Plan, number: int) -> Folded:
 
 def _statistics(plan: Plan, number: int) -> LayerStatistics | None:
     return None if plan.statistics is None else plan.statistics.layers[number]
+
+
+def _joint(plan: Plan, number: int, target: MLA) -> tuple[IntactAttention | LatentAttention, Loss | None]:
+    table_F, factor = plan.source.frequencies(number)
+    attention = plan.source.attention(number, factor)
+    joint = fold_joint(attention, target, _statistics(plan, number), plan.source.positions)
+    sample = _sample(plan, number, attention, table_F)
+    if isinstance(joint, IntactAttention):
+        return _refined(plan, attention, table_F, joint, table_F, sample)
+    return _refined(plan, attention, table_F, joint, table_F[:0], sample)
 
 
 def _latent(plan: Plan, number: int, target: MLA) -> tuple[LatentAttention, Loss | None]:

@@ -1,4 +1,4 @@
-"""What a layer's weights compute, in plain torch: the executable definition of `Attention` and `LatentAttention`.
+"""What a layer's weights compute, in plain torch: the executable definition of the three classes of attention.py.
 
 Legend: attention.py; B sequences, T tokens.
 """
@@ -7,16 +7,18 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from .attention import Attention, LatentAttention
+from .attention import Attention, IntactAttention, LatentAttention
+
+AnyAttention = Attention | LatentAttention | IntactAttention
 
 
-def attend(layer: Attention | LatentAttention, input_BTD: Tensor, frequencies_F: Tensor) -> Tensor:
+def attend(layer: AnyAttention, input_BTD: Tensor, frequencies_F: Tensor) -> Tensor:
     """Causal attention over whole sequences, without a cache.
 
     Args:
         layer: weights, in the dtype and on the device of the input.
         input_BTD: the normed residual stream, positions 0 ... T-1.
-        frequencies_F: radians per token of the rotary pairs (Attention) or slots (LatentAttention).
+        frequencies_F: radians per token of the rotary pairs, or of the slots (LatentAttention).
 
     Returns:
         The output projection's result (B, T, D).
@@ -30,20 +32,25 @@ def attend(layer: Attention | LatentAttention, input_BTD: Tensor, frequencies_F:
     if isinstance(layer, LatentAttention):
         q_BNTH, k_BNTH, v_BNTH = _latent(layer, input_BTD, angle_TF)
     else:
-        q_BNTH, k_BNTH, v_BNTH = _plain(layer, input_BTD, angle_TF)
+        q_BNTH, k_BNTH, v_BNTH = _grouped(layer, input_BTD, angle_TF)
     mixed_BNTH = scaled_dot_product_attention(q_BNTH, k_BNTH, v_BNTH, is_causal=True, scale=layer.scale)
     output_BTD = torch.einsum("bnth,dnh->btd", mixed_BNTH, layer.o_DNH)
     return output_BTD if layer.o_D is None else output_BTD + layer.o_D
 
 
-def _plain(layer: Attention, input_BTD: Tensor, angle_TF: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _grouped(layer: Attention | IntactAttention, input_BTD: Tensor, angle_TF: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     if layer.q_norm_NH is not None or layer.k_norm_KH is not None:
         raise NotImplementedError("query and key norms")
-    queries = len(layer.q_NHD) // len(layer.k_KHD)
+    if isinstance(layer, IntactAttention):
+        latent_BTC = input_BTD @ layer.down_CE.mT
+        k_BKTH = _project(latent_BTC, layer.k_up_KHC, layer.k_KH)
+        v_BKTH = _project(latent_BTC, layer.v_up_KHC, layer.v_KH)
+    else:
+        k_BKTH = _project(input_BTD, layer.k_KHD, layer.k_KH)
+        v_BKTH = _project(input_BTD, layer.v_KHD, layer.v_KH)
     q_BNTH = _turned(_project(input_BTD, layer.q_NHD, layer.q_NH), angle_TF)
-    k_BKTH = _turned(_project(input_BTD, layer.k_KHD, layer.k_KH), angle_TF)
-    v_BKTH = _project(input_BTD, layer.v_KHD, layer.v_KH)
-    return q_BNTH, k_BKTH.repeat_interleave(queries, 1), v_BKTH.repeat_interleave(queries, 1)
+    queries = q_BNTH.shape[1] // k_BKTH.shape[1]
+    return q_BNTH, _turned(k_BKTH, angle_TF).repeat_interleave(queries, 1), v_BKTH.repeat_interleave(queries, 1)
 
 
 def _latent(layer: LatentAttention, input_BTD: Tensor, angle_TS: Tensor) -> tuple[Tensor, Tensor, Tensor]:

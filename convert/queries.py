@@ -18,7 +18,7 @@ from torch import Tensor
 from .metric import Metric
 from .rotary import complex_rows, interleaved_rows
 
-_RIDGE = 1e-12  # relative; features may depend on each other linearly
+_LEAST = 2.0**-18  # energy of a combination of features, as a share of a feature's, that rounding to bfloat16 leaves of it
 
 
 def fit_queries(
@@ -47,16 +47,23 @@ def fit_queries(
     size_Q = gram_QQ.diagonal().view(-1, 2).sum(1).clamp(min=0).sqrt().repeat_interleave(2)
     scale_Q = torch.where(size_Q > 0, 1 / size_Q, 0)
     gram_QQ, seen_QE = scale_Q[:, None] * gram_QQ * scale_Q, scale_Q[:, None] * seen_QE
-    ridge_QQ = _RIDGE * torch.eye(len(gram_QQ), dtype=gram_QQ.dtype)
     own, cross = _mean_turns(metric, turn_P, turn_P), _mean_turns(metric, turn_P, frequencies_F)
     fitted = []
     for head in range(len(metric.distance_NT)):
         source_HE = interleaved_rows(complex_rows(keys_KHE[head // queries]))
-        left_QQ = _turned(gram_QQ, own[0][head], own[1][head]) + ridge_QQ
+        left_QQ = _turned(gram_QQ, own[0][head], own[1][head])
         right_QH = _turned(seen_QE @ source_HE.mT, cross[0][head], cross[1][head])
-        fitted.append(scale_Q[:, None] * torch.linalg.solve(left_QQ, right_QH))
+        fitted.append(scale_Q[:, None] * _solve(left_QQ, right_QH))
     fit_NQH = torch.stack(fitted).unflatten(-1, (-1, 2)).mT.flatten(2)  # columns to the half layout
     return fit_NQH[:, :rope], fit_NQH[:, rope : rope + rank]
+
+
+def _solve(left_QQ: Tensor, right_QH: Tensor) -> Tensor:
+    """Least squares without the combinations of features that all but cancel: large weights on them would drown in rounding."""
+    energy_Q, basis_QQ = torch.linalg.eigh(left_QQ)
+    inverse_Q = torch.where(energy_Q > _LEAST, 1 / energy_Q, 0)
+    solved: Tensor = basis_QQ @ (inverse_Q[:, None] * (basis_QQ.mT @ right_QH))
+    return solved
 
 
 def _mean_turns(metric: Metric, rows_P: Tensor, columns_G: Tensor) -> tuple[Tensor, Tensor]:

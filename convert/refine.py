@@ -14,10 +14,10 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from .attention import Attention, LatentAttention
-from .forward import attend
+from .attention import Attention, IntactAttention, LatentAttention
+from .forward import AnyAttention, attend
 
-Layer = TypeVar("Layer", Attention, LatentAttention)
+Layer = TypeVar("Layer", Attention, LatentAttention, IntactAttention)
 
 STEPS = 100
 BATCH = 8  # sequences in a step
@@ -99,9 +99,7 @@ def refine(
     return Refined(layer=fitted.to(torch.float64, "cpu"), folded=before, refined=after)
 
 
-def measure(
-    folded: Attention | LatentAttention, slots_S: Tensor, source: Attention, frequencies_F: Tensor, sample: Sample
-) -> float:
+def measure(folded: AnyAttention, slots_S: Tensor, source: Attention, frequencies_F: Tensor, sample: Sample) -> float:
     """The loss of a folded layer on the sequences that are held back, nats a token; arguments as of `refine`."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return _Loss(source, frequencies_F, slots_S, sample, device).measure(folded.to(torch.float32, device))
@@ -118,7 +116,7 @@ class _Loss:
         # A single sequence has to serve for both.
         self.used, self.held_back = (inputs[:-held], inputs[-held:]) if held < len(inputs) else (inputs, inputs)
 
-    def of(self, layer: Attention | LatentAttention, input_BTD: Tensor) -> Tensor:
+    def of(self, layer: AnyAttention, input_BTD: Tensor) -> Tensor:
         """On some inputs, a scalar with a gradient."""
         input_BTD = input_BTD.to(self._device, torch.float32)
         with torch.no_grad():
@@ -127,7 +125,7 @@ class _Loss:
         return ((error_BTD @ self._fisher_DD) * error_BTD).sum(-1).mean() / 2
 
     @torch.no_grad()
-    def measure(self, layer: Attention | LatentAttention) -> float:
+    def measure(self, layer: AnyAttention) -> float:
         """On the inputs that are held back."""
         parts = self.held_back.split(BATCH)
         return sum(float(self.of(layer, part)) * len(part) for part in parts) / len(self.held_back)

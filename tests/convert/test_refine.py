@@ -8,13 +8,15 @@ import torch
 from torch import Tensor
 
 from kvfold.convert import factor, pool
-from kvfold.convert.attention import Attention, LatentAttention
+from kvfold.convert.attention import Attention, IntactAttention, LatentAttention
 from kvfold.convert.forward import attend
 from kvfold.convert.grouping import arrange, grouped, merge_costs
-from kvfold.convert.metric import Metric, metric_of, weights_only
+from kvfold.convert.intact import to_intact
+from kvfold.convert.metric import Metric, from_statistics, metric_of, weights_only
 from kvfold.convert.queries import fit_queries
 from kvfold.convert.refine import HELD_BACK, Sample, is_plain, measure, refine
 from kvfold.convert.rotary import complex_rows, interleaved_rows
+from kvfold.convert.statistics import LayerStatistics
 from kvfold.convert.target import GQA, MLA
 
 from .test_methods import FREQUENCIES_F, OWN, D, H, latent_output, layer, output, rotate, turned_copies
@@ -33,6 +35,8 @@ def test_forward_is_the_definition(biases: bool) -> None:
     a, x_BTD = layer(heads=8, biases=biases), normed(2, 11)
     torch.testing.assert_close(attend(a, x_BTD, FREQUENCIES_F), torch.stack([output(a, x_TD) for x_TD in x_BTD]))
     latent = factor.to_mla(a, MLA(kv_lora_rank=9, qk_rope_head_dim=H), FREQUENCIES_F, OWN, weights_only(a, 64))
+    intact = to_intact(a, MLA(kv_lora_rank=D, qk_rope_head_dim=0, slots="none", rope="intact"), weights_only(a, 64))
+    torch.testing.assert_close(attend(intact, x_BTD, FREQUENCIES_F), attend(a, x_BTD, FREQUENCIES_F))
     expected = torch.stack([latent_output(latent, FREQUENCIES_F, x_TD) for x_TD in x_BTD])
     torch.testing.assert_close(attend(latent, x_BTD, FREQUENCIES_F), expected)
 
@@ -159,20 +163,24 @@ def sample(x_BTD: Tensor) -> Sample:
     return Sample(input_BTD=x_BTD, output_BTD=attend(teacher(), x_BTD[:1], FREQUENCIES_F), fisher_DD=root_DD @ root_DD.mT / D)
 
 
-def error(folded: Attention | LatentAttention, taken: Sample) -> float:
+def error(folded: Attention | LatentAttention | IntactAttention, taken: Sample) -> float:
     """½ E[eᵀ G e] on the sequences that are held back."""
     x_BTD = taken.input_BTD[-max(1, len(taken.input_BTD) // HELD_BACK) :]
     e = attend(folded, x_BTD, FREQUENCIES_F) - attend(teacher(), x_BTD, FREQUENCIES_F)
     return float(torch.einsum("btd,de,bte->bt", e, taken.fisher_DD, e).mean() / 2)
 
 
-@pytest.mark.parametrize("latent", [False, True])
-def test_refining_lowers_the_loss_that_it_reports(latent: bool) -> None:
+@pytest.mark.parametrize("form", ["grouped", "latent", "intact"])
+def test_refining_lowers_the_loss_that_it_reports(form: str) -> None:
     a, taken = teacher(), sample(normed(48, 24, dims=6))
-    if latent:
+    folded: Attention | LatentAttention | IntactAttention
+    if form == "latent":
         folded = factor.to_mla(a, MLA(kv_lora_rank=16, qk_rope_head_dim=H), FREQUENCIES_F, OWN, weights_only(a, 64))
+    elif form == "intact":
+        target = MLA(kv_lora_rank=12, qk_rope_head_dim=0, slots="none", rope="intact")
+        folded = to_intact(a, target, weights_only(a, 64))
     else:
-        folded = pool.subspace(a, GQA(num_key_value_heads=2), weights_only(a, 64), FREQUENCIES_F)  # type: ignore[assignment]
+        folded = pool.subspace(a, GQA(num_key_value_heads=2), weights_only(a, 64), FREQUENCIES_F)
     result = refine(folded, FREQUENCIES_F, a, FREQUENCIES_F, taken, steps=60)
     assert result.folded == pytest.approx(error(folded, taken), rel=1e-4)
     assert result.refined == pytest.approx(error(result.layer, taken), rel=1e-4)
@@ -206,3 +214,21 @@ def test_without_statistics_the_metric_is_the_weights() -> None:
     a = layer()
     assert isinstance(metric_of(None, a, 64), Metric)
     assert metric_of(None, a, 64).input_EE is None
+
+
+def test_directions_that_calibration_never_took_are_not_free() -> None:
+    """Statistics of few inputs are singular; a fold by them must not send other inputs astray."""
+    a, x_XD = layer(), normed(1, 30, dims=6)[0] @ torch.diag((torch.arange(D) < 6).double())
+    x_XE = torch.cat([x_XD, torch.ones(30, 1, dtype=torch.float64)], 1)
+    ones = torch.eye(4 * H, dtype=torch.float64)
+    nothing = torch.zeros(0, dtype=torch.float64)
+    taken = LayerStatistics(
+        input_EE=x_XE.mT @ x_XE / 30, query_NHH=nothing, key_fisher=ones, value_fisher=ones, output_fisher=nothing,
+        distance_NT=torch.ones(4, 1, dtype=torch.float64), input_BTD=nothing, output_BTD=nothing,
+    )  # fmt: skip
+    target = MLA(kv_lora_rank=30, qk_rope_head_dim=0, slots="none", rope="intact")
+    for metric in (from_statistics(taken), weights_only(a, 64)):
+        folded = to_intact(a, target, metric)
+        kept = torch.cat([folded.k_up_KHC, folded.v_up_KHC]) @ folded.down_CE
+        wanted = torch.cat([a.k_KHD, a.v_KHD])
+        assert (kept - wanted).norm() < 0.5 * wanted.norm()
