@@ -10,6 +10,7 @@ from .source import Source
 _SHARE = 0.85  # of the free memory that may be planned for: estimates err, and others allocate too
 _FLOAT = 4  # bytes of a weight, an activation or a cached number: everything runs in float32
 _SUM = 8  # bytes of a statistic
+_SAMPLE = 2**15  # tokens of a layer's inputs that are kept, bfloat16
 _BASE = 6 * 10**8  # bytes of the libraries, and of the logits that exist at once
 
 
@@ -55,7 +56,8 @@ class Need:
             layer=inside // layers,
             rest=weights - inside,
             activations=_FLOAT * sequences * length * layers * token,
-            statistics=_SUM * layers * ((hidden + 1) ** 2 + 2 * keys**2 + heads * width**2),
+            statistics=layers
+            * (_SUM * ((hidden + 1) ** 2 + hidden**2 + 2 * keys**2 + heads * width**2) + 2 * hidden * _SAMPLE),
             cached=_FLOAT * length * layers * geometry.cache_elements,
             layers=layers,
         )

@@ -38,8 +38,12 @@ def write_record(directory: Path, record: dict[str, Any]) -> None:
     (directory / FILE).write_text(json.dumps(record, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def source_directory(directory: Path) -> Path | None:
+def source_directory(directory: Path, option: str = "--teacher") -> Path | None:
     """The source checkpoint named in the record: the teacher. None when the checkpoint has no record.
+
+    Args:
+        directory: the checkpoint.
+        option: with which the user can name the source instead.
 
     Raises:
         InvalidInput: the record names a source that is not there any more.
@@ -52,7 +56,7 @@ def source_directory(directory: Path) -> Path | None:
         return Path(source["path"])
     if source["revision"] is not None:
         return resolve(source["name"], source["revision"])
-    raise InvalidInput(f"the source of {directory}, {source['path']}, is not there any more; name it with --teacher")
+    raise InvalidInput(f"the source of {directory}, {source['path']}, is not there any more; name it with {option}")
 
 
 def folded_parent(directory: Path) -> Path | None:

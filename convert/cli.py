@@ -99,6 +99,13 @@ class Launched(Command):
 @click.option(
     "--shard-size", callback=read_size, metavar="SIZE", default="5GB", show_default=True, help="Largest size of a weight file."
 )
+@click.option(
+    "--verify",
+    type=click.Choice(("full", "lint", "none")),
+    default="lint",
+    show_default=True,
+    help="At the end: `lint` asks the rules of `kvfold verify`, `full` also runs the output beside its source.",
+)
 @click.option("--dry-run", is_flag=True, help="Show what would be done and what it costs; write nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
 def main(
@@ -128,9 +135,8 @@ def main(
     from .hub import resolve
     from .plan import make_plan
     from .refine import STEPS
-    from .shards import SHARD_SIZE
 
-    taken: dict[str, Any] = {"sequences": sequences, "length": length, "seed": seed}
+    verified, taken = sizes.pop("verify"), {"sequences": sequences, "length": length, "seed": seed}
     with together():  # before any long work: mistakes show at once
         directory = resolve(model, revision)
         plan = make_plan(directory, to, sizes, method, dtype)
@@ -147,10 +153,18 @@ def main(
         show_json(plan.to_dict()) if as_json else show_plan(plan.to_dict())
         return
     check_output(out, directory)
-    how: dict[str, Any] = {"calibration": calibration, **({**taken, "refine": plan.refine} if statistics else {})}
-    how["shard_size"] = None if shard_size == SHARD_SIZE else shard_size
+    how = _choices(calibration, plan.refine if statistics else None, taken, shard_size)
     command = command_line(model, to, {**sizes, **how}, plan.method, revision, dtype)
-    _carry_out(plan, out, command, shard_size, model, as_json)
+    _carry_out(plan, out, command, shard_size, model, as_json, verified)
+
+
+def _choices(calibration: str | None, refine: int | None, taken: dict[str, int], shard_size: int) -> dict[str, Any]:
+    """What was chosen of calibration and files, as options; `refine` is None where there are no statistics."""
+    from .shards import SHARD_SIZE
+
+    drawn = refine is not None and calibration and not calibration.endswith(".safetensors")
+    size = None if shard_size == SHARD_SIZE else shard_size
+    return {"calibration": calibration, **(taken if drawn else {}), "refine": refine, "shard_size": size}
 
 
 def _study(plan: "Plan", calibration: str, out: Path | None, **how: Any) -> "Statistics | None":
@@ -160,14 +174,22 @@ def _study(plan: "Plan", calibration: str, out: Path | None, **how: Any) -> "Sta
     return study(plan.source, calibration, work=out and out.parent, **how)
 
 
-def _carry_out(plan: "Plan", out: Path, command: str, shard_size: int, model: str, as_json: bool) -> None:
-    """Write the output, and say what it is."""
+def _carry_out(plan: "Plan", out: Path, command: str, shard_size: int, model: str, as_json: bool, verified: str) -> None:
+    """Write the output, check it as far as asked, and say what it is."""
     from .rewrite import rewrite
+    from .verify import FAILED, verify
 
     for text in plan.notices:
         notice(text)
     record = rewrite(plan, out, command, shard_size, None if Path(model).is_dir() else model.partition("@")[0])
-    show_json({"out": str(out), **record}) if as_json else click.echo(_summary(record, out))
+    report = None if verified == "none" else verify(out, run=verified == "full")
+    checked = {} if report is None else {"verify": report.to_dict()}
+    show_json({"out": str(out), **record, **checked}) if as_json else click.echo(_summary(record, out))
+    for check in report.checks if report else ():
+        notice(f"{check.name}: {check.detail}")
+    if report and report.failures:
+        click.echo(f"Error: {out} does not pass kvfold verify: {'; '.join(report.failures)}", err=True)
+        raise SystemExit(FAILED)
 
 
 def choose_calibration(
@@ -181,6 +203,10 @@ def choose_calibration(
     from .methods import check_calibrated, reads_statistics
 
     wanted = calibration if calibration is not None or save is None else "self"
+    if refine and plan.method != "subspace":
+        raise InvalidInput(
+            f"--refine {refine} does not apply to --method {plan.method}, which is taken as published; leave it out"
+        )
     if not reads_statistics(plan.method):
         if wanted not in {None, "none"}:
             option = "--save-statistics" if calibration is None else f"--calibration {calibration}"
@@ -189,7 +215,9 @@ def choose_calibration(
     target = plan.target.to_dict()
     heads = plan.source.geometry.num_key_value_heads
     if wanted is None and (target.get("slots") == "source" or target.get("num_key_value_heads") == heads):
-        return None  # where everything is kept there is nothing to choose
+        if refine:
+            raise InvalidInput(f"--refine {refine} has nothing to refine where everything is kept; leave it out")
+        return None  # nor anything to choose
     check_calibrated(plan.method, slots, calibrated=wanted != "none")
     if wanted == "none" and refine:
         raise InvalidInput(f"--refine {refine} needs text to refine on; leave it out, or use --calibration self")

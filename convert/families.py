@@ -16,6 +16,7 @@ __all__ = [
     "complete",
     "family_of",
     "geometry_of",
+    "intact_reason",
     "latent_obstacle",
     "rotary_width",
     "rotated",
@@ -158,6 +159,21 @@ def latent_obstacle(config: Mapping[str, Any]) -> str | None:
     if not all(rotated(family, config, layer) for layer in range(config["num_hidden_layers"])):
         return f"{family.unrotated} turns rotation off in some layers, and one set of rotary slots serves all; use --to gqa"
     return None
+
+
+def intact_reason(family: Family, *, biased: bool, unlike: bool) -> str | None:
+    """Why the rotary part of a family's keys cannot be decoupled from them; None when it can.
+
+    Args:
+        family: its row.
+        biased: whether its attention has biases.
+        unlike: whether its layers have unlike rotary embeddings.
+    """
+    if family.k_norm is not None:
+        return "it normalises its keys, which are no linear function of its hidden states"
+    if family.sinks is not None and biased:
+        return "its attention has sinks, so that biases of keys and values are no constants"
+    return "its layers have unlike rotary embeddings" if unlike else None
 
 
 def stock_reasons(family: Family) -> list[str]:

@@ -58,6 +58,8 @@ class Family:
         unrotated: the config field that says which layers have no rotation.
         scale: config field and exponent of the factor on the scores; the head dim and -1/2 when None.
         scale_by_layer: config field that has layer n divide its scores by n + 1.
+        query_growth: field r of the rope parameters: queries grow by 1 + r·log(1 + position // L), where L is
+            original_max_position_embeddings.
         soft_cap: config field of a bound on the scores.
         sinks: a learnt score of every query head that takes part in the softmax.
         kv_heads: config field with the key/value heads; None where the class has as many as query heads.
@@ -89,6 +91,7 @@ class Family:
     unrotated: str | None = None
     scale: tuple[str, float] | None = None
     scale_by_layer: str | None = None
+    query_growth: str | None = None
     soft_cap: str | None = None
     sinks: str | None = None
     kv_heads: str | None = "num_key_value_heads"

@@ -8,7 +8,7 @@ from .containers.remote import Remote
 from .containers.stock import Stock
 from .errors import InvalidInput
 from .factor import Band
-from .families import latent_obstacle
+from .families import intact_reason, latent_obstacle
 from .slots import slot_rope
 from .source import Source
 from .target import MLA
@@ -55,13 +55,10 @@ def choose_form(source: Source, rope: str | None, container: str) -> Form:
 
 def _needs_intact(source: Source) -> str | None:
     """Why the rotary part of a source cannot be decoupled from its keys; None when it can."""
-    if source.family.k_norm is not None:
-        return "it normalises its keys, which are no linear function of its hidden states"
-    if source.family.sinks is not None and source.biases:
-        return "its attention has sinks, so that biases of keys and values are no constants"
-    if source.rotary_width and len({str(source.frequencies(layer)) for layer in range(source.layers)}) > 1:
-        return "its layers have unlike rotary embeddings"
-    return None
+    if source.family.k_norm is not None:  # no question then of tables, which may depend on the input's length
+        return intact_reason(source.family, biased=False, unlike=False)
+    unlike = source.rotary_width and len({str(source.frequencies(layer)) for layer in range(source.layers)}) > 1
+    return intact_reason(source.family, biased=bool(source.biases), unlike=bool(unlike))
 
 
 def _stock_obstacle(source: Source) -> str | None:

@@ -47,12 +47,16 @@ def fit_queries(
     size_Q = gram_QQ.diagonal().view(-1, 2).sum(1).clamp(min=0).sqrt().repeat_interleave(2)
     scale_Q = torch.where(size_Q > 0, 1 / size_Q, 0)
     gram_QQ, seen_QE = scale_Q[:, None] * gram_QQ * scale_Q, scale_Q[:, None] * seen_QE
-    own, cross = _mean_turns(metric, turn_P, turn_P), _mean_turns(metric, turn_P, frequencies_F)
+    values_V, index = torch.cat([turn_P, frequencies_F]).unique(return_inverse=True)
+    row_P, column_F = index[: len(turn_P)], index[len(turn_P) :]
+    angle_VT = values_V[:, None] * torch.arange(metric.distance_NT.shape[1], dtype=torch.float64)
+    turn_VT = torch.polar(torch.ones_like(angle_VT), -angle_VT)
     fitted = []
-    for head in range(len(metric.distance_NT)):
+    for head, weight_T in enumerate(metric.distance_NT.to(turn_VT.dtype)):
+        shift_VV, sum_VV = (turn_VT * weight_T) @ turn_VT.mH, (turn_VT * weight_T) @ turn_VT.mT
         source_HE = interleaved_rows(complex_rows(keys_KHE[head // queries]))
-        left_QQ = _turned(gram_QQ, own[0][head], own[1][head])
-        right_QH = _turned(seen_QE @ source_HE.mT, cross[0][head], cross[1][head])
+        left_QQ = _turned(gram_QQ, shift_VV[row_P][:, row_P], sum_VV[row_P][:, row_P])
+        right_QH = _turned(seen_QE @ source_HE.mT, shift_VV[row_P][:, column_F], sum_VV[row_P][:, column_F])
         fitted.append(scale_Q[:, None] * _solve(left_QQ, right_QH))
     fit_NQH = torch.stack(fitted).unflatten(-1, (-1, 2)).mT.flatten(2)  # columns to the half layout
     return fit_NQH[:, :rope], fit_NQH[:, rope : rope + rank]
@@ -64,18 +68,6 @@ def _solve(left_QQ: Tensor, right_QH: Tensor) -> Tensor:
     inverse_Q = torch.where(energy_Q > _LEAST, 1 / energy_Q, 0)
     solved: Tensor = basis_QQ @ (inverse_Q[:, None] * (basis_QQ.mT @ right_QH))
     return solved
-
-
-def _mean_turns(metric: Metric, rows_P: Tensor, columns_G: Tensor) -> tuple[Tensor, Tensor]:
-    """ρ at differences and sums of frequencies, (N, P, G) each; computed once for every value that a frequency has."""
-    values_V, index = torch.cat([rows_P, columns_G]).unique(return_inverse=True)
-    weight_NT = metric.distance_NT.to(torch.complex128)
-    angle_VT = values_V[:, None] * torch.arange(weight_NT.shape[1], dtype=torch.float64)
-    turn_VT = torch.polar(torch.ones_like(angle_VT), -angle_VT)
-    row_P, column_G = index[: len(rows_P)], index[len(rows_P) :]
-    shift_NVV = torch.stack([(turn_VT * weight_T) @ turn_VT.mH for weight_T in weight_NT])
-    sum_NVV = torch.stack([(turn_VT * weight_T) @ turn_VT.mT for weight_T in weight_NT])
-    return shift_NVV[:, row_P][..., column_G], sum_NVV[:, row_P][..., column_G]
 
 
 def _turned(rows: Tensor, shift_PG: Tensor, sum_PG: Tensor) -> Tensor:

@@ -175,7 +175,7 @@ def _record(plan: Plan, command: str, source_name: str | None, losses: list[Loss
         "target": plan.target.to_dict(),
         "method": plan.method,
         "calibration": plan.calibration(),
-        # Of the layers as written, where each was measured; otherwise of the plan.
+        # Summed over the layers, each measured alone on calibration text; where that could not be, as planned.
         "predicted_loss": sum(loss["refined"] for loss in losses if loss) if all(losses) else plan.predicted,
         "layers": [{"planned": planned, "measured": loss} for planned, loss in zip(plan.losses, losses, strict=True)],
         "container": plan.config["architectures"][0],

@@ -50,6 +50,7 @@ _ROWS = {
     "ministral3": Family(
         label="Ministral 3",
         architecture="Ministral3ForCausalLM",
+        query_growth="llama_4_scaling_beta",
         block="it scales its queries by their position",
     ),
     "mixtral": Family(

@@ -15,7 +15,7 @@ from .peers import PEERS
 from .rotary import frequencies, rope_parameters
 from .source import Source
 from .statistics import LayerStatistics, Statistics
-from .target import MLA, Target
+from .target import MLA, Geometry, Target
 
 Losses = tuple[dict[str, float], ...]  # predicted, of every layer; empty where nothing is predicted
 
@@ -61,15 +61,26 @@ def _divided(
     else:
         widths = [target.qk_rope_head_dim]
         if options.get("kv_budget") is not None and options.get("rope_dim") is None:
-            # Quarters of a head: finer steps change the predicted loss by less than its own error.
-            step = max(2, source.geometry.head_dim // 8 * 2)
-            widths = list(range(step, source.geometry.cache_elements // 2 + 1, step))
+            widths = _widths(source.geometry, elements)
         saved_LFK = saved(layers, table_F)
         candidates = {n: allocate(saved_LFK.sum(0), table_F, n // 2) for n in widths if n < elements}
         lost = {n: [unslotted(own_FK, bands) for own_FK in saved_LFK] for n, bands in candidates.items()}
     division = divide(layers, table_F, elements, candidates, lost)
     target = MLA(kv_lora_rank=division.rank, qk_rope_head_dim=elements - division.rank, slots=kind)
     return target, division.bands, division.losses
+
+
+def _widths(geometry: Geometry, elements: int) -> list[int]:
+    """Rotary widths to choose from: every quarter of a head up to two heads, then in steps of a quarter of the width.
+
+    Finer steps change the predicted loss by less than its own error, and each costs a decomposition of every layer.
+    """
+    step = max(2, geometry.head_dim // 8 * 2)
+    widths, width = [], step
+    while width < elements and width <= geometry.cache_elements // 2:
+        widths.append(width)
+        width += step if width < 2 * geometry.head_dim else max(step, width // 4 // step * step)
+    return widths
 
 
 def _by_rule(

@@ -1,6 +1,6 @@
 """A checkpoint seen as layers of attention: which tensors belong to a layer, and what they say."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -164,19 +164,23 @@ def open_source(directory: Path) -> Source:
 
 def _check_whole(checkpoint: Checkpoint, family: Family, config: dict[str, Any]) -> None:
     """Everything beside the attention is there: transformers would fill a gap with random numbers."""
-    wanted = [family.prefix + name.format(layer=n) for n in range(config["num_hidden_layers"]) for name in family.layer_tensors]
-    wanted += [family.prefix + name for name in (family.embedding, *family.model_tensors)]
-    wanted += [] if config["tie_word_embeddings"] else [family.head]
-    for name in wanted:
+    for name in beside_attention(family, config):
         if name not in checkpoint:
             raise InvalidInput(f"{checkpoint.directory} has no {name}, which a {family.label} checkpoint has")
+
+
+def beside_attention(family: Family, config: Mapping[str, Any]) -> list[str]:
+    """The names of the tensors that a whole checkpoint has beside its attention's; the config complete."""
+    names = [family.prefix + name.format(layer=n) for n in range(config["num_hidden_layers"]) for name in family.layer_tensors]
+    names += [family.prefix + name for name in (family.embedding, *family.model_tensors)]
+    return names + ([] if config["tie_word_embeddings"] else [family.head])
 
 
 def _biases(checkpoint: Checkpoint, family: Family, geometry: Geometry, layers: int) -> frozenset[str]:
     """The roles with a bias, after checking that every layer's tensors are there and have the shape config.json says."""
     biases = frozenset(role for role, name in family.projections(0).items() if f"{name}.bias" in checkpoint)
     for layer in range(layers):
-        for tensor, shape in _wanted(family, geometry, layer, biases):
+        for tensor, shape in attention_shapes(family, geometry, layer, biases):
             if tensor not in checkpoint:
                 raise InvalidInput(f"{checkpoint.directory} has no {tensor}, which a {family.label} checkpoint has")
             if checkpoint.spec(tensor).shape != shape:
@@ -187,7 +191,7 @@ def _biases(checkpoint: Checkpoint, family: Family, geometry: Geometry, layers: 
     return biases
 
 
-def _wanted(family: Family, geometry: Geometry, layer: int, biases: frozenset[str]) -> Iterator[tuple[str, tuple[int, ...]]]:
+def attention_shapes(family: Family, geometry: Geometry, layer: int, biases: Set[str]) -> Iterator[tuple[str, tuple[int, ...]]]:
     """The names of a layer's attention tensors, and the shapes they should have."""
     weights, rows = shapes(family, geometry), outputs(family, geometry)
     for role, name in family.projections(layer).items():

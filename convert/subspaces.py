@@ -18,6 +18,7 @@ def leading(rows_ME: Tensor, metric_MM: Tensor, input_EE: Tensor | None, rank: i
     moment_ME = weighted_ME if input_EE is None else weighted_ME @ input_EE.to(weighted_ME.dtype)
     energy_M, vectors_MM = torch.linalg.eigh(moment_ME @ weighted_ME.mH)
     keys_RE = vectors_MM.flip(-1)[:, :rank].mH @ weighted_ME
+    keys_RE = keys_RE * _there(energy_M.flip(-1))[:rank, None]
     norm_R = keys_RE.abs().square().sum(-1, keepdim=True).sqrt()
     target = rows_ME.abs().square().sum(-1).mean().sqrt()
     keys_RE = torch.where(norm_R > 0, keys_RE / norm_R * target, 0)
@@ -43,11 +44,11 @@ def low_rank(rows_CD: Tensor, metric_BSS: Tensor, input_DD: Tensor | None, rank:
         right_RD = vectors.flip(-1)[:, :rank].mT
         size_R = energy.flip(-1)[:rank].clamp(min=0).sqrt()
         down_RD = (right_RD if root_DD is None else right_RD @ root_DD) @ gram_DD
-        down_RD = down_RD * torch.where(size_R > 0, 1 / size_R, 0)[:, None]
+        down_RD = down_RD * torch.where(_there(energy.flip(-1))[:rank], 1 / size_R, 0)[:, None]
     else:
         moment_CD = weighted_CD if input_DD is None else weighted_CD @ input_DD
         energy, vectors = torch.linalg.eigh(moment_CD @ weighted_CD.mT)
-        down_RD = vectors.flip(-1)[:, :rank].mT @ weighted_CD
+        down_RD = (vectors.flip(-1)[:, :rank] * _there(energy.flip(-1))[:rank]).mT @ weighted_CD
     down_RD = torch.nn.functional.pad(down_RD, (0, 0, 0, rank - len(down_RD)))
     up_CR = _regress(rows_CD, down_RD, input_DD)
     balance_R = (up_CR.square().mean(0) / down_RD.square().mean(-1)).pow(0.25)
@@ -57,7 +58,23 @@ def low_rank(rows_CD: Tensor, metric_BSS: Tensor, input_DD: Tensor | None, rank:
 
 def low_rank_energy(rows_CD: Tensor, metric_BSS: Tensor, input_DD: Tensor | None) -> Tensor:
     """The energy of every direction, largest first: what `low_rank` would lose is the sum of those beyond its rank."""
-    return low_rank(rows_CD, metric_BSS, input_DD, 1)[2]
+    blocks, size, _ = metric_BSS.shape
+    if len(rows_CD) <= rows_CD.shape[1]:
+        weighted_CD = (matrix_root(metric_BSS) @ rows_CD.view(blocks, size, -1)).flatten(0, 1)
+        gram = (weighted_CD if input_DD is None else weighted_CD @ input_DD) @ weighted_CD.mT
+    else:
+        gram = rows_CD.mT @ (metric_BSS @ rows_CD.view(blocks, size, -1)).flatten(0, 1)
+        if input_DD is not None:
+            root_DD = matrix_root(input_DD)
+            gram = root_DD @ gram @ root_DD
+    energy: Tensor = torch.linalg.eigvalsh(gram).flip(-1).clamp(min=0)
+    return energy
+
+
+def _there(energy: Tensor) -> Tensor:
+    """Which energies, largest first, are more than the rounding of the largest."""
+    there: Tensor = energy > energy.max().clamp(min=0) * len(energy) * torch.finfo(energy.dtype).eps
+    return there
 
 
 def matrix_root(metric_BSS: Tensor) -> Tensor:
@@ -71,5 +88,5 @@ def _regress(rows_ME: Tensor, onto_RE: Tensor, input_EE: Tensor | None) -> Tenso
     """Least-squares coefficients (M, R) of rows on rows whose images under the input are orthogonal."""
     moment_RE = onto_RE if input_EE is None else onto_RE @ input_EE.to(onto_RE.dtype)
     square_R = (moment_RE * onto_RE.conj()).sum(-1).real
-    kept_R = square_R > square_R.max() * 1e-24
+    kept_R = square_R > square_R.max() * 1e-13
     return rows_ME @ moment_RE.mH * torch.where(kept_R, 1 / square_R, 0)

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import click
 
 from .console import Command, show_json, show_table
-from .families import FAMILIES, Family, complete, partial_factor, rotated, stock_reasons
+from .families import FAMILIES, Family, complete, intact_reason, partial_factor, rotated, stock_reasons
 from .hosts import HOSTS
 
 
@@ -20,14 +20,14 @@ class Support:
 
     Attributes:
         target: `gqa`, `mqa` or `mla`.
-        container: `grouped`, `rehosted` or `stock`, that is what the status is about; None where there is none.
+        container: `grouped`, `rehosted`, `stock` or `remote`, that is what the status is about; None where there is none.
         architecture: the class that loads the output; None where nothing is written.
         status: `exact`, `approximate` or `no`.
         why: the reason, or what else one should know.
     """
 
     target: str
-    container: Literal["grouped", "rehosted", "stock"] | None = None
+    container: Literal["grouped", "rehosted", "stock", "remote"] | None = None
     architecture: str | None = None
     status: Literal["exact", "approximate", "no"]
     why: str = ""
@@ -37,13 +37,14 @@ class Support:
 
 
 def support(kind: str) -> tuple[Support, ...]:
-    """What can be made of a family: a cell for each of gqa, mqa and mla.
+    """What can be made of a family: a cell for gqa, for mqa, and for mla in each of its two containers.
 
     Args:
         kind: its model_type, a key of FAMILIES.
     """
     family = FAMILIES[kind]
-    return (_heads(family, "gqa"), _heads(family, "mqa"), _latent(family, complete(family, {"model_type": kind})))
+    config = complete(family, {"model_type": kind})
+    return (_heads(family, "gqa"), _heads(family, "mqa"), _latent(family, config), _remote(family, config))
 
 
 def _heads(family: Family, target: str) -> Support:
@@ -81,6 +82,15 @@ def _latent(family: Family, config: Mapping[str, Any]) -> Support:
     return Support(target="mla", container="stock", architecture="DeepseekV3ForCausalLM", status="exact", why=why)
 
 
+def _remote(family: Family, config: Mapping[str, Any]) -> Support:
+    """The source's class with kvfold's attention holds every family, in the form that latent.choose_form gives it."""
+    turned = {rotated(family, config, layer) for layer in range(config["num_hidden_layers"])}
+    # Families with sinks have biases; whose layers turn by unlike tables, normalise their keys.
+    reason = intact_reason(family, biased=True, unlike=family.rotary is not None and len(turned) > 1)
+    form = "decoupled" if reason is None else f"intact: {reason}"
+    return Support(target="mla", container="remote", architecture="KvfoldForCausalLM", status="exact", why=form)
+
+
 @click.command("families", cls=Command)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
 def main(as_json: bool) -> None:
@@ -90,7 +100,10 @@ def main(as_json: bool) -> None:
     """
     table = {kind: support(kind) for kind in sorted(FAMILIES, key=lambda kind: FAMILIES[kind].label.lower())}
     if as_json:
-        cells = {kind: {cell.target: _plain(cell) for cell in row} for kind, row in table.items()}
+        cells: dict[str, dict[str, Any]] = {kind: {} for kind in table}
+        for kind, row in table.items():
+            for cell in row:
+                cells[kind].setdefault(cell.target, []).append(_plain(cell))
         show_json({kind: {"family": FAMILIES[kind].label, **row} for kind, row in cells.items()})
         return
     rows = [(FAMILIES[kind].label, kind, *line) for kind, row in table.items() for line in _lines(row)]

@@ -1,10 +1,12 @@
-"""The umbrella command: `kvfold convert`, `kvfold distill`, `kvfold eval`, `kvfold demo`, `kvfold families`."""
+"""The umbrella command: `kvfold convert`, `distill`, `eval`, `verify`, `demo`, `families` and `lab`."""
 
 import click
 
 from . import __version__
 from .convert.cli import main as convert
+from .convert.lab import main as lab
 from .convert.support import main as families
+from .convert.verify import main as verify
 from .demo import main as demo
 from .distill.cli import main as distill
 from .eval.cli import main as evaluate
@@ -16,7 +18,7 @@ def main() -> None:
     """Fold a pretrained decoder's KV cache: convert it to GQA, MQA or MLA, distil it back, measure what was recovered."""
 
 
-for command in (convert, distill, evaluate, demo, families):
+for command in (convert, distill, evaluate, verify, demo, families, lab):
     main.add_command(command)
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ def test_layers(folder: str) -> None:
         assert imported_folders(file, folder) <= MAY_IMPORT[folder], file
 
 
-@pytest.mark.parametrize("command", ["", "convert", "distill", "eval", "demo", "families"])
+@pytest.mark.parametrize("command", ["", "convert", "distill", "eval", "verify", "demo", "families"])
 def test_help_loads_nothing_heavy(command: str) -> None:
     arguments = [*command.split(), "--help"]
     code = (

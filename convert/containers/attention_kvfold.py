@@ -55,6 +55,7 @@ class _FoldedAttention(nn.Module):
         self.sliding_window = getattr(stock, "sliding_window", None)
         self.softcap = getattr(config, "attn_logit_softcapping", None)
         self.sinks = getattr(stock, "sinks", None)
+        self.growth = config.kvfold.get("growth")
         known = signature(stock.forward).parameters
         self.rotary = None if "position_embeddings" in known else KvfoldRotaryEmbedding(config)
         if "layer_past" in known or self.rotary is not None:
@@ -65,6 +66,14 @@ class _FoldedAttention(nn.Module):
         special = {"sliding_window": self.sliding_window, "softcap": self.softcap, "s_aux": self.sinks}
         given = {name: value for name, value in special.items() if value is not None}
         return {"dropout": self.attention_dropout if self.training else 0.0, **given}
+
+    def _grown(self, query_BNTH: Tensor, position_ids: Any) -> Tensor:
+        """Queries that grow with their position, in families where they do."""
+        if self.growth is None:
+            return query_BNTH
+        rate, length = self.growth
+        factor_BT: Tensor = 1 + rate * torch.log1p(torch.floor(position_ids / length))
+        return query_BNTH * factor_BT[:, None, :, None].to(query_BNTH.dtype)
 
     def _angles(self, turned: Any) -> tuple[Tensor, Tensor]:
         """This layer's columns (B, T, F) of the cosines and sines of all tables."""
@@ -124,6 +133,7 @@ class KvfoldDecoupledAttention(_FoldedAttention):
         batch, length = hidden_states.shape[:-1]
         query_BTE = self.q_proj(hidden_states) if self.q_lora_rank is None else self.q_b_proj(self.q_a_proj(hidden_states))
         query_BNTQ = query_BTE.view(batch, length, -1, self.qk_head_dim).transpose(1, 2)
+        query_BNTQ = self._grown(query_BNTQ, kwargs.get("position_ids"))
         compressed_BTE = self.kv_a_proj_with_mqa(hidden_states)
         latent_BTC, rope_BTR = compressed_BTE.split([self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)
         latent_B1SC = self.kv_a_norm(latent_BTC).unsqueeze(1)
@@ -241,7 +251,7 @@ class KvfoldIntactAttention(_FoldedAttention):
         batch, length = hidden_states.shape[:-1]
         cos_BTF, sin_BTF = self._angles(position_embeddings)
         query_BNTH = self._heads(self.q_proj(hidden_states), self.q_norm).transpose(1, 2)
-        query_BNTH = rotate(query_BNTH, cos_BTF, sin_BTF, False)
+        query_BNTH = self._grown(rotate(query_BNTH, cos_BTF, sin_BTF, False), kwargs.get("position_ids"))
         latent_B1SC = self._encode(hidden_states)
         if past_key_values is not None:
             latent_B1SC, position_BS = self._remember(latent_B1SC, position_embeddings[2], past_key_values)

@@ -22,6 +22,7 @@ config.json is the source's own, with `model_type: kvfold` and what the model ne
     kvfold.frequencies          tables of angular frequencies of the rotary pairs (slots, or pairs of a head), radians per token
     kvfold.tables               the number of each layer's table; empty where there is one
     kvfold.scale                factor on q·k
+    kvfold.growth               rate r and length L, where queries grow by 1 + r·log(1 + position // L); otherwise absent
     kvfold.biases               which of the projections "q", "kv", "k", "v", "o" have a bias
     kv_lora_rank, qk_rope_head_dim, qk_nope_head_dim, v_head_dim, q_lora_rank     widths of the decoupled form
     latent_rank, v_head_dim, kvfold.head_dim, kvfold.key_heads                    widths of the intact form

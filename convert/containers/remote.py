@@ -17,7 +17,9 @@ from torch import Tensor
 
 from ..attention import IntactAttention, LatentAttention
 from ..copies import Copy, unchanged
+from ..errors import InvalidInput
 from ..families import Family
+from ..rotary import rope_parameters
 from ..shards import TensorSpec
 from ..target import MLA, Geometry
 
@@ -25,7 +27,7 @@ FILES = ("configuration_kvfold.py", "modeling_kvfold.py", "attention_kvfold.py",
 MODEL_TYPE = "kvfold"
 ARCHITECTURE = "KvfoldForCausalLM"
 LATENT_NORM_WEIGHT = 2.0**14  # of layers_kvfold.py, whose norm with epsilon weight² is the identity
-_AUTO_MAP = {
+AUTO_MAP = {
     "AutoConfig": "configuration_kvfold.KvfoldConfig",
     "AutoModel": "modeling_kvfold.KvfoldModel",
     "AutoModelForCausalLM": f"modeling_kvfold.{ARCHITECTURE}",
@@ -101,12 +103,13 @@ class Remote:
             "tables": list(self.tables),
             "scale": self.scale,
             "biases": list(self._biased),
+            **self._growth(source),
         }
         written = {
             **{key: value for key, value in source.items() if key != "auto_map"},
             "architectures": [ARCHITECTURE],
             "model_type": MODEL_TYPE,
-            "auto_map": dict(_AUTO_MAP),
+            "auto_map": dict(AUTO_MAP),
             "v_head_dim": self.geometry.head_dim,
         }
         if self._intact:
@@ -120,6 +123,17 @@ class Remote:
             "qk_nope_head_dim": self.nope_width,
         }
         return {**written, **widths, **self._cached_head(source), "kvfold": ours}
+
+    def _growth(self, source: Mapping[str, Any]) -> dict[str, list[float]]:
+        """Rate and length by which queries grow with their position, where they do."""
+        if self.family.query_growth is None:
+            return {}
+        rope = rope_parameters(dict(source))
+        rate, length = rope.get(self.family.query_growth), rope.get("original_max_position_embeddings")
+        if rate is None or length is None:
+            raise InvalidInput(f"config.json's rope parameters lack {self.family.query_growth} or "
+                               "original_max_position_embeddings, by which this family scales queries")  # fmt: skip
+        return {"growth": [rate, length]}
 
     def _cached_head(self, source: Mapping[str, Any]) -> dict[str, Any]:
         """What vLLM allocates its cache by, in families that have these fields; the stock rotary table has that width then."""

@@ -1,6 +1,7 @@
 """Every cell of the table of families: where it says exact, the output is the source; where it says no, a sentence says why."""
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from kvfold.cli import main as kvfold
 from kvfold.convert.cli import main
 from kvfold.convert.families import FAMILIES
-from kvfold.convert.support import support
+from kvfold.convert.support import Support, support
 
 from ..tiny import ROPE, make, same_bytes
 
@@ -26,8 +27,17 @@ LOSSLESS: dict[str, list[tuple[bool, tuple[str, ...]]]] = {
     "gqa": [(False, ("--to", "gqa", "--kv-heads", "4")), (True, ("--to", "gqa", "--kv-heads", "2", "--calibration", "none"))],
     "mqa": [(True, ("--to", "mqa", "--calibration", "none"))],
     "mla": [(False, MLA_FULL)],
+    "mla remote": [(False, (*MLA_FULL[:-1], "remote"))],
 }
-CELLS = [(kind, cell.target) for kind in FAMILIES for cell in support(kind)]
+REMOTE = "mla remote"
+
+
+def name_of(cell: Support) -> str:
+    """A target; MLA has two containers."""
+    return REMOTE if cell.container == "remote" else cell.target
+
+
+CELLS = [(kind, name_of(cell)) for kind in FAMILIES for cell in support(kind)]
 
 
 def edit_config(source: Path, drop: tuple[str, ...], **changes: Any) -> None:
@@ -87,19 +97,20 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 logging.set_verbosity_error(); logging.disable_progress_bar()
 torch.set_grad_enabled(False)
-ids = torch.arange(2 * 24).reshape(2, 24) ** 2 * 7 % 97
+ids = torch.arange(2 * 44).reshape(2, 44) ** 2 * 7 % 97  # beyond the 32 positions that some tables are made for
 def load(directory):
-    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, trust_remote_code=True).eval()
 wanted, report = {}, []
 for source, folded in json.load(sys.stdin):
     if source not in wanted:
         wanted[source] = load(source)(input_ids=ids, use_cache=False).logits
     model = load(folded)
     whole = model(input_ids=ids, use_cache=False).logits
-    first = model(input_ids=ids[:, :20], use_cache=True)
-    cached = [layer.keys.numel() + layer.values.numel() for layer in first.past_key_values.layers]
+    first = model(input_ids=ids[:, :40], use_cache=True)
+    intact = getattr(model.config, "kvfold", {}).get("form") == "intact"  # whose values are digits of positions
+    cached = [layer.keys.numel() + (0 if intact else layer.values.numel()) for layer in first.past_key_values.layers]
     steps, state = [], first.past_key_values
-    for token in range(20, 24):
+    for token in range(40, 44):
         step = model(input_ids=ids[:, token : token + 1], past_key_values=state, use_cache=True)
         state = step.past_key_values
         steps.append(step.logits)
@@ -107,7 +118,7 @@ for source, folded in json.load(sys.stdin):
     report.append({
         "diff": (whole - wanted[source]).abs().max().item(), "size": wanted[source].std().item(),
         "steps": (torch.cat([first.logits, *steps], 1) - whole).abs().max().item(),
-        "cache": cached, "class": type(model).__name__,
+        "cache": cached, "class": type(model).__name__, "form": getattr(model.config, "kvfold", {}).get("form", ""),
     })
 assert "kvfold" not in sys.modules
 print(json.dumps(report))
@@ -135,15 +146,15 @@ def battery(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], l
         for cell in support(kind):
             if cell.status == "no":
                 continue
-            for number, (equal, options) in enumerate(LOSSLESS[cell.target]):
-                settings = options_of(kind, cell.target)
+            for number, (equal, options) in enumerate(LOSSLESS[name_of(cell)]):
+                settings = options_of(kind, name_of(cell))
                 source = root / f"{kind}-{equal}-{'window' if settings == SHAPE else 'none'}"
                 if not source.exists():
                     make(source, kind, equal_heads=equal, **settings)
-                out = root / f"{kind}-{cell.target}-{number}"
+                out = root / f"{kind}-{name_of(cell)}-{number}"
                 code, text = convert(source, out, options)
                 assert code == 0, (kind, options, text)
-                cases.append(((kind, cell.target), source, out))
+                cases.append(((kind, name_of(cell)), source, out))
     for name, (kind, equal, settings, change, options) in VARIANTS.items():
         source, out = make(root / name, kind, equal_heads=equal, **{**SHAPE, **settings}), root / f"{name}-folded"
         change(source)
@@ -152,8 +163,9 @@ def battery(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], l
         cases.append((("variant", name), source, out))
     pairs = json.dumps([(str(source), str(out)) for _, source, out in cases])
     done = subprocess.run(
-        [sys.executable, "-P", "-c", PROBE], input=pairs, capture_output=True, text=True, cwd=root, check=False
-    )
+        [sys.executable, "-P", "-c", PROBE], input=pairs, capture_output=True, text=True, cwd=root, check=False,
+        env={**os.environ, "HF_MODULES_CACHE": str(root / "modules")},
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     seen: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for (cell_key, _, out), report in zip(cases, json.loads(done.stdout), strict=True):
@@ -167,7 +179,7 @@ def test_the_table_is_true(
     kind: str, target: str, battery: dict[tuple[str, str], list[dict[str, Any]]], tmp_path: Path
 ) -> None:
     """Exact: logits within 5e-5 of the source's (they vary by `size`), also step by step; the cache is as small as promised."""
-    cell = {cell.target: cell for cell in support(kind)}[target]
+    cell = {name_of(cell): cell for cell in support(kind)}[target]
     if cell.status == "no":
         source = make(tmp_path / "source", kind, **SHAPE)
         options = {
@@ -188,7 +200,8 @@ def test_the_table_is_true(
         every_query = "caches every query head" in cell.why
         promised = 2 * SHAPE["num_attention_heads"] * SHAPE["head_dim"] if every_query else seen["promised"]
         window = 9 - 1  # what a sliding layer of a tiny checkpoint keeps
-        assert set(seen["cache"]) <= {2 * 20 * promised, 2 * window * promised}
+        assert set(seen["cache"]) <= {2 * 40 * promised, 2 * window * promised}
+        assert target != REMOTE or cell.why.partition(":")[0] == seen["form"]
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -203,10 +216,10 @@ def test_variants(name: str, battery: dict[tuple[str, str], list[dict[str, Any]]
 def test_the_command_prints_the_same_table() -> None:
     printed = CliRunner().invoke(kvfold, ["families", "--json"])
     table = json.loads(printed.stdout)
-    assert {(kind, target) for kind, row in table.items() for target in row if target != "family"} == set(CELLS)
-    for kind, target in CELLS:
-        cell = {cell.target: cell for cell in support(kind)}[target]
-        assert (table[kind][target]["status"], table[kind][target]["container"]) == (cell.status, cell.container)
+    assert table.keys() == FAMILIES.keys()
+    for kind in FAMILIES:
+        printed_cells = {(c["container"], t, c["status"]) for t in ("gqa", "mqa", "mla") for c in table[kind][t]}
+        assert printed_cells == {(cell.container, cell.target, cell.status) for cell in support(kind)}
     text = CliRunner().invoke(kvfold, ["families"]).output
     assert all(family.label in text for family in FAMILIES.values())
 

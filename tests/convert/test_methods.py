@@ -200,3 +200,12 @@ def test_fidelity_is_one_for_what_does_not_turn() -> None:
     rho_F = weights_only(layer(), 512).fidelity(torch.tensor([0.0, 1e-4, 0.1, 1.0], dtype=torch.float64))[0]
     assert abs(rho_F[0] - 1) < 1e-12
     assert list(rho_F.abs()) == sorted(rho_F.abs(), reverse=True)
+
+
+@pytest.mark.parametrize("rank", [H, H + 1, 2 * H, 4 * H])
+def test_rank_beyond_what_is_there_changes_nothing(rank: int, x_TD: Tensor) -> None:
+    """Directions of no energy are rounding; they must not be scaled up to keys and values."""
+    a = layer()
+    equal = replace(a, k_KHD=a.k_KHD[:1].expand_as(a.k_KHD).clone(), v_KHD=a.v_KHD[:1].expand_as(a.v_KHD).clone())
+    latent = factor.to_mla(equal, MLA(kv_lora_rank=rank, qk_rope_head_dim=H), FREQUENCIES_F, OWN, weights_only(equal, 64))
+    torch.testing.assert_close(latent_output(latent, FREQUENCIES_F, x_TD), output(equal, x_TD))

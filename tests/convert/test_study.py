@@ -129,13 +129,16 @@ def test_mistakes(tmp_path: Path) -> None:
         assert sentence in result.output
         assert not (tmp_path / "out").exists()
     for option in (("--calibration", "self"), ("--save-statistics", "x.safetensors")):
-        gqa = CliRunner().invoke(main, [str(source), "--to", "gqa", "--kv-heads", "2", "--method", "mean", *option])
+        gqa = CliRunner().invoke(
+            main, [str(source), "--to", "gqa", "--kv-heads", "2", "--method", "mean", *option, "--out", str(tmp_path / "out")]
+        )
         assert gqa.exit_code == 2
         assert f"{' '.join(option[: 2 if option[1] == 'self' else 1])} does not apply to --method mean" in gqa.output
     for options, sentence in (
         (("--calibration", "none", "--refine", "3"), "--refine 3 needs text to refine on"),
         (("--calibration", "none", "--slots", "allocated"), "--slots allocated needs statistics"),
         (("--calibration", "none", "--method", "care"), "--method care needs statistics"),
+        (("--method", "care", "--refine", "5"), "--refine 5 does not apply to --method care"),
         (("--method", "svd", "--slots", "uniform"), "--slots does not apply to --method svd"),
         (("--rope", "intact", "--slots", "uniform"), "--slots uniform does not apply here"),
     ):
