@@ -163,6 +163,8 @@ def _choices(calibration: str | None, refine: int | None, taken: dict[str, int],
     from .shards import SHARD_SIZE
 
     drawn = refine is not None and calibration and not calibration.endswith(".safetensors")
+    if calibration and Path(calibration).exists():
+        calibration = str(Path(calibration).resolve())  # the command is in a record that others read elsewhere
     size = None if shard_size == SHARD_SIZE else shard_size
     return {"calibration": calibration, **(taken if drawn else {}), "refine": refine, "shard_size": size}
 

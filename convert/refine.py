@@ -109,19 +109,23 @@ class _Loss:
     """½ E[(ô - o)ᵀ G (ô - o)] against a source layer."""
 
     def __init__(self, source: Attention, frequencies_F: Tensor, slots_S: Tensor, sample: Sample, device: torch.device) -> None:
-        self._source, self._frequencies_F, self._slots_S = source.to(torch.float32, device), frequencies_F, slots_S
-        self._fisher_DD, self._device = sample.fisher_DD.to(device, torch.float32), device
-        inputs = sample.input_BTD
-        held = max(1, len(inputs) // HELD_BACK)
-        # A single sequence has to serve for both.
-        self.used, self.held_back = (inputs[:-held], inputs[-held:]) if held < len(inputs) else (inputs, inputs)
-
-    def of(self, layer: AnyAttention, input_BTD: Tensor) -> Tensor:
-        """On some inputs, a scalar with a gradient."""
-        input_BTD = input_BTD.to(self._device, torch.float32)
+        self._fisher_DD, self._device, self._slots_S = sample.fisher_DD.to(device, torch.float32), device, slots_S
+        self._input_BTD, teacher = sample.input_BTD, source.to(torch.float32, device)
         with torch.no_grad():
-            wanted_BTD = attend(self._source, input_BTD, self._frequencies_F)
-        error_BTD = attend(layer, input_BTD, self._slots_S) - wanted_BTD
+            parts = (attend(teacher, self._on_device(part), frequencies_F) for part in self._input_BTD.split(BATCH))
+            self._wanted_BTD = torch.cat(list(parts))
+        count = len(self._input_BTD)
+        held = max(1, count // HELD_BACK)
+        # A single sequence has to serve for both.
+        self.used = torch.arange(count - held if held < count else count)
+        self.held_back = torch.arange(count - held, count)
+
+    def _on_device(self, input_BTD: Tensor) -> Tensor:
+        return input_BTD.to(self._device, torch.float32)
+
+    def of(self, layer: AnyAttention, taken: Tensor) -> Tensor:
+        """On the sequences of these numbers, a scalar with a gradient."""
+        error_BTD = attend(layer, self._on_device(self._input_BTD[taken]), self._slots_S) - self._wanted_BTD[taken]
         return ((error_BTD @ self._fisher_DD) * error_BTD).sum(-1).mean() / 2
 
     @torch.no_grad()
@@ -143,9 +147,9 @@ def _descend(start: Layer, loss: _Loss, steps: int, seed: int) -> Layer:
     for step in range(steps):
         for group in adam.param_groups:
             group["lr"] = RATE * group["size"] * (1 + math.cos(math.pi * step / steps)) / 2
-        taken = torch.randperm(len(loss.used), generator=generator)[:BATCH]
+        taken = loss.used[torch.randperm(len(loss.used), generator=generator)[:BATCH]]
         adam.zero_grad()
-        loss.of(replace(start, **weights), loss.used[taken]).backward()
+        loss.of(replace(start, **weights), taken).backward()
         adam.step()
     detached: dict[str, Any] = {name: tensor.detach() for name, tensor in weights.items()}
     return replace(start, **detached)

@@ -32,6 +32,8 @@ def choose_slots(
     if not isinstance(target, MLA) or not target.qk_rope_head_dim:
         if wanted is not None:
             raise InvalidInput(f"--slots {wanted} does not apply here: there is no rotary part to divide; leave it out")
+        if isinstance(target, MLA) and method in PEERS:
+            raise InvalidInput(f"--method {method} decouples the rotary part, and here there is none; leave it out")
         return target, (), ()
     if target.slots == "source":
         return target, _fixed_bands(source, target), ()

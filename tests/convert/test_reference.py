@@ -151,9 +151,11 @@ def test_absorbed_is_expanded(options: dict[str, object]) -> None:
 
 
 def test_absorbed_never_expands() -> None:
-    absorbed = latent().absorb()
-    absorbed.kv_b_proj.register_forward_hook(lambda *_: pytest.fail("keys and values were expanded"))
-    absorbed(inputs())
+    calls = []
+    for name, module in (("expanded", latent()), ("absorbed", latent().absorb())):
+        module.kv_b_proj.register_forward_hook(lambda *_, name=name: calls.append(name))
+        module(inputs())
+    assert calls == ["expanded"]
 
 
 def test_query_latent_of_full_rank_is_exact() -> None:

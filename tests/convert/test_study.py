@@ -140,6 +140,7 @@ def test_mistakes(tmp_path: Path) -> None:
         (("--calibration", "none", "--method", "care"), "--method care needs statistics"),
         (("--method", "care", "--refine", "5"), "--refine 5 does not apply to --method care"),
         (("--method", "svd", "--slots", "uniform"), "--slots does not apply to --method svd"),
+        (("--rope", "intact", "--method", "svd"), "--method svd decouples the rotary part"),
         (("--rope", "intact", "--slots", "uniform"), "--slots uniform does not apply here"),
     ):
         result = convert(source, "--rank", "9", *options, out=tmp_path / "out")
