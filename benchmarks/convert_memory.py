@@ -21,21 +21,22 @@ from kvfold.convert.shards import ShardWriter, TensorSpec
 
 from .machine import save
 
-HIDDEN, HEADS, FEED_FORWARD, VOCABULARY = 2048, 16, 5632, 32000
+HIDDEN, HEAD, FEED_FORWARD, VOCABULARY = 2048, 128, 2.75, 32000  # the feed-forward width as a multiple of the hidden size
 
 
-def generate(directory: Path, gigabytes: float) -> int:
-    """Write a random bfloat16 Llama of about that size, tensor by tensor; returns its number of layers."""
-    layer = 4 * HIDDEN * HIDDEN + 3 * HIDDEN * FEED_FORWARD + 2 * HIDDEN
-    layers = max(1, round((gigabytes * 1e9 / 2 - 2 * VOCABULARY * HIDDEN) / layer))
-    shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": (VOCABULARY, HIDDEN) for name in ("model.embed_tokens", "lm_head")}
-    shapes["model.norm.weight"] = (HIDDEN,)
+def generate(directory: Path, gigabytes: float, *, hidden: int = HIDDEN, layers: int | None = None) -> int:
+    """Write a random bfloat16 Llama of about that size, or of so many layers, tensor by tensor; returns their number."""
+    wide = int(FEED_FORWARD * hidden)
+    layer = 4 * hidden * hidden + 3 * hidden * wide + 2 * hidden
+    layers = layers or max(1, round((gigabytes * 1e9 / 2 - 2 * VOCABULARY * hidden) / layer))
+    shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": (VOCABULARY, hidden) for name in ("model.embed_tokens", "lm_head")}
+    shapes["model.norm.weight"] = (hidden,)
     for number in range(layers):
         prefix = f"model.layers.{number}."
-        shapes |= {f"{prefix}self_attn.{role}_proj.weight": (HIDDEN, HIDDEN) for role in "qkvo"}
-        shapes |= {f"{prefix}mlp.{role}_proj.weight": (FEED_FORWARD, HIDDEN) for role in ("gate", "up")}
-        shapes |= {f"{prefix}mlp.down_proj.weight": (HIDDEN, FEED_FORWARD)}
-        shapes |= {f"{prefix}{norm}_layernorm.weight": (HIDDEN,) for norm in ("input", "post_attention")}
+        shapes |= {f"{prefix}self_attn.{role}_proj.weight": (hidden, hidden) for role in "qkvo"}
+        shapes |= {f"{prefix}mlp.{role}_proj.weight": (wide, hidden) for role in ("gate", "up")}
+        shapes |= {f"{prefix}mlp.down_proj.weight": (hidden, wide)}
+        shapes |= {f"{prefix}{norm}_layernorm.weight": (hidden,) for norm in ("input", "post_attention")}
     specs = {name: TensorSpec(torch.bfloat16, shape) for name, shape in shapes.items()}
     generator = torch.Generator().manual_seed(0)
     with ShardWriter(directory, specs, 10**9) as writer:
@@ -44,11 +45,11 @@ def generate(directory: Path, gigabytes: float) -> int:
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        "hidden_size": HIDDEN,
-        "intermediate_size": FEED_FORWARD,
+        "hidden_size": hidden,
+        "intermediate_size": wide,
         "num_hidden_layers": layers,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": HEADS,
+        "num_attention_heads": hidden // HEAD,
+        "num_key_value_heads": hidden // HEAD,
         "vocab_size": VOCABULARY,
         "max_position_embeddings": 4096,
         "rms_norm_eps": 1e-6,
@@ -70,17 +71,18 @@ def timed(command: list[str]) -> dict[str, float]:
     cpu = usage.ru_utime + usage.ru_stime
     unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss is in kilobytes on Linux
     return {
-        "seconds": round(time.monotonic() - start, 1),
-        "cpu_seconds": round(cpu, 1),
+        "seconds": round(time.monotonic() - start, 3),
+        "cpu_seconds": round(cpu, 3),
         "peak_mb": round(usage.ru_maxrss * unit / 1e6),
     }
 
 
 @click.command()
 @click.option("--gigabytes", default=2.0, show_default=True)
+@click.option("--jobs", default=1, show_default=True, help="Layers folded at once.")
 @click.option("--work", type=click.Path(path_type=Path), help="Where to put the checkpoints; a temporary directory by default.")
 @click.option("--json", "as_json", is_flag=True)
-def main(gigabytes: float, work: Path | None, as_json: bool) -> None:
+def main(gigabytes: float, jobs: int, work: Path | None, as_json: bool) -> None:
     """Convert a generated checkpoint to every target, and copy it, each in its own process."""
     with tempfile.TemporaryDirectory(dir=work) as name:
         root = Path(name)
@@ -90,7 +92,8 @@ def main(gigabytes: float, work: Path | None, as_json: bool) -> None:
         with multiprocessing.get_context("spawn").Pool(1) as pool:
             layers = pool.apply(generate, (source, gigabytes))
         size = sum(path.stat().st_size for path in source.iterdir())
-        kvfold = [sys.executable, "-m", "kvfold", "convert", str(source), "--out", str(root / "out")]
+        kvfold = [sys.executable, "-m", "kvfold", "convert", str(source), "--calibration", "none", "--jobs", str(jobs)]
+        kvfold += ["--out", str(root / "out")]
         rows = {"cp": timed(["cp", "-r", str(source), str(root / "copy")])}
         targets = {
             "gqa-2 mean": ["--to", "gqa", "--kv-heads", "2", "--method", "mean"],
@@ -101,7 +104,7 @@ def main(gigabytes: float, work: Path | None, as_json: bool) -> None:
         for target, options in targets.items():
             rows[target] = timed([*kvfold, *options])
             shutil.rmtree(root / "out")
-    result = {"gigabytes": round(size / 1e9, 2), "layers": layers, "hidden_size": HIDDEN, "rows": rows}
+    result = {"gigabytes": round(size / 1e9, 2), "layers": layers, "hidden_size": HIDDEN, "jobs": jobs, "rows": rows}
     path = save(f"convert-memory-{gigabytes:g}gb", result)
     if as_json:
         click.echo(json.dumps(result))

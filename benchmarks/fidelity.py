@@ -88,18 +88,19 @@ def main(
                 record = rewrite(plan, out, "benchmarks.fidelity")
                 seconds = time.monotonic() - start
                 result = evaluate(out, directory, content, how)
-                assert result.nll_difference is not None
-                assert result.teacher is not None
+                assert result.ppl.difference is not None
+                assert result.ppl.teacher is not None
+                assert result.protocol is not None
                 rows[label][budget] = {
-                    "lost": result.nll_difference.mean,
-                    "standard_error": result.nll_difference.standard_error,
+                    "lost": result.ppl.difference.mean,
+                    "standard_error": result.ppl.difference.standard_error,
                     "predicted": record["predicted_loss"],
                     "target": plan.target.to_dict(),
                     "fold_seconds": round(seconds, 1),
                 }
-                click.echo(f"{label} {budget}: {result.nll_difference.mean:.4f}", err=True)
+                click.echo(f"{label} {budget}: {result.ppl.difference.mean:.4f}", err=True)
     protocol = {"protocol": result.protocol.name, "text_sha256": result.protocol.text_sha256}
-    source = {"source_perplexity": result.teacher.perplexity, "calibration": [calibration, sequences, length]}
+    source = {"source_perplexity": result.ppl.teacher.perplexity, "calibration": [calibration, sequences, length]}
     cells = [(label, *(f"{row[b]['lost']:.4f}" if b in row else "" for b in BUDGETS)) for label, row in rows.items()]
     title = f"{protocol['protocol']}, source {source['source_perplexity']:.4g}: nats lost at a share of its cache"
     show_table(title, ("", *BUDGETS), cells)

@@ -66,21 +66,22 @@ def main(model: str, text: str, train: str, tokens: str, lr: float, window: int,
                 distill(recipe(out, train, tokens, window, lr))
                 result = evaluate(Path(f"{out}-distilled"), source, content, options, out)
                 folded = evaluate(out, source, content, options)
-                assert result.teacher is not None
-                assert result.parent is not None
+                assert result.ppl.teacher is not None
+                assert result.ppl.parent is not None
                 assert result.fidelity is not None
                 assert folded.fidelity is not None
+                assert folded.protocol is not None
                 rows.append(
                     {
                         "target": to,
-                        "cache": result.cache_ratio,
+                        "cache": result.cache.ratio,
                         "sizes": plan.target.to_dict(),
-                        "source": result.teacher.perplexity,
-                        "folded": result.parent.perplexity,
-                        "distilled": result.student.perplexity,
+                        "source": result.ppl.teacher.perplexity,
+                        "folded": result.ppl.parent.perplexity,
+                        "distilled": result.ppl.student.perplexity,
                         "kl_folded": folded.fidelity.kl.mean,
                         "kl_distilled": result.fidelity.kl.mean,
-                        "recovered": result.recovered_share.value,
+                        "recovered": result.ppl.recovered_share.value,
                     }
                 )
                 click.echo(json.dumps(rows[-1]))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .attention import Attention
-from .factor import Band, saved_by_slots, separate
+from .factor import Band, Keys, saved_by_slots, separate
 from .metric import Metric
 from .subspaces import low_rank_energy
 
@@ -77,8 +77,9 @@ def divide(
     """
     losses: dict[int, list[dict[str, float]]] = {width: [] for width in candidates}
     for number, (attention, metric) in enumerate(layers()):
+        keys = Keys.of(attention, metric)
         for width, bands in candidates.items():
-            energy = low_rank_energy(*separate(attention, frequencies_F, bands, metric).stack(attention, metric))
+            energy = low_rank_energy(*separate(keys, frequencies_F, bands, metric).stack(attention, metric))
             dropped = float(energy[elements - width :].sum()) / 2  # the quadratic form's ½
             losses[width].append({"slots": slot_losses[width][number], "latent": dropped})
     width = min(losses, key=lambda width: sum(sum(loss.values()) for loss in losses[width]))

@@ -1,16 +1,19 @@
-"""How much memory the statistics of a source take, and how much there is."""
+"""How much memory the statistics and the fold of a source take, and how much there is."""
 
 import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from .source import Source
+from .statistics import Statistics
 
 _SHARE = 0.85  # of the free memory that may be planned for: estimates err, and others allocate too
 _FLOAT = 4  # bytes of a weight, an activation or a cached number: everything runs in float32
 _SUM = 8  # bytes of a statistic
 _SAMPLE = 2**15  # tokens of a layer's inputs that are kept, bfloat16
+_STEP = 8  # sequences in a step of refinement
 _BASE = 6 * 10**8  # bytes of the libraries, and of the logits that exist at once
 
 
@@ -78,13 +81,44 @@ class Need:
         return max(0, min(self.layers, free // self.layer))
 
 
-def free_bytes() -> int:
-    """Memory that may be planned for: of the GPU where there is one, else of the system, within a container's limit."""
-    import psutil  # type: ignore[import-untyped]
+def fold_bytes(source: Source, sample: tuple[int, int] | None = None) -> int:
+    """Bytes that folding one layer takes at most: its attention as it was and as it will be, and the largest decomposition.
+
+    Args:
+        source: the checkpoint.
+        sample: sequences that the layer is measured and refined on, and the tokens of each; None without statistics.
+    """
+    geometry, (sequences, length) = source.geometry, sample or (0, 0)
+    attention = sum(math.prod(source.checkpoint.spec(name).shape) for name in source.reads(0))
+    side = max(geometry.hidden_size, geometry.num_key_value_heads * geometry.head_dim)
+    # Refining keeps inputs and wanted outputs, and of a step's sequences what autograd needs: some rows and three maps a head.
+    rows = 2 * sequences * length * geometry.hidden_size
+    heads = geometry.num_attention_heads
+    step = min(sequences, _STEP) * length * (6 * geometry.hidden_size + 6 * heads * geometry.head_dim + 3 * heads * length)
+    return _SUM * (3 * attention + 5 * side**2) + _FLOAT * (rows + step)
+
+
+def default_jobs(source: Source, statistics: Statistics | None) -> int:
+    """How many layers to fold at once: one a thread that torch would use, as many as fit in the free memory."""
     import torch
 
-    if torch.cuda.is_available():
-        return int(_SHARE * torch.cuda.mem_get_info()[0])
+    sample = None if statistics is None else (*statistics.layers[0].input_BTD.shape[:2],)
+    beside = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # processes of a launcher that share this machine's memory
+    fitting = min(free_bytes(), _system_bytes()) // beside // fold_bytes(source, sample)
+    return max(1, min(torch.get_num_threads(), source.layers, fitting))
+
+
+def free_bytes() -> int:
+    """Memory that may be planned for: of the GPU where there is one, else of the system, within a container's limit."""
+    import torch
+
+    return int(_SHARE * torch.cuda.mem_get_info()[0]) if torch.cuda.is_available() else _system_bytes()
+
+
+def _system_bytes() -> int:
+    """The same of the system alone."""
+    import psutil  # type: ignore[import-untyped]
+
     free: Any = psutil.virtual_memory().available
     limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
     if limit.is_file() and used.is_file() and limit.read_text().strip().isdecimal():

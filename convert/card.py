@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -81,13 +82,22 @@ def distilled_record(student: Path, recipe: dict[str, Any], result: dict[str, An
     return {**record, "stage": "distill", "parents": [*record["parents"], parent], "distill": {"recipe": recipe, **result}}
 
 
-def describe(directory: Path, name: str | None, revision: str | None = None) -> dict[str, Any]:
-    """How a record names a source: its name, where it lies, its commit if it came from the Hub, a SHA-256 of each file."""
+def describe(
+    directory: Path, name: str | None, revision: str | None = None, known: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """How a record names a source: its name, where it lies, its commit if it came from the Hub, a SHA-256 of each file.
+
+    Args:
+        known: SHA-256 of files that were read already.
+    """
     files = sorted(
         path for path in directory.iterdir() if path.is_file() and path.suffix in {".safetensors", ".json", ".jinja"}
     )
-    hashes = {}
-    for path in files:
-        with path.open("rb") as file:
-            hashes[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
+    hashes = {path.name: (known or {}).get(path.name) or sha256(path) for path in files}
     return {"name": name or directory.name, "path": str(directory.resolve()), "revision": revision, "files": hashes}
+
+
+def sha256(path: Path) -> str:
+    """Of a file's bytes, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -8,13 +8,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from .errors import InvalidInput
-from .shards import INDEX, SHARD_SIZE, Entry, ShardWriter, TensorSpec, pieces, read_flat, read_header
+from .shards import INDEX, SHARD_SIZE, Entry, ShardWriter, TensorSpec, is_finite, pieces, read_flat, read_header
 
-PIECE = 1 << 22  # elements: a tensor that is only copied passes through memory in pieces of this size
+PIECE = 1 << 20  # elements: a tensor that is only copied passes through memory in pieces of this size, which caches hold
 _SIDE_FILES = (
     "*token*.json", "vocab*", "merges.txt", "*.model", "*.tiktoken", "chat_template*", "*.jinja", "generation_config.json",
     "preprocessor_config.json", "processor_config.json", "LICENSE*", "NOTICE*", "USE_POLICY*",
@@ -63,13 +62,22 @@ class Checkpoint(Mapping[str, Tensor]):
         for first, count in pieces(entry.spec, PIECE, entry.spec.shape[-1] if by_rows else 1):
             yield first, self._finite(name, read_flat(entry, first, count))
 
+    @property
+    def files(self) -> list[Path]:
+        """The weight files, sorted."""
+        return sorted({entry.file for entry in self._entries.values()})
+
+    def file_of(self, name: str) -> Path:
+        """Which of them a tensor lies in."""
+        return self._entries[name].file
+
     def identity(self) -> list[tuple[str, int, int]]:
         """(name, bytes, modification time in ns) of the weight files and the config: changes when the source does."""
-        files = sorted({entry.file for entry in self._entries.values()} | {self.directory / "config.json"})
+        files = sorted({*self.files, self.directory / "config.json"})
         return [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
 
     def _finite(self, name: str, tensor: Tensor) -> Tensor:
-        if not torch.isfinite(tensor).all():
+        if not is_finite(tensor):
             raise InvalidInput(f"{name} of {self.directory} holds NaN or infinite values; the checkpoint is damaged")
         return tensor
 

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .console import Command, is_first, notice, show_json, show_table
+from .console import Command, is_first, notice, show_json
 from .errors import InvalidInput
 from .ranks import processes, together
-from .target import NAMES
+from .target import NAMES, query_rank
 
 if TYPE_CHECKING:
     from .plan import Plan
@@ -44,6 +44,11 @@ class Launched(Command):
 @click.option("--rope-dim", type=int, help="MLA: qk_rope_head_dim, cached beside the latent; chosen when left out.")
 @click.option("--kv-budget", metavar="SHARE", help="GQA, MLA: cache after the fold as a share of the source's, e.g. 25%.")
 @click.option(
+    "--q-lora-rank",
+    metavar="N|full",
+    help="MLA: make the queries of all heads from N numbers. Saves weights and their reads; the KV cache does not change.",
+)
+@click.option(
     "--rope",
     type=click.Choice(("decoupled", "intact")),
     help="MLA: a rotary key beside the latent (default), or keys that are rebuilt, then rotated.",
@@ -52,6 +57,11 @@ class Launched(Command):
     "--container",
     type=click.Choice(("auto", "stock", "remote")),
     help="MLA: the DeepSeek-V3 class, or the source's class with code shipped beside the weights. Auto: stock where it fits.",
+)
+@click.option(
+    "--engine",
+    metavar="NAME,...",
+    help="What must run the output: transformers, vllm, sglang, llama.cpp. Takes the least lossy container that all accept.",
 )
 @click.option(
     "--slots",
@@ -106,6 +116,7 @@ class Launched(Command):
     show_default=True,
     help="At the end: `lint` asks the rules of `kvfold verify`, `full` also runs the output beside its source.",
 )
+@click.option("--jobs", type=click.IntRange(min=1), help="Layers folded at once; by default one a core, if they fit in memory.")
 @click.option("--dry-run", is_flag=True, help="Show what would be done and what it costs; write nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
 def main(
@@ -133,10 +144,11 @@ def main(
     """
     from .checkpoint import check_output
     from .hub import resolve
+    from .outline import show_plan
     from .plan import make_plan
     from .refine import STEPS
 
-    verified, taken = sizes.pop("verify"), {"sequences": sequences, "length": length, "seed": seed}
+    how, taken = (sizes.pop("verify"), sizes.pop("jobs")), {"sequences": sequences, "length": length, "seed": seed}
     with together():  # before any long work: mistakes show at once
         directory = resolve(model, revision)
         plan = make_plan(directory, to, sizes, method, dtype)
@@ -144,18 +156,16 @@ def main(
             check_output(out, directory)
         calibration = choose_calibration(calibration, plan, sizes["slots"], refine, save_statistics, dry_run)
     statistics = calibration and _study(plan, calibration, out, **taken, layerwise=layerwise, save=save_statistics)
-    if not is_first():
-        return
     if statistics:
         plan = make_plan(directory, to, sizes, method, dtype, statistics, STEPS if refine is None else refine)
     out = out or Path(default_name(model, plan.target.to_dict()))
-    if dry_run:
+    if dry_run and is_first():
         show_json(plan.to_dict()) if as_json else show_plan(plan.to_dict())
+    if dry_run:
         return
-    check_output(out, directory)
-    how = _choices(calibration, plan.refine if statistics else None, taken, shard_size)
-    command = command_line(model, to, {**sizes, **how}, plan.method, revision, dtype)
-    _carry_out(plan, out, command, shard_size, model, as_json, verified)
+    chosen = _choices(calibration, plan.refine if statistics else None, taken, shard_size)
+    command = command_line(model, to, {**sizes, **chosen}, plan.method, revision, dtype)
+    _carry_out(plan, out, command, shard_size, model, as_json, *how)
 
 
 def _choices(calibration: str | None, refine: int | None, taken: dict[str, int], shard_size: int) -> dict[str, Any]:
@@ -176,15 +186,19 @@ def _study(plan: "Plan", calibration: str, out: Path | None, **how: Any) -> "Sta
     return study(plan.source, calibration, work=out and out.parent, **how)
 
 
-def _carry_out(plan: "Plan", out: Path, command: str, shard_size: int, model: str, as_json: bool, verified: str) -> None:
-    """Write the output, check it as far as asked, and say what it is."""
+def _carry_out(
+    plan: "Plan", out: Path, command: str, shard_size: int, model: str, as_json: bool, verified: str, jobs: int | None
+) -> None:
+    """Write the output, check it as far as asked, and say what it is; of several processes the first one alone does so."""
     from .rewrite import rewrite
-    from .verify import FAILED, verify
+    from .verify import ENGINES, FAILED, verify
 
     for text in plan.notices:
         notice(text)
-    record = rewrite(plan, out, command, shard_size, None if Path(model).is_dir() else model.partition("@")[0])
-    report = None if verified == "none" else verify(out, run=verified == "full")
+    record = rewrite(plan, out, command, shard_size, None if Path(model).is_dir() else model.partition("@")[0], jobs)
+    if not is_first():
+        return
+    report = None if verified == "none" else verify(out, plan.engines or ENGINES[:1], run=verified == "full")
     checked = {} if report is None else {"verify": report.to_dict()}
     show_json({"out": str(out), **record, **checked}) if as_json else click.echo(_summary(record, out))
     for check in report.checks if report else ():
@@ -215,12 +229,14 @@ def choose_calibration(
             raise InvalidInput(f"{option} does not apply to --method {plan.method}, which folds by weights alone")
         wanted = "none"
     target = plan.target.to_dict()
-    heads = plan.source.geometry.num_key_value_heads
-    if wanted is None and (target.get("slots") == "source" or target.get("num_key_value_heads") == heads):
+    geometry = plan.source.geometry
+    queries = target.get("q_lora_rank") in {None, query_rank(geometry, "full")}
+    kept = (target.get("slots") == "source" and queries) or target.get("num_key_value_heads") == geometry.num_key_value_heads
+    if wanted is None and kept and not plan.folds_biases:
         if refine:
             raise InvalidInput(f"--refine {refine} has nothing to refine where everything is kept; leave it out")
         return None  # nor anything to choose
-    check_calibrated(plan.method, slots, calibrated=wanted != "none")
+    check_calibrated(plan.method, slots, calibrated=wanted != "none", biased=plan.folds_biases)
     if wanted == "none" and refine:
         raise InvalidInput(f"--refine {refine} needs text to refine on; leave it out, or use --calibration self")
     if wanted is None and dry_run:
@@ -242,9 +258,10 @@ def _summary(record: dict[str, Any], out: Path) -> str:
 
 
 def default_name(model: str, target: dict[str, Any]) -> str:
-    """`<model>-gqa-4`, `<model>-mqa`, `<model>-mla-512-64` or `<model>-mla-full`."""
+    """`<model>-gqa-4`, `<model>-mqa`, `<model>-mla-512-64` or `<model>-mla-full`, and `-q96` for queries of rank 96."""
     widths = {"gqa": ["num_key_value_heads"], "mqa": [], "mla": ["kv_lora_rank", "qk_rope_head_dim"]}[target["name"]]
     parts = ["full"] if target.get("slots") == "source" else [str(target[width]) for width in widths]
+    parts += [f"q{target['q_lora_rank']}"] if "q_lora_rank" in target else []
     stem = Path(model).resolve().name if Path(model).is_dir() else model.partition("@")[0].rpartition("/")[2]
     return "-".join([stem, target["name"], *parts])
 
@@ -256,25 +273,6 @@ def command_line(model: str, to: str, sizes: dict[str, Any], method: str, revisi
         word for name, value in options.items() if value is not None for word in (f"--{name.replace('_', '-')}", str(value))
     ]
     return shlex.join(["kvfold", "convert", model, *given])
-
-
-def show_plan(plan: dict[str, Any]) -> None:
-    """A plan as a table."""
-    cache = plan["cache"]
-    rows = [
-        ("source", f"{plan['source']} ({plan['family']}, {plan['layers']} layers)"),
-        ("output", f"{plan['container']}, {plan['dtype']}, {plan['output_bytes'] / 1e6:,.1f} MB, method {plan['method']}"),
-        ("target", ", ".join(f"{key} {value}" for key, value in plan["target"].items())),
-    ]
-    for side in ("before", "after"):
-        size = cache[side]
-        at = ", ".join(
-            f"{int(n) // 1024}k: {sizes[side == 'after'] / 1e6:,.1f} MB" for n, sizes in plan["cache_bytes_at"].items()
-        )
-        rows.append((f"cache {side}", f"{size['elements_per_token_per_layer']} elements per token and layer; {at}"))
-    rows += [(name, " x ".join(map(str, shape))) for name, shape in plan["attention_of_layer_0"].items()]
-    rows += [("note", text) for text in plan["notices"]]
-    show_table("plan (nothing is written)", ("", ""), rows)
 
 
 if __name__ == "__main__":

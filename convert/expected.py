@@ -80,6 +80,7 @@ def _remote(config: Mapping[str, Any], names: Collection[str]) -> dict[str, Shap
             kv_lora_rank=config["latent_rank" if intact else "kv_lora_rank"],
             qk_rope_head_dim=0 if intact else config["qk_rope_head_dim"],
             rope=ours["form"],
+            q_lora_rank=config.get("q_lora_rank"),
         ),
         frequencies=(),
         scale=ours["scale"],

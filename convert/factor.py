@@ -19,6 +19,7 @@ from .attention import Attention, LatentAttention
 from .metric import Metric, with_bias
 from .queries import fit_queries
 from .rotary import complex_rows, half_rows, interleaved_rows
+from .spectrum import spectrum
 from .subspaces import leading, low_rank
 from .target import MLA
 
@@ -67,16 +68,16 @@ def to_mla(
     if target.slots == "source":
         return _exact(attention)
     queries, width = len(attention.q_NHD) // len(attention.k_KHD), attention.k_KHD.shape[-1]
-    parts = separate(attention, frequencies_F, bands, metric)
-    down_CD, up, _ = low_rank(*parts.stack(attention, metric), target.kv_lora_rank)
+    parts = separate(Keys.of(attention, metric), frequencies_F, bands, metric)
+    down_CD, up, energy_M = low_rank(*parts.stack(attention, metric), target.kv_lora_rank)
     k_KHE, q_NHE = with_bias(attention.k_KHD, attention.k_KH), with_bias(attention.q_NHD, attention.q_NH)
     slots_S = torch.tensor([band.frequency for band in bands for _ in range(band.slots)], dtype=torch.float64)
     latent_CE = pad(down_CD, (0, k_KHE.shape[-1] - width))
     slots_NRH, latent_NCH = fit_queries(k_KHE, frequencies_F, parts.k_rope_RE, slots_S, latent_CE, queries, metric)
     q_rope_NRE = slots_NRH @ q_NHE
     return LatentAttention(
-        q_nope_NPD=attention.q_NHD,
-        q_rope_NRD=q_rope_NRE[..., :width],
+        q_nope_NPA=attention.q_NHD,
+        q_rope_NRA=q_rope_NRE[..., :width],
         q_nope_NP=attention.q_NH,
         q_rope_NR=None if attention.q_NH is None else q_rope_NRE[..., -1],
         down_CD=down_CD,
@@ -87,7 +88,42 @@ def to_mla(
         o_DNH=attention.o_DNH,
         o_D=_output_bias(attention),
         scale=attention.scale,
+        spectrum=spectrum(energy_M),
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Keys:
+    """A layer's keys as complex rows, with what does not depend on the slots that they are given.
+
+    Attributes:
+        z_KFE: the keys.
+        seen_KFE: z C, their images under the input's moment.
+        pairs_FKK: G at each rotary pair, complex.
+    """
+
+    z_KFE: Tensor
+    seen_KFE: Tensor
+    pairs_FKK: Tensor
+
+    @classmethod
+    def of(cls, attention: Attention, metric: Metric) -> "Keys":
+        """The keys of a layer in its metric."""
+        k_KHE = with_bias(attention.k_KHD, attention.k_KH)
+        moment_EE, z_KFE = metric.moment(k_KHE), complex_rows(k_KHE)
+        seen_KFE = z_KFE if moment_EE is None else complex_rows(k_KHE @ moment_EE)
+        return cls(z_KFE=z_KFE, seen_KFE=seen_KFE, pairs_FKK=metric.pairs(len(k_KHE)))
+
+    def weighted(self, frequencies_F: Tensor, band: Band, metric: Metric) -> tuple[Tensor, Tensor, Tensor]:
+        """A band's rows (M, E), pair-major, what their errors cost when left without a slot (M, M), and their images (M, E)."""
+        heads, members = len(self.z_KFE), list(band.pairs)
+        turned_NM = metric.fidelity(frequencies_F[members] - band.frequency).abs().square()
+        # What a slot saves is the rotation that the mean over distances loses; a slow pair loses next to nothing.
+        saved_NM = (turned_NM - metric.fidelity(frequencies_F[members]).abs().square()).clamp(min=1e-6)
+        root_KM = saved_NM.unflatten(0, (heads, -1)).mean(1).sqrt()
+        blocks = (root_KM[:, m, None] * self.pairs_FKK[pair] * root_KM[:, m] for m, pair in enumerate(members))
+        rows_ME, seen_ME = (rows[:, members].transpose(0, 1).flatten(0, 1) for rows in (self.z_KFE, self.seen_KFE))
+        return rows_ME, torch.block_diag(*blocks), seen_ME
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,16 +142,14 @@ class Parts:
         return torch.cat([keys_KPD, attention.v_KHD]).flatten(0, 1), torch.cat([self.key_BSS, metric.value_BSS]), moment_DD
 
 
-def separate(attention: Attention, frequencies_F: Tensor, bands: tuple[Band, ...], metric: Metric) -> Parts:
+def separate(keys: Keys, frequencies_F: Tensor, bands: tuple[Band, ...], metric: Metric) -> Parts:
     """Give every band the best share of the keys near its frequency; the rest of the keys stays, un-rotated."""
-    z_KFE = complex_rows(with_bias(attention.k_KHD, attention.k_KH))
-    heads = len(z_KFE)
+    heads = len(keys.z_KFE)
     still_NF = metric.fidelity(frequencies_F)
-    rest_KFE, k_slots = z_KFE.clone(), []
+    rest_KFE, k_slots = keys.z_KFE.clone(), []
     for band in bands:
         members = list(band.pairs)
-        rows_ME, weight_MM, moment_EE = _weighted(z_KFE, frequencies_F, band, metric)
-        keys_RE, shares, _ = leading(rows_ME, weight_MM, moment_EE, band.slots)
+        keys_RE, shares, _ = leading(*keys.weighted(frequencies_F, band, metric), band.slots)
         shares_MKR = shares.unflatten(0, (len(members), heads))
         rest_KFE[:, members] -= (shares_MKR @ keys_RE).transpose(0, 1)
         k_slots.append(keys_RE)
@@ -130,10 +164,9 @@ def separate(attention: Attention, frequencies_F: Tensor, bands: tuple[Band, ...
 
 def saved_by_slots(attention: Attention, frequencies_F: Tensor, metric: Metric) -> Tensor:
     """What the first, second, ... slot at each source frequency saves (F, K), in the metric's unit; falling along K."""
-    z_KFE = complex_rows(with_bias(attention.k_KHD, attention.k_KH))
-    saved = []
-    for band in source_bands(frequencies_F, len(z_KFE)):
-        _, _, energy_K = leading(*_weighted(z_KFE, frequencies_F, band, metric), band.slots)
+    keys, saved = Keys.of(attention, metric), []
+    for band in source_bands(frequencies_F, len(keys.z_KFE)):
+        _, _, energy_K = leading(*keys.weighted(frequencies_F, band, metric), band.slots)
         saved.append(energy_K / 2)  # a complex error counts half in each of its real parts
     return torch.stack(saved)
 
@@ -144,32 +177,16 @@ def lost_by_slots(attention: Attention, frequencies_F: Tensor, bands: tuple[Band
     What no slot carries loses what the mean over distances loses of its rotation; what a slot of another frequency carries
     loses the fidelity of that frequency.
     """
-    z_KFE = complex_rows(with_bias(attention.k_KHD, attention.k_KH))
-    lost = 0.0
+    keys, lost = Keys.of(attention, metric), 0.0
     for band in bands:
-        rows_ME, weight_MM, moment_EE = _weighted(z_KFE, frequencies_F, band, metric)
-        _, _, energy_M = leading(rows_ME, weight_MM, moment_EE, band.slots)
+        rows_ME, weight_MM, seen_ME = keys.weighted(frequencies_F, band, metric)
+        _, _, energy_M = leading(rows_ME, weight_MM, seen_ME, band.slots)
         lost += float(energy_M[band.slots :].sum())
         off_NM = 1 - metric.fidelity(frequencies_F[list(band.pairs)] - band.frequency).abs().square()
-        off_KM = off_NM.unflatten(0, (len(z_KFE), -1)).mean(1)
-        seen_ME = rows_ME if moment_EE is None else rows_ME @ moment_EE.to(rows_ME.dtype)
+        off_KM = off_NM.unflatten(0, (len(keys.z_KFE), -1)).mean(1)
         size_KM = (seen_ME * rows_ME.conj()).sum(-1).real.view(len(band.pairs), -1).T
-        lost += float((off_KM * size_KM * metric.pairs(len(z_KFE))[list(band.pairs)].diagonal(dim1=1, dim2=2).real.T).sum())
+        lost += float((off_KM * size_KM * keys.pairs_FKK[list(band.pairs)].diagonal(dim1=1, dim2=2).real.T).sum())
     return lost / 4  # a complex error counts half in each of its real parts; the quadratic form's ½
-
-
-def _weighted(z_KFE: Tensor, frequencies_F: Tensor, band: Band, metric: Metric) -> tuple[Tensor, Tensor, Tensor | None]:
-    """A band's rows (M, E), pair-major, what their errors cost when left without a slot (M, M), and the input's moment."""
-    heads, members = len(z_KFE), list(band.pairs)
-    turned_NM = metric.fidelity(frequencies_F[members] - band.frequency).abs().square()
-    # What a slot saves is the rotation that the mean over distances loses; a slow pair loses next to nothing.
-    saved_NM = (turned_NM - metric.fidelity(frequencies_F[members]).abs().square()).clamp(min=1e-6)
-    root_KM = saved_NM.unflatten(0, (heads, -1)).mean(1).sqrt()
-    pairs_FKK = metric.pairs(heads)
-    weight_MM = torch.block_diag(*(root_KM[:, m, None] * pairs_FKK[pair] * root_KM[:, m] for m, pair in enumerate(members)))
-    width = z_KFE.shape[-1]
-    moment_EE = None if metric.input_EE is None else metric.input_EE[:width, :width]
-    return z_KFE[:, members].transpose(0, 1).flatten(0, 1), weight_MM, moment_EE
 
 
 def _exact(attention: Attention) -> LatentAttention:
@@ -188,8 +205,8 @@ def _exact(attention: Attention) -> LatentAttention:
     width = attention.v_KHD.shape[1]
     v_up_NHC = torch.einsum("nk,hg->nhkg", owner_NK, torch.eye(width, dtype=owner_NK.dtype)).flatten(2)
     return LatentAttention(
-        q_nope_NPD=attention.q_NHD[:, :0],
-        q_rope_NRD=spread(attention.q_NHD),
+        q_nope_NPA=attention.q_NHD[:, :0],
+        q_rope_NRA=spread(attention.q_NHD),
         q_nope_NP=None if attention.q_NH is None else attention.q_NH[:, :0],
         q_rope_NR=None if attention.q_NH is None else spread(attention.q_NH[..., None]).squeeze(-1),
         down_CD=attention.v_KHD.flatten(0, 1),

@@ -153,11 +153,8 @@ def latent_obstacle(config: Mapping[str, Any]) -> str | None:
         )
     if config.get("mlp_bias"):
         return "mlp_bias is true, and the stock MLA class has no MLP biases; use --to gqa"
-    partial = partial_factor(config)
-    if partial not in (None, 1, 1.0):
-        return f"partial_rotary_factor is {partial}, and MLA is for heads that are rotary as a whole; use --to gqa"
-    if not all(rotated(family, config, layer) for layer in range(config["num_hidden_layers"])):
-        return f"{family.unrotated} turns rotation off in some layers, and one set of rotary slots serves all; use --to gqa"
+    if not any(rotated(family, config, layer) for layer in range(config["num_hidden_layers"])):
+        return f"{family.unrotated} turns rotation off in every layer, and the stock MLA class has rotary slots; use --to gqa"
     return None
 
 

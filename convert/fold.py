@@ -1,12 +1,14 @@
 """One layer folded by a plan: the only place where weights meet a method."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from . import methods, normed
 from .attention import Attention, IntactAttention, LatentAttention
+from .biases import nearest_to_one, without_key_bias, without_query_bias, without_value_bias
+from .compressed import Compressible, compress, query_metric
 from .containers.grouped import Grouped
 from .containers.rehosted import Rehosted
 from .containers.remote import Remote
@@ -17,6 +19,7 @@ from .metric import metric_of
 from .peers import PEERS
 from .plan import Plan
 from .refine import Layer, Sample, is_plain, measure, refine
+from .spectrum import Spectrum
 from .statistics import LayerStatistics
 from .target import GQA, MLA
 
@@ -31,24 +34,34 @@ class Folded:
         tensors: what is written, float64, by name.
         loss: of the layer alone on held-back calibration inputs, nats a token: by the closed form (`folded`) and as written
             (`refined`). None without such inputs, and where the attention is not one that `forward.attend` computes.
+        spectrum: that its latent was cut from; None where there is none.
     """
 
     tensors: dict[str, Tensor]
     loss: Loss | None
+    spectrum: Spectrum | None
 
 
 def fold(plan: Plan, number: int) -> Folded:
     """Fold one layer of a plan's source."""
-    if isinstance(plan.target, GQA):
+    layer, loss = fold_attention(plan, number)
+    if isinstance(layer, Attention):
         assert isinstance(plan.container, Grouped | Rehosted)
-        pooled, loss = _pooled(plan, number, plan.target)
-        return Folded(plan.container.tensors(pooled, number), loss)
+        return Folded(plan.container.tensors(layer, number), loss, None)
+    if isinstance(plan.container, Remote):
+        return Folded(plan.container.tensors(layer, number), loss, layer.spectrum)
+    assert isinstance(plan.container, Stock)
+    assert isinstance(layer, LatentAttention)
+    return Folded(plan.container.tensors(layer, number), loss, layer.spectrum)
+
+
+def fold_attention(plan: Plan, number: int) -> tuple[Attention | LatentAttention | IntactAttention, Loss | None]:
+    """One layer of a plan's source folded, before a container names its tensors, and the loss of `Folded`."""
+    if isinstance(plan.target, GQA):
+        return _pooled(plan, number, plan.target)
     if isinstance(plan.container, Remote) and not plan.target.qk_rope_head_dim:
-        joint, loss = _joint(plan, number, plan.target)
-        return Folded(plan.container.tensors(joint, number), loss)
-    assert isinstance(plan.container, Stock | Remote)
-    latent, loss = _latent(plan, number, plan.target)
-    return Folded(plan.container.tensors(latent, number), loss)
+        return _joint(plan, number, plan.target)
+    return _latent(plan, number, plan.target)
 
 
 def _statistics(plan: Plan, number: int) -> LayerStatistics | None:
@@ -59,6 +72,7 @@ def _joint(plan: Plan, number: int, target: MLA) -> tuple[IntactAttention | Late
     table_F, factor = plan.source.frequencies(number)
     attention = plan.source.attention(number, factor)
     joint = fold_joint(attention, target, _statistics(plan, number), plan.source.positions)
+    joint = _compressed(plan, number, joint, attention, table_F)
     sample = _sample(plan, number, attention, table_F)
     if isinstance(joint, IntactAttention):
         return _refined(plan, attention, table_F, joint, table_F, sample)
@@ -66,7 +80,9 @@ def _joint(plan: Plan, number: int, target: MLA) -> tuple[IntactAttention | Late
 
 
 def _latent(plan: Plan, number: int, target: MLA) -> tuple[LatentAttention, Loss | None]:
-    table_F, factor = plan.source.frequencies()
+    if plan.source.mixed and number not in plan.source.rotating:
+        return _still(plan, number, target)
+    table_F, factor = plan.source.slot_frequencies()
     attention = plan.source.attention(number, factor)
     statistics = _statistics(plan, number)
     slots_S = torch.tensor([band.frequency for band in plan.bands for _ in range(band.slots)], dtype=torch.float64)
@@ -74,8 +90,40 @@ def _latent(plan: Plan, number: int, target: MLA) -> tuple[LatentAttention, Loss
         latent = PEERS[plan.method].fold(attention, target, plan.bands, statistics)
     else:
         metric = metric_of(statistics, attention, plan.source.positions)
-        latent = methods.FACTOR["subspace"](attention, target, table_F, plan.bands, metric)
+        one_D = _one(plan, metric.input_EE)
+        latent = methods.FACTOR["subspace"](without_value_bias(attention, one_D), target, table_F, plan.bands, metric)
+        latent = without_key_bias(latent, one_D)
+        latent = _compressed(plan, number, latent, without_query_bias(attention, one_D), table_F)
     return _refined(plan, attention, table_F, latent, slots_S, _sample(plan, number, attention, table_F))
+
+
+def _still(plan: Plan, number: int, target: MLA) -> tuple[LatentAttention, Loss | None]:
+    """A layer that rotates nothing, among others that do: its keys are in the latent, and the rotary key stays empty."""
+    attention, statistics = plan.source.attention(number), _statistics(plan, number)
+    one_D = _one(plan, None if statistics is None else statistics.input_EE)
+    valued = without_value_bias(attention, one_D)
+    latent = fold_joint(valued, replace(target, rope="decoupled"), statistics, plan.source.positions)
+    assert isinstance(latent, LatentAttention)
+    table_F, _ = plan.source.frequencies(number)
+    latent = _compressed(plan, number, without_key_bias(latent, one_D), without_query_bias(attention, one_D), table_F)
+    return _refined(plan, attention, table_F, latent, table_F[:0], _sample(plan, number, attention, table_F))
+
+
+def _compressed(plan: Plan, number: int, layer: Compressible, attention: Attention, table_F: Tensor) -> Compressible:
+    """The layer with compressed queries, where the target has them."""
+    rank = plan.target.q_lora_rank if isinstance(plan.target, MLA) else None
+    if rank is None:
+        return layer
+    metric = query_metric(attention, _statistics(plan, number), plan.source.positions, table_F)
+    return compress(layer, attention, metric, rank)
+
+
+def _one(plan: Plan, input_EE: torch.Tensor | None) -> torch.Tensor | None:
+    """What stands for the constant that biases need, where they must go into weights; None where they need not."""
+    if not plan.folds_biases:
+        return None
+    assert input_EE is not None, "check_calibrated asked for statistics"
+    return nearest_to_one(input_EE)
 
 
 def _pooled(plan: Plan, number: int, target: GQA) -> tuple[Attention, Loss | None]:

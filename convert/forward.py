@@ -42,15 +42,17 @@ def _grouped(layer: Attention | IntactAttention, input_BTD: Tensor, angle_TF: Te
     if layer.q_norm_NH is not None or layer.k_norm_KH is not None:
         raise NotImplementedError("query and key norms")
     if isinstance(layer, IntactAttention):
+        q_BNTH = _project(_query_input(layer, input_BTD), layer.q_NHA, layer.q_NH)
         latent_BTC = input_BTD @ layer.down_CE.mT
         k_BKTH = _project(latent_BTC, layer.k_up_KHC, layer.k_KH)
         v_BKTH = _project(latent_BTC, layer.v_up_KHC, layer.v_KH)
     else:
+        q_BNTH = _project(input_BTD, layer.q_NHD, layer.q_NH)
         k_BKTH = _project(input_BTD, layer.k_KHD, layer.k_KH)
         v_BKTH = _project(input_BTD, layer.v_KHD, layer.v_KH)
-    q_BNTH = _turned(_project(input_BTD, layer.q_NHD, layer.q_NH), angle_TF)
     queries = q_BNTH.shape[1] // k_BKTH.shape[1]
-    return q_BNTH, _turned(k_BKTH, angle_TF).repeat_interleave(queries, 1), v_BKTH.repeat_interleave(queries, 1)
+    k_BNTH, v_BNTH = (rows.repeat_interleave(queries, 1) for rows in (_turned(k_BKTH, angle_TF), v_BKTH))
+    return _turned(q_BNTH, angle_TF), k_BNTH, v_BNTH
 
 
 def _latent(layer: LatentAttention, input_BTD: Tensor, angle_TS: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -60,10 +62,15 @@ def _latent(layer: LatentAttention, input_BTD: Tensor, angle_TS: Tensor) -> tupl
         k_rope_BTR = k_rope_BTR + layer.k_rope_R
     k_nope_BNTP = torch.einsum("btc,npc->bntp", latent_BTC, layer.k_up_NPC)
     v_BNTH = torch.einsum("btc,nhc->bnth", latent_BTC, layer.v_up_NHC)
-    q_nope_BNTP = _project(input_BTD, layer.q_nope_NPD, layer.q_nope_NP)
-    q_rope_BNTR = _turned(_project(input_BTD, layer.q_rope_NRD, layer.q_rope_NR), angle_TS, interleaved=True)
-    k_rope_BNTR = _turned(k_rope_BTR[:, None], angle_TS, interleaved=True).expand(-1, len(layer.q_rope_NRD), -1, -1)
+    query_BTA = _query_input(layer, input_BTD)
+    q_nope_BNTP = _project(query_BTA, layer.q_nope_NPA, layer.q_nope_NP)
+    q_rope_BNTR = _turned(_project(query_BTA, layer.q_rope_NRA, layer.q_rope_NR), angle_TS, interleaved=True)
+    k_rope_BNTR = _turned(k_rope_BTR[:, None], angle_TS, interleaved=True).expand(-1, len(layer.q_rope_NRA), -1, -1)
     return torch.cat([q_nope_BNTP, q_rope_BNTR], -1), torch.cat([k_nope_BNTP, k_rope_BNTR], -1), v_BNTH
+
+
+def _query_input(layer: LatentAttention | IntactAttention, input_BTD: Tensor) -> Tensor:
+    return input_BTD if layer.q_down_AD is None else input_BTD @ layer.q_down_AD.mT
 
 
 def _project(input_BTD: Tensor, weight_NHD: Tensor, bias_NH: Tensor | None) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 from .attention import Attention
 from .metric import Metric, with_bias
 from .rotary import complex_rows
-from .subspaces import matrix_root
+from .subspaces import factor
 
 GAIN = 0.06  # share of the predicted loss below which another order is not worth its uncertainty (LOG.md)
 
@@ -64,8 +64,8 @@ def merge_costs(attention: Attention, metric: Metric) -> Tensor:
     values = _seen(v_KHE, metric).flatten(0, 1) @ v_KHE.flatten(0, 1).mT
     for at, (one, other) in enumerate(zip(first.tolist(), second.tolist(), strict=True)):
         rows = torch.cat([torch.arange(head * width, (head + 1) * width) for head in (one, other)])
-        root = matrix_root(metric.value_pair(heads, one, other))
-        lost_P[at] += torch.linalg.eigvalsh(root @ values[rows][:, rows] @ root)[:width].clamp(min=0).sum()
+        lower = factor(metric.value_pair(heads, one, other))
+        lost_P[at] += torch.linalg.eigvalsh(lower.mT @ values[rows[:, None], rows] @ lower)[:width].clamp(min=0).sum()
     costs_KK: Tensor = lost_P.new_zeros(heads, heads)
     costs_KK[first, second] = costs_KK[second, first] = lost_P
     return costs_KK

@@ -6,8 +6,8 @@ from pathlib import Path
 from .errors import InvalidInput
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?(@[\w./-]+)?")
-# Everything a checkpoint needs and no pickle.
-_WANTED = ["model*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "LICENSE*", "NOTICE*"]
+# Everything a checkpoint needs and no pickle; the card, for its licence.
+_WANTED = ["model*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "LICENSE*", "NOTICE*", "README.md"]
 
 
 def resolve(model: str, revision: str | None = None) -> Path:

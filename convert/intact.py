@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .attention import Attention, IntactAttention, LatentAttention
 from .metric import Metric, from_statistics, weights_only, with_bias
+from .spectrum import spectrum
 from .statistics import LayerStatistics
 from .subspaces import low_rank
 from .target import MLA
@@ -44,13 +45,14 @@ def to_intact(attention: Attention, target: MLA, metric: Metric) -> IntactAttent
         rows_CE = torch.eye(len(rows_CE), dtype=rows_CE.dtype)
         moment_EE = moment_EE + moment_EE.diagonal().mean() * _RIDGE * rows_CE
     rank = target.kv_lora_rank
+    energy_M = None
     if rank >= full_rank(rows_CE.shape[1], len(rows_CE), normed):
         down_CE, up = _exact(rows_CE, rank)
     else:
-        down_CE, up, _ = low_rank(rows_CE, torch.cat([metric.key_BSS, metric.value_BSS]), moment_EE, rank)
+        down_CE, up, energy_M = low_rank(rows_CE, torch.cat([metric.key_BSS, metric.value_BSS]), moment_EE, rank)
     k_up_KHC, v_up_KHC = up.unflatten(0, (2, len(attention.k_KHD), -1))
     return IntactAttention(
-        q_NHD=attention.q_NHD,
+        q_NHA=attention.q_NHD,
         down_CE=down_CE,
         k_up_KHC=k_up_KHC,
         v_up_KHC=v_up_KHC,
@@ -64,6 +66,7 @@ def to_intact(attention: Attention, target: MLA, metric: Metric) -> IntactAttent
         q_norm_NH=attention.q_norm_NH,
         k_norm_KH=attention.k_norm_KH,
         scale=attention.scale,
+        spectrum=None if energy_M is None else spectrum(energy_M),
     )
 
 
@@ -91,14 +94,14 @@ def unrotated(attention: IntactAttention) -> LatentAttention:
 
     A key bias adds the same to all scores of a query, which softmax does not see; a value bias is a constant of the output.
     """
-    queries = len(attention.q_NHD) // len(attention.k_up_KHC)
+    queries = len(attention.q_NHA) // len(attention.k_up_KHC)
     output_D = attention.o_D
     if attention.v_KH is not None:
         constant_D = torch.einsum("dnh,nh->d", attention.o_DNH, attention.v_KH.repeat_interleave(queries, 0))
         output_D = constant_D if output_D is None else constant_D + output_D
     return LatentAttention(
-        q_nope_NPD=attention.q_NHD,
-        q_rope_NRD=attention.q_NHD[:, :0],
+        q_nope_NPA=attention.q_NHA,
+        q_rope_NRA=attention.q_NHA[:, :0],
         down_CD=attention.down_CE,
         k_up_NPC=attention.k_up_KHC.repeat_interleave(queries, 0),
         v_up_NHC=attention.v_up_KHC.repeat_interleave(queries, 0),
@@ -109,6 +112,7 @@ def unrotated(attention: IntactAttention) -> LatentAttention:
         k_rope_R=None if attention.k_KH is None else attention.down_CE[:0, 0],
         o_D=output_D,
         scale=attention.scale,
+        spectrum=attention.spectrum,
     )
 
 
@@ -116,7 +120,7 @@ def linearised(attention: Attention, input_EE: Tensor | None) -> Attention:
     """Attention whose norms are the linear maps that they are on average; without norms itself."""
     if attention.k_norm_KH is None:
         return attention
-    q_NH1, k_KH1 = (gain[..., None] for gain in _gains(attention, input_EE))
+    q_NH1, k_KH1 = (gain[..., None] for gain in gains(attention, input_EE))
     return replace(attention, q_NHD=q_NH1 * attention.q_NHD, k_KHD=k_KH1 * attention.k_KHD, q_norm_NH=None, k_norm_KH=None)
 
 
@@ -124,11 +128,11 @@ def behind_norms(metric: Metric, attention: Attention) -> Metric:
     """A metric that was measured at keys as they are projected, at the keys behind their norm."""
     if attention.k_norm_KH is None:
         return metric
-    gain_BS = _gains(attention, metric.input_EE)[1].reshape(metric.key_BSS.shape[:2])
+    gain_BS = gains(attention, metric.input_EE)[1].reshape(metric.key_BSS.shape[:2])
     return replace(metric, key_BSS=metric.key_BSS / gain_BS[:, :, None] / gain_BS[:, None, :])
 
 
-def _gains(attention: Attention, input_EE: Tensor | None) -> tuple[Tensor, Tensor]:
+def gains(attention: Attention, input_EE: Tensor | None) -> tuple[Tensor, Tensor]:
     """What query and key norms multiply their inputs with, (N, H) and (K, H): weights over the root of the mean square."""
     found = []
     for rows, bias, norm in (

@@ -38,7 +38,7 @@ def choose_form(source: Source, rope: str | None, container: str) -> Form:
     Raises:
         InvalidInput: the user's choice cannot hold the source.
     """
-    forced = _needs_intact(source)
+    forced = _needs_intact(source, container)
     if rope == "decoupled" and forced is not None:
         raise InvalidInput(f"--rope decoupled cannot hold {source.family.label}: {forced}; use --rope intact")
     if rope == "intact" and not source.rotary_width:
@@ -53,11 +53,15 @@ def choose_form(source: Source, rope: str | None, container: str) -> Form:
     return Form("intact" if intact else "decoupled", remote, None if container == "remote" else forced or obstacle)
 
 
-def _needs_intact(source: Source) -> str | None:
-    """Why the rotary part of a source cannot be decoupled from its keys; None when it can."""
+def _needs_intact(source: Source, container: str) -> str | None:
+    """Why the rotary part of a source cannot be decoupled from its keys; None when it can.
+
+    A rotary key that layers without rotation leave empty is a waste that only the stock class, which has no choice, is worth.
+    """
     if source.family.k_norm is not None:  # no question then of tables, which may depend on the input's length
         return intact_reason(source.family, biased=False, unlike=False)
-    unlike = source.rotary_width and len({str(source.frequencies(layer)) for layer in range(source.layers)}) > 1
+    layers = source.rotating if container == "stock" else range(source.layers)
+    unlike = source.rotary_width and len({str(source.frequencies(layer)) for layer in layers}) > 1
     return intact_reason(source.family, biased=bool(source.biases), unlike=bool(unlike))
 
 
@@ -71,7 +75,14 @@ def latent_container(source: Source, target: MLA, bands: tuple[Band, ...], remot
     """The output format of a target whose form `choose_form` chose."""
     if not remote:
         block, rope = folded_block(source.family, source.config), slot_rope(source, bands)
-        return Stock(geometry=source.geometry, target=target, rope=rope, biases=bool(source.biases), block=block)
+        return Stock(
+            geometry=source.geometry,
+            target=target,
+            rope=rope,
+            biases=bool(source.biases),
+            block=block,
+            mixed=source.mixed,
+        )
     _, factor = source.frequencies(0)
     slots = tuple(band.frequency for band in bands for _ in range(band.slots))
     if target.rope == "intact":

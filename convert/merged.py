@@ -88,8 +88,8 @@ def written(
         moved_D = torch.einsum("dnh,nh->d", attention.o_DNH, v_constant_KH.repeat_interleave(queries, 0))
         o_D = moved_D if o_D is None else o_D + moved_D
     return LatentAttention(
-        q_nope_NPD=q_nope_NPE[..., :-1],
-        q_rope_NRD=q_rope_NRE[..., :-1],
+        q_nope_NPA=q_nope_NPE[..., :-1],
+        q_rope_NRA=q_rope_NRE[..., :-1],
         q_nope_NP=None if attention.q_NH is None else q_nope_NPE[..., -1],
         q_rope_NR=None if attention.q_NH is None else q_rope_NRE[..., -1],
         down_CD=down_CD,

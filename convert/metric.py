@@ -29,12 +29,14 @@ class Metric:
         input_EE: C, second moment of the input with the constant 1 as its last entry; None: the identity.
         key_BSS: G at the pre-RoPE keys, diagonal blocks over rows (k, h) in the half layout.
         value_BSS: G at the values.
+        query_NHH: G at the pre-RoPE queries of every head.
         distance_NT: how a query head's attention is spread over distances; rows sum to 1.
     """
 
     input_EE: Tensor | None
     key_BSS: Tensor
     value_BSS: Tensor
+    query_NHH: Tensor
     distance_NT: Tensor
 
     def fidelity(self, frequency_F: Tensor) -> Tensor:
@@ -50,7 +52,7 @@ class Metric:
 
     def of_queries(self, heads: slice) -> "Metric":
         """The same for some query heads."""
-        return replace(self, distance_NT=self.distance_NT[heads])
+        return replace(self, query_NHH=self.query_NHH[heads], distance_NT=self.distance_NT[heads])
 
     def value_blocks(self, heads: int, group: slice) -> Tensor:
         """G at the values of some key heads, as diagonal blocks: each head's own, or theirs together where G is one block."""
@@ -81,6 +83,7 @@ class Metric:
             self,
             key_BSS=moved(self.key_BSS),
             value_BSS=moved(self.value_BSS),
+            query_NHH=self.query_NHH[readers],
             distance_NT=self.distance_NT[readers],
         )
 
@@ -119,6 +122,7 @@ def from_statistics(layer: LayerStatistics) -> Metric:
         input_EE=input_EE,
         key_BSS=layer.key_fisher[None],
         value_BSS=layer.value_fisher[None],
+        query_NHH=layer.query_fisher,
         distance_NT=layer.distance_NT,
     )
 
@@ -126,8 +130,8 @@ def from_statistics(layer: LayerStatistics) -> Metric:
 def weights_only(attention: Attention, span: int) -> Metric:
     """The metric when there is no data: an isotropic input, and distances that follow a power law.
 
-    A key error moves a score by scale · q·δ, and the score moves the output by the value it displaces; a value error reaches
-    the output through W_O.
+    A key error moves a score by scale · q·δ, a query error by scale · δ·k, and the score moves the output by the value it
+    displaces; a value error reaches the output through W_O.
 
     Args:
         attention: the source's weights, float64.
@@ -138,12 +142,14 @@ def weights_only(attention: Attention, span: int) -> Metric:
     value_NHH = (attention.v_KHD @ attention.v_KHD.mT).repeat_interleave(queries, 0)
     displaced_N = attention.scale**2 * (gram_NHH * value_NHH).sum((1, 2))
     q_NHE = with_bias(attention.q_NHD, attention.q_NH)
+    k_NHE = with_bias(attention.k_KHD, attention.k_KH).repeat_interleave(queries, 0)
     key_NHH = displaced_N[:, None, None] * (q_NHE @ q_NHE.mT)
     weight_T = (torch.arange(min(span, SPAN), dtype=torch.float64) + 1) ** -DECAY
     return Metric(
         input_EE=None,
         key_BSS=key_NHH.unflatten(0, (heads, queries)).sum(1),
         value_BSS=gram_NHH.unflatten(0, (heads, queries)).sum(1),
+        query_NHH=displaced_N[:, None, None] * (k_NHE @ k_NHE.mT),
         distance_NT=(weight_T / weight_T.sum()).expand(heads * queries, -1),
     )
 

@@ -49,33 +49,34 @@ def load_tokenizer(directory: Path) -> Any:
 
 
 class LayeredModel:
-    """A checkpoint as transformers builds it, float32 and eager, whose weights are read when a part is used and then dropped.
+    """A checkpoint as transformers builds it, float32, whose weights are read when a part is used and then dropped.
 
     Attributes:
         model: the model in eval mode; parameters are on the meta device, buffers (rotary tables) are real.
         blocks: its decoder layers, in order.
+        device: where they run.
 
     Args:
         checkpoint: the source.
-        query: name of the query projection of layer 0, under which the decoder layers are found.
+        query: name of something in layer 0, such as its query projection, under which the decoder layers are found; None: the
+            first list of as many modules as there are layers.
+        attention: transformers' implementation; None: the one it would choose.
 
     Raises:
         InvalidInput: transformers cannot build the model.
     """
 
-    def __init__(self, checkpoint: Checkpoint, query: str) -> None:
+    def __init__(self, checkpoint: Checkpoint, query: str | None, attention: str | None = "eager") -> None:
         from accelerate import init_empty_weights
-        from transformers import AutoConfig, AutoModelForCausalLM
 
-        directory = checkpoint.directory
-        with _failures(directory, "model"), init_empty_weights(include_buffers=False):
-            config = AutoConfig.from_pretrained(directory, local_files_only=True)
-            self.model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+        with _failures(checkpoint.directory, "model"), init_empty_weights(include_buffers=False):
+            self.model = _build(checkpoint.directory, attention).eval()
         self.model.tie_weights()  # parameters became new ones on their way to the meta device
         for module in self.model.modules():
             for name, buffer in module._buffers.items():
                 module._buffers[name] = None if buffer is None else buffer.to(device())
         self.model.requires_grad_(False)
+        self.device = device()
         self._checkpoint = checkpoint
         self._stack = _stack_of(self.model, query)
         self.blocks: list[Any] = list(self.model.get_submodule(self._stack))
@@ -98,17 +99,17 @@ class LayeredModel:
         """Everything but the decoder layers with its weights, for the duration.
 
         Args:
-            without: `head` or `embedding`, when it is not tied to the other and not needed.
+            without: `head` or `embedding`, when it is not tied to the other and not needed; `ends`: neither.
 
         Raises:
             InvalidInput: a weight is missing, NaN or infinite.
         """
         ends = {"head": self.model.get_output_embeddings(), "embedding": self.model.get_input_embeddings()}
         tied = ends["head"].weight is ends["embedding"].weight
-        skipped = None if tied or without is None else ends[without]
+        skipped = list(ends.values()) if without == "ends" else [] if tied or without is None else [ends[without]]
         inside = {id(module) for block in self.blocks for module in block.modules()}
-        modules = [module for module in self.model.modules() if id(module) not in inside and module is not skipped]
-        own = {name for name, module in self.model.named_modules() if module is skipped}
+        modules = [module for module in self.model.modules() if id(module) not in inside and module not in skipped]
+        own = {name for name, module in self.model.named_modules() if module in skipped}
         try:
             self._load([name for name in self._checkpoint if self._block_of(name) is None and not _under(name, own)])
             if tied:
@@ -184,8 +185,25 @@ def _under(name: str, modules: set[str]) -> bool:
     return any(path == module or module.endswith(f".{path}") for module in modules)
 
 
-def _stack_of(model: Any, query: str) -> str:
-    """The name of the list of decoder layers that a projection is in."""
+def _build(directory: Path, attention: str | None) -> Any:
+    """The class that a checkpoint is loaded with, without weights; what this kvfold wrote is built by its own code."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from .containers.modeling_kvfold import KvfoldForCausalLM
+    from .containers.remote import carries_own_code
+
+    how = {"dtype": torch.float32, **({} if attention is None else {"attn_implementation": attention})}
+    if carries_own_code(directory):
+        return KvfoldForCausalLM._from_config(KvfoldForCausalLM.config_class.from_pretrained(directory), **how)
+    return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory, local_files_only=True), **how)
+
+
+def _stack_of(model: Any, query: str | None) -> str:
+    """The name of the list of decoder layers, or of the one that a projection is in."""
+    if query is None:
+        count = model.config.get_text_config().num_hidden_layers
+        lists = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
+        return next(str(name) for name, module in lists.items() if len(module) == count)
     parts = query.split(".")
     prefixes = [".".join(parts[:end]) for end in range(1, len(parts))]
     return next(prefix for prefix in prefixes if isinstance(model.get_submodule(prefix), nn.ModuleList))

@@ -55,6 +55,10 @@ def _fisher(g_BTIH: Tensor) -> Tensor:
     return _moment(g_BTIH.flatten(2).flatten(0, 1))
 
 
+def _by_head(rows_BTNH: Tensor) -> Tensor:
+    return _moment(rows_BTNH.flatten(0, 1).transpose(0, 1))
+
+
 def _by_distance(mass_NTT: Tensor) -> Tensor:
     """Sums (N, T) over the diagonals query - key = Δ of (N, query, key).
 
@@ -73,9 +77,10 @@ def _shares(mass_NT: Tensor, tokens: int) -> Tensor:
 
 MOMENTS = {
     "input_EE": Moment(("x",), lambda x_BTD: _moment(pad(x_BTD.flatten(0, 1), (0, 1), value=1))),
-    "query_NHH": Moment(("q",), lambda q_BTNH: _moment(q_BTNH.flatten(0, 1).transpose(0, 1))),
+    "query_NHH": Moment(("q",), _by_head),
     "key_fisher": Moment(("g_k",), _fisher),
     "value_fisher": Moment(("g_v",), _fisher),
+    "query_fisher": Moment(("g_q",), _by_head),
     "output_fisher": Moment(("g_o",), lambda g_BTD: _moment(g_BTD.flatten(0, 1))),
     "distance_NT": Moment(("p",), lambda p_BNTT: _by_distance((p_BNTT * (1 - p_BNTT)).sum(0)), _shares),
 }

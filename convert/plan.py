@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +11,21 @@ import torch
 
 from .. import __version__
 from . import methods
+from .compressed import planned_losses, query_notices, query_parameters
 from .containers.grouped import Grouped
 from .containers.rehosted import Rehosted, grouped_container
 from .containers.remote import Remote
-from .containers.stock import NORM_EPSILON, Stock
+from .containers.serving import SERVING
+from .containers.stock import Stock
 from .copies import Copy
+from .engines import SERVED, are_served, choose_plan, containers_for, read_engines
 from .errors import InvalidInput
 from .factor import Band
+from .intact import full_rank
 from .latent import Form, choose_form, latent_container
+from .notices import notices_of
 from .refine import STEPS
+from .served import served_container, served_target
 from .shards import TensorSpec
 from .slots import choose_slots
 from .source import Source, open_source
@@ -49,12 +55,13 @@ class Plan:
         bands: the rotary slots of MLA.
         statistics: of the source on calibration tokens; None when only its weights are used.
         predicted: the loss that the division of MLA's cache is expected to cost, nats a token; None without statistics.
-        losses: the same layer by layer and step by step: `slots`, what the slots lose of the rotation, and `latent`.
+        losses: the same layer by layer and step by step: `slots`, what the slots lose of the rotation, `latent` and `queries`.
         refine: steps by which layers are refined where there are statistics.
         dtype: of the attention's tensors.
         copies: the other output tensors, and what each is made of.
         layers: the attention of each layer.
         notices: what the user should know.
+        engines: that the user wants to run it in.
     """
 
     source: Source
@@ -70,6 +77,12 @@ class Plan:
     copies: dict[str, Copy]
     layers: tuple[Layer, ...]
     notices: tuple[str, ...]
+    engines: tuple[str, ...] = ()
+
+    @property
+    def folds_biases(self) -> bool:
+        """Whether biases must go into weights, because the output has no place for them."""
+        return isinstance(self.container, Stock) and bool(self.source.biases) and not self.container.biases
 
     @property
     def specs(self) -> dict[str, TensorSpec]:
@@ -101,6 +114,8 @@ class Plan:
             return {"elements_per_token_per_layer": elements, "bytes_per_token": total * self.dtype.itemsize}
 
         before, after = self.source.geometry.cache_elements, self.target.cache_elements(self.source.geometry)
+        if isinstance(self.container, Stock):
+            after = sum(self.container.cached)
         return {"before": size(before), "after": size(after), "ratio": after / before}
 
     def calibration(self) -> dict[str, Any] | None:
@@ -136,10 +151,12 @@ class Plan:
             "calibration": self.calibration(),
             "planned_loss": self.predicted,
             "container": self.config["architectures"][0],
+            "engines": list(self.engines),
             "dtype": self.config["dtype"],
             "layers": len(self.layers),
             "cache": cache,
             "cache_bytes_at": {str(n): [cache[side]["bytes_per_token"] * n for side in ("before", "after")] for n in CONTEXTS},
+            "query_parameters": query_parameters(self.target, self.layers[0].writes),
             "output_bytes": sum(spec.nbytes for spec in self.specs.values()),
             "attention_of_layer_0": {name: list(spec.shape) for name, spec in self.layers[0].writes.items()},
             "notices": list(self.notices),
@@ -160,7 +177,8 @@ def make_plan(
     Args:
         directory: the source checkpoint.
         to: `gqa`, `mqa` or `mla`.
-        options: the size options of `target.from_options`; for MLA also `rope`, `slots` and `container`.
+        options: the size options of `target.from_options`; for MLA also `rope`, `slots` and `container`; and `engine`, a list
+            with commas of those that must run the output.
         method: name of a method of the target; None takes the default.
         dtype: `auto` (the source's), `float32` or `bfloat16`.
         statistics: of the source; with them MLA's slots are allocated, and a budget is divided, by predicted loss.
@@ -169,15 +187,37 @@ def make_plan(
     Raises:
         InvalidInput: the source cannot be folded, or not to this target.
     """
-    source = open_source(directory)
-    sizes = {key: value for key, value in options.items() if key not in {"container", "slots"}}
-    form = _form(source, to, sizes.get("rope"), options.get("container"), options.get("slots"))
-    target = _target(source, to, sizes, form)
+    source, engines = open_source(directory), read_engines(options.get("engine"))
+    if to == "mla" and are_served(engines) and options.get("rank") is options.get("kv_budget") is None:
+        options = {**options, "rank": str(SERVING.latent)}  # the one size that every kernel is built for
+    candidates = containers_for(engines, to, options.get("container"))
+
+    def make(container: str) -> Plan:
+        return _plan(source, to, {**options, "container": container}, method, dtype, statistics, refine)
+
+    return choose_plan(engines, candidates, make)
+
+
+def _plan(
+    source: Source,
+    to: str,
+    options: Mapping[str, Any],
+    method: str | None,
+    dtype: str,
+    statistics: Statistics | None,
+    refine: int,
+) -> Plan:
+    """The plan of one output format; `container` may be SERVED."""
+    sizes = {key: value for key, value in options.items() if key not in {"container", "slots", "engine"}}
+    served = options["container"] == SERVED
+    form = _form(source, to, sizes.get("rope"), "stock" if served else options["container"], options.get("slots"))
+    target, fixed = served_target(source, options) if served else (_target(source, to, sizes, form), ())
     method = methods.check(target, method)
     written, notices = _written_dtypes(source, form, dtype)
     kind = written[source.reads(0)[0]]
-    target, bands, losses = choose_slots(source, target, statistics, options, method)
-    container = _container(source, target, bands, form)
+    target, bands, losses = choose_slots(source, target, statistics, options, method, fixed)
+    losses = planned_losses(source, target, statistics, losses)
+    container = _container(source, target, bands, form, options)
     layers = tuple(
         Layer(number=layer, reads=source.reads(layer), writes=container.specs(layer, kind)) for layer in range(source.layers)
     )
@@ -188,13 +228,13 @@ def make_plan(
         container=container,
         bands=bands,
         statistics=statistics,
-        predicted=sum(sum(loss.values()) for loss in losses) if losses else None,
+        predicted=sum(sum(loss.values()) for loss in losses) if losses and "latent" in losses[0] else None,
         losses=losses or (None,) * source.layers,
         refine=refine if method == "subspace" else 0,
         dtype=kind,
         copies=_copies(source, container, layers, written),
         layers=layers,
-        notices=(*notices, *_container_notices(container, form, source)),
+        notices=(*notices, *notices_of(container, form, source), *query_notices(target, layers[0].writes)),
     )
 
 
@@ -228,14 +268,20 @@ def _target(source: Source, to: str, sizes: Mapping[str, Any], form: Form | None
     """What the user asked for, in the form that the source takes."""
     if form is None:
         return from_options(source.geometry, to, **sizes)
-    rotary, normed = bool(source.rotary_width), source.family.k_norm is not None
-    return from_options(source.geometry, to, **{**sizes, "rope": form.rope}, rotary=rotary, normed=normed)
+    geometry, normed = source.geometry, source.family.k_norm is not None
+    target = from_options(geometry, to, **{**sizes, "rope": form.rope}, rotary_width=source.rotary_width, normed=normed)
+    if source.mixed and isinstance(target, MLA) and target.slots == "source" and target.qk_rope_head_dim:
+        # Layers without rotation have no use for slots: their keys need the latent.
+        return replace(target, kv_lora_rank=full_rank(geometry.hidden_size, geometry.cache_elements, normed=False))
+    return target
 
 
 def _container(
-    source: Source, target: Target, bands: tuple[Band, ...], form: Form | None
+    source: Source, target: Target, bands: tuple[Band, ...], form: Form | None, options: Mapping[str, Any]
 ) -> Grouped | Rehosted | Stock | Remote:
     """The output format: the stock latent class for MLA, the source's own class otherwise."""
+    if isinstance(target, MLA) and options["container"] == SERVED:
+        return served_container(source, target, bands, compressed="llama.cpp" in read_engines(options["engine"]))
     if isinstance(target, MLA) and form is not None:
         return latent_container(source, target, bands, form.remote)
     assert not isinstance(target, MLA)
@@ -251,35 +297,3 @@ def _written_dtypes(source: Source, form: Form | None, dtype: str) -> tuple[dict
         written = {name: torch.bfloat16 if kind == torch.float16 else kind for name, kind in own.items()}
         return written, ["float16 cannot hold the small scale of a linearised latent, so the output is bfloat16"]
     return own, []
-
-
-def _container_notices(container: Grouped | Rehosted | Stock | Remote, form: Form | None, source: Source) -> list[str]:
-    """What loading an output takes, where it is not as for any other."""
-    if isinstance(container, Stock):
-        return _stock_notices(container, source.config)
-    if isinstance(container, Remote):
-        because = "" if form is None or form.why is None else f": {form.why}"
-        return [f"the output brings its own code, so loading it needs trust_remote_code=True{because}"]
-    if container.caches_queries:
-        architecture = container.architecture
-        return [f"transformers' {architecture} caches every query head's keys and values; vLLM the folded ones"]
-    return []
-
-
-def _stock_notices(container: Stock, config: Mapping[str, Any]) -> list[str]:
-    """Why an output is for transformers only, where it is (formats.md: what other engines silently drop or misread)."""
-    reasons = []
-    if container.biases:
-        reasons.append("it has attention biases")
-    if container.rope["rope_type"] != "default":
-        reasons.append("its rotary slots have a frequency table of their own")
-    config = {**config, **container.block.config(config)}
-    if config["tie_word_embeddings"]:
-        reasons.append("its head is tied to the embedding")
-    if config.get("rms_norm_eps") != NORM_EPSILON:
-        reasons.append(f"its rms_norm_eps is {config.get('rms_norm_eps')}, not {NORM_EPSILON}")
-    widths = (container.target.kv_lora_rank, container.target.qk_rope_head_dim)
-    if widths != (512, 64):
-        reasons.append(f"its latent is {widths[0]}+{widths[1]} wide, not 512+64")
-    because = ", ".join(reasons)
-    return [f"load the output in transformers; vLLM and SGLang would not run it right, because {because}"] if reasons else []

@@ -85,10 +85,12 @@ def subspace(attention: Attention, target: GQA, metric: Metric, frequencies_F: T
     k_KHE, v_KHE = with_bias(attention.k_KHD, attention.k_KH), with_bias(attention.v_KHD, attention.v_KH)
     q_NHE, z_KFE = with_bias(attention.q_NHD, attention.q_NH), complex_rows(k_KHE)
     pairs_FKK, moment = metric.pairs(heads), metric.moment
+    moment_EE = moment(k_KHE)
+    seen_KFE = z_KFE if moment_EE is None else complex_rows(k_KHE @ moment_EE)
     keys, values, maps, fits = [], [], [], []
     for first in range(0, heads, heads // groups):
         group = slice(first, first + heads // groups)
-        found = [leading(z_KFE[group, f], pairs_FKK[f, group, group], moment(k_KHE), 1)[0] for f in range(width // 2)]
+        found = [leading(z_KFE[group, f], pairs_FKK[f, group, group], seen_KFE[group, f], 1)[0] for f in range(width // 2)]
         key_FE = torch.cat(found)
         keys.append(half_rows(key_FE))
         readers = metric.of_queries(slice(group.start * queries, group.stop * queries))

@@ -69,20 +69,35 @@ def compared(ours_STV: Tensor, theirs_STV: Tensor, text_ST: Tensor) -> dict[str,
     }
 
 
+def decode(model: Any, prompt_ST: Tensor) -> tuple[Tensor, Tensor]:
+    """The most probable tokens (S, STEPS), step by step over the cache, and by how much each leads the next one, in nats."""
+    last_ST, cache, chosen, leads = prompt_ST, None, [], []
+    for _ in range(STEPS):
+        output = model(input_ids=last_ST, past_key_values=cache, use_cache=True)
+        best = output.logits[:, -1].float().topk(2)
+        cache, last_ST = output.past_key_values, best.indices[:, :1]
+        chosen.append(last_ST)
+        leads.append(best.values[:, :1] - best.values[:, 1:])
+    return torch.cat(chosen, 1), torch.cat(leads, 1)
+
+
 def greedy_gap(model: Any, prompt_1T: Tensor) -> float:
     """By how much tokens that are most probable step by step over the cache fall short of that in one pass without it.
 
     Nothing, where decoding with and without the cache gives the same tokens; a rounding, where two tokens are as good.
     """
-    tokens, last, cache = [prompt_1T], prompt_1T, None
-    for _ in range(STEPS):
-        output = model(input_ids=last, past_key_values=cache, use_cache=True)
-        cache, last = output.past_key_values, output.logits[:, -1:].argmax(-1)
-        tokens.append(last)
-    text_1T = torch.cat(tokens, 1)
+    chosen_1T, _ = decode(model, prompt_1T)
+    text_1T = torch.cat([prompt_1T, chosen_1T], 1)
     row_TV = model(input_ids=text_1T, use_cache=False).logits[0, prompt_1T.shape[1] - 1 : -1].float()
-    chosen_T = row_TV.gather(1, text_1T[0, prompt_1T.shape[1] :, None])[:, 0]
+    chosen_T = row_TV.gather(1, chosen_1T[0, :, None])[:, 0]
     return float((row_TV.max(-1).values - chosen_T).max())
+
+
+def answers(model: Any, logits_STV: Tensor, text_ST: Tensor) -> dict[str, Any]:
+    """What another engine's answers are held against: log-probabilities of the text, greedy tokens, and their leads."""
+    score_ST = logits_STV[:, :-1].log_softmax(-1).gather(2, text_ST.cpu()[:, 1:, None]).squeeze(2)
+    token_ST, lead_ST = decode(model, text_ST[:, :PROMPT])
+    return {"log_probs": score_ST.tolist(), "tokens": token_ST.tolist(), "leads": lead_ST.tolist()}
 
 
 def growth(model: Any, text_1T: Tensor) -> list[list[float]]:
@@ -105,19 +120,21 @@ def main() -> None:
     asked = json.load(sys.stdin)
     sizes = {name: asked[name] for name in ("sequences", "length", "seed")}
     theirs_STV = text_ST = None
+    told: dict[str, Any] = {}
     if asked["source"] is not None:
         source, _ = load(asked["source"], asked["dtype"], False)
         text_ST = written(source, **sizes)
         theirs_STV = logits(source, text_ST)
+        told |= {"source": answers(source, theirs_STV, text_ST)} if asked["answers"] else {}
         del source
     model, missing = load(asked["directory"], asked["dtype"], asked["trust"])
     text_ST = written(model, **sizes) if text_ST is None else text_ST
     ours_STV = logits(model, text_ST)
     seen: dict[str, Any] = {"class": type(model).__name__, "missing": missing, "finite": bool(ours_STV.isfinite().all())}
-    if asked["scores"]:
-        score_ST = ours_STV[:, :-1].log_softmax(-1).gather(2, text_ST.cpu()[:, 1:, None]).squeeze(2)
-        seen |= {"text": text_ST.tolist(), "log_probs": score_ST.tolist()}
     if seen["finite"]:
+        if asked["answers"]:
+            told |= {"text": text_ST.tolist(), "prompt": PROMPT, "steps": STEPS, "own": answers(model, ours_STV, text_ST)}
+            seen["answers"] = told
         seen["greedy_gap"] = greedy_gap(model, text_ST[:1, :PROMPT])
         seen["cache"] = growth(model, text_ST[:1])
         if theirs_STV is not None:

@@ -12,11 +12,14 @@ each other's share: a direction that is both in a slot and in the latent is not 
 Legend: attention.py and metric.py; Q = R + C rounded up to even, features; pairs of rows turn together, interleaved.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from .metric import Metric
 from .rotary import complex_rows, interleaved_rows
+from .subspaces import eigh
 
 _LEAST = 2.0**-18  # energy of a combination of features, as a share of a feature's, that rounding to bfloat16 leaves of it
 
@@ -51,26 +54,33 @@ def fit_queries(
     row_P, column_F = index[: len(turn_P)], index[len(turn_P) :]
     angle_VT = values_V[:, None] * torch.arange(metric.distance_NT.shape[1], dtype=torch.float64)
     turn_VT = torch.polar(torch.ones_like(angle_VT), -angle_VT)
-    fitted = []
+    fitted: list[Tensor] = []
     for head, weight_T in enumerate(metric.distance_NT.to(turn_VT.dtype)):
-        shift_VV, sum_VV = (turn_VT * weight_T) @ turn_VT.mH, (turn_VT * weight_T) @ turn_VT.mT
+        if not head or not torch.equal(metric.distance_NT[head], metric.distance_NT[head - 1]):  # without data all are alike
+            shift_VV, sum_VV = (turn_VT * weight_T) @ turn_VT.mH, (turn_VT * weight_T) @ turn_VT.mT
+            solve = _solver(turned(gram_QQ, shift_VV[row_P][:, row_P], sum_VV[row_P][:, row_P]))
         source_HE = interleaved_rows(complex_rows(keys_KHE[head // queries]))
-        left_QQ = _turned(gram_QQ, shift_VV[row_P][:, row_P], sum_VV[row_P][:, row_P])
-        right_QH = _turned(seen_QE @ source_HE.mT, shift_VV[row_P][:, column_F], sum_VV[row_P][:, column_F])
-        fitted.append(scale_Q[:, None] * _solve(left_QQ, right_QH))
+        right_QH = turned(seen_QE @ source_HE.mT, shift_VV[row_P][:, column_F], sum_VV[row_P][:, column_F])
+        fitted.append(scale_Q[:, None] * solve(right_QH))
     fit_NQH = torch.stack(fitted).unflatten(-1, (-1, 2)).mT.flatten(2)  # columns to the half layout
     return fit_NQH[:, :rope], fit_NQH[:, rope : rope + rank]
 
 
-def _solve(left_QQ: Tensor, right_QH: Tensor) -> Tensor:
-    """Least squares without the combinations of features that all but cancel: large weights on them would drown in rounding."""
-    energy_Q, basis_QQ = torch.linalg.eigh(left_QQ)
+def _solver(left_QQ: Tensor) -> Callable[[Tensor], Tensor]:
+    """Least squares without the combinations of features that all but cancel: large weights on them would drown in rounding.
+
+    Where there are none, which a Cholesky factorisation of what is above the threshold tells, no decomposition is needed.
+    """
+    _, below = torch.linalg.cholesky_ex(left_QQ - _LEAST * torch.eye(len(left_QQ), dtype=left_QQ.dtype))
+    if not below:
+        lower_QQ = torch.linalg.cholesky(left_QQ)
+        return lambda right_QH: torch.cholesky_solve(right_QH, lower_QQ)
+    energy_Q, basis_QQ = eigh(left_QQ)
     inverse_Q = torch.where(energy_Q > _LEAST, 1 / energy_Q, 0)
-    solved: Tensor = basis_QQ @ (inverse_Q[:, None] * (basis_QQ.mT @ right_QH))
-    return solved
+    return lambda right_QH: basis_QQ @ (inverse_Q[:, None] * (basis_QQ.mT @ right_QH))
 
 
-def _turned(rows: Tensor, shift_PG: Tensor, sum_PG: Tensor) -> Tensor:
+def turned(rows: Tensor, shift_PG: Tensor, sum_PG: Tensor) -> Tensor:
     """E_Δ[R_p(Δ) M R_g(Δ)ᵀ] of the 2 x 2 blocks M of a matrix.
 
     As maps of complex numbers z, M z = a z + b z̄; turning both sides multiplies a by e^(-i(f_p - f_g)Δ) and b by

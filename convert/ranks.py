@@ -1,4 +1,4 @@
-"""The processes of one command under `accelerate launch`: each reads its share, the first alone speaks and writes.
+"""The processes of one command under `accelerate launch`: each reads and folds its share, the first alone speaks.
 
 A process that fails while others wait for its numbers would leave them waiting: hence `together` around the work before
 every exchange. Nothing heavy is imported before there is a group.
@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import click
 
@@ -18,6 +18,8 @@ from .errors import InvalidInput
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+T = TypeVar("T")
 
 # All wait while the first one folds and writes, which may take far longer than the usual limit of ten minutes.
 _PATIENCE = timedelta(days=1)
@@ -108,6 +110,26 @@ def sum_over_ranks(total: "Tensor") -> "Tensor":
     if dist.is_initialized():
         dist.all_reduce(total)
     return total
+
+
+def from_first(value: T) -> T:
+    """The first process's value, in every process: none goes on before the first has it."""
+    import torch.distributed as dist
+
+    values = [value]
+    if dist.is_initialized():
+        dist.broadcast_object_list(values)
+    return values[0]
+
+
+def union(own: dict[str, T]) -> dict[str, T]:
+    """The entries of all processes."""
+    import torch.distributed as dist
+
+    parts = [own] * place()[1]
+    if dist.is_initialized():
+        dist.all_gather_object(parts, own)
+    return {name: value for part in parts for name, value in part.items()}
 
 
 def gather_rows(own: "Tensor", rows: int) -> "Tensor":

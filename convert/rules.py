@@ -10,14 +10,15 @@ from pathlib import Path
 import torch
 
 from .containers.remote import AUTO_MAP, FILES
+from .containers.serving import SERVING
 from .containers.stock import NORM_EPSILON
 from .expected import expected_tensors
 from .lint import Effect, Finding, Rule, Written, open_written
 
 # What vLLM's latent attention takes: widths of what is cached, and (nope, rope, value) widths of a head on CUDA.
 _CACHED = (320, 512, 576)
-_SERVED = (512, 64)
-_PREFILL = ((128, 64, 128), (192, 64, 256), (64, 64, 128), (256, 0, 256))
+_SERVED = (SERVING.latent, SERVING.rope)
+_PREFILL = (*((nope, SERVING.rope, value) for nope, value in SERVING.heads), (256, 0, 256))
 
 
 def _gaps(written: Written) -> str:
@@ -70,6 +71,10 @@ def _rope(written: Written) -> str:
 
 def _halves(written: Written) -> str:
     return "" if written.get("rope_interleave", True) else "its rotary pairs are halves apart (rope_interleave false)"
+
+
+def _activation(written: Written) -> str:
+    return "" if written.get("hidden_act", "silu") == "silu" else f"its hidden_act is {written.get('hidden_act')}"
 
 
 def _headless(written: Written) -> str:
@@ -176,6 +181,8 @@ RULES = (
     _rule(_OTHERS, _STOCK, "prints nonsense", _biases, "biases of latent attention are dropped silently"),
     _rule(_OTHERS, _STOCK, "prints nonsense", _rope, "any rotary table but the default is read as YaRN, or lost"),
     _rule({"vllm": _VLLM, "llama.cpp": _LLAMA}, _STOCK, "prints nonsense", _halves, "pairs are taken as neighbours"),
+    _rule({"vllm": _VLLM_READ, "sglang": _SGLANG}, _STOCK, "refuses to load", _activation, "the class takes silu only"),
+    _rule({"llama.cpp": _LLAMA}, _STOCK, "prints nonsense", _activation, "silu is computed whatever it says"),
     _rule({"vllm": _VLLM}, _STOCK, "prints nonsense", _headless, "the head is left uninitialised, without an error"),
     _rule({"vllm": _VLLM}, _STOCK, "refuses to load", _norm, "the norm of the latent has no default"),
     _rule({"vllm": _VLLM}, ("stock", "decoupled"), "refuses to load", _width,
@@ -213,7 +220,11 @@ def lint(directory: Path, engines: Iterable[str]) -> list[Finding]:
     Raises:
         InvalidInput: there is no checkpoint that can be read.
     """
-    written = open_written(directory)
+    return lint_written(open_written(directory), engines)
+
+
+def lint_written(written: Written, engines: Iterable[str]) -> list[Finding]:
+    """The same of a checkpoint that is open, or planned."""
     found = []
     for engine in engines:
         for rule in RULES:

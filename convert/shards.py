@@ -100,6 +100,11 @@ def read_flat(entry: Entry, first: int, count: int) -> Tensor:
     return torch.frombuffer(buffer, dtype=entry.spec.dtype)
 
 
+def is_finite(tensor: Tensor) -> bool:
+    """Whether no element is NaN or infinite: both show in the extremes, which are read off at the speed of memory."""
+    return not tensor.numel() or all(bool(extreme.isfinite()) for extreme in tensor.aminmax())
+
+
 def plan_shards(specs: Mapping[str, TensorSpec], shard_size: int) -> list[dict[str, TensorSpec]]:
     """Tensors in the given order, cut into shards of at most `shard_size` bytes (a larger tensor gets its own)."""
     shards: list[dict[str, TensorSpec]] = [{}]
@@ -114,7 +119,7 @@ def plan_shards(specs: Mapping[str, TensorSpec], shard_size: int) -> list[dict[s
 
 
 class ShardWriter:
-    """Shards of known content, allocated at once and filled tensor by tensor in any order.
+    """Shards of known content, allocated at once and filled tensor by tensor in any order, by several threads and processes.
 
     The bytes depend on `specs` and the tensors alone, so opening the same directory again goes on where a killed process
     stopped. Close it to get the index; leaving the `with` block by an exception writes none.
@@ -126,12 +131,13 @@ class ShardWriter:
         directory: where the shards go.
         specs: every tensor that will be written, in order.
         shard_size: bytes a shard at most holds.
+        allocate: False where another process has allocated them before.
 
     Raises:
         OSError: the disk is full (space is reserved here) or cannot be written.
     """
 
-    def __init__(self, directory: Path, specs: Mapping[str, TensorSpec], shard_size: int) -> None:
+    def __init__(self, directory: Path, specs: Mapping[str, TensorSpec], shard_size: int, *, allocate: bool = True) -> None:
         shards = plan_shards(specs, shard_size)
         self.resumed = True
         self._directory = directory
@@ -142,9 +148,9 @@ class ShardWriter:
         for index, shard in enumerate(shards, 1):
             single = len(shards) == 1
             file = directory / ("model.safetensors" if single else f"model-{index:05d}-of-{len(shards):05d}.safetensors")
-            self._files[str(file)] = self._allocate(file, shard)
+            self._files[str(file)] = self._open(file, shard, allocate)
 
-    def _allocate(self, file: Path, shard: dict[str, TensorSpec]) -> int:
+    def _open(self, file: Path, shard: dict[str, TensorSpec], allocate: bool) -> int:
         # Widest dtype first, so that every tensor starts at a multiple of its item size.
         ordered = sorted(shard.items(), key=lambda item: -item[1].dtype.itemsize)
         rows: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -159,8 +165,10 @@ class ShardWriter:
             begin, _ = rows[name]["data_offsets"]
             self._entries[name] = Entry(file, start + begin, spec)
         prefix = struct.pack("<Q", len(header)) + header
-        descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
+        descriptor = os.open(file, os.O_RDWR | (os.O_CREAT if allocate else 0), 0o644)
         self.resumed &= os.fstat(descriptor).st_size == start + end and os.pread(descriptor, start, 0) == prefix
+        if not allocate:
+            return descriptor
         os.pwrite(descriptor, prefix, 0)
         os.truncate(descriptor, start + end)
         if hasattr(os, "posix_fallocate"):  # not on macOS: there a full disk shows only when it is reached
@@ -175,16 +183,16 @@ class ShardWriter:
         """
         entry = self._entries[name]
         flat = tensor.detach().to("cpu", entry.spec.dtype).contiguous().flatten()
-        if not torch.isfinite(flat).all():
+        if not is_finite(flat):
             dtype = str(entry.spec.dtype).removeprefix("torch.")
             raise InvalidInput(f"{name} has values that {dtype} does not hold; write another --dtype, e.g. bfloat16")
         assert first + flat.numel() <= math.prod(entry.spec.shape), f"{name} is larger than planned"
         data = memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
-        offset = entry.start + first * entry.spec.dtype.itemsize
-        self._dirty.add(self._files[str(entry.file)])
+        offset, file = entry.start + first * entry.spec.dtype.itemsize, self._files[str(entry.file)]
         while data:
-            done = os.pwrite(self._files[str(entry.file)], data, offset)
+            done = os.pwrite(file, data, offset)
             data, offset = data[done:], offset + done
+        self._dirty.add(file)  # last: another thread may be in `sync`
 
     def sync(self) -> None:
         """Force what was written to the disk."""

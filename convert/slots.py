@@ -15,20 +15,33 @@ from .peers import PEERS
 from .rotary import frequencies, rope_parameters
 from .source import Source
 from .statistics import LayerStatistics, Statistics
+from .subspaces import low_rank_energy
 from .target import MLA, Geometry, Target
 
 Losses = tuple[dict[str, float], ...]  # predicted, of every layer; empty where nothing is predicted
 
 
 def choose_slots(
-    source: Source, target: Target, statistics: Statistics | None, options: Mapping[str, Any], method: str
+    source: Source,
+    target: Target,
+    statistics: Statistics | None,
+    options: Mapping[str, Any],
+    method: str,
+    fixed: tuple[Band, ...] = (),
 ) -> tuple[Target, tuple[Band, ...], Losses]:
     """The rotary slots of an MLA target, which statistics may divide anew, and the losses predicted with them.
+
+    Args:
+        fixed: slots that are not for choice, because an engine has no others.
 
     Raises:
         InvalidInput: an option that is given cannot be had.
     """
     wanted = options.get("slots")
+    if isinstance(target, MLA) and fixed:
+        if method in PEERS:
+            raise InvalidInput(f"--method {method} has slots of its own, and engines other than transformers have a table")
+        return (target, fixed, ()) if statistics is None else _divided(source, target, statistics, options, fixed)
     if not isinstance(target, MLA) or not target.qk_rope_head_dim:
         if wanted is not None:
             raise InvalidInput(f"--slots {wanted} does not apply here: there is no rotary part to divide; leave it out")
@@ -45,20 +58,20 @@ def choose_slots(
 
 
 def _divided(
-    source: Source, target: MLA, statistics: Statistics, options: Mapping[str, Any]
+    source: Source, target: MLA, statistics: Statistics, options: Mapping[str, Any], fixed: tuple[Band, ...] = ()
 ) -> tuple[MLA, tuple[Band, ...], Losses]:
     """A target whose slots are allocated by predicted loss, and the rotary width too where the user left both widths open."""
-    table_F, factor = source.frequencies()
+    table_F, factor = source.slot_frequencies()
 
     def layers() -> Iterator[tuple[Attention, Metric]]:
-        for layer in range(source.layers):
+        for layer in source.rotating:
             attention = source.attention(layer, factor)
             yield attention, metric_of(statistics.layers[layer], attention, source.positions)
 
     elements = target.kv_lora_rank + target.qk_rope_head_dim
-    kind: Literal["uniform", "allocated"] = options.get("slots") or "allocated"
+    kind: Literal["uniform", "allocated"] = "uniform" if fixed else options.get("slots") or "allocated"
     if kind == "uniform":
-        candidates = {target.qk_rope_head_dim: _fixed_bands(source, target)}
+        candidates = {target.qk_rope_head_dim: fixed or _fixed_bands(source, target)}
         lost = {width: [lost_by_slots(a, table_F, bands, m) for a, m in layers()] for width, bands in candidates.items()}
     else:
         widths = [target.qk_rope_head_dim]
@@ -68,8 +81,19 @@ def _divided(
         candidates = {n: allocate(saved_LFK.sum(0), table_F, n // 2) for n in widths if n < elements}
         lost = {n: [unslotted(own_FK, bands) for own_FK in saved_LFK] for n, bands in candidates.items()}
     division = divide(layers, table_F, elements, candidates, lost)
-    target = MLA(kv_lora_rank=division.rank, qk_rope_head_dim=elements - division.rank, slots=kind)
-    return target, division.bands, division.losses
+    target = replace(target, kv_lora_rank=division.rank, qk_rope_head_dim=elements - division.rank, slots=kind)
+    rotating = dict(zip(source.rotating, division.losses, strict=True))
+    losses = (rotating.get(n) or _lost_without_slots(source, statistics, n, division.rank) for n in range(source.layers))
+    return target, division.bands, tuple(losses)
+
+
+def _lost_without_slots(source: Source, statistics: Statistics, layer: int, rank: int) -> dict[str, float]:
+    """What a layer that rotates nothing is predicted to lose: what its latent drops."""
+    attention = source.attention(layer)
+    metric = metric_of(statistics.layers[layer], attention, source.positions)
+    rows_CD = torch.cat([attention.k_KHD, attention.v_KHD]).flatten(0, 1)
+    energy = low_rank_energy(rows_CD, torch.cat([metric.key_BSS, metric.value_BSS]), metric.moment(attention.k_KHD))
+    return {"slots": 0.0, "latent": float(energy[rank:].sum()) / 2}
 
 
 def _widths(geometry: Geometry, elements: int) -> list[int]:
@@ -112,11 +136,16 @@ def _by_rule(
 
 def _fixed_bands(source: Source, target: MLA) -> tuple[Band, ...]:
     """The rotary slots of a target: the source's own kind of table at the target's width, or a slot for every key."""
-    table_F, _ = source.frequencies()
+    table_F, _ = source.slot_frequencies()
     if target.slots == "source":
         return source_bands(table_F, source.geometry.num_key_value_heads)
+    if target.qk_rope_head_dim > source.rotary_width:
+        raise InvalidInput(
+            f"--rope-dim {target.qk_rope_head_dim} does not fit: {source.rotary_width} dimensions of a head rotate, and "
+            "without statistics to allocate them by there are no more slots than those; leave it out"
+        )
     uniform_S, _ = frequencies(rope_parameters(source.config), target.qk_rope_head_dim, source.positions)
-    return uniform_bands(table_F, uniform_S)
+    return uniform_bands(table_F[: source.rotary_width // 2], uniform_S)  # what does not rotate needs no slot
 
 
 def slot_rope(source: Source, bands: tuple[Band, ...]) -> dict[str, Any]:

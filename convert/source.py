@@ -54,6 +54,25 @@ class Source:
         """Which of q, k, v and o have a bias, fused or not."""
         return frozenset("qkv") | self.biases & {"o"} if "qkv" in self.biases else self.biases
 
+    @property
+    def rotating(self) -> tuple[int, ...]:
+        """The layers that rotate their queries and keys."""
+        return tuple(layer for layer in range(self.layers) if rotated(self.family, self.config, layer))
+
+    @property
+    def mixed(self) -> bool:
+        """Whether some layers rotate and others do not."""
+        return 0 < len(self.rotating) < self.layers
+
+    def slot_frequencies(self) -> tuple[Tensor, float]:
+        """The same as `frequencies` for all layers that rotate; the others need no rotary slots.
+
+        Raises:
+            InvalidInput: they depend on the length of the input, or layers differ.
+        """
+        tables = {str(layer_rope(self.config, layer)) for layer in self.rotating}
+        return self.frequencies(self.rotating[0] if self.mixed and len(tables) == 1 else None)
+
     def frequencies(self, layer: int | None = None) -> tuple[Tensor, float]:
         """Angular frequencies (F,) of a head's pairs, and the factor on their cosines and sines.
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from .errors import InvalidInput
 
-SCHEMA = 2
+SCHEMA = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +34,7 @@ class LayerStatistics:
         query_NHH: E[q qᵀ] of every query head, bias included.
         key_fisher: G_K (K·H, K·H), E[g gᵀ] with g the gradient of a sequence's log likelihood, nats, at one token's keys.
         value_fisher: G_V, the same at the values.
+        query_fisher: G_Q (N, H, H), the same at every query head; heads together gain nothing over that (LOG.md).
         distance_NT: how a query head's attention p spreads over distances Δ = query - key position: the mass of p(1-p), which
             is what an error in a score moves; rows sum to 1.
         output_fisher: the same as G_K at the attention's output, (D, D).
@@ -45,6 +46,7 @@ class LayerStatistics:
     query_NHH: Tensor
     key_fisher: Tensor
     value_fisher: Tensor
+    query_fisher: Tensor
     distance_NT: Tensor
     output_fisher: Tensor
     input_BTD: Tensor

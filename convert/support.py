@@ -4,13 +4,13 @@
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import click
 
 from .console import Command, show_json, show_table
-from .families import FAMILIES, Family, complete, intact_reason, partial_factor, rotated, stock_reasons
+from .families import FAMILIES, Family, complete, intact_reason, rotated, stock_reasons
 from .hosts import HOSTS
 
 
@@ -20,14 +20,15 @@ class Support:
 
     Attributes:
         target: `gqa`, `mqa` or `mla`.
-        container: `grouped`, `rehosted`, `stock` or `remote`, that is what the status is about; None where there is none.
+        container: what the status is about: `grouped`, `rehosted`, `stock` (in transformers), `serving` (the same class as
+            other engines take it) or `remote`; None where there is none.
         architecture: the class that loads the output; None where nothing is written.
         status: `exact`, `approximate` or `no`.
         why: the reason, or what else one should know.
     """
 
     target: str
-    container: Literal["grouped", "rehosted", "stock", "remote"] | None = None
+    container: Literal["grouped", "rehosted", "stock", "serving", "remote"] | None = None
     architecture: str | None = None
     status: Literal["exact", "approximate", "no"]
     why: str = ""
@@ -37,14 +38,15 @@ class Support:
 
 
 def support(kind: str) -> tuple[Support, ...]:
-    """What can be made of a family: a cell for gqa, for mqa, and for mla in each of its two containers.
+    """What can be made of a family: a cell for gqa, for mqa, and for mla in each of its containers.
 
     Args:
         kind: its model_type, a key of FAMILIES.
     """
     family = FAMILIES[kind]
     config = complete(family, {"model_type": kind})
-    return (_heads(family, "gqa"), _heads(family, "mqa"), _latent(family, config), _remote(family, config))
+    stock = _latent(family, config)
+    return (_heads(family, "gqa"), _heads(family, "mqa"), stock, _serving(stock, config), _remote(family, config))
 
 
 def _heads(family: Family, target: str) -> Support:
@@ -71,15 +73,25 @@ def _heads(family: Family, target: str) -> Support:
 
 def _latent(family: Family, config: Mapping[str, Any]) -> Support:
     reasons = stock_reasons(family)
-    if partial_factor(config) not in (None, 1, 1.0):
-        reasons.append("its heads are rotary in part")
-    if not all(rotated(family, config, layer) for layer in range(config["num_hidden_layers"])):
-        reasons.append("some of its layers have no rotation")
     if reasons:
         return Support(target="mla", container="stock", status="no", why=reasons[0])
     windowed = config.get("sliding_window") and config.get("use_sliding_window", True)
-    why = "with sliding_window off" if windowed else ""
+    mixed = len({rotated(family, config, layer) for layer in range(config["num_hidden_layers"])}) > 1
+    notes = {"with sliding_window off": windowed, "its layers without rotation leave the rotary key empty": mixed}
+    why = "; ".join(note for note, holds in notes.items() if holds)
     return Support(target="mla", container="stock", architecture="DeepseekV3ForCausalLM", status="exact", why=why)
+
+
+def _serving(stock: Support, config: Mapping[str, Any]) -> Support:
+    """The stock class in the one shape that other engines take."""
+    act = config.get("hidden_act")
+    why = "engines other than transformers compute silu in the class" if act != "silu" else ""
+    if stock.status == "no" or why:
+        return replace(
+            stock, container="serving", architecture=None, status="no", why=stock.why if stock.status == "no" else why
+        )
+    why = "exact for one key/value head of at most 64, all rotary, without biases"
+    return replace(stock, container="serving", status="approximate", why=why)
 
 
 def _remote(family: Family, config: Mapping[str, Any]) -> Support:

@@ -5,7 +5,8 @@ Cache sizes are in elements per token per layer; multiply by layers and by the b
 
 import math
 import re
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar, Literal
 
 from .errors import InvalidInput
@@ -23,7 +24,7 @@ class Geometry:
         hidden_size: width of the residual stream.
         num_attention_heads: query heads.
         num_key_value_heads: key/value heads; divides num_attention_heads.
-        head_dim: width of one head; all of it is rotary.
+        head_dim: width of one head.
     """
 
     hidden_size: int
@@ -65,6 +66,8 @@ class MLA:
             which saves nothing and is exact; `rule` leaves them to a published rule (peers.py); `none` is for forms without.
         rope: `decoupled`, a rotary key of its own beside the latent; `intact`, keys are rebuilt from the latent and then
             rotated, which takes no rotary key.
+        q_lora_rank: width of the one projection that the queries of all heads are made from; None where they are made from the
+            layer's input. It is no part of the cache.
     """
 
     name: ClassVar[str] = "mla"
@@ -72,14 +75,18 @@ class MLA:
     qk_rope_head_dim: int
     slots: Literal["uniform", "allocated", "source", "rule", "none"] = "uniform"
     rope: Literal["decoupled", "intact"] = "decoupled"
+    q_lora_rank: int | None = None
 
     def cache_elements(self, source: Geometry) -> int:
         """Numbers cached per token and layer."""
         return self.kv_lora_rank + self.qk_rope_head_dim
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields, with the target's name, for JSON."""
-        return {"name": self.name, **asdict(self)}
+        """The fields, with the target's name, for JSON; without `q_lora_rank` where queries are not compressed."""
+        fields = asdict(self)
+        if self.q_lora_rank is None:
+            del fields["q_lora_rank"]
+        return {"name": self.name, **fields}
 
 
 Target = GQA | MLA
@@ -94,7 +101,8 @@ def from_options(
     rope_dim: int | None = None,
     kv_budget: str | None = None,
     rope: Literal["decoupled", "intact"] | None = None,
-    rotary: bool = True,
+    q_lora_rank: str | None = None,
+    rotary_width: int | None = None,
     normed: bool = False,
 ) -> Target:
     """The target that a command line asks for, with every number filled in.
@@ -107,24 +115,37 @@ def from_options(
         rope_dim: qk_rope_head_dim of MLA; chosen when None.
         kv_budget: cache after the fold as a share of the source's, e.g. `25%` or `0.25`; both parts of MLA count.
         rope: form of MLA; None is decoupled.
-        rotary: whether the source rotates its keys at all.
+        q_lora_rank: of MLA, as decimal digits, or `full`; None leaves queries as they are.
+        rotary_width: how many of a head's dimensions the source rotates; None is all of them.
         normed: whether it normalises them, so that a latent must hold the normed ones.
 
     Raises:
         InvalidInput: an option does not belong to the target, or its value does not fit the source.
     """
-    given = {"--kv-heads": kv_heads, "--rank": rank, "--rope-dim": rope_dim, "--kv-budget": kv_budget, "--rope": rope}
-    sizes = {"gqa": {"--kv-heads", "--kv-budget"}, "mqa": set[str](), "mla": {"--rank", "--rope-dim", "--kv-budget", "--rope"}}
-    allowed = sizes[to]
-    for option, value in given.items():
-        if value is not None and option not in allowed:
-            raise InvalidInput(f"{option} does not apply to --to {to}; it takes {' and '.join(sorted(allowed)) or 'no size'}")
-    elements = None if kv_budget is None else _budget_elements(source, kv_budget)
+    sizes = {"kv_heads": kv_heads, "rank": rank, "rope_dim": rope_dim, "kv_budget": kv_budget, "rope": rope}
+    check_options(to, {**sizes, "q_lora_rank": q_lora_rank})
+    elements = None if kv_budget is None else budget_elements(source, kv_budget)
     if to == "mla":
-        if rope == "intact" or not rotary:
-            return _joint(source, rank, rope_dim, elements, rope or "decoupled", normed)
-        return _mla(source, rank, rope_dim, elements)
+        if rope == "intact" or rotary_width == 0:
+            latent = _joint(source, rank, rope_dim, elements, rope or "decoupled", normed)
+        else:
+            latent = _mla(source, rank, rope_dim, elements, rotary_width or source.head_dim)
+        return replace(latent, q_lora_rank=query_rank(source, q_lora_rank))
     return _gqa(source, 1 if to == "mqa" else kv_heads, elements)
+
+
+def check_options(to: str, given: Mapping[str, Any]) -> None:
+    """Refuse a size that a target does not have.
+
+    Raises:
+        InvalidInput: there is one.
+    """
+    latent = {"rank", "rope_dim", "kv_budget", "rope", "q_lora_rank"}
+    sizes = {"gqa": {"kv_heads", "kv_budget"}, "mqa": set[str](), "mla": latent}
+    for option in ("kv_heads", "rank", "rope_dim", "kv_budget", "rope", "q_lora_rank"):
+        if given.get(option) is not None and option not in sizes[to]:
+            takes = " and ".join(sorted(f"--{name.replace('_', '-')}" for name in sizes[to])) or "no size"
+            raise InvalidInput(f"--{option.replace('_', '-')} does not apply to --to {to}; it takes {takes}")
 
 
 def _gqa(source: Geometry, kv_heads: int | None, elements: int | None) -> GQA:
@@ -138,7 +159,7 @@ def _gqa(source: Geometry, kv_heads: int | None, elements: int | None) -> GQA:
             least = 2 * source.head_dim
             raise InvalidInput(
                 f"a budget of {elements} elements per token and layer is below one key/value head, which takes {least} "
-                f"({_share(least, source)} of the source's cache)"
+                f"({share_of(least, source)} of the source's cache)"
             )
         kv_heads = fitting[-1]
     if kv_heads not in divisors:
@@ -146,7 +167,7 @@ def _gqa(source: Geometry, kv_heads: int | None, elements: int | None) -> GQA:
     return GQA(num_key_value_heads=kv_heads)
 
 
-def _mla(source: Geometry, rank: str | None, rope_dim: int | None, elements: int | None) -> MLA:
+def _mla(source: Geometry, rank: str | None, rope_dim: int | None, elements: int | None, rotary_width: int) -> MLA:
     if (rank is None) == (elements is None):
         raise InvalidInput("--to mla needs either --rank N (or --rank full) or --kv-budget SHARE")
     full = source.num_key_value_heads * source.head_dim
@@ -156,7 +177,7 @@ def _mla(source: Geometry, rank: str | None, rope_dim: int | None, elements: int
         return MLA(kv_lora_rank=full, qk_rope_head_dim=full, slots="source")
     widths = range(2, source.head_dim + 1, 2)
     if rope_dim is None:
-        limit = min(ROPE_DIM, source.head_dim)
+        limit = min(ROPE_DIM, rotary_width)
         rope_dim = limit if elements is None else _halvings(limit, int(elements * ROPE_SHARE))
     if rope_dim not in widths:
         raise InvalidInput(f"--rope-dim {rope_dim} does not fit; even numbers from 2 to {source.head_dim} would")
@@ -165,7 +186,7 @@ def _mla(source: Geometry, rank: str | None, rope_dim: int | None, elements: int
         if kv_lora_rank < 1:
             raise InvalidInput(
                 f"a budget of {elements} elements per token and layer leaves no room for a latent "
-                f"beside --rope-dim {rope_dim}; the least would be {_share(rope_dim + 1, source)}"
+                f"beside --rope-dim {rope_dim}; the least would be {share_of(rope_dim + 1, source)}"
             )
     else:
         kv_lora_rank = int(rank) if rank is not None and rank.isascii() and rank.isdigit() else 0
@@ -201,8 +222,25 @@ def _joint(
                 f"--rank {rank} does not fit; ranks from 1 to {full}, which keeps everything (--rank full), would"
             )
     if elements < 1:
-        raise InvalidInput(f"this budget is less than one element; the least would be {_share(1, source)}")
+        raise InvalidInput(f"this budget is less than one element; the least would be {share_of(1, source)}")
     return MLA(kv_lora_rank=min(elements, full), qk_rope_head_dim=0, slots="none", rope=rope)
+
+
+def query_rank(source: Geometry, text: str | None) -> int | None:
+    """q_lora_rank as a number; `full` is the least rank that keeps every query.
+
+    Raises:
+        InvalidInput: it is no number, or more than keeps everything.
+    """
+    if text is None:
+        return None
+    full = min(source.hidden_size, source.num_attention_heads * source.head_dim)
+    rank = full if text == "full" else int(text) if text.isascii() and text.isdigit() else 0
+    if not 1 <= rank <= full:
+        raise InvalidInput(
+            f"--q-lora-rank {text} does not fit; ranks from 1 to {full}, which keeps every query (--q-lora-rank full), would"
+        )
+    return rank
 
 
 def _halvings(width: int, limit: int) -> int:
@@ -212,7 +250,7 @@ def _halvings(width: int, limit: int) -> int:
     return width
 
 
-def _budget_elements(source: Geometry, budget: str) -> int:
+def budget_elements(source: Geometry, budget: str) -> int:
     """Elements per token and layer that a share of the source's cache is."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?|\.\d+)(%?)", budget.strip())
     share = float(match[1]) / (100 if match[2] else 1) if match else 0.0
@@ -221,7 +259,7 @@ def _budget_elements(source: Geometry, budget: str) -> int:
     return int(source.cache_elements * share)
 
 
-def _share(elements: int, source: Geometry) -> str:
+def share_of(elements: int, source: Geometry) -> str:
     """A share of the source's cache in percent, rounded up, so that as a budget it is enough."""
     return f"{math.ceil(elements / source.cache_elements * 1e5) / 1e3:g}%"
 

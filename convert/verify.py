@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from .apart import Check, run_apart, serve
 from .console import Command, show_json, show_table
 from .errors import InvalidInput
 
@@ -24,17 +25,7 @@ ENGINES = ("transformers", "vllm", "sglang", "llama.cpp")
 FAILED = 3  # exit code: told apart from a mistake of the user's (2) and from a fault of ours (1)
 SEQUENCES, LENGTH = 4, 128  # of the text that is compared on
 EXACT = 5e-5  # by which logits of a lossless fold may differ in float32, where they vary by one or less
-SERVED = 1e-3  # by which log-probabilities in another engine may differ, float32
 TIE = 1e-3  # logits nearer than this share of their deviation are as good
-
-
-@dataclass(frozen=True)
-class Check:
-    """Something that was measured: what, whether it passes (None: there is nothing to hold it against), and in words."""
-
-    name: str
-    passed: bool | None
-    detail: str
 
 
 @dataclass(frozen=True)
@@ -120,9 +111,9 @@ def _run(directory: Path, source: Path | None, serving: bool) -> tuple[list[Chec
         return [Check("code", False, "the code beside the weights is not that of this kvfold, so it was not run")], {}
     seed = ((record or {}).get("calibration") or {}).get("seed", 0) + 1  # held back: other text than it was calibrated on
     written = open_written(directory)
-    asked: dict[str, Any] = {"directory": str(directory.resolve()), "trust": own, "seed": seed, "scores": serving}
+    asked: dict[str, Any] = {"directory": str(directory.resolve()), "trust": own, "seed": seed, "answers": serving}
     asked |= {"source": source and str(source.resolve()), **_size(written, source)}
-    seen = _probe("probe.py", asked)
+    seen = run_apart("probe.py", asked)
     if "failed" in seen:
         return [Check("loads", False, seen["failed"])], {}
     checks = [
@@ -134,10 +125,10 @@ def _run(directory: Path, source: Path | None, serving: bool) -> tuple[list[Chec
     gap = seen["greedy_gap"]
     checks.append(Check("cache", gap <= TIE * seen.get("logit_deviation", 1.0), _greedy(gap)))
     checks.append(_cache(seen["cache"], record, written))
-    text, scores = seen.pop("text", None), seen.pop("log_probs", None)
     if serving:
-        served = _probe("probe_vllm.py", {**asked, "text": text, "latent": written.layout in {"stock", "decoupled"}})
-        checks += _served(served, scores, _claimed(record))
+        latent = written.layout in {"stock", "decoupled"}
+        found, seen["vllm"] = serve({**asked, "latent": latent}, seen.pop("answers"), _claimed(record))
+        checks += found
     return checks + ([] if source is None else [_distance(seen, _lossless(record, written, source))]), seen
 
 
@@ -148,19 +139,6 @@ def _first(missing: list[str]) -> str:
 def _greedy(gap: float) -> str:
     same = "greedy tokens with the cache are those without it"
     return same if gap == 0 else f"greedy tokens with the cache fall short of those without it by {gap:.1e}"
-
-
-def _served(served: dict[str, Any], scores: list[list[float]], claimed: int | None) -> list[Check]:
-    """vLLM's log-probabilities of the text against transformers', and what it allocates against the record."""
-    if "failed" in served:
-        return [Check("vllm", False, served["failed"])]
-    pairs = zip(served["log_probs"], scores, strict=True)
-    gap = max(abs(ours - theirs) for row, other in pairs for ours, theirs in zip(row, other, strict=True))
-    words = f"{served['version']} gives the text log-probabilities at most {gap:.1e} from transformers'"
-    size = sum(served["cache"]) / len(served["cache"])
-    allocated = f"{size:g} elements per token and layer, kvfold.json claims {claimed}"
-    # What it keeps in full it computes right: a loss of the saving is told, and does not fail.
-    return [Check("vllm", gap <= SERVED, words), Check("vllm cache", True if size == claimed else None, allocated)]
 
 
 def _claimed(record: dict[str, Any] | None) -> int | None:
@@ -232,30 +210,6 @@ def _size(written: Written, source: Path | None) -> dict[str, Any]:
     return {"dtype": dtype, "sequences": SEQUENCES, "length": length}
 
 
-def _probe(script: str, asked: dict[str, Any]) -> dict[str, Any]:
-    """What probe.py or probe_vllm.py sees, in a fresh process and with a cache of code of its own."""
-    import json
-    import os
-    import subprocess
-    import sys
-    import tempfile
-
-    with tempfile.TemporaryDirectory() as place:
-        done = subprocess.run(
-            [sys.executable, "-P", str(Path(__file__).with_name(script))],
-            input=json.dumps(asked),
-            capture_output=True,
-            text=True,
-            cwd=place,
-            check=False,
-            env={**os.environ, "HF_MODULES_CACHE": place, "HF_HUB_OFFLINE": "1"},
-        )
-    if done.returncode:
-        lines = done.stderr.strip().splitlines()
-        return {"failed": f"the run ended with {lines[-1][:300] if lines else f'exit code {done.returncode}'}"}
-    return dict(json.loads(done.stdout.splitlines()[-1]))
-
-
 @click.command("verify", cls=Command)
 @click.argument("directory", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.option(
@@ -274,7 +228,8 @@ def main(directory: Path, engines: tuple[str, ...], source: Path | None, static:
 
     First the rules of each engine on the written files: what it would drop, misread or refuse. Then a run in transformers, in a
     process that cannot import kvfold: predictions against the source's, decoding with and without the cache, the live cache
-    against kvfold.json. Exit code 3 where something fails.
+    against kvfold.json; and with `--engine vllm`, where vLLM is installed, the same text and tokens there. Exit code 3 where
+    something fails.
     """
     report = verify(directory, engines, source, run=not static)
     if as_json:

@@ -11,8 +11,9 @@ from .state import saved
 
 _LOCK = "lock"  # held while a run is at work, and the mark of a directory that kvfold made
 # All that a run puts there; the lock is last, so that a removal cut short can be told from a stranger's directory.
-_FILES = ("tokens.bin", "tokens.bin.partial", "metrics.jsonl", "metrics.jsonl.partial")
-_DIRECTORIES = ("state", "final")
+_WRITTEN = ("tokens.bin", "marks.bin", "tokens.json", "metrics.jsonl", "evaluations.jsonl")
+_FILES = (*_WRITTEN, *(f"{name}.partial" for name in _WRITTEN))
+_DIRECTORIES = ("state", "stages", "best", "trackers", "final")
 _NAMES = {*_FILES, *_DIRECTORIES, _LOCK}
 
 

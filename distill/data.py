@@ -1,158 +1,118 @@
-"""Documents to one stream of token ids, and the stream to windows in an order that depends on (seed, index) alone.
+"""Windows of tokens in an order that depends on (seed, index) alone.
 
-Every document starts with the tokenizer's BOS token; where there is none, with EOS, which is what separates documents in the
-training data of such models; no other special token is added. A .txt file is one document. Documents are packed one after the
-other without padding, attention is not cut between them, and the stream is cut into windows that overlap by one token, so that
-every token but the first is predicted exactly once.
-
-A source is read from its start, through a seeded shuffle buffer, until the stream is long enough for the whole run: of a
-large file in sorted order only the first part is seen. A source that is shorter is read again, in a new order.
+Every source is a stream of tokens, cut into windows that overlap by one, so that every token but the first is predicted exactly
+once. The sources of a mixture take turns by weight, a window at a time. Shapes: B windows, S tokens of a window.
 """
 
-import glob
-import lzma
-import os
-import zlib
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
-from ..convert.errors import InvalidInput
-from .display import progress_bar
-from .recipe import Data
+from .batch import IGNORED, Batch
+from .documents import SCORED, START
+from .recipe_data import Data
 
-_BUILDERS = {".jsonl": "json", ".json": "json", ".txt": "text", ".parquet": "parquet"}
-_COMPRESSIONS = {".gz", ".xz", ".bz2", ".zst"}
-_SHUFFLE_BUFFER = 2000  # documents; all of the standard library's
-_BATCH = 64  # documents tokenised at once
-# What `datasets` raises for missing and unreachable sources, and it and the decompressors for damaged ones.
-_UNREADABLE = (OSError, ValueError, EOFError, lzma.LZMAError, zlib.error)
+
+class Stream(NamedTuple):
+    """The tokens of a source.
+
+    Attributes:
+        tokens: ids, int32.
+        marks: what each is (`documents.START`, `documents.SCORED`), uint8, as many.
+    """
+
+    tokens: NDArray[np.int32]
+    marks: NDArray[np.uint8]
 
 
 class Windows:
-    """A stream of tokens as windows, addressed by a cursor that counts the windows of a run.
+    """The windows of a run, addressed by a cursor that counts them from 0.
 
-    Each pass over the data (an epoch) has its own permutation, a pure function of the seed and the epoch's number.
+    Each pass over a source (an epoch) has its own permutation, a pure function of the seed, the source and the epoch's number.
 
     Args:
-        tokens: the stream, integers.
-        seq_len: tokens in a window; one more is returned, the label of the last.
-        seed: any integer from 0 on.
+        streams: the sources' tokens, more than one window each.
+        data: the sources' weights, the length of a window, the seed.
     """
 
-    def __init__(self, tokens: NDArray[np.int32], seq_len: int, seed: int) -> None:
-        self._tokens = tokens
-        self._seq_len = seq_len
-        self._permutation = lru_cache(maxsize=2)(lambda epoch: np.random.default_rng([seed, epoch]).permutation(len(self)))
+    def __init__(self, streams: Sequence[Stream], data: Data) -> None:
+        self._streams = streams
+        self._data = data
+        self._held = [(len(stream.tokens) - 1) // data.seq_len for stream in streams]
+        self._weights = tuple(source.weight for source in data.sources)
+        self._permutation = lru_cache(maxsize=2 * len(streams))(self._permute)
+        self._schedule = lru_cache(maxsize=1)(schedule)
 
     def __len__(self) -> int:
-        return (len(self._tokens) - 1) // self._seq_len
+        """Windows that there are, over all sources."""
+        return sum(self._held)
 
-    def batch(self, cursors: Sequence[int]) -> Tensor:
-        """The windows at these cursors, int64 (len(cursors), seq_len + 1)."""
-        places = [divmod(cursor, len(self)) for cursor in cursors]
-        starts = [self._permutation(epoch)[index] * self._seq_len for epoch, index in places]
-        rows = [self._tokens[start : start + self._seq_len + 1] for start in starts]
-        return torch.from_numpy(np.stack(rows).astype(np.int64))
+    def batch(self, cursors: Sequence[int]) -> Batch:
+        """The windows at these cursors."""
+        size = self._data.seq_len + 1
+        rows = [(stream.tokens[at : at + size], stream.marks[at : at + size]) for stream, at in self._find(cursors)]
+        tokens_BS, marks_BS = (np.stack(parts) for parts in zip(*rows, strict=True))
+        place_S = np.arange(self._data.seq_len)
+        start_BS = np.maximum.accumulate(np.where(marks_BS[:, :-1] & START, place_S, 0), axis=1)
+        labels_BS = np.where(marks_BS[:, 1:] & SCORED, tokens_BS[:, 1:], IGNORED)
+        arrays = (tokens_BS[:, :-1], labels_BS, place_S - start_BS)
+        return Batch(*(torch.from_numpy(array.astype(np.int64)) for array in arrays))
+
+    def scored(self, cursors: Sequence[int]) -> int:
+        """Labels at these cursors that are scored: the `count` of their batch, which is not built."""
+        length = self._data.seq_len
+        found = self._find(cursors)
+        return sum(int(np.count_nonzero(stream.marks[at + 1 : at + length + 1] & SCORED)) for stream, at in found)
+
+    def repeated(self, windows: int) -> list[str]:
+        """A sentence for every source that a run of so many windows reads more than once."""
+        reads = shares(self._weights, windows)
+        return [
+            f"{source.source} holds {held} windows and the run reads {read}: some are seen again"
+            for source, held, read in zip(self._data.sources, self._held, reads, strict=True)
+            if read > held
+        ]
+
+    @property
+    def tokens(self) -> list[NDArray[np.int32]]:
+        """All token ids, by source."""
+        return [stream.tokens for stream in self._streams]
+
+    def _find(self, cursors: Sequence[int]) -> Iterator[tuple[Stream, int]]:
+        """The stream of each cursor's window, and the window's first token in it."""
+        for cursor in cursors:
+            source, index = 0, cursor
+            if len(self._streams) > 1:
+                # Computed for powers of two, so that it is computed seldom; what is known of a cursor never changes.
+                source_W, index_W = self._schedule(self._weights, 1 << max(10, cursor.bit_length()))
+                source, index = int(source_W[cursor]), int(index_W[cursor])
+            epoch, place = divmod(index, self._held[source])
+            yield self._streams[source], int(self._permutation(source, epoch)[place]) * self._data.seq_len
+
+    def _permute(self, source: int, epoch: int) -> NDArray[np.int64]:
+        entropy = [self._data.seed, epoch, *([source] if source else [])]
+        return np.random.default_rng(entropy).permutation(self._held[source])
 
 
-def open_windows(file: Path, data: Data) -> Windows:
-    """The windows of a stream written by `write_tokens`, memory-mapped."""
-    return Windows(np.memmap(file, dtype=np.int32, mode="r"), data.seq_len, data.seed)
+def schedule(weights: Sequence[float], count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Which source each of the first `count` windows is from, and how many of that source came before it.
 
-
-def write_tokens(file: Path, data: Data, tokenizer: Any, windows: int) -> None:
-    """Tokenise the source into `file`, native int32, until there are enough tokens for `windows` windows.
-
-    Raises:
-        InvalidInput: the source cannot be read, has no such text field, or does not fill one window.
+    Window j of a source of share w is due at (j + 1/2) / w, and windows come in the order in which they are due: a source is
+    never ahead of its share, or behind it, by more than a window or two, and a longer schedule begins with the shorter.
     """
-    separator = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
-    start = [] if separator is None else [separator]
-    wanted = windows * data.seq_len + 1
-    written = documents = 0
-    partial = file.with_name(file.name + ".partial")
-    with partial.open("wb") as stream, progress_bar("tokens", wanted) as show:
-        for texts in _documents(data):
-            for ids in tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]:
-                piece = np.asarray(start + ids, dtype=np.int32)[: wanted - written]
-                stream.write(piece.tobytes())
-                written += len(piece)
-            documents += len(texts)
-            show(written, "")
-            if written == wanted:
-                break
-        stream.flush()
-        os.fsync(stream.fileno())
-    if written <= data.seq_len:
-        raise InvalidInput(
-            f"data.source {data.source} holds {written} tokens in {documents} documents; one window of data.seq_len "
-            f"{data.seq_len} takes {data.seq_len + 1}"
-        )
-    partial.rename(file)
+    share_K = np.asarray(weights) / np.sum(weights)
+    numbers = [np.arange(int((count + len(weights)) * share) + 2) for share in share_K]
+    due = np.concatenate([(number + 0.5) / share for number, share in zip(numbers, share_K, strict=True)])
+    order = np.argsort(due, kind="stable")[:count]
+    source = np.repeat(np.arange(len(weights)), [len(number) for number in numbers])
+    return source[order], np.concatenate(numbers)[order]
 
 
-def _documents(data: Data) -> Iterator[list[str]]:
-    """Documents in batches; empty ones are left out."""
-    try:
-        for batch in _open(data).shuffle(seed=data.seed, buffer_size=_SHUFFLE_BUFFER).iter(batch_size=_BATCH):
-            if data.text_field not in batch:
-                raise InvalidInput(
-                    f"data.source {data.source} has no field {data.text_field!r}; data.text_field can be {', '.join(batch)}"
-                )
-            texts = [text for text in batch[data.text_field] if text]
-            if not all(isinstance(text, str) for text in texts):
-                raise InvalidInput(f"data.source {data.source}: the field {data.text_field!r} holds no text")
-            if texts:
-                yield texts
-    except _UNREADABLE as error:
-        raise InvalidInput(f"data.source {data.source} cannot be read: {' '.join(str(error).split())}") from None
-    except StopIteration:  # what `datasets` raises for a JSON file without a single row
-        raise InvalidInput(f"data.source {data.source} holds no documents") from None
-
-
-def _open(data: Data) -> Any:
-    from datasets import Dataset, load_dataset
-
-    if data.source == "stdlib":
-        from ..eval.corpus import stdlib_documents
-
-        return Dataset.from_dict({data.text_field: stdlib_documents(held_out=False)}).to_iterable_dataset()
-    files = _files(data.source)
-    if not files:
-        return load_dataset(data.source, data.name, split=data.split, streaming=True)
-    builders = {_builder(file) for file in files}
-    if len(builders) > 1:
-        raise InvalidInput(f"data.source {data.source} holds files of several kinds; name one, e.g. {data.source}/*.jsonl")
-    (builder,) = builders
-    whole_files = {"sample_by": "document"} if builder == "text" else {}
-    return load_dataset(builder, data_files=[str(file) for file in files], split="train", streaming=True, **whole_files)
-
-
-def _files(source: str) -> list[Path]:
-    """The files that a source names; none when it can only be a Hub id."""
-    path = Path(source).expanduser()
-    if path.is_dir():
-        found = sorted(file for file in path.rglob("*") if file.is_file() and _builder(file))
-    elif path.is_file():
-        if not _builder(path):
-            raise InvalidInput(f"data.source {source} is of no known kind; known: {', '.join(_BUILDERS)}, also compressed")
-        found = [path]
-    else:
-        found = sorted(Path(file) for file in glob.glob(str(path), recursive=True) if _builder(Path(file)))
-        if not found and source.count("/") == 1 and not source.startswith((".", "/", "~")) and not _builder(path):
-            return []
-    if not found:
-        raise InvalidInput(f"data.source {source} names no {', '.join(_BUILDERS)} file here and is no org/name on the Hub")
-    return found
-
-
-def _builder(file: Path) -> str | None:
-    suffix = Path(file.stem).suffix if file.suffix in _COMPRESSIONS else file.suffix
-    return _BUILDERS.get(suffix)
+def shares(weights: Sequence[float], windows: int) -> list[int]:
+    """How many of a run's windows are from each source."""
+    counts: list[int] = np.bincount(schedule(weights, windows)[0], minlength=len(weights)).tolist()
+    return counts

@@ -2,12 +2,12 @@
 
 import math
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from accelerate import Accelerator
@@ -15,14 +15,18 @@ from torch import Tensor, nn
 
 from ..convert.errors import InvalidInput
 from . import state
+from .batch import Batch
+from .capture import Captured
 from .data import Windows
-from .display import progress_bar
-from .head import predict
-from .metrics import Metrics
+from .evaluation import Evaluation
+from .objective import Objective, Seen
+from .parallel import gather_no_more, rework_layers, share, share_teacher, unsynced, whole
 from .recipe import Recipe, Stage
+from .report import reporting
 from .schedule import learning_rate
 from .state import Progress
-from .student import Objective, set_trainable
+from .teacher import Teacher
+from .weights import set_trainable
 
 _BETAS = (0.9, 0.95)  # as language models are usually trained: the second moment's half-life is 14 steps
 
@@ -41,34 +45,64 @@ class Interrupted(Exception):
 
 @dataclass(frozen=True)
 class Run:
-    """What all stages share.
+    """What a stage is given.
 
     Attributes:
         recipe: what to do.
         accelerator: device, processes, precision.
-        student: trained in place.
-        teacher: frozen.
+        student: with the weights that the stage starts from; trained in place.
+        teacher: a constant.
         windows: the data.
         partial: working directory.
+        vocabulary: entries that tokens can have.
         signals: those received so far.
+        evaluation: on held-out text, if there is one.
     """
 
     recipe: Recipe
     accelerator: Accelerator
     student: Any
-    teacher: Any
+    teacher: Teacher
     windows: Windows
     partial: Path
+    vocabulary: int
     signals: list[int] = field(default_factory=list)
+    evaluation: Evaluation | None = None
 
 
-def train_stage(run: Run, progress: Progress, found: Path | None) -> Progress:
+class Work(Protocol):
+    """What differs between modes: how a step's gradient is formed, and how a step is taken.
+
+    Attributes:
+        optimizer: over what the stage trains.
+    """
+
+    optimizer: torch.optim.Optimizer
+
+    def accumulate(self, cursor: int) -> tuple[dict[str, float], int]:
+        """Add up the gradient of the step whose windows begin at `cursor`.
+
+        Returns:
+            Every loss over the whole step, and the number of a signal that some process received, or 0.
+        """
+
+    def step(self, rate: float) -> float:
+        """One step of the optimizer at a learning rate; returns the norm of the gradient before it was clipped."""
+
+    def measure(self, batch: Batch, teacher: Teacher) -> dict[str, Tensor]:
+        """`evaluation.MEASURES` of the student, summed over a batch's scored tokens, without a graph."""
+
+
+def train_stage(
+    run: Run, progress: Progress, found: Path | None, start: Callable[[Run, Stage, Path | None], Work] | None = None
+) -> Progress:
     """Train one stage from `progress` to its end.
 
     Args:
-        run: what all stages share.
+        run: what the stage is given.
         progress: where in the stage to begin.
-        found: the saved state that holds the optimizer of a stage already begun.
+        found: the saved state that holds the optimizer and the adapters of a stage already begun.
+        start: makes the stage's work; by default `EndToEnd`.
 
     Raises:
         InvalidInput: the training diverged, or the stage trains nothing.
@@ -76,76 +110,119 @@ def train_stage(run: Run, progress: Progress, found: Path | None) -> Progress:
     """
     stage = run.recipe.stages[progress.stage]
     steps = run.recipe.steps(stage)
-    trainable = set_trainable(run.student, stage.train)
-    optimizer = _adamw(trainable, stage)
-    if found:
-        state.restore_optimizer(found, run.student, optimizer)
-    objective, optimizer = run.accelerator.prepare(Objective(run.student, stage.losses), optimizer)
-    metrics = Metrics(run.partial / "metrics.jsonl", stage.name, progress.tokens)
-    with progress_bar(stage.name, steps, progress.step) as show:
+    work = (start or EndToEnd)(run, stage, found)
+    with reporting(run, stage, work, progress) as report:
         while progress.step < steps:
-            for group in optimizer.param_groups:
-                group["lr"] = learning_rate(stage, progress.step, steps)
-            losses, stopped = _accumulate(run, objective, stage, progress.cursor)
-            norm = float(run.accelerator.clip_grad_norm_(trainable, stage.grad_clip or math.inf))
+            rate = learning_rate(stage, progress.step, steps)
+            sums, stopped = work.accumulate(progress.cursor)
+            norm = work.step(rate)
             if not math.isfinite(norm):
                 raise InvalidInput(
                     f"stage {stage.name} diverged: the gradient of step {progress.step + 1} is {norm}; use a lower lr"
                 )
-            optimizer.step()
-            optimizer.zero_grad()
-            progress = _advance(run.recipe, stage, progress)
+            progress = advance(run.recipe, stage, progress)
+            report.tell(progress, {**sums, "lr": rate, "grad_norm": norm})
             ends = progress.step == steps
-            logs = progress.step == 1 or progress.total_steps % run.recipe.log_every == 0 or ends
-            if logs and run.accelerator.is_main_process:
-                metrics.append(progress, {**losses, "lr": optimizer.param_groups[0]["lr"], "grad_norm": norm})
-            show(progress.step, "  ".join(f"{name} {value:.4f}" for name, value in losses.items()))
             if stopped or ends or progress.total_steps % run.recipe.save.every == 0:
-                _save(run, progress, optimizer)
+                save_state(run, progress, None if ends else work.optimizer)
             if stopped:
                 raise Interrupted(stopped, f"stopped after step {progress.step} of {steps} of stage {stage.name}")
-    objective, optimizer = run.accelerator.free_memory(objective, optimizer)  # the next stage wraps the model anew
+    run.accelerator.free_memory()
     return progress
 
 
-def _accumulate(run: Run, objective: nn.Module, stage: Stage, cursor: int) -> tuple[dict[str, float], int]:
-    """Add up the gradient of one optimizer step.
+class EndToEnd:
+    """The work of a stage whose losses are those of the student as a whole.
 
-    The step's windows are dealt out to the processes in turn and every sum is divided by the tokens of the whole step, so
+    A step's windows are dealt out to the processes in turn and every sum is divided by the scored tokens of the whole step, so
     neither the number of processes nor the size of a micro-batch changes the gradient.
 
-    Returns:
-        Every loss in nats a token over the whole step, and the number of a signal that some process received, or 0.
+    Args:
+        run: what the stage is given.
+        stage: the stage.
+        found: a saved state to take optimizer and adapters from.
     """
-    accelerator, count = run.accelerator, run.recipe.step_windows(stage)
-    mine = range(cursor + accelerator.process_index, cursor + count, accelerator.num_processes)
-    tokens = count * run.recipe.data.seq_len
-    totals: dict[str, Tensor] = {}
-    for first in range(0, len(mine), stage.micro_batch):
-        batch_BS = run.windows.batch(mine[first : first + stage.micro_batch]).to(accelerator.device)
-        is_last = first + stage.micro_batch >= len(mine)
-        with nullcontext() if is_last else accelerator.no_sync(objective):
-            with torch.no_grad():
-                teacher = predict(run.teacher, batch_BS[:, :-1])
-            sums = objective(batch_BS[:, :-1], batch_BS[:, 1:], teacher)
-            # Data parallelism averages gradients over processes; this makes it their sum.
-            accelerator.backward(sums.pop("loss") * (accelerator.num_processes / tokens))
-        totals = {name: totals.get(name, 0) + value for name, value in sums.items()}
-    # All processes must stop after the same step, whichever of them got the signal.
-    signum = torch.tensor(float(max(run.signals, default=0)), device=accelerator.device)
-    *values, received = accelerator.reduce(torch.stack([*totals.values(), signum]), "sum").tolist()
+
+    def __init__(self, run: Run, stage: Stage, found: Path | None) -> None:
+        self._run, self._stage = run, stage
+        set_trainable(run.student, stage)
+        if found and stage.train == "lora":
+            state.restore_weights(found, run.student)  # once more: the adapters are there only now
+        own = Objective(run.student, stage, run.vocabulary)
+        compiling = run.recipe.compile and not own.sees_layers  # hooks come and go there, which would compile anew each time
+        rework_layers(run.student, checkpointing=run.recipe.gradient_checkpointing, compiling=compiling)
+        share_teacher(run.teacher)
+        if "hidden_mse" in stage.learnt:
+            own.calibrate(run.teacher, run.windows.batch([0]).to(run.accelerator.device))
+        self._look = own.look
+        self._objective = share(run.accelerator, own, run.student)
+        self.optimizer = adamw([parameter for parameter in run.student.parameters() if parameter.requires_grad], stage)
+        if found:
+            state.restore_optimizer(found, run.student, self.optimizer)
+
+    def accumulate(self, cursor: int) -> tuple[dict[str, float], int]:
+        """See `Work`; losses are in nats a token."""
+        run, stage, accelerator = self._run, self._stage, self._run.accelerator
+        count = run.recipe.step_windows(stage)
+        mine = range(cursor + accelerator.process_index, cursor + count, accelerator.num_processes)
+        tokens = max(1, run.windows.scored(range(cursor, cursor + count)))
+        totals: dict[str, Tensor] = {}
+        for first in range(0, len(mine), stage.micro_batch):
+            batch = run.windows.batch(mine[first : first + stage.micro_batch]).to(accelerator.device)
+            is_last = first + stage.micro_batch >= len(mine)
+            with nullcontext() if is_last else unsynced(accelerator, self._objective):
+                sums = self._objective(batch, self._look(run.teacher, batch))
+                # Gradients are averaged over processes; this makes it their sum.
+                accelerator.backward(sums.pop("loss") * (accelerator.num_processes / tokens))
+            totals = {name: totals.get(name, 0) + value for name, value in sums.items()}
+        values, stopped = sum_over_processes(run, totals)
+        return {name: value / tokens for name, value in values.items()}, stopped
+
+    def step(self, rate: float) -> float:
+        """See `Work`."""
+        trainable = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        norm = float(whole(self._run.accelerator.clip_grad_norm_(trainable, self._stage.grad_clip or math.inf)))
+        return take_step(self.optimizer, rate, norm)
+
+    @torch.no_grad()
+    def measure(self, batch: Batch, teacher: Teacher) -> dict[str, Tensor]:
+        """See `Work`."""
+        sums: dict[str, Tensor] = self._objective(batch, Seen(teacher.predictions(batch), Captured()), measuring=True)
+        gather_no_more(self._objective)
+        return sums
+
+
+def take_step(optimizer: torch.optim.Optimizer, rate: float, norm: float) -> float:
+    """Step at a learning rate, unless the gradient's norm, which is returned, is not finite."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    if math.isfinite(norm):
+        optimizer.step()
+    optimizer.zero_grad()
+    return norm
+
+
+def sum_over_processes(run: Run, totals: Mapping[str, Tensor]) -> tuple[dict[str, float], int]:
+    """Sums of every process added up, and the number of a signal that one of them received, or 0.
+
+    All processes must stop after the same step, whichever of them got the signal.
+    """
+    signum = torch.tensor(float(max(run.signals, default=0)), device=run.accelerator.device)
+    *values, received = run.accelerator.reduce(torch.stack([*totals.values(), signum]), "sum").tolist()
     stopped = max(run.signals, default=int(signal.SIGTERM)) if received else 0
-    return {name: value / tokens for name, value in zip(totals, values, strict=True)}, stopped
+    return dict(zip(totals, values, strict=True)), stopped
 
 
-def _adamw(trainable: list[nn.Parameter], stage: Stage) -> torch.optim.Optimizer:
+def adamw(trainable: list[nn.Parameter], stage: Stage) -> torch.optim.Optimizer:
+    """A fresh optimizer; norms and biases do not decay."""
     matrices = [parameter for parameter in trainable if parameter.ndim > 1]
     others = [parameter for parameter in trainable if parameter.ndim <= 1]
     groups = [{"params": matrices, "weight_decay": stage.weight_decay}, {"params": others, "weight_decay": 0.0}]
     return torch.optim.AdamW([group for group in groups if group["params"]], lr=stage.lr, betas=_BETAS)
 
 
-def _advance(recipe: Recipe, stage: Stage, progress: Progress) -> Progress:
+def advance(recipe: Recipe, stage: Stage, progress: Progress) -> Progress:
+    """One optimizer step further."""
     windows = recipe.step_windows(stage)
     return replace(
         progress,
@@ -156,9 +233,12 @@ def _advance(recipe: Recipe, stage: Stage, progress: Progress) -> Progress:
     )
 
 
-def _save(run: Run, progress: Progress, optimizer: torch.optim.Optimizer) -> None:
-    if run.accelerator.is_main_process:
-        state.save(run.partial / "state", progress, run.student, optimizer, run.recipe.save.keep)
+def save_state(run: Run, progress: Progress, optimizer: torch.optim.Optimizer | None) -> None:
+    """Save the state of a step; without an optimizer at a stage's end. All processes call it."""
+    is_main = run.accelerator.is_main_process
+    gathered = state.gather(run.student, optimizer, keep=is_main)
+    if is_main:
+        state.save(run.partial / "state", progress, gathered, run.recipe.save.keep)
     run.accelerator.wait_for_everyone()
 
 

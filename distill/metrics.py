@@ -29,14 +29,33 @@ class Metrics:
         self._stage = stage
         self._clock = (time.monotonic(), tokens)
 
-    def append(self, progress: Progress, values: Mapping[str, float]) -> None:
-        """Append a line for the step that `progress` has just completed; speed is since the line before."""
+    def append(self, progress: Progress, values: Mapping[str, float]) -> dict[str, float]:
+        """Append a line for the step that `progress` has just completed; speed is since the line before. Returns its values."""
         (then, tokens), self._clock = self._clock, (time.monotonic(), progress.tokens)
         speed = round((progress.tokens - tokens) / (self._clock[0] - then), 1)
+        values = {**values, "tokens_per_second": speed, "peak_memory_gib": peak_memory()}
+        self.record(progress, values)
+        return values
+
+    def leave_out(self, seconds: float) -> None:
+        """Take no notice of this much time, in which nothing was trained."""
+        self._clock = (self._clock[0] + seconds, self._clock[1])
+
+    def record(self, progress: Progress, values: Mapping[str, float]) -> None:
+        """Append a line with these values alone."""
         line = {"step": progress.total_steps, "stage": self._stage, "tokens": progress.tokens, **values}
-        line |= {"tokens_per_second": speed, "peak_memory_gib": _peak_memory()}
-        with self._file.open("a", encoding="utf-8") as stream:
-            stream.write(json.dumps(line) + "\n")
+        append_line(self._file, line)
+
+
+def append_line(file: Path, line: Mapping[str, Any]) -> None:
+    """Append an object to a file of JSON lines."""
+    with file.open("a", encoding="utf-8") as stream:
+        stream.write(json.dumps(line) + "\n")
+
+
+def read_lines(file: Path) -> list[dict[str, Any]]:
+    """The objects of a file of JSON lines; none where there is no file."""
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.exists() else []
 
 
 def trim_metrics(file: Path, steps: int) -> None:
@@ -54,7 +73,7 @@ def summarise(file: Path, recipe: Recipe) -> dict[str, Any]:
 
     `first` is the loss of the first step, before any training; `last` the mean over the last tenth of the logged steps.
     """
-    lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    lines = read_lines(file)
     stages = []
     for stage in recipe.stages:
         own = [line for line in lines if line["stage"] == stage.name]
@@ -66,7 +85,7 @@ def summarise(file: Path, recipe: Recipe) -> dict[str, Any]:
     return {"steps": lines[-1]["step"], "tokens": lines[-1]["tokens"], "stages": stages}
 
 
-def _peak_memory() -> float:
+def peak_memory() -> float:
     """The most memory this process has had, GiB: of the GPU if there is one, otherwise of the machine."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         return round(torch.cuda.max_memory_allocated() / 2**30, 3)

@@ -1,6 +1,7 @@
 """Recipe files: YAML with overrides, and mistakes in it told in one sentence."""
 
 import difflib
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,16 +10,25 @@ import yaml
 from pydantic import ValidationError
 
 from ..convert.errors import InvalidInput
-from .recipe import Data, Recipe, Save, Section, Stage
+from .recipe import Lora, Recipe, Save, Stage
+from .recipe_data import Data, Section, Source
+from .recipe_report import Evaluate
 
 # Keys under the names that other trainers give them.
 _OTHER_NAMES = {
     "learning_rate": "lr", "batch_size": "batch_tokens", "micro_batch_size": "micro_batch", "max_tokens": "tokens",
     "max_grad_norm": "grad_clip", "lr_scheduler": "schedule", "warmup_steps": "warmup", "sequence_length": "seq_len",
-    "block_size": "seq_len", "dataset": "source", "text_column": "text_field", "model": "student", "out": "output",
-    "output_dir": "output", "save_steps": "every", "logging_steps": "log_every", "dtype": "precision",
+    "block_size": "seq_len", "dataset": "source", "text_column": "text_field", "messages_column": "messages_field",
+    "conversations": "messages_field", "pack": "packing", "probability": "weight", "ratio": "weight", "subset": "name",
+    "text": "text_field", "messages": "messages_field", "model": "student", "out": "output", "output_dir": "output",
+    "save_steps": "every", "logging_steps": "log_every", "dtype": "precision", "eval": "evaluate", "validation": "evaluate",
+    "eval_steps": "every", "report_to": "trackers", "log_with": "trackers",
 }  # fmt: skip
-_SECTIONS: dict[str, type[Section]] = {"": Recipe, "data": Data, "stages": Stage, "save": Save}
+_SECTIONS: dict[str, type[Section]] = {
+    "": Recipe, "data": Data, "data.source": Source, "stages": Stage, "stages.lora": Lora, "save": Save,
+    "evaluate": Evaluate,
+}  # fmt: skip
+_TAGS = {"<text>", "<mixture>"}  # which of the two forms of data.source a mistake was found in
 
 
 def read_recipe(file: Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -31,6 +41,21 @@ def read_recipe(file: Path, overrides: Sequence[str] = ()) -> Recipe:
     Raises:
         InvalidInput: names the key, its value and what would be right.
     """
+    content = read_content(file)
+    for override in overrides:
+        _override(content, override)
+    try:
+        return Recipe.model_validate(content)
+    except ValidationError as error:
+        raise InvalidInput(f"{file.name}: {_sentence(error)}") from None
+
+
+def read_content(file: Path) -> dict[str, Any]:
+    """What a recipe's file says, unchecked.
+
+    Raises:
+        InvalidInput: it is no YAML mapping.
+    """
     try:
         content = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
@@ -39,12 +64,17 @@ def read_recipe(file: Path, overrides: Sequence[str] = ()) -> Recipe:
         raise InvalidInput(f"{file} is not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(content, dict):
         raise InvalidInput(f"{file} holds no recipe: it should be a mapping that starts with schema: 1")
-    for override in overrides:
-        _override(content, override)
-    try:
-        return Recipe.model_validate(content)
-    except ValidationError as error:
-        raise InvalidInput(f"{file.name}: {_sentence(error)}") from None
+    return content
+
+
+def describe_key(key: str) -> str:
+    """What a key of a resolved recipe means, such as `stages[0].losses.kl`: what its nearest documented place says."""
+    parts = re.sub(r"\[\d+\]", "", key).split(".")
+    for size in range(len(parts), 0, -1):
+        section, name = ".".join(parts[: size - 1]), parts[size - 1]
+        if section in _SECTIONS and name in _keys(_SECTIONS[section]):
+            return _description(_SECTIONS[section], name)
+    raise KeyError(key)
 
 
 def _override(content: dict[str, Any], override: str) -> None:
@@ -67,9 +97,10 @@ def _sentence(errors: ValidationError) -> str:
     """The worst error as one sentence; an unknown key comes first, it is why another key is missing."""
     error = min(errors.errors(), key=lambda error: error["type"] != "extra_forbidden")
     location = error["loc"][:-2] if "[key]" in error["loc"] else error["loc"]
+    location = tuple(part for part in location if part not in _TAGS)
     *parents, key = location or ("",)
     place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location).removeprefix(".")
-    section = next((str(part) for part in parents if isinstance(part, str)), "")
+    section = ".".join(part for part in parents if isinstance(part, str))
     if error["type"] == "extra_forbidden":
         where = f" in {place.rpartition('.')[0]}" if parents else ""
         return f"unknown key {key!r}{where}; {_suggestion(str(key), section)}"
@@ -78,7 +109,11 @@ def _sentence(errors: ValidationError) -> str:
     reason = {
         "model_type": "it should be a mapping of keys to values",
         "value_error": error["msg"].removeprefix("Value error, "),
+        "string_pattern_mismatch": "it should be made of letters, digits and _.+-, as a file's name",
+        "too_short": "it should have at least one entry",
     }.get(error["type"], error["msg"].replace("Input should", "it should"))
+    if error["type"] == "value_error" and isinstance(error["input"], dict):  # the mistake of a whole section
+        return f"{place}: {reason}" if place else reason
     return f"{place} is {error['input']!r}; {reason}" if place else reason
 
 

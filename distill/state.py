@@ -1,25 +1,31 @@
 """Training state on disk: written whole or not at all, checked when read, without pickle.
 
-`step-00000500/` holds weights.safetensors (each trainable or frozen tensor once, float32), optimizer.safetensors (AdamW's
-moments, `<key>.<weight>`), progress.json, and manifest.json with the SHA-256 of the other three. Nothing in training draws
-random numbers and the order of the data is a function of the cursor, so this is all there is.
+`step-00000500/` holds weights.safetensors (each trainable or frozen tensor once, float32, adapters beside what they adapt),
+optimizer.safetensors (AdamW's moments, `<key>.<weight>`), progress.json, and manifest.json with the SHA-256 of the other three.
+Nothing in training draws random numbers and the order of the data is a function of the cursor, so this is all there is. At the
+end of a stage adapters are merged into the weights and there is no optimizer: the next stage has its own.
+
+Tensors are whole whatever the processes made of them, so that a run may go on with another number of processes.
 """
 
 import hashlib
 import json
 import shutil
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
-from torch import nn
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
 
 from ..convert.checkpoint import finish
 from ..convert.console import notice
 from ..convert.errors import InvalidInput
+from .parallel import named_weights, part, whole
+from .weights import adapted, is_adapter, merged
 
 _MANIFEST = "manifest.json"
 
@@ -45,7 +51,43 @@ class Progress:
     recipe: dict[str, Any] = field(default_factory=dict)
 
 
-def save(directory: Path, progress: Progress, model: nn.Module, optimizer: torch.optim.Optimizer, keep: int) -> None:
+class Gathered(NamedTuple):
+    """The tensors of a state.
+
+    Attributes:
+        weights: by name.
+        moments: AdamW's, `<key>.<weight>`.
+    """
+
+    weights: Mapping[str, Tensor]
+    moments: Mapping[str, Tensor]
+
+
+@torch.no_grad()
+def gather(model: nn.Module, optimizer: torch.optim.Optimizer | None, keep: bool) -> Gathered:
+    """Whole tensors of a model that may be sharded; all processes must call it together.
+
+    Args:
+        model: the student, with adapters or without.
+        optimizer: of the stage; None at its end, when adapters are merged.
+        keep: whether this process wants them; the result is empty otherwise.
+    """
+    layers = adapted(model) if optimizer is None else {}
+    weights: dict[str, Tensor] = {}
+    moments: dict[str, Tensor] = {}
+    for name, parameter in named_weights(model):
+        layer = layers.get(name.rpartition(".")[0])
+        if optimizer is None and is_adapter(name):
+            continue
+        tensor = merged(layer) if layer is not None and name.endswith(".weight") else whole(parameter.detach())
+        weights |= {name: _to_cpu(tensor)} if keep else {}
+        for key, value in (optimizer.state[parameter] if optimizer and parameter in optimizer.state else {}).items():
+            value = whole(value)
+            moments |= {f"{key}.{name}": _to_cpu(value)} if keep else {}
+    return Gathered(weights, moments)
+
+
+def save(directory: Path, progress: Progress, gathered: Gathered, keep: int) -> None:
     """Write the state of a step, then remove all but the newest `keep`.
 
     Raises:
@@ -57,7 +99,7 @@ def save(directory: Path, progress: Progress, model: nn.Module, optimizer: torch
         shutil.rmtree(leftover, ignore_errors=True)
     try:
         partial.mkdir(parents=True)
-        _write(partial, progress, model, optimizer)
+        _write(partial, progress, gathered)
         finish(partial, final)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(partial, ignore_errors=True)
@@ -66,11 +108,9 @@ def save(directory: Path, progress: Progress, model: nn.Module, optimizer: torch
         shutil.rmtree(old)
 
 
-def _write(directory: Path, progress: Progress, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    names: dict[torch.Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
-    save_file({name: parameter.detach() for parameter, name in names.items()}, directory / "weights.safetensors")
-    moments = {f"{key}.{names[p]}": value for p, row in optimizer.state.items() for key, value in row.items()}
-    save_file(moments, directory / "optimizer.safetensors")
+def _write(directory: Path, progress: Progress, gathered: Gathered) -> None:
+    save_file(dict(gathered.weights), directory / "weights.safetensors")
+    save_file(dict(gathered.moments), directory / "optimizer.safetensors")
     (directory / "progress.json").write_text(json.dumps(asdict(progress), indent=2) + "\n", encoding="utf-8")
     hashes = {file.name: _sha256(file) for file in sorted(directory.iterdir())}
     (directory / _MANIFEST).write_text(json.dumps(hashes, indent=2) + "\n", encoding="utf-8")
@@ -84,7 +124,7 @@ def newest(directory: Path) -> Path | None:
     """
     states = saved(directory)
     for state in states:
-        if _is_whole(state):
+        if is_whole(state):
             return state
         notice(f"{state} is damaged; going back to the state before it")
     if states:
@@ -99,20 +139,23 @@ def read_progress(state: Path) -> Progress:
 
 @torch.no_grad()
 def restore_weights(state: Path, model: nn.Module) -> None:
-    """Copy the saved weights into the model."""
-    weights = load_file(state / "weights.safetensors")
-    for name, parameter in model.named_parameters():
-        parameter.copy_(weights[name])
+    """Copy the saved weights into a model that is not yet sharded; adapters keep theirs where the state is from before them."""
+    with safe_open(state / "weights.safetensors", framework="pt") as file:
+        names = set(file.keys())
+        for name, parameter in named_weights(model):
+            if name in names or not is_adapter(name):
+                parameter.copy_(file.get_tensor(name))
 
 
 def restore_optimizer(state: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Give a fresh optimizer over the same weights its saved moments."""
-    parameters = dict(model.named_parameters())
-    for name, value in load_file(state / "optimizer.safetensors").items():
-        key, _, parameter_name = name.partition(".")
-        parameter = parameters[parameter_name]
-        # AdamW counts its steps on the CPU.
-        optimizer.state[parameter][key] = value if key == "step" else value.to(parameter.device)
+    parameters = dict(named_weights(model))
+    with safe_open(state / "optimizer.safetensors", framework="pt") as file:
+        for name in file.keys():  # noqa: SIM118 - safe_open gives no iterator
+            key, _, parameter_name = name.partition(".")
+            parameter, value = parameters[parameter_name], file.get_tensor(name)
+            # AdamW counts its steps on the CPU.
+            optimizer.state[parameter][key] = value if key == "step" else part(value, parameter)
 
 
 def saved(directory: Path) -> list[Path]:
@@ -120,12 +163,17 @@ def saved(directory: Path) -> list[Path]:
     return sorted((path for path in directory.glob("step-*") if path.suffix != ".partial"), reverse=True)
 
 
-def _is_whole(state: Path) -> bool:
+def is_whole(state: Path) -> bool:
+    """Whether all files of a saved state are there as they were written."""
     try:
         hashes: dict[str, str] = json.loads((state / _MANIFEST).read_text(encoding="utf-8"))
         return all(_sha256(state / name) == expected for name, expected in hashes.items())
     except (OSError, ValueError):
         return False
+
+
+def _to_cpu(tensor: Tensor) -> Tensor:
+    return tensor.to("cpu").contiguous()
 
 
 def _sha256(file: Path) -> str:

@@ -1,9 +1,7 @@
 """The model that is trained: from a checkpoint to trainable float32 weights, and back to a checkpoint."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,43 +11,8 @@ from ..convert.containers import to_published, to_trainable
 from ..convert.containers.remote import ship
 from ..convert.errors import InvalidInput
 from ..eval.head import check_head
-from ..eval.models import Loaded, load
+from ..eval.models import Described, Loaded, load
 from ..eval.options import Options
-from .head import Predictions, predict
-from .losses import LOSSES
-from .recipe import LossName, WeightSet
-
-# From a model to the names of the weights in the set.
-TRAINABLE: dict[WeightSet, Callable[[nn.Module], set[str]]] = {
-    "all": lambda model: {name for name, _ in model.named_parameters()},
-    "attention": lambda model: {
-        f"{place}.{name}"
-        for place, module in model.named_modules()
-        if type(module).__name__.endswith("Attention")  # so are they named in every family of transformers
-        for name, _ in module.named_parameters()
-    },
-}
-
-
-class Objective(nn.Module):
-    """What accelerate wraps: a module whose forward is the loss, so that the head is read inside the wrapped forward.
-
-    Args:
-        model: the student.
-        losses: weight of each loss; those of weight 0 are not computed.
-    """
-
-    def __init__(self, model: Any, losses: Mapping[LossName, float]) -> None:
-        super().__init__()
-        self.model = model
-        self._losses = {name: weight for name, weight in losses.items() if weight}
-
-    def forward(self, input_ids_BS: Tensor, labels_BS: Tensor, teacher: Predictions) -> dict[str, Tensor]:
-        """Sums over the B S tokens, in nats: `loss`, the weighted sum, differentiable; and every single loss by name."""
-        student = predict(self.model, input_ids_BS)
-        sums = {name: LOSSES[name](student, teacher, labels_BS.flatten())[0] for name in self._losses}
-        loss = torch.stack([weight * sums[name] for name, weight in self._losses.items()]).sum()
-        return {"loss": loss, **{name: value.detach() for name, value in sums.items()}}
 
 
 def load_student(directory: Path, seq_len: int, device: torch.device) -> Loaded:
@@ -60,27 +23,23 @@ def load_student(directory: Path, seq_len: int, device: torch.device) -> Loaded:
             last hidden states.
     """
     student = load(directory, Options(device="cuda" if device.type == "cuda" else "cpu", dtype="float32"))
-    if student.positions is not None and seq_len > student.positions:
-        raise InvalidInput(f"data.seq_len {seq_len} is more than the {student.positions} positions of the student {directory}")
+    check_positions(student, seq_len)
     check_head(student, torch.arange(4)[None])
     student.model.to(device)
     to_trainable(student.model)
     return student
 
 
-def set_trainable(model: nn.Module, name: WeightSet) -> list[nn.Parameter]:
-    """Freeze everything but one of the sets of `TRAINABLE`; returns what is left to train.
+def check_positions(student: Loaded | Described, seq_len: int) -> None:
+    """Refuse windows that are longer than a student takes.
 
     Raises:
-        InvalidInput: the model has no such weights.
+        InvalidInput: says so.
     """
-    names = TRAINABLE[name](model)
-    for parameter_name, parameter in model.named_parameters():
-        parameter.requires_grad_(parameter_name in names)
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if not trainable:
-        raise InvalidInput(f"train: {name} finds no weights in {type(model).__name__}; use train: all")
-    return trainable
+    if student.positions is not None and seq_len > student.positions:
+        raise InvalidInput(
+            f"data.seq_len {seq_len} is more than the {student.positions} positions of the student {student.path}"
+        )
 
 
 def publish(model: nn.Module, student: Path, directory: Path) -> None:

@@ -1,21 +1,47 @@
-"""`kvfold eval`: perplexity, distance to the teacher and cache of a checkpoint."""
+"""`kvfold eval`: perplexity, distance to the teacher, cache and more of a checkpoint."""
 
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+import os
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..convert.console import Command, notice, show_json, show_table
+from ..convert.cli import Launched, read_size
+from ..convert.console import is_first, notice, show_json, show_table
 from ..convert.errors import InvalidInput
-from .options import DEVICES, DTYPES, Options
+from ..convert.ranks import together
+from .assertions import ALIASES, check, parse
+from .journal import Journal, reserved
+from .options import DEVICE_MAPS, DEVICES, DTYPES, Options
+from .suites import DEFAULT, SUITES, check_settings, chosen
+
+if TYPE_CHECKING:
+    from .report import Result
+
+_SUITES = "; ".join(f"{name}: {suite.summary}" for name, suite in SUITES.items())
 
 
-@click.command("eval", cls=Command)
+def _size(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
+    return None if value is None else read_size(ctx, param, value)
+
+
+@click.command(
+    "eval",
+    cls=Launched,
+    epilog=f"Short paths for --assert: {', '.join(f'{short} ({path})' for short, path in ALIASES.items())}.",
+)
 @click.argument("model")
-@click.option("--text", required=True, metavar="FILE|stdlib", help="A UTF-8 text, or the held-out part of Python's library.")
+@click.option("--suite", default=",".join(DEFAULT), show_default=True, metavar="NAMES", help=f"What to measure. {_SUITES}.")
+@click.option(
+    "--text",
+    metavar="PROTOCOL|FILE|stdlib",
+    help="wikitext2-gptq-2048 (any window), lm-eval:wikitext, a UTF-8 text, or the held-out part of Python's library.",
+)
+@click.option(
+    "--rows", type=click.Path(path_type=Path), metavar="FILE", help="WikiText-2's rows as JSON, in place of the Hub's."
+)
 @click.option("--teacher", metavar="MODEL", help="What to compare with.  [default: the source named in kvfold.json]")
 @click.option(
     "--window",
@@ -40,70 +66,132 @@ from .options import DEVICES, DTYPES, Options
     default="auto",
     help="auto: the checkpoint's own on cuda, float32 on cpu.",
 )
+@click.option(
+    "--device-map",
+    type=click.Choice(DEVICE_MAPS),
+    default=Options.device_map,
+    show_default=True,
+    help="auto: a model that fits no device goes to all of them, then to memory, then stays on the disk.",
+)
+@click.option(
+    "--offload-dir",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Where --device-map auto puts weights that are not read as the checkpoint has them.",
+)
+@click.option(
+    "--cpu-memory", callback=_size, metavar="SIZE", help="With --device-map auto: weights that stay in memory at most."
+)
+@click.option(
+    "--one-at-a-time/--together",
+    default=None,
+    help="Load student, teacher and parent one after the other.  [default: where they do not fit together]",
+)
+@click.option(
+    "--teacher-cache",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Keep the teacher's hidden states there, for this student and the next.",
+)
 @click.option("--trust-remote-code", is_flag=True, help="Let Python files of the checkpoints run.")
-@click.option("--out", type=click.Path(path_type=Path), metavar="FILE", help="Write the JSON report there too.")
+@click.option(
+    "--assert",
+    "assertions",
+    multiple=True,
+    metavar="EXPR",
+    help="E.g. 'kl.mean<0.1': exit with code 3 where it does not hold. Any path of the JSON report; may be repeated.",
+)
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Write the JSON report there too; an interrupted run goes on when the same command is given again.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the JSON report instead of the table.")
-def main(model: str, text: str, teacher: str | None, out: Path | None, as_json: bool, **options: Any) -> None:
+def main(
+    model: str,
+    suite: str,
+    text: str | None,
+    rows: Path | None,
+    teacher: str | None,
+    assertions: tuple[str, ...],
+    out: Path | None,
+    as_json: bool,
+    **options: Any,
+) -> None:
     """Measure the checkpoint MODEL (a directory or a Hub id) on a text, with its teacher on the same windows.
 
     Perplexity of both, KL(teacher || student), how often both find the same next token most probable, the KV cache of the
     running models and, for a distilled checkpoint, the share of the conversion's loss that was recovered.
     """
+    names = chosen(suite)
+    settings = _settings(options, names)
+    wanted = [parse(expression, names) for expression in assertions]
+    _check_places(options)
+    if text is None and (reading := [name for name in names if SUITES[name].reads_text]):
+        raise InvalidInput(f"the suites {', '.join(reading)} read a text; name one with --text, e.g. --text stdlib")
+    with ExitStack() as stack:
+        with together():
+            reserving = reserved(out) if out is not None and is_first() else nullcontext((Journal(), None))
+            journal, write = stack.enter_context(reserving)
+        result = _evaluate(model, teacher, (text, rows), Options(**options), names, settings, journal)
+        report = result.to_json()
+        if write is not None:
+            write(json.dumps(report, indent=2, allow_nan=False) + "\n")
+    if not is_first():
+        return
+    if as_json:
+        show_json(report)
+    else:
+        show_table(result.title, result.columns, result.rows)
+    check(wanted, report)
+
+
+for _suite in SUITES.values():
+    main.params += _suite.options
+
+
+def _evaluate(
+    model: str,
+    teacher: str | None,
+    text: tuple[str | None, Path | None],
+    options: Options,
+    suites: tuple[str, ...],
+    settings: dict[str, Any],
+    journal: Journal,
+) -> "Result":
     from .corpus import read_text
 
-    with nullcontext() if out is None else _reserved(out) as write:
-        content = read_text(text)
+    with together():
+        content = None if text[0] is None else read_text(text[0], text[1])
 
         from ..convert.card import folded_parent, source_directory
         from ..convert.hub import resolve
-        from .run import evaluate
 
         student = resolve(model)
         source = source_directory(student) if teacher is None else resolve(teacher)
         if source is None:
             notice(f"{student} names no teacher in a kvfold.json; give one with --teacher to compare with it")
-        result = evaluate(student, source, content, Options(**options), parent=folded_parent(student))
-        report = result.to_json()
-        if write is not None:
-            write(json.dumps(report, indent=2) + "\n")
-    if as_json:
-        show_json(report)
-    else:
-        show_table(result.title, result.columns, result.rows)
+        parent = folded_parent(student)
+
+    from .run import evaluate
+
+    return evaluate(student, source, content, options, parent, suites=suites, settings=settings, journal=journal)
 
 
-@contextmanager
-def _reserved(out: Path) -> Iterator[Callable[[str], None]]:
-    """Make `<out>.partial` before the long work, yield what fills it and gives it its name; without that it is removed.
-
-    Raises:
-        InvalidInput: `out` exists or cannot be written, or the partial file is somebody else's.
-    """
-    partial = out.with_name(out.name + ".partial")
-    with _told(out):
-        if out.exists() or out.is_symlink():
-            raise InvalidInput(f"--out {out} exists; name another file")
-        if not out.parent.is_dir():
-            raise InvalidInput(f"--out {out}: there is no directory {out.parent}")
-        # What a killed evaluation leaves is empty.
-        if partial.is_symlink() or (partial.exists() and (not partial.is_file() or partial.stat().st_size)):
-            raise InvalidInput(f"--out {out}: {partial} exists; move it, or name another file")
-        partial.touch()
-
-    def write(report: str) -> None:
-        with _told(out):
-            partial.write_text(report, encoding="utf-8")
-            partial.rename(out)
-
-    try:
-        yield write
-    finally:
-        partial.unlink(missing_ok=True)
+def _settings(options: dict[str, Any], suites: tuple[str, ...]) -> dict[str, Any]:
+    """Take the suites' own options out of `options`, and check that each given one belongs to a chosen suite."""
+    own = [str(option.name) for row in SUITES.values() for option in row.options]
+    ctx, default = click.get_current_context(), click.core.ParameterSource.DEFAULT
+    settings = {name: options.pop(name) for name in own}
+    check_settings(suites, [name for name in own if ctx.get_parameter_source(name) != default])
+    return settings
 
 
-@contextmanager
-def _told(out: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise InvalidInput(f"--out {out} cannot be written: {error.strerror}; name another file") from None
+def _check_places(options: dict[str, Any]) -> None:
+    """Refuse options for places of weights that do nothing, or fit no launcher."""
+    for name in ("offload_dir", "cpu_memory"):
+        if options[name] is not None and options["device_map"] != "auto":
+            raise InvalidInput(f"--{name.replace('_', '-')} is for weights that fit no device; add --device-map auto")
+    if options["device_map"] == "auto" and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise InvalidInput("--device-map auto gives all devices to one process; start kvfold without a launcher")

@@ -1,13 +1,15 @@
-"""Texts that need no network: files, and the source text of the running interpreter's standard library.
+"""Texts by name: files, the source text of the running interpreter's standard library, WikiText-2 by a named protocol.
 
 The standard library is split once and for all: the modules of `HELD_OUT` are evaluation text, everything else is
 training text. Nothing here ever mixes the two.
 """
 
 import hashlib
+import re
 import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from ..convert.errors import InvalidInput
 
@@ -21,16 +23,30 @@ _EXCLUDED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__
 
 
 @dataclass(frozen=True)
+class Size:
+    """How long a text was before it was respelled: what its loss is divided by."""
+
+    words: int
+    bytes: int
+
+
+@dataclass(frozen=True)
 class Text:
-    """Named documents.
+    """Named documents, and how they are to be read.
 
     Attributes:
-        name: what a report calls the text, e.g. `stdlib` or `text:novel.txt`.
+        name: what a report calls the text, e.g. `stdlib` or `wikitext2-gptq-2048`.
         documents: the text, one string a document.
+        cut: how it becomes windows, see windows.py.
+        window: tokens of a window where the name fixes them.
+        original: the size that counts where that is not the documents'.
     """
 
     name: str
     documents: tuple[str, ...]
+    cut: Literal["windows", "gptq", "rolling"] = "windows"
+    window: int | None = None
+    original: Size | None = None
 
     @property
     def joined(self) -> str:
@@ -43,20 +59,49 @@ class Text:
         return hashlib.sha256(self.joined.encode()).hexdigest()
 
 
-def read_text(text: str) -> Text:
+def read_text(text: str, rows: Path | None = None) -> Text:
     """The evaluation text a user named.
 
     Args:
-        text: `stdlib` (the held-out modules of the running interpreter) or the path of a UTF-8 text file.
+        text: `stdlib` (the held-out modules of the running interpreter), `wikitext2-gptq-N`, `lm-eval:wikitext`, or the path of
+            a UTF-8 text file, with or without `text:` before it.
+        rows: a file with WikiText-2's rows, in place of the Hub's.
 
     Raises:
-        InvalidInput: the file is missing, is not UTF-8 or holds only white space.
+        InvalidInput: the file is missing, is not UTF-8 or holds only white space; WikiText-2 cannot be had.
     """
+    if match := re.fullmatch(r"wikitext2-gptq-(\d+)", text):
+        return _gptq(text, int(match[1]), rows)
+    if text == "lm-eval:wikitext":
+        return _harness(text, rows)
+    if rows is not None:
+        raise InvalidInput(f"--rows is for WikiText-2, not for --text {text}; leave it out, or use --text wikitext2-gptq-2048")
     if text == "stdlib":
         return Text("stdlib", stdlib_documents(held_out=True))
-    path = Path(text)
+    return _file(Path(text.removeprefix("text:")), text)
+
+
+def _gptq(name: str, window: int, rows: Path | None) -> Text:
+    from .wikitext import read_rows
+
+    if window < 2:
+        raise InvalidInput(f"--text {name}: a window has at least 2 tokens; use wikitext2-gptq-2048")
+    return Text(name, tuple(read_rows(rows)), "gptq", window)
+
+
+def _harness(name: str, rows: Path | None) -> Text:
+    from .wikitext import articles, plain_spelling, read_rows, words
+
+    pages = articles(read_rows(rows))
+    original = Size(sum(map(words, pages)), sum(len(page.encode()) for page in pages))
+    return Text(name, tuple(map(plain_spelling, pages)), "rolling", original=original)
+
+
+def _file(path: Path, text: str) -> Text:
     if not path.is_file():
-        raise InvalidInput(f"{text} is not a file; --text takes a UTF-8 text file or the word stdlib")
+        raise InvalidInput(
+            f"{text} is not a file; --text takes a UTF-8 text file or the word stdlib, wikitext2-gptq-2048 or lm-eval:wikitext"
+        )
     try:
         content = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:

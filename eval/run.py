@@ -1,72 +1,83 @@
-"""A whole evaluation in this process: load, cut, score, summarise."""
+"""A whole evaluation in this process: the models by role, and each suite in turn."""
 
-import math
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
-import torch
-import transformers
-from torch import Tensor
-
-from .. import __version__
-from .cache import measure
+from ..convert.console import is_first
+from ..convert.ranks import together
 from .corpus import Text
-from .fidelity import summarise
-from .models import Loaded, check_comparable, load
+from .journal import Journal
 from .options import Options
-from .perplexity import estimate, paired_difference, recovered_share
-from .report import Measured, Protocol, Result
-from .scores import Scores, score
-from .windows import Windows, cut, window_length
+from .report import SCHEMA, Finding, Protocol, Result
+from .subject import Subject, versions
+from .suites import DEFAULT, SUITES
 
 
-def evaluate(student: Path, teacher: Path | None, text: Text, options: Options, parent: Path | None = None) -> Result:
+def evaluate(
+    student: Path,
+    teacher: Path | None,
+    text: Text | None,
+    options: Options,
+    parent: Path | None = None,
+    *,
+    suites: Sequence[str] = DEFAULT,
+    settings: Mapping[str, Any] | None = None,
+    journal: Journal | None = None,
+) -> Result:
     """Measure a checkpoint, and where given its teacher and its folded parent, on the same windows of one text.
 
     Args:
         student: the checkpoint.
         teacher: the checkpoint it is compared with; None: only its own numbers.
-        text: what is read.
+        text: what is read; None for suites that read none.
         options: how to load and how to cut.
         parent: the converted checkpoint that `student` was distilled from, needed for the recovered share.
+        suites: names of `SUITES`.
+        settings: values of the suites' own options, by their names.
+        journal: what an interrupted evaluation of the same has measured already.
+
+    Returns:
+        What was found; in all processes but a launcher's first one without the suites that one process measures alone.
 
     Raises:
-        InvalidInput: a checkpoint cannot be loaded, two cannot be compared, the text does not suit the windows, or a model's
-            logits are not finite.
+        InvalidInput: a checkpoint cannot be loaded, two cannot be compared, the text does not suit the windows, a model's
+            logits are not finite, or what a suite refuses.
     """
+    measures = _measures(suites, settings or {})
     paths = {"student": student, "teacher": teacher, "parent": parent}
-    models = {role: load(path, options) for role, path in paths.items() if path is not None}
-    for other in list(models.values())[1:]:
-        check_comparable(models["student"], other, text.joined)
-    length = window_length(options.window, list(models.values()))
-    windows = cut(text, models["student"], length, options)
-    return _summary(models, windows, text, score(models, windows.ids_NW, options.batch_size))
-
-
-def _summary(models: dict[str, Loaded], windows: Windows, text: Text, scores: Scores) -> Result:
-    measured = {role: _measured(loaded, scores.nll[role], windows.ids_NW[0]) for role, loaded in models.items()}
-    student, teacher, parent = (measured.get(role) for role in ("student", "teacher", "parent"))
-    assert student is not None
-    count, length = windows.ids_NW.shape
-    fidelity = summarise(scores.kl_NT, scores.same_NT) if scores.kl_NT is not None and scores.same_NT is not None else None
+    given = {role: path for role, path in paths.items() if path is not None}
+    subject = Subject(given, options, text, settings, journal)
+    if text is not None:
+        _ = subject.windows  # by all processes together, and before any of them works alone
+    found = {name: measure(subject) for name, measure in measures.items() if SUITES[name].shared}
+    with together():
+        if is_first():
+            found |= {name: measure(subject) for name, measure in measures.items() if not SUITES[name].shared}
     return Result(
-        schema=1,
-        protocol=Protocol(windows.name, text.sha256, length, count, scores.nll["student"].numel()),
-        student=student,
-        teacher=teacher,
-        parent=parent,
-        nll_difference=paired_difference(student.window_nll, teacher.window_nll) if teacher else None,
-        fidelity=fidelity,
-        cache_ratio=student.cache.elements_per_token / teacher.cache.elements_per_token if teacher else None,
-        recovered_share=recovered_share(
-            student.window_nll, teacher.window_nll if teacher else None, parent.window_nll if parent else None
-        ),
-        device=str(models["student"].model.device),
-        versions={"kvfold": __version__, "torch": torch.__version__, "transformers": transformers.__version__},
+        schema=SCHEMA,
+        checkpoint=subject.checkpoints["student"],
+        teacher=subject.checkpoints.get("teacher"),
+        parent=subject.checkpoints.get("parent"),
+        protocol=_protocol(subject) if any(SUITES[name].reads_text for name in suites) else None,
+        suites={name: found[name] for name in suites if name in found},
+        device=subject.device,
+        versions=versions(),
     )
 
 
-def _measured(loaded: Loaded, nll_NT: Tensor, ids_W: Tensor) -> Measured:
-    window_nll = tuple(nll_NT.mean(1).tolist())
-    nll = estimate(window_nll)
-    dtype = str(loaded.model.dtype).removeprefix("torch.")
-    return Measured(str(loaded.path), dtype, math.exp(nll.mean), nll, window_nll, measure(loaded, ids_W))
+def _measures(suites: Sequence[str], settings: Mapping[str, Any]) -> dict[str, Callable[[Subject], Finding | None]]:
+    """What measures each suite, once it has found its settings to be right."""
+    modules = {name: import_module(f".{SUITES[name].module}", __package__) for name in suites}
+    for module in modules.values():
+        if hasattr(module, "check"):
+            module.check(settings)
+    return {name: module.measure for name, module in modules.items()}
+
+
+def _protocol(subject: Subject) -> Protocol:
+    windows, text = subject.windows, subject.text
+    assert text is not None
+    count, scored = len(windows.ids_NW), int(windows.scored_NT.sum())
+    return Protocol(windows.name, text.sha256, windows.length, count, windows.bos, scored, windows.bytes)

@@ -1,85 +1,231 @@
 """One pass over the windows: every model reads the same tokens, and logits exist for one chunk of tokens at a time.
 
-Shapes: N windows, B windows of a batch, W tokens of a window, T = W - 1 scored tokens, C tokens of a chunk,
-V vocabulary.
+Legend: N windows, B windows of a batch, W ids of a window, T = W - 1 positions that may be scored, S scored tokens of all
+windows in order, C tokens of a chunk, D hidden size, V vocabulary.
 """
 
-from collections.abc import Mapping
+import base64
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ..convert.console import progress
 from ..convert.errors import InvalidInput
-from .fidelity import common_vocabulary, token_kl
-from .head import check_head, last_hidden
+from ..convert.ranks import place, together
+from .finite import refuse
+from .head import check_head, head_logits, last_hidden
+from .journal import Journal
 from .models import Loaded
+from .windows import Windows
 
-CHUNK = 1024  # tokens: 0.5 GB of float32 logits a model at a vocabulary of 128k
+T = TypeVar("T")
+CHUNK = 2**25  # logits of a model at once: 128 MiB in float32, and about five times that while two are compared
 _PROBE = 16  # tokens on which the short way to the logits is compared with the model's own
+
+
+class Source(Protocol):
+    """What gives logits for windows: a model in memory, or what is kept of one."""
+
+    path: Path
+    vocabulary: int
+
+    def hidden(self, first: int, ids_BW: Tensor) -> Tensor:
+        """Last hidden states (B, T, D) of windows number `first` and on."""
+
+    def logits(self, hidden_CD: Tensor) -> Tensor:
+        """Logits (C, V)."""
+
+    def refusal(self, role: str, ids_1W: Tensor, window: int) -> InvalidInput:
+        """What to raise when logits are not finite."""
+
+
+class Live:
+    """A model in memory."""
+
+    def __init__(self, loaded: Loaded, windows: Windows) -> None:
+        """Check on the first tokens that its logits are its head on its last hidden states.
+
+        Raises:
+            InvalidInput: they are not.
+        """
+        check_head(loaded, windows.ids_NW[:1, :_PROBE])
+        self.loaded, self.path, self.vocabulary = loaded, loaded.path, loaded.vocabulary
+
+    def hidden(self, first: int, ids_BW: Tensor) -> Tensor:
+        """(B, T, D): the last id of a window is only predicted."""
+        return last_hidden(self.loaded, ids_BW[:, :-1])
+
+    def logits(self, hidden_CD: Tensor) -> Tensor:
+        """(C, V), in the model's dtype."""
+        return head_logits(self.loaded.model, hidden_CD)
+
+    def refusal(self, role: str, ids_1W: Tensor, window: int) -> InvalidInput:
+        """Names the module in which it begins."""
+        return refuse(role, self.loaded, ids_1W[:, :-1], window)
 
 
 @dataclass(frozen=True)
 class Scores:
-    """Every scored token of every window, float64 on the CPU.
+    """Every scored token of every window in order, float64 on the CPU.
 
     Attributes:
-        nll: negative log likelihood (N, T) in nats, by the model's role.
-        kl_NT: KL(teacher || student) in nats; None without a teacher.
-        same_NT: 1 where student and teacher find the same token most probable, else 0; None without a teacher.
+        window_S: the number of each token's window, int64.
+        position_S: how many ids stand before it in its window, int64.
+        nll: negative log likelihood (S,) in nats, by the model's role.
+        kl_S: KL(teacher || student) in nats; None without a teacher.
+        same_S: 1 where student and teacher find the same token most probable, else 0; None without a teacher.
     """
 
+    window_S: Tensor
+    position_S: Tensor
     nll: dict[str, Tensor]
-    kl_NT: Tensor | None
-    same_NT: Tensor | None
+    kl_S: Tensor | None
+    same_S: Tensor | None
+
+    @property
+    def counts(self) -> list[float]:
+        """Scored tokens of each window."""
+        return torch.bincount(self.window_S).double().tolist()
+
+    def by_window(self, value_S: Tensor) -> list[float]:
+        """The mean of a value over each window's tokens."""
+        return (torch.bincount(self.window_S, value_S) / torch.bincount(self.window_S)).tolist()
+
+
+def gather(windows: Windows, measures: Mapping[str, Tensor]) -> Scores:
+    """The scores from their measures (S,): an NLL a role, and `kl` and `same` where there is a teacher."""
+    window_S, target_S = windows.scored_NT.nonzero(as_tuple=True)
+    found = {name: value.double() for name, value in measures.items()}
+    kl_S, same_S = found.pop("kl", None), found.pop("same", None)
+    return Scores(window_S, target_S + 1, found, kl_S, same_S)
+
+
+def pending(windows: Windows, batch_size: int, roles: Sequence[str], journal: Journal) -> list[int]:
+    """First windows of the batches that the journal of the first process does not hold, dealt out: this process's own."""
+    starts = [start for start in range(0, len(windows.ids_NW), batch_size) if _part(roles, start) not in journal.parts]
+    rank, ranks = place()
+    return starts[rank::ranks]
 
 
 @torch.inference_mode()
-def score(models: Mapping[str, Loaded], ids_NW: Tensor, batch_size: int, chunk: int = CHUNK) -> Scores:
-    """Score the windows with all models at once.
+def score(
+    sources: Mapping[str, Source],
+    windows: Windows,
+    batch_size: int,
+    *,
+    roles: Sequence[str] | None = None,
+    chunk: int | None = None,
+    journal: Journal | None = None,
+) -> dict[str, Tensor]:
+    """Score the windows with all models at once; several processes share the batches, and all get all the numbers.
 
     Args:
-        models: by role: `student`, and where there are any `teacher` and `parent`. They share a device.
-        ids_NW: token ids, int64.
+        sources: by role: `student`, and where there are any `teacher` and `parent`.
+        windows: what they read.
         batch_size: B.
-        chunk: C.
+        roles: all whose numbers are wanted; sources may lack them where nothing is left to score. None: those of the sources.
+        chunk: C; None: as many as make `CHUNK` logits.
+        journal: where finished batches are noted, and found again.
+
+    Returns:
+        Measures (S,) in float32: an NLL a role, and `kl` and `same` where there are a student and a teacher.
 
     Raises:
-        InvalidInput: a model gives a logit that is not finite, or its logits are not its output embedding applied to its last
-            hidden state.
+        InvalidInput: a model gives a logit that is not finite.
     """
-    for loaded in models.values():
-        check_head(loaded, ids_NW[:1, :_PROBE])
-    starts = range(0, len(ids_NW), batch_size)
-    batches = [
-        _score_batch(models, ids_NW[start : start + batch_size], chunk, start)
-        for start in progress(starts, "Scoring", total=len(starts))
-    ]
-    gathered = {measure: torch.cat([batch[measure] for batch in batches]) for measure in batches[0]}
-    return Scores({role: gathered[role] for role in models}, gathered.get("kl"), gathered.get("same"))
+    kept, roles = journal or Journal(), roles or list(sources)
+    own = pending(windows, batch_size, roles, kept)
+    rounds = max(_everywhere(len(own)), default=0)
+    for turn in progress(range(rounds), "Scoring", total=rounds):
+        found: dict[str, dict[str, str]] = {}
+        with together():
+            if turn < len(own):
+                part = slice(own[turn], own[turn] + batch_size)
+                scored = _score_batch(sources, windows.ids_NW[part], windows.scored_NT[part], chunk, own[turn])
+                found[_part(roles, own[turn])] = {name: _pack(value) for name, value in scored.items()}
+        for parts in _everywhere(found):
+            for name, value in parts.items():
+                kept.keep(name, value)
+    batches = [kept.parts[_part(roles, start)] for start in range(0, len(windows.ids_NW), batch_size)]
+    return {name: torch.cat([_unpack(batch[name]) for batch in batches]) for name in batches[0]}
 
 
-def _score_batch(models: Mapping[str, Loaded], ids_BW: Tensor, chunk: int, first: int) -> dict[str, Tensor]:
-    """Measures (B, T) of one batch, whose first window is number `first`: an NLL a role, and `kl` and `same` with a teacher."""
-    scored = ids_BW.shape[1] - 1
-    targets = ids_BW[:, 1:].flatten()
-    hidden = {role: last_hidden(loaded, ids_BW)[:, :-1].flatten(0, 1) for role, loaded in models.items()}
+def _score_batch(
+    sources: Mapping[str, Source], ids_BW: Tensor, scored_BT: Tensor, chunk: int | None, first: int
+) -> dict[str, Tensor]:
+    """Measures (S,) of one batch's scored tokens; its first window is number `first`."""
+    window_S, target_S = scored_BT.nonzero(as_tuple=True)
+    wanted_S = ids_BW[window_S, target_S + 1]
+    hidden = {}
+    for role, source in sources.items():
+        hidden_BTD = source.hidden(first, ids_BW)
+        hidden[role] = hidden_BTD[scored_BT.to(hidden_BTD.device)]
+    tokens = chunk or max(1, CHUNK // max(source.vocabulary for source in sources.values()))
     chunks: dict[str, list[Tensor]] = {}
-    for start in range(0, len(targets), chunk):
-        part = slice(start, start + chunk)
-        logp = {}
-        for role, loaded in models.items():
-            logits_CV = loaded.model.get_output_embeddings()(hidden[role][part]).float()
+    for start in range(0, len(wanted_S), tokens):
+        part = slice(start, start + tokens)
+        compared = {}
+        for role, source in sources.items():
+            logits_CV = source.logits(hidden[role][part]).float()
             broken = (~logits_CV.isfinite().all(-1)).nonzero()
             if len(broken):
-                window = first + (start + int(broken[0])) // scored
-                raise InvalidInput(f"the {role}, {loaded.path}, gives logits that are not finite in window {window}")
-            logp[role] = logits_CV.log_softmax(-1)
-            wanted = targets[part].to(logits_CV.device)
-            chunks.setdefault(role, []).append(-logp[role].gather(1, wanted[:, None])[:, 0])
-        if "teacher" in logp:
-            teacher_CV, student_CV = common_vocabulary(logp["teacher"], logp["student"])
-            chunks.setdefault("kl", []).append(token_kl(teacher_CV, student_CV))
-            chunks.setdefault("same", []).append(teacher_CV.argmax(-1) == student_CV.argmax(-1))
-    return {measure: torch.cat(parts).cpu().double().view(-1, scored) for measure, parts in chunks.items()}
+                row = int(window_S[start + int(broken[0])])
+                raise source.refusal(role, ids_BW[row : row + 1], first + row)
+            logp_CV = logits_CV.log_softmax(-1)
+            del logits_CV
+            chunks.setdefault(role, []).append(-logp_CV.gather(1, wanted_S[part, None].to(logp_CV.device))[:, 0])
+            if role in ("student", "teacher") and "teacher" in sources:
+                compared[role] = logp_CV
+        if len(compared) == 2:
+            _compare(compared["teacher"].to(compared["student"].device), compared["student"], chunks)
+    return {measure: torch.cat(parts).float().cpu() for measure, parts in chunks.items()}
+
+
+def _compare(teacher_CV: Tensor, student_CV: Tensor, chunks: dict[str, list[Tensor]]) -> None:
+    teacher_CV, student_CV = common_vocabulary(teacher_CV, student_CV)
+    chunks.setdefault("kl", []).append(token_kl(teacher_CV, student_CV))
+    chunks.setdefault("same", []).append(teacher_CV.argmax(-1) == student_CV.argmax(-1))
+
+
+def common_vocabulary(ours_CV: Tensor, theirs_CV: Tensor) -> tuple[Tensor, Tensor]:
+    """Two sets of log probabilities over the entries both have; what is cut off is padding, no token of the text.
+
+    Each is normalised over what is left of it.
+    """
+    width = min(ours_CV.shape[-1], theirs_CV.shape[-1])
+    ours, theirs = (logp if logp.shape[-1] == width else logp[:, :width].log_softmax(-1) for logp in (ours_CV, theirs_CV))
+    return ours, theirs
+
+
+def token_kl(teacher_CV: Tensor, student_CV: Tensor) -> Tensor:
+    """KL(teacher || student) of each token (C,), nats, from log probabilities."""
+    return (teacher_CV.exp() * (teacher_CV - student_CV)).sum(-1)
+
+
+def _part(roles: Sequence[str], start: int) -> str:
+    return f"scores/{'+'.join(roles)}/{start}"
+
+
+def _pack(value_S: Tensor) -> str:
+    """Little-endian float32 as text: JSON's own numbers would take three times the space."""
+    return base64.b64encode(value_S.numpy().astype("<f4").tobytes()).decode("ascii")
+
+
+def _unpack(text: str) -> Tensor:
+    return torch.from_numpy(np.frombuffer(base64.b64decode(text), "<f4").astype(np.float32))
+
+
+def _everywhere(own: T) -> list[T]:
+    """One value of each process."""
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        return [own]
+    parts = [own] * dist.get_world_size()
+    dist.all_gather_object(parts, own)
+    return parts

@@ -1,19 +1,31 @@
-"""The protocol of a measurement: how a text becomes windows of tokens.
+"""The protocol of a measurement: how a text becomes windows of tokens, and which of them are scored.
 
-The text is tokenised once, without special tokens, and cut into windows that do not overlap; what is left at the end and
-fills no window is dropped. A window of W tokens is W tokens of text, or BOS and W - 1 tokens of text. Every position but the
-first is scored: with BOS that is every token of the text, without it all but the first of each window.
+- `windows`, for a file or the standard library: the text is tokenised once, without special tokens, and cut into windows that
+  do not overlap; what is left at the end and fills no window is dropped. A window of W tokens is W tokens of text, or BOS and
+  W - 1 tokens of text.
+- `gptq`, for `wikitext2-gptq-W` (arXiv 2210.17323, and the line of work after it): the text is tokenised once with the special
+  tokens that the tokenizer adds by itself, which puts BOS before the first window at most, and cut into windows of W tokens.
+- `rolling`, for `lm-eval:wikitext` (lm-evaluation-harness's loglikelihood_rolling): each document is tokenised as by default;
+  its first window is scored from a prefix token (BOS, or EOS where there is none), the last one has earlier tokens before it,
+  so that every token is scored once. The model reads W tokens at once.
+
+Every position but the first of a window is scored, unless it is context or padding.
+
+Legend: N windows, W ids of a window (rolling: one more than the model reads), T = W - 1 positions that may be scored.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from ..convert.errors import InvalidInput
-from .corpus import Text
-from .models import Loaded
+from .corpus import Size, Text
+from .models import Described, Loaded
 from .options import Options
 
 LONGEST_DEFAULT = 2048  # the window of the GPTQ line of work (arXiv 2210.17323), far below what today's models take
@@ -25,50 +37,157 @@ class Windows:
 
     Attributes:
         name: the full name of the protocol, e.g. `text:novel.txt window=256 bos=each`.
-        ids_NW: token ids, int64, N windows of W tokens.
+        bos: where BOS stands: at the head of `each` window, `first` window or `document`, or `none`.
+        length: tokens that a model reads at once.
+        ids_NW: token ids, int64; what fills up a shorter window is scored nowhere.
+        scored_NT: which of the ids 1 to W - 1 are scored, bool.
+        bytes_N: bytes of UTF-8 that the scored tokens of each window stand for.
+        original: the size of the text to divide by, where the protocol says that it is not the tokens'.
     """
 
     name: str
+    bos: str
+    length: int
     ids_NW: Tensor
+    scored_NT: Tensor
+    bytes_N: Tensor
+    original: Size | None = None
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of text that the whole loss is divided by."""
+        return int(self.bytes_N.sum()) if self.original is None else self.original.bytes
 
 
-def window_length(window: int | None, models: Sequence[Loaded]) -> int:
-    """The window to use: what the user asked for, else as much as every model takes up to `LONGEST_DEFAULT`.
+def window_length(window: int | None, models: Sequence[Loaded | Described], text: Text | None = None) -> int:
+    """The window to use: what the protocol or the user says, else as much as every model takes.
+
+    That is at most `LONGEST_DEFAULT` but where the protocol is to read as much as possible at once.
 
     Raises:
-        InvalidInput: a model takes fewer positions than asked for.
+        InvalidInput: a model takes fewer positions than asked for, or the protocol says something else than the user.
     """
+    asked = f"--window {window}"
+    if text is not None and text.window is not None:
+        if window not in (None, text.window):
+            raise InvalidInput(f"{asked}: --text {text.name} has windows of {text.window}; leave one of both out")
+        window, asked = text.window, f"--text {text.name}: {text.window}"
     limits = [(loaded.positions, loaded.path) for loaded in models if loaded.positions is not None]
     if window is None:
-        return min([LONGEST_DEFAULT, *(positions for positions, _ in limits)])
+        shortest = min((positions for positions, _ in limits), default=LONGEST_DEFAULT)
+        return shortest if text is not None and text.cut == "rolling" else min(LONGEST_DEFAULT, shortest)
     for positions, path in limits:
         if window > positions:
-            raise InvalidInput(f"--window {window} is more than the {positions} positions of {path}; use {positions} or fewer")
+            raise InvalidInput(f"{asked} is more than the {positions} positions of {path}; use {positions} or fewer")
     return window
 
 
-def cut(text: Text, loaded: Loaded, window: int, options: Options) -> Windows:
-    """Tokenise a text with a model's tokenizer and cut it into windows of `window` tokens, as `options` says.
+def cut(text: Text, loaded: Loaded | Described, window: int, options: Options) -> Windows:
+    """Tokenise a text with a model's tokenizer and cut it into windows of `window` tokens, as its protocol and `options` say.
 
     Raises:
-        InvalidInput: the text fills no window, or the tokenizer has no BOS though one was asked for.
+        InvalidInput: the text fills no window, the tokenizer has no BOS though one was asked for, or the protocol says itself
+            where BOS stands.
     """
+    if text.cut != "windows" and options.bos is not None:
+        option = "--bos" if options.bos else "--no-bos"
+        raise InvalidInput(f"{option}: --text {text.name} says itself where BOS stands; leave it out")
+    windows = _CUTS[text.cut](text, loaded, window, options.bos)
+    largest, found = int(windows.ids_NW.max()), len(windows.ids_NW)
+    if largest >= loaded.vocabulary:
+        raise InvalidInput(f"the tokenizer of {loaded.path} gives id {largest}, its model has {loaded.vocabulary}")
+    kept = min(found, options.max_windows or found)
+    if kept == found:
+        return windows
+    tensors = {name: getattr(windows, name)[:kept] for name in ("ids_NW", "scored_NT", "bytes_N")}
+    return replace(windows, name=f"{windows.name} max-windows={kept}", original=None, **tensors)
+
+
+def _plain(text: Text, loaded: Loaded | Described, window: int, bos: bool | None) -> Windows:
     start = loaded.tokenizer.bos_token_id
-    if options.bos and start is None:
+    if bos and start is None:
         raise InvalidInput(f"--bos: the tokenizer of {loaded.path} has no BOS token; use --no-bos")
-    with_bos = start is not None if options.bos is None else options.bos
-    ids = loaded.tokenizer(text.joined, add_special_tokens=False, verbose=False).input_ids
-    body = window - with_bos
+    with_bos = start is not None if bos is None else bos
+    ids, sizes = _tokens(loaded.tokenizer, text.joined, add_special_tokens=False)
+    ids_NW, size_NW = _fill(text, ids, sizes, window - with_bos, with_bos)
+    if with_bos:
+        ids_NW, size_NW = (functional.pad(rows, (1, 0), value=value) for rows, value in ((ids_NW, start), (size_NW, 0)))
+    where = "each" if with_bos else "none"
+    return _whole(f"{text.name} window={window} bos={where}", where, ids_NW, size_NW)
+
+
+def _gptq(text: Text, loaded: Loaded | Described, window: int, bos: bool | None) -> Windows:
+    ids, sizes = _tokens(loaded.tokenizer, text.joined)
+    start = loaded.tokenizer.bos_token_id
+    where = "first" if start is not None and ids[:1] == [start] else "none"
+    return _whole(f"{text.name} bos={where}", where, *_fill(text, ids, sizes, window, False))
+
+
+def _rolling(text: Text, loaded: Loaded | Described, window: int, bos: bool | None) -> Windows:
+    tokenizer = loaded.tokenizer
+    prefix = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+    if prefix is None:
+        raise InvalidInput(f"--text {text.name} starts documents with BOS or EOS; the tokenizer of {loaded.path} has neither")
+    rows = [row for document in text.documents for row in _roll(*_tokens(tokenizer, document), prefix, window)]
+    if not rows:
+        raise InvalidInput(f"{text.name} holds no text; give the rows of WikiText-2 with --rows")
+    width = max(len(ids) for ids, _, _ in rows)
+    ids_NW, size_NW = (torch.zeros(len(rows), width, dtype=torch.int64) for _ in range(2))
+    scored_NW = torch.zeros(len(rows), width, dtype=torch.bool)
+    for row, (ids, sizes, scored) in enumerate(rows):
+        ids_NW[row, : len(ids)] = torch.tensor(ids)
+        scored_NW[row, len(ids) - scored : len(ids)] = True
+        size_NW[row, len(ids) - scored : len(ids)] = torch.tensor(sizes[len(sizes) - scored :])
+    where = "none" if tokenizer.bos_token_id is None else "document"
+    name = f"{text.name} window={window} bos={where}"
+    return Windows(name, where, window, ids_NW, scored_NW[:, 1:], size_NW.sum(1), text.original)
+
+
+_CUTS = {"windows": _plain, "gptq": _gptq, "rolling": _rolling}
+
+
+def _roll(ids: list[int], sizes: list[int], prefix: int, window: int) -> Iterator[tuple[list[int], list[int], int]]:
+    """A document's windows: at most `window` + 1 ids with their sizes, and how many of them, at the end, are scored."""
+    for start in range(0, len(ids), window):
+        end = min(start + window, len(ids))
+        first = max(0, end - window - 1)  # the last window reaches back, so that it is as full as the others
+        if start == 0:
+            yield [prefix, *ids[:end]], [0, *sizes[:end]], end
+        else:
+            yield ids[first:end], sizes[first:end], end - start
+
+
+def _fill(text: Text, ids: list[int], sizes: list[int], body: int, with_bos: bool) -> tuple[Tensor, Tensor]:
+    """Ids and their sizes as full rows of `body`."""
     found = len(ids) // body
     if not found:
         fitting = len(ids) + with_bos
-        advice = f"--window {fitting} would fit" if fitting >= 2 else "give a longer text"
-        raise InvalidInput(f"{text.name} has {len(ids)} tokens, a window of {window} takes {body} of them; {advice}")
-    kept = min(found, options.max_windows or found)
-    ids_NW = torch.tensor(ids[: kept * body]).view(kept, body)
-    if with_bos:
-        ids_NW = torch.nn.functional.pad(ids_NW, (1, 0), value=start)
-    if int(ids_NW.max()) >= loaded.vocabulary:
-        raise InvalidInput(f"the tokenizer of {loaded.path} gives id {int(ids_NW.max())}, its model has {loaded.vocabulary}")
-    name = f"{text.name} window={window} bos={'each' if with_bos else 'none'}"
-    return Windows(name if kept == found else f"{name} max-windows={kept}", ids_NW)
+        if text.window is not None:
+            advice = f"--text {text.name.rpartition('-')[0]}-{fitting} would fit" if fitting >= 2 else "give a longer text"
+        else:
+            advice = f"--window {fitting} would fit" if fitting >= 2 else "give a longer text"
+        raise InvalidInput(f"{text.name} has {len(ids)} tokens, a window of {body + with_bos} takes {body} of them; {advice}")
+    ids_NW, size_NW = (torch.tensor(values[: found * body]).view(found, body) for values in (ids, sizes))
+    return ids_NW, size_NW
+
+
+def _whole(name: str, bos: str, ids_NW: Tensor, size_NW: Tensor) -> Windows:
+    """Windows that are all text: every id but the first of each is scored."""
+    scored_NT = torch.ones_like(ids_NW[:, 1:], dtype=torch.bool)
+    return Windows(name, bos, ids_NW.shape[1], ids_NW, scored_NT, size_NW[:, 1:].sum(1))
+
+
+def _tokens(tokenizer: Any, text: str, **how: Any) -> tuple[list[int], list[int]]:
+    """A text's token ids, and how many bytes of UTF-8 each stands for: they sum to the text's.
+
+    A character belongs to the token that ends after it first: what several tokens of bytes make up is counted once. A
+    tokenizer that is not of the fast kind cannot tell; its tokens are then all of average size.
+    """
+    if not tokenizer.is_fast:
+        ids = tokenizer(text, verbose=False, **how).input_ids
+        ends = [len(text.encode()) * (number + 1) // len(ids) for number in range(len(ids))]
+        return ids, [after - before for before, after in pairwise([0, *ends])]
+    encoded = tokenizer(text, verbose=False, return_offsets_mapping=True, **how)
+    at = [0, *accumulate(len(character.encode()) for character in text)]
+    ends = [at[end] for end in accumulate((end for _, end in encoded.offset_mapping), max)]
+    return encoded.input_ids, [after - before for before, after in pairwise([0, *ends])]

@@ -10,6 +10,21 @@ Where things are (installed as kvfold.convert and so on; in the repository each 
     distill   recipes, data, losses, the training loop and its exact resume
     eval      perplexity, KL to the teacher, cache measured from the live cache object
     recipes   complete runs, one YAML a file; recipes/demo is the bundled checkpoint
+
+`kvfold.absorb(model)` lets a loaded DeepSeek-class model decode from its latent cache without expanding it.
 """
 
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .convert.containers.absorbed import absorb as absorb
+
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    if name == "absorb":  # `import kvfold` alone loads no torch
+        from .convert.containers.absorbed import absorb
+
+        return absorb
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

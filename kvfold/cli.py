@@ -1,15 +1,18 @@
-"""The umbrella command: `kvfold convert`, `distill`, `eval`, `verify`, `demo`, `families` and `lab`."""
+"""The umbrella command: every sub-command of `kvfold`."""
 
 import click
 
 from . import __version__
+from .convert.advise import main as plan
 from .convert.cli import main as convert
 from .convert.lab import main as lab
+from .convert.publish import main as publish
 from .convert.support import main as families
 from .convert.verify import main as verify
 from .demo import main as demo
 from .distill.cli import main as distill
 from .eval.cli import main as evaluate
+from .eval.page.cli import main as report
 
 
 @click.group()
@@ -18,7 +21,7 @@ def main() -> None:
     """Fold a pretrained decoder's KV cache: convert it to GQA, MQA or MLA, distil it back, measure what was recovered."""
 
 
-for command in (convert, distill, evaluate, verify, demo, families, lab):
+for command in (convert, distill, evaluate, verify, publish, demo, families, lab, plan, report):
     main.add_command(command)
 
 if __name__ == "__main__":

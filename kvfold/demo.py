@@ -63,26 +63,27 @@ def main(out: Path | None, tokens: str, as_json: bool) -> None:
     if as_json:
         show_json({"seconds": seconds, "out": str(work), **{name: result.to_json() for name, result in results.items()}})
         return
-    teacher, parent, ratio = last.teacher, last.parent, last.cache_ratio
+    teacher, parent, ratio = last.ppl.teacher, last.ppl.parent, last.cache.ratio
     assert teacher is not None
     assert parent is not None
+    assert last.protocol is not None
     rows = [("source (mha)", "100.0%", f"{teacher.perplexity:.2f}", "0", ""), *(_row(*item) for item in results.items())]
     columns = ("", "cache", "perplexity", "KL to source, nats", "recovered")
     show_table(f"{last.protocol.name}, text sha256 {text.sha256[:16]}", columns, rows)
-    share = last.recovered_share
+    share = last.ppl.recovered_share
     recovered = f"recovered {share.value:.1%} of the loss" if share.value is not None else f"recovered share {share.reason}"
     click.echo(
         f"Checkpoints are in {work}; {seconds} s.\n"
         f"MLA at {ratio:.0%} of the cache: perplexity {teacher.perplexity:.2f} (source), {parent.perplexity:.2f} (folded), "
-        f"{last.student.perplexity:.2f} (distilled): {recovered}."
+        f"{last.ppl.student.perplexity:.2f} (distilled): {recovered}."
     )
 
 
 def _row(name: str, result: "Result") -> tuple[str, ...]:
-    share = result.recovered_share.value
+    share = result.ppl.recovered_share.value
     assert result.fidelity is not None
     kl, recovered = f"{result.fidelity.kl.mean:.3f}", "" if share is None else f"{share:.1%}"
-    return name, f"{result.cache_ratio:.1%}", f"{result.student.perplexity:.2f}", kl, recovered
+    return name, f"{result.cache.ratio:.1%}", f"{result.ppl.student.perplexity:.2f}", kl, recovered
 
 
 def _fold(source: Path, to: str, sizes: dict[str, Any], statistics: "Statistics | None", out: Path) -> Path:

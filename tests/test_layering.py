@@ -31,7 +31,9 @@ def test_layers(folder: str) -> None:
         assert imported_folders(file, folder) <= MAY_IMPORT[folder], file
 
 
-@pytest.mark.parametrize("command", ["", "convert", "distill", "eval", "verify", "demo", "families"])
+@pytest.mark.parametrize(
+    "command", ["", "convert", "distill", "eval", "verify", "publish", "demo", "families", "plan", "report"]
+)
 def test_help_loads_nothing_heavy(command: str) -> None:
     arguments = [*command.split(), "--help"]
     code = (
@@ -40,6 +42,7 @@ def test_help_loads_nothing_heavy(command: str) -> None:
         f"try: main({arguments!r})\n"
         "except SystemExit as stop: assert not stop.code\n"
         "heavy = {'torch', 'transformers', 'numpy', 'datasets', 'accelerate', 'pydantic', 'rich', 'huggingface_hub'}\n"
+        "heavy |= {'matplotlib', 'jinja2'}\n"
         "print(sorted(heavy & sys.modules.keys()))\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

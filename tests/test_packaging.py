@@ -44,6 +44,8 @@ def test_wheel_is_complete(tmp_path: Path) -> None:
     modules = {f"kvfold/{path.relative_to(ROOT)}" for folder in folders for path in (ROOT / folder).rglob("*.py")}
     modules |= {f"kvfold/{path.name}" for path in (ROOT / "kvfold").glob("*.py")}
     assert modules <= names
+    assert {f"kvfold/distill/profiles/{name}.yaml" for name in ("cpu", "single", "ddp", "fsdp2", "zero2", "multinode")} <= names
+    assert {f"kvfold/eval/page/templates/page.{kind}" for kind in ("html", "css", "js")} <= names
     assert {"kvfold/recipes/demo/model.safetensors", "kvfold/recipes/demo/distill.yaml", "kvfold/py.typed"} <= names
     assert {line.partition(" =")[0] for line in entry_points.splitlines() if "=" in line} == {"kvfold", "convert", "distill"}
 

@@ -42,12 +42,13 @@ def test_make_targets_exist() -> None:
         assert f"\n{target}:" in makefile, target
 
 
-def test_the_tree_is_the_tree() -> None:
-    """Each file that the README's tree names is there, and each Python file of convert is named."""
+@pytest.mark.parametrize("folder", ["convert", "distill", "eval"])
+def test_the_tree_is_the_tree(folder: str) -> None:
+    """Each file that the README's tree names below a folder is there, and each Python file there is named."""
     tree = (ROOT / "README.md").read_text().split("## The folder tree")[1]
-    named = set(re.findall(r"\b(\w+\.py)\b", tree))
-    there = {path.name for path in (ROOT / "convert").glob("*.py")} - {"__init__.py"}
-    assert named == there
+    (below,) = re.findall(rf"^{folder}/(.*?)^\S", tree, re.MULTILINE | re.DOTALL)
+    there = {path.name for path in (ROOT / folder).glob("*.py")} - {"__init__.py", "__main__.py"}
+    assert set(re.findall(r"\b(\w+\.py)\b", below)) == there
 
 
 @pytest.mark.parametrize("recipe", sorted((ROOT / "recipes").rglob("*.yaml")), ids=lambda path: str(path.relative_to(ROOT)))

@@ -29,7 +29,8 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .layers_kvfold import KvfoldLatentRMSNorm, KvfoldRotaryEmbedding, Positions, eager_attention, rotate, softmax, turns
+from .decoding_kvfold import absorbing_is_less, attend, attend_rotated, rebuilding_is_less, tells
+from .layers_kvfold import KvfoldLatentRMSNorm, KvfoldRotaryEmbedding, Positions, eager_attention, rotate, turns
 
 if not hasattr(ALL_ATTENTION_FUNCTIONS, "get_interface"):  # transformers 4
     _functions: Any = ALL_ATTENTION_FUNCTIONS
@@ -77,9 +78,13 @@ class _FoldedAttention(nn.Module):
 
     def _angles(self, turned: Any) -> tuple[Tensor, Tensor]:
         """This layer's columns (B, T, F) of the cosines and sines of all tables."""
-        pairs, tables = len(self.config.kvfold["frequencies"][0]), self.config.kvfold["tables"]
-        first = pairs * tables[self.layer_idx] if tables else 0
-        return turned[0][..., first : first + pairs], turned[1][..., first : first + pairs]
+        return self._own(turned[0]), self._own(turned[1])
+
+    def _own(self, tables: Tensor) -> Tensor:
+        """This layer's columns of what has a column for each frequency of all tables."""
+        pairs, numbers = len(self.config.kvfold["frequencies"][0]), self.config.kvfold["tables"]
+        first = pairs * numbers[self.layer_idx] if numbers else 0
+        return tables[..., first : first + pairs]
 
     def _linear(self, role: str, inputs: int, outputs: int) -> nn.Linear:
         return nn.Linear(inputs, outputs, bias=role in self.config.kvfold["biases"])
@@ -107,7 +112,9 @@ class KvfoldDecoupledAttention(_FoldedAttention):
         if self.q_lora_rank is None:
             self.q_proj = self._linear("q", hidden, heads * self.qk_head_dim)
         else:
-            self.q_a_proj = nn.Linear(hidden, self.q_lora_rank, bias=False)
+            # With a bias, which is zero, where the key has one: vLLM merges the two down-projections.
+            self.q_a_proj = self._linear("kv", hidden, self.q_lora_rank)
+            self.q_a_norm = KvfoldLatentRMSNorm(self.q_lora_rank)
             self.q_b_proj = self._linear("q", self.q_lora_rank, heads * self.qk_head_dim)
         self.kv_a_proj_with_mqa = self._linear("kv", hidden, self.kv_lora_rank + self.qk_rope_head_dim)
         self.kv_a_norm = KvfoldLatentRMSNorm(self.kv_lora_rank)
@@ -131,7 +138,10 @@ class KvfoldDecoupledAttention(_FoldedAttention):
     ) -> tuple[Tensor, Tensor | None]:
         """As every attention module of transformers: (B, T, D) to (B, T, D) and, where they are computed, the weights."""
         batch, length = hidden_states.shape[:-1]
-        query_BTE = self.q_proj(hidden_states) if self.q_lora_rank is None else self.q_b_proj(self.q_a_proj(hidden_states))
+        if self.q_lora_rank is None:
+            query_BTE = self.q_proj(hidden_states)
+        else:
+            query_BTE = self.q_b_proj(self.q_a_norm(self.q_a_proj(hidden_states)))
         query_BNTQ = query_BTE.view(batch, length, -1, self.qk_head_dim).transpose(1, 2)
         query_BNTQ = self._grown(query_BNTQ, kwargs.get("position_ids"))
         compressed_BTE = self.kv_a_proj_with_mqa(hidden_states)
@@ -156,25 +166,21 @@ class KvfoldDecoupledAttention(_FoldedAttention):
         return self.o_proj(output_BTNV.reshape(batch, length, -1)), weights
 
     def _absorbs(self, length: int, seen: int, mask: Any) -> bool:
-        """Whether to attend in the latent: where that takes fewer multiplications than expanding everything that is cached."""
-        plain = length == 1 if mask is None else isinstance(mask, Tensor) and mask.ndim == 4
-        if self.training or length == seen or not plain:
-            return False
-        rank, value = self.kv_lora_rank, self.v_head_dim
-        expanded = rank * (self.qk_nope_head_dim + value) + length * (self.qk_head_dim + value)
-        return bool(length * (2 * rank + self.qk_rope_head_dim) < expanded)
+        """Whether to attend in the latent."""
+        return (
+            not self.training
+            and tells(mask, length)
+            and absorbing_is_less(
+                length, seen, nope=self.qk_nope_head_dim, rope=self.qk_rope_head_dim, value=self.v_head_dim,
+                rank=self.kv_lora_rank,
+            )
+        )  # fmt: skip
 
-    def _absorbed(
-        self, query_BNTQ: Tensor, latent_B1SC: Tensor, rope_B1SR: Tensor, mask: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """The same with the up-projections moved to the few new tokens: all heads attend to one latent head."""
-        nope_BNTP, turned_BNTR = query_BNTQ.split([self.qk_nope_head_dim, self.qk_rope_head_dim], dim=-1)
+    def _absorbed(self, query_BNTQ: Tensor, latent_B1SC: Tensor, rope_B1SR: Tensor, mask: Any) -> tuple[Tensor, Tensor]:
+        """The same with the up-projections moved to the few new tokens."""
         up_NEC = self.kv_b_proj.weight.unflatten(0, (-1, self.qk_nope_head_dim + self.v_head_dim))
-        k_up_NPC, v_up_NVC = up_NEC.split([self.qk_nope_head_dim, self.v_head_dim], dim=1)
-        scores_BNTS = (nope_BNTP @ k_up_NPC) @ latent_B1SC.mT + turned_BNTR @ rope_B1SR.mT
-        weights_BNTS = softmax(scores_BNTS * self.scaling, mask, self)
-        output_BNTV = (weights_BNTS @ latent_B1SC) @ v_up_NVC.mT
-        return self.o_proj(output_BNTV.transpose(1, 2).flatten(2)), weights_BNTS
+        output_BNTV, weights = attend(query_BNTQ, latent_B1SC, rope_B1SR, up_NEC, mask, self.scaling, self)
+        return self.o_proj(output_BNTV.transpose(1, 2).flatten(2)), weights
 
 
 class KvfoldIntactAttention(_FoldedAttention):
@@ -195,7 +201,12 @@ class KvfoldIntactAttention(_FoldedAttention):
         kinds = getattr(config, "layer_types", None) or [None] * config.num_hidden_layers
         self.home = kinds.index(kinds[layer]) if self.rotary is None else layer
         self.q_norm, self.k_norm = getattr(stock, "q_norm", None), getattr(stock, "k_norm", None)
-        self.q_proj = self._linear("q", hidden, heads * self.head_dim)
+        self.q_lora_rank = config.q_lora_rank
+        if self.q_lora_rank is None:
+            self.q_proj = self._linear("q", hidden, heads * self.head_dim)
+        else:
+            self.q_a_proj = nn.Linear(hidden, self.q_lora_rank, bias=False)
+            self.q_b_proj = self._linear("q", self.q_lora_rank, heads * self.head_dim)
         encoded = hidden
         if self.k_norm is not None:
             self.k_proj = self._linear("k", hidden, groups * self.head_dim)
@@ -250,12 +261,20 @@ class KvfoldIntactAttention(_FoldedAttention):
         """As every attention module of transformers: (B, T, D) to (B, T, D) and, where they are computed, the weights."""
         batch, length = hidden_states.shape[:-1]
         cos_BTF, sin_BTF = self._angles(position_embeddings)
-        query_BNTH = self._heads(self.q_proj(hidden_states), self.q_norm).transpose(1, 2)
+        query_BTE = self.q_proj(hidden_states) if self.q_lora_rank is None else self.q_b_proj(self.q_a_proj(hidden_states))
+        query_BNTH = self._heads(query_BTE, self.q_norm).transpose(1, 2)
         query_BNTH = self._grown(rotate(query_BNTH, cos_BTF, sin_BTF, False), kwargs.get("position_ids"))
         latent_B1SC = self._encode(hidden_states)
         if past_key_values is not None:
             latent_B1SC, position_BS = self._remember(latent_B1SC, position_embeddings[2], past_key_values)
-            cos_BTF, sin_BTF = self._angles(turns(position_BS, position_embeddings[2].frequencies_F, hidden_states.dtype))
+            frequencies_F = self._own(position_embeddings[2].frequencies_F)
+            if self._rebuilds(length, latent_B1SC.shape[-2], attention_mask):
+                output_BNTV, weights = attend_rotated(
+                    query_BNTH, latent_B1SC, position_BS, frequencies_F, self.kv_b_proj, self.v_head_dim,
+                    attention_mask, self.scaling, self,
+                )  # fmt: skip
+                return self.o_proj(output_BNTV.transpose(1, 2).flatten(2)), weights
+            cos_BTF, sin_BTF = turns(position_BS, frequencies_F, hidden_states.dtype)
         key_BKSH, value_BKSV = self.expand(latent_B1SC)
         key_BKSH = rotate(key_BKSH, cos_BTF, sin_BTF, False)
         interface = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
@@ -264,6 +283,13 @@ class KvfoldIntactAttention(_FoldedAttention):
             self, query_BNTH, key_BKSH, value_BKSV, attention_mask, scaling=self.scaling, **options, **kwargs
         )
         return self.o_proj(output_BTNV.reshape(batch, length, -1)), weights
+
+    def _rebuilds(self, length: int, seen: int, mask: Any) -> bool:
+        """Whether to rebuild keys block by block, and values not at all."""
+        widths = {"head": self.head_dim, "value": self.v_head_dim, "rank": self.config.latent_rank}
+        heads, groups = self.config.num_attention_heads, self.config.kvfold["key_heads"]
+        few = rebuilding_is_less(length, seen, heads=heads, groups=groups, **widths)
+        return not self.training and tells(mask, length) and few
 
 
 FORMS = {"decoupled": KvfoldDecoupledAttention, "intact": KvfoldIntactAttention}

@@ -5,7 +5,7 @@ its weight; LayerNorm without weights is RMSNorm once everything that enters the
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ class Folded:
         centred: what enters the residual stream loses its mean, and norms get weights of one.
         gate_up: one tensor becomes gate and up projection.
         tied: the source's head is its embeddings.
+        untied: the output's head is written out even where it is the source's embeddings.
         embedding_name, head_name: what those are called.
     """
 
@@ -38,17 +39,22 @@ class Folded:
     centred: bool = False
     gate_up: bool = False
     tied: bool = False
+    untied: bool = False
     embedding_name: str = "model.embed_tokens.weight"
     head_name: str = "lm_head.weight"
 
     @property
     def ties(self) -> bool:
         """Whether the output's head is still its embeddings."""
-        return self.tied and self.embedding == self.logits == 1.0 and not self.centred
+        return self.tied and not self.untied and self.embedding == self.logits == 1.0 and not self.centred
 
     def config(self, source: Mapping[str, Any]) -> dict[str, Any]:
         """What config.json says about it."""
         return {"tie_word_embeddings": self.ties} | ({"rms_norm_eps": CENTRED_EPSILON} if self.centred else {})
+
+    def scaled(self, factor: float) -> "Folded":
+        """The same with a residual stream scaled by a factor, which norms with an epsilon scaled by its square do not see."""
+        return replace(self, embedding=self.embedding * factor, residual=self.residual * factor)
 
     def adds(self, weight: Tensor) -> Tensor:
         """Rows (D, ...) of a projection into the residual stream."""

@@ -24,8 +24,9 @@ config.json is the source's own, with `model_type: kvfold` and what the model ne
     kvfold.scale                factor on q·k
     kvfold.growth               rate r and length L, where queries grow by 1 + r·log(1 + position // L); otherwise absent
     kvfold.biases               which of the projections "q", "kv", "k", "v", "o" have a bias
-    kv_lora_rank, qk_rope_head_dim, qk_nope_head_dim, v_head_dim, q_lora_rank     widths of the decoupled form
-    latent_rank, v_head_dim, kvfold.head_dim, kvfold.key_heads                    widths of the intact form
+    kv_lora_rank, qk_rope_head_dim, qk_nope_head_dim, v_head_dim    widths of the decoupled form
+    latent_rank, v_head_dim, kvfold.head_dim, kvfold.key_heads      widths of the intact form
+    q_lora_rank                                                     width of compressed queries; null where they are not
 """
 
 from typing import Any

@@ -23,7 +23,7 @@ from ..rotary import rope_parameters
 from ..shards import TensorSpec
 from ..target import MLA, Geometry
 
-FILES = ("configuration_kvfold.py", "modeling_kvfold.py", "attention_kvfold.py", "layers_kvfold.py")
+FILES = ("configuration_kvfold.py", "modeling_kvfold.py", "attention_kvfold.py", "decoding_kvfold.py", "layers_kvfold.py")
 MODEL_TYPE = "kvfold"
 ARCHITECTURE = "KvfoldForCausalLM"
 LATENT_NORM_WEIGHT = 2.0**14  # of layers_kvfold.py, whose norm with epsilon weight² is the identity
@@ -32,7 +32,7 @@ AUTO_MAP = {
     "AutoModel": "modeling_kvfold.KvfoldModel",
     "AutoModelForCausalLM": f"modeling_kvfold.{ARCHITECTURE}",
 }
-_HERE = Path(__file__).parent
+HERE = Path(__file__).parent
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +67,7 @@ class Remote:
     @property
     def files(self) -> tuple[Path, ...]:
         """The code that travels with the output."""
-        return tuple(_HERE / name for name in FILES)
+        return tuple(HERE / name for name in FILES)
 
     @property
     def _place(self) -> str:
@@ -111,6 +111,7 @@ class Remote:
             "model_type": MODEL_TYPE,
             "auto_map": dict(AUTO_MAP),
             "v_head_dim": self.geometry.head_dim,
+            "q_lora_rank": self.target.q_lora_rank,
         }
         if self._intact:
             heads = {"head_dim": self.geometry.head_dim, "key_heads": self.geometry.num_key_value_heads}
@@ -118,7 +119,6 @@ class Remote:
             return {**written, "latent_rank": self.target.kv_lora_rank, "kvfold": {**ours, **heads}}
         widths = {
             "kv_lora_rank": self.target.kv_lora_rank,
-            "q_lora_rank": None,
             "qk_rope_head_dim": self.target.qk_rope_head_dim,
             "qk_nope_head_dim": self.nope_width,
         }
@@ -156,7 +156,7 @@ class Remote:
         if self._intact:
             rows = 2 * groups * width
             weights = {
-                "q": ("q_proj", heads * width, hidden),
+                **self._query_weights(heads * width),
                 "kv": ("kv_b_proj", rows, rank),
                 "o": ("o_proj", hidden, heads * width),
             }
@@ -165,7 +165,7 @@ class Remote:
                 weights |= {"k": ("k_proj", groups * width, hidden), "v": ("v_proj", groups * width, hidden)}
         else:
             weights = {
-                "q": ("q_proj", heads * (self.nope_width + rope), hidden),
+                **self._query_weights(heads * (self.nope_width + rope)),
                 "kv": ("kv_a_proj_with_mqa", rank + rope, hidden),
                 "": ("kv_b_proj", heads * (self.nope_width + width), rank),
                 "o": ("o_proj", hidden, heads * width),
@@ -177,8 +177,19 @@ class Remote:
                 shapes[f"{name}.bias"] = (rows,)
         if not self._intact:
             shapes["kv_a_norm.weight"] = (rank,)
+            if self.target.q_lora_rank is not None:
+                shapes["q_a_norm.weight"] = (self.target.q_lora_rank,)
+                if "kv" in self._biased:
+                    shapes["q_a_proj.bias"] = (self.target.q_lora_rank,)
         specs = {f"{self._place.format(layer=layer)}.{name}": TensorSpec(dtype, shape) for name, shape in shapes.items()}
         return specs | {name: TensorSpec(dtype, (groups * width,)) for name in self._written_norms(layer)}
+
+    def _query_weights(self, rows: int) -> dict[str, tuple[str, int, int]]:
+        """Name, rows and columns of the weights that queries are made of, by role."""
+        hidden, rank = self.geometry.hidden_size, self.target.q_lora_rank
+        if rank is None:
+            return {"q": ("q_proj", rows, hidden)}
+        return {"q_a": ("q_a_proj", rank, hidden), "q": ("q_b_proj", rows, rank)}
 
     def _written_norms(self, layer: int) -> tuple[str, ...]:
         """Norms that are read with the attention; the others pass through."""
@@ -200,15 +211,21 @@ class Remote:
 
     def _decoupled(self, attention: LatentAttention, factor: float) -> dict[str, Tensor]:
         rank = len(attention.down_CD)
+        query = "q_proj" if attention.q_down_AD is None else "q_b_proj"
         named = {
-            "q_proj.weight": torch.cat([attention.q_nope_NPD, attention.q_rope_NRD], 1).flatten(0, 1) * factor,
+            f"{query}.weight": torch.cat([attention.q_nope_NPA, attention.q_rope_NRA], 1).flatten(0, 1) * factor,
             "kv_a_proj_with_mqa.weight": torch.cat([attention.down_CD, attention.k_rope_RD]),
             "kv_a_norm.weight": torch.full((rank,), LATENT_NORM_WEIGHT),
             "kv_b_proj.weight": torch.cat([attention.k_up_NPC, attention.v_up_NHC], 1).flatten(0, 1),
             "o_proj.weight": attention.o_DNH.flatten(1),
         }
+        if attention.q_down_AD is not None:
+            compressed = len(attention.q_down_AD)
+            named |= {"q_a_proj.weight": attention.q_down_AD, "q_a_norm.weight": torch.full((compressed,), LATENT_NORM_WEIGHT)}
+            if attention.k_rope_R is not None:
+                named["q_a_proj.bias"] = attention.q_down_AD.new_zeros(compressed)
         if attention.q_nope_NP is not None and attention.q_rope_NR is not None:
-            named["q_proj.bias"] = torch.cat([attention.q_nope_NP, attention.q_rope_NR], 1).flatten() * factor
+            named[f"{query}.bias"] = torch.cat([attention.q_nope_NP, attention.q_rope_NR], 1).flatten() * factor
         if attention.k_rope_R is not None:
             named["kv_a_proj_with_mqa.bias"] = torch.cat([attention.down_CD.new_zeros(rank), attention.k_rope_R])
         if attention.o_D is not None:
@@ -216,22 +233,25 @@ class Remote:
         return named
 
     def _rebuilt(self, attention: IntactAttention, factor: float) -> dict[str, Tensor]:
+        query = "q_proj" if attention.q_down_AD is None else "q_b_proj"
         named = {
-            "q_proj.weight": attention.q_NHD.flatten(0, 1) * factor,
+            f"{query}.weight": attention.q_NHA.flatten(0, 1) * factor,
             "kv_a_proj.weight": attention.down_CE,
             "kv_b_proj.weight": torch.cat([attention.k_up_KHC, attention.v_up_KHC], 1).flatten(0, 1),
             "o_proj.weight": attention.o_DNH.flatten(1),
         }
+        if attention.q_down_AD is not None:
+            named["q_a_proj.weight"] = attention.q_down_AD
         key, value = attention.k_KH, attention.v_KH
-        biases = {"q": None if attention.q_NH is None else attention.q_NH * factor, "o": attention.o_D}
+        biases = {query: None if attention.q_NH is None else attention.q_NH * factor, "o_proj": attention.o_D}
         if attention.k_KHD is not None and attention.v_KHD is not None:
             named |= {"k_proj.weight": attention.k_KHD.flatten(0, 1), "v_proj.weight": attention.v_KHD.flatten(0, 1)}
-            biases |= {"k": key, "v": value}
+            biases |= {"k_proj": key, "v_proj": value}
         elif key is not None or value is not None:
             zeros_KH = attention.k_up_KHC.new_zeros(attention.k_up_KHC.shape[:2])
             both = [zeros_KH if bias is None else bias for bias in (key, value)]
             named["kv_b_proj.bias"] = torch.cat(both, 1).flatten()
-        return named | {f"{role}_proj.bias": bias.flatten() for role, bias in biases.items() if bias is not None}
+        return named | {f"{name}.bias": bias.flatten() for name, bias in biases.items() if bias is not None}
 
     def copies(self, name: str, spec: TensorSpec) -> dict[str, Copy]:
         """What becomes of a tensor that is not attention: it passes through."""
@@ -268,4 +288,4 @@ def carries_own_code(directory: Path) -> bool:
     def digest(path: Path) -> str:
         return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
 
-    return is_remote(directory) and all(digest(directory / name) == digest(_HERE / name) for name in FILES)
+    return is_remote(directory) and all(digest(directory / name) == digest(HERE / name) for name in FILES)

@@ -129,6 +129,27 @@ def latent(
     )
 
 
+def intact(d_model: int, heads: int, kv_heads: int, head_dim: int, rank: int, q_rank: int | None = None) -> Costs:
+    """MLA whose keys are rebuilt from the latent, then rotated: every cached token is rebuilt at each step."""
+    rows, width = 2 * kv_heads * head_dim, heads * head_dim
+    queries = {"W_Q": d_model * width} if q_rank is None else {"W_DQ": d_model * q_rank, "W_UQ": q_rank * width}
+    parameters = {**queries, "W_DKV": d_model * rank, "W_UK, W_UV": rank * rows, "W_O": width * d_model}
+    asked = "d·n_h·d_h" if q_rank is None else "d_q·(d + n_h·d_h)"
+    once = f"{asked} + d·(d_c + n_h·d_h) + 2·d_c·n_kv·d_h"
+    return Costs(
+        name="MLA, rotation intact",
+        parameters=parameters,
+        cache=rank,
+        cache_formula="d_c",
+        token_flops=2 * sum(parameters.values()),
+        pair_flops=4 * width,
+        expand_flops=2 * rank * rows,
+        prefill_formula=f"T·2·({once}) + T(T+1)/2·4·n_h·d_h",
+        decode_formula=f"2·({once}) + (S+1)·4·n_h·d_h + S·4·d_c·n_kv·d_h",
+        order=("T·params + T²·n_h·d_h", "params + S·d_c·n_kv·d_h", "S·d_c"),
+    )
+
+
 def latent_query(d_model: int, heads: int, latents: int) -> Costs:
     """Perceiver-style latents that read; a token is read by all latents, and no token reads another."""
     parameters = {"latents": latents * d_model, **dict.fromkeys(("W_Q", "W_K", "W_V", "W_O"), d_model * d_model)}

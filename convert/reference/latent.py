@@ -137,13 +137,14 @@ class MultiHeadLatentAttention(nn.Module):
             frequencies: radians per token of its rotary slots.
             causal: as in the constructor.
         """
-        heads, nope, d_model = layer.q_nope_NPD.shape
-        rope, rank = len(layer.k_rope_RD), len(layer.down_CD)
+        heads, nope, _ = layer.q_nope_NPA.shape
+        rope, (rank, d_model) = len(layer.k_rope_RD), layer.down_CD.shape
         biases = layer.q_nope_NP, layer.q_rope_NR, layer.k_rope_R, layer.o_D
         made = cls(
             d_model,
             heads,
             rank,
+            q_lora_rank=None if layer.q_down_AD is None else len(layer.q_down_AD),
             qk_nope_head_dim=nope,
             qk_rope_head_dim=rope,
             v_head_dim=layer.v_up_NHC.shape[1],
@@ -153,7 +154,9 @@ class MultiHeadLatentAttention(nn.Module):
             scale=layer.scale,
         ).to(layer.down_CD)
         with torch.no_grad():
-            made.q_b_proj.weight.copy_(torch.cat([layer.q_nope_NPD, layer.q_rope_NRD], 1).flatten(0, 1))
+            if made.q_a_proj is not None and layer.q_down_AD is not None:
+                made.q_a_proj.weight.copy_(layer.q_down_AD)
+            made.q_b_proj.weight.copy_(torch.cat([layer.q_nope_NPA, layer.q_rope_NRA], 1).flatten(0, 1))
             made.kv_a_proj.weight.copy_(torch.cat([layer.down_CD, layer.k_rope_RD]))
             made.up_weight().copy_(torch.cat([layer.k_up_NPC, layer.v_up_NHC], 1).flatten(0, 1))
             made.o_proj.weight.copy_(layer.o_DNH.flatten(1))

@@ -120,7 +120,11 @@ CASES: dict[str, tuple[Callable[[Path], None], tuple[str, ...], str]] = {
         MLA,
         "rope parameters that make no frequencies",
     ),
-    "partly rotary": (config_with(partial_rotary_factor=0.5), STOCK, "partial_rotary_factor is 0.5"),
+    "more slots than rotate": (
+        config_with(partial_rotary_factor=0.5),
+        ("--to", "mla", "--rank", "16", "--rope-dim", "8", "--calibration", "none"),
+        "4 dimensions of a head rotate",
+    ),
     "dynamic rope": (
         config_with(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
         MLA,

@@ -69,8 +69,8 @@ def output(a: Attention, x_TD: Tensor) -> Tensor:
 
 def latent_output(a: LatentAttention, slots_S: Tensor, x_TD: Tensor) -> Tensor:
     """The same of latent attention, by its definition."""
-    q_nope = torch.einsum("npd,td->ntp", a.q_nope_NPD, x_TD) + (0 if a.q_nope_NP is None else a.q_nope_NP[:, None])
-    q_rope = torch.einsum("nrd,td->ntr", a.q_rope_NRD, x_TD) + (0 if a.q_rope_NR is None else a.q_rope_NR[:, None])
+    q_nope = torch.einsum("npd,td->ntp", a.q_nope_NPA, x_TD) + (0 if a.q_nope_NP is None else a.q_nope_NP[:, None])
+    q_rope = torch.einsum("nrd,td->ntr", a.q_rope_NRA, x_TD) + (0 if a.q_rope_NR is None else a.q_rope_NR[:, None])
     k_rope = x_TD @ a.k_rope_RD.mT + (0 if a.k_rope_R is None else a.k_rope_R)
     latent_TC = x_TD @ a.down_CD.mT
     q = torch.cat([q_nope, rotate(q_rope, slots_S, interleaved=True)], -1)

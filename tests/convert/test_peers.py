@@ -39,6 +39,7 @@ def statistics_of(a: Attention, x_XD: Tensor) -> LayerStatistics:
         query_NHH=q_NXH.mT @ q_NXH / len(x_XE),
         key_fisher=none,
         value_fisher=none,
+        query_fisher=none,
         distance_NT=none,
         output_fisher=none,
         input_BTD=none,
@@ -114,7 +115,7 @@ def test_xecomla_rotates_the_mean_head() -> None:
     target = MLA(kv_lora_rank=9, qk_rope_head_dim=4)
     latent = PEERS["xecomla"].fold(a, target, bands_of("xecomla", 4), None)
     torch.testing.assert_close(latent.k_rope_RD, a.k_KHD.mean(0)[-4:])
-    torch.testing.assert_close(latent.q_rope_NRD, a.q_NHD[:, -4:])
+    torch.testing.assert_close(latent.q_rope_NRA, a.q_NHD[:, -4:])
     whole_CD = torch.cat([a.k_KHD, a.v_KHD]).flatten(0, 1)
     u, s, vt = torch.linalg.svd(whole_CD)
     best_CD = (u[:, :9] * s[:9] @ vt[:9]).unflatten(0, (2, 4, H))

@@ -214,6 +214,7 @@ def statistics() -> LayerStatistics:
         query_NHH=none,
         key_fisher=eye,
         value_fisher=eye,
+        query_fisher=eye.new_zeros(N, H, H),
         distance_NT=torch.full((N, 9), 1 / 9, dtype=torch.float64),
         output_fisher=none,
         input_BTD=none,

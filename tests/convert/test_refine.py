@@ -172,7 +172,7 @@ def error(folded: Attention | LatentAttention | IntactAttention, taken: Sample) 
 
 @pytest.mark.parametrize("form", ["grouped", "latent", "intact"])
 def test_refining_lowers_the_loss_that_it_reports(form: str) -> None:
-    a, taken = teacher(), sample(normed(48, 24, dims=6))
+    a, taken = teacher(), sample(normed(96, 24, dims=6))
     folded: Attention | LatentAttention | IntactAttention
     if form == "latent":
         folded = factor.to_mla(a, MLA(kv_lora_rank=16, qk_rope_head_dim=H), FREQUENCIES_F, OWN, weights_only(a, 64))
@@ -223,8 +223,9 @@ def test_directions_that_calibration_never_took_are_not_free() -> None:
     ones = torch.eye(4 * H, dtype=torch.float64)
     nothing = torch.zeros(0, dtype=torch.float64)
     taken = LayerStatistics(
-        input_EE=x_XE.mT @ x_XE / 30, query_NHH=nothing, key_fisher=ones, value_fisher=ones, output_fisher=nothing,
-        distance_NT=torch.ones(4, 1, dtype=torch.float64), input_BTD=nothing, output_BTD=nothing,
+        input_EE=x_XE.mT @ x_XE / 30, query_NHH=nothing, key_fisher=ones, value_fisher=ones,
+        query_fisher=nothing, output_fisher=nothing, distance_NT=torch.ones(4, 1, dtype=torch.float64),
+        input_BTD=nothing, output_BTD=nothing,
     )  # fmt: skip
     target = MLA(kv_lora_rank=30, qk_rope_head_dim=0, slots="none", rope="intact")
     for metric in (from_statistics(taken), weights_only(a, 64)):

@@ -66,6 +66,7 @@ print(json.dumps(report))
 """
 FULL = ("--to", "mla", "--rank", "full", "--container", "remote")
 INTACT = (*FULL, "--rope", "intact")
+QUERIES = ("--q-lora-rank", "full")
 # name -> (family, how the source is made, options of convert, elements cached per token by both layers)
 CASES: dict[str, tuple[str, dict[str, Any], tuple[str, ...], int]] = {
     "llama-mha": ("llama", {}, FULL, 256),
@@ -79,6 +80,9 @@ CASES: dict[str, tuple[str, dict[str, Any], tuple[str, ...], int]] = {
     "qwen3": ("qwen3", {"num_key_value_heads": 2}, FULL, 64 + 3),
     "olmo2": ("olmo2", {"num_key_value_heads": 2}, FULL, 32 + 3),
     "gpt2": ("gpt2", {}, FULL, 64),
+    "qwen2-queries": ("qwen2", {"num_key_value_heads": 2}, (*FULL, *QUERIES), 32),
+    "qwen3-queries": ("qwen3", {"num_key_value_heads": 2}, (*FULL, *QUERIES), 64 + 3),
+    "llama-intact-queries": ("llama", {"num_key_value_heads": 2, "hidden_size": 128}, (*INTACT, *QUERIES), 64 + 3),
 }
 
 

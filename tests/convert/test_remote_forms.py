@@ -73,10 +73,19 @@ def test_an_intact_latent_is_the_source_with_projections_of_low_rank(tmp_path: P
     torch.testing.assert_close(logits(loaded(out)), logits(dense), atol=1e-5, rtol=0)
 
 
-@pytest.fixture(scope="module", params=["decoupled", "intact"])
+FORMS = {
+    "decoupled": (),
+    "intact": (),
+    "decoupled, compressed": ("--q-lora-rank", "24"),
+    "intact, compressed": ("--q-lora-rank", "24"),
+}
+
+
+@pytest.fixture(scope="module", params=FORMS)
 def folded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     source = make(tmp_path_factory.mktemp("forms") / "source", "qwen2", num_key_value_heads=2, hidden_size=128)
-    return convert(source, "--kv-budget", "50%", "--container", "remote", "--rope", request.param)
+    rope = request.param.partition(",")[0]
+    return convert(source, "--kv-budget", "50%", "--container", "remote", "--rope", rope, *FORMS[request.param])
 
 
 @pytest.mark.parametrize("implementation", ["eager", "flex_attention"])

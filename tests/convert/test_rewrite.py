@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from kvfold.convert import rewrite, shards
 from kvfold.convert.cli import main
+from kvfold.convert.journal import JOURNAL
 from kvfold.convert.shards import INDEX
 
 from ..tiny import make, same_bytes
@@ -111,12 +112,14 @@ def test_each_tensor_is_read_once_and_one_layer_at_a_time(tmp_path: Path, monkey
 
 
 KILLED = """
-import sys, time
+import pathlib, sys, time
 from kvfold.convert import rewrite
 from kvfold.convert.cli import main
 fold = rewrite.fold
 def slow(plan, number):
     if number == 2:
+        while '"layer 1"' not in pathlib.Path(sys.argv[-1] + ".partial/journal.jsonl").read_text():
+            time.sleep(0.01)
         print("reached", flush=True)
         time.sleep(60)
     return fold(plan, number)
@@ -206,7 +209,7 @@ def test_leftovers_of_another_plan_are_not_resumed(tmp_path: Path) -> None:
     source = make(tmp_path / "source")
     partial = tmp_path / "out.partial"
     partial.mkdir()
-    (partial / rewrite.JOURNAL).write_text(f'"{"0" * 64}"\n"layer 0"\n"layer 1"\n')
+    (partial / JOURNAL).write_text(f'"{"0" * 64}"\n"layer 0"\n"layer 1"\n')
     (partial / "model.safetensors").write_bytes(b"old")
     assert convert(source, *MLA).exit_code == 0
     assert convert(source, *MLA, out=tmp_path / "clean").exit_code == 0

@@ -65,7 +65,7 @@ def test_moments(model: Any, ids: Tensor, stats: Statistics) -> None:
 
 
 @pytest.mark.parametrize("layer", [0, 1])
-@pytest.mark.parametrize("role", ["k", "v"])
+@pytest.mark.parametrize("role", ["q", "k", "v"])
 def test_fisher_by_hand(
     model: Any, ids: Tensor, stats: Statistics, role: str, layer: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -85,7 +85,10 @@ def test_fisher_by_hand(
         likelihood = result.logits[0].log_softmax(-1).gather(1, label[:, None]).sum()
         (g,) = torch.autograd.grad(likelihood, output)
         total = total + g[0].T @ g[0]
-    fisher = stats.layers[layer].key_fisher if role == "k" else stats.layers[layer].value_fisher
+    taken = stats.layers[layer]
+    fisher = {"q": torch.block_diag(*taken.query_fisher), "k": taken.key_fisher, "v": taken.value_fisher}[role]
+    if role == "q":  # of each head alone
+        total = total * torch.block_diag(*torch.ones_like(taken.query_fisher))
     torch.testing.assert_close(fisher, total / ids.numel(), rtol=1e-6, atol=1e-9 * fisher.max().item())
 
 

@@ -79,6 +79,15 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
+@pytest.fixture(scope="session")
+def held(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Words that the training text does not have, in an order of their own."""
+    file = tmp_path_factory.mktemp("held") / "held.txt"
+    words = ["cache", "entry", "lost", "found", "again", "slot"]
+    file.write_text(" ".join(words[(at * at) % 6] + str(at % 17) for at in range(200)), encoding="utf-8")
+    return file
+
+
 @pytest.fixture
 def make_recipe(student: Path, text: Path, tmp_path: Path) -> MakeRecipe:
     """Recipes of ten steps of six windows; keyword arguments replace keys of the recipe or, failing that, of its only stage."""

@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 import yaml
 from click.testing import CliRunner
+from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvfold.convert.errors import InvalidInput
+from kvfold.distill import job
 from kvfold.distill.cli import main
 from kvfold.distill.job import distill
 from kvfold.distill.loop import Interrupted
@@ -67,10 +69,13 @@ def test_an_empty_directory_and_what_a_kill_left_are_taken_over(make_recipe: Mak
 def test_what_somebody_puts_there_meanwhile_stays(
     make_recipe: MakeRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def publish(*arguments: object) -> None:
+    publish = job.publish
+
+    def publish_and_write(model: nn.Module, student: Path, directory: Path) -> None:
+        publish(model, student, directory)
         (tmp_path / "out.partial" / "notes").write_text("mine")
 
-    monkeypatch.setattr("kvfold.distill.job.publish", publish)
+    monkeypatch.setattr(job, "publish", publish_and_write)
     distill(make_recipe(tokens=192))
     assert [path.name for path in (tmp_path / "out.partial").iterdir()] == ["notes"]
 

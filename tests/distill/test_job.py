@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+import math
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -44,7 +45,8 @@ def test_kl_falls_and_the_output_is_a_checkpoint_like_the_student(
     lines = metrics(out)
     assert [line["step"] for line in lines] == list(range(1, 11))
     assert set(lines[0]) == {
-        "step", "stage", "tokens", "kl", "ce", "lr", "grad_norm", "tokens_per_second", "peak_memory_gib",
+        "step", "stage", "tokens", "kl", "ce", "forward_kl", "same_top1", "teacher_ce", "lr", "grad_norm", "tokens_per_second",
+        "peak_memory_gib",
     }  # fmt: skip
 
     before, after = weights(student), weights(out)
@@ -70,7 +72,7 @@ def test_a_latent_student_is_trained_open_and_published_closed(make_recipe: Make
     assert folded.exit_code == 0, folded.output
     result = distill(make_recipe(student=str(latent)))
     (stage,) = result["stages"]
-    assert stage["last"]["kl"] < 0.7 * stage["first"]["kl"]
+    assert stage["last"]["kl"] < 0.8 * stage["first"]["kl"]
     after = weights(result["output"])
     norms = [tensor for name, tensor in after.items() if "kv_a_layernorm" in name]
     assert norms
@@ -135,23 +137,34 @@ def test_an_output_that_exists_or_is_being_made_is_refused(make_recipe: MakeReci
 
 
 def test_a_teacher_of_another_vocabulary_is_refused(make_recipe: MakeRecipe, teacher: Path, tmp_path: Path) -> None:
-    for name, entry, size, message in (
-        ("other", "stop", 258, "different tokenizers"),
-        ("larger", "end", 300, "predicts 300 token ids, the student 258"),
-    ):
-        LlamaForCausalLM(LlamaConfig.from_pretrained(teacher, vocab_size=size)).save_pretrained(tmp_path / name)
-        save_tokenizer(tmp_path / name, last=entry)
-        with pytest.raises(InvalidInput, match=message):
-            distill(make_recipe(teacher=str(tmp_path / name)))
+    other = tmp_path / "other"
+    LlamaForCausalLM(LlamaConfig.from_pretrained(teacher)).save_pretrained(other)
+    save_tokenizer(other, last="stop")
+    with pytest.raises(InvalidInput, match="different tokenizers"):
+        distill(make_recipe(teacher=str(other)))
 
 
-def test_a_model_that_caps_its_logits_is_refused(make_recipe: MakeRecipe, tmp_path: Path) -> None:
+def test_a_padded_teacher_says_what_it_says_without_padding(make_recipe: MakeRecipe, teacher: Path, tmp_path: Path) -> None:
+    padded = AutoModelForCausalLM.from_pretrained(teacher)
+    padded.resize_token_embeddings(300, mean_resizing=False)
+    padded.save_pretrained(tmp_path / "padded")
+    save_tokenizer(tmp_path / "padded")
+    for name, directory in (("plain", teacher), ("long", tmp_path / "padded")):
+        distill(make_recipe(teacher=str(directory), output=str(tmp_path / name), tokens=384))
+    for mine, theirs in zip(metrics(tmp_path / "plain"), metrics(tmp_path / "long"), strict=True):
+        assert mine["kl"] == pytest.approx(theirs["kl"], rel=1e-5)
+        assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
+
+
+def test_a_model_that_caps_its_logits_is_trained_on_them(make_recipe: MakeRecipe, tmp_path: Path) -> None:
     size = {"vocab_size": 258, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "head_dim": 8}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    Gemma2ForCausalLM(Gemma2Config(**size, **heads, final_logit_softcapping=2.0)).save_pretrained(tmp_path / "gemma")
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 1.0}
+    gemma = str(tmp_path / "gemma")
+    Gemma2ForCausalLM(Gemma2Config(**size, **heads, final_logit_softcapping=0.01)).save_pretrained(gemma)
     save_tokenizer(tmp_path / "gemma")
-    with pytest.raises(InvalidInput, match=r"gemma \(Gemma2ForCausalLM\) scales or caps its logits"):
-        distill(make_recipe(student=str(tmp_path / "gemma"), teacher=str(tmp_path / "gemma")))
+    distill(make_recipe(student=gemma, teacher=gemma, losses={"ce": 1.0}, tokens=192))
+    # Logits of at most 0.01 are next to no opinion; without the bound these weights have strong ones.
+    assert metrics(tmp_path / "out")[0]["ce"] == pytest.approx(math.log(258), abs=0.02)
 
 
 def test_an_output_inside_a_model_is_refused(make_recipe: MakeRecipe, student: Path, teacher: Path, tmp_path: Path) -> None:

@@ -11,10 +11,11 @@ from kvfold import recipes
 from kvfold.convert.errors import InvalidInput
 from kvfold.distill.cli import main
 from kvfold.distill.losses import LOSSES
-from kvfold.distill.recipe import Data, LossName, Recipe, Save, ScheduleName, Stage, WeightSet, differences, parse_tokens
+from kvfold.distill.recipe import Lora, LossName, Recipe, Save, ScheduleName, Stage, WeightSet, differences, parse_tokens
+from kvfold.distill.recipe_data import Data, Source
 from kvfold.distill.recipe_file import read_recipe
 from kvfold.distill.schedule import SCHEDULES, learning_rate
-from kvfold.distill.student import TRAINABLE
+from kvfold.distill.weights import TRAINABLE
 
 GOOD = """
 schema: 1
@@ -32,7 +33,7 @@ def write(directory: Path, text: str) -> Path:
     return file
 
 
-@pytest.mark.parametrize("name", ["demo/distill.yaml", "llama-mla.yaml"])
+@pytest.mark.parametrize("name", ["demo/distill.yaml", "llama-3.2-1b-mla.yaml"])
 def test_shipped_recipes_are_valid(name: str) -> None:
     assert read_recipe(Path(recipes.__file__).parent / name).windows > 0
 
@@ -58,10 +59,29 @@ def test_a_short_recipe_is_enough(tmp_path: Path) -> None:
         ("lr: 5e-5", "lr: -1", r"stages\[0\].lr is -1; it should be greater than 0"),
         ("lr: 5e-5", "lr: .inf", r"stages\[0\].lr is inf; it should be a finite number"),
         ("5M", "5Q", r"stages\[0\].tokens is '5Q'; it should be a number of tokens, such as 5000, 300k, 5M or 1B"),
-        ("lr:", "losses: {kld: 1}, lr:", r"stages\[0\].losses is 'kld'; it should be 'kl' or 'ce'"),
+        (
+            "lr:",
+            "losses: {kld: 1}, lr:",
+            r"stages\[0\].losses is 'kld'; it should be 'kl', 'reverse_kl', 'jsd', 'ce', .* or 'att",
+        ),
         ("lr:", "losses: {kl: 0}, lr:", r"at least one loss needs a weight above 0"),
-        ("lr:", "train: atention, lr:", r"stages\[0\].train is 'atention'; it should be 'all' or 'attention'"),
+        ("lr:", "train: atention, lr:", r"stages\[0\].train is 'atention'; it should be 'all', 'attention', 'att"),
         ("lr:", "schedule: linear, lr:", r"stages\[0\].schedule is 'linear'; it should be 'cosine', 'wsd' or 'constant'"),
+        ("lr:", "mode: layer, lr:", r"stages\[0\].mode is 'layer'; it should be 'auto', 'end_to_end', 'layerwise' or 'stream'"),
+        (
+            "lr:",
+            "mode: layerwise, lr:",
+            r"stages\[0\]: mode: layerwise runs no layer on another's output, so it cannot have .* kl",
+        ),
+        ("lr:", "losses: {kl: 1, attention_output: 1}, lr:", r"stages\[0\]: attention_output is a loss of mode: layerwise"),
+        ("lr:", "temperature: 0, lr:", r"stages\[0\].temperature is 0; it should be greater than 0"),
+        ("lr:", "jsd_beta: 1.5, lr:", r"stages\[0\].jsd_beta is 1.5; it should be less than or equal to 1"),
+        ("lr:", "lora: {rank: 8}, lr:", r"stages\[0\]: lora is given, but train is all; write train: lora, or leave lora out"),
+        ("lr:", "train: lora, lora: {rank: 0}, lr:", r"stages\[0\].lora.rank is 0; it should be greater than or equal to 1"),
+        ("lr:", "train: lora, lora: {rnk: 4}, lr:", r"unknown key 'rnk' in stages\[0\].lora; did you mean 'rank'\?"),
+        ("lr:", "train: lora, lora: {dropout: 0.1}, lr:", r"stages\[0\].lora.dropout is 0.1; it should be 0"),
+        ("name: kl", "name: ../kl", r"stages\[0\].name is '../kl'; it should be made of letters, digits"),
+        ("output:", "profile: fsdp\noutput:", r"profile is 'fsdp'; it should be 'cpu', 'single', 'ddp', 'fsdp2'"),
         ("lr:", "batch_tokens: 100, lr:", r"stages\[0\].batch_tokens is 100, less than one window of data.seq_len 128"),
         ("schema: 1", "schema: 2", r"schema is 2; it should be 1"),
         ("{source: stdlib, seq_len: 128}", "stdlib", r"data is 'stdlib'; it should be a mapping"),
@@ -112,8 +132,17 @@ def test_the_tables_have_what_a_recipe_may_name() -> None:
         assert get_args(names) == tuple(table)
 
 
+def test_the_mode_follows_from_the_losses() -> None:
+    modes = {"kl": "end_to_end", "hidden_mse": "end_to_end", "attention_output": "layerwise"}
+    for loss, mode in modes.items():
+        stage = {"name": "a", "tokens": 1, "lr": 1, "losses": {loss: 1, "ce": 0}, "train": "attention"}
+        assert Stage.model_validate(stage).how == mode
+    given = {"name": "a", "tokens": 1, "lr": 1, "losses": {"attention_output": 1}, "mode": "stream", "train": "attention"}
+    assert Stage.model_validate(given).how == "stream"
+
+
 def test_every_key_is_documented() -> None:
-    for section in (Recipe, Data, Stage, Save):
+    for section in (Recipe, Data, Source, Stage, Lora, Save):
         assert [name for name, field in section.model_fields.items() if not field.description] == []
 
 

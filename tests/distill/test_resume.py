@@ -31,11 +31,11 @@ KILLED = """
 import os, signal, sys
 from kvfold.distill import loop
 from kvfold.distill.cli import main
-step, advance = int(sys.argv.pop()), loop._advance
+step, advance = int(sys.argv.pop()), loop.advance
 def advance_or_die(*arguments):
     progress = advance(*arguments)
     return os.kill(os.getpid(), signal.SIGKILL) if progress.total_steps == step else progress
-loop._advance = advance_or_die
+loop.advance = advance_or_die
 main()
 """
 
@@ -50,7 +50,7 @@ def same_bits(one: Path, other: Path) -> bool:
 
 
 def stop_at(monkeypatch: pytest.MonkeyPatch, step: int, signum: int) -> None:
-    advance = loop._advance
+    advance = loop.advance
 
     def advance_and_signal(*arguments: object) -> Progress:
         progress = advance(*arguments)  # type: ignore[arg-type]
@@ -58,7 +58,7 @@ def stop_at(monkeypatch: pytest.MonkeyPatch, step: int, signum: int) -> None:
             os.kill(os.getpid(), signum)
         return progress
 
-    monkeypatch.setattr(loop, "_advance", advance_and_signal)
+    monkeypatch.setattr(loop, "advance", advance_and_signal)
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """Tiny random checkpoints on disk, with a tokenizer of their own: everything an evaluation reads, and no network."""
 
+import json
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, DeepseekV3Config, LlamaConfig, PreTrainedTokenizerFast
 
+from kvfold.eval import harness
 from kvfold.eval.corpus import Text
 
 Make = Callable[..., Path]
@@ -83,3 +85,59 @@ def text() -> Text:
     """600 tokens, no two windows alike."""
     draw = random.Random(0)
     return Text("text:letters.txt", ("".join(draw.choices("key value cache head fold", k=600)),))
+
+
+_WORDS = ("key", "value", "cache", "head", "fold", "rank", "latent", "query", "layer", "token")
+_CHOICE = """
+task: {name}
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {file}}}, cache_dir: {cache}}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{{{question}}}}"
+doc_to_choice: "{{{{choices}}}}"
+doc_to_target: gold
+metric_list: [{{metric: acc}}, {{metric: acc_norm}}]
+"""
+_PAGES = """
+task: pages
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {file}}}, cache_dir: {cache}}}
+test_split: test
+output_type: loglikelihood_rolling
+doc_to_text: ""
+doc_to_target: !function plain.wikitext_detokenizer
+process_results: !function plain.process_results
+metric_list: [{{metric: word_perplexity}}, {{metric: byte_perplexity}}, {{metric: bits_per_byte}}]
+"""
+
+
+@pytest.fixture
+def own_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory with the tasks `kv_one`, `kv_two`, the group of both, and `pages`, the harness's WikiText-2 on `pages.json`.
+
+    lm-evaluation-harness knows these alone: listing its thousands takes many seconds.
+    """
+    lm_eval_tasks = pytest.importorskip("lm_eval.tasks", reason="pip install 'kvfold[eval]' for the suite tasks")
+    manager = lm_eval_tasks.TaskManager
+    monkeypatch.setattr(lm_eval_tasks, "TaskManager", lambda **given: manager(**given | {"include_defaults": False}))
+    harness._list.cache_clear()
+    directory = tmp_path / "own"
+    directory.mkdir()
+    cache = tmp_path / "datasets"
+    for name, count in (("kv_one", 24), ("kv_two", 5)):
+        rows = [
+            {"question": f"{_WORDS[n % 10]} {n} {name}", "choices": ["one", "two", "three"], "gold": n % 3}
+            for n in range(count)
+        ]
+        file = directory / f"{name}.json"
+        file.write_text("\n".join(map(json.dumps, rows)))
+        (directory / f"{name}.yaml").write_text(_CHOICE.format(name=name, file=file, cache=cache))
+    (directory / "both.yaml").write_text(
+        "group: kv_both\ntask: [kv_one, kv_two]\naggregate_metric_list: [{metric: acc, weight_by_size: true}]\n"
+    )
+    (directory / "pages.yaml").write_text(_PAGES.format(file=directory / "pages.json", cache=cache))
+    (directory / "plain.py").write_text(
+        "from lm_eval.tasks.wikitext.preprocess_wikitext import process_results, wikitext_detokenizer\n"
+    )
+    return directory

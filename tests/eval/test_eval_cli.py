@@ -8,13 +8,12 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
-from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from kvfold.convert.card import describe, write_record
 from kvfold.eval.cli import main
 from kvfold.eval.corpus import Text
 
-from .conftest import SHAPE, Make, save_tokenizer
+from .conftest import Make
 
 
 @pytest.fixture(scope="session")
@@ -41,22 +40,24 @@ def test_json_is_one_object_with_everything_in_it(distilled: Path, mha: Path, ot
     result = run(distilled, "--text", file, "--window", "32", "--device", "cpu", "--json")
     assert result.exit_code == 0, result.output
     report = json.loads(result.stdout)
-    assert report["schema"] == 1
     assert report["protocol"] == {
         "name": "text:letters.txt window=32 bos=each",
         "text_sha256": text.sha256,
         "window": 32,
         "windows": 19,
+        "bos": "each",
         "scored_tokens": 19 * 31,
+        "scored_bytes": 19 * 31,
     }
-    assert [report[role]["path"] for role in ("student", "teacher", "parent")] == [str(distilled), str(mha), str(other)]
-    assert len(report["student"]["window_nll"]) == 19
-    assert report["student"]["cache"]["elements_per_token_per_layer"] == 64
-    worse = report["student"]["nll"]["mean"] - report["teacher"]["nll"]["mean"]
-    assert report["nll_difference"]["mean"] == pytest.approx(worse)
-    assert report["fidelity"]["kl"]["mean"] > 0
-    assert set(report["recovered_share"]) == {"value", "reason"}
-    assert set(report["versions"]) == {"kvfold", "torch", "transformers"}
+    assert [report[role]["path"] for role in ("checkpoint", "teacher", "parent")] == [str(distilled), str(mha), str(other)]
+    assert list(report["suites"]) == ["ppl", "fidelity", "cache"]
+    perplexity = report["suites"]["ppl"]
+    assert len(perplexity["student"]["window_nll"]) == 19
+    worse = perplexity["student"]["nll"]["mean"] - perplexity["teacher"]["nll"]["mean"]
+    assert perplexity["difference"]["mean"] == pytest.approx(worse)
+    assert set(perplexity["recovered_share"]) == {"value", "reason"}
+    assert report["suites"]["fidelity"]["kl"]["mean"] > 0
+    assert report["suites"]["cache"]["student"]["elements_per_token_per_layer"] == 64
 
 
 def test_the_table_names_the_protocol_and_every_measure(mha: Path, other: Path, file: Path) -> None:
@@ -112,13 +113,28 @@ def test_a_mistake_leaves_nothing_where_out_was_to_be(mha: Path, file: Path, tmp
     assert not list(tmp_path.iterdir())
 
 
-def test_a_model_that_caps_its_logits_is_one_sentence(mha: Path, file: Path, tmp_path: Path) -> None:
-    shape = {"num_key_value_heads": 2, "head_dim": 8, "final_logit_softcapping": 2.0}
-    Gemma2ForCausalLM(Gemma2Config(**SHAPE | shape)).save_pretrained(tmp_path)
-    save_tokenizer(tmp_path, "<s>", "end")
-    for arguments in ([tmp_path], [mha, "--teacher", tmp_path]):
-        result = run(*arguments, "--text", file, "--device", "cpu", "--window", "32")
-        check_mistake(result, f"{tmp_path} (Gemma2ForCausalLM) scales or caps its logits")
+def test_suites_that_read_no_text_need_none(mha: Path) -> None:
+    result = run(mha, "--suite", "cache", "--memory", "1GB", "--device", "cpu", "--json")
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    assert (report["protocol"], list(report["suites"])) == (None, ["cache"])
+    assert report["suites"]["cache"]["student"]["contexts"][0]["largest_batch"] > 0
+    shown = run(mha, "--suite", " cache, ", "--memory", "1GB", "--device", "cpu").stdout
+    assert mha.name in shown
+    assert "sequences in 1.0 GB" in shown
+
+
+def test_an_assertion_that_does_not_hold_exits_3_after_the_report(mha: Path, other: Path, file: Path, tmp_path: Path) -> None:
+    arguments = (mha, "--teacher", other, "--text", file, "--window", "32", "--device", "cpu", "--json")
+    assert run(*arguments, "--assert", "kl.mean>0", "--assert", "suites.cache.ratio == 1").exit_code == 0
+    out = tmp_path / "eval.json"
+    unmet = run(*arguments, "--assert", "kl.mean>0", "--assert", "top1 >= 2", "--out", out)
+    assert unmet.exit_code == 3
+    assert json.loads(unmet.stdout) == json.loads(out.read_text())
+    assert "does not hold: top1 >= 2 (it is 0." in unmet.stderr
+    unknown = run(*arguments, "--assert", "kl.men<1")
+    assert (unknown.exit_code, json.loads(unknown.stdout)["schema"]) == (2, 2)
+    assert "'kl.men<1': the report has no kl" in unknown.stderr
 
 
 @pytest.mark.parametrize(
@@ -133,6 +149,17 @@ def test_a_model_that_caps_its_logits_is_one_sentence(mha: Path, file: Path, tmp
         (["--dtype", "float8"], "'float8' is not one of 'auto', 'float32', 'bfloat16'"),
         (["--teacher", "./absent"], "./absent is not a directory"),
         (["--out", "/absent/eval.json"], "there is no directory /absent"),
+        (["--suite", "pl"], "--suite pl: pl is no suite; known are ppl, fidelity, cache"),
+        (["--suite", ","], "--suite ,: nothing is no suite"),
+        (["--suite", "ppl", "--memory", "1GB"], "--memory belongs to the suite cache, which --suite does not name"),
+        (["--memory", "much"], "'much' is no size"),
+        (["--suite", "ppl", "--assert", "kl.mean<1"], "is about the suite fidelity, which is not run; add it to --suite"),
+        (["--assert", "kl.mean"], "--assert 'kl.mean' is no comparison with a number"),
+        (["--assert", "kl.mean<low"], "--assert 'kl.mean<low' is no comparison with a number"),
+        (["--offload-dir", "x"], "--offload-dir is for weights that fit no device; add --device-map auto"),
+        (["--cpu-memory", "1GB"], "--cpu-memory is for weights that fit no device; add --device-map auto"),
+        (["--text", "wikitext2-gptq-65", "--rows", "/absent.json"], "--rows /absent.json cannot be read: No such file"),
+        (["--rows", "/absent.json"], "--rows is for WikiText-2, not for --text"),
         (["--text", "/absent.txt"], "/absent.txt is not a file; --text takes a UTF-8 text file or the word stdlib"),
     ],
 )
@@ -165,6 +192,10 @@ def test_a_model_that_cannot_be_used_is_one_sentence(mha: Path, make: Make, file
     write_record(orphan, {"schema": 1, "stage": "convert", "source": gone, "parents": []})
     check_mistake(run(orphan, "--text", file), "--teacher")
     assert run(orphan, "--text", file, "--teacher", mha, "--device", "cpu").exit_code == 0
+
+
+def test_suites_that_read_a_text_ask_for_it(mha: Path) -> None:
+    check_mistake(run(mha), "the suites ppl, fidelity read a text; name one with --text, e.g. --text stdlib")
 
 
 def check_mistake(result: Result, sentence: str) -> None:

@@ -3,13 +3,15 @@
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from scipy import stats
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvfold.eval.corpus import Text
 from kvfold.eval.options import Options
-from kvfold.eval.perplexity import Share, estimate, paired_difference, recovered_share
+from kvfold.eval.perplexity import Share, recovered_share
 from kvfold.eval.run import evaluate
 
 from .conftest import Make
@@ -28,19 +30,24 @@ def test_perplexity_is_that_of_a_plain_loop_over_model_loss(mha: Path, text: Tex
         window = torch.tensor([[tokenizer.bos_token_id] * bos + ids[start : start + step]])
         losses.append(model(input_ids=window, labels=window).loss.item())
     result = evaluate(mha, None, text, Options(device="cpu", window=32, bos=bos))
-    assert result.student.window_nll == pytest.approx(losses, rel=1e-5)
-    assert result.student.perplexity == pytest.approx(math.exp(sum(losses) / len(losses)), rel=1e-5)
+    assert result.ppl.student.window_nll == pytest.approx(losses, rel=1e-5)
+    assert result.ppl.student.perplexity == pytest.approx(math.exp(sum(losses) / len(losses)), rel=1e-5)
+    # A byte is a token here: only the first of each window without BOS is not scored.
+    bits = sum(losses) / len(losses) / math.log(2)
+    assert result.ppl.student.bits_per_byte == pytest.approx(bits, rel=1e-5)
+    assert result.ppl.student.byte_perplexity == pytest.approx(2**bits, rel=1e-5)
 
 
 def test_without_a_teacher_only_the_students_numbers_are_there(mha: Path, text: Text) -> None:
     result = evaluate(mha, None, text, OPTIONS)
-    assert (result.teacher, result.nll_difference, result.fidelity, result.cache_ratio) == (None, None, None, None)
-    assert result.recovered_share == Share(None, "no teacher")
+    found = result.ppl
+    assert (found.teacher, found.difference, found.ratio, result.fidelity, result.cache.ratio) == (None,) * 5
+    assert found.recovered_share == Share(None, "no teacher")
 
 
 def test_the_batch_size_changes_no_number(mha: Path, other: Path, text: Text) -> None:
     one, many = (evaluate(mha, other, text, Options(device="cpu", window=32, batch_size=size)) for size in (1, 7))
-    assert one.student.window_nll == pytest.approx(many.student.window_nll, rel=1e-5)
+    assert one.ppl.student.window_nll == pytest.approx(many.ppl.student.window_nll, rel=1e-5)
     assert one.fidelity is not None
     assert many.fidelity is not None
     assert one.fidelity.kl.mean == pytest.approx(many.fidelity.kl.mean, rel=1e-5)
@@ -49,20 +56,20 @@ def test_the_batch_size_changes_no_number(mha: Path, other: Path, text: Text) ->
 
 def test_each_model_has_in_company_the_numbers_it_has_alone(mha: Path, other: Path, text: Text) -> None:
     together = evaluate(mha, other, text, OPTIONS, parent=other)
-    assert together.student == evaluate(mha, None, text, OPTIONS).student
-    assert together.teacher == together.parent == evaluate(other, None, text, OPTIONS).student
+    assert together.ppl.student == evaluate(mha, None, text, OPTIONS).ppl.student
+    assert together.ppl.teacher == together.ppl.parent == evaluate(other, None, text, OPTIONS).ppl.student
 
 
-def test_standard_error_is_the_deviation_over_the_root_of_the_count() -> None:
-    values = [1.0, 2.0, 4.0, 5.0]
-    assert estimate(values).mean == 3.0
-    assert estimate(values).standard_error == pytest.approx(float(torch.tensor(values).std()) / 2)
-    assert estimate([1.0]).standard_error is None
-
-
-def test_a_constant_difference_has_no_error_however_the_windows_vary() -> None:
-    difference = paired_difference([1.5, 2.5, 9.5], [1.0, 2.0, 9.0])
-    assert (difference.mean, difference.standard_error) == (0.5, 0.0)
+def test_the_ratio_is_that_of_both_perplexities_with_the_interval_of_their_losses(mha: Path, other: Path, text: Text) -> None:
+    found = evaluate(mha, other, text, OPTIONS).ppl
+    assert found.teacher is not None
+    assert found.difference is not None
+    assert found.ratio is not None
+    assert found.ratio.mean == pytest.approx(found.student.perplexity / found.teacher.perplexity)
+    difference = np.subtract(found.student.window_nll, found.teacher.window_nll)
+    interval = stats.ttest_1samp(difference, 0).confidence_interval(0.95)
+    assert (found.difference.low, found.difference.high) == pytest.approx(tuple(interval))
+    assert (found.ratio.low, found.ratio.high) == pytest.approx(tuple(np.exp(interval)))
 
 
 @pytest.mark.parametrize(("student", "share"), [(1.0, 1.0), (2.0, 0.0), (1.25, 0.75), (3.0, -1.0)])
@@ -92,5 +99,5 @@ def test_recovered_share_is_undefined_for_a_reason(
 
 def test_the_teacher_itself_recovered_all_and_the_parent_itself_nothing(make: Make, mha: Path, text: Text) -> None:
     cautious = make(initializer_range=0.02)  # near uniform, so better on random text than the sure and wrong `mha`
-    teacher, parent = (evaluate(path, cautious, text, OPTIONS, parent=mha).recovered_share for path in (cautious, mha))
+    teacher, parent = (evaluate(path, cautious, text, OPTIONS, parent=mha).ppl.recovered_share for path in (cautious, mha))
     assert (teacher.value, parent.value) == (pytest.approx(1.0), 0.0)

@@ -1,0 +1,142 @@
+"""Checkpoints that engines are tried on, and their folds: what benchmarks.vllm and benchmarks.cuda_check run.
+
+Random ones have equal key/value heads, so that a fold to fewer, or to a latent, computes what its source does: what an engine
+says of the fold can be held against the source itself. The bundled demo checkpoint is trained, and its folds lose something.
+"""
+
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from kvfold.convert.cli import main as convert
+from kvfold.convert.errors import InvalidInput
+from tests.tiny import make
+
+DEMO = Path(__file__).parent.parent / "recipes" / "demo"
+HEAD = 64  # the narrowest head that engines have every kernel for
+
+_SMALL: dict[str, Any] = {"equal_heads": True, "hidden_size": 64, "head_dim": HEAD}
+_WIDE: dict[str, Any] = {"equal_heads": True, "hidden_size": 256, "intermediate_size": 1024}
+SOURCES: dict[str, dict[str, Any]] = {
+    "llama": {"family": "llama", **_SMALL, "rms_norm_eps": 1e-5},
+    "llama, linear rope": {"family": "llama", **_SMALL, "rope": "linear"},
+    "qwen2": {"family": "qwen2", "equal_heads": True, "hidden_size": 8 * HEAD},
+    "qwen3": {"family": "qwen3", **_SMALL},
+    "gpt_neox": {"family": "gpt_neox", **_WIDE},
+    "gpt2": {"family": "gpt2", **_WIDE, "n_inner": 1024},
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fold:
+    """A conversion.
+
+    Attributes:
+        source: of SOURCES, or `demo`.
+        options: of `kvfold convert`.
+        exact: whether it computes what its source does.
+        as_claimed: whether vLLM's cache is as small as kvfold.json says.
+    """
+
+    source: str
+    options: str
+    exact: bool = True
+    as_claimed: bool = True
+
+    @property
+    def rope_intact(self) -> bool:
+        """Whether its cache holds positions where others hold values."""
+        return "--rope intact" in self.options
+
+
+_STOCK = "--to mla --rank 512 --engine vllm --container stock"
+_REMOTE = "--to mla --rank 512 --engine vllm --container remote"
+_INTACT = "--to mla --rank full --rope intact"
+FOLDS = (
+    Fold(source="llama", options="--to gqa --kv-heads 2"),
+    Fold(source="qwen2", options="--to gqa --kv-heads 2"),
+    Fold(source="qwen3", options="--to gqa --kv-heads 2"),
+    Fold(source="gpt_neox", options="--to gqa --kv-heads 2"),
+    Fold(source="gpt2", options="--to mqa"),
+    Fold(source="demo", options="--to gqa --kv-heads 2", exact=False),
+    Fold(source="llama", options=_STOCK),
+    Fold(source="demo", options=_STOCK, exact=False),
+    Fold(source="llama", options=_REMOTE),
+    Fold(source="qwen2", options=_REMOTE),
+    Fold(source="llama, linear rope", options=_REMOTE, exact=False),
+    Fold(source="demo", options=_REMOTE, exact=False),
+    Fold(source="qwen3", options=_INTACT),
+    Fold(source="llama", options=_INTACT, as_claimed=False),
+)
+
+
+def make_folds(root: Path, only: str = "") -> Iterator[tuple[Fold, Path, Path]]:
+    """Each of FOLDS with the directories of its source and of its output, made when it is asked for.
+
+    Args:
+        root: where they are made.
+        only: words that a fold's source or options must contain.
+    """
+    for number, fold in enumerate(FOLDS):
+        if only not in f"{fold.source} {fold.options}":
+            continue
+        source, out = root / fold.source.replace(", ", "-").replace(" ", "-"), root / f"fold-{number}"
+        if not source.exists():
+            if fold.source == "demo":
+                widen(DEMO, source, HEAD)
+            else:
+                make(source, **SOURCES[fold.source])
+        arguments = [str(source), *fold.options.split(), "--calibration", "none", "--out", str(out)]
+        convert.main(arguments, standalone_mode=False)
+        yield fold, source, out
+
+
+def widen(source: Path, out: Path, width: int) -> Path:
+    """Copy a Llama checkpoint with its heads filled up with zeros to a width: the same function in wider heads.
+
+    Pair j of a head turns as fast as pair j·W/H of one W wide, so every frequency has its place; scores are scaled by W^-½, so
+    queries grow by (W/H)^½.
+    Legend: N heads, H and W narrow and wide head dim, D hidden size.
+
+    Raises:
+        InvalidInput: the width is no multiple of the head dim.
+    """
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    narrow = config["head_dim"]
+    if width % narrow:
+        raise InvalidInput(f"{width} is no multiple of a head's {narrow} dimensions")
+    step = width // narrow
+    places = torch.arange(0, width, step)  # the pairs' halves are W/2 apart, as they were H/2
+    tensors = {}
+    for name, tensor in load_file(source / "model.safetensors").items():
+        role = name.split(".")[-2]
+        if role in {"q_proj", "k_proj"}:
+            tensors[name] = _spread(tensor, narrow, width, places) * (step**0.5 if role == "q_proj" else 1)
+        elif role == "v_proj":
+            tensors[name] = _spread(tensor, narrow, width, torch.arange(narrow))
+        elif role == "o_proj":
+            tensors[name] = _spread(tensor.mT, narrow, width, torch.arange(narrow)).mT.contiguous()
+        else:
+            tensors[name] = tensor
+    out.mkdir()
+    for path in source.glob("*.json"):
+        shutil.copyfile(path, out / path.name)
+    (out / "config.json").write_text(json.dumps({**config, "head_dim": width}), encoding="utf-8")
+    save_file(tensors, out / "model.safetensors", {"format": "pt"})
+    return out
+
+
+def _spread(rows: Tensor, narrow: int, width: int, places_H: Tensor) -> Tensor:
+    """Rows (N·H, D) at their places among zeros, (N·W, D)."""
+    narrow_NHD = rows.unflatten(0, (-1, narrow))
+    wide_NWD = narrow_NHD.new_zeros(len(narrow_NHD), width, rows.shape[1])
+    wide_NWD[:, places_H] = narrow_NHD
+    wide: Tensor = wide_NWD.flatten(0, 1)
+    return wide

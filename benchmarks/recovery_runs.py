@@ -1,0 +1,204 @@
+"""Runs of benchmarks.recovery: how a checkpoint is folded, on what its folds are trained, and what of that is kept."""
+
+import json
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+from kvfold.convert.errors import InvalidInput
+from kvfold.convert.plan import make_plan
+from kvfold.convert.rewrite import rewrite
+from kvfold.convert.source import open_source
+from kvfold.convert.statistics import Statistics
+from kvfold.convert.study import study
+from kvfold.distill.job import distill
+from kvfold.distill.recipe import Recipe
+from kvfold.distill.recipe_data import Source
+from kvfold.distill.sources import read_texts
+
+from .reached import PLAIN, Row
+
+BEST, SOURCE = "best", "source"
+TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
+    "mla 12.5%": ("mla", {"kv_budget": "12.5%"}),
+    "mla 25%": ("mla", {"kv_budget": "25%"}),
+    "gqa 2 heads": ("gqa", {"kv_heads": 2}),
+    "gqa 1 head": ("gqa", {"kv_heads": 1}),
+    "gqa 4 heads": ("gqa", {"kv_heads": 4}),
+}
+PLAIN_METHODS = {"mla": "svd", "gqa": "mean"}
+# Losses in order, with their shares of the tokens; alignment is soon at its floor, so it gets the first quarter.
+RECIPES: dict[str, dict[str, float]] = {
+    "ce": {"ce": 1.0},
+    "kl": {"kl": 1.0},
+    "align+kl": {"attention_output": 0.25, "kl": 0.75},
+}
+TUNED = "tuned"  # as a recipe: a loss alone, on the text that rates are chosen by
+_APART = 20  # one document in so many is taken out of the training text
+_CHARACTERS = 40_000_000  # of the training text at most
+CALIBRATION: dict[str, Any] = {"calibration": "self", "sequences": 48, "seed": 0}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One training.
+
+    Attributes:
+        target: of TARGETS, or `source`.
+        start: `plain`, `best`, or `source`.
+        recipe: of RECIPES, or `tuned ` and a loss.
+        seed: of the order of the data.
+        rates: learning rate of every loss.
+    """
+
+    target: str
+    start: str
+    recipe: str
+    seed: int
+    rates: dict[str, float]
+
+    @property
+    def label(self) -> str:
+        """Its name."""
+        return f"{self.target}, {self.start}, {self.recipe}, seed {self.seed}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What all runs of a grid have in common; part of its results."""
+
+    model: str
+    text: str
+    data: str
+    tokens: int
+    tuning_tokens: int
+    batch_tokens: int
+    window: int
+    evaluations: int
+    windows: int
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Where a grid's things are.
+
+    Attributes:
+        setting: what its runs have in common.
+        source: the checkpoint.
+        work: directory of texts, folds and unfinished runs.
+    """
+
+    setting: Setting
+    source: Path
+    work: Path
+
+    def fold(self, target: str, start: str) -> Path:
+        """Directory of a start."""
+        return self.source if start == SOURCE else self.work / "folds" / slug(f"{target} {start}")
+
+
+def slug(words: str) -> str:
+    """As a file name."""
+    return words.replace("%", "").replace(",", "").replace(" ", "-")
+
+
+def split(setting: Setting, work: Path) -> None:
+    """Write the training text as train.jsonl and the documents taken out of it as apart.jsonl."""
+    if (work / "train.jsonl").exists():
+        return
+    documents, characters = [], 0
+    for texts in read_texts(Source(source=setting.data, split="train", text_field="text"), seed=0):
+        documents += texts
+        characters += sum(map(len, texts))
+        if characters > _CHARACTERS:
+            break
+    # train.jsonl is written last: where it is, both are.
+    for name, chosen in (("apart", [0]), ("train", range(1, _APART))):
+        own = [text for number, text in enumerate(documents) if number % _APART in chosen]
+        partial = work / f"{name}.partial"
+        partial.write_text("".join(json.dumps({"text": text}) + "\n" for text in own), encoding="utf-8")
+        partial.rename(work / f"{name}.jsonl")
+
+
+def fold_all(grid: Grid, targets: list[str]) -> list[str]:
+    """Make the folds that are not there yet; returns the targets that the source has."""
+    statistics: Statistics | None = None
+    made = []
+    for target in targets:
+        to, options = TARGETS[target]
+        try:
+            for start in (PLAIN, BEST):
+                place = grid.fold(target, start)
+                if place.exists():
+                    continue
+                if start == BEST and statistics is None:
+                    statistics = study(open_source(grid.source), length=grid.setting.window, **CALIBRATION)
+                method = PLAIN_METHODS[to] if start == PLAIN else None
+                plan = make_plan(grid.source, to, options, method, "auto", statistics if start == BEST else None)
+                rewrite(plan, place, "benchmarks.recovery")
+            made.append(target)
+        except InvalidInput as reason:
+            click.echo(f"{target}: {reason}", err=True)
+    return made
+
+
+def make_recipe(grid: Grid, run: Run) -> Recipe:
+    """A run as a recipe; rates are constant but for the last fifth, so that a curve's points can be compared."""
+    setting, work = grid.setting, grid.work
+    is_tuning = run.recipe.startswith(TUNED)
+    losses = {run.recipe.removeprefix(TUNED).strip(): 1.0} if is_tuning else RECIPES[run.recipe]
+    steps = max(1, (setting.tuning_tokens if is_tuning else setting.tokens) // setting.batch_tokens)
+    stages: list[dict[str, Any]] = []
+    left = steps
+    for loss, share in losses.items():
+        own = left if loss == list(losses)[-1] else round(share * steps)
+        left -= own
+        stages.append(
+            {
+                "name": loss,
+                "losses": {loss: 1.0},
+                "train": "attention" if loss == "attention_output" else "all",
+                "lr": run.rates[loss],
+                "schedule": "wsd",
+                "tokens": own * setting.batch_tokens,
+                "batch_tokens": setting.batch_tokens,
+                "micro_batch": 8,
+            }
+        )
+    every = steps if is_tuning else max(1, steps // setting.evaluations)
+    return Recipe.model_validate(
+        {
+            "schema": 1,
+            "student": str(grid.fold(run.target, run.start)),
+            "teacher": str(grid.source),
+            "output": str(work / "runs" / slug(run.label + "".join(f" {rate:g}" for rate in run.rates.values()))),
+            "data": {"source": str(work / "train.jsonl"), "seq_len": setting.window, "seed": run.seed},
+            "stages": stages,
+            "evaluate": {
+                "source": str(work / "apart.jsonl") if is_tuning else setting.text,
+                "every": every,
+                "windows": setting.windows,
+                "seq_len": setting.window,
+            },
+        }
+    )
+
+
+def train(grid: Grid, run: Run) -> Row:
+    """Run it, or go on with it; returns its row, with the perplexity and KL after so many tokens."""
+    recipe = make_recipe(grid, run)
+    output = Path(recipe.output)
+    if not output.exists():
+        distill(recipe)
+    curve = json.loads((output / "curve.json").read_text(encoding="utf-8"))
+    points = [{key: point[key] for key in ("tokens", "perplexity", "kl")} for point in curve["points"]]
+    found = {"source": curve["teacher_perplexity"], "text_sha256": curve["text_sha256"], "points": points}
+    return {**asdict(run), **found}
+
+
+def drop(grid: Grid, run: Run) -> None:
+    """Remove what a finished run has left."""
+    shutil.rmtree(make_recipe(grid, run).output, ignore_errors=True)

@@ -1,0 +1,227 @@
+"""Time and memory of a distillation step: `python -m benchmarks.training MODEL --name NAME`.
+
+The same student (MODEL folded to MLA at a quarter of its cache, by its weights alone) is trained on the same tokens by plain
+fine-tuning, which is transformers' own cross entropy and torch's AdamW and has no teacher, and by kvfold's KL with a teacher
+beside it and with one that shares the student's frozen weights. Two sets of weights: all, and the attention alone, without
+which nothing can be shared. Every run is a process of its own, the kinds take turns, and medians are kept. Seconds are the
+processor's on a CPU, where other work on the machine must not count; memory is the peak above what the process held before it
+loaded a model.
+
+`--profile` prints the dearest operations of one KL step, and of one pass of statistics over as many tokens, instead.
+"""
+
+import json
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+import psutil
+import torch
+from torch import Tensor
+
+from kvfold.convert import passes
+from kvfold.convert.hub import resolve
+from kvfold.convert.models import load_model
+from kvfold.convert.plan import make_plan
+from kvfold.convert.rewrite import rewrite
+from kvfold.convert.source import open_source
+from kvfold.convert.study import BATCH, layout_of
+from kvfold.distill.data import Stream, Windows
+from kvfold.distill.documents import SCORED
+from kvfold.distill.isolation import isolate_documents
+from kvfold.distill.loop import EndToEnd, Run
+from kvfold.distill.parallel import make_accelerator
+from kvfold.distill.recipe import Recipe
+from kvfold.distill.student import load_student
+from kvfold.distill.teacher import open_teacher
+from kvfold.distill.weights import set_trainable
+
+from .machine import save
+
+PLAIN = "plain"
+# What is trained, and by what: plain, or the `teacher` of a recipe.
+KINDS = (("all", PLAIN), ("all", "online"), ("attention", PLAIN), ("attention", "online"), ("attention", "shared"))
+STEPS = 3  # the first is not timed
+
+
+def make_recipe(teacher: Path, student: Path, train: str, how: str, tokens: int, length: int) -> Recipe:
+    """A recipe of forward KL; nothing is read from its data source, or written."""
+    stage = {"name": "kl", "tokens": STEPS * tokens, "lr": 1e-5, "batch_tokens": tokens, "micro_batch": 4, "train": train}
+    named = str(teacher) if how == "online" else how
+    data = {"source": "none", "seq_len": length}
+    return Recipe.model_validate(
+        {"schema": 1, "student": str(student), "teacher": named, "output": "none", "data": data, "stages": [stage]}
+    )
+
+
+def random_windows(recipe: Recipe, vocabulary: int) -> Windows:
+    """Random tokens for all steps, all of them scored, in one document."""
+    count = recipe.windows * recipe.data.seq_len + 1
+    tokens = torch.randint(vocabulary, (count,), generator=torch.Generator().manual_seed(0), dtype=torch.int32).numpy()
+    return Windows([Stream(tokens, torch.full((count,), SCORED, dtype=torch.uint8).numpy())], recipe.data)
+
+
+def distilling(recipe: Recipe, teacher: Path) -> Callable[[int], float]:
+    """The models of a recipe, ready for the step of a number by kvfold's loop; a step returns the gradient's norm."""
+    (stage,), accelerator = recipe.stages, make_accelerator(recipe)
+    student = load_student(Path(recipe.student), recipe.data.seq_len, accelerator.device)
+    isolate_documents(student.model, recipe.student)
+    online = open_teacher(teacher, stage, recipe, accelerator, student)
+    vocabulary = len(student.tokenizer)
+    windows = random_windows(recipe, vocabulary)
+    work = EndToEnd(Run(recipe, accelerator, student.model, online, windows, Path("none"), vocabulary), stage, None)
+
+    def step(number: int) -> float:
+        work.accumulate(number * recipe.step_windows(stage))
+        return work.step(stage.lr)
+
+    return step
+
+
+def fine_tuning(recipe: Recipe) -> Callable[[int], float]:
+    """The same student, ready for a plain step: no teacher, no windows of several documents, transformers' own loss."""
+    (stage,) = recipe.stages
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = load_student(Path(recipe.student), recipe.data.seq_len, device).model
+    optimizer = torch.optim.AdamW(set_trainable(model, stage), lr=stage.lr)
+    windows = random_windows(recipe, model.config.vocab_size)
+
+    def step(number: int) -> float:
+        mine = range(number * recipe.step_windows(stage), (number + 1) * recipe.step_windows(stage))
+        for first in range(0, len(mine), stage.micro_batch):
+            part = mine[first : first + stage.micro_batch]
+            ids_BS = windows.batch(part).input_ids_BS.to(device)
+            with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+                loss: Tensor = model(input_ids=ids_BS, labels=ids_BS, use_cache=False).loss
+            (loss * len(part) / len(mine)).backward()
+        norm = torch.nn.utils.clip_grad_norm_([weight for group in optimizer.param_groups for weight in group["params"]], 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return float(norm)
+
+    return step
+
+
+def run(recipe: Recipe, teacher: Path) -> dict[str, float]:
+    """Seconds of a step after the first, and the peak bytes of a run, in this process."""
+    on_gpu = torch.cuda.is_available()
+    before = psutil.Process().memory_info().rss
+    clock = time.monotonic if on_gpu else time.process_time
+    step = fine_tuning(recipe) if recipe.teacher == PLAIN else distilling(recipe, teacher)
+    step(0)
+    start = clock()
+    for number in range(1, STEPS):
+        step(number)
+    if on_gpu:
+        torch.cuda.synchronize()
+    seconds = (clock() - start) / (STEPS - 1)
+    if on_gpu:
+        return {"seconds": seconds, "peak_bytes": torch.cuda.max_memory_allocated()}
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return {"seconds": seconds, "peak_bytes": peak - before}
+
+
+def dearest(act: Callable[[], Any], count: int = 6) -> dict[str, list[dict[str, Any]]]:
+    """The operations that took longest by themselves, with their shares of the processor's time; as a whole and by shapes."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profile:
+        act()
+    found = {}
+    for name, by_shape in (("operations", False), ("by_shape", True)):
+        events = sorted(profile.key_averages(group_by_input_shape=by_shape), key=lambda event: -event.self_cpu_time_total)
+        whole = sum(event.self_cpu_time_total for event in events)
+        found[name] = [
+            {
+                "operation": event.key + (" " + _shapes(event.input_shapes) if by_shape else ""),
+                "share": round(event.self_cpu_time_total / whole, 3),
+                "calls": event.count,
+            }
+            for event in events[:count]
+        ]
+    return found
+
+
+def _shapes(shapes: list[list[int]]) -> str:
+    return " ".join("x".join(map(str, shape)) for shape in shapes if shape)
+
+
+def profile_both(teacher: Path, student: Path, tokens: int, length: int) -> dict[str, dict[str, list[dict[str, Any]]]]:
+    """The dearest operations of a KL step and of a pass of statistics over as many tokens."""
+    step = distilling(make_recipe(teacher, student, "all", "online", tokens, length), teacher)
+    step(0)
+    source, model = open_source(teacher), load_model(teacher)
+    ids = torch.randint(source.config["vocab_size"], (tokens // length, length), generator=torch.Generator().manual_seed(0))
+    how: dict[str, Any] = {"layout": layout_of(source), "batch_size": BATCH, "calibration": "random", "seed": 0}
+    return {"kl step": dearest(lambda: step(1)), "statistics": dearest(lambda: passes.collect(model, ids, **how))}
+
+
+@click.command()
+@click.argument("model")
+@click.option("--tokens", default=4096, show_default=True, help="Of a step.")
+@click.option("--length", default=256, show_default=True, help="Tokens of a window.")
+@click.option("--repeats", default=3, show_default=True, help="Runs of each kind.")
+@click.option("--profile", is_flag=True, help="Print the dearest operations instead of measuring.")
+@click.option("--name", required=True, help="Results go to benchmarks/results/training-NAME.json, or profile-NAME.json.")
+@click.option("--once", nargs=3, hidden=True)
+def main(
+    model: str, tokens: int, length: int, repeats: int, profile: bool, name: str, once: tuple[str, str, str] | None
+) -> None:
+    """Print and save seconds and memory of every kind of step, and their ratios to plain fine-tuning."""
+    source = resolve(model)
+    if once:
+        train, how, student = once
+        click.echo(json.dumps(run(make_recipe(source, Path(student), train, how, tokens, length), source)))
+        return
+    setting = {"model": model, "tokens": tokens, "length": length, "threads": torch.get_num_threads()}
+    with tempfile.TemporaryDirectory() as work:
+        fold = Path(work) / "fold"
+        rewrite(make_plan(source, "mla", {"kv_budget": "25%"}, None, "auto"), fold, "benchmarks.training")
+        if profile:
+            found = profile_both(source, fold, tokens, length)
+            for what, lists in found.items():
+                for row in lists["operations"] + lists["by_shape"]:
+                    click.echo(f"{what:12} {row['share']:6.1%} {row['calls']:6} {row['operation']}")
+            click.echo(f"saved in {save(f'profile-{name}', {**setting, **found})}")
+            return
+        command = [sys.executable, "-m", "benchmarks.training", str(source), f"--tokens={tokens}", f"--length={length}"]
+        runs: dict[tuple[str, str], list[dict[str, float]]] = {kind: [] for kind in KINDS}
+        for _ in range(repeats):
+            for kind in KINDS:
+                once_more = [*command, f"--name={name}", "--once", *kind, str(fold)]
+                done = subprocess.run(once_more, check=True, stdout=subprocess.PIPE, text=True)
+                runs[kind].append(json.loads(done.stdout.splitlines()[-1]))
+    rows = [summarise(kind, runs) for kind in KINDS]
+    for row in rows:
+        click.echo(
+            f"{row['train']:10} {row['teacher']:7} {row['seconds']:7.2f} s a step ({row['times_plain']:.2f} of plain) "
+            f"{row['peak_mb']:8.1f} MB ({row['memory_times_plain']:.2f} of plain)"
+        )
+    click.echo(f"saved in {save(f'training-{name}', {**setting, 'repeats': repeats, 'rows': rows})}")
+
+
+def summarise(kind: tuple[str, str], runs: dict[tuple[str, str], list[dict[str, float]]]) -> dict[str, Any]:
+    """Medians of one kind; ratios are to the plain run of the same round, so that what else the machine does weighs on both."""
+    train, how = kind
+
+    def times(key: str) -> float:
+        ratios = [one[key] / plain[key] for one, plain in zip(runs[kind], runs[train, PLAIN], strict=True)]
+        return round(statistics.median(ratios), 2)
+
+    return {
+        "train": train,
+        "teacher": how,
+        "seconds": round(statistics.median(one["seconds"] for one in runs[kind]), 3),
+        "times_plain": times("seconds"),
+        "peak_mb": round(statistics.median(one["peak_bytes"] for one in runs[kind]) / 1e6, 1),
+        "memory_times_plain": times("peak_bytes"),
+    }
+
+
+if __name__ == "__main__":
+    main()

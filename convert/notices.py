@@ -1,0 +1,46 @@
+"""What the user should know about an output before it is loaded, in sentences."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from .containers.grouped import Grouped
+from .containers.rehosted import Rehosted
+from .containers.remote import Remote
+from .containers.serving import SERVING
+from .containers.stock import NORM_EPSILON, Stock
+from .latent import Form
+from .served import served_notices
+from .source import Source
+
+
+def notices_of(container: Grouped | Rehosted | Stock | Remote, form: Form | None, source: Source) -> list[str]:
+    """What loading an output takes, where it is not as for any other."""
+    if isinstance(container, Stock):
+        if container.served is not None:
+            return served_notices(source, container)
+        return _stock_notices(container, source.config)
+    if isinstance(container, Remote):
+        because = "" if form is None or form.why is None else f": {form.why}"
+        return [f"the output brings its own code, so loading it needs trust_remote_code=True{because}"]
+    if container.caches_queries:
+        architecture = container.architecture
+        return [f"transformers' {architecture} caches every query head's keys and values; vLLM the folded ones"]
+    return []
+
+
+def _stock_notices(container: Stock, config: Mapping[str, Any]) -> list[str]:
+    """Why an output is for transformers only, where it is (formats.md: what other engines silently drop or misread)."""
+    reasons = []
+    if container.biases:
+        reasons.append("it has attention biases")
+    if container.rope["rope_type"] != "default":
+        reasons.append("its rotary slots have a frequency table of their own")
+    config = {**config, **container.block.config(config)}
+    if config["tie_word_embeddings"]:
+        reasons.append("its head is tied to the embedding")
+    if config.get("rms_norm_eps") != NORM_EPSILON:
+        reasons.append(f"its rms_norm_eps is {config.get('rms_norm_eps')}, not {NORM_EPSILON}")
+    if container.cached != (SERVING.latent, SERVING.rope):
+        reasons.append("its latent is {}+{} wide, not {}".format(*container.cached, SERVING))
+    because = ", ".join(reasons)
+    return [f"load the output in transformers; vLLM and SGLang would not run it right, because {because}"] if reasons else []

@@ -1,0 +1,169 @@
+"""Conversations as token ids by the tokenizer's chat template; only what the assistant says is predicted.
+
+A template that marks the assistant's words (`{% generation %}`) is taken at its word. Of any other the conversation is rendered
+up to the assistant's turn, with the prompt for it, and up to that turn's end: what the longer text has more is the turn, with
+the mark that ends it. Nothing is added to what the template renders.
+"""
+
+import re
+from collections.abc import Iterator
+from textwrap import shorten
+from typing import Any
+
+import numpy as np
+from jinja2 import TemplateError
+
+from ..convert.console import notice
+from ..convert.errors import InvalidInput
+from .documents import SCORED, START, Piece, Pieces
+from .recipe_data import Data, Source
+from .sources import read_field
+
+_MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_POOL = 64  # conversations among which the next one to fill a window is sought
+
+
+def chat_pieces(source: Source, data: Data, tokenizer: Any) -> Pieces:
+    """Conversations of a source, in windows with `packing: documents`.
+
+    One that is longer than a window is cut, one in which the assistant says nothing (any more) left out; when the generator is
+    closed, a notice tells how many.
+
+    Raises:
+        InvalidInput: there is no chat template, the field holds no conversations, or the template renders none of it.
+    """
+    _check_tokenizer(tokenizer)
+    cut = silent = spoken = 0
+
+    def conversations() -> Iterator[Piece]:
+        nonlocal cut, silent, spoken
+        for batch in read_field(source, "messages_field", data.seed):
+            for value in batch:
+                piece = conversation(_messages(value, source), tokenizer, source.source)
+                if data.packing == "documents" and len(piece.ids) > data.seq_len:
+                    piece, cut = Piece(piece.ids[: data.seq_len], piece.marks[: data.seq_len]), cut + 1
+                if (piece.marks & SCORED).any():
+                    spoken += 1
+                    yield piece
+                else:
+                    silent += 1
+
+    padding = next((token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id) if token is not None), 0)
+    try:
+        yield from fill_windows(conversations(), data.seq_len, padding) if data.packing == "documents" else conversations()
+    finally:
+        for number, what in ((cut, f"cut to data.seq_len {data.seq_len}"), (silent, "left out: no word of an assistant's")):
+            if number:
+                notice(f"{source.source}: conversations {what}: {number} of {spoken + silent} read")
+    if not spoken:
+        raise InvalidInput(f"data.source {source.source}: none of its {silent} conversations has a word of an assistant's")
+
+
+def fill_windows(pieces: Iterator[Piece], length: int, padding: int) -> Pieces:
+    """Pieces, none longer than a window, in an order in which none is split; the rest of a window is padding.
+
+    A window begins with the piece that has waited longest; then come the longest that fit.
+    """
+    pool: list[Piece] = []
+    room = length
+    while True:
+        while len(pool) < _POOL and (piece := next(pieces, None)) is not None:
+            pool.append(piece)
+        if not pool:
+            break
+        fitting = [index for index, piece in enumerate(pool) if len(piece.ids) <= room]
+        if not fitting:
+            yield _padding(room, padding)
+            room = length
+            continue
+        best = 0 if room == length else max(fitting, key=lambda index: len(pool[index].ids))
+        room -= len(pool[best].ids)
+        yield pool.pop(best)
+        room = room or length
+    if room < length:
+        yield _padding(room, padding)
+    yield _padding(1, padding)  # the label of the last window's last token
+
+
+def _padding(length: int, token: int) -> Piece:
+    marks = np.zeros(length, dtype=np.uint8)
+    marks[0] = START
+    return Piece(np.full(length, token, dtype=np.int32), marks)
+
+
+def _messages(value: Any, source: Source) -> list[dict[str, Any]]:
+    """A conversation as data sets keep them: a list of messages, or one mapping of lists."""
+    if isinstance(value, dict) and value and all(isinstance(column, list) for column in value.values()):
+        value = [dict(zip(value, row, strict=True)) for row in zip(*value.values(), strict=True)]
+    if not isinstance(value, list) or not all(isinstance(message, dict) and "role" in message for message in value):
+        raise InvalidInput(
+            f"data.source {source.source}: the field {source.messages_field!r} holds no conversations, "
+            "which are lists of {role, content}"
+        )
+    return [{key: content for key, content in message.items() if content is not None} for message in value]
+
+
+def conversation(messages: list[dict[str, Any]], tokenizer: Any, name: str) -> Piece:
+    """One conversation as a piece.
+
+    Args:
+        messages: of `{role, content, ...}`.
+        tokenizer: a fast one with a chat template.
+        name: of the source, for mistakes.
+
+    Raises:
+        InvalidInput: the template cannot render it, or renders a turn differently once others follow.
+    """
+    try:
+        if _MARKED.search(tokenizer.get_chat_template()):
+            encoded = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+            spoken = np.asarray(encoded["assistant_masks"], dtype=bool)
+        else:
+            whole, turns = _turns(messages, tokenizer, name)
+            encoded = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+            is_spoken = np.zeros(len(whole) + 1, dtype=bool)
+            for start, end in turns:
+                is_spoken[start:end] = True
+            spoken = is_spoken[[start for start, _ in encoded["offset_mapping"]]]
+    except (TemplateError, TypeError, ValueError, IndexError) as error:
+        reason = shorten(str(error), 200, placeholder=" ...")
+        raise InvalidInput(f"the chat template cannot render a conversation of data.source {name}: {reason}") from None
+    marks = np.where(spoken, SCORED, 0).astype(np.uint8)
+    marks[:1] = START
+    return Piece(np.asarray(encoded["input_ids"], dtype=np.int32), marks)
+
+
+def _turns(messages: list[dict[str, Any]], tokenizer: Any, name: str) -> tuple[str, list[tuple[int, int]]]:
+    """The rendered conversation and where in it, in characters, the assistant's turns begin and end."""
+
+    def render(count: int, prompt: bool) -> str:
+        text: str = tokenizer.apply_chat_template(messages[:count], tokenize=False, add_generation_prompt=prompt)
+        return text
+
+    whole, turns = render(len(messages), False), []
+    for index, message in enumerate(messages):
+        if message["role"] == "assistant":
+            before, after = render(index, True), render(index + 1, False)
+            if not (whole.startswith(before) and whole.startswith(after)):
+                raise InvalidInput(
+                    f"the chat template renders message {index + 1} of a conversation of data.source {name} differently when "
+                    "others follow or when it prompts for it, so the assistant's words cannot be told; use a template that "
+                    "marks them with {% generation %}"
+                )
+            turns.append((len(before), len(after)))
+    return whole, turns
+
+
+def _check_tokenizer(tokenizer: Any) -> None:
+    try:
+        tokenizer.get_chat_template()
+    except ValueError:
+        raise InvalidInput(
+            f"data.messages_field: the tokenizer of {tokenizer.name_or_path} has no chat template, which says how a "
+            "conversation is written; put its chat_template.jinja there, or name a text_field"
+        ) from None
+    if not tokenizer.is_fast:
+        raise InvalidInput(
+            f"data.messages_field: the tokenizer of {tokenizer.name_or_path} does not tell which characters a token stands "
+            "for; it needs a tokenizer.json"
+        )

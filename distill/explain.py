@@ -1,0 +1,156 @@
+"""What a recipe says, key by key, what running it takes, and whether what it names is there. Nothing is trained or written."""
+
+import importlib.util
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..convert.card import source_directory
+from ..convert.checkpoint import check_output
+from ..convert.errors import InvalidInput
+from .held_out import check_apart
+from .recipe import SHARED, Recipe, Stage, flatten
+from .recipe_file import describe_key, read_content, read_recipe
+from .sources import check_source
+from .stream import tokenizer_for
+from .trackers import check_trackers
+
+
+def validate(file: Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Check a recipe, and all that it names on this machine; what it names on the Hub is not looked up.
+
+    Raises:
+        InvalidInput: what is wrong with it.
+    """
+    recipe = read_recipe(file, overrides)
+    try:
+        _check_places(recipe)
+    except InvalidInput as mistake:
+        raise InvalidInput(f"{file.name}: {mistake}") from None
+    return recipe
+
+
+def _check_places(recipe: Recipe) -> None:
+    student, teacher = models_of(recipe)
+    output = Path(recipe.output).expanduser()
+    try:
+        check_output(output)
+    except InvalidInput as mistake:
+        raise InvalidInput(str(mistake).replace("--out", "output")) from None
+    if student and teacher:
+        tokenizer_for(student, teacher, recipe.data.seq_len)
+    for source in recipe.data.sources:
+        check_source(source.source)
+    if recipe.evaluate:
+        check_apart(recipe.evaluate, recipe.data)
+        if "." in recipe.evaluate.source and not Path(recipe.evaluate.source.removeprefix("text:")).expanduser().is_file():
+            raise InvalidInput(f"evaluate.source {recipe.evaluate.source} is not a file; name a text, or stdlib")
+    check_trackers(recipe.trackers)
+    if any(stage.train == "lora" for stage in recipe.stages) and importlib.util.find_spec("peft") is None:
+        raise InvalidInput("train: lora needs the library peft: pip install 'kvfold[lora]'")
+
+
+def models_of(recipe: Recipe) -> tuple[Path | None, Path | None]:
+    """Student and teacher, where they are directories here; None for what is on the Hub.
+
+    Raises:
+        InvalidInput: a directory is named that is not there, or it has no config.json.
+    """
+    student = _local("student", recipe.student)
+    if recipe.teacher not in (None, SHARED):
+        return student, _local("teacher", str(recipe.teacher))
+    if student is None:
+        return None, None
+    source = source_directory(student, "teacher")
+    if source is None:
+        raise InvalidInput(f"student {recipe.student} has no kvfold.json that names its source; name the teacher")
+    return student, source
+
+
+def _local(key: str, name: str) -> Path | None:
+    path = Path(name).expanduser()
+    if path.is_dir():
+        if (path / "config.json").is_file():
+            return path
+        raise InvalidInput(f"{key} {name} has no config.json; name the directory that holds the model")
+    if name.startswith((".", "/", "~")) or path.exists() or name.count("/") > 1:
+        advice = "convert it first (kvfold convert ... --out)" if key == "student" else "name the directory of a model"
+        raise InvalidInput(f"{key} {name} is not a directory here; {advice}")
+    return None
+
+
+def explain(file: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """What every key is, and what each stage does and takes.
+
+    Returns:
+        Plain values: `keys` (`key`, `value`, `from`: file, --set or default, `meaning`), `stages` (`name`, `mode`, `steps`,
+        `tokens`, `step_tokens`, and `footprint`, None where a model is not here) and `note`, why it is None.
+
+    Raises:
+        InvalidInput: the recipe is wrong.
+    """
+    recipe = read_recipe(file, overrides)
+    keys = _keys(recipe, read_content(file), overrides)
+    footprints, note = _footprints(recipe)
+    stages = [
+        {
+            "name": stage.name,
+            "mode": stage.how,
+            "losses": {name: stage.losses[name] for name in stage.learnt},
+            "train": stage.train,
+            "lr": stage.lr,
+            "steps": recipe.steps(stage),
+            "step_tokens": recipe.step_windows(stage) * recipe.data.seq_len,
+            "tokens": recipe.steps(stage) * recipe.step_windows(stage) * recipe.data.seq_len,
+            "footprint": found,
+        }
+        for stage, found in zip(recipe.stages, footprints, strict=True)
+    ]
+    return {"recipe": str(file), "keys": keys, "stages": stages, "note": note}
+
+
+def _keys(recipe: Recipe, content: Mapping[str, Any], overrides: Sequence[str]) -> list[dict[str, Any]]:
+    given = {"file": list(flatten(content)), "--set": [_place(override.partition("=")[0]) for override in overrides]}
+    rows = []
+    for key, value in flatten(recipe.resolved()).items():
+        origins = [name for name, places in given.items() if any(_is_inside(key, place) for place in places)]
+        rows.append({"key": key, "value": value, "from": [*origins, "default"][0 if not origins else len(origins) - 1]})
+        rows[-1]["meaning"] = describe_key(key)
+    return rows
+
+
+def _place(key: str) -> str:
+    """`stages.0.lr` as `stages[0].lr`."""
+    return "".join(f"[{part}]" if part.isdigit() else f".{part}" for part in key.split(".")).removeprefix(".")
+
+
+def _is_inside(key: str, place: str) -> bool:
+    return key == place or key.startswith((f"{place}.", f"{place}["))
+
+
+def _footprints(recipe: Recipe) -> tuple[list[dict[str, Any] | None], str | None]:
+    try:
+        student, teacher = models_of(recipe)
+    except InvalidInput as mistake:
+        return [None] * len(recipe.stages), str(mistake)
+    if student is None or teacher is None:
+        return [None] * len(recipe.stages), "memory and time are told for models that are directories here"
+    return [_footprint(recipe, stage, student, teacher) for stage in recipe.stages], None
+
+
+def _footprint(recipe: Recipe, stage: Stage, student: Path, teacher: Path) -> dict[str, Any]:
+    import torch
+
+    from .footprint import footprint, matmul_rate, skeleton
+
+    gpu = recipe.device != "cpu" and torch.cuda.is_available()
+    bf16 = recipe.precision == "bf16" or (recipe.precision == "auto" and gpu and torch.cuda.is_bf16_supported())
+    found = footprint(recipe, stage, skeleton(student), skeleton(teacher), bf16)
+    tokens = recipe.steps(stage) * recipe.step_windows(stage) * recipe.data.seq_len
+    return {
+        "weights": found.weights,
+        "trained": found.trained,
+        "memory_bytes": {**found.memory, "total": sum(found.memory.values())},
+        "flops_per_token": found.flops,
+        "seconds_at_least": None if found.flops is None else found.flops * tokens / matmul_rate(recipe, bf16),
+    }

@@ -1,0 +1,104 @@
+"""Profiles: how many processes share a run, and what of it. A profile is a configuration of accelerate, shipped in `profiles/`.
+
+`kvfold distill RECIPE --profile ddp` becomes `accelerate launch --config_file .../ddp.yaml -m kvfold.distill RECIPE`.
+"""
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Literal, NoReturn
+
+from ..convert.console import notice
+from ..convert.errors import InvalidInput
+from .recipe import Profile, Recipe
+
+Kind = Literal["cpu", "cuda"]
+# On which devices each profile has run, as tests or by hand; what has not says so when it is chosen.
+TESTED: Mapping[Profile, frozenset[Kind]] = {
+    "cpu": frozenset({"cpu"}),
+    "single": frozenset({"cpu"}),
+    "ddp": frozenset({"cpu"}),
+    "fsdp2": frozenset({"cpu"}),
+    "zero2": frozenset({"cpu"}),
+    "zero3": frozenset({"cpu"}),
+    "multinode": frozenset({"cpu"}),
+}
+_ALONE = ("cpu", "single")  # need no launcher
+_ELSEWHERE = ("--machine_rank", "--main_process_ip")  # what a machine must be told beside its profile
+
+
+def is_launched() -> bool:
+    """Whether a launcher has started this process."""
+    return "LOCAL_RANK" in os.environ
+
+
+def uses_gpu(recipe: Recipe, profile: Profile) -> bool:
+    """Whether a run under a profile finds a GPU and may use it."""
+    import torch
+
+    return profile != "cpu" and recipe.device != "cpu" and torch.cuda.is_available()
+
+
+def relaunch(recipe: Recipe, profile: Profile, extra: Sequence[str], arguments: Sequence[str]) -> None:
+    """Become the launcher of the same command under a profile; returns only where one process alone is to run.
+
+    Args:
+        recipe: checked already, so that mistakes in it are told once.
+        profile: which.
+        extra: arguments for accelerate's launcher.
+        arguments: those of `python -m kvfold.distill`.
+
+    Raises:
+        InvalidInput: the profile cannot run so.
+    """
+    gpu = uses_gpu(recipe, profile)
+    if ("cuda" if gpu else "cpu") not in TESTED[profile]:
+        here, known = ("on GPUs", "without GPUs") if gpu else ("without a GPU", "on GPUs")
+        notice(f"the profile {profile} is untested {here}; it has run {known if TESTED[profile] else 'nowhere'}")
+    if profile in _ALONE:
+        if extra:
+            raise InvalidInput(f"the profile {profile} starts no launcher, so {' '.join(extra)} is for nobody; leave it out")
+        return
+    missing = [option for option in _ELSEWHERE if profile == "multinode" and not _has(extra, option)]
+    if missing:
+        raise InvalidInput(
+            f"the profile multinode needs {' and '.join(missing)} on each machine; give them after --, e.g. "
+            f"-- --num_machines 2 --machine_rank 0 --main_process_ip HOST --num_processes 16"
+        )
+    _exec(
+        profile,
+        extra if _has(extra, "--num_processes") else ["--num_processes", _processes(profile, gpu), *extra],
+        gpu,
+        arguments,
+    )
+
+
+def _has(extra: Sequence[str], option: str) -> bool:
+    return any(word.partition("=")[0] == option for word in extra)
+
+
+def _processes(profile: Profile, gpu: bool) -> str:
+    if gpu and profile != "multinode":
+        import torch
+
+        return str(torch.cuda.device_count())
+    where = "all machines have together" if profile == "multinode" else "are wanted where there is no GPU"
+    raise InvalidInput(f"the profile {profile} does not know how many processes {where}; add -- --num_processes N")
+
+
+def _exec(profile: Profile, extra: Sequence[str], gpu: bool, arguments: Sequence[str]) -> NoReturn:
+    file = resources.files(__package__) / "profiles" / f"{profile}.yaml"
+    environment = os.environ if gpu else {**os.environ, "ACCELERATE_USE_CPU": "true"}
+    command = [
+        "-m",
+        "accelerate.commands.launch",
+        "--config_file",
+        str(Path(str(file))),
+        *extra,
+        "-m",
+        "kvfold.distill",
+        *arguments,
+    ]
+    os.execve(sys.executable, [sys.executable, *command], dict(environment))

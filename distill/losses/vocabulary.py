@@ -1,0 +1,157 @@
+"""Losses that compare a student's predictions with a teacher's, or with the text.
+
+All of them, in any mixture, are sums over tokens in nats, form the student's logits once and never hold [tokens, vocabulary].
+
+Shapes: T tokens, C tokens of a chunk, V vocabulary, K sums.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..head import Predictions
+from .chunks import compute_dtype, in_chunks
+from .criteria import CRITERIA, Pair
+
+MEASURES = ("forward_kl", "same_top1", "teacher_ce")  # what a mixture tells beside its losses when there is a teacher
+
+
+@dataclass(frozen=True)
+class Mixed:
+    """Losses of T tokens.
+
+    Attributes:
+        loss: their weighted sum, differentiable once with respect to the student.
+        sums: every loss by name without its weight; with a teacher also `forward_kl` (KL(teacher || student) at temperature 1,
+            nats), `same_top1` (at how many tokens both find the same next one most probable) and `teacher_ce` (the teacher's
+            cross entropy to the text, nats). Constants.
+        count: T.
+    """
+
+    loss: Tensor
+    sums: dict[str, Tensor]
+    count: int
+
+
+def mix(
+    student: Predictions,
+    teacher: Predictions | None,
+    labels_T: Tensor,
+    weights: Mapping[str, float],
+    *,
+    temperature: float = 1.0,
+    beta: float = 0.5,
+    chunk: int | None = None,
+    vocabulary: int | None = None,
+) -> Mixed:
+    """A weighted sum of losses of the vocabulary, over one set of logits.
+
+    Args:
+        student: predictions for the scored tokens (`Predictions.at` leaves out the others).
+        teacher: of the same tokens, a constant; its hidden size may be another. None where only `ce` is asked for.
+        labels_T: the next tokens of the text, int64.
+        weights: by name: `kl` (forward, KL(teacher || student)), `reverse_kl`, `jsd`, `ce`; those of weight 0 are not computed.
+            Without any, the measures alone are made and the loss is a constant 0.
+        temperature: τ: both distributions are softmax(logits / τ), and the divergence is multiplied by τ², so that gradients
+            keep their size (Hinton et al., arXiv 1503.02531). Cross entropy to the text and the measures are at 1 always.
+        beta: of `jsd`, from 0 (forward KL) to 1 (reverse KL); see `criteria.jsd`.
+        chunk: tokens at a time; by default as many as give `chunks.chunk_elements` logits.
+        vocabulary: entries of the vocabulary; by default as many as both heads have. Both are normalised over these: where one
+            head is longer, the rest of it is padding, which no text has.
+
+    Returns:
+        The weighted sum, the parts of it, and T.
+    """
+    weights = {name: weight for name, weight in weights.items() if weight}
+    width = min(head.vocabulary for head in (student, teacher) if head is not None)
+    width = min(width, vocabulary or width)
+    theirs = None if teacher is None else teacher.computed_in(compute_dtype(teacher), width)
+    mixture = _Mixture(theirs, labels_T, weights, temperature, beta)
+    loss, sums_K = in_chunks(student, mixture, 1 + len(mixture.keys), width, chunk)
+    return Mixed(loss, dict(zip(mixture.keys, sums_K[1:], strict=True)), len(labels_T))
+
+
+class VocabularyLoss:
+    """One of `CRITERIA` as a loss of its own: `(student, teacher, labels_T, ...) -> (sum, count)`.
+
+    Args:
+        name: its name there.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self.__doc__ = CRITERIA[name].__doc__
+
+    def __call__(
+        self,
+        student: Predictions,
+        teacher: Predictions | None,
+        labels_T: Tensor,
+        *,
+        temperature: float = 1.0,
+        beta: float = 0.5,
+        chunk: int | None = None,
+        vocabulary: int | None = None,
+    ) -> tuple[Tensor, int]:
+        """The sum over tokens, in nats, and their count; arguments as for `mix`, `beta` is read by `jsd` only."""
+        how = {self._name: 1.0}
+        mixed = mix(student, teacher, labels_T, how, temperature=temperature, beta=beta, chunk=chunk, vocabulary=vocabulary)
+        return mixed.loss, mixed.count
+
+
+kl, reverse_kl, jsd, ce = (VocabularyLoss(name) for name in ("kl", "reverse_kl", "jsd", "ce"))
+
+
+@dataclass(frozen=True)
+class _Mixture:
+    """The criterion of `mix` on a chunk of tokens."""
+
+    teacher: Predictions | None
+    labels_T: Tensor
+    weights: Mapping[str, float]
+    temperature: float
+    beta: float
+
+    @property
+    def keys(self) -> list[str]:
+        """What the sums after the first one are."""
+        return [*self.weights, *(() if self.teacher is None else MEASURES)]
+
+    def __call__(self, logits_CV: Tensor, rows: slice) -> tuple[Tensor, Tensor | None]:
+        teacher_CV = None if self.teacher is None else self.teacher.logits(rows)
+        sums: dict[str, Tensor] = {}
+        total = None
+        # Losses at one temperature share one pair of distributions; the measures are at 1.
+        for temperature in dict.fromkeys((1.0, self.temperature)):
+            names = [name for name in self.weights if temperature == (1 if name == "ce" else self.temperature)]
+            if names or (temperature == 1 and teacher_CV is not None):
+                gradient_CV = self._costs(names, temperature, logits_CV, teacher_CV, rows, sums)
+                total = gradient_CV if total is None or gradient_CV is None else total.add_(gradient_CV)
+        loss = sum((weight * sums[name] for name, weight in self.weights.items()), logits_CV.new_zeros(()))
+        return torch.stack([loss, *(sums[key] for key in self.keys)]), total
+
+    def _costs(
+        self,
+        names: list[str],
+        temperature: float,
+        logits_CV: Tensor,
+        teacher_CV: Tensor | None,
+        rows: slice,
+        sums: dict[str, Tensor],
+    ) -> Tensor | None:
+        """Costs at one temperature into `sums`; returns the gradient of their weighted sum with respect to the logits."""
+        if temperature != 1:
+            logits_CV, teacher_CV = logits_CV / temperature, None if teacher_CV is None else teacher_CV / temperature
+        pair = Pair(logits_CV, teacher_CV, self.labels_T[rows])
+        if temperature == 1 and teacher_CV is not None:
+            sums |= {"forward_kl": pair.forward_kl, "same_top1": pair.same_top1(), "teacher_ce": pair.teacher_ce()}
+        total = None
+        for name in names:
+            cost, gradient_CV = CRITERIA[name](pair, self.beta)
+            sums[name] = cost * temperature**2
+            if (factor := self.weights[name] * temperature) != 1:
+                gradient_CV.mul_(factor)
+            total = gradient_CV if total is None else total.add_(gradient_CV)
+        return total

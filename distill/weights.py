@@ -1,0 +1,107 @@
+"""Which weights a stage trains: sets of the model's own, or low-rank adapters beside them.
+
+Shapes: I inputs and O outputs of a linear layer, R rank.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..convert.errors import InvalidInput
+from .parallel import whole
+from .recipe import Lora, Stage, WeightSet
+
+_ADAPTER = "default"  # peft's name for the only one
+
+
+def _attention(model: nn.Module) -> set[str]:
+    # So are they named in every family of transformers.
+    return _within(model, lambda module: type(module).__name__.endswith("Attention"))
+
+
+def _norms(model: nn.Module) -> set[str]:
+    return _within(model, lambda module: type(module).__name__.endswith("Norm"))
+
+
+# From a model to the names of the weights in the set; of `lora` those exist once the adapters do.
+TRAINABLE: dict[WeightSet, Callable[[nn.Module], set[str]]] = {
+    "all": lambda model: {name for name, _ in model.named_parameters()},
+    "attention": _attention,
+    "attention+norms": lambda model: _attention(model) | _norms(model),
+    "lora": lambda model: {name for name, _ in model.named_parameters() if is_adapter(name)},
+}
+
+
+def set_trainable(model: nn.Module, stage: Stage) -> list[nn.Parameter]:
+    """Freeze everything but what a stage trains; for `lora`, first put the adapters in. Returns what is left to train.
+
+    Raises:
+        InvalidInput: the model has no such weights, or peft is not installed.
+    """
+    if stage.train == "lora":
+        _add_adapters(model, stage.lora or Lora())
+    names = TRAINABLE[stage.train](model)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in names)
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not trainable:
+        raise InvalidInput(f"train: {stage.train} finds no weights in {type(model).__name__}; use train: all")
+    return trainable
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a weight of this name belongs to an adapter, not to the model."""
+    return ".lora_" in name
+
+
+def merged(module: Any) -> Tensor:
+    """The whole weight of a linear layer with an adapter, with the adapter's product added: what the layer computes."""
+    base = whole(module.base_layer.weight)
+    low_RI, high_OR = whole(module.lora_A[_ADAPTER].weight), whole(module.lora_B[_ADAPTER].weight)
+    change_OI = module.scaling[_ADAPTER] * (high_OR @ low_RI)
+    result: Tensor = base + (change_OI.T if module.fan_in_fan_out else change_OI)
+    return result
+
+
+def adapted(model: nn.Module) -> dict[str, Any]:
+    """The linear layers with an adapter, by name."""
+    return {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
+
+
+def _add_adapters(model: nn.Module, lora: Lora) -> None:
+    try:
+        from peft import LoraConfig, inject_adapter_in_model
+    except ImportError:
+        raise InvalidInput("train: lora needs the library peft: pip install 'kvfold[lora]'") from None
+    targets = _targets(model, lora)
+    config = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=targets, init_lora_weights=True)
+    # The same first weights in every process and at every start.
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+        torch.manual_seed(0)
+        inject_adapter_in_model(config, model)
+
+
+def _targets(model: nn.Module, lora: Lora) -> list[str]:
+    modules = dict(model.named_modules())
+    linear = [name for name in modules if _is_linear(modules[name])]
+    if lora.targets is None:
+        inside = {name.rpartition(".")[0] for name in _attention(model)}
+        return [name for name in linear if name in inside]
+    known = sorted({name.rpartition(".")[2] for name in linear})
+    unknown = sorted(set(lora.targets) - set(known))
+    if unknown:
+        raise InvalidInput(
+            f"lora.targets names {unknown[0]}, which is no linear layer of the student; those are {', '.join(known)}"
+        )
+    return [name for name in linear if name.rpartition(".")[2] in lora.targets]
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"  # GPT-2's, with its weight transposed
+
+
+def _within(model: nn.Module, chosen: Callable[[nn.Module], bool]) -> set[str]:
+    places = [place for place, module in model.named_modules() if chosen(module)]
+    return {f"{place}.{name}" for place in places for name, _ in model.get_submodule(place).named_parameters()}

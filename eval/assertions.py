@@ -1,0 +1,112 @@
+"""`--assert`: a number of the report against a bound, so that a build can fail on it. No heavy import."""
+
+import operator
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import click
+
+from ..convert.errors import InvalidInput
+from .suites import SUITES
+
+# Short names of what is most often asked for. Elsewhere a path may leave out `suites.`.
+ALIASES = {
+    "kl": "fidelity.kl.mean",
+    "kl.mean": "fidelity.kl.mean",
+    "kl.median": "fidelity.kl_percentiles.p50.mean",
+    "kl.p90": "fidelity.kl_percentiles.p90.mean",
+    "kl.p99": "fidelity.kl_percentiles.p99.mean",
+    "kl.max": "fidelity.kl_max",
+    "top1": "fidelity.same_top1.mean",
+    "ppl": "ppl.student.perplexity",
+    "ppl.ratio": "ppl.ratio.mean",
+    "nll.difference": "ppl.difference.mean",
+    "bits_per_byte": "ppl.student.bits_per_byte",
+    "recovered": "ppl.recovered_share.value",
+    "cache.ratio": "cache.ratio",
+    "cache.elements": "cache.student.elements_per_token_per_layer",
+}
+_OPERATORS = {"<=": operator.le, ">=": operator.ge, "==": operator.eq, "<": operator.lt, ">": operator.gt}
+_FORM = re.compile(r"\s*([A-Za-z_][\w.]*)\s*(<=|>=|==|<|>)\s*(\S+)\s*")
+
+
+class Unmet(click.ClickException):
+    """An assertion that does not hold: exit code 3."""
+
+    exit_code = 3
+
+
+@dataclass(frozen=True)
+class Assertion:
+    """A path into the report, and what its value has to be.
+
+    Attributes:
+        text: as the user wrote it.
+        path: from the report's root, e.g. `("suites", "fidelity", "kl", "mean")`.
+        relation: a key of the table of operators.
+        bound: what stands on the right.
+    """
+
+    text: str
+    path: tuple[str, ...]
+    relation: str
+    bound: float
+
+
+def parse(text: str, suites: Sequence[str]) -> Assertion:
+    """Read `kl.mean<0.1`: an alias or a dotted path of eval.json, with or without `suites.`, an operator, a number.
+
+    Raises:
+        InvalidInput: it has another form, or is about a suite that is not run.
+    """
+    match = _FORM.fullmatch(text)
+    try:
+        bound = float(match[3]) if match else float("nan")
+    except ValueError:
+        bound = float("nan")
+    if match is None or bound != bound:
+        raise InvalidInput(f"--assert {text!r} is no comparison with a number; write for example 'kl.mean<0.1'")
+    names = tuple(ALIASES.get(match[1], match[1]).removeprefix("suites.").split("."))
+    if names[0] in SUITES:
+        if names[0] not in suites:
+            raise InvalidInput(f"--assert {text!r} is about the suite {names[0]}, which is not run; add it to --suite")
+        names = ("suites", *names)
+    return Assertion(text, names, match[2], bound)
+
+
+def check(assertions: Sequence[Assertion], report: dict[str, Any]) -> None:
+    """Compare a report with all assertions.
+
+    Raises:
+        InvalidInput: a path leads nowhere, or not to a number.
+        Unmet: at least one does not hold; an undefined value never does.
+    """
+    values = [(assertion, _value(assertion, report)) for assertion in assertions]
+    unmet = [
+        f"{assertion.text} (it is {'undefined' if value is None else f'{value:.6g}'})"
+        for assertion, value in values
+        if value is None or not _OPERATORS[assertion.relation](value, assertion.bound)
+    ]
+    if unmet:
+        raise Unmet(f"does not hold: {'; '.join(unmet)}")
+
+
+def _value(assertion: Assertion, report: dict[str, Any]) -> float | None:
+    value: Any = report
+    for depth, name in enumerate(assertion.path):
+        if value is None:  # what stands there is undefined in this report, and so are its parts
+            return None
+        if isinstance(value, list | tuple) and name.isdecimal() and int(name) < len(value):
+            value = value[int(name)]
+            continue
+        if not isinstance(value, dict) or name not in value:
+            there = ", ".join(value) if isinstance(value, dict) else "nothing"
+            place = ".".join(assertion.path[:depth]) or "the report"
+            raise InvalidInput(f"--assert {assertion.text!r}: {place} has no {name}; it has {there}")
+        value = value[name]
+    if value is None or (isinstance(value, int | float) and not isinstance(value, bool)):
+        return value
+    has = f"; it has {', '.join(value)}" if isinstance(value, dict) else ""
+    raise InvalidInput(f"--assert {assertion.text!r}: {'.'.join(assertion.path)} is no number{has}")

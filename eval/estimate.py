@@ -1,0 +1,103 @@
+"""Means over windows with standard errors and intervals: every number of a report that has an error is one of these.
+
+Windows, not tokens, are what is taken as independent: the losses of neighbouring tokens are not.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from scipy import stats  # type: ignore[import-untyped]
+
+LEVEL = 0.95
+RESAMPLES = 400  # of the bootstrap: the standard error is then known to 4 %
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A number measured on windows.
+
+    Attributes:
+        mean: the number itself, over all windows.
+        standard_error: of it, over the windows; None for a single window.
+        low, high: its 95 % confidence interval; None for a single window.
+    """
+
+    mean: float
+    standard_error: float | None
+    low: float | None = None
+    high: float | None = None
+
+    def __str__(self) -> str:
+        return f"{self.mean:.4f}" + ("" if self.standard_error is None else f" ± {self.standard_error:.2g}")
+
+
+def estimate(values: Sequence[float], weights: Sequence[float] | None = None) -> Estimate:
+    """The mean of one value a window, with Student's interval.
+
+    Args:
+        values: one a window, e.g. the mean loss of its tokens.
+        weights: what each is a mean of, e.g. how many tokens; None: all alike. The standard error is then that of a quotient of
+            two sums over windows (Cochran, Sampling Techniques, 6.3); for equal weights it is s / sqrt(N).
+    """
+    value_N = np.asarray(values, np.float64)
+    share_N = np.ones_like(value_N) if weights is None else np.asarray(weights, np.float64)
+    share_N = share_N / share_N.sum()
+    # The first value apart: equal values then have their own mean and no error, to the last bit.
+    shift = value_N[0]
+    mean = float(shift + share_N @ (value_N - shift))
+    windows = len(value_N)
+    if windows < 2:
+        return Estimate(mean, None)
+    error = math.sqrt(windows / (windows - 1)) * float(np.linalg.norm(share_N * (value_N - mean)))
+    margin = float(stats.t.ppf((1 + LEVEL) / 2, windows - 1)) * error
+    return Estimate(mean, error, mean - margin, mean + margin)
+
+
+def paired_difference(ours: Sequence[float], theirs: Sequence[float], weights: Sequence[float] | None = None) -> Estimate:
+    """Mean of `ours` - `theirs` on the same windows; the windows' own difficulty cancels in its standard error."""
+    return estimate([our - their for our, their in zip(ours, theirs, strict=True)], weights)
+
+
+def transformed(value: Estimate, function: Callable[[float], float], slope: float) -> Estimate:
+    """An increasing function of an estimate, by the delta method: `slope` is its derivative at the mean."""
+    if value.standard_error is None or value.low is None or value.high is None:
+        return Estimate(function(value.mean), None)
+    return Estimate(function(value.mean), slope * value.standard_error, function(value.low), function(value.high))
+
+
+def resampled(statistic: Callable[[Array], Array], windows: int) -> list[Estimate]:
+    """Several numbers that are no means, with the percentile bootstrap over windows; the same bits at every call.
+
+    Args:
+        statistic: from how often each window counts (R, N), for R resamples at once, to the numbers (K, R).
+        windows: N.
+    """
+    found = statistic(np.ones((1, windows), np.int64))[:, 0]
+    if windows < 2:
+        return [Estimate(float(value), None) for value in found]
+
+    def of_indices(index_RN: Array, axis: int) -> Array:
+        counts = np.zeros(index_RN.shape, np.int64)
+        np.add.at(counts, (np.arange(len(index_RN))[:, None], index_RN), 1)
+        return statistic(counts)
+
+    with np.errstate(invalid="ignore", divide="ignore"):
+        again = stats.bootstrap(
+            (np.arange(windows),),
+            of_indices,
+            n_resamples=RESAMPLES,
+            batch=RESAMPLES,
+            vectorized=True,
+            confidence_level=LEVEL,
+            method="percentile",
+            rng=np.random.default_rng(0),
+        )
+    bounds = zip(found, again.standard_error, *again.confidence_interval, strict=True)
+    # A number that some resamples leave undefined, such as a correlation with a constant, has no error.
+    return [Estimate(*map(float, four)) if np.isfinite(four).all() else Estimate(float(four[0]), None) for four in bounds]

@@ -1,0 +1,223 @@
+"""What a suite is given: the checkpoints by role, loaded when they are asked for, and the text as windows and scores."""
+
+import gc
+import json
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from .. import __version__
+from ..convert.capacity import free_bytes
+from ..convert.console import notice, progress
+from ..convert.ranks import place, together
+from .corpus import Text
+from .identity import Checkpoint, checkpoint
+from .journal import Journal
+from .models import Described, Loaded, check_comparable, describe, load, place_of
+from .options import Options
+from .scores import Live, Scores, Source, gather, pending, score
+from .teacher import Kept, hash_of
+from .windows import Windows, cut, window_length
+
+_NO_NUMBERS = ("device_map", "offload_dir", "cpu_memory", "one_at_a_time", "teacher_cache", "trust_remote_code")
+
+
+class Subject:
+    """A student, and where they are known its teacher and its folded parent.
+
+    Attributes:
+        paths: the checkpoints' directories by role.
+        roles: `student`, then those of `teacher` and `parent` that there are.
+        options: how to load and how to cut.
+        text: what is read; None where no suite reads any.
+        settings: the values of the suites' own options, by their names.
+        one_at_a_time: whether only one model is in memory: then ask with `load` for each use, and hold none.
+    """
+
+    def __init__(
+        self,
+        paths: Mapping[str, Path],
+        options: Options,
+        text: Text | None,
+        settings: Mapping[str, Any] | None = None,
+        journal: Journal | None = None,
+    ) -> None:
+        """Check that the models may be compared; no weights are read but to hash them.
+
+        Raises:
+            InvalidInput: a directory holds no model, there is no such device, two cannot be compared, or an interrupted
+                evaluation was another one.
+        """
+        self.paths, self.options, self.text, self.settings = paths, options, text, dict(settings or {})
+        self.roles = tuple(paths)
+        self.device, self._dtype = place_of(options)
+        self._loaded: dict[str, Loaded] = {}
+        self._journal = journal or Journal()
+        with together():
+            self._described = {role: describe(path, options) for role, path in paths.items()}
+            for role in self.roles[1:]:
+                check_comparable(self._described["student"], self._described[role], text.joined if text else "")
+        self.checkpoints: dict[str, Checkpoint] = {role: checkpoint(path) for role, path in paths.items()}
+        self.one_at_a_time = self._do_not_fit() if options.one_at_a_time is None else options.one_at_a_time
+        with together():
+            self._journal.begin(self._asked())
+        self._journal.parts = _from_first(self._journal.parts)
+
+    def load(self, role: str) -> Loaded:
+        """The model, loaded once and kept; with `one_at_a_time` the others are let go first.
+
+        Raises:
+            InvalidInput: it cannot be loaded whole.
+        """
+        if role not in self._loaded:
+            if self.one_at_a_time:
+                self._release()
+            self._loaded[role] = load(self.paths[role], self.options)
+        return self._loaded[role]
+
+    def part(self, name: str, measure: Callable[[], Any]) -> Any:
+        """What `measure` returns, as JSON gives it back; it does not run where an interrupted evaluation has left the value.
+
+        Args:
+            name: `suite/role`, and what else tells the parts of a suite apart.
+            measure: gives plain values, finite numbers.
+        """
+        return self._journal.part(name, measure)
+
+    def identity(self, role: str) -> str:
+        """What a cache of anything computed with the model should be named by."""
+        return self.checkpoints[role].identity
+
+    def described(self, role: str) -> Described:
+        """Its tokenizer and configuration, without the weights."""
+        return self._described[role]
+
+    def config(self, role: str) -> dict[str, Any]:
+        """The model's config.json."""
+        return dict(json.loads((self.paths[role] / "config.json").read_text(encoding="utf-8")))
+
+    def stored_dtype(self, role: str) -> str:
+        """In what the checkpoint says that its weights are."""
+        dtype = self._described[role].config.dtype
+        return str(torch.float32 if dtype is None else dtype).removeprefix("torch.")
+
+    def dtype(self, role: str) -> str:
+        """In what its weights are loaded here."""
+        return self.stored_dtype(role) if self._dtype == "auto" else self._dtype
+
+    @cached_property
+    def windows(self) -> Windows:
+        """The text in windows, by the student's tokenizer.
+
+        Raises:
+            InvalidInput: the text does not suit the windows, or a model takes fewer positions.
+        """
+        assert self.text is not None, "a suite that reads text says so in its row"
+        with together():
+            length = window_length(self.options.window, list(self._described.values()), self.text)
+            return cut(self.text, self._described["student"], length, self.options)
+
+    @cached_property
+    def scores(self) -> Scores:
+        """Every model's loss at every scored token, from one pass that goes on where an interrupted evaluation stopped.
+
+        Raises:
+            InvalidInput: a model's logits are not finite, or kvfold cannot form them.
+        """
+        groups = [self.roles]
+        if self.one_at_a_time:
+            groups = [("parent",)] if "parent" in self.roles else []
+            groups.append(tuple(role for role in self.roles if role != "parent"))
+        measures: dict[str, torch.Tensor] = {}
+        with tempfile.TemporaryDirectory(prefix="kvfold-teacher-") as spare:
+            for group in groups:
+                measures |= self._score(group, Path(spare))
+        return gather(self.windows, measures)
+
+    def _score(self, roles: tuple[str, ...], spare: Path) -> dict[str, torch.Tensor]:
+        size, windows = self.options.batch_size, self.windows
+        own = pending(windows, size, roles, self._journal)
+        sources: dict[str, Source] = {}
+        directory = self.options.teacher_cache or (spare / "states" if self.one_at_a_time else None)
+        if directory is not None and "teacher" in roles:
+            first = place()[0] == 0
+            with together():  # one process makes the directory, and then the others find it
+                kept = self._open_teacher(directory) if first else None
+            with together():
+                sources["teacher"] = kept = kept or self._open_teacher(directory)
+                self._fill(kept, own)
+        with together():
+            for role in roles if own else ():
+                if role not in sources:
+                    sources[role] = Live(self.load(role), windows)
+        return score(sources, windows, size, roles=roles, journal=self._journal)
+
+    def _open_teacher(self, directory: Path) -> Kept:
+        manifest = {
+            "teacher": self.identity("teacher"),
+            "tokens": hash_of(self.windows.ids_NW),
+            "dtype": self.dtype("teacher"),
+            "device": self.device,
+        }
+        return Kept(directory, self._described["teacher"], torch.device(self.device), manifest)
+
+    def _fill(self, kept: Kept, batches: list[int]) -> None:
+        """Run the teacher on those windows of the batches that are not kept yet."""
+        windows, size = self.windows, self.options.batch_size
+        missing = kept.missing([window for start in batches for window in range(len(windows.ids_NW))[start : start + size]])
+        if not missing:
+            return
+        loaded = Live(self.load("teacher"), windows).loaded
+        kept.check_space(len(missing), loaded, windows.scored_NT.shape[1])
+        starts = sorted({window // size * size for window in missing})
+        for start in progress(starts, "Teacher", total=len(starts)):
+            kept.keep(loaded, start, windows.ids_NW[start : start + size])
+
+    def _do_not_fit(self) -> bool:
+        """Whether the models together take more memory than there is, where one device is to hold them."""
+        if len(self.paths) < 2 or self.options.device_map == "auto":
+            return False
+        needed = 0
+        for role, path in self.paths.items():
+            sizes = (getattr(torch, name).itemsize for name in (self.dtype(role), self.stored_dtype(role)))
+            loaded, stored = sizes
+            needed += sum(file.stat().st_size for file in path.glob("*.safetensors")) * loaded // stored
+        if needed <= free_bytes():
+            return False
+        notice(f"the models take {needed / 1e9:.1f} GB together, more than is free: they are loaded one at a time")
+        return True
+
+    def _asked(self) -> dict[str, Any]:
+        """All that the numbers depend on."""
+        given = {**asdict(self.options), **self.settings}
+        options = {f"--{name.replace('_', '-')}": value for name, value in given.items() if name not in _NO_NUMBERS}
+        models = {role: checkpoint.identity for role, checkpoint in self.checkpoints.items()}
+        text = {} if self.text is None else {"text": [self.text.name, self.text.sha256]}
+        return {**models, **text, **options, "versions": versions()}
+
+    def _release(self) -> None:
+        self._loaded.clear()
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+def versions() -> dict[str, str]:
+    """Of what the numbers depend on beside the models."""
+    return {"kvfold": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
+
+
+def _from_first(parts: dict[str, Any]) -> dict[str, Any]:
+    """What the first process has read: it alone has the journal."""
+    import torch.distributed as dist
+
+    shared = [parts]
+    if dist.is_initialized():
+        dist.broadcast_object_list(shared)
+    return shared[0]

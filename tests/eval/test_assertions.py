@@ -1,0 +1,67 @@
+"""What --assert compares, and what it refuses."""
+
+import pytest
+
+from kvfold.convert.errors import InvalidInput
+from kvfold.eval.assertions import ALIASES, Unmet, check, parse
+from kvfold.eval.corpus import Text
+from kvfold.eval.options import Options
+from kvfold.eval.run import evaluate
+from kvfold.eval.suites import DEFAULT
+
+from .conftest import Make
+
+REPORT = {"schema": 2, "device": "cpu", "teacher": None, "suites": {"ppl": {"rows": [1, 2.5], "share": None, "on": True}}}
+
+
+@pytest.mark.parametrize(
+    "text", ["ppl.rows.1<3", "ppl.rows.1<=2.5", "suites.ppl.rows.1>2", "ppl.rows.0 >= 1", "ppl.rows.1==2.5", "schema == 2"]
+)
+def test_what_holds_is_silent(text: str) -> None:
+    check([parse(text, DEFAULT)], REPORT)
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("ppl.rows.1<2.5", "it is 2.5"),
+        ("ppl.rows.1>1e9", "it is 2.5"),
+        ("ppl.rows.0==2", "it is 1"),
+        ("ppl.share<1", "it is undefined"),
+        ("ppl.share.of.a.part<1", "it is undefined"),
+    ],
+)
+def test_what_does_not_hold_says_what_it_is(text: str, shown: str) -> None:
+    with pytest.raises(Unmet, match=shown) as raised:
+        check([parse("schema==2", DEFAULT), parse(text, DEFAULT)], REPORT)
+    assert raised.value.exit_code == 3
+    assert "schema" not in raised.value.message
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("ppl.row.1<2", "suites.ppl has no row; it has rows, share, on"),
+        ("ppl.rows.7<2", "suites.ppl.rows has no 7; it has nothing"),
+        ("nothing.x<2", "the report has no nothing; it has schema, device, teacher, suites"),
+        ("ppl<2", "suites.ppl has no student; it has rows, share, on"),
+        ("suites.ppl<2", "suites.ppl is no number; it has rows, share, on"),
+        ("device==2", "device is no number"),
+        ("ppl.on==1", "suites.ppl.on is no number"),
+    ],
+)
+def test_a_path_that_leads_nowhere_says_what_there_is(text: str, sentence: str) -> None:
+    with pytest.raises(InvalidInput, match=sentence):
+        check([parse(text, DEFAULT)], REPORT)
+
+
+@pytest.mark.parametrize("text", ["", "kl", "kl<", "<1", "kl<nan", "kl=1", "kl<1<2", "kl!=1", "k l<1", "kl<1 nats"])
+def test_what_is_no_comparison_is_refused(text: str) -> None:
+    with pytest.raises(InvalidInput, match=r"is no comparison with a number; write for example"):
+        parse(text, DEFAULT)
+
+
+def test_every_alias_leads_to_a_number(make: Make, text: Text) -> None:
+    teacher, parent, student = make(initializer_range=0.02), make(), make(seed=1)
+    report = evaluate(student, teacher, text, Options(device="cpu", window=32), parent).to_json()
+    check([parse(f"{alias}>-1e9", DEFAULT) for alias in ALIASES], report)

@@ -1,0 +1,128 @@
+"""eval.json: its schema, whose checkpoint it is of, and that it holds what the table shows."""
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+from pydantic import ConfigDict, Field, TypeAdapter, create_model
+
+from kvfold.convert.card import describe, write_record
+from kvfold.eval.cache import Caches
+from kvfold.eval.corpus import Text
+from kvfold.eval.fidelity import Fidelity
+from kvfold.eval.identity import Checkpoint, checkpoint, identity
+from kvfold.eval.options import Options
+from kvfold.eval.perplexity import Perplexity
+from kvfold.eval.report import Protocol, Result
+from kvfold.eval.run import evaluate
+
+from .conftest import Make
+
+OPTIONS = Options(device="cpu", window=32)
+STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+SCHEMA = create_model(
+    "Report",
+    __config__=STRICT,
+    version=(Literal[2], Field(alias="schema")),
+    checkpoint=(Checkpoint, ...),
+    teacher=(Checkpoint | None, ...),
+    parent=(Checkpoint | None, ...),
+    protocol=(Protocol | None, ...),
+    suites=(dict[str, Any], ...),
+    device=(str, ...),
+    versions=(dict[str, str], ...),
+)
+BLOCKS = {"ppl": Perplexity, "fidelity": Fidelity, "cache": Caches}
+
+
+def check_schema(report: dict[str, Any]) -> None:
+    text = json.dumps(report, allow_nan=False)
+    SCHEMA.model_validate_json(text)
+    for name, block in report["suites"].items():
+        if block is not None:
+            found: Any = TypeAdapter(BLOCKS[name]).validate_json(json.dumps(block), strict=True)
+            assert TypeAdapter(BLOCKS[name]).dump_python(found, mode="json") == json.loads(json.dumps(block)), name
+
+
+def test_the_report_follows_its_schema_with_and_without_a_teacher(mha: Path, other: Path, text: Text) -> None:
+    for result in (
+        evaluate(mha, other, text, OPTIONS, other),
+        evaluate(mha, None, text, OPTIONS),
+        evaluate(mha, None, Text("short", (text.joined[:31],)), OPTIONS),  # a single window
+    ):
+        report = result.to_json()
+        check_schema(report)
+        assert (report["schema"], set(report["versions"])) == (2, {"kvfold", "torch", "transformers"})
+        assert report["suites"]["fidelity"] is None or result.teacher is not None
+
+
+def test_the_table_has_a_cell_for_each_model_in_every_line(mha: Path, other: Path, text: Text) -> None:
+    for parent, columns in ((other, ["", "student", "teacher", "parent"]), (None, ["", "student", "teacher"])):
+        result = evaluate(mha, other, text, OPTIONS, parent, settings={"memory": 10**9})
+        assert result.columns == columns
+        assert {len(row) for row in result.rows} == {len(columns)}
+        assert all(isinstance(cell, str) for row in result.rows for cell in row)
+
+
+def test_the_checkpoint_is_named_by_its_hash_and_by_its_record(make: Make, mha: Path) -> None:
+    directory = make(seed=7)
+    before = identity(directory)
+    lines = [
+        f"{hashlib.sha256((directory / name).read_bytes()).hexdigest()}  {name}\n"
+        for name in ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
+    ]
+    assert before == hashlib.sha256("".join(lines).encode()).hexdigest()
+    record = {"schema": 1, "stage": "convert", "source": describe(mha, None), "parents": [], "version": "9", "method": "svd"}
+    write_record(directory, record)
+    (directory / "eval.json").write_text("{}")
+    (directory / "README.md").write_text("a card")
+    found = checkpoint(directory)
+    assert (found.identity, found.record) == (before, {"stage": "convert", "version": "9", "method": "svd"})
+    (directory / "config.json").write_text((directory / "config.json").read_text() + " ")
+    assert identity(directory) != before
+    assert checkpoint(mha).record is None
+
+
+def test_a_checkpoint_in_the_hubs_cache_is_named_as_there(make: Make, tmp_path: Path) -> None:
+    snapshot = tmp_path / "models--org--name" / "snapshots" / "0123abcd"
+    snapshot.parent.mkdir(parents=True)
+    make(seed=8).rename(snapshot)
+    assert checkpoint(snapshot).name == "org/name"
+
+
+def test_a_suite_is_a_file_and_a_row(mha: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+    from types import ModuleType
+
+    from kvfold.convert.errors import InvalidInput
+    from kvfold.eval import suites
+
+    @dataclass(frozen=True)
+    class Weights:
+        count: dict[str, int]
+
+        def rows(self, roles: tuple[str, ...]) -> list[list[str]]:
+            return [["parameters", *(str(self.count[role]) for role in roles)]]
+
+    def check(settings: dict[str, Any]) -> None:
+        if settings.get("unit") == "furlong":
+            raise InvalidInput("--unit furlong is none")
+
+    module = ModuleType("kvfold.eval.weights")
+    vars(module)["check"] = check
+    vars(module)["measure"] = lambda subject: Weights(
+        {role: subject.part(f"weights/{role}", subject.load(role).model.num_parameters) for role in subject.roles}
+    )
+    monkeypatch.setitem(sys.modules, "kvfold.eval.weights", module)
+    monkeypatch.setitem(suites.SUITES, "weights", suites.Suite(module="weights", summary="how many weights"))
+    result = evaluate(mha, mha, None, OPTIONS, suites=("cache", "weights"))
+    count = result.suites["weights"].count["student"]
+    assert count > 10_000
+    assert result.rows[-1] == ["parameters", str(count), str(count)]
+    assert result.to_json()["suites"]["weights"] == {"count": {"student": count, "teacher": count}}
+    assert isinstance(result, Result)
+    with pytest.raises(InvalidInput, match="furlong"):
+        evaluate(mha, None, None, OPTIONS, suites=("weights",), settings={"unit": "furlong"})
