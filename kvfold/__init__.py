@@ -8,7 +8,8 @@ Where things are (installed as kvfold.convert and so on; in the repository each 
 
     convert   targets (GQA, MQA, MLA), the algebra from weights to weights, the lazy reader and the streamed writer
     distill   recipes, data, losses, the training loop and its exact resume
-    eval      perplexity, KL to the teacher, cache measured from the live cache object
+    eval      suites: perplexity, fidelity, cache, speed, retrieval, tasks; the HTML report
+    migrate   (migrate.py itinerary.py migration.py milestones.py arrival.py here) all three, step by step under a bound
     recipes   complete runs, one YAML a file; recipes/demo is the bundled checkpoint
 
 `kvfold.absorb(model)` lets a loaded DeepSeek-class model decode from its latent cache without expanding it.

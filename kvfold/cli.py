@@ -13,6 +13,7 @@ from .demo import main as demo
 from .distill.cli import main as distill
 from .eval.cli import main as evaluate
 from .eval.page.cli import main as report
+from .migrate import main as migrate
 
 
 @click.group()
@@ -21,7 +22,7 @@ def main() -> None:
     """Fold a pretrained decoder's KV cache: convert it to GQA, MQA or MLA, distil it back, measure what was recovered."""
 
 
-for command in (convert, distill, evaluate, verify, publish, demo, families, lab, plan, report):
+for command in (convert, distill, evaluate, verify, publish, demo, families, lab, plan, report, migrate):
     main.add_command(command)
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ def test_layers(folder: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "command", ["", "convert", "distill", "eval", "verify", "publish", "demo", "families", "plan", "report"]
+    "command", ["", "convert", "distill", "eval", "verify", "publish", "demo", "families", "plan", "report", "migrate"]
 )
 def test_help_loads_nothing_heavy(command: str) -> None:
     arguments = [*command.split(), "--help"]
