@@ -30,17 +30,22 @@ def notices_of(container: Grouped | Rehosted | Stock | Remote, form: Form | None
 
 def _stock_notices(container: Stock, config: Mapping[str, Any]) -> list[str]:
     """Why an output is for transformers only, where it is (formats.md: what other engines silently drop or misread)."""
-    reasons = []
+    both, only_vllm = [], []
     if container.biases:
-        reasons.append("it has attention biases")
+        both.append("it has attention biases")
     if container.rope["rope_type"] != "default":
-        reasons.append("its rotary slots have a frequency table of their own")
+        both.append("its rotary slots have a frequency table of their own")
     config = {**config, **container.block.config(config)}
-    if config["tie_word_embeddings"]:
-        reasons.append("its head is tied to the embedding")
     if config.get("rms_norm_eps") != NORM_EPSILON:
-        reasons.append(f"its rms_norm_eps is {config.get('rms_norm_eps')}, not {NORM_EPSILON}")
+        both.append(f"its rms_norm_eps is {config.get('rms_norm_eps')}, not {NORM_EPSILON}")
+    if config["tie_word_embeddings"]:
+        only_vllm.append("its head is tied to the embedding")
     if container.cached != (SERVING.latent, SERVING.rope):
-        reasons.append("its latent is {}+{} wide, not {}".format(*container.cached, SERVING))
-    because = ", ".join(reasons)
-    return [f"load the output in transformers; vLLM and SGLang would not run it right, because {because}"] if reasons else []
+        only_vllm.append("its latent is {}+{} wide, not {}".format(*container.cached, SERVING))
+    if not both and not only_vllm:
+        return []
+    engines = "vLLM and SGLang" if both else "vLLM"
+    return [
+        f"load the output in transformers; {engines} would not run it right, because {', '.join(both or only_vllm)}"
+        + (f"; vLLM also because {', '.join(only_vllm)}" if both and only_vllm else "")
+    ]

@@ -48,7 +48,7 @@ def served_target(source: Source, options: Mapping[str, Any], profile: Profile =
     size = source.geometry.cache_elements
     if profile.cached >= size:
         raise InvalidInput(
-            f"engines other than transformers cache {profile} elements of a latent, and the source caches {size} in all; "
+            f"the form for other engines caches {profile} elements of a latent, and the source {size} in all; "
             "use --to gqa, or --engine transformers"
         )
     if budget is not None and budget_elements(source.geometry, budget) < profile.cached:

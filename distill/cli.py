@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..convert.console import Command, show_json, show_table
+from ..convert.console import Command, notice, show_json, show_table
 from ..convert.errors import InvalidInput
 from .display import duration, is_main_process
 
@@ -167,6 +167,8 @@ def _run(recipe: "Recipe", as_json: bool) -> None:
             f"Held-out text ({found['text']}): perplexity {found['teacher_perplexity']:.4g} (teacher), "
             f"{found['start_perplexity']:.4g} (before), {found['perplexity']:.4g} (after step {found['step']}){share}."
         )
+        if found["perplexity"] > found["start_perplexity"]:
+            notice("training made it worse on held-out text; use a lower lr or more tokens, or keep the student as it was")
     click.echo(f"Wrote {result['output']}. Next: kvfold eval {result['output']} --text FILE")
 
 

@@ -58,11 +58,18 @@ def read_lines(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.exists() else []
 
 
+def _is_whole(line: str) -> bool:
+    try:
+        return line.endswith("\n") and "step" in json.loads(line)
+    except ValueError:
+        return False
+
+
 def trim_metrics(file: Path, steps: int) -> None:
-    """Drop the lines of steps that will be done again, and a line that was cut off."""
+    """Drop the lines of steps that will be done again, and what is no line of ours, such as one that was cut off."""
     if file.exists():
         lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
-        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= steps]
+        kept = [line for line in lines if _is_whole(line) and json.loads(line)["step"] <= steps]
         partial = file.with_name(file.name + ".partial")
         partial.write_text("".join(kept), encoding="utf-8")
         partial.replace(file)

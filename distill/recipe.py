@@ -113,7 +113,10 @@ class Stage(Section):
             raise ValueError(f"{alone[0]} is a loss of mode: layerwise, where it stands alone; give it a stage of its own")
         if self.how != "end_to_end" and self.learnt != alone:
             other = next(name for name in self.learnt if name not in alone)
-            raise ValueError(f"mode: {self.how} runs no layer on another's output, so it cannot have the loss {other}")
+            raise ValueError(
+                f"mode: {self.how} runs no layer on another's output, so it cannot have the loss {other}; "
+                f"write losses: {{{_LAYERWISE[0]}: 1.0}}"
+            )
         if self.how != "end_to_end" and self.train not in (("attention",) if self.how == "stream" else ("attention", "lora")):
             raise ValueError(f"mode: {self.how} reaches attention alone, and train is {self.train}; write train: attention")
         if self.lora and self.train != "lora":
@@ -195,6 +198,11 @@ class Recipe(Section):
         if self.evaluate and modes == ["stream"] * len(modes):
             raise ValueError("evaluate needs a stage with the student whole in memory, and all of these have mode: stream")
         for index, stage in enumerate(self.stages):
+            if self.teacher == SHARED and stage.train == "all":
+                raise ValueError(
+                    f"stages[{index}].train is all, and teacher: shared keeps one copy of what a stage leaves alone; "
+                    "write train: attention there, or leave teacher out"
+                )
             if stage.batch_tokens < self.data.seq_len:
                 raise ValueError(
                     f"stages[{index}].batch_tokens is {stage.batch_tokens}, less than one window of "

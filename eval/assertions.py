@@ -28,6 +28,8 @@ ALIASES = {
     "cache.ratio": "cache.ratio",
     "cache.elements": "cache.student.elements_per_token_per_layer",
 }
+# What an eval.json has beside its suites.
+_BESIDE = ("schema", "checkpoint", "teacher", "parent", "protocol", "device", "versions", "suites")
 _OPERATORS = {"<=": operator.le, ">=": operator.ge, "==": operator.eq, "<": operator.lt, ">": operator.gt}
 _FORM = re.compile(r"\s*([A-Za-z_][\w.]*)\s*(<=|>=|==|<|>)\s*(\S+)\s*")
 
@@ -73,6 +75,9 @@ def parse(text: str, suites: Sequence[str]) -> Assertion:
         if names[0] not in suites:
             raise InvalidInput(f"--assert {text!r} is about the suite {names[0]}, which is not run; add it to --suite")
         names = ("suites", *names)
+    elif names[0] not in _BESIDE:
+        known = ", ".join([*suites, *_BESIDE, *ALIASES])
+        raise InvalidInput(f"--assert {text!r}: the report has no {names[0]}; a path may begin with {known}")
     return Assertion(text, names, match[2], bound)
 
 

@@ -49,6 +49,10 @@ def read_bound(text: str) -> Assertion:
         ) from None
     if times and bound.bound <= 0:
         raise InvalidInput(f"--until {text!r} can never hold; perplexities are above 0: write for example 'ppl<1.02x'")
+    if not times and bound.path[-1] == "perplexity" and bound.bound < 2:
+        raise InvalidInput(
+            f"--until {text!r} bounds the perplexity itself, which is hardly ever below 2; did you mean '{text.strip()}x'?"
+        )
     return Assertion(text.strip(), bound.path, bound.relation, bound.bound)
 
 

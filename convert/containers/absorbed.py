@@ -104,6 +104,8 @@ def absorb(model: Model) -> Model:
     Raises:
         InvalidInput: it is of another class, or its up-projections are not plain matrices (quantised, adapters, sharded).
     """
+    if not isinstance(model, nn.Module):
+        raise InvalidInput(f"absorb takes a loaded model, not {type(model).__name__}; load it with AutoModelForCausalLM first")
     stock = tuple(CLASSES)
     found: dict[str, Any] = {name: module for name, module in model.named_modules() if isinstance(module, stock)}
     if not found:

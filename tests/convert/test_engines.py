@@ -92,7 +92,7 @@ MLA_ = ("--to", "mla", *WEIGHTS, "--engine")
 REFUSED: dict[str, tuple[str, dict[str, Any], tuple[str, ...], str]] = {
     "unknown engine": ("llama", WIDE, (*MLA_, "vllm,tgi"), "--engine 'tgi' is not one that kvfold knows"),
     "no engine": ("llama", WIDE, (*MLA_, ""), "these are: transformers, vllm"),
-    "small source": ("llama", {}, (*MLA_, "sglang"), "the source caches 128 in all; use --to gqa"),
+    "small source": ("llama", {}, (*MLA_, "sglang"), "the source 128 in all; use --to gqa"),
     "small budget": ("llama", WIDE, (*MLA_, "sglang", "--kv-budget", "50%"), "the least would be 56.25%"),
     "rank": ("llama", WIDE, (*MLA_, "sglang", "--rank", "513"), "--rank 513 does not fit"),
     "rank in words": ("llama", WIDE, (*MLA_, "sglang", "--rank", "ten"), "--rank ten does not fit"),

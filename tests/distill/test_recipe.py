@@ -162,3 +162,21 @@ def test_a_schedule_warms_up_peaks_and_never_rests(schedule: ScheduleName) -> No
     assert min(rates) > 0
     in_tokens = stage.model_copy(update={"warmup": 100.0})
     assert [learning_rate(in_tokens, step, 100) for step in range(100)] == rates
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ("teacher: shared\nstages: [{name: kl, tokens: 1k, lr: 1e-4}]", "stages[0].train is all, and teacher: shared"),
+        (
+            "stages: [{name: a, tokens: 1k, lr: 1e-4, mode: layerwise, train: attention}]",
+            "write losses: {attention_output: 1.0}",
+        ),
+    ],
+)
+def test_stages_that_could_not_be_run_are_refused_before_any(tmp_path: Path, keys: str, words: str) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(f"schema: 1\nstudent: s\noutput: o\ndata: {{source: stdlib, seq_len: 8}}\n{keys}\n")
+    with pytest.raises(InvalidInput) as refused:
+        read_recipe(recipe)
+    assert words in str(refused.value)
