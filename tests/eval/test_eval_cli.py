@@ -132,9 +132,12 @@ def test_an_assertion_that_does_not_hold_exits_3_after_the_report(mha: Path, oth
     assert unmet.exit_code == 3
     assert json.loads(unmet.stdout) == json.loads(out.read_text())
     assert "does not hold: top1 >= 2 (it is 0." in unmet.stderr
-    unknown = run(*arguments, "--assert", "kl.men<1")
-    assert (unknown.exit_code, json.loads(unknown.stdout)["schema"]) == (2, 2)
-    assert "'kl.men<1': the report has no kl" in unknown.stderr
+    early = run(*arguments, "--assert", "kl.men<1")
+    assert (early.exit_code, early.stdout) == (2, "")
+    assert "'kl.men<1': the report has no kl; a path may begin with ppl" in early.stderr
+    late = run(*arguments, "--assert", "fidelity.kl.men<1")
+    assert (late.exit_code, json.loads(late.stdout)["schema"]) == (2, 2)
+    assert "suites.fidelity.kl has no men" in late.stderr
 
 
 @pytest.mark.parametrize(
