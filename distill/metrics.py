@@ -61,7 +61,7 @@ def read_lines(file: Path) -> list[dict[str, Any]]:
 def _is_whole(line: str) -> bool:
     try:
         return line.endswith("\n") and "step" in json.loads(line)
-    except ValueError:
+    except (ValueError, TypeError):  # no JSON, or no object
         return False
 
 

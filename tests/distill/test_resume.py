@@ -17,6 +17,7 @@ from kvfold.convert.errors import InvalidInput
 from kvfold.distill import loop, state
 from kvfold.distill.cli import main
 from kvfold.distill.job import distill
+from kvfold.distill.metrics import trim_metrics
 from kvfold.distill.recipe import Recipe
 from kvfold.distill.state import Progress
 
@@ -155,3 +156,11 @@ def test_a_full_disk_is_told_and_leaves_the_states_before(
     assert [path.name for path in state.saved(tmp_path / "out.partial" / "state")] == ["step-00000005", "step-00000004"]
     distill(recipe)
     assert same_bits(tmp_path / "out", uninterrupted)
+
+
+def test_metrics_keep_the_lines_of_steps_that_stand(tmp_path: Path) -> None:
+    """Neither a damaged line, nor one cut off, nor one of a step to be done again is in the way of a resumed run."""
+    file = tmp_path / "metrics.jsonl"
+    file.write_text('{"step": 1}\n{"half\n7\n{"step": 2}\n{"step": 3}\n{"step": 2')
+    trim_metrics(file, 2)
+    assert file.read_text() == '{"step": 1}\n{"step": 2}\n'
