@@ -176,7 +176,7 @@ class KvfoldDecoupledAttention(_FoldedAttention):
             )
         )  # fmt: skip
 
-    def _absorbed(self, query_BNTQ: Tensor, latent_B1SC: Tensor, rope_B1SR: Tensor, mask: Any) -> tuple[Tensor, Tensor]:
+    def _absorbed(self, query_BNTQ: Tensor, latent_B1SC: Tensor, rope_B1SR: Tensor, mask: Any) -> tuple[Tensor, Tensor | None]:
         """The same with the up-projections moved to the few new tokens."""
         up_NEC = self.kv_b_proj.weight.unflatten(0, (-1, self.qk_nope_head_dim + self.v_head_dim))
         output_BNTV, weights = attend(query_BNTQ, latent_B1SC, rope_B1SR, up_NEC, mask, self.scaling, self)

@@ -18,7 +18,7 @@ q·(k_up c) = (k_up^T q)·c, and a sum of values v_up c is v_up times the sum of
 rows of one matrix product a sequence: the cache is read once for scores and once for sums, and nothing of its length is copied.
 Where keys are rotated after they are rebuilt that holds of values alone; keys are rebuilt for a block of tokens at a time.
 
-These are plain products of torch, on any device; a fused kernel for one has its place in `attend`.
+These are plain products of torch, on any device; on a GPU one kernel reads the cache once for both (kernels_kvfold.py).
 
 Legend: attention_kvfold.py; s tokens of a block, M rows that share a matrix, E and W its columns before and after.
 """
@@ -29,9 +29,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_mask
 
+from .kernels_kvfold import latent_sums, takes
 from .layers_kvfold import rotate, softmax, turns
 
 BLOCK = 2**20  # elements of keys rebuilt at once: 4 MB in float32, which a core's cache holds (benchmarks/decode.py)
+GPU_BLOCK = 2**25  # the same on a GPU, where a block is some ten kernels and has to keep all processors busy
 
 
 def tells(mask: Any, length: int) -> bool:
@@ -71,7 +73,7 @@ def rebuilding_is_less(length: int, seen: int, *, heads: int, groups: int, head:
 
 def attend(
     query_BNTQ: Tensor, latent_B1SC: Tensor, rope_B1SR: Tensor, up_NEC: Tensor, mask: Any, scale: float, module: Any
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None]:
     """Attention with a rotary key that heads share.
 
     Args:
@@ -80,15 +82,19 @@ def attend(
         up_NEC: the up-projections of each head, P rows for keys and V for values.
         mask: one that `tells`.
         scale: factor on scores.
-        module: has `softcap` and `sinks`, or None there.
+        module: has `softcap` and `sinks`, or None there, and a `config`.
 
     Returns:
-        Outputs (B, N, T, V) and weights (B, N, T, S).
+        Outputs (B, N, T, V) and weights (B, N, T, S), or None where a kernel does not form them.
     """
     nope = query_BNTQ.shape[-1] - rope_B1SR.shape[-1]
     nope_BNTP, turned_BNTR = query_BNTQ.tensor_split([nope], dim=-1)
     k_up_NPC, v_up_NVC = up_NEC.tensor_split([nope], dim=1)
     absorbed_BNTC = _by_head(nope_BNTP, k_up_NPC)
+    if takes(absorbed_BNTC, latent_B1SC, rope_B1SR, module):
+        seen = dense(mask, query_BNTQ, latent_B1SC.shape[-2])
+        sums_BNTC = latent_sums(absorbed_BNTC, turned_BNTR, latent_B1SC.squeeze(1), rope_B1SR.squeeze(1), seen, scale)
+        return _by_head(sums_BNTC, v_up_NVC.mT), None
     scores_BMS = torch.bmm(absorbed_BNTC.flatten(1, 2), latent_B1SC.squeeze(1).mT)
     turned_BMR, rope_BRS = turned_BNTR.flatten(1, 2), rope_B1SR.squeeze(1).mT
     scores_BMS = torch.baddbmm(scores_BMS, turned_BMR, rope_BRS, beta=scale, alpha=scale)
@@ -118,7 +124,8 @@ def attend_rotated(
     biases_KE = None if up.bias is None else up.bias.view(groups, -1)
     key_bias_E = None if biases_KE is None else biases_KE[:, :width].flatten()
     grouped_BKMH = query_BNTH.reshape(batch, groups, -1, width) * scale
-    block, scores = max(16, BLOCK // (batch * len(key_up_EC))), []
+    elements = BLOCK if latent_B1SC.device.type == "cpu" else GPU_BLOCK
+    block, scores = max(16, elements // (batch * len(key_up_EC))), []
     for latent_BsC, position_Bs in zip(latent_B1SC.squeeze(1).split(block, 1), position_BS.split(block, 1), strict=True):
         key_BKsH = nn.functional.linear(latent_BsC, key_up_EC, key_bias_E).unflatten(-1, (groups, width)).transpose(1, 2)
         key_BKsH = rotate(key_BKsH, *turns(position_Bs, frequencies_F, key_BKsH.dtype), False)

@@ -23,7 +23,10 @@ from ..rotary import rope_parameters
 from ..shards import TensorSpec
 from ..target import MLA, Geometry
 
-FILES = ("configuration_kvfold.py", "modeling_kvfold.py", "attention_kvfold.py", "decoding_kvfold.py", "layers_kvfold.py")
+FILES = (
+    "configuration_kvfold.py", "modeling_kvfold.py", "attention_kvfold.py", "decoding_kvfold.py", "kernels_kvfold.py",
+    "layers_kvfold.py",
+)  # fmt: skip
 MODEL_TYPE = "kvfold"
 ARCHITECTURE = "KvfoldForCausalLM"
 LATENT_NORM_WEIGHT = 2.0**14  # of layers_kvfold.py, whose norm with epsilon weight² is the identity
