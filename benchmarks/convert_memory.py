@@ -1,7 +1,7 @@
-"""Peak memory and time of converting a generated checkpoint: `python -m benchmarks.convert_memory --gigabytes 2`.
+"""Peak memory and time of converting generated checkpoints of several sizes: `python -m benchmarks.convert_memory`.
 
-The conversion runs as a process of its own; its peak resident set is what the operating system says of it. Copying the same
-directory is timed beside it, since conversion should cost little more than reading and writing.
+A conversion runs as a process of its own; its peak resident set is what the operating system says of it. Copying the same
+directory is timed beside it, since conversion should cost little more than reading and writing. 16 GB take 32 GB of disk.
 """
 
 import json
@@ -12,7 +12,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import click
 import torch
@@ -22,6 +24,11 @@ from kvfold.convert.shards import ShardWriter, TensorSpec
 from .machine import save
 
 HIDDEN, HEAD, FEED_FORWARD, VOCABULARY = 2048, 128, 2.75, 32000  # the feed-forward width as a multiple of the hidden size
+TARGETS = {
+    "gqa-2 mean": ["--to", "gqa", "--kv-heads", "2", "--method", "mean"],
+    "gqa-2 subspace": ["--to", "gqa", "--kv-heads", "2"],
+    "mla 512+64": ["--to", "mla", "--rank", "512"],
+}
 
 
 def generate(directory: Path, gigabytes: float, *, hidden: int = HIDDEN, layers: int | None = None) -> int:
@@ -78,40 +85,47 @@ def timed(command: list[str]) -> dict[str, float]:
 
 
 @click.command()
-@click.option("--gigabytes", default=2.0, show_default=True)
+@click.option("--gigabytes", "sizes", multiple=True, default=(1.0, 4.0, 16.0), show_default=True, help="Repeatable.")
+@click.option("--target", "targets", type=click.Choice(list(TARGETS)), multiple=True, help="Repeatable; all by default.")
 @click.option("--jobs", default=1, show_default=True, help="Layers folded at once.")
 @click.option("--work", type=click.Path(path_type=Path), help="Where to put the checkpoints; a temporary directory by default.")
 @click.option("--json", "as_json", is_flag=True)
-def main(gigabytes: float, jobs: int, work: Path | None, as_json: bool) -> None:
-    """Convert a generated checkpoint to every target, and copy it, each in its own process."""
-    with tempfile.TemporaryDirectory(dir=work) as name:
-        root = Path(name)
-        source = root / "source"
-        source.mkdir()
-        # In a process of its own: a child's peak counts from what its parent held when it was forked.
-        with multiprocessing.get_context("spawn").Pool(1) as pool:
-            layers = pool.apply(generate, (source, gigabytes))
-        size = sum(path.stat().st_size for path in source.iterdir())
-        kvfold = [sys.executable, "-m", "kvfold", "convert", str(source), "--calibration", "none", "--jobs", str(jobs)]
-        kvfold += ["--out", str(root / "out")]
-        rows = {"cp": timed(["cp", "-r", str(source), str(root / "copy")])}
-        targets = {
-            "gqa-2 mean": ["--to", "gqa", "--kv-heads", "2", "--method", "mean"],
-            "gqa-2 aligned": ["--to", "gqa", "--kv-heads", "2", "--method", "aligned"],
-            "gqa-2 subspace": ["--to", "gqa", "--kv-heads", "2"],
-            "mla 512+64": ["--to", "mla", "--rank", "512"],
-        }
-        for target, options in targets.items():
-            rows[target] = timed([*kvfold, *options])
-            shutil.rmtree(root / "out")
-    result = {"gigabytes": round(size / 1e9, 2), "layers": layers, "hidden_size": HIDDEN, "jobs": jobs, "rows": rows}
-    path = save(f"convert-memory-{gigabytes:g}gb", result)
-    if as_json:
-        click.echo(json.dumps(result))
-        return
-    for label, row in rows.items():
-        click.echo(f"{label:16} {row['seconds']:8.1f} s  {row['cpu_seconds']:8.1f} s CPU  {row['peak_mb']:6.0f} MB peak")
-    click.echo(f"saved in {path}")
+def main(sizes: tuple[float, ...], targets: tuple[str, ...], jobs: int, work: Path | None, as_json: bool) -> None:
+    """Convert generated checkpoints of several sizes, and copy them, each in a process of its own."""
+    rows: list[dict[str, Any]] = []
+    for gigabytes in sizes:
+        with tempfile.TemporaryDirectory(dir=work) as name:
+            for row in measure(Path(name), gigabytes, targets or tuple(TARGETS), jobs):
+                rows.append(row)
+                line = f"{row['gigabytes']:6.2f} GB, {row['layers']:3} layers, {row['what']:16} {row['seconds']:8.1f} s"
+                click.echo(f"{line} {row['cpu_seconds']:8.1f} s CPU {row['peak_mb']:6.0f} MB peak", err=as_json)
+    result = {"hidden_size": HIDDEN, "jobs": jobs, "rows": rows, "peak_of_largest_over_smallest": flatness(rows)}
+    path = save("convert-memory", result)
+    click.echo(json.dumps(result) if as_json else f"saved in {path}")
+
+
+def measure(root: Path, gigabytes: float, targets: tuple[str, ...], jobs: int) -> Iterator[dict[str, Any]]:
+    """What a copy and every conversion of a checkpoint of this size take."""
+    source, out = root / "source", root / "out"
+    source.mkdir()
+    # In a process of its own: a child's peak counts from what its parent held when it was forked.
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        layers = pool.apply(generate, (source, gigabytes))
+    size = {"gigabytes": round(sum(path.stat().st_size for path in source.iterdir()) / 1e9, 2), "layers": layers}
+    kvfold = [sys.executable, "-m", "kvfold", "convert", str(source), "--calibration", "none", "--jobs", str(jobs)]
+    commands = {"cp": ["cp", "-r", str(source), str(out)]}
+    commands |= {target: [*kvfold, *TARGETS[target], "--out", str(out)] for target in targets}
+    for what, command in commands.items():
+        yield {**size, "what": what, **timed(command)}
+        shutil.rmtree(out)
+
+
+def flatness(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """For each target the peak at the largest size over that at the smallest."""
+    peaks: dict[str, list[float]] = {}
+    for row in sorted(rows, key=lambda row: float(row["gigabytes"])):
+        peaks.setdefault(row["what"], []).append(row["peak_mb"])
+    return {what: round(found[-1] / found[0], 3) for what, found in peaks.items() if what != "cp"}
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from kvfold.convert.plan import make_plan
 
 from .convert_memory import generate, timed
 from .machine import save
+from .statistics import run as read
 
 Cost = dict[str, float]  # seconds, cpu_seconds, peak_mb
 TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -35,8 +36,9 @@ TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
     "gqa-2 mean": ("gqa", {"kv_heads": 2, "method": "mean"}),
 }
 JOBS = (1, 2)
-LAYERS, WIDTHS, RANKS = (1, 2, 4, 8), (512, 1024, 2048), (64, 128, 256, 512)  # of the curves
-NARROW = 512  # hidden size of the curve over layers
+LAYERS, WIDTHS, RANKS = (4, 8, 16, 32), (512, 1024, 2048), (64, 128, 256, 512)  # of the curves
+TOKENS, LENGTH = (2048, 4096, 8192, 16384), 256
+NARROW = 512  # hidden size of the curves over layers and tokens
 
 
 def fold_alone(directory: Path, target: str) -> Cost:
@@ -141,21 +143,46 @@ def _ratios(rounds: list[dict[str, Cost]], targets: tuple[str, ...]) -> dict[str
 
 
 def curves(root: Path, repeats: int) -> dict[str, Any]:
-    """Time and memory above those of a plan, against layers, hidden size and rank, each with the fitted exponent."""
+    """Time and memory against layers, hidden size, rank and tokens, each with the fitted exponent.
+
+    By weights alone they are those of a conversion above those of its plan; over tokens, those of the statistics pass above the
+    loaded model.
+    """
     axes: dict[str, list[tuple[int, dict[str, int], int]]] = {
         "layers": [(n, {"layers": n, "hidden": NARROW}, 128) for n in LAYERS],
         "hidden size": [(width, {"layers": 2, "hidden": width}, 128) for width in WIDTHS],
         "rank": [(rank, {"layers": 2, "hidden": 1024}, rank) for rank in RANKS],
     }
-    result: dict[str, Any] = {}
-    for axis, points in axes.items():
-        rows = [{axis: value} | _point(root, shape, rank, repeats) for value, shape, rank in points]
-        exponents = {
-            f"exponent of {key}": exponent([row[axis] for row in rows], [row[key] for row in rows])
-            for key in ("cpu_seconds", "megabytes")
-        }
-        result[axis] = {"points": rows, **exponents}
-    return result
+    found = {
+        axis: [{axis: value} | _point(root, shape, rank, repeats) for value, shape, rank in points]
+        for axis, points in axes.items()
+    }
+    found["tokens"] = _over_tokens(root, repeats)
+    return {axis: {"points": rows, **_exponents(axis, rows)} for axis, rows in found.items()}
+
+
+def _exponents(axis: str, rows: list[dict[str, float]]) -> dict[str, float]:
+    sizes = [row[axis] for row in rows]
+    return {f"exponent of {key}": exponent(sizes, [row[key] for row in rows]) for key in ("cpu_seconds", "megabytes")}
+
+
+def _over_tokens(root: Path, repeats: int) -> list[dict[str, float]]:
+    """The statistics pass over more and more random tokens, the whole model in memory."""
+    source = root / "point"
+    source.mkdir()
+    with apart() as pool:
+        pool.apply(generate, (source, 0), {"layers": 2, "hidden": NARROW})
+    rows: list[dict[str, float]] = []
+    for tokens in TOKENS:
+        costs = []
+        for _ in range(repeats):
+            with apart() as pool:
+                costs.append(pool.apply(read, ("whole", source, tokens, LENGTH)))
+        seconds = median(cost["cpu_seconds"] for cost in costs)
+        above = median(cost["peak_mb"] - cost["before_mb"] for cost in costs)
+        rows.append({"tokens": tokens, "cpu_seconds": round(seconds, 2), "megabytes": round(above, 1)})
+    shutil.rmtree(source)
+    return rows
 
 
 def _point(root: Path, shape: dict[str, int], rank: int, repeats: int) -> dict[str, float]:

@@ -2,7 +2,8 @@
 
 Whole and layer by layer, against one plain forward and backward pass (mean cross entropy, gradients of all weights, float32)
 of the same model over the same tokens. Every run is a process of its own, so that its peak memory is its own; runs of the three
-kinds alternate, and medians are kept. Seconds are of the passes, without loading.
+kinds alternate, and medians are kept, also of the ratios within a round. Seconds are of the passes: loading the whole model is
+not among them, while layer by layer every layer is read twice on the way. Where other work shares the cores, CPU seconds tell.
 """
 
 import json
@@ -14,12 +15,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import click
 import torch
-from torch import Tensor
 
 from kvfold.convert import layerwise, passes
 from kvfold.convert.hub import resolve
@@ -40,29 +42,39 @@ def run(kind: str, directory: Path, tokens: int, length: int) -> dict[str, float
     how: dict[str, Any] = {"layout": layout_of(source), "batch_size": BATCH, "calibration": "random", "seed": 0}
     if kind == "layerwise":
         layered = LayeredModel(source.checkpoint, how["layout"].projections(0)["o"])
-        start = time.monotonic()
-        with tempfile.TemporaryDirectory() as work:
+        with measured() as cost, tempfile.TemporaryDirectory() as work:
             layerwise.collect(layered, ids, **how, work=Path(work))
     elif kind == "whole":
         model = load_model(directory)
-        start = time.monotonic()
-        passes.collect(model, ids, **how)
+        with measured() as cost:
+            passes.collect(model, ids, **how)
     else:
-        start = plain(directory, ids)
-    seconds = time.monotonic() - start
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    return {"seconds": seconds, "peak_mb": peak / 1e6}
+        model = load_plain(directory)
+        with measured() as cost:
+            for ids_BT in ids.split(BATCH):
+                model(input_ids=ids_BT, labels=ids_BT, use_cache=False).loss.backward()
+    return cost
 
 
-def plain(directory: Path, ids: Tensor) -> float:
-    """An ordinary pass, with transformers' default attention; returns when it began."""
+@contextmanager
+def measured() -> Iterator[dict[str, float]]:
+    """Wall and CPU seconds of a block, and the process's peak resident megabytes before it and in the end."""
+    cost = {"before_mb": peak_mb()}
+    start, cpu = time.monotonic(), time.process_time()
+    yield cost
+    cost |= {"seconds": time.monotonic() - start, "cpu_seconds": time.process_time() - cpu, "peak_mb": peak_mb()}
+
+
+def peak_mb() -> float:
+    """This process's peak resident megabytes so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024) / 1e6
+
+
+def load_plain(directory: Path) -> Any:
+    """The model as somebody would train it, float32, with transformers' default attention."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).train()
-    start = time.monotonic()
-    for ids_BT in ids.split(BATCH):
-        model(input_ids=ids_BT, labels=ids_BT, use_cache=False).loss.backward()
-    return start
+    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).train()
 
 
 @click.command()
@@ -88,22 +100,23 @@ def main(model: str, tokens: int, length: int, repeats: int, name: str, once: st
                 runs[kind].append(json.loads(done.stdout.splitlines()[-1]))
         source = open_source(directory)
         parameters = sum(source.checkpoint[key].numel() for key in source.checkpoint)
-    rows = {}
-    for kind in KINDS:
-        seconds = statistics.median(one["seconds"] for one in runs[kind]) / tokens * 1e6
-        rows[kind] = {
-            "seconds_per_million_tokens": round(seconds, 1),
-            "peak_mb": round(statistics.median(one["peak_mb"] for one in runs[kind])),
-        }
-    for kind in KINDS[1:]:
-        rows[kind]["times_plain"] = round(
-            rows[kind]["seconds_per_million_tokens"] / rows["plain"]["seconds_per_million_tokens"], 2
-        )
+    rows = {kind: summarised(runs[kind], runs["plain"], tokens) for kind in KINDS}
     size = {"parameters": parameters, "float32_mb": round(4 * parameters / 1e6), "layers": source.layers}
     taken = {"tokens": tokens, "length": length, "batch": BATCH, "repeats": repeats, "threads": torch.get_num_threads()}
     for kind, row in rows.items():
-        click.echo(f"{kind:10} {row['seconds_per_million_tokens']:9.1f} s a million tokens  {row['peak_mb']:7.0f} MB peak")
+        said = f"{row['seconds_per_million_tokens']:9.1f} s, {row['cpu_seconds_per_million_tokens']:9.1f} s CPU a million"
+        click.echo(f"{kind:10} {said} {row['peak_mb']:7.0f} MB peak, {row['cpu_times_plain']:.2f} times plain")
     click.echo(f"saved in {save(f'statistics-{name}', {'model': model, **size, **taken, 'rows': rows, 'runs': runs})}")
+
+
+def summarised(runs: list[dict[str, float]], plain: list[dict[str, float]], tokens: int) -> dict[str, float]:
+    """Medians of some runs, and of their ratios to the plain runs of the same rounds."""
+    row: dict[str, float] = {"peak_mb": round(statistics.median(one["peak_mb"] for one in runs))}
+    for key, name in (("seconds", ""), ("cpu_seconds", "cpu_")):
+        row[f"{key}_per_million_tokens"] = round(statistics.median(one[key] for one in runs) / tokens * 1e6, 1)
+        ratios = [one[key] / other[key] for one, other in zip(runs, plain, strict=True)]
+        row[f"{name}times_plain"] = round(statistics.median(ratios), 2)
+    return row
 
 
 def made(size: str, directory: Path) -> Path:

@@ -9,10 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from .console import progress
 from .errors import InvalidInput
 from .ranks import check_enough, gather_rows, place, together
+
+BLOCK = 256  # tokens of the vocabulary that are drawn together first
 
 
 def sample_from(model: Any, *, sequences: int, length: int, bos: int | None, seed: int, batch_size: int) -> Tensor:
@@ -60,10 +63,26 @@ def _continue(model: Any, chance_BT: Tensor, bos: int | None) -> Iterator[Tensor
 
 
 def draw(p_XV: Tensor, chance_X: Tensor) -> Tensor:
-    """Token ids (X,) drawn from probabilities, one uniform number in [0, 1) each (float64): the inverse of the distribution."""
-    below_XV = p_XV.cumsum(-1, dtype=torch.float64)
-    aim_X = chance_X[:, None] * below_XV[:, -1:]
-    return torch.searchsorted(below_XV, aim_X, right=True).squeeze(1).clamp(max=p_XV.shape[1] - 1)
+    """Token ids (X,) drawn from probabilities, one uniform number in [0, 1) each (float64): the inverse of the distribution.
+
+    First a block of the vocabulary is drawn, then a token in it by what the block leaves of the number: cumulating all tokens
+    in float64 would take a twentieth of the time that a narrow model takes for its statistics.
+    """
+    vocabulary = p_XV.shape[1]
+    p_XLW = pad(p_XV, (0, -vocabulary % BLOCK)).unflatten(1, (-1, BLOCK))
+    block_X, rest_X = _invert(p_XLW.sum(-1), chance_X)
+    inside_X, _ = _invert(p_XLW[torch.arange(len(p_XV), device=p_XV.device), block_X], rest_X)
+    return (block_X * BLOCK + inside_X).clamp(max=vocabulary - 1)  # there, with NaN for weights
+
+
+def _invert(p_XC: Tensor, chance_X: Tensor) -> tuple[Tensor, Tensor]:
+    """The choices (X,) at some places of the cumulated weights, and at which share, in [0, 1), of its own weight each is."""
+    below_XC = p_XC.cumsum(-1, dtype=torch.float64)
+    aim_X1 = chance_X[:, None] * below_XC[:, -1:]
+    chosen_X1 = torch.searchsorted(below_XC, aim_X1, right=True).clamp(max=p_XC.shape[1] - 1)
+    own_X1 = p_XC.gather(1, chosen_X1).double()
+    share_X1 = 1 - (below_XC.gather(1, chosen_X1) - aim_X1) / own_X1
+    return chosen_X1.squeeze(1), share_X1.squeeze(1).clamp(0, 1 - 2**-53)
 
 
 def check_length(model: Any, length: int) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from .errors import InvalidInput
-from .shards import INDEX, SHARD_SIZE, Entry, ShardWriter, TensorSpec, is_finite, pieces, read_flat, read_header
+from .shards import INDEX, Entry, TensorSpec, is_finite, pieces, read_flat, read_header
 
 PIECE = 1 << 20  # elements: a tensor that is only copied passes through memory in pieces of this size, which caches hold
 _SIDE_FILES = (
@@ -174,15 +174,3 @@ def copy_side_files(source: Path, out: Path) -> None:
     for path in sorted(path for pattern in _SIDE_FILES for path in source.glob(pattern)):
         if path.is_file() or path.is_symlink():
             shutil.copyfile(path, out / path.name)
-
-
-def save_state(state: Mapping[str, Tensor], directory: Path, shard_size: int = SHARD_SIZE) -> None:
-    """Write tensors as safetensors shards (with an index when there are several), in the order given.
-
-    Raises:
-        OSError: the disk is full or cannot be written.
-    """
-    specs = {name: TensorSpec(tensor.dtype, tuple(tensor.shape)) for name, tensor in state.items()}
-    with ShardWriter(directory, specs, shard_size) as writer:
-        for name, tensor in state.items():
-            writer.write(name, tensor)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .console import Command, is_first, notice, show_json
+from .console import Command, is_first, loading, notice, show_json
 from .errors import InvalidInput
 from .ranks import processes, together
 from .target import NAMES, query_rank
@@ -142,11 +142,12 @@ def main(
 
     The source is never touched and nothing is overwritten. A killed run goes on when the same command is given again.
     """
-    from .checkpoint import check_output
-    from .hub import resolve
-    from .outline import show_plan
-    from .plan import make_plan
-    from .refine import STEPS
+    with loading():
+        from .checkpoint import check_output
+        from .hub import resolve
+        from .outline import show_plan
+        from .plan import make_plan
+        from .refine import STEPS
 
     how, taken = (sizes.pop("verify"), sizes.pop("jobs")), {"sequences": sequences, "length": length, "seed": seed}
     with together():  # before any long work: mistakes show at once

@@ -74,7 +74,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "gemma": _GEMMA,
     "gemma2": _GEMMA2,
     "gemma3_text": {**_GEMMA2, "vocab_size": 262208, "max_position_embeddings": 131072, "sliding_window_pattern": 6,
-                    "attn_logit_softcapping": None, "rope_theta": 1e6, "rope_local_base_freq": 1e4},
+                    "attn_logit_softcapping": None, "rope_theta": 1e6, "rope_local_base_freq": 1e4, "rms_norm_eps": 1e-6},
     "phi": {**_SIZES, "vocab_size": 51200, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 24,
             "partial_rotary_factor": 0.5},
     "phi3": {**_COMMON, "vocab_size": 32064, "hidden_size": 3072, "intermediate_size": 8192, "max_position_embeddings": 4096,

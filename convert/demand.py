@@ -95,9 +95,7 @@ def absorbs(plan: Plan, engines: tuple[str, ...]) -> bool:
 
 def _kept(source: Source, context: int) -> list[int]:
     """Tokens that each layer keeps of a sequence."""
-    window = source.config.get("sliding_window") if source.config.get("use_sliding_window", True) else None
-    kinds = source.config.get("layer_types") or [None if window is None else "sliding_attention"] * source.layers
-    return [min(context, int(window)) if window and kind == "sliding_attention" else context for kind in kinds]
+    return [min(context, source.window(layer) or context) for layer in range(source.layers)]
 
 
 def _cache_elements(plan: Plan) -> int:

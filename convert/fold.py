@@ -14,11 +14,11 @@ from .containers.rehosted import Rehosted
 from .containers.remote import Remote
 from .containers.stock import Stock
 from .grouping import GAIN, grouped
-from .intact import fold_joint
-from .metric import metric_of
+from .intact import encoded, fold_joint
+from .metric import UNWEIGHTED, metric_of
 from .peers import PEERS
 from .plan import Plan
-from .refine import Layer, Sample, is_plain, measure, refine
+from .refine import Layer, Sample, agrees, measure, refine
 from .spectrum import Spectrum
 from .statistics import LayerStatistics
 from .target import GQA, MLA
@@ -71,9 +71,10 @@ def _statistics(plan: Plan, number: int) -> LayerStatistics | None:
 def _joint(plan: Plan, number: int, target: MLA) -> tuple[IntactAttention | LatentAttention, Loss | None]:
     table_F, factor = plan.source.frequencies(number)
     attention = plan.source.attention(number, factor)
-    joint = fold_joint(attention, target, _statistics(plan, number), plan.source.positions)
-    joint = _compressed(plan, number, joint, attention, table_F)
     sample = _sample(plan, number, attention, table_F)
+    seen = None if sample is None or attention.k_norm_KH is None else encoded(attention, table_F, sample)
+    joint = fold_joint(attention, target, _statistics(plan, number), plan.source.positions, seen)
+    joint = _compressed(plan, number, joint, attention, table_F)
     if isinstance(joint, IntactAttention):
         return _refined(plan, attention, table_F, joint, table_F, sample)
     return _refined(plan, attention, table_F, joint, table_F[:0], sample)
@@ -127,15 +128,15 @@ def _one(plan: Plan, input_EE: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def _pooled(plan: Plan, number: int, target: GQA) -> tuple[Attention, Loss | None]:
-    attention, table_F = plan.source.attention(number), plan.source.nominal_frequencies(number)
+    attention, (table_F, factor) = plan.source.attention(number), plan.source.nominal_frequencies(number)
     pool = methods.POOL[plan.method]
-    metric = metric_of(_statistics(plan, number), attention, plan.source.positions)
-    if attention.k_norm_KH is not None:
-        return normed.by_value(pool)(attention, target, metric, table_F), None
-    sample = _sample(plan, number, attention, table_F)
+    weighs = methods.reads_statistics(plan.method)
+    metric = metric_of(_statistics(plan, number), attention, plan.source.positions) if weighs else UNWEIGHTED
+    if attention.k_norm_KH is not None and plan.method != "mean":
+        pool = normed.by_value(pool)
+    sample = _sample(plan, number, attention, table_F, factor)
     pooled = pool(attention, target, metric, table_F)
-    # Sinks belong to a query head each and are not among the tensors that are written.
-    if plan.method == "subspace" and plan.source.family.sinks is None and attention.q_norm_NH is None:
+    if plan.method == "subspace" and _is_movable(plan, attention, sample):
         moved, its_metric, gain = grouped(attention, metric, target.num_key_value_heads)
         if gain > (0 if sample else GAIN):
             other = pool(moved, target, its_metric, table_F)
@@ -145,17 +146,32 @@ def _pooled(plan: Plan, number: int, target: GQA) -> tuple[Attention, Loss | Non
     return _refined(plan, attention, table_F, pooled, table_F, sample)
 
 
+def _is_movable(plan: Plan, attention: Attention, sample: Sample | None) -> bool:
+    """Whether heads may be put in another order: sinks and some norms belong to a query head each and are not written.
+
+    What heads with norms would lose as one is estimated too roughly for an order that cannot be measured.
+    """
+    if plan.source.family.sinks is not None:
+        return False
+    return attention.q_norm_NH is None or (len(attention.q_norm_NH) == 1 and sample is not None)
+
+
 def _loss(pooled: Attention, attention: Attention, table_F: Tensor, sample: Sample) -> float:
     return measure(pooled, table_F, attention, table_F, sample)
 
 
-def _sample(plan: Plan, number: int, attention: Attention, table_F: Tensor) -> Sample | None:
+def _sample(plan: Plan, number: int, attention: Attention, table_F: Tensor, rotary_factor: float = 1.0) -> Sample | None:
     """What a layer is measured and refined on, where this package's forward computes what the source does."""
     taken = _statistics(plan, number)
     if taken is None:
         return None
-    sample = Sample(input_BTD=taken.input_BTD, output_BTD=taken.output_BTD, fisher_DD=taken.output_fisher)
-    return sample if is_plain(attention, table_F, sample) else None
+    sample = Sample(
+        input_BTD=taken.input_BTD,
+        output_BTD=taken.output_BTD,
+        fisher_DD=taken.output_fisher,
+        scoring=plan.source.scoring(number, rotary_factor),
+    )
+    return sample if agrees(attention, table_F, sample) else None
 
 
 def _refined(
@@ -165,5 +181,7 @@ def _refined(
     if sample is None:
         return layer, None
     steps = plan.refine if plan.method == "subspace" else 0
-    result = refine(layer, slots_S, attention, table_F, sample, steps=steps)
+    # A norm of single heads serves as many as there are, and is passed on; so is one of all queries, whose number stays.
+    fixed = {"q_norm_NH"} if plan.source.family.norm_spans == "heads" else {"q_norm_NH", "k_norm_KH"}
+    result = refine(layer, slots_S, attention, table_F, sample, fixed=fixed, steps=steps)
     return result.layer, {"folded": result.folded, "refined": result.refined}

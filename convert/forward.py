@@ -3,6 +3,9 @@
 Legend: attention.py; B sequences, T tokens.
 """
 
+from dataclasses import dataclass, replace
+from typing import Self
+
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -12,47 +15,132 @@ from .attention import Attention, IntactAttention, LatentAttention
 AnyAttention = Attention | LatentAttention | IntactAttention
 
 
-def attend(layer: AnyAttention, input_BTD: Tensor, frequencies_F: Tensor) -> Tensor:
+@dataclass(frozen=True, kw_only=True)
+class Scoring:
+    """What a layer does beside its weights, and no fold changes: how queries and keys are normed, and scores made weights.
+
+    Attributes:
+        norm_epsilon: added to the mean square in query and key norms.
+        soft_cap: c of c · tanh(score / c), which bounds the scores (arXiv 2408.00118, section 2); None: they are not bounded.
+        window: positions that a query reads, its own and those before it; None: all.
+        sinks_N: a score of every query head that takes part in the softmax and brings no value.
+        pair_gain_F: what each rotary pair's share of a score is multiplied by, where that is not in the weights or the scale.
+    """
+
+    norm_epsilon: float = 0.0
+    soft_cap: float | None = None
+    window: int | None = None
+    sinks_N: Tensor | None = None
+    pair_gain_F: Tensor | None = None
+
+    def to(self, dtype: torch.dtype, device: torch.device | str | None = None) -> Self:
+        """The same in another dtype, and on another device."""
+        sinks_N, gain_F = (None if tensor is None else tensor.to(device, dtype) for tensor in (self.sinks_N, self.pair_gain_F))
+        return replace(self, sinks_N=sinks_N, pair_gain_F=gain_F)
+
+
+PLAIN = Scoring()  # softmax over all that came before
+
+
+def attend(layer: AnyAttention, input_BTD: Tensor, frequencies_F: Tensor, scoring: Scoring = PLAIN) -> Tensor:
     """Causal attention over whole sequences, without a cache.
 
     Args:
         layer: weights, in the dtype and on the device of the input.
         input_BTD: the normed residual stream, positions 0 ... T-1.
         frequencies_F: radians per token of the rotary pairs, or of the slots (LatentAttention).
+        scoring: of the source, in the dtype and on the device of the input.
 
     Returns:
         The output projection's result (B, T, D).
-
-    Raises:
-        NotImplementedError: the layer has query or key norms.
     """
-    angle_TF = torch.arange(input_BTD.shape[1], device=input_BTD.device, dtype=torch.float64)[:, None] * frequencies_F.to(
-        input_BTD.device
-    )
     if isinstance(layer, LatentAttention):
-        q_BNTH, k_BNTH, v_BNTH = _latent(layer, input_BTD, angle_TF)
+        q_BNTH, k_BNTH, v_BNTH = _latent(layer, input_BTD, _angles(input_BTD, frequencies_F))
+        return _output(layer, _mix(q_BNTH, k_BNTH, v_BNTH, layer.scale, scoring))
+    k_BKTH, v_BKTH = keys_and_values(layer, input_BTD, scoring.norm_epsilon)
+    return attend_to(layer, input_BTD, k_BKTH, v_BKTH, frequencies_F, scoring)
+
+
+def keys_and_values(layer: Attention | IntactAttention, input_BTD: Tensor, norm_epsilon: float = 0.0) -> tuple[Tensor, Tensor]:
+    """Keys behind their norm and before rotation, and values, (B, K, T, H); of latent attention as they are rebuilt."""
+    if isinstance(layer, IntactAttention) and layer.k_KHD is None:
+        latent_BTC = input_BTD @ layer.down_CE.mT
+        return _project(latent_BTC, layer.k_up_KHC, layer.k_KH), _project(latent_BTC, layer.v_up_KHC, layer.v_KH)
+    assert layer.k_KHD is not None
+    assert layer.v_KHD is not None
+    k_BKTH = _normed(_project(input_BTD, layer.k_KHD, layer.k_KH), layer.k_norm_KH, norm_epsilon)
+    v_BKTH = _project(input_BTD, layer.v_KHD, layer.v_KH)
+    if isinstance(layer, Attention):
+        return k_BKTH, v_BKTH
+    latent_BTC = beside(k_BKTH, v_BKTH) @ layer.down_CE.mT
+    return _project(latent_BTC, layer.k_up_KHC, None), _project(latent_BTC, layer.v_up_KHC, None)
+
+
+def beside(*parts_BKTH: Tensor) -> Tensor:
+    """All heads of keys, of values, or of both in this order, as one vector a token, (B, T, KH) or (B, T, 2KH)."""
+    return torch.cat([rows_BKTH.transpose(1, 2).flatten(2) for rows_BKTH in parts_BKTH], -1)
+
+
+def attend_to(
+    layer: Attention | IntactAttention,
+    input_BTD: Tensor,
+    k_BKTH: Tensor,
+    v_BKTH: Tensor,
+    frequencies_F: Tensor,
+    scoring: Scoring = PLAIN,
+) -> Tensor:
+    """What a layer's queries read of given keys and values, as `keys_and_values` gives them; the rest as in `attend`."""
+    angle_TF = _angles(input_BTD, frequencies_F)
+    if isinstance(layer, IntactAttention):
+        q_BNTH = _project(_query_input(layer, input_BTD), layer.q_NHA, layer.q_NH)
     else:
-        q_BNTH, k_BNTH, v_BNTH = _grouped(layer, input_BTD, angle_TF)
-    mixed_BNTH = scaled_dot_product_attention(q_BNTH, k_BNTH, v_BNTH, is_causal=True, scale=layer.scale)
+        q_BNTH = _project(input_BTD, layer.q_NHD, layer.q_NH)
+    q_BNTH = _turned(_normed(q_BNTH, layer.q_norm_NH, scoring.norm_epsilon), angle_TF)
+    if scoring.pair_gain_F is not None:
+        q_BNTH = q_BNTH * scoring.pair_gain_F.repeat(2)
+    queries = q_BNTH.shape[1] // k_BKTH.shape[1]
+    k_BNTH, v_BNTH = (rows.repeat_interleave(queries, 1) for rows in (_turned(k_BKTH, angle_TF), v_BKTH))
+    return _output(layer, _mix(q_BNTH, k_BNTH, v_BNTH, layer.scale, scoring))
+
+
+def _angles(input_BTD: Tensor, frequencies_F: Tensor) -> Tensor:
+    """By which each position turns each pair, (T, F), float64."""
+    position_T1 = torch.arange(input_BTD.shape[1], device=input_BTD.device, dtype=torch.float64)[:, None]
+    return position_T1 * frequencies_F.to(input_BTD.device)
+
+
+def _output(layer: AnyAttention, mixed_BNTH: Tensor) -> Tensor:
     output_BTD = torch.einsum("bnth,dnh->btd", mixed_BNTH, layer.o_DNH)
     return output_BTD if layer.o_D is None else output_BTD + layer.o_D
 
 
-def _grouped(layer: Attention | IntactAttention, input_BTD: Tensor, angle_TF: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    if layer.q_norm_NH is not None or layer.k_norm_KH is not None:
-        raise NotImplementedError("query and key norms")
-    if isinstance(layer, IntactAttention):
-        q_BNTH = _project(_query_input(layer, input_BTD), layer.q_NHA, layer.q_NH)
-        latent_BTC = input_BTD @ layer.down_CE.mT
-        k_BKTH = _project(latent_BTC, layer.k_up_KHC, layer.k_KH)
-        v_BKTH = _project(latent_BTC, layer.v_up_KHC, layer.v_KH)
-    else:
-        q_BNTH = _project(input_BTD, layer.q_NHD, layer.q_NH)
-        k_BKTH = _project(input_BTD, layer.k_KHD, layer.k_KH)
-        v_BKTH = _project(input_BTD, layer.v_KHD, layer.v_KH)
-    queries = q_BNTH.shape[1] // k_BKTH.shape[1]
-    k_BNTH, v_BNTH = (rows.repeat_interleave(queries, 1) for rows in (_turned(k_BKTH, angle_TF), v_BKTH))
-    return _turned(q_BNTH, angle_TF), k_BNTH, v_BNTH
+def _mix(q_BNTH: Tensor, k_BNTH: Tensor, v_BNTH: Tensor, scale: float, scoring: Scoring) -> Tensor:
+    """Values by the softmax of scores (B, N, T, H)."""
+    length = q_BNTH.shape[2]
+    windowed = scoring.window is not None and scoring.window < length
+    if scoring.soft_cap is None and scoring.sinks_N is None and not windowed:
+        return scaled_dot_product_attention(q_BNTH, k_BNTH, v_BNTH, is_causal=True, scale=scale)
+    seen_TT = torch.ones(length, length, dtype=torch.bool, device=q_BNTH.device).tril()
+    if scoring.window is not None:
+        seen_TT = seen_TT.triu(1 - scoring.window)
+    if scoring.soft_cap is None and scoring.sinks_N is None:
+        return scaled_dot_product_attention(q_BNTH, k_BNTH, v_BNTH, attn_mask=seen_TT, scale=scale)
+    scores_BNTT = q_BNTH @ k_BNTH.mT * scale
+    if scoring.soft_cap is not None:
+        scores_BNTT = torch.tanh(scores_BNTT / scoring.soft_cap) * scoring.soft_cap
+    scores_BNTT = scores_BNTT.masked_fill(~seen_TT, -torch.inf)
+    if scoring.sinks_N is None:
+        return scores_BNTT.softmax(-1) @ v_BNTH
+    sinks_BNT1 = scoring.sinks_N[:, None, None].expand(len(scores_BNTT), -1, length, 1)
+    return torch.cat([scores_BNTT, sinks_BNT1], -1).softmax(-1)[..., :-1] @ v_BNTH
+
+
+def _normed(rows_BNTH: Tensor, weight_NH: Tensor | None, epsilon: float) -> Tensor:
+    """RMSNorm (arXiv 1910.07467) of every head, or, where each head has a weight of its own, of all as one vector."""
+    if weight_NH is None:
+        return rows_BNTH
+    spans = (-1,) if len(weight_NH) == 1 else (1, -1)
+    return rows_BNTH * (rows_BNTH.square().mean(spans, keepdim=True) + epsilon).rsqrt() * weight_NH[:, None]
 
 
 def _latent(layer: LatentAttention, input_BTD: Tensor, angle_TS: Tensor) -> tuple[Tensor, Tensor, Tensor]:

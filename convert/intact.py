@@ -4,16 +4,18 @@ Nothing positional is lost, for what is compressed is not rotated yet; but keys 
 this saves memory, not arithmetic. Legend: attention.py; E columns of what is encoded, with or without the constant 1.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from .attention import Attention, IntactAttention, LatentAttention
+from .forward import attend_to, beside, keys_and_values
 from .metric import Metric, from_statistics, weights_only, with_bias
+from .refine import BATCH, Sample, fitting_device
 from .spectrum import spectrum
 from .statistics import LayerStatistics
-from .subspaces import low_rank
+from .subspaces import low_rank, matrix_root
 from .target import MLA
 
 _RIDGE = 1e-4  # of the mean energy: what the linear model of a norm cannot see still costs something
@@ -27,23 +29,74 @@ def full_rank(hidden_size: int, rows: int, normed: bool) -> int:
     return rows if normed else min(rows, hidden_size)
 
 
-def to_intact(attention: Attention, target: MLA, metric: Metric) -> IntactAttention:
+@dataclass(frozen=True, kw_only=True)
+class Encoded:
+    """What the latent of a layer with key norms encodes, z = [norm(k); v], as a sample has it, float64.
+
+    Attributes:
+        moment_EE: E[z zᵀ], E = 2KH.
+        key_BSS, value_BSS: what errors cost there, as in `Metric`.
+    """
+
+    moment_EE: Tensor
+    key_BSS: Tensor
+    value_BSS: Tensor
+
+
+def encoded(attention: Attention, frequencies_F: Tensor, sample: Sample, *, seed: int = 0) -> Encoded:
+    """Read what a latent encodes, and what an error in it costs, from the part of a sample that is not held back.
+
+    The cost is refine.py's loss to second order: where e is drawn from N(0, G) at every token's output o, the gradient g of eᵀo
+    has E[g gᵀ] = E[Jᵀ G J] (Gauss-Newton). Gradients before the norm would leave out what an error in a key's length costs.
+
+    Args:
+        attention: the source's weights, with key norms.
+        frequencies_F: its angular frequencies.
+        sample: of its inputs.
+        seed: of what is drawn.
+    """
+    device = fitting_device()
+    source, scoring = attention.to(torch.float32, device), sample.scoring.to(torch.float32, device)
+    root_DD, draw = matrix_root(sample.fisher_DD).to(device, torch.float32), torch.Generator().manual_seed(seed)
+    keys = attention.k_KHD.shape[0] * attention.k_KHD.shape[1]
+    sums = [torch.zeros(size, size, dtype=torch.float64) for size in (2 * keys, keys, keys)]
+    for part in sample.used.split(BATCH):
+        input_BTD = sample.input_BTD[part].to(device, torch.float32)
+        error_BTD = torch.randn(input_BTD.shape, generator=draw).to(device) @ root_DD
+        with torch.enable_grad():
+            k_BKTH, v_BKTH = (
+                rows.detach().requires_grad_() for rows in keys_and_values(source, input_BTD, scoring.norm_epsilon)
+            )
+            score = (attend_to(source, input_BTD, k_BKTH, v_BKTH, frequencies_F, scoring) * error_BTD).sum()
+        seen = beside(k_BKTH, v_BKTH).detach(), *map(beside, torch.autograd.grad(score, (k_BKTH, v_BKTH)))
+        for total_EE, rows_BTE in zip(sums, seen, strict=True):
+            rows_XE = rows_BTE.flatten(0, 1)
+            total_EE += (rows_XE.mT @ rows_XE).to("cpu", torch.float64)
+    moment_EE, key_SS, value_SS = (total_EE / (len(sample.used) * sample.input_BTD.shape[1]) for total_EE in sums)
+    return Encoded(moment_EE=moment_EE, key_BSS=key_SS[None], value_BSS=value_SS[None])
+
+
+def to_intact(attention: Attention, target: MLA, metric: Metric, moment_EE: Tensor | None = None) -> IntactAttention:
     """Fold one layer to a latent of which keys and values are linear functions, of least error in the metric.
 
-    With key norms, the latent encodes the normed keys with the values; their second moment is that of `linearised` attention.
+    With key norms, the latent encodes the normed keys with the values.
 
     Args:
         attention: the source's weights, float64.
         target: `kv_lora_rank` is the rank; from `full_rank` on the result is exact.
         metric: what errors cost, at keys behind their norm.
+        moment_EE: second moment of normed keys and values; that of `linearised` attention where there is none.
     """
     plain, normed = linearised(attention, metric.input_EE), attention.k_norm_KH is not None
     rows_CE = torch.cat([plain.k_KHD, plain.v_KHD]).flatten(0, 1)
-    moment_EE = None if metric.input_EE is None else metric.input_EE[:-1, :-1]
+    input_EE = None if metric.input_EE is None else metric.input_EE[:-1, :-1]
     if normed:
-        moment_EE = (rows_CE if moment_EE is None else rows_CE @ moment_EE) @ rows_CE.mT
+        if moment_EE is None:
+            moment_EE = (rows_CE if input_EE is None else rows_CE @ input_EE) @ rows_CE.mT
         rows_CE = torch.eye(len(rows_CE), dtype=rows_CE.dtype)
         moment_EE = moment_EE + moment_EE.diagonal().mean() * _RIDGE * rows_CE
+    else:
+        moment_EE = input_EE
     rank = target.kv_lora_rank
     energy_M = None
     if rank >= full_rank(rows_CE.shape[1], len(rows_CE), normed):
@@ -71,7 +124,11 @@ def to_intact(attention: Attention, target: MLA, metric: Metric) -> IntactAttent
 
 
 def fold_joint(
-    attention: Attention, target: MLA, statistics: LayerStatistics | None, span: int
+    attention: Attention,
+    target: MLA,
+    statistics: LayerStatistics | None,
+    span: int,
+    seen: Encoded | None = None,
 ) -> IntactAttention | LatentAttention:
     """Fold one layer to a latent that is all there is in the cache, by statistics or by the weights alone.
 
@@ -80,12 +137,15 @@ def fold_joint(
         target: `rope` says whether what is rebuilt is then rotated, or nothing is.
         statistics: of the layer.
         span: max_position_embeddings.
+        seen: of a layer with key norms, where there is a sample of it.
     """
     if statistics is None:
         metric = weights_only(linearised(attention, None), span)
-    else:
+    elif seen is None:
         metric = behind_norms(from_statistics(statistics), attention)
-    folded = to_intact(attention, target, metric)
+    else:
+        metric = replace(from_statistics(statistics), key_BSS=seen.key_BSS, value_BSS=seen.value_BSS)
+    folded = to_intact(attention, target, metric, None if seen is None else seen.moment_EE)
     return folded if target.rope == "intact" else unrotated(folded)
 
 
@@ -120,8 +180,16 @@ def linearised(attention: Attention, input_EE: Tensor | None) -> Attention:
     """Attention whose norms are the linear maps that they are on average; without norms itself."""
     if attention.k_norm_KH is None:
         return attention
-    q_NH1, k_KH1 = (gain[..., None] for gain in gains(attention, input_EE))
-    return replace(attention, q_NHD=q_NH1 * attention.q_NHD, k_KHD=k_KH1 * attention.k_KHD, q_norm_NH=None, k_norm_KH=None)
+    q_gain_NH, k_gain_KH = gains(attention, input_EE)
+    return replace(
+        attention,
+        q_NHD=q_gain_NH[..., None] * attention.q_NHD,
+        k_KHD=k_gain_KH[..., None] * attention.k_KHD,
+        q_NH=None if attention.q_NH is None else q_gain_NH * attention.q_NH,
+        k_KH=None if attention.k_KH is None else k_gain_KH * attention.k_KH,
+        q_norm_NH=None,
+        k_norm_KH=None,
+    )
 
 
 def behind_norms(metric: Metric, attention: Attention) -> Metric:

@@ -108,6 +108,15 @@ def _rows_of(heads: list[int], width: int) -> Tensor:
     return torch.cat([torch.arange(head * width, (head + 1) * width) for head in heads])
 
 
+UNWEIGHTED = Metric(
+    input_EE=None,
+    key_BSS=torch.empty(0, 0, 0),
+    value_BSS=torch.empty(0, 0, 0),
+    query_NHH=torch.empty(0, 0, 0),
+    distance_NT=torch.empty(0, 0),
+)  # for methods that weigh nothing: working one out takes longer than their fold
+
+
 def metric_of(layer: LayerStatistics | None, attention: Attention, span: int) -> Metric:
     """What errors cost in a layer: from statistics where there are any, otherwise from the weights alone."""
     return weights_only(attention, span) if layer is None else from_statistics(layer)

@@ -49,7 +49,7 @@ def load_tokenizer(directory: Path) -> Any:
 
 
 class LayeredModel:
-    """A checkpoint as transformers builds it, float32, whose weights are read when a part is used and then dropped.
+    """A checkpoint as transformers builds it, whose weights are read when a part is used and then dropped.
 
     Attributes:
         model: the model in eval mode; parameters are on the meta device, buffers (rotary tables) are real.
@@ -61,23 +61,26 @@ class LayeredModel:
         query: name of something in layer 0, such as its query projection, under which the decoder layers are found; None: the
             first list of as many modules as there are layers.
         attention: transformers' implementation; None: the one it would choose.
+        dtype: of the weights.
 
     Raises:
         InvalidInput: transformers cannot build the model.
     """
 
-    def __init__(self, checkpoint: Checkpoint, query: str | None, attention: str | None = "eager") -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, query: str | None, attention: str | None = "eager", dtype: torch.dtype = torch.float32
+    ) -> None:
         from accelerate import init_empty_weights
 
         with _failures(checkpoint.directory, "model"), init_empty_weights(include_buffers=False):
-            self.model = _build(checkpoint.directory, attention).eval()
+            self.model = _build(checkpoint.directory, attention, dtype).eval()
         self.model.tie_weights()  # parameters became new ones on their way to the meta device
         for module in self.model.modules():
             for name, buffer in module._buffers.items():
                 module._buffers[name] = None if buffer is None else buffer.to(device())
         self.model.requires_grad_(False)
         self.device = device()
-        self._checkpoint = checkpoint
+        self._checkpoint, self._dtype = checkpoint, dtype
         self._stack = _stack_of(self.model, query)
         self.blocks: list[Any] = list(self.model.get_submodule(self._stack))
 
@@ -150,6 +153,23 @@ class LayeredModel:
             stack.enter_context(self.rest())
             yield self.model
 
+    def check_complete(self) -> None:
+        """See, without reading a number, that every parameter would come out of the checkpoint.
+
+        Raises:
+            InvalidInput: one is missing, or has another shape.
+        """
+        tied: dict[int, set[str]] = {}
+        for name, weight in self.model.named_parameters(remove_duplicate=False):
+            tied.setdefault(id(weight), set()).add(name)
+        shapes = {name: torch.empty(self._checkpoint.spec(name).shape, device="meta") for name in self._checkpoint}
+        found = self._convert(shapes, "meta")
+        absent = {min(names) for names in tied.values() if names <= found.missing_keys}
+        absent |= {name for name, *_ in found.mismatched_keys} | set(found.conversion_errors)
+        if absent:
+            raise InvalidInput(f"{len(absent)} weights are missing or misshapen, e.g. {min(absent)}")
+        self.model.tie_weights()
+
     def _block_of(self, name: str) -> int | None:
         """The decoder layer that a tensor of the checkpoint belongs to; checkpoints may leave the base model's name out."""
         for stack in (self._stack, self._stack.removeprefix(f"{self.model.base_model_prefix}.")):
@@ -159,17 +179,23 @@ class LayeredModel:
         return None
 
     def _load(self, names: list[str]) -> None:
-        """Put tensors of the checkpoint where transformers would, renamed and joined as it does."""
+        """Put tensors of the checkpoint where they belong."""
+        with _failures(self._checkpoint.directory, "model"):
+            self._convert({name: self._checkpoint[name] for name in names}, device())
+
+    def _convert(self, tensors: dict[str, torch.Tensor], place: torch.device | str) -> Any:
+        """Put tensors where transformers would, renamed and joined as it does; returns what it says of it."""
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import convert_and_load_state_dict_in_model
         from transformers.modeling_utils import LoadStateDictConfig
 
         how = LoadStateDictConfig(
-            device_map={"": device()}, dtype=torch.float32, weight_mapping=get_model_conversion_mapping(self.model)
+            device_map={"": place}, dtype=self._dtype, weight_mapping=get_model_conversion_mapping(self.model)
         )
         with _failures(self._checkpoint.directory, "model"), _quiet():
-            convert_and_load_state_dict_in_model(self.model, {name: self._checkpoint[name] for name in names}, how, None)
+            found, _ = convert_and_load_state_dict_in_model(self.model, tensors, how, None)
         self.model.requires_grad_(False)
+        return found
 
     def _check_loaded(self, modules: list[Any]) -> None:
         for module in modules:
@@ -185,14 +211,14 @@ def _under(name: str, modules: set[str]) -> bool:
     return any(path == module or module.endswith(f".{path}") for module in modules)
 
 
-def _build(directory: Path, attention: str | None) -> Any:
+def _build(directory: Path, attention: str | None, dtype: torch.dtype) -> Any:
     """The class that a checkpoint is loaded with, without weights; what this kvfold wrote is built by its own code."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from .containers.modeling_kvfold import KvfoldForCausalLM
     from .containers.remote import carries_own_code
 
-    how = {"dtype": torch.float32, **({} if attention is None else {"attn_implementation": attention})}
+    how = {"dtype": dtype, **({} if attention is None else {"attn_implementation": attention})}
     if carries_own_code(directory):
         return KvfoldForCausalLM._from_config(KvfoldForCausalLM.config_class.from_pretrained(directory), **how)
     return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory, local_files_only=True), **how)
@@ -203,7 +229,10 @@ def _stack_of(model: Any, query: str | None) -> str:
     if query is None:
         count = model.config.get_text_config().num_hidden_layers
         lists = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
-        return next(str(name) for name, module in lists.items() if len(module) == count)
+        found = next((str(name) for name, module in lists.items() if len(module) == count), None)
+        if found is None:
+            raise InvalidInput(f"{type(model).__name__} has no list of {count} layers, so it cannot be read layer by layer")
+        return found
     parts = query.split(".")
     prefixes = [".".join(parts[:end]) for end in range(1, len(parts))]
     return next(prefix for prefix in prefixes if isinstance(model.get_submodule(prefix), nn.ModuleList))

@@ -58,15 +58,20 @@ def keys(attention: Attention, target: GQA) -> Attention:
     k_GHE = half_rows(torch.stack([key_FE for key_FE, _ in found])) / weight_GH[..., None]
     k_GHE *= (length_K.unflatten(0, (groups, -1)).mean(1) / torch.linalg.matrix_norm(k_GHE))[:, None, None]
     q_NHE = half_rows(share_NF.conj()[..., None] * z_NFE) / q_weight_NH[..., None]
-    norm_KH, hidden = attention.k_norm_KH, attention.k_KHD.shape[-1]
+    hidden = attention.k_KHD.shape[-1]
     return replace(
         attention,
         q_NHD=q_NHE[..., :hidden],
         q_NH=None if attention.q_NH is None else q_NHE[..., -1],
         k_KHD=k_GHE[..., :hidden],
         k_KH=None if attention.k_KH is None else k_GHE[..., -1],
-        k_norm_KH=norm_KH if norm_KH is None or len(norm_KH) == 1 else norm_KH.unflatten(0, (groups, -1)).mean(1),
+        k_norm_KH=merged_norm(attention.k_norm_KH, groups),
     )
+
+
+def merged_norm(weight_KH: Tensor | None, groups: int) -> Tensor | None:
+    """The weight of a norm for fewer heads: as it is where heads share it, else the average of each group's."""
+    return weight_KH if weight_KH is None or len(weight_KH) == 1 else weight_KH.unflatten(0, (groups, -1)).mean(1)
 
 
 def _least(tensor: Tensor) -> float:

@@ -83,7 +83,7 @@ def unpack(named: Mapping[str, Tensor], family: Family, geometry: Geometry, widt
         return split(rows.mT if family.transposed and part == "weight" else rows, family, geometry)
 
     def ordered(rows: Tensor | None) -> Tensor | None:
-        return None if rows is None else rows[:, order_H]
+        return None if rows is None else _reordered(rows, order_H)
 
     def norm(name: str) -> Tensor | None:
         weight = named.get(name)
@@ -96,8 +96,8 @@ def unpack(named: Mapping[str, Tensor], family: Family, geometry: Geometry, widt
     assert v is not None
     o = named["o.weight"]
     return Attention(
-        q_NHD=q[:, order_H],
-        k_KHD=k[:, order_H],
+        q_NHD=_reordered(q, order_H),
+        k_KHD=_reordered(k, order_H),
         v_KHD=v,
         o_DNH=(o.mT if family.transposed else o).unflatten(1, (-1, head_dim)),
         q_NH=ordered(q_bias),
@@ -117,7 +117,7 @@ def pack(attention: Attention, family: Family, width: int) -> dict[str, Tensor]:
     native_H[order_H] = torch.arange(len(order_H))
 
     def native(rows: Tensor | None) -> Tensor | None:
-        return None if rows is None else rows[:, native_H]
+        return None if rows is None else _reordered(rows, native_H)
 
     o = attention.o_DNH.flatten(1)
     packed: dict[str, Tensor | None] = {"o.weight": o.mT if family.transposed else o, "o.bias": attention.o_D}
@@ -132,6 +132,11 @@ def pack(attention: Attention, family: Family, width: int) -> dict[str, Tensor]:
     if family.norm_spans == "heads" and attention.k_norm_KH is not None:
         packed["k_norm"] = _flat(native(attention.k_norm_KH - family.norm_shift))
     return {name: tensor for name, tensor in packed.items() if tensor is not None}
+
+
+def _reordered(rows_IHX: Tensor, order_H: Tensor) -> Tensor:
+    """The rows of every head in another order; as they are where that is their own, since a copy takes as long as reading."""
+    return rows_IHX if torch.equal(order_H, torch.arange(len(order_H))) else rows_IHX[:, order_H]
 
 
 def _flat(rows: Tensor | None) -> Tensor | None:

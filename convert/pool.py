@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .attention import Attention
 from .metric import Metric, with_bias
+from .normed import merged_norm
 from .queries import fit_queries
 from .rotary import complex_rows, half_rows, interleaved_rows
 from .subspaces import leading, low_rank
@@ -28,7 +29,14 @@ def mean(attention: Attention, target: GQA, metric: Metric, frequencies_F: Tenso
     k_GHD, v_GHD = pool(attention.k_KHD), pool(attention.v_KHD)
     assert k_GHD is not None
     assert v_GHD is not None
-    return replace(attention, k_KHD=k_GHD, v_KHD=v_GHD, k_KH=pool(attention.k_KH), v_KH=pool(attention.v_KH))
+    return replace(
+        attention,
+        k_KHD=k_GHD,
+        v_KHD=v_GHD,
+        k_KH=pool(attention.k_KH),
+        v_KH=pool(attention.v_KH),
+        k_norm_KH=merged_norm(attention.k_norm_KH, target.num_key_value_heads),
+    )
 
 
 def aligned(attention: Attention, target: GQA, metric: Metric, frequencies_F: Tensor) -> Attention:

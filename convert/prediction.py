@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .attention import Attention, LatentAttention
 from .fold import fold_attention
-from .forward import AnyAttention, attend
+from .forward import AnyAttention, Scoring, attend
 from .plan import Plan
 from .target import MLA
 
@@ -61,26 +61,26 @@ def _measured(plan: Plan, number: int) -> float | None:
     return None if loss is None else loss["refined"]
 
 
-def _share(plan: Plan, number: int) -> float | None:
-    """Squared error of one layer's output over its square; None where the attention has norms inside."""
-    source, table_F = _source(plan, number)
-    if source.q_norm_NH is not None or source.k_norm_KH is not None:
-        return None
+def _share(plan: Plan, number: int) -> float:
+    """Squared error of one layer's output over its square."""
+    source, table_F, scoring = _source(plan, number)
     layer, _ = fold_attention(plan, number)
+    scoring = scoring.to(torch.float32)
     generator = torch.Generator().manual_seed(number)
     input_BTD = torch.randn(SEQUENCES, LENGTH, plan.source.geometry.hidden_size, generator=generator)
     with torch.no_grad():
-        wanted_BTD = attend(source.to(torch.float32), input_BTD, table_F)
-        given_BTD = attend(layer.to(torch.float32), input_BTD, _turning(plan, number, layer, table_F))
+        wanted_BTD = attend(source.to(torch.float32), input_BTD, table_F, scoring)
+        given_BTD = attend(layer.to(torch.float32), input_BTD, _turning(plan, number, layer, table_F), scoring)
     return float((given_BTD - wanted_BTD).square().sum() / wanted_BTD.square().sum())
 
 
-def _source(plan: Plan, number: int) -> tuple[Attention, Tensor]:
-    """The layer that is folded, and the frequencies of its pairs, as fold.py takes them."""
+def _source(plan: Plan, number: int) -> tuple[Attention, Tensor, Scoring]:
+    """The layer that is folded, the frequencies of its pairs, and what it does beside its weights, as fold.py takes them."""
     if isinstance(plan.target, MLA):
         table_F, factor = plan.source.frequencies(number)
-        return plan.source.attention(number, factor), table_F
-    return plan.source.attention(number), plan.source.nominal_frequencies(number)
+        return plan.source.attention(number, factor), table_F, plan.source.scoring(number)
+    table_F, factor = plan.source.nominal_frequencies(number)
+    return plan.source.attention(number), table_F, plan.source.scoring(number, factor)
 
 
 def _turning(plan: Plan, number: int, layer: AnyAttention, table_F: Tensor) -> Tensor:

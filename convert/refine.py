@@ -8,6 +8,7 @@ Legend: attention.py; B sequences, T tokens.
 """
 
 import math
+from collections.abc import Set
 from dataclasses import dataclass, fields, replace
 from typing import Any, Generic, TypeVar
 
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .attention import Attention, IntactAttention, LatentAttention
-from .forward import AnyAttention, attend
+from .forward import PLAIN, AnyAttention, Scoring, attend
 
 Layer = TypeVar("Layer", Attention, LatentAttention, IntactAttention)
 
@@ -41,11 +42,28 @@ class Sample:
         input_BTD: inputs of the attention, whole sequences from position 0.
         output_BTD: the source model's own output of the attention for the first of them.
         fisher_DD: G, second moment of the gradient of the log likelihood at the attention's output.
+        scoring: what the layer does beside its weights.
     """
 
     input_BTD: Tensor
     output_BTD: Tensor
     fisher_DD: Tensor
+    scoring: Scoring = PLAIN
+
+    @property
+    def used(self) -> Tensor:
+        """Numbers of the sequences that a layer is fitted on."""
+        # A single sequence has to serve for both.
+        return torch.arange(len(self.input_BTD) - self._held if len(self.input_BTD) > 1 else 1)
+
+    @property
+    def held_back(self) -> Tensor:
+        """Numbers of those that measure the fit."""
+        return torch.arange(len(self.input_BTD) - self._held, len(self.input_BTD))
+
+    @property
+    def _held(self) -> int:
+        return max(1, len(self.input_BTD) // HELD_BACK)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,12 +81,11 @@ class Refined(Generic[Layer]):
     refined: float
 
 
-def is_plain(source: Attention, frequencies_F: Tensor, sample: Sample) -> bool:
-    """Whether `attend` computes what the source model does: not with windows, sinks, caps or norms inside the attention."""
-    if source.q_norm_NH is not None or source.k_norm_KH is not None:
-        return False
+def agrees(source: Attention, frequencies_F: Tensor, sample: Sample) -> bool:
+    """Whether `attend` computes what the source model does, which may have what no row of the table of families says."""
     wanted_BTD = sample.output_BTD.float()
-    given_BTD = attend(source.to(torch.float32), sample.input_BTD[: len(wanted_BTD)].float(), frequencies_F)
+    input_BTD = sample.input_BTD[: len(wanted_BTD)].float()
+    given_BTD = attend(source.to(torch.float32), input_BTD, frequencies_F, sample.scoring.to(torch.float32))
     return bool((given_BTD - wanted_BTD).norm() <= AGREEMENT * wanted_BTD.norm())
 
 
@@ -79,6 +96,7 @@ def refine(
     frequencies_F: Tensor,
     sample: Sample,
     *,
+    fixed: Set[str] = frozenset(),
     steps: int = STEPS,
     seed: int = 0,
 ) -> Refined[Layer]:
@@ -90,16 +108,17 @@ def refine(
         source: the layer it stands for.
         frequencies_F: the source's angular frequencies.
         sample: of the source's inputs.
+        fixed: fields of the layer that are not written, and stay.
         steps: 0 only measures.
         seed: of the order in which sequences are taken.
     """
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = fitting_device()
     loss = _Loss(source, frequencies_F, slots_S, sample, device)
     start = folded.to(torch.float32, device)
     before = loss.measure(start)
     if steps == 0:
         return Refined(layer=folded, folded=before, refined=before)
-    fitted = _descend(start, loss, steps, RATE * loss.relative(before), seed)
+    fitted = _descend(start, loss, steps, RATE * loss.relative(before), fixed, seed)
     # A sample that is small for its layer is fitted too well: what is held back says how far to go.
     ways = [_between(start, fitted, share) for share in SHARES]
     after, best = min(((loss.measure(way), way) for way in ways), key=lambda pair: pair[0])
@@ -110,8 +129,13 @@ def refine(
 
 def measure(folded: AnyAttention, slots_S: Tensor, source: Attention, frequencies_F: Tensor, sample: Sample) -> float:
     """The loss of a folded layer on the sequences that are held back, nats a token; arguments as of `refine`."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = fitting_device()
     return _Loss(source, frequencies_F, slots_S, sample, device).measure(folded.to(torch.float32, device))
+
+
+def fitting_device() -> torch.device:
+    """Where layers are fitted and measured."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 class _Loss:
@@ -119,22 +143,20 @@ class _Loss:
 
     def __init__(self, source: Attention, frequencies_F: Tensor, slots_S: Tensor, sample: Sample, device: torch.device) -> None:
         self._fisher_DD, self._device, self._slots_S = sample.fisher_DD.to(device, torch.float32), device, slots_S
-        self._input_BTD, teacher = sample.input_BTD, source.to(torch.float32, device)
+        self._input_BTD, self._scoring = sample.input_BTD, sample.scoring.to(torch.float32, device)
+        teacher = source.to(torch.float32, device)
         with torch.no_grad():
-            parts = (attend(teacher, self._on_device(part), frequencies_F) for part in self._input_BTD.split(BATCH))
-            self._wanted_BTD = torch.cat(list(parts))
-        count = len(self._input_BTD)
-        held = max(1, count // HELD_BACK)
-        # A single sequence has to serve for both.
-        self.used = torch.arange(count - held if held < count else count)
-        self.held_back = torch.arange(count - held, count)
+            inputs = map(self._on_device, self._input_BTD.split(BATCH))
+            self._wanted_BTD = torch.cat([attend(teacher, part, frequencies_F, self._scoring) for part in inputs])
+        self.used, self.held_back = sample.used, sample.held_back
 
     def _on_device(self, input_BTD: Tensor) -> Tensor:
         return input_BTD.to(self._device, torch.float32)
 
     def of(self, layer: AnyAttention, taken: Tensor) -> Tensor:
         """On the sequences of these numbers, a scalar with a gradient."""
-        error_BTD = attend(layer, self._on_device(self._input_BTD[taken]), self._slots_S) - self._wanted_BTD[taken]
+        given_BTD = attend(layer, self._on_device(self._input_BTD[taken]), self._slots_S, self._scoring)
+        error_BTD = given_BTD - self._wanted_BTD[taken]
         return ((error_BTD @ self._fisher_DD) * error_BTD).sum(-1).mean() / 2
 
     @torch.no_grad()
@@ -151,14 +173,16 @@ class _Loss:
 
 
 @torch.enable_grad()
-def _descend(start: Layer, loss: _Loss, steps: int, rate: float, seed: int) -> Layer:
+def _descend(start: Layer, loss: _Loss, steps: int, rate: float, fixed: Set[str], seed: int) -> Layer:
     """Matrices take orthogonalised steps, head by head: every direction of a head moves alike, however small its gradient is.
 
     After 100 steps an eighth of the cache loses 0.52 nats on a small model where it loses 0.87 by Adam (LOG.md).
     """
     values = {field.name: getattr(start, field.name) for field in fields(start)}
     weights: dict[str, Tensor] = {
-        name: value.clone().contiguous().requires_grad_() for name, value in values.items() if isinstance(value, Tensor)
+        name: value.clone().contiguous().requires_grad_()
+        for name, value in values.items()
+        if isinstance(value, Tensor) and name not in fixed
     }
     moving = {name: _Moving(name, value) for name, value in weights.items()}
     generator = torch.Generator().manual_seed(seed)

@@ -57,6 +57,24 @@ def frequencies(rope: dict[str, Any], width: int, positions: int) -> tuple[Tenso
     return frequencies_F.float().double(), factor
 
 
+def longrope_factor(rope: dict[str, Any], positions: int) -> float:
+    """The factor on cosines and sines of longrope (arXiv 2402.13753), as transformers computes it; 1 for other types.
+
+    Raises:
+        InvalidInput: rope parameters of longrope that are no numbers.
+    """
+    if rope["rope_type"] != "longrope":
+        return 1.0
+    try:
+        length = float(rope["original_max_position_embeddings"] or positions)
+        growth, stated = rope.get("factor") or positions / length, rope.get("attention_factor")
+        if stated is not None:
+            return float(stated)
+        return math.sqrt(1 + math.log(growth) / math.log(length)) if growth > 1 else 1.0
+    except (TypeError, ValueError, ZeroDivisionError):
+        raise InvalidInput(f"config.json has rope parameters that make no attention factor: {rope}") from None
+
+
 def _default(base_F: Tensor, rope: dict[str, Any], positions: int) -> tuple[Tensor, float]:
     return base_F, 1.0
 

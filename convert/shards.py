@@ -85,19 +85,17 @@ def _entry(file: Path, data: int, name: str, row: dict[str, Any]) -> Entry:
 
 def read_flat(entry: Entry, first: int, count: int) -> Tensor:
     """`count` consecutive elements of a tensor from element `first` on, as a one-dimensional tensor."""
-    if count == 0:
-        return torch.empty(0, dtype=entry.spec.dtype)
     itemsize = entry.spec.dtype.itemsize
-    buffer = bytearray(count * itemsize)
+    flat = torch.empty(count, dtype=entry.spec.dtype)
+    view, done = flat.view(torch.uint8).numpy(), 0
     with entry.file.open("rb", buffering=0) as stream:
         stream.seek(entry.start + first * itemsize)
-        view, done = memoryview(buffer), 0
-        while done < len(buffer):  # one read call returns at most 2 GiB
-            got = stream.readinto(view[done:])
+        while done < len(view):  # one read call returns at most 2 GiB
+            got = stream.readinto(view[done:].data)
             if not got:
                 raise InvalidInput(f"{entry.file} became shorter while it was read")
             done += got
-    return torch.frombuffer(buffer, dtype=entry.spec.dtype)
+    return flat
 
 
 def is_finite(tensor: Tensor) -> bool:

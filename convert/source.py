@@ -12,8 +12,9 @@ from .attention import Attention
 from .checkpoint import Checkpoint
 from .errors import InvalidInput
 from .families import Family, complete, family_of, geometry_of, rotary_width, rotated
+from .forward import Scoring
 from .packing import outputs, shapes, unpack
-from .rotary import FIXED, frequencies, rope_parameters
+from .rotary import FIXED, frequencies, longrope_factor, rope_parameters
 from .target import Geometry
 
 # A pair that does not rotate has this frequency: longrope factors can say it, and its angle is nothing at any position.
@@ -96,17 +97,19 @@ class Source:
         table_F, factor = frequencies(layer_rope(self.config, layer or 0), self.rotary_width, self.positions)
         return torch.cat([table_F, still_F[len(table_F) :]]), factor
 
-    def nominal_frequencies(self, layer: int) -> Tensor:
+    def nominal_frequencies(self, layer: int) -> tuple[Tensor, float]:
         """The same for rules that only weigh by them: where they depend on the input's length, those of short inputs."""
         rope = layer_rope(self.config, layer)
         if rope["rope_type"] in FIXED or not self.rotary_width or not rotated(self.family, self.config, layer):
-            return self.frequencies(layer)[0]
+            return self.frequencies(layer)
         base_F, _ = frequencies({**rope, "rope_type": "default"}, self.rotary_width, self.positions)
         still_F = torch.full((self.geometry.head_dim // 2 - len(base_F),), STILL, dtype=torch.float64)
         short_F = torch.tensor(rope.get("short_factor") or [1.0], dtype=torch.float64)
         if len(short_F) not in (1, len(base_F)):
             raise InvalidInput(f"config.json has a short_factor of {len(short_F)} numbers for {len(base_F)} rotary pairs")
-        return torch.cat([base_F / short_F, still_F])
+        original = self.config.get("original_max_position_embeddings")  # where transformers 4 wrote it
+        factor = longrope_factor({"original_max_position_embeddings": original, **rope}, self.positions)
+        return torch.cat([base_F / short_F, still_F]), factor
 
     def reads(self, layer: int) -> tuple[str, ...]:
         """The tensors of a layer's attention that a fold replaces."""
@@ -128,7 +131,8 @@ class Source:
 
         Args:
             layer: its number.
-            rotary_factor: factor on the cosines and sines, which goes into the scale.
+            rotary_factor: factor on the cosines and sines, which goes into the scale, or, where a part of a head does not
+                rotate, into the queries.
         """
         names = self._names(layer)
         for which in ("q", "k"):
@@ -136,7 +140,49 @@ class Source:
             if norm is not None:
                 names[f"{which}_norm"] = norm
         tensors = {role: self.checkpoint[name].to(torch.float64) for role, name in names.items()}
-        return unpack(tensors, self.family, self.geometry, self.rotary_width, self.scale(layer) * rotary_factor**2)
+        partial = rotary_factor != 1 and self.rotary_width < self.geometry.head_dim
+        scale = self.scale(layer) * (1 if partial else rotary_factor**2)
+        attention = unpack(tensors, self.family, self.geometry, self.rotary_width, scale)
+        if not partial:
+            return attention
+        gain_H = self._pair_gains(rotary_factor).repeat(2)
+        q_NH = None if attention.q_NH is None else attention.q_NH * gain_H
+        return replace(attention, q_NHD=attention.q_NHD * gain_H[:, None], q_NH=q_NH)
+
+    def _pair_gains(self, rotary_factor: float) -> Tensor:
+        """What a factor on cosines and sines multiplies each pair's share of a score by, (F,)."""
+        gain_F = torch.ones(self.geometry.head_dim // 2, dtype=torch.float64)
+        gain_F[: self.rotary_width // 2] = rotary_factor**2
+        return gain_F
+
+    def scoring(self, layer: int, rotary_factor: float = 1.0) -> Scoring:
+        """What a layer does beside its weights, float64.
+
+        Args:
+            layer: its number.
+            rotary_factor: factor on the cosines and sines, unless `attention` was given it.
+
+        Raises:
+            InvalidInput: config.json has a norm's epsilon or a bound on scores that is no positive number.
+        """
+        family, sinks_N = self.family, None
+        if family.sinks is not None:
+            sinks_N = self.checkpoint[family.prefix + family.sinks.format(layer=layer)].to(torch.float64)
+        bounded = family.soft_cap is not None and self.config[family.soft_cap] is not None
+        return Scoring(
+            norm_epsilon=_positive(self.config, "rms_norm_eps") if family.k_norm is not None else 0.0,
+            soft_cap=_positive(self.config, str(family.soft_cap)) if bounded else None,
+            window=self.window(layer),
+            sinks_N=sinks_N,
+            pair_gain_F=None if rotary_factor == 1 else self._pair_gains(rotary_factor),
+        )
+
+    def window(self, layer: int) -> int | None:
+        """How many positions a query of a layer reads; None where it reads all."""
+        width = self.config.get("sliding_window") if self.config.get("use_sliding_window", True) else None
+        kinds = self.config.get("layer_types") or []
+        sliding = layer >= len(kinds) or kinds[layer] == "sliding_attention"
+        return width if sliding and isinstance(width, int) and width > 0 else None
 
     def scale(self, layer: int) -> float:
         """The factor on a layer's scores."""
@@ -146,6 +192,12 @@ class Source:
             base = self.config[field]
         by_layer = self.family.scale_by_layer and self.config.get(self.family.scale_by_layer)
         return float(base**exponent) / (layer + 1 if by_layer else 1)
+
+
+def _positive(config: Mapping[str, Any], name: str) -> float:
+    if not isinstance(config[name], int | float) or not config[name] > 0:
+        raise InvalidInput(f"config.json has {name} {config[name]!r}, where a positive number is needed")
+    return float(config[name])
 
 
 def layer_rope(config: dict[str, Any], layer: int) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from kvfold.eval.corpus import read_text
 from kvfold.eval.options import Options
 from kvfold.eval.run import evaluate
 
-from ..tiny import make
+from ..tiny import ROPE, make
 
 DEMO = Path(__file__).parents[2] / "recipes" / "demo"
 FEW = ("--context", "256", "--budgets", "50%,12.5%")
@@ -222,12 +222,27 @@ def test_a_wide_source_is_offered_what_engines_have_kernels_for(tmp_path: Path) 
 
 
 def test_where_no_loss_can_be_predicted_the_largest_cache_is_taken(tmp_path: Path) -> None:
-    source = make(tmp_path / "normed", "qwen3")
-    found = report(str(source), "--context", "64", "--budgets", "50%,25%")
+    # Its queries grow with their position, from the ninth on: that is not among what kvfold computes.
+    rope = {**ROPE["yarn"], "llama_4_scaling_beta": 0.5, "original_max_position_embeddings": 8}
+    source = make(tmp_path / "growing", "ministral3", rope_parameters=rope)
+    sample = ("--calibration", "self", "--sequences", "4", "--length", "32")
+    found = report(str(source), *sample, "--context", "64", "--budgets", "50%,25%")
     assert {row["predicted_loss"] for row in found["candidates"]} == {None}
     shares = [row["cache"]["share"] for row in found["candidates"]]
     assert shares == sorted(shares, reverse=True)
     assert "no loss can be predicted" in found["chosen"]["reason"]
+
+
+@pytest.mark.parametrize("calibration", ["none", "self"])
+@pytest.mark.parametrize("family", ["qwen3", "olmo2", "gemma2", "gpt_oss"])
+def test_losses_are_predicted_through_norms_bounds_sinks_and_windows(tmp_path: Path, family: str, calibration: str) -> None:
+    source = make(tmp_path / "source", family, num_key_value_heads=4)
+    sample = ("--calibration", calibration, "--sequences", "8", "--length", "24")
+    rows = report(str(source), *sample, "--context", "64", "--budgets", "50%,25%")["candidates"]
+    losses = {row["label"]: row["predicted_loss"] for row in rows}
+    assert {"GQA-2", "MQA"} < set(losses)
+    assert 0 < losses["GQA-2"] < losses["MQA"]
+    assert all(loss is not None and math.isfinite(loss) for loss in losses.values())
 
 
 def test_curve_and_picture(tmp_path: Path, statistics: Path) -> None:

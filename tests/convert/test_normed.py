@@ -91,6 +91,15 @@ def test_values_are_the_method_s() -> None:
     assert torch.equal(folded.o_DNH, wanted.o_DNH)
 
 
+def test_the_mean_is_plain() -> None:
+    spanning = torch.rand(KEYS, WIDTH, dtype=torch.float64)
+    source = Attention(**{**vars(attention()), "k_norm_KH": spanning})
+    folded = pool.mean(source, GQA(num_key_value_heads=2), weights_only(source, 16), FREQUENCIES)
+    for rows, wanted in ((folded.k_KHD, source.k_KHD), (folded.v_KHD, source.v_KHD), (folded.k_norm_KH, spanning)):
+        assert rows is not None
+        torch.testing.assert_close(rows, (wanted[::2] + wanted[1::2]) / 2)
+
+
 def test_a_norm_over_all_heads_is_averaged() -> None:
     spanning = torch.rand(KEYS, WIDTH, dtype=torch.float64)
     source = Attention(**{**vars(attention()), "k_norm_KH": spanning})

@@ -9,12 +9,12 @@ from torch import Tensor
 
 from kvfold.convert import factor, pool
 from kvfold.convert.attention import Attention, IntactAttention, LatentAttention
-from kvfold.convert.forward import attend
+from kvfold.convert.forward import Scoring, attend
 from kvfold.convert.grouping import arrange, grouped, merge_costs
 from kvfold.convert.intact import to_intact
 from kvfold.convert.metric import Metric, from_statistics, metric_of, weights_only
 from kvfold.convert.queries import fit_queries
-from kvfold.convert.refine import HELD_BACK, Sample, is_plain, measure, refine
+from kvfold.convert.refine import HELD_BACK, Sample, agrees, measure, refine
 from kvfold.convert.rotary import complex_rows, interleaved_rows
 from kvfold.convert.statistics import LayerStatistics
 from kvfold.convert.target import GQA, MLA
@@ -204,10 +204,15 @@ def test_what_cannot_be_improved_stays() -> None:
 
 def test_only_attention_that_the_forward_computes_is_refined() -> None:
     a, taken = teacher(), sample(normed(2, 24))
-    assert is_plain(a, FREQUENCIES_F, taken)
-    windowed = replace(taken, output_BTD=torch.cat([taken.output_BTD[:, :12], taken.output_BTD[:, 12:] * 1.1], 1))
-    assert not is_plain(a, FREQUENCIES_F, windowed)
-    assert not is_plain(replace(a, k_norm_KH=torch.ones(1, H, dtype=torch.float64)), FREQUENCIES_F, taken)
+    assert agrees(a, FREQUENCIES_F, taken)
+    unlike = replace(taken, output_BTD=torch.cat([taken.output_BTD[:, :12], taken.output_BTD[:, 12:] * 1.1], 1))
+    assert not agrees(a, FREQUENCIES_F, unlike)
+    assert not agrees(replace(a, k_norm_KH=torch.ones(1, H, dtype=torch.float64)), FREQUENCIES_F, taken)
+    windowed = replace(taken, scoring=Scoring(window=3))
+    assert not agrees(a, FREQUENCIES_F, windowed)
+    assert agrees(
+        a, FREQUENCIES_F, replace(windowed, output_BTD=attend(a, taken.input_BTD[:1], FREQUENCIES_F, Scoring(window=3)))
+    )
 
 
 def test_without_statistics_the_metric_is_the_weights() -> None:

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from kvfold.convert import moments, passes
-from kvfold.convert.calibration import draw, sample_from
+from kvfold.convert.calibration import BLOCK, draw, sample_from
 from kvfold.convert.errors import InvalidInput
 from kvfold.convert.families import FAMILIES
 from kvfold.convert.models import load_model
-from kvfold.convert.moments import SAMPLES, Layout
+from kvfold.convert.moments import BLOCKS, MOMENTS, SAMPLES, Layout
 from kvfold.convert.passes import collect
 from kvfold.convert.statistics import Statistics
 from tests.tiny import make
@@ -233,3 +233,23 @@ def test_draw() -> None:
     counts = draw(p.expand(1000, -1), chance).bincount(minlength=6)
     assert (counts - 1000 * p).abs().max() <= 1
     assert counts[[0, 2, 5]].sum() == 0
+
+
+@pytest.mark.parametrize("vocabulary", [BLOCK - 1, 2 * BLOCK, 3 * BLOCK + 5])
+def test_draw_by_blocks(vocabulary: int) -> None:
+    """A large vocabulary is drawn from in two steps, which together are the inverse of one distribution."""
+    p = (3 * torch.randn(200, vocabulary, generator=torch.Generator().manual_seed(0))).softmax(-1)
+    p[:, ::3] = 0
+    chance = torch.rand(200, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    chance[0], chance[1] = 0, 1 - 2**-53
+    below = p.double().cumsum(-1)
+    assert torch.equal(draw(p, chance), torch.searchsorted(below, chance[:, None] * below[:, -1:], right=True).squeeze(1))
+    assert (p[torch.arange(200), draw(p, chance)] > 0).all()
+
+
+def test_moment_of_any_width() -> None:
+    """The blocks that are computed and those that mirror them are the whole product."""
+    for width in (1, 5, BLOCKS, 3 * BLOCKS + 1):
+        rows = torch.randn(7, 1, 1, width, generator=torch.Generator().manual_seed(width))
+        whole = rows.double().flatten(1).mT @ rows.double().flatten(1)
+        torch.testing.assert_close(MOMENTS["value_fisher"].reduce(rows), whole)
