@@ -8,10 +8,12 @@ teacher that computes in bfloat16 loses nothing when it is kept in bfloat16.
 Shapes: B windows of a batch, S tokens of a window, T = B S, D hidden size, N windows of a file, V vocabulary.
 """
 
+import fcntl
 import hashlib
 import json
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +38,7 @@ from .tensors import save_whole
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _SCHEMA = 1
-_MANIFEST, _PLAN = "manifest.json", "plan.json"
+_MANIFEST, _PLAN, _LOCK = "manifest.json", "plan.json", "lock"
 _FILE_BYTES = 2**28  # hidden states in one file
 _BATCH = 8  # windows that the teacher reads at once
 _KEY = 16
@@ -171,30 +173,28 @@ def write_cache(
     Raises:
         InvalidInput: the directory or its `.partial` is something else, or the disk is too small.
     """
-    partial = directory.with_name(directory.name + ".partial")
-    if accelerator.is_main_process:
-        _begin(directory, partial, identity)
-    accelerator.wait_for_everyone()
-    distinct = list({key: cursor for cursor in range(count) for key in keys(windows.batch([cursor]))}.values())
-    width = teacher.model.config.get_text_config().hidden_size
-    dtype = DTYPES[identity["dtype"]]
+    partial, is_main = directory.with_name(directory.name + ".partial"), accelerator.is_main_process
+    cursors = {key: cursor for cursor in range(count) for key in keys(windows.batch([cursor]))}
+    dtype, width = DTYPES[identity["dtype"]], teacher.model.config.get_text_config().hidden_size
     bytes_each = identity["seq_len"] * width * dtype.itemsize
-    _check_room(partial, bytes_each * len(distinct))
-    parts = list(_parts(distinct, max(1, _FILE_BYTES // bytes_each)))
+    parts = list(_parts(list(cursors.values()), max(1, _FILE_BYTES // bytes_each)))
     mine = range(accelerator.process_index, len(parts), accelerator.num_processes)
     try:
-        with progress_bar("teacher", len(mine)) as show:
-            for done, number in enumerate(mine, 1):
-                file = partial / f"hidden-{number:05d}.safetensors"
-                if not file.exists():
-                    save_whole(_hidden(teacher, windows, parts[number], dtype), file)
-                show(done, "")
-        accelerator.wait_for_everyone()
-        if accelerator.is_main_process:
-            _end(partial, directory, teacher, windows.batch([0]), {**identity, "windows": len(distinct)})
+        with _begun(directory, partial, _plan(identity, cursors)) if is_main else nullcontext():
+            accelerator.wait_for_everyone()
+            _check_room(partial, bytes_each * len(cursors))
+            with progress_bar("teacher", len(mine)) as show:
+                for done, number in enumerate(mine, 1):
+                    file = partial / f"hidden-{number:05d}.safetensors"
+                    if not file.exists():
+                        save_whole(_hidden(teacher, windows, parts[number], dtype), file)
+                    show(done, "")
+            accelerator.wait_for_everyone()
+            if is_main:
+                _end(partial, directory, teacher, windows.batch([0]), {**identity, "windows": len(cursors)})
+            accelerator.wait_for_everyone()
     except (OSError, SafetensorError) as error:
         raise InvalidInput(f"teacher_cache {directory} cannot be written: {error}") from None
-    accelerator.wait_for_everyone()
 
 
 def keys(batch: Batch) -> list[bytes]:
@@ -203,15 +203,30 @@ def keys(batch: Batch) -> list[bytes]:
     return [hashlib.blake2b(window_2S.tobytes(), digest_size=_KEY).digest() for window_2S in both_B2S]
 
 
-def _begin(directory: Path, partial: Path, identity: Mapping[str, Any]) -> None:
-    """Make the directory for what is not whole yet, or find there what an earlier run with the same plan has left."""
+def _plan(identity: Mapping[str, Any], windows: Iterable[bytes]) -> dict[str, Any]:
+    """What an unfinished cache is to hold: one that was begun for other windows must not be taken up."""
+    return {**identity, "windows": hashlib.sha256(b"".join(windows)).hexdigest()}
+
+
+@contextmanager
+def _begun(directory: Path, partial: Path, plan: Mapping[str, Any]) -> Iterator[None]:
+    """Make the directory for what is not whole yet, or find there what an earlier run with the same plan has left; and keep
+    other runs out of it."""
     check_output(directory)
-    plan = partial / _PLAN
-    if not partial.exists():
-        partial.mkdir(parents=True)
-        plan.write_text(json.dumps(identity) + "\n", encoding="utf-8")
-    elif not plan.is_file() or _read(plan) != identity:
+    partial.mkdir(parents=True, exist_ok=True)
+    file, unfinished = partial / _PLAN, partial / f"{_PLAN}.partial"
+    is_empty = {path.name for path in partial.iterdir()} <= {_LOCK, unfinished.name}  # killed before the plan was there
+    if not is_empty and (not file.is_file() or _read(file) != plan):
         raise InvalidInput(f"{partial} is no unfinished teacher_cache of this run; remove it, or name another directory")
+    with (partial / _LOCK).open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise InvalidInput(f"another run is writing teacher_cache {directory}; wait for it, or name another") from None
+        if is_empty:
+            unfinished.write_text(json.dumps(plan) + "\n", encoding="utf-8")
+            unfinished.rename(file)
+        yield
 
 
 def _end(partial: Path, directory: Path, teacher: Online, batch: Batch, manifest: dict[str, Any]) -> None:
@@ -222,8 +237,9 @@ def _end(partial: Path, directory: Path, teacher: Online, batch: Batch, manifest
     )
     form = {"scale": given.scale, "soft_cap": given.soft_cap}
     (partial / _MANIFEST).write_text(json.dumps(manifest | form, indent=2) + "\n", encoding="utf-8")
-    (partial / _PLAN).unlink()
+    (partial / _LOCK).unlink()
     finish(partial, directory)
+    (directory / _PLAN).unlink()  # last: without its plan the unfinished directory would be nobody's
 
 
 def _hidden(teacher: Online, windows: Batches, cursors: Sequence[int], dtype: torch.dtype) -> dict[str, Tensor]:

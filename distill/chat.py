@@ -32,14 +32,14 @@ def chat_pieces(source: Source, data: Data, tokenizer: Any) -> Pieces:
     Raises:
         InvalidInput: there is no chat template, the field holds no conversations, or the template renders none of it.
     """
-    _check_tokenizer(tokenizer)
+    check_template(tokenizer)
     cut = silent = spoken = 0
 
     def conversations() -> Iterator[Piece]:
         nonlocal cut, silent, spoken
         for batch in read_field(source, "messages_field", data.seed):
             for value in batch:
-                piece = conversation(_messages(value, source), tokenizer, source.source)
+                piece = conversation(messages_of(value, source), tokenizer, source.source)
                 if data.packing == "documents" and len(piece.ids) > data.seq_len:
                     piece, cut = Piece(piece.ids[: data.seq_len], piece.marks[: data.seq_len]), cut + 1
                 if (piece.marks & SCORED).any():
@@ -91,8 +91,12 @@ def _padding(length: int, token: int) -> Piece:
     return Piece(np.full(length, token, dtype=np.int32), marks)
 
 
-def _messages(value: Any, source: Source) -> list[dict[str, Any]]:
-    """A conversation as data sets keep them: a list of messages, or one mapping of lists."""
+def messages_of(value: Any, source: Source) -> list[dict[str, Any]]:
+    """A conversation as data sets keep them: a list of messages, or one mapping of lists.
+
+    Raises:
+        InvalidInput: it is neither.
+    """
     if isinstance(value, dict) and value and all(isinstance(column, list) for column in value.values()):
         value = [dict(zip(value, row, strict=True)) for row in zip(*value.values(), strict=True)]
     if not isinstance(value, list) or not all(isinstance(message, dict) and "role" in message for message in value):
@@ -154,7 +158,12 @@ def _turns(messages: list[dict[str, Any]], tokenizer: Any, name: str) -> tuple[s
     return whole, turns
 
 
-def _check_tokenizer(tokenizer: Any) -> None:
+def check_template(tokenizer: Any) -> None:
+    """Refuse a tokenizer that cannot write conversations, or not tell where in them a token is from.
+
+    Raises:
+        InvalidInput: says so.
+    """
     try:
         tokenizer.get_chat_template()
     except ValueError:

@@ -1,5 +1,6 @@
 """The working directory of a run: taken only when it is free or kvfold's own, and gone again when nothing was done."""
 
+import errno
 import fcntl
 import shutil
 from collections.abc import Iterator, Sequence
@@ -7,6 +8,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ..convert.errors import InvalidInput
+from .signals import ignored
 from .state import saved
 
 _LOCK = "lock"  # held while a run is at work, and the mark of a directory that kvfold made
@@ -14,6 +16,7 @@ _LOCK = "lock"  # held while a run is at work, and the mark of a directory that 
 _WRITTEN = ("tokens.bin", "marks.bin", "tokens.json", "metrics.jsonl", "evaluations.jsonl")
 _FILES = (*_WRITTEN, *(f"{name}.partial" for name in _WRITTEN))
 _DIRECTORIES = ("state", "stages", "best", "trackers", "final")
+_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO}
 _NAMES = {*_FILES, *_DIRECTORIES, _LOCK}
 
 
@@ -27,8 +30,60 @@ def claimed(partial: Path) -> Iterator[None]:
     Raises:
         InvalidInput: the directory is somebody else's, cannot be made, or another run is in it.
     """
-    _check_ours(partial)
     missing = [path for path in (partial, *partial.parents) if not path.exists()]
+    with _locked(partial):
+        if not saved(partial / "state"):
+            _empty(partial)
+        try:
+            with _telling(partial):
+                yield
+        except InvalidInput:
+            if not saved(partial / "state"):
+                _remove(partial, missing)
+            raise
+        with ignored():  # the output is there, so that the run has ended well
+            _remove(partial, [])
+
+
+@contextmanager
+def _telling(partial: Path) -> Iterator[None]:
+    """A disk that is full, or cannot be written any more, as a sentence: of most such errors the system names no file."""
+    try:
+        yield
+    except shutil.Error as errors:  # of a whole tree: (from, to, reason) of each file
+        reason = errors.args[0][0][2]
+    except OSError as error:
+        if error.errno not in _DISK:
+            raise
+        reason = error.strerror
+    else:
+        return
+    kept = "what was saved is kept: " if saved(partial / "state") else ""
+    raise InvalidInput(f"{partial} cannot be written: {reason}; {kept}make room there and give the same command again")
+
+
+def tidy(partial: Path) -> None:
+    """Remove the working directory of a run that has ended.
+
+    Raises:
+        InvalidInput: it is somebody else's, or a run is in it.
+    """
+    with _locked(partial):
+        _remove(partial, [])
+
+
+def is_ours(partial: Path) -> bool:
+    """Whether a directory is, or may become, the working directory of a run: one of ours, or empty."""
+    return _strange(partial) is None
+
+
+@contextmanager
+def _locked(partial: Path) -> Iterator[None]:
+    if found := _strange(partial):
+        raise InvalidInput(
+            f"{partial} exists and is no unfinished run of kvfold ({found}); move it, or name another output with --set "
+            "output=DIR"
+        )
     try:
         partial.mkdir(parents=True, exist_ok=True)
         lock = (partial / _LOCK).open("w")
@@ -39,30 +94,19 @@ def claimed(partial: Path) -> Iterator[None]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise InvalidInput(f"another run is at work in {partial}; wait for it, or name another output") from None
-        if not saved(partial / "state"):
-            _empty(partial)
-        try:
-            yield
-        except InvalidInput:
-            if not saved(partial / "state"):
-                _remove(partial, missing)
-            raise
-        _remove(partial, [])
+        yield
 
 
-def _check_ours(partial: Path) -> None:
+def _strange(partial: Path) -> str | None:
+    """What in a directory is not from a run of ours."""
     if not partial.exists() and not partial.is_symlink():
-        return
+        return None
     if partial.is_symlink() or not partial.is_dir():
-        found = "it is no directory"
-    else:
-        names = {path.name for path in partial.iterdir()}
-        if not names or (names <= _NAMES and (partial / _LOCK).is_file()):
-            return
-        found = f"it holds {min(names - _NAMES or names)}"
-    raise InvalidInput(
-        f"{partial} exists and is no unfinished run of kvfold ({found}); move it, or name another output with --set output=DIR"
-    )
+        return "it is no directory"
+    names = {path.name for path in partial.iterdir()}
+    if not names or (names <= _NAMES and (partial / _LOCK).is_file()):
+        return None
+    return f"it holds {min(names - _NAMES or names)}"
 
 
 def _empty(partial: Path) -> None:

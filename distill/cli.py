@@ -25,19 +25,26 @@ JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON obje
 @OVERRIDES
 @JSON
 def validate(recipes: tuple[Path, ...], overrides: tuple[str, ...], as_json: bool) -> None:
-    """Check recipes, and that the models and texts on this machine which they name are there; exit code 2 if one is wrong."""
+    """Check recipes, and the models and texts on this machine which they name; exit code 2 if one is wrong.
+
+    Of texts the first documents are read: whether they can be, whether the named field is there, about how many tokens there
+    are, and whether the held-out text is among them.
+    """
     from .explain import validate as check
 
     mistakes: dict[str, str | None] = {}
+    notes: dict[str, list[str]] = {}
     for recipe in recipes:
         try:
-            check(recipe, overrides)
+            notes[str(recipe)] = check(recipe, overrides)[1]
             mistakes[str(recipe)] = None
         except InvalidInput as mistake:
             mistakes[str(recipe)] = str(mistake)
     if as_json:
-        show_json({"recipes": mistakes})
+        show_json({"recipes": mistakes, "notes": notes})
     for name, found in () if as_json else mistakes.items():
+        for sentence in notes.get(name, ()):
+            notice(sentence)
         click.echo(f"{name}: valid" if found is None else f"Error: {found}", err=found is not None)
     sys.exit(2 if any(mistakes.values()) else 0)
 
@@ -45,16 +52,17 @@ def validate(recipes: tuple[Path, ...], overrides: tuple[str, ...], as_json: boo
 @click.command("explain", cls=Command)
 @click.argument("recipe", type=click.Path(path_type=Path))
 @OVERRIDES
+@click.option("--processes", type=click.IntRange(min=1), help="How many share the run; by default one a GPU.")
 @JSON
-def explain(recipe: Path, overrides: tuple[str, ...], as_json: bool) -> None:
+def explain(recipe: Path, overrides: tuple[str, ...], processes: int | None, as_json: bool) -> None:
     """Say what every key of RECIPE is and where its value comes from, and what each stage trains, does and takes.
 
-    Memory is an estimate for one process; the time is what the arithmetic alone would take at the rate of this machine's matrix
-    products, so that no run is quicker.
+    Memory is an estimate for one process, of which --set profile=fsdp2 --processes 8 would share the models; the time is what
+    the arithmetic alone would take at the rate of this machine's matrix products, so that no run is quicker.
     """
     from .explain import explain as explained
 
-    result = explained(recipe, overrides)
+    result = explained(recipe, overrides, processes)
     if as_json:
         show_json(result)
         return
@@ -66,7 +74,8 @@ def explain(recipe: Path, overrides: tuple[str, ...], as_json: bool) -> None:
     for stage in result["stages"]:
         if stage["footprint"]:
             memory = {name: f"{size / 2**30:.2f}" for name, size in stage["footprint"]["memory_bytes"].items()}
-            show_table(f"{stage['name']}: memory of one process, GiB", tuple(memory), [tuple(memory.values())])
+            which = "one process" if (count := stage["footprint"]["processes"]) == 1 else f"each of {count} processes"
+            show_table(f"{stage['name']}: memory of {which}, GiB", tuple(memory), [tuple(memory.values())])
     if result["note"]:
         click.echo(f"Memory and time are not told: {result['note']}.")
 
@@ -110,7 +119,8 @@ class _Distill(Command):
 @click.option(
     "--profile",
     type=click.Choice(["cpu", "single", "ddp", "fsdp2", "zero2", "zero3", "multinode"]),
-    help="How processes share the run: whole copies (ddp) or shards (fsdp2, zero2, zero3). What follows -- goes to accelerate.",
+    help="How processes share the run: whole copies (ddp), or shards (fsdp2, zero2, zero3: by FSDP 2, not DeepSpeed). What "
+    "follows -- goes to accelerate.",
 )
 @click.argument("launcher", nargs=-1, type=click.UNPROCESSED, metavar="[-- ACCELERATE...]")
 @click.option("--dry-run", is_flag=True, help="Check the recipe, show it with its steps and tokens, and stop.")
@@ -167,8 +177,10 @@ def _run(recipe: "Recipe", as_json: bool) -> None:
             f"Held-out text ({found['text']}): perplexity {found['teacher_perplexity']:.4g} (teacher), "
             f"{found['start_perplexity']:.4g} (before), {found['perplexity']:.4g} (after step {found['step']}){share}."
         )
-        if found["perplexity"] > found["start_perplexity"]:
-            notice("training made it worse on held-out text; use a lower lr or more tokens, or keep the student as it was")
+        if found["kept"] == "start":
+            notice("no trained weights beat the start on held-out text, so it has the start's; use a lower lr or more tokens")
+        elif found["perplexity"] > found["start_perplexity"]:
+            notice("training made it worse on held-out text; use a lower lr or more tokens, or evaluate.keep: best")
     click.echo(f"Wrote {result['output']}. Next: kvfold eval {result['output']} --text FILE")
 
 

@@ -73,10 +73,15 @@ class Evaluation:
 
     def start(self, measure: Measure, stage: str, progress: Progress) -> None:
         """Evaluate the student before it is trained, and the teacher; once in a run. All processes call it."""
-        has_begun = bool(self.history())
+        history = self.history()
         self.accelerator.wait_for_everyone()  # all have looked before one writes
-        if not has_begun:
+        if not history:
             self.evaluate(measure, stage, progress)
+        elif history[0]["text_sha256"] != self.held_out.described["text_sha256"]:
+            raise InvalidInput(
+                f"evaluate.source {self.settings.source} is not the text that {self.partial} was started with; put that one "
+                "back to go on, or name another output to start anew"
+            )
 
     def evaluate(self, measure: Measure, stage: str, progress: Progress) -> dict[str, float]:
         """Evaluate after the step that `progress` has just completed. All processes call it.
@@ -131,11 +136,13 @@ class Evaluation:
         best = best_of(history)
         if self.settings.keep != "best" or best is None or best["step"] != progress.total_steps:
             return
-        gathered = state.gather(model, None, keep=self.accelerator.is_main_process)
+        gathered = state.Gathered(model)
         if self.accelerator.is_main_process:
             directory = self.partial / "best"
             state.save(directory, progress, gathered, keep=len(history) + 1)
             self._drop(history, best)
+        else:
+            gathered.discard()
         self.accelerator.wait_for_everyone()
 
     def _drop(self, history: list[dict[str, Any]], best: dict[str, Any]) -> None:
@@ -167,32 +174,54 @@ def held_out_teacher(
     return open_cache(directory, held_out, len(held_out), identity, accelerator.device)
 
 
+@dataclass(frozen=True)
+class Kept:
+    """The evaluation whose weights become the output.
+
+    Attributes:
+        line: what it found.
+        state: where the weights are; None: they are those that the run started from.
+    """
+
+    line: dict[str, Any]
+    state: Path | None
+
+
 def best_of(history: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """The evaluation with the lowest perplexity, of several the first; None without any of trained weights."""
-    trained = [line for line in history if "teacher" not in line]
-    return min(trained, key=lambda line: float(line["perplexity"])) if trained else None
+    """The evaluation with the lowest perplexity, of several the first, so that the start stays where nothing beats it; None
+    without any."""
+    return min(history, key=lambda line: float(line["perplexity"])) if history else None
 
 
-def summary(history: list[dict[str, Any]], keep: str) -> dict[str, Any]:
+def best_kept(partial: Path, settings: Evaluate | None) -> Kept | None:
+    """What `keep: best` has chosen; None, with a notice, where those weights are not there whole, and where it is not asked."""
+    best = best_of(read_lines(partial / "evaluations.jsonl"))
+    if settings is None or settings.keep != "best" or best is None:
+        return None
+    if _is_start(best):
+        return Kept(best, None)
+    for directory in state.saved(partial / "best"):
+        if state.is_whole(directory) and state.read_progress(directory).total_steps == best["step"]:
+            return Kept(best, directory)
+    notice("the best weights are not there any more; the output has the last")
+    return None
+
+
+def summary(history: list[dict[str, Any]], kept: Kept | None) -> dict[str, Any]:
     """What a finished run says of its evaluations: of the teacher, of the start, and of the weights that are the output."""
-    start, kept = history[0], (best_of(history) if keep == "best" else None) or history[-1]
+    start, line = history[0], kept.line if kept else history[-1]
     return {
         "text": start["text"],
         "text_sha256": start["text_sha256"],
         "teacher_perplexity": start["teacher"]["perplexity"],
         "start_perplexity": start["perplexity"],
-        **{key: kept[key] for key in ("step", "perplexity", "kl", "same_top1", "recovered_share")},
+        "kept": "last" if kept is None else "start" if _is_start(line) else "best",
+        **{key: line[key] for key in ("step", "perplexity", "kl", "same_top1", "recovered_share")},
     }
 
 
-def best_state(partial: Path) -> Path | None:
-    """The state with the best weights of a run; None, with a notice, where it is not there whole."""
-    best = best_of(read_lines(partial / "evaluations.jsonl"))
-    for directory in state.saved(partial / "best"):
-        if best and state.is_whole(directory) and state.read_progress(directory).total_steps == best["step"]:
-            return directory
-    notice("the best weights are not there any more; the output has the last")
-    return None
+def _is_start(line: dict[str, Any]) -> bool:
+    return "teacher" in line  # which only the first has
 
 
 def _perplexity(nll_N: Array, count_N: Array) -> float:

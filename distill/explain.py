@@ -6,48 +6,59 @@ from pathlib import Path
 from typing import Any
 
 from ..convert.card import source_directory
-from ..convert.checkpoint import check_output
+from ..convert.checkpoint import Checkpoint, check_output
 from ..convert.errors import InvalidInput
-from .held_out import check_apart
+from ..eval.models import describe
+from ..eval.options import Options
+from .held_out import check_held_out
+from .launch import SHARDED
 from .recipe import SHARED, Recipe, Stage, flatten
 from .recipe_file import describe_key, read_content, read_recipe
+from .samples import check_texts
 from .sources import check_source
 from .stream import tokenizer_for
 from .trackers import check_trackers
 
 
-def validate(file: Path, overrides: Sequence[str] = ()) -> Recipe:
+def validate(file: Path, overrides: Sequence[str] = ()) -> tuple[Recipe, list[str]]:
     """Check a recipe, and all that it names on this machine; what it names on the Hub is not looked up.
+
+    Of texts the beginning is read and tokenised, so that mistakes further on are found by the run itself.
+
+    Returns:
+        The recipe, and sentences on what is no mistake but may be a surprise.
 
     Raises:
         InvalidInput: what is wrong with it.
     """
     recipe = read_recipe(file, overrides)
     try:
-        _check_places(recipe)
+        return recipe, _check_places(recipe)
     except InvalidInput as mistake:
         raise InvalidInput(f"{file.name}: {mistake}") from None
-    return recipe
 
 
-def _check_places(recipe: Recipe) -> None:
+def _check_places(recipe: Recipe) -> list[str]:
     student, teacher = models_of(recipe)
     output = Path(recipe.output).expanduser()
     try:
         check_output(output)
     except InvalidInput as mistake:
         raise InvalidInput(str(mistake).replace("--out", "output")) from None
+    check_trackers(recipe.trackers)
+    if any(stage.train == "lora" for stage in recipe.stages) and importlib.util.find_spec("peft") is None:
+        raise InvalidInput("train: lora needs the library peft: pip install 'kvfold[lora]'")
+    for directory in filter(None, (student, teacher)):
+        Checkpoint(directory)  # reads where in its files every tensor is
     if student and teacher:
         tokenizer_for(student, teacher, recipe.data.seq_len)
     for source in recipe.data.sources:
         check_source(source.source)
+    described = describe(student, Options()) if student else None
+    told, tokens = check_texts(recipe, described.tokenizer if described else None)
     if recipe.evaluate:
-        check_apart(recipe.evaluate, recipe.data)
-        if "." in recipe.evaluate.source and not Path(recipe.evaluate.source.removeprefix("text:")).expanduser().is_file():
-            raise InvalidInput(f"evaluate.source {recipe.evaluate.source} is not a file; name a text, or stdlib")
-    check_trackers(recipe.trackers)
-    if any(stage.train == "lora" for stage in recipe.stages) and importlib.util.find_spec("peft") is None:
-        raise InvalidInput("train: lora needs the library peft: pip install 'kvfold[lora]'")
+        check_held_out(recipe, described, tokens)
+    return told
 
 
 def models_of(recipe: Recipe) -> tuple[Path | None, Path | None]:
@@ -79,19 +90,24 @@ def _local(key: str, name: str) -> Path | None:
     return None
 
 
-def explain(file: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
+def explain(file: Path, overrides: Sequence[str] = (), processes: int | None = None) -> dict[str, Any]:
     """What every key is, and what each stage does and takes.
+
+    Args:
+        file: the recipe.
+        overrides: `KEY=VALUE`.
+        processes: how many share the run by its profile; None: as many as there are GPUs, or one.
 
     Returns:
         Plain values: `keys` (`key`, `value`, `from`: file, --set or default, `meaning`), `stages` (`name`, `mode`, `steps`,
         `tokens`, `step_tokens`, and `footprint`, None where a model is not here) and `note`, why it is None.
 
     Raises:
-        InvalidInput: the recipe is wrong.
+        InvalidInput: the recipe is wrong, or its profile is of one process and several are named.
     """
     recipe = read_recipe(file, overrides)
     keys = _keys(recipe, read_content(file), overrides)
-    footprints, note = _footprints(recipe)
+    footprints, note = _footprints(recipe, _processes(recipe, processes))
     stages = [
         {
             "name": stage.name,
@@ -128,29 +144,43 @@ def _is_inside(key: str, place: str) -> bool:
     return key == place or key.startswith((f"{place}.", f"{place}["))
 
 
-def _footprints(recipe: Recipe) -> tuple[list[dict[str, Any] | None], str | None]:
+def _processes(recipe: Recipe, named: int | None) -> int:
+    if recipe.profile in (None, "cpu", "single"):
+        if named and named > 1:
+            raise InvalidInput(
+                f"--processes {named} needs a profile that has several; add --set profile=ddp (or {', '.join(SHARDED)})"
+            )
+        return 1
+    import torch
+
+    return named or (max(1, torch.cuda.device_count()) if recipe.device != "cpu" else 1)
+
+
+def _footprints(recipe: Recipe, processes: int) -> tuple[list[dict[str, Any] | None], str | None]:
     try:
         student, teacher = models_of(recipe)
     except InvalidInput as mistake:
         return [None] * len(recipe.stages), str(mistake)
     if student is None or teacher is None:
         return [None] * len(recipe.stages), "memory and time are told for models that are directories here"
-    return [_footprint(recipe, stage, student, teacher) for stage in recipe.stages], None
+    return [_footprint(recipe, stage, student, teacher, processes) for stage in recipe.stages], None
 
 
-def _footprint(recipe: Recipe, stage: Stage, student: Path, teacher: Path) -> dict[str, Any]:
+def _footprint(recipe: Recipe, stage: Stage, student: Path, teacher: Path, processes: int) -> dict[str, Any]:
     import torch
 
     from .footprint import footprint, matmul_rate, skeleton
 
     gpu = recipe.device != "cpu" and torch.cuda.is_available()
     bf16 = recipe.precision == "bf16" or (recipe.precision == "auto" and gpu and torch.cuda.is_bf16_supported())
-    found = footprint(recipe, stage, skeleton(student), skeleton(teacher), bf16)
+    models, shards = (skeleton(student), skeleton(teacher)), processes if recipe.profile in SHARDED else 1
+    found = footprint(recipe, stage, *models, bf16, shards, keeps_layers=recipe.profile == "zero2")
     tokens = recipe.steps(stage) * recipe.step_windows(stage) * recipe.data.seq_len
     return {
         "weights": found.weights,
         "trained": found.trained,
+        "processes": processes,
         "memory_bytes": {**found.memory, "total": sum(found.memory.values())},
         "flops_per_token": found.flops,
-        "seconds_at_least": None if found.flops is None else found.flops * tokens / matmul_rate(recipe, bf16),
+        "seconds_at_least": None if found.flops is None else found.flops * tokens / matmul_rate(recipe, bf16) / processes,
     }

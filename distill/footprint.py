@@ -1,7 +1,9 @@
 """What a stage takes, from the shapes of its models alone: how many weights are trained, memory, arithmetic.
 
 Memory is what one process allocates in float32 training with AdamW; activations are counted as what the linear layers read and
-give, which is within a third of what Llama-like layers keep for the backward pass.
+give, which is within a third of what Llama-like layers keep for the backward pass. Processes that shard their models have a
+share each, and beside it what is gathered of them: what is around the layers while a step lasts, the layer at work, and
+gradients, of which there are two while they are exchanged. On a CPU the C library may keep a quarter more than is allocated.
 """
 
 import time
@@ -52,7 +54,9 @@ def skeleton(directory: Path) -> Any:
     return LayeredModel(Checkpoint(directory), None, attention=None).model
 
 
-def footprint(recipe: Recipe, stage: Stage, student: Any, teacher: Any, bf16: bool) -> Footprint:
+def footprint(
+    recipe: Recipe, stage: Stage, student: Any, teacher: Any, bf16: bool, processes: int = 1, *, keeps_layers: bool = False
+) -> Footprint:
     """What a stage takes.
 
     Args:
@@ -61,6 +65,8 @@ def footprint(recipe: Recipe, stage: Stage, student: Any, teacher: Any, bf16: bo
         student: a skeleton; a stage that trains adapters leaves them in it.
         teacher: a skeleton.
         bf16: whether forward passes are in bfloat16.
+        processes: among how many the models are sharded.
+        keeps_layers: whether gathered layers stay until their backward pass, as under zero2.
 
     Raises:
         InvalidInput: the stage finds nothing to train in the student.
@@ -69,17 +75,21 @@ def footprint(recipe: Recipe, stage: Stage, student: Any, teacher: Any, bf16: bo
     trained = sum(weight.numel() for weight in trainable)
     own = [weight for name, weight in student.named_parameters() if not is_adapter(name)]
     weights = sum(weight.numel() for weight in own)
+    shards = processes if stage.how == "end_to_end" else 1
     memory = {
-        "weights": 4 * (weights + (trained if stage.train == "lora" else 0)),
-        "gradients": 4 * trained,
-        "optimizer": _ADAMW * trained,
-        "teacher": _teacher_bytes(recipe, stage, student, teacher, bf16),
+        "weights": 4 * (weights + (trained if stage.train == "lora" else 0)) // shards,
+        "gradients": 4 * trained // shards,
+        "optimizer": _ADAMW * trained // shards,
+        "teacher": _teacher_bytes(recipe, stage, student, teacher, bf16) // shards,
         "activations": _activation_bytes(recipe, stage, student, bf16),
     }
     if stage.how == "end_to_end":
         tokens = stage.micro_batch * recipe.data.seq_len
         device = torch.device("cuda" if _has_gpu(recipe) else "cpu")
         memory["logits"] = 4 * _LOGITS * min(chunk_elements(device), tokens * _vocabulary(student))
+    if shards > 1:
+        beside = memory["activations"] + memory["logits"]
+        memory["gathered"] = _gathered_bytes(recipe, stage, student, teacher, bf16, keeps_layers, beside)
     flops = None if any("expert" in name for name, _ in student.named_modules()) else _flops(recipe, stage, student, teacher)
     return Footprint(weights, trained, memory, flops)
 
@@ -115,6 +125,28 @@ def _teacher_bytes(recipe: Recipe, stage: Stage, student: Any, teacher: Any, bf1
     if cache_for(stage, recipe) is not None:
         return int(size * teacher.get_output_embeddings().weight.numel())
     return sum(size * weight.numel() for weight in teacher.parameters())
+
+
+def _gathered_bytes(
+    recipe: Recipe, stage: Stage, student: Any, teacher: Any, bf16: bool, keeps_layers: bool, beside: int
+) -> int:
+    """What is whole at once in a step of sharded models, at most, above `beside`: bytes that are free again when the gradients
+    of what is around the layers are exchanged."""
+    size = 2 if bf16 else 4
+    layers = [_size(layer) for layer in decoder_layers(student)]
+    around = size * (_size(student) - sum(layers))
+    at_work = size * (sum(layers) + max(layers) if keeps_layers else 2 * max(layers)) + 4 * 2 * max(layers)
+    theirs = 0 if cache_for(stage, recipe) else size * (_size(teacher) - sum(map(_size, decoder_layers(teacher))))
+    inside = {id(weight) for layer in decoder_layers(student) for weight in layer.parameters()}
+    changed: list[nn.Parameter] = [
+        weight for weight in student.parameters() if weight.requires_grad and id(weight) not in inside
+    ]
+    exchanged = 4 * 2 * sum(weight.numel() for weight in changed)
+    return around + at_work + theirs + max(0, exchanged - beside)
+
+
+def _size(module: nn.Module) -> int:
+    return sum((weight.numel() for weight in module.parameters()), 0)
 
 
 def _activation_bytes(recipe: Recipe, stage: Stage, student: Any, bf16: bool) -> int:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from ..convert.errors import InvalidInput
 from ..eval.corpus import Text, read_text
-from ..eval.models import Loaded
+from ..eval.models import Described, Loaded
 from ..eval.options import Options
 from ..eval.windows import Windows, cut
 from .batch import IGNORED, Batch
@@ -23,6 +23,8 @@ from .sources import is_plain_text, local_files, read_texts
 
 _PROBE = 64  # tokens in a row that two texts have in common by no chance; a licence's header is shorter in most files
 _AT_ONCE = 2**22  # training tokens searched at once
+_ELSEWHERE = ("lm-eval:wikitext",)
+_LARGEST = 2**25  # bytes of a text that is read before a run; a larger one is read by the run
 _ALLOWED = 0.1  # of the windows may hold something that is in the training text as well: a licence, a quotation
 
 
@@ -60,7 +62,7 @@ class HeldOut:
         return Batch(ids_BW[:, :-1], labels_BS, positions_BS)
 
 
-def open_held_out(recipe: Recipe, student: Loaded) -> HeldOut | None:
+def open_held_out(recipe: Recipe, student: Loaded | Described) -> HeldOut | None:
     """The text of `recipe.evaluate` in windows; None where the recipe has no such section.
 
     Raises:
@@ -90,6 +92,32 @@ def open_held_out(recipe: Recipe, student: Loaded) -> HeldOut | None:
             "text, or a lower evaluate.seq_len"
         )
     return HeldOut(windows, text)
+
+
+def check_held_out(recipe: Recipe, student: Described | None, tokens: Sequence[NDArray[np.int32]]) -> None:
+    """All that can be known of a recipe's held-out text before it is run; on the Hub nothing is looked up.
+
+    Args:
+        recipe: has a section `evaluate`.
+        student: gives the tokenizer; None where it is not here.
+        tokens: of the data, as far as they are known.
+
+    Raises:
+        InvalidInput: as of `open_held_out` and `check_unseen`.
+    """
+    settings = recipe.evaluate
+    assert settings
+    check_apart(settings, recipe.data)
+    if settings.source in _ELSEWHERE or settings.source.startswith("wikitext2-gptq-"):
+        return
+    file = Path(settings.source.removeprefix("text:")).expanduser()
+    if settings.source != "stdlib" and not file.is_file():
+        raise InvalidInput(f"evaluate.source {settings.source} is not a file; name a text, or stdlib")
+    if student is None or (file.is_file() and file.stat().st_size > _LARGEST):
+        return
+    held_out = open_held_out(recipe, student)
+    assert held_out
+    check_unseen(held_out, settings.source, tokens)
 
 
 def check_apart(settings: Evaluate, data: Data) -> None:

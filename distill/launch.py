@@ -26,6 +26,9 @@ TESTED: Mapping[Profile, frozenset[Kind]] = {
     "multinode": frozenset({"cpu"}),
 }
 _ALONE = ("cpu", "single")  # need no launcher
+SHARDED = ("fsdp2", "zero2", "zero3", "multinode")  # models are divided among the processes
+# What accelerate's launcher would start in the profile's place, and fail where it is not installed.
+_REFUSED = {"--use_deepspeed": "DeepSpeed", "--use_megatron_lm": "Megatron-LM"}
 _ELSEWHERE = ("--machine_rank", "--main_process_ip")  # what a machine must be told beside its profile
 
 
@@ -53,6 +56,12 @@ def relaunch(recipe: Recipe, profile: Profile, extra: Sequence[str], arguments: 
     Raises:
         InvalidInput: the profile cannot run so.
     """
+    for option, name in _REFUSED.items():
+        if _has(extra, option):
+            raise InvalidInput(
+                f"{option} asks for {name}, which kvfold does not use; leave it out and use --profile zero2 or zero3, which "
+                "divide memory as DeepSpeed's stages do, with FSDP 2"
+            )
     gpu = uses_gpu(recipe, profile)
     if ("cuda" if gpu else "cpu") not in TESTED[profile]:
         here, known = ("on GPUs", "without GPUs") if gpu else ("without a GPU", "on GPUs")

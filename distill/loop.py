@@ -2,11 +2,11 @@
 
 import math
 import signal
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any, Protocol
 
 import torch
@@ -20,27 +20,19 @@ from .capture import Captured
 from .data import Windows
 from .evaluation import Evaluation
 from .objective import Objective, Seen
-from .parallel import gather_no_more, rework_layers, share, share_teacher, unsynced, whole
+from .parallel import call_inside, gather_no_more, rework_layers, share, share_teacher, unsynced, whole
 from .recipe import Recipe, Stage
 from .report import reporting
 from .schedule import learning_rate
+from .signals import Interrupted as Interrupted
+from .signals import deferred
 from .state import Progress
+from .student import check_model
 from .teacher import Teacher
+from .units import Units
 from .weights import set_trainable
 
 _BETAS = (0.9, 0.95)  # as language models are usually trained: the second moment's half-life is 14 steps
-
-
-class Interrupted(Exception):
-    """SIGTERM or SIGINT arrived; the state is saved and the same recipe goes on from there.
-
-    Attributes:
-        signum: the signal.
-    """
-
-    def __init__(self, signum: int, message: str) -> None:
-        super().__init__(message)
-        self.signum = signum
 
 
 @dataclass(frozen=True)
@@ -57,6 +49,7 @@ class Run:
         vocabulary: entries that tokens can have.
         signals: those received so far.
         evaluation: on held-out text, if there is one.
+        units: where the student gets its weights from while it is sharded; None: it has them.
     """
 
     recipe: Recipe
@@ -68,6 +61,7 @@ class Run:
     vocabulary: int
     signals: list[int] = field(default_factory=list)
     evaluation: Evaluation | None = None
+    units: Units | None = None
 
 
 class Work(Protocol):
@@ -111,8 +105,9 @@ def train_stage(
     stage = run.recipe.stages[progress.stage]
     steps = run.recipe.steps(stage)
     work = (start or EndToEnd)(run, stage, found)
-    with reporting(run, stage, work, progress) as report:
-        while progress.step < steps:
+    stopped = 0
+    with reporting(run, stage, work, progress) as report, deferred(run.signals):
+        while progress.step < steps and not stopped:
             rate = learning_rate(stage, progress.step, steps)
             sums, stopped = work.accumulate(progress.cursor)
             norm = work.step(rate)
@@ -125,8 +120,10 @@ def train_stage(
             ends = progress.step == steps
             if stopped or ends or progress.total_steps % run.recipe.save.every == 0:
                 save_state(run, progress, None if ends else work.optimizer)
-            if stopped:
-                raise Interrupted(stopped, f"stopped after step {progress.step} of {steps} of stage {stage.name}")
+        # One that came when the sums of the last step were formed already.
+        stopped = stopped or sum_over_processes(run, {})[1]
+        if stopped:
+            raise Interrupted(stopped, f"stopped after step {progress.step} of {steps} of stage {stage.name}")
     run.accelerator.free_memory()
     return progress
 
@@ -146,7 +143,7 @@ class EndToEnd:
     def __init__(self, run: Run, stage: Stage, found: Path | None) -> None:
         self._run, self._stage = run, stage
         set_trainable(run.student, stage)
-        if found and stage.train == "lora":
+        if found and stage.train == "lora" and run.units is None:
             state.restore_weights(found, run.student)  # once more: the adapters are there only now
         own = Objective(run.student, stage, run.vocabulary)
         compiling = run.recipe.compile and not own.sees_layers  # hooks come and go there, which would compile anew each time
@@ -155,7 +152,9 @@ class EndToEnd:
         if "hidden_mse" in stage.learnt:
             own.calibrate(run.teacher, run.windows.batch([0]).to(run.accelerator.device))
         self._look = own.look
-        self._objective = share(run.accelerator, own, run.student)
+        self._objective = share(run.accelerator, own, run.student, run.units)
+        if run.units:
+            call_inside(self._objective, partial(check_model, run.units.loaded, run.recipe))
         self.optimizer = adamw([parameter for parameter in run.student.parameters() if parameter.requires_grad], stage)
         if found:
             state.restore_optimizer(found, run.student, self.optimizer)
@@ -235,24 +234,9 @@ def advance(recipe: Recipe, stage: Stage, progress: Progress) -> Progress:
 
 def save_state(run: Run, progress: Progress, optimizer: torch.optim.Optimizer | None) -> None:
     """Save the state of a step; without an optimizer at a stage's end. All processes call it."""
-    is_main = run.accelerator.is_main_process
-    gathered = state.gather(run.student, optimizer, keep=is_main)
-    if is_main:
+    gathered = state.Gathered(run.student, optimizer)
+    if run.accelerator.is_main_process:
         state.save(run.partial / "state", progress, gathered, run.recipe.save.keep)
+    else:
+        gathered.discard()
     run.accelerator.wait_for_everyone()
-
-
-@contextmanager
-def collect_signals(received: list[int]) -> Iterator[None]:
-    """Append SIGTERM and SIGINT to `received` instead of dying from them; a second one acts as usual."""
-
-    def receive(signum: int, frame: FrameType | None) -> None:
-        received.append(signum)
-        signal.signal(signum, previous[signum])
-
-    previous: dict[int, Any] = {signum: signal.signal(signum, receive) for signum in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield
-    finally:
-        for signum, handler in previous.items():
-            signal.signal(signum, handler)

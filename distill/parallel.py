@@ -1,16 +1,18 @@
 """How the processes of a run share a model: every one has a copy (DDP), or a shard of each layer (FSDP2).
 
-A sharded model's weights are DTensors. Whole tensors are what is saved, so that a run goes on with any number of processes.
+A sharded model's weights are DTensors, read from its checkpoint while it is sharded, see units.py. Whole tensors are what is
+saved, so that a run goes on with any number of processes.
 
 Shapes: any.
 """
 
+import ctypes
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs, FullyShardedDataParallelPlugin, InitProcessGroupKwargs
@@ -20,9 +22,15 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 from ..convert.errors import InvalidInput
+from .display import progress_bar
 from .losses import LOSSES
 from .recipe import Recipe, Stage
 from .trackers import check_trackers, directory_of
+
+if TYPE_CHECKING:
+    from .units import Units
+
+_M_MMAP_THRESHOLD = -3  # of glibc's malloc.h: blocks of so many bytes are mapped, and unmapped when they are freed
 
 
 def is_sharded() -> bool:
@@ -50,7 +58,8 @@ def make_accelerator(recipe: Recipe) -> Accelerator:
     unused = any(
         stage.how == "end_to_end" and all(LOSSES[name].reads != "logits" for name in stage.learnt) for stage in recipe.stages
     )
-    copies = DistributedDataParallelKwargs(find_unused_parameters=unused)
+    # What is exchanged between copies is the gradients themselves, not a second set of them.
+    copies = DistributedDataParallelKwargs(find_unused_parameters=unused, gradient_as_bucket_view=True)
     accelerator = Accelerator(
         cpu=recipe.device == "cpu",
         mixed_precision="bf16" if bf16 else "no",
@@ -60,6 +69,8 @@ def make_accelerator(recipe: Recipe) -> Accelerator:
     )
     # A launcher's configuration may set it, and accelerate would divide the loss by it; the loop divides by tokens.
     accelerator.gradient_accumulation_steps = 1
+    if is_sharded() and accelerator.device.type == "cpu":
+        _free_at_once()
     processes = accelerator.num_processes
     for stage in recipe.stages:
         windows = recipe.step_windows(stage)
@@ -72,10 +83,22 @@ def make_accelerator(recipe: Recipe) -> Accelerator:
     return accelerator
 
 
+def _free_at_once() -> None:
+    """Have the C library hand freed layers back to the system: glibc would keep what is gathered and let go of, layer after
+    layer, which adds up to several times the model."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, 1 << 18)
+
+
+def shards_models(stage: Stage) -> bool:
+    """Whether a stage's models are sharded; aligning layers needs whole ones."""
+    return is_sharded() and stage.how == "end_to_end"
+
+
 def first_place(accelerator: Accelerator, stage: Stage) -> torch.device:
-    """Where to load a stage's models: what will be sharded goes to the GPU a unit at a time, and never whole."""
-    shards = is_sharded() and stage.how == "end_to_end"
-    return torch.device("cpu") if shards else cast(torch.device, accelerator.device)
+    """Where to load a stage's models whole: what will be sharded goes to the GPU a unit at a time."""
+    return torch.device("cpu") if shards_models(stage) else cast(torch.device, accelerator.device)
 
 
 def check_launcher() -> None:
@@ -91,8 +114,8 @@ def check_launcher() -> None:
     for name, variable in (("DeepSpeed", "ACCELERATE_USE_DEEPSPEED"), ("Megatron-LM", "ACCELERATE_USE_MEGATRON_LM")):
         if os.environ.get(variable, "false").lower() == "true":
             raise InvalidInput(
-                f"the launcher asks for {name}, which kvfold does not use; --profile zero2 and --profile zero3 divide memory "
-                "as DeepSpeed's stages do, with FSDP 2"
+                f"the launcher asks for {name}, which kvfold does not use; run kvfold distill RECIPE --profile zero2, or "
+                "zero3, by which FSDP 2 divides memory as DeepSpeed's stages do"
             )
 
 
@@ -133,7 +156,7 @@ class _Recomputed:
         return checkpoint(self._forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
 
-def share(accelerator: Accelerator, module: nn.Module, model: Any) -> nn.Module:
+def share(accelerator: Accelerator, module: nn.Module, model: Any, units: "Units | None" = None) -> nn.Module:
     """Make a module whose forward runs `model` one that all processes run together.
 
     Sharded, each decoder layer is a unit and all the rest one more, which the module's own forward gathers: the head is whole
@@ -143,36 +166,68 @@ def share(accelerator: Accelerator, module: nn.Module, model: Any) -> nn.Module:
         accelerator: device and precision.
         module: called from now on in place of the model.
         model: the transformers model in it; its weights become shards in place.
+        units: where it gets its weights from, if it has none yet.
+
+    Raises:
+        InvalidInput: a weight is NaN or infinite.
     """
     if not is_sharded():
         return cast(nn.Module, accelerator.prepare(module))
     bf16 = accelerator.mixed_precision == "bf16"
     # Gradients are added up in float32, and the loss comes out in it.
     precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if bf16 else MixedPrecisionPolicy()
-    _shard_layers(model, precision)
-    return cast(nn.Module, fully_shard(module, mp_policy=precision, **_settings()))
+    _shard_layers(model, precision, units, "student")
+    with units.rest() if units else nullcontext():
+        return cast(nn.Module, fully_shard(module, mp_policy=precision, **_settings()))
 
 
-def share_teacher(teacher: Any) -> None:
+def share_teacher(teacher: Any, units: "Units | None" = None) -> None:
     """Shard a teacher's model in place where the student is: its layers, what is around them, a head that is not the embedding.
 
     It is called through its base model, which is the root; the head is gathered where it is read.
+
+    Args:
+        teacher: left alone where it has no model, or one that is sharded already.
+        units: where its model gets its weights from, if it has none yet.
+
+    Raises:
+        InvalidInput: a weight is NaN or infinite.
     """
     model = getattr(teacher, "model", None)
-    if not is_sharded() or model is None:
+    if not is_sharded() or model is None or isinstance(model.base_model, FSDPModule):
         return
     precision = MixedPrecisionPolicy()  # computes in the dtype of its weights
-    _shard_layers(model, precision)
-    fully_shard(model.base_model, mp_policy=precision, **_settings())
-    head = model.get_output_embeddings()
-    if not isinstance(head.weight, DTensor):
-        fully_shard(head, mp_policy=precision, **_settings())
+    _shard_layers(model, precision, units, "teacher")
+    with units.rest() if units else nullcontext():
+        fully_shard(model.base_model, mp_policy=precision, **_settings())
+        head = model.get_output_embeddings()
+        if not isinstance(head.weight, DTensor):
+            fully_shard(head, mp_policy=precision, **_settings())
 
 
-def _shard_layers(model: Any, precision: MixedPrecisionPolicy) -> None:
+def _shard_layers(model: Any, precision: MixedPrecisionPolicy, units: "Units | None", role: str) -> None:
     reshard = FullyShardedDataParallelPlugin().reshard_after_forward
-    for layer in decoder_layers(model):
-        fully_shard(layer, reshard_after_forward=reshard, mp_policy=precision, **_settings())
+    layers = decoder_layers(model)
+    with progress_bar(f"{role}'s layers", len(layers)) if units else nullcontext(lambda done, note: None) as show:
+        for number, layer in enumerate(layers):
+            with units.layer(number) if units else nullcontext():
+                fully_shard(layer, reshard_after_forward=reshard, mp_policy=precision, **_settings())
+            show(number + 1, "")
+
+
+@torch.no_grad()
+def call_inside(module: nn.Module, function: Callable[[], Any]) -> None:
+    """Call a function in the place of a module's forward, where what is around its model's layers is gathered too.
+
+    All processes must call it together; the function may run the model, uncompiled.
+    """
+    module.forward = lambda: function()
+    try:
+        with torch.compiler.set_stance("force_eager"):
+            module()
+    finally:
+        del module.forward
+    gather_no_more(module)
 
 
 def _settings() -> dict[str, Any]:
@@ -181,8 +236,9 @@ def _settings() -> dict[str, Any]:
 
 def gather_no_more(module: nn.Module) -> None:
     """After a forward without a backward: let go of what was gathered, as a backward would have, so that weights are shards."""
-    if isinstance(module, FSDPModule):
-        module.reshard()
+    for unit in module.modules():  # where layers stay gathered after their forward, also those
+        if isinstance(unit, FSDPModule):
+            unit.reshard()
 
 
 def unsynced(accelerator: Accelerator, module: nn.Module) -> AbstractContextManager[None]:

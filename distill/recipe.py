@@ -5,6 +5,7 @@ current directory.
 """
 
 import math
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
@@ -152,7 +153,7 @@ class Recipe(Section):
 
     version: Literal[1] = Field(alias="schema")
     """Version of this format: 1."""
-    student: str
+    student: str = Field(min_length=1)
     """The converted checkpoint: a directory or a Hub id."""
     teacher: str | None = None
     """The model to learn from; by default the source named in the student's kvfold.json. `shared` is that source again, with
@@ -187,6 +188,13 @@ class Recipe(Section):
     """Compile each layer with torch.compile, in stages whose losses read nothing but the predictions."""
     profile: Profile | None = None
     """How many processes share the work and what of it; the same as `kvfold distill --profile`."""
+
+    @field_validator("output")
+    @classmethod
+    def _can_be_made(cls, output: str) -> str:
+        if Path(output).name in ("", ".."):
+            raise ValueError("it should name a directory that does not exist yet, such as ./out/NAME")
+        return output
 
     @model_validator(mode="after")
     def _stages_can_be_run(self) -> "Recipe":

@@ -59,7 +59,7 @@ def read_content(file: Path) -> dict[str, Any]:
     try:
         content = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        raise InvalidInput(f"{file} cannot be read: {error}") from None
+        raise InvalidInput(f"{file} cannot be read: {getattr(error, 'strerror', None) or error}") from None
     except yaml.YAMLError as error:
         raise InvalidInput(f"{file} is not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(content, dict):

@@ -25,5 +25,5 @@ class Evaluate(Section):
     seq_len: int | None = Field(default=None, ge=2)
     """Tokens in a window; null: as many as in `data.seq_len`. The numbers are those of `kvfold eval --window`."""
     keep: Literal["last", "best"] = "last"
-    """Which weights become the output: the last, or those with the lowest perplexity, which are then kept meanwhile in
-    `<output>.partial/best`. A text that decides this is no test text any more."""
+    """Which weights become the output: the last, or those with the lowest perplexity, the start's among them, which are then
+    kept meanwhile in `<output>.partial/best`. A text that decides this is no test text any more."""

@@ -7,7 +7,8 @@ only the first part is seen.
 import glob
 import lzma
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,17 +35,29 @@ def read_field(source: Source, key: str, seed: int) -> Iterator[list[Any]]:
         InvalidInput: the source cannot be read or has no such field.
     """
     field = getattr(source, key)
-    try:
+    with _reading(source):
         for batch in _open(source).shuffle(seed=seed, buffer_size=_SHUFFLE_BUFFER).iter(batch_size=BATCH):
-            if field not in batch:
-                raise InvalidInput(f"data.source {source.source} has no field {field!r}; data.{key} can be {', '.join(batch)}")
+            _check_field(source, key, batch)
             values = [value for value in batch[field] if value]
             if values:
                 yield values
-    except _UNREADABLE as error:
-        raise InvalidInput(f"data.source {source.source} cannot be read: {' '.join(str(error).split())}") from None
-    except StopIteration:  # what `datasets` raises for a JSON file without a single row
-        raise InvalidInput(f"data.source {source.source} holds no documents") from None
+
+
+def first_rows(source: Source, key: str, count: int) -> list[dict[str, Any]]:
+    """The first documents as they lie there, with all their fields; fewer than `count` where there are no more.
+
+    Raises:
+        InvalidInput: as of `read_field`.
+    """
+    try:
+        with _reading(source):
+            batch = next(_open(source).iter(batch_size=count), None)
+    except _Empty:
+        return []
+    if batch is None:
+        return []
+    _check_field(source, key, batch)
+    return [dict(zip(batch, row, strict=True)) for row in zip(*batch.values(), strict=True)]
 
 
 def read_texts(source: Source, seed: int) -> Iterator[list[str]]:
@@ -54,9 +67,39 @@ def read_texts(source: Source, seed: int) -> Iterator[list[str]]:
         InvalidInput: also when the field is no text.
     """
     for texts in read_field(source, "text_field", seed):
-        if not all(isinstance(text, str) for text in texts):
-            raise InvalidInput(f"data.source {source.source}: the field {source.text_field!r} holds no text")
+        check_text(texts, source)
         yield texts
+
+
+def check_text(values: list[Any], source: Source) -> None:
+    """Refuse a field of something else.
+
+    Raises:
+        InvalidInput: says so.
+    """
+    if not all(isinstance(value, str) for value in values):
+        raise InvalidInput(f"data.source {source.source}: the field {source.text_field!r} holds no text")
+
+
+class _Empty(InvalidInput):
+    """There is not a single row."""
+
+
+@contextmanager
+def _reading(source: Source) -> Iterator[None]:
+    """What goes wrong while a source is read as a mistake of the user's."""
+    try:
+        yield
+    except _UNREADABLE as error:
+        raise InvalidInput(f"data.source {source.source} cannot be read: {' '.join(str(error).split())}") from None
+    except StopIteration:  # what `datasets` raises for a JSON file without a single row
+        raise _Empty(f"data.source {source.source} holds no documents") from None
+
+
+def _check_field(source: Source, key: str, batch: Mapping[str, Any]) -> None:
+    field = getattr(source, key)
+    if field not in batch:
+        raise InvalidInput(f"data.source {source.source} has no field {field!r}; data.{key} can be {', '.join(batch)}")
 
 
 def local_files(source: str) -> list[Path]:

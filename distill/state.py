@@ -11,23 +11,26 @@ Tensors are whole whatever the processes made of them, so that a run may go on w
 import hashlib
 import json
 import shutil
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ..convert.checkpoint import finish
 from ..convert.console import notice
 from ..convert.errors import InvalidInput
+from ..convert.shards import ShardWriter, TensorSpec
 from .parallel import named_weights, part, whole
 from .weights import adapted, is_adapter, merged
 
 _MANIFEST = "manifest.json"
+WEIGHTS, _MOMENTS = "weights.safetensors", "optimizer.safetensors"
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,7 @@ class Progress:
         cursor: windows read in the run.
         tokens: tokens trained on in the run.
         recipe: the resolved recipe.
+        models: of student and teacher, what tells them from others.
     """
 
     stage: int = 0
@@ -49,42 +53,47 @@ class Progress:
     cursor: int = 0
     tokens: int = 0
     recipe: dict[str, Any] = field(default_factory=dict)
+    models: dict[str, str] = field(default_factory=dict)
 
 
-class Gathered(NamedTuple):
-    """The tensors of a state.
+class Gathered:
+    """The whole tensors of a model that may be sharded, one after the other, so that no process holds them all.
 
-    Attributes:
-        weights: by name.
-        moments: AdamW's, `<key>.<weight>`.
-    """
-
-    weights: Mapping[str, Tensor]
-    moments: Mapping[str, Tensor]
-
-
-@torch.no_grad()
-def gather(model: nn.Module, optimizer: torch.optim.Optimizer | None, keep: bool) -> Gathered:
-    """Whole tensors of a model that may be sharded; all processes must call it together.
+    Its items are a file, a name in it, and the tensor; all processes must go through them together.
 
     Args:
-        model: the student, with adapters or without.
+        model: the student, with adapters or without; None: there is none.
         optimizer: of the stage; None at its end, when adapters are merged.
-        keep: whether this process wants them; the result is empty otherwise.
     """
-    layers = adapted(model) if optimizer is None else {}
-    weights: dict[str, Tensor] = {}
-    moments: dict[str, Tensor] = {}
-    for name, parameter in named_weights(model):
-        layer = layers.get(name.rpartition(".")[0])
-        if optimizer is None and is_adapter(name):
-            continue
-        tensor = merged(layer) if layer is not None and name.endswith(".weight") else whole(parameter.detach())
-        weights |= {name: _to_cpu(tensor)} if keep else {}
-        for key, value in (optimizer.state[parameter] if optimizer and parameter in optimizer.state else {}).items():
-            value = whole(value)
-            moments |= {f"{key}.{name}": _to_cpu(value)} if keep else {}
-    return Gathered(weights, moments)
+
+    def __init__(self, model: nn.Module | None = None, optimizer: torch.optim.Optimizer | None = None) -> None:
+        self._layers = adapted(model) if model and optimizer is None else {}
+        named = list(named_weights(model)) if model else []
+        self._weights = {name: weight for name, weight in named if optimizer or not is_adapter(name)}
+        self._states = {name: optimizer.state[weight] for name, weight in named if optimizer and weight in optimizer.state}
+
+    def specs(self) -> dict[str, dict[str, TensorSpec]]:
+        """What each file will hold."""
+        moments = {f"{key}.{name}": value for name, found in self._states.items() for key, value in found.items()}
+        files: dict[str, Mapping[str, Tensor]] = {WEIGHTS: self._weights, _MOMENTS: moments}
+        return {
+            file: {name: TensorSpec(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+            for file, tensors in files.items()
+        }
+
+    def discard(self) -> None:
+        """What the processes do that write nothing."""
+        for _ in self:
+            pass
+
+    @torch.no_grad()
+    def __iter__(self) -> Iterator[tuple[str, str, Tensor]]:
+        for name, weight in self._weights.items():
+            layer = self._layers.get(name.rpartition(".")[0])
+            is_merged = layer is not None and name.endswith(".weight")
+            yield WEIGHTS, name, merged(layer) if is_merged else whole(weight.detach())
+            for key, value in self._states.get(name, {}).items():
+                yield _MOMENTS, f"{key}.{name}", whole(value)
 
 
 def save(directory: Path, progress: Progress, gathered: Gathered, keep: int) -> None:
@@ -109,11 +118,24 @@ def save(directory: Path, progress: Progress, gathered: Gathered, keep: int) -> 
 
 
 def _write(directory: Path, progress: Progress, gathered: Gathered) -> None:
-    save_file(dict(gathered.weights), directory / "weights.safetensors")
-    save_file(dict(gathered.moments), directory / "optimizer.safetensors")
+    with ExitStack() as stack:
+        writers = {file: stack.enter_context(_writing(directory / file, specs)) for file, specs in gathered.specs().items()}
+        for file, name, tensor in gathered:
+            writers[file].write(name, tensor)
     (directory / "progress.json").write_text(json.dumps(asdict(progress), indent=2) + "\n", encoding="utf-8")
     hashes = {file.name: _sha256(file) for file in sorted(directory.iterdir())}
     (directory / _MANIFEST).write_text(json.dumps(hashes, indent=2) + "\n", encoding="utf-8")
+
+
+@contextmanager
+def _writing(file: Path, specs: Mapping[str, TensorSpec]) -> Iterator[ShardWriter]:
+    """One file of tensors, to be written in any order."""
+    place = file.with_suffix("")
+    place.mkdir()
+    with ShardWriter(place, specs, sys.maxsize) as writer:
+        yield writer
+    (place / "model.safetensors").rename(file)
+    place.rmdir()
 
 
 def newest(directory: Path) -> Path | None:
@@ -140,7 +162,7 @@ def read_progress(state: Path) -> Progress:
 @torch.no_grad()
 def restore_weights(state: Path, model: nn.Module) -> None:
     """Copy the saved weights into a model that is not yet sharded; adapters keep theirs where the state is from before them."""
-    with safe_open(state / "weights.safetensors", framework="pt") as file:
+    with safe_open(state / WEIGHTS, framework="pt") as file:
         names = set(file.keys())
         for name, parameter in named_weights(model):
             if name in names or not is_adapter(name):
@@ -150,7 +172,7 @@ def restore_weights(state: Path, model: nn.Module) -> None:
 def restore_optimizer(state: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Give a fresh optimizer over the same weights its saved moments."""
     parameters = dict(named_weights(model))
-    with safe_open(state / "optimizer.safetensors", framework="pt") as file:
+    with safe_open(state / _MOMENTS, framework="pt") as file:
         for name in file.keys():  # noqa: SIM118 - safe_open gives no iterator
             key, _, parameter_name = name.partition(".")
             parameter, value = parameters[parameter_name], file.get_tensor(name)
@@ -170,10 +192,6 @@ def is_whole(state: Path) -> bool:
         return all(_sha256(state / name) == expected for name, expected in hashes.items())
     except (OSError, ValueError):
         return False
-
-
-def _to_cpu(tensor: Tensor) -> Tensor:
-    return tensor.to("cpu").contiguous()
 
 
 def _sha256(file: Path) -> str:

@@ -21,8 +21,10 @@ from .batch import Batch
 from .capture import Captured, Decoder, See, capturing
 from .head import Predictions, predict
 from .isolation import isolate_documents
-from .parallel import first_place, is_sharded
+from .parallel import first_place, gather_no_more, shards_models, share_teacher
 from .recipe import SHARED, Recipe, Stage
+from .student import check_model
+from .units import Units, open_in_units
 from .weights import TRAINABLE
 
 _SAMPLED = 64  # entries of a tensor that tell it from most others
@@ -89,7 +91,9 @@ def load_teacher(directory: Path, bf16: bool, device: torch.device, student: Loa
     return Online(_load(directory, "bfloat16" if bf16 else "float32", device, student))
 
 
-def open_teacher(directory: Path, stage: Stage, recipe: Recipe, accelerator: Accelerator, student: Loaded) -> Online:
+def open_teacher(
+    directory: Path, stage: Stage, recipe: Recipe, accelerator: Accelerator, student: Loaded, *, alone: bool = False
+) -> Online:
     """The teacher that a recipe asks for, in memory.
 
     Args:
@@ -97,21 +101,36 @@ def open_teacher(directory: Path, stage: Stage, recipe: Recipe, accelerator: Acc
         stage: what it is needed for.
         recipe: says how it is kept, and how documents are packed.
         accelerator: device, precision.
-        student: with the weights that the stage starts from.
+        student: with the weights that the stage starts from, which `shared` reads.
+        alone: whether processes use it one without the other, as when it writes: then it cannot be in shards.
 
     Raises:
         InvalidInput: as of `load_teacher` and `load_shared`; or `shared` with a student that is sharded.
     """
     bf16 = accelerator.mixed_precision == "bf16"
+    if recipe.teacher == SHARED and shards_models(stage):
+        raise InvalidInput("teacher: shared needs whole models in every process; leave it out, or use --profile ddp")
+    if shards_models(stage) and alone:
+        notice(f"every process loads {directory} whole, since each writes with it by itself what the run learns from")
+    elif shards_models(stage) and (found := open_in_units(directory, torch.bfloat16 if bf16 else torch.float32)):
+        return _in_shards(found, student, recipe)
     if recipe.teacher != SHARED:
         teacher = load_teacher(directory, bf16, first_place(accelerator, stage), student)
-    elif is_sharded() and stage.how == "end_to_end":
-        raise InvalidInput("teacher: shared needs whole models in every process; leave it out, or use --profile ddp")
     else:
         trained = TRAINABLE[stage.train](student.model)
         teacher = load_shared(directory, bf16, accelerator.device, student, trained)
     if recipe.data.packing == "documents":
         isolate_documents(teacher.model, str(directory))
+    return teacher
+
+
+def _in_shards(units: Units, student: Loaded, recipe: Recipe) -> Online:
+    """A teacher of which every process has a part; all must run it together."""
+    check_comparable(student, units.loaded, "")
+    teacher = Online(units.model)
+    share_teacher(teacher, units)
+    check_model(units.loaded, recipe)
+    gather_no_more(units.model)
     return teacher
 
 

@@ -3,7 +3,8 @@
 Shapes: I inputs and O outputs of a linear layer, R rank.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -78,9 +79,22 @@ def _add_adapters(model: nn.Module, lora: Lora) -> None:
     targets = _targets(model, lora)
     config = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=targets, init_lora_weights=True)
     # The same first weights in every process and at every start.
-    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count())), _on_the_cpu(model):
         torch.manual_seed(0)
         inject_adapter_in_model(config, model)
+
+
+@contextmanager
+def _on_the_cpu(model: nn.Module) -> Iterator[None]:
+    """For the duration, weights of a model that has none yet look like real ones and take no memory: adapters go where they
+    are, and would be made without numbers."""
+    places = [(module, name, weight) for module in model.modules() for name, weight in module._parameters.items()]
+    empty = [(module, name, weight) for module, name, weight in places if weight is not None and weight.is_meta]
+    for module, name, weight in empty:
+        module._parameters[name] = nn.Parameter(torch.zeros((), dtype=weight.dtype).expand(weight.shape))
+    yield
+    for module, name, weight in empty:
+        module._parameters[name] = weight
 
 
 def _targets(model: nn.Module, lora: Lora) -> list[str]:

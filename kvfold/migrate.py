@@ -54,8 +54,9 @@ def main(dry_run: bool, as_json: bool, **options: Any) -> None:
     First a fold that keeps everything is compared with the source. Then, step by step: fold the source to the next smaller
     cache, distil it, evaluate it on held-out text; the first step that does not hold the bound is the last one. The smallest
     that does becomes DIR, with report.json and report.html; where none does, the first becomes DIR.unmet, with exit code 3. A
-    killed run goes on when the same command is given again. The text decided which step it is: for a final number, evaluate
-    DIR on another one.
+    step whose distillation made it worse is represented by its fold. A killed run goes on when the same command is given again,
+    and one that met no bound when it is given with another. The text decided which step it is: for a final number, evaluate DIR
+    on another one.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise InvalidInput("kvfold migrate runs in one process; start it without a launcher")
@@ -72,17 +73,19 @@ def main(dry_run: bool, as_json: bool, **options: Any) -> None:
         _show(report)
     if not report["met"]:
         raise Unmet(
-            f"no step holds {report['until']}; what came nearest, {report['chosen']}, is in {report['out']}: give it more "
-            "--tokens-per-step, begin --steps with a larger share, or take another bound"
+            f"no step holds {report['until']}; what came nearest, {report['chosen']}, is in {report['out']}: take another "
+            "bound or begin --steps with a larger share, and the same command goes on from "
+            f"{asked.partial} (else remove that); or give more --tokens-per-step, with another --out"
         )
 
 
 def _run(asked: "Migration") -> dict[str, Any]:
-    from .distill.loop import Interrupted
+    from .distill.signals import Interrupted, interruptible
     from .milestones import migrate
 
     try:
-        return migrate(asked)
+        with interruptible([]):
+            return migrate(asked)
     except Interrupted as stop:
         click.echo(f"Interrupted: {stop}; run the same command again to go on from there.", err=True)
         sys.exit(128 + stop.signum)
@@ -120,7 +123,8 @@ def _show(report: dict[str, Any]) -> None:
         recovered = "" if share is None else f"{share:.1%}"
         interval = "" if ratio["low"] is None else f" [{ratio['low']:.4f}, {ratio['high']:.4f}]"
         cells = (f"{step['cache_ratio']:.1%}", *numbers, f"{ratio['mean']:.4f}{interval}", f"{step['kl']['mean']:.4f}")
-        rows.append((step["step"], *cells, recovered, "yes" if step["met"] else "no"))
+        name = step["step"] if step["kept"] == "distilled" else f"{step['step']} (fold)"
+        rows.append((name, *cells, recovered, "yes" if step["met"] else "no"))
     columns = (
         "step",
         "cache",
@@ -136,4 +140,5 @@ def _show(report: dict[str, Any]) -> None:
     kept = f"KL {proof['kl']:.1e} nats when everything is kept" if proof["checked"] else "not compared with everything kept"
     show_table(f"{report['source']} to {report['to']}: {kept}", columns, rows)
     if report["met"]:
-        click.echo(f"Wrote {report['out']} ({report['chosen']}). Next: kvfold eval {report['out']} --text ANOTHER_FILE")
+        fold = ", the fold itself" if report["kept"] == "folded" else ""
+        click.echo(f"Wrote {report['out']} ({report['chosen']}{fold}). Next: kvfold eval {report['out']} --text ANOTHER_FILE")

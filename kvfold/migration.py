@@ -23,6 +23,8 @@ from .eval.corpus import Text
 from .eval.options import Options
 
 SCHEMA = 1
+RECORD = "asked.json"  # what the working directory is of
+_FIRST = {"lock", RECORD, f"{RECORD}.new"}  # what is there from the start
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,12 +97,14 @@ class Migration:
 
 @contextmanager
 def claimed(asked: Migration) -> Iterator[None]:
-    """Keep other runs out of the working directory, which must be free or of the same migration; at the end it is removed.
+    """Keep other runs out of the working directory, which must be free or of the same migration; where the output is there at
+    the end it is removed.
 
-    Also when `InvalidInput` ends the run before a checkpoint was made. Anything else leaves it, to go on from.
+    Also when `InvalidInput` ends the run before a checkpoint was made. Anything else leaves it, to go on from: a run that met
+    no bound too, for another bound.
     """
-    partial, record = asked.partial, asked.partial / "asked.json"
-    if partial.exists() and not record.is_file() and any(path.name != "lock" for path in partial.iterdir()):
+    partial, record = asked.partial, asked.partial / RECORD
+    if partial.exists() and not record.is_file() and {path.name for path in partial.iterdir()} - _FIRST:
         raise InvalidInput(f"{partial} exists and is no unfinished migration; move it, or name another --out")
     partial.mkdir(parents=True, exist_ok=True)
     with (partial / "lock").open("w") as lock:
@@ -115,7 +119,18 @@ def claimed(asked: Migration) -> Iterator[None]:
             if not any((partial / name).is_dir() for name in ("folded", "distilled")):
                 shutil.rmtree(partial)
             raise
-        shutil.rmtree(partial)
+        if asked.out.exists():
+            _remove(partial)
+
+
+def _remove(partial: Path) -> None:
+    """The record last, by which a removal that was cut short can be told from a stranger's directory."""
+    for path in partial.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+        elif path.name not in _FIRST:
+            path.unlink()
+    shutil.rmtree(partial)
 
 
 def _check_same(record: Path, asked: Migration) -> None:

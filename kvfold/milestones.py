@@ -12,9 +12,8 @@ from typing import Any
 
 import click
 
-from .arrival import UNMET, arrive
+from .arrival import arrive, check_places, find_report
 from .convert.card import read_record
-from .convert.checkpoint import check_output
 from .convert.cli import command_line
 from .convert.console import notice
 from .convert.errors import InvalidInput
@@ -35,7 +34,7 @@ _ROLES = {"source": "teacher", "folded": "parent", "distilled": "student"}
 
 
 def migrate(asked: Migration) -> dict[str, Any]:
-    """Go the whole way, or on from where an earlier run was stopped.
+    """Go the whole way, or on from where an earlier run was stopped, also one with another bound.
 
     Returns:
         The report, which is in the output's report.json: `met`, `out`, and of every step its numbers.
@@ -43,10 +42,13 @@ def migrate(asked: Migration) -> dict[str, Any]:
     Raises:
         InvalidInput: an output exists or cannot be written, or a stage refuses what it is given.
         Unmet: the fold that keeps everything is not its source.
-        distill.loop.Interrupted: a signal stopped the training.
+        distill.signals.Interrupted: a signal stopped the training.
     """
-    for place in (asked.out, asked.out.with_name(asked.out.name + UNMET)):
-        check_output(place, asked.source)
+    if (report := find_report(asked)) is not None:
+        with claimed(asked):
+            notice(f"{asked.out} was whole already; what the run that wrote it has left in {asked.partial} is removed")
+        return report
+    check_places(asked)
     with claimed(asked):
         identity = _identity(asked)
         found: list[dict[str, Any]] = []
@@ -86,18 +88,40 @@ def _identity(asked: Migration) -> dict[str, Any]:
 
 
 def _carry_out(asked: Migration, step: Step) -> dict[str, Any]:
-    """Fold, distil and evaluate one size, as far as that is not done; what was found."""
+    """Fold, distil and evaluate one size, as far as that is not done; what was found.
+
+    Where distillation has made it worse, or may have by what the bound is about, the fold is judged too, and the better stands.
+    """
     folded, distilled = (asked.partial / name / step.name for name in ("folded", "distilled"))
     if not folded.exists():
         _fold(asked, step, folded)
     if not distilled.exists():
         distill(asked.recipe.model_copy(update={"student": str(folded), "output": str(distilled)}))
-    file = distilled / "eval.json"
+    report = _evaluate(asked, distilled, folded)
+    ppl = report["suites"]["ppl"]
+    perplexity = {who: ppl[role]["perplexity"] for who, role in _ROLES.items()}
+    best = _summary(asked, step, "distilled", perplexity, report)
+    is_worse = perplexity["distilled"] > perplexity["folded"]
+    if is_worse or not (best["met"] or "ppl" in asked.bound.path):
+        fold = _summary(asked, step, "folded", perplexity, _evaluate(asked, folded, None))
+        if (fold["met"], is_worse) > (best["met"], not is_worse):
+            notice(
+                f"its distillation made {step.name} worse, so that the fold itself stands for it; give more "
+                "--tokens-per-step, or a lower --set stages.0.lr=RATE"
+            )
+            return fold
+    return best
+
+
+def _evaluate(asked: Migration, checkpoint: Path, parent: Path | None) -> dict[str, Any]:
+    """The report of a checkpoint, made where it is not there."""
+    file = checkpoint / "eval.json"
     if not file.exists():
         with reserved(file) as (journal, write):
-            result = evaluate(distilled, asked.source, asked.text, asked.options, folded, journal=journal)
+            result = evaluate(checkpoint, asked.source, asked.text, asked.options, parent, journal=journal)
             write(json.dumps(result.to_json(), indent=2, allow_nan=False) + "\n")
-    return _summary(asked, step, folded, json.loads(file.read_text(encoding="utf-8")))
+    report: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return report
 
 
 def _fold(asked: Migration, step: Step, folded: Path) -> None:
@@ -125,12 +149,10 @@ def _statistics(asked: Migration) -> Statistics | None:
     return study(open_source(asked.source), **asked.calibration, save=None if saved else kept, work=asked.partial)
 
 
-def _summary(asked: Migration, step: Step, folded: Path, report: dict[str, Any]) -> dict[str, Any]:
-    """What a step has reached; `evaluation` is the whole report of `kvfold eval`."""
-    record, ppl = read_record(folded), report["suites"]["ppl"]
+def _summary(asked: Migration, step: Step, kept: str, perplexity: dict[str, float], report: dict[str, Any]) -> dict[str, Any]:
+    """What a step has reached with one of its checkpoints; `evaluation` is the whole report of `kvfold eval`."""
+    record, ppl = read_record(asked.partial / kept / step.name), report["suites"]["ppl"]
     assert record is not None
-    if ppl["student"]["perplexity"] > ppl["parent"]["perplexity"]:
-        notice(f"its distillation made {step.name} worse; give more --tokens-per-step, or a lower --set stages.0.lr=RATE")
     try:
         check([asked.bound], report)
         met = True
@@ -139,13 +161,14 @@ def _summary(asked: Migration, step: Step, folded: Path, report: dict[str, Any])
     return {
         "step": step.name,
         "met": met,
+        "kept": kept,
         "target": record["target"],
         "cache_ratio": report["suites"]["cache"]["ratio"],
         "predicted_loss": record["predicted_loss"],
-        "perplexity": {who: ppl[role]["perplexity"] for who, role in _ROLES.items()},
+        "perplexity": perplexity,
         "perplexity_ratio": ppl["ratio"],
         "kl": report["suites"]["fidelity"]["kl"],
-        "recovered_share": ppl["recovered_share"]["value"],
+        "recovered_share": (ppl["recovered_share"] or {}).get("value"),
         "evaluation": report,
     }
 
@@ -154,6 +177,6 @@ def _told(asked: Migration, found: dict[str, Any]) -> str:
     ratio, kl = found["perplexity_ratio"]["mean"], found["kl"]["mean"]
     holds = "holds" if found["met"] else "does not hold"
     return (
-        f"cache {found['cache_ratio']:.1%}, perplexity {found['perplexity']['distilled']:.4g} ({ratio:.4f}x), KL {kl:.4f}: "
+        f"cache {found['cache_ratio']:.1%}, perplexity {found['perplexity'][found['kept']]:.4g} ({ratio:.4f}x), KL {kl:.4f}: "
         f"{asked.bound.text} {holds}"
     )

@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -86,11 +87,16 @@ def test_records_name_the_places_where_things_are(whole: Path) -> None:
         assert ".partial" not in (whole / name).read_text(), name
 
 
-def stopped(words: list[str], monkeypatch: pytest.MonkeyPatch, at: str, stop: Any) -> None:
-    """Begin a migration that ends where `milestones.<at>` is `stop`, and spare it the proof, which another test is about."""
+def unproven(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Spare migrations the proof, which another test is about."""
     monkeypatch.setattr(
         milestones, "_identity", lambda asked: write_json(asked.partial / "identity.json", IDENTITY) or IDENTITY
     )
+
+
+def stopped(words: list[str], monkeypatch: pytest.MonkeyPatch, at: str, stop: Any) -> None:
+    """Begin a migration, without its proof, that ends where `milestones.<at>` is `stop`."""
+    unproven(monkeypatch)
     with monkeypatch.context() as patch:
         patch.setattr(milestones, at, stop)
         assert run(words).exit_code == 1
@@ -159,12 +165,14 @@ def test_where_no_step_holds_the_first_has_a_name_that_tells(
     assert (report["met"], report["chosen"], report["not_tried"]) == (False, "50%", ["12.5%"])
     assert report["identity"]["kl"] < 1e-6
     assert (tmp_path / "öut.unmet" / "model.safetensors").is_file()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["öut.unmet"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["öut.partial", "öut.unmet"]
     for name in ("kvfold.json", "eval.json", "report.json"):
         assert ".partial" not in (tmp_path / "öut.unmet" / name).read_text(), name
+    shutil.rmtree("öut.partial")
     again = run(words)
     assert again.exit_code == 2
-    assert "öut.unmet exists" in again.output
+    assert "öut.unmet exists, and" in again.stderr
+    assert "from which another bound could go on, does not; move it or remove it, or name another --out" in again.stderr
 
 
 def test_dry_run_writes_nothing(tmp_path: Path) -> None:

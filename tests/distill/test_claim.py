@@ -7,11 +7,10 @@ from pathlib import Path
 import pytest
 import yaml
 from click.testing import CliRunner
-from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvfold.convert.errors import InvalidInput
-from kvfold.distill import job
+from kvfold.distill import export
 from kvfold.distill.cli import main
 from kvfold.distill.job import distill
 from kvfold.distill.loop import Interrupted
@@ -69,13 +68,13 @@ def test_an_empty_directory_and_what_a_kill_left_are_taken_over(make_recipe: Mak
 def test_what_somebody_puts_there_meanwhile_stays(
     make_recipe: MakeRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    publish = job.publish
+    publish = export.publish
 
-    def publish_and_write(model: nn.Module, student: Path, directory: Path) -> None:
-        publish(model, student, directory)
+    def publish_and_write(saved: Path, student: Path, directory: Path) -> None:
+        publish(saved, student, directory)
         (tmp_path / "out.partial" / "notes").write_text("mine")
 
-    monkeypatch.setattr(job, "publish", publish_and_write)
+    monkeypatch.setattr(export, "publish", publish_and_write)
     distill(make_recipe(tokens=192))
     assert [path.name for path in (tmp_path / "out.partial").iterdir()] == ["notes"]
 

@@ -2,20 +2,26 @@
 
 import json
 import math
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from accelerate import Accelerator
+from click.testing import CliRunner
 
 from kvfold.convert.card import read_record
+from kvfold.convert.errors import InvalidInput
 from kvfold.distill import state
 from kvfold.distill.batch import Batch
+from kvfold.distill.cli import main
 from kvfold.distill.evaluation import Evaluation, best_of
 from kvfold.distill.held_out import HeldOut
 from kvfold.distill.job import distill
 from kvfold.distill.recipe_report import Evaluate
+from kvfold.distill.signals import Interrupted
 from kvfold.distill.state import Progress
 from kvfold.eval.corpus import Text, read_text
 from kvfold.eval.options import Options
@@ -25,6 +31,7 @@ from kvfold.eval.windows import Windows
 from .conftest import MakeRecipe
 from .test_job import metrics, weights
 from .test_processes import launch
+from .test_resume import stop_at
 
 
 def history(directory: Path) -> list[dict[str, Any]]:
@@ -106,6 +113,46 @@ def test_the_best_weights_can_be_the_output(make_recipe: MakeRecipe, held: Path,
     assert told["distill"]["evaluation"]["perplexity"] == best["perplexity"]
 
 
+def test_the_start_stays_where_nothing_beats_it(
+    make_recipe: MakeRecipe, held: Path, student: Path, teacher: Path, tmp_path: Path
+) -> None:
+    """A rate that makes every step worse: the output has the student's own weights, bit for bit, and says so."""
+    section = {"source": str(held), "every": 1, "windows": 4, "keep": "best"}
+    recipe = make_recipe(evaluate=section, tokens=576, lr=5.0, losses={"ce": 1.0}, warmup=0, grad_clip=None)
+    file = tmp_path / "recipe.yaml"
+    file.write_text(yaml.safe_dump(recipe.resolved()), encoding="utf-8")
+    done = CliRunner().invoke(main, [str(file)])
+    assert done.exit_code == 0, done.output
+    assert "no trained weights beat the start on held-out text, so it has the start's" in done.stderr
+    assert "(after step 0)" in done.stdout
+    out = tmp_path / "out"
+    for name in ("model.safetensors", "config.json", "tokenizer.json"):
+        assert (out / name).read_bytes() == (student / name).read_bytes()
+    told = read_record(out)
+    assert told is not None
+    assert told["stage"] == "distill"
+    found, points = told["distill"]["evaluation"], json.loads((out / "curve.json").read_text())["points"]
+    assert (found["kept"], found["step"], found["perplexity"]) == ("start", 0, points[0]["perplexity"])
+    assert all(point["perplexity"] > points[0]["perplexity"] for point in points[1:])
+    worse = CliRunner().invoke(main, [str(file), "--set", "evaluate.keep=last", "--set", f"output={tmp_path / 'last'}"])
+    assert (worse.exit_code, "training made it worse on held-out text; use a lower lr" in worse.stderr) == (0, True)
+
+
+def test_another_held_out_text_is_refused_on_the_way(
+    make_recipe: MakeRecipe, held: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = tmp_path / "held.txt"
+    text.write_bytes(held.read_bytes())
+    recipe = make_recipe(evaluate={"source": str(text), "every": 2, "windows": 4})
+    with monkeypatch.context() as patch:
+        stop_at(patch, 3, signal.SIGTERM)
+        with pytest.raises(Interrupted):
+            distill(recipe)
+    text.write_text("another " + held.read_text(), encoding="utf-8")
+    with pytest.raises(InvalidInput, match=r"evaluate\.source .* is not the text that .*out\.partial was started with"):
+        distill(recipe)
+
+
 def test_a_killed_run_keeps_its_history_and_its_best(
     make_recipe: MakeRecipe, held: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -174,7 +221,7 @@ def test_it_goes_with_every_way_of_training(
     plain = Path(distill(make_recipe(tokens=576, output=str(tmp_path / "plain"), **settings))["output"])
     points = json.loads((out / "curve.json").read_text())["points"]
     assert [point["step"] for point in points] == [0, 1, 2, 3]
-    best = min(points[1:], key=lambda point: point["perplexity"])
+    best = min(points, key=lambda point: point["perplexity"])
     found = evaluate(out, None, read_text(str(held)), Options(window=32, max_windows=4))
     assert found.ppl.student.perplexity == pytest.approx(best["perplexity"], rel=1e-2)
     for mine, theirs in zip(metrics(out), metrics(plain), strict=True):
@@ -203,13 +250,9 @@ def test_a_cached_teacher_is_compared_with_too(make_recipe: MakeRecipe, held: Pa
     assert found.is_dir()
 
 
-def test_the_best_is_of_trained_weights_and_the_first_of_equals() -> None:
-    lines = [{"step": step, "perplexity": value} for step, value in ((0, 1.0), (2, 3.0), (4, 2.0), (6, 2.0))]
-    lines[0]["teacher"] = {}
-    best = best_of(lines)
-    assert best is not None
-    assert best["step"] == 4
-    assert best_of(lines[:1]) is None
+def test_the_best_is_the_first_of_equals_the_start_among_them() -> None:
+    lines = [{"step": step, "perplexity": value} for step, value in ((0, 3.0), (2, 3.0), (4, 2.0), (6, 2.0))]
+    assert [best_of(lines[:count]) for count in (0, 1, 2, 3, 4)] == [None, lines[0], lines[0], lines[2], lines[2]]
 
 
 @pytest.mark.parametrize("profile", ["ddp", "fsdp2"])

@@ -1,6 +1,7 @@
 """`distill validate` and `distill explain`: what they find, what they say, and that running a recipe is as it was."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,9 @@ def test_validate_tells_of_every_file(file: Path, tmp_path: Path) -> None:
     [
         (["student=./nowhere"], "recipe.yaml: student ./nowhere is not a directory here; convert it first"),
         (["teacher=/nowhere/at/all"], "teacher /nowhere/at/all is not a directory here; name the directory of a model"),
+        (["student=TORN"], "is truncated: its header describes"),
+        (["output="], "output is None"),
+        (["output=''"], "output is ''; it should name a directory that does not exist yet"),
         (["student=TMP"], "has no config.json; name the directory that holds the model"),
         (["student=TEACHER"], "has no kvfold.json that names its source; name the teacher"),
         (["output=TMP"], "exists and nothing is overwritten; name another with output"),
@@ -65,7 +69,11 @@ def test_validate_tells_of_every_file(file: Path, tmp_path: Path) -> None:
     ],
 )
 def test_validate_finds(file: Path, teacher: Path, text: Path, tmp_path: Path, settings: list[str], message: str) -> None:
-    names = {"TMP": str(tmp_path), "TEACHER": str(teacher), "TEXT": str(text)}
+    torn = tmp_path / "torn"
+    shutil.copytree(teacher, torn)
+    (torn / "model.safetensors").write_bytes((teacher / "model.safetensors").read_bytes()[:-9])
+    shutil.copy(teacher.parent / "student" / "kvfold.json", torn)
+    names = {"TMP": str(tmp_path), "TEACHER": str(teacher), "TEXT": str(text), "TORN": str(torn)}
     for name, path in names.items():
         settings = [setting.replace(name, path) for setting in settings]
     result = run("validate", file, *(word for setting in settings for word in ("--set", setting)))
@@ -120,6 +128,35 @@ def test_the_footprint_is_that_of_the_model(make_recipe: MakeRecipe, student: Pa
     )
     assert found.flops is not None
     assert found.flops >= 4 * (size - 32 * 5)
+
+
+def test_shards_take_a_share_and_what_is_gathered(make_recipe: MakeRecipe, student: Path, teacher: Path) -> None:
+    recipe = make_recipe()
+    models = skeleton(student), skeleton(teacher)
+    whole, half = (footprint(recipe, recipe.stages[0], *models, False, processes).memory for processes in (1, 2))
+    assert "gathered" not in whole
+    for name in ("weights", "gradients", "optimizer", "teacher"):
+        assert half[name] == whole[name] // 2
+    around = 4 * 258 * 32  # the embedding, which is the head too
+    layers = whole["weights"] - around
+    assert half["gathered"] > 2 * around + layers / 2  # of both models, and at least a layer
+    kept = footprint(recipe, recipe.stages[0], *models, False, 2, keeps_layers=True).memory
+    assert kept["gathered"] > half["gathered"]
+
+
+def test_processes_are_those_of_a_profile(make_recipe: MakeRecipe, tmp_path: Path) -> None:
+    file = tmp_path / "recipe.yaml"
+    file.write_text(yaml.safe_dump(make_recipe().resolved()), encoding="utf-8")
+    alone, shared = (
+        run("explain", file, *options, "--json") for options in ([], ["--set", "profile=fsdp2", "--processes", "2"])
+    )
+    found = [json.loads(result.stdout)["stages"][0]["footprint"] for result in (alone, shared)]
+    assert [stage["processes"] for stage in found] == [1, 2]
+    assert found[1]["memory_bytes"]["optimizer"] == found[0]["memory_bytes"]["optimizer"] // 2
+    assert "kl: memory of each of 2 processes" in run("explain", file, "--set", "profile=zero2", "--processes", "2").stdout
+    refused = run("explain", file, "--processes", "2")
+    assert refused.exit_code == 2
+    assert "--processes 2 needs a profile that has several; add --set profile=ddp (or fsdp2, zero2" in refused.stderr
 
 
 def test_a_shared_teacher_takes_what_is_its_own(make_recipe: MakeRecipe, student: Path, teacher: Path) -> None:

@@ -105,6 +105,7 @@ def test_one_process_needs_no_launcher(file: Path, executed: list[Any], profile:
         ),
         (["--profile", "multinode"], "multinode needs --machine_rank and --main_process_ip on each machine"),
         (["--profile", "multinode", "--", "--machine_rank=0", "--main_process_ip=a"], "how many processes all machines have"),
+        (["--profile", "ddp", "--", "--use_deepspeed"], "--use_deepspeed asks for DeepSpeed, which kvfold does not use; leave"),
         (["--profile", "ddp", "other.yaml"], "other.yaml is for nobody"),
         (["--", "--debug"], "--debug is for nobody: arguments for accelerate need --profile"),
         (["--profile", "dpp"], "'dpp' is not one of 'cpu', 'single', 'ddp'"),
@@ -129,7 +130,10 @@ def test_an_untested_profile_says_so(file: Path, executed: list[Any], monkeypatc
     ("variables", "message"),
     [
         ({"ACCELERATE_USE_FSDP": "true"}, "the launcher asks for FSDP 1"),
-        ({"ACCELERATE_USE_DEEPSPEED": "true"}, "the launcher asks for DeepSpeed, which kvfold does not use; --profile zero2"),
+        (
+            {"ACCELERATE_USE_DEEPSPEED": "true"},
+            "the launcher asks for DeepSpeed, which kvfold does not use; run kvfold distill RECIPE --profile zero2",
+        ),
         ({"ACCELERATE_USE_MEGATRON_LM": "true"}, "the launcher asks for Megatron-LM"),
     ],
 )

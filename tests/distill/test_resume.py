@@ -1,6 +1,7 @@
 """A run that was stopped, however rudely, ends in the same bits as one that was not."""
 
 import errno
+import json
 import os
 import shutil
 import signal
@@ -12,9 +13,10 @@ from typing import Any
 import pytest
 import yaml
 from click.testing import CliRunner
+from safetensors.torch import save_file
 
 from kvfold.convert.errors import InvalidInput
-from kvfold.distill import loop, state
+from kvfold.distill import claim, loop, state
 from kvfold.distill.cli import main
 from kvfold.distill.job import distill
 from kvfold.distill.metrics import trim_metrics
@@ -24,7 +26,7 @@ from kvfold.distill.state import Progress
 from .conftest import MakeRecipe
 from .test_job import metrics, weights
 
-STAGES = [
+STAGES: list[dict[str, Any]] = [
     {"name": "first", "tokens": 960, "lr": 1e-2, "batch_tokens": 192, "train": "attention"},
     {"name": "second", "tokens": 960, "lr": 1e-3, "batch_tokens": 192, "schedule": "wsd"},
 ]
@@ -89,17 +91,93 @@ def test_a_signal_saves_at_the_next_step(
     signum: int,
     code: int,
 ) -> None:
-    file = write(make_recipe(stages=STAGES), tmp_path / "recipe.yaml")
+    file, before = write(make_recipe(stages=STAGES), tmp_path / "recipe.yaml"), signal.getsignal(signum)
     with monkeypatch.context() as patch:
         stop_at(patch, 3, signum)
         result = CliRunner().invoke(main, [str(file)])
     assert result.exit_code == code
     assert "stopped after step 4 of 5 of stage first; run the same command again" in result.stderr
-    assert signal.getsignal(signum) in (signal.SIG_DFL, signal.default_int_handler)
+    assert signal.getsignal(signum) is before
     result = CliRunner().invoke(main, [str(file), "--json"])
     assert result.exit_code == 0
     assert "going on after step 4" in result.stderr
     assert same_bits(tmp_path / "out", uninterrupted)
+
+
+@pytest.mark.parametrize("step", [5, 10])
+def test_a_signal_in_the_last_step_of_a_stage_is_heard(
+    make_recipe: MakeRecipe, tmp_path: Path, uninterrupted: Path, monkeypatch: pytest.MonkeyPatch, step: int
+) -> None:
+    """When its sums are formed already: what is trained is saved, and the next start goes on behind it."""
+    file, stage = write(make_recipe(stages=STAGES), tmp_path / "recipe.yaml"), STAGES[step // 5 - 1]["name"]
+    with monkeypatch.context() as patch:
+        stop_at(patch, step, signal.SIGTERM)
+        result = CliRunner().invoke(main, [str(file)])
+    assert result.exit_code == 143
+    assert f"stopped after step 5 of 5 of stage {stage}; run the same command again" in result.stderr
+    assert not (tmp_path / "out").exists()
+    result = CliRunner().invoke(main, [str(file)])
+    assert (result.exit_code, f"going on after step {step}" in result.stderr) == (0, True)
+    assert same_bits(tmp_path / "out", uninterrupted)
+
+
+def test_a_second_signal_does_not_wait_for_the_step(
+    make_recipe: MakeRecipe, tmp_path: Path, uninterrupted: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = write(make_recipe(stages=STAGES, save={"every": 2}), tmp_path / "recipe.yaml")
+    with monkeypatch.context() as patch:
+        for _ in range(2):
+            stop_at(patch, 4, signal.SIGINT)
+        result = CliRunner().invoke(main, [str(file)])
+    assert (result.exit_code, "stopped by SIGINT; what was saved is kept; run the same" in result.stderr) == (130, True)
+    assert state.saved(tmp_path / "out.partial" / "state")[0].name == "step-00000002"
+    assert CliRunner().invoke(main, [str(file)]).exit_code == 0
+    assert same_bits(tmp_path / "out", uninterrupted)
+
+
+def test_a_run_that_was_killed_when_its_output_stood_has_ended(
+    make_recipe: MakeRecipe, student: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, partial = write(make_recipe(tokens=384), tmp_path / "recipe.yaml"), tmp_path / "out.partial"
+
+    def die(*_: object) -> None:
+        (partial / "tokens.bin").unlink()
+        raise SystemExit(1)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(claim, "_remove", die)
+        assert CliRunner().invoke(main, [str(file)]).exit_code == 1
+    other = CliRunner().invoke(main, [str(file), "--set", "stages.0.lr=1e-3"])
+    assert (other.exit_code, "out exists and nothing is overwritten" in other.stderr) == (2, True)
+    assert partial.exists()
+    before = (tmp_path / "out" / "model.safetensors").stat()
+    for _ in range(2):  # also when there is nothing left to tidy up
+        result = CliRunner().invoke(main, [str(file), "--json"])
+        assert (result.exit_code, "out is whole already, by this recipe" in result.stderr) == (0, True)
+        assert json.loads(result.stdout)["stages"][0]["steps"] == 2
+        assert not partial.exists()
+    assert (tmp_path / "out" / "model.safetensors").stat() == before
+    other = CliRunner().invoke(main, [str(file), "--set", f"teacher={student}"])
+    assert (other.exit_code, "out exists and nothing is overwritten" in other.stderr) == (2, True)
+
+
+@pytest.mark.parametrize("role", ["student", "teacher"])
+def test_another_checkpoint_in_the_place_of_a_model_is_refused(
+    make_recipe: MakeRecipe, student: Path, teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, role: str
+) -> None:
+    for name, directory in (("student", student), ("teacher", teacher)):
+        shutil.copytree(directory, tmp_path / name)
+    recipe = make_recipe(student=str(tmp_path / "student"), teacher=str(tmp_path / "teacher"))
+    with monkeypatch.context() as patch:
+        stop_at(patch, 3, signal.SIGTERM)
+        with pytest.raises(loop.Interrupted):
+            distill(recipe)
+    changed = {name: tensor + 1e-2 for name, tensor in weights(tmp_path / role).items()}
+    save_file(changed, tmp_path / role / "model.safetensors", {"format": "pt"})
+    with pytest.raises(InvalidInput, match=rf"the {role} .* is not the checkpoint that .*out\.partial was started with; put"):
+        distill(recipe)
+    shutil.copyfile({"student": student, "teacher": teacher}[role] / "model.safetensors", tmp_path / role / "model.safetensors")
+    distill(recipe)
 
 
 def test_a_damaged_state_falls_back_to_the_one_before(

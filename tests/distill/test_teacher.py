@@ -1,5 +1,6 @@
 """Teachers: beside the student, sharing memory with it, or on disk; all of them give the same predictions."""
 
+import fcntl
 import json
 import shutil
 from pathlib import Path
@@ -189,8 +190,31 @@ def test_a_cache_for_something_else_is_refused(
     (tmp_path / "empty").mkdir()
     with pytest.raises(InvalidInput, match="empty is no cache written by kvfold"):
         open_cache(**{**cache, "directory": tmp_path / "empty"})
+    for name, content in (("plan.json", json.dumps({"seq_len": 8})), ("thesis.tex", "mine")):
+        (tmp_path / name / "mine.partial").mkdir(parents=True)
+        (tmp_path / name / "mine.partial" / name).write_text(content)
+        with pytest.raises(InvalidInput, match="is no unfinished teacher_cache of this run; remove it"):
+            write_cache(tmp_path / name / "mine", online, cache["windows"], 7, cache["identity"], Accelerator(cpu=True))
+
+
+def test_two_runs_do_not_write_one_cache(cache: dict[str, Any], online: Online, tmp_path: Path) -> None:
     (tmp_path / "mine.partial").mkdir()
-    (tmp_path / "mine.partial" / "plan.json").write_text(json.dumps({"seq_len": 8}))
+    with (tmp_path / "mine.partial" / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(InvalidInput, match=r"another run is writing teacher_cache .*; wait for it, or name another"):
+            write_cache(tmp_path / "mine", online, cache["windows"], 7, cache["identity"], Accelerator(cpu=True))
+
+
+def test_what_was_begun_for_other_windows_is_not_taken_up(
+    cache: dict[str, Any], online: Online, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def die(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cached, "_end", die)
+        with pytest.raises(KeyboardInterrupt):
+            write_cache(tmp_path / "mine", online, cache["windows"], 5, cache["identity"], Accelerator(cpu=True))
     with pytest.raises(InvalidInput, match="is no unfinished teacher_cache of this run; remove it"):
         write_cache(tmp_path / "mine", online, cache["windows"], 7, cache["identity"], Accelerator(cpu=True))
 

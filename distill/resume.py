@@ -1,0 +1,127 @@
+"""Where a run begins: its models, its output, and what an earlier run of the same recipe has left.
+
+A run that was killed at any moment goes on when the same recipe is given again: from its newest whole state, from its output
+where that stands already, or from nothing.
+"""
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ..convert.card import read_record, source_directory
+from ..convert.checkpoint import check_output
+from ..convert.errors import InvalidInput
+from ..convert.hub import resolve
+from . import state
+from .claim import is_ours
+from .recipe import SHARED, Recipe, differences
+from .state import Progress
+
+_SAMPLE = 2**16  # bytes read at three places of a file to tell it from another: no two checkpoints agree in all of them
+
+
+def find_models(recipe: Recipe, output: Path) -> tuple[Path, Path]:
+    """Where student and teacher lie.
+
+    Raises:
+        InvalidInput: one is not there, or the output would lie inside one.
+    """
+    with as_settings():
+        student = _resolve("student", recipe.student)
+        named = recipe.teacher not in (None, SHARED)
+        teacher = _resolve("teacher", str(recipe.teacher)) if named else source_directory(student)
+    if teacher is None:
+        raise InvalidInput(f"{student} has no kvfold.json that names its source; name the teacher with --set teacher=DIR")
+    for directory in (student, teacher):
+        if output.resolve().is_relative_to(directory.resolve()):
+            raise InvalidInput(
+                f"output {output} lies inside {directory}, which is never written; name another with --set output=DIR"
+            )
+    return student, teacher
+
+
+def _resolve(role: str, name: str) -> Path:
+    try:
+        directory = resolve(name)
+    except InvalidInput as mistake:
+        raise InvalidInput(f"{role} {mistake}") from None
+    if not (directory / "config.json").is_file():
+        raise InvalidInput(f"{role} {name} has no config.json; name the directory that holds the model")
+    return directory
+
+
+@contextmanager
+def as_settings() -> Iterator[None]:
+    """Advice of the other parts to use an option of their commands becomes advice to set a key of the recipe."""
+    try:
+        yield
+    except InvalidInput as mistake:
+        what, mark, advice = str(mistake).rpartition("; ")
+        for option, key in (("--out", "output"), ("--teacher", "teacher")):
+            advice = advice.replace(option, f"--set {key}=DIR") if mark else advice
+        raise InvalidInput(what + mark + advice) from None
+
+
+def find_result(recipe: Recipe, output: Path, partial: Path) -> dict[str, Any] | None:
+    """What a run of this recipe with these models said of itself whose output stands already: given again, it has ended.
+
+    It may have been killed after its output had its name, while it tidied up or thereafter.
+
+    Raises:
+        InvalidInput: the output exists, and is no such run's.
+    """
+    if output.is_dir() and is_ours(partial):
+        told = (read_record(output) or {}).get("distill", {})
+        is_same = "models" in told and not differences(told["recipe"], recipe.resolved())
+        if is_same and told["models"] == fingerprints(*find_models(recipe, output)):
+            return {key: value for key, value in told.items() if key != "recipe"}
+    with as_settings():
+        check_output(output)
+    return None
+
+
+def last_progress(recipe: Recipe, partial: Path, student: Path, teacher: Path) -> tuple[Progress, Path | None]:
+    """Where an earlier run of the recipe stopped, and the state saved there; the beginning and None when there was none.
+
+    Raises:
+        InvalidInput: that run had another recipe or other models.
+    """
+    models = fingerprints(student, teacher)
+    found = state.newest(partial / "state")
+    if found is None:
+        return Progress(recipe=recipe.resolved(), models=models), None
+    progress = state.read_progress(found)
+    changed = differences(progress.recipe, recipe.resolved())
+    if changed:
+        raise InvalidInput(
+            f"the recipe differs from the one that {partial} was started with in {', '.join(changed)}; "
+            "change it back to go on, or name another output to start anew"
+        )
+    for role, directory in (("student", student), ("teacher", teacher)):
+        if progress.models.get(role, models[role]) != models[role]:
+            raise InvalidInput(
+                f"the {role} {directory} is not the checkpoint that {partial} was started with; put that one back to go on, "
+                "or name another output to start anew"
+            )
+    return replace(progress, recipe=recipe.resolved(), models=models), found
+
+
+def fingerprints(student: Path, teacher: Path) -> dict[str, str]:
+    """Of both models, by their roles."""
+    return {"student": fingerprint(student), "teacher": fingerprint(teacher)}
+
+
+def fingerprint(directory: Path) -> str:
+    """Tells a checkpoint from others by its config and by parts of its weights, wherever it lies and whenever it was copied."""
+    digest = hashlib.blake2b(digest_size=16)
+    for file in sorted({*directory.glob("*.safetensors"), directory / "config.json"}):
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size}\n".encode())
+        with file.open("rb") as stream:
+            for place in (0, size // 2, max(0, size - _SAMPLE)):
+                stream.seek(place)
+                digest.update(stream.read(_SAMPLE))
+    return digest.hexdigest()
