@@ -5,8 +5,8 @@ plain start) and as kvfold does it (the best start). Each fold is trained by cro
 followed by KL; the source itself is trained on the same tokens as control. All runs of a seed read the same tokens, and every
 evaluation is of the same windows, the source's in the same run.
 
-First each loss gets its learning rate from each start: the best of four, by perplexity on documents that are taken out of the
-training text and that no run trains on; the evaluation text has no part in it. Every loss has as many tries as the others.
+First every recipe gets its learning rates from each start: the best of five, by perplexity on the second half of the held-out
+text; all that is reported is measured on the first half. Alignment's rate is chosen first, then that of the KL after it.
 
 Every finished run is a row of benchmarks/results/recovery-NAME.json; runs that have theirs are left out, so that a stopped grid
 goes on when the same command is given again.
@@ -30,13 +30,19 @@ from .reached import PLAIN, SHARES, Row, summarise
 from .recovery_runs import BEST, CALIBRATION, RECIPES, SOURCE, TARGETS, TUNED, Grid, Run, Setting, drop, fold_all, split, train
 
 CONTROL = "ce"  # the source cannot learn from itself
+ALIGNMENT, AFTER = "attention_output", "align+kl"
 # Tried for every loss; a layer alone bears more than the whole model.
-RATES = {"ce": (1e-4, 3e-4, 1e-3, 3e-3), "kl": (1e-4, 3e-4, 1e-3, 3e-3), "attention_output": (1e-3, 3e-3, 1e-2, 3e-2)}
+RATES = {
+    "ce": (3e-5, 1e-4, 3e-4, 1e-3, 3e-3),
+    "kl": (3e-5, 1e-4, 3e-4, 1e-3, 3e-3),
+    ALIGNMENT: (3e-4, 1e-3, 3e-3, 1e-2, 3e-2),
+}
 TUNED_ON = "mla 12.5%"
+Rates = dict[str, dict[str, dict[str, float]]]  # of every loss, by start and recipe
 
 
 def tuning_runs() -> Iterator[Run]:
-    """Every loss from every start at every rate that is tried."""
+    """Every loss alone from every start at every rate that is tried."""
     for loss, rates in RATES.items():
         for start in (PLAIN, BEST, *([SOURCE] if loss == CONTROL else [])):
             target = SOURCE if start == SOURCE else TUNED_ON
@@ -44,24 +50,31 @@ def tuning_runs() -> Iterator[Run]:
                 yield Run(target=target, start=start, recipe=f"{TUNED} {loss}", seed=0, rates={loss: rate})
 
 
-def chosen_rates(rows: list[Row], start: str) -> dict[str, float]:
-    """The best rate of every loss from a start."""
-    best: dict[str, tuple[float, float]] = {}
+def tuning_after(rates: Rates) -> Iterator[Run]:
+    """KL after alignment, from every start at every rate that is tried."""
+    for start in (PLAIN, BEST):
+        for rate in RATES["kl"]:
+            both = {**rates[start][ALIGNMENT], "kl": rate}
+            yield Run(target=TUNED_ON, start=start, recipe=f"{TUNED} {AFTER}", seed=0, rates=both)
+
+
+def chosen_rates(rows: list[Row], start: str) -> dict[str, dict[str, float]]:
+    """The best rates of every loss alone and of every recipe that were tried from a start."""
+    best: dict[str, Row] = {}
     for row in rows:
         if row["start"] == start and row["recipe"].startswith(TUNED):
-            ((loss, rate),) = row["rates"].items()
-            best[loss] = min(best.get(loss, (float("inf"), rate)), (row["points"][-1]["perplexity"], rate))
-    return {loss: rate for loss, (_, rate) in best.items()}
+            tuned = row["recipe"].removeprefix(TUNED).strip()
+            best[tuned] = min(best.get(tuned, row), row, key=lambda one: float(one["points"][-1]["perplexity"]))
+    return {tuned: row["rates"] for tuned, row in best.items()}
 
 
-def grid_runs(targets: list[str], seeds: list[int], rates: dict[str, dict[str, float]]) -> Iterator[Run]:
+def grid_runs(targets: list[str], seeds: list[int], rates: Rates) -> Iterator[Run]:
     """The whole grid, a seed at a time: the control, then every target, start and recipe."""
     for seed in seeds:
         cells = [(SOURCE, SOURCE, CONTROL)]
         cells += [(target, start, recipe) for target in targets for recipe in RECIPES for start in (PLAIN, BEST)]
         for target, start, recipe in cells:
-            own = {loss: rates[start][loss] for loss in RECIPES[recipe]}
-            yield Run(target=target, start=start, recipe=recipe, seed=seed, rates=own)
+            yield Run(target=target, start=start, recipe=recipe, seed=seed, rates=rates[start][recipe])
 
 
 def read_rows(name: str, setting: Setting) -> list[Row]:
@@ -81,8 +94,8 @@ def read_rows(name: str, setting: Setting) -> list[Row]:
     return rows
 
 
-def rates_of(rows: list[Row]) -> dict[str, dict[str, float]]:
-    """The learning rates chosen, by start and loss."""
+def rates_of(rows: list[Row]) -> Rates:
+    """The learning rates chosen."""
     return {start: chosen_rates(rows, start) for start in (PLAIN, BEST, SOURCE)}
 
 
@@ -110,10 +123,10 @@ def show(rows: list[Row]) -> None:
 
 @click.command()
 @click.argument("model")
-@click.option("--text", default="stdlib", show_default=True, help="Evaluation text, as evaluate.source of a recipe.")
+@click.option("--text", default="stdlib", show_default=True, help="Held-out text: a .txt file, or stdlib.")
 @click.option("--data", default="stdlib", show_default=True, help="Training text, as data.source of a recipe.")
 @click.option("--tokens", default="200k", show_default=True, help="Of a run.")
-@click.option("--tuning-tokens", help="Of a run that tries a learning rate. Default: half of --tokens.")
+@click.option("--tuning-tokens", help="Of a run that tries a learning rate. Default: --tokens.")
 @click.option("--batch-tokens", default=4096, show_default=True, help="Of an optimizer step.")
 @click.option("--window", default=256, show_default=True, help="Tokens of a window.")
 @click.option("--evaluations", default=8, show_default=True, help="Of a run, beside that of its start.")
@@ -137,15 +150,13 @@ def main(
     """Run what is missing of the grid; print and save all of it."""
     name, work = f"recovery-{name}", work or Path("out") / f"recovery-{name}"
     whole = int(str(parse_tokens(tokens)))
-    part = int(str(parse_tokens(tuning_tokens))) if tuning_tokens else whole // 2
+    part = int(str(parse_tokens(tuning_tokens))) if tuning_tokens else whole
+    tuned: list[Row] = []
+    if rates:
+        other = json.loads((RESULTS / f"recovery-{rates}.json").read_text(encoding="utf-8"))
+        part, tuned = other["setting"]["tuning_tokens"], [row for row in other["rows"] if row["recipe"].startswith(TUNED)]
     setting = Setting(model=model, tokens=whole, tuning_tokens=part, **same)
-    rows = read_rows(name, setting)
-    if rates and not rows:
-        rows = [
-            row
-            for row in json.loads((RESULTS / f"recovery-{rates}.json").read_text())["rows"]
-            if row["recipe"].startswith(TUNED)
-        ]
+    rows = read_rows(name, setting) or tuned
     (work / "folds").mkdir(parents=True, exist_ok=True)
     (work / "runs").mkdir(exist_ok=True)
     grid = Grid(setting, resolve(model), work.resolve())
@@ -153,6 +164,7 @@ def main(
     targets = fold_all(grid, list(only or TARGETS))
     if not rates:
         run_all(grid, tuning_runs(), name, rows)
+        run_all(grid, tuning_after(rates_of(rows)), name, rows)
     run_all(grid, grid_runs(targets, [int(seed) for seed in seeds.split(",")], rates_of(rows)), name, rows)
     show(rows)
     click.echo(f"saved in {write(name, setting, rows)}")

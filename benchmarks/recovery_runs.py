@@ -16,8 +16,7 @@ from kvfold.convert.statistics import Statistics
 from kvfold.convert.study import study
 from kvfold.distill.job import distill
 from kvfold.distill.recipe import Recipe
-from kvfold.distill.recipe_data import Source
-from kvfold.distill.sources import read_texts
+from kvfold.eval.corpus import read_text
 
 from .reached import PLAIN, Row
 
@@ -36,9 +35,7 @@ RECIPES: dict[str, dict[str, float]] = {
     "kl": {"kl": 1.0},
     "align+kl": {"attention_output": 0.25, "kl": 0.75},
 }
-TUNED = "tuned"  # as a recipe: a loss alone, on the text that rates are chosen by
-_APART = 20  # one document in so many is taken out of the training text
-_CHARACTERS = 40_000_000  # of the training text at most
+TUNED = "tuned"  # before a recipe: a run that tries a rate, measured on the text that rates are chosen by
 CALIBRATION: dict[str, Any] = {"calibration": "self", "sequences": 48, "seed": 0}
 
 
@@ -49,7 +46,7 @@ class Run:
     Attributes:
         target: of TARGETS, or `source`.
         start: `plain`, `best`, or `source`.
-        recipe: of RECIPES, or `tuned ` and a loss.
+        recipe: of RECIPES, or `tuned ` and one of them, or `tuned ` and a loss alone.
         seed: of the order of the data.
         rates: learning rate of every loss.
     """
@@ -106,21 +103,15 @@ def slug(words: str) -> str:
 
 
 def split(setting: Setting, work: Path) -> None:
-    """Write the training text as train.jsonl and the documents taken out of it as apart.jsonl."""
-    if (work / "train.jsonl").exists():
-        return
-    documents, characters = [], 0
-    for texts in read_texts(Source(source=setting.data, split="train", text_field="text"), seed=0):
-        documents += texts
-        characters += sum(map(len, texts))
-        if characters > _CHARACTERS:
-            break
-    # train.jsonl is written last: where it is, both are.
-    for name, chosen in (("apart", [0]), ("train", range(1, _APART))):
-        own = [text for number, text in enumerate(documents) if number % _APART in chosen]
-        partial = work / f"{name}.partial"
-        partial.write_text("".join(json.dumps({"text": text}) + "\n" for text in own), encoding="utf-8")
-        partial.rename(work / f"{name}.jsonl")
+    """Write the first half of the held-out text as evaluated.txt, and the second, by which rates are chosen, as tuned.txt.
+
+    Both are new to the source as well. On text that the source was trained on, whatever moves the student away from it looks
+    worse than it is, and rates come out too low.
+    """
+    text = read_text(setting.text).joined
+    middle = text.find("\n", len(text) // 2) + 1 or len(text) // 2
+    for name, part in (("evaluated", text[:middle]), ("tuned", text[middle:])):
+        (work / f"{name}.txt").write_text(part, encoding="utf-8")
 
 
 def fold_all(grid: Grid, targets: list[str]) -> list[str]:
@@ -149,7 +140,8 @@ def make_recipe(grid: Grid, run: Run) -> Recipe:
     """A run as a recipe; rates are constant but for the last fifth, so that a curve's points can be compared."""
     setting, work = grid.setting, grid.work
     is_tuning = run.recipe.startswith(TUNED)
-    losses = {run.recipe.removeprefix(TUNED).strip(): 1.0} if is_tuning else RECIPES[run.recipe]
+    name = run.recipe.removeprefix(TUNED).strip()
+    losses = RECIPES.get(name, {name: 1.0})
     steps = max(1, (setting.tuning_tokens if is_tuning else setting.tokens) // setting.batch_tokens)
     stages: list[dict[str, Any]] = []
     left = steps
@@ -168,17 +160,19 @@ def make_recipe(grid: Grid, run: Run) -> Recipe:
                 "micro_batch": 8,
             }
         )
+    cache = work / f"teacher-{steps * setting.batch_tokens}-{run.seed}"  # of windows that all runs of a seed read
     every = steps if is_tuning else max(1, steps // setting.evaluations)
     return Recipe.model_validate(
         {
             "schema": 1,
             "student": str(grid.fold(run.target, run.start)),
             "teacher": str(grid.source),
+            "teacher_cache": str(cache),
             "output": str(work / "runs" / slug(run.label + "".join(f" {rate:g}" for rate in run.rates.values()))),
-            "data": {"source": str(work / "train.jsonl"), "seq_len": setting.window, "seed": run.seed},
+            "data": {"source": setting.data, "seq_len": setting.window, "seed": run.seed},
             "stages": stages,
             "evaluate": {
-                "source": str(work / "apart.jsonl") if is_tuning else setting.text,
+                "source": str(work / ("tuned.txt" if is_tuning else "evaluated.txt")),
                 "every": every,
                 "windows": setting.windows,
                 "seq_len": setting.window,

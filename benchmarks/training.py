@@ -2,10 +2,14 @@
 
 The same student (MODEL folded to MLA at a quarter of its cache, by its weights alone) is trained on the same tokens by plain
 fine-tuning, which is transformers' own cross entropy and torch's AdamW and has no teacher, and by kvfold's KL with a teacher
-beside it and with one that shares the student's frozen weights. Two sets of weights: all, and the attention alone, without
-which nothing can be shared. Every run is a process of its own, the kinds take turns, and medians are kept. Seconds are the
-processor's on a CPU, where other work on the machine must not count; memory is the peak above what the process held before it
-loaded a model.
+beside it, with one that shares the student's frozen weights, and with its hidden states read from a disk. Two sets of weights:
+all, and the attention alone, without which nothing can be shared. Every run is a process of its own, the kinds take turns, and
+medians are kept. Seconds are the processor's on a CPU, where other work on the machine must not count; memory is the peak above
+what the process held before it loaded a model.
+
+What a teacher in memory must cost at least: of N weights in products a token takes 2 N operations forward, as many for the
+gradients of what a layer reads, and as many for those of its weights. A teacher as large as the student adds 2 N to 6 N (1.33
+times the plain step), or to the 4 N and a little that are left where few weights are trained (up to 1.5).
 
 `--profile` prints the dearest operations of one KL step, and of one pass of statistics over as many tokens, instead.
 """
@@ -27,12 +31,14 @@ import torch
 from torch import Tensor
 
 from kvfold.convert import passes
+from kvfold.convert.console import show_table
 from kvfold.convert.hub import resolve
 from kvfold.convert.models import load_model
 from kvfold.convert.plan import make_plan
 from kvfold.convert.rewrite import rewrite
 from kvfold.convert.source import open_source
 from kvfold.convert.study import BATCH, layout_of
+from kvfold.distill.cached import cache_for, cached_teacher
 from kvfold.distill.data import Stream, Windows
 from kvfold.distill.documents import SCORED
 from kvfold.distill.isolation import isolate_documents
@@ -45,19 +51,30 @@ from kvfold.distill.weights import set_trainable
 
 from .machine import save
 
-PLAIN = "plain"
-# What is trained, and by what: plain, or the `teacher` of a recipe.
-KINDS = (("all", PLAIN), ("all", "online"), ("attention", PLAIN), ("attention", "online"), ("attention", "shared"))
+PLAIN, CACHE = "plain", "cache"
+# What is trained, and by what: plain, the `teacher` of a recipe, or its `teacher_cache`.
+KINDS = (
+    *(("all", how) for how in (PLAIN, "online", CACHE)),
+    *(("attention", how) for how in (PLAIN, "online", "shared", CACHE)),
+)
 STEPS = 3  # the first is not timed
 
 
 def make_recipe(teacher: Path, student: Path, train: str, how: str, tokens: int, length: int) -> Recipe:
     """A recipe of forward KL; nothing is read from its data source, or written."""
     stage = {"name": "kl", "tokens": STEPS * tokens, "lr": 1e-5, "batch_tokens": tokens, "micro_batch": 4, "train": train}
-    named = str(teacher) if how == "online" else how
+    named = str(teacher) if how in ("online", CACHE) else how
     data = {"source": "none", "seq_len": length}
     return Recipe.model_validate(
-        {"schema": 1, "student": str(student), "teacher": named, "output": "none", "data": data, "stages": [stage]}
+        {
+            "schema": 1,
+            "student": str(student),
+            "teacher": named,
+            "output": "none",
+            "data": data,
+            "stages": [stage],
+            "teacher_cache": str(student.with_name(CACHE)) if how == CACHE else None,
+        }
     )
 
 
@@ -73,10 +90,12 @@ def distilling(recipe: Recipe, teacher: Path) -> Callable[[int], float]:
     (stage,), accelerator = recipe.stages, make_accelerator(recipe)
     student = load_student(Path(recipe.student), recipe.data.seq_len, accelerator.device)
     isolate_documents(student.model, recipe.student)
-    online = open_teacher(teacher, stage, recipe, accelerator, student)
     vocabulary = len(student.tokenizer)
     windows = random_windows(recipe, vocabulary)
-    work = EndToEnd(Run(recipe, accelerator, student.model, online, windows, Path("none"), vocabulary), stage, None)
+    cache = cache_for(stage, recipe)
+    online = None if cache and cache.exists() else open_teacher(teacher, stage, recipe, accelerator, student)
+    source: Any = cached_teacher(cache, online, windows, recipe, teacher, accelerator) if cache else online
+    work = EndToEnd(Run(recipe, accelerator, student.model, source, windows, Path("none"), vocabulary), stage, None)
 
     def step(number: int) -> float:
         work.accumulate(number * recipe.step_windows(stage))
@@ -190,36 +209,39 @@ def main(
             click.echo(f"saved in {save(f'profile-{name}', {**setting, **found})}")
             return
         command = [sys.executable, "-m", "benchmarks.training", str(source), f"--tokens={tokens}", f"--length={length}"]
-        runs: dict[tuple[str, str], list[dict[str, float]]] = {kind: [] for kind in KINDS}
-        for _ in range(repeats):
-            for kind in KINDS:
-                once_more = [*command, f"--name={name}", "--once", *kind, str(fold)]
-                done = subprocess.run(once_more, check=True, stdout=subprocess.PIPE, text=True)
-                runs[kind].append(json.loads(done.stdout.splitlines()[-1]))
-    rows = [summarise(kind, runs) for kind in KINDS]
-    for row in rows:
-        click.echo(
-            f"{row['train']:10} {row['teacher']:7} {row['seconds']:7.2f} s a step ({row['times_plain']:.2f} of plain) "
-            f"{row['peak_mb']:8.1f} MB ({row['memory_times_plain']:.2f} of plain)"
-        )
+
+        def measure(kind: tuple[str, str]) -> dict[str, float]:
+            once_more = [*command, f"--name={name}", "--once", *kind, str(fold)]
+            done = subprocess.run(once_more, check=True, stdout=subprocess.PIPE, text=True)
+            return dict(json.loads(done.stdout.splitlines()[-1]))
+
+        measure(("all", CACHE))  # writes the cache, which the others read
+        rounds = [{kind: measure(kind) for kind in KINDS} for _ in range(repeats)]
+    rows = [summarise(kind, rounds) for kind in KINDS]
+    lines = [tuple(f"{value:g}" if isinstance(value, float) else str(value) for value in row.values()) for row in rows]
+    show_table("a step", [key.replace("_", " ") for key in rows[0]], lines)
     click.echo(f"saved in {save(f'training-{name}', {**setting, 'repeats': repeats, 'rows': rows})}")
 
 
-def summarise(kind: tuple[str, str], runs: dict[tuple[str, str], list[dict[str, float]]]) -> dict[str, Any]:
-    """Medians of one kind; ratios are to the plain run of the same round, so that what else the machine does weighs on both."""
+def summarise(kind: tuple[str, str], rounds: list[dict[tuple[str, str], dict[str, float]]]) -> dict[str, Any]:
+    """Medians of one kind; ratios are to plain steps of the same round, so that what else the machine does weighs on both.
+
+    `times_plain` compares with fine-tuning of the same weights, `times_plain_all` with that of all weights.
+    """
     train, how = kind
 
-    def times(key: str) -> float:
-        ratios = [one[key] / plain[key] for one, plain in zip(runs[kind], runs[train, PLAIN], strict=True)]
-        return round(statistics.median(ratios), 2)
+    def times(key: str, trained: str) -> float:
+        return round(statistics.median(one[kind][key] / one[trained, PLAIN][key] for one in rounds), 2)
 
     return {
         "train": train,
         "teacher": how,
-        "seconds": round(statistics.median(one["seconds"] for one in runs[kind]), 3),
-        "times_plain": times("seconds"),
-        "peak_mb": round(statistics.median(one["peak_bytes"] for one in runs[kind]) / 1e6, 1),
-        "memory_times_plain": times("peak_bytes"),
+        "seconds": round(statistics.median(one[kind]["seconds"] for one in rounds), 3),
+        "times_plain": times("seconds", train),
+        "times_plain_all": times("seconds", "all"),
+        "peak_mb": round(statistics.median(one[kind]["peak_bytes"] for one in rounds) / 1e6, 1),
+        "memory_times_plain": times("peak_bytes", train),
+        "memory_times_plain_all": times("peak_bytes", "all"),
     }
 
 

@@ -70,7 +70,12 @@ class Gathered:
         self._layers = adapted(model) if model and optimizer is None else {}
         named = list(named_weights(model)) if model else []
         self._weights = {name: weight for name, weight in named if optimizer or not is_adapter(name)}
-        self._states = {name: optimizer.state[weight] for name, weight in named if optimizer and weight in optimizer.state}
+        # In an order of its own: a fresh optimizer has its moments in another one than a restored one.
+        self._states = {
+            name: dict(sorted(optimizer.state[weight].items()))
+            for name, weight in named
+            if optimizer and weight in optimizer.state
+        }
 
     def specs(self) -> dict[str, dict[str, TensorSpec]]:
         """What each file will hold."""

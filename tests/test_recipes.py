@@ -58,7 +58,7 @@ def test_its_commands_make_what_it_reads(name: str) -> None:
     with distill.make_context("distill", second[1:]) as context:
         assert context.params["recipe"] == Path("recipes") / f"{name}.yaml"
     assert recipe.output == f"{recipe.student}-distilled"
-    assert [stage.how for stage in recipe.stages] == ["layerwise", "end_to_end"]
+    assert [stage.how for stage in recipe.stages] == ["end_to_end"]
     assert recipe.evaluate is not None
     for stage in recipe.stages:  # what eight GPUs share evenly
         assert recipe.step_windows(stage) % 8 == 0
@@ -66,9 +66,9 @@ def test_its_commands_make_what_it_reads(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_it_can_be_explained(name: str) -> None:
-    found = explain(ROOT / f"{name}.yaml", ["stages.1.tokens=1M"])
+    found = explain(ROOT / f"{name}.yaml", ["stages.0.tokens=1M"])
     origins = {key["key"]: key["from"] for key in found["keys"]}
-    assert (origins["stages[1].tokens"], origins["stages[0].tokens"], origins["stages[0].grad_clip"]) == (
+    assert (origins["stages[0].tokens"], origins["stages[0].lr"], origins["stages[0].grad_clip"]) == (
         "--set", "file", "default",
     )  # fmt: skip
     assert all(key["meaning"] for key in found["keys"])
@@ -99,16 +99,15 @@ def test_it_runs(name: str, text: Path, tmp_path: Path) -> None:
         "student": tmp_path / "student", "output": tmp_path / "out", "data.name": "null", "data.seq_len": 32,
         "data.source": text, "evaluate.source": tmp_path / "held.txt", "evaluate.windows": 4,
         "device": "cpu", "precision": "fp32",
-        **{f"stages.{number}.{key}": size for number in range(2) for key, size in
-           {"tokens": 256, "batch_tokens": 128, "micro_batch": 2}.items()},
+        "stages.0.tokens": 256, "stages.0.batch_tokens": 128, "stages.0.micro_batch": 2,
     }  # fmt: skip
     words = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
     result = json.loads(run(["distill", str(ROOT / f"{name}.yaml"), *words, "--json"]))
-    assert [(stage["name"], stage["steps"]) for stage in result["stages"]] == [("align", 2), ("kl", 2)]
+    assert [(stage["name"], stage["steps"]) for stage in result["stages"]] == [("kl", 2)]
     points = json.loads((tmp_path / "out" / "curve.json").read_text())["points"]
-    assert [point["step"] for point in points] == [0, 2, 4]
+    assert [point["step"] for point in points] == [0, 2]
     record = json.loads((tmp_path / "out" / "kvfold.json").read_text())
-    assert record["distill"]["steps"] == 4
+    assert record["distill"]["steps"] == 2
 
 
 def run(words: list[str]) -> str:

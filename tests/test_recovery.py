@@ -1,6 +1,5 @@
 """The benchmark of recovery: what is counted, what is trained on what, and that a stopped grid goes on."""
 
-import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -10,10 +9,9 @@ import pytest
 
 from benchmarks import machine, recovery
 from benchmarks.reached import PLAIN, summarise, tokens_to, wanted
+from benchmarks.recovery import RATES
 from benchmarks.recovery_runs import BEST, RECIPES, SOURCE, TUNED, Grid, Run, Setting, make_recipe, split
 from kvfold.convert.errors import InvalidInput
-from kvfold.distill.recipe_data import Source
-from kvfold.distill.sources import read_texts
 
 SETTING = Setting(
     model="demo", text="stdlib", data="stdlib", tokens=32768, tuning_tokens=16384, batch_tokens=2048, window=256,
@@ -82,30 +80,23 @@ def test_all_recipes_read_the_same_number_of_tokens(name: str, tmp_path: Path) -
     assert sum(stage.tokens for stage in recipe.stages) == SETTING.tokens
     assert recipe.data.seed == 3
     assert recipe.evaluate is not None
-    assert (recipe.evaluate.source, recipe.evaluate.every) == ("stdlib", 2)
+    assert recipe.evaluate.every == 2
 
 
 def test_rates_are_chosen_on_neither_training_nor_evaluation_text(tmp_path: Path) -> None:
-    texts = [f"document {number}" for number in range(100)]
-    (tmp_path / "all.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    grid = Grid(replace(SETTING, data=str(tmp_path / "all.jsonl")), tmp_path, tmp_path)
+    lines = [f"line {number}\n" for number in range(101)]
+    (tmp_path / "all.txt").write_text("".join(lines))
+    grid = Grid(replace(SETTING, text=str(tmp_path / "all.txt")), tmp_path, tmp_path)
     split(grid.setting, tmp_path)
-    apart, train = (
-        {
-            text
-            for batch in read_texts(Source(source=str(tmp_path / name), split="train", text_field="text"), 0)
-            for text in batch
-        }
-        for name in ("apart.jsonl", "train.jsonl")
-    )
-    assert apart | train == set(texts)
-    assert not apart & train
-    assert len(apart) == 5
+    evaluated, tuned = ((tmp_path / f"{name}.txt").read_text().splitlines(keepends=True) for name in ("evaluated", "tuned"))
+    assert evaluated + tuned == lines
+    assert abs(len(evaluated) - len(tuned)) < 10
     run = Run(target="mla 25%", start=PLAIN, recipe=f"{TUNED} kl", seed=0, rates={"kl": 1e-3})
-    recipe = make_recipe(grid, run)
-    assert recipe.evaluate is not None
-    assert recipe.evaluate.source == str(tmp_path / "apart.jsonl")
-    assert recipe.data.source == str(tmp_path / "train.jsonl")
+    for one, name in ((run, "tuned"), (replace(run, recipe="kl"), "evaluated")):
+        recipe = make_recipe(grid, one)
+        assert recipe.evaluate is not None
+        assert recipe.evaluate.source == str(tmp_path / f"{name}.txt")
+        assert recipe.data.source == SETTING.data
 
 
 def test_every_loss_has_as_many_tries_and_the_best_rate_is_kept() -> None:
@@ -113,12 +104,19 @@ def test_every_loss_has_as_many_tries_and_the_best_rate_is_kept() -> None:
     tries = {
         (run.recipe, run.start): [one for one in runs if (one.recipe, one.start) == (run.recipe, run.start)] for run in runs
     }
-    assert {len(own) for own in tries.values()} == {4}
+    assert {len(own) for own in tries.values()} == {5}
+    ends = ((3e-5, 35), (1e-4, 30), (3e-4, 20), (1e-3, 25), (3e-3, 40))
     rows = [
-        {**row(PLAIN, f"{TUNED} ce", 0, 50, end), "rates": {"ce": rate}} for rate, end in ((1e-4, 30), (3e-4, 20), (1e-3, 25))
+        {**row(start, f"{TUNED} {loss}", 0, 50, end), "rates": {loss: rate}}
+        for loss in RATES
+        for start in (PLAIN, BEST)
+        for rate, end in ends
     ]
-    assert recovery.chosen_rates(rows, PLAIN) == {"ce": 3e-4}
-    assert recovery.chosen_rates(rows, BEST) == {}
+    assert recovery.chosen_rates(rows, PLAIN) == {loss: {loss: 3e-4} for loss in RATES}
+    assert recovery.chosen_rates(rows, SOURCE) == {}
+    after = list(recovery.tuning_after(recovery.rates_of(rows)))
+    assert {run.rates["attention_output"] for run in after} == {3e-4}
+    assert [run.rates["kl"] for run in after if run.start == BEST] == list(RATES["kl"])
 
 
 def test_a_stopped_grid_goes_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -135,7 +133,7 @@ def test_a_stopped_grid_goes_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
 
     monkeypatch.setattr(recovery, "train", train)
     grid = Grid(SETTING, tmp_path, tmp_path)
-    rates = {start: dict.fromkeys(("ce", "kl", "attention_output"), 1e-3) for start in (PLAIN, BEST, SOURCE)}
+    rates = {start: {name: dict.fromkeys(parts, 1e-3) for name, parts in RECIPES.items()} for start in (PLAIN, BEST, SOURCE)}
     runs = list(recovery.grid_runs(["mla 25%"], [0], rates))
     assert [run.recipe for run in runs] == ["ce", "ce", "ce", "kl", "kl", "align+kl", "align+kl"]
     with pytest.raises(KeyboardInterrupt):

@@ -6,7 +6,18 @@ import pytest
 import torch
 
 from benchmarks.folds import DEMO
-from benchmarks.training import KINDS, STEPS, dearest, distilling, fine_tuning, make_recipe, random_windows, run, summarise
+from benchmarks.training import (
+    CACHE,
+    KINDS,
+    STEPS,
+    dearest,
+    distilling,
+    fine_tuning,
+    make_recipe,
+    random_windows,
+    run,
+    summarise,
+)  # fmt: skip
 from kvfold.convert.plan import make_plan
 from kvfold.convert.rewrite import rewrite
 
@@ -34,6 +45,19 @@ def test_plain_fine_tuning_is_cross_entropy_of_the_same_student(fold: Path) -> N
         assert ours(number) == pytest.approx(plain(number), rel=0.05)
 
 
+def test_a_cached_teacher_teaches_the_same(fold: Path, tmp_path: Path) -> None:
+    own = tmp_path / "fold"  # the cache lies beside it
+    own.symlink_to(fold)
+    online, written, cached = (
+        distilling(make_recipe(DEMO, own, "all", how, tokens=256, length=64), DEMO) for how in ("online", CACHE, CACHE)
+    )
+    assert (tmp_path / CACHE).exists()
+    for number in range(2):
+        norm = online(number)
+        assert written(number) == pytest.approx(norm, rel=1e-5)
+        assert cached(number) == pytest.approx(norm, rel=1e-5)
+
+
 def test_all_kinds_read_the_same_tokens(fold: Path) -> None:
     ours, plain = (random_windows(make_recipe(DEMO, fold, "all", how, 128, 32), 100) for how in ("online", "plain"))
     assert len(ours) == len(plain) == STEPS * 128 // 32
@@ -43,10 +67,17 @@ def test_all_kinds_read_the_same_tokens(fold: Path) -> None:
 
 def test_ratios_are_to_the_plain_run_of_the_same_round() -> None:
     """A round in which the machine was three times as slow changes no ratio."""
-    plain = [{"seconds": 1.0, "peak_bytes": 1e6}, {"seconds": 3.0, "peak_bytes": 1e6}, {"seconds": 1.0, "peak_bytes": 1e6}]
-    ours = [{"seconds": 1.3, "peak_bytes": 2e6}, {"seconds": 3.9, "peak_bytes": 2e6}, {"seconds": 9.9, "peak_bytes": 2e6}]
-    row = summarise(("all", "online"), {("all", "plain"): plain, ("all", "online"): ours})
-    assert (row["times_plain"], row["memory_times_plain"]) == (1.3, 2.0)
+    rounds = [
+        {
+            ("all", "plain"): {"seconds": 2 * slow, "peak_bytes": 4e6},
+            ("attention", "plain"): {"seconds": 1 * slow, "peak_bytes": 2e6},
+            ("attention", "shared"): {"seconds": odd * slow, "peak_bytes": 3e6},
+        }
+        for slow, odd in ((1, 1.3), (3, 1.3), (1, 9.9))
+    ]
+    row = summarise(("attention", "shared"), rounds)
+    assert (row["times_plain"], row["times_plain_all"]) == (1.3, 0.65)
+    assert (row["memory_times_plain"], row["memory_times_plain_all"]) == (1.5, 0.75)
 
 
 def test_the_dearest_operation_comes_first() -> None:

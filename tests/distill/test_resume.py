@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from click.testing import CliRunner
 from safetensors.torch import save_file
@@ -242,3 +243,21 @@ def test_metrics_keep_the_lines_of_steps_that_stand(tmp_path: Path) -> None:
     file.write_text('{"step": 1}\n{"half\n7\n{"step": 2}\n{"step": 3}\n{"step": 2')
     trim_metrics(file, 2)
     assert file.read_text() == '{"step": 1}\n{"step": 2}\n'
+
+
+def test_a_restored_state_is_saved_as_it_was(tmp_path: Path) -> None:
+    """Byte by byte: a restored optimizer has its moments in the order of the file, a fresh one in its own."""
+    torch.manual_seed(0)
+    hashes = []
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    for number in range(2):
+        state.save(tmp_path / str(number), Progress(), state.Gathered(model, optimizer), 1)
+        found = state.newest(tmp_path / str(number))
+        assert found
+        hashes.append(json.loads((found / "manifest.json").read_text()))
+        optimizer = torch.optim.AdamW(model.parameters())
+        state.restore_optimizer(found, model, optimizer)
+    assert hashes[0] == hashes[1]
