@@ -20,8 +20,8 @@ from torch import Tensor
 from kvfold.convert.console import Command, show_table
 from kvfold.convert.containers.remote import carries_own_code
 from kvfold.convert.errors import InvalidInput
-from kvfold.convert.probe import PROMPT, compared, greedy_gap, growth, logits, written
-from kvfold.convert.verify import EXACT, LENGTH, SEQUENCES, TIE
+from kvfold.convert.verification.probe import PROMPT, compared, greedy_gap, growth, logits, written
+from kvfold.convert.verification.verify import EXACT, LENGTH, SEQUENCES, TIE
 
 from .folds import Fold, make_folds
 from .machine import save

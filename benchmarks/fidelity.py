@@ -13,11 +13,11 @@ import click
 from kvfold.convert.console import show_table
 from kvfold.convert.errors import InvalidInput
 from kvfold.convert.hub import resolve
+from kvfold.convert.measurement.study import study
 from kvfold.convert.plan import make_plan
 from kvfold.convert.refine import STEPS
 from kvfold.convert.rewrite import rewrite
 from kvfold.convert.source import open_source
-from kvfold.convert.study import study
 from kvfold.eval.corpus import read_text
 from kvfold.eval.options import Options
 from kvfold.eval.run import evaluate

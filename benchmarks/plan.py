@@ -11,16 +11,16 @@ from typing import Any
 import click
 from scipy.stats import spearmanr  # type: ignore[import-untyped]
 
-from kvfold.convert.advice import Bounds, Row, place, predict_rows
-from kvfold.convert.candidates import SHARES, find_candidates
 from kvfold.convert.console import show_table
 from kvfold.convert.hub import resolve
+from kvfold.convert.measurement.statistics import Statistics
+from kvfold.convert.measurement.study import study
 from kvfold.convert.plan import make_plan
+from kvfold.convert.planning.advice import Bounds, Row, place, predict_rows
+from kvfold.convert.planning.candidates import SHARES, find_candidates
 from kvfold.convert.refine import STEPS
 from kvfold.convert.rewrite import rewrite
 from kvfold.convert.source import Source, open_source
-from kvfold.convert.statistics import Statistics
-from kvfold.convert.study import study
 from kvfold.eval.corpus import read_text
 from kvfold.eval.options import Options
 from kvfold.eval.run import evaluate

@@ -22,13 +22,13 @@ from kvfold.convert.attention import Attention
 from kvfold.convert.compressed import query_metric
 from kvfold.convert.console import show_table
 from kvfold.convert.hub import resolve
+from kvfold.convert.measurement.statistics import LayerStatistics
+from kvfold.convert.measurement.study import study
 from kvfold.convert.metric import Metric
 from kvfold.convert.plan import Plan, make_plan
 from kvfold.convert.refine import STEPS
 from kvfold.convert.rewrite import rewrite
 from kvfold.convert.source import open_source
-from kvfold.convert.statistics import LayerStatistics
-from kvfold.convert.study import study
 from kvfold.eval.corpus import read_text
 from kvfold.eval.options import Options
 from kvfold.eval.report import Result

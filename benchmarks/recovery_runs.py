@@ -9,11 +9,11 @@ from typing import Any
 import click
 
 from kvfold.convert.errors import InvalidInput
+from kvfold.convert.measurement.statistics import Statistics
+from kvfold.convert.measurement.study import study
 from kvfold.convert.plan import make_plan
 from kvfold.convert.rewrite import rewrite
 from kvfold.convert.source import open_source
-from kvfold.convert.statistics import Statistics
-from kvfold.convert.study import study
 from kvfold.distill.job import distill
 from kvfold.distill.recipe import Recipe
 from kvfold.eval.corpus import read_text

@@ -26,10 +26,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from kvfold.convert.documents import read_sequences
-from kvfold.convert.models import load_model, load_tokenizer
+from kvfold.convert.measurement.documents import read_sequences
+from kvfold.convert.measurement.models import load_model, load_tokenizer
+from kvfold.convert.measurement.study import BATCH
 from kvfold.convert.refine import STEPS
-from kvfold.convert.study import BATCH
 
 from .convert_memory import VOCABULARY, generate, timed
 from .machine import save

@@ -23,11 +23,11 @@ from typing import Any
 import click
 import torch
 
-from kvfold.convert import layerwise, passes
 from kvfold.convert.hub import resolve
-from kvfold.convert.models import LayeredModel, load_model
+from kvfold.convert.measurement import layerwise, passes
+from kvfold.convert.measurement.models import LayeredModel, load_model
+from kvfold.convert.measurement.study import BATCH, layout_of
 from kvfold.convert.source import open_source
-from kvfold.convert.study import BATCH, layout_of
 
 from .convert_memory import generate
 from .machine import save

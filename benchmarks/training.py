@@ -30,14 +30,14 @@ import psutil
 import torch
 from torch import Tensor
 
-from kvfold.convert import passes
 from kvfold.convert.console import show_table
 from kvfold.convert.hub import resolve
-from kvfold.convert.models import load_model
+from kvfold.convert.measurement import passes
+from kvfold.convert.measurement.models import load_model
+from kvfold.convert.measurement.study import BATCH, layout_of
 from kvfold.convert.plan import make_plan
 from kvfold.convert.rewrite import rewrite
 from kvfold.convert.source import open_source
-from kvfold.convert.study import BATCH, layout_of
 from kvfold.distill.cached import cache_for, cached_teacher
 from kvfold.distill.data import Stream, Windows
 from kvfold.distill.documents import SCORED

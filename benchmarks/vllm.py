@@ -15,11 +15,11 @@ from typing import Any
 import click
 import torch
 
-from kvfold.convert.apart import NEAR, ROUNDED
 from kvfold.convert.card import read_record
 from kvfold.convert.console import Command, show_table
 from kvfold.convert.errors import InvalidInput
-from kvfold.convert.verify import verify
+from kvfold.convert.verification.apart import NEAR, ROUNDED
+from kvfold.convert.verification.verify import verify
 
 from .folds import FOLDS, Fold, make_folds
 from .machine import save

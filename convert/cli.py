@@ -9,12 +9,12 @@ import click
 
 from .console import Command, is_first, loading, notice, show_json
 from .errors import InvalidInput
-from .ranks import processes, together
+from .measurement.ranks import processes, together
 from .target import NAMES, query_rank
 
 if TYPE_CHECKING:
+    from .measurement.statistics import Statistics
     from .plan import Plan
-    from .statistics import Statistics
 
 DTYPES = ("auto", "float32", "bfloat16")
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
@@ -182,7 +182,7 @@ def _choices(calibration: str | None, refine: int | None, taken: dict[str, int],
 
 def _study(plan: "Plan", calibration: str, out: Path | None, **how: Any) -> "Statistics | None":
     """Statistics of a plan's source; what does not fit in memory goes beside the output meanwhile."""
-    from .study import study
+    from .measurement.study import study
 
     return study(plan.source, calibration, work=out and out.parent, **how)
 
@@ -192,7 +192,7 @@ def _carry_out(
 ) -> None:
     """Write the output, check it as far as asked, and say what it is; of several processes the first one alone does so."""
     from .rewrite import rewrite
-    from .verify import ENGINES, FAILED, verify
+    from .verification.verify import ENGINES, FAILED, verify
 
     for text in plan.notices:
         notice(text)

@@ -23,9 +23,9 @@ from .subspaces import low_rank, low_rank_energy, regress
 from .target import MLA, Target
 
 if TYPE_CHECKING:
+    from .measurement.statistics import LayerStatistics, Statistics
     from .shards import TensorSpec
     from .source import Source
-    from .statistics import LayerStatistics, Statistics
 
 _RIDGE = 1e-4  # of the mean energy: what no calibration token was seen to lose by still costs something
 

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 from .containers.remote import HERE
 from .errors import InvalidInput
-from .lint import Finding, Written
-from .rules import lint_written
-from .verify import ENGINES
+from .verification.lint import Finding, Written
+from .verification.rules import lint_written
+from .verification.verify import ENGINES
 
 if TYPE_CHECKING:
     from .plan import Plan

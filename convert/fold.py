@@ -15,12 +15,12 @@ from .containers.remote import Remote
 from .containers.stock import Stock
 from .grouping import GAIN, grouped
 from .intact import encoded, fold_joint
+from .measurement.statistics import LayerStatistics
 from .metric import UNWEIGHTED, metric_of
 from .peers import PEERS
 from .plan import Plan
 from .refine import Layer, Sample, agrees, measure, refine
 from .spectrum import Spectrum
-from .statistics import LayerStatistics
 from .target import GQA, MLA
 
 Loss = dict[str, float]

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from .attention import Attention, IntactAttention, LatentAttention
 from .forward import attend_to, beside, keys_and_values
+from .measurement.statistics import LayerStatistics
 from .metric import Metric, from_statistics, weights_only, with_bias
 from .refine import BATCH, Sample, fitting_device
 from .spectrum import spectrum
-from .statistics import LayerStatistics
 from .subspaces import low_rank, matrix_root
 from .target import MLA
 

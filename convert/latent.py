@@ -3,12 +3,12 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from .architectures.families import intact_reason, latent_obstacle
 from .containers.blocks import folded_block
 from .containers.remote import Remote
 from .containers.stock import Stock
 from .errors import InvalidInput
 from .factor import Band
-from .families import intact_reason, latent_obstacle
 from .slots import slot_rope
 from .source import Source
 from .target import MLA

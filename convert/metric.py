@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .attention import Attention
-from .statistics import LayerStatistics
+from .measurement.statistics import LayerStatistics
 
 SPAN = 4096  # distances that the prior over attention distances reaches, at most
 DECAY = 1.5  # exponent of that prior; of 1, 1.25, 1.5, 2 and 3 the least total loss on two models (LOG.md)

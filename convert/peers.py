@@ -27,9 +27,9 @@ from .allocate import allocate
 from .attention import Attention, LatentAttention
 from .errors import InvalidInput
 from .factor import Band, uniform_bands
+from .measurement.statistics import LayerStatistics
 from .merged import Compressed, affine, assemble, balance, components, projected, truncated, unweighted, written
 from .rotary import complex_rows
-from .statistics import LayerStatistics
 from .subspaces import low_rank
 from .target import MLA
 

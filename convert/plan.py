@@ -23,13 +23,13 @@ from .errors import InvalidInput
 from .factor import Band
 from .intact import full_rank
 from .latent import Form, choose_form, latent_container
+from .measurement.statistics import Statistics
 from .notices import notices_of
 from .refine import STEPS
 from .served import served_container, served_target
 from .shards import TensorSpec
 from .slots import choose_slots
 from .source import Source, open_source
-from .statistics import Statistics
 from .target import MLA, Target, from_options
 
 CONTEXTS = (4096, 32768, 131072)  # tokens that cache sizes are shown for

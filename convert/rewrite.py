@@ -20,7 +20,6 @@ from typing import Any
 import torch
 
 from . import methods
-from .capacity import default_jobs
 from .card import SCHEMA, describe, sha256, write_record
 from .checkpoint import check_output, copy_side_files, finish
 from .console import is_first, progress
@@ -29,9 +28,10 @@ from .errors import InvalidInput
 from .fold import fold
 from .hub import commit_of
 from .journal import Found, Journal, first_journal, other_journal, remove_journals
-from .model_card import write_card
+from .measurement.capacity import default_jobs
+from .measurement.ranks import from_first, place, together, union
 from .plan import Layer, Plan
-from .ranks import from_first, place, together, union
+from .publishing.model_card import write_card
 from .shards import SHARD_SIZE, ShardWriter
 from .target import MLA
 

@@ -10,11 +10,11 @@ from .allocate import allocate, divide, saved, unslotted
 from .attention import Attention
 from .errors import InvalidInput
 from .factor import Band, lost_by_slots, source_bands, uniform_bands
+from .measurement.statistics import LayerStatistics, Statistics
 from .metric import Metric, metric_of
 from .peers import PEERS
 from .rotary import frequencies, rope_parameters
 from .source import Source
-from .statistics import LayerStatistics, Statistics
 from .subspaces import low_rank_energy
 from .target import MLA, Geometry, Target
 

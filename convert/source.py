@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .architectures.families import Family, complete, family_of, geometry_of, rotary_width, rotated
+from .architectures.packing import outputs, shapes, unpack
 from .attention import Attention
 from .checkpoint import Checkpoint
 from .errors import InvalidInput
-from .families import Family, complete, family_of, geometry_of, rotary_width, rotated
 from .forward import Scoring
-from .packing import outputs, shapes, unpack
 from .rotary import FIXED, frequencies, longrope_factor, rope_parameters
 from .target import Geometry
 

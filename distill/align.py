@@ -15,9 +15,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from ..convert.architectures.families import complete, family_of
 from ..convert.containers.blocks import folded_block
 from ..convert.errors import InvalidInput
-from ..convert.families import complete, family_of
 from . import state
 from .batch import Batch
 from .capture import Call, Captured, Decoder

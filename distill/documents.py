@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..convert.calibration import sample_from
 from ..convert.errors import InvalidInput
-from ..convert.ranks import place
+from ..convert.measurement.calibration import sample_from
+from ..convert.measurement.ranks import place
 from .recipe_data import Data, Source
 from .sources import read_texts
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ..convert.card import distilled_record, write_record
 from ..convert.checkpoint import Checkpoint, copy_side_files, finish
 from ..convert.containers.remote import ship
-from ..convert.model_card import write_card
+from ..convert.publishing.model_card import write_card
 from . import state
 from .curve import write_curve
 from .evaluation import Kept

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ..convert.checkpoint import Checkpoint
-from ..convert.models import LayeredModel
+from ..convert.measurement.models import LayeredModel
 from .cached import cache_for
 from .losses.chunks import chunk_elements
 from .parallel import decoder_layers

@@ -26,7 +26,7 @@ from ..convert.checkpoint import Checkpoint, copy_side_files, finish
 from ..convert.containers import to_published, to_trainable
 from ..convert.containers.remote import ship
 from ..convert.errors import InvalidInput
-from ..convert.models import LayeredModel
+from ..convert.measurement.models import LayeredModel
 from ..convert.shards import SHARD_SIZE, ShardWriter
 from ..eval.models import check_comparable, describe
 from ..eval.options import Options

@@ -20,7 +20,7 @@ from ..convert.checkpoint import Checkpoint
 from ..convert.console import notice
 from ..convert.containers import to_trainable
 from ..convert.errors import InvalidInput
-from ..convert.models import LayeredModel
+from ..convert.measurement.models import LayeredModel
 from ..eval.models import Loaded, describe
 from ..eval.options import Options
 from .parallel import named_weights

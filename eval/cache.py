@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..convert.architectures.families import FAMILIES, complete, geometry_of
 from ..convert.console import notice
 from ..convert.errors import InvalidInput
-from ..convert.families import FAMILIES, complete, geometry_of
 from .models import Loaded
 from .subject import Subject
 

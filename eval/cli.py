@@ -11,7 +11,7 @@ import click
 from ..convert.cli import Launched, read_size
 from ..convert.console import is_first, notice, show_json, show_table
 from ..convert.errors import InvalidInput
-from ..convert.ranks import together
+from ..convert.measurement.ranks import together
 from .assertions import ALIASES, check, parse
 from .journal import Journal, reserved
 from .options import DEVICE_MAPS, DEVICES, DTYPES, Options

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ..convert.console import is_first
-from ..convert.ranks import together
+from ..convert.measurement.ranks import together
 from .corpus import Text
 from .journal import Journal
 from .options import Options

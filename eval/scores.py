@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..convert.console import progress
 from ..convert.errors import InvalidInput
-from ..convert.ranks import place, together
+from ..convert.measurement.ranks import place, together
 from .finite import refuse
 from .head import check_head, head_logits, last_hidden
 from .journal import Journal

@@ -13,9 +13,9 @@ import torch
 import transformers
 
 from .. import __version__
-from ..convert.capacity import free_bytes
 from ..convert.console import notice, progress
-from ..convert.ranks import place, together
+from ..convert.measurement.capacity import free_bytes
+from ..convert.measurement.ranks import place, together
 from .corpus import Text
 from .identity import Checkpoint, checkpoint
 from .journal import Journal

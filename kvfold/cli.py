@@ -3,12 +3,12 @@
 import click
 
 from . import __version__
-from .convert.advise import main as plan
+from .convert.architectures.support import main as families
 from .convert.cli import main as convert
 from .convert.lab import main as lab
-from .convert.publish import main as publish
-from .convert.support import main as families
-from .convert.verify import main as verify
+from .convert.planning.advise import main as plan
+from .convert.publishing.publish import main as publish
+from .convert.verification.verify import main as verify
 from .demo import main as demo
 from .distill.cli import main as distill
 from .eval.cli import main as evaluate

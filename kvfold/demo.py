@@ -11,7 +11,7 @@ import click
 from .convert.console import Command, show_json, show_table
 
 if TYPE_CHECKING:
-    from .convert.statistics import Statistics
+    from .convert.measurement.statistics import Statistics
     from .eval.report import Result
 
 WINDOW, WINDOWS = 256, 128  # evaluation: enough for a standard error of about 1 % of the perplexity
@@ -37,8 +37,8 @@ def main(out: Path | None, tokens: str, as_json: bool) -> None:
     that library which it has not seen.
     """
     from .convert.checkpoint import check_output
+    from .convert.measurement.study import study
     from .convert.source import open_source
-    from .convert.study import study
     from .distill.job import distill
     from .distill.recipe_file import read_recipe
     from .eval.corpus import read_text

@@ -8,9 +8,9 @@ from typing import Any
 import yaml
 
 from .convert.console import notice
-from .convert.documents import check_source as check_calibration
 from .convert.errors import InvalidInput
 from .convert.hub import resolve
+from .convert.measurement.documents import check_source as check_calibration
 from .convert.plan import make_plan
 from .convert.refine import STEPS as REFINE
 from .convert.source import Source, open_source

@@ -17,12 +17,12 @@ from .convert.card import read_record
 from .convert.cli import command_line
 from .convert.console import notice
 from .convert.errors import InvalidInput
+from .convert.measurement.statistics import Statistics
+from .convert.measurement.study import study
 from .convert.plan import make_plan
 from .convert.rewrite import rewrite
 from .convert.source import open_source
-from .convert.statistics import Statistics
-from .convert.study import study
-from .convert.verify import verify
+from .convert.verification.verify import verify
 from .distill.job import distill
 from .eval.assertions import Unmet, check
 from .eval.journal import reserved

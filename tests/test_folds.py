@@ -11,9 +11,9 @@ from safetensors.torch import load_file, save_file
 
 from benchmarks import cuda_check, vllm
 from benchmarks.folds import DEMO, FOLDS, Fold, make_folds, widen
-from kvfold.convert.apart import Check
 from kvfold.convert.errors import InvalidInput
-from kvfold.convert.verify import Report
+from kvfold.convert.verification.apart import Check
+from kvfold.convert.verification.verify import Report
 
 
 @pytest.fixture(scope="module")

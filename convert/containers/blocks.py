@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..architectures.families import Block, Family
 from ..copies import Copy, unchanged
-from ..families import Block, Family
 from ..shards import TensorSpec
 
 CENTRED_EPSILON = 1e-5  # of OLMo's LayerNorm, which config.json does not say

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..architectures.families import Family
+from ..architectures.packing import outputs, pack, shapes
 from ..attention import Attention
 from ..copies import Copy, unchanged
-from ..families import Family
-from ..packing import outputs, pack, shapes
 from ..shards import TensorSpec
 from ..target import GQA, Geometry
 

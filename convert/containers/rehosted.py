@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..architectures.families import Family
+from ..architectures.hosts import BUFFERS, HOSTS, Host, check_for_heads
+from ..architectures.packing import outputs, pack, shapes
 from ..attention import Attention
 from ..copies import Copy, unchanged
 from ..errors import InvalidInput
 from ..factor import source_bands
-from ..families import Family
-from ..hosts import BUFFERS, HOSTS, Host, check_for_heads
-from ..packing import outputs, pack, shapes
 from ..shards import TensorSpec
 from ..slots import slot_rope
 from ..source import Source

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..architectures.families import Family
 from ..attention import IntactAttention, LatentAttention
 from ..copies import Copy, unchanged
 from ..errors import InvalidInput
-from ..families import Family
 from ..rotary import rope_parameters
 from ..shards import TensorSpec
 from ..target import MLA, Geometry

@@ -14,9 +14,9 @@ from ..errors import InvalidInput
 from ..factor import Band, saved_by_slots, source_bands, uniform_bands
 from ..grouping import GAIN, grouped
 from ..intact import full_rank, to_intact, unrotated
+from ..measurement.statistics import LayerStatistics
 from ..merged import affine
 from ..metric import Metric, from_statistics, weights_only
-from ..statistics import LayerStatistics
 from ..subspaces import matrix_root
 from ..target import GQA, MLA
 from .latent import MultiHeadLatentAttention

@@ -11,16 +11,16 @@ import torch
 from click.testing import CliRunner, Result
 
 from kvfold.cli import main
-from kvfold.convert import demand as costs_of
-from kvfold.convert.advice import Bounds, place, predict_rows
-from kvfold.convert.candidates import Candidate, find_candidates
 from kvfold.convert.errors import InvalidInput
+from kvfold.convert.measurement.statistics import Statistics
+from kvfold.convert.measurement.study import study
+from kvfold.convert.planning import demand as costs_of
+from kvfold.convert.planning.advice import Bounds, place, predict_rows
+from kvfold.convert.planning.candidates import Candidate, find_candidates
+from kvfold.convert.planning.sizes import read_size, show_bytes
 from kvfold.convert.reference import costs
 from kvfold.convert.rewrite import rewrite
-from kvfold.convert.sizes import read_size, show_bytes
 from kvfold.convert.source import open_source
-from kvfold.convert.statistics import Statistics
-from kvfold.convert.study import study
 from kvfold.eval.corpus import read_text
 from kvfold.eval.options import Options
 from kvfold.eval.run import evaluate

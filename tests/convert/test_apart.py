@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from kvfold.convert.apart import NEAR, compare_served, run_apart
+from kvfold.convert.verification.apart import NEAR, compare_served, run_apart
 
 OWN = {"log_probs": [[-1.0, -2.0], [-3.0, -4.0]], "tokens": [[5, 6], [7, 8]], "leads": [[1.0, 1.0], [1.0, 0.5 * NEAR]]}
 SEEN = {"version": "1", "dtype": "float32", "log_probs": OWN["log_probs"], "tokens": OWN["tokens"], "cache": [40.0, 40.0]}

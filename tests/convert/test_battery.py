@@ -14,9 +14,9 @@ from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
 from kvfold.cli import main as kvfold
+from kvfold.convert.architectures.families import FAMILIES
+from kvfold.convert.architectures.support import Support, support
 from kvfold.convert.cli import main
-from kvfold.convert.families import FAMILIES
-from kvfold.convert.support import Support, support
 
 from ..tiny import ROPE, make, same_bytes
 

@@ -19,14 +19,14 @@ from kvfold.convert.containers.modeling_kvfold import KvfoldForCausalLM
 from kvfold.convert.factor import to_mla
 from kvfold.convert.forward import attend
 from kvfold.convert.intact import fold_joint, to_intact
-from kvfold.convert.lint import open_written
 from kvfold.convert.metric import Metric, weights_only
 from kvfold.convert.plan import make_plan
 from kvfold.convert.refine import Sample, refine
-from kvfold.convert.rules import lint
 from kvfold.convert.source import open_source
 from kvfold.convert.subspaces import low_rank
 from kvfold.convert.target import MLA
+from kvfold.convert.verification.lint import open_written
+from kvfold.convert.verification.rules import lint
 
 from ..tiny import make
 from .test_methods import FREQUENCIES_F, OWN, D, H, layer, rotate

@@ -9,11 +9,11 @@ import pytest
 from click.testing import CliRunner
 
 from kvfold.cli import main
+from kvfold.convert.measurement.statistics import Statistics
+from kvfold.convert.measurement.study import study
 from kvfold.convert.plan import make_plan
 from kvfold.convert.rewrite import rewrite
 from kvfold.convert.source import open_source
-from kvfold.convert.statistics import Statistics
-from kvfold.convert.study import study
 
 from ..tiny import make
 from .test_compressed import WEIGHTS

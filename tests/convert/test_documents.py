@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from kvfold.convert.documents import check_source, read_sequences
 from kvfold.convert.errors import InvalidInput
-from kvfold.convert.models import load_model, load_tokenizer
+from kvfold.convert.measurement.documents import check_source, read_sequences
+from kvfold.convert.measurement.models import load_model, load_tokenizer
 
 from ..tiny import make
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvfold.convert.architectures.families import FAMILIES, complete, geometry_of, rotary_width, rotated
+from kvfold.convert.architectures.packing import pack, unpack
 from kvfold.convert.attention import Attention
 from kvfold.convert.errors import InvalidInput
-from kvfold.convert.families import FAMILIES, complete, geometry_of, rotary_width, rotated
-from kvfold.convert.packing import pack, unpack
 from kvfold.convert.source import Source, layer_rope, open_source
 
 from ..tiny import make
@@ -144,7 +144,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("case", VARIANTS)
 def test_variants_that_are_refused(case: str) -> None:
-    from kvfold.convert.families import family_of
+    from kvfold.convert.architectures.families import family_of
 
     kind, config, sentence = VARIANTS[case]
     with pytest.raises(InvalidInput, match=sentence):

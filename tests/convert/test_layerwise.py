@@ -7,16 +7,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvfold.convert import layerwise, passes
-from kvfold.convert import study as study_module
-from kvfold.convert.calibration import sample_from
-from kvfold.convert.capacity import Need
+from kvfold.convert.architectures.families import FAMILIES
 from kvfold.convert.errors import InvalidInput
-from kvfold.convert.families import FAMILIES
-from kvfold.convert.models import LayeredModel, load_model
+from kvfold.convert.measurement import layerwise, passes
+from kvfold.convert.measurement import study as study_module
+from kvfold.convert.measurement.calibration import sample_from
+from kvfold.convert.measurement.capacity import Need
+from kvfold.convert.measurement.models import LayeredModel, load_model
+from kvfold.convert.measurement.statistics import Statistics
+from kvfold.convert.measurement.study import layout_of, study
 from kvfold.convert.source import Source, open_source
-from kvfold.convert.statistics import Statistics
-from kvfold.convert.study import layout_of, study
 
 from ..tiny import make
 
@@ -143,7 +143,7 @@ def test_chosen_by_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, modes
     assert need.weights == sum(4 * source.checkpoint[name].numel() for name in source.checkpoint)
     assert need.layer * 2 + need.rest == need.weights
     fits = study(source, "self", **text, work=tmp_path)
-    for module in (study_module, __import__("kvfold.convert.capacity", fromlist=["free_bytes"])):
+    for module in (study_module, __import__("kvfold.convert.measurement.capacity", fromlist=["free_bytes"])):
         monkeypatch.setattr(module, "free_bytes", lambda: need.rest + need.layer + 2 * need.cached)
     smaller = study(source, "self", **text, work=tmp_path / "not" / "there")
     assert "larger than memory" in capsys.readouterr().err

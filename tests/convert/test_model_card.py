@@ -11,8 +11,8 @@ from huggingface_hub import ModelCard
 
 from kvfold.cli import main
 from kvfold.convert.card import read_record, write_record
-from kvfold.convert.evaluation import Evaluation, read_evaluation
-from kvfold.convert.model_card import base_model, make_card, write_card, written_by_kvfold
+from kvfold.convert.publishing.evaluation import Evaluation, read_evaluation
+from kvfold.convert.publishing.model_card import base_model, make_card, write_card, written_by_kvfold
 
 from ..tiny import make
 
@@ -80,8 +80,8 @@ def test_a_converted_checkpoint_has_a_card(outputs: dict[str, Path], layout: str
 
 
 def test_the_card_says_of_each_engine_what_the_rules_say(outputs: dict[str, Path]) -> None:
-    from kvfold.convert.rules import lint
-    from kvfold.convert.verify import ENGINES
+    from kvfold.convert.verification.rules import lint
+    from kvfold.convert.verification.verify import ENGINES
 
     commands = {
         "transformers": "from_pretrained",
@@ -186,7 +186,7 @@ def test_the_hub_id_of_a_source() -> None:
     ],
 )
 def test_licences(outputs: dict[str, Path], tmp_path: Path, file: str, text: str, wanted: dict[str, str]) -> None:
-    from kvfold.convert.model_card import metadata
+    from kvfold.convert.publishing.model_card import metadata
 
     (tmp_path / file).write_text(text)
     record = {**json.loads((outputs["stock"] / "kvfold.json").read_text())}

@@ -13,11 +13,11 @@ from kvfold.convert.attention import Attention
 from kvfold.convert.containers.stock import Stock
 from kvfold.convert.errors import InvalidInput
 from kvfold.convert.factor import Band
+from kvfold.convert.measurement.statistics import LayerStatistics
 from kvfold.convert.metric import with_bias
 from kvfold.convert.peers import CARE_DAMPING, PEERS
 from kvfold.convert.rotary import complex_rows, frequencies, half_rows
 from kvfold.convert.source import open_source
-from kvfold.convert.statistics import LayerStatistics
 from kvfold.convert.target import MLA, Geometry
 
 from . import test_methods

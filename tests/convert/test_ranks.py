@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 
 from kvfold.convert import rewrite
 from kvfold.convert.cli import main
-from kvfold.convert.ranks import gather_rows, place, processes, sum_over_ranks, together
-from kvfold.convert.statistics import Statistics
+from kvfold.convert.measurement.ranks import gather_rows, place, processes, sum_over_ranks, together
+from kvfold.convert.measurement.statistics import Statistics
 
 from ..tiny import make, same_bytes
 

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from kvfold.convert.errors import InvalidInput
+from kvfold.convert.measurement.statistics import LayerStatistics
 from kvfold.convert.reference import (
     ExpertLatentAttention,
     LatentCache,
@@ -13,7 +14,6 @@ from kvfold.convert.reference import (
     fold,
     halvings,
 )
-from kvfold.convert.statistics import LayerStatistics
 from kvfold.convert.target import GQA, MLA
 
 from .test_reference import B, D, H, N, T, inputs, latent, multi_head

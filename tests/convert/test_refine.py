@@ -12,11 +12,11 @@ from kvfold.convert.attention import Attention, IntactAttention, LatentAttention
 from kvfold.convert.forward import Scoring, attend
 from kvfold.convert.grouping import arrange, grouped, merge_costs
 from kvfold.convert.intact import to_intact
+from kvfold.convert.measurement.statistics import LayerStatistics
 from kvfold.convert.metric import Metric, from_statistics, metric_of, weights_only
 from kvfold.convert.queries import fit_queries
 from kvfold.convert.refine import HELD_BACK, Sample, agrees, measure, refine
 from kvfold.convert.rotary import complex_rows, interleaved_rows
-from kvfold.convert.statistics import LayerStatistics
 from kvfold.convert.target import GQA, MLA
 
 from .test_methods import FREQUENCIES_F, OWN, D, H, latent_output, layer, output, rotate, turned_copies

@@ -14,14 +14,14 @@ from kvfold.convert.fold import fold_attention
 from kvfold.convert.forward import Scoring, attend, attend_to, keys_and_values
 from kvfold.convert.grouping import grouped
 from kvfold.convert.intact import encoded, fold_joint, linearised, to_intact
+from kvfold.convert.measurement.study import study
 from kvfold.convert.metric import weights_only
 from kvfold.convert.normed import by_value
 from kvfold.convert.plan import make_plan
-from kvfold.convert.prediction import Predictions
+from kvfold.convert.planning.prediction import Predictions
 from kvfold.convert.refine import Sample, agrees, measure, refine
 from kvfold.convert.rewrite import rewrite
 from kvfold.convert.source import open_source
-from kvfold.convert.study import study
 from kvfold.convert.target import GQA, MLA
 
 from ..tiny import make

@@ -12,18 +12,18 @@ from click.testing import CliRunner
 from safetensors.torch import load_file
 
 from kvfold.cli import main
+from kvfold.convert.architectures.families import FAMILIES
+from kvfold.convert.architectures.support import Support, support
 from kvfold.convert.attention import Attention
 from kvfold.convert.biases import nearest_to_one, without_key_bias, without_value_bias
 from kvfold.convert.containers.serving import SERVING, find_places, nearest_bands, table
 from kvfold.convert.factor import source_bands, to_mla, uniform_bands
-from kvfold.convert.families import FAMILIES
 from kvfold.convert.forward import attend
 from kvfold.convert.metric import weights_only
 from kvfold.convert.rotary import frequencies
-from kvfold.convert.rules import lint
 from kvfold.convert.source import STILL
-from kvfold.convert.support import Support, support
 from kvfold.convert.target import MLA
+from kvfold.convert.verification.rules import lint
 
 from ..tiny import ROPE, make
 

@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvfold.convert import moments, passes
-from kvfold.convert.calibration import BLOCK, draw, sample_from
+from kvfold.convert.architectures.families import FAMILIES
 from kvfold.convert.errors import InvalidInput
-from kvfold.convert.families import FAMILIES
-from kvfold.convert.models import load_model
-from kvfold.convert.moments import BLOCKS, MOMENTS, SAMPLES, Layout
-from kvfold.convert.passes import collect
-from kvfold.convert.statistics import Statistics
+from kvfold.convert.measurement import moments, passes
+from kvfold.convert.measurement.calibration import BLOCK, draw, sample_from
+from kvfold.convert.measurement.models import load_model
+from kvfold.convert.measurement.moments import BLOCKS, MOMENTS, SAMPLES, Layout
+from kvfold.convert.measurement.passes import collect
+from kvfold.convert.measurement.statistics import Statistics
 from tests.tiny import make
 
 PROJECTIONS = FAMILIES["llama"].projections

@@ -14,10 +14,10 @@ from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
 from kvfold.cli import main
+from kvfold.convert.architectures.families import FAMILIES
 from kvfold.convert.containers.stock import Stock
-from kvfold.convert.families import FAMILIES
-from kvfold.convert.rules import RULES, lint
-from kvfold.convert.verify import ENGINES, verify
+from kvfold.convert.verification.rules import RULES, lint
+from kvfold.convert.verification.verify import ENGINES, verify
 
 from ..tiny import make
 

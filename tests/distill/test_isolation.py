@@ -19,10 +19,10 @@ from transformers import (
     GPTBigCodeForCausalLM,
 )
 
+from kvfold.convert.architectures.families import FAMILIES
 from kvfold.convert.cli import main as convert
 from kvfold.convert.containers.modeling_kvfold import KvfoldForCausalLM
 from kvfold.convert.errors import InvalidInput
-from kvfold.convert.families import FAMILIES
 from kvfold.distill.batch import Batch
 from kvfold.distill.head import predict
 from kvfold.distill.isolation import isolate_documents

@@ -1,0 +1,1 @@
+"""`kvfold plan`: targets that fit, what they take and lose, ranked."""
