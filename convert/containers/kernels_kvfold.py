@@ -153,15 +153,16 @@ def fused(
         strides = [mask.stride(i) if mask.shape[i] > 1 else 0 for i in (0, 2)] + [mask.stride(3)]
     if mask is not None and kind == _KEPT:
         ends_B = _ends(mask[..., :seen]).expand(batch).contiguous()
-    _split_sums[(blocks, splits, batch)](
-        query_BNTC.contiguous(), turned_BNTR.contiguous(), latent_BSC, rope_BSR, latent_BSC if mask is None else mask, ends_B,
-        sums, logarithms, rows, length, seen, scale * _LOG2_E,
-        *latent_BSC.stride()[:2], *rope_BSR.stride()[:2], *strides,
-        C=rank, C2=width, R=rope, R2=max(16, triton.next_power_of_2(rope)), ROWS=block, TILE=tile, MASK=kind,
-        num_warps=8 if block * width >= 2**14 else 4, num_stages=stages,
-    )  # fmt: skip
     joined_BNTC = torch.empty(query_BNTC.shape, dtype=query_BNTC.dtype, device=query_BNTC.device)
-    _joined[(rows, batch)](sums, logarithms, joined_BNTC, rows, splits, C=rank, C2=width, num_warps=4)
+    with torch.cuda.device_of(latent_BSC):  # a kernel starts on the current device, wherever its tensors are
+        _split_sums[(blocks, splits, batch)](
+            query_BNTC.contiguous(), turned_BNTR.contiguous(), latent_BSC, rope_BSR, latent_BSC if mask is None else mask, ends_B,
+            sums, logarithms, rows, length, seen, scale * _LOG2_E,
+            *latent_BSC.stride()[:2], *rope_BSR.stride()[:2], *strides,
+            C=rank, C2=width, R=rope, R2=max(16, triton.next_power_of_2(rope)), ROWS=block, TILE=tile, MASK=kind,
+            num_warps=8 if block * width >= 2**14 else 4, num_stages=stages,
+        )  # fmt: skip
+        _joined[(rows, batch)](sums, logarithms, joined_BNTC, rows, splits, C=rank, C2=width, num_warps=4)
     return joined_BNTC
 
 
