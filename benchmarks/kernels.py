@@ -117,7 +117,7 @@ def measured(rank: int, rope: int, context: int, batch: int) -> dict[str, Any]:
     taken = [{name: run() for name, run in runs.items()} for _ in range(ROUNDS)]
     found = {name: statistics.median(one[name] for one in taken) for name in runs}
     speed = {name: layers * size / found[name] / 1e6 for name in ("fused", "plain")}
-    chosen = kernels._chosen.get((query.device, query.dtype, rank, rope, None))
+    chosen = kernels._chosen.get((query.device, query.dtype, rank, rope, False, None))
     return {
         "rank": rank, "rope": rope, "context": context, "batch": batch, "tile_and_stages": chosen,
         "ms_per_layer": {"fused": found["fused"] / layers, "plain": found["plain"] / layers, "mha": found["mha"]},

@@ -166,6 +166,14 @@ def finish(partial: Path, out: Path) -> None:
     partial.rename(out)
 
 
+def link_or_copy(source: str, place: str) -> None:
+    """Give a file another name, or, on a file system that has no links, another file; for `shutil.copytree`."""
+    try:
+        os.link(source, place)
+    except OSError:
+        shutil.copy2(source, place)
+
+
 def copy_side_files(source: Path, out: Path) -> None:
     """Copy what travels with the weights unchanged: tokenizer, chat template, generation config, licence.
 

@@ -148,11 +148,15 @@ def check_options(to: str, given: Mapping[str, Any]) -> None:
             raise InvalidInput(f"--{option.replace('_', '-')} does not apply to --to {to}; it takes {takes}")
 
 
+def _both_or_none(elements: int | None) -> str:
+    return "and neither is given" if elements is None else "not both"
+
+
 def _gqa(source: Geometry, kv_heads: int | None, elements: int | None) -> GQA:
     heads = source.num_key_value_heads
     divisors = [n for n in range(1, heads + 1) if heads % n == 0]
     if (kv_heads is None) == (elements is None):
-        raise InvalidInput("--to gqa needs either --kv-heads N or --kv-budget SHARE")
+        raise InvalidInput(f"--to gqa takes either --kv-heads N or --kv-budget SHARE, {_both_or_none(elements)}")
     if elements is not None:
         fitting = [n for n in divisors if 2 * n * source.head_dim <= elements]
         if not fitting:
@@ -169,7 +173,7 @@ def _gqa(source: Geometry, kv_heads: int | None, elements: int | None) -> GQA:
 
 def _mla(source: Geometry, rank: str | None, rope_dim: int | None, elements: int | None, rotary_width: int) -> MLA:
     if (rank is None) == (elements is None):
-        raise InvalidInput("--to mla needs either --rank N (or --rank full) or --kv-budget SHARE")
+        raise InvalidInput(f"--to mla takes either --rank N (or --rank full) or --kv-budget SHARE, {_both_or_none(elements)}")
     full = source.num_key_value_heads * source.head_dim
     if rank == "full":
         if rope_dim is not None:
@@ -209,7 +213,7 @@ def _joint(
 ) -> MLA:
     """A latent that is all there is in the cache."""
     if (rank is None) == (elements is None):
-        raise InvalidInput("--to mla needs either --rank N (or --rank full) or --kv-budget SHARE")
+        raise InvalidInput(f"--to mla takes either --rank N (or --rank full) or --kv-budget SHARE, {_both_or_none(elements)}")
     if rope_dim is not None:
         raise InvalidInput("--rope-dim does not apply here: there is no rotary key beside the latent; leave it out")
     full = source.cache_elements if normed else min(source.cache_elements, source.hidden_size)

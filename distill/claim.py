@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import os
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -17,6 +18,7 @@ _WRITTEN = ("tokens.bin", "marks.bin", "tokens.json", "metrics.jsonl", "evaluati
 _FILES = (*_WRITTEN, *(f"{name}.partial" for name in _WRITTEN))
 _DIRECTORIES = ("state", "stages", "best", "trackers", "final")
 _DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO}
+_FULL = {os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)}
 _NAMES = {*_FILES, *_DIRECTORIES, _LOCK}
 
 
@@ -51,15 +53,16 @@ def _telling(partial: Path) -> Iterator[None]:
     try:
         yield
     except shutil.Error as errors:  # of a whole tree: (from, to, reason) of each file
-        reason = errors.args[0][0][2]
+        reason = str(errors.args[0][0][2])
     except OSError as error:
         if error.errno not in _DISK:
             raise
-        reason = error.strerror
+        reason = str(error.strerror)
     else:
         return
     kept = "what was saved is kept: " if saved(partial / "state") else ""
-    raise InvalidInput(f"{partial} cannot be written: {reason}; {kept}make room there and give the same command again")
+    advice = "make room there" if any(full in reason for full in _FULL) else "mend that"
+    raise InvalidInput(f"{partial} cannot be written: {reason}; {kept}{advice} and give the same command again")
 
 
 def tidy(partial: Path) -> None:

@@ -1,12 +1,11 @@
 """What a run leaves: the student of a stage, and at the end the distilled checkpoint with all that was told of the run."""
 
-import os
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..convert.card import distilled_record, write_record
-from ..convert.checkpoint import Checkpoint, copy_side_files, finish
+from ..convert.checkpoint import Checkpoint, copy_side_files, finish, link_or_copy
 from ..convert.containers.remote import ship
 from ..convert.publishing.model_card import write_card
 from . import state
@@ -40,7 +39,7 @@ def write_output(job: "Job", result: dict[str, Any], kept: Kept | None, output: 
     if job.recipe.save.keep_stages:
         for stage in job.recipe.stages[:-1]:
             place = Path("stages") / stage.name
-            shutil.copytree(job.partial / place, final / place, copy_function=os.link)
+            shutil.copytree(job.partial / place, final / place, copy_function=link_or_copy)
     record = distilled_record(job.student, job.recipe.resolved(), result)
     write_record(final, record)
     write_card(final, record)

@@ -1,14 +1,13 @@
 """How a migration ends: the report, its page, and the chosen checkpoint under its final name."""
 
 import json
-import os
 import shutil
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from . import __version__
-from .convert.checkpoint import check_output, finish
+from .convert.checkpoint import check_output, finish, link_or_copy
 from .convert.console import notice
 from .convert.errors import InvalidInput
 from .migration import RECORD, SCHEMA, Migration, replace_text, write_json
@@ -92,7 +91,7 @@ def _unmet(asked: Migration) -> Path:
 def _linked(origin: Path, place: Path) -> Path:
     """A copy that takes no room, so that the original stays to go on from."""
     shutil.rmtree(place, ignore_errors=True)
-    return Path(shutil.copytree(origin, place, copy_function=os.link))
+    return Path(shutil.copytree(origin, place, copy_function=link_or_copy))
 
 
 def _renew(out: Path, place: Path) -> None:
@@ -127,7 +126,7 @@ def _keep_steps(asked: Migration, origin: Path, kept: Path) -> None:
     for kind in ("folded", "distilled"):
         for path in sorted((asked.partial / kind).iterdir()):
             if path != origin and not path.name.endswith(".partial"):
-                shutil.copytree(path, kept / kind / path.name, copy_function=os.link)
+                shutil.copytree(path, kept / kind / path.name, copy_function=link_or_copy)
 
 
 def _relocate(place: Path, moved: dict[str, str]) -> None:

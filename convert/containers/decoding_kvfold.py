@@ -91,7 +91,7 @@ def attend(
     nope_BNTP, turned_BNTR = query_BNTQ.tensor_split([nope], dim=-1)
     k_up_NPC, v_up_NVC = up_NEC.tensor_split([nope], dim=1)
     absorbed_BNTC = _by_head(nope_BNTP, k_up_NPC)
-    if takes(absorbed_BNTC, latent_B1SC, rope_B1SR, module):
+    if takes(absorbed_BNTC, turned_BNTR, latent_B1SC, rope_B1SR, module):
         seen = dense(mask, query_BNTQ, latent_B1SC.shape[-2])
         sums_BNTC = latent_sums(absorbed_BNTC, turned_BNTR, latent_B1SC.squeeze(1), rope_B1SR.squeeze(1), seen, scale)
         return _by_head(sums_BNTC, v_up_NVC.mT), None

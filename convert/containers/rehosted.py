@@ -1,4 +1,4 @@
-"""GQA and MQA in another class than the source's own, which has no smaller number of key/value heads (hosts.py)."""
+"""GQA and MQA in another class than the source's own, which cannot have fewer key/value heads (architectures/hosts.py)."""
 
 import re
 from collections.abc import Mapping

@@ -1,7 +1,8 @@
 """The shape in which other engines take the stock latent class, as data, and where in it a fold finds its place.
 
-vLLM, SGLang and llama.cpp compute the class with kernels for few widths, one rotary table, one epsilon and no biases (rules.py
-says what they do with anything else). What a fold leaves narrower is filled up with zeros, which changes no score and no sum.
+vLLM, SGLang and llama.cpp compute the class with kernels for few widths, one rotary table, one epsilon and no biases
+(verification/rules.py says what they do with anything else). What a fold leaves narrower is filled up with zeros, which changes
+no score and no sum.
 """
 
 import math

@@ -117,6 +117,27 @@ def test_the_first_tile_that_agrees_is_kept(monkeypatch: pytest.MonkeyPatch) -> 
     assert kernels._choice(*given, scale=0.2) == kernels.TILES[4][1]
 
 
+def test_what_sees_nothing_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An idle row of a batch is nothing to the kernel, and a mean of everything to a softmax."""
+    *given, mask = tensors()
+    mask[1] = False
+
+    def fused(*given: Any, **_: int) -> Tensor:
+        return kernels.plain(*given) * given[4][..., :9].any(-1, keepdim=True)
+
+    monkeypatch.setattr(kernels, "fused", fused)
+    monkeypatch.setattr(kernels, "_processors", lambda _: 3)
+    monkeypatch.setattr(kernels, "_chosen", {})
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    assert kernels._choice(*given, mask, scale=0.2) == kernels.TILES[4][0]
+
+
+def test_scores_beyond_half_precision_before_they_are_scaled() -> None:
+    given = [tensor.half() * 40 for tensor in tensors()[:4]]
+    exact = kernels.plain(*(tensor.double() for tensor in given), None, 1e-3)
+    torch.testing.assert_close(kernels.plain(*given, None, 1e-3).double(), exact, atol=0.3, rtol=0.02)
+
+
 @needs_triton
 def test_what_the_kernel_takes() -> None:
     """Inference on a GPU, of widths that fit, where nobody asks for weights."""
@@ -127,11 +148,13 @@ def test_what_the_kernel_takes() -> None:
 
     latent, rope = cached(512), cached(64)
     with torch.no_grad():
-        assert kernels.takes(latent, latent, rope, MODULE)
-        assert kernels.takes(latent, latent, cached(0, apart=7), MODULE)
+        assert kernels.takes(latent, latent, latent, rope, MODULE)
+        assert kernels.takes(latent, latent, latent, cached(0, apart=7), MODULE)
         for other in (cached(2048), cached(512, dtype=torch.float64), cached(512, apart=2)):
-            assert not kernels.takes(other, other, rope, MODULE)
-        assert not kernels.takes(cached(512, dtype=torch.float32), latent, rope, MODULE), "autocast"
+            assert not kernels.takes(other, other, other, rope, MODULE)
+        wider = cached(512, dtype=torch.float32)
+        assert not kernels.takes(wider, latent, latent, rope, MODULE), "autocast"
+        assert not kernels.takes(latent, wider, latent, rope, MODULE), "autocast"
         for change in ({"softcap": 30.0}, {"sinks": 1}, {"config": SimpleNamespace(_attn_implementation="eager")}):
-            assert not kernels.takes(latent, latent, rope, SimpleNamespace(**{**vars(MODULE), **change}))
-    assert not kernels.takes(latent, latent, rope, MODULE), "it has no gradient"
+            assert not kernels.takes(latent, latent, latent, rope, SimpleNamespace(**{**vars(MODULE), **change}))
+    assert not kernels.takes(latent, latent, latent, rope, MODULE), "it has no gradient"

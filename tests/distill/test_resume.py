@@ -22,6 +22,7 @@ from kvfold.distill.cli import main
 from kvfold.distill.job import distill
 from kvfold.distill.metrics import trim_metrics
 from kvfold.distill.recipe import Recipe
+from kvfold.distill.resume import fingerprint
 from kvfold.distill.state import Progress
 
 from .conftest import MakeRecipe
@@ -261,3 +262,30 @@ def test_a_restored_state_is_saved_as_it_was(tmp_path: Path) -> None:
         optimizer = torch.optim.AdamW(model.parameters())
         state.restore_optimizer(found, model, optimizer)
     assert hashes[0] == hashes[1]
+
+
+def test_folds_that_differ_in_one_matrix_are_told_apart(tmp_path: Path) -> None:
+    """As two folds of one source do; also where the file begins, ends and has its middle in others."""
+    found = []
+    for changed in (None, "layers.0.k_proj", "layers.3.k_proj"):
+        directory = tmp_path / str(changed)
+        directory.mkdir()
+        (directory / "config.json").write_text("{}")
+        names = ["embed", *(f"layers.{layer}.{matrix}" for layer in range(4) for matrix in ("down", "k_proj", "up")), "norm"]
+        save_file({name: torch.full((64, 64), float(name == changed)) for name in names}, directory / "model.safetensors")
+        found.append(fingerprint(directory))
+    assert len(set(found)) == 3
+    (tmp_path / "None" / "model.safetensors").write_bytes(b"\xff" * 20)
+    assert fingerprint(tmp_path / "None") not in found, "a damaged file is for loading to refuse"
+
+
+@pytest.mark.parametrize("number", [errno.EPERM, errno.EOPNOTSUPP])
+def test_stages_are_kept_without_links(
+    make_recipe: MakeRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "link", refuse)
+    distill(make_recipe(stages=STAGES, save={"keep_stages": True}))
+    assert (tmp_path / "out" / "stages" / "first" / "model.safetensors").is_file()
