@@ -28,7 +28,7 @@ from .machine import save
 HEADS, HEAD = 32, 128  # of the source: Llama-2-7B's
 WIDTHS = ((512, 64), (384, 64), (256, 32), (1024, 64))  # rank and rotary width
 CELLS = tuple((context, batch) for context in (8192, 32768) for batch in (1, 8))
-CAPABILITIES = (80, 90)
+CAPABILITIES = (80, 86, 90)
 FRESH = 2**28  # bytes of cache that one round reads: several times the largest second-level cache
 ROUNDS, REPLAYS = 7, 10
 
@@ -40,7 +40,7 @@ def compiled(capability: int, rank: int, rope: int, masked: bool, tile: int, sta
     from triton.compiler import ASTSource
 
     width = max(16, triton.next_power_of_2(rank))
-    rows = 32 if width <= 512 else 16
+    rows = kernels._block(HEADS, 2 * width)
     constants = {"C": rank, "C2": width, "R": rope, "R2": max(16, triton.next_power_of_2(rope)), "ROWS": rows, "TILE": tile}
     constants["MASK"] = int(masked)
     pointers = {"mask": "*i1" if masked else "*bf16", "ends": "*i32", "sums": "*fp32", "logarithms": "*fp32", "scale": "fp32"}
@@ -52,8 +52,8 @@ def compiled(capability: int, rank: int, rope: int, masked: bool, tile: int, sta
     source = ASTSource(
         kernels._split_sums, signature, {(names.index(name),): value for name, value in constants.items()}, attributes
     )
-    warps = 8 if rows * width >= 2**14 else 4
-    made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps, "num_stages": stages})
+    options = {"num_warps": kernels._warps(rows, width), "num_stages": stages}
+    made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     found = {"capability": capability, "rank": rank, "rope": rope, "masked": masked, "tile": tile, "stages": stages}
     reader = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     return found | {"shared_bytes": made.metadata.shared, **_resources(made.asm["cubin"], reader)}

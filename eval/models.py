@@ -1,6 +1,7 @@
 """Checkpoints as models ready to be measured, and whether two of them may be compared."""
 
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from .options import Options
 _SAMPLE = 10_000  # characters on which two tokenizers must agree
 
 
-class _Configured:
+class _Configured(ABC):
     """What a checkpoint's configuration says of a text that it may read."""
 
     @property
@@ -36,8 +37,9 @@ class _Configured:
         return int(self._text_config.vocab_size)
 
     @property
+    @abstractmethod
     def _text_config(self) -> Any:
-        raise NotImplementedError
+        """The part of the configuration that is of text."""
 
 
 @dataclass(frozen=True)

@@ -164,7 +164,7 @@ def fused(
         sums, logarithms, rows, length, seen, scale * _LOG2_E,
         *latent_BSC.stride()[:2], *rope_BSR.stride()[:2], *strides,
         C=rank, C2=width, R=rope, R2=max(16, triton.next_power_of_2(rope)), ROWS=block, TILE=tile, MASK=kind,
-        num_warps=8 if block * width >= 2**14 else 4, num_stages=stages,
+        num_warps=_warps(block, width), num_stages=stages,
     )  # fmt: skip
     _joined[(rows, batch)](sums, logarithms, joined_BNTC, rows, splits, C=rank, C2=width, num_warps=4)
     return joined_BNTC
@@ -173,6 +173,11 @@ def fused(
 def _block(rows: int, row_bytes: int) -> int:
     """The rows of one program."""
     return min(32 if row_bytes <= 1024 else 16, 16 if rows <= 16 else 32)
+
+
+def _warps(block: int, width: int) -> int:
+    """Groups of 32 threads of one program: with four, sums of rank 512 would not fit into registers."""
+    return 8 if block * width >= 2**14 else 4
 
 
 def _ends(mask_B1TS: Tensor) -> Tensor:

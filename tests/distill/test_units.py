@@ -252,17 +252,15 @@ class Around(nn.Module):
 
 def work(rank: int, store: str, teacher: str, students: dict[str, str], recipe: dict[str, Any]) -> None:
     """Shard a teacher and students as a run does, and hold them against whole ones."""
-    torch.set_num_threads(1)
     os.environ |= {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
     distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    settings = Recipe.model_validate(recipe)
     for reshard, student in students.items():
         os.environ["FSDP_RESHARD_AFTER_FORWARD"] = reshard
         units = Measured(Path(student), torch.float32, opened=True)
         theirs = load_student(Path(student), 32, CPU).model
         module = share(SimpleNamespace(mixed_precision="no"), Around(units.model), units.model, units)  # type: ignore[arg-type]
         check_shards(units, theirs)
-        call_inside(module, lambda units=units: check_model(units.loaded, settings))  # type: ignore[misc]
+        call_inside(module, lambda units=units: check_model(units.loaded, Recipe.model_validate(recipe)))  # type: ignore[misc]
         check_shards(units, theirs)  # they are shards again, also where layers stay gathered after a forward
         loaded = load_student(Path(student), 32, CPU).model  # what cannot be had by the unit
         share(SimpleNamespace(mixed_precision="no"), Around(loaded), loaded)  # type: ignore[arg-type]
@@ -277,6 +275,7 @@ def work(rank: int, store: str, teacher: str, students: dict[str, str], recipe: 
     with torch.no_grad():
         assert torch.equal(units.model.base_model(ids).last_hidden_state, theirs.base_model(ids).last_hidden_state)
     distributed.destroy_process_group()
+    Path(f"{Path(store).parent}/checked-{rank}").touch()
 
 
 def check_shards(units: Measured, theirs: nn.Module) -> None:
@@ -298,3 +297,4 @@ def test_two_processes_keep_half_of_every_weight_and_see_one_unit_at_a_time(
 ) -> None:
     students = {"true": str(student), "false": str(latent)}  # by whether layers let go of what was gathered
     spawn(work, (str(tmp_path / "store"), str(teacher), students, make_recipe().resolved()), nprocs=2)
+    assert len(list(tmp_path.glob("checked-*"))) == 2
