@@ -3,6 +3,7 @@
 No heavy import here: `--help` goes through this module.
 """
 
+import atexit
 import gc
 import json
 import os
@@ -10,7 +11,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import click
 
@@ -41,6 +42,28 @@ class Command(click.Command):
             if error.filename is None:
                 raise
             raise _Refusal(f"{error.filename}: {error.strerror}") from None
+
+
+def run_as_process(command: click.Command) -> None:
+    """Run a command as all that this process does; where a launcher started several, it ends by `leave`."""
+    try:
+        command()
+    except SystemExit as stop:
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1 and (stop.code is None or isinstance(stop.code, int)):
+            leave(stop.code or 0)
+        raise
+
+
+def leave(code: int = 0) -> NoReturn:
+    """End this process without taking the interpreter apart, after what was registered for its end and what it printed.
+
+    gloo's threads outlive their group as long as a device mesh refers to it. One that lets go of a tensor while the
+    interpreter is taken apart aborts the process, and a launcher takes a run that is whole for one that failed.
+    """
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def progress(items: Iterable[T], description: str, total: int) -> Iterator[T]:

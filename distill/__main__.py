@@ -1,6 +1,7 @@
 """`python -m kvfold.distill` is `kvfold distill`, so that `accelerate launch -m kvfold.distill RECIPE` works."""
 
+from ..convert.console import run_as_process
 from .cli import main
 
 if __name__ == "__main__":
-    main()
+    run_as_process(main)

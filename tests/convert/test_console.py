@@ -1,9 +1,12 @@
 """What every command shares."""
 
 import gc
+import os
+import signal
 import subprocess
 import sys
 
+import pytest
 import torch
 
 from kvfold.convert.console import loading
@@ -32,3 +35,35 @@ def test_loading_in_a_command() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["True", "True"]
+
+
+ENDING = """
+import atexit, os, sys, click
+from kvfold.convert.console import run_as_process
+
+class Thing:
+    def __del__(self):
+        os.abort()  # as gloo's threads do while the interpreter is taken apart
+
+thing = Thing()
+thing.itself = thing
+atexit.register(print, "and a tracker's last word")
+
+@click.command()
+@click.option("--code", type=int, default=0)
+def main(code):
+    print("a result", end=" ")
+    sys.exit(code)
+
+run_as_process(main)
+"""
+
+
+@pytest.mark.parametrize("code", [0, 2])
+def test_one_of_several_processes_ends_before_the_interpreter_is_taken_apart(code: int) -> None:
+    """What it printed and what was registered for its end is there, and its exit code is the command's."""
+    command, environment = [sys.executable, "-c", ENDING, "--code", str(code)], os.environ | {"PYTHONUNBUFFERED": ""}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment | {"WORLD_SIZE": "2"})
+    assert (done.returncode, done.stdout) == (code, "a result and a tracker's last word\n"), done.stderr
+    alone = subprocess.run(command, capture_output=True, text=True, env=environment | {"WORLD_SIZE": "1"})
+    assert alone.returncode == -signal.SIGABRT

@@ -6,15 +6,16 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.multiprocessing import spawn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvfold.distill.batch import Batch
 from kvfold.distill.head import Predictions, predict
 from kvfold.distill.losses import mix
+
+from .pair import do_as_pair
 
 LENGTH = 16
 WEIGHTS = {"kl": 0.9, "ce": 0.1}
@@ -47,9 +48,7 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
     return {name: getattr(grad, "full_tensor", lambda grad=grad: grad)() for name, grad in found.items() if grad is not None}
 
 
-def work(rank: int, directory: str) -> None:
-    torch.set_num_threads(1)
-    distributed.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=2)
+def work(rank: int, directory: Path) -> None:
     mesh = init_device_mesh("cpu", (2,))
     for name, (is_tied, has_own_unit) in CASES.items():
         model, batch, teacher = build(is_tied)
@@ -62,15 +61,14 @@ def work(rank: int, directory: str) -> None:
         module(part, teacher.at(rows)).mul(2).backward()  # shards get the mean over processes; this makes it the sum
         whole = gradients(model)
         if rank == 0:
-            save_file(whole, f"{directory}/{name}.safetensors")
-    distributed.destroy_process_group()
+            save_file(whole, directory / f"{name}.safetensors")
 
 
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Gradients by two processes, a file a case."""
     directory = tmp_path_factory.mktemp("shards")
-    spawn(work, (str(directory),), nprocs=2)
+    do_as_pair(work, directory, directory)
     return directory
 
 

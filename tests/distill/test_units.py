@@ -12,9 +12,8 @@ import pytest
 import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
-from torch import distributed, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.multiprocessing import spawn
 from transformers import AutoModelForCausalLM, DeepseekV3Config, DeepseekV3ForCausalLM
 
 from kvfold.convert.cli import main as convert
@@ -29,6 +28,7 @@ from kvfold.distill.weights import set_trainable
 
 from ..tiny import make
 from .conftest import MakeRecipe, save_tokenizer
+from .pair import do_as_pair
 
 CPU = torch.device("cpu")
 # What transformers does on the way: ties, buffers of its own, transposed and fused tensors, experts stacked, tables in float32.
@@ -250,10 +250,9 @@ class Around(nn.Module):
         self.model = model
 
 
-def work(rank: int, store: str, teacher: str, students: dict[str, str], recipe: dict[str, Any]) -> None:
+def work(rank: int, directory: Path, teacher: str, students: dict[str, str], recipe: dict[str, Any]) -> None:
     """Shard a teacher and students as a run does, and hold them against whole ones."""
     os.environ |= {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
-    distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     for reshard, student in students.items():
         os.environ["FSDP_RESHARD_AFTER_FORWARD"] = reshard
         units = Measured(Path(student), torch.float32, opened=True)
@@ -274,8 +273,7 @@ def work(rank: int, store: str, teacher: str, students: dict[str, str], recipe: 
     ids = torch.arange(12)[None]
     with torch.no_grad():
         assert torch.equal(units.model.base_model(ids).last_hidden_state, theirs.base_model(ids).last_hidden_state)
-    distributed.destroy_process_group()
-    Path(f"{Path(store).parent}/checked-{rank}").touch()
+    (directory / f"checked-{rank}").touch()
 
 
 def check_shards(units: Measured, theirs: nn.Module) -> None:
@@ -296,5 +294,5 @@ def test_two_processes_keep_half_of_every_weight_and_see_one_unit_at_a_time(
     teacher: Path, student: Path, latent: Path, make_recipe: MakeRecipe, tmp_path: Path
 ) -> None:
     students = {"true": str(student), "false": str(latent)}  # by whether layers let go of what was gathered
-    spawn(work, (str(tmp_path / "store"), str(teacher), students, make_recipe().resolved()), nprocs=2)
+    do_as_pair(work, tmp_path, tmp_path, str(teacher), students, make_recipe().resolved())
     assert len(list(tmp_path.glob("checked-*"))) == 2
