@@ -38,6 +38,7 @@ RATES = {
     ALIGNMENT: (3e-4, 1e-3, 3e-3, 1e-2, 3e-2),
 }
 TUNED_ON = "mla 12.5%"
+CELLS = [f"{start}:{recipe}" for start in (PLAIN, BEST) for recipe in RECIPES]
 Rates = dict[str, dict[str, dict[str, float]]]  # of every loss, by start and recipe
 
 
@@ -133,6 +134,9 @@ def show(rows: list[Row]) -> None:
 @click.option("--windows", default=32, show_default=True, help="Of the evaluation text.")
 @click.option("--seeds", default="0,1,2", show_default=True, help="Of the order of the data.")
 @click.option("--only", multiple=True, type=click.Choice(list(TARGETS)), help="A target; all by default.")
+@click.option(
+    "--run", "cells", multiple=True, type=click.Choice(CELLS), help="A start and recipe; all and the control by default."
+)
 @click.option("--rates", help="Take learning rates from benchmarks/results/recovery-NAME.json instead of trying some.")
 @click.option("--work", type=click.Path(path_type=Path), help="For folds and unfinished runs. Default: out/recovery-NAME.")
 @click.option("--name", required=True, help="Results go to benchmarks/results/recovery-NAME.json.")
@@ -142,6 +146,7 @@ def main(
     tuning_tokens: str | None,
     seeds: str,
     only: tuple[str, ...],
+    cells: tuple[str, ...],
     rates: str | None,
     work: Path | None,
     name: str,
@@ -165,7 +170,8 @@ def main(
     if not rates:
         run_all(grid, tuning_runs(), name, rows)
         run_all(grid, tuning_after(rates_of(rows)), name, rows)
-    run_all(grid, grid_runs(targets, [int(seed) for seed in seeds.split(",")], rates_of(rows)), name, rows)
+    wanted = grid_runs(targets, [int(seed) for seed in seeds.split(",")], rates_of(rows))
+    run_all(grid, (run for run in wanted if not cells or f"{run.start}:{run.recipe}" in cells), name, rows)
     show(rows)
     click.echo(f"saved in {write(name, setting, rows)}")
 

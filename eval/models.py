@@ -15,6 +15,7 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from ..convert.containers.levelled import level
 from ..convert.containers.modeling_kvfold import KvfoldForCausalLM
 from ..convert.containers.remote import carries_own_code, is_remote, source_config
 from ..convert.errors import InvalidInput
@@ -105,7 +106,7 @@ def load(directory: Path, options: Options) -> Loaded:
     absent = sorted({*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])})
     if absent:
         raise InvalidInput(f"{directory} cannot be loaded: {len(absent)} weights are missing or misshapen, e.g. {absent[0]}")
-    return Loaded(directory, tokenizer, model.eval())
+    return Loaded(directory, tokenizer, level(model.eval()))
 
 
 def describe(directory: Path, options: Options) -> Described:

@@ -15,6 +15,7 @@ from transformers.models.deepseek_v3 import modeling_deepseek_v3 as v3
 
 from ..errors import InvalidInput
 from .decoding_kvfold import absorbing_is_less, attend, tells
+from .levelled import level
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -91,9 +92,9 @@ def absorb(model: Model) -> Model:
     """Let a loaded DeepSeek-V2 or -V3 model, kvfold's or DeepSeek's, decode from its latent cache without expanding it.
 
     The up-projections of keys and values move to the queries and outputs of new tokens (arXiv 2405.04434, section 2.1.2)
-    wherever that takes fewer multiplications: in decoding, also of several tokens at once. Prefill, training, calls without a
-    cache, weights, the cache's content and what `save_pretrained` writes stay as they were. On a device of any kind, in any
-    dtype; rounding differs from the stock order's.
+    wherever that takes fewer multiplications: in decoding, also of several tokens at once. Prefill, training and calls without
+    a cache attend by `level_attention` where they did by `sdpa`; weights, the cache's content and what `save_pretrained` writes
+    stay as they were. On a device of any kind, in any dtype; rounding differs from the stock order's.
 
     Args:
         model: changed in place. What is absorbed already stays so.
@@ -117,7 +118,7 @@ def absorb(model: Model) -> Model:
             module.__class__ = CLASSES[type(module)]
             if "_old_forward" in vars(module):  # accelerate's hooks call what they found when they were added
                 module._old_forward = type(module).forward.__get__(module)
-    return model
+    return level(model)
 
 
 def _check(name: str, module: Any) -> None:

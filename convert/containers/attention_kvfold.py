@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .decoding_kvfold import absorbing_is_less, attend, attend_rotated, rebuilding_is_less, tells
-from .layers_kvfold import KvfoldLatentRMSNorm, KvfoldRotaryEmbedding, Positions, eager_attention, rotate, turns
+from .layers_kvfold import LEVEL, KvfoldLatentRMSNorm, KvfoldRotaryEmbedding, Positions, eager_attention, rotate, turns
 
 if not hasattr(ALL_ATTENTION_FUNCTIONS, "get_interface"):  # transformers 4
     _functions: Any = ALL_ATTENTION_FUNCTIONS
@@ -45,6 +45,8 @@ _DIGIT = 256  # positions are cached as digits of this base, which every floatin
 
 class _FoldedAttention(nn.Module):
     """What both forms share: the source's attention module `stock` gives way to one with the same place and settings."""
+
+    o_proj: nn.Linear
 
     def __init__(self, config: Any, layer: int, stock: Any) -> None:
         nn.Module.__init__(self)  # not super(): the stock class is among the bases, and must not build its projections
@@ -67,6 +69,17 @@ class _FoldedAttention(nn.Module):
         special = {"sliding_window": self.sliding_window, "softcap": self.softcap, "s_aux": self.sinks}
         given = {name: value for name, value in special.items() if value is not None}
         return {"dropout": self.attention_dropout if self.training else 0.0, **given}
+
+    def _expanded(
+        self, query_BNTQ: Tensor, key_BKSQ: Tensor, value_BKSV: Tensor, mask: Any, given: dict[str, Any]
+    ) -> tuple[Tensor, Tensor | None]:
+        """By the attention function that the model was loaded with, and the output's projection."""
+        name = self.config._attn_implementation
+        attention = ALL_ATTENTION_FUNCTIONS.get_interface(LEVEL if name == "sdpa" else name, eager_attention)
+        output_BTNV, weights = attention(
+            self, query_BNTQ, key_BKSQ, value_BKSV, mask, scaling=self.scaling, **self._options(), **given
+        )
+        return self.o_proj(output_BTNV.flatten(2)), weights
 
     def _grown(self, query_BNTH: Tensor, position_ids: Any) -> Tensor:
         """Queries that grow with their position, in families where they do."""
@@ -158,12 +171,7 @@ class KvfoldDecoupledAttention(_FoldedAttention):
             if self._absorbs(length, latent_B1SC.shape[-2], attention_mask):
                 return self._absorbed(query_BNTQ, latent_B1SC, rope_B1SR, attention_mask)
         key_BNSQ, value_BNSV = self.expand(latent_B1SC, rope_B1SR)
-        interface = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
-        options = self._options()
-        output_BTNV, weights = interface(
-            self, query_BNTQ, key_BNSQ, value_BNSV, attention_mask, scaling=self.scaling, **options, **kwargs
-        )
-        return self.o_proj(output_BTNV.reshape(batch, length, -1)), weights
+        return self._expanded(query_BNTQ, key_BNSQ, value_BNSV, attention_mask, kwargs)
 
     def _absorbs(self, length: int, seen: int, mask: Any) -> bool:
         """Whether to attend in the latent."""
@@ -259,7 +267,7 @@ class KvfoldIntactAttention(_FoldedAttention):
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """As every attention module of transformers: (B, T, D) to (B, T, D) and, where they are computed, the weights."""
-        batch, length = hidden_states.shape[:-1]
+        length = hidden_states.shape[1]
         cos_BTF, sin_BTF = self._angles(position_embeddings)
         query_BTE = self.q_proj(hidden_states) if self.q_lora_rank is None else self.q_b_proj(self.q_a_proj(hidden_states))
         query_BNTH = self._heads(query_BTE, self.q_norm).transpose(1, 2)
@@ -277,12 +285,7 @@ class KvfoldIntactAttention(_FoldedAttention):
             cos_BTF, sin_BTF = turns(position_BS, frequencies_F, hidden_states.dtype)
         key_BKSH, value_BKSV = self.expand(latent_B1SC)
         key_BKSH = rotate(key_BKSH, cos_BTF, sin_BTF, False)
-        interface = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
-        options = self._options()
-        output_BTNV, weights = interface(
-            self, query_BNTH, key_BKSH, value_BKSV, attention_mask, scaling=self.scaling, **options, **kwargs
-        )
-        return self.o_proj(output_BTNV.reshape(batch, length, -1)), weights
+        return self._expanded(query_BNTH, key_BKSH, value_BKSV, attention_mask, kwargs)
 
     def _rebuilds(self, length: int, seen: int, mask: Any) -> bool:
         """Whether to rebuild keys block by block, and values not at all."""

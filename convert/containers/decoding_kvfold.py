@@ -95,9 +95,10 @@ def attend(
         seen = dense(mask, query_BNTQ, latent_B1SC.shape[-2])
         sums_BNTC = latent_sums(absorbed_BNTC, turned_BNTR, latent_B1SC.squeeze(1), rope_B1SR.squeeze(1), seen, scale)
         return _by_head(sums_BNTC, v_up_NVC.mT), None
-    scores_BMS = torch.bmm(absorbed_BNTC.flatten(1, 2), latent_B1SC.squeeze(1).mT)
-    turned_BMR, rope_BRS = turned_BNTR.flatten(1, 2), rope_B1SR.squeeze(1).mT
-    scores_BMS = torch.baddbmm(scores_BMS, turned_BMR, rope_BRS, beta=scale, alpha=scale)
+    # Scaled before the products: scores in float16 would reach its largest number sooner.
+    absorbed_BMC, turned_BMR = (rows_BNTE.flatten(1, 2) * scale for rows_BNTE in (absorbed_BNTC, turned_BNTR))
+    scores_BMS = torch.bmm(absorbed_BMC, latent_B1SC.squeeze(1).mT)
+    scores_BMS = torch.baddbmm(scores_BMS, turned_BMR, rope_B1SR.squeeze(1).mT)
     scores_BNTS = scores_BMS.view(*query_BNTQ.shape[:3], -1)
     weights_BNTS = softmax(scores_BNTS, dense(mask, query_BNTQ, scores_BNTS.shape[-1]), module)
     return _by_head(_sums(weights_BNTS, latent_B1SC), v_up_NVC.mT), weights_BNTS

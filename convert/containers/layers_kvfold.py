@@ -20,6 +20,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 LATENT_NORM_EPSILON = 2.0**28
 LATENT_NORM_WEIGHT = 2.0**14
@@ -137,3 +139,24 @@ def eager_attention(
     weights_BNTS = softmax(query @ key.mT * scaling, attention_mask, module)
     weights_BNTS = nn.functional.dropout(weights_BNTS, p=dropout, training=module.training)
     return (weights_BNTS @ value).transpose(1, 2).contiguous(), weights_BNTS
+
+
+def level_attention(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+) -> tuple[Tensor, Tensor | None]:
+    """transformers' `sdpa`, but on a CPU with values as wide as keys; arguments and results as of `eager_attention`.
+
+    The columns added are zeros, and so are those that are cut from the result. torch's fused kernel for CPUs takes one width
+    only: of two it forms all scores of all heads, which takes half as long again and memory by the square of the length.
+    """
+    width, lacking = value.shape[-1], key.shape[-1] - value.shape[-1]
+    if lacking <= 0 or value.device.type != "cpu" or query.shape[-2] == 1:
+        plain: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+        return plain
+    padded = nn.functional.pad(value, (0, lacking))
+    output_BTNQ, weights = sdpa_attention_forward(module, query, key, padded, attention_mask, **options)
+    return output_BTNQ[..., :width], weights
+
+
+LEVEL = "kvfold_sdpa"
+AttentionInterface.register(LEVEL, level_attention)

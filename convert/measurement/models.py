@@ -215,13 +215,14 @@ def _build(directory: Path, attention: str | None, dtype: torch.dtype) -> Any:
     """The class that a checkpoint is loaded with, without weights; what this kvfold wrote is built by its own code."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    from ..containers.levelled import level
     from ..containers.modeling_kvfold import KvfoldForCausalLM
     from ..containers.remote import carries_own_code
 
     how = {"dtype": dtype, **({} if attention is None else {"attn_implementation": attention})}
     if carries_own_code(directory):
         return KvfoldForCausalLM._from_config(KvfoldForCausalLM.config_class.from_pretrained(directory), **how)
-    return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory, local_files_only=True), **how)
+    return level(AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory, local_files_only=True), **how))
 
 
 def _stack_of(model: Any, query: str | None) -> str:
