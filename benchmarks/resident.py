@@ -28,7 +28,7 @@ from torch import Tensor
 
 from kvfold.convert.measurement.documents import read_sequences
 from kvfold.convert.measurement.models import load_model, load_tokenizer
-from kvfold.convert.measurement.study import BATCH
+from kvfold.convert.measurement.study import batch_size
 from kvfold.convert.refine import STEPS
 
 from .convert_memory import VOCABULARY, generate, timed
@@ -55,7 +55,7 @@ def fold_resident(source: Path, text: Path, out: Path, rank: int, sequences: int
         if name.endswith(("k_proj", "v_proj")):
             module.register_forward_hook(lambda _, __, output_BTC, name=name: stored.setdefault(name, []).append(output_BTC))
     with torch.no_grad():
-        for ids_BT in ids.split(BATCH):
+        for ids_BT in ids.split(batch_size(length)):
             model.get_decoder()(input_ids=ids_BT, use_cache=False)
     clock.append(time.process_time())
     state = {name: tensor.to(torch.bfloat16) for name, tensor in model.state_dict().items()}

@@ -26,7 +26,7 @@ import torch
 from kvfold.convert.hub import resolve
 from kvfold.convert.measurement import layerwise, passes
 from kvfold.convert.measurement.models import LayeredModel, load_model
-from kvfold.convert.measurement.study import BATCH, layout_of
+from kvfold.convert.measurement.study import batch_size, layout_of
 from kvfold.convert.source import open_source
 
 from .convert_memory import generate
@@ -39,7 +39,7 @@ def run(kind: str, directory: Path, tokens: int, length: int) -> dict[str, float
     """Seconds and peak resident megabytes of one pass over random tokens, in this process."""
     source = open_source(directory)
     ids = torch.randint(source.config["vocab_size"], (tokens // length, length), generator=torch.Generator().manual_seed(0))
-    how: dict[str, Any] = {"layout": layout_of(source), "batch_size": BATCH, "calibration": "random", "seed": 0}
+    how: dict[str, Any] = {"layout": layout_of(source), "batch_size": batch_size(length), "calibration": "random", "seed": 0}
     if kind == "layerwise":
         layered = LayeredModel(source.checkpoint, how["layout"].projections(0)["o"])
         with measured() as cost, tempfile.TemporaryDirectory() as work:
@@ -51,7 +51,7 @@ def run(kind: str, directory: Path, tokens: int, length: int) -> dict[str, float
     else:
         model = load_plain(directory)
         with measured() as cost:
-            for ids_BT in ids.split(BATCH):
+            for ids_BT in ids.split(batch_size(length)):
                 model(input_ids=ids_BT, labels=ids_BT, use_cache=False).loss.backward()
     return cost
 
@@ -102,7 +102,13 @@ def main(model: str, tokens: int, length: int, repeats: int, name: str, once: st
         parameters = sum(source.checkpoint[key].numel() for key in source.checkpoint)
     rows = {kind: summarised(runs[kind], runs["plain"], tokens) for kind in KINDS}
     size = {"parameters": parameters, "float32_mb": round(4 * parameters / 1e6), "layers": source.layers}
-    taken = {"tokens": tokens, "length": length, "batch": BATCH, "repeats": repeats, "threads": torch.get_num_threads()}
+    taken = {
+        "tokens": tokens,
+        "length": length,
+        "batch": batch_size(length),
+        "repeats": repeats,
+        "threads": torch.get_num_threads(),
+    }
     for kind, row in rows.items():
         said = f"{row['seconds_per_million_tokens']:9.1f} s, {row['cpu_seconds_per_million_tokens']:9.1f} s CPU a million"
         click.echo(f"{kind:10} {said} {row['peak_mb']:7.0f} MB peak, {row['cpu_times_plain']:.2f} times plain")

@@ -34,7 +34,7 @@ from kvfold.convert.console import show_table
 from kvfold.convert.hub import resolve
 from kvfold.convert.measurement import passes
 from kvfold.convert.measurement.models import load_model
-from kvfold.convert.measurement.study import BATCH, layout_of
+from kvfold.convert.measurement.study import batch_size, layout_of
 from kvfold.convert.plan import make_plan
 from kvfold.convert.rewrite import rewrite
 from kvfold.convert.source import open_source
@@ -90,12 +90,11 @@ def distilling(recipe: Recipe, teacher: Path) -> Callable[[int], float]:
     (stage,), accelerator = recipe.stages, make_accelerator(recipe)
     student = load_student(Path(recipe.student), recipe.data.seq_len, accelerator.device)
     isolate_documents(student.model, recipe.student)
-    vocabulary = len(student.tokenizer)
-    windows = random_windows(recipe, vocabulary)
+    windows = random_windows(recipe, student.vocabulary)
     cache = cache_for(stage, recipe)
     online = None if cache and cache.exists() else open_teacher(teacher, stage, recipe, accelerator, student)
     source: Any = cached_teacher(cache, online, windows, recipe, teacher, accelerator) if cache else online
-    work = EndToEnd(Run(recipe, accelerator, student.model, source, windows, Path("none"), vocabulary), stage, None)
+    work = EndToEnd(Run(recipe, accelerator, student.model, source, windows, Path("none")), stage, None)
 
     def step(number: int) -> float:
         work.accumulate(number * recipe.step_windows(stage))
@@ -176,7 +175,7 @@ def profile_both(teacher: Path, student: Path, tokens: int, length: int) -> dict
     step(0)
     source, model = open_source(teacher), load_model(teacher)
     ids = torch.randint(source.config["vocab_size"], (tokens // length, length), generator=torch.Generator().manual_seed(0))
-    how: dict[str, Any] = {"layout": layout_of(source), "batch_size": BATCH, "calibration": "random", "seed": 0}
+    how: dict[str, Any] = {"layout": layout_of(source), "batch_size": batch_size(length), "calibration": "random", "seed": 0}
     return {"kl step": dearest(lambda: step(1)), "statistics": dearest(lambda: passes.collect(model, ids, **how))}
 
 

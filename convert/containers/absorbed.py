@@ -14,8 +14,9 @@ from transformers.models.deepseek_v2 import modeling_deepseek_v2 as v2
 from transformers.models.deepseek_v3 import modeling_deepseek_v3 as v3
 
 from ..errors import InvalidInput
-from .decoding_kvfold import absorbing_is_less, attend, tells
+from .decoding_kvfold import absorbing_is_less, attend, is_plain, tells
 from .levelled import level
+from .stock import NORM_WEIGHT
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -49,8 +50,10 @@ class _Absorbed:
 
     def _absorbs(self: Any, length: int, mask: Any) -> bool:
         """Whether to attend in the latent: for one token always, which needs no look at the cache's length."""
-        if length == 1 or not tells(mask, length):
-            return tells(mask, length)
+        if not (is_plain(self.kv_b_proj) and tells(mask, length)):
+            return False
+        if length == 1:
+            return True
         widths = {"nope": self.qk_nope_head_dim, "rope": self.qk_rope_head_dim, "value": self.v_head_dim}
         return absorbing_is_less(length, mask.shape[-1], **widths, rank=self.kv_lora_rank)
 
@@ -94,7 +97,8 @@ def absorb(model: Model) -> Model:
     The up-projections of keys and values move to the queries and outputs of new tokens (arXiv 2405.04434, section 2.1.2)
     wherever that takes fewer multiplications: in decoding, also of several tokens at once. Prefill, training and calls without
     a cache attend by `level_attention` where they did by `sdpa`; weights, the cache's content and what `save_pretrained` writes
-    stay as they were. On a device of any kind, in any dtype; rounding differs from the stock order's.
+    stay as they were, and so does decoding where weights are had only by calling a module (offloading, adapters put on later).
+    On a device of any kind, in any dtype; rounding differs from the stock order's.
 
     Args:
         model: changed in place. What is absorbed already stays so.
@@ -103,7 +107,8 @@ def absorb(model: Model) -> Model:
         The model.
 
     Raises:
-        InvalidInput: it is of another class, or its up-projections are not plain matrices (quantised, adapters, sharded).
+        InvalidInput: it is of another class, its up-projections are not plain matrices (quantised, adapters, sharded), or it is
+            an output of kvfold's in float16, which cannot hold the scale of its latent.
     """
     if not isinstance(model, nn.Module):
         raise InvalidInput(f"absorb takes a loaded model, not {type(model).__name__}; load it with AutoModelForCausalLM first")
@@ -131,6 +136,11 @@ def _check(name: str, module: Any) -> None:
         raise InvalidInput(
             f"{name}.kv_b_proj is {type(up).__name__} with {type(up.weight).__name__}, not a plain matrix; "
             "load the model without quantisation or sharding, and merge adapters first"
+        )
+    norm = module.kv_a_layernorm.weight
+    if norm.dtype == torch.float16 and bool((norm == NORM_WEIGHT).all()):
+        raise InvalidInput(
+            f"{name} has a linearised latent, whose scale float16 cannot hold; load the model in bfloat16 or float32"
         )
 
 

@@ -27,18 +27,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .decoding_kvfold import absorbing_is_less, attend, attend_rotated, rebuilding_is_less, tells
-from .layers_kvfold import LEVEL, KvfoldLatentRMSNorm, KvfoldRotaryEmbedding, Positions, eager_attention, rotate, turns
-
-if not hasattr(ALL_ATTENTION_FUNCTIONS, "get_interface"):  # transformers 4
-    _functions: Any = ALL_ATTENTION_FUNCTIONS
-
-    class _Interface:
-        get_interface = staticmethod(_functions.get)
-
-    ALL_ATTENTION_FUNCTIONS = _Interface()
+from .decoding_kvfold import absorbing_is_less, attend, attend_rotated, is_plain, rebuilding_is_less, tells
+from .layers_kvfold import (
+    ALL_ATTENTION_FUNCTIONS,
+    KvfoldLatentRMSNorm,
+    KvfoldRotaryEmbedding,
+    Positions,
+    eager_attention,
+    function_of,
+    places,
+    rotate,
+    turns,
+)
 
 _DIGIT = 256  # positions are cached as digits of this base, which every floating type holds exactly
 
@@ -69,17 +70,6 @@ class _FoldedAttention(nn.Module):
         special = {"sliding_window": self.sliding_window, "softcap": self.softcap, "s_aux": self.sinks}
         given = {name: value for name, value in special.items() if value is not None}
         return {"dropout": self.attention_dropout if self.training else 0.0, **given}
-
-    def _expanded(
-        self, query_BNTQ: Tensor, key_BKSQ: Tensor, value_BKSV: Tensor, mask: Any, given: dict[str, Any]
-    ) -> tuple[Tensor, Tensor | None]:
-        """By the attention function that the model was loaded with, and the output's projection."""
-        name = self.config._attn_implementation
-        attention = ALL_ATTENTION_FUNCTIONS.get_interface(LEVEL if name == "sdpa" else name, eager_attention)
-        output_BTNV, weights = attention(
-            self, query_BNTQ, key_BKSQ, value_BKSV, mask, scaling=self.scaling, **self._options(), **given
-        )
-        return self.o_proj(output_BTNV.flatten(2)), weights
 
     def _grown(self, query_BNTH: Tensor, position_ids: Any) -> Tensor:
         """Queries that grow with their position, in families where they do."""
@@ -167,16 +157,22 @@ class KvfoldDecoupledAttention(_FoldedAttention):
             query_BNTQ = torch.cat([nope_BNTP, rotate(turned_BNTR, cos_BTF, sin_BTF, True)], dim=-1)
             rope_B1SR = rotate(rope_B1SR, cos_BTF, sin_BTF, True)
         if past_key_values is not None:
-            latent_B1SC, rope_B1SR = past_key_values.update(latent_B1SC, rope_B1SR, self.layer_idx)
+            latent_B1SC, rope_B1SR = past_key_values.update(latent_B1SC, rope_B1SR, self.layer_idx, *places(kwargs))
             if self._absorbs(length, latent_B1SC.shape[-2], attention_mask):
                 return self._absorbed(query_BNTQ, latent_B1SC, rope_B1SR, attention_mask)
         key_BNSQ, value_BNSV = self.expand(latent_B1SC, rope_B1SR)
-        return self._expanded(query_BNTQ, key_BNSQ, value_BNSV, attention_mask, kwargs)
+        # vLLM knows attention by this lookup and call in the text of `forward`, and gives outputs back flat.
+        attention = ALL_ATTENTION_FUNCTIONS.get_interface(function_of(self), eager_attention)
+        output_BTNV, weights = attention(
+            self, query_BNTQ, key_BNSQ, value_BNSV, attention_mask, scaling=self.scaling, **self._options(), **kwargs
+        )
+        return self.o_proj(output_BTNV.reshape(batch, length, -1)), weights
 
     def _absorbs(self, length: int, seen: int, mask: Any) -> bool:
         """Whether to attend in the latent."""
         return (
             not self.training
+            and is_plain(self.kv_b_proj)
             and tells(mask, length)
             and absorbing_is_less(
                 length, seen, nope=self.qk_nope_head_dim, rope=self.qk_rope_head_dim, value=self.v_head_dim,
@@ -240,13 +236,13 @@ class KvfoldIntactAttention(_FoldedAttention):
         latent_BTC: Tensor = self.kv_a_proj(hidden_states)
         return latent_BTC.unsqueeze(1)
 
-    def _remember(self, latent_B1TC: Tensor, known: Positions, cache: Any) -> tuple[Tensor, Tensor]:
+    def _remember(self, latent_B1TC: Tensor, known: Positions, cache: Any, *where: Any) -> tuple[Tensor, Tensor]:
         """Latents (B, 1, S, C) and positions (B, S) of everything cached, with the new tokens."""
         digits_B1TE = latent_B1TC[..., :0]
         if self.layer_idx == self.home:
             digits_BTE = torch.stack([known.position_BT // _DIGIT**power % _DIGIT for power in range(3)], dim=-1)
             digits_B1TE = digits_BTE[:, None].expand(len(latent_B1TC), -1, -1, -1).to(latent_B1TC.dtype)
-        latent_B1SC, digits_B1SE = cache.update(latent_B1TC, digits_B1TE, self.layer_idx)
+        latent_B1SC, digits_B1SE = cache.update(latent_B1TC, digits_B1TE, self.layer_idx, *where)
         if self.layer_idx == self.home:
             low_BS, middle_BS, high_BS = digits_B1SE.squeeze(1).float().unbind(-1)
             known.by_layer[self.home] = low_BS + _DIGIT * middle_BS + _DIGIT**2 * high_BS
@@ -267,14 +263,14 @@ class KvfoldIntactAttention(_FoldedAttention):
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """As every attention module of transformers: (B, T, D) to (B, T, D) and, where they are computed, the weights."""
-        length = hidden_states.shape[1]
+        batch, length = hidden_states.shape[:-1]
         cos_BTF, sin_BTF = self._angles(position_embeddings)
         query_BTE = self.q_proj(hidden_states) if self.q_lora_rank is None else self.q_b_proj(self.q_a_proj(hidden_states))
         query_BNTH = self._heads(query_BTE, self.q_norm).transpose(1, 2)
         query_BNTH = self._grown(rotate(query_BNTH, cos_BTF, sin_BTF, False), kwargs.get("position_ids"))
         latent_B1SC = self._encode(hidden_states)
         if past_key_values is not None:
-            latent_B1SC, position_BS = self._remember(latent_B1SC, position_embeddings[2], past_key_values)
+            latent_B1SC, position_BS = self._remember(latent_B1SC, position_embeddings[2], past_key_values, *places(kwargs))
             frequencies_F = self._own(position_embeddings[2].frequencies_F)
             if self._rebuilds(length, latent_B1SC.shape[-2], attention_mask):
                 output_BNTV, weights = attend_rotated(
@@ -285,14 +281,19 @@ class KvfoldIntactAttention(_FoldedAttention):
             cos_BTF, sin_BTF = turns(position_BS, frequencies_F, hidden_states.dtype)
         key_BKSH, value_BKSV = self.expand(latent_B1SC)
         key_BKSH = rotate(key_BKSH, cos_BTF, sin_BTF, False)
-        return self._expanded(query_BNTH, key_BKSH, value_BKSV, attention_mask, kwargs)
+        # vLLM knows attention by this lookup and call in the text of `forward`, and gives outputs back flat.
+        attention = ALL_ATTENTION_FUNCTIONS.get_interface(function_of(self), eager_attention)
+        output_BTNV, weights = attention(
+            self, query_BNTH, key_BKSH, value_BKSV, attention_mask, scaling=self.scaling, **self._options(), **kwargs
+        )
+        return self.o_proj(output_BTNV.reshape(batch, length, -1)), weights
 
     def _rebuilds(self, length: int, seen: int, mask: Any) -> bool:
         """Whether to rebuild keys block by block, and values not at all."""
         widths = {"head": self.head_dim, "value": self.v_head_dim, "rank": self.config.latent_rank}
         heads, groups = self.config.num_attention_heads, self.config.kvfold["key_heads"]
         few = rebuilding_is_less(length, seen, heads=heads, groups=groups, **widths)
-        return not self.training and tells(mask, length) and few
+        return not self.training and is_plain(self.kv_b_proj) and tells(mask, length) and few
 
 
 FORMS = {"decoupled": KvfoldDecoupledAttention, "intact": KvfoldIntactAttention}

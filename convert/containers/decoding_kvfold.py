@@ -36,6 +36,15 @@ BLOCK = 2**20  # elements of keys rebuilt at once: 4 MB in float32, which a core
 GPU_BLOCK = 2**25  # the same on a GPU, where a block is some ten kernels and has to keep all processors busy
 
 
+def is_plain(up: nn.Linear) -> bool:
+    """Whether an up-projection's weight is all that it computes with, here and now.
+
+    Not so of what is quantised or has an adapter, and of what libraries hook into: weights that are elsewhere until a module is
+    called (accelerate's offloading). Only calling it is right then.
+    """
+    return type(up) is nn.Linear and not (up._forward_hooks or up._forward_pre_hooks or hasattr(up, "_hf_hook"))
+
+
 def tells(mask: Any, length: int) -> bool:
     """Whether a mask of transformers says by itself who sees what; none, or one of padding alone, does so for one token."""
     if mask is None or (isinstance(mask, Tensor) and mask.ndim == 2):

@@ -22,6 +22,15 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as ALL_ATTENTION_FUNCTIONS
+
+if not hasattr(ALL_ATTENTION_FUNCTIONS, "get_interface"):  # transformers 4
+    _functions: Any = ALL_ATTENTION_FUNCTIONS
+
+    class _Interface:
+        get_interface = staticmethod(_functions.get)
+
+    ALL_ATTENTION_FUNCTIONS = _Interface()
 
 LATENT_NORM_EPSILON = 2.0**28
 LATENT_NORM_WEIGHT = 2.0**14
@@ -133,7 +142,12 @@ def eager_attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, scaling: float,
     dropout: float = 0.0, **_: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Query (B, N, T, H), key (B, K, S, H) and value (B, K, S, V) to (B, T, N, V), and the weights (B, N, T, S)."""
+    """Query (B, N, T, H), key (B, K, S, H) and value (B, K, S, V) to (B, T, N, V), and the weights (B, N, T, S).
+
+    Several tokens without a mask see those before them, and one sees all, as `sdpa` takes it: masks made for it may be none.
+    """
+    if attention_mask is None and query.shape[-2] > 1:
+        attention_mask = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()[None, None]
     key = key.repeat_interleave(module.num_key_value_groups, dim=1)
     value = value.repeat_interleave(module.num_key_value_groups, dim=1)
     weights_BNTS = softmax(query @ key.mT * scaling, attention_mask, module)
@@ -160,3 +174,14 @@ def level_attention(
 
 LEVEL = "kvfold_sdpa"
 AttentionInterface.register(LEVEL, level_attention)
+
+
+def function_of(module: Any) -> str:
+    """The name of the attention function of a folded module: `sdpa` bounds no scores and knows no sinks."""
+    name, is_special = str(module.config._attn_implementation), module.softcap is not None or module.sinks is not None
+    return name if name != "sdpa" else "eager" if is_special else LEVEL
+
+
+def places(given: dict[str, Any]) -> list[dict[str, Any]]:
+    """What a cache is told beside the new tokens: in transformers 4 where they go, which a static one does not know itself."""
+    return [] if given.get("cache_position") is None else [{"cache_position": given["cache_position"]}]

@@ -14,17 +14,19 @@ AttentionMaskInterface.register(LEVEL, sdpa_mask)
 
 
 def level(model: Model) -> Model:
-    """Have a loaded DeepSeek-V2 or -V3 model that attends by `sdpa` attend by `level_attention`, which computes the same.
+    """Have loaded DeepSeek-V2 and -V3 models that attend by `sdpa` attend by `level_attention`, which computes the same.
 
-    What `save_pretrained` writes does not name it. kvfold's own classes do so by themselves, and other models stay as they are.
+    What `save_pretrained` writes does not name it, and `set_attn_implementation` takes it back. kvfold's own classes do so by
+    themselves, and other models stay as they are.
 
     Args:
-        model: changed in place.
+        model: one, or what holds one; changed in place.
 
     Returns:
         The model.
     """
-    stock: Any = model
-    if isinstance(model, Stock) and stock.config._attn_implementation == "sdpa":
-        stock.set_attn_implementation(LEVEL)
+    for module in model.modules():
+        stock: Any = module
+        if isinstance(module, Stock) and stock.config._attn_implementation == "sdpa":
+            stock.set_attn_implementation(LEVEL)
     return model

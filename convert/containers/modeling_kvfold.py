@@ -25,13 +25,22 @@ from transformers import AutoModel, GenerationMixin, PreTrainedModel
 
 from .attention_kvfold import FORMS
 from .configuration_kvfold import KvfoldConfig
+from .decoding_kvfold import attend  # noqa: F401 - transformers 4 fetches only the files that this one names
+from .kernels_kvfold import takes  # noqa: F401
 from .layers_kvfold import KvfoldRotaryEmbedding
 
 
 @cache
 def _attention_class(form: str, stock: Any) -> Any:
     """The form as a subclass of the stock attention too: transformers finds attention modules by class to record weights."""
-    return type(FORMS[form].__name__, (FORMS[form], stock), {"__module__": __name__})
+    members = {"__module__": __name__, "__reduce__": lambda self: (_blank, (_attention_class, form, stock), self.__dict__)}
+    return type(FORMS[form].__name__, (FORMS[form], stock), members)
+
+
+def _blank(make: Any, *which: Any) -> Any:
+    """An object without its attributes, of a class that is made: how copies and pickles of such objects begin."""
+    made = make(*which)
+    return made.__new__(made)
 
 
 class _Folded(PreTrainedModel):
@@ -40,8 +49,11 @@ class _Folded(PreTrainedModel):
     config_class = KvfoldConfig
     stock: Any = None
 
-    def __new__(cls, config: Any, *args: Any, **kwargs: Any) -> Any:
-        return super().__new__(_model_class(cls, config))
+    def __new__(cls, config: Any = None, *args: Any, **kwargs: Any) -> Any:
+        return super().__new__(cls if config is None else _model_class(cls, config))
+
+    def __reduce__(self) -> Any:
+        return _blank, (_model_class, type(self).__bases__[0], self.config), self.__dict__
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         _share_conversions(config, self.stock.__name__)

@@ -18,12 +18,18 @@ from . import passes
 from .calibration import sample_from
 from .capacity import Need, free_bytes
 from .documents import check_source, read_sequences
-from .models import LayeredModel, load_model, load_tokenizer
+from .models import LayeredModel, device, load_model, load_tokenizer
 from .moments import Layout
 from .ranks import together
 from .statistics import Statistics
 
-BATCH = 8  # sequences at once
+# Read at once. On a CPU more takes no less time, but memory in proportion; an accelerator wants more at once.
+CPU_TOKENS, SEQUENCES = 512, 8
+
+
+def batch_size(length: int) -> int:
+    """How many sequences of so many tokens statistics read at once."""
+    return max(1, CPU_TOKENS // length) if device().type == "cpu" else SEQUENCES
 
 
 def study(
@@ -58,7 +64,7 @@ def study(
         if saved is not None or calibration == "none":
             return saved
         length = min(length, source.positions)
-        need = Need.of(source, sequences=min(BATCH, sequences), length=length)
+        need = Need.of(source, sequences=min(batch_size(length), sequences), length=length)
         if layerwise is None:
             layerwise = need.whole > free_bytes()
         directory = source.checkpoint.directory
@@ -67,7 +73,8 @@ def study(
             tokens = read_sequences(calibration, load_tokenizer(directory), sequences=sequences, length=length, seed=seed)
     if calibration == "self":
         tokens = _written(source, model, need, sequences=sequences, length=length, seed=seed)
-    how: dict[str, Any] = {"layout": layout_of(source), "batch_size": BATCH, "calibration": _name(calibration), "seed": seed}
+    how: dict[str, Any] = {"layout": layout_of(source), "batch_size": batch_size(length), "seed": seed}
+    how["calibration"] = _name(calibration)
     if isinstance(model, LayeredModel):
         statistics = by_layer.collect(model, tokens, **how, work=_place(work))
     else:

@@ -168,6 +168,8 @@ RULES = (
           "what is missing is left random, without an error"),
     _rule({"transformers": _HF, "vllm": _VLLM}, _STOCK, "prints nonsense", _half,
           "a linearised latent is too small for float16; write bfloat16"),
+    _rule({"transformers": _HF, "vllm": _VLLM}, _STOCK, "note", _always("its latent is linearised by a small scale"),
+          "float16 cannot hold it; load it as bfloat16 or float32 (vllm serve --dtype bfloat16)"),
     _rule({"transformers": _HF, "vllm": _VLLM_READ, "sglang": _SGLANG}, _STOCK, "refuses to load", _experts,
           "a number is needed even where no layer has experts"),
     _rule({"transformers": _HF4}, ("stock", "grouped"), "note", _twins,
