@@ -39,10 +39,10 @@ GPU_BLOCK = 2**25  # the same on a GPU, where a block is some ten kernels and ha
 def is_plain(up: nn.Linear) -> bool:
     """Whether an up-projection's weight is all that it computes with, here and now.
 
-    Not so of what is quantised or has an adapter, and of what libraries hook into: weights that are elsewhere until a module is
-    called (accelerate's offloading). Only calling it is right then.
+    Not so of what is quantised, sharded or has an adapter, which is of another class, and of what accelerate offloads, whose
+    weights are elsewhere until the module is called. Only calling it is right then.
     """
-    return type(up) is nn.Linear and not (up._forward_hooks or up._forward_pre_hooks or hasattr(up, "_hf_hook"))
+    return type(up) is nn.Linear and not hasattr(up, "_hf_hook")
 
 
 def tells(mask: Any, length: int) -> bool:
