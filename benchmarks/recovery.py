@@ -69,13 +69,14 @@ def chosen_rates(rows: list[Row], start: str) -> dict[str, dict[str, float]]:
     return {tuned: row["rates"] for tuned, row in best.items()}
 
 
-def grid_runs(targets: list[str], seeds: list[int], rates: Rates) -> Iterator[Run]:
-    """The whole grid, a seed at a time: the control, then every target, start and recipe."""
+def grid_runs(targets: list[str], seeds: list[int], rates: Rates, wanted: tuple[str, ...]) -> Iterator[Run]:
+    """The grid, a seed at a time: the control, then every target, start and recipe; or those that are wanted alone."""
     for seed in seeds:
         cells = [(SOURCE, SOURCE, CONTROL)]
         cells += [(target, start, recipe) for target in targets for recipe in RECIPES for start in (PLAIN, BEST)]
         for target, start, recipe in cells:
-            yield Run(target=target, start=start, recipe=recipe, seed=seed, rates=rates[start][recipe])
+            if not wanted or f"{start}:{recipe}" in wanted:
+                yield Run(target=target, start=start, recipe=recipe, seed=seed, rates=rates[start][recipe])
 
 
 def read_rows(name: str, setting: Setting) -> list[Row]:
@@ -170,8 +171,7 @@ def main(
     if not rates:
         run_all(grid, tuning_runs(), name, rows)
         run_all(grid, tuning_after(rates_of(rows)), name, rows)
-    wanted = grid_runs(targets, [int(seed) for seed in seeds.split(",")], rates_of(rows))
-    run_all(grid, (run for run in wanted if not cells or f"{run.start}:{run.recipe}" in cells), name, rows)
+    run_all(grid, grid_runs(targets, [int(seed) for seed in seeds.split(",")], rates_of(rows), cells), name, rows)
     show(rows)
     click.echo(f"saved in {write(name, setting, rows)}")
 
