@@ -8,6 +8,7 @@ import gc
 import json
 import os
 import sys
+import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -60,6 +61,7 @@ def leave(code: int = 0) -> NoReturn:
     gloo's threads outlive their group as long as a device mesh refers to it. One that lets go of a tensor while the
     interpreter is taken apart aborts the process, and a launcher takes a run that is whole for one that failed.
     """
+    threading._shutdown()  # type: ignore[attr-defined] # threads that are no daemons end first, as they do in any process
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()

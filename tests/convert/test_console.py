@@ -38,7 +38,7 @@ def test_loading_in_a_command() -> None:
 
 
 ENDING = """
-import atexit, os, sys, click
+import atexit, os, sys, threading, time, click
 from kvfold.convert.console import run_as_process
 
 class Thing:
@@ -53,6 +53,7 @@ atexit.register(print, "and a tracker's last word")
 @click.option("--code", type=int, default=0)
 def main(code):
     print("a result", end=" ")
+    threading.Thread(target=lambda: (time.sleep(0.2), print("of a thread", end=" "))).start()
     sys.exit(code)
 
 run_as_process(main)
@@ -64,6 +65,6 @@ def test_one_of_several_processes_ends_before_the_interpreter_is_taken_apart(cod
     """What it printed and what was registered for its end is there, and its exit code is the command's."""
     command, environment = [sys.executable, "-c", ENDING, "--code", str(code)], os.environ | {"PYTHONUNBUFFERED": ""}
     done = subprocess.run(command, capture_output=True, text=True, env=environment | {"WORLD_SIZE": "2"})
-    assert (done.returncode, done.stdout) == (code, "a result and a tracker's last word\n"), done.stderr
+    assert (done.returncode, done.stdout) == (code, "a result of a thread and a tracker's last word\n"), done.stderr
     alone = subprocess.run(command, capture_output=True, text=True, env=environment | {"WORLD_SIZE": "1"})
     assert alone.returncode == -signal.SIGABRT
