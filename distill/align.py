@@ -9,7 +9,7 @@ Shapes: B windows, S tokens of a window, D hidden size.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -62,7 +62,7 @@ class Alignment:
         self._student, self._teacher = Decoder(run.student), run.teacher
         self._adds = adds(self._student, self._teacher.decoder())
         self._layers = [weights_of(self._student.attention(number)) for number in range(len(self._student))]
-        check_inside(stage, trainable, self._layers)
+        check_inside(stage, [name for name, weight in run.student.named_parameters() if weight.requires_grad], self._student)
         self.optimizer = adamw(trainable, stage)
         if found:
             state.restore_optimizer(found, run.student, self.optimizer)
@@ -104,7 +104,7 @@ class Alignment:
     @torch.no_grad()
     def measure(self, batch: Batch, teacher: Teacher) -> dict[str, Tensor]:
         """Measures of the student as a whole, summed over a batch."""
-        objective = Objective(self._run.student, self._stage, self._run.vocabulary)
+        objective = Objective(self._run.student, self._stage)
         with self._run.accelerator.autocast():
             sums: dict[str, Tensor] = objective(batch, Seen(teacher.predictions(batch), Captured()), measuring=True)
         return sums
@@ -145,14 +145,19 @@ def weights_of(attention: nn.Module) -> list[nn.Parameter]:
     return [weight for weight in attention.parameters() if weight.requires_grad]
 
 
-def check_inside(stage: Stage, trainable: list[nn.Parameter], layers: list[list[nn.Parameter]]) -> None:
+def check_inside(stage: Stage, trained: Sequence[str], student: Decoder) -> None:
     """Refuse to train what gets no gradient.
+
+    Args:
+        stage: runs attention modules alone.
+        trained: names of what it trains.
+        student: the decoder.
 
     Raises:
         InvalidInput: something to train is in no attention module.
     """
-    inside = {weight for weights in layers for weight in weights}
-    if any(weight not in inside for weight in trainable):
+    inside = tuple(f"{attention}." for attention in student.attentions)
+    if not all(name.startswith(inside) for name in trained):
         raise InvalidInput(
             f"stage {stage.name}: mode: {stage.how} reaches attention alone, and lora.targets name other layers; leave them out"
         )

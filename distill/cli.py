@@ -8,7 +8,7 @@ import click
 
 from ..convert.console import Command, notice, show_json, show_table
 from ..convert.errors import InvalidInput
-from .display import duration, is_main_process
+from .display import duration, is_main_process, let_first_speak
 
 if TYPE_CHECKING:
     from .recipe import Profile, Recipe
@@ -110,7 +110,13 @@ class _Distill(Command):
         return super().make_context(info_name, args, parent, **extra)
 
     def invoke(self, ctx: click.Context) -> Any:
-        return super().invoke(ctx) if ctx.command is self else ctx.command.invoke(ctx)
+        if ctx.command is not self:
+            return ctx.command.invoke(ctx)
+        try:
+            return super().invoke(ctx)
+        except click.ClickException:
+            let_first_speak()
+            raise
 
 
 @click.command("distill", cls=_Distill)
@@ -135,7 +141,7 @@ def main(
     The same command goes on where a run was stopped. For several GPUs: --profile ddp where the models fit on one, --profile
     fsdp2 where they do not, or accelerate launch -m kvfold.distill RECIPE.
     """
-    from .launch import is_launched, relaunch
+    from .launch import check_launched, is_launched, relaunch
     from .recipe_file import read_recipe
 
     read = read_recipe(recipe, overrides)
@@ -145,7 +151,11 @@ def main(
     if dry_run:
         _show_plan(read, as_json)
         return
+    check_launched()
     if profile and not is_launched():
+        from .explain import check_before_launch
+
+        check_before_launch(read.model_copy(update={"profile": profile}))
         settings = [word for override in overrides for word in ("--set", override)]
         relaunch(read, profile, launcher, [str(recipe), *settings, *(["--json"] if as_json else [])])
     _run(read.model_copy(update={"device": "cpu"}) if profile == "cpu" else read, as_json)

@@ -10,6 +10,7 @@ from typing import Any
 from ..convert.console import PLAIN_INTERVAL
 
 Show = Callable[[int, str], None]  # how much is done, and a note
+_A_MOMENT = 5.0  # seconds; torch's launcher looks ten times a second
 Tell = Callable[[int, Mapping[str, float]], None]  # how many steps are done, and what is known by now
 
 # What is shown of a step, in this order: its key, its heading, its form. What is not known is left out.
@@ -28,6 +29,13 @@ SHOWN: tuple[tuple[str, str, Callable[[float], str]], ...] = (
 def is_main_process() -> bool:
     """Whether this process speaks for all that a launcher started."""
     return os.environ.get("RANK", "0") == "0"
+
+
+def let_first_speak() -> None:
+    """Before telling a mistake: where all processes have met it, a launcher ends the others once the first of a machine has
+    told it and is gone; who alone has met it tells it a moment later."""
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        time.sleep(_A_MOMENT)
 
 
 def duration(seconds: float) -> str:

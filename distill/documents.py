@@ -54,6 +54,27 @@ def ends(tokenizer: Any, packing: str) -> Ends:
     return Ends([] if first is None else [first], [eos] if has_end else [])
 
 
+def check_ids(ids: NDArray[np.int32], tokenizer: Any, vocabulary: int, what: str) -> None:
+    """Refuse token ids that a model has no embedding for.
+
+    Args:
+        ids: any number of them.
+        tokenizer: what gave them.
+        vocabulary: how many the model has.
+        what: the key of the recipe that they are from, and its value.
+
+    Raises:
+        InvalidInput: names the largest.
+    """
+    largest = int(ids.max(initial=0))
+    if largest >= vocabulary:
+        raise InvalidInput(
+            f"{what}: the tokenizer of {tokenizer.name_or_path} gives id {largest} "
+            f"({tokenizer.convert_ids_to_tokens(largest)!r}), and the model has embeddings for {vocabulary}, the last of them "
+            f"{vocabulary - 1}; use a tokenizer that fits the model, or text without that token"
+        )
+
+
 def text_pieces(source: Source, data: Data, tokenizer: Any) -> Pieces:
     """Documents of plain text, tokenised without special tokens other than their ends.
 
@@ -82,11 +103,13 @@ def written_pieces(data: Data, tokenizer: Any, teacher: Any, tokens: int) -> Pie
     processes write a share and get the whole, so that all must read to the end.
 
     Raises:
-        InvalidInput: there is no teacher that writes, it takes no sequence of this length, or predicts NaN.
+        InvalidInput: there is no teacher that writes, it takes no sequence of this length, has no embedding for the token that
+            it starts from, or predicts NaN.
     """
     if teacher is None:
         raise InvalidInput("data.source self is text that the teacher writes, and this run has none; name a text instead")
     around = ends(tokenizer, data.packing)
+    check_ids(np.asarray(around.first, np.int32), tokenizer, teacher.config.get_text_config().vocab_size, "data.source self")
     rows = max(-(-tokens // data.seq_len), place()[1])
     parts = max(1, rows * data.seq_len // _AT_ONCE)
     start = around.first[0] if around.first else None

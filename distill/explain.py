@@ -1,6 +1,5 @@
 """What a recipe says, key by key, what running it takes, and whether what it names is there. Nothing is trained or written."""
 
-import importlib.util
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,12 +11,13 @@ from ..eval.models import describe
 from ..eval.options import Options
 from .held_out import check_held_out
 from .launch import SHARDED
+from .preflight import check_stages
 from .recipe import SHARED, Recipe, Stage, flatten
 from .recipe_file import describe_key, read_content, read_recipe
 from .samples import check_texts
 from .sources import check_source
-from .stream import tokenizer_for
 from .trackers import check_trackers
+from .weights import check_peft
 
 
 def validate(file: Path, overrides: Sequence[str] = ()) -> tuple[Recipe, list[str]]:
@@ -33,12 +33,28 @@ def validate(file: Path, overrides: Sequence[str] = ()) -> tuple[Recipe, list[st
     """
     recipe = read_recipe(file, overrides)
     try:
-        return recipe, _check_places(recipe)
+        return recipe, check_places(recipe)
     except InvalidInput as mistake:
         raise InvalidInput(f"{file.name}: {mistake}") from None
 
 
-def _check_places(recipe: Recipe) -> list[str]:
+def check_before_launch(recipe: Recipe) -> None:
+    """See what can be seen before several processes are started, so that one tells a mistake and not all.
+
+    Raises:
+        InvalidInput: as of `check_places`; of a run that goes on, or has ended, the models alone are looked at.
+    """
+    output = Path(recipe.output).expanduser()
+    if not output.exists() and not output.with_name(output.name + ".partial").exists():
+        check_places(recipe)
+        return
+    student, teacher = models_of(recipe)
+    if student and teacher:
+        check_stages(recipe, student, teacher, sharded=recipe.profile in SHARDED)
+
+
+def check_places(recipe: Recipe) -> list[str]:
+    """Check all that a recipe names on this machine; result and errors as of `validate`."""
     student, teacher = models_of(recipe)
     output = Path(recipe.output).expanduser()
     try:
@@ -46,16 +62,16 @@ def _check_places(recipe: Recipe) -> list[str]:
     except InvalidInput as mistake:
         raise InvalidInput(str(mistake).replace("--out", "output")) from None
     check_trackers(recipe.trackers)
-    if any(stage.train == "lora" for stage in recipe.stages) and importlib.util.find_spec("peft") is None:
-        raise InvalidInput("train: lora needs the library peft: pip install 'kvfold[lora]'")
+    if any(stage.train == "lora" for stage in recipe.stages):
+        check_peft()
     for directory in filter(None, (student, teacher)):
         Checkpoint(directory)  # reads where in its files every tensor is
     if student and teacher:
-        tokenizer_for(student, teacher, recipe.data.seq_len)
+        check_stages(recipe, student, teacher, sharded=recipe.profile in SHARDED)
     for source in recipe.data.sources:
         check_source(source.source)
     described = describe(student, Options()) if student else None
-    told, tokens = check_texts(recipe, described.tokenizer if described else None)
+    told, tokens = check_texts(recipe, described)
     if recipe.evaluate:
         check_held_out(recipe, described, tokens)
     return told
@@ -103,7 +119,8 @@ def explain(file: Path, overrides: Sequence[str] = (), processes: int | None = N
         `tokens`, `step_tokens`, and `footprint`, None where a model is not here) and `note`, why it is None.
 
     Raises:
-        InvalidInput: the recipe is wrong, or its profile is of one process and several are named.
+        InvalidInput: the recipe is wrong, a stage cannot be trained with its models, or its profile is of one process and
+            several are named.
     """
     recipe = read_recipe(file, overrides)
     keys = _keys(recipe, read_content(file), overrides)
@@ -163,6 +180,7 @@ def _footprints(recipe: Recipe, processes: int) -> tuple[list[dict[str, Any] | N
         return [None] * len(recipe.stages), str(mistake)
     if student is None or teacher is None:
         return [None] * len(recipe.stages), "memory and time are told for models that are directories here"
+    check_stages(recipe, student, teacher, sharded=recipe.profile in SHARDED)
     return [_footprint(recipe, stage, student, teacher, processes) for stage in recipe.stages], None
 
 

@@ -44,10 +44,10 @@ class Predictions(NamedTuple):
         """How many logits a token has, padding included."""
         return len(self.weight_VD)
 
-    def computed_in(self, dtype: torch.dtype, width: int) -> "Predictions":
-        """The same with hidden states, weight and bias in one dtype, for the first `width` entries of the vocabulary."""
-        bias_V = None if self.bias_V is None else self.bias_V[:width].to(dtype)
-        return self._replace(hidden_TD=self.hidden_TD.to(dtype), weight_VD=self.weight_VD[:width].to(dtype), bias_V=bias_V)
+    def computed_in(self, dtype: torch.dtype) -> "Predictions":
+        """The same with hidden states, weight and bias in one dtype."""
+        bias_V = None if self.bias_V is None else self.bias_V.to(dtype)
+        return self._replace(hidden_TD=self.hidden_TD.to(dtype), weight_VD=self.weight_VD.to(dtype), bias_V=bias_V)
 
     def logits(self, rows: slice) -> Tensor:
         """Logits (C, V) of some tokens: the product in the dtype of its factors, what follows in at least float32."""

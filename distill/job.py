@@ -18,6 +18,7 @@ from accelerate import Accelerator
 
 from ..convert.console import notice
 from ..convert.errors import InvalidInput
+from ..eval.models import Described, Loaded
 from . import state
 from .align import align_stage
 from .cached import cache_for, cached_teacher
@@ -25,17 +26,18 @@ from .claim import claimed, tidy
 from .data import Windows
 from .evaluation import Evaluation, best_kept, held_out_teacher, place_in, summary
 from .export import write_output, write_stage
-from .held_out import check_unseen, open_held_out
+from .held_out import check_held_out, check_unseen, open_held_out
 from .loop import Run, advance, train_stage
 from .metrics import Metrics, read_lines, summarise, trim_metrics
-from .parallel import make_accelerator
+from .parallel import is_sharded, make_accelerator
+from .preflight import check_stages
 from .recipe import Mode, Recipe, Stage
 from .recipe_data import SELF
 from .resume import find_models, find_result, last_progress
 from .signals import interruptible
 from .state import Progress
 from .store import open_windows, write_tokens
-from .stream import Streaming, stream_stage, tokenizer_for
+from .stream import Streaming, describe_student, stream_stage
 from .student import open_student
 from .teacher import open_teacher
 from .trackers import tracking
@@ -79,6 +81,7 @@ def _tidy_up(accelerator: Accelerator, output: Path, partial: Path) -> None:
 def _distill(job: "Job", output: Path) -> dict[str, Any]:
     """All stages, and the output; what is told of them."""
     recipe, accelerator, partial = job.recipe, job.accelerator, job.partial
+    check_stages(recipe, job.student, job.teacher, sharded=is_sharded())
     with claimed(partial) if accelerator.is_main_process else nullcontext():
         accelerator.wait_for_everyone()
         progress, found = last_progress(recipe, partial, job.student, job.teacher)
@@ -166,7 +169,7 @@ def _open(job: Job, stage: Stage, latest: Path | None) -> Run:
         if is_cached and not writes_text
         else open_teacher(job.teacher, stage, recipe, accelerator, student, alone=writes_text or cache is not None)
     )
-    windows = _windows(job, student.tokenizer, online.model if online else None)
+    windows = _windows(job, student, online.model if online else None)
     teacher = cached_teacher(cache, online, windows, recipe, job.teacher, accelerator) if cache else online
     assert teacher
     evaluation = None
@@ -182,20 +185,20 @@ def _open(job: Job, stage: Stage, latest: Path | None) -> Run:
         teacher,
         windows,
         job.partial,
-        len(student.tokenizer),
         job.signals,
         evaluation,
         units,
     )
 
 
-def _windows(job: Job, tokenizer: Any, teacher: Any) -> Windows:
+def _windows(job: Job, student: Loaded | Described, teacher: Any) -> Windows:
     """The data, which the first stage of a run writes; `teacher` is a model, where that is what writes."""
     tokens = job.partial / "tokens.bin"
     is_missing = not tokens.exists()
     job.accelerator.wait_for_everyone()  # all have looked before one writes
     if is_missing:
-        write_tokens(tokens, job.recipe.data, tokenizer, job.recipe.windows, teacher)
+        known = student.vocabulary
+        write_tokens(tokens, job.recipe.data, student.tokenizer, job.recipe.windows, teacher, vocabulary=known)
     job.accelerator.wait_for_everyone()
     windows = open_windows(tokens, job.recipe.data)
     for sentence in windows.repeated(job.recipe.windows) if is_missing else ():
@@ -209,7 +212,10 @@ def _stream(job: Job, stage: Stage, progress: Progress) -> Progress:
         raise InvalidInput(f"stage {stage.name}: mode: stream runs in one process; use --profile single, or mode: layerwise")
     place = job.partial / "stages" / stage.name
     work = place.with_name(f"{stage.name}.stream")
-    windows = _windows(job, tokenizer_for(job.start, job.teacher, job.recipe.data.seq_len), None)
+    student = describe_student(job.start, job.teacher, job.recipe.data.seq_len)
+    windows = _windows(job, student, None)
+    if job.recipe.evaluate:  # opened by the first stage in memory, which would be late to find it wrong
+        check_held_out(job.recipe, student, windows.tokens)
     given = Streaming(job.recipe, stage, job.start, job.teacher, windows, progress.cursor, work, job.signals)
     metrics = Metrics(job.partial / "metrics.jsonl", stage.name, progress.tokens)
 

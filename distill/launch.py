@@ -27,14 +27,47 @@ TESTED: Mapping[Profile, frozenset[Kind]] = {
 }
 _ALONE = ("cpu", "single")  # need no launcher
 SHARDED = ("fsdp2", "zero2", "zero3", "multinode")  # models are divided among the processes
-# What accelerate's launcher would start in the profile's place, and fail where it is not installed.
-_REFUSED = {"--use_deepspeed": "DeepSpeed", "--use_megatron_lm": "Megatron-LM"}
+# What would have accelerate's launcher start something else in the profile's place, and why it is not needed.
+_INSTEAD = (
+    "which kvfold does not use; leave it out and use --profile zero2 or zero3, which divide memory as DeepSpeed's stages do, "
+    "with FSDP 2"
+)
+_REFUSED = {
+    "--use_deepspeed": f"asks for DeepSpeed, {_INSTEAD}",
+    "--use_megatron_lm": f"asks for Megatron-LM, {_INSTEAD}",
+    "--cpu": "has accelerate start one process alone, whatever the profile; leave it out and say --set device=cpu, with which "
+    "all processes use the CPU",
+}
+_COUNT = "--num_processes"
+_ASKED = ("KVFOLD_PROFILE", "KVFOLD_PROCESSES")  # environment: what every process that is launched should find itself part of
 _ELSEWHERE = ("--machine_rank", "--main_process_ip")  # what a machine must be told beside its profile
 
 
 def is_launched() -> bool:
     """Whether a launcher has started this process."""
     return "LOCAL_RANK" in os.environ
+
+
+def check_launched() -> None:
+    """Refuse to run as less than `relaunch` asked for: the launcher's arguments may undo a profile without a word.
+
+    Raises:
+        InvalidInput: there are fewer processes, or more, or models are not divided among them.
+    """
+    profile, asked = (os.environ.get(name) for name in _ASKED)
+    if profile is None or asked is None:
+        return
+    found = os.environ.get("WORLD_SIZE", "1")
+    if found != asked:
+        raise InvalidInput(
+            f"accelerate started {found} processes where {_COUNT} asks for {asked}; leave out what follows -- but for {_COUNT} "
+            "and where the machines are"
+        )
+    if profile in SHARDED and os.environ.get("ACCELERATE_USE_FSDP", "false").lower() != "true":
+        raise InvalidInput(
+            f"the profile {profile} divides models among the processes, and accelerate was told not to; leave out what follows "
+            f"-- but for {_COUNT} and where the machines are"
+        )
 
 
 def uses_gpu(recipe: Recipe, profile: Profile) -> bool:
@@ -56,12 +89,9 @@ def relaunch(recipe: Recipe, profile: Profile, extra: Sequence[str], arguments: 
     Raises:
         InvalidInput: the profile cannot run so.
     """
-    for option, name in _REFUSED.items():
+    for option, what in _REFUSED.items():
         if _has(extra, option):
-            raise InvalidInput(
-                f"{option} asks for {name}, which kvfold does not use; leave it out and use --profile zero2 or zero3, which "
-                "divide memory as DeepSpeed's stages do, with FSDP 2"
-            )
+            raise InvalidInput(f"{option} {what}")
     gpu = uses_gpu(recipe, profile)
     if ("cuda" if gpu else "cpu") not in TESTED[profile]:
         here, known = ("on GPUs", "without GPUs") if gpu else ("without a GPU", "on GPUs")
@@ -76,16 +106,30 @@ def relaunch(recipe: Recipe, profile: Profile, extra: Sequence[str], arguments: 
             f"the profile multinode needs {' and '.join(missing)} on each machine; give them after --, e.g. "
             f"-- --num_machines 2 --machine_rank 0 --main_process_ip HOST --num_processes 16"
         )
-    _exec(
-        profile,
-        extra if _has(extra, "--num_processes") else ["--num_processes", _processes(profile, gpu), *extra],
-        gpu,
-        arguments,
-    )
+    _exec(profile, extra if _has(extra, _COUNT) else [_COUNT, _processes(profile, gpu), *extra], gpu, arguments)
 
 
 def _has(extra: Sequence[str], option: str) -> bool:
-    return any(word.partition("=")[0] == option for word in extra)
+    return any(_is(word, option) for word in extra)
+
+
+def _is(word: str, option: str) -> bool:
+    """accelerate takes its options with hyphens too."""
+    return word.partition("=")[0].replace("-", "_") == option.replace("-", "_")
+
+
+def _count(extra: Sequence[str]) -> str:
+    """The number of processes that accelerate is told, which is the last one.
+
+    Raises:
+        InvalidInput: it is none.
+    """
+    at = max(index for index, word in enumerate(extra) if _is(word, _COUNT))
+    _, mark, value = extra[at].partition("=")
+    value = value if mark else "".join(extra[at + 1 : at + 2])
+    if not (value.isdecimal() and int(value)):
+        raise InvalidInput(f"{_COUNT} is {value!r}; it should be a number from 1 on")
+    return str(int(value))
 
 
 def _processes(profile: Profile, gpu: bool) -> str:
@@ -99,7 +143,8 @@ def _processes(profile: Profile, gpu: bool) -> str:
 
 def _exec(profile: Profile, extra: Sequence[str], gpu: bool, arguments: Sequence[str]) -> NoReturn:
     file = resources.files(__package__) / "profiles" / f"{profile}.yaml"
-    environment = os.environ if gpu else {**os.environ, "ACCELERATE_USE_CPU": "true"}
+    asked = dict(zip(_ASKED, (profile, _count(extra)), strict=True))
+    environment = {**os.environ, **asked, **({} if gpu else {"ACCELERATE_USE_CPU": "true"})}
     command = [
         "-m",
         "accelerate.commands.launch",
@@ -110,4 +155,4 @@ def _exec(profile: Profile, extra: Sequence[str], gpu: bool, arguments: Sequence
         "kvfold.distill",
         *arguments,
     ]
-    os.execve(sys.executable, [sys.executable, *command], dict(environment))
+    os.execve(sys.executable, [sys.executable, *command], environment)

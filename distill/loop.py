@@ -46,7 +46,6 @@ class Run:
         teacher: a constant.
         windows: the data.
         partial: working directory.
-        vocabulary: entries that tokens can have.
         signals: those received so far.
         evaluation: on held-out text, if there is one.
         units: where the student gets its weights from while it is sharded; None: it has them.
@@ -58,7 +57,6 @@ class Run:
     teacher: Teacher
     windows: Windows
     partial: Path
-    vocabulary: int
     signals: list[int] = field(default_factory=list)
     evaluation: Evaluation | None = None
     units: Units | None = None
@@ -145,7 +143,7 @@ class EndToEnd:
         set_trainable(run.student, stage)
         if found and stage.train == "lora" and run.units is None:
             state.restore_weights(found, run.student)  # once more: the adapters are there only now
-        own = Objective(run.student, stage, run.vocabulary)
+        own = Objective(run.student, stage)
         compiling = run.recipe.compile and not own.sees_layers  # hooks come and go there, which would compile anew each time
         rework_layers(run.student, checkpointing=run.recipe.gradient_checkpointing, compiling=compiling)
         share_teacher(run.teacher)

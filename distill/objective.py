@@ -38,14 +38,12 @@ class Objective(nn.Module):
     Args:
         model: the student.
         stage: says which losses, and how they are weighted.
-        vocabulary: entries that tokens can have; what a head has beyond them is padding.
     """
 
-    def __init__(self, model: Any, stage: Stage, vocabulary: int) -> None:
+    def __init__(self, model: Any, stage: Stage) -> None:
         super().__init__()
         self.model = model
         self._stage = stage
-        self._vocabulary = vocabulary
         self._reads = {LOSSES[name].reads for name in stage.learnt}
         self._powers: list[Tensor] = []
 
@@ -98,7 +96,7 @@ class Objective(nn.Module):
         return sums
 
     def _measured(self, student: Predictions, teacher: Predictions, labels_T: Tensor) -> dict[str, Tensor]:
-        return mix(student, teacher, labels_T, {"ce": 1.0}, vocabulary=self._vocabulary).sums
+        return mix(student, teacher, labels_T, {"ce": 1.0}).sums
 
     def _of_logits(self, student: Predictions, teacher: Seen, labels_T: Tensor, scored_T: Tensor) -> dict[str, Tensor]:
         """The losses of the vocabulary; without any, what is measured of it."""
@@ -109,17 +107,12 @@ class Objective(nn.Module):
             {name: weight for name, weight in self._stage.losses.items() if LOSSES[name].reads == "logits"},
             temperature=self._stage.temperature,
             beta=self._stage.jsd_beta,
-            vocabulary=self._vocabulary,
         )
         return {"loss": mixed.loss, **mixed.sums}
 
     def _of_layers(self, student: Captured, teacher: Captured, batch: Batch, scored_T: Tensor) -> dict[Any, Tensor]:
         """The losses of the layers, each the mean over layers of a sum over tokens."""
-        if len(student.hidden) != len(teacher.hidden):
-            raise InvalidInput(
-                f"the student has {len(student.hidden)} layers and the teacher {len(teacher.hidden)}; losses that compare "
-                "layers need as many"
-            )
+        check_layers(len(student.hidden), len(teacher.hidden))
         layers = range(len(student.hidden))
         ours, theirs = ([hidden_BSD.flatten(0, 1)[scored_T] for hidden_BSD in one.hidden] for one in (student, teacher))
         found: dict[Any, Tensor] = {}
@@ -138,3 +131,13 @@ class Objective(nn.Module):
             ]
             found["attention_relation"] = torch.stack(values).mean()
         return found
+
+
+def check_layers(ours: int, theirs: int) -> None:
+    """Refuse to compare layers that have no counterparts.
+
+    Raises:
+        InvalidInput: student and teacher have different numbers of them.
+    """
+    if ours != theirs:
+        raise InvalidInput(f"the student has {ours} layers and the teacher {theirs}; losses that compare layers need as many")

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
-from .recipe_data import Data, Section
+from .recipe_data import SELF, Data, Section
 from .recipe_report import Evaluate, TrackerName
 
 SHARED = "shared"  # as the teacher: the source, with one copy of what it has in common with the student
@@ -173,7 +173,8 @@ class Recipe(Section):
     log_every: int = Field(default=10, ge=1)
     """Optimizer steps between two lines of metrics.jsonl; each stage's first and last step always have one."""
     evaluate: Evaluate | None = None
-    """Held-out text that the student is evaluated on while it trains; null: none."""
+    """Held-out text that the student is evaluated on while it trains; null: none. What is evaluated is the float32 weights in
+    training: `kvfold eval` of a bf16 student's output, which is rounded when it is written, finds slightly other numbers."""
     trackers: tuple[TrackerName, ...] = ()
     """Who else is told the metrics: `tensorboard`, `wandb`, `trackio` (`pip install kvfold[trackers]`). What they write on this
     machine ends in `<output>/trackers`."""
@@ -203,6 +204,11 @@ class Recipe(Section):
         modes = [stage.how for stage in self.stages]
         if sorted(modes, key=lambda mode: mode != "stream") != modes:
             raise ValueError("a stage with mode: stream starts from a checkpoint, so it comes before all others")
+        if modes[0] == "stream" and any(source.source == SELF for source in self.data.sources):
+            raise ValueError(
+                f"stage {self.stages[0].name} has mode: stream, which never has the teacher whole in memory, and the text of "
+                "data.source self is what the teacher writes; write mode: layerwise there, or name another text"
+            )
         if self.evaluate and modes == ["stream"] * len(modes):
             raise ValueError("evaluate needs a stage with the student whole in memory, and all of these have mode: stream")
         for index, stage in enumerate(self.stages):

@@ -19,7 +19,8 @@ class Evaluate(Section):
     text_field: str = "text"
     """The field that holds a document's text, where the file has fields."""
     every: int = Field(default=100, ge=1)
-    """Optimizer steps between two evaluations."""
+    """Optimizer steps between two evaluations, of the float32 weights in training: what a bf16 student's are rounded to when
+    the output is written gives slightly other numbers."""
     windows: int = Field(default=32, ge=2)
     """How many windows are read, from the start of the text."""
     seq_len: int | None = Field(default=None, ge=2)

@@ -6,6 +6,7 @@ where that stands already, or from nothing.
 
 import hashlib
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,13 +15,16 @@ from typing import Any, BinaryIO
 
 from ..convert.card import read_record, source_directory
 from ..convert.checkpoint import check_output
+from ..convert.console import notice
 from ..convert.errors import InvalidInput
 from ..convert.hub import resolve
 from . import state
 from .claim import is_ours
 from .recipe import SHARED, Recipe, differences
 from .state import Progress
+from .store import holds_same
 
+_STAGE = re.compile(r"stages\[(\d+)\]")
 _SAMPLE = 2**12  # bytes read at both ends and in the middle of every tensor: folds of one source differ in few tensors
 
 
@@ -87,6 +91,8 @@ def find_result(recipe: Recipe, output: Path, partial: Path) -> dict[str, Any] |
 def last_progress(recipe: Recipe, partial: Path, student: Path, teacher: Path) -> tuple[Progress, Path | None]:
     """Where an earlier run of the recipe stopped, and the state saved there; the beginning and None when there was none.
 
+    That run may have had other stages after those that it has begun, as long as what it has done is what this recipe asks for.
+
     Raises:
         InvalidInput: that run had another recipe or other models.
     """
@@ -95,12 +101,7 @@ def last_progress(recipe: Recipe, partial: Path, student: Path, teacher: Path) -
     if found is None:
         return Progress(recipe=recipe.resolved(), models=models), None
     progress = state.read_progress(found)
-    changed = differences(progress.recipe, recipe.resolved())
-    if changed:
-        raise InvalidInput(
-            f"the recipe differs from the one that {partial} was started with in {', '.join(changed)}; "
-            "change it back to go on, or name another output to start anew"
-        )
+    _check_changes(progress, recipe, partial)
     for role, directory in (("student", student), ("teacher", teacher)):
         if progress.models.get(role, models[role]) != models[role]:
             raise InvalidInput(
@@ -108,6 +109,40 @@ def last_progress(recipe: Recipe, partial: Path, student: Path, teacher: Path) -
                 "or name another output to start anew"
             )
     return replace(progress, recipe=recipe.resolved(), models=models), found
+
+
+def _check_changes(progress: Progress, recipe: Recipe, partial: Path) -> None:
+    """Refuse a recipe by which what is done would have become something else; say which later stages have changed."""
+    changed = differences(progress.recipe, recipe.resolved())
+    _refuse(changed, progress.stage, partial)
+    before = Recipe.model_validate(progress.recipe)
+    _refuse(changed, max(_begun(one, partial) for one in (before, recipe)), partial)
+    if not holds_same(partial / "tokens.bin", recipe.data, before.windows, recipe.windows):
+        raise InvalidInput(
+            f"the recipe reads {recipe.windows} windows of text and the one that {partial} was started with {before.windows}, "
+            "which changes the order of the text in what is done; give the stages that have not begun as many tokens as they "
+            "had, or name another output to start anew"
+        )
+    if changed:
+        notice(f"the recipe differs in stages that have not begun, and goes on so: {', '.join(changed)}")
+
+
+def _refuse(changed: list[str], begun: int, partial: Path) -> None:
+    """Refuse all changes but those of stages behind the one with the index `begun`."""
+    done = [key for key in changed if not (found := _STAGE.match(key)) or int(found[1]) <= begun]
+    if done:
+        raise InvalidInput(
+            f"the recipe differs from the one that {partial} was started with in {', '.join(done)}; "
+            "change it back to go on, or name another output to start anew"
+        )
+
+
+def _begun(recipe: Recipe, partial: Path) -> int:
+    """The last stage of which something may be done that no state tells of: streamed layers, or a checkpoint of its own."""
+    places = partial / "stages"
+    return max(
+        (at for at, stage in enumerate(recipe.stages) if stage.how == "stream" or (places / stage.name).exists()), default=-1
+    )
 
 
 def fingerprints(student: Path, teacher: Path) -> dict[str, str]:

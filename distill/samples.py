@@ -13,9 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..convert.errors import InvalidInput
-from .chat import check_template, conversation, messages_of
+from ..eval.models import Described
+from .chat import Refused, check_template, conversation, messages_of
 from .data import shares
-from .documents import ends
+from .documents import check_ids, ends
 from .recipe import Recipe
 from .recipe_data import SELF, Data, Source
 from .sources import check_text, first_rows, is_plain_text, local_files
@@ -38,26 +39,28 @@ class Sample:
     share: float | None
 
 
-def check_texts(recipe: Recipe, tokenizer: Any) -> tuple[list[str], list[NDArray[np.int32]]]:
+def check_texts(recipe: Recipe, student: Described | None) -> tuple[list[str], list[NDArray[np.int32]]]:
     """Look at every source of a recipe that is on this machine.
 
     Args:
         recipe: the run.
-        tokenizer: the student's; None where it is not here, so that nothing can be counted.
+        student: gives the tokenizer; None where it is not here, so that nothing can be counted.
 
     Returns:
         A sentence for every source that seems to hold less than the run reads of it, and the tokens of what was looked at.
 
     Raises:
-        InvalidInput: a source cannot be read, has no such field, holds nothing, or less than one window.
+        InvalidInput: a source cannot be read, has no such field, holds nothing, less than one window, or a token that the
+            student has no embedding for.
     """
     data, told, tokens = recipe.data, [], []
     weights = [source.weight for source in data.sources]
     for source, windows in zip(data.sources, shares(weights, recipe.windows), strict=True):
         sample = take_sample(source)
-        if sample is None or tokenizer is None:
+        if sample is None or student is None:
             continue
-        ids = np.concatenate([*_tokenise(sample.values, source, data, tokenizer), np.empty(0, np.int32)])
+        ids = np.concatenate([*_tokenise(sample.values, source, data, student.tokenizer), np.empty(0, np.int32)])
+        check_ids(ids, student.tokenizer, student.vocabulary, f"data.source {source.source}")
         tokens.append(ids)
         wanted, held = windows * data.seq_len, None if sample.share is None else round(len(ids) / sample.share)
         if sample.share == 1 and len(ids) <= data.seq_len:
@@ -141,8 +144,14 @@ def _tokenise(values: list[Any], source: Source, data: Data, tokenizer: Any) -> 
     """As a run would, document by document."""
     if source.messages_field:
         check_template(tokenizer)
+        refusals = []
         for value in values:
-            yield conversation(messages_of(value, source), tokenizer, source.source).ids
+            try:
+                yield conversation(messages_of(value, source), tokenizer, source.source).ids
+            except Refused as refusal:
+                refusals.append(refusal)
+        if refusals and len(refusals) == len(values):
+            raise refusals[0]
         return
     around = ends(tokenizer, data.packing)
     for ids in tokenizer(values, add_special_tokens=False, verbose=False)["input_ids"] if values else ():

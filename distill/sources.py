@@ -126,8 +126,9 @@ def is_plain_text(file: Path) -> bool:
 
 
 def _open(source: Source) -> Any:
-    from datasets import Dataset, load_dataset
+    from datasets import Dataset, load_dataset, logging
 
+    logging.set_verbosity(logging.CRITICAL)  # what it has to say of a damaged file it raises as well
     if source.source == "stdlib":
         from ..eval.corpus import stdlib_documents
 

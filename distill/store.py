@@ -6,6 +6,7 @@ many of them each source has. tokens.bin appears last: where it is, all is.
 
 import json
 import os
+from collections.abc import Iterable, Iterator
 from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -16,7 +17,7 @@ from ..convert.errors import InvalidInput
 from .chat import chat_pieces
 from .data import Stream, Windows, shares
 from .display import is_main_process, progress_bar
-from .documents import SCORED, Pieces, text_pieces, written_pieces
+from .documents import SCORED, Piece, Pieces, check_ids, text_pieces, written_pieces
 from .recipe_data import SELF, Data, Source
 
 
@@ -30,7 +31,7 @@ def open_windows(file: Path, data: Data) -> Windows:
     return Windows([Stream(tokens[place], marks[place]) for place in places], data)
 
 
-def write_tokens(file: Path, data: Data, tokenizer: Any, windows: int, teacher: Any = None) -> None:
+def write_tokens(file: Path, data: Data, tokenizer: Any, windows: int, teacher: Any = None, *, vocabulary: int) -> None:
     """Tokenise every source until it has its share of `windows` windows, into `file` and the two beside it.
 
     A source that is shorter is left so: its windows are seen again, in a new order. Every process calls this and the first one
@@ -42,14 +43,15 @@ def write_tokens(file: Path, data: Data, tokenizer: Any, windows: int, teacher: 
         tokenizer: the student's.
         windows: that the run reads.
         teacher: a transformers model, for the source `self`.
+        vocabulary: how many token ids the student has an embedding for.
 
     Raises:
-        InvalidInput: a source cannot be read, has no such field, or does not fill one window.
+        InvalidInput: a source cannot be read, has no such field, does not fill one window, or holds a token that the student
+            has no embedding for.
     """
-    weights = [source.weight for source in data.sources]
-    wanted = [max(share, 1) * data.seq_len + 1 for share in shares(weights, windows)]
+    wanted = _wanted(data, windows)
     if is_main_process():
-        _write(file, data, tokenizer, wanted, teacher)
+        _write(file, data, tokenizer, wanted, teacher, vocabulary)
         return
     for source, tokens in zip(data.sources, wanted, strict=True):
         if source.source == SELF:
@@ -57,13 +59,36 @@ def write_tokens(file: Path, data: Data, tokenizer: Any, windows: int, teacher: 
                 pass
 
 
-def _write(file: Path, data: Data, tokenizer: Any, wanted: list[int], teacher: Any) -> None:
+def holds_same(file: Path, data: Data, before: int, after: int) -> bool:
+    """Whether `write_tokens` for `after` windows would write what it has written for `before`: only then does a run of `after`
+    windows begin with the same ones, since their order depends on how many a source has."""
+    if before == after:
+        return True
+    lengths = file.with_name("tokens.json")
+    if not file.exists() or any(source.source == SELF for source in data.sources):
+        return False
+    held = json.loads(lengths.read_text(encoding="utf-8"))["tokens"]
+    # The same is wanted, or all that there is was, and still is.
+    return all(
+        old == new or (length < old and length <= new)
+        for length, old, new in zip(held, _wanted(data, before), _wanted(data, after), strict=True)
+    )
+
+
+def _wanted(data: Data, windows: int) -> list[int]:
+    """Tokens that are taken of each source."""
+    weights = [source.weight for source in data.sources]
+    return [max(share, 1) * data.seq_len + 1 for share in shares(weights, windows)]
+
+
+def _write(file: Path, data: Data, tokenizer: Any, wanted: list[int], teacher: Any, vocabulary: int) -> None:
     partials = {name: file.with_name(name + ".partial") for name in ("tokens.json", "marks.bin", file.name)}
     lengths = []
     with partials[file.name].open("wb") as tokens, partials["marks.bin"].open("wb") as marks:
         for source, most in zip(data.sources, wanted, strict=True):
-            with closing(_pieces(source, data, tokenizer, teacher, most)) as pieces:
-                lengths.append(_fill(tokens, marks, pieces, source, data, most))
+            with closing(_pieces(source, data, tokenizer, teacher, most, vocabulary)) as pieces:
+                known = _known(pieces, source, tokenizer, vocabulary)
+                lengths.append(_fill(tokens, marks, known, source, data, most))
         for stream in (tokens, marks):
             stream.flush()
             os.fsync(stream.fileno())
@@ -72,13 +97,20 @@ def _write(file: Path, data: Data, tokenizer: Any, wanted: list[int], teacher: A
         partial.rename(file.with_name(name))
 
 
-def _pieces(source: Source, data: Data, tokenizer: Any, teacher: Any, tokens: int) -> Pieces:
+def _pieces(source: Source, data: Data, tokenizer: Any, teacher: Any, tokens: int, vocabulary: int) -> Pieces:
     if source.source == SELF:
         return written_pieces(data, tokenizer, teacher, tokens)
-    return (chat_pieces if source.messages_field else text_pieces)(source, data, tokenizer)
+    return chat_pieces(source, data, tokenizer, vocabulary) if source.messages_field else text_pieces(source, data, tokenizer)
 
 
-def _fill(tokens: BinaryIO, marks: BinaryIO, pieces: Pieces, source: Source, data: Data, most: int) -> int:
+def _known(pieces: Pieces, source: Source, tokenizer: Any, vocabulary: int) -> Iterator[Piece]:
+    """The same, each once all its ids are known to the student."""
+    for piece in pieces:
+        check_ids(piece.ids, tokenizer, vocabulary, f"data.source {source.source}")
+        yield piece
+
+
+def _fill(tokens: BinaryIO, marks: BinaryIO, pieces: Iterable[Piece], source: Source, data: Data, most: int) -> int:
     """Append up to `most` tokens of a source; returns how many they were."""
     written = documents = 0
     kept = 0xFF if data.packing == "documents" else SCORED  # positions and attention go on across a stream's documents

@@ -15,7 +15,6 @@ import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -28,7 +27,7 @@ from ..convert.containers.remote import ship
 from ..convert.errors import InvalidInput
 from ..convert.measurement.models import LayeredModel
 from ..convert.shards import SHARD_SIZE, ShardWriter
-from ..eval.models import check_comparable, describe
+from ..eval.models import Described, check_comparable, describe
 from ..eval.options import Options
 from .align import Adds, adds, clip, learn, step_losses, weights_of
 from .batch import Batch
@@ -247,13 +246,13 @@ def _losses(given: Streaming, layers: int) -> list[dict[str, float]]:
     return [step_losses(list(of_step)) for of_step in zip(*shares, strict=True)]
 
 
-def tokenizer_for(student: Path, teacher: Path, seq_len: int) -> Any:
-    """The tokenizer of a student and a teacher that are not in memory.
+def describe_student(student: Path, teacher: Path, seq_len: int) -> Described:
+    """Tokenizer and configuration of a student that is not in memory.
 
     Raises:
-        InvalidInput: they do not share one, or windows are longer than the student takes.
+        InvalidInput: its teacher has another tokenizer, or windows are longer than the student takes.
     """
     mine, its = (describe(directory, Options()) for directory in (student, teacher))
     check_comparable(mine, its, "")
     check_positions(mine, seq_len)
-    return mine.tokenizer
+    return mine

@@ -108,8 +108,7 @@ def open_teacher(
         InvalidInput: as of `load_teacher` and `load_shared`; or `shared` with a student that is sharded.
     """
     bf16 = accelerator.mixed_precision == "bf16"
-    if recipe.teacher == SHARED and shards_models(stage):
-        raise InvalidInput("teacher: shared needs whole models in every process; leave it out, or use --profile ddp")
+    check_whole(recipe, shards_models(stage))
     if shards_models(stage) and alone:
         notice(f"every process loads {directory} whole, since each writes with it by itself what the run learns from")
     elif shards_models(stage) and (found := open_in_units(directory, torch.bfloat16 if bf16 else torch.float32)):
@@ -122,6 +121,16 @@ def open_teacher(
     if recipe.data.packing == "documents":
         isolate_documents(teacher.model, str(directory))
     return teacher
+
+
+def check_whole(recipe: Recipe, sharded: bool) -> None:
+    """Refuse `shared` where models are divided among processes.
+
+    Raises:
+        InvalidInput: says so.
+    """
+    if sharded and recipe.teacher == SHARED:
+        raise InvalidInput("teacher: shared needs whole models in every process; leave it out, or use --profile ddp")
 
 
 def _in_shards(units: Units, student: Loaded, recipe: Recipe) -> Online:

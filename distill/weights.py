@@ -3,6 +3,7 @@
 Shapes: I inputs and O outputs of a linear layer, R rank.
 """
 
+import importlib.util
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -39,17 +40,39 @@ def set_trainable(model: nn.Module, stage: Stage) -> list[nn.Parameter]:
     """Freeze everything but what a stage trains; for `lora`, first put the adapters in. Returns what is left to train.
 
     Raises:
-        InvalidInput: the model has no such weights, or peft is not installed.
+        InvalidInput: as of `find_trained`.
     """
+    found = find_trained(model, stage)
     if stage.train == "lora":
-        _add_adapters(model, stage.lora or Lora())
+        _add_adapters(model, stage.lora or Lora(), found)
     names = TRAINABLE[stage.train](model)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in names)
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if not trainable:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def find_trained(model: nn.Module, stage: Stage) -> list[str]:
+    """Names of the weights that a stage trains, or of the linear layers that it gives adapters; the model stays as it is.
+
+    Raises:
+        InvalidInput: the model has no such weights or layers, or peft is not installed.
+    """
+    if stage.train == "lora":
+        check_peft()
+    found = _targets(model, stage.lora or Lora()) if stage.train == "lora" else sorted(TRAINABLE[stage.train](model))
+    if not found:
         raise InvalidInput(f"train: {stage.train} finds no weights in {type(model).__name__}; use train: all")
-    return trainable
+    return found
+
+
+def check_peft() -> None:
+    """See whether there is a library for adapters.
+
+    Raises:
+        InvalidInput: there is none.
+    """
+    if importlib.util.find_spec("peft") is None:
+        raise InvalidInput("train: lora needs the library peft: pip install 'kvfold[lora]'")
 
 
 def is_adapter(name: str) -> bool:
@@ -71,12 +94,9 @@ def adapted(model: nn.Module) -> dict[str, Any]:
     return {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
 
 
-def _add_adapters(model: nn.Module, lora: Lora) -> None:
-    try:
-        from peft import LoraConfig, inject_adapter_in_model
-    except ImportError:
-        raise InvalidInput("train: lora needs the library peft: pip install 'kvfold[lora]'") from None
-    targets = _targets(model, lora)
+def _add_adapters(model: nn.Module, lora: Lora, targets: list[str]) -> None:
+    from peft import LoraConfig, inject_adapter_in_model
+
     config = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=targets, init_lora_weights=True)
     # The same first weights in every process and at every start.
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())), _on_the_cpu(model):
@@ -97,14 +117,19 @@ def _on_the_cpu(model: nn.Module) -> Iterator[None]:
         module._parameters[name] = weight
 
 
-def _targets(model: nn.Module, lora: Lora) -> list[str]:
+def _targets(model: Any, lora: Lora) -> list[str]:
     modules = dict(model.named_modules())
-    linear = [name for name in modules if _is_linear(modules[name])]
+    # Losses read the weight of the head alone, so that an adapter beside it would get no gradient.
+    heads = [name for name in modules if modules[name] is model.get_output_embeddings()]
+    linear = [name for name in modules if _is_linear(modules[name]) and name not in heads]
     if lora.targets is None:
         inside = {name.rpartition(".")[0] for name in _attention(model)}
         return [name for name in linear if name in inside]
     known = sorted({name.rpartition(".")[2] for name in linear})
     unknown = sorted(set(lora.targets) - set(known))
+    for name in heads:
+        if name.rpartition(".")[2] in unknown:
+            raise InvalidInput(f"lora.targets names {name}, the output embedding, which adapters do not reach; leave it out")
     if unknown:
         raise InvalidInput(
             f"lora.targets names {unknown[0]}, which is no linear layer of the student; those are {', '.join(known)}"

@@ -95,7 +95,7 @@ def cut(text: Text, loaded: Loaded | Described, window: int, options: Options) -
     windows = _CUTS[text.cut](text, loaded, window, options.bos)
     largest, found = int(windows.ids_NW.max()), len(windows.ids_NW)
     if largest >= loaded.vocabulary:
-        raise InvalidInput(f"the tokenizer of {loaded.path} gives id {largest}, its model has {loaded.vocabulary}")
+        raise InvalidInput(f"{text.name}: the tokenizer of {loaded.path} gives id {largest}, its model has {loaded.vocabulary}")
     kept = min(found, options.max_windows or found)
     if kept == found:
         return windows

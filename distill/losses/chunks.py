@@ -31,22 +31,21 @@ CHUNK_ELEMENTS_ELSEWHERE = 2**26
 Criterion = Callable[[Tensor, slice], tuple[Tensor, Tensor | None]]
 
 
-def in_chunks(student: Predictions, criterion: Criterion, sums: int, width: int, chunk: int | None) -> tuple[Tensor, Tensor]:
+def in_chunks(student: Predictions, criterion: Criterion, sums: int, chunk: int | None) -> tuple[Tensor, Tensor]:
     """Sum a criterion over all tokens.
 
     Args:
         student: differentiable with respect to hidden states, head weight and bias, in so far as they require it.
         criterion: see `Criterion`.
         sums: K.
-        width: how many entries of the vocabulary there are; those after it are padding and get no gradient.
         chunk: tokens at a time; by default as many as give `chunk_elements` logits.
 
     Returns:
         The loss, differentiable once, and all K sums, constant: in float32, or in float64 for hidden states of it.
     """
-    chunk = chunk or max(1, chunk_elements(student.hidden_TD.device) // width)
+    chunk = chunk or max(1, chunk_elements(student.hidden_TD.device) // student.vocabulary)
     loss, sums_K = _Chunked.apply(  # type: ignore[no-untyped-call]
-        student.hidden_TD, student.weight_VD, student.bias_V, student, criterion, sums, width, chunk, torch.is_grad_enabled()
+        student.hidden_TD, student.weight_VD, student.bias_V, student, criterion, sums, chunk, torch.is_grad_enabled()
     )
     return loss, sums_K
 
@@ -74,7 +73,6 @@ class _Chunked(torch.autograd.Function):
         student: Predictions,
         criterion: Criterion,
         sums: int,
-        width: int,
         chunk: int,
         is_training: bool,
     ) -> tuple[Tensor, Tensor]:
@@ -83,7 +81,7 @@ class _Chunked(torch.autograd.Function):
         dtype = compute_dtype(student)
         sums_K = hidden_TD.new_zeros(sums, dtype=torch.promote_types(dtype, torch.float32))
         with torch.autocast(hidden_TD.device.type, enabled=False):
-            head = Predictions(hidden_TD, weight_VD, bias_V, *student.form).computed_in(dtype, width)
+            head = Predictions(hidden_TD, weight_VD, bias_V, *student.form).computed_in(dtype)
             for start in range(0, len(hidden_TD), chunk):
                 rows = slice(start, start + chunk)
                 logits_CV = head.logits(rows)
@@ -106,7 +104,7 @@ class _Chunked(torch.autograd.Function):
         # Scaled in place unless they are asked for again: the head's gradient is as large as the head.
         scaled = (None if grad is None else grad * grad_loss if keeps else grad.mul_(grad_loss) for grad in grads)
         typed = (grad if grad is None else grad.to(dtype) for grad, dtype in zip(scaled, ctx.dtypes, strict=True))
-        return *typed, None, None, None, None, None, None
+        return *typed, None, None, None, None, None
 
 
 def _keeps_graph() -> bool:
@@ -130,14 +128,14 @@ def _before_cap(grad_CV: Tensor, logits_CV: Tensor, head: Predictions) -> Tensor
 def _accumulate(grads: list[Tensor | None], grad_CV: Tensor, head: Predictions, rows: slice) -> None:
     """Add a chunk's part to the gradients of hidden states, weight and bias: products in the head's dtype."""
     grad_hidden_TD, grad_weight_VD, grad_bias_V = grads
-    width, dtype = len(head.weight_VD), head.weight_VD.dtype
+    dtype = head.weight_VD.dtype
     if grad_bias_V is not None:
-        grad_bias_V[:width] += grad_CV.sum(0)
+        grad_bias_V += grad_CV.sum(0)
     grad_CV = grad_CV.to(dtype)
     if grad_hidden_TD is not None:
         grad_hidden_TD[rows] = grad_CV @ head.weight_VD
     if grad_weight_VD is not None:
         if grad_weight_VD.dtype == dtype:  # without a product beside it, which is as large as the head
-            grad_weight_VD[:width].addmm_(grad_CV.T, head.hidden_TD[rows])
+            grad_weight_VD.addmm_(grad_CV.T, head.hidden_TD[rows])
         else:
-            grad_weight_VD[:width] += grad_CV.T @ head.hidden_TD[rows]
+            grad_weight_VD += grad_CV.T @ head.hidden_TD[rows]

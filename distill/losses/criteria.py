@@ -1,8 +1,11 @@
 """What a student's distribution over the next token costs, with the gradient in closed form.
 
-Every criterion maps a `Pair` of distributions to the cost summed over tokens, in nats, and its gradient with respect to the
-student's logits divided by the temperature. Everything is computed from log probabilities: where both probabilities underflow
-to zero, their ratio is still right.
+Where one model has more logits than the other, the rest is padding that no text has: distributions are compared over what both
+have, each normalised over that; cross entropy to the text is over all that a model has.
+
+Every criterion maps a `Pair` of distributions to the cost summed over tokens, in nats, and its gradient with respect to those
+of the student's logits that it reads, divided by the temperature. Everything is computed from log probabilities: where both
+probabilities underflow to zero, their ratio is still right.
 
 Shapes: C tokens of a chunk, V vocabulary.
 """
@@ -26,14 +29,22 @@ class Pair:
     """
 
     def __init__(self, student_CV: Tensor, teacher_CV: Tensor | None, labels_C: Tensor) -> None:
-        self.log_q_CV = torch.log_softmax(student_CV, -1)
-        self._log_p_CV = None if teacher_CV is None else torch.log_softmax(teacher_CV, -1)
+        width = min(logits_CV.shape[-1] for logits_CV in (student_CV, teacher_CV) if logits_CV is not None)
+        self.log_q_CV = torch.log_softmax(student_CV[:, :width], -1)
+        self._log_p_CV = None if teacher_CV is None else torch.log_softmax(teacher_CV[:, :width], -1)
+        self._student_CV, self._teacher_CV = student_CV, teacher_CV
         self.labels_C1 = labels_C[:, None]
 
     @property
     def log_p_CV(self) -> Tensor:
         assert self._log_p_CV is not None, "the loss compares the student with a teacher, and there is none"
         return self._log_p_CV
+
+    @cached_property
+    def whole_log_q_CV(self) -> Tensor:
+        """log q over all logits of the student."""
+        is_cut = self._student_CV.shape[-1] > self.log_q_CV.shape[-1]
+        return torch.log_softmax(self._student_CV, -1) if is_cut else self.log_q_CV
 
     @cached_property
     def q_CV(self) -> Tensor:
@@ -54,8 +65,11 @@ class Pair:
         return (self.p_CV * self.gap_CV).sum()
 
     def teacher_ce(self) -> Tensor:
-        """Cross entropy of the teacher to the text, summed over tokens."""
-        return -self.log_p_CV.gather(1, self.labels_C1).sum()
+        """Cross entropy of the teacher to the text, over all its logits, summed over tokens."""
+        log_p_CV = self.log_p_CV
+        if self._teacher_CV is not None and self._teacher_CV.shape[-1] > log_p_CV.shape[-1]:
+            log_p_CV = torch.log_softmax(self._teacher_CV, -1)
+        return -log_p_CV.gather(1, self.labels_C1).sum()
 
     def same_top1(self) -> Tensor:
         """At how many tokens both find the same next one most probable."""
@@ -98,9 +112,10 @@ def jsd(pair: Pair, beta: float) -> Cost:
 
 def ce(pair: Pair, beta: float) -> Cost:
     """Cross entropy to the next token of the text, whose gradient is q - 1 at that token and q elsewhere."""
-    value = -pair.log_q_CV.gather(1, pair.labels_C1).sum()
-    minus_C1 = torch.full_like(pair.labels_C1, -1, dtype=pair.log_q_CV.dtype)
-    return value, pair.q_CV.scatter_add(1, pair.labels_C1, minus_C1)
+    log_q_CV = pair.whole_log_q_CV
+    q_CV = pair.q_CV if log_q_CV is pair.log_q_CV else log_q_CV.exp()
+    minus_C1 = torch.full_like(pair.labels_C1, -1, dtype=log_q_CV.dtype)
+    return -log_q_CV.gather(1, pair.labels_C1).sum(), q_CV.scatter_add(1, pair.labels_C1, minus_C1)
 
 
 CRITERIA: dict[str, Callable[[Pair, float], Cost]] = {"kl": kl, "reverse_kl": reverse_kl, "jsd": jsd, "ce": ce}

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from ..head import Predictions
 from .chunks import compute_dtype, in_chunks
@@ -44,9 +45,12 @@ def mix(
     temperature: float = 1.0,
     beta: float = 0.5,
     chunk: int | None = None,
-    vocabulary: int | None = None,
 ) -> Mixed:
     """A weighted sum of losses of the vocabulary, over one set of logits.
+
+    The two heads may be padded differently, beyond what the tokenizer has. What compares the distributions is over the entries
+    that both have, and each is normalised over these; cross entropy to the text is over all that the model has. So it is in
+    transformers' own loss and in `kvfold eval`.
 
     Args:
         student: predictions for the scored tokens (`Predictions.at` leaves out the others).
@@ -58,18 +62,14 @@ def mix(
             keep their size (Hinton et al., arXiv 1503.02531). Cross entropy to the text and the measures are at 1 always.
         beta: of `jsd`, from 0 (forward KL) to 1 (reverse KL); see `criteria.jsd`.
         chunk: tokens at a time; by default as many as give `chunks.chunk_elements` logits.
-        vocabulary: entries of the vocabulary; by default as many as both heads have. Both are normalised over these: where one
-            head is longer, the rest of it is padding, which no text has.
 
     Returns:
         The weighted sum, the parts of it, and T.
     """
     weights = {name: weight for name, weight in weights.items() if weight}
-    width = min(head.vocabulary for head in (student, teacher) if head is not None)
-    width = min(width, vocabulary or width)
-    theirs = None if teacher is None else teacher.computed_in(compute_dtype(teacher), width)
+    theirs = None if teacher is None else teacher.computed_in(compute_dtype(teacher))
     mixture = _Mixture(theirs, labels_T, weights, temperature, beta)
-    loss, sums_K = in_chunks(student, mixture, 1 + len(mixture.keys), width, chunk)
+    loss, sums_K = in_chunks(student, mixture, 1 + len(mixture.keys), chunk)
     return Mixed(loss, dict(zip(mixture.keys, sums_K[1:], strict=True)), len(labels_T))
 
 
@@ -93,11 +93,10 @@ class VocabularyLoss:
         temperature: float = 1.0,
         beta: float = 0.5,
         chunk: int | None = None,
-        vocabulary: int | None = None,
     ) -> tuple[Tensor, int]:
         """The sum over tokens, in nats, and their count; arguments as for `mix`, `beta` is read by `jsd` only."""
         how = {self._name: 1.0}
-        mixed = mix(student, teacher, labels_T, how, temperature=temperature, beta=beta, chunk=chunk, vocabulary=vocabulary)
+        mixed = mix(student, teacher, labels_T, how, temperature=temperature, beta=beta, chunk=chunk)
         return mixed.loss, mixed.count
 
 
@@ -153,5 +152,7 @@ class _Mixture:
             sums[name] = cost * temperature**2
             if (factor := self.weights[name] * temperature) != 1:
                 gradient_CV.mul_(factor)
+            if padding := logits_CV.shape[-1] - gradient_CV.shape[-1]:  # what the teacher lacks, which the loss does not read
+                gradient_CV = functional.pad(gradient_CV, (0, padding))
             total = gradient_CV if total is None else total.add_(gradient_CV)
         return total

@@ -100,7 +100,7 @@ def write(tmp_path: Path, data: Data, tokenizer: Any, windows: int = 10**4, teac
     """What is written of a source."""
     for name in ("tokens.bin", "marks.bin", "tokens.json"):
         (tmp_path / name).unlink(missing_ok=True)
-    write_tokens(tmp_path / "tokens.bin", data, tokenizer, windows, teacher)
+    write_tokens(tmp_path / "tokens.bin", data, tokenizer, windows, teacher, vocabulary=len(tokenizer))
     tokens = np.fromfile(tmp_path / "tokens.bin", dtype=np.int32)
     assert sum(json.loads((tmp_path / "tokens.json").read_text())["tokens"]) == len(tokens)
     return Stream(tokens, np.fromfile(tmp_path / "marks.bin", dtype=np.uint8))
@@ -247,5 +247,5 @@ def test_mistakes_about_data_are_named(tmp_path: Path, student: Path, text: Path
         here = {**source, "source": source["source"] if source["source"] == "self" else str(tmp_path / source["source"])}
         for content in ({**here, "seq_len": 16}, {"source": [good, here], "seq_len": 16}):  # alone and in a mixture
             with pytest.raises(InvalidInput, match=message):
-                write_tokens(tmp_path / "tokens.bin", Data.model_validate(content), tokenizer, 10)
+                write_tokens(tmp_path / "tokens.bin", Data.model_validate(content), tokenizer, 10, vocabulary=len(tokenizer))
             assert not {"tokens.bin", "marks.bin", "tokens.json"} & {path.name for path in tmp_path.iterdir()}

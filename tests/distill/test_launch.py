@@ -106,6 +106,13 @@ def test_one_process_needs_no_launcher(file: Path, executed: list[Any], profile:
         (["--profile", "multinode"], "multinode needs --machine_rank and --main_process_ip on each machine"),
         (["--profile", "multinode", "--", "--machine_rank=0", "--main_process_ip=a"], "how many processes all machines have"),
         (["--profile", "ddp", "--", "--use_deepspeed"], "--use_deepspeed asks for DeepSpeed, which kvfold does not use; leave"),
+        (
+            ["--profile", "fsdp2", "--", "--cpu", "--num_processes", "2"],
+            "--cpu has accelerate start one process alone, whatever",
+        ),
+        (["--profile", "ddp", "--", "--use-deepspeed"], "asks for DeepSpeed"),
+        (["--profile", "ddp", "--", "--num-processes=two"], "--num_processes is 'two'; it should be a number from 1 on"),
+        (["--profile", "ddp", "--", "--num_processes"], "--num_processes is ''; it should"),
         (["--profile", "ddp", "other.yaml"], "other.yaml is for nobody"),
         (["--", "--debug"], "--debug is for nobody: arguments for accelerate need --profile"),
         (["--profile", "dpp"], "'dpp' is not one of 'cpu', 'single', 'ddp'"),
@@ -116,6 +123,26 @@ def test_mistakes_are_told_before_anything_starts(file: Path, executed: list[Any
     result = run(file, *arguments)
     assert result.exit_code == 2
     assert message in result.stderr
+    assert executed == []
+
+
+def test_what_was_launched_is_what_was_asked_for(file: Path, executed: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """accelerate's arguments may undo a profile: its processes know what they should be part of."""
+    run(file, "--profile", "fsdp2", "--", "--num_processes", "4", "--num-processes=2")
+    asked = {name: value for name, value in executed[1].items() if name.startswith("KVFOLD_")}
+    assert asked == {"KVFOLD_PROFILE": "fsdp2", "KVFOLD_PROCESSES": "2"}
+    executed.clear()
+    monkeypatch.setattr(cli, "_run", lambda recipe, as_json: None)
+    assert run(file).exit_code == 0
+    for name, value in asked.items():
+        monkeypatch.setenv(name, value)
+    alone = run(file)
+    assert (alone.exit_code, "started 1 processes where --num_processes asks for 2" in alone.stderr) == (2, True)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    whole = run(file)
+    assert (whole.exit_code, "the profile fsdp2 divides models among the processes, and" in whole.stderr) == (2, True)
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    assert run(file).exit_code == 0
     assert executed == []
 
 

@@ -191,16 +191,24 @@ def test_without_a_teacher_there_is_cross_entropy() -> None:
 
 
 @pytest.mark.parametrize("name", VOCABULARY)
-@pytest.mark.parametrize(("student_width", "teacher_width", "vocabulary"), [(V, V + 3, None), (V + 3, V, None), (V, V + 3, 31)])
-def test_padded_vocabularies(name: str, student_width: int, teacher_width: int, vocabulary: int | None) -> None:
+@pytest.mark.parametrize(("student_width", "teacher_width"), [(V, V + 3), (V + 3, V)])
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+def test_padded_vocabularies(name: str, student_width: int, teacher_width: int, temperature: float) -> None:
+    """Models are compared over the logits that both have; cross entropy to the text is over all that a model has."""
     ours, theirs = predictions(0, width=student_width), predictions(0, width=student_width)
-    teacher, width = predictions(1, width=teacher_width), vocabulary or V
-    value, _ = LOSSES[name](ours, teacher, LABELS, vocabulary=vocabulary, chunk=5)
-    expected = dense(name, theirs, teacher, width=width)
-    torch.testing.assert_close(value, expected)
-    value.backward()
+    teacher = predictions(1, width=teacher_width)
+    weights = {"ce": 0.3, name: 0.7}
+    mixed = mix(ours, teacher, LABELS, weights, temperature=temperature, chunk=5)
+    parts = {loss: dense(loss, theirs, teacher, temperature, width=None if loss == "ce" else V) for loss in weights}
+    expected = torch.stack([weight * parts[loss] for loss, weight in weights.items()]).sum()
+    torch.testing.assert_close(mixed.loss, expected)
+    mixed.loss.backward()
     expected.backward()
     check_gradients(ours, theirs)
+    torch.testing.assert_close(mixed.sums["teacher_ce"], dense("ce", teacher, teacher).detach())
+    log_q, log_p = log_probabilities(theirs, width=V).detach(), log_probabilities(teacher, width=V).detach()
+    torch.testing.assert_close(mixed.sums["forward_kl"], divergence(log_p, log_q))
+    assert mixed.sums["same_top1"] == (log_q.argmax(-1) == log_p.argmax(-1)).sum()
 
 
 def test_tokens_that_are_not_scored_have_no_part() -> None:

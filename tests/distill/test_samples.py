@@ -9,8 +9,11 @@ from typing import Any
 import pytest
 import yaml
 from click.testing import CliRunner, Result
+from transformers import AutoTokenizer
 
+from kvfold.convert.errors import InvalidInput
 from kvfold.distill.cli import main
+from kvfold.distill.job import distill
 from kvfold.distill.recipe_data import Source
 from kvfold.distill.samples import take_sample
 
@@ -67,6 +70,38 @@ def test_conversations_are_rendered(make_recipe: MakeRecipe, student: Path, tmp_
     data.write_text(json.dumps({"messages": [{"speaker": "user", "content": "hello"}]}) + "\n")
     result = check(recipe, tmp_path)
     assert (result.exit_code, "the field 'messages' holds no conversations" in result.stderr) == (2, True)
+
+
+def test_a_token_that_the_student_lacks_is_told(make_recipe: MakeRecipe, student: Path, teacher: Path, tmp_path: Path) -> None:
+    """A tokenizer with one entry more than the model, in text that is trained on or held out; to pad with it is no mistake."""
+    models = {}
+    for role, directory in (("student", student), ("teacher", teacher)):
+        models[role] = str(tmp_path / role)
+        shutil.copytree(directory, tmp_path / role)
+        tokenizer = AutoTokenizer.from_pretrained(directory)
+        tokenizer.add_special_tokens({"pad_token": "<pad>"})
+        tokenizer.chat_template = PLAIN
+        tokenizer.save_pretrained(tmp_path / role)
+    (tmp_path / "good.txt").write_text("some words in a row " * 40, encoding="utf-8")
+    (tmp_path / "bad.txt").write_text("<pad>" + " ".join(str(number**2) for number in range(200)), encoding="utf-8")
+    talk = json.dumps({"talk": say("hello there", "and hello to you all")})
+    (tmp_path / "chat.jsonl").write_text(f"{talk}\n" * 4, encoding="utf-8")
+    good, bad, chat = (str(tmp_path / name) for name in ("good.txt", "bad.txt", "chat.jsonl"))
+    assert check(make_recipe(**models, data={"source": good, "seq_len": 32}), tmp_path).exit_code == 0
+    for keys in (
+        {"data": {"source": bad, "seq_len": 32}},
+        {"data": {"source": good, "seq_len": 32}, "evaluate": {"source": bad}},
+    ):
+        result = check(make_recipe(**models, **keys), tmp_path)
+        assert result.exit_code == 2, result.output
+        assert "gives id 258" in result.stderr
+        assert len(result.stderr.splitlines()) == 1
+        with pytest.raises(InvalidInput, match="gives id 258"):
+            distill(make_recipe(**models, **keys))
+        shutil.rmtree(tmp_path / "out.partial", ignore_errors=True)
+    talks = make_recipe(**models, data={"source": chat, "messages_field": "talk", "seq_len": 64}, tokens=192)
+    assert check(talks, tmp_path).exit_code == 0
+    assert distill(talks)["tokens"] == 192
 
 
 def test_about_how_much_there_is(make_recipe: MakeRecipe, tmp_path: Path) -> None:

@@ -106,7 +106,7 @@ def test_a_run_with_a_shared_teacher_gives_the_same_bits(make_recipe: MakeRecipe
 def cache(tmp_path: Path, text: Path, teacher: Path, online: Online, loaded: Loaded) -> dict[str, Any]:
     """A cache of seven windows, and what it was made of."""
     data = Data(source=str(text), seq_len=32)
-    write_tokens(tmp_path / "tokens.bin", data, loaded.tokenizer, 7)
+    write_tokens(tmp_path / "tokens.bin", data, loaded.tokenizer, 7, vocabulary=258)
     windows, identity = open_windows(tmp_path / "tokens.bin", data), identify(teacher, 32, "auto", False)
     write_cache(tmp_path / "cache", online, windows, 7, identity, Accelerator(cpu=True))
     return {"directory": tmp_path / "cache", "windows": windows, "count": 7, "identity": identity, "device": CPU}
@@ -182,7 +182,7 @@ def test_a_cache_for_something_else_is_refused(
         with pytest.raises(InvalidInput, match=f"was made for {message}"):
             open_cache(**{**cache, "identity": {**cache["identity"], **change}})
     data = Data(source=str(text), seq_len=32, seed=1)
-    write_tokens(tmp_path / "other.bin", data, loaded.tokenizer, 7)
+    write_tokens(tmp_path / "other.bin", data, loaded.tokenizer, 7, vocabulary=258)
     with pytest.raises(InvalidInput, match="lacks a window of this run, so it is for other data"):
         open_cache(**{**cache, "windows": open_windows(tmp_path / "other.bin", data)})
     with pytest.raises(InvalidInput, match="holds last hidden states only; for losses on layers leave it out"):
