@@ -69,7 +69,7 @@ def chosen_rates(rows: list[Row], start: str) -> dict[str, dict[str, float]]:
     return {tuned: row["rates"] for tuned, row in best.items()}
 
 
-def grid_runs(targets: list[str], seeds: list[int], rates: Rates, wanted: tuple[str, ...]) -> Iterator[Run]:
+def grid_runs(targets: list[str], seeds: list[int], rates: Rates, wanted: tuple[str, ...] = ()) -> Iterator[Run]:
     """The grid, a seed at a time: the control, then every target, start and recipe; or those that are wanted alone."""
     for seed in seeds:
         cells = [(SOURCE, SOURCE, CONTROL)]

@@ -97,6 +97,22 @@ def describe(
     return {"name": name or directory.name, "path": str(directory.resolve()), "revision": revision, "files": hashes}
 
 
+def changed_since(record: Mapping[str, Any] | None, source: Path, known: Mapping[str, str] | None = None) -> str:
+    """Of a source that has changed since a record was written, the first file that has; empty where none has, or none is told.
+
+    Args:
+        record: of what was made of it.
+        source: a directory that stands for the source.
+        known: SHA-256 of files in it that were read already.
+    """
+    told = record["source"].get("files", {}) if record else {}
+    decisive = sorted(name for name in told if name.endswith(".safetensors") or name == "config.json")
+    files = ((name, source / name) for name in decisive)
+    return next(
+        (name for name, path in files if not path.is_file() or told[name] != ((known or {}).get(name) or sha256(path))), ""
+    )
+
+
 def sha256(path: Path) -> str:
     """Of a file's bytes, in hexadecimal."""
     with path.open("rb") as file:

@@ -31,12 +31,29 @@ def choose_slots(
 ) -> tuple[Target, tuple[Band, ...], Losses]:
     """The rotary slots of an MLA target, which statistics may divide anew, and the losses predicted with them.
 
+    A budget that leaves a latent more than all keys and values need is not spent: their rank is at most the hidden size.
+
     Args:
         fixed: slots that are not for choice, because an engine has no others.
 
     Raises:
         InvalidInput: an option that is given cannot be had.
     """
+    target, bands, losses = _chosen(source, target, statistics, options, method, fixed)
+    most = source.geometry.hidden_size + bool(source.biased & {"k", "v"})
+    if isinstance(target, MLA) and options.get("kv_budget") is not None and not fixed and target.kv_lora_rank > most:
+        target = replace(target, kv_lora_rank=most)
+    return target, bands, losses
+
+
+def _chosen(
+    source: Source,
+    target: Target,
+    statistics: Statistics | None,
+    options: Mapping[str, Any],
+    method: str,
+    fixed: tuple[Band, ...],
+) -> tuple[Target, tuple[Band, ...], Losses]:
     wanted = options.get("slots")
     if isinstance(target, MLA) and fixed:
         if method in PEERS:
@@ -97,11 +114,12 @@ def _lost_without_slots(source: Source, statistics: Statistics, layer: int, rank
 
 
 def _widths(geometry: Geometry, elements: int) -> list[int]:
-    """Rotary widths to choose from: every quarter of a head up to two heads, then in steps of a quarter of the width.
+    """Rotary widths to choose from: every quarter of a head, or of the cache where that is less, up to two heads, then in steps
+    of a quarter of the width.
 
     Finer steps change the predicted loss by less than its own error, and each costs a decomposition of every layer.
     """
-    step = max(2, geometry.head_dim // 8 * 2)
+    step = max(2, min(geometry.head_dim, elements) // 8 * 2)
     widths, width = [], step
     while width < elements and width <= geometry.cache_elements // 2:
         widths.append(width)

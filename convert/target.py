@@ -249,8 +249,8 @@ def query_rank(source: Geometry, text: str | None) -> int | None:
 
 def _halvings(width: int, limit: int) -> int:
     """`width` halved until it is at most `limit`, but even and at least 2."""
-    while width > max(2, limit) and width % 4 == 0:
-        width //= 2
+    while width > max(2, limit):
+        width = max(2, width // 4 * 2)
     return width
 
 

@@ -103,7 +103,7 @@ def _file(path: Path, text: str) -> Text:
             f"{text} is not a file; --text takes a UTF-8 text file or the word stdlib, wikitext2-gptq-2048 or lm-eval:wikitext"
         )
     try:
-        content = path.read_text(encoding="utf-8")
+        content = path.read_bytes().decode("utf-8")  # line ends as they are: what is scored and hashed is the file
     except UnicodeDecodeError as error:
         raise InvalidInput(f"{text} is not UTF-8 text (byte {error.start}); convert it, e.g. with iconv -t UTF-8") from None
     if not content.strip():

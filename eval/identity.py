@@ -1,11 +1,12 @@
 """Which checkpoint a number belongs to: a hash of everything in its directory that decides what it computes."""
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..convert.card import read_record
+from ..convert.card import read_record, sha256
 
 _PARTS = (
     "*.safetensors",
@@ -36,23 +37,24 @@ class Checkpoint:
     record: dict[str, Any] | None
 
 
-def checkpoint(directory: Path) -> Checkpoint:
-    """Name a checkpoint; reads all its files once."""
+def checkpoint(directory: Path, hashes: Mapping[str, str]) -> Checkpoint:
+    """Name a checkpoint, whose files have these hashes."""
     record = read_record(directory)
     told = None if record is None else {key: record[key] for key in _TOLD if key in record}
     hub = directory.parent.parent.name if directory.parent.name == "snapshots" else ""
     name = hub.removeprefix("models--").replace("--", "/") or directory.name
-    return Checkpoint(str(directory), name, identity(directory), told)
+    return Checkpoint(str(directory), name, identity(hashes), told)
 
 
-def identity(directory: Path) -> str:
-    """Hexadecimal SHA-256 of the lines `<SHA-256 of a file>  <its name>`, as sha256sum prints them, sorted by name.
+def hashes_of(directory: Path) -> dict[str, str]:
+    """Hexadecimal SHA-256 of every file that decides what a checkpoint computes, by name; reads them all once.
 
-    The files are weights, configuration, tokenizer and code; a report, a model card or kvfold.json beside them change nothing.
+    They are weights, configuration, tokenizer and code; a report, a model card or kvfold.json beside them change nothing.
     """
     files = {path.name: path for pattern in _PARTS for path in directory.glob(pattern) if path.is_file()}
-    lines = []
-    for name in sorted(files):
-        with files[name].open("rb") as file:
-            lines.append(f"{hashlib.file_digest(file, 'sha256').hexdigest()}  {name}\n")
-    return hashlib.sha256("".join(lines).encode()).hexdigest()
+    return {name: sha256(files[name]) for name in sorted(files)}
+
+
+def identity(hashes: Mapping[str, str]) -> str:
+    """Hexadecimal SHA-256 of the lines `<SHA-256 of a file>  <its name>`, as sha256sum prints them, sorted by name."""
+    return hashlib.sha256("".join(f"{hashes[name]}  {name}\n" for name in sorted(hashes)).encode()).hexdigest()

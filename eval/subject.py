@@ -13,11 +13,12 @@ import torch
 import transformers
 
 from .. import __version__
+from ..convert.card import changed_since, read_record
 from ..convert.console import notice, progress
 from ..convert.measurement.capacity import free_bytes
 from ..convert.measurement.ranks import place, together
 from .corpus import Text
-from .identity import Checkpoint, checkpoint
+from .identity import Checkpoint, checkpoint, hashes_of
 from .journal import Journal
 from .models import Described, Loaded, check_comparable, describe, load, place_of
 from .options import Options
@@ -63,11 +64,20 @@ class Subject:
             self._described = {role: describe(path, options) for role, path in paths.items()}
             for role in self.roles[1:]:
                 check_comparable(self._described["student"], self._described[role], text.joined if text else "")
-        self.checkpoints: dict[str, Checkpoint] = {role: checkpoint(path) for role, path in paths.items()}
+        hashes = {role: hashes_of(path) for role, path in paths.items()}
+        self.checkpoints: dict[str, Checkpoint] = {role: checkpoint(path, hashes[role]) for role, path in paths.items()}
+        if "teacher" in paths:
+            self._look_for_changes(hashes["teacher"])
         self.one_at_a_time = self._do_not_fit() if options.one_at_a_time is None else options.one_at_a_time
         with together():
             self._journal.begin(self._asked())
         self._journal.parts = _from_first(self._journal.parts)
+
+    def _look_for_changes(self, hashes: Mapping[str, str]) -> None:
+        """Say where the teacher lies where the student's source lay, and is another."""
+        record, teacher = read_record(self.paths["student"]), self.paths["teacher"]
+        if record and record["source"]["path"] == str(teacher.resolve()) and (name := changed_since(record, teacher, hashes)):
+            notice(f"{teacher} has changed since {self.paths['student']} was made of it: {name} is another file")
 
     def load(self, role: str) -> Loaded:
         """The model, loaded once and kept; with `one_at_a_time` the others are let go first.

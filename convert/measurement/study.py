@@ -100,6 +100,8 @@ def _settled(source: Source, calibration: str, save: Path | None) -> Statistics 
         return None
     if save is not None and save.exists():
         raise InvalidInput(f"--save-statistics {save} exists and nothing is overwritten; name another file")
+    if save is not None and not save.absolute().parent.is_dir():
+        raise InvalidInput(f"--save-statistics {save}: there is no directory {save.parent}; make it, or name another file")
     if calibration.endswith(".safetensors"):
         if save is not None:
             raise InvalidInput(f"--save-statistics has nothing to save: {calibration} holds saved statistics already")

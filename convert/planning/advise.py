@@ -198,7 +198,7 @@ def _show(report: dict[str, Any], advice: "Advice") -> None:
     rows = [_cells(row) for row in report["candidates"]]
     if report["unchanged"] is not None:
         rows.append(_cells({**report["unchanged"], "label": "(the source)", "predicted_loss": 0.0, "engines": {}}))
-    loss = "nats lost" if report["calibration"] else "error, by weights"
+    loss = "nats lost, --refine 0" if report["calibration"] else "error, by weights"
     columns = ("", "cache", "", "parameters", "memory", "fits", loss, "bytes a token", "attention FLOPs", "engines")
     show_table(title, columns, rows)
     if "curve" in report:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..console import Command, show_json, show_table
+from ..console import Command, notice, show_json, show_table
 from ..errors import InvalidInput
 from .apart import Check, run_apart, serve
 
@@ -232,12 +232,23 @@ def main(directory: Path, engines: tuple[str, ...], source: Path | None, static:
     something fails.
     """
     report = verify(directory, engines, source, run=not static)
+    if not static:
+        _look_for_changes(directory, source)
     if as_json:
         show_json(report.to_dict())
     else:
         _show(report)
     if report.failures:
         raise SystemExit(FAILED)
+
+
+def _look_for_changes(directory: Path, source: Path | None) -> None:
+    """Say that a checkpoint was compared with something else than it was made of."""
+    from ..card import changed_since, read_record, source_directory
+
+    source = source or source_directory(directory, "--source")
+    if source and (name := changed_since(read_record(directory), source)):
+        notice(f"{source} is not what {directory} was made of: by kvfold.json {name} was another file")
 
 
 def _show(report: Report) -> None:

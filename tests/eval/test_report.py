@@ -13,7 +13,7 @@ from kvfold.convert.card import describe, write_record
 from kvfold.eval.cache import Caches
 from kvfold.eval.corpus import Text
 from kvfold.eval.fidelity import Fidelity
-from kvfold.eval.identity import Checkpoint, checkpoint, identity
+from kvfold.eval.identity import Checkpoint, checkpoint, hashes_of, identity
 from kvfold.eval.options import Options
 from kvfold.eval.perplexity import Perplexity
 from kvfold.eval.report import Protocol, Result
@@ -69,7 +69,7 @@ def test_the_table_has_a_cell_for_each_model_in_every_line(mha: Path, other: Pat
 
 def test_the_checkpoint_is_named_by_its_hash_and_by_its_record(make: Make, mha: Path) -> None:
     directory = make(seed=7)
-    before = identity(directory)
+    before = identity(hashes_of(directory))
     lines = [
         f"{hashlib.sha256((directory / name).read_bytes()).hexdigest()}  {name}\n"
         for name in ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
@@ -79,18 +79,18 @@ def test_the_checkpoint_is_named_by_its_hash_and_by_its_record(make: Make, mha: 
     write_record(directory, record)
     (directory / "eval.json").write_text("{}")
     (directory / "README.md").write_text("a card")
-    found = checkpoint(directory)
+    found = checkpoint(directory, hashes_of(directory))
     assert (found.identity, found.record) == (before, {"stage": "convert", "version": "9", "method": "svd"})
     (directory / "config.json").write_text((directory / "config.json").read_text() + " ")
-    assert identity(directory) != before
-    assert checkpoint(mha).record is None
+    assert identity(hashes_of(directory)) != before
+    assert checkpoint(mha, {}).record is None
 
 
 def test_a_checkpoint_in_the_hubs_cache_is_named_as_there(make: Make, tmp_path: Path) -> None:
     snapshot = tmp_path / "models--org--name" / "snapshots" / "0123abcd"
     snapshot.parent.mkdir(parents=True)
     make(seed=8).rename(snapshot)
-    assert checkpoint(snapshot).name == "org/name"
+    assert checkpoint(snapshot, {}).name == "org/name"
 
 
 def test_a_suite_is_a_file_and_a_row(mha: Path, monkeypatch: pytest.MonkeyPatch) -> None:
