@@ -50,7 +50,7 @@ def run_as_process(command: click.Command) -> None:
     try:
         command()
     except SystemExit as stop:
-        if int(os.environ.get("WORLD_SIZE", "1")) > 1 and (stop.code is None or isinstance(stop.code, int)):
+        if int(os.environ.get("WORLD_SIZE") or 1) > 1 and (stop.code is None or isinstance(stop.code, int)):
             leave(stop.code or 0)
         raise
 

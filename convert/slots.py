@@ -31,7 +31,8 @@ def choose_slots(
 ) -> tuple[Target, tuple[Band, ...], Losses]:
     """The rotary slots of an MLA target, which statistics may divide anew, and the losses predicted with them.
 
-    A budget that leaves a latent more than all keys and values need is not spent: their rank is at most the hidden size.
+    A budget that leaves a latent beside a rotary key more than all keys and values need is not spent: their rank is at most the
+    hidden size.
 
     Args:
         fixed: slots that are not for choice, because an engine has no others.
@@ -41,7 +42,8 @@ def choose_slots(
     """
     target, bands, losses = _chosen(source, target, statistics, options, method, fixed)
     most = source.geometry.hidden_size + bool(source.biased & {"k", "v"})
-    if isinstance(target, MLA) and options.get("kv_budget") is not None and not fixed and target.kv_lora_rank > most:
+    divided = isinstance(target, MLA) and target.qk_rope_head_dim and options.get("kv_budget") is not None and not fixed
+    if divided and isinstance(target, MLA) and target.kv_lora_rank > most:
         target = replace(target, kv_lora_rank=most)
     return target, bands, losses
 

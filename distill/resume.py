@@ -13,6 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from pydantic import ValidationError
+
 from ..convert.card import read_record, source_directory
 from ..convert.checkpoint import check_output
 from ..convert.console import notice
@@ -114,8 +116,14 @@ def last_progress(recipe: Recipe, partial: Path, student: Path, teacher: Path) -
 def _check_changes(progress: Progress, recipe: Recipe, partial: Path) -> None:
     """Refuse a recipe by which what is done would have become something else; say which later stages have changed."""
     changed = differences(progress.recipe, recipe.resolved())
+    if not changed:
+        return
     _refuse(changed, progress.stage, partial)
-    before = Recipe.model_validate(progress.recipe)
+    try:
+        before = Recipe.model_validate(progress.recipe)
+    except ValidationError:  # of another version, which knew other keys
+        _refuse(changed, len(progress.recipe["stages"]) + len(recipe.stages), partial)
+        raise
     _refuse(changed, max(_begun(one, partial) for one in (before, recipe)), partial)
     if not holds_same(partial / "tokens.bin", recipe.data, before.windows, recipe.windows):
         raise InvalidInput(
@@ -123,8 +131,7 @@ def _check_changes(progress: Progress, recipe: Recipe, partial: Path) -> None:
             "which changes the order of the text in what is done; give the stages that have not begun as many tokens as they "
             "had, or name another output to start anew"
         )
-    if changed:
-        notice(f"the recipe differs in stages that have not begun, and goes on so: {', '.join(changed)}")
+    notice(f"the recipe differs in stages that have not begun, and goes on so: {', '.join(changed)}")
 
 
 def _refuse(changed: list[str], begun: int, partial: Path) -> None:

@@ -59,7 +59,15 @@ def check_texts(recipe: Recipe, student: Described | None) -> tuple[list[str], l
         sample = take_sample(source)
         if sample is None or student is None:
             continue
-        ids = np.concatenate([*_tokenise(sample.values, source, data, student.tokenizer), np.empty(0, np.int32)])
+        try:
+            ids = np.concatenate([*_tokenise(sample.values, source, data, student.tokenizer), np.empty(0, np.int32)])
+        except Refused as refusal:  # each of them; a run reads others too, where there are some
+            if sample.share == 1:
+                raise
+            told.append(
+                f"data.source {source.source}: of the first {len(sample.values)} conversations none is learnt from: {refusal}"
+            )
+            continue
         check_ids(ids, student.tokenizer, student.vocabulary, f"data.source {source.source}")
         tokens.append(ids)
         wanted, held = windows * data.seq_len, None if sample.share is None else round(len(ids) / sample.share)

@@ -138,7 +138,7 @@ def _check(name: str, module: Any) -> None:
             "load the model without quantisation or sharding, and merge adapters first"
         )
     norm = module.kv_a_layernorm.weight
-    if norm.dtype == torch.float16 and bool((norm == NORM_WEIGHT).all()):
+    if norm.dtype == torch.float16 and not norm.is_meta and bool((norm == NORM_WEIGHT).all()):
         raise InvalidInput(
             f"{name} has a linearised latent, whose scale float16 cannot hold; load the model in bfloat16 or float32"
         )

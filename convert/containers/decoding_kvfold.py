@@ -42,7 +42,7 @@ def is_plain(up: nn.Linear) -> bool:
     Not so of what is quantised, sharded or has an adapter, which is of another class, and of what accelerate offloads, whose
     weights are elsewhere until the module is called. Only calling it is right then.
     """
-    return type(up) is nn.Linear and not hasattr(up, "_hf_hook")
+    return type(up) is nn.Linear and not up.weight.is_meta
 
 
 def tells(mask: Any, length: int) -> bool:

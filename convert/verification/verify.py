@@ -232,12 +232,12 @@ def main(directory: Path, engines: tuple[str, ...], source: Path | None, static:
     something fails.
     """
     report = verify(directory, engines, source, run=not static)
-    if not static:
-        _look_for_changes(directory, source)
     if as_json:
         show_json(report.to_dict())
     else:
         _show(report)
+    if not static:
+        _look_for_changes(directory, source)
     if report.failures:
         raise SystemExit(FAILED)
 

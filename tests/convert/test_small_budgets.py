@@ -50,6 +50,11 @@ def test_a_latent_that_holds_everything_is_not_made_wider(options: tuple[str, ..
     assert plan["cache"]["ratio"] < 0.5
 
 
+def test_a_latent_of_normed_keys_may_be_wider_than_what_it_is_made_of(tmp_path: Path) -> None:
+    source = make(tmp_path / "source", "qwen3", num_attention_heads=4, num_key_value_heads=4, head_dim=32)  # 256 of 32 inputs
+    assert planned(source, "--kv-budget", "95%", *WEIGHTS)["target"]["kv_lora_rank"] == 243
+
+
 def test_statistics_are_not_taken_for_a_place_that_is_none(tmp_path: Path) -> None:
     command = [str(make(tmp_path / "source")), "--to", "mla", "--kv-budget", "50%", "--out", str(tmp_path / "out")]
     done = CliRunner().invoke(main, [*command, "--save-statistics", str(tmp_path / "nowhere" / "s.safetensors")])

@@ -22,7 +22,7 @@ from kvfold.convert.containers.modeling_kvfold import KvfoldForCausalLM
 from kvfold.convert.errors import InvalidInput
 
 from ..tiny import make
-from .test_absorb import IDS, tiny
+from .test_absorb import IDS, counted, tiny
 from .test_remote_forms import convert
 
 MODELS = ("decoupled", "intact", "absorbed")
@@ -59,6 +59,20 @@ def test_weights_that_are_elsewhere_until_a_module_is_called(name: str, tmp_path
     expected = at_once(made(name, tmp_path / "whole"))
     model = accelerate.cpu_offload(made(name, tmp_path / "away"), execution_device=torch.device("cpu"))
     check(by_token(model), expected)
+
+
+def test_hooks_that_move_no_weights_do_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As accelerate puts them on every module of a model on several GPUs."""
+    model = accelerate.dispatch_model(made("absorbed", tmp_path), {"": "cpu"}, force_hooks=True)
+    assert hasattr(model.model.layers[0].self_attn.kv_b_proj, "_hf_hook")
+    with counted(monkeypatch) as taken:
+        by_token(model)
+    assert len(taken) == 2 * 8, "both layers at every step"
+
+
+def test_a_model_of_deepseeks_may_be_absorbed_in_half_precision_and_offloaded() -> None:
+    model = kvfold.absorb(accelerate.cpu_offload(tiny(v_head_dim=16).half(), execution_device=torch.device("cpu")))
+    assert by_token(model).isfinite().all()
 
 
 @pytest.mark.parametrize("name", MODELS)

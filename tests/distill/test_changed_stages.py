@@ -11,6 +11,8 @@ from kvfold.convert.errors import InvalidInput
 from kvfold.distill import job, loop
 from kvfold.distill.job import distill
 from kvfold.distill.recipe import Recipe
+from kvfold.distill.resume import _check_changes
+from kvfold.distill.state import Progress
 from kvfold.distill.stream import stream_stage
 
 from .conftest import MakeRecipe
@@ -70,6 +72,14 @@ def test_a_stage_that_has_begun_may_not_change(make_recipe: MakeRecipe) -> None:
         distill(make_recipe(stages=[FIRST, {**SECOND, "lr": 1e-4}]))
     with pytest.raises(InvalidInput, match=r"the recipe differs .* in stages\[1\].batch_tokens \(was 192\), "):
         distill(make_recipe(stages=[FIRST]))
+
+
+def test_a_stage_of_another_version_is_refused(make_recipe: MakeRecipe, tmp_path: Path) -> None:
+    recipe = make_recipe(stages=STAGES)
+    saved = recipe.resolved()
+    saved["stages"][1]["gone"] = 1
+    with pytest.raises(InvalidInput, match=r"the recipe differs .* in stages\[1\].gone"):
+        _check_changes(Progress(recipe=saved), recipe, tmp_path)
 
 
 def test_streamed_stages_may_not_change_and_those_behind_them_may(

@@ -72,6 +72,22 @@ def test_conversations_are_rendered(make_recipe: MakeRecipe, student: Path, tmp_
     assert (result.exit_code, "the field 'messages' holds no conversations" in result.stderr) == (2, True)
 
 
+def test_conversations_that_a_template_refuses_may_be_the_first(make_recipe: MakeRecipe, student: Path, tmp_path: Path) -> None:
+    data, talker = tmp_path / "chat.jsonl", tmp_path / "talker"
+    shutil.copytree(student, talker)
+    refuse = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
+    (talker / "chat_template.jinja").write_text(refuse + PLAIN)
+    good = say("hello there", "and hello to you all, one by one")
+    bad = json.dumps({"messages": [{"role": "system", "content": "be kind"}, *good]}) + "\n"
+    recipe = make_recipe(student=str(talker), data={"source": str(data), "messages_field": "messages", "seq_len": 32})
+    data.write_text(bad * 3)
+    result = check(recipe, tmp_path)
+    assert (result.exit_code, "no system role" in result.stderr) == (2, True)
+    data.write_text(bad * 2000 + (json.dumps({"messages": good}) + "\n") * 2000)
+    result = check(recipe, tmp_path)
+    assert (result.exit_code, "conversations none is learnt from" in result.stderr) == (0, True), result.output
+
+
 def test_a_token_that_the_student_lacks_is_told(make_recipe: MakeRecipe, student: Path, teacher: Path, tmp_path: Path) -> None:
     """A tokenizer with one entry more than the model, in text that is trained on or held out; to pad with it is no mistake."""
     models = {}
