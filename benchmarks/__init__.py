@@ -1,1 +1,4 @@
-"""Commands that measure: `python -m benchmarks.NAME`. Results are committed in benchmarks/results, with the machine named."""
+"""Commands that measure: `python -m benchmarks.NAME`.
+
+Results are committed in benchmarks/results, with the machine named.
+"""

@@ -1,9 +1,9 @@
 """Attention of latent students on a CPU: `python -m benchmarks.attention MODEL --name NAME`.
 
-MODEL is folded to stock MLA at a quarter of its cache, by its weights alone. Its layers go forwards and backwards over windows
-of several lengths, as many tokens each time, once with transformers' `sdpa` and once with `level_attention`. The kinds take
-turns, each in a process of its own on one thread; medians of CPU seconds, the most memory above the loaded model, and how far
-the gradients are apart.
+MODEL is folded to stock MLA at a quarter of its cache, by its weights alone. Its layers go forwards and
+backwards over windows of several lengths, as many tokens each time, once with transformers' `sdpa` and once
+with `level_attention`. The kinds take turns, each in a process of its own on one thread; medians of CPU
+seconds, the most memory above the loaded model, and how far the gradients are apart.
 """
 
 import multiprocessing
@@ -17,14 +17,14 @@ import click
 import torch
 from safetensors.torch import load_file, save_file
 
-from kvfold.convert.console import show_table
-from kvfold.convert.containers import to_trainable
-from kvfold.convert.containers.layers_kvfold import LEVEL
-from kvfold.convert.hub import resolve
-from kvfold.convert.plan import make_plan
-from kvfold.convert.rewrite import rewrite
-from kvfold.eval.models import load
+from kvfold.convert.decide.plan import make_plan
+from kvfold.convert.formats import to_trainable
+from kvfold.convert.write.rewrite import rewrite
+from kvfold.core.console import show_table
+from kvfold.core.hub import resolve
 from kvfold.eval.options import Options
+from kvfold.models.causal_lm import load
+from kvfold.models.shipped.layers_kvfold import LEVEL
 
 from .machine import save
 from .sharded import peak_above
@@ -38,7 +38,9 @@ def step(directory: Path, kind: str, windows: int, length: int, gradients: Path)
     model = load(directory, Options(device="cpu", dtype="float32")).model
     to_trainable(model)
     model.set_attn_implementation(kind)
-    ids = torch.randint(model.config.vocab_size, (windows, length), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(
+        model.config.vocab_size, (windows, length), generator=torch.Generator().manual_seed(0)
+    )
     with peak_above() as peak:
         start = time.process_time()
         model.model(input_ids=ids, use_cache=False).last_hidden_state.square().mean().backward()
@@ -58,7 +60,10 @@ def compare(directory: Path, windows: int, length: int, rounds: int, work: Path)
     line: dict[str, Any] = {"windows": windows, "length": length}
     for kind, costs in found.items():
         seconds, peaks = zip(*costs, strict=True)
-        line[kind] = {"cpu_seconds": round(statistics.median(seconds), 3), "peak_mb": round(statistics.median(peaks))}
+        line[kind] = {
+            "cpu_seconds": round(statistics.median(seconds), 3),
+            "peak_mb": round(statistics.median(peaks)),
+        }
     plain, ours = (load_file(work / kind)["gradients"] for kind in KINDS)
     line["gradients_apart"] = float((ours - plain).norm() / plain.norm())
     return line
@@ -74,8 +79,15 @@ def main(model: str, tokens: int, lengths: str, rounds: int, name: str) -> None:
     """Measure, print and save."""
     with tempfile.TemporaryDirectory() as work:
         fold = Path(work) / "fold"
-        rewrite(make_plan(resolve(model), "mla", {"kv_budget": "25%"}, "subspace", "auto"), fold, "benchmarks.attention")
-        lines = [compare(fold, tokens // int(length), int(length), rounds, Path(work)) for length in lengths.split(",")]
+        rewrite(
+            make_plan(resolve(model), "mla", {"kv_budget": "25%"}, "subspace", "auto"),
+            fold,
+            "benchmarks.attention",
+        )
+        lines = [
+            compare(fold, tokens // int(length), int(length), rounds, Path(work))
+            for length in lengths.split(",")
+        ]
     cells = [
         (
             f"{line['windows']} x {line['length']}",

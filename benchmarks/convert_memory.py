@@ -1,7 +1,9 @@
-"""Peak memory and time of converting generated checkpoints of several sizes: `python -m benchmarks.convert_memory`.
+"""Peak memory and time of converting generated checkpoints of several sizes: `python -m
+benchmarks.convert_memory`.
 
-A conversion runs as a process of its own; its peak resident set is what the operating system says of it. Copying the same
-directory is timed beside it, since conversion should cost little more than reading and writing. 16 GB take 32 GB of disk.
+A conversion runs as a process of its own; its peak resident set is what the operating system says of it.
+Copying the same directory is timed beside it, since conversion should cost little more than reading and
+writing. 16 GB take 32 GB of disk.
 """
 
 import json
@@ -19,11 +21,16 @@ from typing import Any
 import click
 import torch
 
-from kvfold.convert.shards import ShardWriter, TensorSpec
+from kvfold.checkpoints.shards import ShardWriter, TensorSpec
 
 from .machine import save
 
-HIDDEN, HEAD, FEED_FORWARD, VOCABULARY = 2048, 128, 2.75, 32000  # the feed-forward width as a multiple of the hidden size
+HIDDEN, HEAD, FEED_FORWARD, VOCABULARY = (
+    2048,
+    128,
+    2.75,
+    32000,
+)  # the feed-forward width as a multiple of the hidden size
 TARGETS = {
     "gqa-2 mean": ["--to", "gqa", "--kv-heads", "2", "--method", "mean"],
     "gqa-2 subspace": ["--to", "gqa", "--kv-heads", "2"],
@@ -32,11 +39,16 @@ TARGETS = {
 
 
 def generate(directory: Path, gigabytes: float, *, hidden: int = HIDDEN, layers: int | None = None) -> int:
-    """Write a random bfloat16 Llama of about that size, or of so many layers, tensor by tensor; returns their number."""
+    """Write a random bfloat16 Llama of about that size, or of so many layers, tensor by tensor.
+
+    Returns their number.
+    """
     wide = int(FEED_FORWARD * hidden)
     layer = 4 * hidden * hidden + 3 * hidden * wide + 2 * hidden
     layers = layers or max(1, round((gigabytes * 1e9 / 2 - 2 * VOCABULARY * hidden) / layer))
-    shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": (VOCABULARY, hidden) for name in ("model.embed_tokens", "lm_head")}
+    shapes: dict[str, tuple[int, ...]] = {
+        f"{name}.weight": (VOCABULARY, hidden) for name in ("model.embed_tokens", "lm_head")
+    }
     shapes["model.norm.weight"] = (hidden,)
     for number in range(layers):
         prefix = f"model.layers.{number}."
@@ -85,21 +97,41 @@ def timed(command: list[str]) -> dict[str, float]:
 
 
 @click.command()
-@click.option("--gigabytes", "sizes", multiple=True, default=(1.0, 4.0, 16.0), show_default=True, help="Repeatable.")
-@click.option("--target", "targets", type=click.Choice(list(TARGETS)), multiple=True, help="Repeatable; all by default.")
+@click.option(
+    "--gigabytes", "sizes", multiple=True, default=(1.0, 4.0, 16.0), show_default=True, help="Repeatable."
+)
+@click.option(
+    "--target", "targets", type=click.Choice(list(TARGETS)), multiple=True, help="Repeatable; all by default."
+)
 @click.option("--jobs", default=1, show_default=True, help="Layers folded at once.")
-@click.option("--work", type=click.Path(path_type=Path), help="Where to put the checkpoints; a temporary directory by default.")
+@click.option(
+    "--work",
+    type=click.Path(path_type=Path),
+    help="Where to put the checkpoints; a temporary directory by default.",
+)
 @click.option("--json", "as_json", is_flag=True)
-def main(sizes: tuple[float, ...], targets: tuple[str, ...], jobs: int, work: Path | None, as_json: bool) -> None:
+def main(
+    sizes: tuple[float, ...], targets: tuple[str, ...], jobs: int, work: Path | None, as_json: bool
+) -> None:
     """Convert generated checkpoints of several sizes, and copy them, each in a process of its own."""
     rows: list[dict[str, Any]] = []
     for gigabytes in sizes:
         with tempfile.TemporaryDirectory(dir=work) as name:
             for row in measure(Path(name), gigabytes, targets or tuple(TARGETS), jobs):
                 rows.append(row)
-                line = f"{row['gigabytes']:6.2f} GB, {row['layers']:3} layers, {row['what']:16} {row['seconds']:8.1f} s"
-                click.echo(f"{line} {row['cpu_seconds']:8.1f} s CPU {row['peak_mb']:6.0f} MB peak", err=as_json)
-    result = {"hidden_size": HIDDEN, "jobs": jobs, "rows": rows, "peak_of_largest_over_smallest": flatness(rows)}
+                line = (
+                    f"{row['gigabytes']:6.2f} GB, {row['layers']:3} layers, {row['what']:16} "
+                    f"{row['seconds']:8.1f} s"
+                )
+                click.echo(
+                    f"{line} {row['cpu_seconds']:8.1f} s CPU {row['peak_mb']:6.0f} MB peak", err=as_json
+                )
+    result = {
+        "hidden_size": HIDDEN,
+        "jobs": jobs,
+        "rows": rows,
+        "peak_of_largest_over_smallest": flatness(rows),
+    }
     path = save("convert-memory", result)
     click.echo(json.dumps(result) if as_json else f"saved in {path}")
 
@@ -111,8 +143,21 @@ def measure(root: Path, gigabytes: float, targets: tuple[str, ...], jobs: int) -
     # In a process of its own: a child's peak counts from what its parent held when it was forked.
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         layers = pool.apply(generate, (source, gigabytes))
-    size = {"gigabytes": round(sum(path.stat().st_size for path in source.iterdir()) / 1e9, 2), "layers": layers}
-    kvfold = [sys.executable, "-m", "kvfold", "convert", str(source), "--calibration", "none", "--jobs", str(jobs)]
+    size = {
+        "gigabytes": round(sum(path.stat().st_size for path in source.iterdir()) / 1e9, 2),
+        "layers": layers,
+    }
+    kvfold = [
+        sys.executable,
+        "-m",
+        "kvfold",
+        "convert",
+        str(source),
+        "--calibration",
+        "none",
+        "--jobs",
+        str(jobs),
+    ]
     commands = {"cp": ["cp", "-r", str(source), str(out)]}
     commands |= {target: [*kvfold, *TARGETS[target], "--out", str(out)] for target in targets}
     for what, command in commands.items():

@@ -1,7 +1,8 @@
 """Conversion against the disk: `python -m benchmarks.convert_speed`, and its cost curves with `--curves`.
 
-A generated checkpoint is copied and converted by turns, each time as a process of its own; the folds alone, on one thread, are
-timed beside them. Every number is a median of one run, and ratios are of numbers of the same run.
+A generated checkpoint is copied and converted by turns, each time as a process of its own; the folds alone,
+on one thread, are timed beside them. Every number is a median of one run, and ratios are of numbers of the
+same run.
 """
 
 import json
@@ -21,9 +22,9 @@ from typing import Any
 import click
 import torch
 
-from kvfold.convert.card import sha256
-from kvfold.convert.fold import fold
-from kvfold.convert.plan import make_plan
+from kvfold.checkpoints.record import sha256
+from kvfold.convert.decide.plan import make_plan
+from kvfold.convert.write.layer_fold import fold
 
 from .convert_memory import generate, timed
 from .machine import save
@@ -85,7 +86,18 @@ def convert(source: Path, out: Path, target: str, *options: str) -> Cost:
     """A whole command."""
     to, given = TARGETS[target]
     words = [word for name, value in given.items() for word in (f"--{name.replace('_', '-')}", str(value))]
-    command = [sys.executable, "-m", "kvfold", "convert", str(source), "--to", to, *words, "--calibration", "none"]
+    command = [
+        sys.executable,
+        "-m",
+        "kvfold",
+        "convert",
+        str(source),
+        "--to",
+        to,
+        *words,
+        "--calibration",
+        "none",
+    ]
     return timed([*command, "--out", str(out), *options])
 
 
@@ -96,7 +108,9 @@ def apart() -> Iterator[Any]:
         yield pool
 
 
-def against_copy(root: Path, gigabytes: float, repeats: int, targets: tuple[str, ...]) -> Iterator[dict[str, Any]]:
+def against_copy(
+    root: Path, gigabytes: float, repeats: int, targets: tuple[str, ...]
+) -> Iterator[dict[str, Any]]:
     """Copy, fold and convert by turns; after every round the medians so far."""
     source, copied, out = root / "source", root / "copy", root / "out"
     source.mkdir()
@@ -116,9 +130,18 @@ def against_copy(root: Path, gigabytes: float, repeats: int, targets: tuple[str,
                 found[f"{target}: jobs {jobs}"] = convert(source, out, target, "--jobs", str(jobs))
                 shutil.rmtree(out)
         rounds.append(found)
-        medians = {name: {key: _median(row[name][key] for row in rounds) for key in cost} for name, cost in found.items()}
+        medians = {
+            name: {key: _median(row[name][key] for row in rounds) for key in cost}
+            for name, cost in found.items()
+        }
         shown = {name: _median(values) for name, values in _ratios(rounds, targets).items()}
-        yield {"gigabytes": gigabytes, "layers": layers, "repeats": len(rounds), "medians": medians, "ratios": shown}
+        yield {
+            "gigabytes": gigabytes,
+            "layers": layers,
+            "repeats": len(rounds),
+            "medians": medians,
+            "ratios": shown,
+        }
 
 
 def _median(values: Iterable[float]) -> float:
@@ -130,23 +153,31 @@ def _ratios(rounds: list[dict[str, Cost]], targets: tuple[str, ...]) -> dict[str
     found: dict[str, list[float]] = {}
     for row in rounds:
         for target in targets:
-            one, two, folds = row[f"{target}: jobs 1"], row[f"{target}: jobs 2"], row[f"{target}: folds alone"]
+            one, two, folds = (
+                row[f"{target}: jobs 1"],
+                row[f"{target}: jobs 2"],
+                row[f"{target}: folds alone"],
+            )
             for key in ("seconds", "cpu_seconds"):
                 beyond = one[key] - folds[key] - row["start and plan"][key]
                 found.setdefault(f"{target}: {key} beyond folds and start, in cp", []).append(
                     beyond / max(row["cp"][key], 1e-3)
                 )
                 allowed = 3 * row["cp"][key] + folds[key]
-                found.setdefault(f"{target}: {key} over those of three copies and the folds", []).append(one[key] / allowed)
-            found.setdefault(f"{target}: speed of two jobs over one", []).append(one["seconds"] / two["seconds"])
+                found.setdefault(f"{target}: {key} over those of three copies and the folds", []).append(
+                    one[key] / allowed
+                )
+            found.setdefault(f"{target}: speed of two jobs over one", []).append(
+                one["seconds"] / two["seconds"]
+            )
     return found
 
 
 def curves(root: Path, repeats: int) -> dict[str, Any]:
     """Time and memory against layers, hidden size, rank and tokens, each with the fitted exponent.
 
-    By weights alone they are those of a conversion above those of its plan; over tokens, those of the statistics pass above the
-    loaded model.
+    By weights alone they are those of a conversion above those of its plan; over tokens, those of the
+    statistics pass above the loaded model.
     """
     axes: dict[str, list[tuple[int, dict[str, int], int]]] = {
         "layers": [(n, {"layers": n, "hidden": NARROW}, 128) for n in LAYERS],
@@ -163,7 +194,10 @@ def curves(root: Path, repeats: int) -> dict[str, Any]:
 
 def _exponents(axis: str, rows: list[dict[str, float]]) -> dict[str, float]:
     sizes = [row[axis] for row in rows]
-    return {f"exponent of {key}": exponent(sizes, [row[key] for row in rows]) for key in ("cpu_seconds", "megabytes")}
+    return {
+        f"exponent of {key}": exponent(sizes, [row[key] for row in rows])
+        for key in ("cpu_seconds", "megabytes")
+    }
 
 
 def _over_tokens(root: Path, repeats: int) -> list[dict[str, float]]:
@@ -199,33 +233,50 @@ def _point(root: Path, shape: dict[str, int], rank: int, repeats: int) -> dict[s
         shutil.rmtree(out)
     shutil.rmtree(source)
     del TARGETS["curve"]
-    return {"cpu_seconds": round(median(row[0] for row in rows), 2), "megabytes": round(median(row[1] for row in rows), 1)}
+    return {
+        "cpu_seconds": round(median(row[0] for row in rows), 2),
+        "megabytes": round(median(row[1] for row in rows), 1),
+    }
 
 
 def exponent(sizes: list[float], costs: list[float]) -> float:
-    """b of the least-squares fit cost = a · size^b over the upper half of the points, where constants matter least."""
+    """b of the least-squares fit cost = a · size^b over the upper half of the points, where constants
+    matter least.
+    """
     pairs = [(math.log(size), math.log(max(cost, 1e-3))) for size, cost in zip(sizes, costs, strict=True)][
         len(sizes) // 2 - 1 :
     ]
     mean_x, mean_y = (sum(values) / len(pairs) for values in zip(*pairs, strict=True))
-    return round(sum((x - mean_x) * (y - mean_y) for x, y in pairs) / sum((x - mean_x) ** 2 for x, _ in pairs), 2)
+    return round(
+        sum((x - mean_x) * (y - mean_y) for x, y in pairs) / sum((x - mean_x) ** 2 for x, _ in pairs), 2
+    )
 
 
 @click.command()
 @click.option("--gigabytes", default=1.0, show_default=True)
 @click.option("--repeats", default=3, show_default=True)
-@click.option("--target", "targets", type=click.Choice(list(TARGETS)), multiple=True, help="Repeatable; all by default.")
+@click.option(
+    "--target", "targets", type=click.Choice(list(TARGETS)), multiple=True, help="Repeatable; all by default."
+)
 @click.option("--curves", "curved", is_flag=True, help="Cost against layers, hidden size and rank instead.")
-@click.option("--work", type=click.Path(path_type=Path), help="Where to put the checkpoints; a temporary directory by default.")
+@click.option(
+    "--work",
+    type=click.Path(path_type=Path),
+    help="Where to put the checkpoints; a temporary directory by default.",
+)
 @click.option("--json", "as_json", is_flag=True)
-def main(gigabytes: float, repeats: int, targets: tuple[str, ...], curved: bool, work: Path | None, as_json: bool) -> None:
+def main(
+    gigabytes: float, repeats: int, targets: tuple[str, ...], curved: bool, work: Path | None, as_json: bool
+) -> None:
     """Time conversions of a generated checkpoint by weights alone."""
     about = {"load before": round(os.getloadavg()[0], 1), "threads": os.environ.get("OMP_NUM_THREADS")}
     with tempfile.TemporaryDirectory(dir=work) as name:
         root, chosen = Path(name), targets or tuple(TARGETS)
         for result in [curves(root, repeats)] if curved else against_copy(root, gigabytes, repeats, chosen):
             path = save("convert-curves" if curved else "convert-speed", {**about, **result})
-    click.echo(json.dumps({**about, **result}) if as_json else f"{json.dumps(result, indent=2)}\nsaved in {path}")
+    click.echo(
+        json.dumps({**about, **result}) if as_json else f"{json.dumps(result, indent=2)}\nsaved in {path}"
+    )
 
 
 if __name__ == "__main__":

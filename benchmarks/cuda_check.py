@@ -1,10 +1,14 @@
-"""Folds on a GPU in transformers, float32 and bfloat16, under every attention kernel: `python -m benchmarks.cuda_check`.
+"""Folds on a GPU in transformers, float32 and bfloat16, under every attention kernel: `python -m
+benchmarks.cuda_check`.
 
-In float32 an exact fold must give its source's logits, and decode over its cache as without one; the live cache must be as
-large as claimed. In bfloat16, under each attention implementation, a fold may diverge from itself in float32 by no more than
-ten times what its source does from itself: a latent is one more rounding, and a wrong kernel costs a thousand times as much.
+In float32 an exact fold must give its source's logits, and decode over its cache as without one; the live
+cache must be as large as claimed. In bfloat16, under each attention implementation, a fold may diverge from
+itself in float32 by no more than
+ten times what its source does from itself: a latent is one more rounding, and a wrong kernel costs a thousand
+times as much.
 
-`--device cpu` runs the same on a CPU, which checks this file rather than kernels. Legend: S sequences, T tokens, V vocabulary.
+`--device cpu` runs the same on a CPU, which checks this file rather than kernels. Legend: S sequences, T
+tokens, V vocabulary.
 """
 
 import json
@@ -17,11 +21,11 @@ import click
 import torch
 from torch import Tensor
 
-from kvfold.convert.console import Command, show_table
-from kvfold.convert.containers.remote import carries_own_code
-from kvfold.convert.errors import InvalidInput
-from kvfold.convert.verification.probe import PROMPT, compared, greedy_gap, growth, logits, written
-from kvfold.convert.verification.verify import EXACT, LENGTH, SEQUENCES, TIE
+from kvfold.convert.formats.remote import carries_own_code
+from kvfold.core.console import Command, show_table
+from kvfold.core.errors import InvalidInput
+from kvfold.verification.probe import PROMPT, compared, greedy_gap, growth, logits, written
+from kvfold.verification.verify import EXACT, LENGTH, SEQUENCES, TIE
 
 from .folds import Fold, make_folds
 from .machine import save
@@ -40,11 +44,16 @@ def implementations(device: str) -> list[str]:
 
 
 def load(directory: Path, dtype: torch.dtype, device: str, attention: str) -> Any:
-    """A checkpoint as anybody loads it, in eval mode; code beside the weights is run only where it is kvfold's own."""
+    """A checkpoint as anybody loads it, in eval mode.
+
+    Code beside the weights is run only where it is kvfold's own.
+    """
     from transformers import AutoModelForCausalLM
 
     own = carries_own_code(directory)
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, attn_implementation=attention, trust_remote_code=own)
+    model = AutoModelForCausalLM.from_pretrained(
+        directory, dtype=dtype, attn_implementation=attention, trust_remote_code=own
+    )
     return model.to(device).eval()
 
 
@@ -59,7 +68,9 @@ def run(fold: Fold, source: Path, out: Path, device: str, kernels: list[str]) ->
     ours_STV = logits(student, text_ST)
     seen = compared(ours_STV, theirs_STV, text_ST)
     row: dict[str, Any] = {"source": fold.source, "options": fold.options, "class": type(student).__name__}
-    claimed = json.loads((out / "kvfold.json").read_text(encoding="utf-8"))["cache"]["after"]["elements_per_token_per_layer"]
+    claimed = json.loads((out / "kvfold.json").read_text(encoding="utf-8"))["cache"]["after"][
+        "elements_per_token_per_layer"
+    ]
     row["float32"] = {
         "max_difference": seen["max_difference"],
         "kl": seen["kl"],
@@ -79,7 +90,9 @@ def run(fold: Fold, source: Path, out: Path, device: str, kernels: list[str]) ->
     return row | {"failures": failures}
 
 
-def rounding(directory: Path, precise_STV: Tensor, text_ST: Tensor, device: str, kernel: str) -> dict[str, float]:
+def rounding(
+    directory: Path, precise_STV: Tensor, text_ST: Tensor, device: str, kernel: str
+) -> dict[str, float]:
     """How far a checkpoint in bfloat16 under an attention implementation is from itself in float32."""
     model = load(directory, torch.bfloat16, device, kernel)
     seen = compared(logits(model, text_ST), precise_STV, text_ST)
@@ -113,13 +126,23 @@ def _rounded(seen: dict[str, float], cost: float, deviation: float) -> list[str]
 
 @click.command(cls=Command)
 @click.option("--device", type=click.Choice(("auto", "cuda", "cpu")), default="auto", show_default=True)
-@click.option("--only", metavar="WORDS", default="", help="Folds whose source or options contain these words; saves nothing.")
+@click.option(
+    "--only",
+    metavar="WORDS",
+    default="",
+    help="Folds whose source or options contain these words; saves nothing.",
+)
 def main(device: str, only: str) -> None:
     """Run every fold, print the table; on a GPU save it in benchmarks/results/cuda-check.json."""
     if device != "cpu" and not torch.cuda.is_available():
         if device == "cuda":
-            raise InvalidInput("--device cuda: torch sees no CUDA device here; use --device cpu to check the comparison itself")
-        click.echo("torch sees no CUDA device here, so nothing was run; --device cpu runs the comparison on this CPU")
+            raise InvalidInput(
+                "--device cuda: torch sees no CUDA device here; use --device cpu to check the comparison "
+                "itself"
+            )
+        click.echo(
+            "torch sees no CUDA device here, so nothing was run; --device cpu runs the comparison on this CPU"
+        )
         return
     device = "cuda" if device == "auto" else device
     with tempfile.TemporaryDirectory() as work:
@@ -131,7 +154,10 @@ def main(device: str, only: str) -> None:
         rows = []
         for fold, source, out in make_folds(Path(work), only):
             rows.append(run(fold, source, out, device, kernels))
-            click.echo(f"{len(rows)} {fold.source} {fold.options}: {'; '.join(rows[-1]['failures']) or 'ok'}", err=True)
+            click.echo(
+                f"{len(rows)} {fold.source} {fold.options}: {'; '.join(rows[-1]['failures']) or 'ok'}",
+                err=True,
+            )
     _show(rows, kernels)
     failed = sum(bool(row["failures"]) for row in rows)
     if device == "cuda" and not only and not failed:
@@ -149,7 +175,10 @@ def _show(rows: list[dict[str, Any]], kernels: list[str]) -> None:
             row["source"],
             row["options"],
             f"{row['float32']['max_difference']:.1e}",
-            *(f"{row['bfloat16'][kernel]['kl']:.1e} ({row['bfloat16'][kernel]['source_kl']:.1e})" for kernel in kernels),
+            *(
+                f"{row['bfloat16'][kernel]['kl']:.1e} ({row['bfloat16'][kernel]['source_kl']:.1e})"
+                for kernel in kernels
+            ),
             "FAILS" if row["failures"] else "ok",
         )
         for row in rows

@@ -1,12 +1,15 @@
-"""Time of decoding from a long cache: `python -m benchmarks.decode --context 4096`; nothing is converted, weights are random.
+"""Time of decoding from a long cache: `python -m benchmarks.decode --context 4096`; nothing is converted,
+weights are random.
 
-Four models of one shape (Llama-2-7B's attention unless told otherwise) take one token a time, in turn, so that what else the
-machine does falls on all: the source's attention as LlamaForCausalLM computes it (mha), its latent fold as stock
-DeepseekV3ForCausalLM does, which expands what is cached (expanded), the same after `kvfold.absorb` (absorbed), and kvfold's own
-class (remote). All have transformers' usual cache, which grows by concatenation.
+Four models of one shape (Llama-2-7B's attention unless told otherwise) take one token a time, in turn, so
+that what else the
+machine does falls on all: the source's attention as LlamaForCausalLM computes it (mha), its latent fold as
+stock DeepseekV3ForCausalLM does, which expands what is cached (expanded), the same after `kvfold.absorb`
+(absorbed), and kvfold's own class (remote). All have transformers' usual cache, which grows by concatenation.
 
-"Attention" is an attention module's whole time: projections, growing the cache, and the rest, which is `core`. Speed-ups are
-medians of the ratios within a round. With a GPU, `cache_gb_per_s` against `copy_gb_per_s` says how near core comes to memory.
+"Attention" is an attention module's whole time: projections, growing the cache, and the rest, which is
+`core`. Speed-ups are medians of the ratios within a round. With a GPU, `cache_gb_per_s` against
+`copy_gb_per_s` says how near core comes to memory.
 """
 
 import json
@@ -86,7 +89,11 @@ def step(model: Any, clock: Clock, cache: DynamicCache, batch: int) -> dict[str,
     """Milliseconds a token of one decoding step over the whole stack, by part."""
     clock.seconds.clear()
     clock.start("step")
-    model(input_ids=torch.zeros(batch, 1, dtype=torch.long, device=clock.device), past_key_values=cache, use_cache=True)
+    model(
+        input_ids=torch.zeros(batch, 1, dtype=torch.long, device=clock.device),
+        past_key_values=cache,
+        use_cache=True,
+    )
     clock.stop("step")
     spent = {part: clock.seconds[part] / batch * 1e3 for part in (*PARTS, "step")}
     return {**spent, "core": spent["attention"] - spent["projections"] - spent["cache"]}
@@ -104,11 +111,19 @@ def copy_bandwidth(clock: Clock) -> float:
 
 
 def measure(
-    models: dict[str, Any], clocks: dict[str, Clock], shape: Shape, cell: tuple[int, int], rounds: int, seconds: float
+    models: dict[str, Any],
+    clocks: dict[str, Clock],
+    shape: Shape,
+    cell: tuple[int, int],
+    rounds: int,
+    seconds: float,
 ) -> dict[str, Any]:
     """The numbers of one context and batch; no fewer rounds than LEAST_ROUNDS, however long they take."""
     context, batch = cell
-    dtype, (device, kept) = next(iter(models.values())).dtype, next((one.device, one.kind) for one in clocks.values())
+    dtype, (device, kept) = (
+        next(iter(models.values())).dtype,
+        next((one.device, one.kind) for one in clocks.values()),
+    )
     caches = {kind: TimedCache(clocks[kind]) for kind in models}
     for kind, cache in caches.items():
         fill(cache, kind, shape, batch, context, dtype, device)
@@ -127,7 +142,8 @@ def measure(
             if {fast, slow} <= taken.keys():
                 found |= speedups(taken[slow], taken[fast], "" if fast == "absorbed" else f"{fast}_", slow)
     found["ms_per_token"] = {
-        kind: {part: round(statistics.median(one[part] for one in ones), 3) for part in ones[0]} for kind, ones in taken.items()
+        kind: {part: round(statistics.median(one[part] for one in ones), 3) for part in ones[0]}
+        for kind, ones in taken.items()
     }
     found["cache_gb_per_s"] = {
         kind: round(shape.bytes_per_token(kind, dtype) * context * shape.layers / numbers["core"] / 1e6, 2)
@@ -136,8 +152,13 @@ def measure(
     return {**found, "copy_gb_per_s": round(statistics.median(bandwidths), 1)}
 
 
-def speedups(slow: list[dict[str, float]], fast: list[dict[str, float]], prefix: str, over: str) -> dict[str, float]:
-    """Medians of the rounds' ratios: of attention, of what is left of it without projections and cache, of whole steps."""
+def speedups(
+    slow: list[dict[str, float]], fast: list[dict[str, float]], prefix: str, over: str
+) -> dict[str, float]:
+    """Medians of the rounds' ratios.
+
+    Of attention, of what is left of it without projections and cache, of whole steps.
+    """
     return {
         f"{prefix}{part}_speedup_vs_{over}": round(
             statistics.median(one[part] / other[part] for one, other in zip(slow, fast, strict=True)), 2
@@ -146,7 +167,9 @@ def speedups(slow: list[dict[str, float]], fast: list[dict[str, float]], prefix:
     }
 
 
-def run(shape: Shape, cells: tuple[tuple[int, int], ...], kinds: tuple[str, ...], options: dict[str, Any]) -> dict[str, Any]:
+def run(
+    shape: Shape, cells: tuple[tuple[int, int], ...], kinds: tuple[str, ...], options: dict[str, Any]
+) -> dict[str, Any]:
     """All cells, the ones that need more than `memory_gb` without what does not fit."""
     dtype, device = getattr(torch, options["dtype"]), "cuda" if torch.cuda.is_available() else "cpu"
     models = build(kinds, shape, dtype, device)
@@ -162,7 +185,8 @@ def run(shape: Shape, cells: tuple[tuple[int, int], ...], kinds: tuple[str, ...]
         if not fitting or (len(cells) == 1 and len(fitting) < len(models)):
             needed = sum(shape.peak_bytes(kind, batch * context, dtype) for kind in kinds) / 1e9
             raise click.UsageError(
-                f"{batch} x {context} tokens need {needed:.1f} GB beside the weights; allow --memory-gb {needed + 0.1:.1f}"
+                f"{batch} x {context} tokens need {needed:.1f} GB beside the weights; allow --memory-gb "
+                f"{needed + 0.1:.1f}"
             )
         found.append(measure(fitting, clocks, shape, (context, batch), options["rounds"], options["seconds"]))
         click.echo(f"{batch} x {context}: {found[-1]['ms_per_token']}", err=True)
@@ -187,20 +211,31 @@ _POSITIVE = click.IntRange(min=1)
 @click.option("--heads", type=_POSITIVE, default=32, show_default=True)
 @click.option("--head-dim", type=click.IntRange(min=2), default=128, show_default=True)
 @click.option("--rank", type=_POSITIVE, default=512, show_default=True, help="Width of the latent.")
-@click.option("--rope", type=click.IntRange(min=2), default=64, show_default=True, help="Width of the rotary key.")
+@click.option(
+    "--rope", type=click.IntRange(min=2), default=64, show_default=True, help="Width of the rotary key."
+)
 @click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32", show_default=True)
 @click.option(
-    "--kind", "kinds", type=click.Choice(list(KINDS)), multiple=True, default=("mha", "expanded", "absorbed", "remote")
+    "--kind",
+    "kinds",
+    type=click.Choice(list(KINDS)),
+    multiple=True,
+    default=("mha", "expanded", "absorbed", "remote"),
 )
 @click.option("--rounds", type=_POSITIVE, default=15, show_default=True, help="Steps of each model.")
-@click.option("--seconds", type=float, default=120.0, show_default=True, help="No new round of a cell after that.")
+@click.option(
+    "--seconds", type=float, default=120.0, show_default=True, help="No new round of a cell after that."
+)
 @click.option("--clock", type=click.Choice(list(CLOCKS)), default="wall", show_default=True, help=CLOCK_HELP)
-@click.option("--memory-gb", type=float, default=8.0, show_default=True, help="For caches and what is made of them.")
+@click.option(
+    "--memory-gb", type=float, default=8.0, show_default=True, help="For caches and what is made of them."
+)
 @click.option("--sweep", is_flag=True, help="Contexts 512 to 32k by batches 1 to 8, as far as memory goes.")
 @click.option("--name", help="Results go to benchmarks/results/decode-NAME.json.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def main(
-    context: int, batch: int, layers: int, heads: int, head_dim: int, rank: int, rope: int, kinds: tuple[str, ...],
+    context: int, batch: int, layers: int, heads: int, head_dim: int, rank: int, rope: int,
+    kinds: tuple[str, ...],
     sweep: bool, name: str | None, as_json: bool, **options: Any,
 ) -> None:  # fmt: skip
     """Print time per decoded token in attention, and how much faster decoding from the latent is."""
@@ -209,7 +244,8 @@ def main(
             raise click.UsageError(f"{flag} {width} is odd; rotation takes pairs, e.g. {width + 1}")
     if options["clock"] == "cpu" and (torch.get_num_threads() > 1 or torch.cuda.is_available()):
         raise click.UsageError(
-            "--clock cpu adds up the time of threads, and does not see a GPU's; set OMP_NUM_THREADS=1, or use wall"
+            "--clock cpu adds up the time of threads, and does not see a GPU's; set OMP_NUM_THREADS=1, or "
+            "use wall"
         )
     shape = Shape(layers=layers, heads=heads, head_dim=head_dim, rank=rank, rope=rope)
     found = run(shape, SWEEP if sweep else ((context, batch),), tuple(dict.fromkeys(kinds)), options)

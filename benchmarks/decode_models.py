@@ -11,8 +11,8 @@ import torch
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, DynamicCache, LlamaConfig, LlamaForCausalLM
 
 import kvfold
-from kvfold.convert.containers.configuration_kvfold import KvfoldConfig
-from kvfold.convert.containers.modeling_kvfold import KvfoldForCausalLM
+from kvfold.models.shipped.configuration_kvfold import KvfoldConfig
+from kvfold.models.shipped.modeling_kvfold import KvfoldForCausalLM
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +36,10 @@ class Shape:
         return int(sum(heads * width for heads, width in self.cached(kind)) * dtype.itemsize)
 
     def peak_bytes(self, kind: str, tokens: int, dtype: torch.dtype) -> int:
-        """About what a decoding step needs beside weights: the cache, a layer of it grown, what is expanded and its copy."""
+        """About what a decoding step needs beside weights.
+
+        The cache, a layer of it grown, what is expanded and its copy.
+        """
         expanded = self.heads * (4 * self.head_dim + self.rope) * dtype.itemsize if kind == "expanded" else 0
         return tokens * (self.bytes_per_token(kind, dtype) * (self.layers + 1) + expanded)
 
@@ -87,7 +90,11 @@ def _remote(shape: Shape, form: str) -> Any:
         kvfold_fields |= {"head_dim": shape.head_dim, "key_heads": shape.heads}
         written |= {"latent_rank": shape.rank, "head_dim": shape.head_dim}
     else:
-        written |= {"kv_lora_rank": shape.rank, "qk_rope_head_dim": shape.rope, "qk_nope_head_dim": shape.head_dim}
+        written |= {
+            "kv_lora_rank": shape.rank,
+            "qk_rope_head_dim": shape.rope,
+            "qk_nope_head_dim": shape.head_dim,
+        }
         written |= {"head_dim": shape.rank + shape.rope}
     return KvfoldForCausalLM(KvfoldConfig.from_dict({**written, "kvfold": kvfold_fields}))
 
@@ -102,16 +109,26 @@ KINDS: dict[str, Callable[[Shape], Any]] = {
 
 
 def build(kinds: tuple[str, ...], shape: Shape, dtype: torch.dtype, device: str) -> dict[str, Any]:
-    """A model of each kind, with weights of its own: shared ones would be warm in the processor's cache for the second."""
+    """A model of each kind, with weights of its own.
+
+    Shared ones would be warm in the processor's cache for the second.
+    """
     torch.manual_seed(0)
     made = {kind: KINDS[kind](shape).to(device, dtype).eval() for kind in kinds}
     return {kind: kvfold.absorb(model) if kind == "absorbed" else model for kind, model in made.items()}
 
 
-def fill(cache: DynamicCache, kind: str, shape: Shape, batch: int, context: int, dtype: torch.dtype, device: str) -> None:
+def fill(
+    cache: DynamicCache, kind: str, shape: Shape, batch: int, context: int, dtype: torch.dtype, device: str
+) -> None:
     """Put `context` random tokens of each sequence into an empty cache."""
     for layer in range(shape.layers):
-        made = [torch.randn(batch, heads, context, width, dtype=dtype, device=device) for heads, width in shape.cached(kind)]
+        made = [
+            torch.randn(batch, heads, context, width, dtype=dtype, device=device)
+            for heads, width in shape.cached(kind)
+        ]
         if kind == "intact":
-            made[1] = made[1].zero_() if layer == 0 else made[1][..., :0]  # digits of positions, by the first layer
+            made[1] = (
+                made[1].zero_() if layer == 0 else made[1][..., :0]
+            )  # digits of positions, by the first layer
         cache.update(*made, layer)

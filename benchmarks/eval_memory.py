@@ -1,8 +1,9 @@
-"""Peak memory of scoring above the models: `python -m benchmarks.eval_memory --vocabulary 128256 --windows 16`.
+"""Peak memory of scoring above the models: `python -m benchmarks.eval_memory --vocabulary 128256 --windows
+16`.
 
-A tiny student and a tiny teacher with that vocabulary read windows of random tokens in a process of its own. What the process
-holds when both are loaded is taken off its peak resident set. Dense logits of one batch would take batch size x window x
-vocabulary x 4 bytes a model.
+A tiny student and a tiny teacher with that vocabulary read windows of random tokens in a process of its own.
+What the process holds when both are loaded is taken off its peak resident set. Dense logits of one batch
+would take batch size x window x vocabulary x 4 bytes a model.
 """
 
 import multiprocessing
@@ -16,9 +17,9 @@ import psutil  # type: ignore[import-untyped]
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from kvfold.eval.models import Loaded
 from kvfold.eval.scores import Live, score
 from kvfold.eval.windows import Windows
+from kvfold.models.causal_lm import Loaded
 
 from .machine import save
 
@@ -38,7 +39,9 @@ def measure(vocabulary: int, windows: int, window: int, batch_size: int, answer:
     ids_NW = torch.randint(vocabulary, (windows, window), generator=torch.Generator().manual_seed(0))
     scored_NT = torch.ones(windows, window - 1, dtype=torch.bool)
     read = Windows("random", "none", window, ids_NW, scored_NT, scored_NT.sum(1))
-    models = {role: Loaded(Path(role), None, LlamaForCausalLM(config).eval()) for role in ("student", "teacher")}
+    models = {
+        role: Loaded(Path(role), None, LlamaForCausalLM(config).eval()) for role in ("student", "teacher")
+    }
     sources = {role: Live(loaded, read) for role, loaded in models.items()}
     before = psutil.Process().memory_info().rss
     start = time.monotonic()
@@ -46,7 +49,11 @@ def measure(vocabulary: int, windows: int, window: int, batch_size: int, answer:
     seconds = time.monotonic() - start
     peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # kilobytes on Linux
     answer.put(
-        {"before_mb": before // 10**6, "above_mb": (peak - before) // 10**6, "tokens_per_second": ids_NW.numel() / seconds}
+        {
+            "before_mb": before // 10**6,
+            "above_mb": (peak - before) // 10**6,
+            "tokens_per_second": ids_NW.numel() / seconds,
+        }
     )
 
 

@@ -1,4 +1,5 @@
-"""What each fold loses before any training: `python -m benchmarks.fidelity MODEL --text FILE`, methods by budgets.
+"""What each fold loses before any training: `python -m benchmarks.fidelity MODEL --text FILE`, methods by
+budgets.
 
 The source is scored in the same run on the same windows; numbers are nats a token above it, paired by window.
 """
@@ -9,23 +10,25 @@ from pathlib import Path
 from typing import Any
 
 import click
+from kvfold.convert.methods.table.refinement import STEPS
 
-from kvfold.convert.console import show_table
-from kvfold.convert.errors import InvalidInput
-from kvfold.convert.hub import resolve
-from kvfold.convert.measurement.study import study
-from kvfold.convert.plan import make_plan
-from kvfold.convert.refine import STEPS
-from kvfold.convert.rewrite import rewrite
-from kvfold.convert.source import open_source
-from kvfold.eval.corpus import read_text
+from kvfold.convert.calibration.study import study
+from kvfold.convert.decide.plan import make_plan
+from kvfold.convert.families.source import open_source
+from kvfold.convert.write.rewrite import rewrite
+from kvfold.core.console import show_table
+from kvfold.core.errors import InvalidInput
+from kvfold.core.hub import resolve
 from kvfold.eval.options import Options
 from kvfold.eval.run import evaluate
+from kvfold.texts.corpus import read_text
 
 from .machine import save
 
 BUDGETS = ("50%", "25%", "12.5%")
-Fold = tuple[str, str, dict[str, str], int | None]  # target, method, further options, refinement; None: by weights alone
+Fold = tuple[
+    str, str, dict[str, str], int | None
+]  # target, method, further options, refinement; None: by weights alone
 FOLDS: dict[str, Fold] = {
     "gqa mean": ("gqa", "mean", {}, None),
     "gqa aligned": ("gqa", "aligned", {}, None),
@@ -80,7 +83,15 @@ def main(
             for budget in BUDGETS:
                 out, options = Path(work) / f"{label}-{budget}", {"kv_budget": budget, **further}
                 try:
-                    plan = make_plan(directory, to, options, method, "auto", None if steps is None else statistics, steps or 0)
+                    plan = make_plan(
+                        directory,
+                        to,
+                        options,
+                        method,
+                        "auto",
+                        None if steps is None else statistics,
+                        steps or 0,
+                    )
                 except InvalidInput as reason:
                     click.echo(f"{label} {budget}: {reason}", err=True)
                     continue
@@ -100,9 +111,17 @@ def main(
                 }
                 click.echo(f"{label} {budget}: {result.ppl.difference.mean:.4f}", err=True)
     protocol = {"protocol": result.protocol.name, "text_sha256": result.protocol.text_sha256}
-    source = {"source_perplexity": result.ppl.teacher.perplexity, "calibration": [calibration, sequences, length]}
-    cells = [(label, *(f"{row[b]['lost']:.4f}" if b in row else "" for b in BUDGETS)) for label, row in rows.items()]
-    title = f"{protocol['protocol']}, source {source['source_perplexity']:.4g}: nats lost at a share of its cache"
+    source = {
+        "source_perplexity": result.ppl.teacher.perplexity,
+        "calibration": [calibration, sequences, length],
+    }
+    cells = [
+        (label, *(f"{row[b]['lost']:.4f}" if b in row else "" for b in BUDGETS))
+        for label, row in rows.items()
+    ]
+    title = (
+        f"{protocol['protocol']}, source {source['source_perplexity']:.4g}: nats lost at a share of its cache"
+    )
     show_table(title, ("", *BUDGETS), cells)
     click.echo(f"saved in {save(f'fidelity-{name}', {**protocol, **source, 'rows': rows})}")
 

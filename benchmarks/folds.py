@@ -1,7 +1,8 @@
 """Checkpoints that engines are tried on, and their folds: what benchmarks.vllm and benchmarks.cuda_check run.
 
-Random ones have equal key/value heads, so that a fold to fewer, or to a latent, computes what its source does: what an engine
-says of the fold can be held against the source itself. The bundled demo checkpoint is trained, and its folds lose something.
+Random ones have equal key/value heads, so that a fold to fewer, or to a latent, computes what its source
+does: what an engine says of the fold can be held against the source itself. The bundled demo checkpoint is
+trained, and its folds lose something.
 """
 
 import json
@@ -16,8 +17,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from kvfold.convert.cli import main as convert
-from kvfold.convert.errors import InvalidInput
-from tests.tiny import make
+from kvfold.core.errors import InvalidInput
+from tests.support.tiny import make
 
 DEMO = Path(__file__).parent.parent / "recipes" / "demo"
 HEAD = 64  # the narrowest head that engines have every kernel for
@@ -99,10 +100,11 @@ def make_folds(root: Path, only: str = "") -> Iterator[tuple[Fold, Path, Path]]:
 
 
 def widen(source: Path, out: Path, width: int) -> Path:
-    """Copy a Llama checkpoint with its heads filled up with zeros to a width: the same function in wider heads.
+    """Copy a Llama checkpoint with its heads filled up with zeros to a width: the same function in wider
+    heads.
 
-    Pair j of a head turns as fast as pair j·W/H of one W wide, so every frequency has its place; scores are scaled by W^-½, so
-    queries grow by (W/H)^½.
+    Pair j of a head turns as fast as pair j·W/H of one W wide, so every frequency has its place; scores are
+    scaled by W^-½, so queries grow by (W/H)^½.
     Legend: N heads, H and W narrow and wide head dim, D hidden size.
 
     Raises:

@@ -1,9 +1,11 @@
-"""The fused kernel of latent attention against plain products and the memory's speed: `python -m benchmarks.kernels`.
+"""The fused kernel of latent attention against plain products and the memory's speed: `python -m
+benchmarks.kernels`.
 
-With a GPU: one decoded token, times by replaying CUDA graphs, medians of rounds in turn, over as many layers' caches as the
-processor's own cache cannot hold. Without one the kernel is compiled for GPUs all the same, for what a compiler can tell:
-registers that did not suffice (spilled bytes) and shared memory (a processor of an A100 has 163 KB, of an H100 227, of most
-others 99). Both are of bfloat16 and 32 rows, as of 32 heads and one token.
+With a GPU: one decoded token, times by replaying CUDA graphs, medians of rounds in turn, over as many layers'
+caches as the processor's own cache cannot hold. Without one the kernel is compiled for GPUs all the same, for
+what a compiler can tell: registers that did not suffice (spilled bytes) and shared memory (a processor of an
+A100 has 163 KB, of an H100 227, of most others 99). Both are of bfloat16 and 32 rows, as of 32 heads and one
+token.
 """
 
 import json
@@ -19,9 +21,9 @@ import click
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from kvfold.convert.console import Command
-from kvfold.convert.containers import kernels_kvfold as kernels
-from kvfold.convert.errors import InvalidInput
+from kvfold.core.console import Command
+from kvfold.core.errors import InvalidInput
+from kvfold.models.shipped import kernels_kvfold as kernels
 
 from .machine import save
 
@@ -41,20 +43,43 @@ def compiled(capability: int, rank: int, rope: int, masked: bool, tile: int, sta
 
     width = max(16, triton.next_power_of_2(rank))
     rows = kernels._block(HEADS, 2 * width)
-    constants = {"C": rank, "C2": width, "R": rope, "R2": max(16, triton.next_power_of_2(rope)), "ROWS": rows, "TILE": tile}
+    constants = {
+        "C": rank,
+        "C2": width,
+        "R": rope,
+        "R2": max(16, triton.next_power_of_2(rope)),
+        "ROWS": rows,
+        "TILE": tile,
+    }
     constants["MASK"] = int(masked)
-    pointers = {"mask": "*i1" if masked else "*bf16", "ends": "*i32", "sums": "*fp32", "logarithms": "*fp32", "scale": "fp32"}
+    pointers = {
+        "mask": "*i1" if masked else "*bf16",
+        "ends": "*i32",
+        "sums": "*fp32",
+        "logarithms": "*fp32",
+        "scale": "fp32",
+    }
     pointers |= dict.fromkeys(("query", "turned", "latent", "rope"), "*bf16")
     names = kernels._split_sums.arg_names
     signature = {name: "constexpr" if name in constants else pointers.get(name, "i32") for name in names}
     aligned = ("query", "turned", "latent", "rope", "sums", "latent_B", "latent_S", "rope_B", "rope_S")
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
     source = ASTSource(
-        kernels._split_sums, signature, {(names.index(name),): value for name, value in constants.items()}, attributes
+        kernels._split_sums,
+        signature,
+        {(names.index(name),): value for name, value in constants.items()},
+        attributes,
     )
     options = {"num_warps": kernels._warps(rows, width), "num_stages": stages}
     made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    found = {"capability": capability, "rank": rank, "rope": rope, "masked": masked, "tile": tile, "stages": stages}
+    found = {
+        "capability": capability,
+        "rank": rank,
+        "rope": rope,
+        "masked": masked,
+        "tile": tile,
+        "stages": stages,
+    }
     reader = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     return found | {"shared_bytes": made.metadata.shared, **_resources(made.asm["cubin"], reader)}
 
@@ -96,13 +121,20 @@ def replayed(call: Callable[[], Any]) -> Callable[[], float]:
 
 @torch.no_grad()
 def measured(rank: int, rope: int, context: int, batch: int) -> dict[str, Any]:
-    """Milliseconds a layer of the kernel, of plain products and of the source's attention; and the share of copying's speed."""
+    """Milliseconds a layer of the kernel, of plain products and of the source's attention.
+
+    And the share of copying's speed.
+    """
     options: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
     size = batch * context * (rank + rope) * 2
     layers = max(1, FRESH // size)
-    query, turned = torch.randn(batch, HEADS, 1, rank, **options), torch.randn(batch, HEADS, 1, rope, **options)
+    query, turned = (
+        torch.randn(batch, HEADS, 1, rank, **options),
+        torch.randn(batch, HEADS, 1, rope, **options),
+    )
     caches = [
-        (torch.randn(batch, context, rank, **options), torch.randn(batch, context, rope, **options)) for _ in range(layers)
+        (torch.randn(batch, context, rank, **options), torch.randn(batch, context, rope, **options))
+        for _ in range(layers)
     ]
     key, value = (torch.randn(batch, HEADS, context, HEAD, **options) for _ in range(2))
     copied = torch.randn(FRESH // 2, **options), torch.empty(FRESH // 2, **options)
@@ -120,21 +152,30 @@ def measured(rank: int, rope: int, context: int, batch: int) -> dict[str, Any]:
     chosen = kernels._chosen.get((query.device, query.dtype, rank, rope, False, None))
     return {
         "rank": rank, "rope": rope, "context": context, "batch": batch, "tile_and_stages": chosen,
-        "ms_per_layer": {"fused": found["fused"] / layers, "plain": found["plain"] / layers, "mha": found["mha"]},
+        "ms_per_layer": {"fused": found["fused"] / layers, "plain": found["plain"] / layers,
+                         "mha": found["mha"]},
         "cache_gb_per_s": speed, "copy_gb_per_s": 2 * FRESH / found["copy"] / 1e6,
         "share_of_copy": speed["fused"] * found["copy"] * 1e6 / (2 * FRESH),
     }  # fmt: skip
 
 
 @click.command(cls=Command)
-@click.option("--rank", "ranks", type=click.Choice([str(rank) for rank, _ in WIDTHS]), multiple=True, help="Only these widths.")
+@click.option(
+    "--rank",
+    "ranks",
+    type=click.Choice([str(rank) for rank, _ in WIDTHS]),
+    multiple=True,
+    help="Only these widths.",
+)
 @click.option("--compile", "compile_only", is_flag=True, help="Only compile, as where there is no GPU.")
 @click.option("--save", "saved", is_flag=True, help="Keep the rows in benchmarks/results/kernels-*.json.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def main(ranks: tuple[str, ...], compile_only: bool, saved: bool, as_json: bool) -> None:
     """Print a row for each width."""
     if kernels.triton is None:
-        raise InvalidInput("Triton is not installed, so there is no kernel here; pip install 'kvfold[kernels]'")
+        raise InvalidInput(
+            "Triton is not installed, so there is no kernel here; pip install 'kvfold[kernels]'"
+        )
     chosen = [widths for widths in WIDTHS if not ranks or str(widths[0]) in ranks]
     if compile_only or not torch.cuda.is_available():
         name = "kernels-compiled"

@@ -1,4 +1,6 @@
-"""One run of `kvfold distill` in a process of its own, watched from outside, and killed where that is wanted."""
+"""One run of `kvfold distill` in a process of its own, watched from outside, and killed where that is
+wanted.
+"""
 
 import fnmatch
 import json
@@ -10,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-
-from kvfold.distill.recipe import Recipe
+from kvfold.distill.recipe.recipe.recipe import Recipe
 
 # What can be seen in a run's directory, in the order in which it can: a name, and the files that tell of it.
 MOMENTS = {
@@ -72,7 +73,10 @@ class Seen:
 
     def joined(self, later: "Seen") -> "Seen":
         """This and what was seen after it."""
-        states = {step: self.states.get(step, []) + later.states.get(step, []) for step in self.states | later.states}
+        states = {
+            step: self.states.get(step, []) + later.states.get(step, [])
+            for step in self.states | later.states
+        }
         return replace(later, events=self.events + later.events, states=states)
 
 
@@ -95,16 +99,23 @@ def run(recipe: Recipe, place: Path, aim: Aim | None) -> Attempt:
         aim: None: it is not killed.
     """
     place.mkdir(exist_ok=True)
-    changed: dict[str, Any] = {"output": str(place / "out"), "save": recipe.save.model_copy(update={"keep": 10**6})}
+    changed: dict[str, Any] = {
+        "output": str(place / "out"),
+        "save": recipe.save.model_copy(update={"keep": 10**6}),
+    }
     changed |= {"teacher_cache": str(place / "cache")} if recipe.teacher_cache else {}
     file = place / "recipe.yaml"
     file.write_text(yaml.safe_dump(recipe.model_copy(update=changed).resolved()), encoding="utf-8")
     begun = time.monotonic()
     with (place / "said").open("w") as said:
-        process = subprocess.Popen([sys.executable, "-m", "kvfold", "distill", str(file)], stdout=said, stderr=said)
+        process = subprocess.Popen(
+            [sys.executable, "-m", "kvfold", "distill", str(file)], stdout=said, stderr=said
+        )
         seen = _watch(process, place, begun, aim)
     lines = (place / "said").read_text(encoding="utf-8").splitlines()
-    return Attempt(process.returncode, lines[-1] if lines else "", replace(seen, seconds=time.monotonic() - begun), place)
+    return Attempt(
+        process.returncode, lines[-1] if lines else "", replace(seen, seconds=time.monotonic() - begun), place
+    )
 
 
 def _watch(process: "subprocess.Popen[bytes]", place: Path, begun: float, aim: Aim | None) -> Seen:
@@ -146,7 +157,10 @@ def _files(place: Path) -> list[str]:
 
 
 def _read_state(path: Path, states: dict[str, list[dict[str, str]]]) -> None:
-    """Note the hashes of a training state that is whole; all but those of progress.json, which names the output."""
+    """Note the hashes of a training state that is whole.
+
+    All but those of progress.json, which names the output.
+    """
     if (
         path.name == "manifest.json"
         and fnmatch.fnmatch(path.parent.name, "step-????????")
@@ -156,7 +170,9 @@ def _read_state(path: Path, states: dict[str, list[dict[str, str]]]) -> None:
             hashes = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return
-        states.setdefault(path.parent.name, []).append({name: hashes[name] for name in hashes if name.endswith(".safetensors")})
+        states.setdefault(path.parent.name, []).append(
+            {name: hashes[name] for name in hashes if name.endswith(".safetensors")}
+        )
 
 
 def differences(whole: Attempt, resumed: Attempt, seen: Seen) -> list[str]:
@@ -165,7 +181,9 @@ def differences(whole: Attempt, resumed: Attempt, seen: Seen) -> list[str]:
     names = {str(path.relative_to(out)) for out in (one, other) for path in out.rglob("*.safetensors")}
     found = [name for name in sorted(names) if _bytes(one / name) != _bytes(other / name)]
     found += [
-        name for name, read in (("metrics.jsonl", _metrics), ("curve.json", _bytes)) if read(one / name) != read(other / name)
+        name
+        for name, read in (("metrics.jsonl", _metrics), ("curve.json", _bytes))
+        if read(one / name) != read(other / name)
     ]
     for step, hashes in sorted(seen.states.items()):
         expected = whole.seen.states.get(step)

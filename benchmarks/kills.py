@@ -1,15 +1,19 @@
-"""A distillation killed by `kill -9` at random moments, and gone on with: `python -m benchmarks.kills [RECIPE] --kills 20`.
+"""A distillation killed by `kill -9` at random moments, and gone on with: `python -m benchmarks.kills
+[RECIPE] --kills 20`.
 
-The recipe is run once without interruption, and once more for every kill: killed, given again until it ends, and compared with
-the first run bit for bit: every safetensors file of the output, the hashes of weights and optimizer in every training state
-that was seen on the way, every number of metrics.jsonl and curve.json but speed and memory.
+The recipe is run once without interruption, and once more for every kill: killed, given again until it ends,
+and compared with
+the first run bit for bit: every safetensors file of the output, the hashes of weights and optimizer in every
+training state that was seen on the way, every number of metrics.jsonl and curve.json but speed and memory.
 
-Half of the moments are drawn evenly over the time that the first run took, start and clean-up included. The other half are
-aimed at what takes too little time to be hit so: up to 30 ms after one of the things that could be seen in the directory of the
-first run (MOMENTS), such as a training state that is being written or the directory of the final export.
+Half of the moments are drawn evenly over the time that the first run took, start and clean-up included. The
+other half are
+aimed at what takes too little time to be hit so: up to 30 ms after one of the things that could be seen in
+the directory of the first run (MOMENTS), such as a training state that is being written or the directory of
+the final export.
 
-Needs the recipe's student; for the default, benchmarks/kills.yaml, that is the README's fold of recipes/demo. Exit code 3 where
-anything differs.
+Needs the recipe's student; for the default, benchmarks/kills.yaml, that is the README's fold of recipes/demo.
+Exit code 3 where anything differs.
 """
 
 import random
@@ -19,11 +23,11 @@ from pathlib import Path
 from typing import Any
 
 import click
+from kvfold.distill.recipe.recipe.recipe import Recipe
 
-from kvfold.convert.console import Command, show_json, show_table
-from kvfold.convert.errors import InvalidInput
-from kvfold.distill.explain import validate
-from kvfold.distill.recipe import Recipe
+from kvfold.core.console import Command, show_json, show_table
+from kvfold.core.errors import InvalidInput
+from kvfold.distill.run.explain import validate
 from kvfold.eval.assertions import Unmet
 
 from .killed_runs import Aim, Attempt, Seen, differences, run
@@ -34,12 +38,16 @@ AT_MOST = 0.03  # seconds after a thing was seen; it takes about as long to writ
 
 
 def draw_aims(count: int, seed: int, whole: Seen) -> list[Aim]:
-    """Moments to kill at, alternately by the clock, each in its own part of the time, and at something that was seen."""
+    """Moments to kill at, alternately by the clock, each in its own part of the time, and at something that
+    was seen.
+    """
     draw, events = random.Random(seed), whole.events
     aims = []
     for number in range(count):
         by_clock = Aim(seconds=whole.seconds * (number + draw.random()) / count)
-        name = draw.choice(sorted({event.name for event in events}))  # first what, or else only what is frequent would be met
+        name = draw.choice(
+            sorted({event.name for event in events})
+        )  # first what, or else only what is frequent would be met
         event = draw.choice([event for event in events if event.name == name])
         aims.append(by_clock if number % 2 == 0 else Aim(seconds=draw.uniform(0, AT_MOST), event=event))
     return aims
@@ -54,7 +62,9 @@ def try_once(number: int, aim: Aim, recipe: Recipe, work: Path, whole: Attempt) 
     while resumed.code == -9:  # of the killed one; what goes on is not killed again
         resumed, starts = run(recipe, place, None), starts + 1
         seen = seen.joined(resumed.seen)
-    found = [f"exit code {resumed.code}: {resumed.said}"] if resumed.code else differences(whole, resumed, seen)
+    found = (
+        [f"exit code {resumed.code}: {resumed.said}"] if resumed.code else differences(whole, resumed, seen)
+    )
     return {
         "number": number,
         "aim": aim.told(),
@@ -74,7 +84,9 @@ def try_once(number: int, aim: Aim, recipe: Recipe, work: Path, whole: Attempt) 
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="As for `kvfold distill`.")
 @click.option("--name", help="Keep the result in benchmarks/results/NAME.json.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
-def main(recipe: Path, kills: int, seed: int, overrides: tuple[str, ...], name: str | None, as_json: bool) -> None:
+def main(
+    recipe: Path, kills: int, seed: int, overrides: tuple[str, ...], name: str | None, as_json: bool
+) -> None:
     """Kill a distillation at random moments; see whether it ends in the same bits each time."""
     with tempfile.TemporaryDirectory(prefix="kills-") as directory:
         work = Path(directory)
@@ -82,15 +94,25 @@ def main(recipe: Path, kills: int, seed: int, overrides: tuple[str, ...], name: 
         whole = run(asked, work / "whole", None)
         if whole.code:
             raise InvalidInput(f"the recipe does not run: {whole.said}")
-        click.echo(f"uninterrupted: {whole.seen.seconds:.1f} s, {len(whole.seen.states)} training states", err=True)
+        click.echo(
+            f"uninterrupted: {whole.seen.seconds:.1f} s, {len(whole.seen.states)} training states", err=True
+        )
         rows = []
         for number, aim in enumerate(draw_aims(kills, seed, whole.seen), 1):
             rows.append(try_once(number, aim, asked, work, whole))
             click.echo(
-                f"{number} of {kills}: {rows[-1]['aim']}, {'identical' if rows[-1]['identical'] else 'DIFFERS'}", err=True
+                f"{number} of {kills}: {rows[-1]['aim']}, "
+                f"{'identical' if rows[-1]['identical'] else 'DIFFERS'}",
+                err=True,
             )
     moments = dict(Counter(event.name for event in whole.seen.events))
-    result = {"machine": machine(), "recipe": asked.resolved(), "seed": seed, "seconds": whole.seen.seconds, "moments": moments}
+    result = {
+        "machine": machine(),
+        "recipe": asked.resolved(),
+        "seed": seed,
+        "seconds": whole.seen.seconds,
+        "moments": moments,
+    }
     result |= {"kills": rows, "identical": sum(row["identical"] for row in rows)}
     if name:
         save(name, {key: value for key, value in result.items() if key != "machine"})
@@ -99,7 +121,9 @@ def main(recipe: Path, kills: int, seed: int, overrides: tuple[str, ...], name: 
     else:
         show(rows)
     if result["identical"] < kills:
-        raise Unmet(f"{kills - result['identical']} of {kills} killed runs ended otherwise than the one that was not")
+        raise Unmet(
+            f"{kills - result['identical']} of {kills} killed runs ended otherwise than the one that was not"
+        )
 
 
 def show(rows: list[dict[str, Any]]) -> None:
@@ -116,7 +140,9 @@ def show(rows: list[dict[str, Any]]) -> None:
         )
         for row in rows
     ]
-    show_table("kill -9", ("", "aimed at", "killed after", "last seen", "starts", "states", "identical"), lines)
+    show_table(
+        "kill -9", ("", "aimed at", "killed after", "last seen", "starts", "states", "identical"), lines
+    )
 
 
 if __name__ == "__main__":

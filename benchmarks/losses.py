@@ -1,10 +1,12 @@
-"""Time and memory of a loss over the vocabulary: `python -m benchmarks.losses --tokens 8192 --vocabulary 128256 --hidden 4096`.
+"""Time and memory of a loss over the vocabulary: `python -m benchmarks.losses --tokens 8192 --vocabulary
+128256 --hidden 4096`.
 
-Forward and reverse KL, forward and backward pass, with gradients of hidden states and head: kvfold's chunked form at several
-chunk sizes, and the dense form, which is what torch.nn.functional gives. Weights are float32, computed with in bfloat16 by
-autocast on a GPU. Every run is a process of its own; the kinds alternate, and medians are kept. Memory is the peak above the
-hidden states and heads of student and teacher; both gradients are in it. Seconds are the clock's on a GPU, and the processor's
-on a CPU, where other work on the machine must not count.
+Forward and reverse KL, forward and backward pass, with gradients of hidden states and head: kvfold's chunked
+form at several chunk sizes, and the dense form, which is what torch.nn.functional gives. Weights are float32,
+computed with in bfloat16 by autocast on a GPU. Every run is a process of its own; the kinds alternate, and
+medians are kept. Memory is the peak above the hidden states and heads of student and teacher; both gradients
+are in it. Seconds are the clock's on a GPU, and the processor's on a CPU, where other work on the machine
+must not count.
 """
 
 import json
@@ -21,9 +23,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import kl_div, linear, log_softmax
 
-from kvfold.distill.head import Predictions
 from kvfold.distill.losses import LOSSES
 from kvfold.distill.losses.chunks import chunk_elements
+from kvfold.distill.losses.predictions import Predictions
 
 from .machine import machine, save
 
@@ -40,7 +42,9 @@ def dense(name: str, student: Predictions, teacher: Predictions) -> Tensor:
 
 
 def run(name: str, kind: str, sizes: tuple[int, int, int], device: str) -> dict[str, float]:
-    """Seconds of the second of two passes, peak bytes above the inputs, and the loss a token, in this process."""
+    """Seconds of the second of two passes, peak bytes above the inputs, and the loss a token, in this
+    process.
+    """
     tokens, vocabulary, hidden = sizes
     generator = torch.Generator(device).manual_seed(0)
 
@@ -48,7 +52,8 @@ def run(name: str, kind: str, sizes: tuple[int, int, int], device: str) -> dict[
         return torch.randn(shape, generator=generator, device=device)
 
     student, teacher = (
-        Predictions(normal(tokens, hidden), normal(vocabulary, hidden).mul_(2 * hidden**-0.5), None) for _ in range(2)
+        Predictions(normal(tokens, hidden), normal(vocabulary, hidden).mul_(2 * hidden**-0.5), None)
+        for _ in range(2)
     )
     for tensor in (student.hidden_TD, student.weight_VD):
         tensor.requires_grad_()
@@ -90,7 +95,9 @@ def _peak(device: str) -> int:
 @click.option("--hidden", default=4096, show_default=True, help="Hidden size of student and teacher.")
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
 @click.option("--repeats", default=3, show_default=True, help="Runs of each kind.")
-@click.option("--chunks", default="20,22,24,25,26,27", show_default=True, help="Logits in a chunk: powers of 2.")
+@click.option(
+    "--chunks", default="20,22,24,25,26,27", show_default=True, help="Logits in a chunk: powers of 2."
+)
 @click.option("--name", help="Results go to benchmarks/results/losses-NAME.json.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("--once", nargs=2, hidden=True)
@@ -113,10 +120,14 @@ def main(
         return
     of_chunks = [str(2 ** int(power)) for power in chunks.split(",")]
     default = chunk_elements(torch.device(device))
-    cells = [("kl", kind) for kind in (DENSE, *of_chunks)] + [("reverse_kl", kind) for kind in (DENSE, str(default))]
+    cells = [("kl", kind) for kind in (DENSE, *of_chunks)] + [
+        ("reverse_kl", kind) for kind in (DENSE, str(default))
+    ]
     runs: dict[tuple[str, str], list[dict[str, float]]] = {cell: [] for cell in cells}
     command = [sys.executable, "-m", "benchmarks.losses", "--device", device]
-    command += [f"--{key}={value}" for key, value in zip(("tokens", "vocabulary", "hidden"), sizes, strict=True)]
+    command += [
+        f"--{key}={value}" for key, value in zip(("tokens", "vocabulary", "hidden"), sizes, strict=True)
+    ]
     for _ in range(repeats):
         for cell in cells:
             done = subprocess.run([*command, "--once", *cell], check=True, stdout=subprocess.PIPE, text=True)
@@ -135,7 +146,8 @@ def main(
         for row in result["rows"]:
             click.echo(
                 f"{row['loss']:10} {row['kind']:8} {row['chunk_logits'] or '':>10} {row['seconds']:8.3f} s "
-                f"({row['times_dense']:.2f} of dense) {row['peak_mb']:9.1f} MB  {row['nats']:.6f} nats a token"
+                f"({row['times_dense']:.2f} of dense) {row['peak_mb']:9.1f} MB  {row['nats']:.6f} nats a "
+                f"token"
             )
     if name:
         click.echo(f"saved in {save(f'losses-{name}', result)}", err=True)
@@ -145,7 +157,9 @@ def _rows(runs: dict[tuple[str, str], list[dict[str, float]]]) -> list[dict[str,
     rows = []
     for (loss, kind), own in runs.items():
         # Each run against the dense one of its round: what else the machine does then weighs on both.
-        ratios = [one["seconds"] / whole["seconds"] for one, whole in zip(own, runs[loss, DENSE], strict=True)]
+        ratios = [
+            one["seconds"] / whole["seconds"] for one, whole in zip(own, runs[loss, DENSE], strict=True)
+        ]
         rows.append(
             {
                 "loss": loss,

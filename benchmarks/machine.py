@@ -14,7 +14,11 @@ RESULTS = Path(__file__).parent / "results"
 def machine() -> dict[str, Any]:
     """Processor, cores, memory and versions."""
     info = Path("/proc/cpuinfo")
-    names = [line.partition(":")[2].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
+    names = [
+        line.partition(":")[2].strip()
+        for line in info.read_text().splitlines()
+        if line.startswith("model name")
+    ]
     return {
         "processor": names[0] if names else platform.processor(),
         "cores": os.cpu_count(),

@@ -1,7 +1,7 @@
 """The whole way for one checkpoint: `python -m benchmarks.pipeline MODEL --text EVAL --train TEXT.jsonl`.
 
-Folds it to every target at 50, 25 and 12.5 % of its cache, distils each with the same few tokens, and evaluates source, folded
-and distilled in one run on the same windows.
+Folds it to every target at 50, 25 and 12.5 % of its cache, distils each with the same few tokens, and
+evaluates source, folded and distilled in one run on the same windows.
 """
 
 import json
@@ -10,16 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import click
+from kvfold.distill.recipe.recipe.recipe import Recipe
 
-from kvfold.convert.errors import InvalidInput
-from kvfold.convert.hub import resolve
-from kvfold.convert.plan import make_plan
-from kvfold.convert.rewrite import rewrite
-from kvfold.distill.job import distill
-from kvfold.distill.recipe import Recipe
-from kvfold.eval.corpus import read_text
+from kvfold.convert.decide.plan import make_plan
+from kvfold.convert.write.rewrite import rewrite
+from kvfold.core.errors import InvalidInput
+from kvfold.core.hub import resolve
+from kvfold.distill.run.job import distill
 from kvfold.eval.options import Options
 from kvfold.eval.run import evaluate
+from kvfold.texts.corpus import read_text
 
 from .machine import save
 
@@ -34,7 +34,9 @@ def recipe(student: Path, train: str, tokens: str, window: int, lr: float) -> Re
             "student": str(student),
             "output": f"{student}-distilled",
             "data": {"source": train, "seq_len": window},
-            "stages": [{"name": "kl", "tokens": tokens, "lr": lr, "batch_tokens": 16 * window, "micro_batch": 16}],
+            "stages": [
+                {"name": "kl", "tokens": tokens, "lr": lr, "batch_tokens": 16 * window, "micro_batch": 16}
+            ],
         }
     )
 
@@ -48,7 +50,9 @@ def recipe(student: Path, train: str, tokens: str, window: int, lr: float) -> Re
 @click.option("--window", default=256, show_default=True)
 @click.option("--max-windows", type=int)
 @click.option("--name", required=True, help="Results go to benchmarks/results/pipeline-NAME.json.")
-def main(model: str, text: str, train: str, tokens: str, lr: float, window: int, max_windows: int | None, name: str) -> None:
+def main(
+    model: str, text: str, train: str, tokens: str, lr: float, window: int, max_windows: int | None, name: str
+) -> None:
     """Print and save the table of source, folded and distilled perplexity and KL."""
     source = resolve(model)
     content, options = read_text(text), Options(window=window, max_windows=max_windows)
@@ -86,7 +90,9 @@ def main(model: str, text: str, train: str, tokens: str, lr: float, window: int,
                 )
                 click.echo(json.dumps(rows[-1]))
     measured_on = {"protocol": folded.protocol.name, "text_sha256": folded.protocol.text_sha256}
-    click.echo(f"saved in {save(f'pipeline-{name}', {**measured_on, 'tokens': tokens, 'lr': lr, 'rows': rows})}")
+    click.echo(
+        f"saved in {save(f'pipeline-{name}', {**measured_on, 'tokens': tokens, 'lr': lr, 'rows': rows})}"
+    )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
-"""Does the ranking of `kvfold plan` hold? `python -m benchmarks.plan MODEL --text FILE`: predicted against measured loss.
+"""Does the ranking of `kvfold plan` hold? `python -m benchmarks.plan MODEL --text FILE`: predicted against
+measured loss.
 
-Every target is predicted from one statistics pass and by weights alone, then folded, by the closed form that was predicted and
-with the refinement that `kvfold convert` adds, and scored on the same windows as its source. Rank correlations are Spearman's.
+Every target is predicted from one statistics pass and by weights alone, then folded, by the closed form that
+was predicted and with the refinement that `kvfold convert` adds, and scored on the same windows as its
+source. Rank correlations are Spearman's.
 """
 
 import tempfile
@@ -9,21 +11,21 @@ from pathlib import Path
 from typing import Any
 
 import click
+from kvfold.convert.methods.table.refinement import STEPS
 from scipy.stats import spearmanr  # type: ignore[import-untyped]
 
-from kvfold.convert.console import show_table
-from kvfold.convert.hub import resolve
-from kvfold.convert.measurement.statistics import Statistics
-from kvfold.convert.measurement.study import study
-from kvfold.convert.plan import make_plan
-from kvfold.convert.planning.advice import Bounds, Row, place, predict_rows
-from kvfold.convert.planning.candidates import SHARES, find_candidates
-from kvfold.convert.refine import STEPS
-from kvfold.convert.rewrite import rewrite
-from kvfold.convert.source import Source, open_source
-from kvfold.eval.corpus import read_text
+from kvfold.convert.calibration.statistics import Statistics
+from kvfold.convert.calibration.study import study
+from kvfold.convert.decide.plan import make_plan
+from kvfold.convert.families.source import Source, open_source
+from kvfold.convert.write.rewrite import rewrite
+from kvfold.core.console import show_table
+from kvfold.core.hub import resolve
 from kvfold.eval.options import Options
 from kvfold.eval.run import evaluate
+from kvfold.planning.advice import Bounds, Row, place, predict_rows
+from kvfold.planning.candidates import SHARES, find_candidates
+from kvfold.texts.corpus import read_text
 
 from .machine import save
 
@@ -44,7 +46,9 @@ Table = dict[str, dict[str, float]]
 @click.option("--steps", default=STEPS, show_default=True, help="Of refinement.")
 @click.option("--name", required=True, help="Results go to benchmarks/results/plan-NAME.json.")
 def main(model: str, text: str, calibration: str, name: str, **options: Any) -> None:
-    """Print and save predicted and measured losses of every target, nats a token, and how well their ranks agree."""
+    """Print and save predicted and measured losses of every target, nats a token, and how well their ranks
+    agree.
+    """
     source = open_source(resolve(model))
     taken = {"sequences": options["sequences"], "length": options["length"], "seed": 0}
     statistics = study(source, calibration, **taken)
@@ -77,13 +81,17 @@ def _predicted(
     return predict_rows(rows, bounds, statistics), by_weights
 
 
-def _measure(row: Row, statistics: Statistics, steps: int, text: str, how: Options) -> tuple[float, dict[str, Any]]:
+def _measure(
+    row: Row, statistics: Statistics, steps: int, text: str, how: Options
+) -> tuple[float, dict[str, Any]]:
     """Nats a token above the source after a fold, and on what and against which source."""
     one = row.candidate
     directory = one.plan.source.checkpoint.directory
     with tempfile.TemporaryDirectory() as work:
         out = Path(work) / "out"
-        rewrite(make_plan(directory, one.to, one.options, None, "auto", statistics, steps), out, "benchmarks.plan")
+        rewrite(
+            make_plan(directory, one.to, one.options, None, "auto", statistics, steps), out, "benchmarks.plan"
+        )
         result = evaluate(out, directory, text, how)
     assert result.ppl.difference is not None
     assert result.ppl.teacher is not None
@@ -95,7 +103,9 @@ def _measure(row: Row, statistics: Statistics, steps: int, text: str, how: Optio
 def _agreement(table: Table) -> dict[str, float]:
     columns = {name: [row[name] for row in table.values()] for name in (*_PREDICTED, *_MEASURED)}
     pairs = [(one, other) for one in _PREDICTED for other in _MEASURED]
-    return {f"{one}, {other}": float(spearmanr(columns[one], columns[other]).statistic) for one, other in pairs}
+    return {
+        f"{one}, {other}": float(spearmanr(columns[one], columns[other]).statistic) for one, other in pairs
+    }
 
 
 def _show(table: Table, about: dict[str, Any], name: str) -> None:

@@ -1,8 +1,9 @@
-"""What compressed queries lose: `python -m benchmarks.queries MODEL --text FILE`, metrics by q_lora_rank at one cache.
+"""What compressed queries lose: `python -m benchmarks.queries MODEL --text FILE`, metrics by q_lora_rank at
+one cache.
 
-The source is scored in the same run on the same windows; numbers are nats a token above it, paired by window. `none` is the
-same fold with its queries whole. Predicted is the sum of what each layer alone was measured to lose on calibration text,
-planned what slots, latent and queries are expected to lose before that.
+The source is scored in the same run on the same windows; numbers are nats a token above it, paired by window.
+`none` is the same fold with its queries whole. Predicted is the sum of what each layer alone was measured to
+lose on calibration text, planned what slots, latent and queries are expected to lose before that.
 """
 
 import tempfile
@@ -15,24 +16,24 @@ from unittest.mock import patch
 
 import click
 import torch
+from kvfold.convert.methods.table.query_rank import query_metric
+from kvfold.convert.methods.table.refinement import STEPS
 from scipy.stats import spearmanr
 from torch import Tensor
 
-from kvfold.convert.attention import Attention
-from kvfold.convert.compressed import query_metric
-from kvfold.convert.console import show_table
-from kvfold.convert.hub import resolve
-from kvfold.convert.measurement.statistics import LayerStatistics
-from kvfold.convert.measurement.study import study
-from kvfold.convert.metric import Metric
-from kvfold.convert.plan import Plan, make_plan
-from kvfold.convert.refine import STEPS
-from kvfold.convert.rewrite import rewrite
-from kvfold.convert.source import open_source
-from kvfold.eval.corpus import read_text
+from kvfold.convert.algebra.attention import Attention
+from kvfold.convert.algebra.metric import Metric
+from kvfold.convert.calibration.statistics import LayerStatistics
+from kvfold.convert.calibration.study import study
+from kvfold.convert.decide.plan import Plan, make_plan
+from kvfold.convert.families.source import open_source
+from kvfold.convert.write.rewrite import rewrite
+from kvfold.core.console import show_table
+from kvfold.core.hub import resolve
 from kvfold.eval.options import Options
-from kvfold.eval.report import Result
+from kvfold.eval.result import Result
 from kvfold.eval.run import evaluate
+from kvfold.texts.corpus import read_text
 
 from .machine import save
 
@@ -43,7 +44,10 @@ SHARES = (0.125, 0.25, 0.375, 0.5, 0.75)  # of the hidden size
 def _even(attention: Attention, taken: LayerStatistics | None, span: int, frequencies_F: Tensor) -> Metric:
     """Every query costs the same: with the input's moment."""
     metric = query_metric(attention, taken, span, frequencies_F)
-    return replace(metric, query_NHH=torch.eye(metric.query_NHH.shape[-1], dtype=torch.float64).expand_as(metric.query_NHH))
+    return replace(
+        metric,
+        query_NHH=torch.eye(metric.query_NHH.shape[-1], dtype=torch.float64).expand_as(metric.query_NHH),
+    )
 
 
 def _plain(*arguments: Any) -> Metric:
@@ -68,10 +72,16 @@ METRICS: dict[str, tuple[Callable[..., Metric] | None, int]] = {
 @click.argument("model")
 @click.option("--text", required=True, help="Evaluation text, as for kvfold eval.")
 @click.option("--kv-budget", default="25%", show_default=True)
-@click.option("--sequences", default=48, show_default=True, help="Calibration sequences, which the source writes.")
+@click.option(
+    "--sequences", default=48, show_default=True, help="Calibration sequences, which the source writes."
+)
 @click.option("--length", default=256, show_default=True, help="Tokens of each.")
-@click.option("--only", multiple=True, type=click.Choice(tuple(METRICS)), help="A row's label; all rows by default.")
-@click.option("--share", multiple=True, type=float, default=SHARES, show_default=True, help="Ranks, of the hidden size.")
+@click.option(
+    "--only", multiple=True, type=click.Choice(tuple(METRICS)), help="A row's label; all rows by default."
+)
+@click.option(
+    "--share", multiple=True, type=float, default=SHARES, show_default=True, help="Ranks, of the hidden size."
+)
 @click.option("--window", default=256, show_default=True)
 @click.option("--max-windows", type=int)
 @click.option("--name", required=True, help="Results go to benchmarks/results/queries-NAME.json.")
@@ -89,7 +99,11 @@ def main(
 ) -> None:
     """Print and save nats lost by every metric at every rank."""
     directory = resolve(model)
-    source, content, how = open_source(directory), read_text(text), Options(window=window, max_windows=max_windows)
+    source, content, how = (
+        open_source(directory),
+        read_text(text),
+        Options(window=window, max_windows=max_windows),
+    )
     statistics = study(source, "self", sequences=sequences, length=length, seed=0)
     ranks = [str(int(source.geometry.hidden_size * part)) for part in share]
     rows: dict[str, dict[str, dict[str, Any]]] = {}
@@ -101,7 +115,11 @@ def main(
             for rank in [WHOLE, *ranks] if metric is None else ranks:
                 options = {"kv_budget": kv_budget, "q_lora_rank": None if rank == WHOLE else rank}
                 plan = make_plan(directory, "mla", options, None, "auto", statistics, steps)
-                with nullcontext() if metric is None else patch("kvfold.convert.fold.query_metric", metric):
+                with (
+                    nullcontext()
+                    if metric is None
+                    else patch("kvfold.convert.write.layer_fold.query_metric", metric)
+                ):
                     record = rewrite(plan, Path(work) / f"{label}-{rank}", "benchmarks.queries")
                 result = evaluate(Path(work) / f"{label}-{rank}", directory, content, how)
                 rows[label][rank] = _cell(plan, record, result)
@@ -118,11 +136,23 @@ def main(
         "calibration": ["self", sequences, length],
     }
     columns = (WHOLE, *ranks)
-    shown = [(label, *(f"{row[rank]['lost']:.4f}" if rank in row else "" for rank in columns)) for label, row in rows.items()]
-    title = f"{protocol['protocol']}, cache {kv_budget}, source {about['source_perplexity']:.4g}: nats lost by q_lora_rank"
+    shown = [
+        (label, *(f"{row[rank]['lost']:.4f}" if rank in row else "" for rank in columns))
+        for label, row in rows.items()
+    ]
+    title = (
+        f"{protocol['protocol']}, cache {kv_budget}, source {about['source_perplexity']:.4g}: nats "
+        f"lost by q_lora_rank"
+    )
     show_table(title, ("", *columns), shown)
-    click.echo("Spearman with nats lost: {predicted:.3f} of predicted loss, {planned:.3f} of planned".format(**agreement))
-    click.echo(f"saved in {save(f'queries-{name}', {**protocol, **about, 'spearman': agreement, 'rows': rows})}")
+    click.echo(
+        "Spearman with nats lost: {predicted:.3f} of predicted loss, {planned:.3f} of planned".format(
+            **agreement
+        )
+    )
+    click.echo(
+        f"saved in {save(f'queries-{name}', {**protocol, **about, 'spearman': agreement, 'rows': rows})}"
+    )
 
 
 def _cell(plan: Plan, record: dict[str, Any], result: Result) -> dict[str, Any]:

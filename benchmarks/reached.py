@@ -1,4 +1,7 @@
-"""Tokens that runs needed to come as close to their source as was wanted; pure functions of the rows of benchmarks.recovery."""
+"""Tokens that runs needed to come as close to their source as was wanted.
+
+Pure functions of the rows of benchmarks.recovery.
+"""
 
 import math
 import statistics
@@ -12,12 +15,16 @@ Row = dict[str, Any]
 
 
 def wanted(plain: float, source: float, share: float) -> float:
-    """The perplexity at which a share of the loss of the plain start is made up for; both arguments are perplexities."""
+    """The perplexity at which a share of the loss of the plain start is made up for.
+
+    Both arguments are perplexities.
+    """
     return math.exp(math.log(source) + (1 - share) * (math.log(plain) - math.log(source)))
 
 
 def tokens_to(points: Sequence[Row], perplexity: float) -> float | None:
-    """Tokens after which a curve first is at or below a perplexity, its logarithm taken as straight between evaluations.
+    """Tokens after which a curve first is at or below a perplexity, its logarithm taken as straight between
+    evaluations.
 
     Args:
         points: `tokens` and `perplexity` of each evaluation, in the order of training.
@@ -40,32 +47,45 @@ def tokens_to(points: Sequence[Row], perplexity: float) -> float | None:
 def summarise(rows: Sequence[Row]) -> list[Row]:
     """One line for every target, start and recipe, over its seeds.
 
-    Targets are absolute: shares of the loss of the target's plain start, whatever a run began with. The source trained on the
-    same tokens has lines of its own, without targets.
+    Targets are absolute: shares of the loss of the target's plain start, whatever a run began with. The
+    source trained on the same tokens has lines of its own, without targets.
 
     Args:
         rows: of finished runs; see `recovery.train`.
 
     Returns:
-        `perplexity` at the end and `recovered`, medians with least and most; for every share `reached`: how many seeds got
-        there, the median of their tokens, and those of each seed (None: not within the run); and `as_usual`, the same for the
-        perplexity at which cross entropy from the plain start ends with the same seed.
+        `perplexity` at the end and `recovered`, medians with least and most; for every share `reached`: how
+        many seeds got there, the median of their tokens, and those of each seed (None: not within the run);
+        and `as_usual`, the same for the perplexity at which cross entropy from the plain start ends with the
+        same seed.
     """
     plain = {row["target"]: row["points"][0]["perplexity"] for row in rows if row["start"] == PLAIN}
-    usual = {(row["target"], row["seed"]): row for row in rows if (row["start"], row["recipe"]) == (PLAIN, USUAL)}
+    usual = {
+        (row["target"], row["seed"]): row for row in rows if (row["start"], row["recipe"]) == (PLAIN, USUAL)
+    }
     groups: dict[tuple[str, str, str], list[Row]] = defaultdict(list)
     for row in rows:
         groups[row["target"], row["start"], row["recipe"]].append(row)
     lines = []
     for (target, start, recipe), own in groups.items():
-        line: Row = {"target": target, "start": start, "recipe": recipe, "seeds": [row["seed"] for row in own]}
+        line: Row = {
+            "target": target,
+            "start": start,
+            "recipe": recipe,
+            "seeds": [row["seed"] for row in own],
+        }
         line |= {"source": own[0]["source"], "perplexity_at_start": own[0]["points"][0]["perplexity"]}
         line["perplexity"] = _spread([row["points"][-1]["perplexity"] for row in own])
         line["kl"] = _spread([row["points"][-1]["kl"] for row in own])
         if target in plain:
             line["recovered_at_start"] = _recovered(own[0]["points"][0], plain[target], own[0]["source"])
-            line["recovered"] = _spread([_recovered(row["points"][-1], plain[target], row["source"]) for row in own])
-            goals = {f"{share:.0%}": [wanted(plain[target], row["source"], share) for row in own] for share in SHARES}
+            line["recovered"] = _spread(
+                [_recovered(row["points"][-1], plain[target], row["source"]) for row in own]
+            )
+            goals = {
+                f"{share:.0%}": [wanted(plain[target], row["source"], share) for row in own]
+                for share in SHARES
+            }
             line["reached"] = {name: _reached(own, goal) for name, goal in goals.items()}
             compared = [row for row in own if (target, row["seed"]) in usual]
             ends = [usual[target, row["seed"]]["points"][-1]["perplexity"] for row in compared]

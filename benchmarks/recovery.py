@@ -1,15 +1,18 @@
-"""Perplexity against tokens, from every start by every recipe: `python -m benchmarks.recovery recipes/demo --name demo`.
+"""Perplexity against tokens, from every start by every recipe: `python -m benchmarks.recovery recipes/demo
+--name demo`.
 
-A checkpoint is folded to MLA at 25 and 12.5 % of its cache and to GQA with 4, 2 and 1 heads, the usual way (`svd`, `mean`: the
-plain start) and as kvfold does it (the best start). Each fold is trained by cross entropy alone, by KL alone, and by alignment
-followed by KL; the source itself is trained on the same tokens as control. All runs of a seed read the same tokens, and every
-evaluation is of the same windows, the source's in the same run.
+A checkpoint is folded to MLA at 25 and 12.5 % of its cache and to GQA with 4, 2 and 1 heads, the usual way
+(`svd`, `mean`: the plain start) and as kvfold does it (the best start). Each fold is trained by cross entropy
+alone, by KL alone, and by alignment followed by KL; the source itself is trained on the same tokens as
+control. All runs of a seed read the same tokens, and every evaluation is of the same windows, the source's in
+the same run.
 
-First every recipe gets its learning rates from each start: the best of five, by perplexity on the second half of the held-out
-text; all that is reported is measured on the first half. Alignment's rate is chosen first, then that of the KL after it.
+First every recipe gets its learning rates from each start: the best of five, by perplexity on the second half
+of the held-out text; all that is reported is measured on the first half. Alignment's rate is chosen first,
+then that of the KL after it.
 
-Every finished run is a row of benchmarks/results/recovery-NAME.json; runs that have theirs are left out, so that a stopped grid
-goes on when the same command is given again.
+Every finished run is a row of benchmarks/results/recovery-NAME.json; runs that have theirs are left out, so
+that a stopped grid goes on when the same command is given again.
 """
 
 import json
@@ -19,15 +22,29 @@ from pathlib import Path
 from typing import Any
 
 import click
+from kvfold.distill.recipe.recipe.recipe import parse_tokens
 
-from kvfold.convert.console import show_table
-from kvfold.convert.errors import InvalidInput
-from kvfold.convert.hub import resolve
-from kvfold.distill.recipe import parse_tokens
+from kvfold.core.console import show_table
+from kvfold.core.errors import InvalidInput
+from kvfold.core.hub import resolve
 
 from .machine import RESULTS, save
 from .reached import PLAIN, SHARES, Row, summarise
-from .recovery_runs import BEST, CALIBRATION, RECIPES, SOURCE, TARGETS, TUNED, Grid, Run, Setting, drop, fold_all, split, train
+from .recovery_runs import (
+    BEST,
+    CALIBRATION,
+    RECIPES,
+    SOURCE,
+    TARGETS,
+    TUNED,
+    Grid,
+    Run,
+    Setting,
+    drop,
+    fold_all,
+    split,
+    train,
+)
 
 CONTROL = "ce"  # the source cannot learn from itself
 ALIGNMENT, AFTER = "attention_output", "align+kl"
@@ -65,15 +82,24 @@ def chosen_rates(rows: list[Row], start: str) -> dict[str, dict[str, float]]:
     for row in rows:
         if row["start"] == start and row["recipe"].startswith(TUNED):
             tuned = row["recipe"].removeprefix(TUNED).strip()
-            best[tuned] = min(best.get(tuned, row), row, key=lambda one: float(one["points"][-1]["perplexity"]))
+            best[tuned] = min(
+                best.get(tuned, row), row, key=lambda one: float(one["points"][-1]["perplexity"])
+            )
     return {tuned: row["rates"] for tuned, row in best.items()}
 
 
-def grid_runs(targets: list[str], seeds: list[int], rates: Rates, wanted: tuple[str, ...] = ()) -> Iterator[Run]:
-    """The grid, a seed at a time: the control, then every target, start and recipe; or those that are wanted alone."""
+def grid_runs(
+    targets: list[str], seeds: list[int], rates: Rates, wanted: tuple[str, ...] = ()
+) -> Iterator[Run]:
+    """The grid, a seed at a time: the control, then every target, start and recipe.
+
+    Or those that are wanted alone.
+    """
     for seed in seeds:
         cells = [(SOURCE, SOURCE, CONTROL)]
-        cells += [(target, start, recipe) for target in targets for recipe in RECIPES for start in (PLAIN, BEST)]
+        cells += [
+            (target, start, recipe) for target in targets for recipe in RECIPES for start in (PLAIN, BEST)
+        ]
         for target, start, recipe in cells:
             if not wanted or f"{start}:{recipe}" in wanted:
                 yield Run(target=target, start=start, recipe=recipe, seed=seed, rates=rates[start][recipe])
@@ -91,7 +117,9 @@ def read_rows(name: str, setting: Setting) -> list[Row]:
     earlier = json.loads(path.read_text(encoding="utf-8"))
     for key, value in asdict(setting).items():
         if earlier["setting"][key] != value:
-            raise InvalidInput(f"{path} has runs with {key} {earlier['setting'][key]}, not {value}; choose another --name")
+            raise InvalidInput(
+                f"{path} has runs with {key} {earlier['setting'][key]}, not {value}; choose another --name"
+            )
     rows: list[Row] = earlier["rows"]
     return rows
 
@@ -126,7 +154,9 @@ def show(rows: list[Row]) -> None:
 @click.command()
 @click.argument("model")
 @click.option("--text", default="stdlib", show_default=True, help="Held-out text: a .txt file, or stdlib.")
-@click.option("--data", default="stdlib", show_default=True, help="Training text, as data.source of a recipe.")
+@click.option(
+    "--data", default="stdlib", show_default=True, help="Training text, as data.source of a recipe."
+)
 @click.option("--tokens", default="200k", show_default=True, help="Of a run.")
 @click.option("--tuning-tokens", help="Of a run that tries a learning rate. Default: --tokens.")
 @click.option("--batch-tokens", default=4096, show_default=True, help="Of an optimizer step.")
@@ -136,10 +166,20 @@ def show(rows: list[Row]) -> None:
 @click.option("--seeds", default="0,1,2", show_default=True, help="Of the order of the data.")
 @click.option("--only", multiple=True, type=click.Choice(list(TARGETS)), help="A target; all by default.")
 @click.option(
-    "--run", "cells", multiple=True, type=click.Choice(CELLS), help="A start and recipe; all and the control by default."
+    "--run",
+    "cells",
+    multiple=True,
+    type=click.Choice(CELLS),
+    help="A start and recipe; all and the control by default.",
 )
-@click.option("--rates", help="Take learning rates from benchmarks/results/recovery-NAME.json instead of trying some.")
-@click.option("--work", type=click.Path(path_type=Path), help="For folds and unfinished runs. Default: out/recovery-NAME.")
+@click.option(
+    "--rates", help="Take learning rates from benchmarks/results/recovery-NAME.json instead of trying some."
+)
+@click.option(
+    "--work",
+    type=click.Path(path_type=Path),
+    help="For folds and unfinished runs. Default: out/recovery-NAME.",
+)
 @click.option("--name", required=True, help="Results go to benchmarks/results/recovery-NAME.json.")
 def main(
     model: str,
@@ -160,7 +200,10 @@ def main(
     tuned: list[Row] = []
     if rates:
         other = json.loads((RESULTS / f"recovery-{rates}.json").read_text(encoding="utf-8"))
-        part, tuned = other["setting"]["tuning_tokens"], [row for row in other["rows"] if row["recipe"].startswith(TUNED)]
+        part, tuned = (
+            other["setting"]["tuning_tokens"],
+            [row for row in other["rows"] if row["recipe"].startswith(TUNED)],
+        )
     setting = Setting(model=model, tokens=whole, tuning_tokens=part, **same)
     rows = read_rows(name, setting) or tuned
     (work / "folds").mkdir(parents=True, exist_ok=True)
@@ -171,7 +214,9 @@ def main(
     if not rates:
         run_all(grid, tuning_runs(), name, rows)
         run_all(grid, tuning_after(rates_of(rows)), name, rows)
-    run_all(grid, grid_runs(targets, [int(seed) for seed in seeds.split(",")], rates_of(rows), cells), name, rows)
+    run_all(
+        grid, grid_runs(targets, [int(seed) for seed in seeds.split(",")], rates_of(rows), cells), name, rows
+    )
     show(rows)
     click.echo(f"saved in {write(name, setting, rows)}")
 

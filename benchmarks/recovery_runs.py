@@ -1,4 +1,7 @@
-"""Runs of benchmarks.recovery: how a checkpoint is folded, on what its folds are trained, and what of that is kept."""
+"""Runs of benchmarks.recovery.
+
+How a checkpoint is folded, on what its folds are trained, and what of that is kept.
+"""
 
 import json
 import shutil
@@ -7,16 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import click
+from kvfold.distill.recipe.recipe.recipe import Recipe
 
-from kvfold.convert.errors import InvalidInput
-from kvfold.convert.measurement.statistics import Statistics
-from kvfold.convert.measurement.study import study
-from kvfold.convert.plan import make_plan
-from kvfold.convert.rewrite import rewrite
-from kvfold.convert.source import open_source
-from kvfold.distill.job import distill
-from kvfold.distill.recipe import Recipe
-from kvfold.eval.corpus import read_text
+from kvfold.convert.calibration.statistics import Statistics
+from kvfold.convert.calibration.study import study
+from kvfold.convert.decide.plan import make_plan
+from kvfold.convert.families.source import open_source
+from kvfold.convert.write.rewrite import rewrite
+from kvfold.core.errors import InvalidInput
+from kvfold.distill.run.job import distill
+from kvfold.texts.corpus import read_text
 
 from .reached import PLAIN, Row
 
@@ -29,7 +32,8 @@ TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
     "gqa 4 heads": ("gqa", {"kv_heads": 4}),
 }
 PLAIN_METHODS = {"mla": "svd", "gqa": "mean"}
-# Losses in order, with their shares of the tokens; alignment is soon at its floor, so it gets the first quarter.
+# Losses in order, with their shares of the tokens; alignment is soon at its floor, so it gets the first
+# quarter.
 RECIPES: dict[str, dict[str, float]] = {
     "ce": {"ce": 1.0},
     "kl": {"kl": 1.0},
@@ -103,10 +107,11 @@ def slug(words: str) -> str:
 
 
 def split(setting: Setting, work: Path) -> None:
-    """Write the first half of the held-out text as evaluated.txt, and the second, by which rates are chosen, as tuned.txt.
+    """Write the first half of the held-out text as evaluated.txt, and the second, by which rates are chosen,
+    as tuned.txt.
 
-    Both are new to the source as well. On text that the source was trained on, whatever moves the student away from it looks
-    worse than it is, and rates come out too low.
+    Both are new to the source as well. On text that the source was trained on, whatever moves the student
+    away from it looks worse than it is, and rates come out too low.
     """
     text = read_text(setting.text).joined
     middle = text.find("\n", len(text) // 2) + 1 or len(text) // 2
@@ -128,7 +133,9 @@ def fold_all(grid: Grid, targets: list[str]) -> list[str]:
                 if start == BEST and statistics is None:
                     statistics = study(open_source(grid.source), length=grid.setting.window, **CALIBRATION)
                 method = PLAIN_METHODS[to] if start == PLAIN else None
-                plan = make_plan(grid.source, to, options, method, "auto", statistics if start == BEST else None)
+                plan = make_plan(
+                    grid.source, to, options, method, "auto", statistics if start == BEST else None
+                )
                 rewrite(plan, place, "benchmarks.recovery")
             made.append(target)
         except InvalidInput as reason:
@@ -137,7 +144,10 @@ def fold_all(grid: Grid, targets: list[str]) -> list[str]:
 
 
 def make_recipe(grid: Grid, run: Run) -> Recipe:
-    """A run as a recipe; rates are constant but for the last fifth, so that a curve's points can be compared."""
+    """A run as a recipe.
+
+    Rates are constant but for the last fifth, so that a curve's points can be compared.
+    """
     setting, work = grid.setting, grid.work
     is_tuning = run.recipe.startswith(TUNED)
     name = run.recipe.removeprefix(TUNED).strip()
@@ -160,7 +170,9 @@ def make_recipe(grid: Grid, run: Run) -> Recipe:
                 "micro_batch": 8,
             }
         )
-    cache = work / f"teacher-{steps * setting.batch_tokens}-{run.seed}"  # of windows that all runs of a seed read
+    cache = (
+        work / f"teacher-{steps * setting.batch_tokens}-{run.seed}"
+    )  # of windows that all runs of a seed read
     every = steps if is_tuning else max(1, steps // setting.evaluations)
     return Recipe.model_validate(
         {
@@ -168,7 +180,9 @@ def make_recipe(grid: Grid, run: Run) -> Recipe:
             "student": str(grid.fold(run.target, run.start)),
             "teacher": str(grid.source),
             "teacher_cache": str(cache),
-            "output": str(work / "runs" / slug(run.label + "".join(f" {rate:g}" for rate in run.rates.values()))),
+            "output": str(
+                work / "runs" / slug(run.label + "".join(f" {rate:g}" for rate in run.rates.values()))
+            ),
             "data": {"source": setting.data, "seq_len": setting.window, "seed": run.seed},
             "stages": stages,
             "evaluate": {

@@ -1,12 +1,15 @@
-"""Against a procedure that keeps the whole model and every activation in memory: `python -m benchmarks.resident`.
+"""Against a procedure that keeps the whole model and every activation in memory: `python -m
+benchmarks.resident`.
 
-Published converters by activations (TransMLA, arXiv 2502.07864, and what builds on it) load the model, run the calibration
-tokens through it, hold what the key and value projections of all layers gave, and decompose that layer by layer. `resident`
-here does so in the plainest way, with one decomposition a layer; published code stores the queries too, finds the rotary basis
-before and calibrates a second time, so its costs are not less. Both sides take the same generated model, the same tokens and
-float32, each in a process of its own, by turns. `kvfold convert` is run layer by layer and with the whole model in memory, both
-without refinement, by weights alone, and refined: what it pays beyond `resident` is the backward pass for Fisher moments, the
-second reading of every layer, and the refinement, whose cost is in proportion to its steps.
+Published converters by activations (TransMLA, arXiv 2502.07864, and what builds on it) load the model, run
+the calibration tokens through it, hold what the key and value projections of all layers gave, and decompose
+that layer by layer. `resident` here does so in the plainest way, with one decomposition a layer; published
+code stores the queries too, finds the rotary basis before and calibrates a second time, so its costs are not
+less. Both sides take the same generated model, the same tokens and float32, each in a process of its own, by
+turns. `kvfold convert` is run layer by layer and with the whole model in memory, both
+without refinement, by weights alone, and refined: what it pays beyond `resident` is the backward pass for
+Fisher moments, the second reading of every layer, and the refinement, whose cost is in proportion to its
+steps.
 """
 
 import json
@@ -23,13 +26,13 @@ from typing import Any
 
 import click
 import torch
+from kvfold.convert.methods.table.refinement import STEPS
 from safetensors.torch import save_file
 from torch import Tensor
 
-from kvfold.convert.measurement.documents import read_sequences
-from kvfold.convert.measurement.models import load_model, load_tokenizer
-from kvfold.convert.measurement.study import batch_size
-from kvfold.convert.refine import STEPS
+from kvfold.convert.calibration.study import batch_size
+from kvfold.models.loading import load_model, load_tokenizer
+from kvfold.texts.documents import read_sequences
 
 from .convert_memory import VOCABULARY, generate, timed
 from .machine import save
@@ -44,8 +47,13 @@ FOLDS = {
 }
 
 
-def fold_resident(source: Path, text: Path, out: Path, rank: int, sequences: int, length: int) -> dict[str, float]:
-    """The resident procedure; CPU seconds of its steps. Legend: X tokens, C rows of both projections, R rank, D hidden size."""
+def fold_resident(
+    source: Path, text: Path, out: Path, rank: int, sequences: int, length: int
+) -> dict[str, float]:
+    """The resident procedure; CPU seconds of its steps.
+
+    Legend: X tokens, C rows of both projections, R rank, D hidden size.
+    """
     clock = [time.process_time()]
     model = load_model(source)
     clock.append(time.process_time())
@@ -53,7 +61,9 @@ def fold_resident(source: Path, text: Path, out: Path, rank: int, sequences: int
     stored: dict[str, list[Tensor]] = {}
     for name, module in model.named_modules():
         if name.endswith(("k_proj", "v_proj")):
-            module.register_forward_hook(lambda _, __, output_BTC, name=name: stored.setdefault(name, []).append(output_BTC))
+            module.register_forward_hook(
+                lambda _, __, output_BTC, name=name: stored.setdefault(name, []).append(output_BTC)
+            )
     with torch.no_grad():
         for ids_BT in ids.split(batch_size(length)):
             model.get_decoder()(input_ids=ids_BT, use_cache=False)
@@ -90,7 +100,10 @@ def write_words(directory: Path, file: Path, tokens: int) -> None:
 
 
 def compare(root: Path, steps: int, repeats: int, size: dict[str, int]) -> Iterator[dict[str, Any]]:
-    """All procedures by turns, the refined fold in the first round only; after every round the medians so far."""
+    """All procedures by turns, the refined fold in the first round only.
+
+    After every round the medians so far.
+    """
     source, text, out = root / "source", root / "text.txt", root / "out"
     source.mkdir()
     # In a process of its own: a child's peak counts from what its parent held when it was forked.
@@ -116,7 +129,18 @@ def commands_of(root: Path, steps: int, size: dict[str, int]) -> dict[str, list[
     """What is run, by name."""
     rank = ["--rank", str(size["rank"])]
     taken = ["--sequences", str(size["sequences"]), "--length", str(size["length"])]
-    convert = [sys.executable, "-m", "kvfold", "convert", str(root / "source"), "--to", "mla", *rank, "--rope-dim", "64"]
+    convert = [
+        sys.executable,
+        "-m",
+        "kvfold",
+        "convert",
+        str(root / "source"),
+        "--to",
+        "mla",
+        *rank,
+        "--rope-dim",
+        "64",
+    ]
     convert += ["--jobs", "1", "--verify", "none", "--out", str(root / "out")]
     read = ["--calibration", str(root / "text.txt"), *taken]
     commands = {RESIDENT: [sys.executable, "-m", "benchmarks.resident", "--once", str(root), *rank, *taken]}
@@ -129,7 +153,10 @@ def commands_of(root: Path, steps: int, size: dict[str, int]) -> dict[str, list[
 def _summary(name: str, rounds: list[dict[str, Cost]]) -> dict[str, float]:
     keys, rounds = ("seconds", "cpu_seconds", "peak_mb"), [found for found in rounds if name in found]
     row = {key: round(median(found[name][key] for found in rounds), 1) for key in keys}
-    ratios = {f"{key}_over_resident": median(found[name][key] / found[RESIDENT][key] for found in rounds) for key in keys}
+    ratios = {
+        f"{key}_over_resident": median(found[name][key] / found[RESIDENT][key] for found in rounds)
+        for key in keys
+    }
     return row | {key: round(value, 2) for key, value in ratios.items()}
 
 
@@ -141,7 +168,11 @@ def _summary(name: str, rounds: list[dict[str, Cost]]) -> dict[str, float]:
 @click.option("--length", default=128, show_default=True)
 @click.option("--steps", default=STEPS, show_default=True, help="Of the refinement.")
 @click.option("--repeats", default=3, show_default=True)
-@click.option("--work", type=click.Path(path_type=Path), help="Where to put the checkpoints; a temporary directory by default.")
+@click.option(
+    "--work",
+    type=click.Path(path_type=Path),
+    help="Where to put the checkpoints; a temporary directory by default.",
+)
 @click.option("--once", type=click.Path(path_type=Path), hidden=True)
 @click.option("--json", "as_json", is_flag=True)
 def main(work: Path | None, once: Path | None, as_json: bool, steps: int, repeats: int, **size: int) -> None:

@@ -1,10 +1,12 @@
-"""Peak memory of processes that share a student and a teacher: `python -m benchmarks.sharded --gigabytes 1 --processes 2`.
+"""Peak memory of processes that share a student and a teacher: `python -m benchmarks.sharded --gigabytes 1
+--processes 2`.
 
-A generated teacher and its pooled copy are loaded and sharded (FSDP 2, gloo) in processes of their own: each of the two alone,
-both, and in a whole run of two steps that saves its state and writes a checkpoint. `whole` loads a model whole in every process
-and then keeps the shards, as is still done where a model cannot be read by the unit; `by unit` is what kvfold does. Memory is
-what a process holds above what it held before it loaded anything, without the pages of files, which the system may take back;
-it is looked at every 5 ms. Beside a run stands what `kvfold distill explain` predicts for it.
+A generated teacher and its pooled copy are loaded and sharded (FSDP 2, gloo) in processes of their own: each
+of the two alone, both, and in a whole run of two steps that saves its state and writes a checkpoint. `whole`
+loads a model whole in every process and then keeps the shards, as is still done where a model cannot be read
+by the unit; `by unit` is what kvfold does. Memory is what a process holds above what it held before it loaded
+anything, without the pages of files, which the system may take back; it is looked at every 5 ms. Beside a run
+stands what `kvfold distill explain` predicts for it.
 """
 
 import json
@@ -22,19 +24,19 @@ from typing import Any
 
 import click
 import torch
+from kvfold.distill.parallel.sharing.sharing import make_accelerator, share, share_teacher
+from kvfold.distill.recipe.recipe.recipe import Recipe
 from torch import nn
 
-from kvfold.convert.checkpoint import copy_side_files
-from kvfold.convert.console import show_table
-from kvfold.convert.plan import make_plan
-from kvfold.convert.rewrite import rewrite
-from kvfold.distill import student, teacher
-from kvfold.distill.footprint import footprint, skeleton
-from kvfold.distill.job import distill
-from kvfold.distill.parallel import make_accelerator, share, share_teacher
-from kvfold.distill.recipe import Recipe
-from kvfold.eval.models import describe
+from kvfold.checkpoints.directory import copy_side_files
+from kvfold.convert.decide.plan import make_plan
+from kvfold.convert.write.rewrite import rewrite
+from kvfold.core.console import show_table
+from kvfold.distill.run.footprint import footprint, skeleton
+from kvfold.distill.run.job import distill
+from kvfold.distill.stages import student, teacher
 from kvfold.eval.options import Options
+from kvfold.models.causal_lm import describe
 
 from .convert_memory import generate
 from .machine import save
@@ -72,7 +74,9 @@ def make_recipe(directory: Path, processes: int, output: Path) -> Recipe:
     )
 
 
-def work(rank: int, environment: dict[str, str], how: str, what: str, recipe: dict[str, Any], answer: Any) -> None:
+def work(
+    rank: int, environment: dict[str, str], how: str, what: str, recipe: dict[str, Any], answer: Any
+) -> None:
     """One process: load, shard or run, and put its peak into `answer`."""
     os.environ |= {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
     torch.set_num_threads(1)
@@ -93,7 +97,10 @@ def load(recipe: Recipe, what: str) -> None:
     """Load as a stage does."""
     accelerator, (stage,) = make_accelerator(recipe), recipe.stages
     kept: list[Any] = []
-    units, opened = None, describe(Path(recipe.student), Options())  # all that a teacher alone needs of a student
+    units, opened = (
+        None,
+        describe(Path(recipe.student), Options()),
+    )  # all that a teacher alone needs of a student
     if what != "teacher":
         opened, units = student.open_student(Path(recipe.student), None, stage, recipe, accelerator)
     if what in ("teacher", "both"):
@@ -156,7 +163,10 @@ def measure(directory: Path, processes: int, how: str, what: str) -> dict[str, A
         found = [answer.get() for _ in workers]
         for worker in workers:
             worker.join()
-    return {"peak_mb": [round(peak / 1e6) for _, peak, _ in sorted(found)], "seconds": round(max(row[2] for row in found), 1)}
+    return {
+        "peak_mb": [round(peak / 1e6) for _, peak, _ in sorted(found)],
+        "seconds": round(max(row[2] for row in found), 1),
+    }
 
 
 def prepare(directory: Path, gigabytes: float, hidden: int) -> None:
@@ -166,9 +176,15 @@ def prepare(directory: Path, gigabytes: float, hidden: int) -> None:
     layers = max(2, round((gigabytes * 1e9 / 2 - 2 * 32000 * hidden) / layer))
     generate(directory / "source", gigabytes, hidden=hidden, layers=layers)
     copy_side_files(DEMO, directory / "source")
-    rewrite(make_plan(directory / "source", "gqa", {"kv_heads": 2}, "mean", "auto"), directory / "fold", "benchmarks.sharded")
+    rewrite(
+        make_plan(directory / "source", "gqa", {"kv_heads": 2}, "mean", "auto"),
+        directory / "fold",
+        "benchmarks.sharded",
+    )
     draw = random.Random(0)
-    documents = [" ".join(draw.choices(["key", "value", "cache", "head", "fold", "rank"], k=200)) for _ in range(100)]
+    documents = [
+        " ".join(draw.choices(["key", "value", "cache", "head", "fold", "rank"], k=200)) for _ in range(100)
+    ]
     text = "".join(json.dumps({"text": document}) + "\n" for document in documents)
     (directory / "text.jsonl").write_text(text, encoding="utf-8")
 
@@ -186,7 +202,11 @@ def predict(directory: Path, processes: int) -> dict[str, int]:
 @click.option("--hidden", default=1024, show_default=True)
 @click.option("--processes", default=2, show_default=True)
 @click.option("--what", type=click.Choice(WHAT), multiple=True, default=WHAT, show_default=True)
-@click.option("--work", type=click.Path(path_type=Path), help="Where to put the checkpoints; a temporary directory by default.")
+@click.option(
+    "--work",
+    type=click.Path(path_type=Path),
+    help="Where to put the checkpoints; a temporary directory by default.",
+)
 def main(gigabytes: float, hidden: int, processes: int, what: tuple[str, ...], work: Path | None) -> None:
     """Measure, print and save."""
     with tempfile.TemporaryDirectory(dir=work) as name:
@@ -198,7 +218,9 @@ def main(gigabytes: float, hidden: int, processes: int, what: tuple[str, ...], w
     result = {"gigabytes": round(size / 1e9, 2), "hidden_size": hidden, "processes": processes, "rows": rows}
     result |= {"predicted_run_mb": {**predicted, "total": sum(predicted.values())}}
     cells = [
-        (item, how, str(row["peak_mb"]), str(row["seconds"])) for item, found in rows.items() for how, row in found.items()
+        (item, how, str(row["peak_mb"]), str(row["seconds"]))
+        for item, found in rows.items()
+        for how, row in found.items()
     ]
     show_table("Peak MB of each process above its start", ("what", "loaded", "peak", "seconds"), cells)
     click.echo(f"predicted for a run: {result['predicted_run_mb']}")

@@ -1,9 +1,11 @@
-"""Time and memory of taking statistics: `python -m benchmarks.statistics MODEL --tokens 24576`, MODEL a checkpoint or `300M`.
+"""Time and memory of taking statistics: `python -m benchmarks.statistics MODEL --tokens 24576`, MODEL a
+checkpoint or `300M`.
 
-Whole and layer by layer, against one plain forward and backward pass (mean cross entropy, gradients of all weights, float32)
-of the same model over the same tokens. Every run is a process of its own, so that its peak memory is its own; runs of the three
-kinds alternate, and medians are kept, also of the ratios within a round. Seconds are of the passes: loading the whole model is
-not among them, while layer by layer every layer is read twice on the way. Where other work shares the cores, CPU seconds tell.
+Whole and layer by layer, against one plain forward and backward pass (mean cross entropy, gradients of all
+weights, float32) of the same model over the same tokens. Every run is a process of its own, so that its peak
+memory is its own; runs of the three kinds alternate, and medians are kept, also of the ratios within a round.
+Seconds are of the passes: loading the whole model is not among them, while layer by layer every layer is read
+twice on the way. Where other work shares the cores, CPU seconds tell.
 """
 
 import json
@@ -23,11 +25,11 @@ from typing import Any
 import click
 import torch
 
-from kvfold.convert.hub import resolve
-from kvfold.convert.measurement import layerwise, passes
-from kvfold.convert.measurement.models import LayeredModel, load_model
-from kvfold.convert.measurement.study import batch_size, layout_of
-from kvfold.convert.source import open_source
+from kvfold.convert.calibration import layerwise, passes
+from kvfold.convert.calibration.study import batch_size, layout_of
+from kvfold.convert.families.source import open_source
+from kvfold.core.hub import resolve
+from kvfold.models.loading import LayeredModel, load_model
 
 from .convert_memory import generate
 from .machine import save
@@ -38,8 +40,15 @@ KINDS = ("plain", "whole", "layerwise")
 def run(kind: str, directory: Path, tokens: int, length: int) -> dict[str, float]:
     """Seconds and peak resident megabytes of one pass over random tokens, in this process."""
     source = open_source(directory)
-    ids = torch.randint(source.config["vocab_size"], (tokens // length, length), generator=torch.Generator().manual_seed(0))
-    how: dict[str, Any] = {"layout": layout_of(source), "batch_size": batch_size(length), "calibration": "random", "seed": 0}
+    ids = torch.randint(
+        source.config["vocab_size"], (tokens // length, length), generator=torch.Generator().manual_seed(0)
+    )
+    how: dict[str, Any] = {
+        "layout": layout_of(source),
+        "batch_size": batch_size(length),
+        "calibration": "random",
+        "seed": 0,
+    }
     if kind == "layerwise":
         layered = LayeredModel(source.checkpoint, how["layout"].projections(0)["o"])
         with measured() as cost, tempfile.TemporaryDirectory() as work:
@@ -62,12 +71,18 @@ def measured() -> Iterator[dict[str, float]]:
     cost = {"before_mb": peak_mb()}
     start, cpu = time.monotonic(), time.process_time()
     yield cost
-    cost |= {"seconds": time.monotonic() - start, "cpu_seconds": time.process_time() - cpu, "peak_mb": peak_mb()}
+    cost |= {
+        "seconds": time.monotonic() - start,
+        "cpu_seconds": time.process_time() - cpu,
+        "peak_mb": peak_mb(),
+    }
 
 
 def peak_mb() -> float:
     """This process's peak resident megabytes so far."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024) / 1e6
+    return (
+        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024) / 1e6
+    )
 
 
 def load_plain(directory: Path) -> Any:
@@ -90,7 +105,9 @@ def main(model: str, tokens: int, length: int, repeats: int, name: str, once: st
         click.echo(json.dumps(run(once, Path(model), tokens, length)))
         return
     with tempfile.TemporaryDirectory() as work:
-        directory = made(model, Path(work)) if model.endswith("M") and not Path(model).exists() else resolve(model)
+        directory = (
+            made(model, Path(work)) if model.endswith("M") and not Path(model).exists() else resolve(model)
+        )
         command = [sys.executable, "-m", "benchmarks.statistics", str(directory), "--tokens", str(tokens)]
         command += ["--length", str(length), "--name", name, "--once"]
         runs: dict[str, list[dict[str, float]]] = {kind: [] for kind in KINDS}
@@ -110,16 +127,26 @@ def main(model: str, tokens: int, length: int, repeats: int, name: str, once: st
         "threads": torch.get_num_threads(),
     }
     for kind, row in rows.items():
-        said = f"{row['seconds_per_million_tokens']:9.1f} s, {row['cpu_seconds_per_million_tokens']:9.1f} s CPU a million"
-        click.echo(f"{kind:10} {said} {row['peak_mb']:7.0f} MB peak, {row['cpu_times_plain']:.2f} times plain")
-    click.echo(f"saved in {save(f'statistics-{name}', {'model': model, **size, **taken, 'rows': rows, 'runs': runs})}")
+        said = (
+            f"{row['seconds_per_million_tokens']:9.1f} s, {row['cpu_seconds_per_million_tokens']:9.1f} "
+            f"s CPU a million"
+        )
+        click.echo(
+            f"{kind:10} {said} {row['peak_mb']:7.0f} MB peak, {row['cpu_times_plain']:.2f} times plain"
+        )
+    click.echo(
+        f"saved in "
+        f"{save(f'statistics-{name}', {'model': model, **size, **taken, 'rows': rows, 'runs': runs})}"
+    )
 
 
 def summarised(runs: list[dict[str, float]], plain: list[dict[str, float]], tokens: int) -> dict[str, float]:
     """Medians of some runs, and of their ratios to the plain runs of the same rounds."""
     row: dict[str, float] = {"peak_mb": round(statistics.median(one["peak_mb"] for one in runs))}
     for key, name in (("seconds", ""), ("cpu_seconds", "cpu_")):
-        row[f"{key}_per_million_tokens"] = round(statistics.median(one[key] for one in runs) / tokens * 1e6, 1)
+        row[f"{key}_per_million_tokens"] = round(
+            statistics.median(one[key] for one in runs) / tokens * 1e6, 1
+        )
         ratios = [one[key] / other[key] for one, other in zip(runs, plain, strict=True)]
         row[f"{name}times_plain"] = round(statistics.median(ratios), 2)
     return row

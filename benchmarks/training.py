@@ -1,17 +1,20 @@
 """Time and memory of a distillation step: `python -m benchmarks.training MODEL --name NAME`.
 
-The same student (MODEL folded to MLA at a quarter of its cache, by its weights alone) is trained on the same tokens by plain
-fine-tuning, which is transformers' own cross entropy and torch's AdamW and has no teacher, and by kvfold's KL with a teacher
-beside it, with one that shares the student's frozen weights, and with its hidden states read from a disk. Two sets of weights:
-all, and the attention alone, without which nothing can be shared. Every run is a process of its own, the kinds take turns, and
-medians are kept. Seconds are the processor's on a CPU, where other work on the machine must not count; memory is the peak above
-what the process held before it loaded a model.
+The same student (MODEL folded to MLA at a quarter of its cache, by its weights alone) is trained on the same
+tokens by plain fine-tuning, which is transformers' own cross entropy and torch's AdamW and has no teacher,
+and by kvfold's KL with a teacher beside it, with one that shares the student's frozen weights, and with its
+hidden states read from a disk. Two sets of weights: all, and the attention alone, without which nothing can
+be shared. Every run is a process of its own, the kinds take turns, and medians are kept. Seconds are the
+processor's on a CPU, where other work on the machine must not count; memory is the peak above what the
+process held before it loaded a model.
 
-What a teacher in memory must cost at least: of N weights in products a token takes 2 N operations forward, as many for the
-gradients of what a layer reads, and as many for those of its weights. A teacher as large as the student adds 2 N to 6 N (1.33
-times the plain step), or to the 4 N and a little that are left where few weights are trained (up to 1.5).
+What a teacher in memory must cost at least: of N weights in products a token takes 2 N operations forward, as
+many for the gradients of what a layer reads, and as many for those of its weights. A teacher as large as the
+student adds 2 N to 6 N (1.33 times the plain step), or to the 4 N and a little that are left where few
+weights are trained (up to 1.5).
 
-`--profile` prints the dearest operations of one KL step, and of one pass of statistics over as many tokens, instead.
+`--profile` prints the dearest operations of one KL step, and of one pass of statistics over as many tokens,
+instead.
 """
 
 import json
@@ -28,26 +31,26 @@ from typing import Any
 import click
 import psutil
 import torch
+from kvfold.distill.data.order.order import Stream, Windows
+from kvfold.distill.data.order.token_documents import SCORED
+from kvfold.distill.parallel.sharing.sharing import make_accelerator
+from kvfold.distill.recipe.recipe.recipe import Recipe
 from torch import Tensor
 
-from kvfold.convert.console import show_table
-from kvfold.convert.hub import resolve
-from kvfold.convert.measurement import passes
-from kvfold.convert.measurement.models import load_model
-from kvfold.convert.measurement.study import batch_size, layout_of
-from kvfold.convert.plan import make_plan
-from kvfold.convert.rewrite import rewrite
-from kvfold.convert.source import open_source
-from kvfold.distill.cached import cache_for, cached_teacher
-from kvfold.distill.data import Stream, Windows
-from kvfold.distill.documents import SCORED
-from kvfold.distill.isolation import isolate_documents
-from kvfold.distill.loop import EndToEnd, Run
-from kvfold.distill.parallel import make_accelerator
-from kvfold.distill.recipe import Recipe
-from kvfold.distill.student import load_student
-from kvfold.distill.teacher import open_teacher
-from kvfold.distill.weights import set_trainable
+from kvfold.convert.calibration import passes
+from kvfold.convert.calibration.study import batch_size, layout_of
+from kvfold.convert.decide.plan import make_plan
+from kvfold.convert.families.source import open_source
+from kvfold.convert.write.rewrite import rewrite
+from kvfold.core.console import show_table
+from kvfold.core.hub import resolve
+from kvfold.distill.stages.isolation import isolate_documents
+from kvfold.distill.stages.loop import EndToEnd, Run
+from kvfold.distill.stages.student import load_student
+from kvfold.distill.stages.teacher import open_teacher
+from kvfold.distill.stages.teacher_cache import cache_for, cached_teacher
+from kvfold.distill.stages.weights import set_trainable
+from kvfold.models.loading import load_model
 
 from .machine import save
 
@@ -62,7 +65,14 @@ STEPS = 3  # the first is not timed
 
 def make_recipe(teacher: Path, student: Path, train: str, how: str, tokens: int, length: int) -> Recipe:
     """A recipe of forward KL; nothing is read from its data source, or written."""
-    stage = {"name": "kl", "tokens": STEPS * tokens, "lr": 1e-5, "batch_tokens": tokens, "micro_batch": 4, "train": train}
+    stage = {
+        "name": "kl",
+        "tokens": STEPS * tokens,
+        "lr": 1e-5,
+        "batch_tokens": tokens,
+        "micro_batch": 4,
+        "train": train,
+    }
     named = str(teacher) if how in ("online", CACHE) else how
     data = {"source": "none", "seq_len": length}
     return Recipe.model_validate(
@@ -81,12 +91,17 @@ def make_recipe(teacher: Path, student: Path, train: str, how: str, tokens: int,
 def random_windows(recipe: Recipe, vocabulary: int) -> Windows:
     """Random tokens for all steps, all of them scored, in one document."""
     count = recipe.windows * recipe.data.seq_len + 1
-    tokens = torch.randint(vocabulary, (count,), generator=torch.Generator().manual_seed(0), dtype=torch.int32).numpy()
+    tokens = torch.randint(
+        vocabulary, (count,), generator=torch.Generator().manual_seed(0), dtype=torch.int32
+    ).numpy()
     return Windows([Stream(tokens, torch.full((count,), SCORED, dtype=torch.uint8).numpy())], recipe.data)
 
 
 def distilling(recipe: Recipe, teacher: Path) -> Callable[[int], float]:
-    """The models of a recipe, ready for the step of a number by kvfold's loop; a step returns the gradient's norm."""
+    """The models of a recipe, ready for the step of a number by kvfold's loop.
+
+    A step returns the gradient's norm.
+    """
     (stage,), accelerator = recipe.stages, make_accelerator(recipe)
     student = load_student(Path(recipe.student), recipe.data.seq_len, accelerator.device)
     isolate_documents(student.model, recipe.student)
@@ -104,7 +119,10 @@ def distilling(recipe: Recipe, teacher: Path) -> Callable[[int], float]:
 
 
 def fine_tuning(recipe: Recipe) -> Callable[[int], float]:
-    """The same student, ready for a plain step: no teacher, no windows of several documents, transformers' own loss."""
+    """The same student, ready for a plain step.
+
+    No teacher, no windows of several documents, transformers' own loss.
+    """
     (stage,) = recipe.stages
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = load_student(Path(recipe.student), recipe.data.seq_len, device).model
@@ -119,7 +137,9 @@ def fine_tuning(recipe: Recipe) -> Callable[[int], float]:
             with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
                 loss: Tensor = model(input_ids=ids_BS, labels=ids_BS, use_cache=False).loss
             (loss * len(part) / len(mine)).backward()
-        norm = torch.nn.utils.clip_grad_norm_([weight for group in optimizer.param_groups for weight in group["params"]], 1.0)
+        norm = torch.nn.utils.clip_grad_norm_(
+            [weight for group in optimizer.param_groups for weight in group["params"]], 1.0
+        )
         optimizer.step()
         optimizer.zero_grad()
         return float(norm)
@@ -147,12 +167,19 @@ def run(recipe: Recipe, teacher: Path) -> dict[str, float]:
 
 
 def dearest(act: Callable[[], Any], count: int = 6) -> dict[str, list[dict[str, Any]]]:
-    """The operations that took longest by themselves, with their shares of the processor's time; as a whole and by shapes."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profile:
+    """The operations that took longest by themselves, with their shares of the processor's time.
+
+    As a whole and by shapes.
+    """
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True
+    ) as profile:
         act()
     found = {}
     for name, by_shape in (("operations", False), ("by_shape", True)):
-        events = sorted(profile.key_averages(group_by_input_shape=by_shape), key=lambda event: -event.self_cpu_time_total)
+        events = sorted(
+            profile.key_averages(group_by_input_shape=by_shape), key=lambda event: -event.self_cpu_time_total
+        )
         whole = sum(event.self_cpu_time_total for event in events)
         found[name] = [
             {
@@ -169,14 +196,26 @@ def _shapes(shapes: list[list[int]]) -> str:
     return " ".join("x".join(map(str, shape)) for shape in shapes if shape)
 
 
-def profile_both(teacher: Path, student: Path, tokens: int, length: int) -> dict[str, dict[str, list[dict[str, Any]]]]:
+def profile_both(
+    teacher: Path, student: Path, tokens: int, length: int
+) -> dict[str, dict[str, list[dict[str, Any]]]]:
     """The dearest operations of a KL step and of a pass of statistics over as many tokens."""
     step = distilling(make_recipe(teacher, student, "all", "online", tokens, length), teacher)
     step(0)
     source, model = open_source(teacher), load_model(teacher)
-    ids = torch.randint(source.config["vocab_size"], (tokens // length, length), generator=torch.Generator().manual_seed(0))
-    how: dict[str, Any] = {"layout": layout_of(source), "batch_size": batch_size(length), "calibration": "random", "seed": 0}
-    return {"kl step": dearest(lambda: step(1)), "statistics": dearest(lambda: passes.collect(model, ids, **how))}
+    ids = torch.randint(
+        source.config["vocab_size"], (tokens // length, length), generator=torch.Generator().manual_seed(0)
+    )
+    how: dict[str, Any] = {
+        "layout": layout_of(source),
+        "batch_size": batch_size(length),
+        "calibration": "random",
+        "seed": 0,
+    }
+    return {
+        "kl step": dearest(lambda: step(1)),
+        "statistics": dearest(lambda: passes.collect(model, ids, **how)),
+    }
 
 
 @click.command()
@@ -185,10 +224,18 @@ def profile_both(teacher: Path, student: Path, tokens: int, length: int) -> dict
 @click.option("--length", default=256, show_default=True, help="Tokens of a window.")
 @click.option("--repeats", default=3, show_default=True, help="Runs of each kind.")
 @click.option("--profile", is_flag=True, help="Print the dearest operations instead of measuring.")
-@click.option("--name", required=True, help="Results go to benchmarks/results/training-NAME.json, or profile-NAME.json.")
+@click.option(
+    "--name", required=True, help="Results go to benchmarks/results/training-NAME.json, or profile-NAME.json."
+)
 @click.option("--once", nargs=3, hidden=True)
 def main(
-    model: str, tokens: int, length: int, repeats: int, profile: bool, name: str, once: tuple[str, str, str] | None
+    model: str,
+    tokens: int,
+    length: int,
+    repeats: int,
+    profile: bool,
+    name: str,
+    once: tuple[str, str, str] | None,
 ) -> None:
     """Print and save seconds and memory of every kind of step, and their ratios to plain fine-tuning."""
     source = resolve(model)
@@ -207,7 +254,14 @@ def main(
                     click.echo(f"{what:12} {row['share']:6.1%} {row['calls']:6} {row['operation']}")
             click.echo(f"saved in {save(f'profile-{name}', {**setting, **found})}")
             return
-        command = [sys.executable, "-m", "benchmarks.training", str(source), f"--tokens={tokens}", f"--length={length}"]
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks.training",
+            str(source),
+            f"--tokens={tokens}",
+            f"--length={length}",
+        ]
 
         def measure(kind: tuple[str, str]) -> dict[str, float]:
             once_more = [*command, f"--name={name}", "--once", *kind, str(fold)]
@@ -217,13 +271,17 @@ def main(
         measure(("all", CACHE))  # writes the cache, which the others read
         rounds = [{kind: measure(kind) for kind in KINDS} for _ in range(repeats)]
     rows = [summarise(kind, rounds) for kind in KINDS]
-    lines = [tuple(f"{value:g}" if isinstance(value, float) else str(value) for value in row.values()) for row in rows]
+    lines = [
+        tuple(f"{value:g}" if isinstance(value, float) else str(value) for value in row.values())
+        for row in rows
+    ]
     show_table("a step", [key.replace("_", " ") for key in rows[0]], lines)
     click.echo(f"saved in {save(f'training-{name}', {**setting, 'repeats': repeats, 'rows': rows})}")
 
 
 def summarise(kind: tuple[str, str], rounds: list[dict[tuple[str, str], dict[str, float]]]) -> dict[str, Any]:
-    """Medians of one kind; ratios are to plain steps of the same round, so that what else the machine does weighs on both.
+    """Medians of one kind; ratios are to plain steps of the same round, so that what else the machine does
+    weighs on both.
 
     `times_plain` compares with fine-tuning of the same weights, `times_plain_all` with that of all weights.
     """

@@ -1,7 +1,9 @@
-"""Folds served by vLLM, held against their sources in transformers: `make test-vllm`, or `python -m benchmarks.vllm`.
+"""Folds served by vLLM, held against their sources in transformers: `make test-vllm`, or `python -m
+benchmarks.vllm`.
 
-Each fold is checked by `kvfold verify --engine vllm`, in float32 on a CPU and bfloat16 on a GPU: log-probabilities of text that
-the source writes, greedy tokens, and what vLLM's own cache specification allocates. Exit code 1 where something is wrong.
+Each fold is checked by `kvfold verify --engine vllm`, in float32 on a CPU and bfloat16 on a GPU:
+log-probabilities of text that the source writes, greedy tokens, and what vLLM's own cache specification
+allocates. Exit code 1 where something is wrong.
 """
 
 import os
@@ -15,25 +17,35 @@ from typing import Any
 import click
 import torch
 
-from kvfold.convert.card import read_record
-from kvfold.convert.console import Command, show_table
-from kvfold.convert.errors import InvalidInput
-from kvfold.convert.verification.apart import NEAR, ROUNDED
-from kvfold.convert.verification.verify import verify
+from kvfold.checkpoints.record import read_record
+from kvfold.core.console import Command, show_table
+from kvfold.core.errors import InvalidInput
+from kvfold.verification.fresh_process import NEAR, ROUNDED
+from kvfold.verification.verify import verify
 
 from .folds import FOLDS, Fold, make_folds
 from .machine import save
 
 
 def run(fold: Fold, source: Path, out: Path) -> dict[str, Any]:
-    """A fold's row: what vLLM answers, against the source where the fold is exact, else against the fold in transformers."""
+    """A fold's row.
+
+    What vLLM answers, against the source where the fold is exact, else against the fold in transformers.
+    """
     start = time.monotonic()
     report = verify(out, ["vllm"], source)
     told = report.measured.get("vllm", {})
-    row: dict[str, Any] = {"source": fold.source, "options": fold.options, "class": report.measured.get("class")}
+    row: dict[str, Any] = {
+        "source": fold.source,
+        "options": fold.options,
+        "class": report.measured.get("class"),
+    }
     row |= {"against": "source" if fold.exact else "fold", "seconds": round(time.monotonic() - start, 1)}
     if "own" not in told:
-        why = report.failures or [*(check.detail for check in report.checks if check.name == "vllm"), *report.unasked]
+        why = report.failures or [
+            *(check.detail for check in report.checks if check.name == "vllm"),
+            *report.unasked,
+        ]
         return row | {"failures": why or ["vLLM gave no answer"]}
     answer = told["source" if fold.exact else "own"]
     cache = next(check for check in report.checks if check.name == "vllm cache")
@@ -45,11 +57,19 @@ def run(fold: Fold, source: Path, out: Path) -> dict[str, Any]:
     record = read_record(out)
     assert record is not None, "kvfold convert has just written it"
     sizes = {side: record["cache"][side]["elements_per_token_per_layer"] for side in ("before", "after")}
-    return row | {"dtype": told["dtype"], **answer, "cache": {**sizes, "vllm": told["cache"]}, "failures": failures}
+    return row | {
+        "dtype": told["dtype"],
+        **answer,
+        "cache": {**sizes, "vllm": told["cache"]},
+        "failures": failures,
+    }
 
 
 def _held(answer: dict[str, float], precise: bool) -> list[str]:
-    """What of an exact fold's answers is not the source's; rounding to 16 bits also chooses between tokens that are as good."""
+    """What of an exact fold's answers is not the source's.
+
+    Rounding to 16 bits also chooses between tokens that are as good.
+    """
     near = answer["max_difference"] <= NEAR if precise else answer["mean_difference"] <= ROUNDED
     wrong = [] if near else [f"log-probabilities are {answer['max_difference']:.1e} from the source's"]
     if precise and answer["same_tokens"] < answer["tokens"]:
@@ -58,18 +78,30 @@ def _held(answer: dict[str, float], precise: bool) -> list[str]:
 
 
 @click.command(cls=Command)
-@click.option("--only", metavar="WORDS", default="", help="Folds whose source or options contain these words; saves nothing.")
+@click.option(
+    "--only",
+    metavar="WORDS",
+    default="",
+    help="Folds whose source or options contain these words; saves nothing.",
+)
 def main(only: str) -> None:
-    """Serve every fold, print the table, and save it in benchmarks/results/vllm-cpu.json (vllm-cuda.json on a GPU)."""
+    """Serve every fold, print the table, and save it in benchmarks/results/vllm-cpu.json (vllm-cuda.json on
+    a GPU).
+    """
     if find_spec("vllm") is None:
         raise InvalidInput("vLLM is not installed in this environment; `make test-vllm` makes one of its own")
     rows = []
     with tempfile.TemporaryDirectory() as work:
         for fold, source, out in make_folds(Path(work), only):
             rows.append(run(fold, source, out))
-            click.echo(f"{len(rows)} {fold.source} {fold.options}: {'; '.join(rows[-1]['failures']) or 'ok'}", err=True)
+            click.echo(
+                f"{len(rows)} {fold.source} {fold.options}: {'; '.join(rows[-1]['failures']) or 'ok'}",
+                err=True,
+            )
     if not rows:
-        raise InvalidInput(f"--only {only!r} names no fold; these are: {', '.join(fold.source for fold in FOLDS)}")
+        raise InvalidInput(
+            f"--only {only!r} names no fold; these are: {', '.join(fold.source for fold in FOLDS)}"
+        )
     _show(rows)
     failed = sum(bool(row["failures"]) for row in rows)
     if not only and not failed:

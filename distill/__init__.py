@@ -1,4 +1,4 @@
 """Train a converted checkpoint against its source: recipes, data, losses, the loop and its exact resume.
 
-`kvfold.distill.job.distill(recipe)` is the library entry; `kvfold distill RECIPE` the command.
+`kvfold.distill.run.job.distill(recipe)` is the library entry; `kvfold distill RECIPE` the command.
 """

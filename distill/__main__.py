@@ -1,6 +1,8 @@
-"""`python -m kvfold.distill` is `kvfold distill`, so that `accelerate launch -m kvfold.distill RECIPE` works."""
+"""`python -m kvfold.distill` is `kvfold distill`, so that `accelerate launch -m kvfold.distill RECIPE`
+works.
+"""
 
-from ..convert.console import run_as_process
+from ..core.console import run_as_process
 from .cli import main
 
 if __name__ == "__main__":

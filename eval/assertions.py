@@ -8,8 +8,8 @@ from typing import Any
 
 import click
 
-from ..convert.errors import InvalidInput
-from .suites import SUITES
+from ..core.errors import InvalidInput
+from .suites.catalogue import SUITES
 
 # Short names of what is most often asked for. Elsewhere a path may leave out `suites.`.
 ALIASES = {
@@ -58,7 +58,8 @@ class Assertion:
 
 
 def parse(text: str, suites: Sequence[str]) -> Assertion:
-    """Read `kl.mean<0.1`: an alias or a dotted path of eval.json, with or without `suites.`, an operator, a number.
+    """Read `kl.mean<0.1`: an alias or a dotted path of eval.json, with or without `suites.`, an operator, a
+    number.
 
     Raises:
         InvalidInput: it has another form, or is about a suite that is not run.
@@ -69,11 +70,15 @@ def parse(text: str, suites: Sequence[str]) -> Assertion:
     except ValueError:
         bound = float("nan")
     if match is None or bound != bound:
-        raise InvalidInput(f"--assert {text!r} is no comparison with a number; write for example 'kl.mean<0.1'")
+        raise InvalidInput(
+            f"--assert {text!r} is no comparison with a number; write for example 'kl.mean<0.1'"
+        )
     names = tuple(ALIASES.get(match[1], match[1]).removeprefix("suites.").split("."))
     if names[0] in SUITES:
         if names[0] not in suites:
-            raise InvalidInput(f"--assert {text!r} is about the suite {names[0]}, which is not run; add it to --suite")
+            raise InvalidInput(
+                f"--assert {text!r} is about the suite {names[0]}, which is not run; add it to --suite"
+            )
         names = ("suites", *names)
     elif names[0] not in _BESIDE:
         known = ", ".join([*suites, *_BESIDE, *ALIASES])

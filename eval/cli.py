@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..convert.cli import Launched, read_size
-from ..convert.console import is_first, notice, show_json, show_table
-from ..convert.errors import InvalidInput
-from ..convert.measurement.ranks import together
+from ..core.console import is_first, notice, show_json, show_table
+from ..core.errors import InvalidInput
+from ..core.processes import together
 from .assertions import ALIASES, check, parse
-from .journal import Journal, reserved
+from .evaluation_journal import Journal, reserved
 from .options import DEVICE_MAPS, DEVICES, DTYPES, Options
-from .suites import DEFAULT, SUITES, check_settings, chosen
+from .suites.catalogue import DEFAULT, SUITES, check_settings, chosen
 
 if TYPE_CHECKING:
-    from .report import Result
+    from .result import Result
 
 _SUITES = "; ".join(f"{name}: {suite.summary}" for name, suite in SUITES.items())
 
@@ -33,23 +33,37 @@ def _size(ctx: click.Context, param: click.Parameter, value: str | None) -> int 
     epilog=f"Short paths for --assert: {', '.join(f'{short} ({path})' for short, path in ALIASES.items())}.",
 )
 @click.argument("model")
-@click.option("--suite", default=",".join(DEFAULT), show_default=True, metavar="NAMES", help=f"What to measure. {_SUITES}.")
+@click.option(
+    "--suite",
+    default=",".join(DEFAULT),
+    show_default=True,
+    metavar="NAMES",
+    help=f"What to measure. {_SUITES}.",
+)
 @click.option(
     "--text",
     metavar="PROTOCOL|FILE|stdlib",
-    help="wikitext2-gptq-2048 (any window), lm-eval:wikitext, a UTF-8 text, or the held-out part of Python's library.",
+    help="wikitext2-gptq-2048 (any window), lm-eval:wikitext, a UTF-8 text, or the held-out part of "
+    "Python's library.",
 )
 @click.option(
-    "--rows", type=click.Path(path_type=Path), metavar="FILE", help="WikiText-2's rows as JSON, in place of the Hub's."
+    "--rows",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="WikiText-2's rows as JSON, in place of the Hub's.",
 )
-@click.option("--teacher", metavar="MODEL", help="What to compare with.  [default: the source named in kvfold.json]")
+@click.option(
+    "--teacher", metavar="MODEL", help="What to compare with.  [default: the source named in kvfold.json]"
+)
 @click.option(
     "--window",
     type=click.IntRange(min=2),
     metavar="N",
     help="Tokens of a window.  [default: what the models take, at most 2048]",
 )
-@click.option("--bos/--no-bos", default=None, help="Start each window with BOS.  [default: if the tokenizer has one]")
+@click.option(
+    "--bos/--no-bos", default=None, help="Start each window with BOS.  [default: if the tokenizer has one]"
+)
 @click.option("--max-windows", type=click.IntRange(min=1), metavar="N", help="Read only so many windows.")
 @click.option(
     "--batch-size",
@@ -80,7 +94,10 @@ def _size(ctx: click.Context, param: click.Parameter, value: str | None) -> int 
     help="Where --device-map auto puts weights that are not read as the checkpoint has them.",
 )
 @click.option(
-    "--cpu-memory", callback=_size, metavar="SIZE", help="With --device-map auto: weights that stay in memory at most."
+    "--cpu-memory",
+    callback=_size,
+    metavar="SIZE",
+    help="With --device-map auto: weights that stay in memory at most.",
 )
 @click.option(
     "--one-at-a-time/--together",
@@ -99,7 +116,8 @@ def _size(ctx: click.Context, param: click.Parameter, value: str | None) -> int 
     "assertions",
     multiple=True,
     metavar="EXPR",
-    help="E.g. 'kl.mean<0.1': exit with code 3 where it does not hold. Any path of the JSON report; may be repeated.",
+    help="E.g. 'kl.mean<0.1': exit with code 3 where it does not hold. Any path of the JSON report; may "
+    "be repeated.",
 )
 @click.option(
     "--out",
@@ -121,15 +139,18 @@ def main(
 ) -> None:
     """Measure the checkpoint MODEL (a directory or a Hub id) on a text, with its teacher on the same windows.
 
-    Perplexity of both, KL(teacher || student), how often both find the same next token most probable, the KV cache of the
-    running models and, for a distilled checkpoint, the share of the conversion's loss that was recovered.
+    Perplexity of both, KL(teacher || student), how often both find the same next token most probable, the KV
+    cache of the running models and, for a distilled checkpoint, the share of the conversion's loss that was
+    recovered.
     """
     names = chosen(suite)
     settings = _settings(options, names)
     wanted = [parse(expression, names) for expression in assertions]
     _check_places(options)
     if text is None and (reading := [name for name in names if SUITES[name].reads_text]):
-        raise InvalidInput(f"the suites {', '.join(reading)} read a text; name one with --text, e.g. --text stdlib")
+        raise InvalidInput(
+            f"the suites {', '.join(reading)} read a text; name one with --text, e.g. --text stdlib"
+        )
     with ExitStack() as stack:
         with together():
             reserving = reserved(out) if out is not None and is_first() else nullcontext((Journal(), None))
@@ -160,13 +181,13 @@ def _evaluate(
     settings: dict[str, Any],
     journal: Journal,
 ) -> "Result":
-    from .corpus import read_text
+    from ..texts.corpus import read_text
 
     with together():
         content = None if text[0] is None else read_text(text[0], text[1])
 
-        from ..convert.card import folded_parent, source_directory
-        from ..convert.hub import resolve
+        from ..checkpoints.record import folded_parent, source_directory
+        from ..core.hub import resolve
 
         student = resolve(model)
         source = source_directory(student) if teacher is None else resolve(teacher)
@@ -176,11 +197,15 @@ def _evaluate(
 
     from .run import evaluate
 
-    return evaluate(student, source, content, options, parent, suites=suites, settings=settings, journal=journal)
+    return evaluate(
+        student, source, content, options, parent, suites=suites, settings=settings, journal=journal
+    )
 
 
 def _settings(options: dict[str, Any], suites: tuple[str, ...]) -> dict[str, Any]:
-    """Take the suites' own options out of `options`, and check that each given one belongs to a chosen suite."""
+    """Take the suites' own options out of `options`, and check that each given one belongs to a chosen
+    suite.
+    """
     own = [str(option.name) for row in SUITES.values() for option in row.options]
     ctx, default = click.get_current_context(), click.core.ParameterSource.DEFAULT
     settings = {name: options.pop(name) for name in own}
@@ -192,6 +217,10 @@ def _check_places(options: dict[str, Any]) -> None:
     """Refuse options for places of weights that do nothing, or fit no launcher."""
     for name in ("offload_dir", "cpu_memory"):
         if options[name] is not None and options["device_map"] != "auto":
-            raise InvalidInput(f"--{name.replace('_', '-')} is for weights that fit no device; add --device-map auto")
+            raise InvalidInput(
+                f"--{name.replace('_', '-')} is for weights that fit no device; add --device-map auto"
+            )
     if options["device_map"] == "auto" and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise InvalidInput("--device-map auto gives all devices to one process; start kvfold without a launcher")
+        raise InvalidInput(
+            "--device-map auto gives all devices to one process; start kvfold without a launcher"
+        )

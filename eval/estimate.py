@@ -1,4 +1,5 @@
-"""Means over windows with standard errors and intervals: every number of a report that has an error is one of these.
+"""Means over windows with standard errors and intervals: every number of a report that has an error is one of
+these.
 
 Windows, not tokens, are what is taken as independent: the losses of neighbouring tokens are not.
 """
@@ -42,8 +43,9 @@ def estimate(values: Sequence[float], weights: Sequence[float] | None = None) ->
 
     Args:
         values: one a window, e.g. the mean loss of its tokens.
-        weights: what each is a mean of, e.g. how many tokens; None: all alike. The standard error is then that of a quotient of
-            two sums over windows (Cochran, Sampling Techniques, 6.3); for equal weights it is s / sqrt(N).
+        weights: what each is a mean of, e.g. how many tokens; None: all alike. The standard error is then
+            that of a quotient of two sums over windows (Cochran, Sampling Techniques, 6.3); for equal weights
+            it is s / sqrt(N).
     """
     value_N = np.asarray(values, np.float64)
     share_N = np.ones_like(value_N) if weights is None else np.asarray(weights, np.float64)
@@ -59,8 +61,13 @@ def estimate(values: Sequence[float], weights: Sequence[float] | None = None) ->
     return Estimate(mean, error, mean - margin, mean + margin)
 
 
-def paired_difference(ours: Sequence[float], theirs: Sequence[float], weights: Sequence[float] | None = None) -> Estimate:
-    """Mean of `ours` - `theirs` on the same windows; the windows' own difficulty cancels in its standard error."""
+def paired_difference(
+    ours: Sequence[float], theirs: Sequence[float], weights: Sequence[float] | None = None
+) -> Estimate:
+    """Mean of `ours` - `theirs` on the same windows.
+
+    The windows' own difficulty cancels in its standard error.
+    """
     return estimate([our - their for our, their in zip(ours, theirs, strict=True)], weights)
 
 
@@ -68,11 +75,14 @@ def transformed(value: Estimate, function: Callable[[float], float], slope: floa
     """An increasing function of an estimate, by the delta method: `slope` is its derivative at the mean."""
     if value.standard_error is None or value.low is None or value.high is None:
         return Estimate(function(value.mean), None)
-    return Estimate(function(value.mean), slope * value.standard_error, function(value.low), function(value.high))
+    return Estimate(
+        function(value.mean), slope * value.standard_error, function(value.low), function(value.high)
+    )
 
 
 def resampled(statistic: Callable[[Array], Array], windows: int) -> list[Estimate]:
-    """Several numbers that are no means, with the percentile bootstrap over windows; the same bits at every call.
+    """Several numbers that are no means, with the percentile bootstrap over windows; the same bits at every
+    call.
 
     Args:
         statistic: from how often each window counts (R, N), for R resamples at once, to the numbers (K, R).
@@ -100,4 +110,7 @@ def resampled(statistic: Callable[[Array], Array], windows: int) -> list[Estimat
         )
     bounds = zip(found, again.standard_error, *again.confidence_interval, strict=True)
     # A number that some resamples leave undefined, such as a correlation with a constant, has no error.
-    return [Estimate(*map(float, four)) if np.isfinite(four).all() else Estimate(float(four[0]), None) for four in bounds]
+    return [
+        Estimate(*map(float, four)) if np.isfinite(four).all() else Estimate(float(four[0]), None)
+        for four in bounds
+    ]

@@ -18,13 +18,16 @@ class Options:
         max_windows: read only so many windows from the start, at least 1; None: all.
         batch_size: windows at once, at least 1.
         device: one of `DEVICES`; `auto` is cuda where there is one.
-        dtype: one of `DTYPES`; `auto` is the checkpoint's own on cuda and float32 on a CPU, where half precision is slow.
+        dtype: one of `DTYPES`; `auto` is the checkpoint's own on cuda and float32 on a CPU, where half
+            precision is slow.
         trust_remote_code: whether Python files of the checkpoints may run.
-        device_map: `one` puts a model on one device, whole; `auto` fills the accelerators, then memory, then the disk.
+        device_map: `one` puts a model on one device, whole; `auto` fills the accelerators, then memory, then
+            the disk.
         offload_dir: where weights go that must lie on the disk in another form than the checkpoint's.
         cpu_memory: bytes of weights that `auto` puts in memory; None: as many as fit.
         one_at_a_time: whether models are in memory one after the other; None: when they do not fit together.
-        teacher_cache: where the teacher's last hidden states are kept, so that it need not run for the next student.
+        teacher_cache: where the teacher's last hidden states are kept, so that it need not run for the next
+            student.
     """
 
     window: int | None = None

@@ -5,14 +5,14 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from ..convert.console import is_first
-from ..convert.measurement.ranks import together
-from .corpus import Text
-from .journal import Journal
+from ..core.console import is_first
+from ..core.processes import together
+from ..texts.corpus import Text
+from .evaluation_journal import Journal
 from .options import Options
-from .report import SCHEMA, Finding, Protocol, Result
+from .result import SCHEMA, Finding, Protocol, Result
 from .subject import Subject, versions
-from .suites import DEFAULT, SUITES
+from .suites.catalogue import DEFAULT, SUITES
 
 
 def evaluate(
@@ -26,7 +26,8 @@ def evaluate(
     settings: Mapping[str, Any] | None = None,
     journal: Journal | None = None,
 ) -> Result:
-    """Measure a checkpoint, and where given its teacher and its folded parent, on the same windows of one text.
+    """Measure a checkpoint, and where given its teacher and its folded parent, on the same windows of one
+    text.
 
     Args:
         student: the checkpoint.
@@ -39,10 +40,12 @@ def evaluate(
         journal: what an interrupted evaluation of the same has measured already.
 
     Returns:
-        What was found; in all processes but a launcher's first one without the suites that one process measures alone.
+        What was found; in all processes but a launcher's first one without the suites that one process
+        measures alone.
 
     Raises:
-        InvalidInput: a checkpoint cannot be loaded, two cannot be compared, the text does not suit the windows, a model's
+        InvalidInput: a checkpoint cannot be loaded, two cannot be compared, the text does not suit the
+        windows, a model's
             logits are not finite, or what a suite refuses.
     """
     measures = _measures(suites, settings or {})
@@ -67,7 +70,9 @@ def evaluate(
     )
 
 
-def _measures(suites: Sequence[str], settings: Mapping[str, Any]) -> dict[str, Callable[[Subject], Finding | None]]:
+def _measures(
+    suites: Sequence[str], settings: Mapping[str, Any]
+) -> dict[str, Callable[[Subject], Finding | None]]:
     """What measures each suite, once it has found its settings to be right."""
     modules = {name: import_module(f".{SUITES[name].module}", __package__) for name in suites}
     for module in modules.values():

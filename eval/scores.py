@@ -1,7 +1,8 @@
-"""One pass over the windows: every model reads the same tokens, and logits exist for one chunk of tokens at a time.
+"""One pass over the windows: every model reads the same tokens, and logits exist for one chunk of tokens at a
+time.
 
-Legend: N windows, B windows of a batch, W ids of a window, T = W - 1 positions that may be scored, S scored tokens of all
-windows in order, C tokens of a chunk, D hidden size, V vocabulary.
+Legend: N windows, B windows of a batch, W ids of a window, T = W - 1 positions that may be scored, S scored
+tokens of all windows in order, C tokens of a chunk, D hidden size, V vocabulary.
 """
 
 import base64
@@ -14,17 +15,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..convert.console import progress
-from ..convert.errors import InvalidInput
-from ..convert.measurement.ranks import place, together
-from .finite import refuse
-from .head import check_head, head_logits, last_hidden
-from .journal import Journal
-from .models import Loaded
+from ..core.console import progress
+from ..core.errors import InvalidInput
+from ..core.processes import place, together
+from ..models.causal_lm import Loaded
+from ..models.finite import refuse
+from ..models.head import check_head, head_logits, last_hidden
+from .evaluation_journal import Journal
 from .windows import Windows
 
 T = TypeVar("T")
-CHUNK = 2**25  # logits of a model at once: 128 MiB in float32, and about five times that while two are compared
+CHUNK = (
+    2**25
+)  # logits of a model at once: 128 MiB in float32, and about five times that while two are compared
 _PROBE = 16  # tokens on which the short way to the logits is compared with the model's own
 
 
@@ -106,8 +109,15 @@ def gather(windows: Windows, measures: Mapping[str, Tensor]) -> Scores:
 
 
 def pending(windows: Windows, batch_size: int, roles: Sequence[str], journal: Journal) -> list[int]:
-    """First windows of the batches that the journal of the first process does not hold, dealt out: this process's own."""
-    starts = [start for start in range(0, len(windows.ids_NW), batch_size) if _part(roles, start) not in journal.parts]
+    """First windows of the batches that the journal of the first process does not hold, dealt out.
+
+    This process's own.
+    """
+    starts = [
+        start
+        for start in range(0, len(windows.ids_NW), batch_size)
+        if _part(roles, start) not in journal.parts
+    ]
     rank, ranks = place()
     return starts[rank::ranks]
 
@@ -122,13 +132,15 @@ def score(
     chunk: int | None = None,
     journal: Journal | None = None,
 ) -> dict[str, Tensor]:
-    """Score the windows with all models at once; several processes share the batches, and all get all the numbers.
+    """Score the windows with all models at once; several processes share the batches, and all get all the
+    numbers.
 
     Args:
         sources: by role: `student`, and where there are any `teacher` and `parent`.
         windows: what they read.
         batch_size: B.
-        roles: all whose numbers are wanted; sources may lack them where nothing is left to score. None: those of the sources.
+        roles: all whose numbers are wanted; sources may lack them where nothing is left to score. None: those
+            of the sources.
         chunk: C; None: as many as make `CHUNK` logits.
         journal: where finished batches are noted, and found again.
 
@@ -146,7 +158,9 @@ def score(
         with together():
             if turn < len(own):
                 part = slice(own[turn], own[turn] + batch_size)
-                scored = _score_batch(sources, windows.ids_NW[part], windows.scored_NT[part], chunk, own[turn])
+                scored = _score_batch(
+                    sources, windows.ids_NW[part], windows.scored_NT[part], chunk, own[turn]
+                )
                 found[_part(roles, own[turn])] = {name: _pack(value) for name, value in scored.items()}
         for parts in _everywhere(found):
             for name, value in parts.items():
@@ -178,7 +192,9 @@ def _score_batch(
                 raise source.refusal(role, ids_BW[row : row + 1], first + row)
             logp_CV = logits_CV.log_softmax(-1)
             del logits_CV
-            chunks.setdefault(role, []).append(-logp_CV.gather(1, wanted_S[part, None].to(logp_CV.device))[:, 0])
+            chunks.setdefault(role, []).append(
+                -logp_CV.gather(1, wanted_S[part, None].to(logp_CV.device))[:, 0]
+            )
             if role in ("student", "teacher") and "teacher" in sources:
                 compared[role] = logp_CV
         if len(compared) == 2:
@@ -193,12 +209,15 @@ def _compare(teacher_CV: Tensor, student_CV: Tensor, chunks: dict[str, list[Tens
 
 
 def common_vocabulary(ours_CV: Tensor, theirs_CV: Tensor) -> tuple[Tensor, Tensor]:
-    """Two sets of log probabilities over the entries both have; what is cut off is padding, no token of the text.
+    """Two sets of log probabilities over the entries both have; what is cut off is padding, no token of the
+    text.
 
     Each is normalised over what is left of it.
     """
     width = min(ours_CV.shape[-1], theirs_CV.shape[-1])
-    ours, theirs = (logp if logp.shape[-1] == width else logp[:, :width].log_softmax(-1) for logp in (ours_CV, theirs_CV))
+    ours, theirs = (
+        logp if logp.shape[-1] == width else logp[:, :width].log_softmax(-1) for logp in (ours_CV, theirs_CV)
+    )
     return ours, theirs
 
 

@@ -1,4 +1,7 @@
-"""What a suite is given: the checkpoints by role, loaded when they are asked for, and the text as windows and scores."""
+"""What a suite is given.
+
+The checkpoints by role, loaded when they are asked for, and the text as windows and scores.
+"""
 
 import gc
 import json
@@ -13,20 +16,27 @@ import torch
 import transformers
 
 from .. import __version__
-from ..convert.card import changed_since, read_record
-from ..convert.console import notice, progress
-from ..convert.measurement.capacity import free_bytes
-from ..convert.measurement.ranks import place, together
-from .corpus import Text
-from .identity import Checkpoint, checkpoint, hashes_of
-from .journal import Journal
-from .models import Described, Loaded, check_comparable, describe, load, place_of
+from ..checkpoints.identity import Checkpoint, checkpoint, hashes_of
+from ..checkpoints.record import changed_since, read_record
+from ..convert.calibration.capacity import free_bytes
+from ..core.console import notice, progress
+from ..core.processes import place, together
+from ..models.causal_lm import Described, Loaded, check_comparable, describe, load, place_of
+from ..models.teacher_states import Kept, hash_of
+from ..texts.corpus import Text
+from .evaluation_journal import Journal
 from .options import Options
 from .scores import Live, Scores, Source, gather, pending, score
-from .teacher import Kept, hash_of
 from .windows import Windows, cut, window_length
 
-_NO_NUMBERS = ("device_map", "offload_dir", "cpu_memory", "one_at_a_time", "teacher_cache", "trust_remote_code")
+_NO_NUMBERS = (
+    "device_map",
+    "offload_dir",
+    "cpu_memory",
+    "one_at_a_time",
+    "teacher_cache",
+    "trust_remote_code",
+)
 
 
 class Subject:
@@ -52,7 +62,8 @@ class Subject:
         """Check that the models may be compared; no weights are read but to hash them.
 
         Raises:
-            InvalidInput: a directory holds no model, there is no such device, two cannot be compared, or an interrupted
+            InvalidInput: a directory holds no model, there is no such device, two cannot be compared, or an
+            interrupted
                 evaluation was another one.
         """
         self.paths, self.options, self.text, self.settings = paths, options, text, dict(settings or {})
@@ -63,9 +74,13 @@ class Subject:
         with together():
             self._described = {role: describe(path, options) for role, path in paths.items()}
             for role in self.roles[1:]:
-                check_comparable(self._described["student"], self._described[role], text.joined if text else "")
+                check_comparable(
+                    self._described["student"], self._described[role], text.joined if text else ""
+                )
         hashes = {role: hashes_of(path) for role, path in paths.items()}
-        self.checkpoints: dict[str, Checkpoint] = {role: checkpoint(path, hashes[role]) for role, path in paths.items()}
+        self.checkpoints: dict[str, Checkpoint] = {
+            role: checkpoint(path, hashes[role]) for role, path in paths.items()
+        }
         if "teacher" in paths:
             self._look_for_changes(hashes["teacher"])
         self.one_at_a_time = self._do_not_fit() if options.one_at_a_time is None else options.one_at_a_time
@@ -76,8 +91,14 @@ class Subject:
     def _look_for_changes(self, hashes: Mapping[str, str]) -> None:
         """Say where the teacher lies where the student's source lay, and is another."""
         record, teacher = read_record(self.paths["student"]), self.paths["teacher"]
-        if record and record["source"]["path"] == str(teacher.resolve()) and (name := changed_since(record, teacher, hashes)):
-            notice(f"{teacher} has changed since {self.paths['student']} was made of it: {name} is another file")
+        if (
+            record
+            and record["source"]["path"] == str(teacher.resolve())
+            and (name := changed_since(record, teacher, hashes))
+        ):
+            notice(
+                f"{teacher} has changed since {self.paths['student']} was made of it: {name} is another file"
+            )
 
     def load(self, role: str) -> Loaded:
         """The model, loaded once and kept; with `one_at_a_time` the others are let go first.
@@ -92,7 +113,8 @@ class Subject:
         return self._loaded[role]
 
     def part(self, name: str, measure: Callable[[], Any]) -> Any:
-        """What `measure` returns, as JSON gives it back; it does not run where an interrupted evaluation has left the value.
+        """What `measure` returns, as JSON gives it back; it does not run where an interrupted evaluation has
+        left the value.
 
         Args:
             name: `suite/role`, and what else tells the parts of a suite apart.
@@ -135,7 +157,8 @@ class Subject:
 
     @cached_property
     def scores(self) -> Scores:
-        """Every model's loss at every scored token, from one pass that goes on where an interrupted evaluation stopped.
+        """Every model's loss at every scored token, from one pass that goes on where an interrupted
+        evaluation stopped.
 
         Raises:
             InvalidInput: a model's logits are not finite, or kvfold cannot form them.
@@ -180,7 +203,9 @@ class Subject:
     def _fill(self, kept: Kept, batches: list[int]) -> None:
         """Run the teacher on those windows of the batches that are not kept yet."""
         windows, size = self.windows, self.options.batch_size
-        missing = kept.missing([window for start in batches for window in range(len(windows.ids_NW))[start : start + size]])
+        missing = kept.missing(
+            [window for start in batches for window in range(len(windows.ids_NW))[start : start + size]]
+        )
         if not missing:
             return
         loaded = Live(self.load("teacher"), windows).loaded
@@ -200,13 +225,18 @@ class Subject:
             needed += sum(file.stat().st_size for file in path.glob("*.safetensors")) * loaded // stored
         if needed <= free_bytes():
             return False
-        notice(f"the models take {needed / 1e9:.1f} GB together, more than is free: they are loaded one at a time")
+        notice(
+            f"the models take {needed / 1e9:.1f} GB together, more than is free: they are loaded one at a "
+            f"time"
+        )
         return True
 
     def _asked(self) -> dict[str, Any]:
         """All that the numbers depend on."""
         given = {**asdict(self.options), **self.settings}
-        options = {f"--{name.replace('_', '-')}": value for name, value in given.items() if name not in _NO_NUMBERS}
+        options = {
+            f"--{name.replace('_', '-')}": value for name, value in given.items() if name not in _NO_NUMBERS
+        }
         models = {role: checkpoint.identity for role, checkpoint in self.checkpoints.items()}
         text = {} if self.text is None else {"text": [self.text.name, self.text.sha256]}
         return {**models, **text, **options, "versions": versions()}

@@ -1,17 +1,20 @@
 """The protocol of a measurement: how a text becomes windows of tokens, and which of them are scored.
 
-- `windows`, for a file or the standard library: the text is tokenised once, without special tokens, and cut into windows that
-  do not overlap; what is left at the end and fills no window is dropped. A window of W tokens is W tokens of text, or BOS and
-  W - 1 tokens of text.
-- `gptq`, for `wikitext2-gptq-W` (arXiv 2210.17323, and the line of work after it): the text is tokenised once with the special
-  tokens that the tokenizer adds by itself, which puts BOS before the first window at most, and cut into windows of W tokens.
-- `rolling`, for `lm-eval:wikitext` (lm-evaluation-harness's loglikelihood_rolling): each document is tokenised as by default;
-  its first window is scored from a prefix token (BOS, or EOS where there is none), the last one has earlier tokens before it,
-  so that every token is scored once. The model reads W tokens at once.
+- `windows`, for a file or the standard library: the text is tokenised once, without special tokens, and cut
+  into windows that do not overlap; what is left at the end and fills no window is dropped. A window of W
+  tokens is W tokens of text, or BOS and W - 1 tokens of text.
+- `gptq`, for `wikitext2-gptq-W` (arXiv 2210.17323, and the line of work after it): the text is tokenised once
+  with the special tokens that the tokenizer adds by itself, which puts BOS before the first window at most,
+  and cut into windows of W tokens.
+- `rolling`, for `lm-eval:wikitext` (lm-evaluation-harness's loglikelihood_rolling): each document is
+  tokenised as by default; its first window is scored from a prefix token (BOS, or EOS where there is none),
+  the last one has earlier tokens before it, so that every token is scored once. The model reads W tokens at
+  once.
 
 Every position but the first of a window is scored, unless it is context or padding.
 
-Legend: N windows, W ids of a window (rolling: one more than the model reads), T = W - 1 positions that may be scored.
+Legend: N windows, W ids of a window (rolling: one more than the model reads), T = W - 1 positions that may be
+scored.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,12 +26,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..convert.errors import InvalidInput
-from .corpus import Size, Text
-from .models import Described, Loaded
+from ..core.errors import InvalidInput
+from ..models.causal_lm import Described, Loaded
+from ..texts.corpus import Size, Text
 from .options import Options
 
-LONGEST_DEFAULT = 2048  # the window of the GPTQ line of work (arXiv 2210.17323), far below what today's models take
+LONGEST_DEFAULT = (
+    2048  # the window of the GPTQ line of work (arXiv 2210.17323), far below what today's models take
+)
 
 
 @dataclass(frozen=True)
@@ -65,12 +70,15 @@ def window_length(window: int | None, models: Sequence[Loaded | Described], text
     That is at most `LONGEST_DEFAULT` but where the protocol is to read as much as possible at once.
 
     Raises:
-        InvalidInput: a model takes fewer positions than asked for, or the protocol says something else than the user.
+        InvalidInput: a model takes fewer positions than asked for, or the protocol says something else than
+        the user.
     """
     asked = f"--window {window}"
     if text is not None and text.window is not None:
         if window not in (None, text.window):
-            raise InvalidInput(f"{asked}: --text {text.name} has windows of {text.window}; leave one of both out")
+            raise InvalidInput(
+                f"{asked}: --text {text.name} has windows of {text.window}; leave one of both out"
+            )
         window, asked = text.window, f"--text {text.name}: {text.window}"
     limits = [(loaded.positions, loaded.path) for loaded in models if loaded.positions is not None]
     if window is None:
@@ -78,15 +86,19 @@ def window_length(window: int | None, models: Sequence[Loaded | Described], text
         return shortest if text is not None and text.cut == "rolling" else min(LONGEST_DEFAULT, shortest)
     for positions, path in limits:
         if window > positions:
-            raise InvalidInput(f"{asked} is more than the {positions} positions of {path}; use {positions} or fewer")
+            raise InvalidInput(
+                f"{asked} is more than the {positions} positions of {path}; use {positions} or fewer"
+            )
     return window
 
 
 def cut(text: Text, loaded: Loaded | Described, window: int, options: Options) -> Windows:
-    """Tokenise a text with a model's tokenizer and cut it into windows of `window` tokens, as its protocol and `options` say.
+    """Tokenise a text with a model's tokenizer and cut it into windows of `window` tokens, as its protocol
+    and `options` say.
 
     Raises:
-        InvalidInput: the text fills no window, the tokenizer has no BOS though one was asked for, or the protocol says itself
+        InvalidInput: the text fills no window, the tokenizer has no BOS though one was asked for, or the
+        protocol says itself
             where BOS stands.
     """
     if text.cut != "windows" and options.bos is not None:
@@ -95,7 +107,10 @@ def cut(text: Text, loaded: Loaded | Described, window: int, options: Options) -
     windows = _CUTS[text.cut](text, loaded, window, options.bos)
     largest, found = int(windows.ids_NW.max()), len(windows.ids_NW)
     if largest >= loaded.vocabulary:
-        raise InvalidInput(f"{text.name}: the tokenizer of {loaded.path} gives id {largest}, its model has {loaded.vocabulary}")
+        raise InvalidInput(
+            f"{text.name}: the tokenizer of {loaded.path} gives id {largest}, its model has "
+            f"{loaded.vocabulary}"
+        )
     kept = min(found, options.max_windows or found)
     if kept == found:
         return windows
@@ -111,7 +126,9 @@ def _plain(text: Text, loaded: Loaded | Described, window: int, bos: bool | None
     ids, sizes = _tokens(loaded.tokenizer, text.joined, add_special_tokens=False)
     ids_NW, size_NW = _fill(text, ids, sizes, window - with_bos, with_bos)
     if with_bos:
-        ids_NW, size_NW = (functional.pad(rows, (1, 0), value=value) for rows, value in ((ids_NW, start), (size_NW, 0)))
+        ids_NW, size_NW = (
+            functional.pad(rows, (1, 0), value=value) for rows, value in ((ids_NW, start), (size_NW, 0))
+        )
     where = "each" if with_bos else "none"
     return _whole(f"{text.name} window={window} bos={where}", where, ids_NW, size_NW)
 
@@ -127,8 +144,12 @@ def _rolling(text: Text, loaded: Loaded | Described, window: int, bos: bool | No
     tokenizer = loaded.tokenizer
     prefix = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
     if prefix is None:
-        raise InvalidInput(f"--text {text.name} starts documents with BOS or EOS; the tokenizer of {loaded.path} has neither")
-    rows = [row for document in text.documents for row in _roll(*_tokens(tokenizer, document), prefix, window)]
+        raise InvalidInput(
+            f"--text {text.name} starts documents with BOS or EOS; the tokenizer of {loaded.path} has neither"
+        )
+    rows = [
+        row for document in text.documents for row in _roll(*_tokens(tokenizer, document), prefix, window)
+    ]
     if not rows:
         raise InvalidInput(f"{text.name} holds no text; give the rows of WikiText-2 with --rows")
     width = max(len(ids) for ids, _, _ in rows)
@@ -146,8 +167,13 @@ def _rolling(text: Text, loaded: Loaded | Described, window: int, bos: bool | No
 _CUTS = {"windows": _plain, "gptq": _gptq, "rolling": _rolling}
 
 
-def _roll(ids: list[int], sizes: list[int], prefix: int, window: int) -> Iterator[tuple[list[int], list[int], int]]:
-    """A document's windows: at most `window` + 1 ids with their sizes, and how many of them, at the end, are scored."""
+def _roll(
+    ids: list[int], sizes: list[int], prefix: int, window: int
+) -> Iterator[tuple[list[int], list[int], int]]:
+    """A document's windows.
+
+    At most `window` + 1 ids with their sizes, and how many of them, at the end, are scored.
+    """
     for start in range(0, len(ids), window):
         end = min(start + window, len(ids))
         first = max(0, end - window - 1)  # the last window reaches back, so that it is as full as the others
@@ -163,10 +189,16 @@ def _fill(text: Text, ids: list[int], sizes: list[int], body: int, with_bos: boo
     if not found:
         fitting = len(ids) + with_bos
         if text.window is not None:
-            advice = f"--text {text.name.rpartition('-')[0]}-{fitting} would fit" if fitting >= 2 else "give a longer text"
+            advice = (
+                f"--text {text.name.rpartition('-')[0]}-{fitting} would fit"
+                if fitting >= 2
+                else "give a longer text"
+            )
         else:
             advice = f"--window {fitting} would fit" if fitting >= 2 else "give a longer text"
-        raise InvalidInput(f"{text.name} has {len(ids)} tokens, a window of {body + with_bos} takes {body} of them; {advice}")
+        raise InvalidInput(
+            f"{text.name} has {len(ids)} tokens, a window of {body + with_bos} takes {body} of them; {advice}"
+        )
     ids_NW, size_NW = (torch.tensor(values[: found * body]).view(found, body) for values in (ids, sizes))
     return ids_NW, size_NW
 
@@ -180,8 +212,8 @@ def _whole(name: str, bos: str, ids_NW: Tensor, size_NW: Tensor) -> Windows:
 def _tokens(tokenizer: Any, text: str, **how: Any) -> tuple[list[int], list[int]]:
     """A text's token ids, and how many bytes of UTF-8 each stands for: they sum to the text's.
 
-    A character belongs to the token that ends after it first: what several tokens of bytes make up is counted once. A
-    tokenizer that is not of the fast kind cannot tell; its tokens are then all of average size.
+    A character belongs to the token that ends after it first: what several tokens of bytes make up is counted
+    once. A tokenizer that is not of the fast kind cannot tell; its tokens are then all of average size.
     """
     if not tokenizer.is_fast:
         ids = tokenizer(text, verbose=False, **how).input_ids

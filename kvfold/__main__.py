@@ -1,7 +1,7 @@
 """`python -m kvfold` is the `kvfold` command."""
 
 from .cli import main
-from .convert.console import run_as_process
+from .core.console import run_as_process
 
 if __name__ == "__main__":
     run_as_process(main)

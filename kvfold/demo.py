@@ -1,4 +1,7 @@
-"""`kvfold demo`: the whole way once, on the bundled checkpoint, in a few minutes on a laptop and without a network."""
+"""`kvfold demo`.
+
+The whole way once, on the bundled checkpoint, in a few minutes on a laptop and without a network.
+"""
 
 import tempfile
 import time
@@ -8,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .convert.console import Command, show_json, show_table
+from .core.console import Command, show_json, show_table
 
 if TYPE_CHECKING:
-    from .convert.measurement.statistics import Statistics
-    from .eval.report import Result
+    from .convert.calibration.statistics import Statistics
+    from .eval.result import Result
 
 WINDOW, WINDOWS = 256, 128  # evaluation: enough for a standard error of about 1 % of the perplexity
 CALIBRATION: dict[str, Any] = {"calibration": "self", "sequences": 48, "length": WINDOW, "seed": 0}
@@ -26,24 +29,28 @@ TARGETS: dict[str, dict[str, Any]] = {
 
 @click.command("demo", cls=Command)
 @click.option(
-    "--out", type=click.Path(path_type=Path), help="Where to put the checkpoints. Default: a new temporary directory."
+    "--out",
+    type=click.Path(path_type=Path),
+    help="Where to put the checkpoints. Default: a new temporary directory.",
 )
-@click.option("--tokens", default="350k", show_default=True, help="Length of the distillation, e.g. 100k or 1M.")
+@click.option(
+    "--tokens", default="350k", show_default=True, help="Length of the distillation, e.g. 100k or 1M."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
 def main(out: Path | None, tokens: str, as_json: bool) -> None:
     """Fold the bundled checkpoint to GQA, MQA and MLA, distil the MLA one, and compare all with their source.
 
-    The checkpoint is a Llama of 1.5 million parameters trained on Python's standard library; it is evaluated on modules of
-    that library which it has not seen.
+    The checkpoint is a Llama of 1.5 million parameters trained on Python's standard library; it is evaluated
+    on modules of that library which it has not seen.
     """
-    from .convert.checkpoint import check_output
-    from .convert.measurement.study import study
-    from .convert.source import open_source
-    from .distill.job import distill
-    from .distill.recipe_file import read_recipe
-    from .eval.corpus import read_text
+    from .checkpoints.directory import check_output
+    from .convert.calibration.study import study
+    from .convert.families.source import open_source
+    from .distill.recipe.recipe_file import read_recipe
+    from .distill.run.job import distill
     from .eval.options import Options
     from .eval.run import evaluate
+    from .texts.corpus import read_text
 
     start = time.monotonic()
     if out is not None:
@@ -53,28 +60,49 @@ def main(out: Path | None, tokens: str, as_json: bool) -> None:
     text, options = read_text("stdlib"), Options(window=WINDOW, max_windows=WINDOWS)
     with resources.as_file(resources.files("kvfold") / "recipes" / "demo") as source:
         statistics = study(open_source(source), **CALIBRATION)
-        folded = {to: _fold(source, to, sizes, statistics, work / f"demo-{to}") for to, sizes in TARGETS.items()}
+        folded = {
+            to: _fold(source, to, sizes, statistics, work / f"demo-{to}") for to, sizes in TARGETS.items()
+        }
         distilled = work / "demo-mla-distilled"
-        settings = (f"student={folded['mla']}", f"teacher={source}", f"output={distilled}", f"stages.0.tokens={tokens}")
+        settings = (
+            f"student={folded['mla']}",
+            f"teacher={source}",
+            f"output={distilled}",
+            f"stages.0.tokens={tokens}",
+        )
         distill(read_recipe(source / "distill.yaml", settings))
         results = {to: evaluate(path, source, text, options) for to, path in folded.items()}
         results["mla, distilled"] = last = evaluate(distilled, source, text, options, folded["mla"])
     seconds = round(time.monotonic() - start)
     if as_json:
-        show_json({"seconds": seconds, "out": str(work), **{name: result.to_json() for name, result in results.items()}})
+        show_json(
+            {
+                "seconds": seconds,
+                "out": str(work),
+                **{name: result.to_json() for name, result in results.items()},
+            }
+        )
         return
     teacher, parent, ratio = last.ppl.teacher, last.ppl.parent, last.cache.ratio
     assert teacher is not None
     assert parent is not None
     assert last.protocol is not None
-    rows = [("source (mha)", "100.0%", f"{teacher.perplexity:.2f}", "0", ""), *(_row(*item) for item in results.items())]
+    rows = [
+        ("source (mha)", "100.0%", f"{teacher.perplexity:.2f}", "0", ""),
+        *(_row(*item) for item in results.items()),
+    ]
     columns = ("", "cache", "perplexity", "KL to source, nats", "recovered")
     show_table(f"{last.protocol.name}, text sha256 {text.sha256[:16]}", columns, rows)
     share = last.ppl.recovered_share
-    recovered = f"recovered {share.value:.1%} of the loss" if share.value is not None else f"recovered share {share.reason}"
+    recovered = (
+        f"recovered {share.value:.1%} of the loss"
+        if share.value is not None
+        else f"recovered share {share.reason}"
+    )
     click.echo(
         f"Checkpoints are in {work}; {seconds} s.\n"
-        f"MLA at {ratio:.0%} of the cache: perplexity {teacher.perplexity:.2f} (source), {parent.perplexity:.2f} (folded), "
+        f"MLA at {ratio:.0%} of the cache: perplexity {teacher.perplexity:.2f} (source), "
+        f"{parent.perplexity:.2f} (folded), "
         f"{last.ppl.student.perplexity:.2f} (distilled): {recovered}."
     )
 
@@ -88,10 +116,12 @@ def _row(name: str, result: "Result") -> tuple[str, ...]:
 
 def _fold(source: Path, to: str, sizes: dict[str, Any], statistics: "Statistics | None", out: Path) -> Path:
     from .convert.cli import command_line
-    from .convert.plan import make_plan
-    from .convert.rewrite import rewrite
+    from .convert.decide.plan import make_plan
+    from .convert.write.rewrite import rewrite
 
     plan = make_plan(source, to, sizes, None, "auto", statistics, REFINE)
-    command = command_line(str(source), to, {**sizes, **CALIBRATION, "refine": plan.refine}, plan.method, None, "auto")
+    command = command_line(
+        str(source), to, {**sizes, **CALIBRATION, "refine": plan.refine}, plan.method, None, "auto"
+    )
     rewrite(plan, out, command, source_name="kvfold-demo")
     return out

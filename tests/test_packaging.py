@@ -1,4 +1,7 @@
-"""What is installed is what is in the repository: a wheel holds every module, the demo checkpoint and the three commands."""
+"""What is installed is what is in the repository.
+
+A wheel holds every module, the demo checkpoint and the three commands.
+"""
 
 import subprocess
 import sys
@@ -39,15 +42,30 @@ def test_wheel_is_complete(tmp_path: Path) -> None:
     (wheel,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
-        entry_points = archive.read(next(name for name in names if name.endswith("entry_points.txt"))).decode()
+        entry_points = archive.read(
+            next(name for name in names if name.endswith("entry_points.txt"))
+        ).decode()
     folders = ("convert", "distill", "eval", "recipes")
-    modules = {f"kvfold/{path.relative_to(ROOT)}" for folder in folders for path in (ROOT / folder).rglob("*.py")}
+    modules = {
+        f"kvfold/{path.relative_to(ROOT)}" for folder in folders for path in (ROOT / folder).rglob("*.py")
+    }
     modules |= {f"kvfold/{path.name}" for path in (ROOT / "kvfold").glob("*.py")}
     assert modules <= names
-    assert {f"kvfold/distill/profiles/{name}.yaml" for name in ("cpu", "single", "ddp", "fsdp2", "zero2", "multinode")} <= names
+    assert {
+        f"kvfold/distill/parallel/profiles/{name}.yaml"
+        for name in ("cpu", "single", "ddp", "fsdp2", "zero2", "multinode")
+    } <= names
     assert {f"kvfold/eval/page/templates/page.{kind}" for kind in ("html", "css", "js")} <= names
-    assert {"kvfold/recipes/demo/model.safetensors", "kvfold/recipes/demo/distill.yaml", "kvfold/py.typed"} <= names
-    assert {line.partition(" =")[0] for line in entry_points.splitlines() if "=" in line} == {"kvfold", "convert", "distill"}
+    assert {
+        "kvfold/recipes/demo/model.safetensors",
+        "kvfold/recipes/demo/distill.yaml",
+        "kvfold/py.typed",
+    } <= names
+    assert {line.partition(" =")[0] for line in entry_points.splitlines() if "=" in line} == {
+        "kvfold",
+        "convert",
+        "distill",
+    }
 
 
 def test_commands_are_one_object() -> None:

@@ -1,4 +1,7 @@
-"""Every command that the README shows runs as written, but shorter; every recipe that is shipped is one that distill takes."""
+"""Every command that the README shows runs as written, but shorter.
+
+Every recipe that is shipped is one that distill takes.
+"""
 
 import re
 import shutil
@@ -6,9 +9,9 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from kvfold.distill.recipe.recipe.recipe_file import read_recipe
 
 from kvfold.cli import main
-from kvfold.distill.recipe_file import read_recipe
 
 ROOT = Path(__file__).parent.parent
 SHORTER = {
@@ -21,7 +24,12 @@ SHORTER = {
 def commands() -> list[list[str]]:
     """The kvfold commands in the README's console blocks, in order."""
     blocks = re.findall(r"```console\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
-    lines = [line[2:].partition("  #")[0].split() for block in blocks for line in block.splitlines() if line.startswith("$ ")]
+    lines = [
+        line[2:].partition("  #")[0].split()
+        for block in blocks
+        for line in block.splitlines()
+        if line.startswith("$ ")
+    ]
     return [words[1:] for words in lines if words[0] == "kvfold"]
 
 
@@ -52,7 +60,9 @@ def test_the_tree_is_the_tree(folder: str) -> None:
     assert set(re.findall(r"\b(\w+\.py)\b", below)) == there
 
 
-@pytest.mark.parametrize("recipe", sorted((ROOT / "recipes").rglob("*.yaml")), ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    "recipe", sorted((ROOT / "recipes").rglob("*.yaml")), ids=lambda path: str(path.relative_to(ROOT))
+)
 def test_shipped_recipes_are_valid(recipe: Path) -> None:
     read = read_recipe(recipe, ())
     assert read.stages
@@ -61,7 +71,7 @@ def test_shipped_recipes_are_valid(recipe: Path) -> None:
 
 
 def test_demo_checkpoint_is_small_and_as_described() -> None:
-    from kvfold.convert.checkpoint import Checkpoint
+    from kvfold.checkpoints.directory import Checkpoint
 
     demo = ROOT / "recipes" / "demo"
     assert sum(path.stat().st_size for path in demo.iterdir() if path.is_file()) < 6_000_000

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
+from kvfold.distill.recipe.recipe.recipe_file import read_recipe
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from kvfold.cli import main
 from kvfold.convert.cli import main as convert
 from kvfold.distill.cli import main as distill
-from kvfold.distill.explain import explain
-from kvfold.distill.recipe_file import read_recipe
+from kvfold.distill.run.explain import explain
 
 from .distill.conftest import save_tokenizer, text
 
@@ -23,7 +23,8 @@ NAMES = sorted(file.stem for file in ROOT.glob("*.yaml"))
 SIZES = {"vocab_size": 258, "intermediate_size": 48, "num_hidden_layers": 2, "max_position_embeddings": 64}
 _PAIRED = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
 _FULL = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 4}
-# What stands for the model that a recipe names: as many heads where their number matters, and the options that must be smaller.
+# What stands for the model that a recipe names: as many heads where their number matters, and the options
+# that must be smaller.
 MODELS: dict[str, tuple[str, dict[str, Any], list[str]]] = {
     "llama-3.2-1b-mla": ("llama", {**_PAIRED, "tie_word_embeddings": True}, []),
     "llama-2-7b-mla-512": ("llama", _FULL, ["--rank", "8", "--rope-dim", "4"]),
@@ -80,9 +81,13 @@ def test_it_runs(name: str, text: Path, tmp_path: Path) -> None:
     """Two steps a stage, with an evaluation; the output loads in its own class."""
     family, sizes, smaller = MODELS[name]
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SIZES, **sizes)).save_pretrained(tmp_path / "source")
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SIZES, **sizes)).save_pretrained(
+        tmp_path / "source"
+    )
     save_tokenizer(tmp_path / "source")
-    if family == "qwen2":  # has a class of its own, which the folded checkpoint's configuration does not lead to
+    if (
+        family == "qwen2"
+    ):  # has a class of its own, which the folded checkpoint's configuration does not lead to
         own = {
             "tokenizer_class": "Qwen2Tokenizer",
             "bos_token": None,

@@ -1,9 +1,11 @@
-"""Losses: sums over tokens and their count, so that the loop divides once per optimizer step. The teacher is a constant.
+"""Losses: sums over tokens and their count, so that the loop divides once per optimizer step. The teacher is
+a constant.
 
-vocabulary   distributions over the next token: kl, reverse_kl, jsd, ce, and mixtures of them over one set of logits
-criteria     what each costs on given logits, with its gradient in closed form
+vocabulary   distributions over the next token: kl, reverse_kl, jsd, ce, and mixtures of them over one set of
+logits criteria     what each costs on given logits, with its gradient in closed form
 chunks       head and criterion a few tokens at a time, gradients formed in the forward pass
-layers       hidden states and attention, layer by layer: hidden_mse, hidden_cosine, attention_output, attention_relation
+layers       hidden states and attention, layer by layer: hidden_mse, hidden_cosine, attention_output,
+attention_relation
 """
 
 from collections.abc import Callable
@@ -11,12 +13,13 @@ from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
-from ..recipe import LossName
+from ..recipe.recipe import LossName
 from .layers import attention_output, attention_relation, hidden_cosine, hidden_mse
 from .vocabulary import MEASURES, Mixed, ce, jsd, kl, mix, reverse_kl
 
 __all__ = [
-    "LOSSES", "MEASURES", "Loss", "Mixed", "attention_output", "attention_relation", "ce", "hidden_cosine", "hidden_mse",
+    "LOSSES", "MEASURES", "Loss", "Mixed", "attention_output", "attention_relation", "ce", "hidden_cosine",
+    "hidden_mse",
     "jsd", "kl", "mix", "reverse_kl",
 ]  # fmt: skip
 
@@ -26,7 +29,8 @@ class Loss(NamedTuple):
 
     Attributes:
         function: from student and teacher to the sum over tokens and their count.
-        reads: what it compares: the predictions before the head (`logits`), hidden states, or a layer's attention.
+        reads: what it compares: the predictions before the head (`logits`), hidden states, or a layer's
+            attention.
     """
 
     function: Callable[..., tuple[Tensor, int]]

@@ -1,13 +1,14 @@
-"""A head and a criterion over T tokens, a chunk at a time: [tokens, vocabulary] never exists whole, nor in the backward pass.
+"""A head and a criterion over T tokens, a chunk at a time: [tokens, vocabulary] never exists whole, nor in
+the backward pass.
 
-The gradient is formed in the forward pass, where a chunk's logits are at hand; the backward pass only scales it. Peak memory is
-that of one chunk and of the head's gradient, if it has one.
+The gradient is formed in the forward pass, where a chunk's logits are at hand; the backward pass only scales
+it. Peak memory is that of one chunk and of the head's gradient, if it has one.
 
-Why no fused kernel of others, on a GPU either: torch.nn.functional.linear_cross_entropy takes labels, or probabilities as a
-dense (T, V) tensor, and no second head. Liger's fused linear JSD keeps a (T, V) buffer and knows no bias; its chunked
-distillation divides by the tokens of the call, not of the step; neither knows a soft cap or a padded vocabulary, and both give
-one number, where here several losses and measures share one product with the head. A test compares what there is in common:
-cross entropy.
+Why no fused kernel of others, on a GPU either: torch.nn.functional.linear_cross_entropy takes labels, or
+probabilities as a dense (T, V) tensor, and no second head. Liger's fused linear JSD keeps a (T, V) buffer and
+knows no bias; its chunked distillation divides by the tokens of the call, not of the step; neither knows a
+soft cap or a padded vocabulary, and both give one number, where here several losses and measures share one
+product with the head. A test compares what there is in common: cross entropy.
 
 Shapes: T tokens, C tokens of a chunk, V vocabulary, D hidden size, K sums.
 """
@@ -18,34 +19,46 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..head import Predictions
+from .predictions import Predictions
 
-# Logits in a chunk, by device. On a CPU as measured (benchmarks/results/losses-cpu.json): more of them take more memory and no
-# less time. On a GPU, where products are quick, it is the head's gradient that is read and written once a chunk, so chunks are
-# larger: 256 MiB in float32, of which about seven exist at once. Not measured on one yet.
+# Logits in a chunk, by device. On a CPU as measured (benchmarks/results/losses-cpu.json): more of them take
+# more memory and no less time. On a GPU, where products are quick, it is the head's gradient that is read and
+# written once a chunk, so chunks are larger: 256 MiB in float32, of which about seven exist at once. Not
+# measured on one yet.
 CHUNK_ELEMENTS = {"cpu": 2**22}
 CHUNK_ELEMENTS_ELSEWHERE = 2**26
 
-# From a chunk's logits (C, V), in float32 or wider, and its rows to K sums, of which the first is the loss, and to
-# d loss / d logits (may be overwritten), or None where the loss is constant.
+# From a chunk's logits (C, V), in float32 or wider, and its rows to K sums, of which the first is the loss,
+# and to d loss / d logits (may be overwritten), or None where the loss is constant.
 Criterion = Callable[[Tensor, slice], tuple[Tensor, Tensor | None]]
 
 
-def in_chunks(student: Predictions, criterion: Criterion, sums: int, chunk: int | None) -> tuple[Tensor, Tensor]:
+def in_chunks(
+    student: Predictions, criterion: Criterion, sums: int, chunk: int | None
+) -> tuple[Tensor, Tensor]:
     """Sum a criterion over all tokens.
 
     Args:
-        student: differentiable with respect to hidden states, head weight and bias, in so far as they require it.
+        student: differentiable with respect to hidden states, head weight and bias, in so far as they require
+            it.
         criterion: see `Criterion`.
         sums: K.
         chunk: tokens at a time; by default as many as give `chunk_elements` logits.
 
     Returns:
-        The loss, differentiable once, and all K sums, constant: in float32, or in float64 for hidden states of it.
+        The loss, differentiable once, and all K sums, constant: in float32, or in float64 for hidden states
+        of it.
     """
     chunk = chunk or max(1, chunk_elements(student.hidden_TD.device) // student.vocabulary)
     loss, sums_K = _Chunked.apply(  # type: ignore[no-untyped-call]
-        student.hidden_TD, student.weight_VD, student.bias_V, student, criterion, sums, chunk, torch.is_grad_enabled()
+        student.hidden_TD,
+        student.weight_VD,
+        student.bias_V,
+        student,
+        criterion,
+        sums,
+        chunk,
+        torch.is_grad_enabled(),
     )
     return loss, sums_K
 
@@ -77,7 +90,9 @@ class _Chunked(torch.autograd.Function):
         is_training: bool,
     ) -> tuple[Tensor, Tensor]:
         inputs = (hidden_TD, weight_VD, bias_V)
-        grads = [_accumulator(x) if is_training and ctx.needs_input_grad[i] else None for i, x in enumerate(inputs)]
+        grads = [
+            _accumulator(x) if is_training and ctx.needs_input_grad[i] else None for i, x in enumerate(inputs)
+        ]
         dtype = compute_dtype(student)
         sums_K = hidden_TD.new_zeros(sums, dtype=torch.promote_types(dtype, torch.float32))
         with torch.autocast(hidden_TD.device.type, enabled=False):
@@ -98,24 +113,37 @@ class _Chunked(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_loss: Tensor, grad_sums_K: Tensor | None) -> tuple[Tensor | None, ...]:
         if ctx.grads is None:
-            raise RuntimeError("the gradients of this loss are freed; the first backward pass needs retain_graph=True")
+            raise RuntimeError(
+                "the gradients of this loss are freed; the first backward pass needs retain_graph=True"
+            )
         grads, keeps = ctx.grads, _keeps_graph()
         ctx.grads = grads if keeps else None
         # Scaled in place unless they are asked for again: the head's gradient is as large as the head.
-        scaled = (None if grad is None else grad * grad_loss if keeps else grad.mul_(grad_loss) for grad in grads)
-        typed = (grad if grad is None else grad.to(dtype) for grad, dtype in zip(scaled, ctx.dtypes, strict=True))
+        scaled = (
+            None if grad is None else grad * grad_loss if keeps else grad.mul_(grad_loss) for grad in grads
+        )
+        typed = (
+            grad if grad is None else grad.to(dtype) for grad, dtype in zip(scaled, ctx.dtypes, strict=True)
+        )
         return *typed, None, None, None, None, None
 
 
 def _keeps_graph() -> bool:
-    """Whether the backward pass that is running was asked to leave its graph for another; yes where torch does not tell."""
+    """Whether the backward pass that is running was asked to leave its graph for another.
+
+    Yes where torch does not tell.
+    """
     asked = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
     return asked is None or bool(asked())
 
 
 def _accumulator(tensor: Tensor | None) -> Tensor | None:
     """Zeros that sums of many chunks are rounded little in."""
-    return None if tensor is None else torch.zeros_like(tensor, dtype=torch.promote_types(tensor.dtype, torch.float32))
+    return (
+        None
+        if tensor is None
+        else torch.zeros_like(tensor, dtype=torch.promote_types(tensor.dtype, torch.float32))
+    )
 
 
 def _before_cap(grad_CV: Tensor, logits_CV: Tensor, head: Predictions) -> Tensor:

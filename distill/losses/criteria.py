@@ -1,11 +1,12 @@
 """What a student's distribution over the next token costs, with the gradient in closed form.
 
-Where one model has more logits than the other, the rest is padding that no text has: distributions are compared over what both
-have, each normalised over that; cross entropy to the text is over all that a model has.
+Where one model has more logits than the other, the rest is padding that no text has: distributions are
+compared over what both have, each normalised over that; cross entropy to the text is over all that a model
+has.
 
-Every criterion maps a `Pair` of distributions to the cost summed over tokens, in nats, and its gradient with respect to those
-of the student's logits that it reads, divided by the temperature. Everything is computed from log probabilities: where both
-probabilities underflow to zero, their ratio is still right.
+Every criterion maps a `Pair` of distributions to the cost summed over tokens, in nats, and its gradient with
+respect to those of the student's logits that it reads, divided by the temperature. Everything is computed
+from log probabilities: where both probabilities underflow to zero, their ratio is still right.
 
 Shapes: C tokens of a chunk, V vocabulary.
 """
@@ -88,14 +89,16 @@ def reverse_kl(pair: Pair, beta: float) -> Cost:
 
 
 def jsd(pair: Pair, beta: float) -> Cost:
-    """β KL(p || m) + (1 - β) KL(q || m) with m = β p + (1 - β) q, whose gradient is (1 - β) q (log q - log m - KL(q || m)).
+    """β KL(p || m) + (1 - β) KL(q || m) with m = β p + (1 - β) q, whose gradient is (1 - β) q (log q - log m
+    - KL(q || m)).
 
-    The generalised Jensen-Shannon divergence of Agarwal et al., "On-policy distillation of language models", arXiv 2306.13649.
-    It vanishes as β nears 0 or 1, where JSD/β tends to the forward and JSD/(1 - β) to the reverse KL divergence; exactly at 0
-    and 1 the name stands for those limits, as in TRL.
+    The generalised Jensen-Shannon divergence of Agarwal et al., "On-policy distillation of language models",
+    arXiv 2306.13649. It vanishes as β nears 0 or 1, where JSD/β tends to the forward and JSD/(1 - β) to the
+    reverse KL divergence; exactly at 0 and 1 the name stands for those limits, as in TRL.
 
-    log m is formed as the larger of log p and log q plus log1p(w expm1(-|log p - log q|)), w the weight of the smaller: no
-    probability is formed on the way, nothing overflows, and for p = q it is log p to the last bit.
+    log m is formed as the larger of log p and log q plus log1p(w expm1(-|log p - log q|)), w the weight of
+    the smaller: no probability is formed on the way, nothing overflows, and for p = q it is log p to the last
+    bit.
     """
     if beta in (0.0, 1.0):
         return (kl if beta == 0 else reverse_kl)(pair, beta)
@@ -118,4 +121,9 @@ def ce(pair: Pair, beta: float) -> Cost:
     return -log_q_CV.gather(1, pair.labels_C1).sum(), q_CV.scatter_add(1, pair.labels_C1, minus_C1)
 
 
-CRITERIA: dict[str, Callable[[Pair, float], Cost]] = {"kl": kl, "reverse_kl": reverse_kl, "jsd": jsd, "ce": ce}
+CRITERIA: dict[str, Callable[[Pair, float], Cost]] = {
+    "kl": kl,
+    "reverse_kl": reverse_kl,
+    "jsd": jsd,
+    "ce": ce,
+}

@@ -1,7 +1,7 @@
 """Losses of one layer, on tensors: student against teacher, each token counted once.
 
-Shapes: T tokens, D hidden size, B windows, S tokens of a window, H heads, E numbers of a head, R relation heads, Q queries of a
-block of rows, P keys up to its last one, K sums.
+Shapes: T tokens, D hidden size, B windows, S tokens of a window, H heads, E numbers of a head, R relation
+heads, Q queries of a block of rows, P keys up to its last one, K sums.
 """
 
 import math
@@ -11,19 +11,22 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
-from ...convert.errors import InvalidInput
+from ...core.errors import InvalidInput
 
 BLOCK_ELEMENTS = 2**24  # scores in a block of rows: 64 MiB in float32, of which about four exist at once
 
 
-def hidden_mse(student_TD: Tensor, teacher_TD: Tensor, *, power: Tensor | float | None = None) -> tuple[Tensor, int]:
+def hidden_mse(
+    student_TD: Tensor, teacher_TD: Tensor, *, power: Tensor | float | None = None
+) -> tuple[Tensor, int]:
     """Relative squared error of hidden states: |x - y|² of each token over the mean of the teacher's |y|².
 
     Args:
         student_TD: differentiable.
         teacher_TD: constant.
-        power: the mean of |y|² to divide by; by default that of these tokens. A loss that must not depend on how a step is cut
-            into micro-batches needs one that is the same for all of them (`power_of` some fixed tokens).
+        power: the mean of |y|² to divide by; by default that of these tokens. A loss that must not depend on
+            how a step is cut into micro-batches needs one that is the same for all of them (`power_of` some
+            fixed tokens).
 
     Returns:
         The sum over tokens in float32, or float64 where they are, and T.
@@ -40,7 +43,9 @@ def hidden_cosine(student_TD: Tensor, teacher_TD: Tensor) -> tuple[Tensor, int]:
     return (1 - cosine_similarity(student_TD, teacher_TD, dim=-1)).sum(), len(student_TD)
 
 
-def attention_output(student_TD: Tensor, teacher_TD: Tensor, *, power: Tensor | float | None = None) -> tuple[Tensor, int]:
+def attention_output(
+    student_TD: Tensor, teacher_TD: Tensor, *, power: Tensor | float | None = None
+) -> tuple[Tensor, int]:
     """Relative squared error of an attention layer's outputs, behind its output projection; as `hidden_mse`.
 
     It is the loss of LoLCATs' attention transfer (arXiv 2410.10254) without its arbitrary factor.
@@ -62,24 +67,28 @@ def attention_relation(
     scored_BS: Tensor | None = None,
     block: int | None = None,
 ) -> tuple[Tensor, int]:
-    """KL(teacher || student) of the rows of softmax(x xᵀ / √E), x the queries, keys or values of an attention layer.
+    """KL(teacher || student) of the rows of softmax(x xᵀ / √E), x the queries, keys or values of an attention
+    layer.
 
-    How tokens see one another, which is defined whatever the widths: the self-attention relations of MiniLMv2 (arXiv
-    2012.15828), causal as in LinearARD (arXiv 2604.00004). Where student and teacher have different numbers of heads, the heads
-    of both are joined and cut into as many relation heads as divide both numbers.
+    How tokens see one another, which is defined whatever the widths: the self-attention relations of MiniLMv2
+    (arXiv 2012.15828), causal as in LinearARD (arXiv 2604.00004). Where student and teacher have different
+    numbers of heads, the heads of both are joined and cut into as many relation heads as divide both numbers.
 
     Args:
         student_BHSE: differentiable once.
         teacher_BHSE: constant; H and E may be others.
-        position_ids_BS: 0 where a packed document starts: tokens are compared with those of their own document only.
-        scored_BS: true for the tokens whose rows count; by default all.
+        position_ids_BS: 0 where a packed document starts: tokens are compared with those of their own
+        document only. scored_BS: true for the tokens whose rows count; by default all.
         block: rows at a time; by default as many as give `BLOCK_ELEMENTS` scores.
 
     Returns:
-        The sum over scored tokens of the mean over relation heads, in nats, in float32 or wider; and how many they are.
+        The sum over scored tokens of the mean over relation heads, in nats, in float32 or wider; and how many
+        they are.
     """
     heads = math.gcd(student_BHSE.shape[1], teacher_BHSE.shape[1])
-    student_BRSE, teacher_BRSE = (_relation_heads(x_BHSE, heads) for x_BHSE in (student_BHSE, teacher_BHSE.detach()))
+    student_BRSE, teacher_BRSE = (
+        _relation_heads(x_BHSE, heads) for x_BHSE in (student_BHSE, teacher_BHSE.detach())
+    )
     windows, _, length, _ = student_BRSE.shape
     block = block or max(1, BLOCK_ELEMENTS // (windows * heads * length))
     if position_ids_BS is None:
@@ -94,11 +103,19 @@ def attention_relation(
 
 
 class _Relation(torch.autograd.Function):
-    """Sum over rows and heads, with the gradient formed in the forward pass: S² scores exist for one block of rows."""
+    """Sum over rows and heads, with the gradient formed in the forward pass.
+
+    S² scores exist for one block of rows.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, student_BRSE: Tensor, teacher_BRSE: Tensor, document_BS: Tensor, scored_BS: Tensor, block: int
+        ctx: Any,
+        student_BRSE: Tensor,
+        teacher_BRSE: Tensor,
+        document_BS: Tensor,
+        scored_BS: Tensor,
+        block: int,
     ) -> Tensor:
         grad_BRSE = torch.zeros_like(student_BRSE)
         total = student_BRSE.new_zeros(())
@@ -113,7 +130,9 @@ class _Relation(torch.autograd.Function):
                     _relation(x_BRSE, rows, columns, masked_BQP) for x_BRSE in (student_BRSE, teacher_BRSE)
                 )
                 p_BRQP = log_p_BRQP.exp()
-                gap_BRQP = (log_p_BRQP - log_q_BRQP).masked_fill_(masked_BQP[:, None], 0)  # both are -inf there
+                gap_BRQP = (log_p_BRQP - log_q_BRQP).masked_fill_(
+                    masked_BQP[:, None], 0
+                )  # both are -inf there
                 scored_B1Q1 = scored_BS[:, None, rows, None]
                 total += gap_BRQP.mul_(p_BRQP).mul_(scored_B1Q1).sum()
                 grad_BRQP = log_q_BRQP.exp_().sub_(p_BRQP).mul_(scored_B1Q1).mul_(scale)
@@ -142,7 +161,9 @@ def _relation_heads(x_BHSE: Tensor, heads: int) -> Tensor:
     return x_BHSE.to(torch.promote_types(x_BHSE.dtype, torch.float32))
 
 
-def _relative(name: str, student_TD: Tensor, teacher_TD: Tensor, power: Tensor | float | None) -> tuple[Tensor, int]:
+def _relative(
+    name: str, student_TD: Tensor, teacher_TD: Tensor, power: Tensor | float | None
+) -> tuple[Tensor, int]:
     student_TD, teacher_TD = _comparable(name, student_TD, teacher_TD)
     power = power_of(teacher_TD) if power is None else power
     return (student_TD - teacher_TD).square().sum() / power, len(student_TD)
@@ -152,7 +173,8 @@ def _comparable(name: str, student_TD: Tensor, teacher_TD: Tensor) -> tuple[Tens
     """Both in float32 or wider, the teacher as a constant."""
     if student_TD.shape[-1] != teacher_TD.shape[-1]:
         raise InvalidInput(
-            f"{name} compares vectors of the same size, but the student's have {student_TD.shape[-1]} numbers and the "
+            f"{name} compares vectors of the same size, but the student's have {student_TD.shape[-1]} "
+            f"numbers and the "
             f"teacher's {teacher_TD.shape[-1]}; use kl with this teacher, or one of the student's size"
         )
     dtype = torch.promote_types(student_TD.dtype, torch.promote_types(teacher_TD.dtype, torch.float32))

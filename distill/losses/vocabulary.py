@@ -1,6 +1,7 @@
 """Losses that compare a student's predictions with a teacher's, or with the text.
 
-All of them, in any mixture, are sums over tokens in nats, form the student's logits once and never hold [tokens, vocabulary].
+All of them, in any mixture, are sums over tokens in nats, form the student's logits once and never hold
+[tokens, vocabulary].
 
 Shapes: T tokens, C tokens of a chunk, V vocabulary, K sums.
 """
@@ -12,11 +13,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..head import Predictions
 from .chunks import compute_dtype, in_chunks
 from .criteria import CRITERIA, Pair
+from .predictions import Predictions
 
-MEASURES = ("forward_kl", "same_top1", "teacher_ce")  # what a mixture tells beside its losses when there is a teacher
+MEASURES = (
+    "forward_kl",
+    "same_top1",
+    "teacher_ce",
+)  # what a mixture tells beside its losses when there is a teacher
 
 
 @dataclass(frozen=True)
@@ -25,9 +30,9 @@ class Mixed:
 
     Attributes:
         loss: their weighted sum, differentiable once with respect to the student.
-        sums: every loss by name without its weight; with a teacher also `forward_kl` (KL(teacher || student) at temperature 1,
-            nats), `same_top1` (at how many tokens both find the same next one most probable) and `teacher_ce` (the teacher's
-            cross entropy to the text, nats). Constants.
+        sums: every loss by name without its weight; with a teacher also `forward_kl` (KL(teacher || student)
+            at temperature 1, nats), `same_top1` (at how many tokens both find the same next one most
+            probable) and `teacher_ce` (the teacher's cross entropy to the text, nats). Constants.
         count: T.
     """
 
@@ -48,18 +53,20 @@ def mix(
 ) -> Mixed:
     """A weighted sum of losses of the vocabulary, over one set of logits.
 
-    The two heads may be padded differently, beyond what the tokenizer has. What compares the distributions is over the entries
-    that both have, and each is normalised over these; cross entropy to the text is over all that the model has. So it is in
-    transformers' own loss and in `kvfold eval`.
+    The two heads may be padded differently, beyond what the tokenizer has. What compares the distributions is
+    over the entries that both have, and each is normalised over these; cross entropy to the text is over all
+    that the model has. So it is in transformers' own loss and in `kvfold eval`.
 
     Args:
         student: predictions for the scored tokens (`Predictions.at` leaves out the others).
-        teacher: of the same tokens, a constant; its hidden size may be another. None where only `ce` is asked for.
+        teacher: of the same tokens, a constant; its hidden size may be another. None where only `ce` is asked
+            for.
         labels_T: the next tokens of the text, int64.
-        weights: by name: `kl` (forward, KL(teacher || student)), `reverse_kl`, `jsd`, `ce`; those of weight 0 are not computed.
-            Without any, the measures alone are made and the loss is a constant 0.
-        temperature: τ: both distributions are softmax(logits / τ), and the divergence is multiplied by τ², so that gradients
-            keep their size (Hinton et al., arXiv 1503.02531). Cross entropy to the text and the measures are at 1 always.
+        weights: by name: `kl` (forward, KL(teacher || student)), `reverse_kl`, `jsd`, `ce`; those of weight 0
+            are not computed. Without any, the measures alone are made and the loss is a constant 0.
+        temperature: τ: both distributions are softmax(logits / τ), and the divergence is multiplied by τ², so
+            that gradients keep their size (Hinton et al., arXiv 1503.02531). Cross entropy to the text and
+            the measures are at 1 always.
         beta: of `jsd`, from 0 (forward KL) to 1 (reverse KL); see `criteria.jsd`.
         chunk: tokens at a time; by default as many as give `chunks.chunk_elements` logits.
 
@@ -94,7 +101,10 @@ class VocabularyLoss:
         beta: float = 0.5,
         chunk: int | None = None,
     ) -> tuple[Tensor, int]:
-        """The sum over tokens, in nats, and their count; arguments as for `mix`, `beta` is read by `jsd` only."""
+        """The sum over tokens, in nats, and their count.
+
+        Arguments as for `mix`, `beta` is read by `jsd` only.
+        """
         how = {self._name: 1.0}
         mixed = mix(student, teacher, labels_T, how, temperature=temperature, beta=beta, chunk=chunk)
         return mixed.loss, mixed.count
@@ -124,7 +134,9 @@ class _Mixture:
         total = None
         # Losses at one temperature share one pair of distributions; the measures are at 1.
         for temperature in dict.fromkeys((1.0, self.temperature)):
-            names = [name for name in self.weights if temperature == (1 if name == "ce" else self.temperature)]
+            names = [
+                name for name in self.weights if temperature == (1 if name == "ce" else self.temperature)
+            ]
             if names or (temperature == 1 and teacher_CV is not None):
                 gradient_CV = self._costs(names, temperature, logits_CV, teacher_CV, rows, sums)
                 total = gradient_CV if total is None or gradient_CV is None else total.add_(gradient_CV)
@@ -140,19 +152,31 @@ class _Mixture:
         rows: slice,
         sums: dict[str, Tensor],
     ) -> Tensor | None:
-        """Costs at one temperature into `sums`; returns the gradient of their weighted sum with respect to the logits."""
+        """Costs at one temperature into `sums`.
+
+        Returns the gradient of their weighted sum with respect to the logits.
+        """
         if temperature != 1:
-            logits_CV, teacher_CV = logits_CV / temperature, None if teacher_CV is None else teacher_CV / temperature
+            logits_CV, teacher_CV = (
+                logits_CV / temperature,
+                None if teacher_CV is None else teacher_CV / temperature,
+            )
         pair = Pair(logits_CV, teacher_CV, self.labels_T[rows])
         if temperature == 1 and teacher_CV is not None:
-            sums |= {"forward_kl": pair.forward_kl, "same_top1": pair.same_top1(), "teacher_ce": pair.teacher_ce()}
+            sums |= {
+                "forward_kl": pair.forward_kl,
+                "same_top1": pair.same_top1(),
+                "teacher_ce": pair.teacher_ce(),
+            }
         total = None
         for name in names:
             cost, gradient_CV = CRITERIA[name](pair, self.beta)
             sums[name] = cost * temperature**2
             if (factor := self.weights[name] * temperature) != 1:
                 gradient_CV.mul_(factor)
-            if padding := logits_CV.shape[-1] - gradient_CV.shape[-1]:  # what the teacher lacks, which the loss does not read
+            if (
+                padding := logits_CV.shape[-1] - gradient_CV.shape[-1]
+            ):  # what the teacher lacks, which the loss does not read
                 gradient_CV = functional.pad(gradient_CV, (0, padding))
             total = gradient_CV if total is None else total.add_(gradient_CV)
         return total

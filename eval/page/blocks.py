@@ -1,4 +1,7 @@
-"""What a page reads of eval.json, kvfold.json and curve.json, as shapes; what it does not show is passed over."""
+"""What a page reads of eval.json, kvfold.json and curve.json, as shapes.
+
+What it does not show is passed over.
+"""
 
 from typing import Annotated, Any, Literal, Self
 
@@ -169,7 +172,10 @@ Grid = tuple[tuple[Share, ...], ...]
 
 
 class NeedleMap(Part):
-    """Shares over lengths and depths: of needles found, and of keys that were the likeliest of the candidates."""
+    """Shares over lengths and depths.
+
+    Of needles found, and of keys that were the likeliest of the candidates.
+    """
 
     lengths: tuple[int, ...]
     depths: tuple[float, ...]

@@ -1,7 +1,8 @@
 """Figures by matplotlib, as SVG whose colours follow the page and as PNG in the light ones.
 
-A figure is drawn once, in the colours of `LIGHT`. In the SVG each of them becomes a variable of the page's style, so that the
-same picture is right in dark, in light and on paper. Texts stay texts, so that they can be read aloud, searched and copied.
+A figure is drawn once, in the colours of `LIGHT`. In the SVG each of them becomes a variable of the page's
+style, so that the same picture is right in dark, in light and on paper. Texts stay texts, so that they can be
+read aloud, searched and copied.
 """
 
 import io
@@ -50,7 +51,9 @@ DARK = {
 }
 _SERIES = [name for name in LIGHT if re.fullmatch(r"c\d", name)]
 _WIDTH = 4.1  # inches; narrow, so that texts stay legible on a phone
-_FONT = "DejaVu Sans, Verdana, sans-serif"  # the first is what matplotlib measures with, the second is as wide
+_FONT = (
+    "DejaVu Sans, Verdana, sans-serif"  # the first is what matplotlib measures with, the second is as wide
+)
 
 
 def series(number: int) -> str:
@@ -115,7 +118,10 @@ def legend(drawn: "Figure", axes: "Axes") -> None:
 
 
 def brief(name: str, most: int = 36) -> str:
-    """A name that fits into a figure; matplotlib would leave one that begins with a line out of the legend."""
+    """A name that fits into a figure.
+
+    Matplotlib would leave one that begins with a line out of the legend.
+    """
     name = f"./{name}" if name.startswith("_") else name
     return name if len(name) <= most else f"{name[: most // 2 - 1]}…{name[-(most // 2) :]}"
 
@@ -135,7 +141,8 @@ def to_svg(drawn: "Figure", title: str) -> str:
     """The figure as an element of an HTML page, without size, date or ids of its own.
 
     Args:
-        drawn: what `figure` began; artists whose gid begins with "tip: " show the rest of it when they are pointed at.
+        drawn: what `figure` began; artists whose gid begins with "tip: " show the rest of it when they are
+            pointed at.
         title: says what is seen to those who do not see it.
     """
     import matplotlib

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import click
 
-from ...convert.console import Command, notice, show_json
-from ...convert.errors import InvalidInput
+from ...core.console import Command, notice, show_json
+from ...core.errors import InvalidInput
 
 
 @click.command("report", cls=Command)
@@ -20,22 +20,28 @@ from ...convert.errors import InvalidInput
     help="The page; must not exist.",
 )
 @click.option(
-    "--png", type=click.Path(path_type=Path), metavar="DIR", help="Write every figure as a PNG into this new directory."
+    "--png",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Write every figure as a PNG into this new directory.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a sentence.")
 def main(directories: tuple[Path, ...], out: Path, png: Path | None, as_json: bool) -> None:
     """Show what was measured of checkpoints as one HTML page that needs no network.
 
-    Each DIR is a checkpoint with an eval.json, written by `kvfold eval DIR --text FILE --out DIR/eval.json`. Suites that were
-    measured later are read from DIR/eval-*.json. Beside the evaluation, the page shows what kvfold.json tells of the conversion
-    and metrics.jsonl and curve.json of the distillation. What was not measured is named with the command that measures it.
+    Each DIR is a checkpoint with an eval.json, written by `kvfold eval DIR --text FILE --out DIR/eval.json`.
+    Suites that were measured later are read from DIR/eval-*.json. Beside the evaluation, the page shows what
+    kvfold.json tells of the conversion and metrics.jsonl and curve.json of the distillation. What was not
+    measured is named with the command that measures it.
     """
     from .document import check_places, compose, notices, summary, write
     from .groups import read_groups
 
     lacking = [name for name in ("matplotlib", "jinja2") if find_spec(name) is None]
     if lacking:
-        raise InvalidInput(f"kvfold report needs {' and '.join(lacking)}; install it: pip install 'kvfold[report]'")
+        raise InvalidInput(
+            f"kvfold report needs {' and '.join(lacking)}; install it: pip install 'kvfold[report]'"
+        )
     check_places(out, png)
     groups = read_groups(directories)
     for sentence in notices(groups):

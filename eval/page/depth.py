@@ -1,4 +1,7 @@
-"""Figures of a conversion layer by layer, from kvfold.json: what was predicted, what was measured, what the rank cut off."""
+"""Figures of a conversion layer by layer, from kvfold.json.
+
+What was predicted, what was measured, what the rank cut off.
+"""
 
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +35,13 @@ def losses_by_layer(one: Found, number: int) -> "Figure | None":
     for (name, values), (colour, line, marker) in zip(lines.items(), looks, strict=True):
         known = [(layer, value) for layer, value in enumerate(values) if value is not None]
         if known:
-            style: dict[str, Any] = {"marker": marker, "linestyle": line, "markersize": 3.5, "linewidth": 1.4, "color": colour}
+            style: dict[str, Any] = {
+                "marker": marker,
+                "linestyle": line,
+                "markersize": 3.5,
+                "linewidth": 1.4,
+                "color": colour,
+            }
             tip(axes.plot(*zip(*known, strict=True), label=name, **style), name)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_ylim(bottom=0)
@@ -42,8 +51,13 @@ def losses_by_layer(one: Found, number: int) -> "Figure | None":
 
 
 def spectra(one: Found) -> "Figure | None":
-    """What each direction of a layer's keys and values costs when left out; the latent keeps those left of the line."""
-    layers = [(number, layer.spectrum) for number, layer in enumerate(one.layers) if layer.spectrum is not None]
+    """What each direction of a layer's keys and values costs when left out.
+
+    The latent keeps those left of the line.
+    """
+    layers = [
+        (number, layer.spectrum) for number, layer in enumerate(one.layers) if layer.spectrum is not None
+    ]
     if not layers:
         return None
     from matplotlib.cm import ScalarMappable
@@ -56,9 +70,14 @@ def spectra(one: Found) -> "Figure | None":
     scale = Normalize(0, max(1, len(one.layers) - 1))
     top = max(max(spectrum.cost) for _, spectrum in layers)
     for number, spectrum in layers:
-        shown = [(i, cost) for i, cost in zip(spectrum.index, spectrum.cost, strict=False) if cost > top * _SHOWN]
+        shown = [
+            (i, cost) for i, cost in zip(spectrum.index, spectrum.cost, strict=False) if cost > top * _SHOWN
+        ]
         if shown:
-            tip(axes.plot(*zip(*shown, strict=True), color=colours(scale(number)), linewidth=1.3), f"layer {number}")
+            tip(
+                axes.plot(*zip(*shown, strict=True), color=colours(scale(number)), linewidth=1.3),
+                f"layer {number}",
+            )
     rank = one.target.get("kv_lora_rank")
     if isinstance(rank, int):
         axes.axvline(rank + 0.5, color=LIGHT["ink"], linestyle=":", linewidth=1.2)

@@ -7,7 +7,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from ...convert.errors import InvalidInput
+from ...core.errors import InvalidInput
 from .canvas import DARK, LIGHT, styled, to_svg, write_png
 from .groups import Group
 from .sections import Section, sections
@@ -33,9 +33,13 @@ def notices(groups: Sequence[Group]) -> list[str]:
     sources = {group.source.identity for group in groups if group.source}
     unknown = [one.label for group in groups if group.source is None for one in group.members]
     if len(sources) + bool(unknown) > 1:
-        found.append("These checkpoints have different sources, so they stand in groups; compare within a group only.")
+        found.append(
+            "These checkpoints have different sources, so they stand in groups; compare within a group only."
+        )
     elif len(groups) > 1:
-        found.append("Not all was measured on the same text in the same windows; compare within a group only.")
+        found.append(
+            "Not all was measured on the same text in the same windows; compare within a group only."
+        )
     if unknown:
         found.append(f"No source is known of {', '.join(unknown)}: nothing is paired there.")
     return found
@@ -104,7 +108,9 @@ def write(parts: Sequence[Part], page: Path, pictures: Path | None) -> list[Path
             names = [] if pictures is None else _write_pictures(parts, pictures)
             whole.rename(page)
     except OSError as error:
-        raise InvalidInput(f"{error.filename or page} cannot be written: {error.strerror}; name another place") from None
+        raise InvalidInput(
+            f"{error.filename or page} cannot be written: {error.strerror}; name another place"
+        ) from None
     return names
 
 
@@ -131,8 +137,15 @@ def summary(parts: Sequence[Part], page: Path, pictures: Sequence[Path]) -> dict
     groups = []
     for part in parts:
         table = part.sections[0].tables[0]
-        rows = [{column: cell.value for column, cell in zip(table.columns, row, strict=True)} for row in table.rows]
-        missing = [{"what": what, "command": command} for section in part.sections for what, command in section.missing]
+        rows = [
+            {column: cell.value for column, cell in zip(table.columns, row, strict=True)}
+            for row in table.rows
+        ]
+        missing = [
+            {"what": what, "command": command}
+            for section in part.sections
+            for what, command in section.missing
+        ]
         source, protocol = part.group.source, part.group.protocol
         groups.append(
             {
@@ -144,4 +157,9 @@ def summary(parts: Sequence[Part], page: Path, pictures: Sequence[Path]) -> dict
             }
         )
     found = notices([part.group for part in parts])
-    return {"page": str(page), "pictures": [str(path) for path in pictures], "notices": found, "groups": groups}
+    return {
+        "page": str(page),
+        "pictures": [str(path) for path in pictures],
+        "notices": found,
+        "groups": groups,
+    }

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...convert.errors import InvalidInput
+from ...core.errors import InvalidInput
 from .blocks import Checkpoint, Protocol
 from .records import Found, read_found
 
@@ -42,7 +42,9 @@ def read_groups(directories: Sequence[Path]) -> tuple[Group, ...]:
     unique = list({path.resolve(): path for path in reversed(directories)}.values())[::-1]
     found = [read_found(path, label) for path, label in zip(unique, labels(unique), strict=True)]
     groups: dict[tuple[str | None, Protocol | None], list[Found]] = {}
-    sources = {one.report.teacher.identity: one.report.teacher for one in found if one.report.teacher is not None}
+    sources = {
+        one.report.teacher.identity: one.report.teacher for one in found if one.report.teacher is not None
+    }
     for one in found:
         own = one.report.checkpoint.identity
         identity = one.report.teacher.identity if one.report.teacher else own if own in sources else None
@@ -52,7 +54,10 @@ def read_groups(directories: Sequence[Path]) -> tuple[Group, ...]:
         beside = next((key for key in groups if key[0] == identity and key[1] is not None), None)
         if identity is not None and beside is not None:
             groups[beside] += groups.pop((identity, None))
-    return tuple(_group(sources.get(identity or ""), protocol, members) for (identity, protocol), members in groups.items())
+    return tuple(
+        _group(sources.get(identity or ""), protocol, members)
+        for (identity, protocol), members in groups.items()
+    )
 
 
 def labels(directories: Iterable[Path]) -> list[str]:
@@ -66,6 +71,8 @@ def labels(directories: Iterable[Path]) -> list[str]:
 
 
 def _group(source: Checkpoint | None, protocol: Protocol | None, members: Sequence[Found]) -> Group:
-    itself = [one for one in members if source is not None and one.report.checkpoint.identity == source.identity]
+    itself = [
+        one for one in members if source is not None and one.report.checkpoint.identity == source.identity
+    ]
     others = tuple(one for one in members if one not in itself)
     return Group(source, protocol, others, itself[0] if itself else None)

@@ -23,7 +23,10 @@ def has_perplexity(one: Found) -> bool:
 
 
 def perplexity_by_cache(group: Group) -> "Figure | None":
-    """Perplexity against the share of the source's cache; error bars are of the paired ratio to the source."""
+    """Perplexity against the share of the source's cache.
+
+    Error bars are of the paired ratio to the source.
+    """
     members = [(number, one) for number, one in enumerate(group.members) if has_perplexity(one)]
     if not members:
         return None
@@ -31,7 +34,9 @@ def perplexity_by_cache(group: Group) -> "Figure | None":
     source = source_perplexity(group)
     if source is not None:
         axes.axhline(source, color=LIGHT["muted"], linestyle="--", linewidth=1)
-        points = axes.plot([100], [source], marker="D", color=LIGHT["muted"], linestyle="none", label="source")
+        points = axes.plot(
+            [100], [source], marker="D", color=LIGHT["muted"], linestyle="none", label="source"
+        )
         tip(points, f"source: perplexity {source:.4g}")
     values = [source] if source is not None else []
     places = _dodged([one.share or 1.0 for _, one in members])
@@ -58,11 +63,19 @@ def source_perplexity(group: Group) -> float | None:
 
 
 def bounds(one: Found) -> tuple[float, float] | None:
-    """The 95 % interval of a perplexity: of its ratio to the source's, which shares the text, or else its own."""
+    """The 95 % interval of a perplexity.
+
+    Of its ratio to the source's, which shares the text, or else its own.
+    """
     found = one.suite("ppl", Perplexities)
     if found is None:
         return None
-    if found.teacher is not None and found.ratio is not None and found.ratio.low is not None and found.ratio.high is not None:
+    if (
+        found.teacher is not None
+        and found.ratio is not None
+        and found.ratio.low is not None
+        and found.ratio.high is not None
+    ):
         return found.ratio.low * found.teacher.perplexity, found.ratio.high * found.teacher.perplexity
     if found.teacher is not None or found.student.nll.low is None or found.student.nll.high is None:
         return None
@@ -70,7 +83,10 @@ def bounds(one: Found) -> tuple[float, float] | None:
 
 
 def _dodged(shares: Sequence[float]) -> list[float]:
-    """Percentages that are almost those of the shares: equal ones stand side by side, so that each is seen."""
+    """Percentages that are almost those of the shares.
+
+    Equal ones stand side by side, so that each is seen.
+    """
     found = []
     for number, share in enumerate(shares):
         alike = [other for other, theirs in enumerate(shares) if abs(theirs / share - 1) < 0.03]
@@ -79,7 +95,10 @@ def _dodged(shares: Sequence[float]) -> list[float]:
 
 
 def _point(axes: "Axes", one: Found, number: int, place: float) -> list[float]:
-    """Draw a checkpoint, and the fold it was distilled from below or above it; all perplexities that were drawn."""
+    """Draw a checkpoint, and the fold it was distilled from below or above it.
+
+    All perplexities that were drawn.
+    """
     found = one.suite("ppl", Perplexities)
     assert found is not None
     colour, marker = series(number), _MARKERS.get(str(one.target.get("name")), "o")
@@ -88,15 +107,25 @@ def _point(axes: "Axes", one: Found, number: int, place: float) -> list[float]:
     if found.parent is not None:
         before = found.parent.perplexity
         axes.annotate(
-            "", (place, value), (place, before), arrowprops={"arrowstyle": "->", "color": colour, "shrinkA": 4, "shrinkB": 4}
+            "",
+            (place, value),
+            (place, before),
+            arrowprops={"arrowstyle": "->", "color": colour, "shrinkA": 4, "shrinkB": 4},
         )
-        hollow = axes.plot([place], [before], marker=marker, color=colour, markerfacecolor=LIGHT["surface"], linestyle="none")
+        hollow = axes.plot(
+            [place], [before], marker=marker, color=colour, markerfacecolor=LIGHT["surface"], linestyle="none"
+        )
         tip(hollow, f"{one.label} before distillation: perplexity {before:.4g}")
         values.append(before)
     low, high = bounds(one) or (value, value)
-    bars = axes.errorbar([place], [value], yerr=[[max(0.0, value - low)], [max(0.0, high - value)]], color=colour, capsize=3)
+    bars = axes.errorbar(
+        [place], [value], yerr=[[max(0.0, value - low)], [max(0.0, high - value)]], color=colour, capsize=3
+    )
     bars.lines[0].set(marker=marker, linestyle="none", label=brief(one.label))
-    tip([bars.lines[0]], f"{one.label}: perplexity {value:.4g} at {100 * (one.share or 1.0):.3g} % of the cache")
+    tip(
+        [bars.lines[0]],
+        f"{one.label}: perplexity {value:.4g} at {100 * (one.share or 1.0):.3g} % of the cache",
+    )
     return values
 
 
@@ -113,12 +142,19 @@ def _percents(axes: "Axes", shares: Sequence[float]) -> None:
 
 def cache_bars(group: Group) -> "Figure | None":
     """Elements that a token takes in a layer's cache, of the source and of every checkpoint."""
-    members = [(number, one, found) for number, one in enumerate(group.members) if (found := one.suite("cache", Caches))]
+    members = [
+        (number, one, found)
+        for number, one in enumerate(group.members)
+        if (found := one.suite("cache", Caches))
+    ]
     if not members:
         return None
     source = next((found.teacher for _, _, found in members if found.teacher), None)
     rows = [("source", source.elements_per_token_per_layer, LIGHT["muted"])] if source else []
-    rows += [(brief(one.label, 26), found.student.elements_per_token_per_layer, series(n)) for n, one, found in members]
+    rows += [
+        (brief(one.label, 26), found.student.elements_per_token_per_layer, series(n))
+        for n, one, found in members
+    ]
     drawn, axes = figure(0.8 + 0.32 * len(rows))
     longest = max(value for _, value, _ in rows)
     for place, (name, value, colour) in enumerate(rows):
@@ -140,7 +176,11 @@ def kl_by_percentile(group: Group) -> "Figure | None":
     drawn, axes = figure(3.4)
     keys = list(members[0][2].kl_percentiles)
     for number, one, found in members:
-        shared = [(place, found.kl_percentiles[key]) for place, key in enumerate(keys) if key in found.kl_percentiles]
+        shared = [
+            (place, found.kl_percentiles[key])
+            for place, key in enumerate(keys)
+            if key in found.kl_percentiles
+        ]
         points = [*shared, (len(keys), Estimate(mean=found.kl_max))]
         _line(axes, [(place, value) for place, value in points if value.mean > 0], one, number)
     axes.set_yscale("log")
@@ -159,7 +199,12 @@ def kl_by_position(group: Group) -> "Figure | None":
         return None
     drawn, axes = figure(3.4)
     for number, one, found in members:
-        _line(axes, [((bucket.first * bucket.last) ** 0.5, bucket.kl) for bucket in found.kl_by_position], one, number)
+        _line(
+            axes,
+            [((bucket.first * bucket.last) ** 0.5, bucket.kl) for bucket in found.kl_by_position],
+            one,
+            number,
+        )
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter("{x:g}")
     axes.minorticks_off()
@@ -170,7 +215,11 @@ def kl_by_position(group: Group) -> "Figure | None":
 
 
 def _with_fidelity(group: Group) -> list[tuple[int, Found, Fidelity]]:
-    return [(number, one, found) for number, one in enumerate(group.members) if (found := one.suite("fidelity", Fidelity))]
+    return [
+        (number, one, found)
+        for number, one in enumerate(group.members)
+        if (found := one.suite("fidelity", Fidelity))
+    ]
 
 
 def _line(axes: "Axes", points: Sequence[tuple[float, Estimate]], one: Found, number: int) -> None:
@@ -182,6 +231,12 @@ def _line(axes: "Axes", points: Sequence[tuple[float, Estimate]], one: Found, nu
         [max(0.0, value.mean - value.low) if value.low is not None else 0.0 for _, value in points],
         [max(0.0, value.high - value.mean) if value.high is not None else 0.0 for _, value in points],
     ]
-    style: dict[str, Any] = {"marker": "o", "markersize": 3.5, "linewidth": 1.4, "capsize": 2, "elinewidth": 1}
+    style: dict[str, Any] = {
+        "marker": "o",
+        "markersize": 3.5,
+        "linewidth": 1.4,
+        "capsize": 2,
+        "elinewidth": 1,
+    }
     bars = axes.errorbar(places, values, yerr=sizes, color=series(number), label=brief(one.label), **style)
     tip([bars.lines[0]], one.label)

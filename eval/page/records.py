@@ -1,6 +1,8 @@
-"""What lies in a checkpoint's directory: eval.json and eval-*.json, kvfold.json, metrics.jsonl and curve.json, as data.
+"""What lies in a checkpoint's directory: eval.json and eval-*.json, kvfold.json, metrics.jsonl and
+curve.json, as data.
 
-Reports are read without importing what made them: a page needs no torch. What a page does not show is passed over.
+Reports are read without importing what made them: a page needs no torch. What a page does not show is passed
+over.
 """
 
 import json
@@ -12,9 +14,9 @@ from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from ...convert.card import FILE as RECORD
-from ...convert.card import read_record
-from ...convert.errors import InvalidInput
+from ...checkpoints.record import FILE as RECORD
+from ...checkpoints.record import read_record
+from ...core.errors import InvalidInput
 from .blocks import SUITES, Caches, Curve, Layer, Part, Report
 
 FILE = "eval.json"
@@ -74,20 +76,26 @@ def read_found(directory: Path, label: str) -> Found:
         label: what to call it.
 
     Raises:
-        InvalidInput: there is no such directory, nothing was measured of it, or a file in it is damaged or of another kind.
+        InvalidInput: there is no such directory, nothing was measured of it, or a file in it is damaged or of
+        another kind.
     """
     if not directory.is_dir():
         raise InvalidInput(f"{directory} is no directory; name that of a checkpoint, with its {FILE}")
     if not (directory / FILE).is_file():
-        raise InvalidInput(f"{directory} has no {FILE}; measure it: {command(directory, '--text stdlib', FILE)}")
+        raise InvalidInput(
+            f"{directory} has no {FILE}; measure it: {command(directory, '--text stdlib', FILE)}"
+        )
     report = _read_report(directory / FILE, directory)
     for extra in sorted(directory.glob(EXTRA)):
         more = _read_report(extra, directory)
         if more.checkpoint.identity != report.checkpoint.identity:
-            raise InvalidInput(f"{extra} was measured on other weights than {directory / FILE}; move the older one away")
+            raise InvalidInput(
+                f"{extra} was measured on other weights than {directory / FILE}; move the older one away"
+            )
         if report.protocol and more.protocol and report.protocol != more.protocol:
             raise InvalidInput(
-                f"{extra} was measured on another text than {directory / FILE}, or in other windows; move it away"
+                f"{extra} was measured on another text than {directory / FILE}, or in other windows; move "
+                f"it away"
             )
         report = _merged(report, more)
     record = read_record(directory)
@@ -111,18 +119,24 @@ def _merged(report: Report, more: Report) -> Report:
     """A report with the suites that only another has."""
     news = {name: block for name, block in more.suites.items() if report.suites.get(name) is None}
     protocol, teacher = report.protocol or more.protocol, report.teacher or more.teacher
-    return report.model_copy(update={"suites": {**report.suites, **news}, "protocol": protocol, "teacher": teacher})
+    return report.model_copy(
+        update={"suites": {**report.suites, **news}, "protocol": protocol, "teacher": teacher}
+    )
 
 
 def _read_report(path: Path, directory: Path) -> Report:
     content: Any = _read_json(path)
     schema = content.get("schema") if isinstance(content, dict) else None
     if schema != 2:
-        raise InvalidInput(f"{path} is no report of schema 2 (its schema is {schema}); move it away and measure again")
+        raise InvalidInput(
+            f"{path} is no report of schema 2 (its schema is {schema}); move it away and measure again"
+        )
     report = _parsed(Report, content, path)
     measured = Path(report.checkpoint.path)
     if measured.is_dir() and measured.resolve() != directory.resolve():
-        raise InvalidInput(f"{path} was measured on {measured}, not on {directory}; move it away and measure again")
+        raise InvalidInput(
+            f"{path} was measured on {measured}, not on {directory}; move it away and measure again"
+        )
     blocks = {
         name: _parsed(SUITES[name], block, path)
         for name, block in report.suites.items()
@@ -142,7 +156,9 @@ def _read_losses(path: Path) -> tuple[tuple[int, float], ...]:
             if loss is not None:
                 found.append((int(values["tokens"]), float(loss)))
         except (ValueError, TypeError, KeyError, AttributeError):
-            raise InvalidInput(f"{path} is damaged: it is not a record of training written by kvfold") from None
+            raise InvalidInput(
+                f"{path} is damaged: it is not a record of training written by kvfold"
+            ) from None
     return tuple(found)
 
 

@@ -33,8 +33,13 @@ def needles(found: NeedleMap, score: str) -> "Figure":
             text = f"{100 * value:.0f}"
             axes.text(column + 0.5, row + 0.5, text, ha="center", va="center", fontsize=8.5, color="#14181f")
     axes.grid(visible=False)
-    axes.set_xticks([place + 0.5 for place in range(len(found.lengths))], [f"{length:,}" for length in found.lengths])
-    axes.set_yticks([place + 0.5 for place in range(len(found.depths))], [f"{100 * depth:.0f} %" for depth in found.depths])
+    axes.set_xticks(
+        [place + 0.5 for place in range(len(found.lengths))], [f"{length:,}" for length in found.lengths]
+    )
+    axes.set_yticks(
+        [place + 0.5 for place in range(len(found.depths))],
+        [f"{100 * depth:.0f} %" for depth in found.depths],
+    )
     axes.tick_params(length=0)
     axes.invert_yaxis()
     axes.set(xlabel="tokens of the text", ylabel="depth of the needle")
@@ -82,7 +87,10 @@ def training_curve(one: Found) -> "Figure | None":
 
 
 def decode_ratio(group: Group) -> "Figure | None":
-    """How many times as fast as its source, in turns with which it was timed, a checkpoint decodes; bars are quartiles."""
+    """How many times as fast as its source, in turns with which it was timed, a checkpoint decodes.
+
+    Bars are quartiles.
+    """
     lines = [
         (one.label, series(number), {(cell.batch, cell.context): cell.decode_speedup for cell in found.cells})
         for number, one, found in _timed(group)
@@ -91,23 +99,38 @@ def decode_ratio(group: Group) -> "Figure | None":
 
 
 def decode_speed(group: Group) -> "Figure | None":
-    """Decoded tokens a second, of the source too as it was timed with the first checkpoint; bars are quartiles."""
+    """Decoded tokens a second, of the source too as it was timed with the first checkpoint.
+
+    Bars are quartiles.
+    """
     lines: list[tuple[str, str, dict[tuple[int, int], Spread | None]]] = []
     for number, one, found in _timed(group):
         sides = [(one.label, series(number), "student")]
         sides[:0] = [("source", LIGHT["muted"], "teacher")] if not lines else []
         for name, colour, role in sides:
             timings = {(cell.batch, cell.context): getattr(cell, role) for cell in found.cells}
-            lines.append((name, colour, {key: timing and timing.decode.tokens_per_second for key, timing in timings.items()}))
+            lines.append(
+                (
+                    name,
+                    colour,
+                    {key: timing and timing.decode.tokens_per_second for key, timing in timings.items()},
+                )
+            )
     return _speeds(lines, "decoded tokens a second")
 
 
 def _timed(group: Group) -> list[tuple[int, Found, Speeds]]:
-    return [(number, one, found) for number, one in enumerate(group.members) if (found := one.suite("speed", Speeds))]
+    return [
+        (number, one, found)
+        for number, one in enumerate(group.members)
+        if (found := one.suite("speed", Speeds))
+    ]
 
 
 def _speeds(
-    lines: Sequence[tuple[str, str, Mapping[tuple[int, int], Spread | None]]], label: str, level: float | None = None
+    lines: Sequence[tuple[str, str, Mapping[tuple[int, int], Spread | None]]],
+    label: str,
+    level: float | None = None,
 ) -> "Figure | None":
     """Lines of (name, colour, speeds by batch and context) over the context, one a batch size."""
     if not any(speed for _, _, speeds in lines for speed in speeds.values()):
@@ -117,10 +140,17 @@ def _speeds(
         axes.axhline(level, color=LIGHT["muted"], linestyle="--", linewidth=1)
     for name, colour, speeds in lines:
         for place, batch in enumerate(sorted({batch for batch, _ in speeds})):
-            points = sorted((context, speed) for (b, context), speed in speeds.items() if b == batch and speed)
+            points = sorted(
+                (context, speed) for (b, context), speed in speeds.items() if b == batch and speed
+            )
             below = [max(0.0, speed.median - speed.q1) for _, speed in points]
             above = [max(0.0, speed.q3 - speed.median) for _, speed in points]
-            style: dict[str, Any] = {"color": colour, "marker": "o^sD"[place % 4], "markersize": 4, "linewidth": 1.4}
+            style: dict[str, Any] = {
+                "color": colour,
+                "marker": "o^sD"[place % 4],
+                "markersize": 4,
+                "linewidth": 1.4,
+            }
             places, values = [context for context, _ in points], [speed.median for _, speed in points]
             bars = axes.errorbar(places, values, yerr=[below, above], capsize=2, elinewidth=0.8, **style)
             bars.lines[0].set_label(f"{brief(name, 24)}, batch {batch}")

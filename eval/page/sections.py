@@ -62,8 +62,10 @@ def _perplexity(group: Group) -> Section:
     caches = tables.caches(group)
     return Section(
         "Perplexity against cache",
-        "Lower and further left is better. Bars are 95 % intervals of the ratio to the source, paired by window; an arrow "
-        "leads from a fold before distillation (hollow) to the distilled checkpoint. A token's cache is what the cache object "
+        "Lower and further left is better. Bars are 95 % intervals of the ratio to the source, paired by "
+        "window; an arrow "
+        "leads from a fold before distillation (hollow) to the distilled checkpoint. A token's cache is "
+        "what the cache object "
         "of the running model grows by.",
         _charts(
             ("perplexity", "Perplexity against cache", quality.perplexity_by_cache(group)),
@@ -82,10 +84,13 @@ def _fidelity(group: Group) -> Section:
         ("kl-percentiles", "KL by percentile of tokens", quality.kl_by_percentile(group)),
         ("kl-positions", "KL by position", quality.kl_by_position(group)),
     )
-    missing = _lacking(group, _without(group, "fidelity", Fidelity), "distance to the source", f"{_TEXT} --suite fidelity")
+    missing = _lacking(
+        group, _without(group, "fidelity", Fidelity), "distance to the source", f"{_TEXT} --suite fidelity"
+    )
     return Section(
         "Distance to the source",
-        "KL(source ‖ checkpoint) of next-token distributions, token by token; bars are 95 % intervals over windows.",
+        "KL(source ‖ checkpoint) of next-token distributions, token by token; bars are 95 % intervals "
+        "over windows.",
         charts,
         missing=missing,
     )
@@ -96,7 +101,9 @@ def _layers(group: Group) -> Section:
     seen: list[tuple[object, ...]] = []
     for number, one in enumerate(group.members):
         conversion = (one.layers, one.target)
-        if not one.layers or conversion in seen:  # a distilled checkpoint carries the record of the fold it began as
+        if (
+            not one.layers or conversion in seen
+        ):  # a distilled checkpoint carries the record of the fold it began as
             continue
         seen.append(conversion)
         charts += _charts(
@@ -106,12 +113,17 @@ def _layers(group: Group) -> Section:
     missing = []
     if not charts:
         missing.append(
-            ("losses and spectra by layer are written by the conversion", "kvfold convert MODEL --to mla --kv-budget 25%")
+            (
+                "losses and spectra by layer are written by the conversion",
+                "kvfold convert MODEL --to mla --kv-budget 25%",
+            )
         )
     return Section(
         "Layer by layer",
-        "Each layer's loss as planned and as measured alone on held-back calibration text; and, for latent attention, what "
-        "each direction of its keys and values costs when it is left out. Those left of the dotted line are kept.",
+        "Each layer's loss as planned and as measured alone on held-back calibration text; and, for "
+        "latent attention, what "
+        "each direction of its keys and values costs when it is left out. Those left of the dotted line "
+        "are kept.",
         tuple(charts),
         missing=tuple(missing),
     )
@@ -152,9 +164,13 @@ def _tasks(group: Group) -> Section:
 
 
 def _training(group: Group) -> Section:
-    charts = [*_charts(("training-loss", "KL on training text", runs.training_loss(list(enumerate(group.members)))))]
+    charts = [
+        *_charts(("training-loss", "KL on training text", runs.training_loss(list(enumerate(group.members)))))
+    ]
     for number, one in enumerate(group.members):
-        charts += _charts((f"training-curve-{number}", f"Perplexity while training: {one.label}", runs.training_curve(one)))
+        charts += _charts(
+            (f"training-curve-{number}", f"Perplexity while training: {one.label}", runs.training_curve(one))
+        )
     missing: tuple[tuple[str, str], ...] = ()
     if not charts:
         student = str(group.members[0].directory) if group.members else "DIR"
@@ -186,7 +202,11 @@ def _charts(*drawn: "tuple[str, str, Figure | None]") -> tuple[Chart, ...]:
 
 
 def _retrieved(group: Group) -> list[tuple[int, Found, Retrieval]]:
-    return [(number, one, found) for number, one in enumerate(group.members) if (found := one.suite("retrieval", Retrieval))]
+    return [
+        (number, one, found)
+        for number, one in enumerate(group.members)
+        if (found := one.suite("retrieval", Retrieval))
+    ]
 
 
 def _grids(group: Group, kind: str) -> Iterable[tuple[float, ...]]:
@@ -195,7 +215,9 @@ def _grids(group: Group, kind: str) -> Iterable[tuple[float, ...]]:
             yield from getattr(model, kind).accuracy if model is not None else ()
 
 
-def _without(group: Group, name: str, kind: type[Perplexities | Fidelity | Caches | Retrieval | Speeds]) -> list[Found]:
+def _without(
+    group: Group, name: str, kind: type[Perplexities | Fidelity | Caches | Retrieval | Speeds]
+) -> list[Found]:
     return [one for one in group.members if one.suite(name, kind) is None]
 
 

@@ -31,7 +31,16 @@ class Table:
 
 def overview(group: Group) -> Table:
     """Everything in one line a checkpoint."""
-    columns = ("checkpoint", "folded to", "cache", "perplexity", "ratio to source", "KL, nats", "same top-1", "recovered")
+    columns = (
+        "checkpoint",
+        "folded to",
+        "cache",
+        "perplexity",
+        "ratio to source",
+        "KL, nats",
+        "same top-1",
+        "recovered",
+    )
     rows: list[tuple[Cell, ...]] = []
     for one in group.everyone:
         ppl, fidelity = one.suite("ppl", Perplexities), one.suite("fidelity", Fidelity)
@@ -50,11 +59,21 @@ def overview(group: Group) -> Table:
             else Cell("undefined" if ppl and ppl.parent else ""),
         )
         rows.append(cells)
-    source = next((ppl.teacher for one in group.members if (ppl := one.suite("ppl", Perplexities)) and ppl.teacher), None)
+    source = next(
+        (ppl.teacher for one in group.members if (ppl := one.suite("ppl", Perplexities)) and ppl.teacher),
+        None,
+    )
     if source is not None and group.itself is None and group.source is not None:
         rest = [Cell()] * (len(columns) - 4)
         rows.insert(
-            0, (_words(f"{group.source.name} (source)"), Cell(), _number(1.0, "100%"), _number(source.perplexity), *rest)
+            0,
+            (
+                _words(f"{group.source.name} (source)"),
+                Cell(),
+                _number(1.0, "100%"),
+                _number(source.perplexity),
+                *rest,
+            ),
         )
     return Table("All checkpoints", columns, tuple(rows))
 
@@ -94,7 +113,9 @@ def caches(group: Group) -> Table | None:
         sizes = [contexts[length].bytes if length in contexts else None for length in lengths]
         cells += [_number(size, _size(size)) for size in sizes]
         if memory:
-            cells += [_count(contexts[length].largest_batch if length in contexts else None) for length in lengths]
+            cells += [
+                _count(contexts[length].largest_batch if length in contexts else None) for length in lengths
+            ]
         rows.append(tuple(cells))
     return Table("KV cache as measured in the running models", tuple(columns), tuple(rows))
 
@@ -135,7 +156,14 @@ def speeds(group: Group) -> Table | None:
 
 def retrieval(group: Group) -> Table | None:
     """Needles found over all lengths and depths."""
-    columns = ("checkpoint", "needle", "found, digit by digit", "right key likeliest", "source: found", "source: likeliest")
+    columns = (
+        "checkpoint",
+        "needle",
+        "found, digit by digit",
+        "right key likeliest",
+        "source: found",
+        "source: likeliest",
+    )
     rows = []
     for one in group.everyone:
         found = one.suite("retrieval", Retrieval)
@@ -143,7 +171,9 @@ def retrieval(group: Group) -> Table | None:
             assert found is not None
             own, theirs = getattr(found.student, kind), getattr(found.teacher, kind, None)
             scores = [
-                _share(model and _mean(getattr(model, score))) for model in (own, theirs) for score in ("accuracy", "choice")
+                _share(model and _mean(getattr(model, score)))
+                for model in (own, theirs)
+                for score in ("accuracy", "choice")
             ]
             rows.append((_name(one), _words(kind), *scores))
     return Table("Needles found", columns, tuple(rows)) if rows else None
@@ -151,7 +181,17 @@ def retrieval(group: Group) -> Table | None:
 
 def tasks(group: Group) -> Table | None:
     """Every task's primary metric."""
-    columns = ("checkpoint", "task", "metric", "score", "source", "difference", "right → wrong", "wrong → right", "McNemar p")
+    columns = (
+        "checkpoint",
+        "task",
+        "metric",
+        "score",
+        "source",
+        "difference",
+        "right → wrong",
+        "wrong → right",
+        "McNemar p",
+    )
     rows = []
     for one in group.everyone:
         found = one.suite("tasks", Tasks)
@@ -160,7 +200,9 @@ def tasks(group: Group) -> Table | None:
             flips = metric.flips
             cells = [_estimate(value) for value in (metric.student, metric.teacher, metric.difference)]
             cells += (
-                [_count(flips.right_to_wrong), _count(flips.wrong_to_right), _number(flips.p_value)] if flips else [Cell()] * 3
+                [_count(flips.right_to_wrong), _count(flips.wrong_to_right), _number(flips.p_value)]
+                if flips
+                else [Cell()] * 3
             )
             rows.append((_name(one), _words(name), _words(task.primary), *cells))
     return Table("Benchmark tasks", columns, tuple(rows)) if rows else None
@@ -194,7 +236,11 @@ def _estimate(value: Estimate | None) -> Cell:
 
 
 def _spread(value: Spread | None) -> Cell:
-    return Cell() if value is None else Cell(f"{value.median:,.4g} [{value.q1:,.4g}, {value.q3:,.4g}]", value.median)
+    return (
+        Cell()
+        if value is None
+        else Cell(f"{value.median:,.4g} [{value.q1:,.4g}, {value.q3:,.4g}]", value.median)
+    )
 
 
 def _mean(grid: Sequence[Sequence[float]]) -> float:

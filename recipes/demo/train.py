@@ -1,7 +1,9 @@
-"""How the bundled checkpoint was made: `python -m kvfold.recipes.demo.train OUT` (about an hour on two cores).
+"""How the bundled checkpoint was made: `python -m kvfold.recipes.demo.train OUT` (about an hour on two
+cores).
 
-A Llama with multi-head attention (8 heads, 8 key/value heads) and a byte-level BPE vocabulary of 2,048, trained on the source
-text of CPython's standard library, which every machine that runs Python has. The modules of `kvfold.eval.corpus.HELD_OUT`
+A Llama with multi-head attention (8 heads, 8 key/value heads) and a byte-level BPE vocabulary of 2,048,
+trained on the source text of CPython's standard library, which every machine that runs Python has. The
+modules of `kvfold.texts.corpus.HELD_OUT`
 are never seen: they are the demo's evaluation text.
 """
 
@@ -13,7 +15,7 @@ import click
 import torch
 from torch import Tensor
 
-from ...eval.corpus import stdlib_documents
+from ...texts.corpus import stdlib_documents
 
 VOCABULARY = 2048
 CONTEXT = 256
@@ -38,7 +40,9 @@ def train_tokenizer(documents: tuple[str, ...]) -> "object":
     )
     tokenizer.train_from_iterator(documents, trainer)
     tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", model_max_length=CONTEXT)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", model_max_length=CONTEXT
+    )
 
 
 def windows(stream: Tensor, generator: torch.Generator) -> Tensor:
@@ -57,7 +61,9 @@ def learning_rate(step: int, steps: int) -> float:
 
 @click.command()
 @click.argument("out", type=click.Path(path_type=Path))
-@click.option("--steps", default=3500, show_default=True, help=f"Optimizer steps of {BATCH} x {CONTEXT} tokens.")
+@click.option(
+    "--steps", default=3500, show_default=True, help=f"Optimizer steps of {BATCH} x {CONTEXT} tokens."
+)
 def main(out: Path, steps: int) -> None:
     """Train the demo checkpoint and write it to OUT."""
     from transformers import LlamaConfig, LlamaForCausalLM

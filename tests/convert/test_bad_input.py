@@ -13,10 +13,10 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
+from kvfold.checkpoints.shards import INDEX
 from kvfold.convert.cli import main
-from kvfold.convert.shards import INDEX
 
-from ..tiny import make
+from ..support.tiny import make
 
 MLA = ("--to", "mla", "--rank", "24", "--rope-dim", "4", "--calibration", "none")
 STOCK = (*MLA, "--container", "stock")
@@ -68,19 +68,43 @@ def config_with(**changes: Any) -> Callable[[Path], None]:
 # name -> (what is done to a good source, options, a part of the sentence)
 CASES: dict[str, tuple[Callable[[Path], None], tuple[str, ...], str]] = {
     "unknown target": (nothing, ("--to", "mlaa"), "'mlaa' is not one of 'gqa', 'mqa', 'mla'"),
-    "heads that do not divide": (nothing, ("--to", "gqa", "--kv-heads", "3"), "8 key/value heads do not fold into 3; "),
+    "heads that do not divide": (
+        nothing,
+        ("--to", "gqa", "--kv-heads", "3"),
+        "8 key/value heads do not fold into 3; ",
+    ),
     "heads listed": (nothing, ("--to", "gqa", "--kv-heads", "16"), "these would fit: 1, 2, 4, 8"),
-    "no heads": (nothing, ("--to", "gqa"), "takes either --kv-heads N or --kv-budget SHARE, and neither is given"),
+    "no heads": (
+        nothing,
+        ("--to", "gqa"),
+        "takes either --kv-heads N or --kv-budget SHARE, and neither is given",
+    ),
     "rank too large": (nothing, ("--to", "mla", "--rank", "125", "--rope-dim", "4"), "ranks from 1 to 123"),
     "rank no number": (nothing, ("--to", "mla", "--rank", "half"), "--rank half does not fit"),
     "rank zero": (nothing, ("--to", "mla", "--rank", "0"), "--rank 0 does not fit"),
-    "no rank": (nothing, ("--to", "mla"), "takes either --rank N (or --rank full) or --kv-budget SHARE, and neither is given"),
-    "two sizes": (nothing, ("--to", "mla", "--rank", "4", "--kv-budget", "25%"), "or --kv-budget SHARE, not both"),
+    "no rank": (
+        nothing,
+        ("--to", "mla"),
+        "takes either --rank N (or --rank full) or --kv-budget SHARE, and neither is given",
+    ),
+    "two sizes": (
+        nothing,
+        ("--to", "mla", "--rank", "4", "--kv-budget", "25%"),
+        "or --kv-budget SHARE, not both",
+    ),
     "rank of gqa": (nothing, ("--to", "gqa", "--rank", "4"), "--rank does not apply to --to gqa"),
     "size of mqa": (nothing, ("--to", "mqa", "--kv-heads", "2"), "--kv-heads does not apply to --to mqa"),
-    "odd rope": (nothing, ("--to", "mla", "--rank", "9", "--rope-dim", "3"), "even numbers from 2 to 8 would"),
+    "odd rope": (
+        nothing,
+        ("--to", "mla", "--rank", "9", "--rope-dim", "3"),
+        "even numbers from 2 to 8 would",
+    ),
     "rope with full": (nothing, ("--to", "mla", "--rank", "full", "--rope-dim", "4"), "leave --rope-dim out"),
-    "budget below minimum": (nothing, ("--to", "gqa", "--kv-budget", "5%"), "below one key/value head, which takes 16"),
+    "budget below minimum": (
+        nothing,
+        ("--to", "gqa", "--kv-budget", "5%"),
+        "below one key/value head, which takes 16",
+    ),
     "budget below rope": (nothing, ("--to", "mla", "--kv-budget", "1%"), "leaves no room for a latent"),
     "budget no share": (nothing, ("--to", "mla", "--kv-budget", "lots"), "write for example 25% or 0.25"),
     "budget over all": (nothing, ("--to", "mla", "--kv-budget", "120%"), "is no share of the source's cache"),
@@ -92,13 +116,21 @@ CASES: dict[str, tuple[Callable[[Path], None], tuple[str, ...], str]] = {
     "damaged header": (break_header, MLA, "has a damaged header"),
     "pickle": (pickle_only, MLA, "save_pretrained("),
     "no weights": (lambda source: (source / "model.safetensors").unlink(), MLA, "has no safetensors weights"),
-    "missing tensor": (drop("model.layers.1.self_attn.v_proj.weight"), MLA, "has no model.layers.1.self_attn.v_proj.weight"),
+    "missing tensor": (
+        drop("model.layers.1.self_attn.v_proj.weight"),
+        MLA,
+        "has no model.layers.1.self_attn.v_proj.weight",
+    ),
     "wrong shape": (config_with(num_key_value_heads=4), MLA, "but config.json implies"),
     "missing size": (config_with(num_attention_heads=None), MLA, "config.json has num_attention_heads None"),
     "unknown family": (config_with(model_type="mamba"), MLA, "is not one that kvfold knows: cohere, "),
     "encoder": (config_with(model_type="bert"), MLA, "is an encoder model"),
     "latent already": (config_with(model_type="deepseek_v3"), MLA, "already has latent attention"),
-    "quantised": (config_with(quantization_config={"quant_method": "gptq"}), MLA, "the checkpoint is quantised (gptq)"),
+    "quantised": (
+        config_with(quantization_config={"quant_method": "gptq"}),
+        MLA,
+        "the checkpoint is quantised (gptq)",
+    ),
     "int8 weights": (quantise, MLA, "as I8; kvfold folds float weights"),
     "sliding window": (
         config_with(model_type="mistral", architectures=["MistralForCausalLM"], sliding_window=64),
@@ -111,8 +143,16 @@ CASES: dict[str, tuple[Callable[[Path], None], tuple[str, ...], str]] = {
         STOCK,
         "sliding_window 4096 is shorter",
     ),
-    "another head": (config_with(architectures=["LlamaForSequenceClassification"]), MLA, "folds causal language models"),
-    "no final norm": (drop("model.norm.weight"), MLA, "has no model.norm.weight, which a Llama checkpoint has"),
+    "another head": (
+        config_with(architectures=["LlamaForSequenceClassification"]),
+        MLA,
+        "folds causal language models",
+    ),
+    "no final norm": (
+        drop("model.norm.weight"),
+        MLA,
+        "has no model.norm.weight, which a Llama checkpoint has",
+    ),
     "no head": (drop("lm_head.weight"), ("--to", "mqa", "--calibration", "none"), "has no lm_head.weight"),
     "heads in words": (config_with(num_key_value_heads="four"), MLA, "has num_key_value_heads 'four'"),
     "rope in words": (config_with(rope_parameters="yarn"), MLA, "where an object is needed"),
@@ -195,7 +235,16 @@ def test_other_safetensors_beside_the_model_are_left_alone(tmp_path: Path) -> No
 def test_the_budget_that_a_refusal_names_is_enough(tmp_path: Path) -> None:
     """Rounded up, never down: what the message recommends must work."""
     source = make(tmp_path / "source", num_attention_heads=7, num_key_value_heads=7, hidden_size=28)
-    arguments = [str(source), "--to", "gqa", "--calibration", "none", "--out", str(tmp_path / "out"), "--kv-budget"]
+    arguments = [
+        str(source),
+        "--to",
+        "gqa",
+        "--calibration",
+        "none",
+        "--out",
+        str(tmp_path / "out"),
+        "--kv-budget",
+    ]
     refused = CliRunner().invoke(main, [*arguments, "1%"])
     share = re.search(r"\((\S+%) of the source's cache\)", refused.output)
     assert share is not None
@@ -225,7 +274,9 @@ def test_a_converted_checkpoint_is_not_converted_again(tmp_path: Path) -> None:
         .exit_code
         == 0
     )
-    result = CliRunner().invoke(main, [str(tmp_path / "out"), "--to", "mqa", "--out", str(tmp_path / "again")])
+    result = CliRunner().invoke(
+        main, [str(tmp_path / "out"), "--to", "mqa", "--out", str(tmp_path / "again")]
+    )
     assert result.exit_code == 2
     assert "already converted by kvfold" in result.output
 

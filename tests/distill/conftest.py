@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from kvfold.distill.recipe.recipe.recipe import Recipe
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from kvfold.convert.card import describe, write_record
-from kvfold.distill.recipe import Recipe
+from kvfold.checkpoints.record import describe, write_record
 
 MakeRecipe = Callable[..., Recipe]
 
@@ -54,7 +54,9 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def student(teacher: Path) -> Path:
-    """The teacher with its key and value heads averaged in pairs, in bfloat16, and a record that names the teacher."""
+    """The teacher with its key and value heads averaged in pairs, in bfloat16, and a record that names the
+    teacher.
+    """
     directory = teacher.parent / "student"
     config = LlamaConfig.from_pretrained(teacher, num_key_value_heads=2)
     state = AutoModelForCausalLM.from_pretrained(teacher).state_dict()
@@ -64,7 +66,9 @@ def student(teacher: Path) -> Path:
     model.load_state_dict(state)
     model.to(torch.bfloat16).save_pretrained(directory)
     save_tokenizer(directory)
-    write_record(directory, {"schema": 1, "stage": "convert", "source": describe(teacher, None), "parents": []})
+    write_record(
+        directory, {"schema": 1, "stage": "convert", "source": describe(teacher, None), "parents": []}
+    )
     return directory
 
 
@@ -75,7 +79,9 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     words = ["key", "value", "cache", "head", "fold", "rank", "layer", "query", "token", "window"]
     documents = [" ".join(draw.choices(words, k=60)) for _ in range(60)]
     file = tmp_path_factory.mktemp("data") / "text.jsonl"
-    file.write_text("".join(json.dumps({"text": document}) + "\n" for document in documents), encoding="utf-8")
+    file.write_text(
+        "".join(json.dumps({"text": document}) + "\n" for document in documents), encoding="utf-8"
+    )
     return file
 
 
@@ -90,7 +96,10 @@ def held(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def make_recipe(student: Path, text: Path, tmp_path: Path) -> MakeRecipe:
-    """Recipes of ten steps of six windows; keyword arguments replace keys of the recipe or, failing that, of its only stage."""
+    """Recipes of ten steps of six windows.
+
+    Keyword arguments replace keys of the recipe or, failing that, of its only stage.
+    """
 
     def make(**changes: Any) -> Recipe:
         stage = {"name": "kl", "tokens": 1920, "lr": 1e-2, "batch_tokens": 192, "micro_batch": 4}

@@ -1,4 +1,7 @@
-"""Tiny random checkpoints on disk, with a tokenizer of their own: everything an evaluation reads, and no network."""
+"""Tiny random checkpoints on disk, with a tokenizer of their own.
+
+Everything an evaluation reads, and no network.
+"""
 
 import json
 import random
@@ -11,8 +14,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, DeepseekV3Config, LlamaConfig, PreTrainedTokenizerFast
 
-from kvfold.eval import harness
-from kvfold.eval.corpus import Text
+from kvfold.eval.suites.catalogue import harness
+from kvfold.texts.corpus import Text
 
 Make = Callable[..., Path]
 VOCABULARY = 258
@@ -55,9 +58,14 @@ def save_tokenizer(directory: Path, bos: str | None, last: str) -> None:
 
 @pytest.fixture(scope="session")
 def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
-    """Write a random checkpoint, a Llama or with `latent` a DeepSeek-V3; other arguments change its configuration."""
+    """Write a random checkpoint, a Llama or with `latent` a DeepSeek-V3.
 
-    def build(seed: int = 0, bos: str | None = "<s>", last: str = "end", latent: bool = False, **changes: Any) -> Path:
+    Other arguments change its configuration.
+    """
+
+    def build(
+        seed: int = 0, bos: str | None = "<s>", last: str = "end", latent: bool = False, **changes: Any
+    ) -> Path:
         directory = tmp_path_factory.mktemp("checkpoint")
         config = DeepseekV3Config(**SHAPE | LATENT | changes) if latent else LlamaConfig(**SHAPE | changes)
         torch.manual_seed(seed)
@@ -114,13 +122,18 @@ metric_list: [{{metric: word_perplexity}}, {{metric: byte_perplexity}}, {{metric
 
 @pytest.fixture
 def own_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory with the tasks `kv_one`, `kv_two`, the group of both, and `pages`, the harness's WikiText-2 on `pages.json`.
+    """A directory with the tasks `kv_one`, `kv_two`, the group of both, and `pages`, the harness's WikiText-2
+    on `pages.json`.
 
     lm-evaluation-harness knows these alone: listing its thousands takes many seconds.
     """
-    lm_eval_tasks = pytest.importorskip("lm_eval.tasks", reason="pip install 'kvfold[eval]' for the suite tasks")
+    lm_eval_tasks = pytest.importorskip(
+        "lm_eval.tasks", reason="pip install 'kvfold[eval]' for the suite tasks"
+    )
     manager = lm_eval_tasks.TaskManager
-    monkeypatch.setattr(lm_eval_tasks, "TaskManager", lambda **given: manager(**given | {"include_defaults": False}))
+    monkeypatch.setattr(
+        lm_eval_tasks, "TaskManager", lambda **given: manager(**given | {"include_defaults": False})
+    )
     harness._list.cache_clear()
     directory = tmp_path / "own"
     directory.mkdir()
@@ -134,7 +147,8 @@ def own_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         file.write_text("\n".join(map(json.dumps, rows)))
         (directory / f"{name}.yaml").write_text(_CHOICE.format(name=name, file=file, cache=cache))
     (directory / "both.yaml").write_text(
-        "group: kv_both\ntask: [kv_one, kv_two]\naggregate_metric_list: [{metric: acc, weight_by_size: true}]\n"
+        "group: kv_both\ntask: [kv_one, kv_two]\naggregate_metric_list: [{metric: acc, weight_by_size: "
+        "true}]\n"
     )
     (directory / "pages.yaml").write_text(_PAGES.format(file=directory / "pages.json", cache=cache))
     (directory / "plain.py").write_text(

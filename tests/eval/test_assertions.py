@@ -1,21 +1,34 @@
 """What --assert compares, and what it refuses."""
 
 import pytest
+from kvfold.eval.suites.catalogue.catalogue import DEFAULT
 
-from kvfold.convert.errors import InvalidInput
+from kvfold.core.errors import InvalidInput
 from kvfold.eval.assertions import ALIASES, Unmet, check, parse
-from kvfold.eval.corpus import Text
 from kvfold.eval.options import Options
 from kvfold.eval.run import evaluate
-from kvfold.eval.suites import DEFAULT
+from kvfold.texts.corpus import Text
 
 from .conftest import Make
 
-REPORT = {"schema": 2, "device": "cpu", "teacher": None, "suites": {"ppl": {"rows": [1, 2.5], "share": None, "on": True}}}
+REPORT = {
+    "schema": 2,
+    "device": "cpu",
+    "teacher": None,
+    "suites": {"ppl": {"rows": [1, 2.5], "share": None, "on": True}},
+}
 
 
 @pytest.mark.parametrize(
-    "text", ["ppl.rows.1<3", "ppl.rows.1<=2.5", "suites.ppl.rows.1>2", "ppl.rows.0 >= 1", "ppl.rows.1==2.5", "schema == 2"]
+    "text",
+    [
+        "ppl.rows.1<3",
+        "ppl.rows.1<=2.5",
+        "suites.ppl.rows.1>2",
+        "ppl.rows.0 >= 1",
+        "ppl.rows.1==2.5",
+        "schema == 2",
+    ],
 )
 def test_what_holds_is_silent(text: str) -> None:
     check([parse(text, DEFAULT)], REPORT)
@@ -55,7 +68,9 @@ def test_a_path_that_leads_nowhere_says_what_there_is(text: str, sentence: str) 
         check([parse(text, DEFAULT)], REPORT)
 
 
-@pytest.mark.parametrize("text", ["", "kl", "kl<", "<1", "kl<nan", "kl=1", "kl<1<2", "kl!=1", "k l<1", "kl<1 nats"])
+@pytest.mark.parametrize(
+    "text", ["", "kl", "kl<", "<1", "kl<nan", "kl=1", "kl<1<2", "kl!=1", "k l<1", "kl<1 nats"]
+)
 def test_what_is_no_comparison_is_refused(text: str) -> None:
     with pytest.raises(InvalidInput, match=r"is no comparison with a number; write for example"):
         parse(text, DEFAULT)

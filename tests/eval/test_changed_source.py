@@ -1,4 +1,6 @@
-"""A source that is not any more what a checkpoint was made of is told, since every number is relative to it."""
+"""A source that is not any more what a checkpoint was made of is told, since every number is relative to
+it.
+"""
 
 from pathlib import Path
 
@@ -6,9 +8,9 @@ from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
 from kvfold.convert.cli import main as convert
-from kvfold.convert.verification.verify import main as verify
 from kvfold.eval.cli import main as evaluate
-from kvfold.eval.corpus import read_text
+from kvfold.texts.corpus import read_text
+from kvfold.verification.verify import main as verify
 
 from .conftest import Make
 
@@ -26,9 +28,14 @@ def test_a_source_that_has_changed_is_told(make: Make, tmp_path: Path) -> None:
     save_file(tensors, source / "model.safetensors", {"format": "pt"})
     done = CliRunner().invoke(evaluate, measure)
     assert done.exit_code == 0, done.output
-    assert f"{source} has changed since {out} was made of it: model.safetensors is another file" in done.output
+    assert (
+        f"{source} has changed since {out} was made of it: model.safetensors is another file" in done.output
+    )
     done = CliRunner().invoke(verify, [str(out)])
-    assert f"{source} is not what {out} was made of: by kvfold.json model.safetensors was another file" in done.output
+    assert (
+        f"{source} is not what {out} was made of: by kvfold.json model.safetensors was another file"
+        in done.output
+    )
 
 
 def test_line_ends_are_scored_as_they_are(tmp_path: Path) -> None:

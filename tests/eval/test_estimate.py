@@ -25,7 +25,9 @@ def test_a_mean_of_unlike_windows_has_the_error_of_a_quotient() -> None:
     residuals = values * weights - mean * weights
     error = math.sqrt(5 / 4 * (residuals**2).sum()) / weights.sum()
     assert (found.mean, found.standard_error) == (pytest.approx(mean), pytest.approx(error))
-    assert estimate(values.tolist(), [3.0] * 5).standard_error == pytest.approx(estimate(values.tolist()).standard_error)
+    assert estimate(values.tolist(), [3.0] * 5).standard_error == pytest.approx(
+        estimate(values.tolist()).standard_error
+    )
 
 
 def test_a_constant_difference_has_no_error_however_the_windows_vary() -> None:
@@ -36,7 +38,10 @@ def test_a_constant_difference_has_no_error_however_the_windows_vary() -> None:
 
 def test_a_function_of_an_estimate_follows_its_slope() -> None:
     found = transformed(estimate([1.0, 2.0, 4.0]), lambda value: 3 * value + 1, 3.0)
-    assert (found.mean, found.standard_error) == (pytest.approx(8), pytest.approx(3 * np.std([1, 2, 4], ddof=1) / math.sqrt(3)))
+    assert (found.mean, found.standard_error) == (
+        pytest.approx(8),
+        pytest.approx(3 * np.std([1, 2, 4], ddof=1) / math.sqrt(3)),
+    )
     assert transformed(estimate([1.0]), math.exp, math.e).standard_error is None
 
 

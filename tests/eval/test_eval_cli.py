@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from kvfold.convert.card import describe, write_record
+from kvfold.checkpoints.record import describe, write_record
 from kvfold.eval.cli import main
-from kvfold.eval.corpus import Text
+from kvfold.texts.corpus import Text
 
 from .conftest import Make
 
@@ -28,7 +28,9 @@ def distilled(make: Make, mha: Path, other: Path) -> Path:
     """A checkpoint whose record says: distilled from `other`, which was folded from `mha`."""
     directory = make(seed=2)
     parents = [{"stage": "convert", "path": str(other)}]
-    write_record(directory, {"schema": 1, "stage": "distill", "source": describe(mha, None), "parents": parents})
+    write_record(
+        directory, {"schema": 1, "stage": "distill", "source": describe(mha, None), "parents": parents}
+    )
     return directory
 
 
@@ -36,7 +38,9 @@ def run(*arguments: str | Path) -> Result:
     return CliRunner().invoke(main, [str(argument) for argument in arguments], catch_exceptions=False)
 
 
-def test_json_is_one_object_with_everything_in_it(distilled: Path, mha: Path, other: Path, file: Path, text: Text) -> None:
+def test_json_is_one_object_with_everything_in_it(
+    distilled: Path, mha: Path, other: Path, file: Path, text: Text
+) -> None:
     result = run(distilled, "--text", file, "--window", "32", "--device", "cpu", "--json")
     assert result.exit_code == 0, result.output
     report = json.loads(result.stdout)
@@ -49,7 +53,11 @@ def test_json_is_one_object_with_everything_in_it(distilled: Path, mha: Path, ot
         "scored_tokens": 19 * 31,
         "scored_bytes": 19 * 31,
     }
-    assert [report[role]["path"] for role in ("checkpoint", "teacher", "parent")] == [str(distilled), str(mha), str(other)]
+    assert [report[role]["path"] for role in ("checkpoint", "teacher", "parent")] == [
+        str(distilled),
+        str(mha),
+        str(other),
+    ]
     assert list(report["suites"]) == ["ppl", "fidelity", "cache"]
     perplexity = report["suites"]["ppl"]
     assert len(perplexity["student"]["window_nll"]) == 19
@@ -63,7 +71,15 @@ def test_json_is_one_object_with_everything_in_it(distilled: Path, mha: Path, ot
 def test_the_table_names_the_protocol_and_every_measure(mha: Path, other: Path, file: Path) -> None:
     result = run(mha, "--teacher", other, "--text", file, "--window", "32", "--device", "cpu")
     assert result.exit_code == 0, result.output
-    for words in ("letters.txt", "window=32", "bos=each", "perplexity", "KL(teacher || student)", "same top-1", "undefined"):
+    for words in (
+        "letters.txt",
+        "window=32",
+        "bos=each",
+        "perplexity",
+        "KL(teacher || student)",
+        "same top-1",
+        "undefined",
+    ):
         assert words in result.stdout
 
 
@@ -109,7 +125,10 @@ def test_an_out_that_cannot_be_written_is_told_before_the_scoring(
 
 def test_a_mistake_leaves_nothing_where_out_was_to_be(mha: Path, file: Path, tmp_path: Path) -> None:
     (tmp_path / "eval.json.partial").touch()  # as an evaluation that was killed leaves it
-    check_mistake(run(mha, "--text", file, "--window", "65", "--out", tmp_path / "eval.json"), "--window 65 is more than")
+    check_mistake(
+        run(mha, "--text", file, "--window", "65", "--out", tmp_path / "eval.json"),
+        "--window 65 is more than",
+    )
     assert not list(tmp_path.iterdir())
 
 
@@ -124,7 +143,9 @@ def test_suites_that_read_no_text_need_none(mha: Path) -> None:
     assert "sequences in 1.0 GB" in shown
 
 
-def test_an_assertion_that_does_not_hold_exits_3_after_the_report(mha: Path, other: Path, file: Path, tmp_path: Path) -> None:
+def test_an_assertion_that_does_not_hold_exits_3_after_the_report(
+    mha: Path, other: Path, file: Path, tmp_path: Path
+) -> None:
     arguments = (mha, "--teacher", other, "--text", file, "--window", "32", "--device", "cpu", "--json")
     assert run(*arguments, "--assert", "kl.mean>0", "--assert", "suites.cache.ratio == 1").exit_code == 0
     out = tmp_path / "eval.json"
@@ -154,19 +175,33 @@ def test_an_assertion_that_does_not_hold_exits_3_after_the_report(mha: Path, oth
         (["--out", "/absent/eval.json"], "there is no directory /absent"),
         (["--suite", "pl"], "--suite pl: pl is no suite; known are ppl, fidelity, cache"),
         (["--suite", ","], "--suite ,: nothing is no suite"),
-        (["--suite", "ppl", "--memory", "1GB"], "--memory belongs to the suite cache, which --suite does not name"),
+        (
+            ["--suite", "ppl", "--memory", "1GB"],
+            "--memory belongs to the suite cache, which --suite does not name",
+        ),
         (["--memory", "much"], "'much' is no size"),
-        (["--suite", "ppl", "--assert", "kl.mean<1"], "is about the suite fidelity, which is not run; add it to --suite"),
+        (
+            ["--suite", "ppl", "--assert", "kl.mean<1"],
+            "is about the suite fidelity, which is not run; add it to --suite",
+        ),
         (["--assert", "kl.mean"], "--assert 'kl.mean' is no comparison with a number"),
         (["--assert", "kl.mean<low"], "--assert 'kl.mean<low' is no comparison with a number"),
         (["--offload-dir", "x"], "--offload-dir is for weights that fit no device; add --device-map auto"),
         (["--cpu-memory", "1GB"], "--cpu-memory is for weights that fit no device; add --device-map auto"),
-        (["--text", "wikitext2-gptq-65", "--rows", "/absent.json"], "--rows /absent.json cannot be read: No such file"),
+        (
+            ["--text", "wikitext2-gptq-65", "--rows", "/absent.json"],
+            "--rows /absent.json cannot be read: No such file",
+        ),
         (["--rows", "/absent.json"], "--rows is for WikiText-2, not for --text"),
-        (["--text", "/absent.txt"], "/absent.txt is not a file; --text takes a UTF-8 text file or the word stdlib"),
+        (
+            ["--text", "/absent.txt"],
+            "/absent.txt is not a file; --text takes a UTF-8 text file or the word stdlib",
+        ),
     ],
 )
-def test_a_mistake_in_an_option_is_one_sentence(mha: Path, file: Path, options: list[str], sentence: str) -> None:
+def test_a_mistake_in_an_option_is_one_sentence(
+    mha: Path, file: Path, options: list[str], sentence: str
+) -> None:
     check_mistake(run(mha, "--text", file, "--device", "cpu", *options), sentence)
 
 
@@ -179,16 +214,23 @@ def test_a_mistake_in_an_option_is_one_sentence(mha: Path, file: Path, options: 
         (b"short", "text:given.txt has 5 tokens, a window of 64 takes 63 of them; --window 6 would fit"),
     ],
 )
-def test_a_text_that_cannot_be_used_is_one_sentence(mha: Path, tmp_path: Path, content: bytes, sentence: str) -> None:
+def test_a_text_that_cannot_be_used_is_one_sentence(
+    mha: Path, tmp_path: Path, content: bytes, sentence: str
+) -> None:
     given = tmp_path / "given.txt"
     given.write_bytes(content)
     check_mistake(run(mha, "--text", given, "--device", "cpu"), sentence)
 
 
-def test_a_model_that_cannot_be_used_is_one_sentence(mha: Path, make: Make, file: Path, tmp_path: Path) -> None:
+def test_a_model_that_cannot_be_used_is_one_sentence(
+    mha: Path, make: Make, file: Path, tmp_path: Path
+) -> None:
     check_mistake(run("./absent", "--text", file), "./absent is not a directory")
     check_mistake(run(tmp_path, "--text", file), "has no config.json")
-    check_mistake(run(mha, "--text", file, "--teacher", make(last="fin"), "--device", "cpu"), "have different tokenizers")
+    check_mistake(
+        run(mha, "--text", file, "--teacher", make(last="fin"), "--device", "cpu"),
+        "have different tokenizers",
+    )
     orphan = tmp_path / "orphan"
     shutil.copytree(mha, orphan)
     gone = describe(mha, None) | {"path": str(tmp_path / "gone")}
@@ -210,7 +252,8 @@ def check_mistake(result: Result, sentence: str) -> None:
 def test_help_imports_nothing_heavy() -> None:
     code = (
         "import sys; from kvfold.eval.cli import main; main(['--help'], standalone_mode=False);"
-        "heavy = {'torch', 'transformers', 'rich', 'numpy'} & set(sys.modules); sys.exit(str(heavy) if heavy else 0)"
+        "heavy = {'torch', 'transformers', 'rich', 'numpy'} & set(sys.modules); sys.exit(str(heavy) if "
+        "heavy else 0)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from kvfold.convert.errors import InvalidInput
+from kvfold.core.errors import InvalidInput
 from kvfold.eval.cli import main
-from kvfold.eval.corpus import Text
-from kvfold.eval.journal import Journal, reserved
+from kvfold.eval.evaluation_journal import Journal, reserved
+from kvfold.texts.corpus import Text
 
 
 @pytest.fixture
@@ -33,7 +33,19 @@ def test_a_killed_run_goes_on_and_gives_the_same_report(
 ) -> None:
     from kvfold.eval import scores
 
-    common = (mha, "--teacher", other, "--text", file, "--window", "32", "--batch-size", "4", "--device", "cpu")
+    common = (
+        mha,
+        "--teacher",
+        other,
+        "--text",
+        file,
+        "--window",
+        "32",
+        "--batch-size",
+        "4",
+        "--device",
+        "cpu",
+    )
     assert run(*common, "--out", tmp_path / "whole.json").exit_code == 0
     real, scored = scores._score_batch, []
 
@@ -65,7 +77,9 @@ def test_a_killed_run_goes_on_and_gives_the_same_report(
     assert not partial.exists()
 
 
-def test_another_evaluation_does_not_take_up_the_parts(mha: Path, other: Path, file: Path, tmp_path: Path) -> None:
+def test_another_evaluation_does_not_take_up_the_parts(
+    mha: Path, other: Path, file: Path, tmp_path: Path
+) -> None:
     out, partial = tmp_path / "eval.json", tmp_path / "eval.json.partial"
     arguments = (mha, "--teacher", other, "--text", file, "--device", "cpu", "--out", out)
     with reserved(out) as (journal, _):
@@ -91,7 +105,9 @@ def test_parts_are_measured_once_and_come_back_as_json(tmp_path: Path) -> None:
         again.keep("speed/teacher", float("nan"))
 
 
-@pytest.mark.parametrize("content", ["mine", "[1]\n", '{"schema": 2}\n', "{", '{"part": 1, "value": 2}\n', "{\n"])
+@pytest.mark.parametrize(
+    "content", ["mine", "[1]\n", '{"schema": 2}\n', "{", '{"part": 1, "value": 2}\n', "{\n"]
+)
 def test_somebody_elses_file_is_left_alone(tmp_path: Path, content: str) -> None:
     partial = tmp_path / "eval.json.partial"
     partial.write_text(content)
@@ -101,6 +117,9 @@ def test_somebody_elses_file_is_left_alone(tmp_path: Path, content: str) -> None
             write("{}")
         assert (tmp_path / "eval.json").read_text() == "{}"
         return
-    with pytest.raises(InvalidInput, match=r"partial exists; move it, or name another file"), reserved(tmp_path / "eval.json"):
+    with (
+        pytest.raises(InvalidInput, match=r"partial exists; move it, or name another file"),
+        reserved(tmp_path / "eval.json"),
+    ):
         pytest.fail("went on")
     assert partial.read_text() == content

@@ -8,11 +8,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from kvfold.convert.errors import InvalidInput
-from kvfold.eval.corpus import Text
-from kvfold.eval.models import check_comparable, load
+from kvfold.core.errors import InvalidInput
 from kvfold.eval.options import Options
 from kvfold.eval.run import evaluate
+from kvfold.models.causal_lm import check_comparable, load
+from kvfold.texts.corpus import Text
 
 from .conftest import Make
 
@@ -29,8 +29,14 @@ def test_auto_is_float32_on_a_cpu_and_bfloat16_can_be_asked_for(make: Make) -> N
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (lambda tensors: tensors.pop("model.layers.1.self_attn.k_proj.weight"), "1 weights are missing or misshapen"),
-        (lambda tensors: tensors.update({"lm_head.weight": torch.zeros(2, 2)}), "1 weights are missing or misshapen"),
+        (
+            lambda tensors: tensors.pop("model.layers.1.self_attn.k_proj.weight"),
+            "1 weights are missing or misshapen",
+        ),
+        (
+            lambda tensors: tensors.update({"lm_head.weight": torch.zeros(2, 2)}),
+            "1 weights are missing or misshapen",
+        ),
     ],
 )
 def test_weights_that_transformers_would_invent_are_refused(
@@ -78,7 +84,10 @@ def test_a_damaged_checkpoint_is_refused_in_one_line(make: Make, file: str, cont
 def test_code_of_a_checkpoint_runs_only_when_it_is_trusted(make: Make) -> None:
     directory = make()
     config = json.loads((directory / "config.json").read_text())
-    config |= {"model_type": "own", "auto_map": {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.Own"}}
+    config |= {
+        "model_type": "own",
+        "auto_map": {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.Own"},
+    }
     (directory / "config.json").write_text(json.dumps(config))
     (directory / "own.py").write_text(
         "from transformers import LlamaConfig, LlamaForCausalLM\n"
@@ -97,7 +106,9 @@ def test_cuda_is_refused_where_there_is_none(mha: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("changes", [{"last": "fin"}, {"bos": None, "vocab_size": 257}])
-def test_another_tokenizer_is_no_teacher(make: Make, mha: Path, text: Text, changes: dict[str, object]) -> None:
+def test_another_tokenizer_is_no_teacher(
+    make: Make, mha: Path, text: Text, changes: dict[str, object]
+) -> None:
     with pytest.raises(InvalidInput, match="have different tokenizers"):
         evaluate(mha, make(**changes), text, CPU)
 

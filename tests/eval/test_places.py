@@ -1,4 +1,7 @@
-"""Where weights and hidden states lie changes no number: one at a time, from a teacher's cache, from the disk."""
+"""Where weights and hidden states lie changes no number.
+
+One at a time, from a teacher's cache, from the disk.
+"""
 
 import json
 from pathlib import Path
@@ -10,14 +13,14 @@ from click.testing import CliRunner
 from safetensors.torch import load_file
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
-from kvfold.convert.errors import InvalidInput
+from kvfold.core.errors import InvalidInput
 from kvfold.eval import subject as subject_module
 from kvfold.eval.cli import _check_places, main
-from kvfold.eval.corpus import Text
-from kvfold.eval.models import Loaded, load
 from kvfold.eval.options import Options
 from kvfold.eval.run import evaluate
 from kvfold.eval.subject import Subject
+from kvfold.models.causal_lm import Loaded, load
+from kvfold.texts.corpus import Text
 
 from .conftest import SHAPE, Make, save_tokenizer
 
@@ -63,7 +66,9 @@ def test_models_that_do_not_fit_together_are_loaded_apart(
         monkeypatch.setattr(subject_module, "free_bytes", lambda free=free: free)
         assert Subject({"student": mha, "teacher": other}, PLAIN, text).one_at_a_time is apart
         assert ("they are loaded one at a time" in capsys.readouterr().err) is apart
-        assert not Subject({"student": mha, "teacher": other}, Options(**WINDOW, one_at_a_time=False), text).one_at_a_time
+        assert not Subject(
+            {"student": mha, "teacher": other}, Options(**WINDOW, one_at_a_time=False), text
+        ).one_at_a_time
     # Half-precision weights take twice their size in float32.
     assert not Subject({"student": mha}, PLAIN, text).one_at_a_time
 
@@ -79,7 +84,11 @@ def test_a_teachers_cache_serves_several_students_to_the_bit(
         assert found.suites == evaluate(student, other, text, PLAIN, suites=SCORED).suites
         assert (loads.count(other.name) == 2) == (student == mha)  # the second student finds the states
     states = sorted(path.name for path in (tmp_path / "states").iterdir())
-    assert states == ["head.safetensors", "manifest.json", *(f"window-{number:06d}.safetensors" for number in range(19))]
+    assert states == [
+        "head.safetensors",
+        "manifest.json",
+        *(f"window-{number:06d}.safetensors" for number in range(19)),
+    ]
     window = load_file(tmp_path / "states" / "window-000003.safetensors")["hidden_TD"]
     assert window.shape == (31, 32)  # hidden states of the scored positions, not logits
 
@@ -87,7 +96,7 @@ def test_a_teachers_cache_serves_several_students_to_the_bit(
 def test_a_teachers_cache_goes_on_where_it_was_cut_off(
     mha: Path, other: Path, text: Text, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from kvfold.eval import teacher
+    from kvfold.models import teacher_states as teacher
 
     options, real, ran = Options(**WINDOW, teacher_cache=tmp_path), teacher.last_hidden, []
     evaluate(mha, other, text, options, suites=SCORED)
@@ -109,7 +118,9 @@ def test_a_teachers_cache_of_something_else_is_refused(
         (other, {"max_windows": 3}, "tokens"),
         (other, {"dtype": "bfloat16"}, "dtype"),
     ):
-        with pytest.raises(InvalidInput, match=f"--teacher-cache {states} was made with another {differing}; name another"):
+        with pytest.raises(
+            InvalidInput, match=f"--teacher-cache {states} was made with another {differing}; name another"
+        ):
             evaluate(mha, teacher, text, Options(**WINDOW | changes, teacher_cache=states), suites=SCORED)
     (tmp_path / "mine.txt").write_text("mine")
     for place in (tmp_path, tmp_path / "mine.txt"):
@@ -129,7 +140,10 @@ def test_a_teacher_that_is_not_finite_is_found_before_its_states_are_kept(
     tensors = load_file(broken / "model.safetensors")
     tensors["model.layers.1.mlp.up_proj.weight"].fill_(torch.nan)
     save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
-    sentence = r"the teacher, .*, gives logits that are not finite in window 0; .* that of model\.layers\.1\.mlp\.up_proj$"
+    sentence = (
+        r"the teacher, .*, gives logits that are not finite in window 0; .* that of "
+        r"model\.layers\.1\.mlp\.up_proj$"
+    )
     with pytest.raises(InvalidInput, match=sentence):
         evaluate(mha, broken, text, Options(**WINDOW, teacher_cache=tmp_path / "states"), suites=SCORED)
     assert not list(tmp_path.rglob("window-*"))
@@ -161,10 +175,23 @@ def test_weights_on_the_disk_give_the_same_numbers(
 
 
 def test_the_command_spreads_weights_as_asked(make: Make, text: Text, tmp_path: Path) -> None:
-    half = make(dtype=torch.bfloat16)  # read as float32: what lies on the disk has another precision than what is used
+    half = make(
+        dtype=torch.bfloat16
+    )  # read as float32: what lies on the disk has another precision than what is used
     file = tmp_path / "letters.txt"
     file.write_text(text.joined)
-    arguments = [str(half), "--text", str(file), "--device", "cpu", "--window", "32", "--batch-size", "4", "--json"]
+    arguments = [
+        str(half),
+        "--text",
+        str(file),
+        "--device",
+        "cpu",
+        "--window",
+        "32",
+        "--batch-size",
+        "4",
+        "--json",
+    ]
     places = ["--device-map", "auto", "--cpu-memory", "90KB", "--offload-dir", str(tmp_path / "weights")]
     spread = CliRunner().invoke(main, [*arguments, *places])
     assert spread.exit_code == 0, spread.output
@@ -173,5 +200,7 @@ def test_the_command_spreads_weights_as_asked(make: Make, text: Text, tmp_path: 
 
 def test_one_process_has_all_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(InvalidInput, match="--device-map auto gives all devices to one process; start kvfold without a"):
+    with pytest.raises(
+        InvalidInput, match="--device-map auto gives all devices to one process; start kvfold without a"
+    ):
         _check_places({"device_map": "auto", "offload_dir": None, "cpu_memory": None})

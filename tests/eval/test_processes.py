@@ -13,11 +13,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from kvfold.eval.cli import main
-from kvfold.eval.corpus import Text
+from kvfold.texts.corpus import Text
 
 from .conftest import Make
 
-LAUNCH = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no",
+LAUNCH = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "--num_machines", "1",
+          "--mixed_precision", "no",
           "--dynamo_backend", "no", "--main_process_port", "0"]  # fmt: skip
 
 
@@ -35,7 +36,18 @@ def file(tmp_path: Path, text: Text) -> Path:
 
 
 def test_two_processes_find_what_one_finds(mha: Path, other: Path, file: Path, tmp_path: Path) -> None:
-    arguments: tuple[Any, ...] = (mha, "--teacher", other, "--text", file, "--window", "32", "--batch-size", "4", "--json")
+    arguments: tuple[Any, ...] = (
+        mha,
+        "--teacher",
+        other,
+        "--text",
+        file,
+        "--window",
+        "32",
+        "--batch-size",
+        "4",
+        "--json",
+    )
     alone = CliRunner().invoke(main, [str(argument) for argument in arguments])
     assert alone.exit_code == 0, alone.output
     assert json.loads(alone.stdout)["suites"]["fidelity"]["kl"]["mean"] > 0
@@ -57,7 +69,10 @@ def test_a_mistake_that_one_process_meets_ends_all(make: Make, file: Path) -> No
     word.write_text("a" * 140 + "b" + "a" * 40)  # in the second batch, which the second process reads
     both = launch(broken, "--text", word, "--window", "32", "--batch-size", "4", "--suite", "ppl")
     assert (both.stdout, both.returncode != 0) == ("", True)
-    sentence = "gives logits that are not finite in window 4; the first output that is not finite is that of model.embed_tokens"
+    sentence = (
+        "gives logits that are not finite in window 4; the first output that is not finite is that "
+        "of model.embed_tokens"
+    )
     assert both.stderr.count(sentence) == 1
 
 

@@ -7,17 +7,17 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+from kvfold.eval.suites.catalogue.cache import Caches
+from kvfold.eval.suites.catalogue.fidelity import Fidelity
+from kvfold.eval.suites.catalogue.perplexity import Perplexity
 from pydantic import ConfigDict, Field, TypeAdapter, create_model
 
-from kvfold.convert.card import describe, write_record
-from kvfold.eval.cache import Caches
-from kvfold.eval.corpus import Text
-from kvfold.eval.fidelity import Fidelity
-from kvfold.eval.identity import Checkpoint, checkpoint, hashes_of, identity
+from kvfold.checkpoints.identity import Checkpoint, checkpoint, hashes_of, identity
+from kvfold.checkpoints.record import describe, write_record
 from kvfold.eval.options import Options
-from kvfold.eval.perplexity import Perplexity
-from kvfold.eval.report import Protocol, Result
+from kvfold.eval.result import Protocol, Result
 from kvfold.eval.run import evaluate
+from kvfold.texts.corpus import Text
 
 from .conftest import Make
 
@@ -44,7 +44,9 @@ def check_schema(report: dict[str, Any]) -> None:
     for name, block in report["suites"].items():
         if block is not None:
             found: Any = TypeAdapter(BLOCKS[name]).validate_json(json.dumps(block), strict=True)
-            assert TypeAdapter(BLOCKS[name]).dump_python(found, mode="json") == json.loads(json.dumps(block)), name
+            assert TypeAdapter(BLOCKS[name]).dump_python(found, mode="json") == json.loads(
+                json.dumps(block)
+            ), name
 
 
 def test_the_report_follows_its_schema_with_and_without_a_teacher(mha: Path, other: Path, text: Text) -> None:
@@ -60,7 +62,10 @@ def test_the_report_follows_its_schema_with_and_without_a_teacher(mha: Path, oth
 
 
 def test_the_table_has_a_cell_for_each_model_in_every_line(mha: Path, other: Path, text: Text) -> None:
-    for parent, columns in ((other, ["", "student", "teacher", "parent"]), (None, ["", "student", "teacher"])):
+    for parent, columns in (
+        (other, ["", "student", "teacher", "parent"]),
+        (None, ["", "student", "teacher"]),
+    ):
         result = evaluate(mha, other, text, OPTIONS, parent, settings={"memory": 10**9})
         assert result.columns == columns
         assert {len(row) for row in result.rows} == {len(columns)}
@@ -75,7 +80,14 @@ def test_the_checkpoint_is_named_by_its_hash_and_by_its_record(make: Make, mha: 
         for name in ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
     ]
     assert before == hashlib.sha256("".join(lines).encode()).hexdigest()
-    record = {"schema": 1, "stage": "convert", "source": describe(mha, None), "parents": [], "version": "9", "method": "svd"}
+    record = {
+        "schema": 1,
+        "stage": "convert",
+        "source": describe(mha, None),
+        "parents": [],
+        "version": "9",
+        "method": "svd",
+    }
     write_record(directory, record)
     (directory / "eval.json").write_text("{}")
     (directory / "README.md").write_text("a card")
@@ -97,8 +109,8 @@ def test_a_suite_is_a_file_and_a_row(mha: Path, monkeypatch: pytest.MonkeyPatch)
     import sys
     from types import ModuleType
 
-    from kvfold.convert.errors import InvalidInput
-    from kvfold.eval import suites
+    from kvfold.core.errors import InvalidInput
+    from kvfold.eval.suites.catalogue import catalogue as suites
 
     @dataclass(frozen=True)
     class Weights:
@@ -114,7 +126,10 @@ def test_a_suite_is_a_file_and_a_row(mha: Path, monkeypatch: pytest.MonkeyPatch)
     module = ModuleType("kvfold.eval.weights")
     vars(module)["check"] = check
     vars(module)["measure"] = lambda subject: Weights(
-        {role: subject.part(f"weights/{role}", subject.load(role).model.num_parameters) for role in subject.roles}
+        {
+            role: subject.part(f"weights/{role}", subject.load(role).model.num_parameters)
+            for role in subject.roles
+        }
     )
     monkeypatch.setitem(sys.modules, "kvfold.eval.weights", module)
     monkeypatch.setitem(suites.SUITES, "weights", suites.Suite(module="weights", summary="how many weights"))

@@ -8,13 +8,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from kvfold.convert.errors import InvalidInput
-from kvfold.eval.corpus import Text, read_text
-from kvfold.eval.models import describe
+from kvfold.core.errors import InvalidInput
 from kvfold.eval.options import Options
 from kvfold.eval.run import evaluate
-from kvfold.eval.wikitext import articles, plain_spelling, read_rows, words
 from kvfold.eval.windows import cut, window_length
+from kvfold.models.causal_lm import describe
+from kvfold.texts.corpus import Text, read_text
+from kvfold.texts.wikitext import articles, plain_spelling, read_rows, words
 
 from .conftest import Make
 
@@ -41,7 +41,9 @@ def with_bos(make: Make) -> Path:
     directory = make(seed=3)
     tokenizer = AutoTokenizer.from_pretrained(directory)
     backend = tokenizer.backend_tokenizer
-    backend.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", tokenizer.bos_token_id)])
+    backend.post_processor = TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", tokenizer.bos_token_id)]
+    )
     PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>").save_pretrained(directory)
     return directory
 
@@ -71,7 +73,9 @@ def test_two_checkpoints_under_the_gptq_protocol_equal_a_direct_loop(
         assert result.protocol is not None
         assert (result.protocol.name, result.protocol.bos) == (f"wikitext2-gptq-{window} bos={bos}", bos)
         assert result.protocol.window == window
-        assert result.ppl.student.perplexity == pytest.approx(gptq_perplexity(directory, ROWS, window), rel=1e-5)
+        assert result.ppl.student.perplexity == pytest.approx(
+            gptq_perplexity(directory, ROWS, window), rel=1e-5
+        )
         assert result.ppl.student.word_perplexity is None
 
 
@@ -92,7 +96,9 @@ def test_word_perplexity_is_lm_evaluation_harnesss_own(
         assert ours.bits_per_byte == pytest.approx(theirs["bits_per_byte,none"], rel=1e-5)
 
 
-def harness(directory: Path, file: Path, monkeypatch: pytest.MonkeyPatch, window: int | None) -> dict[str, Any]:
+def harness(
+    directory: Path, file: Path, monkeypatch: pytest.MonkeyPatch, window: int | None
+) -> dict[str, Any]:
     """What the harness's own task `wikitext` finds, on our articles in place of its data set's."""
     import lm_eval
     import yaml
@@ -116,7 +122,9 @@ def harness(directory: Path, file: Path, monkeypatch: pytest.MonkeyPatch, window
         "process_results": preprocess_wikitext.process_results,
     }
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    asked = HFLM(pretrained=model, tokenizer=AutoTokenizer.from_pretrained(directory), batch_size=2, max_length=window)
+    asked = HFLM(
+        pretrained=model, tokenizer=AutoTokenizer.from_pretrained(directory), batch_size=2, max_length=window
+    )
     found = lm_eval.simple_evaluate(
         model=asked,
         tasks=[ConfigurableTask(config=config)],
@@ -139,7 +147,10 @@ def test_articles_begin_at_their_titles_and_keep_every_byte_of_the_file() -> Non
 @pytest.mark.parametrize(
     ("page", "plain"),
     [
-        (" 1 @,@ 000 @-@ odd 3 @.@ 5 : yes ; no . Oh ! Eh ? Ah , well", " 1,000-odd 3.5: yes; no. Oh! Eh? Ah, well"),
+        (
+            " 1 @,@ 000 @-@ odd 3 @.@ 5 : yes ; no . Oh ! Eh ? Ah , well",
+            " 1,000-odd 3.5: yes; no. Oh! Eh? Ah, well",
+        ),
         (" ( a ) [ b ] { c } \" d \" ' e '", " (a) [b] {c} \"d\" 'e'"),
         (" = = = = \n x N y 's foxes ' 20 ° C", " ====\nx 1 y's foxes' 20°C"),
     ],
@@ -187,18 +198,34 @@ def test_bytes_of_scored_tokens_are_those_of_the_text(mha: Path) -> None:
     assert cut(text, described, size + 1, CPU).bytes == size
     # Tokens are bytes here, and a character counts at the first of its own.
     at = {"h": 1, "é": 2, "°": 2, "€": 3}
-    per_token = [n for character in text.joined for n in (at.get(character, 1), *[0] * (at.get(character, 1) - 1))]
+    per_token = [
+        n for character in text.joined for n in (at.get(character, 1), *[0] * (at.get(character, 1) - 1))
+    ]
     found = cut(text, described, 7, Options(bos=False))
-    assert found.bytes_N.tolist() == [sum(per_token[start + 1 : start + 7]) for start in range(0, size - 6, 7)]
+    assert found.bytes_N.tolist() == [
+        sum(per_token[start + 1 : start + 7]) for start in range(0, size - 6, 7)
+    ]
 
 
 @pytest.mark.parametrize(
     ("text", "options", "sentence"),
     [
         ("wikitext2-gptq-65", {}, "--text wikitext2-gptq-65: 65 is more than the 64 positions of"),
-        ("wikitext2-gptq-64", {"window": 32}, "--window 32: --text wikitext2-gptq-64 has windows of 64; leave one of both out"),
-        ("wikitext2-gptq-64", {"bos": True}, "--bos: --text wikitext2-gptq-64 says itself where BOS stands; leave it out"),
-        ("lm-eval:wikitext", {"bos": False}, "--no-bos: --text lm-eval:wikitext says itself where BOS stands; leave it out"),
+        (
+            "wikitext2-gptq-64",
+            {"window": 32},
+            "--window 32: --text wikitext2-gptq-64 has windows of 64; leave one of both out",
+        ),
+        (
+            "wikitext2-gptq-64",
+            {"bos": True},
+            "--bos: --text wikitext2-gptq-64 says itself where BOS stands; leave it out",
+        ),
+        (
+            "lm-eval:wikitext",
+            {"bos": False},
+            "--no-bos: --text lm-eval:wikitext says itself where BOS stands; leave it out",
+        ),
         ("wikitext2-gptq-1", {}, "a window has at least 2 tokens"),
     ],
 )
@@ -212,12 +239,16 @@ def test_what_contradicts_a_protocol_is_one_sentence(
 @pytest.mark.parametrize("name", ["wikitext2-gptq-64", "lm-eval:wikitext"])
 def test_rows_that_are_too_few_say_so(mha: Path, make: Make, tmp_path: Path, name: str) -> None:
     (tmp_path / "few.json").write_text('["", ""]')
-    with pytest.raises(InvalidInput, match=r"has 2 tokens, a window of 64 takes 64 of them; .*-2 would fit|holds no text"):
+    with pytest.raises(
+        InvalidInput, match=r"has 2 tokens, a window of 64 takes 64 of them; .*-2 would fit|holds no text"
+    ):
         evaluate(mha, None, read_text(name, tmp_path / "few.json"), CPU)
 
 
 def test_a_tokenizer_without_bos_or_eos_starts_no_document(make: Make, rows: Path) -> None:
-    with pytest.raises(InvalidInput, match=r"starts documents with BOS or EOS; the tokenizer of .* has neither"):
+    with pytest.raises(
+        InvalidInput, match=r"starts documents with BOS or EOS; the tokenizer of .* has neither"
+    ):
         evaluate(make(bos=None), None, read_text("lm-eval:wikitext", rows), CPU)
 
 
@@ -232,7 +263,9 @@ def test_a_tokenizer_without_bos_or_eos_starts_no_document(make: Make, rows: Pat
         ('{"text": "a"}', "holds no rows"),
     ],
 )
-def test_a_file_that_holds_no_rows_is_one_sentence(tmp_path: Path, content: str | None, sentence: str) -> None:
+def test_a_file_that_holds_no_rows_is_one_sentence(
+    tmp_path: Path, content: str | None, sentence: str
+) -> None:
     file = tmp_path / "rows.json"
     if content is not None:
         file.write_text(content)
@@ -260,7 +293,8 @@ def test_without_a_file_the_rows_are_the_hubs(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(datasets, "load_dataset", unreachable)
     with pytest.raises(
-        InvalidInput, match=r"^Salesforce/wikitext cannot be had \(Couldn't reach it\); give its rows .* --rows"
+        InvalidInput,
+        match=r"^Salesforce/wikitext cannot be had \(Couldn't reach it\); give its rows .* --rows",
     ):
         read_text("lm-eval:wikitext")
 
@@ -269,4 +303,6 @@ def test_a_long_model_reads_whole_articles(make: Make, rows: Path) -> None:
     described = describe(make(max_position_embeddings=9999), CPU)
     text = read_text("lm-eval:wikitext", rows)
     assert window_length(None, [described], text) == 9999
-    assert cut(text, described, 9999, CPU).ids_NW.shape[1] == 1 + max(len(document.encode()) for document in text.documents)
+    assert cut(text, described, 9999, CPU).ids_NW.shape[1] == 1 + max(
+        len(document.encode()) for document in text.documents
+    )

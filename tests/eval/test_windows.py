@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from kvfold.convert.errors import InvalidInput
-from kvfold.eval.corpus import Text, read_text
-from kvfold.eval.models import load
+from kvfold.core.errors import InvalidInput
 from kvfold.eval.options import Options
 from kvfold.eval.windows import cut, window_length
+from kvfold.models.causal_lm import load
+from kvfold.texts.corpus import Text, read_text
 
 from .conftest import Make
 
@@ -29,7 +29,10 @@ def test_without_bos_a_window_is_all_text(mha: Path, text: Text) -> None:
     loaded = load(mha, CPU)
     windows = cut(text, loaded, 32, Options(bos=False))
     assert windows.name == "text:letters.txt window=32 bos=none"
-    assert windows.ids_NW.flatten().tolist() == loaded.tokenizer(text.joined, add_special_tokens=False).input_ids[: 18 * 32]
+    assert (
+        windows.ids_NW.flatten().tolist()
+        == loaded.tokenizer(text.joined, add_special_tokens=False).input_ids[: 18 * 32]
+    )
 
 
 def test_a_tokenizer_without_bos_gets_none(make: Make, text: Text) -> None:
@@ -47,7 +50,11 @@ def test_fewer_windows_are_another_protocol_only_if_they_drop_text(mha: Path, te
 
 
 def test_the_default_window_is_the_shortest_of_the_models(make: Make, mha: Path) -> None:
-    models = [load(mha, CPU), load(make(max_position_embeddings=48), CPU), load(make(max_position_embeddings=9999), CPU)]
+    models = [
+        load(mha, CPU),
+        load(make(max_position_embeddings=48), CPU),
+        load(make(max_position_embeddings=9999), CPU),
+    ]
     assert window_length(None, models) == 48
     assert window_length(None, models[2:]) == 2048
     assert window_length(40, models) == 40
@@ -60,7 +67,9 @@ def test_a_text_shorter_than_a_window_says_what_would_fit(mha: Path, documents: 
     loaded = load(mha, CPU)
     tokens = len(documents[0])
     advice = f"--window {tokens + 1} would fit" if tokens else "give a longer text"
-    with pytest.raises(InvalidInput, match=f"x has {tokens} tokens, a window of 32 takes 31 of them; {advice}"):
+    with pytest.raises(
+        InvalidInput, match=f"x has {tokens} tokens, a window of 32 takes 31 of them; {advice}"
+    ):
         cut(Text("x", documents), loaded, 32, CPU)
     if tokens:
         assert len(cut(Text("x", documents), loaded, tokens + 1, CPU).ids_NW) == 1

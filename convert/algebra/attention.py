@@ -1,0 +1,138 @@
+"""One layer's attention as tensors, before and after a fold.
+
+Legend: D hidden size, N query heads, K key/value heads, H head dim, F = H/2 rotary pairs, C latent rank, P
+width of the un-rotated part of a latent query or key, S rotary slots, R = 2S, A width of what queries are
+projected from: D, or less where they are compressed. Linear maps act on column vectors: k = k_KHD x + k_KH.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Self
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from .spectrum import Spectrum
+
+
+class _Layer:
+    def to(self, dtype: torch.dtype, device: torch.device | str | None = None) -> Self:
+        """The same weights in another dtype, and on another device."""
+        tensors = {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
+        cast = {name: value.to(device, dtype) for name, value in tensors.items() if isinstance(value, Tensor)}
+        return replace(self, **cast)  # type: ignore[type-var]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attention(_Layer):
+    """Multi-head or grouped-query attention: score = scale · q·k, rotary rows in the half layout, biases
+    optional.
+
+    Query head n reads key/value head n // (N/K). Where there are norms, they stand between projection (with
+    its bias) and
+    rotation: RMSNorm of each head, or of all heads as one vector; their weights have a row a head, or one
+    that heads share.
+    """
+
+    q_NHD: Tensor
+    k_KHD: Tensor
+    v_KHD: Tensor
+    o_DNH: Tensor
+    q_NH: Tensor | None = None
+    k_KH: Tensor | None = None
+    v_KH: Tensor | None = None
+    o_D: Tensor | None = None
+    q_norm_NH: Tensor | None = None
+    k_norm_KH: Tensor | None = None
+    scale: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentAttention(_Layer):
+    """Multi-head latent attention (arXiv 2405.04434, section 2.1): c = down x, k = [k_up c; k_rope x], v =
+    v_up c.
+
+    score = scale · (q_nope·k_nope + q_rope·k_rope); rotary rows in the interleaved layout, one key for all
+    heads. Queries are projected from x, or from q_down x (equation 12 there) where that is given. `spectrum`
+    is what the latent was cut from.
+    """
+
+    q_nope_NPA: Tensor
+    q_rope_NRA: Tensor
+    down_CD: Tensor
+    k_up_NPC: Tensor
+    v_up_NHC: Tensor
+    k_rope_RD: Tensor
+    o_DNH: Tensor
+    q_down_AD: Tensor | None = None
+    q_nope_NP: Tensor | None = None
+    q_rope_NR: Tensor | None = None
+    k_rope_R: Tensor | None = None
+    o_D: Tensor | None = None
+    scale: float
+    spectrum: Spectrum | None = None
+
+    def widened(self, latent: int, rope: int, nope: int, value: int, slots: Sequence[int]) -> Self:
+        """The same function in other widths, none of them smaller: zeros beside what there is.
+
+        Args:
+            latent, rope, nope, value: the widths C, R, P and H.
+            slots: for each of this layer's rotary slots its number among the R/2; more than there are do not
+                matter.
+        """
+
+        def placed(rows: Tensor, dim: int) -> Tensor:
+            pairs = rows.unflatten(dim, (-1, 2))
+            shape = list(pairs.shape)
+            count, shape[dim] = shape[dim], rope // 2
+            chosen = torch.tensor(slots[:count], dtype=torch.int64)
+            rows_of_all: Tensor = pairs.new_zeros(shape).index_copy(dim, chosen, pairs).flatten(dim, dim + 1)
+            return rows_of_all
+
+        return replace(
+            self,
+            q_nope_NPA=_filled(self.q_nope_NPA, 1, nope),
+            q_nope_NP=None if self.q_nope_NP is None else _filled(self.q_nope_NP, 1, nope),
+            q_rope_NRA=placed(self.q_rope_NRA, 1),
+            q_rope_NR=None if self.q_rope_NR is None else placed(self.q_rope_NR, 1),
+            down_CD=_filled(self.down_CD, 0, latent),
+            k_up_NPC=_filled(_filled(self.k_up_NPC, 1, nope), 2, latent),
+            v_up_NHC=_filled(_filled(self.v_up_NHC, 1, value), 2, latent),
+            k_rope_RD=placed(self.k_rope_RD, 0),
+            k_rope_R=None if self.k_rope_R is None else placed(self.k_rope_R, 0),
+            o_DNH=_filled(self.o_DNH, 2, value),
+        )
+
+
+def _filled(tensor: Tensor, dim: int, width: int) -> Tensor:
+    """Zeros after the entries of a dimension, up to a width."""
+    return pad(tensor, (0, 0) * (tensor.ndim - 1 - dim) + (0, width - tensor.shape[dim]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class IntactAttention(_Layer):
+    """Attention whose keys and values are rebuilt from a latent, keys before rotation: k = k_up c + k_KH, v =
+    v_up c + v_KH.
+
+    c = down x, with E = D; or, where k_KHD and v_KHD are kept, c = down [norm(k); v], with E = 2KH and biases
+    inside. Grouping, rotary layout and norms as in `Attention`; queries are projected from x, or from q_down
+    x where that is given.
+    """
+
+    q_NHA: Tensor
+    down_CE: Tensor
+    k_up_KHC: Tensor
+    v_up_KHC: Tensor
+    o_DNH: Tensor
+    k_KHD: Tensor | None = None
+    v_KHD: Tensor | None = None
+    q_down_AD: Tensor | None = None
+    q_NH: Tensor | None = None
+    k_KH: Tensor | None = None
+    v_KH: Tensor | None = None
+    o_D: Tensor | None = None
+    q_norm_NH: Tensor | None = None
+    k_norm_KH: Tensor | None = None
+    scale: float
+    spectrum: Spectrum | None = None

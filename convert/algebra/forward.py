@@ -1,0 +1,201 @@
+"""What a layer's weights compute, in plain torch: the executable definition of the three classes of
+attention.py.
+
+Legend: attention.py; B sequences, T tokens.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Self
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from .attention import Attention, IntactAttention, LatentAttention
+
+AnyAttention = Attention | LatentAttention | IntactAttention
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scoring:
+    """What a layer does beside its weights, and no fold changes: how queries and keys are normed, and scores
+    made weights.
+
+    Attributes:
+        norm_epsilon: added to the mean square in query and key norms.
+        soft_cap: c of c · tanh(score / c), which bounds the scores (arXiv 2408.00118, section 2); None: they
+            are not bounded.
+        window: positions that a query reads, its own and those before it; None: all.
+        sinks_N: a score of every query head that takes part in the softmax and brings no value.
+        pair_gain_F: what each rotary pair's share of a score is multiplied by, where that is not in the
+        weights or the scale.
+    """
+
+    norm_epsilon: float = 0.0
+    soft_cap: float | None = None
+    window: int | None = None
+    sinks_N: Tensor | None = None
+    pair_gain_F: Tensor | None = None
+
+    def to(self, dtype: torch.dtype, device: torch.device | str | None = None) -> Self:
+        """The same in another dtype, and on another device."""
+        sinks_N, gain_F = (
+            None if tensor is None else tensor.to(device, dtype)
+            for tensor in (self.sinks_N, self.pair_gain_F)
+        )
+        return replace(self, sinks_N=sinks_N, pair_gain_F=gain_F)
+
+
+PLAIN = Scoring()  # softmax over all that came before
+
+
+def attend(layer: AnyAttention, input_BTD: Tensor, frequencies_F: Tensor, scoring: Scoring = PLAIN) -> Tensor:
+    """Causal attention over whole sequences, without a cache.
+
+    Args:
+        layer: weights, in the dtype and on the device of the input.
+        input_BTD: the normed residual stream, positions 0 ... T-1.
+        frequencies_F: radians per token of the rotary pairs, or of the slots (LatentAttention).
+        scoring: of the source, in the dtype and on the device of the input.
+
+    Returns:
+        The output projection's result (B, T, D).
+    """
+    if isinstance(layer, LatentAttention):
+        q_BNTH, k_BNTH, v_BNTH = _latent(layer, input_BTD, _angles(input_BTD, frequencies_F))
+        return _output(layer, _mix(q_BNTH, k_BNTH, v_BNTH, layer.scale, scoring))
+    k_BKTH, v_BKTH = keys_and_values(layer, input_BTD, scoring.norm_epsilon)
+    return attend_to(layer, input_BTD, k_BKTH, v_BKTH, frequencies_F, scoring)
+
+
+def keys_and_values(
+    layer: Attention | IntactAttention, input_BTD: Tensor, norm_epsilon: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """Keys behind their norm and before rotation, and values, (B, K, T, H).
+
+    Of latent attention as they are rebuilt.
+    """
+    if isinstance(layer, IntactAttention) and layer.k_KHD is None:
+        latent_BTC = input_BTD @ layer.down_CE.mT
+        return _project(latent_BTC, layer.k_up_KHC, layer.k_KH), _project(
+            latent_BTC, layer.v_up_KHC, layer.v_KH
+        )
+    assert layer.k_KHD is not None
+    assert layer.v_KHD is not None
+    k_BKTH = _normed(_project(input_BTD, layer.k_KHD, layer.k_KH), layer.k_norm_KH, norm_epsilon)
+    v_BKTH = _project(input_BTD, layer.v_KHD, layer.v_KH)
+    if isinstance(layer, Attention):
+        return k_BKTH, v_BKTH
+    latent_BTC = beside(k_BKTH, v_BKTH) @ layer.down_CE.mT
+    return _project(latent_BTC, layer.k_up_KHC, None), _project(latent_BTC, layer.v_up_KHC, None)
+
+
+def beside(*parts_BKTH: Tensor) -> Tensor:
+    """All heads of keys, of values, or of both in this order, as one vector a token, (B, T, KH) or (B, T,
+    2KH).
+    """
+    return torch.cat([rows_BKTH.transpose(1, 2).flatten(2) for rows_BKTH in parts_BKTH], -1)
+
+
+def attend_to(
+    layer: Attention | IntactAttention,
+    input_BTD: Tensor,
+    k_BKTH: Tensor,
+    v_BKTH: Tensor,
+    frequencies_F: Tensor,
+    scoring: Scoring = PLAIN,
+) -> Tensor:
+    """What a layer's queries read of given keys and values, as `keys_and_values` gives them.
+
+    The rest as in `attend`.
+    """
+    angle_TF = _angles(input_BTD, frequencies_F)
+    if isinstance(layer, IntactAttention):
+        q_BNTH = _project(_query_input(layer, input_BTD), layer.q_NHA, layer.q_NH)
+    else:
+        q_BNTH = _project(input_BTD, layer.q_NHD, layer.q_NH)
+    q_BNTH = _turned(_normed(q_BNTH, layer.q_norm_NH, scoring.norm_epsilon), angle_TF)
+    if scoring.pair_gain_F is not None:
+        q_BNTH = q_BNTH * scoring.pair_gain_F.repeat(2)
+    queries = q_BNTH.shape[1] // k_BKTH.shape[1]
+    k_BNTH, v_BNTH = (rows.repeat_interleave(queries, 1) for rows in (_turned(k_BKTH, angle_TF), v_BKTH))
+    return _output(layer, _mix(q_BNTH, k_BNTH, v_BNTH, layer.scale, scoring))
+
+
+def _angles(input_BTD: Tensor, frequencies_F: Tensor) -> Tensor:
+    """By which each position turns each pair, (T, F), float64."""
+    position_T1 = torch.arange(input_BTD.shape[1], device=input_BTD.device, dtype=torch.float64)[:, None]
+    return position_T1 * frequencies_F.to(input_BTD.device)
+
+
+def _output(layer: AnyAttention, mixed_BNTH: Tensor) -> Tensor:
+    output_BTD = torch.einsum("bnth,dnh->btd", mixed_BNTH, layer.o_DNH)
+    return output_BTD if layer.o_D is None else output_BTD + layer.o_D
+
+
+def _mix(q_BNTH: Tensor, k_BNTH: Tensor, v_BNTH: Tensor, scale: float, scoring: Scoring) -> Tensor:
+    """Values by the softmax of scores (B, N, T, H)."""
+    length = q_BNTH.shape[2]
+    windowed = scoring.window is not None and scoring.window < length
+    if scoring.soft_cap is None and scoring.sinks_N is None and not windowed:
+        return scaled_dot_product_attention(q_BNTH, k_BNTH, v_BNTH, is_causal=True, scale=scale)
+    seen_TT = torch.ones(length, length, dtype=torch.bool, device=q_BNTH.device).tril()
+    if scoring.window is not None:
+        seen_TT = seen_TT.triu(1 - scoring.window)
+    if scoring.soft_cap is None and scoring.sinks_N is None:
+        return scaled_dot_product_attention(q_BNTH, k_BNTH, v_BNTH, attn_mask=seen_TT, scale=scale)
+    scores_BNTT = q_BNTH @ k_BNTH.mT * scale
+    if scoring.soft_cap is not None:
+        scores_BNTT = torch.tanh(scores_BNTT / scoring.soft_cap) * scoring.soft_cap
+    scores_BNTT = scores_BNTT.masked_fill(~seen_TT, -torch.inf)
+    if scoring.sinks_N is None:
+        return scores_BNTT.softmax(-1) @ v_BNTH
+    sinks_BNT1 = scoring.sinks_N[:, None, None].expand(len(scores_BNTT), -1, length, 1)
+    return torch.cat([scores_BNTT, sinks_BNT1], -1).softmax(-1)[..., :-1] @ v_BNTH
+
+
+def _normed(rows_BNTH: Tensor, weight_NH: Tensor | None, epsilon: float) -> Tensor:
+    """RMSNorm (arXiv 1910.07467) of every head, or, where each head has a weight of its own, of all as one
+    vector.
+    """
+    if weight_NH is None:
+        return rows_BNTH
+    spans = (-1,) if len(weight_NH) == 1 else (1, -1)
+    return rows_BNTH * (rows_BNTH.square().mean(spans, keepdim=True) + epsilon).rsqrt() * weight_NH[:, None]
+
+
+def _latent(layer: LatentAttention, input_BTD: Tensor, angle_TS: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    latent_BTC = input_BTD @ layer.down_CD.mT
+    k_rope_BTR = input_BTD @ layer.k_rope_RD.mT
+    if layer.k_rope_R is not None:
+        k_rope_BTR = k_rope_BTR + layer.k_rope_R
+    k_nope_BNTP = torch.einsum("btc,npc->bntp", latent_BTC, layer.k_up_NPC)
+    v_BNTH = torch.einsum("btc,nhc->bnth", latent_BTC, layer.v_up_NHC)
+    query_BTA = _query_input(layer, input_BTD)
+    q_nope_BNTP = _project(query_BTA, layer.q_nope_NPA, layer.q_nope_NP)
+    q_rope_BNTR = _turned(_project(query_BTA, layer.q_rope_NRA, layer.q_rope_NR), angle_TS, interleaved=True)
+    k_rope_BNTR = _turned(k_rope_BTR[:, None], angle_TS, interleaved=True).expand(
+        -1, len(layer.q_rope_NRA), -1, -1
+    )
+    return torch.cat([q_nope_BNTP, q_rope_BNTR], -1), torch.cat([k_nope_BNTP, k_rope_BNTR], -1), v_BNTH
+
+
+def _query_input(layer: LatentAttention | IntactAttention, input_BTD: Tensor) -> Tensor:
+    return input_BTD if layer.q_down_AD is None else input_BTD @ layer.q_down_AD.mT
+
+
+def _project(input_BTD: Tensor, weight_NHD: Tensor, bias_NH: Tensor | None) -> Tensor:
+    """(B, N, T, H)."""
+    rows_BNTH = torch.einsum("btd,nhd->bnth", input_BTD, weight_NHD)
+    return rows_BNTH if bias_NH is None else rows_BNTH + bias_NH[:, None]
+
+
+def _turned(rows_BNTH: Tensor, angle_TF: Tensor, *, interleaved: bool = False) -> Tensor:
+    """RoPE (arXiv 2104.09864): every pair turned by its angle.
+
+    Pairs lie side by side or half a head apart.
+    """
+    cos_TF, sin_TF = angle_TF.cos().to(rows_BNTH.dtype), angle_TF.sin().to(rows_BNTH.dtype)
+    real, imaginary = (rows_BNTH[..., ::2], rows_BNTH[..., 1::2]) if interleaved else rows_BNTH.chunk(2, -1)
+    turned = real * cos_TF - imaginary * sin_TF, real * sin_TF + imaginary * cos_TF
+    return torch.stack(turned, -1).flatten(-2) if interleaved else torch.cat(turned, -1)

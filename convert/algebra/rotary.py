@@ -1,0 +1,146 @@
+"""Rotary embeddings as complex numbers: a rotary pair is one complex coordinate, a position turns it by e^(i
+f m).
+
+Legend: F rotary pairs of a head, H = 2F head dim, D columns; a row pair (real, imaginary) is one complex row.
+Layouts: `half` keeps the real parts first, then the imaginary ones (Llama); `interleaved` alternates them
+(DeepSeek).
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...core.errors import InvalidInput
+
+
+def rope_parameters(config: dict[str, Any]) -> dict[str, Any]:
+    """The rotary part of a config.json, whichever transformers wrote it: `rope_parameters` (5.x) or
+    `rope_theta` and `rope_scaling` (4.x), always with `rope_type` and `rope_theta`."""
+    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(scaling, dict):
+        raise InvalidInput(f"config.json has rope parameters {scaling!r}, where an object is needed")
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    theta = scaling.get("rope_theta") or config.get("rope_theta") or 10000.0
+    if not isinstance(theta, int | float):
+        raise InvalidInput(f"config.json has rope_theta {theta!r}, where a number is needed")
+    return {
+        **{key: value for key, value in scaling.items() if key != "type"},
+        "rope_type": kind,
+        "rope_theta": float(theta),
+    }
+
+
+def frequencies(rope: dict[str, Any], width: int, positions: int) -> tuple[Tensor, float]:
+    """Angular frequencies of a rotary part, and the factor that its cosines and sines carry.
+
+    Args:
+        rope: from `rope_parameters`.
+        width: rotary dimensions, twice the number of pairs.
+        positions: max_position_embeddings, which YaRN falls back on.
+
+    Returns:
+        Frequencies (width / 2,) in float64, radians per token, fastest first; the attention factor.
+
+    Raises:
+        InvalidInput: a rope_type whose frequencies depend on the length of the input, or an unknown one.
+    """
+    kind = rope["rope_type"]
+    if kind not in _TABLES:
+        raise InvalidInput(
+            f"rope_type {kind} has no fixed frequency table, which MLA's shared rotary key needs; these "
+            f"have: "
+            f"{', '.join(sorted(_TABLES))} (--to gqa works with any)"
+        )
+    # In float32 first, as transformers does: at far positions the rounding of a frequency is what one sees of
+    # it.
+    base = 1.0 / (rope["rope_theta"] ** (torch.arange(0, width, 2, dtype=torch.int64).float() / width))
+    try:
+        frequencies_F, factor = _TABLES[kind](base.double(), rope, positions)
+    except KeyError as missing:
+        raise InvalidInput(f"rope_type {kind} needs {missing} in config.json's rope parameters") from None
+    except (TypeError, ValueError, ZeroDivisionError):
+        raise InvalidInput(f"config.json has rope parameters that make no frequencies: {rope}") from None
+    return frequencies_F.float().double(), factor
+
+
+def longrope_factor(rope: dict[str, Any], positions: int) -> float:
+    """The factor on cosines and sines of longrope (arXiv 2402.13753), as transformers computes it; 1 for
+    other types.
+
+    Raises:
+        InvalidInput: rope parameters of longrope that are no numbers.
+    """
+    if rope["rope_type"] != "longrope":
+        return 1.0
+    try:
+        length = float(rope["original_max_position_embeddings"] or positions)
+        growth, stated = rope.get("factor") or positions / length, rope.get("attention_factor")
+        if stated is not None:
+            return float(stated)
+        return math.sqrt(1 + math.log(growth) / math.log(length)) if growth > 1 else 1.0
+    except (TypeError, ValueError, ZeroDivisionError):
+        raise InvalidInput(f"config.json has rope parameters that make no attention factor: {rope}") from None
+
+
+def _default(base_F: Tensor, rope: dict[str, Any], positions: int) -> tuple[Tensor, float]:
+    return base_F, 1.0
+
+
+def _linear(base_F: Tensor, rope: dict[str, Any], positions: int) -> tuple[Tensor, float]:
+    return base_F / rope["factor"], 1.0
+
+
+def _llama3(base_F: Tensor, rope: dict[str, Any], positions: int) -> tuple[Tensor, float]:
+    """Llama 3.1: slow frequencies divided by `factor`, fast ones kept, a linear blend between."""
+    turns_F = rope["original_max_position_embeddings"] * base_F / (2 * math.pi)
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    keep_F = ((turns_F - low) / (high - low)).clamp(0, 1)
+    return base_F * (keep_F + (1 - keep_F) / rope["factor"]), 1.0
+
+
+def _yarn(base_F: Tensor, rope: dict[str, Any], positions: int) -> tuple[Tensor, float]:
+    """YaRN (arXiv 2309.00071), as transformers computes it."""
+    original = rope.get("original_max_position_embeddings") or positions
+    factor, width, theta = rope["factor"], 2 * len(base_F), rope["rope_theta"]
+
+    def dimension(turns: float) -> float:
+        return width * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = dimension(rope.get("beta_fast") or 32), dimension(rope.get("beta_slow") or 1)
+    if rope.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, width - 1)
+    ramp_F = ((torch.arange(len(base_F), dtype=torch.float64) - low) / max(high - low, 1e-3)).clamp(0, 1)
+    gain = rope.get("attention_factor")
+    if gain is None:
+        mscale, all_dim = rope.get("mscale"), rope.get("mscale_all_dim")
+        gain = (
+            _mscale(factor, mscale) / _mscale(factor, all_dim) if mscale and all_dim else _mscale(factor, 1.0)
+        )
+    return base_F * ((1 - ramp_F) + ramp_F / factor), float(gain)
+
+
+def _mscale(factor: float, weight: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+
+_TABLES = {"default": _default, "linear": _linear, "llama3": _llama3, "yarn": _yarn}
+FIXED = frozenset(_TABLES)  # rope types whose frequencies do not depend on the input's length
+
+
+def complex_rows(rows_HD: Tensor) -> Tensor:
+    """Rows in the half layout (..., 2F, D) as complex rows (..., F, D)."""
+    real, imaginary = rows_HD.chunk(2, dim=-2)
+    return torch.complex(real, imaginary)
+
+
+def half_rows(rows_FD: Tensor) -> Tensor:
+    """Complex rows (..., F, D) in the half layout (..., 2F, D); the inverse of `complex_rows`."""
+    return torch.cat([rows_FD.real, rows_FD.imag], dim=-2)
+
+
+def interleaved_rows(rows_FD: Tensor) -> Tensor:
+    """Complex rows (..., F, D) in the interleaved layout (..., 2F, D)."""
+    return torch.stack([rows_FD.real, rows_FD.imag], dim=-2).flatten(-3, -2)

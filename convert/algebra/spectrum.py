@@ -1,0 +1,55 @@
+"""How much a layer's latent could lose.
+
+The spectrum it was cut from, in few enough numbers for kvfold.json.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+MOST = 64  # numbers of a spectrum that are kept: enough to draw it
+
+
+@dataclass(frozen=True)
+class Spectrum:
+    """What each direction of a layer's un-rotated keys and values costs when it is left out, the dearest
+    first.
+
+    A latent of rank R keeps the first R, so that it loses the sum of the others.
+
+    Attributes:
+        size: of the directions.
+        index: numbers of those that are told, from 1; all, or some at even steps of their logarithm.
+        cost: of these, nats a token where there are statistics, otherwise in the unit of the weights-only
+            metric.
+    """
+
+    size: int
+    index: tuple[int, ...]
+    cost: tuple[float, ...]
+
+
+def spectrum(energy_M: Tensor) -> Spectrum:
+    """The spectrum of `subspaces.low_rank`'s energies, float64, falling.
+
+    A quadratic form costs half of them.
+    """
+    size = len(energy_M)
+    index = _steps(size, MOST)
+    return Spectrum(size, tuple(index), tuple(float(energy_M[number - 1]) / 2 for number in index))
+
+
+def _steps(size: int, most: int) -> Sequence[int]:
+    """Numbers from 1 to `size`, at most `most` of them.
+
+    As even on a logarithmic scale as whole numbers can be.
+    """
+    if size <= most:
+        return range(1, size + 1)
+    steps, left = [1], most - 1
+    while left:
+        after = steps[-1] * (size / steps[-1]) ** (1 / left)
+        steps.append(max(steps[-1] + 1, round(after)))
+        left -= 1
+    return steps

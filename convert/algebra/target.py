@@ -1,0 +1,302 @@
+"""What a checkpoint can be folded to: GQA, MQA or MLA, checked against the source's attention geometry. No
+torch here.
+
+Cache sizes are in elements per token per layer; multiply by layers and by the bytes of the cache's dtype.
+"""
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any, ClassVar, Literal
+
+from ...core.errors import InvalidInput
+
+NAMES = ("gqa", "mqa", "mla")
+ROPE_DIM = (
+    64  # the width DeepSeek-V2 found enough (arXiv 2405.04434), and the one that MLA kernels are built for
+)
+ROPE_SHARE = 0.5  # of a budget's elements at most this goes to the rotary part without statistics (LOG.md)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Geometry:
+    """The attention shape that every layer of a checkpoint shares.
+
+    Attributes:
+        hidden_size: width of the residual stream.
+        num_attention_heads: query heads.
+        num_key_value_heads: key/value heads; divides num_attention_heads.
+        head_dim: width of one head.
+    """
+
+    hidden_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+
+    @property
+    def cache_elements(self) -> int:
+        """Numbers cached per token and layer."""
+        return 2 * self.num_key_value_heads * self.head_dim
+
+
+@dataclass(frozen=True, kw_only=True)
+class GQA:
+    """Grouped-query attention (arXiv 2305.13245): neighbouring key/value heads become one."""
+
+    name: ClassVar[str] = "gqa"
+    num_key_value_heads: int
+
+    def cache_elements(self, source: Geometry) -> int:
+        """Numbers cached per token and layer."""
+        return 2 * self.num_key_value_heads * source.head_dim
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields, with the target's name, for JSON."""
+        return {"name": "mqa" if self.num_key_value_heads == 1 else "gqa", **asdict(self)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class MLA:
+    """Multi-head latent attention (arXiv 2405.04434): one latent for keys and values, one rotary key for all
+    heads.
+
+    Attributes:
+        kv_lora_rank: width of the latent.
+        qk_rope_head_dim: width of the shared rotary key; half as many complex slots.
+        slots: `uniform` puts slot i at theta^(-2i/qk_rope_head_dim), as stock configurations do; `allocated`
+            puts slots at those source frequencies where they save most; `source` gives every key head's every
+            rotary pair its own slot, which saves nothing and is exact; `rule` leaves them to a published rule
+            (peers.py); `none` is for forms without.
+        rope: `decoupled`, a rotary key of its own beside the latent; `intact`, keys are rebuilt from the
+            latent and then rotated, which takes no rotary key.
+        q_lora_rank: width of the one projection that the queries of all heads are made from; None where they
+            are made from the layer's input. It is no part of the cache.
+    """
+
+    name: ClassVar[str] = "mla"
+    kv_lora_rank: int
+    qk_rope_head_dim: int
+    slots: Literal["uniform", "allocated", "source", "rule", "none"] = "uniform"
+    rope: Literal["decoupled", "intact"] = "decoupled"
+    q_lora_rank: int | None = None
+
+    def cache_elements(self, source: Geometry) -> int:
+        """Numbers cached per token and layer."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields, with the target's name, for JSON.
+
+        Without `q_lora_rank` where queries are not compressed.
+        """
+        fields = asdict(self)
+        if self.q_lora_rank is None:
+            del fields["q_lora_rank"]
+        return {"name": self.name, **fields}
+
+
+Target = GQA | MLA
+
+
+def from_options(
+    source: Geometry,
+    to: str,
+    *,
+    kv_heads: int | None = None,
+    rank: str | None = None,
+    rope_dim: int | None = None,
+    kv_budget: str | None = None,
+    rope: Literal["decoupled", "intact"] | None = None,
+    q_lora_rank: str | None = None,
+    rotary_width: int | None = None,
+    normed: bool = False,
+) -> Target:
+    """The target that a command line asks for, with every number filled in.
+
+    Args:
+        source: geometry of the source checkpoint.
+        to: `gqa`, `mqa` or `mla`.
+        kv_heads: key/value heads of GQA.
+        rank: kv_lora_rank of MLA as decimal digits, or `full`.
+        rope_dim: qk_rope_head_dim of MLA; chosen when None.
+        kv_budget: cache after the fold as a share of the source's, e.g. `25%` or `0.25`; both parts of MLA
+            count.
+        rope: form of MLA; None is decoupled.
+        q_lora_rank: of MLA, as decimal digits, or `full`; None leaves queries as they are.
+        rotary_width: how many of a head's dimensions the source rotates; None is all of them.
+        normed: whether it normalises them, so that a latent must hold the normed ones.
+
+    Raises:
+        InvalidInput: an option does not belong to the target, or its value does not fit the source.
+    """
+    sizes = {"kv_heads": kv_heads, "rank": rank, "rope_dim": rope_dim, "kv_budget": kv_budget, "rope": rope}
+    check_options(to, {**sizes, "q_lora_rank": q_lora_rank})
+    elements = None if kv_budget is None else budget_elements(source, kv_budget)
+    if to == "mla":
+        if rope == "intact" or rotary_width == 0:
+            latent = _joint(source, rank, rope_dim, elements, rope or "decoupled", normed)
+        else:
+            latent = _mla(source, rank, rope_dim, elements, rotary_width or source.head_dim)
+        return replace(latent, q_lora_rank=query_rank(source, q_lora_rank))
+    return _gqa(source, 1 if to == "mqa" else kv_heads, elements)
+
+
+def check_options(to: str, given: Mapping[str, Any]) -> None:
+    """Refuse a size that a target does not have.
+
+    Raises:
+        InvalidInput: there is one.
+    """
+    latent = {"rank", "rope_dim", "kv_budget", "rope", "q_lora_rank"}
+    sizes = {"gqa": {"kv_heads", "kv_budget"}, "mqa": set[str](), "mla": latent}
+    for option in ("kv_heads", "rank", "rope_dim", "kv_budget", "rope", "q_lora_rank"):
+        if given.get(option) is not None and option not in sizes[to]:
+            takes = " and ".join(sorted(f"--{name.replace('_', '-')}" for name in sizes[to])) or "no size"
+            raise InvalidInput(f"--{option.replace('_', '-')} does not apply to --to {to}; it takes {takes}")
+
+
+def _both_or_none(elements: int | None) -> str:
+    return "and neither is given" if elements is None else "not both"
+
+
+def _gqa(source: Geometry, kv_heads: int | None, elements: int | None) -> GQA:
+    heads = source.num_key_value_heads
+    divisors = [n for n in range(1, heads + 1) if heads % n == 0]
+    if (kv_heads is None) == (elements is None):
+        raise InvalidInput(
+            f"--to gqa takes either --kv-heads N or --kv-budget SHARE, {_both_or_none(elements)}"
+        )
+    if elements is not None:
+        fitting = [n for n in divisors if 2 * n * source.head_dim <= elements]
+        if not fitting:
+            least = 2 * source.head_dim
+            raise InvalidInput(
+                f"a budget of {elements} elements per token and layer is below one key/value head, which "
+                f"takes {least} "
+                f"({share_of(least, source)} of the source's cache)"
+            )
+        kv_heads = fitting[-1]
+    if kv_heads not in divisors:
+        raise InvalidInput(
+            f"{heads} key/value heads do not fold into {kv_heads}; these would fit: {_listed(divisors)}"
+        )
+    return GQA(num_key_value_heads=kv_heads)
+
+
+def _mla(
+    source: Geometry, rank: str | None, rope_dim: int | None, elements: int | None, rotary_width: int
+) -> MLA:
+    if (rank is None) == (elements is None):
+        raise InvalidInput(
+            f"--to mla takes either --rank N (or --rank full) or --kv-budget SHARE, {_both_or_none(elements)}"
+        )
+    full = source.num_key_value_heads * source.head_dim
+    if rank == "full":
+        if rope_dim is not None:
+            raise InvalidInput(f"--rank full keeps all {full} rotary dimensions; leave --rope-dim out")
+        return MLA(kv_lora_rank=full, qk_rope_head_dim=full, slots="source")
+    widths = range(2, source.head_dim + 1, 2)
+    if rope_dim is None:
+        limit = min(ROPE_DIM, rotary_width)
+        rope_dim = limit if elements is None else _halvings(limit, int(elements * ROPE_SHARE))
+    if rope_dim not in widths:
+        raise InvalidInput(
+            f"--rope-dim {rope_dim} does not fit; even numbers from 2 to {source.head_dim} would"
+        )
+    if elements is not None:
+        kv_lora_rank = elements - rope_dim
+        if kv_lora_rank < 1:
+            raise InvalidInput(
+                f"a budget of {elements} elements per token and layer leaves no room for a latent "
+                f"beside --rope-dim {rope_dim}; the least would be {share_of(rope_dim + 1, source)}"
+            )
+    else:
+        kv_lora_rank = int(rank) if rank is not None and rank.isascii() and rank.isdigit() else 0
+    most = source.cache_elements - rope_dim - 1
+    if not 1 <= kv_lora_rank <= most:
+        raise InvalidInput(
+            f"--rank {rank} does not fit: beside a rotary part of {rope_dim}, ranks from 1 to {most} make "
+            f"the cache smaller "
+            f"than the source's {source.cache_elements} elements per token and layer, and --rank full "
+            f"keeps everything"
+        )
+    return MLA(kv_lora_rank=kv_lora_rank, qk_rope_head_dim=rope_dim)
+
+
+def _joint(
+    source: Geometry,
+    rank: str | None,
+    rope_dim: int | None,
+    elements: int | None,
+    rope: Literal["decoupled", "intact"],
+    normed: bool,
+) -> MLA:
+    """A latent that is all there is in the cache."""
+    if (rank is None) == (elements is None):
+        raise InvalidInput(
+            f"--to mla takes either --rank N (or --rank full) or --kv-budget SHARE, {_both_or_none(elements)}"
+        )
+    if rope_dim is not None:
+        raise InvalidInput(
+            "--rope-dim does not apply here: there is no rotary key beside the latent; leave it out"
+        )
+    full = source.cache_elements if normed else min(source.cache_elements, source.hidden_size)
+    if rank == "full":
+        return MLA(kv_lora_rank=full, qk_rope_head_dim=0, slots="source", rope=rope)
+    if elements is None:
+        elements = int(rank) if rank is not None and rank.isascii() and rank.isdigit() else 0
+        if not 1 <= elements <= full:
+            raise InvalidInput(
+                f"--rank {rank} does not fit; ranks from 1 to {full}, which keeps everything (--rank "
+                f"full), would"
+            )
+    if elements < 1:
+        raise InvalidInput(f"this budget is less than one element; the least would be {share_of(1, source)}")
+    return MLA(kv_lora_rank=min(elements, full), qk_rope_head_dim=0, slots="none", rope=rope)
+
+
+def query_rank(source: Geometry, text: str | None) -> int | None:
+    """q_lora_rank as a number; `full` is the least rank that keeps every query.
+
+    Raises:
+        InvalidInput: it is no number, or more than keeps everything.
+    """
+    if text is None:
+        return None
+    full = min(source.hidden_size, source.num_attention_heads * source.head_dim)
+    rank = full if text == "full" else int(text) if text.isascii() and text.isdigit() else 0
+    if not 1 <= rank <= full:
+        raise InvalidInput(
+            f"--q-lora-rank {text} does not fit; ranks from 1 to {full}, which keeps every query "
+            f"(--q-lora-rank full), would"
+        )
+    return rank
+
+
+def _halvings(width: int, limit: int) -> int:
+    """`width` halved until it is at most `limit`, but even and at least 2."""
+    while width > max(2, limit):
+        width = max(2, width // 4 * 2)
+    return width
+
+
+def budget_elements(source: Geometry, budget: str) -> int:
+    """Elements per token and layer that a share of the source's cache is."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?|\.\d+)(%?)", budget.strip())
+    share = float(match[1]) / (100 if match[2] else 1) if match else 0.0
+    if not 0 < share < 1:
+        raise InvalidInput(
+            f"--kv-budget {budget} is no share of the source's cache; write for example 25% or 0.25"
+        )
+    return int(source.cache_elements * share)
+
+
+def share_of(elements: int, source: Geometry) -> str:
+    """A share of the source's cache in percent, rounded up, so that as a budget it is enough."""
+    return f"{math.ceil(elements / source.cache_elements * 1e5) / 1e3:g}%"
+
+
+def _listed(numbers: list[int]) -> str:
+    return ", ".join(map(str, numbers))

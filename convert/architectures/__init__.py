@@ -1,1 +1,0 @@
-"""What families of source models are: names, shapes, what a config means, fused tensors, other classes for them."""

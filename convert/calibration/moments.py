@@ -1,0 +1,263 @@
+"""What is reduced of a layer's forward and backward pass: one table of moments, and the hooks that feed it.
+
+A *quantity* is what one batch leaves in a layer: `x` the attention's input, `q`, `k`, `v`, `o` the outputs of
+its projections, `p` its probabilities; `g_` before a name is the gradient of the log likelihood there. A
+moment is computed as soon as the quantities it needs have arrived, and a quantity is dropped when no moment
+waits for it. Both modes, the whole model's and
+layer by layer, reduce through this file only: a new statistic is a row in `MOMENTS` and a field of
+`LayerStatistics`. Of a few
+quantities the first sequences are kept as they are, never more than a fixed number of tokens: `SAMPLES`.
+
+Legend: statistics.py; I = N or K heads.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ...core.errors import InvalidInput
+from ...core.processes import gather_rows, place, sum_over_ranks
+from .statistics import LayerStatistics
+
+BLOCKS = (
+    8  # to a side of a moment: more save little more of its products (9/16 are left), and make them smaller
+)
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A sum over tokens.
+
+    Attributes:
+        needs: the quantities it is computed from, in the order of `reduce`'s arguments: x (B, T, D); q, k, v
+            and their gradients (B, T, I, H), before RoPE; p and its gradient (B, N, T, T), queries by keys.
+        reduce: a batch's sum; one of rows in float64 on the CPU and float32 on an accelerator.
+        mean: from the sum over all batches and the number of tokens to what is kept.
+    """
+
+    needs: tuple[str, ...]
+    reduce: Callable[..., Tensor]
+    mean: Callable[[Tensor, int], Tensor] = torch.div
+
+    @property
+    def backward(self) -> bool:
+        """Whether it takes a gradient."""
+        return any(quantity.startswith("g_") for quantity in self.needs)
+
+
+def _precise(rows: Tensor) -> Tensor:
+    """In float64 on the CPU, in float32 on an accelerator, where products are so much faster."""
+    return rows.to(torch.float64 if rows.device.type == "cpu" else torch.float32)
+
+
+def _moment(rows_XE: Tensor) -> Tensor:
+    """Σ x xᵀ over a batch's tokens.
+
+    It is symmetric: what lies left of the diagonal's blocks is not computed again.
+    """
+    rows_XE = _precise(rows_XE)
+    width = rows_XE.shape[1]
+    moment_EE, step = rows_XE.new_empty(width, width), -(-width // BLOCKS)
+    for first in range(0, width, step):
+        block = slice(first, first + step)
+        onward = rows_XE[:, block].mT @ rows_XE[:, first:]
+        moment_EE[block, first:] = onward
+        moment_EE[first:, block] = onward.mT
+    return moment_EE
+
+
+def _fisher(g_BTIH: Tensor) -> Tensor:
+    return _moment(g_BTIH.flatten(2).flatten(0, 1))
+
+
+def _by_head(rows_BTNH: Tensor) -> Tensor:
+    rows_NXH = _precise(rows_BTNH.flatten(0, 1).transpose(0, 1))
+    return rows_NXH.mT @ rows_NXH
+
+
+def _by_distance(mass_NTT: Tensor) -> Tensor:
+    """Sums (N, T) over the diagonals query - key = Δ of (N, query, key).
+
+    Keys are reversed and rows made one element longer than they are read again: each row moves one to the
+    right of the last.
+    """
+    heads, length, _ = mass_NTT.shape
+    skewed = pad(mass_NTT.flip(-1), (0, length)).flatten(1)[:, : length * (2 * length - 1)]
+    return skewed.view(heads, length, -1).sum(1, dtype=torch.float64)[:, length - 1 :]
+
+
+def _shares(mass_NT: Tensor, tokens: int) -> Tensor:
+    # Attention that never hesitates has no such mass: then every distance is as good.
+    mass_NT = torch.where(mass_NT.sum(-1, keepdim=True) > 0, mass_NT, 1)
+    return mass_NT / mass_NT.sum(-1, keepdim=True)
+
+
+MOMENTS = {
+    "input_EE": Moment(("x",), lambda x_BTD: _moment(pad(x_BTD.flatten(0, 1), (0, 1), value=1))),
+    "query_NHH": Moment(("q",), _by_head),
+    "key_fisher": Moment(("g_k",), _fisher),
+    "value_fisher": Moment(("g_v",), _fisher),
+    "query_fisher": Moment(("g_q",), _by_head),
+    "output_fisher": Moment(("g_o",), lambda g_BTD: _moment(g_BTD.flatten(0, 1))),
+    "distance_NT": Moment(("p",), lambda p_BNTT: _by_distance((1 - p_BNTT).mul_(p_BNTT).sum(0)), _shares),
+}
+SAMPLES = {
+    "input_BTD": ("x", 2**15),
+    "output_BTD": ("o", 1),
+}  # the quantity, and tokens at most, but always one sequence
+WANTED = frozenset(quantity for moment in MOMENTS.values() for quantity in moment.needs)
+
+
+class Sums(dict[str, Tensor]):
+    """One layer's sums over tokens by moment, float64, on the CPU: nothing here grows with the tokens.
+
+    Attributes:
+        held: quantities of the present batch that a moment still waits for.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._arrived: set[str] = set()
+        self._kept: dict[str, list[Tensor]] = {name: [] for name in SAMPLES}
+        self.held: dict[str, Tensor] = {}
+
+    def arrive(self, quantity: str, value: Tensor) -> None:
+        """Take a batch's quantity, once a batch; moments that have all they need are added."""
+        for name, (sampled, tokens) in SAMPLES.items():
+            if quantity == sampled:
+                self._keep(name, value.detach(), tokens)
+        if quantity not in WANTED:
+            return
+        self._arrived.add(quantity)
+        self.held[quantity] = value.detach()
+        for name, moment in MOMENTS.items():
+            if quantity in moment.needs and self._arrived.issuperset(moment.needs):
+                self._add(name, moment.reduce(*(self.held[need] for need in moment.needs)))
+        waiting = [
+            set(moment.needs) for moment in MOMENTS.values() if not self._arrived.issuperset(moment.needs)
+        ]
+        self.held = {
+            name: kept for name, kept in self.held.items() if any(name in needs for needs in waiting)
+        }
+        if self._arrived == WANTED:
+            self._arrived.clear()  # the next batch begins
+
+    def _keep(self, name: str, value_BTD: Tensor, tokens: int) -> None:
+        """Keep of a batch the sequences that are among the first ones of all processes."""
+        rank, ranks = place()
+        here = len(range(rank, max(1, tokens // value_BTD.shape[1]), ranks)) - sum(map(len, self._kept[name]))
+        self._kept[name].append(value_BTD[: max(0, here)].to("cpu", torch.bfloat16))
+
+    def _add(self, name: str, value: Tensor) -> None:
+        value = value.to("cpu", torch.float64).contiguous()
+        self[name] = self[name].add_(value) if name in self else value
+
+    def check_finite(self, layer: int, *, backward: bool) -> None:
+        """Name the layer, if one of its moments of a pass is not finite.
+
+        Raises:
+            InvalidInput: a sum is NaN or infinite.
+        """
+        for name, moment in MOMENTS.items():
+            total = self[name]
+            # A second moment that is not finite shows it on its diagonal.
+            seen = total.diagonal(dim1=-2, dim2=-1) if total.shape[-1] == total.shape[-2] else total
+            if moment.backward == backward and not seen.isfinite().all():
+                raise InvalidInput(not_finite(layer, name))
+
+    def over_ranks(self) -> None:
+        """Sum over the processes of a distributed run."""
+        for name in sorted(self):
+            self[name] = sum_over_ranks(self[name])
+        for name, kept in self._kept.items():
+            own = torch.cat(kept)
+            self._kept[name] = [gather_rows(own, int(sum_over_ranks(torch.tensor(len(own)))))]
+
+    def means(self, tokens: int) -> LayerStatistics:
+        """The statistics of a layer, from sums over so many tokens."""
+        means = {name: moment.mean(self[name], tokens) for name, moment in MOMENTS.items()}
+        return LayerStatistics(**means, **{name: torch.cat(kept) for name, kept in self._kept.items()})
+
+
+def not_finite(layer: int, what: str) -> str:
+    """The sentence for a source whose numbers overflow."""
+    return (
+        f"layer {layer} of the source gives statistics that are NaN or infinite ({what}); "
+        "check its weights, or fold with --calibration none"
+    )
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where a model's quantities are.
+
+    Attributes:
+        projections: a layer's projections by role, as `Family.projections` gives them: q, k, v and o, or qkv
+            and o.
+        split: from a role and what its projection gives (B, T, C) to what is in it: q (B, T, N, H), k and v
+            (B, T, K, H), in the half layout.
+    """
+
+    projections: Callable[[int], Mapping[str, str]]
+    split: Callable[[str, Tensor], Mapping[str, Tensor]]
+
+
+@contextmanager
+def watched(model: Any, layers: Mapping[int, Sums], layout: Layout) -> Iterator[None]:
+    """Hooks on the projections and the attention of some layers; no gradient is computed for a weight."""
+    assert not model.training, "dropout would be part of the statistics"
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    with ExitStack() as stack, torch.enable_grad():
+        stack.callback(lambda: [parameter.requires_grad_(True) for parameter in trained])
+        for parameter in trained:
+            parameter.requires_grad_(False)
+        for number, sums in layers.items():
+            for hook in _hook_layer(model, sums, layout.projections(number), layout.split):
+                stack.callback(hook.remove)
+        yield
+
+
+def _hook_layer(
+    model: Any, sums: Sums, names: Mapping[str, str], split: Callable[..., Mapping[str, Tensor]]
+) -> Iterator[Any]:
+    """Register a layer's hooks; yields their handles."""
+    roles = [role for role in names if role != "o"]
+    first = model.get_submodule(names[roles[0]])
+    yield first.register_forward_pre_hook(lambda _, inputs: sums.arrive("x", inputs[0]))
+    for role in roles:
+        yield model.get_submodule(names[role]).register_forward_hook(
+            partial(_see_projection, sums, partial(split, role))
+        )
+    yield model.get_submodule(names["o"]).register_forward_hook(partial(_see_output, sums))
+    attention = model.get_submodule(names["o"].rpartition(".")[0])
+    yield attention.register_forward_hook(partial(_see_attention, sums))
+
+
+def _see_projection(
+    sums: Sums, split: Callable[[Tensor], Mapping[str, Tensor]], _: Any, inputs: Any, output_BTC: Tensor
+) -> None:
+    def arrive(prefix: str, values_BTC: Tensor) -> None:
+        for role, value_BTIH in split(values_BTC).items():
+            sums.arrive(prefix + role, value_BTIH)
+
+    output_BTC.requires_grad_()  # in the first layer nothing else makes the graph begin
+    output_BTC.register_hook(partial(arrive, "g_"))
+    arrive("", output_BTC.detach())
+
+
+def _see_output(sums: Sums, _: Any, inputs: Any, output_BTD: Tensor) -> None:
+    output_BTD.register_hook(partial(sums.arrive, "g_o"))
+    sums.arrive("o", output_BTD)
+
+
+def _see_attention(sums: Sums, _: Any, inputs: Any, output: tuple[Any, ...]) -> None:
+    p_BNTT = output[1]
+    assert p_BNTT is not None, "attention probabilities are seen with attn_implementation='eager' only"
+    p_BNTT.register_hook(partial(sums.arrive, "g_p"))
+    sums.arrive("p", p_BNTT)

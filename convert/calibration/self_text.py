@@ -1,0 +1,104 @@
+"""Text that the source model writes by itself, for statistics to be taken on.
+
+Drawn at temperature 1 it has, by definition, the distribution on which the model's predictions are right.
+Measured (method.md, section 2) 24 to 48 such sequences are as good as the training corpus.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ...core.console import progress
+from ...core.errors import InvalidInput
+from ...core.processes import check_enough, gather_rows, place, together
+
+BLOCK = 256  # tokens of the vocabulary that are drawn together first
+
+
+def sample_from(
+    model: Any, *, sequences: int, length: int, bos: int | None, seed: int, batch_size: int
+) -> Tensor:
+    """Text that a model writes by itself, at temperature 1, as token ids (sequences, length), int64, on the
+    CPU.
+
+    Args:
+        model: a transformers causal language model in eval mode.
+        sequences, length: how many, and tokens in each, the first included.
+        bos: what every sequence begins with; None: a first token drawn from the whole vocabulary.
+        seed: the same seed gives the same text, whatever the batch size, but for rounding.
+        batch_size: sequences that are written at once.
+
+    Under `torch.distributed` each rank writes its share, and all return the whole.
+
+    Raises:
+        InvalidInput: the model takes no text of this length, its probabilities are NaN, or there are fewer
+        sequences than
+            processes.
+    """
+    check_length(model, length)
+    check_enough(sequences)
+    chance = torch.rand(sequences, length, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    rank, ranks = place()
+    batches = chance[rank::ranks].split(batch_size)
+    with together():
+        steps = (step for batch in batches for step in _continue(model, batch, bos))
+        columns = list(progress(steps, "calibration text", len(batches) * length))
+        texts = [torch.stack(columns[at : at + length], 1) for at in range(0, len(columns), length)]
+    return gather_rows(torch.cat(texts), sequences)
+
+
+def _continue(model: Any, chance_BT: Tensor, bos: int | None) -> Iterator[Tensor]:
+    """One batch of text, token by token over the model's own cache; yields ids (B,) on the CPU."""
+    vocabulary = model.get_output_embeddings().weight.shape[0]
+    first_B = (chance_BT[:, 0] * vocabulary).long() if bos is None else torch.full((len(chance_BT),), bos)
+    yield first_B
+    last_B, cache = first_B.to(model.device), None
+    for chance_B in chance_BT[:, 1:].to(model.device).T:
+        with torch.no_grad():
+            output = model(input_ids=last_B[:, None], past_key_values=cache, use_cache=True, logits_to_keep=1)
+            cache, p_BV = output.past_key_values, output.logits[:, -1].softmax(-1)
+        if not p_BV.isfinite().all():
+            raise InvalidInput(
+                "the source predicts NaN, so it can write no calibration text; check its weights"
+            )
+        last_B = draw(p_BV, chance_B)
+        yield last_B.cpu()
+
+
+def draw(p_XV: Tensor, chance_X: Tensor) -> Tensor:
+    """Token ids (X,) drawn from probabilities, one uniform number in [0, 1) each (float64): the inverse of
+    the distribution.
+
+    First a block of the vocabulary is drawn, then a token in it by what the block leaves of the number:
+    cumulating all tokens in float64 would take a twentieth of the time that a narrow model takes for its
+    statistics.
+    """
+    vocabulary = p_XV.shape[1]
+    p_XLW = pad(p_XV, (0, -vocabulary % BLOCK)).unflatten(1, (-1, BLOCK))
+    block_X, rest_X = _invert(p_XLW.sum(-1), chance_X)
+    inside_X, _ = _invert(p_XLW[torch.arange(len(p_XV), device=p_XV.device), block_X], rest_X)
+    return (block_X * BLOCK + inside_X).clamp(max=vocabulary - 1)  # there, with NaN for weights
+
+
+def _invert(p_XC: Tensor, chance_X: Tensor) -> tuple[Tensor, Tensor]:
+    """The choices (X,) at some places of the cumulated weights, and at which share, in [0, 1), of its own
+    weight each is.
+    """
+    below_XC = p_XC.cumsum(-1, dtype=torch.float64)
+    aim_X1 = chance_X[:, None] * below_XC[:, -1:]
+    chosen_X1 = torch.searchsorted(below_XC, aim_X1, right=True).clamp(max=p_XC.shape[1] - 1)
+    own_X1 = p_XC.gather(1, chosen_X1).double()
+    share_X1 = 1 - (below_XC.gather(1, chosen_X1) - aim_X1) / own_X1
+    return chosen_X1.squeeze(1), share_X1.squeeze(1).clamp(0, 1 - 2**-53)
+
+
+def check_length(model: Any, length: int) -> None:
+    """Refuse sequences that are too short to hold attention, or longer than the model takes."""
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or length
+    if not 2 <= length <= limit:
+        raise InvalidInput(
+            f"calibration sequences of {length} tokens: the source takes between 2 and {limit}"
+        )

@@ -1,0 +1,150 @@
+"""What a source model does on tokens, in one streaming pass: the numbers from which the cost of a fold is
+predicted.
+
+A fold that changes the key rows by Δ costs about ½ tr(G Δ C Δᵀ) nats a token (K-FAC, arXiv 1503.05671), with
+C the second moment of the attention's input and G that of the gradient of the log likelihood at the keys;
+values likewise. Labels are drawn from the model itself, so that G is the true Fisher. How they are reduced is
+in moments.py; the passes are in passes.py (the whole model in memory) and layerwise.py (one layer).
+
+Legend: attention.py; E = D + 1, the input with the constant 1 as its last entry; T tokens of a sequence and
+distances; B sequences of a batch; X = B·T tokens of a batch; V vocabulary. Projections are seen before RoPE,
+in the half layout.
+"""
+
+import hashlib
+import json
+import tempfile
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ...core.errors import InvalidInput
+
+SCHEMA = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerStatistics:
+    """One layer's means over tokens, float64, on the CPU, and a sample of what it reads.
+
+    Attributes:
+        input_EE: C = E[x̃ x̃ᵀ], x̃ = [x; 1] with x the input of the q, k and v projections: the last row is
+        the mean. query_NHH: E[q qᵀ] of every query head, bias included.
+        key_fisher: G_K (K·H, K·H), E[g gᵀ] with g the gradient of a sequence's log likelihood, nats, at one
+            token's keys.
+        value_fisher: G_V, the same at the values.
+        query_fisher: G_Q (N, H, H), the same at every query head; heads together gain nothing over that
+            (LOG.md).
+        distance_NT: how a query head's attention p spreads over distances Δ = query - key position: the mass
+        of p(1-p), which
+            is what an error in a score moves; rows sum to 1.
+        output_fisher: the same as G_K at the attention's output, (D, D).
+        input_BTD: the first sequences' inputs of the projections, bfloat16; at most 32768 tokens.
+        output_BTD: what the attention gave for the first of them, bfloat16.
+    """
+
+    input_EE: Tensor
+    query_NHH: Tensor
+    key_fisher: Tensor
+    value_fisher: Tensor
+    query_fisher: Tensor
+    distance_NT: Tensor
+    output_fisher: Tensor
+    input_BTD: Tensor
+    output_BTD: Tensor
+
+    def parked(self, work: Path) -> "LayerStatistics":
+        """The same numbers, read from nameless files in a directory when they are used.
+
+        All layers' may exceed memory.
+        """
+        mapped = {}
+        with tempfile.TemporaryDirectory(dir=work) as name:
+            for key, tensor in vars(self).items():
+                file = Path(name) / key
+                file.write_bytes(tensor.contiguous().view(torch.uint8).numpy().data)
+                # Mapped, the file lives on without its name.
+                flat = torch.from_file(str(file), shared=False, size=tensor.numel(), dtype=tensor.dtype)
+                mapped[key] = flat.view(tensor.shape)
+        return LayerStatistics(**mapped)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Statistics:
+    """Statistics of all layers, and where they come from.
+
+    Attributes:
+        layers: in the model's order.
+        tokens: how many tokens were read.
+        calibration: `self`, `text:<name>`, ...
+        seed: of the tokens' and the labels' draw.
+    """
+
+    layers: tuple[LayerStatistics, ...]
+    tokens: int
+    calibration: str
+    seed: int
+
+    def save(self, file: Path) -> None:
+        """Write a safetensors file, which must not exist; it appears only when complete.
+
+        Raises:
+            InvalidInput: the file exists or cannot be written.
+        """
+        if file.exists():
+            raise InvalidInput(
+                f"{file} exists, and nothing is overwritten; name another file for the statistics"
+            )
+        about = {
+            "tokens": self.tokens,
+            "calibration": self.calibration,
+            "seed": self.seed,
+            "layers": len(self.layers),
+        }
+        tensors = {
+            f"{n}.{name}": tensor.contiguous()
+            for n, layer in enumerate(self.layers)
+            for name, tensor in vars(layer).items()
+        }
+        partial = file.with_name(file.name + ".partial")
+        try:
+            save_file(tensors, partial, {"kvfold.statistics": json.dumps({"schema": SCHEMA, **about})})
+            partial.rename(file)
+        except (OSError, SafetensorError) as error:
+            partial.unlink(missing_ok=True)
+            raise InvalidInput(f"cannot write the statistics {file}: {error}") from None
+
+    def fingerprint(self) -> str:
+        """SHA-256, hexadecimal, of all numbers and of where they come from."""
+        digest = hashlib.sha256(json.dumps([self.tokens, self.calibration, self.seed]).encode())
+        for layer in self.layers:
+            for tensor in vars(layer).values():
+                digest.update(tensor.contiguous().view(torch.uint8).numpy().data)
+        return digest.hexdigest()
+
+    @classmethod
+    def load(cls, file: Path) -> "Statistics":
+        """Read what `save` wrote.
+
+        Raises:
+            InvalidInput: the file is missing, damaged or something else.
+        """
+        try:
+            with safe_open(file, "pt") as stored:
+                about = json.loads((stored.metadata() or {})["kvfold.statistics"])
+                if about.pop("schema") != SCHEMA:
+                    raise InvalidInput(f"{file} holds statistics of another kvfold; collect them again")
+                names = [field.name for field in fields(LayerStatistics)]
+                layers = tuple(
+                    LayerStatistics(**{name: stored.get_tensor(f"{n}.{name}") for name in names})
+                    for n in range(about.pop("layers"))
+                )
+                return cls(layers=layers, **about)
+        except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
+            raise InvalidInput(
+                f"{file} holds no statistics that kvfold wrote ({type(error).__name__}: {error})"
+            ) from None

@@ -1,0 +1,203 @@
+"""From what the user said of calibration to statistics of a source.
+
+Read back, or taken on text of its own or another.
+"""
+
+import os
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from ...core.console import is_first, notice
+from ...core.errors import InvalidInput
+from ...core.processes import together
+from ...models.loading import LayeredModel, device, load_model, load_tokenizer
+from ...texts.documents import check_source, read_sequences
+from ..families.packing import half_order, split
+from ..families.recognition import family_of
+from ..families.source import Source
+from . import layerwise as by_layer
+from . import passes
+from .capacity import Need, free_bytes
+from .moments import Layout
+from .self_text import sample_from
+from .statistics import Statistics
+
+# Read at once. On a CPU more takes no less time, but memory in proportion; an accelerator wants more at once.
+CPU_TOKENS, SEQUENCES = 512, 8
+
+
+def batch_size(length: int) -> int:
+    """How many sequences of so many tokens statistics read at once."""
+    return max(1, CPU_TOKENS // length) if device().type == "cpu" else SEQUENCES
+
+
+def study(
+    source: Source,
+    calibration: str,
+    *,
+    sequences: int,
+    length: int,
+    seed: int,
+    save: Path | None = None,
+    layerwise: bool | None = None,
+    work: Path | None = None,
+) -> Statistics | None:
+    """Statistics of a source, or None for weights only.
+
+    Args:
+        source: the checkpoint.
+        calibration: `none`; `self`, text sampled from the model at temperature 1; a text as
+            `documents.check_source` takes it; or a .safetensors file of statistics saved earlier.
+        sequences: how many sequences are read.
+        length: tokens of each, cut to the model's positions; distances beyond it are not seen.
+        seed: of the text and the labels.
+        save: where to keep the statistics, so that other folds of this source need not take them again.
+        layerwise: whether the model is read layer by layer, in the memory of one; None: when it does not fit
+            as a whole.
+        work: where what goes between layers is kept meanwhile, unless TMPDIR is set; the current directory by
+            default.
+
+    Raises:
+        InvalidInput: there is no such file, it is of another model, or a statistic is not finite.
+    """
+    with together():
+        saved = _settled(source, calibration, save)
+        if saved is not None or calibration == "none":
+            return saved
+        length = min(length, source.positions)
+        need = Need.of(source, sequences=min(batch_size(length), sequences), length=length)
+        if layerwise is None:
+            layerwise = need.whole > free_bytes()
+        directory = source.checkpoint.directory
+        model = (
+            LayeredModel(source.checkpoint, layout_of(source).projections(0)["o"])
+            if layerwise
+            else load_model(directory)
+        )
+        if calibration != "self":
+            tokens = read_sequences(
+                calibration, load_tokenizer(directory), sequences=sequences, length=length, seed=seed
+            )
+    if calibration == "self":
+        tokens = _written(source, model, need, sequences=sequences, length=length, seed=seed)
+    how: dict[str, Any] = {"layout": layout_of(source), "batch_size": batch_size(length), "seed": seed}
+    how["calibration"] = _name(calibration)
+    if isinstance(model, LayeredModel):
+        statistics = by_layer.collect(model, tokens, **how, work=_place(work))
+    else:
+        statistics = passes.collect(model, tokens, **how)
+    if save is not None and is_first():
+        statistics.save(save)
+    return statistics
+
+
+def _place(work: Path | None) -> Path:
+    """A directory that exists: TMPDIR where it is set, else the one asked for or the nearest above it."""
+    if "TMPDIR" in os.environ:
+        return Path(tempfile.gettempdir())
+    place = (work or Path()).absolute()
+    return next(path for path in (place, *place.parents) if path.is_dir())
+
+
+def _settled(source: Source, calibration: str, save: Path | None) -> Statistics | None:
+    """Saved statistics, where the user names them; mistakes that need no model show here."""
+    if calibration == "none":
+        if save is not None:
+            raise InvalidInput(
+                "--save-statistics has nothing to save with --calibration none; use --calibration self"
+            )
+        return None
+    if save is not None and save.exists():
+        raise InvalidInput(f"--save-statistics {save} exists and nothing is overwritten; name another file")
+    if save is not None and not save.absolute().parent.is_dir():
+        raise InvalidInput(
+            f"--save-statistics {save}: there is no directory {save.parent}; make it, or name another file"
+        )
+    if calibration.endswith(".safetensors"):
+        if save is not None:
+            raise InvalidInput(
+                f"--save-statistics has nothing to save: {calibration} holds saved statistics already"
+            )
+        return _fitting(Statistics.load(Path(calibration)), source, calibration)
+    if calibration != "self":
+        check_source(calibration)
+    return None
+
+
+def _written(source: Source, model: Any, need: Need, *, sequences: int, length: int, seed: int) -> Tensor:
+    """Text that the source writes, as many sequences at once as fit beside it."""
+    settings: dict[str, Any] = {
+        "sequences": sequences,
+        "length": length,
+        "bos": source.config.get("bos_token_id"),
+        "seed": seed,
+    }
+    if not isinstance(model, LayeredModel):
+        return sample_from(
+            model, batch_size=need.sequences_beside(need.weights, sequences, loaded=True), **settings
+        )
+    batch = need.sequences_beside(need.layer + need.rest, sequences)
+    kept = need.layers_beside(batch)
+    times = -(-sequences // batch) * length
+    notice(
+        f"the source is larger than memory and writes {sequences} sequences of its own: "
+        f"{len(model.blocks) - kept} of its "
+        f"{len(model.blocks)} layers are read {times} times; on a text (--calibration FILE) they would be "
+        f"read twice"
+    )
+    with model.streamed(kept) as whole:
+        return sample_from(whole, batch_size=batch, **settings)
+
+
+def _name(calibration: str) -> str:
+    """What the record calls the text."""
+    return (
+        calibration
+        if calibration == "self"
+        else f"text:{Path(calibration).name if Path(calibration).exists() else calibration}"
+    )
+
+
+def layout_of(source: Source) -> Layout:
+    """Where the quantities of a source are in its transformers model."""
+    # A checkpoint of the bare model leaves the prefix out; the module has it all the same.
+    family, geometry = (
+        replace(source.family, prefix=family_of(source.checkpoint.config).prefix),
+        source.geometry,
+    )
+    order_H = half_order(family, geometry.head_dim, source.rotary_width)
+
+    def heads(role: str, output_BTC: Tensor) -> dict[str, Tensor]:
+        output_CBT = output_BTC.movedim(-1, 0)
+        rows = (
+            split(output_CBT, family, geometry)
+            if role == "qkv"
+            else (output_CBT.unflatten(0, (-1, geometry.head_dim)),)
+        )
+        found = dict(zip(role, rows, strict=True))
+        return {
+            one: (rows_IHBT if one == "v" else rows_IHBT[:, order_H]).permute(2, 3, 0, 1)
+            for one, rows_IHBT in found.items()
+        }
+
+    return Layout(projections=family.projections, split=heads)
+
+
+def _fitting(statistics: Statistics, source: Source, file: str) -> Statistics:
+    geometry = source.geometry
+    found = (
+        len(statistics.layers),
+        statistics.layers[0].input_EE.shape[0] - 1,
+        *statistics.layers[0].query_NHH.shape[:2],
+    )
+    wanted = (source.layers, geometry.hidden_size, geometry.num_attention_heads, geometry.head_dim)
+    if found != wanted:
+        raise InvalidInput(
+            f"{file} holds statistics of a model with (layers, hidden_size, heads, head_dim) {found}, the "
+            f"source has {wanted}"
+        )
+    return statistics

@@ -1,5 +1,0 @@
-"""Output formats, one a file: what a folded layer is called and looks like in a checkpoint that stock engines load."""
-
-from .trainable import to_published, to_trainable
-
-__all__ = ["to_published", "to_trainable"]

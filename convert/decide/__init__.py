@@ -1,0 +1,4 @@
+"""The decisions of a conversion.
+
+From a request to a plan, with its form, serving shape, engines and notices.
+"""

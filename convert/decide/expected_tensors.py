@@ -1,0 +1,111 @@
+"""The tensors that a written checkpoint must hold, from its config.json.
+
+What is absent, engines fill with random numbers.
+"""
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ..algebra.target import MLA, Geometry
+from ..families.family import Family
+from ..families.recognition import FAMILIES, complete, geometry_of
+from ..families.source import attention_shapes, beside_attention
+from ..formats.remote import Remote
+
+Shape = tuple[int, ...] | None
+
+
+def expected_tensors(config: Mapping[str, Any], names: Collection[str]) -> dict[str, Shape]:
+    """Names and shapes of what config.json promises; the shape is None where it is not attention's.
+
+    Args:
+        config: of the output.
+        names: of the tensors that are there: biases that the config does not speak of are expected as in
+            layer 0.
+
+    A class that kvfold has no row for promises nothing here.
+    """
+    kind = config.get("model_type")
+    if kind == "deepseek_v3":
+        return _stock(config)
+    if kind == "kvfold":
+        return _remote(config, names)
+    return _grouped(FAMILIES[str(kind)], config, names) if kind in FAMILIES else {}
+
+
+def _stock(config: Mapping[str, Any]) -> dict[str, Shape]:
+    heads, hidden, rank = config["num_attention_heads"], config["hidden_size"], config["kv_lora_rank"]
+    rope, nope, value = config["qk_rope_head_dim"], config["qk_nope_head_dim"], config["v_head_dim"]
+    query, compressed = heads * (nope + rope), config.get("q_lora_rank")
+    shapes: dict[str, Shape] = {
+        "kv_a_proj_with_mqa.weight": (rank + rope, hidden),
+        "kv_a_layernorm.weight": (rank,),
+        "kv_b_proj.weight": (heads * (nope + value), rank),
+        "o_proj.weight": (hidden, heads * value),
+    }
+    if compressed is None:
+        shapes["q_proj.weight"] = (query, hidden)
+    else:
+        shapes |= {"q_a_proj.weight": (compressed, hidden), "q_a_layernorm.weight": (compressed,)}
+        shapes["q_b_proj.weight"] = (query, compressed)
+    if config.get("attention_bias"):
+        shapes |= {"kv_a_proj_with_mqa.bias": (rank + rope,), "o_proj.bias": (hidden,)}
+        shapes |= {} if compressed is None else {"q_a_proj.bias": (compressed,)}
+    layers = range(config["num_hidden_layers"])
+    dense = layers[: config.get("first_k_dense_replace") or 0]
+    # The other layers are Llama's; experts, which kvfold does not write, are not looked for.
+    rest = replace(FAMILIES["llama"], layer_tensors=FAMILIES["llama"].layer_tensors[:2])
+    names = beside_attention(rest, {"tie_word_embeddings": False, **config})
+    names += [f"model.layers.{n}.mlp.{part}_proj.weight" for n in dense for part in ("gate", "up", "down")]
+    attention = {
+        f"model.layers.{n}.self_attn.{name}": shape for n in layers for name, shape in shapes.items()
+    }
+    return attention | dict.fromkeys(names)
+
+
+def _remote(config: Mapping[str, Any], names: Collection[str]) -> dict[str, Shape]:
+    ours = config["kvfold"]
+    family = FAMILIES[ours["source_model_type"]]
+    place, own = ours["attention"], family.o.rpartition(".")[0]
+    family = replace(family, prefix=place.removesuffix(own))
+    whole = complete(family, {**config, "model_type": ours["source_model_type"]})
+    intact = ours["form"] == "intact"
+    heads, width = whole["num_attention_heads"], config["v_head_dim"]
+    container = Remote(
+        family=family,
+        geometry=Geometry(
+            hidden_size=whole["hidden_size"],
+            num_attention_heads=heads,
+            num_key_value_heads=ours["key_heads"] if intact else heads,
+            head_dim=width,
+        ),
+        target=MLA(
+            kv_lora_rank=config["latent_rank" if intact else "kv_lora_rank"],
+            qk_rope_head_dim=0 if intact else config["qk_rope_head_dim"],
+            rope=ours["form"],
+            q_lora_rank=config.get("q_lora_rank"),
+        ),
+        frequencies=(),
+        scale=ours["scale"],
+        nope_width=0 if intact else config["qk_nope_head_dim"],
+        biases=frozenset("k" if role == "kv" else role for role in ours["biases"]),
+    )
+    shapes: dict[str, Shape] = dict.fromkeys(beside_attention(family, whole))
+    for layer in range(whole["num_hidden_layers"]):
+        shapes |= {name: spec.shape for name, spec in container.specs(layer, torch.float32).items()}
+    return shapes
+
+
+def _grouped(family: Family, config: Mapping[str, Any], names: Collection[str]) -> dict[str, Shape]:
+    if family.prefix + family.embedding not in names and family.embedding in names:
+        family = replace(family, prefix="")
+    whole = complete(family, config)
+    geometry = geometry_of(whole)
+    biases = {role for role, name in family.projections(0).items() if f"{name}.bias" in names}
+    shapes: dict[str, Shape] = dict.fromkeys(beside_attention(family, whole))
+    for layer in range(whole["num_hidden_layers"]):
+        shapes |= dict(attention_shapes(family, geometry, layer, biases))
+    return shapes

@@ -1,0 +1,111 @@
+"""Which form and which container MLA takes.
+
+What the stock class can hold, and what needs kvfold's own attention.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ...core.errors import InvalidInput
+from ..algebra.target import MLA
+from ..families.recognition import intact_reason, latent_obstacle
+from ..families.source import Source
+from ..formats.blocks import folded_block
+from ..formats.remote import Remote
+from ..formats.stock import Stock
+from ..methods.latent import Band
+from ..methods.slots import slot_rope
+
+CONTAINERS = ("auto", "stock", "remote")
+ROPES = ("decoupled", "intact")
+
+
+@dataclass(frozen=True)
+class Form:
+    """How the latent of a source is made and written.
+
+    Attributes:
+        rope: `decoupled`, a rotary key beside the latent; `intact`, keys rotated after they are rebuilt.
+        remote: whether the output needs the code that is shipped with it.
+        why: the reason, where it was not the user's choice.
+    """
+
+    rope: Literal["decoupled", "intact"]
+    remote: bool
+    why: str | None = None
+
+
+def choose_form(source: Source, rope: str | None, container: str) -> Form:
+    """The form and the container: the user's choice, or else decoupled in the stock class where these hold
+    the source.
+
+    Raises:
+        InvalidInput: the user's choice cannot hold the source.
+    """
+    forced = _needs_intact(source, container)
+    if rope == "decoupled" and forced is not None:
+        raise InvalidInput(f"--rope decoupled cannot hold {source.family.label}: {forced}; use --rope intact")
+    if rope == "intact" and not source.rotary_width:
+        raise InvalidInput(
+            f"--rope intact is for sources with rotary embeddings, and {source.family.label} has none; "
+            f"leave it out"
+        )
+    intact = rope == "intact" or forced is not None
+    obstacle = "rotation is left intact" if intact else _stock_obstacle(source)
+    if container == "stock" and obstacle is not None:
+        raise InvalidInput(f"--container stock cannot hold this: {obstacle}; use --container remote")
+    remote = container == "remote" or obstacle is not None
+    return Form(
+        "intact" if intact else "decoupled", remote, None if container == "remote" else forced or obstacle
+    )
+
+
+def _needs_intact(source: Source, container: str) -> str | None:
+    """Why the rotary part of a source cannot be decoupled from its keys; None when it can.
+
+    A rotary key that layers without rotation leave empty is a waste that only the stock class, which has no
+    choice, is worth.
+    """
+    if source.family.k_norm is not None:  # no question then of tables, which may depend on the input's length
+        return intact_reason(source.family, biased=False, unlike=False)
+    layers = source.rotating if container == "stock" else range(source.layers)
+    unlike = source.rotary_width and len({str(source.frequencies(layer)) for layer in layers}) > 1
+    return intact_reason(source.family, biased=bool(source.biases), unlike=bool(unlike))
+
+
+def _stock_obstacle(source: Source) -> str | None:
+    """Why the stock class cannot hold a source; None when it can."""
+    obstacle = latent_obstacle(source.config)
+    return None if obstacle is None else obstacle.partition("; use --to")[0]
+
+
+def latent_container(source: Source, target: MLA, bands: tuple[Band, ...], remote: bool) -> Stock | Remote:
+    """The output format of a target whose form `choose_form` chose."""
+    if not remote:
+        block, rope = folded_block(source.family, source.config), slot_rope(source, bands)
+        return Stock(
+            geometry=source.geometry,
+            target=target,
+            rope=rope,
+            biases=bool(source.biases),
+            block=block,
+            mixed=source.mixed,
+        )
+    _, factor = source.frequencies(0)
+    slots = tuple(band.frequency for band in bands for _ in range(band.slots))
+    if target.rope == "intact":
+        every = [tuple(source.frequencies(layer)[0].tolist()) for layer in range(source.layers)]
+        frequencies = tuple(dict.fromkeys(every))
+        tables = tuple(map(frequencies.index, every)) if len(frequencies) > 1 else ()
+    else:
+        frequencies, tables = (slots,), ()
+    return Remote(
+        family=source.family,
+        geometry=source.geometry,
+        target=target,
+        frequencies=frequencies,
+        tables=tables,
+        scale=source.scale(0) * factor**2,
+        nope_width=0 if bands and target.slots == "source" else source.geometry.head_dim,
+        biases=source.biases | (frozenset("qkv") if "qkv" in source.biases else frozenset()),
+    )

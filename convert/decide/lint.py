@@ -1,0 +1,102 @@
+"""What a checkpoint is to the rules of rules.py.
+
+Config.json and the weights' headers, and what breaking one says.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from ...checkpoints.directory import Checkpoint
+from ...checkpoints.shards import TensorSpec
+
+Effect = Literal["prints nonsense", "refuses to load", "saves no cache", "note"]
+FAILING = ("prints nonsense", "refuses to load")
+
+
+@dataclass(frozen=True)
+class Written:
+    """A checkpoint as rules see it.
+
+    Attributes:
+        directory: where it lies.
+        config: its config.json.
+        specs: shape and dtype of every tensor, by name.
+    """
+
+    directory: Path
+    config: dict[str, Any]
+    specs: Mapping[str, TensorSpec]
+
+    @property
+    def layout(self) -> str:
+        """`stock`, `decoupled` or `intact` where attention is latent; otherwise `grouped`."""
+        kind = self.config.get("model_type")
+        if kind == "kvfold":
+            return str(self.config.get("kvfold", {}).get("form"))
+        return "stock" if kind == "deepseek_v3" else "grouped"
+
+    def get(self, field: str, default: Any = 0) -> Any:
+        """A field of config.json; what is null counts as absent."""
+        value = self.config.get(field)
+        return default if value is None else value
+
+    @property
+    def rope(self) -> dict[str, Any]:
+        """The rope parameters, whichever transformers wrote them."""
+        found = self.config.get("rope_parameters") or self.config.get("rope_scaling") or {}
+        return dict(found) if isinstance(found, dict) else {}
+
+    @property
+    def cached(self) -> tuple[int, int]:
+        """Widths of the latent and of the rotary key."""
+        return int(self.get("kv_lora_rank")), int(self.get("qk_rope_head_dim"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """One way to go wrong.
+
+    Attributes:
+        engines: which go wrong by it, each with the version it was learned on, and how.
+        layouts: of what it is asked.
+        effect: what happens; notes and lost savings do not fail a checkpoint.
+        found: what of the checkpoint breaks the rule, in words; empty when nothing does.
+        why: what the engine does with it.
+    """
+
+    engines: Mapping[str, str]
+    layouts: tuple[str, ...]
+    effect: Effect
+    found: Callable[[Written], str]
+    why: str
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A broken rule: engine, effect, a sentence, and what the rule was learned on."""
+
+    engine: str
+    effect: Effect
+    sentence: str
+    learned: str
+
+    @property
+    def fails(self) -> bool:
+        """Whether the checkpoint should not be run in that engine."""
+        return self.effect in FAILING
+
+    def __str__(self) -> str:
+        happens = "" if self.effect == "note" else f" {self.effect}"
+        return f"{self.engine}{happens}: {self.sentence} (learned on {self.learned})"
+
+
+def open_written(directory: Path) -> Written:
+    """A checkpoint for the rules to be asked of; no weight is read.
+
+    Raises:
+        InvalidInput: there is none that can be read.
+    """
+    checkpoint = Checkpoint(directory)
+    return Written(directory, checkpoint.config, {name: checkpoint.spec(name) for name in checkpoint})

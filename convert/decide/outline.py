@@ -1,0 +1,39 @@
+"""A plan as `kvfold convert --dry-run` shows it."""
+
+from typing import Any
+
+from ...core.console import show_table
+
+
+def show_plan(plan: dict[str, Any]) -> None:
+    """A plan as a table."""
+    cache, at_lengths = plan["cache"], plan["cache_bytes_at"].items()
+    rows = [
+        ("source", f"{plan['source']} ({plan['family']}, {plan['layers']} layers)"),
+        (
+            "output",
+            f"{plan['container']}, {plan['dtype']}, {plan['output_bytes'] / 1e6:,.1f} MB, method "
+            f"{plan['method']}",
+        ),
+        ("target", ", ".join(f"{key} {value}" for key, value in plan["target"].items())),
+    ]
+    for side in ("before", "after"):
+        size = cache[side]
+        at = ", ".join(
+            f"{int(n) // 1024}k: {sizes[side == 'after'] / 1e6:,.1f} MB" for n, sizes in at_lengths
+        )
+        rows.append(
+            (f"cache {side}", f"{size['elements_per_token_per_layer']} elements per token and layer; {at}")
+        )
+    if plan["query_parameters"]:
+        direct, made = plan["query_parameters"]
+        rows.append(
+            (
+                "queries",
+                f"{direct:,} -> {made:,} parameters ({made / direct - 1:+.0%}); the cache does not change",
+            )
+        )
+    rows += [("engines", ", ".join(plan["engines"]))] if plan["engines"] else []
+    rows += [(name, " x ".join(map(str, shape))) for name, shape in plan["attention_of_layer_0"].items()]
+    rows += [("note", text) for text in plan["notices"]]
+    show_table("plan (nothing is written)", ("", ""), rows)

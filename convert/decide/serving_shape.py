@@ -1,0 +1,204 @@
+"""The stock latent class as other engines take it: which target, which slots and which weights bring a source
+there.
+
+What changes nothing is folded: padding, a residual stream scaled so that its norms have the wanted epsilon, a
+head written out. What does (slots of the default table, biases) is approximated, and part of the loss that is
+measured. The rest is refused.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from ...core.errors import InvalidInput
+from ..algebra.rotary import rope_parameters
+from ..algebra.target import MLA, budget_elements, check_options, query_rank, share_of
+from ..families.source import STILL, Source
+from ..formats.blocks import CENTRED_EPSILON, Folded, folded_block
+from ..formats.serving import SERVING, Profile, Served, choose_heads, find_places, nearest_bands, table
+from ..formats.stock import Stock
+from ..methods.intact import full_rank
+from ..methods.latent import Band, source_bands
+
+
+def served_target(
+    source: Source, options: Mapping[str, Any], profile: Profile = SERVING
+) -> tuple[MLA, tuple[Band, ...]]:
+    """What is folded for a profile: at most its latent beside the slots of its table that the source has a
+    use for.
+
+    Args:
+        source: decoupled and held by the stock class.
+        options: of `plan.make_plan`.
+
+    Raises:
+        InvalidInput: an option or the source asks for something else.
+    """
+    check_options("mla", options)
+    for option in ("slots", "rope_dim"):
+        value = options.get(option)
+        if value not in (None, {"slots": "uniform", "rope_dim": profile.rope}[option]):
+            raise InvalidInput(
+                f"--{option.replace('_', '-')} {value} is not what engines other than transformers take: "
+                f"{profile.rope} rotary "
+                "dimensions at the default frequencies; leave it out"
+            )
+    budget, rank = options.get("kv_budget"), options.get("rank")
+    queries = query_rank(source.geometry, options.get("q_lora_rank"))
+    if budget is not None and rank is not None:
+        raise InvalidInput("--to mla takes either --rank N (or --rank full) or --kv-budget SHARE, not both")
+    if rank == "full":
+        target, bands = _whole(source, profile)
+        return replace(target, q_lora_rank=queries), bands
+    size = source.geometry.cache_elements
+    if profile.cached >= size:
+        raise InvalidInput(
+            f"the form for other engines caches {profile} elements of a latent, and the source {size} in "
+            f"all; "
+            "use --to gqa, or --engine transformers"
+        )
+    if budget is not None and budget_elements(source.geometry, budget) < profile.cached:
+        raise InvalidInput(
+            f"--kv-budget {budget} is {budget_elements(source.geometry, budget)} elements per token and "
+            f"layer, and engines "
+            f"other than transformers cache {profile}; the least would be "
+            f"{share_of(profile.cached, source.geometry)}"
+        )
+    rank = str(profile.latent) if rank is None else rank
+    if not (rank.isascii() and rank.isdigit() and 1 <= int(rank) <= profile.latent):
+        raise InvalidInput(
+            f"--rank {rank} does not fit; engines other than transformers take at most {profile.latent}"
+        )
+    bands = nearest_bands(source.slot_frequencies()[0], table(profile, _theta(source)), STILL)
+    return MLA(kv_lora_rank=int(rank), qk_rope_head_dim=2 * len(bands), q_lora_rank=queries), bands
+
+
+def _whole(source: Source, profile: Profile) -> tuple[MLA, tuple[Band, ...]]:
+    """Everything kept, where the profile holds it."""
+    heads, width = source.geometry.num_key_value_heads, source.geometry.head_dim
+    bands = source_bands(source.slot_frequencies()[0], heads)
+    rank = (
+        full_rank(source.geometry.hidden_size, 2 * heads * width, normed=False)
+        if source.mixed
+        else heads * width
+    )
+    if rank > profile.latent or _places(source, bands, profile) is None:
+        raise InvalidInput(
+            f"--rank full needs a slot for each rotary pair of {heads} key/value heads {width} wide, and "
+            f"other engines than "
+            f"transformers have one at each of {profile.rope // 2} default frequencies; use --rank "
+            f"{profile.latent}"
+        )
+    return MLA(kv_lora_rank=rank, qk_rope_head_dim=heads * width, slots="source"), bands
+
+
+def _theta(source: Source) -> float:
+    return float(rope_parameters(source.config)["rope_theta"])
+
+
+def _places(source: Source, bands: tuple[Band, ...], profile: Profile) -> tuple[int, ...] | None:
+    slots = [band.frequency for band in bands for _ in range(band.slots)]
+    return find_places(slots, table(profile, _theta(source)))
+
+
+def served_container(
+    source: Source, target: MLA, bands: tuple[Band, ...], *, compressed: bool, profile: Profile = SERVING
+) -> Stock:
+    """The output format of a target from `served_target`.
+
+    Args:
+        compressed: write queries in the class's compressed form even where they are not, which computes the
+            same.
+
+    Raises:
+        InvalidInput: heads, biases or epsilon that the profile has no place for.
+    """
+    if "o" in source.biased:
+        raise InvalidInput(
+            f"its attention's output has a bias, for which the latent class of engines other than "
+            f"transformers has no place; "
+            f"use --to gqa, which keeps {source.family.architecture}"
+        )
+    nope = 0 if target.slots == "source" and not source.mixed else source.geometry.head_dim
+    widths = choose_heads(profile, nope, source.geometry.head_dim)
+    places = _places(source, bands, profile)
+    assert places is not None, "served_target chose slots of the table"
+    block = folded_block(source.family, source.config)
+    return Stock(
+        geometry=source.geometry,
+        target=target,
+        rope={"rope_type": "default", "rope_theta": _theta(source)},
+        biases=False,
+        block=replace(block.scaled(stream_scale(source, block, profile)), untied=True),
+        served=Served(
+            profile=profile,
+            nope=widths[0],
+            value=widths[1],
+            places=places,
+            compressed=compressed and target.q_lora_rank is None,
+        ),
+        mixed=source.mixed,
+    )
+
+
+def stream_scale(source: Source, block: Folded, profile: Profile) -> float:
+    """The factor s on the residual stream by which norms with the profile's epsilon ε' give what the source's
+    with ε do.
+
+    x / sqrt(mean(x²) + ε) = s x / sqrt(mean((s x)²) + s² ε), and s² ε = ε'.
+
+    Raises:
+        InvalidInput: the source's epsilon is no positive number.
+    """
+    epsilon = CENTRED_EPSILON if block.centred else source.config.get("rms_norm_eps")
+    if not isinstance(epsilon, int | float) or epsilon <= 0:
+        raise InvalidInput(
+            f"config.json has rms_norm_eps {epsilon!r}, which no scale turns into {profile.epsilon}; use "
+            f"--to gqa"
+        )
+    scale = float((profile.epsilon / epsilon) ** 0.5)
+    power = 2.0 ** round(math.log2(scale))
+    return power if math.isclose(scale, power, rel_tol=1e-9) else scale
+
+
+def served_notices(source: Source, container: Stock) -> list[str]:
+    """What became of the source on the way to a profile, beside the loss that is measured."""
+    assert container.served is not None
+    served, profile, target = container.served, container.served.profile, container.target
+    notices = []
+    if (target.kv_lora_rank, target.qk_rope_head_dim) != (profile.latent, profile.rope):
+        notices.append(
+            f"what is folded is {target.kv_lora_rank}+{target.qk_rope_head_dim} wide and filled up with "
+            f"zeros: the cache is as "
+            f"large as at {profile}"
+        )
+    if profile.cached >= source.geometry.cache_elements:
+        notices.append(
+            f"the cache becomes larger than the source's {source.geometry.cache_elements} elements: this "
+            f"is a proof"
+        )
+    scale = stream_scale(source, folded_block(source.family, source.config), profile)
+    if scale != 1:
+        rounded = "exact: a power of two" if math.frexp(scale)[0] == 0.5 else "rounded once"
+        notices.append(
+            f"rms_norm_eps becomes {profile.epsilon} and embeddings and what layers add are multiplied by "
+            f"{scale:.6g}, which "
+            f"norms do not see ({rounded})"
+        )
+    kind = rope_parameters(source.config)["rope_type"]
+    if kind != "default":
+        notices.append(
+            f"rope_type {kind} becomes the default table: pairs go to the slot that turns most nearly as fast"
+        )
+    if source.biased:
+        notices.append(
+            "biases of queries, keys and values go into their weights, as the linear function of a "
+            "layer's input that is "
+            "nearest to a constant; what that loses is in the measured loss"
+        )
+    if served.compressed:
+        notices.append(
+            "queries pass an identity first, which llama.cpp wants: hidden_size² more weights a layer"
+        )
+    return notices

@@ -1,0 +1,125 @@
+"""What a row of the table of families says: where its checkpoints keep attention, and how that differs from
+Llama's.
+
+A row holds properties (a fused projection, a key norm, interleaved pairs, ...); code asks for those, never
+for a family's name.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+_TENSORS = (
+    "input_layernorm.weight",
+    "post_attention_layernorm.weight",
+    "mlp.gate_proj.weight",
+    "mlp.up_proj.weight",
+    "mlp.down_proj.weight",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """How a family's layers differ from Llama's by constants that weights can take up.
+
+    Attributes:
+        norm_shift: added to every norm's weight (Gemma).
+        embedding_root: embeddings are multiplied by the root of the hidden size (Gemma).
+        embedding, residual, logits: config fields of factors: on embeddings, on what a layer adds, under the
+            logits (Granite).
+        centred: LayerNorm without weights, which is RMSNorm when what it reads is centred (OLMo).
+        gate_up: gate and up projection are one tensor (Phi-3).
+    """
+
+    norm_shift: float = 0.0
+    embedding_root: bool = False
+    embedding: str | None = None
+    residual: str | None = None
+    logits: str | None = None
+    centred: bool = False
+    gate_up: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """A family's row. `{layer}` stands for the layer's number; names are relative to `prefix`.
+
+    Attributes:
+        label: what people call the family.
+        architecture: its causal language model in transformers.
+        defaults: what its configuration class assumes where config.json says nothing, under the names that
+            Llama's uses.
+        names: for a field of Llama's config.json the name that this family's has.
+        needs: config fields that kvfold reads only with one of these values.
+        q, k, v, o: the four projections, without `.weight` or `.bias`.
+        qkv: the one projection that stands for q, k and v.
+        fused: its rows: `stacked` q, k, v; `grouped` the queries of a key head, the key, the value, then the
+            next key head's.
+        transposed: matrices are stored (input, output).
+        q_norm, k_norm: RMSNorms between projection and rotation.
+        norm_spans: what one of them normalises: a `head`, or all `heads` as one vector.
+        norm_shift: added to the weights of those norms.
+        rotary: rotated pairs are (i, i + R/2), `half`, or (2i, 2i + 1), `interleaved`, or there are none.
+        unrotated: the config field that says which layers have no rotation.
+        scale: config field and exponent of the factor on the scores; the head dim and -1/2 when None.
+        scale_by_layer: config field that has layer n divide its scores by n + 1.
+        query_growth: field r of the rope parameters: queries grow by 1 + r·log(1 + position // L), where L is
+            original_max_position_embeddings.
+        soft_cap: config field of a bound on the scores.
+        sinks: a learnt score of every query head that takes part in the softmax.
+        kv_heads: config field with the key/value heads; None where the class has as many as query heads.
+        host: another family whose class computes the same and has fewer key/value heads
+            (containers/rehosted.py).
+        block: how the rest of a layer differs from Llama's; a sentence where constants do not bridge it.
+        layer_tensors, model_tensors: the others that a whole checkpoint has.
+        embedding: the token embeddings; head: the language model's, which has no prefix and may be tied to
+            them.
+        caches_queries: transformers' class caches keys and values once for every query head.
+    """
+
+    label: str
+    architecture: str
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    names: Mapping[str, str] = field(default_factory=dict)
+    needs: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    prefix: str = "model."
+    q: str = "layers.{layer}.self_attn.q_proj"
+    k: str = "layers.{layer}.self_attn.k_proj"
+    v: str = "layers.{layer}.self_attn.v_proj"
+    o: str = "layers.{layer}.self_attn.o_proj"
+    qkv: str | None = None
+    fused: Literal["stacked", "grouped"] = "stacked"
+    transposed: bool = False
+    q_norm: str | None = None
+    k_norm: str | None = None
+    norm_spans: Literal["head", "heads"] = "head"
+    norm_shift: float = 0.0
+    rotary: Literal["half", "interleaved"] | None = "half"
+    unrotated: str | None = None
+    scale: tuple[str, float] | None = None
+    scale_by_layer: str | None = None
+    query_growth: str | None = None
+    soft_cap: str | None = None
+    sinks: str | None = None
+    kv_heads: str | None = "num_key_value_heads"
+    host: str | None = None
+    block: Block | str = Block()
+    layer_tensors: tuple[str, ...] = tuple(f"layers.{{layer}}.{name}" for name in _TENSORS)
+    embedding: str = "embed_tokens.weight"
+    model_tensors: tuple[str, ...] = ("norm.weight",)
+    head: str = "lm_head.weight"
+    caches_queries: bool = False
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """The projections by role: q, k, v, o, or qkv and o."""
+        return ("q", "k", "v", "o") if self.qkv is None else ("qkv", "o")
+
+    def projections(self, layer: int) -> dict[str, str]:
+        """The names of a layer's projections by role; they are modules of the model in transformers."""
+        return {role: self.prefix + str(getattr(self, role)).format(layer=layer) for role in self.roles}
+
+    def norm(self, which: Literal["q", "k"], layer: int) -> str | None:
+        """The name of the weight of a layer's query or key norm."""
+        name = self.q_norm if which == "q" else self.k_norm
+        return None if name is None else self.prefix + name.format(layer=layer)

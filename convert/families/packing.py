@@ -1,0 +1,153 @@
+"""How heads lie in a checkpoint's tensors: fused, transposed, with rotary pairs in another order. Both ways,
+exactly.
+
+Legend: attention.py; X rows of a projection, D its columns (none for a bias), R rotated dimensions of a head.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from ..algebra.attention import Attention
+from ..algebra.target import Geometry
+from .family import Family
+
+
+def half_order(family: Family, head_dim: int, width: int) -> Tensor:
+    """For each row of a head in the half layout the row that it is in the checkpoint, (H,), int64.
+
+    Dimensions that do not rotate are made pairs too, of frequency zero, after those that do.
+    """
+    turned_R, rest = torch.arange(width), torch.arange(width, head_dim)
+    real, imaginary = (turned_R[::2], turned_R[1::2]) if family.rotary == "interleaved" else turned_R.chunk(2)
+    still_real, still_imaginary = rest.chunk(2) if len(rest) else (rest, rest)
+    return torch.cat([real, still_real, imaginary, still_imaginary])
+
+
+def shapes(family: Family, geometry: Geometry) -> dict[str, tuple[int, int]]:
+    """The shape that each projection's weight has."""
+    query, key = (
+        geometry.num_attention_heads * geometry.head_dim,
+        geometry.num_key_value_heads * geometry.head_dim,
+    )
+    hidden = geometry.hidden_size
+    every = {
+        "q": (query, hidden),
+        "k": (key, hidden),
+        "v": (key, hidden),
+        "o": (hidden, query),
+        "qkv": (query + 2 * key, hidden),
+    }
+    return {role: every[role][::-1] if family.transposed else every[role] for role in family.roles}
+
+
+def outputs(family: Family, geometry: Geometry) -> dict[str, int]:
+    """How many outputs each projection has: the length of its bias."""
+    return {role: shape[1 if family.transposed else 0] for role, shape in shapes(family, geometry).items()}
+
+
+def split(rows_XD: Tensor, family: Family, geometry: Geometry) -> tuple[Tensor, Tensor, Tensor]:
+    """The rows of a fused projection as heads: (N, H, D), (K, H, D) and (K, H, D); of its bias without D."""
+    heads, keys, width = geometry.num_attention_heads, geometry.num_key_value_heads, geometry.head_dim
+    rows = rows_XD.unflatten(0, (-1, width))
+    if family.fused == "stacked":
+        q, k, v = rows.split([heads, keys, keys])
+        return q, k, v
+    grid = rows.unflatten(0, (keys, heads // keys + 2))
+    return grid[:, :-2].flatten(0, 1), grid[:, -2], grid[:, -1]
+
+
+def join(q: Tensor, k: Tensor, v: Tensor, family: Family) -> Tensor:
+    """The inverse of `split`."""
+    if family.fused == "stacked":
+        return torch.cat([q, k, v]).flatten(0, 1)
+    grid = torch.cat([q.unflatten(0, (len(k), -1)), k[:, None], v[:, None]], 1)
+    return grid.flatten(0, 2)
+
+
+def unpack(
+    named: Mapping[str, Tensor], family: Family, geometry: Geometry, width: int, scale: float
+) -> Attention:
+    """A layer's tensors as attention.
+
+    Args:
+        named: by role and part, `q.weight`, `qkv.bias`, `k_norm` and so on; the norms are optional.
+        family, geometry: how they are laid out.
+        width: rotated dimensions of a head.
+        scale: factor on the scores.
+    """
+    head_dim, order_H = geometry.head_dim, half_order(family, geometry.head_dim, width)
+
+    def heads(part: str) -> tuple[Tensor | None, ...]:
+        if family.qkv is None:
+            found = [named.get(f"{role}.{part}") for role in "qkv"]
+            return tuple(None if rows is None else rows.unflatten(0, (-1, head_dim)) for rows in found)
+        rows = named.get(f"qkv.{part}")
+        if rows is None:
+            return None, None, None
+        return split(rows.mT if family.transposed and part == "weight" else rows, family, geometry)
+
+    def ordered(rows: Tensor | None) -> Tensor | None:
+        return None if rows is None else _reordered(rows, order_H)
+
+    def norm(name: str) -> Tensor | None:
+        weight = named.get(name)
+        return None if weight is None else ordered(weight.unflatten(0, (-1, head_dim)) + family.norm_shift)
+
+    q, k, v = heads("weight")
+    q_bias, k_bias, v_bias = heads("bias")
+    assert q is not None
+    assert k is not None
+    assert v is not None
+    o = named["o.weight"]
+    return Attention(
+        q_NHD=_reordered(q, order_H),
+        k_KHD=_reordered(k, order_H),
+        v_KHD=v,
+        o_DNH=(o.mT if family.transposed else o).unflatten(1, (-1, head_dim)),
+        q_NH=ordered(q_bias),
+        k_KH=ordered(k_bias),
+        v_KH=v_bias,
+        o_D=named.get("o.bias"),
+        q_norm_NH=norm("q_norm"),
+        k_norm_KH=norm("k_norm"),
+        scale=scale,
+    )
+
+
+def pack(attention: Attention, family: Family, width: int) -> dict[str, Tensor]:
+    """The inverse of `unpack`: tensors by role and part; norms only where they belong to single heads."""
+    order_H = half_order(family, attention.q_NHD.shape[1], width)
+    native_H = torch.empty_like(order_H)
+    native_H[order_H] = torch.arange(len(order_H))
+
+    def native(rows: Tensor | None) -> Tensor | None:
+        return None if rows is None else _reordered(rows, native_H)
+
+    o = attention.o_DNH.flatten(1)
+    packed: dict[str, Tensor | None] = {"o.weight": o.mT if family.transposed else o, "o.bias": attention.o_D}
+    weights = {"q": native(attention.q_NHD), "k": native(attention.k_KHD), "v": attention.v_KHD}
+    biases = {"q": native(attention.q_NH), "k": native(attention.k_KH), "v": attention.v_KH}
+    for part, (q, k, v) in (("weight", weights.values()), ("bias", biases.values())):
+        if family.qkv is None:
+            packed |= {f"{role}.{part}": _flat(rows) for role, rows in zip("qkv", (q, k, v), strict=True)}
+        elif q is not None and k is not None and v is not None:
+            rows = join(q, k, v, family)
+            packed[f"qkv.{part}"] = rows.mT if family.transposed and part == "weight" else rows
+    if family.norm_spans == "heads" and attention.k_norm_KH is not None:
+        packed["k_norm"] = _flat(native(attention.k_norm_KH - family.norm_shift))
+    return {name: tensor for name, tensor in packed.items() if tensor is not None}
+
+
+def _reordered(rows_IHX: Tensor, order_H: Tensor) -> Tensor:
+    """The rows of every head in another order.
+
+    As they are where that is their own, since a copy takes as long as reading.
+    """
+    return rows_IHX if torch.equal(order_H, torch.arange(len(order_H))) else rows_IHX[:, order_H]
+
+
+def _flat(rows: Tensor | None) -> Tensor | None:
+    """Heads one under another."""
+    return None if rows is None else rows.flatten(0, 1)

@@ -1,0 +1,220 @@
+"""Which family a checkpoint is of, what its config.json implies, and what stands in the way of a latent
+cache.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from ...core.errors import InvalidInput
+from ..algebra.target import Geometry
+from .family import Block, Family
+from .rows import FAMILIES
+
+__all__ = [
+    "FAMILIES",
+    "Block",
+    "Family",
+    "check_for_latent",
+    "complete",
+    "family_of",
+    "geometry_of",
+    "intact_reason",
+    "latent_obstacle",
+    "rotary_width",
+    "rotated",
+]
+
+# Model types that read a whole text at once: there is no KV cache to fold.
+_ENCODERS = {
+    "albert", "bert", "camembert", "deberta", "deberta-v2", "distilbert", "electra", "modernbert", "mpnet",
+    "roberta",
+    "xlm-roberta", "bart", "mbart", "marian", "t5", "mt5", "umt5", "pegasus", "clip", "siglip", "vit",
+    "whisper",
+}  # fmt: skip
+_LATENT = {"deepseek_v2", "deepseek_v3", "youtu", "minicpm3"}
+
+
+def family_of(config: Mapping[str, Any]) -> Family:
+    """The family of a checkpoint.
+
+    Raises:
+        InvalidInput: an encoder, a quantised checkpoint, latent attention already, another head than a
+        language model's, a
+            family that kvfold does not know, or a variant of one that it does not fold.
+    """
+    kind = str(config.get("model_type"))
+    known = ", ".join(sorted(FAMILIES))
+    if kind in _ENCODERS or config.get("is_encoder_decoder"):
+        raise InvalidInput(
+            f"model_type {kind} is an encoder model, which kvfold cannot fold; it folds decoders: {known}"
+        )
+    if kind in _LATENT:
+        raise InvalidInput(f"model_type {kind} already has latent attention; kvfold folds {known}")
+    if kind not in FAMILIES:
+        raise InvalidInput(f"model_type {kind!r} is not one that kvfold knows: {known}")
+    family = FAMILIES[kind]
+    architectures = config.get("architectures") or [family.architecture]
+    if architectures != [family.architecture]:
+        raise InvalidInput(
+            f"config.json has architectures {architectures}; kvfold folds causal language models: "
+            f"{family.architecture}"
+        )
+    if config.get("quantization_config"):
+        quantised = config["quantization_config"]
+        method = (
+            quantised.get("quant_method", "an unknown method") if isinstance(quantised, dict) else quantised
+        )
+        raise InvalidInput(
+            f"the checkpoint is quantised ({method}); fold the unquantised one, then quantise the result"
+        )
+    for field, allowed in family.needs.items():
+        value = config.get(field, family.defaults.get(field))
+        if value not in allowed:
+            raise InvalidInput(
+                f"config.json has {field} {value!r}; kvfold folds {family.label} where it is {allowed[-1]}"
+            )
+    return family
+
+
+def complete(family: Family, config: Mapping[str, Any]) -> dict[str, Any]:
+    """A config.json with the family's defaults where it says nothing, its sizes also under the names that
+    Llama's has.
+    """
+    renamed = {ours: config[theirs] for ours, theirs in family.names.items() if theirs in config}
+    whole = {**family.defaults, **config, **renamed}
+    if family.kv_heads is None:
+        whole["num_key_value_heads"] = whole["num_attention_heads"]
+    layers = range(whole["num_hidden_layers"]) if isinstance(whole["num_hidden_layers"], int) else ()
+    pattern, interval = whole.get("sliding_window_pattern"), whole.get("no_rope_layer_interval")
+    if pattern and not whole.get("layer_types"):
+        whole["layer_types"] = [
+            "full_attention" if (n + 1) % pattern == 0 else "sliding_attention" for n in layers
+        ]
+    if interval and not whole.get("no_rope_layers"):
+        whole["no_rope_layers"] = [int((n + 1) % interval != 0) for n in layers]
+    return whole
+
+
+def geometry_of(config: Mapping[str, Any]) -> Geometry:
+    """The attention shape that a complete config states.
+
+    Raises:
+        InvalidInput: a size is no positive number, or the sizes do not fit together.
+    """
+    for key in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+                "max_position_embeddings", "num_key_value_heads", "head_dim"):  # fmt: skip
+        value, optional = config.get(key), key in {"num_key_value_heads", "head_dim"}
+        optional = optional or (
+            key == "intermediate_size" and FAMILIES[config["model_type"]].defaults[key] is None
+        )
+        if not (optional and value is None) and (not isinstance(value, int) or value < 1):
+            raise InvalidInput(f"config.json has {key} {value!r}, where a positive number is needed")
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    kv_heads = config.get("num_key_value_heads") or heads
+    head_dim = config.get("head_dim") or hidden // heads
+    if heads % kv_heads:
+        raise InvalidInput(
+            f"config.json is inconsistent: {heads} query heads do not share {kv_heads} key/value heads evenly"
+        )
+    if head_dim % 2:
+        raise InvalidInput(f"config.json has head_dim {head_dim}; rotary heads have an even one")
+    return Geometry(
+        hidden_size=hidden, num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=head_dim
+    )
+
+
+def rotary_width(family: Family, config: Mapping[str, Any], head_dim: int) -> int:
+    """How many of a head's dimensions rotate: the first ones.
+
+    Raises:
+        InvalidInput: an odd number, or more than there are.
+    """
+    if family.rotary is None:
+        return 0
+    width = config.get("rotary_dim") or int(head_dim * (partial_factor(config) or 1.0))
+    if width % 2 or not 0 <= width <= head_dim:
+        raise InvalidInput(
+            f"config.json has {width} rotary dimensions; an even number of at most {head_dim} would do"
+        )
+    return int(width)
+
+
+def partial_factor(config: Mapping[str, Any]) -> Any:
+    """partial_rotary_factor, wherever config.json says it."""
+    rope = config.get("rope_parameters") or config.get("rope_scaling")
+    nested = rope.get("partial_rotary_factor") if isinstance(rope, dict) else None
+    return nested or config.get("partial_rotary_factor")
+
+
+def rotated(family: Family, config: Mapping[str, Any], layer: int) -> bool:
+    """Whether a layer rotates its queries and keys at all."""
+    return family.unrotated is None or config[family.unrotated][layer] in (1, "sliding_attention")
+
+
+def check_for_latent(config: Mapping[str, Any]) -> None:
+    """Refuse what the stock latent class cannot hold.
+
+    Raises:
+        InvalidInput: says what it is.
+    """
+    obstacle = latent_obstacle(config)
+    if obstacle is not None:
+        raise InvalidInput(obstacle)
+
+
+def latent_obstacle(config: Mapping[str, Any]) -> str | None:
+    """Why the stock latent class cannot hold a checkpoint, as a sentence with a way out; None when it can.
+
+    Args:
+        config: a complete one.
+    """
+    family = FAMILIES[config["model_type"]]
+    for reason in stock_reasons(family):
+        return f"the stock MLA class cannot hold {family.label}: {reason}; use --to gqa or --to mqa"
+    window, positions = config.get("sliding_window"), config["max_position_embeddings"]
+    if (
+        window
+        and config.get("use_sliding_window", True)
+        and (not isinstance(window, int) or window < positions)
+    ):
+        return (
+            f"sliding_window {window!r} is shorter than max_position_embeddings {positions}, and no stock "
+            f"MLA class has "
+            "a window; use --to gqa, or set max_position_embeddings to the window if longer inputs are "
+            "not needed"
+        )
+    if config.get("mlp_bias"):
+        return "mlp_bias is true, and the stock MLA class has no MLP biases; use --to gqa"
+    if not any(rotated(family, config, layer) for layer in range(config["num_hidden_layers"])):
+        return (
+            f"{family.unrotated} turns rotation off in every layer, and the stock MLA class has rotary "
+            f"slots; use --to gqa"
+        )
+    return None
+
+
+def intact_reason(family: Family, *, biased: bool, unlike: bool) -> str | None:
+    """Why the rotary part of a family's keys cannot be decoupled from them; None when it can.
+
+    Args:
+        family: its row.
+        biased: whether its attention has biases.
+        unlike: whether its layers have unlike rotary embeddings.
+    """
+    if family.k_norm is not None:
+        return "it normalises its keys, which are no linear function of its hidden states"
+    if family.sinks is not None and biased:
+        return "its attention has sinks, so that biases of keys and values are no constants"
+    return "its layers have unlike rotary embeddings" if unlike else None
+
+
+def stock_reasons(family: Family) -> list[str]:
+    """Why the stock latent class can hold no checkpoint of a family; empty when it can."""
+    properties = {
+        "it normalises its keys after the projection": family.k_norm is not None,
+        "it bounds its attention scores": family.soft_cap is not None,
+        "its attention has sinks": family.sinks is not None,
+    }
+    return [reason for reason, holds in properties.items() if holds] + (
+        [family.block] if isinstance(family.block, str) else []
+    )

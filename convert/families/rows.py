@@ -1,0 +1,289 @@
+"""The table of families: a row each. A foreign weight's name stands here and in family.py only."""
+
+from dataclasses import replace
+from typing import Any
+
+from .defaults import DEFAULTS
+from .family import Block, Family
+
+_EXPERTS = "its MLPs are mixtures of experts"
+_LAYERNORM = "it has LayerNorm with a mean and a bias, and an MLP without a gate"
+_ADDED = "it normalises what a layer adds to the residual stream"
+_PARALLEL = "its attention and MLP read one norm in parallel"
+
+
+def _layer(*names: str, at: str = "layers.{layer}.") -> tuple[str, ...]:
+    """Names of a layer's tensors."""
+    return tuple(at + name for name in names)
+
+
+def _affine(*names: str) -> tuple[str, ...]:
+    """Weight and bias of each module."""
+    return tuple(f"{name}.{part}" for name in names for part in ("weight", "bias"))
+
+
+_GATED = ("mlp.gate_proj.weight", "mlp.up_proj.weight", "mlp.down_proj.weight")
+_FUSED_GATE = ("mlp.gate_up_proj.weight", "mlp.down_proj.weight")
+_NORMS = ("input_layernorm.weight", "post_attention_layernorm.weight")
+_AFTER = ("post_attention_layernorm.weight", "post_feedforward_layernorm.weight")
+_SANDWICH = (*_NORMS, "pre_feedforward_layernorm.weight", "post_feedforward_layernorm.weight")
+_QK_NORM: dict[str, Any] = {
+    "q_norm": "layers.{layer}.self_attn.q_norm.weight",
+    "k_norm": "layers.{layer}.self_attn.k_norm.weight",
+}
+
+_GPT_NAMES = {
+    "hidden_size": "n_embd", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head",
+    "max_position_embeddings": "n_positions", "intermediate_size": "n_inner",
+}  # fmt: skip
+
+
+def _own(prefix: str) -> dict[str, Any]:
+    """q, k, v and o of a family that numbers its layers otherwise."""
+    return {role: f"{prefix}.{role}_proj" for role in "qkv"} | {"o": f"{prefix}.out_proj"}
+
+
+_ROWS = {
+    "llama": Family(label="Llama", architecture="LlamaForCausalLM"),
+    "mistral": Family(label="Mistral", architecture="MistralForCausalLM"),
+    "ministral": Family(label="Ministral", architecture="MinistralForCausalLM"),
+    "ministral3": Family(
+        label="Ministral 3",
+        architecture="Ministral3ForCausalLM",
+        query_growth="llama_4_scaling_beta",
+        block="it scales its queries by their position",
+    ),
+    "mixtral": Family(
+        label="Mixtral",
+        architecture="MixtralForCausalLM",
+        layer_tensors=_layer(*_NORMS, "block_sparse_moe.gate.weight"),
+        block=_EXPERTS,
+    ),
+    "qwen2": Family(label="Qwen2", architecture="Qwen2ForCausalLM"),
+    "qwen2_moe": Family(
+        label="Qwen2-MoE",
+        architecture="Qwen2MoeForCausalLM",
+        layer_tensors=_layer(*_NORMS),
+        block=_EXPERTS,
+    ),
+    "qwen3": Family(label="Qwen3", architecture="Qwen3ForCausalLM", **_QK_NORM),
+    "qwen3_moe": Family(
+        label="Qwen3-MoE",
+        architecture="Qwen3MoeForCausalLM",
+        **_QK_NORM,
+        layer_tensors=_layer(*_NORMS),
+        block=_EXPERTS,
+    ),
+    "gpt_oss": Family(
+        label="gpt-oss",
+        architecture="GptOssForCausalLM",
+        sinks="layers.{layer}.self_attn.sinks",
+        layer_tensors=_layer(*_NORMS, "self_attn.sinks", "mlp.router.weight"),
+        block=_EXPERTS,
+    ),
+    "gemma": Family(
+        label="Gemma",
+        architecture="GemmaForCausalLM",
+        block=Block(norm_shift=1.0, embedding_root=True),
+    ),
+    "gemma2": Family(
+        label="Gemma 2",
+        architecture="Gemma2ForCausalLM",
+        scale=("query_pre_attn_scalar", -0.5),
+        soft_cap="attn_logit_softcapping",
+        layer_tensors=_layer(*_SANDWICH, *_GATED),
+        block=_ADDED,
+    ),
+    "gemma3_text": Family(
+        label="Gemma 3",
+        architecture="Gemma3ForCausalLM",
+        needs={"use_bidirectional_attention": (None, False)},
+        names={"sliding_window_pattern": "_sliding_window_pattern"},
+        **_QK_NORM,
+        norm_shift=1.0,
+        scale=("query_pre_attn_scalar", -0.5),
+        soft_cap="attn_logit_softcapping",
+        layer_tensors=_layer(*_SANDWICH, *_GATED),
+        block=_ADDED,
+    ),
+    "phi": Family(
+        label="Phi-1, Phi-2",
+        architecture="PhiForCausalLM",
+        needs={"qk_layernorm": (None, False)},
+        o="layers.{layer}.self_attn.dense",
+        layer_tensors=_layer(*_affine("input_layernorm", "mlp.fc1", "mlp.fc2")),
+        model_tensors=_affine("final_layernorm"),
+        block=_PARALLEL,
+    ),
+    "phi3": Family(
+        label="Phi-3, Phi-4-mini",
+        architecture="Phi3ForCausalLM",
+        qkv="layers.{layer}.self_attn.qkv_proj",
+        layer_tensors=_layer(*_NORMS, *_FUSED_GATE),
+        block=Block(gate_up=True),
+    ),
+    "olmo": Family(
+        label="OLMo",
+        architecture="OlmoForCausalLM",
+        needs={"clip_qkv": (None,)},
+        layer_tensors=_layer(*_GATED),
+        model_tensors=(),
+        block=Block(centred=True),
+    ),
+    "olmo2": Family(
+        label="OLMo 2",
+        architecture="Olmo2ForCausalLM",
+        **_QK_NORM,
+        norm_spans="heads",
+        layer_tensors=_layer(*_AFTER, *_GATED),
+        block=_ADDED,
+    ),
+    "olmo3": Family(
+        label="OLMo 3",
+        architecture="Olmo3ForCausalLM",
+        **_QK_NORM,
+        norm_spans="heads",
+        layer_tensors=_layer(*_AFTER, *_GATED),
+        block=_ADDED,
+    ),
+    "granite": Family(
+        label="Granite",
+        architecture="GraniteForCausalLM",
+        scale=("attention_multiplier", 1.0),
+        block=Block(
+            embedding="embedding_multiplier", residual="residual_multiplier", logits="logits_scaling"
+        ),
+    ),
+    "smollm3": Family(
+        label="SmolLM3",
+        architecture="SmolLM3ForCausalLM",
+        unrotated="no_rope_layers",
+    ),
+    "stablelm": Family(
+        label="StableLM",
+        architecture="StableLmForCausalLM",
+        needs={"qk_layernorm": (None, False)},
+        layer_tensors=_layer(*_affine("input_layernorm"), *_GATED),
+        model_tensors=_affine("norm"),
+        block="it has LayerNorm with a mean and a bias",
+    ),
+    "starcoder2": Family(
+        label="Starcoder2",
+        architecture="Starcoder2ForCausalLM",
+        layer_tensors=_layer(
+            *_affine("input_layernorm", "post_attention_layernorm"), "mlp.c_fc.weight", "mlp.c_proj.weight"
+        ),
+        model_tensors=_affine("norm"),
+        block=_LAYERNORM,
+    ),
+    "glm": Family(
+        label="GLM",
+        architecture="GlmForCausalLM",
+        rotary="interleaved",
+        layer_tensors=_layer(*_NORMS, *_FUSED_GATE),
+        block=Block(gate_up=True),
+    ),
+    "glm4": Family(
+        label="GLM-4",
+        architecture="Glm4ForCausalLM",
+        rotary="interleaved",
+        layer_tensors=_layer(
+            *_NORMS, "post_self_attn_layernorm.weight", "post_mlp_layernorm.weight", *_FUSED_GATE
+        ),
+        block=_ADDED,
+    ),
+    "cohere": Family(
+        label="Cohere",
+        architecture="CohereForCausalLM",
+        needs={"use_qk_norm": (None, False)},
+        rotary="interleaved",
+        layer_tensors=_layer("input_layernorm.weight", *_GATED),
+        block=_PARALLEL,
+    ),
+    "cohere2": Family(
+        label="Cohere 2",
+        architecture="Cohere2ForCausalLM",
+        rotary="interleaved",
+        unrotated="layer_types",
+        layer_tensors=_layer("input_layernorm.weight", *_GATED),
+        block=_PARALLEL,
+    ),
+    "gpt_neox": Family(
+        label="GPT-NeoX, Pythia",
+        architecture="GPTNeoXForCausalLM",
+        names={"partial_rotary_factor": "rotary_pct", "rope_theta": "rotary_emb_base"},
+        prefix="gpt_neox.",
+        qkv="layers.{layer}.attention.query_key_value",
+        o="layers.{layer}.attention.dense",
+        fused="grouped",
+        kv_heads=None,
+        host="falcon",
+        layer_tensors=_layer(
+            *_affine("input_layernorm", "post_attention_layernorm", "mlp.dense_h_to_4h", "mlp.dense_4h_to_h")
+        ),
+        embedding="embed_in.weight",
+        model_tensors=_affine("final_layer_norm"),
+        head="embed_out.weight",
+        block=_PARALLEL,
+    ),
+    "gpt2": Family(
+        label="GPT-2",
+        architecture="GPT2LMHeadModel",
+        names=_GPT_NAMES,
+        needs={"add_cross_attention": (None, False), "scale_attn_weights": (True,)},
+        prefix="transformer.",
+        qkv="h.{layer}.attn.c_attn",
+        o="h.{layer}.attn.c_proj",
+        transposed=True,
+        rotary=None,
+        scale_by_layer="scale_attn_by_inverse_layer_idx",
+        kv_heads=None,
+        host="gpt_bigcode",
+        layer_tensors=_layer(*_affine("ln_1", "ln_2", "mlp.c_fc", "mlp.c_proj"), at="h.{layer}."),
+        embedding="wte.weight",
+        model_tensors=("wpe.weight", *_affine("ln_f")),
+        block="it has no rotation, and LayerNorm with a mean and a bias",
+    ),
+    "gptj": Family(
+        label="GPT-J",
+        architecture="GPTJForCausalLM",
+        names=_GPT_NAMES,
+        prefix="transformer.",
+        **_own("h.{layer}.attn"),
+        rotary="interleaved",
+        kv_heads=None,
+        layer_tensors=_layer(*_affine("ln_1", "mlp.fc_in", "mlp.fc_out"), at="h.{layer}."),
+        embedding="wte.weight",
+        model_tensors=_affine("ln_f"),
+        block=_PARALLEL,
+    ),
+    "opt": Family(
+        label="OPT",
+        architecture="OPTForCausalLM",
+        names={"intermediate_size": "ffn_dim"},
+        prefix="model.decoder.",
+        **_own("layers.{layer}.self_attn"),
+        rotary=None,
+        kv_heads=None,
+        layer_tensors=_layer("fc1.weight", "fc2.weight"),
+        model_tensors=("embed_positions.weight",),
+        block="it has no rotation, and LayerNorm with a mean and a bias",
+    ),
+    "falcon": Family(
+        label="Falcon, new decoder",
+        architecture="FalconForCausalLM",
+        names={"num_key_value_heads": "num_kv_heads", "intermediate_size": "ffn_hidden_size"},
+        needs={"alibi": (None, False), "new_decoder_architecture": (True,)},
+        prefix="transformer.",
+        qkv="h.{layer}.self_attention.query_key_value",
+        o="h.{layer}.self_attention.dense",
+        fused="grouped",
+        kv_heads="num_kv_heads",
+        layer_tensors=_layer("mlp.dense_h_to_4h.weight", "mlp.dense_4h_to_h.weight", at="h.{layer}."),
+        embedding="word_embeddings.weight",
+        model_tensors=_affine("ln_f"),
+        block=_PARALLEL,
+        caches_queries=True,
+    ),
+}
+FAMILIES = {kind: replace(row, defaults=DEFAULTS[kind]) for kind, row in _ROWS.items()}

@@ -1,0 +1,315 @@
+"""A checkpoint seen as layers of attention: which tensors belong to a layer, and what they say."""
+
+from collections.abc import Iterator, Mapping, Set
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...checkpoints.directory import Checkpoint
+from ...core.errors import InvalidInput
+from ..algebra.attention import Attention
+from ..algebra.forward import Scoring
+from ..algebra.rotary import FIXED, frequencies, longrope_factor, rope_parameters
+from ..algebra.target import Geometry
+from .packing import outputs, shapes, unpack
+from .recognition import Family, complete, family_of, geometry_of, rotary_width, rotated
+
+# A pair that does not rotate has this frequency: longrope factors can say it, and its angle is nothing at any
+# position.
+STILL = 1e-30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """A checkpoint of a known family whose attention tensors are there and have the shapes that config.json
+    says.
+
+    Attributes:
+        checkpoint: the directory.
+        config: its config.json, with the family's defaults where it says nothing, under the names that
+            Llama's has.
+        family, geometry: what it is; the family's prefix is the one that this checkpoint's names have.
+        biases: the projections that have one.
+        rotary_width: how many of a head's dimensions rotate.
+    """
+
+    checkpoint: Checkpoint
+    config: dict[str, Any]
+    family: Family
+    geometry: Geometry
+    biases: frozenset[str]
+    rotary_width: int
+
+    @property
+    def layers(self) -> int:
+        """How many layers there are."""
+        return int(self.config["num_hidden_layers"])
+
+    @property
+    def positions(self) -> int:
+        """max_position_embeddings."""
+        return int(self.config["max_position_embeddings"])
+
+    @property
+    def biased(self) -> frozenset[str]:
+        """Which of q, k, v and o have a bias, fused or not."""
+        return frozenset("qkv") | self.biases & {"o"} if "qkv" in self.biases else self.biases
+
+    @property
+    def rotating(self) -> tuple[int, ...]:
+        """The layers that rotate their queries and keys."""
+        return tuple(layer for layer in range(self.layers) if rotated(self.family, self.config, layer))
+
+    @property
+    def mixed(self) -> bool:
+        """Whether some layers rotate and others do not."""
+        return 0 < len(self.rotating) < self.layers
+
+    def slot_frequencies(self) -> tuple[Tensor, float]:
+        """The same as `frequencies` for all layers that rotate; the others need no rotary slots.
+
+        Raises:
+            InvalidInput: they depend on the length of the input, or layers differ.
+        """
+        tables = {str(layer_rope(self.config, layer)) for layer in self.rotating}
+        return self.frequencies(self.rotating[0] if self.mixed and len(tables) == 1 else None)
+
+    def frequencies(self, layer: int | None = None) -> tuple[Tensor, float]:
+        """Angular frequencies (F,) of a head's pairs, and the factor on their cosines and sines.
+
+        Pairs that do not rotate come after those that do, at a frequency that is as good as zero.
+
+        Args:
+            layer: its number; None where all layers are alike.
+
+        Raises:
+            InvalidInput: they depend on the length of the input, or no layer is named and layers differ.
+        """
+        if layer is None:
+            kinds = {
+                (rotated(self.family, self.config, n), str(layer_rope(self.config, n)))
+                for n in range(self.layers)
+            }
+            if len(kinds) > 1:
+                raise InvalidInput(
+                    "the layers have unlike rotary embeddings, and one set of rotary slots serves all; "
+                    "use --to gqa"
+                )
+        still_F = torch.full((self.geometry.head_dim // 2,), STILL, dtype=torch.float64)
+        if not self.rotary_width or not rotated(self.family, self.config, layer or 0):
+            return still_F, 1.0
+        table_F, factor = frequencies(layer_rope(self.config, layer or 0), self.rotary_width, self.positions)
+        return torch.cat([table_F, still_F[len(table_F) :]]), factor
+
+    def nominal_frequencies(self, layer: int) -> tuple[Tensor, float]:
+        """The same for rules that only weigh by them.
+
+        Where they depend on the input's length, those of short inputs.
+        """
+        rope = layer_rope(self.config, layer)
+        if (
+            rope["rope_type"] in FIXED
+            or not self.rotary_width
+            or not rotated(self.family, self.config, layer)
+        ):
+            return self.frequencies(layer)
+        base_F, _ = frequencies({**rope, "rope_type": "default"}, self.rotary_width, self.positions)
+        still_F = torch.full((self.geometry.head_dim // 2 - len(base_F),), STILL, dtype=torch.float64)
+        short_F = torch.tensor(rope.get("short_factor") or [1.0], dtype=torch.float64)
+        if len(short_F) not in (1, len(base_F)):
+            raise InvalidInput(
+                f"config.json has a short_factor of {len(short_F)} numbers for {len(base_F)} rotary pairs"
+            )
+        original = self.config.get("original_max_position_embeddings")  # where transformers 4 wrote it
+        factor = longrope_factor({"original_max_position_embeddings": original, **rope}, self.positions)
+        return torch.cat([base_F / short_F, still_F]), factor
+
+    def reads(self, layer: int) -> tuple[str, ...]:
+        """The tensors of a layer's attention that a fold replaces."""
+        return tuple(self._names(layer).values())
+
+    def _names(self, layer: int) -> dict[str, str]:
+        """Those tensors by role and part."""
+        names = {
+            f"{role}.{part}": f"{name}.{part}"
+            for role, name in self.family.projections(layer).items()
+            for part in ("weight", "bias")
+            if part == "weight" or role in self.biases
+        }
+        norm = self.family.norm("k", layer)
+        return names | ({"k_norm": norm} if norm is not None and self.family.norm_spans == "heads" else {})
+
+    def attention(self, layer: int, rotary_factor: float = 1.0) -> Attention:
+        """A layer's attention, float64.
+
+        Args:
+            layer: its number.
+            rotary_factor: factor on the cosines and sines, which goes into the scale, or, where a part of a
+                head does not rotate, into the queries.
+        """
+        names = self._names(layer)
+        for which in ("q", "k"):
+            norm = self.family.norm(which, layer)
+            if norm is not None:
+                names[f"{which}_norm"] = norm
+        tensors = {role: self.checkpoint[name].to(torch.float64) for role, name in names.items()}
+        partial = rotary_factor != 1 and self.rotary_width < self.geometry.head_dim
+        scale = self.scale(layer) * (1 if partial else rotary_factor**2)
+        attention = unpack(tensors, self.family, self.geometry, self.rotary_width, scale)
+        if not partial:
+            return attention
+        gain_H = self._pair_gains(rotary_factor).repeat(2)
+        q_NH = None if attention.q_NH is None else attention.q_NH * gain_H
+        return replace(attention, q_NHD=attention.q_NHD * gain_H[:, None], q_NH=q_NH)
+
+    def _pair_gains(self, rotary_factor: float) -> Tensor:
+        """What a factor on cosines and sines multiplies each pair's share of a score by, (F,)."""
+        gain_F = torch.ones(self.geometry.head_dim // 2, dtype=torch.float64)
+        gain_F[: self.rotary_width // 2] = rotary_factor**2
+        return gain_F
+
+    def scoring(self, layer: int, rotary_factor: float = 1.0) -> Scoring:
+        """What a layer does beside its weights, float64.
+
+        Args:
+            layer: its number.
+            rotary_factor: factor on the cosines and sines, unless `attention` was given it.
+
+        Raises:
+            InvalidInput: config.json has a norm's epsilon or a bound on scores that is no positive number.
+        """
+        family, sinks_N = self.family, None
+        if family.sinks is not None:
+            sinks_N = self.checkpoint[family.prefix + family.sinks.format(layer=layer)].to(torch.float64)
+        bounded = family.soft_cap is not None and self.config[family.soft_cap] is not None
+        return Scoring(
+            norm_epsilon=_positive(self.config, "rms_norm_eps") if family.k_norm is not None else 0.0,
+            soft_cap=_positive(self.config, str(family.soft_cap)) if bounded else None,
+            window=self.window(layer),
+            sinks_N=sinks_N,
+            pair_gain_F=None if rotary_factor == 1 else self._pair_gains(rotary_factor),
+        )
+
+    def window(self, layer: int) -> int | None:
+        """How many positions a query of a layer reads; None where it reads all."""
+        width = self.config.get("sliding_window") if self.config.get("use_sliding_window", True) else None
+        kinds = self.config.get("layer_types") or []
+        sliding = layer >= len(kinds) or kinds[layer] == "sliding_attention"
+        return width if sliding and isinstance(width, int) and width > 0 else None
+
+    def scale(self, layer: int) -> float:
+        """The factor on a layer's scores."""
+        base, exponent = self.geometry.head_dim, -0.5
+        if self.family.scale is not None:
+            field, exponent = self.family.scale
+            base = self.config[field]
+        by_layer = self.family.scale_by_layer and self.config.get(self.family.scale_by_layer)
+        return float(base**exponent) / (layer + 1 if by_layer else 1)
+
+
+def _positive(config: Mapping[str, Any], name: str) -> float:
+    if not isinstance(config[name], int | float) or not config[name] > 0:
+        raise InvalidInput(f"config.json has {name} {config[name]!r}, where a positive number is needed")
+    return float(config[name])
+
+
+def layer_rope(config: dict[str, Any], layer: int) -> dict[str, Any]:
+    """A layer's rope parameters, from a complete config, where layers of two kinds may have two."""
+    kinds = config.get("layer_types") or []
+    kind = kinds[layer] if layer < len(kinds) else "full_attention"
+    nested = config.get("rope_parameters")
+    if isinstance(nested, dict) and isinstance(nested.get(kind), dict):
+        return rope_parameters({**config, "rope_parameters": nested[kind]})
+    local = config.get("rope_local_base_freq")
+    if kind == "sliding_attention" and local and not nested:
+        return rope_parameters({"rope_theta": local})
+    return rope_parameters(config)
+
+
+def open_source(directory: Path) -> Source:
+    """The checkpoint in a directory.
+
+    Raises:
+        InvalidInput: it cannot be folded.
+    """
+    if (directory / "kvfold.json").exists():
+        raise InvalidInput(
+            f"{directory} is already converted by kvfold; convert the source named in its kvfold.json instead"
+        )
+    checkpoint = Checkpoint(directory)
+    family = family_of(checkpoint.config)
+    if family.embedding in checkpoint and family.prefix + family.embedding not in checkpoint:
+        family = replace(family, prefix="")  # saved as the bare model, as the first GPT-2 checkpoints are
+    config = complete(family, checkpoint.config)
+    geometry = geometry_of(config)
+    biases = _biases(checkpoint, family, geometry, config["num_hidden_layers"])
+    _check_whole(checkpoint, family, config)
+    width = rotary_width(family, config, geometry.head_dim)
+    return Source(
+        checkpoint=checkpoint,
+        config=config,
+        family=family,
+        geometry=geometry,
+        biases=biases,
+        rotary_width=width,
+    )
+
+
+def _check_whole(checkpoint: Checkpoint, family: Family, config: dict[str, Any]) -> None:
+    """Everything beside the attention is there: transformers would fill a gap with random numbers."""
+    for name in beside_attention(family, config):
+        if name not in checkpoint:
+            raise InvalidInput(f"{checkpoint.directory} has no {name}, which a {family.label} checkpoint has")
+
+
+def beside_attention(family: Family, config: Mapping[str, Any]) -> list[str]:
+    """The names of the tensors that a whole checkpoint has beside its attention's; the config complete."""
+    names = [
+        family.prefix + name.format(layer=n)
+        for n in range(config["num_hidden_layers"])
+        for name in family.layer_tensors
+    ]
+    names += [family.prefix + name for name in (family.embedding, *family.model_tensors)]
+    return names + ([] if config["tie_word_embeddings"] else [family.head])
+
+
+def _biases(checkpoint: Checkpoint, family: Family, geometry: Geometry, layers: int) -> frozenset[str]:
+    """The roles with a bias, after checking that every layer's tensors are there and have the shape
+    config.json says.
+    """
+    biases = frozenset(role for role, name in family.projections(0).items() if f"{name}.bias" in checkpoint)
+    for layer in range(layers):
+        for tensor, shape in attention_shapes(family, geometry, layer, biases):
+            if tensor not in checkpoint:
+                raise InvalidInput(
+                    f"{checkpoint.directory} has no {tensor}, which a {family.label} checkpoint has"
+                )
+            if checkpoint.spec(tensor).shape != shape:
+                raise InvalidInput(
+                    f"{tensor} has shape {checkpoint.spec(tensor).shape}, but config.json implies {shape}"
+                )
+        for role, name in family.projections(layer).items():
+            if role not in biases and f"{name}.bias" in checkpoint:
+                raise InvalidInput(
+                    f"{checkpoint.directory} has {name}.bias, but layer 0 has none; layers must be alike"
+                )
+    return biases
+
+
+def attention_shapes(
+    family: Family, geometry: Geometry, layer: int, biases: Set[str]
+) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """The names of a layer's attention tensors, and the shapes they should have."""
+    weights, rows = shapes(family, geometry), outputs(family, geometry)
+    for role, name in family.projections(layer).items():
+        yield f"{name}.weight", weights[role]
+        if role in biases:
+            yield f"{name}.bias", (rows[role],)
+    counts = {"q": geometry.num_attention_heads, "k": geometry.num_key_value_heads}
+    for which in ("q", "k"):
+        norm = family.norm(which, layer)
+        if norm is not None:
+            yield norm, (geometry.head_dim * (counts[which] if family.norm_spans == "heads" else 1),)

@@ -1,0 +1,167 @@
+"""What kvfold can make of each family, in which container, and how exactly: from the rows that the code
+obeys.
+
+`exact`: where a fold discards nothing (as many groups as heads, equal heads, full rank), the output's logits
+are the source's.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import click
+
+from ...core.console import Command, show_json, show_table
+from .hosts import HOSTS
+from .recognition import FAMILIES, Family, complete, intact_reason, rotated, stock_reasons
+
+
+@dataclass(frozen=True, kw_only=True)
+class Support:
+    """One cell of the table.
+
+    Attributes:
+        target: `gqa`, `mqa` or `mla`.
+        container: what the status is about: `grouped`, `rehosted`, `stock` (in transformers), `serving` (the
+            same class as other engines take it) or `remote`; None where there is none.
+        architecture: the class that loads the output; None where nothing is written.
+        status: `exact`, `approximate` or `no`.
+        why: the reason, or what else one should know.
+    """
+
+    target: str
+    container: Literal["grouped", "rehosted", "stock", "serving", "remote"] | None = None
+    architecture: str | None = None
+    status: Literal["exact", "approximate", "no"]
+    why: str = ""
+
+    def __str__(self) -> str:
+        return self.status + (f" ({self.why})" if self.why else "")
+
+
+def support(kind: str) -> tuple[Support, ...]:
+    """What can be made of a family: a cell for gqa, for mqa, and for mla in each of its containers.
+
+    Args:
+        kind: its model_type, a key of FAMILIES.
+    """
+    family = FAMILIES[kind]
+    config = complete(family, {"model_type": kind})
+    stock = _latent(family, config)
+    return (
+        _heads(family, "gqa"),
+        _heads(family, "mqa"),
+        stock,
+        _serving(stock, config),
+        _remote(family, config),
+    )
+
+
+def _heads(family: Family, target: str) -> Support:
+    if family.kv_heads is None and family.host is None:
+        return Support(target=target, status="no", why="no class has fewer key/value heads than query heads")
+    host = None if family.host is None else HOSTS[family.host]
+    if host is not None and not host.any_heads and target == "gqa":
+        return Support(
+            target=target, status="no", why=f"{host.family.architecture} has one key/value head, or all"
+        )
+    written = family if host is None else host.family
+    spans = family.k_norm is not None and family.norm_spans == "heads"
+    notes = {
+        "one norm spans all keys, and merged heads change it": spans,
+        "a turn passes the key norm nearly unchanged": family.k_norm is not None and not spans,
+        "transformers caches every query head": written.caches_queries,
+    }
+    return Support(
+        target=target,
+        container="grouped" if host is None else "rehosted",
+        architecture=written.architecture,
+        status="approximate" if spans else "exact",
+        why="; ".join(note for note, holds in notes.items() if holds),
+    )
+
+
+def _latent(family: Family, config: Mapping[str, Any]) -> Support:
+    reasons = stock_reasons(family)
+    if reasons:
+        return Support(target="mla", container="stock", status="no", why=reasons[0])
+    windowed = config.get("sliding_window") and config.get("use_sliding_window", True)
+    mixed = len({rotated(family, config, layer) for layer in range(config["num_hidden_layers"])}) > 1
+    notes = {
+        "with sliding_window off": windowed,
+        "its layers without rotation leave the rotary key empty": mixed,
+    }
+    why = "; ".join(note for note, holds in notes.items() if holds)
+    return Support(
+        target="mla", container="stock", architecture="DeepseekV3ForCausalLM", status="exact", why=why
+    )
+
+
+def _serving(stock: Support, config: Mapping[str, Any]) -> Support:
+    """The stock class in the one shape that other engines take."""
+    act = config.get("hidden_act")
+    why = "engines other than transformers compute silu in the class" if act != "silu" else ""
+    if stock.status == "no" or why:
+        return replace(
+            stock,
+            container="serving",
+            architecture=None,
+            status="no",
+            why=stock.why if stock.status == "no" else why,
+        )
+    why = "exact for one key/value head of at most 64, all rotary, without biases"
+    return replace(stock, container="serving", status="approximate", why=why)
+
+
+def _remote(family: Family, config: Mapping[str, Any]) -> Support:
+    """The source's class with kvfold's attention holds every family, in the form that latent.choose_form
+    gives it.
+    """
+    turned = {rotated(family, config, layer) for layer in range(config["num_hidden_layers"])}
+    # Families with sinks have biases; whose layers turn by unlike tables, normalise their keys.
+    reason = intact_reason(family, biased=True, unlike=family.rotary is not None and len(turned) > 1)
+    form = "decoupled" if reason is None else f"intact: {reason}"
+    return Support(
+        target="mla", container="remote", architecture="KvfoldForCausalLM", status="exact", why=form
+    )
+
+
+@click.command("families", cls=Command)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
+def main(as_json: bool) -> None:
+    """Show which families can be folded to what, in which container, and how exactly.
+
+    `exact` means that where a fold discards nothing (as many groups as heads, full rank), the logits are the
+    source's.
+    """
+    table = {kind: support(kind) for kind in sorted(FAMILIES, key=lambda kind: FAMILIES[kind].label.lower())}
+    if as_json:
+        cells: dict[str, dict[str, Any]] = {kind: {} for kind in table}
+        for kind, row in table.items():
+            for cell in row:
+                cells[kind].setdefault(cell.target, []).append(_plain(cell))
+        show_json({kind: {"family": FAMILIES[kind].label, **row} for kind, row in cells.items()})
+        return
+    rows = [(FAMILIES[kind].label, kind, *line) for kind, row in table.items() for line in _lines(row)]
+    show_table("what can be folded to what", ("family", "", "", "", ""), rows)
+    click.echo(
+        "MLA needs rotary frequencies that do not depend on the length, and no window below "
+        "max_position_embeddings."
+    )
+
+
+def _lines(row: tuple[Support, ...]) -> list[tuple[str, str, str]]:
+    """Targets, container and result; targets with one result share a line."""
+    targets: dict[tuple[str, str], list[str]] = {}
+    for cell in row:
+        targets.setdefault((cell.container or "-", str(cell)), []).append(cell.target)
+    return [(", ".join(shared), container, result) for (container, result), shared in targets.items()]
+
+
+def _plain(cell: Support) -> dict[str, Any]:
+    return {
+        "status": cell.status,
+        "why": cell.why,
+        "container": cell.container,
+        "architecture": cell.architecture,
+    }

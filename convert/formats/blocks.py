@@ -1,0 +1,148 @@
+"""What a family's layers have beside attention, as weights of Llama's block, which the stock latent class
+shares.
+
+Factors on embeddings, on what a layer adds and under the logits go into the matrices next to them; a norm's
+constant goes into its weight; LayerNorm without weights is RMSNorm once everything that enters the residual
+stream has mean zero.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...checkpoints.shards import TensorSpec
+from ..families.recognition import Block, Family
+from .copies import Copy, unchanged
+
+CENTRED_EPSILON = 1e-5  # of OLMo's LayerNorm, which config.json does not say
+
+
+@dataclass(frozen=True, kw_only=True)
+class Folded:
+    """How one checkpoint's layers become Llama's.
+
+    Attributes:
+        embedding, residual, logits: factors on embeddings, on what a layer adds, on the logits.
+        norm_shift: added to the norms' weights.
+        centred: what enters the residual stream loses its mean, and norms get weights of one.
+        gate_up: one tensor becomes gate and up projection.
+        tied: the source's head is its embeddings.
+        untied: the output's head is written out even where it is the source's embeddings.
+        embedding_name, head_name: what those are called.
+    """
+
+    embedding: float = 1.0
+    residual: float = 1.0
+    logits: float = 1.0
+    norm_shift: float = 0.0
+    centred: bool = False
+    gate_up: bool = False
+    tied: bool = False
+    untied: bool = False
+    embedding_name: str = "model.embed_tokens.weight"
+    head_name: str = "lm_head.weight"
+
+    @property
+    def ties(self) -> bool:
+        """Whether the output's head is still its embeddings."""
+        return self.tied and not self.untied and self.embedding == self.logits == 1.0 and not self.centred
+
+    def config(self, source: Mapping[str, Any]) -> dict[str, Any]:
+        """What config.json says about it."""
+        return {"tie_word_embeddings": self.ties} | (
+            {"rms_norm_eps": CENTRED_EPSILON} if self.centred else {}
+        )
+
+    def scaled(self, factor: float) -> "Folded":
+        """The same with a residual stream scaled by a factor, which norms with an epsilon scaled by its
+        square do not see.
+        """
+        return replace(self, embedding=self.embedding * factor, residual=self.residual * factor)
+
+    def adds(self, weight: Tensor) -> Tensor:
+        """Rows (D, ...) of a projection into the residual stream."""
+        return (weight - weight.mean(0, keepdim=True) if self.centred else weight) * self.residual
+
+    def copies(self, name: str, spec: TensorSpec) -> dict[str, Copy]:
+        """The output tensors made of one of the source's."""
+
+        def changed(to: str, change: Callable[[Tensor], Tensor]) -> dict[str, Copy]:
+            return {to: Copy(source=name, spec=spec, change=change, by_rows=True)}
+
+        if name == self.embedding_name:
+            copies = unchanged(name, spec)
+            if self.embedding != 1.0 or self.centred:
+                copies = changed(name, self._embed)
+            if self.tied and not self.ties:
+                copies |= changed(self.head_name, lambda weight: weight * self.logits)
+            return copies
+        if name == self.head_name:
+            if self.tied:
+                return {}  # a copy of the embeddings, which the head no longer is
+            return (
+                changed(name, lambda weight: weight * self.logits)
+                if self.logits != 1.0
+                else unchanged(name, spec)
+            )
+        if name.endswith("norm.weight") and self.norm_shift:
+            return changed(name, lambda weight: weight + self.norm_shift)
+        if name.endswith(".gate_up_proj.weight") and self.gate_up:
+            return self._split(name, spec)
+        if name.endswith(".down_proj.weight") and (self.residual != 1.0 or self.centred):
+            return {name: Copy(source=name, spec=spec, change=self.adds)} | (
+                self._ones(name, spec) if self.centred else {}
+            )
+        return unchanged(name, spec)
+
+    def _embed(self, weight: Tensor) -> Tensor:
+        return (weight - weight.mean(1, keepdim=True) if self.centred else weight) * self.embedding
+
+    def _ones(self, name: str, spec: TensorSpec) -> dict[str, Copy]:
+        """The weights of a layer's norms, made beside a matrix (D, ...).
+
+        The last norm's beside the first layer's.
+        """
+        norms = [
+            name.replace("mlp.down_proj", part) for part in ("input_layernorm", "post_attention_layernorm")
+        ]
+        norms += ["model.norm.weight"] if ".layers.0." in name else []
+        width = spec.shape[0]
+        made = Copy(source=name, spec=TensorSpec(spec.dtype, (width,)), change=lambda _: torch.ones(width))
+        return dict.fromkeys(norms, made)
+
+    def _split(self, name: str, spec: TensorSpec) -> dict[str, Copy]:
+        half = TensorSpec(spec.dtype, (spec.shape[0] // 2, *spec.shape[1:]))
+        gate, up = (name.replace("gate_up_proj", part) for part in ("gate_proj", "up_proj"))
+        return {
+            gate: Copy(source=name, spec=half, change=lambda weight: weight.chunk(2)[0]),
+            up: Copy(source=name, spec=half, change=lambda weight: weight.chunk(2)[1]),
+        }
+
+
+def folded_block(family: Family, config: Mapping[str, Any]) -> Folded:
+    """How the layers of a checkpoint become Llama's.
+
+    Args:
+        family: one whose `block` is a `Block`.
+        config: complete.
+    """
+    block = family.block
+    assert isinstance(block, Block)
+
+    def factor(field: str | None) -> float:
+        return 1.0 if field is None else float(config[field])
+
+    return Folded(
+        embedding=float(config["hidden_size"] ** 0.5) if block.embedding_root else factor(block.embedding),
+        residual=factor(block.residual),
+        logits=1 / factor(block.logits),
+        norm_shift=block.norm_shift,
+        centred=block.centred,
+        gate_up=block.gate_up,
+        tied=bool(config["tie_word_embeddings"]),
+        embedding_name=family.prefix + family.embedding,
+        head_name=family.head,
+    )

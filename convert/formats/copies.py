@@ -1,0 +1,33 @@
+"""What becomes of tensors that are not attention.
+
+They pass through, or change in a way that a container needs.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ...checkpoints.shards import TensorSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class Copy:
+    """One output tensor made of one source tensor without a method.
+
+    Attributes:
+        source: the source tensor's name.
+        spec: the output's shape and dtype.
+        change: from the one (float64) to the other; None: the bytes pass through in pieces.
+        by_rows: the change is one of rows, each by itself: what is large need not be in memory at once.
+    """
+
+    source: str
+    spec: TensorSpec
+    change: Callable[[Tensor], Tensor] | None = None
+    by_rows: bool = False
+
+
+def unchanged(name: str, spec: TensorSpec, renamed: str | None = None) -> dict[str, Copy]:
+    """A tensor that passes through, by the name it has afterwards."""
+    return {renamed or name: Copy(source=name, spec=spec)}

@@ -1,0 +1,150 @@
+"""GQA and MQA in another class than the source's own, which cannot have fewer key/value heads
+(architectures/hosts.py).
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...checkpoints.shards import TensorSpec
+from ...core.errors import InvalidInput
+from ..algebra.attention import Attention
+from ..algebra.target import GQA, Geometry
+from ..families.hosts import BUFFERS, HOSTS, Host, check_for_heads
+from ..families.packing import outputs, pack, shapes
+from ..families.recognition import Family
+from ..families.source import Source
+from ..methods.latent import source_bands
+from ..methods.slots import slot_rope
+from .copies import Copy, unchanged
+from .grouped import Grouped
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rehosted:
+    """One output in this format.
+
+    Attributes:
+        host: the class, its names and layout.
+        family: the source's row, for its names.
+        geometry: the source's attention shape.
+        target: key/value heads.
+        biases: whether the projections have biases.
+        rope: rope parameters that turn a head's pairs as the source does, in the half layout over all pairs.
+    """
+
+    host: Host
+    family: Family
+    geometry: Geometry
+    target: GQA
+    biases: bool
+    rope: Mapping[str, Any]
+
+    @property
+    def architecture(self) -> str:
+        """The class that loads the output."""
+        return self.host.family.architecture
+
+    @property
+    def caches_queries(self) -> bool:
+        """Whether transformers' class caches keys and values for every query head, folded or not."""
+        return self.host.family.caches_queries
+
+    def config(self, source: Mapping[str, Any]) -> dict[str, Any]:
+        """config.json of the output, from the source's complete one."""
+        written = self.host.config(source, self.target.num_key_value_heads, self.rope)
+        return {"architectures": [self.architecture], **written}
+
+    def specs(self, layer: int, dtype: torch.dtype) -> dict[str, TensorSpec]:
+        """Names, shapes and dtypes of one layer's attention tensors, known before any of them is."""
+        family, folded = (
+            self.host.family,
+            replace(self.geometry, num_key_value_heads=self.target.num_key_value_heads),
+        )
+        weights, rows, specs = shapes(family, folded), outputs(family, folded), {}
+        for role, name in family.projections(layer).items():
+            specs[f"{name}.weight"] = TensorSpec(dtype, weights[role])
+            if self.biases:
+                specs[f"{name}.bias"] = TensorSpec(dtype, (rows[role],))
+        return specs
+
+    def tensors(self, attention: Attention, layer: int) -> dict[str, Tensor]:
+        """One layer's attention under the names and in the layout of the class, in the dtype it has.
+
+        The class scores with head_dim^-½; any other scale goes into the query.
+        """
+        factor, width = attention.scale * self.geometry.head_dim**0.5, self.geometry.head_dim
+        if factor != 1.0:
+            q_NH = None if attention.q_NH is None else attention.q_NH * factor
+            attention = replace(attention, q_NHD=attention.q_NHD * factor, q_NH=q_NH)
+        names = self.host.family.projections(layer)
+        packed = pack(attention, self.host.family, width if self.host.family.rotary else 0)
+        return {
+            f"{names[name.split('.')[0]]}.{name.split('.')[1]}": tensor for name, tensor in packed.items()
+        }
+
+    def copies(self, name: str, spec: TensorSpec) -> dict[str, Copy]:
+        """What becomes of a tensor that is not attention: it gets its new name; buffers go.
+
+        Raises:
+            InvalidInput: the class has no place for it.
+        """
+        if name.endswith(BUFFERS):
+            return {}
+        if name == self.family.head:
+            return unchanged(name, spec, self.host.family.head)
+        module, _, part = name.removeprefix(self.family.prefix).rpartition(".")
+        number = re.search(r"\.(\d+)\.", module)
+        layer = number[1] if number else ""
+        renamed = self.host.modules.get(module.replace(f".{layer}.", ".{layer}.", 1) if layer else module)
+        if renamed is None:
+            raise InvalidInput(
+                f"{name} has no place in {self.architecture}, as which {self.family.label} is written"
+            )
+        renamed = f"{self.host.family.prefix}{renamed.format(layer=layer)}.{part}"
+        if self.family.transposed and layer and len(spec.shape) == 2:
+            return {
+                renamed: Copy(
+                    source=name,
+                    spec=TensorSpec(spec.dtype, spec.shape[::-1]),
+                    change=lambda weight: weight.mT,
+                )
+            }
+        return unchanged(name, spec, renamed)
+
+
+def grouped_container(source: Source, target: GQA) -> Grouped | Rehosted:
+    """The output format of fewer key/value heads: the source's own class where it has them, its host
+    otherwise.
+
+    Raises:
+        InvalidInput: no class holds that many key/value heads.
+    """
+    family, geometry = source.family, source.geometry
+    check_for_heads(family, source.config, geometry.num_key_value_heads, target.num_key_value_heads)
+    if family.host is None:
+        return Grouped(
+            family=family,
+            geometry=geometry,
+            target=target,
+            biases=source.biases,
+            rotary_width=source.rotary_width,
+        )
+    rope = {}
+    if family.rotary is not None:
+        table_F, factor = source.frequencies()
+        rope = slot_rope(source, source_bands(table_F, 1))
+        if factor != 1.0:
+            rope["attention_factor"] = factor
+    return Rehosted(
+        host=HOSTS[family.host],
+        family=family,
+        geometry=geometry,
+        target=target,
+        biases=bool(source.biases),
+        rope=rope,
+    )

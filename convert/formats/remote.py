@@ -1,0 +1,328 @@
+"""MLA in the source's own class with kvfold's attention: the code travels beside the weights, so
+`trust_remote_code` is needed.
+
+What travels is `FILES`, which import nothing of kvfold. There are two forms, of attention_kvfold.py:
+`LatentAttention` becomes `decoupled`, `IntactAttention` becomes `intact`.
+"""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...checkpoints.shards import TensorSpec
+from ...core.errors import InvalidInput
+from ...models import shipped
+from ..algebra.attention import IntactAttention, LatentAttention
+from ..algebra.rotary import rope_parameters
+from ..algebra.target import MLA, Geometry
+from ..families.recognition import Family
+from .copies import Copy, unchanged
+
+FILES = (
+    "configuration_kvfold.py", "modeling_kvfold.py", "attention_kvfold.py", "decoding_kvfold.py",
+    "kernels_kvfold.py",
+    "layers_kvfold.py",
+)  # fmt: skip
+MODEL_TYPE = "kvfold"
+ARCHITECTURE = "KvfoldForCausalLM"
+LATENT_NORM_WEIGHT = 2.0**14  # of layers_kvfold.py, whose norm with epsilon weight² is the identity
+AUTO_MAP = {
+    "AutoConfig": "configuration_kvfold.KvfoldConfig",
+    "AutoModel": "modeling_kvfold.KvfoldModel",
+    "AutoModelForCausalLM": f"modeling_kvfold.{ARCHITECTURE}",
+}
+HERE = Path(shipped.__path__[0])  # the code that is copied next to the weights
+
+
+@dataclass(frozen=True, kw_only=True)
+class Remote:
+    """One output in this format.
+
+    Attributes:
+        family: the source's row, for the names.
+        geometry: the source's attention shape.
+        target: widths and form.
+        frequencies: of the slots, or of a head's pairs: a table or several, radians per token.
+        tables: the number of each layer's table; empty where there is one.
+        scale: factor on the scores.
+        nope_width: un-rotated width of a decoupled query.
+        biases: the roles (of q, k, v, o) that have one in the source.
+    """
+
+    family: Family
+    geometry: Geometry
+    target: MLA
+    frequencies: tuple[tuple[float, ...], ...]
+    tables: tuple[int, ...] = ()
+    scale: float
+    nope_width: int = 0
+    biases: frozenset[str]
+
+    @property
+    def architecture(self) -> str:
+        """The class that loads the output."""
+        return ARCHITECTURE
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The code that travels with the output."""
+        return tuple(HERE / name for name in FILES)
+
+    @property
+    def _place(self) -> str:
+        """The module whose tensors are replaced; `{layer}` stands for the layer's number."""
+        return (self.family.prefix + self.family.o).rpartition(".")[0]
+
+    @property
+    def _intact(self) -> bool:
+        return self.target.rope == "intact"
+
+    @property
+    def _normed(self) -> bool:
+        return self.family.k_norm is not None
+
+    @property
+    def _biased(self) -> tuple[str, ...]:
+        """The projections of the output that have a bias."""
+        if self._intact:
+            inner = (
+                {"k", "v"} & self.biases if self._normed else ({"kv"} if self.biases & {"k", "v"} else set())
+            )
+            return tuple(sorted(inner | (self.biases & {"q", "o"})))
+        # A value bias is a constant of the output; a key bias of the un-rotated part is one that softmax does
+        # not see.
+        wanted = {"q": "q" in self.biases, "kv": "k" in self.biases, "o": bool({"v", "o"} & self.biases)}
+        return tuple(role for role, there in wanted.items() if there)
+
+    def config(self, source: Mapping[str, Any]) -> dict[str, Any]:
+        """config.json of the output, from the source's as it is on disk."""
+        ours: dict[str, Any] = {
+            "form": self.target.rope,
+            "source_model_type": source["model_type"],
+            "source_architecture": self.family.architecture,
+            "attention": self._place,
+            "frequencies": [list(table) for table in self.frequencies],
+            "tables": list(self.tables),
+            "scale": self.scale,
+            "biases": list(self._biased),
+            **self._growth(source),
+        }
+        written = {
+            **{key: value for key, value in source.items() if key != "auto_map"},
+            "architectures": [ARCHITECTURE],
+            "model_type": MODEL_TYPE,
+            "auto_map": dict(AUTO_MAP),
+            "v_head_dim": self.geometry.head_dim,
+            "q_lora_rank": self.target.q_lora_rank,
+        }
+        if self._intact:
+            heads = {"head_dim": self.geometry.head_dim, "key_heads": self.geometry.num_key_value_heads}
+            # Not `kv_lora_rank`: engines take that for keys that a latent gives without rotation.
+            return {**written, "latent_rank": self.target.kv_lora_rank, "kvfold": {**ours, **heads}}
+        widths = {
+            "kv_lora_rank": self.target.kv_lora_rank,
+            "qk_rope_head_dim": self.target.qk_rope_head_dim,
+            "qk_nope_head_dim": self.nope_width,
+        }
+        return {**written, **widths, **self._cached_head(source), "kvfold": ours}
+
+    def _growth(self, source: Mapping[str, Any]) -> dict[str, list[float]]:
+        """Rate and length by which queries grow with their position, where they do."""
+        if self.family.query_growth is None:
+            return {}
+        rope = rope_parameters(dict(source))
+        rate, length = rope.get(self.family.query_growth), rope.get("original_max_position_embeddings")
+        if rate is None or length is None:
+            raise InvalidInput(f"config.json's rope parameters lack {self.family.query_growth} or "
+                               "original_max_position_embeddings, by which this family scales "
+                               "queries")  # fmt: skip
+        return {"growth": [rate, length]}
+
+    def _cached_head(self, source: Mapping[str, Any]) -> dict[str, Any]:
+        """What vLLM allocates its cache by, in families that have these fields.
+
+        The stock rotary table has that width then.
+        """
+        if self.family.kv_heads != "num_key_value_heads":
+            return {}
+        width = self.target.kv_lora_rank + self.target.qk_rope_head_dim
+        rope = source.get("rope_parameters") or {}
+        theta = rope.get("rope_theta") or source.get("rope_theta") or 1e4
+        plain = {} if any(isinstance(value, dict) for value in rope.values()) else {
+            "rope_parameters": {"rope_type": "default", "rope_theta": theta},
+            "rope_scaling": None,
+        }  # fmt: skip
+        return {"head_dim": width, "num_key_value_heads": self.geometry.num_attention_heads, **plain}
+
+    def specs(self, layer: int, dtype: torch.dtype) -> dict[str, TensorSpec]:
+        """Names, shapes and dtypes of one layer's attention tensors, known before any of them is."""
+        heads, groups = self.geometry.num_attention_heads, self.geometry.num_key_value_heads
+        hidden, width, rank = self.geometry.hidden_size, self.geometry.head_dim, self.target.kv_lora_rank
+        rope = self.target.qk_rope_head_dim
+        if self._intact:
+            rows = 2 * groups * width
+            weights = {
+                **self._query_weights(heads * width),
+                "kv": ("kv_b_proj", rows, rank),
+                "o": ("o_proj", hidden, heads * width),
+            }
+            weights[""] = ("kv_a_proj", rank, rows if self._normed else hidden)
+            if self._normed:
+                weights |= {"k": ("k_proj", groups * width, hidden), "v": ("v_proj", groups * width, hidden)}
+        else:
+            weights = {
+                **self._query_weights(heads * (self.nope_width + rope)),
+                "kv": ("kv_a_proj_with_mqa", rank + rope, hidden),
+                "": ("kv_b_proj", heads * (self.nope_width + width), rank),
+                "o": ("o_proj", hidden, heads * width),
+            }
+        shapes: dict[str, tuple[int, ...]] = {}
+        for role, (name, rows, columns) in weights.items():
+            shapes[f"{name}.weight"] = (rows, columns)
+            if role in self._biased:
+                shapes[f"{name}.bias"] = (rows,)
+        if not self._intact:
+            shapes["kv_a_norm.weight"] = (rank,)
+            if self.target.q_lora_rank is not None:
+                shapes["q_a_norm.weight"] = (self.target.q_lora_rank,)
+                if "kv" in self._biased:
+                    shapes["q_a_proj.bias"] = (self.target.q_lora_rank,)
+        specs = {
+            f"{self._place.format(layer=layer)}.{name}": TensorSpec(dtype, shape)
+            for name, shape in shapes.items()
+        }
+        return specs | {name: TensorSpec(dtype, (groups * width,)) for name in self._written_norms(layer)}
+
+    def _query_weights(self, rows: int) -> dict[str, tuple[str, int, int]]:
+        """Name, rows and columns of the weights that queries are made of, by role."""
+        hidden, rank = self.geometry.hidden_size, self.target.q_lora_rank
+        if rank is None:
+            return {"q": ("q_proj", rows, hidden)}
+        return {"q_a": ("q_a_proj", rank, hidden), "q": ("q_b_proj", rows, rank)}
+
+    def _written_norms(self, layer: int) -> tuple[str, ...]:
+        """Norms that are read with the attention; the others pass through."""
+        name = self.family.norm("k", layer)
+        return (name,) if name is not None and self.family.norm_spans == "heads" else ()
+
+    def tensors(self, attention: LatentAttention | IntactAttention, layer: int) -> dict[str, Tensor]:
+        """One layer's attention under the names and in the layout of the class, in the dtype it has."""
+        factor = attention.scale / self.scale
+        assert factor == 1 or not self._normed, "a factor on a normed query has no weight to go into"
+        named = (
+            self._rebuilt(attention, factor)
+            if isinstance(attention, IntactAttention)
+            else self._decoupled(attention, factor)
+        )
+        place = self._place.format(layer=layer)
+        written = {f"{place}.{name}": tensor for name, tensor in named.items()}
+        if isinstance(attention, IntactAttention) and attention.k_norm_KH is not None:
+            written |= {
+                name: attention.k_norm_KH.flatten() - self.family.norm_shift
+                for name in self._written_norms(layer)
+            }
+        return written
+
+    def _decoupled(self, attention: LatentAttention, factor: float) -> dict[str, Tensor]:
+        rank = len(attention.down_CD)
+        query = "q_proj" if attention.q_down_AD is None else "q_b_proj"
+        named = {
+            f"{query}.weight": torch.cat([attention.q_nope_NPA, attention.q_rope_NRA], 1).flatten(0, 1)
+            * factor,
+            "kv_a_proj_with_mqa.weight": torch.cat([attention.down_CD, attention.k_rope_RD]),
+            "kv_a_norm.weight": torch.full((rank,), LATENT_NORM_WEIGHT),
+            "kv_b_proj.weight": torch.cat([attention.k_up_NPC, attention.v_up_NHC], 1).flatten(0, 1),
+            "o_proj.weight": attention.o_DNH.flatten(1),
+        }
+        if attention.q_down_AD is not None:
+            compressed = len(attention.q_down_AD)
+            named |= {
+                "q_a_proj.weight": attention.q_down_AD,
+                "q_a_norm.weight": torch.full((compressed,), LATENT_NORM_WEIGHT),
+            }
+            if attention.k_rope_R is not None:
+                named["q_a_proj.bias"] = attention.q_down_AD.new_zeros(compressed)
+        if attention.q_nope_NP is not None and attention.q_rope_NR is not None:
+            named[f"{query}.bias"] = (
+                torch.cat([attention.q_nope_NP, attention.q_rope_NR], 1).flatten() * factor
+            )
+        if attention.k_rope_R is not None:
+            named["kv_a_proj_with_mqa.bias"] = torch.cat(
+                [attention.down_CD.new_zeros(rank), attention.k_rope_R]
+            )
+        if attention.o_D is not None:
+            named["o_proj.bias"] = attention.o_D
+        return named
+
+    def _rebuilt(self, attention: IntactAttention, factor: float) -> dict[str, Tensor]:
+        query = "q_proj" if attention.q_down_AD is None else "q_b_proj"
+        named = {
+            f"{query}.weight": attention.q_NHA.flatten(0, 1) * factor,
+            "kv_a_proj.weight": attention.down_CE,
+            "kv_b_proj.weight": torch.cat([attention.k_up_KHC, attention.v_up_KHC], 1).flatten(0, 1),
+            "o_proj.weight": attention.o_DNH.flatten(1),
+        }
+        if attention.q_down_AD is not None:
+            named["q_a_proj.weight"] = attention.q_down_AD
+        key, value = attention.k_KH, attention.v_KH
+        biases = {query: None if attention.q_NH is None else attention.q_NH * factor, "o_proj": attention.o_D}
+        if attention.k_KHD is not None and attention.v_KHD is not None:
+            named |= {
+                "k_proj.weight": attention.k_KHD.flatten(0, 1),
+                "v_proj.weight": attention.v_KHD.flatten(0, 1),
+            }
+            biases |= {"k_proj": key, "v_proj": value}
+        elif key is not None or value is not None:
+            zeros_KH = attention.k_up_KHC.new_zeros(attention.k_up_KHC.shape[:2])
+            both = [zeros_KH if bias is None else bias for bias in (key, value)]
+            named["kv_b_proj.bias"] = torch.cat(both, 1).flatten()
+        return named | {f"{name}.bias": bias.flatten() for name, bias in biases.items() if bias is not None}
+
+    def copies(self, name: str, spec: TensorSpec) -> dict[str, Copy]:
+        """What becomes of a tensor that is not attention: it passes through."""
+        return unchanged(name, spec)
+
+
+def ship(source: Path, out: Path) -> None:
+    """Copy the code from one output to another that is made of it; nothing where there is none."""
+    for name in FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, out / name)
+
+
+def is_remote(directory: Path) -> bool:
+    """Whether a checkpoint is one of this format, by its config.json."""
+    try:
+        return bool(
+            json.loads((directory / "config.json").read_text(encoding="utf-8")).get("model_type")
+            == MODEL_TYPE
+        )
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+def source_config(directory: Path) -> Any:
+    """The stock configuration of the model that an output was made of, by its fields in the output's
+    config.json.
+    """
+    from transformers import CONFIG_MAPPING
+
+    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    kind = config["kvfold"]["source_model_type"]
+    return CONFIG_MAPPING[kind](vocab_size=config["vocab_size"])
+
+
+def carries_own_code(directory: Path) -> bool:
+    """Whether the code in a checkpoint is, byte for byte, that of this kvfold: then it need not be run."""
+
+    def digest(path: Path) -> str:
+        return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
+
+    return is_remote(directory) and all(digest(directory / name) == digest(HERE / name) for name in FILES)

@@ -1,0 +1,124 @@
+"""The shape in which other engines take the stock latent class, as data, and where in it a fold finds its
+place.
+
+vLLM, SGLang and llama.cpp compute the class with kernels for few widths, one rotary table, one epsilon and no
+biases (verification/rules.py says what they do with anything else). What a fold leaves narrower is filled up
+with zeros, which changes no score and no sum.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...core.errors import InvalidInput
+from ..methods.latent import Band
+from .stock import NORM_EPSILON
+
+_SAME = 3e-7  # relative: frequencies that differ by a rounding of float32
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """What engines take.
+
+    Attributes:
+        latent, rope: widths of the latent and of the rotary key: what is cached.
+        heads: widths of a head's un-rotated queries and of its values, narrowest first.
+        epsilon: rms_norm_eps, which the latent's norm gets too.
+    """
+
+    latent: int
+    rope: int
+    heads: tuple[tuple[int, int], ...]
+    epsilon: float
+
+    @property
+    def cached(self) -> int:
+        """Elements cached per token and layer."""
+        return self.latent + self.rope
+
+    def __str__(self) -> str:
+        return f"{self.latent}+{self.rope}"
+
+
+SERVING = Profile(latent=512, rope=64, heads=((64, 128), (128, 128), (192, 256)), epsilon=NORM_EPSILON)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Served:
+    """One output in a profile.
+
+    Attributes:
+        profile: the profile.
+        nope, value: widths of a head, of `profile.heads`.
+        places: for each of the fold's rotary slots the number of the class's.
+        compressed: queries go through the class's query compression, which llama.cpp wants.
+    """
+
+    profile: Profile
+    nope: int
+    value: int
+    places: tuple[int, ...]
+    compressed: bool = False
+
+
+def choose_heads(profile: Profile, nope: int, value: int) -> tuple[int, int]:
+    """The narrowest heads of a profile that hold un-rotated queries and values of some widths.
+
+    Raises:
+        InvalidInput: there are none.
+    """
+    for heads in profile.heads:
+        if nope <= heads[0] and value <= heads[1]:
+            return heads
+    widest = max(profile.heads)
+    raise InvalidInput(
+        f"its heads are {max(nope, value)} wide, and the widest that engines other than transformers have "
+        f"kernels for hold "
+        f"{widest[0]} un-rotated dimensions and {widest[1]} of a value; use --container remote"
+    )
+
+
+def table(profile: Profile, theta: float) -> Tensor:
+    """The frequencies (S,) of the class's slots, which engines compute from theta alone.
+
+    Float64, fastest first.
+    """
+    return (theta ** -(torch.arange(0, profile.rope, 2).float() / profile.rope)).double()
+
+
+def nearest_bands(frequencies_F: Tensor, slots_S: Tensor, still: float) -> tuple[Band, ...]:
+    """A slot for the source's pairs that turn nearly as fast; slots that no pair is near to stay empty.
+
+    Args:
+        frequencies_F: the source's, radians per token.
+        slots_S: the class's table.
+        still: frequency of pairs that do not rotate, which need no slot.
+    """
+    step = math.log(float(slots_S[0] / slots_S[1]))
+    members: dict[int, list[int]] = {}
+    for pair, frequency in enumerate(frequencies_F.tolist()):
+        if frequency > still:
+            # A pair in the middle goes to the faster slot; what is slower than the table goes to its end.
+            nearest = math.ceil(math.log(float(slots_S[0]) / frequency) / step - 0.5 - 1e-4)
+            members.setdefault(min(max(nearest, 0), len(slots_S) - 1), []).append(pair)
+    return tuple(
+        Band(frequency=float(slots_S[slot]), pairs=tuple(members[slot]), slots=1) for slot in sorted(members)
+    )
+
+
+def find_places(frequencies: Sequence[float], slots_S: Tensor) -> tuple[int, ...] | None:
+    """The class's slots that turn with some frequencies, each once.
+
+    None where a frequency has none of its own.
+    """
+    places = []
+    for frequency in frequencies:
+        same = ((slots_S / frequency - 1).abs() < _SAME).nonzero().flatten().tolist()
+        if not same or same[0] in places:
+            return None
+        places.append(same[0])
+    return tuple(places)

@@ -1,0 +1,236 @@
+"""MLA as dense `DeepseekV3ForCausalLM`: loads in unmodified transformers, no remote code.
+
+The class normalises the latent (RMSNorm with epsilon 1e-6), which a folded layer must not. So the latent is
+written so small
+that epsilon swamps it: RMSNorm(c) = c / sqrt(mean(c²) + 1e-6) is then c / 1e-3, a linear map, which the scale
+of the down-projection cancels. The relative error is mean(c²) · LATENT_SCALE² / 2e-6, about 2e-9 for a latent
+of unit size.
+
+A query bias has no place in `q_proj`; sources that have one (Qwen2) go through the query compression instead,
+with an identity as down-projection, one constant channel for the bias, and the same linearised norm.
+
+Transformers takes the class at any width; for other engines serving.py brings it into the widths that they
+take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ...checkpoints.shards import TensorSpec
+from ..algebra.attention import LatentAttention
+from ..algebra.target import MLA, Geometry
+from .blocks import Folded
+from .copies import Copy
+
+if TYPE_CHECKING:
+    from .serving import Served
+
+NORM_WEIGHT = 2.0**14  # a power of two, so that bf16 keeps it
+NORM_EPSILON = 1e-6  # fixed in transformers' class, whatever rms_norm_eps says
+LATENT_SCALE = NORM_EPSILON**0.5 / NORM_WEIGHT
+_QUERY_SCALE = 2.0**-24  # the power of two next to LATENT_SCALE
+_PREFIX = "model.layers.{layer}.self_attn."
+
+_COPIED = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "hidden_act",
+    "max_position_embeddings", "initializer_range", "rms_norm_eps", "bos_token_id", "eos_token_id",
+    "pad_token_id",
+    "attention_dropout", "use_cache",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stock:
+    """One output in this format.
+
+    Attributes:
+        geometry: the source's attention shape.
+        target: widths.
+        rope: rope parameters of the slots, with `rope_type` and `rope_theta`.
+        biases: whether the source has attention biases.
+        block: how the rest of a layer becomes the class's.
+        served: the widths that other engines take; None for transformers, which takes any.
+        mixed: some layers rotate nothing, so that all of their keys are in the latent.
+    """
+
+    geometry: Geometry
+    target: MLA
+    rope: Mapping[str, Any]
+    biases: bool
+    block: Folded = field(default_factory=Folded)
+    served: Served | None = None
+    mixed: bool = False
+
+    @property
+    def architecture(self) -> str:
+        """The class that loads the output."""
+        return "DeepseekV3ForCausalLM"
+
+    @property
+    def cached(self) -> tuple[int, int]:
+        """kv_lora_rank and qk_rope_head_dim: what is cached for a token in a layer."""
+        if self.served is not None:
+            return self.served.profile.latent, self.served.profile.rope
+        return self.target.kv_lora_rank, self.target.qk_rope_head_dim
+
+    @property
+    def heads(self) -> tuple[int, int]:
+        """qk_nope_head_dim, which is none where every pair of every layer has its slot, and v_head_dim."""
+        if self.served is not None:
+            return self.served.nope, self.served.value
+        every = self.target.slots == "source" and not self.mixed
+        return 0 if every else self.geometry.head_dim, self.geometry.head_dim
+
+    @property
+    def query_rank(self) -> int | None:
+        """q_lora_rank, with a constant for biases.
+
+        The width of the stream where queries are compressed in name only.
+        """
+        rank = self.target.q_lora_rank
+        if rank is None and (self.biases or (self.served is not None and self.served.compressed)):
+            rank = self.geometry.hidden_size
+        return rank if rank is None else rank + self.biases
+
+    def config(self, source: Mapping[str, Any]) -> dict[str, Any]:
+        """config.json of the output, from the source's."""
+        (latent, rope), (nope, value) = self.cached, self.heads
+        scaling = (
+            None
+            if self.rope["rope_type"] == "default"
+            else {k: v for k, v in self.rope.items() if k != "rope_theta"}
+        )
+        return {
+            "architectures": [self.architecture],
+            "model_type": "deepseek_v3",
+            **{key: source[key] for key in _COPIED if key in source},
+            **self.block.config(source),
+            **({} if self.served is None else {"rms_norm_eps": self.served.profile.epsilon}),
+            "num_key_value_heads": self.geometry.num_attention_heads,
+            "kv_lora_rank": latent,
+            "q_lora_rank": self.query_rank,
+            "qk_rope_head_dim": rope,
+            "qk_nope_head_dim": nope,
+            "v_head_dim": value,
+            "attention_bias": self.biases,
+            # 5.x reads rope_parameters, 4.x the two fields after it; writing only one loads silently wrong in
+            # the other.
+            "rope_parameters": dict(self.rope),
+            "rope_theta": self.rope["rope_theta"],
+            "rope_scaling": scaling,
+            "rope_interleave": True,
+            # All layers are dense; the class wants numbers for experts that do not exist.
+            "first_k_dense_replace": source["num_hidden_layers"],
+            "moe_layer_freq": 1,
+            "n_routed_experts": 2,
+            "num_experts_per_tok": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "n_shared_experts": 1,
+            "moe_intermediate_size": source["intermediate_size"],
+            "num_nextn_predict_layers": 0,
+        }
+
+    def specs(self, layer: int, dtype: torch.dtype) -> dict[str, TensorSpec]:
+        """Names, shapes and dtypes of one layer's attention tensors, known before any of them is."""
+        heads, hidden, compressed = (
+            self.geometry.num_attention_heads,
+            self.geometry.hidden_size,
+            self.query_rank,
+        )
+        (rank, rope), (nope, value) = self.cached, self.heads
+        query = heads * (nope + rope)
+        shapes: dict[str, tuple[int, ...]] = {
+            "q_proj.weight": (query, hidden),
+            "kv_a_proj_with_mqa.weight": (rank + rope, hidden),
+            "kv_a_layernorm.weight": (rank,),
+            "kv_b_proj.weight": (heads * (nope + value), rank),
+            "o_proj.weight": (hidden, heads * value),
+        }
+        if compressed is not None:
+            del shapes["q_proj.weight"]
+            shapes |= {
+                "q_a_proj.weight": (compressed, hidden),
+                "q_a_layernorm.weight": (compressed,),
+                "q_b_proj.weight": (query, compressed),
+            }
+        if self.biases:
+            shapes |= {
+                "q_a_proj.bias": (compressed or 0,),
+                "kv_a_proj_with_mqa.bias": (rank + rope,),
+                "o_proj.bias": (hidden,),
+            }
+        return {
+            _PREFIX.format(layer=layer) + name: TensorSpec(dtype, shape) for name, shape in shapes.items()
+        }
+
+    def tensors(self, attention: LatentAttention, layer: int) -> dict[str, Tensor]:
+        """One layer's attention under the names and in the layout of the class, in the dtype it has.
+
+        The class scores with (qk_nope_head_dim + qk_rope_head_dim)^-½; any other scale goes into the query.
+        """
+        assert self.biases or attention.q_nope_NP is attention.k_rope_R is attention.o_D is None, (
+            "a bias would be lost"
+        )
+        slots = range(self.cached[1] // 2) if self.served is None else self.served.places
+        attention = attention.widened(*self.cached, *self.heads, slots)
+        q_NQA = torch.cat([attention.q_nope_NPA, attention.q_rope_NRA], 1)
+        factor = attention.scale * q_NQA.shape[1] ** 0.5
+        rank, hidden = attention.down_CD.shape
+        named = {
+            "q_proj.weight": q_NQA.flatten(0, 1) * factor,
+            "kv_a_proj_with_mqa.weight": torch.cat([attention.down_CD * LATENT_SCALE, attention.k_rope_RD]),
+            "kv_a_layernorm.weight": torch.full((rank,), NORM_WEIGHT),
+            "kv_b_proj.weight": torch.cat([attention.k_up_NPC, attention.v_up_NHC], 1).flatten(0, 1),
+            "o_proj.weight": self.block.adds(attention.o_DNH).flatten(1),
+        }
+        down_AD = torch.eye(hidden, dtype=q_NQA.dtype) if attention.q_down_AD is None else attention.q_down_AD
+        if self.query_rank is not None and not self.biases:
+            named |= _compressed_query(named.pop("q_proj.weight"), down_AD)
+        if self.biases:
+            bias_NQ = torch.zeros_like(q_NQA[..., 0])
+            if attention.q_nope_NP is not None and attention.q_rope_NR is not None:
+                bias_NQ = torch.cat([attention.q_nope_NP, attention.q_rope_NR], 1)
+            slot_R = (
+                torch.zeros_like(attention.k_rope_RD[:, 0])
+                if attention.k_rope_R is None
+                else attention.k_rope_R
+            )
+            del named["q_proj.weight"]
+            named |= _compressed_query(
+                torch.cat([q_NQA, bias_NQ[..., None]], -1).flatten(0, 1) * factor, down_AD
+            )
+            named["kv_a_proj_with_mqa.bias"] = torch.cat([slot_R.new_zeros(rank), slot_R])
+            named["o_proj.bias"] = (
+                slot_R.new_zeros(hidden) if attention.o_D is None else self.block.adds(attention.o_D)
+            )
+        return {_PREFIX.format(layer=layer) + name: tensor for name, tensor in named.items()}
+
+    def copies(self, name: str, spec: TensorSpec) -> dict[str, Copy]:
+        """What becomes of a tensor that is not attention."""
+        return self.block.copies(name, spec)
+
+
+def _compressed_query(q_QE: Tensor, down_AD: Tensor) -> dict[str, Tensor]:
+    """q = W down x + b as q_b(norm(q_a(x))): q_a hands on down x, and a constant for b where W has a column
+    for it.
+
+    It scales by a power of two that every dtype keeps, which the norm and q_b undo.
+    """
+    width, (rank, hidden) = q_QE.shape[-1], down_AD.shape
+    named = {
+        "q_a_proj.weight": torch.cat([down_AD, down_AD.new_zeros(width - rank, hidden)]) * _QUERY_SCALE,
+        "q_a_layernorm.weight": torch.full((width,), NORM_WEIGHT),
+        "q_b_proj.weight": q_QE * (LATENT_SCALE / _QUERY_SCALE),
+    }
+    if width > rank:
+        named["q_a_proj.bias"] = q_QE.new_zeros(width)
+        named["q_a_proj.bias"][-1] = _QUERY_SCALE
+    return named

@@ -1,0 +1,1 @@
+"""Methods from weights to weights: pooling, grouping, latents, slots, refinement and published rules."""

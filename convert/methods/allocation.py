@@ -1,0 +1,89 @@
+"""Where rotary slots are worth most, and how to divide a budget between slots and latent.
+
+Both are answered by predicted losses in one unit (nats, where the metric comes from data): a component left
+without a slot loses what the mean over distances loses of its rotation; the latent loses the energy of the
+directions that it drops.
+Legend: factor.py.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..algebra.attention import Attention
+from ..algebra.metric import Metric
+from ..algebra.subspaces import low_rank_energy
+from .latent import Band, Keys, saved_by_slots, separate
+
+Layers = Callable[[], Iterable[tuple[Attention, Metric]]]
+
+
+@dataclass(frozen=True)
+class Division:
+    """A budget divided.
+
+    Attributes:
+        bands: the slots; `2 · slots` is qk_rope_head_dim.
+        rank: kv_lora_rank.
+        losses: predicted of each layer, nats a token where the metric comes from data: `slots`, what
+            components without a slot lose of their rotation, and `latent`, what the latent drops.
+    """
+
+    bands: tuple[Band, ...]
+    rank: int
+    losses: tuple[dict[str, float], ...]
+
+
+def allocate(saved_FK: Tensor, frequencies_F: Tensor, slots: int) -> tuple[Band, ...]:
+    """Give each slot to the frequency where the next component saves most.
+
+    Args:
+        saved_FK: what the first, second, ... slot at a frequency saves, summed over the layers; falling along
+        K. frequencies_F: the source's angular frequencies.
+        slots: how many to give.
+    """
+    best = saved_FK.flatten().argsort(descending=True, stable=True)[:slots] // saved_FK.shape[1]
+    counts = torch.bincount(best, minlength=len(frequencies_F)).tolist()
+    return tuple(
+        Band(frequency=float(frequencies_F[f]), pairs=(f,), slots=n) for f, n in enumerate(counts) if n
+    )
+
+
+def saved(layers: Layers, frequencies_F: Tensor) -> Tensor:
+    """What slots save in each layer (L, F, K); falling along K."""
+    return torch.stack([saved_by_slots(attention, frequencies_F, metric) for attention, metric in layers()])
+
+
+def unslotted(saved_FK: Tensor, bands: Iterable[Band]) -> float:
+    """What components without a slot lose in a layer, nats a token: `saved_FK` is the layer's own."""
+    given = sum(float(saved_FK[pair, : band.slots].sum()) for band in bands for pair in band.pairs)
+    return (float(saved_FK.sum()) - given) / 2  # the quadratic form's ½
+
+
+def divide(
+    layers: Layers,
+    frequencies_F: Tensor,
+    elements: int,
+    candidates: Mapping[int, tuple[Band, ...]],
+    slot_losses: Mapping[int, Sequence[float]],
+) -> Division:
+    """The division of a cache of `elements` per token and layer whose predicted loss is least.
+
+    Args:
+        layers: gives attention and metric of every layer, each time anew.
+        frequencies_F: the source's angular frequencies.
+        elements: kv_lora_rank + qk_rope_head_dim.
+        candidates: slots for each value of qk_rope_head_dim to consider.
+        slot_losses: what each layer loses with them beside the latent, nats a token.
+    """
+    losses: dict[int, list[dict[str, float]]] = {width: [] for width in candidates}
+    for number, (attention, metric) in enumerate(layers()):
+        keys = Keys.of(attention, metric)
+        for width, bands in candidates.items():
+            energy = low_rank_energy(*separate(keys, frequencies_F, bands, metric).stack(attention, metric))
+            dropped = float(energy[elements - width :].sum()) / 2  # the quadratic form's ½
+            losses[width].append({"slots": slot_losses[width][number], "latent": dropped})
+    width = min(losses, key=lambda width: sum(sum(loss.values()) for loss in losses[width]))
+    return Division(candidates[width], elements - width, tuple(losses[width]))

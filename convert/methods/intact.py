@@ -1,0 +1,251 @@
+"""MHA and GQA to latent attention with rotation left intact: keys are rebuilt from the latent, then rotated
+at their positions.
+
+Nothing positional is lost, for what is compressed is not rotated yet; but keys must be rebuilt whenever they
+are attended to: this saves memory, not arithmetic. Legend: attention.py; E columns of what is encoded, with
+or without the constant 1.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ..algebra.attention import Attention, IntactAttention, LatentAttention
+from ..algebra.forward import attend_to, beside, keys_and_values
+from ..algebra.metric import Metric, from_statistics, weights_only, with_bias
+from ..algebra.spectrum import spectrum
+from ..algebra.subspaces import low_rank, matrix_root
+from ..algebra.target import MLA
+from ..calibration.statistics import LayerStatistics
+from .refinement import BATCH, Sample, fitting_device
+
+_RIDGE = 1e-4  # of the mean energy: what the linear model of a norm cannot see still costs something
+
+
+def full_rank(hidden_size: int, rows: int, normed: bool) -> int:
+    """The rank at which nothing is lost: all key and value rows, or all of their input where that is
+    narrower.
+
+    Normed keys are no linear function of the input: there the rows themselves must be kept.
+    """
+    return rows if normed else min(rows, hidden_size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Encoded:
+    """What the latent of a layer with key norms encodes, z = [norm(k); v], as a sample has it, float64.
+
+    Attributes:
+        moment_EE: E[z zᵀ], E = 2KH.
+        key_BSS, value_BSS: what errors cost there, as in `Metric`.
+    """
+
+    moment_EE: Tensor
+    key_BSS: Tensor
+    value_BSS: Tensor
+
+
+def encoded(attention: Attention, frequencies_F: Tensor, sample: Sample, *, seed: int = 0) -> Encoded:
+    """Read what a latent encodes, and what an error in it costs, from the part of a sample that is not held
+    back.
+
+    The cost is refine.py's loss to second order: where e is drawn from N(0, G) at every token's output o, the
+    gradient g of eᵀo has E[g gᵀ] = E[Jᵀ G J] (Gauss-Newton). Gradients before the norm would leave out what
+    an error in a key's length costs.
+
+    Args:
+        attention: the source's weights, with key norms.
+        frequencies_F: its angular frequencies.
+        sample: of its inputs.
+        seed: of what is drawn.
+    """
+    device = fitting_device()
+    source, scoring = attention.to(torch.float32, device), sample.scoring.to(torch.float32, device)
+    root_DD, draw = (
+        matrix_root(sample.fisher_DD).to(device, torch.float32),
+        torch.Generator().manual_seed(seed),
+    )
+    keys = attention.k_KHD.shape[0] * attention.k_KHD.shape[1]
+    sums = [torch.zeros(size, size, dtype=torch.float64) for size in (2 * keys, keys, keys)]
+    for part in sample.used.split(BATCH):
+        input_BTD = sample.input_BTD[part].to(device, torch.float32)
+        error_BTD = torch.randn(input_BTD.shape, generator=draw).to(device) @ root_DD
+        with torch.enable_grad():
+            k_BKTH, v_BKTH = (
+                rows.detach().requires_grad_()
+                for rows in keys_and_values(source, input_BTD, scoring.norm_epsilon)
+            )
+            score = (attend_to(source, input_BTD, k_BKTH, v_BKTH, frequencies_F, scoring) * error_BTD).sum()
+        seen = beside(k_BKTH, v_BKTH).detach(), *map(beside, torch.autograd.grad(score, (k_BKTH, v_BKTH)))
+        for total_EE, rows_BTE in zip(sums, seen, strict=True):
+            rows_XE = rows_BTE.flatten(0, 1)
+            total_EE += (rows_XE.mT @ rows_XE).to("cpu", torch.float64)
+    moment_EE, key_SS, value_SS = (
+        total_EE / (len(sample.used) * sample.input_BTD.shape[1]) for total_EE in sums
+    )
+    return Encoded(moment_EE=moment_EE, key_BSS=key_SS[None], value_BSS=value_SS[None])
+
+
+def to_intact(
+    attention: Attention, target: MLA, metric: Metric, moment_EE: Tensor | None = None
+) -> IntactAttention:
+    """Fold one layer to a latent of which keys and values are linear functions, of least error in the metric.
+
+    With key norms, the latent encodes the normed keys with the values.
+
+    Args:
+        attention: the source's weights, float64.
+        target: `kv_lora_rank` is the rank; from `full_rank` on the result is exact.
+        metric: what errors cost, at keys behind their norm.
+        moment_EE: second moment of normed keys and values; that of `linearised` attention where there is
+        none.
+    """
+    plain, normed = linearised(attention, metric.input_EE), attention.k_norm_KH is not None
+    rows_CE = torch.cat([plain.k_KHD, plain.v_KHD]).flatten(0, 1)
+    input_EE = None if metric.input_EE is None else metric.input_EE[:-1, :-1]
+    if normed:
+        if moment_EE is None:
+            moment_EE = (rows_CE if input_EE is None else rows_CE @ input_EE) @ rows_CE.mT
+        rows_CE = torch.eye(len(rows_CE), dtype=rows_CE.dtype)
+        moment_EE = moment_EE + moment_EE.diagonal().mean() * _RIDGE * rows_CE
+    else:
+        moment_EE = input_EE
+    rank = target.kv_lora_rank
+    energy_M = None
+    if rank >= full_rank(rows_CE.shape[1], len(rows_CE), normed):
+        down_CE, up = _exact(rows_CE, rank)
+    else:
+        down_CE, up, energy_M = low_rank(
+            rows_CE, torch.cat([metric.key_BSS, metric.value_BSS]), moment_EE, rank
+        )
+    k_up_KHC, v_up_KHC = up.unflatten(0, (2, len(attention.k_KHD), -1))
+    return IntactAttention(
+        q_NHA=attention.q_NHD,
+        down_CE=down_CE,
+        k_up_KHC=k_up_KHC,
+        v_up_KHC=v_up_KHC,
+        o_DNH=attention.o_DNH,
+        k_KHD=attention.k_KHD if normed else None,
+        v_KHD=attention.v_KHD if normed else None,
+        q_NH=attention.q_NH,
+        k_KH=attention.k_KH,
+        v_KH=attention.v_KH,
+        o_D=attention.o_D,
+        q_norm_NH=attention.q_norm_NH,
+        k_norm_KH=attention.k_norm_KH,
+        scale=attention.scale,
+        spectrum=None if energy_M is None else spectrum(energy_M),
+    )
+
+
+def fold_joint(
+    attention: Attention,
+    target: MLA,
+    statistics: LayerStatistics | None,
+    span: int,
+    seen: Encoded | None = None,
+) -> IntactAttention | LatentAttention:
+    """Fold one layer to a latent that is all there is in the cache, by statistics or by the weights alone.
+
+    Args:
+        attention: the source's weights, float64.
+        target: `rope` says whether what is rebuilt is then rotated, or nothing is.
+        statistics: of the layer.
+        span: max_position_embeddings.
+        seen: of a layer with key norms, where there is a sample of it.
+    """
+    if statistics is None:
+        metric = weights_only(linearised(attention, None), span)
+    elif seen is None:
+        metric = behind_norms(from_statistics(statistics), attention)
+    else:
+        metric = replace(from_statistics(statistics), key_BSS=seen.key_BSS, value_BSS=seen.value_BSS)
+    folded = to_intact(attention, target, metric, None if seen is None else seen.moment_EE)
+    return folded if target.rope == "intact" else unrotated(folded)
+
+
+def unrotated(attention: IntactAttention) -> LatentAttention:
+    """The same for a source that rotates nothing: latent attention without a rotary part.
+
+    A key bias adds the same to all scores of a query, which softmax does not see; a value bias is a constant
+    of the output.
+    """
+    queries = len(attention.q_NHA) // len(attention.k_up_KHC)
+    output_D = attention.o_D
+    if attention.v_KH is not None:
+        constant_D = torch.einsum("dnh,nh->d", attention.o_DNH, attention.v_KH.repeat_interleave(queries, 0))
+        output_D = constant_D if output_D is None else constant_D + output_D
+    return LatentAttention(
+        q_nope_NPA=attention.q_NHA,
+        q_rope_NRA=attention.q_NHA[:, :0],
+        down_CD=attention.down_CE,
+        k_up_NPC=attention.k_up_KHC.repeat_interleave(queries, 0),
+        v_up_NHC=attention.v_up_KHC.repeat_interleave(queries, 0),
+        k_rope_RD=attention.down_CE[:0],
+        o_DNH=attention.o_DNH,
+        q_nope_NP=attention.q_NH,
+        q_rope_NR=None if attention.q_NH is None else attention.q_NH[:, :0],
+        k_rope_R=None if attention.k_KH is None else attention.down_CE[:0, 0],
+        o_D=output_D,
+        scale=attention.scale,
+        spectrum=attention.spectrum,
+    )
+
+
+def linearised(attention: Attention, input_EE: Tensor | None) -> Attention:
+    """Attention whose norms are the linear maps that they are on average; without norms itself."""
+    if attention.k_norm_KH is None:
+        return attention
+    q_gain_NH, k_gain_KH = gains(attention, input_EE)
+    return replace(
+        attention,
+        q_NHD=q_gain_NH[..., None] * attention.q_NHD,
+        k_KHD=k_gain_KH[..., None] * attention.k_KHD,
+        q_NH=None if attention.q_NH is None else q_gain_NH * attention.q_NH,
+        k_KH=None if attention.k_KH is None else k_gain_KH * attention.k_KH,
+        q_norm_NH=None,
+        k_norm_KH=None,
+    )
+
+
+def behind_norms(metric: Metric, attention: Attention) -> Metric:
+    """A metric that was measured at keys as they are projected, at the keys behind their norm."""
+    if attention.k_norm_KH is None:
+        return metric
+    gain_BS = gains(attention, metric.input_EE)[1].reshape(metric.key_BSS.shape[:2])
+    return replace(metric, key_BSS=metric.key_BSS / gain_BS[:, :, None] / gain_BS[:, None, :])
+
+
+def gains(attention: Attention, input_EE: Tensor | None) -> tuple[Tensor, Tensor]:
+    """What query and key norms multiply their inputs with, (N, H) and (K, H).
+
+    Weights over the root of the mean square.
+    """
+    found = []
+    for rows, bias, norm in (
+        (attention.q_NHD, attention.q_NH, attention.q_norm_NH),
+        (attention.k_KHD, attention.k_KH, attention.k_norm_KH),
+    ):
+        rows_NHE = with_bias(rows, bias)
+        moved = (
+            rows_NHE if input_EE is None else rows_NHE @ input_EE[: rows_NHE.shape[-1], : rows_NHE.shape[-1]]
+        )
+        square_NH = (moved * rows_NHE).sum(-1)
+        if norm is None:
+            found.append(torch.ones_like(square_NH))
+            continue
+        mean = (
+            square_NH.mean(1, keepdim=True) if len(norm) == 1 else square_NH.mean()
+        )  # of a head, or of all as one vector
+        found.append(norm * mean.clamp(min=1e-12).rsqrt() * torch.ones_like(square_NH))
+    return found[0], found[1]
+
+
+def _exact(rows_CE: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """Down (rank, E) and up (C, rank) whose product is the rows: one of them is the identity."""
+    rows, width = rows_CE.shape
+    identity = torch.eye(min(rows, width), dtype=rows_CE.dtype)
+    down_CE, up = (identity, rows_CE) if width <= rows else (rows_CE, identity)
+    spare = rank - len(down_CE)
+    return torch.nn.functional.pad(down_CE, (0, 0, 0, spare)), torch.nn.functional.pad(up, (0, spare))

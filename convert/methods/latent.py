@@ -1,0 +1,271 @@
+"""MHA and GQA to MLA: a few rotary slots shared by all heads, and one latent for everything else.
+
+Legend: attention.py and metric.py; M rows of a band, that is pairs of heads.
+
+A *slot* is one complex key dimension that turns at a frequency φ and is shared by all heads. Any
+complex-linear map across heads at one frequency commutes with RoPE and folds into W_Q and W_K, so a slot
+carries the best complex rank one of all heads' keys near its frequency; a real orthogonal map could not undo
+the phases between heads. What no slot carries is kept
+without rotation: over the distances Δ that attention spans, e^(-i f Δ) is replaced by its mean ρ(f). Those
+keys and the values then share the latent of least weighted squared error. Last, every head's queries are
+fitted to the keys that came out of this.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ..algebra.attention import Attention, LatentAttention
+from ..algebra.metric import Metric, with_bias
+from ..algebra.queries import fit_queries
+from ..algebra.rotary import complex_rows, half_rows, interleaved_rows
+from ..algebra.spectrum import spectrum
+from ..algebra.subspaces import leading, low_rank
+from ..algebra.target import MLA
+
+
+@dataclass(frozen=True, kw_only=True)
+class Band:
+    """Slots of one frequency, and the source's rotary pairs that they serve.
+
+    Attributes:
+        frequency: φ, radians per token.
+        pairs: numbers of the source's pairs.
+        slots: how many.
+    """
+
+    frequency: float
+    pairs: tuple[int, ...]
+    slots: int
+
+
+def uniform_bands(frequencies_F: Tensor, slots_S: Tensor) -> tuple[Band, ...]:
+    """A slot at each frequency of a table.
+
+    It serves as many of the source's pairs as every other, in order.
+    """
+    pairs, slots = len(frequencies_F), len(slots_S)
+    members: list[list[int]] = [[] for _ in range(slots)]
+    for pair in range(pairs):
+        members[pair * slots // pairs].append(pair)
+    return tuple(
+        Band(frequency=f, pairs=tuple(members[slot]), slots=1) for slot, f in enumerate(slots_S.tolist())
+    )
+
+
+def source_bands(frequencies_F: Tensor, heads: int) -> tuple[Band, ...]:
+    """As many slots at each of the source's frequencies as it has key heads.
+
+    Nothing is lost, nothing saved.
+    """
+    return tuple(
+        Band(frequency=f, pairs=(pair,), slots=heads) for pair, f in enumerate(frequencies_F.tolist())
+    )
+
+
+def to_mla(
+    attention: Attention, target: MLA, frequencies_F: Tensor, bands: tuple[Band, ...], metric: Metric
+) -> LatentAttention:
+    """Fold one layer to multi-head latent attention.
+
+    Args:
+        attention: the source's weights, float64.
+        target: widths; `slots == "source"` keeps every head's every pair and is exact.
+        frequencies_F: the source's angular frequencies, float64.
+        bands: the slots, `qk_rope_head_dim / 2` in all.
+        metric: what errors cost.
+    """
+    if target.slots == "source":
+        return _exact(attention)
+    queries, width = len(attention.q_NHD) // len(attention.k_KHD), attention.k_KHD.shape[-1]
+    parts = separate(Keys.of(attention, metric), frequencies_F, bands, metric)
+    down_CD, up, energy_M = low_rank(*parts.stack(attention, metric), target.kv_lora_rank)
+    k_KHE, q_NHE = with_bias(attention.k_KHD, attention.k_KH), with_bias(attention.q_NHD, attention.q_NH)
+    slots_S = torch.tensor([band.frequency for band in bands for _ in range(band.slots)], dtype=torch.float64)
+    latent_CE = pad(down_CD, (0, k_KHE.shape[-1] - width))
+    slots_NRH, latent_NCH = fit_queries(
+        k_KHE, frequencies_F, parts.k_rope_RE, slots_S, latent_CE, queries, metric
+    )
+    q_rope_NRE = slots_NRH @ q_NHE
+    return LatentAttention(
+        q_nope_NPA=attention.q_NHD,
+        q_rope_NRA=q_rope_NRE[..., :width],
+        q_nope_NP=attention.q_NH,
+        q_rope_NR=None if attention.q_NH is None else q_rope_NRE[..., -1],
+        down_CD=down_CD,
+        k_up_NPC=latent_NCH.mT,
+        v_up_NHC=up.unflatten(0, (2, len(attention.k_KHD), -1))[1].repeat_interleave(queries, 0),
+        k_rope_RD=parts.k_rope_RE[..., :width],
+        k_rope_R=None if attention.k_KH is None else parts.k_rope_RE[..., -1],
+        o_DNH=attention.o_DNH,
+        o_D=_output_bias(attention),
+        scale=attention.scale,
+        spectrum=spectrum(energy_M),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Keys:
+    """A layer's keys as complex rows, with what does not depend on the slots that they are given.
+
+    Attributes:
+        z_KFE: the keys.
+        seen_KFE: z C, their images under the input's moment.
+        pairs_FKK: G at each rotary pair, complex.
+    """
+
+    z_KFE: Tensor
+    seen_KFE: Tensor
+    pairs_FKK: Tensor
+
+    @classmethod
+    def of(cls, attention: Attention, metric: Metric) -> "Keys":
+        """The keys of a layer in its metric."""
+        k_KHE = with_bias(attention.k_KHD, attention.k_KH)
+        moment_EE, z_KFE = metric.moment(k_KHE), complex_rows(k_KHE)
+        seen_KFE = z_KFE if moment_EE is None else complex_rows(k_KHE @ moment_EE)
+        return cls(z_KFE=z_KFE, seen_KFE=seen_KFE, pairs_FKK=metric.pairs(len(k_KHE)))
+
+    def weighted(self, frequencies_F: Tensor, band: Band, metric: Metric) -> tuple[Tensor, Tensor, Tensor]:
+        """A band's rows (M, E), pair-major, what their errors cost when left without a slot (M, M), and
+        their images (M, E).
+        """
+        heads, members = len(self.z_KFE), list(band.pairs)
+        turned_NM = metric.fidelity(frequencies_F[members] - band.frequency).abs().square()
+        # What a slot saves is the rotation that the mean over distances loses; a slow pair loses next to
+        # nothing.
+        saved_NM = (turned_NM - metric.fidelity(frequencies_F[members]).abs().square()).clamp(min=1e-6)
+        root_KM = saved_NM.unflatten(0, (heads, -1)).mean(1).sqrt()
+        blocks = (
+            root_KM[:, m, None] * self.pairs_FKK[pair] * root_KM[:, m] for m, pair in enumerate(members)
+        )
+        rows_ME, seen_ME = (
+            rows[:, members].transpose(0, 1).flatten(0, 1) for rows in (self.z_KFE, self.seen_KFE)
+        )
+        return rows_ME, torch.block_diag(*blocks), seen_ME
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """Keys in the slots, what is left of them without rotation, and what an error in that costs."""
+
+    k_rope_RE: Tensor
+    k_nope_KPE: Tensor
+    key_BSS: Tensor
+
+    def stack(self, attention: Attention, metric: Metric) -> tuple[Tensor, Tensor, Tensor | None]:
+        """What goes into the latent: rows of un-rotated keys, then values; their metric.
+
+        The second moment of the input.
+        """
+        # A constant added to an un-rotated key shifts all scores of a query alike: softmax does not see it,
+        # so its bias goes.
+        keys_KPD = self.k_nope_KPE[..., : attention.k_KHD.shape[-1]]
+        moment_DD = None if metric.input_EE is None else metric.input_EE[:-1, :-1]
+        return (
+            torch.cat([keys_KPD, attention.v_KHD]).flatten(0, 1),
+            torch.cat([self.key_BSS, metric.value_BSS]),
+            moment_DD,
+        )
+
+
+def separate(keys: Keys, frequencies_F: Tensor, bands: tuple[Band, ...], metric: Metric) -> Parts:
+    """Give every band the best share of the keys near its frequency.
+
+    The rest of the keys stays, un-rotated.
+    """
+    heads = len(keys.z_KFE)
+    still_NF = metric.fidelity(frequencies_F)
+    rest_KFE, k_slots = keys.z_KFE.clone(), []
+    for band in bands:
+        members = list(band.pairs)
+        keys_RE, shares, _ = leading(*keys.weighted(frequencies_F, band, metric), band.slots)
+        shares_MKR = shares.unflatten(0, (len(members), heads))
+        rest_KFE[:, members] -= (shares_MKR @ keys_RE).transpose(0, 1)
+        k_slots.append(keys_RE)
+    still_KF = still_NF.abs().square().unflatten(0, (heads, -1)).mean(1).sqrt()
+    damping_BS = torch.cat([still_KF, still_KF], -1).view(metric.key_BSS.shape[:2])
+    return Parts(
+        k_rope_RE=interleaved_rows(torch.cat(k_slots)),
+        k_nope_KPE=half_rows(rest_KFE),
+        key_BSS=damping_BS[:, :, None] * metric.key_BSS * damping_BS[:, None, :],
+    )
+
+
+def saved_by_slots(attention: Attention, frequencies_F: Tensor, metric: Metric) -> Tensor:
+    """What the first, second, ...
+
+    Slot at each source frequency saves (F, K), in the metric's unit; falling along K.
+    """
+    keys, saved = Keys.of(attention, metric), []
+    for band in source_bands(frequencies_F, len(keys.z_KFE)):
+        _, _, energy_K = leading(*keys.weighted(frequencies_F, band, metric), band.slots)
+        saved.append(energy_K / 2)  # a complex error counts half in each of its real parts
+    return torch.stack(saved)
+
+
+def lost_by_slots(
+    attention: Attention, frequencies_F: Tensor, bands: tuple[Band, ...], metric: Metric
+) -> float:
+    """What is lost of the keys' rotation with these slots, nats a token where the metric comes from data.
+
+    What no slot carries loses what the mean over distances loses of its rotation; what a slot of another
+    frequency carries loses the fidelity of that frequency.
+    """
+    keys, lost = Keys.of(attention, metric), 0.0
+    for band in bands:
+        rows_ME, weight_MM, seen_ME = keys.weighted(frequencies_F, band, metric)
+        _, _, energy_M = leading(rows_ME, weight_MM, seen_ME, band.slots)
+        lost += float(energy_M[band.slots :].sum())
+        off_NM = 1 - metric.fidelity(frequencies_F[list(band.pairs)] - band.frequency).abs().square()
+        off_KM = off_NM.unflatten(0, (len(keys.z_KFE), -1)).mean(1)
+        size_KM = (seen_ME * rows_ME.conj()).sum(-1).real.view(len(band.pairs), -1).T
+        lost += float(
+            (off_KM * size_KM * keys.pairs_FKK[list(band.pairs)].diagonal(dim1=1, dim2=2).real.T).sum()
+        )
+    return lost / 4  # a complex error counts half in each of its real parts; the quadratic form's ½
+
+
+def _exact(attention: Attention) -> LatentAttention:
+    """Every key head's every pair in its own slot, every value in the latent.
+
+    The same function, nothing saved.
+    """
+    heads, queries = len(attention.k_KHD), len(attention.q_NHD) // len(attention.k_KHD)
+    owner_NK = torch.eye(heads, dtype=attention.q_NHD.dtype).repeat_interleave(queries, 0)
+
+    def spread(rows: Tensor) -> Tensor:
+        """Query rows (N, H, E) at the slots of their own key head, pair-major: (N, 2FK, E)."""
+        return interleaved_rows((complex_rows(rows)[:, :, None] * owner_NK[:, None, :, None]).flatten(1, 2))
+
+    def slots(rows: Tensor) -> Tensor:
+        """Key rows (K, H, E) as slots, pair-major: (2FK, E)."""
+        return interleaved_rows(complex_rows(rows).transpose(0, 1).flatten(0, 1))
+
+    width = attention.v_KHD.shape[1]
+    v_up_NHC = torch.einsum("nk,hg->nhkg", owner_NK, torch.eye(width, dtype=owner_NK.dtype)).flatten(2)
+    return LatentAttention(
+        q_nope_NPA=attention.q_NHD[:, :0],
+        q_rope_NRA=spread(attention.q_NHD),
+        q_nope_NP=None if attention.q_NH is None else attention.q_NH[:, :0],
+        q_rope_NR=None if attention.q_NH is None else spread(attention.q_NH[..., None]).squeeze(-1),
+        down_CD=attention.v_KHD.flatten(0, 1),
+        k_up_NPC=v_up_NHC[:, :0],
+        v_up_NHC=v_up_NHC,
+        k_rope_RD=slots(attention.k_KHD),
+        k_rope_R=None if attention.k_KH is None else slots(attention.k_KH[..., None]).squeeze(-1),
+        o_DNH=attention.o_DNH,
+        o_D=_output_bias(attention),
+        scale=attention.scale,
+    )
+
+
+def _output_bias(attention: Attention) -> Tensor | None:
+    """Attention weights sum to one, so a value bias is a constant of the output."""
+    if attention.v_KH is None:
+        return attention.o_D
+    queries = len(attention.q_NHD) // len(attention.v_KHD)
+    constant_D = torch.einsum("dnh,nh->d", attention.o_DNH, attention.v_KH.repeat_interleave(queries, 0))
+    return constant_D if attention.o_D is None else constant_D + attention.o_D

@@ -1,0 +1,187 @@
+"""MHA to GQA and MQA: the key/value heads of a group become one. Legend: attention.py; G groups, M = K/G
+heads in each.
+
+Every method writes the source's own class. A group of one head is left as it is, bit for bit.
+"""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ..algebra.attention import Attention
+from ..algebra.metric import Metric, with_bias
+from ..algebra.queries import fit_queries
+from ..algebra.rotary import complex_rows, half_rows, interleaved_rows
+from ..algebra.subspaces import leading, low_rank
+from ..algebra.target import GQA
+from .key_norms import merged_norm
+
+SWEEPS = 50  # of generalised Procrustes at most
+TOLERANCE = 1e-7  # relative gain of the alignment below which the sweeps stop
+
+
+def mean(attention: Attention, target: GQA, metric: Metric, frequencies_F: Tensor) -> Attention:
+    """The average of each group's heads: the reference (Ainslie et al., arXiv 2305.13245)."""
+
+    def pool(rows: Tensor | None) -> Tensor | None:
+        return None if rows is None else rows.unflatten(0, (target.num_key_value_heads, -1)).mean(1)
+
+    k_GHD, v_GHD = pool(attention.k_KHD), pool(attention.v_KHD)
+    assert k_GHD is not None
+    assert v_GHD is not None
+    return replace(
+        attention,
+        k_KHD=k_GHD,
+        v_KHD=v_GHD,
+        k_KH=pool(attention.k_KH),
+        v_KH=pool(attention.v_KH),
+        k_norm_KH=merged_norm(attention.k_norm_KH, target.num_key_value_heads),
+    )
+
+
+def aligned(attention: Attention, target: GQA, metric: Metric, frequencies_F: Tensor) -> Attention:
+    """Heads of a group are turned onto each other before they are averaged (after arXiv 2412.20677).
+
+    What may be turned without changing the source: keys by one angle per rotary pair, SO(2), which commutes
+    with RoPE and is undone in W_Q; values by any rotation, O(H), undone in W_O. The turns are generalised
+    Procrustes solutions. An average of unlike heads is too small, so it is scaled to the mean Frobenius norm
+    of the group.
+    """
+    heads = attention.k_KHD.shape[0]
+    if heads == target.num_key_value_heads:
+        return attention
+    members = heads // target.num_key_value_heads
+    k_KHE, v_KHE = with_bias(attention.k_KHD, attention.k_KH), with_bias(attention.v_KHD, attention.v_KH)
+    k_GHE, v_GHE, turns_KF, turns_KHH = [], [], [], []
+    for first in range(0, heads, members):
+        group = slice(first, first + members)
+        turn_MF = _phases(complex_rows(k_KHE[group]))
+        turn_MHH = _rotations(v_KHE[group])
+        turned_k = half_rows(turn_MF[..., None] * complex_rows(k_KHE[group]))
+        turned_v = turn_MHH @ v_KHE[group]
+        k_GHE.append(_renormalised(turned_k))
+        v_GHE.append(_renormalised(turned_v))
+        turns_KF.append(turn_MF)
+        turns_KHH.append(turn_MHH)
+    k, v, hidden = torch.stack(k_GHE), torch.stack(v_GHE), attention.q_NHD.shape[-1]
+    queries = attention.q_NHD.shape[0] // heads
+    turn_NF = torch.cat(turns_KF).repeat_interleave(queries, 0)
+    turn_NHH = torch.cat(turns_KHH).repeat_interleave(queries, 0)
+    q_NH = attention.q_NH
+    return replace(
+        attention,
+        q_NHD=half_rows(turn_NF[..., None] * complex_rows(attention.q_NHD)),
+        q_NH=None
+        if q_NH is None
+        else half_rows(turn_NF[..., None] * complex_rows(q_NH[..., None])).squeeze(-1),
+        k_KHD=k[..., :hidden],
+        k_KH=None if attention.k_KH is None else k[..., -1],
+        v_KHD=v[..., :hidden],
+        v_KH=None if attention.v_KH is None else v[..., -1],
+        o_DNH=torch.einsum("dnh,ngh->dng", attention.o_DNH, turn_NHH),
+    )
+
+
+def subspace(attention: Attention, target: GQA, metric: Metric, frequencies_F: Tensor) -> Attention:
+    """The best shared key and value of each group, with what each head needs of them folded into W_Q and W_O.
+
+    Per rotary pair a group's key is the best complex rank one of its heads' keys (complex multiples commute
+    with RoPE), and every query head is fitted to the whole of it; values are read from the best H-dimensional
+    subspace of all the group's values. Exact when the heads are equal up to phases and rotations.
+    """
+    heads, groups = len(attention.k_KHD), target.num_key_value_heads
+    if heads == groups:
+        return attention
+    queries, width = len(attention.q_NHD) // heads, attention.k_KHD.shape[1]
+    k_KHE, v_KHE = with_bias(attention.k_KHD, attention.k_KH), with_bias(attention.v_KHD, attention.v_KH)
+    q_NHE, z_KFE = with_bias(attention.q_NHD, attention.q_NH), complex_rows(k_KHE)
+    pairs_FKK, moment = metric.pairs(heads), metric.moment
+    moment_EE = moment(k_KHE)
+    seen_KFE = z_KFE if moment_EE is None else complex_rows(k_KHE @ moment_EE)
+    keys, values, maps, fits = [], [], [], []
+    for first in range(0, heads, heads // groups):
+        group = slice(first, first + heads // groups)
+        found = [
+            leading(z_KFE[group, f], pairs_FKK[f, group, group], seen_KFE[group, f], 1)[0]
+            for f in range(width // 2)
+        ]
+        key_FE = torch.cat(found)
+        keys.append(half_rows(key_FE))
+        readers = metric.of_queries(slice(group.start * queries, group.stop * queries))
+        fit_NRH, _ = fit_queries(
+            k_KHE[group],
+            frequencies_F,
+            interleaved_rows(key_FE),
+            frequencies_F,
+            k_KHE[0, :0],
+            queries,
+            readers,
+        )
+        fits.append(torch.cat([fit_NRH[:, ::2], fit_NRH[:, 1::2]], 1))
+        value_HE, map_MH, _ = low_rank(
+            v_KHE[group].flatten(0, 1), metric.value_blocks(heads, group), moment(v_KHE), width
+        )
+        values.append(value_HE)
+        maps.append(map_MH.unflatten(0, (-1, width)))
+    q_NHE = torch.cat(fits) @ q_NHE
+    map_NHH = torch.cat(maps).repeat_interleave(queries, 0)
+    k_GHE, v_GHE, hidden = torch.stack(keys), torch.stack(values), attention.q_NHD.shape[-1]
+    return replace(
+        attention,
+        q_NHD=q_NHE[..., :hidden],
+        q_NH=None if attention.q_NH is None else q_NHE[..., -1],
+        k_KHD=k_GHE[..., :hidden],
+        k_KH=None if attention.k_KH is None else k_GHE[..., -1],
+        v_KHD=v_GHE[..., :hidden],
+        v_KH=None if attention.v_KH is None else v_GHE[..., -1],
+        o_DNH=torch.einsum("dnh,nhg->dng", attention.o_DNH, map_NHH),
+    )
+
+
+def _phases(z_MFE: Tensor) -> Tensor:
+    """Unit complex numbers (M, F) that turn each head's pair onto the sum of the others, by alternating
+    projections.
+    """
+    inner_FMM = torch.einsum(
+        "mfe,nfe->fmn", z_MFE, z_MFE.conj()
+    )  # all that matters; its size does not depend on E
+    turn_FM = torch.ones_like(inner_FMM[..., 0])
+    before = 0.0
+    for _ in range(SWEEPS):
+        after = 0.0
+        for head in range(len(z_MFE)):
+            toward_F = (turn_FM * inner_FMM[:, :, head]).sum(-1) - turn_FM[:, head] * inner_FMM[:, head, head]
+            turn_FM[:, head] = torch.where(toward_F == 0, 1, torch.sgn(toward_F))
+            after += float(toward_F.abs().sum())
+        if after - before <= TOLERANCE * after:
+            break
+        before = after
+    return turn_FM.mT
+
+
+def _rotations(v_MHE: Tensor) -> Tensor:
+    """Orthogonal matrices (M, H, H) that turn each head's values onto the sum of the others, by Procrustes
+    steps.
+    """
+    inner_MMHH = torch.einsum("mhe,nge->mnhg", v_MHE, v_MHE)
+    turn_MHH = torch.eye(v_MHE.shape[1], dtype=v_MHE.dtype).repeat(len(v_MHE), 1, 1)
+    before = 0.0
+    for _ in range(SWEEPS):
+        after = 0.0
+        for head in range(len(v_MHE)):
+            toward_HH = (turn_MHH @ inner_MMHH[:, head]).sum(0) - turn_MHH[head] @ inner_MMHH[head, head]
+            u_HH, s_H, vt_HH = torch.linalg.svd(toward_HH)
+            turn_MHH[head] = u_HH @ vt_HH
+            after += float(s_H.sum())
+        if after - before <= TOLERANCE * after:
+            break
+        before = after
+    return turn_MHH
+
+
+def _renormalised(rows_MHE: Tensor) -> Tensor:
+    """The mean of a group's heads, scaled to the mean of their Frobenius norms."""
+    pooled_HE = rows_MHE.mean(0)
+    norm = torch.linalg.matrix_norm(pooled_HE)
+    return pooled_HE * (torch.linalg.matrix_norm(rows_MHE).mean() / norm if norm > 0 else 1)

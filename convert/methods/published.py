@@ -1,0 +1,266 @@
+"""Peers' conversion rules under their own names, from their published mathematics, to be measured beside
+ours.
+
+All give a few rotary slots to the keys and one latent to the rest of the keys and the values. They differ in
+both:
+
+| name | what a slot carries | the latent of [un-rotated keys; values] |
+|---|---|---|
+| svd | first real principal component of its pairs' weights | truncated SVD of the weights |
+| transmla | first real principal component of its pairs' activations | PCA of activations, keys scaled like
+values | | mha2mla | one head's pair, of those of largest norm | truncated SVD of the weights |
+| care | as transmla | SVD of C^½ W, C shrunken, keys and values in their own scale |
+| xecomla | mean over heads of the last rows of W_K | truncated SVD of the weights, rotated rows included |
+
+One container holds them: one slot table and one rank for all layers, queries whole, no norm on the latent.
+Where a rule wants more, its docstring says what is left out. None damps what it does not rotate. Statistics
+are the source's.
+
+Legend: factor.py; E = D + 1, the last column is the bias (zero where there is none), whose input is the
+constant 1; M = K·F pairs of all heads, T = M - S of them without a slot; B = 2T + K·H rows of un-rotated
+keys, then values.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...core.errors import InvalidInput
+from ..algebra.attention import Attention, LatentAttention
+from ..algebra.rotary import complex_rows
+from ..algebra.subspaces import low_rank
+from ..algebra.target import MLA
+from ..calibration.statistics import LayerStatistics
+from .allocation import allocate
+from .latent import Band, uniform_bands
+from .shared_key import (
+    Compressed,
+    affine,
+    assemble,
+    balance,
+    components,
+    projected,
+    truncated,
+    unweighted,
+    written,
+)
+
+CARE_DAMPING = (
+    0.1  # of C's mean diagonal, on C's diagonal: what CARE's published code adds for this decomposition
+)
+
+Layers = Callable[[], Iterable[tuple[Attention, LayerStatistics | None]]]
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A peer's rule.
+
+    Attributes:
+        bands: the slots of all layers, from `layers`, the source's frequencies (F,) and the stock table at
+            the target's width (S,); `layers` gives every layer's weights and statistics, one at a time, and
+            only a rule that ranks pairs reads it.
+        fold: one layer, from its weights in float64, the widths, the slots and the layer's statistics.
+        needs_statistics: without them it cannot be computed.
+        rope_share: how much of a head's width it rotates at most, as published; for callers that choose
+            qk_rope_head_dim.
+    """
+
+    bands: Callable[[Layers, Tensor, Tensor], tuple[Band, ...]]
+    fold: Callable[[Attention, MLA, tuple[Band, ...], LayerStatistics | None], LatentAttention]
+    needs_statistics: bool
+    rope_share: float = 1.0
+
+
+def stock_bands(layers: Layers, frequencies_F: Tensor, stock_S: Tensor) -> tuple[Band, ...]:
+    """A slot at each frequency of the stock table; each serves as many neighbouring pairs of the source.
+
+    Raises:
+        InvalidInput: there are more slots than pairs.
+    """
+    if len(stock_S) > len(frequencies_F):
+        raise InvalidInput(
+            f"{2 * len(stock_S)} rotary dimensions are more than the head dimension "
+            f"{2 * len(frequencies_F)}, "
+            "which is the most that this method fills; make --rope-dim smaller"
+        )
+    return uniform_bands(frequencies_F, stock_S)
+
+
+def folded_bands(layers: Layers, frequencies_F: Tensor, stock_S: Tensor) -> tuple[Band, ...]:
+    """FreqFold (TransMLA, arXiv 2502.07864, section 4): F/S neighbouring pairs turn at the frequency of the
+    fastest of them.
+
+    The published search doubles how many pairs are folded from F/S on, while perplexity on the test text
+    falls. This is its
+    first step: nothing here is tuned on a text that is evaluated.
+
+    Raises:
+        InvalidInput: the number of slots does not divide the number of pairs.
+    """
+    pairs, slots = len(frequencies_F), len(stock_S)
+    if pairs % slots:
+        fitting = ", ".join(str(2 * n) for n in range(1, pairs + 1) if pairs % n == 0)
+        raise InvalidInput(
+            f"{2 * slots} rotary dimensions do not divide the head dimension {2 * pairs} into the equal "
+            f"shares that FreqFold "
+            f"needs; these would: --rope-dim {fitting}"
+        )
+    return uniform_bands(frequencies_F, frequencies_F[:: pairs // slots])
+
+
+def ranked_bands(layers: Layers, frequencies_F: Tensor, stock_S: Tensor) -> tuple[Band, ...]:
+    """The slots of `mha2mla`, at the source's frequencies.
+
+    At each frequency a layer's heads are ordered by their contribution there; those of the first, second, ...
+    head are summed over the layers, and the largest sums get the slots.
+    """
+    ranked = [_contributions(*layer).T.sort(-1, descending=True).values for layer in layers()]
+    return allocate(torch.stack(ranked).sum(0), frequencies_F, len(stock_S))
+
+
+def svd(
+    attention: Attention, target: MLA, bands: tuple[Band, ...], statistics: LayerStatistics | None
+) -> LatentAttention:
+    """The naive rule.
+
+    Truncated real SVDs of weights, of the keys near each slot, then of what is left of [W_K; W_V].
+    """
+    rotation_KFM = components(attention, bands, None)
+    return assemble(attention, rotation_KFM, target, lambda rows_BE: truncated(rows_BE, target.kv_lora_rank))
+
+
+def transmla(
+    attention: Attention, target: MLA, bands: tuple[Band, ...], statistics: LayerStatistics | None
+) -> LatentAttention:
+    """TransMLA (arXiv 2502.07864, section 4): merged heads, RoRoPE with FreqFold, balanced keys and values,
+    joint PCA.
+
+    Heads of a grouped source are merged to one latent [K; V] that each query reads through its own head's
+    block. RoRoPE: over all heads' pairs that a slot serves, one real orthogonal map of real and imaginary
+    parts alike diagonalises E[Re Reᵀ + Im Imᵀ] of key activations; the leading components rotate, the others
+    stop. Balance: un-rotated keys are divided by the ratio α of the mean norms of key and value columns. PCA:
+    of the activations [k/α; v], uncentred, biases included.
+
+    Left out: fresh activations for the PCA from the model whose rotation was removed. As in the paper, all
+    value columns count in α; the published code skips some. Its damping of the PCAs changes no eigenvector.
+    """
+    assert statistics is not None
+    input_EE = statistics.input_EE
+
+    def pca(rows_BE: Tensor) -> Compressed:
+        scale_B1 = balance(rows_BE, attention.v_KHD[..., 0].numel(), input_EE)[:, None]
+        down_CE, up_BC, _ = low_rank(rows_BE * scale_B1, unweighted(rows_BE), input_EE, target.kv_lora_rank)
+        return projected(down_CE, up_BC / scale_B1)
+
+    return assemble(attention, components(attention, bands, input_EE), target, pca)
+
+
+def mha2mla(
+    attention: Attention, target: MLA, bands: tuple[Band, ...], statistics: LayerStatistics | None
+) -> LatentAttention:
+    """MHA2MLA (arXiv 2502.14837, section 3): partial RoPE by 2-norm contribution, SVD_joint of the rest.
+
+    A pair contributes the mean norm of its query times that of its key, summed over a group's query heads. In
+    the paper every head of every layer keeps the same number of pairs, caches them itself, and chooses its
+    own. Here a kept pair is a slot that no other head's queries read, and all layers share a table:
+    contributions summed over layers say how many slots a frequency has (`ranked_bands`), and in each layer
+    the heads that contribute most there take them, so that heads may keep unequal numbers. Norms are root
+    mean squares, which second moments give. The other pairs stop rotating, and the latent is a truncated SVD
+    of the weights [W_K; W_V] without the kept rows; biases stay exact.
+    """
+    best_KF = _contributions(attention, statistics)
+    rotates_KF = torch.zeros_like(best_KF, dtype=torch.bool)
+    order = []
+    for band in bands:
+        (pair,) = band.pairs
+        heads = best_KF[:, pair].argsort(descending=True, stable=True)[: band.slots]
+        rotates_KF[heads, pair] = True
+        order += [head * best_KF.shape[1] + pair for head in heads.tolist()]
+    order += (~rotates_KF).flatten().nonzero().flatten().tolist()
+    rotation_KFM = torch.eye(best_KF.numel(), dtype=best_KF.dtype)[:, order].unflatten(0, best_KF.shape)
+    return assemble(attention, rotation_KFM, target, lambda rows_BE: truncated(rows_BE, target.kv_lora_rank))
+
+
+def care(
+    attention: Attention, target: MLA, bands: tuple[Band, ...], statistics: LayerStatistics | None
+) -> LatentAttention:
+    """CARE (arXiv 2603.17946, section 3): W ≈ V_r (S_r U_rᵀ C^-½) with C^½ Wᵀ = U S Vᵀ, C shrunken, behind
+    TransMLA's slots.
+
+    Its published way to true MLA takes TransMLA's steps up to z = [k/α; v], then C = E[z zᵀ] with
+    `CARE_DAMPING` of its mean diagonal added, and for W the map A = diag(α, 1) from z to keys and values, up
+    to isometries. So V holds the eigenvectors of A C A, and the map on [k; v] is the projection V_r V_rᵀ;
+    neither root nor inverse need be computed.
+
+    Left out: its greedy ranks, which differ by layer (this is the uniform CARE-U), and recalibration after
+    every layer.
+    """
+    assert statistics is not None
+    input_EE = statistics.input_EE
+
+    def covariance_aware(rows_BE: Tensor) -> Compressed:
+        scale_B = balance(rows_BE, attention.v_KHD[..., 0].numel(), input_EE)
+        moment_BB = rows_BE @ input_EE @ rows_BE.mT
+        damping = CARE_DAMPING * (moment_BB.diagonal() * scale_B.square()).mean()
+        vectors_BB = torch.linalg.eigh(moment_BB + torch.diag(damping / scale_B.square()))[1].flip(-1)
+        up_BC = vectors_BB[:, : target.kv_lora_rank]
+        return projected(up_BC.mT @ rows_BE, up_BC)
+
+    return assemble(attention, components(attention, bands, input_EE), target, covariance_aware)
+
+
+def xecomla(
+    attention: Attention, target: MLA, bands: tuple[Band, ...], statistics: LayerStatistics | None
+) -> LatentAttention:
+    """X-EcoMLA (arXiv 2503.11132, SVD initialisation): joint SVD of all of [W_K; W_V], the mean head as
+    rotary key.
+
+    A head's first H - R rows are its un-rotated part, its last R rows its rotary part, in queries and keys;
+    the shared rotary key is the mean of the latter over key heads. Published recipes have R = H/2. As in the
+    published code, neighbouring rows
+    turn together at the stock table, whatever they did in the source: the rule counts on training. Repeating
+    a grouped source's heads, as published, does not change the SVD. Biases, which the paper's sources do not
+    have, go with their rows.
+
+    Left out: the SVD of W_Q, and ranks by energy, which differ by layer. The container's un-rotated part is H
+    wide: what the rule does not use of it is zero in queries and keys, and stays so in training.
+    """
+    heads, width, _ = attention.k_KHD.shape
+    kept = width - target.qk_rope_head_dim
+    unused_P1 = (torch.arange(width) >= kept)[:, None]
+    q_NHE, k_KHE = affine(attention.q_NHD, attention.q_NH), affine(attention.k_KHD, attention.k_KH)
+    rows_BE = torch.cat([k_KHE, affine(attention.v_KHD, attention.v_KH)]).flatten(0, 1)
+    down_CD, up_BC, constant_B = truncated(rows_BE, target.kv_lora_rank)
+    k_up_KPC, v_up_KHC = up_BC.unflatten(0, (2, heads, width))
+    return written(
+        attention,
+        (q_NHE.masked_fill(unused_P1, 0), q_NHE[:, kept:]),
+        k_KHE.mean(0)[kept:],
+        down_CD,
+        (k_up_KPC.masked_fill(unused_P1, 0), v_up_KHC),
+        constant_B.unflatten(0, (2, heads, width))[1],
+    )
+
+
+PEERS: dict[str, Peer] = {
+    "svd": Peer(stock_bands, svd, needs_statistics=False),
+    "transmla": Peer(folded_bands, transmla, needs_statistics=True),
+    "mha2mla": Peer(ranked_bands, mha2mla, needs_statistics=True),
+    "care": Peer(folded_bands, care, needs_statistics=True),
+    "xecomla": Peer(stock_bands, xecomla, needs_statistics=False, rope_share=0.5),
+}
+
+
+def _contributions(attention: Attention, statistics: LayerStatistics | None) -> Tensor:
+    """Root mean square norms of query times key at every key head and pair (K, F), summed over the group's
+    query heads.
+    """
+    assert statistics is not None
+    z_KFE = complex_rows(affine(attention.k_KHD, attention.k_KH))
+    key_KF = ((z_KFE @ statistics.input_EE.to(z_KFE.dtype)) * z_KFE.conj()).sum(-1).real.clamp(min=0).sqrt()
+    real_NF, imaginary_NF = statistics.query_NHH.diagonal(dim1=1, dim2=2).chunk(2, -1)
+    contribution_KF: Tensor = key_KF * (real_NF + imaginary_NF).sqrt().unflatten(0, (len(key_KF), -1)).sum(1)
+    return contribution_KF

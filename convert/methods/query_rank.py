@@ -1,0 +1,162 @@
+"""Compressed queries: those of all heads through one narrow projection, q = W (q_down x) + b (arXiv
+2405.04434, equation 12).
+
+What is kept of the source's queries minimises tr(G E C Eᵀ), as of keys and values (metric.py), here with G at
+the queries. The queries of a fold are linear functions T of them, and least squares onto the same q_down is
+their own best compression: in the metric G' at the folded queries, G'^½ T W C^½ has the right singular
+vectors of G = Tᵀ G' T. So one projection is chosen from the source, whatever the slots are. Biases stay as
+they are. The cache does not change; weights and their reads do.
+
+Legend: attention.py; M rows of a head.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from ..algebra.attention import Attention, IntactAttention, LatentAttention
+from ..algebra.metric import Metric, from_statistics, weights_only
+from ..algebra.queries import turned
+from ..algebra.subspaces import low_rank, low_rank_energy, regress
+from ..algebra.target import MLA, Target
+from .intact import gains, linearised
+
+if TYPE_CHECKING:
+    from ...checkpoints.shards import TensorSpec
+    from ..calibration.statistics import LayerStatistics, Statistics
+    from ..families.source import Source
+
+_RIDGE = 1e-4  # of the mean energy: what no calibration token was seen to lose by still costs something
+
+_QUERIES = ("q_nope_NPA", "q_rope_NRA", "q_NHA")
+
+Compressible = TypeVar("Compressible", bound=LatentAttention | IntactAttention)
+
+
+def compress(layer: Compressible, source: Attention, metric: Metric, rank: int) -> Compressible:
+    """A folded layer whose queries pass `rank` numbers.
+
+    Args:
+        layer: with queries that are linear functions of the source's, float64.
+        source: the layer that it was folded from; its queries' biases take no part.
+        metric: what errors cost.
+        rank: q_lora_rank; from min(D, N·H) on nothing is lost.
+    """
+    rows_XD, moment_DD = source.q_NHD.flatten(0, 1), metric.moment(source.q_NHD)
+    if rank >= min(rows_XD.shape):
+        # Any basis of the rows: what the metric calls worthless is kept as well.
+        moment_DD, basis_DA = None, torch.linalg.qr(rows_XD.mT).Q
+        down_AD = basis_DA.mT if len(rows_XD) < rows_XD.shape[1] else torch.eye(rank, dtype=rows_XD.dtype)
+    else:
+        down_AD, _, _ = low_rank(rows_XD, _costs(metric), moment_DD, rank)
+
+    def through(rows_NMD: Tensor) -> Tensor:
+        rows_XA = regress(rows_NMD.flatten(0, 1), down_AD, moment_DD)
+        return rows_XA.view(*rows_NMD.shape[:2], len(down_AD))
+
+    changed: dict[str, Any] = {
+        name: through(getattr(layer, name)) for name in _QUERIES if hasattr(layer, name)
+    }
+    return replace(layer, q_down_AD=down_AD, **changed)
+
+
+def lost_by_queries(source: Attention, metric: Metric, rank: int) -> float:
+    """What compression to a rank loses in a layer, nats a token where the metric comes from data."""
+    energy = low_rank_energy(source.q_NHD.flatten(0, 1), _costs(metric), metric.moment(source.q_NHD))
+    return float(energy[rank:].sum()) / 2  # the quadratic form's ½
+
+
+def query_metric(
+    attention: Attention, statistics: "LayerStatistics | None", span: int, frequencies_F: Tensor
+) -> Metric:
+    """What errors cost at queries as they are projected, before any norm: by statistics, or by the weights
+    alone.
+
+    Args:
+        attention: the source's weights, float64.
+        statistics: of the layer.
+        span: max_position_embeddings.
+        frequencies_F: the source's angular frequencies, float64.
+    """
+    if statistics is not None:
+        return from_statistics(statistics)
+    metric = weights_only(linearised(attention, None), span)
+    gain_NH, _ = gains(attention, None)
+    met_NHH = _met(metric.query_NHH, frequencies_F, metric.distance_NT)
+    return replace(metric, query_NHH=gain_NH[:, :, None] * met_NHH * gain_NH[:, None, :])
+
+
+def _met(moment_NHH: Tensor, frequencies_F: Tensor, distance_NT: Tensor) -> Tensor:
+    """E_Δ[R(Δ) M R(Δ)ᵀ]: the moment of keys, in the half layout, as queries at all distances meet them."""
+    angle_FT = frequencies_F[:, None] * torch.arange(distance_NT.shape[1], dtype=torch.float64)
+    turn_FT = torch.polar(torch.ones_like(angle_FT), -angle_FT)
+    order_H = torch.arange(moment_NHH.shape[1]).view(2, -1).mT.flatten()  # pairs side by side
+    back_H, met = order_H.argsort(), []
+    for moment_HH, weight_T in zip(moment_NHH, distance_NT.to(turn_FT.dtype), strict=True):
+        weighted_FT = turn_FT * weight_T
+        rows_HH = turned(moment_HH[order_H][:, order_H], weighted_FT @ turn_FT.mH, weighted_FT @ turn_FT.mT)
+        met.append(rows_HH[back_H][:, back_H])
+    return torch.stack(met)
+
+
+def planned_losses(
+    source: "Source", target: Target, statistics: "Statistics | None", losses: tuple[dict[str, float], ...]
+) -> tuple[dict[str, float], ...]:
+    """Predicted losses of all layers with that of the queries beside the others, where they are compressed.
+
+    Args:
+        losses: of keys and values; empty where they are not predicted.
+    """
+    if statistics is None or not isinstance(target, MLA) or target.q_lora_rank is None:
+        return losses
+    kept = {"slots": 0.0, "latent": 0.0} if target.slots == "source" else {}
+    found = []
+    for number, taken in enumerate(statistics.layers):
+        lost = lost_by_queries(source.attention(number), from_statistics(taken), target.q_lora_rank)
+        found.append({**(losses[number] if losses else kept), "queries": lost})
+    return tuple(found)
+
+
+def query_parameters(target: Target, writes: "Mapping[str, TensorSpec]") -> tuple[int, int] | None:
+    """Weights that make a layer's queries, in one matrix and as they are written; None where queries are not
+    compressed.
+
+    Args:
+        writes: the layer's output tensors by name.
+    """
+    if not isinstance(target, MLA) or target.q_lora_rank is None:
+        return None
+    down, up = (
+        spec.shape
+        for part in "ab"
+        for name, spec in writes.items()
+        if name.endswith(f".q_{part}_proj.weight")
+    )
+    return up[0] * down[1], down[0] * down[1] + up[0] * up[1]
+
+
+def query_notices(target: Target, writes: "Mapping[str, TensorSpec]") -> list[str]:
+    """A sentence where compressed queries take more than they would as they are.
+
+    Arguments as of `query_parameters`.
+    """
+    direct, made = query_parameters(target, writes) or (1, 0)
+    if made < direct:
+        return []
+    assert isinstance(target, MLA)
+    return [
+        f"queries of q_lora_rank {target.q_lora_rank} take {made:,} weights a layer, and {direct:,} "
+        f"without: this saves nothing"
+    ]
+
+
+def _costs(metric: Metric) -> Tensor:
+    """G at the queries, singular nowhere."""
+    mean = metric.query_NHH.diagonal(dim1=1, dim2=2).mean()
+    costs_NHH: Tensor = metric.query_NHH + _RIDGE * mean * torch.eye(
+        metric.query_NHH.shape[-1], dtype=mean.dtype
+    )
+    return costs_NHH

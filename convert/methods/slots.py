@@ -1,0 +1,250 @@
+"""Where the rotary slots of MLA are, and how config.json says so to a stock engine."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+
+from ...core.errors import InvalidInput
+from ..algebra.attention import Attention
+from ..algebra.metric import Metric, metric_of
+from ..algebra.rotary import frequencies, rope_parameters
+from ..algebra.subspaces import low_rank_energy
+from ..algebra.target import MLA, Geometry, Target
+from ..calibration.statistics import LayerStatistics, Statistics
+from ..families.source import Source
+from .allocation import allocate, divide, saved, unslotted
+from .latent import Band, lost_by_slots, source_bands, uniform_bands
+from .published import PEERS
+
+Losses = tuple[dict[str, float], ...]  # predicted, of every layer; empty where nothing is predicted
+
+
+def choose_slots(
+    source: Source,
+    target: Target,
+    statistics: Statistics | None,
+    options: Mapping[str, Any],
+    method: str,
+    fixed: tuple[Band, ...] = (),
+) -> tuple[Target, tuple[Band, ...], Losses]:
+    """The rotary slots of an MLA target, which statistics may divide anew, and the losses predicted with
+    them.
+
+    A budget that leaves a latent beside a rotary key more than all keys and values need is not spent: their
+    rank is at most the hidden size.
+
+    Args:
+        fixed: slots that are not for choice, because an engine has no others.
+
+    Raises:
+        InvalidInput: an option that is given cannot be had.
+    """
+    target, bands, losses = _chosen(source, target, statistics, options, method, fixed)
+    most = source.geometry.hidden_size + bool(source.biased & {"k", "v"})
+    divided = (
+        isinstance(target, MLA)
+        and target.qk_rope_head_dim
+        and options.get("kv_budget") is not None
+        and not fixed
+    )
+    if divided and isinstance(target, MLA) and target.kv_lora_rank > most:
+        target = replace(target, kv_lora_rank=most)
+    return target, bands, losses
+
+
+def _chosen(
+    source: Source,
+    target: Target,
+    statistics: Statistics | None,
+    options: Mapping[str, Any],
+    method: str,
+    fixed: tuple[Band, ...],
+) -> tuple[Target, tuple[Band, ...], Losses]:
+    wanted = options.get("slots")
+    if isinstance(target, MLA) and fixed:
+        if method in PEERS:
+            raise InvalidInput(
+                f"--method {method} has slots of its own, and engines other than transformers have a table"
+            )
+        return (
+            (target, fixed, ())
+            if statistics is None
+            else _divided(source, target, statistics, options, fixed)
+        )
+    if not isinstance(target, MLA) or not target.qk_rope_head_dim:
+        if wanted is not None:
+            raise InvalidInput(
+                f"--slots {wanted} does not apply here: there is no rotary part to divide; leave it out"
+            )
+        if isinstance(target, MLA) and method in PEERS:
+            raise InvalidInput(
+                f"--method {method} decouples the rotary part, and here there is none; leave it out"
+            )
+        return target, (), ()
+    if target.slots == "source":
+        return target, _fixed_bands(source, target), ()
+    if method in PEERS:
+        return _by_rule(source, target, statistics, options, method)
+    if statistics is None:
+        return target, _fixed_bands(source, target), ()
+    return _divided(source, target, statistics, options)
+
+
+def _divided(
+    source: Source,
+    target: MLA,
+    statistics: Statistics,
+    options: Mapping[str, Any],
+    fixed: tuple[Band, ...] = (),
+) -> tuple[MLA, tuple[Band, ...], Losses]:
+    """A target whose slots are allocated by predicted loss, and the rotary width too where the user left
+    both widths open.
+    """
+    table_F, factor = source.slot_frequencies()
+
+    def layers() -> Iterator[tuple[Attention, Metric]]:
+        for layer in source.rotating:
+            attention = source.attention(layer, factor)
+            yield attention, metric_of(statistics.layers[layer], attention, source.positions)
+
+    elements = target.kv_lora_rank + target.qk_rope_head_dim
+    kind: Literal["uniform", "allocated"] = "uniform" if fixed else options.get("slots") or "allocated"
+    if kind == "uniform":
+        candidates = {target.qk_rope_head_dim: fixed or _fixed_bands(source, target)}
+        lost = {
+            width: [lost_by_slots(a, table_F, bands, m) for a, m in layers()]
+            for width, bands in candidates.items()
+        }
+    else:
+        widths = [target.qk_rope_head_dim]
+        if options.get("kv_budget") is not None and options.get("rope_dim") is None:
+            widths = _widths(source.geometry, elements)
+        saved_LFK = saved(layers, table_F)
+        candidates = {n: allocate(saved_LFK.sum(0), table_F, n // 2) for n in widths if n < elements}
+        lost = {n: [unslotted(own_FK, bands) for own_FK in saved_LFK] for n, bands in candidates.items()}
+    division = divide(layers, table_F, elements, candidates, lost)
+    target = replace(
+        target, kv_lora_rank=division.rank, qk_rope_head_dim=elements - division.rank, slots=kind
+    )
+    rotating = dict(zip(source.rotating, division.losses, strict=True))
+    losses = (
+        rotating.get(n) or _lost_without_slots(source, statistics, n, division.rank)
+        for n in range(source.layers)
+    )
+    return target, division.bands, tuple(losses)
+
+
+def _lost_without_slots(source: Source, statistics: Statistics, layer: int, rank: int) -> dict[str, float]:
+    """What a layer that rotates nothing is predicted to lose: what its latent drops."""
+    attention = source.attention(layer)
+    metric = metric_of(statistics.layers[layer], attention, source.positions)
+    rows_CD = torch.cat([attention.k_KHD, attention.v_KHD]).flatten(0, 1)
+    energy = low_rank_energy(
+        rows_CD, torch.cat([metric.key_BSS, metric.value_BSS]), metric.moment(attention.k_KHD)
+    )
+    return {"slots": 0.0, "latent": float(energy[rank:].sum()) / 2}
+
+
+def _widths(geometry: Geometry, elements: int) -> list[int]:
+    """Rotary widths to choose from: every quarter of a head, or of the cache where that is less, up to two
+    heads, then in steps of a quarter of the width.
+
+    Finer steps change the predicted loss by less than its own error, and each costs a decomposition of every
+    layer.
+    """
+    step = max(2, min(geometry.head_dim, elements) // 8 * 2)
+    widths, width = [], step
+    while width < elements and width <= geometry.cache_elements // 2:
+        widths.append(width)
+        width += step if width < 2 * geometry.head_dim else max(step, width // 4 // step * step)
+    return widths
+
+
+def _by_rule(
+    source: Source, target: MLA, statistics: Statistics | None, options: Mapping[str, Any], method: str
+) -> tuple[MLA, tuple[Band, ...], Losses]:
+    """The slots of a published rule, which is given its own rotary width where the user left that open."""
+    rule = PEERS[method]
+    if options.get("slots") is not None:
+        raise InvalidInput(f"--slots does not apply to --method {method}, which has a rule of its own")
+    if (
+        options.get("rope_dim") is None
+        and target.qk_rope_head_dim > rule.rope_share * source.geometry.head_dim
+    ):
+        width = int(rule.rope_share * source.geometry.head_dim) // 2 * 2
+        elements = target.kv_lora_rank + target.qk_rope_head_dim
+        rank = elements - width if options.get("kv_budget") is not None else target.kv_lora_rank
+        target = replace(target, kv_lora_rank=rank, qk_rope_head_dim=width)
+    target = replace(target, slots="rule")
+    if rule.needs_statistics and statistics is None:
+        return target, _fixed_bands(source, target), ()  # of a plan before its statistics are there
+    table_F, factor = source.frequencies()
+
+    def layers() -> Iterator[tuple[Attention, LayerStatistics | None]]:
+        for layer in range(source.layers):
+            yield source.attention(layer, factor), None if statistics is None else statistics.layers[layer]
+
+    stock_S, _ = frequencies(rope_parameters(source.config), target.qk_rope_head_dim, source.positions)
+    return target, rule.bands(layers, table_F, stock_S), ()
+
+
+def _fixed_bands(source: Source, target: MLA) -> tuple[Band, ...]:
+    """The rotary slots of a target.
+
+    The source's own kind of table at the target's width, or a slot for every key.
+    """
+    table_F, _ = source.slot_frequencies()
+    if target.slots == "source":
+        return source_bands(table_F, source.geometry.num_key_value_heads)
+    if target.qk_rope_head_dim > source.rotary_width:
+        raise InvalidInput(
+            f"--rope-dim {target.qk_rope_head_dim} does not fit: {source.rotary_width} dimensions of a "
+            f"head rotate, and "
+            "without statistics to allocate them by there are no more slots than those; leave it out"
+        )
+    uniform_S, _ = frequencies(rope_parameters(source.config), target.qk_rope_head_dim, source.positions)
+    return uniform_bands(table_F[: source.rotary_width // 2], uniform_S)  # what does not rotate needs no slot
+
+
+def slot_rope(source: Source, bands: tuple[Band, ...]) -> dict[str, Any]:
+    """Rope parameters that put the slots where the bands are.
+
+    A table that is theta^(-2i/R) stays `default`, which every engine knows; any other is written as
+    `longrope` factors relative to that table, which transformers takes literally.
+    """
+    theta = rope_parameters(source.config)["rope_theta"]
+    wanted_S = torch.tensor(
+        [band.frequency for band in bands for _ in range(band.slots)], dtype=torch.float64
+    )
+    default = {"rope_type": "default", "rope_theta": theta}
+    stock_S, _ = frequencies(default, 2 * len(wanted_S), source.positions)
+    if torch.equal(stock_S, wanted_S):
+        return default
+    factors = _factors(wanted_S, theta)
+    return {
+        "rope_type": "longrope",
+        "rope_theta": theta,
+        "short_factor": factors,
+        "long_factor": factors,
+        "factor": 1.0,
+        "attention_factor": 1.0,
+        "original_max_position_embeddings": source.positions,
+    }
+
+
+def _factors(wanted_S: torch.Tensor, theta: float) -> list[float]:
+    """longrope factors from which transformers, which computes 1 / (factor · theta^(2i/R)) in float32, gets
+    these frequencies.
+
+    A frequency that is off by one unit in the last place turns a pair by position · 6e-8 of its angle too
+    far.
+    """
+    width = 2 * len(wanted_S)
+    base_S = theta ** (torch.arange(0, width, 2, dtype=torch.int64).float() / width)
+    guess_S = (1 / (wanted_S * base_S.double())).float()
+    steps = torch.arange(-4, 5).float()[:, None] * torch.finfo(torch.float32).eps
+    candidates = guess_S * (1 + steps)
+    off = (1.0 / (candidates * base_S)).double().sub(wanted_S).abs()
+    return [float(factor) for factor in candidates.gather(0, off.argmin(0, keepdim=True))[0]]

@@ -1,0 +1,78 @@
+"""The table of methods: for each target a name and a function from weights to weights, the default first.
+
+Published rules of others, for comparison, are in peers.py.
+"""
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from ...core.errors import InvalidInput
+from ..algebra.attention import Attention, LatentAttention
+from ..algebra.metric import Metric
+from ..algebra.target import GQA, MLA
+from . import latent as factor
+from . import pooling as pool
+from .published import PEERS
+
+POOL: dict[str, Callable[[Attention, GQA, Metric, Tensor], Attention]] = {
+    "subspace": pool.subspace,
+    "aligned": pool.aligned,
+    "mean": pool.mean,
+}
+FACTOR: dict[str, Callable[[Attention, MLA, Tensor, tuple[factor.Band, ...], Metric], LatentAttention]] = {
+    "subspace": factor.to_mla
+}
+
+
+def names(target: GQA | MLA) -> tuple[str, ...]:
+    """The methods for a target, the default first."""
+    return (*FACTOR, *PEERS) if isinstance(target, MLA) else tuple(POOL)
+
+
+def check(target: GQA | MLA, method: str | None) -> str:
+    """The method to use: the one named, or the target's default.
+
+    Raises:
+        InvalidInput: the target has no such method, or the method leaves queries alone.
+    """
+    known = names(target)
+    if method is not None and method not in known:
+        raise InvalidInput(f"--method {method} is not for this target; it has {', '.join(known)}")
+    if method in PEERS and isinstance(target, MLA) and target.q_lora_rank is not None:
+        raise InvalidInput(
+            f"--q-lora-rank does not apply to --method {method}, which is taken as published; leave it out"
+        )
+    return method or known[0]
+
+
+def reads_statistics(method: str) -> bool:
+    """Whether a method makes use of statistics."""
+    return method == "subspace" or (method in PEERS and PEERS[method].needs_statistics)
+
+
+def check_calibrated(method: str, slots: str | None, *, calibrated: bool, biased: bool = False) -> None:
+    """Refuse to fold without statistics what cannot be.
+
+    Args:
+        method: name of a method.
+        slots: `allocated` or `uniform`, where the user says so.
+        calibrated: whether there are statistics.
+        biased: whether biases must go into weights.
+
+    Raises:
+        InvalidInput: the method or the slots need statistics.
+    """
+    if calibrated:
+        return
+    if method in PEERS and PEERS[method].needs_statistics:
+        raise InvalidInput(f"--method {method} needs statistics; use --calibration self, or a text")
+    if biased:
+        raise InvalidInput(
+            "the source's biases can go into weights by statistics only; use --calibration self, or an "
+            "engine that takes biases"
+        )
+    if slots == "allocated":
+        raise InvalidInput(
+            "--slots allocated needs statistics to allocate by; use --calibration self, or --slots uniform"
+        )

@@ -1,0 +1,211 @@
+"""One layer folded by a plan: the only place where weights meet a method."""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ..algebra.attention import Attention, IntactAttention, LatentAttention
+from ..algebra.metric import UNWEIGHTED, metric_of
+from ..algebra.spectrum import Spectrum
+from ..algebra.target import GQA, MLA
+from ..calibration.statistics import LayerStatistics
+from ..decide.plan import Plan
+from ..formats.grouped import Grouped
+from ..formats.host_class import Rehosted
+from ..formats.remote import Remote
+from ..formats.stock import Stock
+from ..methods import key_norms as normed
+from ..methods import table as methods
+from ..methods.biases import nearest_to_one, without_key_bias, without_query_bias, without_value_bias
+from ..methods.grouping import GAIN, grouped
+from ..methods.intact import encoded, fold_joint
+from ..methods.published import PEERS
+from ..methods.query_rank import Compressible, compress, query_metric
+from ..methods.refinement import Layer, Sample, agrees, measure, refine
+
+Loss = dict[str, float]
+
+
+@dataclass(frozen=True)
+class Folded:
+    """A layer's output.
+
+    Attributes:
+        tensors: what is written, float64, by name.
+        loss: of the layer alone on held-back calibration inputs, nats a token: by the closed form (`folded`)
+            and as written (`refined`). None without such inputs, and where the attention is not one that
+            `forward.attend` computes.
+        spectrum: that its latent was cut from; None where there is none.
+    """
+
+    tensors: dict[str, Tensor]
+    loss: Loss | None
+    spectrum: Spectrum | None
+
+
+def fold(plan: Plan, number: int) -> Folded:
+    """Fold one layer of a plan's source."""
+    layer, loss = fold_attention(plan, number)
+    if isinstance(layer, Attention):
+        assert isinstance(plan.container, Grouped | Rehosted)
+        return Folded(plan.container.tensors(layer, number), loss, None)
+    if isinstance(plan.container, Remote):
+        return Folded(plan.container.tensors(layer, number), loss, layer.spectrum)
+    assert isinstance(plan.container, Stock)
+    assert isinstance(layer, LatentAttention)
+    return Folded(plan.container.tensors(layer, number), loss, layer.spectrum)
+
+
+def fold_attention(
+    plan: Plan, number: int
+) -> tuple[Attention | LatentAttention | IntactAttention, Loss | None]:
+    """One layer of a plan's source folded, before a container names its tensors, and the loss of `Folded`."""
+    if isinstance(plan.target, GQA):
+        return _pooled(plan, number, plan.target)
+    if isinstance(plan.container, Remote) and not plan.target.qk_rope_head_dim:
+        return _joint(plan, number, plan.target)
+    return _latent(plan, number, plan.target)
+
+
+def _statistics(plan: Plan, number: int) -> LayerStatistics | None:
+    return None if plan.statistics is None else plan.statistics.layers[number]
+
+
+def _joint(plan: Plan, number: int, target: MLA) -> tuple[IntactAttention | LatentAttention, Loss | None]:
+    table_F, factor = plan.source.frequencies(number)
+    attention = plan.source.attention(number, factor)
+    sample = _sample(plan, number, attention, table_F)
+    seen = None if sample is None or attention.k_norm_KH is None else encoded(attention, table_F, sample)
+    joint = fold_joint(attention, target, _statistics(plan, number), plan.source.positions, seen)
+    joint = _compressed(plan, number, joint, attention, table_F)
+    if isinstance(joint, IntactAttention):
+        return _refined(plan, attention, table_F, joint, table_F, sample)
+    return _refined(plan, attention, table_F, joint, table_F[:0], sample)
+
+
+def _latent(plan: Plan, number: int, target: MLA) -> tuple[LatentAttention, Loss | None]:
+    if plan.source.mixed and number not in plan.source.rotating:
+        return _still(plan, number, target)
+    table_F, factor = plan.source.slot_frequencies()
+    attention = plan.source.attention(number, factor)
+    statistics = _statistics(plan, number)
+    slots_S = torch.tensor(
+        [band.frequency for band in plan.bands for _ in range(band.slots)], dtype=torch.float64
+    )
+    if target.slots == "rule":
+        latent = PEERS[plan.method].fold(attention, target, plan.bands, statistics)
+    else:
+        metric = metric_of(statistics, attention, plan.source.positions)
+        one_D = _one(plan, metric.input_EE)
+        latent = methods.FACTOR["subspace"](
+            without_value_bias(attention, one_D), target, table_F, plan.bands, metric
+        )
+        latent = without_key_bias(latent, one_D)
+        latent = _compressed(plan, number, latent, without_query_bias(attention, one_D), table_F)
+    return _refined(plan, attention, table_F, latent, slots_S, _sample(plan, number, attention, table_F))
+
+
+def _still(plan: Plan, number: int, target: MLA) -> tuple[LatentAttention, Loss | None]:
+    """A layer that rotates nothing, among others that do.
+
+    Its keys are in the latent, and the rotary key stays empty.
+    """
+    attention, statistics = plan.source.attention(number), _statistics(plan, number)
+    one_D = _one(plan, None if statistics is None else statistics.input_EE)
+    valued = without_value_bias(attention, one_D)
+    latent = fold_joint(valued, replace(target, rope="decoupled"), statistics, plan.source.positions)
+    assert isinstance(latent, LatentAttention)
+    table_F, _ = plan.source.frequencies(number)
+    latent = _compressed(
+        plan, number, without_key_bias(latent, one_D), without_query_bias(attention, one_D), table_F
+    )
+    return _refined(plan, attention, table_F, latent, table_F[:0], _sample(plan, number, attention, table_F))
+
+
+def _compressed(
+    plan: Plan, number: int, layer: Compressible, attention: Attention, table_F: Tensor
+) -> Compressible:
+    """The layer with compressed queries, where the target has them."""
+    rank = plan.target.q_lora_rank if isinstance(plan.target, MLA) else None
+    if rank is None:
+        return layer
+    metric = query_metric(attention, _statistics(plan, number), plan.source.positions, table_F)
+    return compress(layer, attention, metric, rank)
+
+
+def _one(plan: Plan, input_EE: torch.Tensor | None) -> torch.Tensor | None:
+    """What stands for the constant that biases need, where they must go into weights.
+
+    None where they need not.
+    """
+    if not plan.folds_biases:
+        return None
+    assert input_EE is not None, "check_calibrated asked for statistics"
+    return nearest_to_one(input_EE)
+
+
+def _pooled(plan: Plan, number: int, target: GQA) -> tuple[Attention, Loss | None]:
+    attention, (table_F, factor) = plan.source.attention(number), plan.source.nominal_frequencies(number)
+    pool = methods.POOL[plan.method]
+    weighs = methods.reads_statistics(plan.method)
+    metric = metric_of(_statistics(plan, number), attention, plan.source.positions) if weighs else UNWEIGHTED
+    if attention.k_norm_KH is not None and plan.method != "mean":
+        pool = normed.by_value(pool)
+    sample = _sample(plan, number, attention, table_F, factor)
+    pooled = pool(attention, target, metric, table_F)
+    if plan.method == "subspace" and _is_movable(plan, attention, sample):
+        moved, its_metric, gain = grouped(attention, metric, target.num_key_value_heads)
+        if gain > (0 if sample else GAIN):
+            other = pool(moved, target, its_metric, table_F)
+            # The predicted gain is of second order and by pairs: where it can be measured, that decides.
+            if sample is None or _loss(other, attention, table_F, sample) < _loss(
+                pooled, attention, table_F, sample
+            ):
+                pooled = other
+    return _refined(plan, attention, table_F, pooled, table_F, sample)
+
+
+def _is_movable(plan: Plan, attention: Attention, sample: Sample | None) -> bool:
+    """Whether heads may be put in another order: sinks and some norms belong to a query head each and are not
+    written.
+
+    What heads with norms would lose as one is estimated too roughly for an order that cannot be measured.
+    """
+    if plan.source.family.sinks is not None:
+        return False
+    return attention.q_norm_NH is None or (len(attention.q_norm_NH) == 1 and sample is not None)
+
+
+def _loss(pooled: Attention, attention: Attention, table_F: Tensor, sample: Sample) -> float:
+    return measure(pooled, table_F, attention, table_F, sample)
+
+
+def _sample(
+    plan: Plan, number: int, attention: Attention, table_F: Tensor, rotary_factor: float = 1.0
+) -> Sample | None:
+    """What a layer is measured and refined on, where this package's forward computes what the source does."""
+    taken = _statistics(plan, number)
+    if taken is None:
+        return None
+    sample = Sample(
+        input_BTD=taken.input_BTD,
+        output_BTD=taken.output_BTD,
+        fisher_DD=taken.output_fisher,
+        scoring=plan.source.scoring(number, rotary_factor),
+    )
+    return sample if agrees(attention, table_F, sample) else None
+
+
+def _refined(
+    plan: Plan, attention: Attention, table_F: Tensor, layer: Layer, slots_S: Tensor, sample: Sample | None
+) -> tuple[Layer, Loss | None]:
+    """The layer after refinement, where it can be, and its loss."""
+    if sample is None:
+        return layer, None
+    steps = plan.refine if plan.method == "subspace" else 0
+    # A norm of single heads serves as many as there are, and is passed on; so is one of all queries, whose
+    # number stays.
+    fixed = {"q_norm_NH"} if plan.source.family.norm_spans == "heads" else {"q_norm_NH", "k_norm_KH"}
+    result = refine(layer, slots_S, attention, table_F, sample, fixed=fixed, steps=steps)
+    return result.layer, {"folded": result.folded, "refined": result.refined}

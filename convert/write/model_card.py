@@ -1,0 +1,187 @@
+"""The model card (README.md): metadata that a hub reads above a text for people.
+
+Everything in it comes from kvfold.json, from eval.json where there is one, and from the rules of `kvfold
+verify`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...checkpoints import license
+from ...checkpoints.evaluation import Evaluation
+from ...core.errors import InvalidInput
+from .card_body import card_body
+
+if TYPE_CHECKING:
+    from huggingface_hub import EvalResult, ModelCard
+
+FILE = "README.md"
+_MARK = re.compile(r"\n<!-- written by kvfold ([0-9a-f]{16}): an edited card is kept as it is -->\s*\Z")
+
+
+def write_card(directory: Path, record: dict[str, Any]) -> None:
+    """Write README.md into a checkpoint that is being made; all its other files are there.
+
+    It says the same whatever the directory will be called: the same fold twice gives the same bytes.
+    """
+    kind = record["target"]["name"].upper() if "target" in record else "a distilled model"
+    title = f"{source_name(record['source'])} as {kind}"
+    text = str(make_card(directory, record, title, "."))
+    (directory / FILE).write_text(text, encoding="utf-8", newline="")
+
+
+def make_card(
+    directory: Path, record: dict[str, Any], title: str, place: str, evaluation: Evaluation | None = None
+) -> ModelCard:
+    """The card of a checkpoint.
+
+    A text in the directory's README.md that somebody else wrote or edited is kept. Its metadata is kept in
+    any case: what is missing there is added, tags are united, and measurements of the same kind on the same
+    text are replaced.
+
+    Args:
+        directory: the checkpoint; nothing is written to it.
+        record: its kvfold.json.
+        title: what it is called.
+        place: what to give engines to load it: a repository, or a directory.
+        evaluation: what was measured of it.
+
+    Raises:
+        InvalidInput: there is a README.md whose metadata cannot be read, or no checkpoint.
+    """
+    from huggingface_hub import ModelCard
+
+    card, known = _existing(directory), metadata(directory, record)
+    if card is None or written_by_kvfold(card.text):
+        body = card_body(directory, record, source_name(record["source"]), title, place, evaluation)
+        card = ModelCard("---\n{}\n---\n") if card is None else card
+        card.text = f"{body}\n<!-- written by kvfold {_digest(body)}: an edited card is kept as it is -->\n"
+    data = card.data
+    licensed = data.get("license") is not None  # whose name and link are then theirs too
+    for field, value in known.items():
+        if data.get(field) is None and not (licensed and field in license.FIELDS):
+            data[field] = value
+    tags = data.get("tags")
+    data["tags"] = list(dict.fromkeys([*([tags] if isinstance(tags, str) else tags), *known["tags"]]))
+    if evaluation is not None:
+        results = _results(evaluation)
+        theirs = [
+            old for old in data.get("eval_results") or [] if not any(map(old.is_equal_except_value, results))
+        ]
+        data["eval_results"], data["model_name"] = [*theirs, *results], data.get("model_name") or title
+    return card
+
+
+def metadata(directory: Path, record: dict[str, Any]) -> dict[str, Any]:
+    """Fields of the card's metadata, without measurements; what is not known is left out.
+
+    Args:
+        directory: the checkpoint.
+        record: its kvfold.json.
+    """
+    target, distilled = record.get("target", {}).get("name"), record["stage"] == "distill"
+    base, source = base_model(record["source"]), Path(record["source"]["path"])
+    tags = [
+        "kvfold",
+        "kv-cache",
+        *([target] if target else []),
+        *(["latent-attention"] if target == "mla" else []),
+    ]
+    try:
+        theirs = _existing(source)
+    except InvalidInput:  # of somebody else, and only asked for its licence
+        theirs = None
+    return {
+        **license.license_of(directory, source, [] if theirs is None else [theirs.data.to_dict()]),
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+        **({} if base is None else {"base_model": base}),
+        # No relation means "converted": it is left to be inferred unless the weights were trained.
+        **({"base_model_relation": "finetune"} if distilled and base else {}),
+        "tags": tags + (["distillation"] if distilled else []),
+    }
+
+
+def base_model(source: dict[str, Any]) -> str | None:
+    """The Hub id of a record's source; None when it was a directory that says nothing of one."""
+    if source.get("revision") is None:
+        return None
+    if "/" in source["name"]:
+        return str(source["name"])
+    for part in Path(source["path"]).parts:  # a directory of the Hub's cache: models--org--name
+        if part.startswith("models--"):
+            return part.removeprefix("models--").replace("--", "/")
+    return None
+
+
+def source_name(source: dict[str, Any]) -> str:
+    """What people call a record's source."""
+    return base_model(source) or str(source["name"])
+
+
+def written_by_kvfold(text: str) -> bool:
+    """Whether a card's text is as kvfold wrote it, from the hash at its end."""
+    text = text.replace("\r\n", "\n")
+    match = _MARK.search(text)
+    return match is not None and match[1] == _digest(text[: match.start()])
+
+
+def without_metadata(text: str) -> str:
+    """A card's text, below its metadata."""
+    return re.sub(
+        r"\A---\n.*?^---\n", "", text.replace("\r\n", "\n"), count=1, flags=re.DOTALL | re.MULTILINE
+    )
+
+
+def _digest(body: str) -> str:
+    return hashlib.sha256(body.strip().encode()).hexdigest()[:16]
+
+
+def _existing(directory: Path) -> ModelCard | None:
+    """The card in a directory, None where there is none."""
+    import yaml
+    from huggingface_hub import ModelCard
+
+    path = directory / FILE
+    if not path.is_file():
+        return None
+    try:
+        text = path.read_bytes().decode("utf-8-sig")
+        card = ModelCard(text if text.lstrip().startswith("---") else f"---\n{{}}\n---\n{text}")
+        card.data.to_dict()
+    except (ValueError, TypeError, AttributeError, yaml.YAMLError) as error:
+        reason = " ".join(str(error).split())
+        raise InvalidInput(
+            f"{path} cannot be read as a model card ({reason}); mend the YAML between its lines of ---"
+        ) from None
+    return card
+
+
+def _results(evaluation: Evaluation) -> list[EvalResult]:
+    from huggingface_hub import EvalResult
+
+    protocol = evaluation.protocol
+    values = {"perplexity": ("Perplexity", evaluation.student.perplexity)}
+    if evaluation.fidelity is not None:
+        values["kl_divergence"] = ("KL to the source, nats a token", evaluation.fidelity.kl.mean)
+        values["same_top1"] = ("Same most probable token as the source", evaluation.fidelity.same_top1.mean)
+    return [
+        EvalResult(
+            task_type="text-generation",
+            dataset_type=re.split(r"[\s:]", protocol.name)[0].lower(),
+            dataset_name=protocol.name,
+            dataset_args={
+                "text_sha256": protocol.text_sha256,
+                "window": protocol.window,
+                "windows": protocol.windows,
+            },
+            metric_type=kind,
+            metric_name=name,
+            metric_value=value,
+        )
+        for kind, (name, value) in values.items()
+    ]

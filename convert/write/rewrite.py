@@ -1,0 +1,254 @@
+"""The one path of a conversion: read a layer's attention, fold it, write it; copy everything else; then give
+it its name.
+
+Tensors go to planned offsets in `<out>.partial`, each read once. Every layer is a job of its own on one
+thread, so that the bytes depend neither on how many are folded at once nor on how many processes share the
+work; memory is that of those at work. A source file is hashed just before its tensors are taken, which then
+come from the system's cache.
+"""
+
+import errno
+import json
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
+from functools import partial as bind
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...checkpoints.directory import check_output, copy_side_files, finish
+from ...checkpoints.record import SCHEMA, describe, sha256, write_record
+from ...checkpoints.shards import SHARD_SIZE, ShardWriter
+from ...core.console import is_first, progress
+from ...core.errors import InvalidInput
+from ...core.hub import commit_of
+from ...core.processes import from_first, place, together, union
+from ..algebra.target import MLA
+from ..calibration.capacity import default_jobs
+from ..decide.plan import Layer, Plan
+from ..formats.remote import Remote
+from ..methods import table as methods
+from .fold_journal import Found, Journal, first_journal, other_journal, remove_journals
+from .layer_fold import fold
+from .model_card import write_card
+
+_SYNC = 1.0  # seconds between two times that small units are forced to the disk
+Unit = Callable[[], Found]
+
+
+def rewrite(
+    plan: Plan,
+    out: Path,
+    command: str,
+    shard_size: int = SHARD_SIZE,
+    source_name: str | None = None,
+    jobs: int | None = None,
+) -> dict[str, Any]:
+    """Carry out a plan; of several processes each its share, on any machines that see the same directories.
+
+    Args:
+        plan: what to do.
+        out: the output directory; it appears only when complete, and must not exist.
+        command: how a user would ask for the same, for the record.
+        shard_size: bytes a shard at most holds.
+        source_name: what the source is called; its directory's name by default.
+        jobs: how many layers are at work at once, each on one thread; None: `capacity.default_jobs`.
+
+    Returns:
+        The record that is in the output's kvfold.json.
+
+    Raises:
+        InvalidInput: `out` exists or cannot be written, the disk is too small, or a weight is NaN or
+        infinite.
+    """
+    with together():
+        check_output(out, plan.source.checkpoint.directory)
+        slots = plan.target.slots if isinstance(plan.target, MLA) else None
+        methods.check_calibrated(
+            plan.method, slots, calibrated=plan.statistics is not None, biased=plan.folds_biases
+        )
+    partial = out.with_name(out.name + ".partial")
+    with ExitStack() as first:
+        done = _share(
+            plan, out, partial, shard_size, jobs or default_jobs(plan.source, plan.statistics), first
+        )
+        record = _record(plan, command, source_name, done)
+        if is_first():
+            with _failures(plan, out):
+                _complete(plan, partial, record)
+                finish(partial, out)
+    return record
+
+
+def _share(
+    plan: Plan, out: Path, partial: Path, shard_size: int, jobs: int, first: ExitStack
+) -> dict[str, Found]:
+    """Write this process's share of the tensors; what all of them found.
+
+    Args:
+        first: where the first process's journal stays open, until the output has its name.
+    """
+    rank, ranks = place()
+    fingerprint, specs, done = plan.fingerprint(shard_size), plan.specs, {}
+    agreed = from_first(fingerprint)
+    with ExitStack() as own:
+        with together(), _failures(plan, out):
+            if fingerprint != agreed:
+                raise InvalidInput(
+                    "the processes do not see the same source; give them one directory that all of them share"
+                )
+            if rank == 0:
+                journal = first.enter_context(first_journal(partial, fingerprint))
+                writer = own.enter_context(ShardWriter(partial, specs, shard_size))
+                if not writer.resumed:
+                    journal.restart({})
+                done = journal.done
+        done = from_first(done)
+        with together(), _failures(plan, out):
+            if rank:
+                journal = own.enter_context(other_journal(partial, fingerprint, rank))
+                writer = own.enter_context(ShardWriter(partial, specs, shard_size, allocate=False))
+            units = [(name, unit) for name, unit in _units(plan, writer) if name not in done]
+            _work(dict(units[rank::ranks]), writer, journal, jobs)
+    return done | union(journal.done)
+
+
+def _work(units: dict[str, Unit], writer: ShardWriter, journal: Journal, jobs: int) -> None:
+    """Do some units on `jobs` threads, and tell the journal of those that are on the disk."""
+    found: dict[str, Found] = {}
+    synced = time.monotonic()
+
+    def record() -> None:
+        writer.sync()
+        journal.add(found)
+        found.clear()
+
+    with _threads(jobs) as pool:
+        names = {pool.submit(unit): name for name, unit in units.items()}
+        for future in progress(as_completed(names), "fold", len(names)):
+            found[names[future]] = future.result()
+            if (
+                names[future].startswith("layer ") or time.monotonic() - synced > _SYNC
+            ):  # a layer is worth the wait
+                record()
+                synced = time.monotonic()
+        record()
+
+
+@contextmanager
+def _threads(jobs: int) -> Iterator[ThreadPoolExecutor]:
+    """Threads that compute on one core each.
+
+    What has not begun when a mistake ends the block is not begun.
+    """
+    usual = torch.get_num_threads()
+    device = torch.cuda.current_device() if torch.cuda.is_available() else None
+
+    def prepare() -> None:
+        torch.set_num_threads(1)
+        if device is not None:
+            torch.cuda.set_device(device)  # a new thread's is the first one
+
+    pool = ThreadPoolExecutor(jobs, thread_name_prefix="fold", initializer=prepare)
+    try:
+        yield pool
+    finally:
+        pool.shutdown(cancel_futures=True)
+        torch.set_num_threads(usual)
+
+
+def _units(plan: Plan, writer: ShardWriter) -> Iterator[tuple[str, Unit]]:
+    """What is done of a plan, unit by unit, in the order of the files that it is read from."""
+    checkpoint = plan.source.checkpoint
+    for file in checkpoint.files:
+        yield f"file {file.name}", bind(_hash, file)
+        for layer in plan.layers:
+            if checkpoint.file_of(layer.reads[0]) == file:
+                yield f"layer {layer.number}", bind(_write_layer, plan, layer, writer)
+        for name, copy in plan.copies.items():
+            if checkpoint.file_of(copy.source) == file:
+                yield name, bind(_write_copy, plan, name, writer)
+
+
+def _hash(file: Path) -> Found:
+    return {"sha256": sha256(file)}
+
+
+def _write_layer(plan: Plan, layer: Layer, writer: ShardWriter) -> Found:
+    """Write a layer's attention; its loss, where it was measured, and its spectrum."""
+    folded = fold(plan, layer.number)
+    for name, tensor in folded.tensors.items():
+        writer.write(name, tensor)
+    return {"measured": folded.loss, "spectrum": folded.spectrum and asdict(folded.spectrum)}
+
+
+def _write_copy(plan: Plan, name: str, writer: ShardWriter) -> Found:
+    copy, checkpoint = plan.copies[name], plan.source.checkpoint
+    if copy.change is not None and not copy.by_rows:
+        writer.write(name, copy.change(checkpoint[copy.source].to(torch.float64)))
+        return {}
+    for first, piece in checkpoint.stream(copy.source, copy.by_rows):
+        changed = piece
+        if copy.change is not None:
+            changed = copy.change(piece.to(torch.float64).unflatten(0, (-1, copy.spec.shape[-1]))).flatten()
+        writer.write(name, changed, first)
+    return {}
+
+
+def _complete(plan: Plan, partial: Path, record: dict[str, Any]) -> None:
+    """What lies beside the weights."""
+    copy_side_files(plan.source.checkpoint.directory, partial)
+    if isinstance(plan.container, Remote):
+        for file in plan.container.files:
+            shutil.copyfile(file, partial / file.name)
+    (partial / "config.json").write_text(json.dumps(plan.config, indent=2) + "\n", encoding="utf-8")
+    write_record(partial, record)
+    write_card(partial, record)
+    remove_journals(partial)
+
+
+@contextmanager
+def _failures(plan: Plan, out: Path) -> Iterator[None]:
+    """The file system's errors as sentences."""
+    try:
+        yield
+    except OSError as error:
+        need = sum(spec.nbytes for spec in plan.specs.values())
+        full = error.errno in {errno.ENOSPC, errno.EDQUOT}
+        reason = f"no space left, the output takes {need:,} bytes" if full else str(error.strerror or error)
+        raise InvalidInput(f"cannot write {out}: {reason}; the half-written output was removed") from None
+
+
+def _record(plan: Plan, command: str, source_name: str | None, done: dict[str, Found]) -> dict[str, Any]:
+    from ... import __version__
+
+    found = [done[f"layer {layer.number}"] for layer in plan.layers]
+    hashes = {file.name: done[f"file {file.name}"]["sha256"] for file in plan.source.checkpoint.files}
+    losses = [layer["measured"] for layer in found]
+    directory = plan.source.checkpoint.directory
+    parent = {"stage": "source", "path": str(directory.resolve())}
+    return {
+        "schema": SCHEMA,
+        "kvfold": __version__,
+        "stage": "convert",
+        "command": command,
+        "source": describe(directory, source_name, commit_of(directory), hashes),
+        "target": plan.target.to_dict(),
+        "method": plan.method,
+        "calibration": plan.calibration(),
+        # Summed over the layers, each measured alone on calibration text; where that could not be, as
+        # planned.
+        "predicted_loss": sum(loss["refined"] for loss in losses if loss) if all(losses) else plan.predicted,
+        "layers": [{"planned": planned, **layer} for planned, layer in zip(plan.losses, found, strict=True)],
+        "container": plan.config["architectures"][0],
+        "engines": list(plan.engines),
+        "dtype": plan.config["dtype"],
+        "cache": plan.cache(),
+        "notices": list(plan.notices),
+        "parents": [parent],
+    }

@@ -1,0 +1,1 @@
+"""Windows of tokens for a run: their order, the tokens on disk, chats and documents."""

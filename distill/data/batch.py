@@ -1,0 +1,47 @@
+"""What a model is given at once.
+
+Shapes: B windows, S tokens of a window.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+IGNORED = -100  # a label that no loss counts; the value is transformers'
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Windows of packed documents. All are int64 (B, S).
+
+    Attributes:
+        input_ids_BS: the tokens.
+        labels_BS: the token after each, or `IGNORED`.
+        position_ids_BS: 0 where a window or, inside of it, a document starts; without an attention mask
+        transformers takes
+            such a start as the end of what may be attended to (`isolation.isolate_documents` sees to the
+            classes that do not).
+    """
+
+    input_ids_BS: Tensor
+    labels_BS: Tensor
+    position_ids_BS: Tensor
+
+    def to(self, device: torch.device | str) -> "Batch":
+        """The same on a device."""
+        return Batch(self.input_ids_BS.to(device), self.labels_BS.to(device), self.position_ids_BS.to(device))
+
+    @property
+    def count(self) -> int:
+        """Labels that are scored."""
+        return int((self.labels_BS != IGNORED).sum())
+
+
+class Batches(Protocol):
+    """Windows that are addressed by number: those of a run, or of a held-out text."""
+
+    def batch(self, cursors: Sequence[int]) -> Batch:
+        """The windows of these numbers."""

@@ -1,0 +1,153 @@
+"""Documents as token ids with marks; what is learnt of a document and what it may see is decided here.
+
+With `packing: documents` a document is BOS, its tokens, EOS; where the tokenizer has no BOS it begins with
+EOS, which stands between documents in the training data of such models. All its tokens but the first are
+predicted, EOS included, and nothing is
+predicted across a boundary: a model learns that a text is over from the text's own EOS, never from what
+happened to be packed behind it. With `packing: stream` a document is BOS (or EOS) and its tokens, and each is
+predicted from what was before it.
+"""
+
+from collections.abc import Generator, Iterable
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...convert.calibration.self_text import sample_from
+from ...core.errors import InvalidInput
+from ...core.processes import place
+from ...texts.sources import read_texts
+from ..recipe.data_section import Data, Source
+
+START = 1  # mark of a document's first token
+SCORED = 2  # mark of a token that is predicted
+_AT_ONCE = 2**22  # tokens that the teacher writes between two writes to disk
+_WRITTEN_TOGETHER = 32  # sequences in a batch of the teacher's
+
+
+class Piece(NamedTuple):
+    """Tokens that follow each other.
+
+    Attributes:
+        ids: int32.
+        marks: `START` and `SCORED` of each, uint8.
+    """
+
+    ids: NDArray[np.int32]
+    marks: NDArray[np.uint8]
+
+
+Pieces = Generator[Piece, None, None]
+
+
+class Ends(NamedTuple):
+    """What a document begins and ends with: at most one token each."""
+
+    first: list[int]
+    last: list[int]
+
+
+def ends(tokenizer: Any, packing: str) -> Ends:
+    """As the module's docstring says."""
+    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+    first = bos if bos is not None else eos
+    has_end = packing == "documents" and eos is not None
+    return Ends([] if first is None else [first], [eos] if has_end else [])
+
+
+def check_ids(ids: NDArray[np.int32], tokenizer: Any, vocabulary: int, what: str) -> None:
+    """Refuse token ids that a model has no embedding for.
+
+    Args:
+        ids: any number of them.
+        tokenizer: what gave them.
+        vocabulary: how many the model has.
+        what: the key of the recipe that they are from, and its value.
+
+    Raises:
+        InvalidInput: names the largest.
+    """
+    largest = int(ids.max(initial=0))
+    if largest >= vocabulary:
+        raise InvalidInput(
+            f"{what}: the tokenizer of {tokenizer.name_or_path} gives id {largest} "
+            f"({tokenizer.convert_ids_to_tokens(largest)!r}), and the model has embeddings for "
+            f"{vocabulary}, the last of them "
+            f"{vocabulary - 1}; use a tokenizer that fits the model, or text without that token"
+        )
+
+
+def text_pieces(source: Source, data: Data, tokenizer: Any) -> Pieces:
+    """Documents of plain text, tokenised without special tokens other than their ends.
+
+    Raises:
+        InvalidInput: the source cannot be read, or its field is missing or no text.
+    """
+    around = ends(tokenizer, data.packing)
+    for texts in read_texts(source, data.seed):
+        for ids in tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]:
+            if ids or data.packing == "stream":
+                yield document(around.first + ids + around.last, data.packing)
+
+
+def document(ids: list[int], packing: str) -> Piece:
+    """A document whose ids have their ends."""
+    marks = np.full(len(ids), SCORED, dtype=np.uint8)
+    if packing == "documents":
+        marks[:1] = START
+    return Piece(np.asarray(ids, dtype=np.int32), marks)
+
+
+def written_pieces(data: Data, tokenizer: Any, teacher: Any, tokens: int) -> Pieces:
+    """Text that the teacher writes by itself at temperature 1, at least `tokens` of it, in sequences of
+    `data.seq_len`.
+
+    Where it ends a document and goes on, two documents are made of one sequence; one that it has not ended
+    has no EOS. All processes write a share and get the whole, so that all must read to the end.
+
+    Raises:
+        InvalidInput: there is no teacher that writes, it takes no sequence of this length, has no embedding
+        for the token that
+            it starts from, or predicts NaN.
+    """
+    if teacher is None:
+        raise InvalidInput(
+            "data.source self is text that the teacher writes, and this run has none; name a text instead"
+        )
+    around = ends(tokenizer, data.packing)
+    check_ids(
+        np.asarray(around.first, np.int32),
+        tokenizer,
+        teacher.config.get_text_config().vocab_size,
+        "data.source self",
+    )
+    rows = max(-(-tokens // data.seq_len), place()[1])
+    parts = max(1, rows * data.seq_len // _AT_ONCE)
+    start = around.first[0] if around.first else None
+    for part, share in enumerate(np.array_split(range(rows), parts)):
+        seed = int(np.random.SeedSequence([data.seed, part]).generate_state(1)[0])
+        sequences = sample_from(
+            teacher,
+            sequences=len(share),
+            length=data.seq_len,
+            bos=start,
+            seed=seed,
+            batch_size=_WRITTEN_TOGETHER,
+        )
+        for row in sequences.tolist():
+            # Where the vocabulary is padded, a model may by rare chance write an id that stands for nothing.
+            known = next((at for at, token in enumerate(row) if token >= len(tokenizer)), len(row))
+            yield from _split(row[:known], around, data.packing)
+
+
+def _split(row: list[int], around: Ends, packing: str) -> Iterable[Piece]:
+    """A sequence as documents, cut after each EOS."""
+    if not around.last:
+        return [document(row, packing)]
+    rest, found = row[len(around.first) :], []
+    while rest:
+        length = rest.index(around.last[0]) + 1 if around.last[0] in rest else len(rest)
+        found.append(document(around.first + rest[:length], packing))
+        rest = rest[length:]
+    return found

@@ -1,0 +1,147 @@
+"""The tokens of a run on disk: written once, whole or not at all, and read from memory-mapped files.
+
+`tokens.bin` holds token ids (int32), `marks.bin` what each is (`documents.START`, `documents.SCORED`; uint8),
+`tokens.json` how many of them each source has. tokens.bin appears last: where it is, all is.
+"""
+
+import json
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import closing, nullcontext
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from ...core.errors import InvalidInput
+from ..recipe.data_section import SELF, Data, Source
+from ..watch.display import is_main_process, progress_bar
+from .chat import chat_pieces
+from .order import Stream, Windows, shares
+from .token_documents import SCORED, Piece, Pieces, check_ids, text_pieces, written_pieces
+
+
+def open_windows(file: Path, data: Data) -> Windows:
+    """The windows of tokens that `write_tokens` wrote, memory-mapped."""
+    tokens = np.memmap(file, dtype=np.int32, mode="r")
+    marks = np.memmap(file.with_name("marks.bin"), dtype=np.uint8, mode="r")
+    lengths = json.loads(file.with_name("tokens.json").read_text(encoding="utf-8"))["tokens"]
+    ends = np.cumsum(lengths).tolist()
+    places = [slice(end - length, end) for end, length in zip(ends, lengths, strict=True)]
+    return Windows([Stream(tokens[place], marks[place]) for place in places], data)
+
+
+def write_tokens(
+    file: Path, data: Data, tokenizer: Any, windows: int, teacher: Any = None, *, vocabulary: int
+) -> None:
+    """Tokenise every source until it has its share of `windows` windows, into `file` and the two beside it.
+
+    A source that is shorter is left so: its windows are seen again, in a new order. Every process calls this
+    and the first one writes; the others have work only where the teacher writes the text.
+
+    Args:
+        file: tokens.bin; must not exist.
+        data: the sources and how they are cut.
+        tokenizer: the student's.
+        windows: that the run reads.
+        teacher: a transformers model, for the source `self`.
+        vocabulary: how many token ids the student has an embedding for.
+
+    Raises:
+        InvalidInput: a source cannot be read, has no such field, does not fill one window, or holds a token
+        that the student
+            has no embedding for.
+    """
+    wanted = _wanted(data, windows)
+    if is_main_process():
+        _write(file, data, tokenizer, wanted, teacher, vocabulary)
+        return
+    for source, tokens in zip(data.sources, wanted, strict=True):
+        if source.source == SELF:
+            for _ in written_pieces(data, tokenizer, teacher, tokens):
+                pass
+
+
+def holds_same(file: Path, data: Data, before: int, after: int) -> bool:
+    """Whether `write_tokens` for `after` windows would write what it has written for `before`: only then does
+    a run of `after` windows begin with the same ones, since their order depends on how many a source has."""
+    if before == after:
+        return True
+    lengths = file.with_name("tokens.json")
+    if not file.exists() or any(source.source == SELF for source in data.sources):
+        return False
+    held = json.loads(lengths.read_text(encoding="utf-8"))["tokens"]
+    # The same is wanted, or all that there is was, and still is.
+    return all(
+        old == new or (length < old and length <= new)
+        for length, old, new in zip(held, _wanted(data, before), _wanted(data, after), strict=True)
+    )
+
+
+def _wanted(data: Data, windows: int) -> list[int]:
+    """Tokens that are taken of each source."""
+    weights = [source.weight for source in data.sources]
+    return [max(share, 1) * data.seq_len + 1 for share in shares(weights, windows)]
+
+
+def _write(file: Path, data: Data, tokenizer: Any, wanted: list[int], teacher: Any, vocabulary: int) -> None:
+    partials = {name: file.with_name(name + ".partial") for name in ("tokens.json", "marks.bin", file.name)}
+    lengths = []
+    with partials[file.name].open("wb") as tokens, partials["marks.bin"].open("wb") as marks:
+        for source, most in zip(data.sources, wanted, strict=True):
+            with closing(_pieces(source, data, tokenizer, teacher, most, vocabulary)) as pieces:
+                known = _known(pieces, source, tokenizer, vocabulary)
+                lengths.append(_fill(tokens, marks, known, source, data, most))
+        for stream in (tokens, marks):
+            stream.flush()
+            os.fsync(stream.fileno())
+    partials["tokens.json"].write_text(json.dumps({"tokens": lengths}) + "\n", encoding="utf-8")
+    for name, partial in partials.items():
+        partial.rename(file.with_name(name))
+
+
+def _pieces(source: Source, data: Data, tokenizer: Any, teacher: Any, tokens: int, vocabulary: int) -> Pieces:
+    if source.source == SELF:
+        return written_pieces(data, tokenizer, teacher, tokens)
+    return (
+        chat_pieces(source, data, tokenizer, vocabulary)
+        if source.messages_field
+        else text_pieces(source, data, tokenizer)
+    )
+
+
+def _known(pieces: Pieces, source: Source, tokenizer: Any, vocabulary: int) -> Iterator[Piece]:
+    """The same, each once all its ids are known to the student."""
+    for piece in pieces:
+        check_ids(piece.ids, tokenizer, vocabulary, f"data.source {source.source}")
+        yield piece
+
+
+def _fill(
+    tokens: BinaryIO, marks: BinaryIO, pieces: Iterable[Piece], source: Source, data: Data, most: int
+) -> int:
+    """Append up to `most` tokens of a source; returns how many they were."""
+    written = documents = 0
+    kept = (
+        0xFF if data.packing == "documents" else SCORED
+    )  # positions and attention go on across a stream's documents
+    written_by_teacher = source.source == SELF  # shows its own progress
+    with nullcontext(lambda done, note: None) if written_by_teacher else progress_bar("tokens", most) as show:
+        for piece in pieces:
+            ids = piece.ids[: most - written]
+            tokens.write(ids.tobytes())
+            marks.write((piece.marks[: len(ids)] & kept).tobytes())
+            written += len(ids)
+            documents += 1
+            show(written, "")
+            if (
+                written == most and not written_by_teacher
+            ):  # what all processes write together is read to its end
+                break
+    if written <= data.seq_len:
+        raise InvalidInput(
+            f"data.source {source.source} holds {written} tokens in {documents} documents; one window of "
+            f"data.seq_len "
+            f"{data.seq_len} takes {data.seq_len + 1}"
+        )
+    return written

@@ -1,0 +1,166 @@
+"""What a stage makes smaller: the weighted sum of its losses over one micro-batch.
+
+Shapes: B windows, S tokens of a window, T scored tokens, D hidden size.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...core.errors import InvalidInput
+from ..data.batch import IGNORED, Batch
+from ..recipe.recipe import Stage
+from ..stages.capture import Captured, capturing
+from ..stages.teacher import Teacher
+from . import LOSSES, attention_relation, hidden_cosine, hidden_mse, mix
+from .layers import power_of
+from .predictions import Predictions, predict
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a stage compares the student with; constants.
+
+    Attributes:
+        predictions: the teacher's, for all B S tokens.
+        layers: what its layers gave; empty where no loss reads it.
+    """
+
+    predictions: Predictions
+    layers: Captured
+
+
+class Objective(nn.Module):
+    """What all processes run together: a module whose forward is the loss, so that the head is read inside of
+    it.
+
+    Args:
+        model: the student.
+        stage: says which losses, and how they are weighted.
+    """
+
+    def __init__(self, model: Any, stage: Stage) -> None:
+        super().__init__()
+        self.model = model
+        self._stage = stage
+        self._reads = {LOSSES[name].reads for name in stage.learnt}
+        self._powers: list[Tensor] = []
+
+    @property
+    def sees_layers(self) -> bool:
+        """Whether it compares what layers give, not the predictions alone."""
+        return self._reads != {"logits"}
+
+    @torch.no_grad()
+    def look(self, teacher: Teacher, batch: Batch) -> Seen:
+        """What the losses need of the teacher."""
+        if not self.sees_layers:
+            return Seen(teacher.predictions(batch), Captured())
+        return Seen(*teacher.captured(batch, attention="attention" in self._reads))
+
+    def calibrate(self, teacher: Teacher, batch: Batch) -> None:
+        """Take from one batch the size of the teacher's hidden states, which errors of hidden states are
+        relative to.
+
+        A constant of the stage: were it each micro-batch's own, the result would depend on how a step is cut
+        into them.
+        """
+        self._powers = [
+            power_of(hidden_BSD.flatten(0, 1)) for hidden_BSD in self.look(teacher, batch).layers.hidden
+        ]
+
+    def forward(self, batch: Batch, teacher: Seen, measuring: bool = False) -> dict[str, Tensor]:
+        """Sums over the T scored tokens of a batch.
+
+        Args:
+            batch: B windows of S tokens.
+            teacher: what `look` has seen on the same batch.
+            measuring: whether to give `ce` and the measures alone, whatever the stage's losses; there is no
+                `loss` then.
+
+        Returns:
+            `loss`, the weighted sum, differentiable; every loss by name, and what is measured beside them.
+            Constants, in nats where they compare distributions.
+
+        Raises:
+            InvalidInput: student and teacher have layers that cannot be compared.
+        """
+        labels_T = batch.labels_BS.flatten()
+        scored_T = labels_T != IGNORED
+        if measuring:
+            return self._measured(
+                predict(self.model, batch).at(scored_T), teacher.predictions.at(scored_T), labels_T[scored_T]
+            )
+        if not self.sees_layers:
+            return self._of_logits(predict(self.model, batch), teacher, labels_T, scored_T)
+        with capturing(self.model, attention="attention" in self._reads) as layers:
+            student = predict(self.model, batch)
+        sums = self._of_logits(student, teacher, labels_T, scored_T)
+        for name, value in self._of_layers(layers, teacher.layers, batch, scored_T).items():
+            sums["loss"] = sums["loss"] + self._stage.losses[name] * value
+            sums[name] = value.detach()
+        return sums
+
+    def _measured(self, student: Predictions, teacher: Predictions, labels_T: Tensor) -> dict[str, Tensor]:
+        return mix(student, teacher, labels_T, {"ce": 1.0}).sums
+
+    def _of_logits(
+        self, student: Predictions, teacher: Seen, labels_T: Tensor, scored_T: Tensor
+    ) -> dict[str, Tensor]:
+        """The losses of the vocabulary; without any, what is measured of it."""
+        mixed = mix(
+            student.at(scored_T),
+            teacher.predictions.at(scored_T),
+            labels_T[scored_T],
+            {name: weight for name, weight in self._stage.losses.items() if LOSSES[name].reads == "logits"},
+            temperature=self._stage.temperature,
+            beta=self._stage.jsd_beta,
+        )
+        return {"loss": mixed.loss, **mixed.sums}
+
+    def _of_layers(
+        self, student: Captured, teacher: Captured, batch: Batch, scored_T: Tensor
+    ) -> dict[Any, Tensor]:
+        """The losses of the layers, each the mean over layers of a sum over tokens."""
+        check_layers(len(student.hidden), len(teacher.hidden))
+        layers = range(len(student.hidden))
+        ours, theirs = (
+            [hidden_BSD.flatten(0, 1)[scored_T] for hidden_BSD in one.hidden] for one in (student, teacher)
+        )
+        found: dict[Any, Tensor] = {}
+        if "hidden_mse" in self._stage.learnt:
+            values = [
+                hidden_mse(ours[layer], theirs[layer], power=self._powers[layer])[0] for layer in layers
+            ]
+            found["hidden_mse"] = torch.stack(values).mean()
+        if "hidden_cosine" in self._stage.learnt:
+            found["hidden_cosine"] = torch.stack(
+                [hidden_cosine(ours[layer], theirs[layer])[0] for layer in layers]
+            ).mean()
+        if "attention_relation" in self._stage.learnt:
+            values = [
+                attention_relation(
+                    mine,
+                    his,
+                    position_ids_BS=batch.position_ids_BS,
+                    scored_BS=scored_T.view_as(batch.labels_BS),
+                )[0]
+                for layer in layers
+                for mine, his in zip(student.attention[layer], teacher.attention[layer], strict=True)
+            ]
+            found["attention_relation"] = torch.stack(values).mean()
+        return found
+
+
+def check_layers(ours: int, theirs: int) -> None:
+    """Refuse to compare layers that have no counterparts.
+
+    Raises:
+        InvalidInput: student and teacher have different numbers of them.
+    """
+    if ours != theirs:
+        raise InvalidInput(
+            f"the student has {ours} layers and the teacher {theirs}; losses that compare layers need as many"
+        )

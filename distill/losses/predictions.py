@@ -1,0 +1,98 @@
+"""Where hidden states become logits, kept apart so that a loss can form logits a few tokens at a time.
+
+Shapes: T tokens, V vocabulary, D hidden size, B windows, S tokens of a window, C tokens of a chunk.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from ...models.head import HeadForm, head_form
+from ..data.batch import Batch
+
+
+class Predictions(NamedTuple):
+    """A model's predictions for T tokens, before the head: logits = soft_cap · tanh(scale · (h Wᵀ + b) /
+    soft_cap).
+
+    Attributes:
+        hidden_TD: last hidden states, after the final norm.
+        weight_VD: the head.
+        bias_V: its bias, if it has one.
+        scale: a factor on what the head gives.
+        soft_cap: the bound that no logit exceeds; None where there is none.
+    """
+
+    hidden_TD: Tensor
+    weight_VD: Tensor
+    bias_V: Tensor | None
+    scale: float = 1.0
+    soft_cap: float | None = None
+
+    def at(self, kept_T: Tensor) -> "Predictions":
+        """The predictions for some of the tokens: where the mask is true."""
+        return self._replace(hidden_TD=self.hidden_TD[kept_T])
+
+    @property
+    def form(self) -> HeadForm:
+        """What happens to the head's output."""
+        return HeadForm(self.scale, self.soft_cap)
+
+    @property
+    def vocabulary(self) -> int:
+        """How many logits a token has, padding included."""
+        return len(self.weight_VD)
+
+    def computed_in(self, dtype: torch.dtype) -> "Predictions":
+        """The same with hidden states, weight and bias in one dtype."""
+        bias_V = None if self.bias_V is None else self.bias_V.to(dtype)
+        return self._replace(
+            hidden_TD=self.hidden_TD.to(dtype), weight_VD=self.weight_VD.to(dtype), bias_V=bias_V
+        )
+
+    def logits(self, rows: slice) -> Tensor:
+        """Logits (C, V) of some tokens.
+
+        The product in the dtype of its factors, what follows in at least float32.
+        """
+        output_CV = linear(self.hidden_TD[rows], self.weight_VD, self.bias_V)
+        return self.form.logits(output_CV.to(torch.promote_types(output_CV.dtype, torch.float32)))
+
+
+def predict(model: Any, batch: Batch) -> Predictions:
+    """Run a causal language model up to its head; tokens of all B windows of S in one row of T = B S.
+
+    Call it inside the forward of what a wrapper (DDP, FSDP2) wraps: only there do weights and gradients of
+    all processes meet. `eval.head.check_head` has made sure that the model's logits have the form that its
+    configuration tells.
+    """
+    hidden_BSD = model.base_model(
+        input_ids=batch.input_ids_BS, position_ids=batch.position_ids_BS, use_cache=False
+    ).last_hidden_state
+    head = model.get_output_embeddings()
+    bias_V = getattr(head, "bias", None)
+    return Predictions(
+        hidden_BSD.flatten(0, 1),
+        all_rows(head.weight),
+        None if bias_V is None else all_rows(bias_V),
+        *head_form(model),
+    )
+
+
+def all_rows(parameter: Tensor) -> Tensor:
+    """A head's parameter with all of its rows, also where data parallelism has sharded it (a DTensor).
+
+    Every process forms the gradient of its own tokens for the whole head; what is due to the shard is their
+    mean, as with every other weight under data parallelism. DTensor's default takes the gradients of all
+    processes for equal and keeps its own: another gradient. Tensor parallelism, where they would be equal, is
+    not meant here.
+    """
+    if not hasattr(parameter, "full_tensor"):
+        return parameter
+    from torch.distributed.tensor import DTensor, Partial
+
+    assert isinstance(parameter, DTensor)
+    gathered: Tensor = parameter.full_tensor(grad_placements=[Partial("avg")] * parameter.device_mesh.ndim)
+    return gathered

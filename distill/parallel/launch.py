@@ -1,0 +1,177 @@
+"""Profiles: how many processes share a run, and what of it. A profile is a configuration of accelerate,
+shipped in `profiles/`.
+
+`kvfold distill RECIPE --profile ddp` becomes `accelerate launch --config_file .../ddp.yaml -m kvfold.distill
+RECIPE`.
+"""
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Literal, NoReturn
+
+from ...core.console import notice
+from ...core.errors import InvalidInput
+from ..recipe.recipe import Profile, Recipe
+
+Kind = Literal["cpu", "cuda"]
+# On which devices each profile has run, as tests or by hand; what has not says so when it is chosen.
+TESTED: Mapping[Profile, frozenset[Kind]] = {
+    "cpu": frozenset({"cpu"}),
+    "single": frozenset({"cpu"}),
+    "ddp": frozenset({"cpu"}),
+    "fsdp2": frozenset({"cpu"}),
+    "zero2": frozenset({"cpu"}),
+    "zero3": frozenset({"cpu"}),
+    "multinode": frozenset({"cpu"}),
+}
+_ALONE = ("cpu", "single")  # need no launcher
+SHARDED = ("fsdp2", "zero2", "zero3", "multinode")  # models are divided among the processes
+# What would have accelerate's launcher start something else in the profile's place, and why it is not needed.
+_INSTEAD = (
+    "which kvfold does not use; leave it out and use --profile zero2 or zero3, which divide memory as "
+    "DeepSpeed's stages do, "
+    "with FSDP 2"
+)
+_REFUSED = {
+    "--use_deepspeed": f"asks for DeepSpeed, {_INSTEAD}",
+    "--use_megatron_lm": f"asks for Megatron-LM, {_INSTEAD}",
+    "--cpu": "has accelerate start one process alone, whatever the profile; leave it out and say --set "
+    "device=cpu, with which "
+    "all processes use the CPU",
+}
+_COUNT = "--num_processes"
+_ASKED = (
+    "KVFOLD_PROFILE",
+    "KVFOLD_PROCESSES",
+)  # environment: what every process that is launched should find itself part of
+_ELSEWHERE = ("--machine_rank", "--main_process_ip")  # what a machine must be told beside its profile
+
+
+def is_launched() -> bool:
+    """Whether a launcher has started this process."""
+    return "LOCAL_RANK" in os.environ
+
+
+def check_launched() -> None:
+    """Refuse to run as less than `relaunch` asked for: the launcher's arguments may undo a profile without a
+    word.
+
+    Raises:
+        InvalidInput: there are fewer processes, or more, or models are not divided among them.
+    """
+    profile, asked = (os.environ.get(name) for name in _ASKED)
+    if profile is None or asked is None:
+        return
+    found = os.environ.get("WORLD_SIZE", "1")
+    if found != asked:
+        raise InvalidInput(
+            f"accelerate started {found} processes where {_COUNT} asks for {asked}; leave out what "
+            f"follows -- but for {_COUNT} "
+            "and where the machines are"
+        )
+    if profile in SHARDED and os.environ.get("ACCELERATE_USE_FSDP", "false").lower() != "true":
+        raise InvalidInput(
+            f"the profile {profile} divides models among the processes, and accelerate was told not to; "
+            f"leave out what follows "
+            f"-- but for {_COUNT} and where the machines are"
+        )
+
+
+def uses_gpu(recipe: Recipe, profile: Profile) -> bool:
+    """Whether a run under a profile finds a GPU and may use it."""
+    import torch
+
+    return profile != "cpu" and recipe.device != "cpu" and torch.cuda.is_available()
+
+
+def relaunch(recipe: Recipe, profile: Profile, extra: Sequence[str], arguments: Sequence[str]) -> None:
+    """Become the launcher of the same command under a profile; returns only where one process alone is to
+    run.
+
+    Args:
+        recipe: checked already, so that mistakes in it are told once.
+        profile: which.
+        extra: arguments for accelerate's launcher.
+        arguments: those of `python -m kvfold.distill`.
+
+    Raises:
+        InvalidInput: the profile cannot run so.
+    """
+    for option, what in _REFUSED.items():
+        if _has(extra, option):
+            raise InvalidInput(f"{option} {what}")
+    gpu = uses_gpu(recipe, profile)
+    if ("cuda" if gpu else "cpu") not in TESTED[profile]:
+        here, known = ("on GPUs", "without GPUs") if gpu else ("without a GPU", "on GPUs")
+        notice(
+            f"the profile {profile} is untested {here}; it has run {known if TESTED[profile] else 'nowhere'}"
+        )
+    if profile in _ALONE:
+        if extra:
+            raise InvalidInput(
+                f"the profile {profile} starts no launcher, so {' '.join(extra)} is for nobody; leave it out"
+            )
+        return
+    missing = [option for option in _ELSEWHERE if profile == "multinode" and not _has(extra, option)]
+    if missing:
+        raise InvalidInput(
+            f"the profile multinode needs {' and '.join(missing)} on each machine; give them after --, e.g. "
+            f"-- --num_machines 2 --machine_rank 0 --main_process_ip HOST --num_processes 16"
+        )
+    _exec(
+        profile, extra if _has(extra, _COUNT) else [_COUNT, _processes(profile, gpu), *extra], gpu, arguments
+    )
+
+
+def _has(extra: Sequence[str], option: str) -> bool:
+    return any(_is(word, option) for word in extra)
+
+
+def _is(word: str, option: str) -> bool:
+    """accelerate takes its options with hyphens too."""
+    return word.partition("=")[0].replace("-", "_") == option.replace("-", "_")
+
+
+def _count(extra: Sequence[str]) -> str:
+    """The number of processes that accelerate is told, which is the last one.
+
+    Raises:
+        InvalidInput: it is none.
+    """
+    at = max(index for index, word in enumerate(extra) if _is(word, _COUNT))
+    _, mark, value = extra[at].partition("=")
+    value = value if mark else "".join(extra[at + 1 : at + 2])
+    if not (value.isdecimal() and int(value)):
+        raise InvalidInput(f"{_COUNT} is {value!r}; it should be a number from 1 on")
+    return str(int(value))
+
+
+def _processes(profile: Profile, gpu: bool) -> str:
+    if gpu and profile != "multinode":
+        import torch
+
+        return str(torch.cuda.device_count())
+    where = "all machines have together" if profile == "multinode" else "are wanted where there is no GPU"
+    raise InvalidInput(
+        f"the profile {profile} does not know how many processes {where}; add -- --num_processes N"
+    )
+
+
+def _exec(profile: Profile, extra: Sequence[str], gpu: bool, arguments: Sequence[str]) -> NoReturn:
+    file = resources.files(__package__) / "profiles" / f"{profile}.yaml"
+    asked = dict(zip(_ASKED, (profile, _count(extra)), strict=True))
+    environment = {**os.environ, **asked, **({} if gpu else {"ACCELERATE_USE_CPU": "true"})}
+    command = [
+        "-m",
+        "accelerate.commands.launch",
+        "--config_file",
+        str(Path(str(file))),
+        *extra,
+        "-m",
+        "kvfold.distill",
+        *arguments,
+    ]
+    os.execve(sys.executable, [sys.executable, *command], environment)

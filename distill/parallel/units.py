@@ -1,0 +1,174 @@
+"""Models that no process ever holds whole: built without weights, then given them a unit at a time, while the
+unit is sharded.
+
+A unit is a decoder layer, or all that is around the layers. Every process reads every unit, since
+transformers may rename, fuse or split tensors on the way, and keeps its shard. So a process needs room for
+its share of a model and one unit, which it needs for a forward pass as well.
+
+Shapes: any.
+"""
+
+from collections.abc import Iterator, Set
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import nn
+
+from ...checkpoints.directory import Checkpoint
+from ...convert.formats import to_trainable
+from ...core.console import notice
+from ...core.errors import InvalidInput
+from ...eval.options import Options
+from ...models.causal_lm import Loaded, describe
+from ...models.loading import LayeredModel
+from ..run.state import WEIGHTS
+from .sharing import named_weights
+
+# Norms that `to_trainable` may take out of a model; their weights tell.
+_LATENT_NORMS = ("kv_a_layernorm.weight", "q_a_layernorm.weight")
+
+
+class Units:
+    """The weights of a model that was built without any.
+
+    Attributes:
+        model: the model; its parameters are on the meta device until they are given, its buffers real.
+        loaded: the same with its tokenizer.
+        state: a training state whose weights replace the checkpoint's, by the names of
+            `parallel.named_weights`; None: none.
+
+    Args:
+        directory: the checkpoint.
+        dtype: of the weights.
+        opened: whether linearised norms are opened for training, see `to_trainable`.
+
+    Raises:
+        InvalidInput: transformers cannot build the model, or the checkpoint is quantised, no safetensors, or
+        lacks a weight.
+    """
+
+    def __init__(self, directory: Path, dtype: torch.dtype, *, opened: bool = False) -> None:
+        checkpoint = Checkpoint(directory)
+        if checkpoint.config.get("quantization_config"):
+            raise InvalidInput("its weights are quantised")
+        self.model = skeleton(checkpoint, dtype, opened=opened)
+        self.loaded = Loaded(directory, describe(directory, Options()).tokenizer, self.model)
+        self.state: Path | None = None
+        self._source, self._opened = LayeredModel(checkpoint, None, attention=None, dtype=dtype), opened
+        self._source.check_complete()
+        self._layers = _name_of(self._source.model, self._source.blocks[0]).rpartition(".")[0]
+
+    def __len__(self) -> int:
+        return len(self._source.blocks)
+
+    @contextmanager
+    def layer(self, number: int) -> Iterator[nn.Module]:
+        """A decoder layer with its weights, for the duration; what was sharded meanwhile stays.
+
+        Raises:
+            InvalidInput: a weight is missing, NaN or infinite.
+        """
+        with self._source.block(number) as block:
+            if self._opened:
+                to_trainable(block)
+            layer = self.model.get_submodule(f"{self._layers}.{number}")
+            self._give(layer, block)
+            yield layer
+
+    @contextmanager
+    def rest(self) -> Iterator[None]:
+        """All that is around the decoder layers with its weights; as of `layer`."""
+        layers = {id(module) for module in self.model.get_submodule(self._layers).modules()}
+        with self._source.rest():
+            self._give(self.model, self._source.model, without=layers)
+            yield
+
+    @torch.no_grad()
+    def _give(self, taker: nn.Module, giver: nn.Module, without: Set[int] = frozenset()) -> None:
+        """Put weights where there are none.
+
+        Tied ones stay tied, and what is there stays unless a state has it.
+        """
+        names = {id(weight): name for name, weight in named_weights(self.model)}
+        given: dict[int, nn.Parameter] = {}
+        with ExitStack() as stack:
+            saved = self.state and stack.enter_context(safe_open(self.state / WEIGHTS, framework="pt"))
+            known = set(saved.keys()) if saved else set()
+            for path, module in taker.named_modules():
+                if id(module) in without:
+                    continue
+                there = path.replace(".base_layer", "")
+                for name, weight in [
+                    (name, weight) for name, weight in module._parameters.items() if weight is not None
+                ]:
+                    if id(weight) not in given:
+                        value = (
+                            weight
+                            if not weight.is_meta
+                            else giver.get_parameter(f"{there}.{name}".removeprefix("."))
+                        )
+                        if saved and names[id(weight)] in known:
+                            value = saved.get_tensor(names[id(weight)]).to(value.device)
+                        given[id(weight)] = nn.Parameter(value.detach(), requires_grad=weight.requires_grad)
+                    module._parameters[name] = given[id(weight)]
+                for name in module._buffers.keys() - module._non_persistent_buffers_set:
+                    module._buffers[name] = giver.get_submodule(there)._buffers[name]
+
+
+def skeleton(checkpoint: Checkpoint, dtype: torch.dtype, *, opened: bool) -> Any:
+    """A checkpoint's model in evaluation mode, its parameters on the meta device.
+
+    Arguments and errors as of `Units`.
+    """
+    model = LayeredModel(checkpoint, None, attention=None, dtype=dtype).model
+    _compute_buffers(model)
+    if opened:
+        _read_norms(model, checkpoint)
+        to_trainable(model)
+    return model
+
+
+def open_in_units(directory: Path, dtype: torch.dtype, *, opened: bool = False) -> Units | None:
+    """A checkpoint by the unit; arguments as of `Units`.
+
+    Returns:
+        None, said in a line, where it cannot be had so: then every process must load the model whole.
+    """
+    try:
+        return Units(directory, dtype, opened=opened)
+    except InvalidInput as reason:
+        notice(f"every process loads {directory} whole before it keeps its shards of it: {reason}")
+        return None
+
+
+@torch.no_grad()
+def _compute_buffers(model: Any) -> None:
+    """Compute tables that are in no checkpoint as transformers does on loading.
+
+    In float32, whatever the model was built in.
+    """
+    for module in model.modules():
+        if module._non_persistent_buffers_set:
+            model._init_weights(module)
+
+
+def _read_norms(model: Any, checkpoint: Checkpoint) -> None:
+    """Give a model the latent norms that tell whether they are linearised."""
+    prefix = f"{model.base_model_prefix}."
+    for name, _ in list(model.named_parameters()):
+        if name.endswith(_LATENT_NORMS):
+            stored = next((known for known in (name, name.removeprefix(prefix)) if known in checkpoint), None)
+            if stored is None:
+                raise InvalidInput(f"{name} has another name in the checkpoint")
+            place, _, own = name.rpartition(".")
+            model.get_submodule(place)._parameters[own] = nn.Parameter(
+                checkpoint[stored].float(), requires_grad=False
+            )
+
+
+def _name_of(model: nn.Module, module: nn.Module) -> str:
+    name: str = next(name for name, found in model.named_modules() if found is module)
+    return name

@@ -1,0 +1,1 @@
+"""Distillation recipes: the schema, its sections and the files that hold them."""

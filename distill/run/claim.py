@@ -1,0 +1,145 @@
+"""The working directory of a run.
+
+Taken only when it is free or kvfold's own, and gone again when nothing was done.
+"""
+
+import errno
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from ...core.errors import InvalidInput
+from .signals import ignored
+from .state import saved
+
+_LOCK = "lock"  # held while a run is at work, and the mark of a directory that kvfold made
+# All that a run puts there; the lock is last, so that a removal cut short can be told from a stranger's
+# directory.
+_WRITTEN = ("tokens.bin", "marks.bin", "tokens.json", "metrics.jsonl", "evaluations.jsonl")
+_FILES = (*_WRITTEN, *(f"{name}.partial" for name in _WRITTEN))
+_DIRECTORIES = ("state", "stages", "best", "trackers", "final")
+_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO}
+_FULL = {os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)}
+_NAMES = {*_FILES, *_DIRECTORIES, _LOCK}
+
+
+@contextmanager
+def claimed(partial: Path) -> Iterator[None]:
+    """Keep other runs out of the working directory; one without a saved state is emptied first.
+
+    At the end it is removed; also when `InvalidInput` ends the run before any state was saved. Anything else
+    that ends the run leaves it, to go on from.
+
+    Raises:
+        InvalidInput: the directory is somebody else's, cannot be made, or another run is in it.
+    """
+    missing = [path for path in (partial, *partial.parents) if not path.exists()]
+    with _locked(partial):
+        if not saved(partial / "state"):
+            _empty(partial)
+        try:
+            with _telling(partial):
+                yield
+        except InvalidInput:
+            if not saved(partial / "state"):
+                _remove(partial, missing)
+            raise
+        with ignored():  # the output is there, so that the run has ended well
+            _remove(partial, [])
+
+
+@contextmanager
+def _telling(partial: Path) -> Iterator[None]:
+    """A disk that is full, or cannot be written any more, as a sentence.
+
+    Of most such errors the system names no file.
+    """
+    try:
+        yield
+    except shutil.Error as errors:  # of a whole tree: (from, to, reason) of each file
+        reason = str(errors.args[0][0][2])
+    except OSError as error:
+        if error.errno not in _DISK:
+            raise
+        reason = str(error.strerror)
+    else:
+        return
+    kept = "what was saved is kept: " if saved(partial / "state") else ""
+    advice = "make room there" if any(full in reason for full in _FULL) else "mend that"
+    raise InvalidInput(
+        f"{partial} cannot be written: {reason}; {kept}{advice} and give the same command again"
+    )
+
+
+def tidy(partial: Path) -> None:
+    """Remove the working directory of a run that has ended.
+
+    Raises:
+        InvalidInput: it is somebody else's, or a run is in it.
+    """
+    with _locked(partial):
+        _remove(partial, [])
+
+
+def is_ours(partial: Path) -> bool:
+    """Whether a directory is, or may become, the working directory of a run: one of ours, or empty."""
+    return _strange(partial) is None
+
+
+@contextmanager
+def _locked(partial: Path) -> Iterator[None]:
+    if found := _strange(partial):
+        raise InvalidInput(
+            f"{partial} exists and is no unfinished run of kvfold ({found}); move it, or name another "
+            f"output with --set "
+            "output=DIR"
+        )
+    try:
+        partial.mkdir(parents=True, exist_ok=True)
+        lock = (partial / _LOCK).open("w")
+    except OSError as error:
+        raise InvalidInput(
+            f"cannot write {partial}: {error.strerror}; name another output with --set output=DIR"
+        ) from None
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise InvalidInput(
+                f"another run is at work in {partial}; wait for it, or name another output"
+            ) from None
+        yield
+
+
+def _strange(partial: Path) -> str | None:
+    """What in a directory is not from a run of ours."""
+    if not partial.exists() and not partial.is_symlink():
+        return None
+    if partial.is_symlink() or not partial.is_dir():
+        return "it is no directory"
+    names = {path.name for path in partial.iterdir()}
+    if not names or (names <= _NAMES and (partial / _LOCK).is_file()):
+        return None
+    return f"it holds {min(names - _NAMES or names)}"
+
+
+def _empty(partial: Path) -> None:
+    for name in _DIRECTORIES:
+        shutil.rmtree(partial / name, ignore_errors=True)
+    for name in _FILES:
+        (partial / name).unlink(missing_ok=True)
+
+
+def _remove(partial: Path, made: Sequence[Path]) -> None:
+    """Remove what a run put into its directory.
+
+    If that empties it also the directory, and those in `made`, innermost first.
+    """
+    _empty(partial)
+    (partial / _LOCK).unlink()
+    with suppress(OSError):  # somebody put something there meanwhile
+        for path in dict.fromkeys((partial, *made)):
+            path.rmdir()

@@ -1,0 +1,217 @@
+"""What a stage takes, from the shapes of its models alone: how many weights are trained, memory, arithmetic.
+
+Memory is what one process allocates in float32 training with AdamW; activations are counted as what the
+linear layers read and give, which is within a third of what Llama-like layers keep for the backward pass.
+Processes that shard their models have a
+share each, and beside it what is gathered of them: what is around the layers while a step lasts, the layer at
+work, and gradients, of which there are two while they are exchanged. On a CPU the C library may keep a
+quarter more than is allocated.
+"""
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...checkpoints.directory import Checkpoint
+from ...models.loading import LayeredModel
+from ..losses.chunks import chunk_elements
+from ..parallel.sharing import decoder_layers
+from ..recipe.recipe import SHARED, Recipe, Stage
+from ..stages.teacher_cache import cache_for
+from ..stages.weights import TRAINABLE, is_adapter, set_trainable
+
+_ADAMW = 8  # bytes of its two moments, for each trained weight
+_LOGITS = 7  # tensors of a chunk's size that exist at once in float32, see losses/chunks.py
+_MATMUL = {"cpu": 1024, "cuda": 8192}  # size of the product that a machine's rate is taken from
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Of one stage in one process.
+
+    Attributes:
+        weights: of the student; adapters are not among them.
+        trained: how many numbers the optimizer changes.
+        memory: bytes by what they are for.
+        flops: floating-point operations for each token of the data; None for mixtures of experts, which are
+            not counted.
+    """
+
+    weights: int
+    trained: int
+    memory: dict[str, int]
+    flops: float | None
+
+
+def skeleton(directory: Path) -> Any:
+    """A checkpoint's model without its weights, on the meta device.
+
+    Raises:
+        InvalidInput: transformers cannot build it.
+    """
+    return LayeredModel(Checkpoint(directory), None, attention=None).model
+
+
+def footprint(
+    recipe: Recipe,
+    stage: Stage,
+    student: Any,
+    teacher: Any,
+    bf16: bool,
+    processes: int = 1,
+    *,
+    keeps_layers: bool = False,
+) -> Footprint:
+    """What a stage takes.
+
+    Args:
+        recipe: the run.
+        stage: of the recipe.
+        student: a skeleton; a stage that trains adapters leaves them in it.
+        teacher: a skeleton.
+        bf16: whether forward passes are in bfloat16.
+        processes: among how many the models are sharded.
+        keeps_layers: whether gathered layers stay until their backward pass, as under zero2.
+
+    Raises:
+        InvalidInput: the stage finds nothing to train in the student.
+    """
+    trainable = set_trainable(student, stage)
+    trained = sum(weight.numel() for weight in trainable)
+    own = [weight for name, weight in student.named_parameters() if not is_adapter(name)]
+    weights = sum(weight.numel() for weight in own)
+    shards = processes if stage.how == "end_to_end" else 1
+    memory = {
+        "weights": 4 * (weights + (trained if stage.train == "lora" else 0)) // shards,
+        "gradients": 4 * trained // shards,
+        "optimizer": _ADAMW * trained // shards,
+        "teacher": _teacher_bytes(recipe, stage, student, teacher, bf16) // shards,
+        "activations": _activation_bytes(recipe, stage, student, bf16),
+    }
+    if stage.how == "end_to_end":
+        tokens = stage.micro_batch * recipe.data.seq_len
+        device = torch.device("cuda" if _has_gpu(recipe) else "cpu")
+        memory["logits"] = 4 * _LOGITS * min(chunk_elements(device), tokens * _vocabulary(student))
+    if shards > 1:
+        beside = memory["activations"] + memory["logits"]
+        memory["gathered"] = _gathered_bytes(recipe, stage, student, teacher, bf16, keeps_layers, beside)
+    flops = (
+        None
+        if any("expert" in name for name, _ in student.named_modules())
+        else _flops(recipe, stage, student, teacher)
+    )
+    return Footprint(weights, trained, memory, flops)
+
+
+def matmul_rate(recipe: Recipe, bf16: bool) -> float:
+    """Floating-point operations a second that this machine does in a large matrix product.
+
+    No run is faster.
+    """
+    device = "cuda" if _has_gpu(recipe) else "cpu"
+    size = _MATMUL[device]
+    one = torch.ones(size, size, device=device, dtype=torch.bfloat16 if bf16 else torch.float32)
+    best = float("inf")
+    for _ in range(4):
+        start = time.perf_counter()
+        float((one @ one)[0, 0])  # waits for it
+        best = min(best, time.perf_counter() - start)
+    return 2 * size**3 / best
+
+
+def _has_gpu(recipe: Recipe) -> bool:
+    return recipe.device != "cpu" and torch.cuda.is_available()
+
+
+def _vocabulary(model: Any) -> int:
+    return len(model.get_output_embeddings().weight)
+
+
+def _teacher_bytes(recipe: Recipe, stage: Stage, student: Any, teacher: Any, bf16: bool) -> int:
+    size = 2 if bf16 else 4
+    if recipe.teacher == SHARED:
+        ours = {name: weight.shape for name, weight in student.named_parameters()}
+        same = {name for name, weight in teacher.named_parameters() if ours.get(name) == weight.shape}
+        shared = same - TRAINABLE[stage.train](student) - TRAINABLE["attention"](student)
+        return sum(4 * weight.numel() for name, weight in teacher.named_parameters() if name not in shared)
+    if cache_for(stage, recipe) is not None:
+        return int(size * teacher.get_output_embeddings().weight.numel())
+    return sum(size * weight.numel() for weight in teacher.parameters())
+
+
+def _gathered_bytes(
+    recipe: Recipe, stage: Stage, student: Any, teacher: Any, bf16: bool, keeps_layers: bool, beside: int
+) -> int:
+    """What is whole at once in a step of sharded models, at most, above `beside`: bytes that are free again
+    when the gradients of what is around the layers are exchanged."""
+    size = 2 if bf16 else 4
+    layers = [_size(layer) for layer in decoder_layers(student)]
+    around = size * (_size(student) - sum(layers))
+    at_work = size * (sum(layers) + max(layers) if keeps_layers else 2 * max(layers)) + 4 * 2 * max(layers)
+    theirs = (
+        0 if cache_for(stage, recipe) else size * (_size(teacher) - sum(map(_size, decoder_layers(teacher))))
+    )
+    inside = {id(weight) for layer in decoder_layers(student) for weight in layer.parameters()}
+    changed: list[nn.Parameter] = [
+        weight for weight in student.parameters() if weight.requires_grad and id(weight) not in inside
+    ]
+    exchanged = 4 * 2 * sum(weight.numel() for weight in changed)
+    return around + at_work + theirs + max(0, exchanged - beside)
+
+
+def _size(module: nn.Module) -> int:
+    return sum((weight.numel() for weight in module.parameters()), 0)
+
+
+def _activation_bytes(recipe: Recipe, stage: Stage, student: Any, bf16: bool) -> int:
+    tokens, size = stage.micro_batch * recipe.data.seq_len, 2 if bf16 else 4
+    layers = [_features(layer) for layer in decoder_layers(student)]
+    if stage.how != "end_to_end":
+        attention = {name.rpartition(".")[0] for name in TRAINABLE["attention"](student)}
+        one = sum(_wide(module) for name, module in student.named_modules() if name in attention) // len(
+            layers
+        )
+    elif recipe.gradient_checkpointing:
+        one = max(layers) + len(layers) * int(student.config.get_text_config().hidden_size)
+    else:
+        one = sum(layers)
+    return size * tokens * one
+
+
+def _features(layer: nn.Module) -> int:
+    """Numbers that a layer's linear parts read and give for each token."""
+    return sum(map(_wide, layer.modules()))
+
+
+def _wide(module: nn.Module) -> int:
+    weight = getattr(module, "weight", None)
+    return sum(weight.shape) if isinstance(weight, torch.Tensor) and weight.ndim == 2 else 0
+
+
+def _flops(recipe: Recipe, stage: Stage, student: Any, teacher: Any) -> float:
+    """A product of a token with a matrix takes two operations for each of its numbers, and its backward
+    pass twice that.
+    """
+    ours, theirs = _matrices(student), _matrices(teacher)
+    if stage.how != "end_to_end":
+        names = TRAINABLE["attention"](student)
+        inside = _numbers(weight for name, weight in student.named_parameters() if name in names)
+        return 2.0 * (theirs - _numbers([teacher.get_output_embeddings().weight])) + 6.0 * inside
+    trained = _numbers(weight for weight in student.parameters() if weight.requires_grad)
+    again = 2.0 * ours if recipe.gradient_checkpointing else 0.0
+    return 4.0 * ours + 2.0 * trained + again + (0.0 if cache_for(stage, recipe) else 2.0 * theirs)
+
+
+def _matrices(model: Any) -> int:
+    """Numbers in all matrices that tokens are multiplied with: the head is, the embedding is looked up."""
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    return _numbers(model.parameters()) - (0 if embedding is head else _numbers([embedding]))
+
+
+def _numbers(weights: Iterable[torch.Tensor]) -> int:
+    return sum(weight.numel() for weight in weights if weight.ndim == 2)

@@ -1,0 +1,103 @@
+"""SIGTERM and SIGINT in a run.
+
+They end it at once where nothing would be lost, and after the step where one is at work.
+"""
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class Interrupted(BaseException):
+    """SIGTERM or SIGINT arrived; what was saved is kept, and the same recipe goes on from there.
+
+    No `Exception`, as KeyboardInterrupt is none: it may be raised within any library, which must not take it
+    for a failure.
+
+    Attributes:
+        signum: the signal.
+    """
+
+    def __init__(self, signum: int, message: str) -> None:
+        super().__init__(message)
+        self.signum = signum
+
+
+@contextmanager
+def interruptible(received: list[int]) -> Iterator[None]:
+    """Have the first signal raise `Interrupted` wherever it arrives, but in `deferred`; a second one acts as
+    usual.
+
+    Everything on disk is written whole or not at all, so that being stopped anywhere loses no more than being
+    killed there.
+
+    Args:
+        received: the signals that arrive are appended to it.
+    """
+
+    previous = _handlers()
+
+    def receive(signum: int, frame: FrameType | None) -> None:
+        received.append(signum)
+        signal.signal(signum, previous[signum])
+        raise _stopped(signum)
+
+    with _handling(receive):
+        yield
+
+
+@contextmanager
+def deferred(received: list[int]) -> Iterator[None]:
+    """Append signals to `received` and go on, for whoever looks there between two steps; a second one acts as
+    it did before.
+
+    Raises:
+        Interrupted: at the end, where one arrived that nobody has acted upon.
+    """
+
+    previous = _handlers()
+
+    def receive(signum: int, frame: FrameType | None) -> None:
+        received.append(signum)
+        signal.signal(signum, previous[signum])
+
+    with _handling(receive):
+        yield
+    if received:
+        raise _stopped(received[-1])
+
+
+@contextmanager
+def ignored() -> Iterator[None]:
+    """Take no notice of signals: all is done but for tidying up."""
+    with _handling(signal.SIG_IGN):
+        yield
+
+
+def _handlers() -> dict[int, Any]:
+    return {signum: signal.getsignal(signum) for signum in _SIGNALS}
+
+
+@contextmanager
+def _handling(handler: Any) -> Iterator[None]:
+    """Handle the signals like this for a while. Only the main thread can, and only it is told of signals."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = _handlers()
+    try:
+        for signum in previous:
+            signal.signal(signum, handler)
+        yield
+    finally:
+        for signum, before in previous.items():
+            signal.signal(signum, before)
+
+
+def _stopped(signum: int) -> Interrupted:
+    return Interrupted(signum, f"stopped by {signal.Signals(signum).name}; what was saved is kept")

@@ -1,0 +1,222 @@
+"""Training state on disk: written whole or not at all, checked when read, without pickle.
+
+`step-00000500/` holds weights.safetensors (each trainable or frozen tensor once, float32, adapters beside
+what they adapt), optimizer.safetensors (AdamW's moments, `<key>.<weight>`), progress.json, and manifest.json
+with the SHA-256 of the other three. Nothing in training draws random numbers and the order of the data is a
+function of the cursor, so this is all there is. At the
+end of a stage adapters are merged into the weights and there is no optimizer: the next stage has its own.
+
+Tensors are whole whatever the processes made of them, so that a run may go on with another number of
+processes.
+"""
+
+import hashlib
+import json
+import shutil
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from ...checkpoints.directory import finish
+from ...checkpoints.shards import ShardWriter, TensorSpec
+from ...core.console import notice
+from ...core.errors import InvalidInput
+from ..parallel.sharing import named_weights, part, whole
+from ..stages.weights import adapted, is_adapter, merged
+
+_MANIFEST = "manifest.json"
+WEIGHTS, _MOMENTS = "weights.safetensors", "optimizer.safetensors"
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a run has come.
+
+    Attributes:
+        stage: index of the stage.
+        step: optimizer steps taken in it.
+        total_steps: optimizer steps taken in the run.
+        cursor: windows read in the run.
+        tokens: tokens trained on in the run.
+        recipe: the resolved recipe.
+        models: of student and teacher, what tells them from others.
+    """
+
+    stage: int = 0
+    step: int = 0
+    total_steps: int = 0
+    cursor: int = 0
+    tokens: int = 0
+    recipe: dict[str, Any] = field(default_factory=dict)
+    models: dict[str, str] = field(default_factory=dict)
+
+
+class Gathered:
+    """The whole tensors of a model that may be sharded, one after the other, so that no process holds them
+    all.
+
+    Its items are a file, a name in it, and the tensor; all processes must go through them together.
+
+    Args:
+        model: the student, with adapters or without; None: there is none.
+        optimizer: of the stage; None at its end, when adapters are merged.
+    """
+
+    def __init__(
+        self, model: nn.Module | None = None, optimizer: torch.optim.Optimizer | None = None
+    ) -> None:
+        self._layers = adapted(model) if model and optimizer is None else {}
+        named = list(named_weights(model)) if model else []
+        self._weights = {name: weight for name, weight in named if optimizer or not is_adapter(name)}
+        # In an order of its own: a fresh optimizer has its moments in another one than a restored one.
+        self._states = {
+            name: dict(sorted(optimizer.state[weight].items()))
+            for name, weight in named
+            if optimizer and weight in optimizer.state
+        }
+
+    def specs(self) -> dict[str, dict[str, TensorSpec]]:
+        """What each file will hold."""
+        moments = {
+            f"{key}.{name}": value for name, found in self._states.items() for key, value in found.items()
+        }
+        files: dict[str, Mapping[str, Tensor]] = {WEIGHTS: self._weights, _MOMENTS: moments}
+        return {
+            file: {name: TensorSpec(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+            for file, tensors in files.items()
+        }
+
+    def discard(self) -> None:
+        """What the processes do that write nothing."""
+        for _ in self:
+            pass
+
+    @torch.no_grad()
+    def __iter__(self) -> Iterator[tuple[str, str, Tensor]]:
+        for name, weight in self._weights.items():
+            layer = self._layers.get(name.rpartition(".")[0])
+            is_merged = layer is not None and name.endswith(".weight")
+            yield WEIGHTS, name, merged(layer) if is_merged else whole(weight.detach())
+            for key, value in self._states.get(name, {}).items():
+                yield _MOMENTS, f"{key}.{name}", whole(value)
+
+
+def save(directory: Path, progress: Progress, gathered: Gathered, keep: int) -> None:
+    """Write the state of a step, then remove all but the newest `keep`.
+
+    Raises:
+        InvalidInput: the disk is full or cannot be written; the states before are untouched.
+    """
+    final = directory / f"step-{progress.total_steps:08d}"
+    partial = directory / (final.name + ".partial")
+    for leftover in (
+        partial,
+        final,
+    ):  # `final` exists when it was found damaged and its steps were done again
+        shutil.rmtree(leftover, ignore_errors=True)
+    try:
+        partial.mkdir(parents=True)
+        _write(partial, progress, gathered)
+        finish(partial, final)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise InvalidInput(f"the training state cannot be saved in {directory}: {error}") from None
+    for old in saved(directory)[keep:]:
+        shutil.rmtree(old)
+
+
+def _write(directory: Path, progress: Progress, gathered: Gathered) -> None:
+    with ExitStack() as stack:
+        writers = {
+            file: stack.enter_context(_writing(directory / file, specs))
+            for file, specs in gathered.specs().items()
+        }
+        for file, name, tensor in gathered:
+            writers[file].write(name, tensor)
+    (directory / "progress.json").write_text(json.dumps(asdict(progress), indent=2) + "\n", encoding="utf-8")
+    hashes = {file.name: _sha256(file) for file in sorted(directory.iterdir())}
+    (directory / _MANIFEST).write_text(json.dumps(hashes, indent=2) + "\n", encoding="utf-8")
+
+
+@contextmanager
+def _writing(file: Path, specs: Mapping[str, TensorSpec]) -> Iterator[ShardWriter]:
+    """One file of tensors, to be written in any order."""
+    place = file.with_suffix("")
+    place.mkdir()
+    with ShardWriter(place, specs, sys.maxsize) as writer:
+        yield writer
+    (place / "model.safetensors").rename(file)
+    place.rmdir()
+
+
+def newest(directory: Path) -> Path | None:
+    """The newest whole state; None when none was ever saved.
+
+    Raises:
+        InvalidInput: there are states, but none is whole.
+    """
+    states = saved(directory)
+    for state in states:
+        if is_whole(state):
+            return state
+        notice(f"{state} is damaged; going back to the state before it")
+    if states:
+        raise InvalidInput(
+            f"no training state in {directory} is whole; remove {directory.parent} to start over"
+        )
+    return None
+
+
+def read_progress(state: Path) -> Progress:
+    """How far the run had come."""
+    return Progress(**json.loads((state / "progress.json").read_text(encoding="utf-8")))
+
+
+@torch.no_grad()
+def restore_weights(state: Path, model: nn.Module) -> None:
+    """Copy the saved weights into a model that is not yet sharded.
+
+    Adapters keep theirs where the state is from before them.
+    """
+    with safe_open(state / WEIGHTS, framework="pt") as file:
+        names = set(file.keys())
+        for name, parameter in named_weights(model):
+            if name in names or not is_adapter(name):
+                parameter.copy_(file.get_tensor(name))
+
+
+def restore_optimizer(state: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Give a fresh optimizer over the same weights its saved moments."""
+    parameters = dict(named_weights(model))
+    with safe_open(state / _MOMENTS, framework="pt") as file:
+        for name in file.keys():  # noqa: SIM118 - safe_open gives no iterator
+            key, _, parameter_name = name.partition(".")
+            parameter, value = parameters[parameter_name], file.get_tensor(name)
+            # AdamW counts its steps on the CPU.
+            optimizer.state[parameter][key] = value if key == "step" else part(value, parameter)
+
+
+def saved(directory: Path) -> list[Path]:
+    """The states that were saved, newest first, whole or damaged since."""
+    return sorted((path for path in directory.glob("step-*") if path.suffix != ".partial"), reverse=True)
+
+
+def is_whole(state: Path) -> bool:
+    """Whether all files of a saved state are there as they were written."""
+    try:
+        hashes: dict[str, str] = json.loads((state / _MANIFEST).read_text(encoding="utf-8"))
+        return all(_sha256(state / name) == expected for name, expected in hashes.items())
+    except (OSError, ValueError):
+        return False
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()

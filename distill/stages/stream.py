@@ -1,0 +1,286 @@
+"""Alignment of a model that is larger than memory: one layer of student and teacher at a time, from the first
+to the last.
+
+What goes from one layer of the teacher to the next lies on disk: for every step of the stage the hidden
+states that enter the layer, and, growing, those that leave it; what enters it is removed once the layer is
+done. Steps, batches and gradients are those of `align.Alignment`, so the weights are too. A layer that is
+done stays done when the run is killed.
+
+    work/  boundary-00003/step-00000.safetensors ...  boundary-00004/...  layer-00000.safetensors
+    layer-00000.json ...
+
+Shapes: B windows of a micro-batch, W of a step, S tokens of a window, D hidden size.
+"""
+
+import json
+import math
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from ...checkpoints.directory import Checkpoint, copy_side_files, finish
+from ...checkpoints.shards import SHARD_SIZE, ShardWriter
+from ...convert.formats import to_published, to_trainable
+from ...convert.formats.remote import ship
+from ...core.errors import InvalidInput
+from ...core.files import save_whole
+from ...eval.options import Options
+from ...models.causal_lm import Described, check_comparable, describe
+from ...models.loading import LayeredModel
+from ..data.batch import Batch
+from ..data.order import Windows
+from ..recipe.recipe import Recipe, Stage
+from ..watch.display import Show, progress_bar
+from .align import Adds, adds, clip, learn, step_losses, weights_of
+from .boundaries import Boundaries
+from .capture import Decoder, output_of
+from .isolation import isolate_documents
+from .loop import Interrupted, adamw, take_step
+from .schedule import learning_rate
+from .student import check_positions
+
+
+@dataclass(frozen=True)
+class Streaming:
+    """What a stage with mode: stream is given.
+
+    Attributes:
+        recipe: the whole run.
+        stage: the stage.
+        student: where the checkpoint to be trained lies.
+        teacher: where the model to learn from lies.
+        windows: the data.
+        cursor: of the stage's first window.
+        work: directory for what is not whole yet.
+        signals: those received so far.
+    """
+
+    recipe: Recipe
+    stage: Stage
+    student: Path
+    teacher: Path
+    windows: Windows
+    cursor: int
+    work: Path
+    signals: list[int]
+
+    @property
+    def boundaries(self) -> Boundaries:
+        """What goes from layer to layer."""
+        return Boundaries(self.work)
+
+    @property
+    def tokens(self) -> int:
+        """Of the stage."""
+        return self.steps * self.recipe.step_windows(self.stage) * self.recipe.data.seq_len
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps of the stage, of every layer."""
+        return self.recipe.steps(self.stage)
+
+    def micro_batches(self, step: int) -> Iterator[Batch]:
+        """What is computed at once, in order."""
+        count, size = self.recipe.step_windows(self.stage), self.stage.micro_batch
+        first = self.cursor + step * count
+        for start in range(first, first + count, size):
+            yield self.windows.batch(range(start, min(start + size, first + count)))
+
+
+def stream_stage(given: Streaming, out: Path, begun: Callable[[], None]) -> list[dict[str, float]]:
+    """Align every layer in turn, and write the student with its new attention.
+
+    Args:
+        given: what to do; `given.work` may hold what an earlier start of it has done.
+        out: a directory for the checkpoint; where it exists, an earlier start has written it.
+        begun: called when everything is checked and training begins: from now on what is done is worth
+            keeping.
+
+    Returns:
+        The losses of every step, as `align.Alignment` names them.
+
+    Raises:
+        InvalidInput: the layers of student and teacher do not correspond, a layer diverged, or the disk is
+        too small. Interrupted: a signal arrived; the layer at work is begun again.
+    """
+    given.work.mkdir(parents=True, exist_ok=True)
+    try:
+        student, teacher = _Side(given.student, given), _Side(given.teacher, given)
+        given.boundaries.check_room(given.tokens, teacher.layered.model.config.get_text_config().hidden_size)
+        change, layers = adds(student.decoder, teacher.decoder), len(teacher.decoder)
+        done = len(list(given.work.glob("layer-*.safetensors")))
+        if done == 0:
+            _enter(given, teacher)
+        begun()
+        bar = progress_bar(given.stage.name, layers * given.steps, done * given.steps)
+        with bar as show, student.layered.rest(without="ends"), teacher.layered.rest(without="ends"):
+            for number in range(done, layers):
+                _Layer(given, student, teacher, change, number).align(show)
+        if not out.exists():
+            _write(given, out)
+    except (OSError, SafetensorError) as error:
+        raise InvalidInput(f"stage {given.stage.name} cannot write to {given.work.parent}: {error}") from None
+    return _losses(given, layers)
+
+
+class _Side:
+    """Student or teacher, with the weights of what is at work."""
+
+    def __init__(self, directory: Path, given: Streaming) -> None:
+        self.layered = LayeredModel(Checkpoint(directory), None, attention=None)
+        self.decoder = Decoder(self.layered.model)
+        if given.recipe.data.packing == "documents":
+            with self.layered.streamed(kept=0) as model:
+                isolate_documents(model, str(directory))
+        with self.layered.block(0), self.layered.rest(without="head"):
+            self.decoder.calls(
+                given.windows.batch([given.cursor]).to(self.layered.device)
+            )  # from now on no layer runs for it
+
+
+class _Layer:
+    """The alignment of one layer."""
+
+    def __init__(self, given: Streaming, student: _Side, teacher: _Side, change: Adds, number: int) -> None:
+        self._given, self._student, self._teacher, self._adds, self._number = (
+            given,
+            student,
+            teacher,
+            change,
+            number,
+        )
+
+    def align(self, show: Show) -> None:
+        """Take all steps, and keep the result."""
+        given, number = self._given, self._number
+        with self._teacher.layered.block(number), self._student.layered.block(number) as block:
+            to_trainable(block)
+            weights = weights_of(self._student.decoder.attention(number).requires_grad_(True))
+            optimizer, shares = adamw(weights, given.stage), []
+            for step in range(given.steps):
+                error, power = self._accumulate(step)
+                for weight in weights:
+                    weight.grad = None if weight.grad is None else weight.grad / power
+                norm = take_step(
+                    optimizer, learning_rate(given.stage, step, given.steps), clip(weights, given.stage)
+                )
+                self._check(norm, step)
+                shares.append(error / power)
+                show(number * given.steps + step + 1, f"layer {number}  {shares[-1]:.4f}")
+            attention = self._student.decoder.attentions[number].removeprefix(
+                self._student.decoder.layers[number] + "."
+            )
+            named = {
+                name: tensor
+                for name, tensor in block.state_dict().items()
+                if name.startswith(f"{attention}.")
+            }
+            self._keep(to_published(block, named), shares)
+
+    def _accumulate(self, step: int) -> tuple[float, float]:
+        """Form the gradient of a step, and store what leaves the layer; returns Σ ‖ŷ - y‖² and Σ ‖y‖²."""
+        given, number = self._given, self._number
+        inputs_WSD = given.boundaries.read(number, step)
+        totals, outputs, start = torch.zeros(2), [], 0
+        for batch in given.micro_batches(step):
+            size = len(batch.input_ids_BS)
+            output_BSD, sums = self._learn(batch, inputs_WSD[start : start + size])
+            outputs.append(output_BSD)
+            totals += sums
+            start += size
+        if number + 1 < len(self._teacher.decoder):
+            given.boundaries.store(number + 1, step, outputs)
+        error, power = totals.tolist()
+        return error, power
+
+    @torch.no_grad()
+    def _learn(self, batch: Batch, hidden_BSD: Tensor) -> tuple[Tensor, Tensor]:
+        """One micro-batch: what the teacher's layer gives, and the sums; the student's gradient grows."""
+        device, number, sums = self._teacher.layered.device, self._number, torch.zeros(2)
+        batch, hidden_BSD = batch.to(device), hidden_BSD.to(device)
+        student, teacher = self._student.decoder, self._teacher.decoder
+        mine, its = (
+            side.calls(batch, embedded_BSD=torch.zeros_like(hidden_BSD))[number]
+            for side in (student, teacher)
+        )
+
+        def see(_: int, read_BSD: Tensor, given_BSD: Tensor) -> None:
+            sums.copy_(torch.stack(learn(student, number, mine, read_BSD, self._adds(given_BSD))))
+
+        with teacher.seen_by(see):
+            return output_of(teacher.layer(number)(hidden_BSD, *its.arguments, **its.named)), sums
+
+    def _check(self, norm: float, step: int) -> None:
+        name, number = self._given.stage.name, self._number
+        if not math.isfinite(norm):
+            raise InvalidInput(
+                f"stage {name} diverged: the gradient of layer {number} in step {step + 1} is {norm}; use "
+                f"a lower lr"
+            )
+        if self._given.signals:
+            raise Interrupted(max(self._given.signals), f"stopped in layer {number} of stage {name}")
+
+    def _keep(self, named: dict[str, Tensor], shares: list[float]) -> None:
+        """The layer is done once its tensors are there; then what entered it is not needed any more."""
+        work, number = self._given.work, self._number
+        prefix = self._student.decoder.layers[number]
+        (work / f"layer-{number:05d}.json").write_text(json.dumps(shares) + "\n", encoding="utf-8")
+        tensors = {f"{prefix}.{name}": tensor.detach().cpu().contiguous() for name, tensor in named.items()}
+        save_whole(tensors, work / f"layer-{number:05d}.safetensors")
+        self._given.boundaries.remove(number)
+
+
+def _enter(given: Streaming, teacher: _Side) -> None:
+    """Store the embedded tokens."""
+    with teacher.layered.rest(without="head"):
+        for step in range(given.steps):
+            batches = (batch.to(teacher.layered.device) for batch in given.micro_batches(step))
+            given.boundaries.store(0, step, [teacher.decoder.embedded(batch) for batch in batches])
+
+
+def _write(given: Streaming, out: Path) -> None:
+    """The student as it was, but for the layers that are done; all or nothing."""
+    stored = Checkpoint(given.student)
+    aligned = {
+        name: file for file in sorted(given.work.glob("layer-*.safetensors")) for name in load_file(file)
+    }
+    unknown = sorted(aligned.keys() - set(stored))
+    if unknown:
+        raise InvalidInput(
+            f"{given.student} does not store {unknown[0]} under that name; use mode: layerwise"
+        )
+    partial = out.with_name(out.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    with ShardWriter(partial, {name: stored.spec(name) for name in stored}, SHARD_SIZE) as writer:
+        for name in stored:
+            tensor = load_file(aligned[name])[name] if name in aligned else stored[name]
+            writer.write(name, tensor.to(stored.spec(name).dtype))
+    (partial / "config.json").write_bytes((given.student / "config.json").read_bytes())
+    copy_side_files(given.student, partial)
+    ship(given.student, partial)
+    finish(partial, out)
+
+
+def _losses(given: Streaming, layers: int) -> list[dict[str, float]]:
+    files = [given.work / f"layer-{number:05d}.json" for number in range(layers)]
+    shares = [json.loads(file.read_text(encoding="utf-8")) for file in files]
+    return [step_losses(list(of_step)) for of_step in zip(*shares, strict=True)]
+
+
+def describe_student(student: Path, teacher: Path, seq_len: int) -> Described:
+    """Tokenizer and configuration of a student that is not in memory.
+
+    Raises:
+        InvalidInput: its teacher has another tokenizer, or windows are longer than the student takes.
+    """
+    mine, its = (describe(directory, Options()) for directory in (student, teacher))
+    check_comparable(mine, its, "")
+    check_positions(mine, seq_len)
+    return mine

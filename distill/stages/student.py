@@ -1,0 +1,171 @@
+"""The model that is trained: from a checkpoint to trainable float32 weights, and back to a checkpoint."""
+
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from ...checkpoints.directory import Checkpoint, copy_side_files
+from ...checkpoints.shards import SHARD_SIZE, ShardWriter, TensorSpec
+from ...convert.formats import to_published, to_trainable
+from ...convert.formats.remote import ship
+from ...core.errors import InvalidInput
+from ...eval.options import Options
+from ...models.causal_lm import Described, Loaded, load
+from ...models.head import check_head
+from ..parallel.sharing import decoder_layers, first_place, shards_models
+from ..parallel.units import Units, open_in_units, skeleton
+from ..recipe.recipe import Recipe, Stage
+from ..run.state import WEIGHTS, restore_weights
+from .isolation import isolate_documents
+
+
+def open_student(
+    directory: Path, latest: Path | None, stage: Stage, recipe: Recipe, accelerator: Accelerator
+) -> tuple[Loaded, Units | None]:
+    """The student that a stage begins with.
+
+    Args:
+        directory: its checkpoint.
+        latest: a training state whose weights it has; None: those of the checkpoint.
+        stage: what it is trained in.
+        recipe: says how long windows are, and how documents are packed.
+        accelerator: device.
+
+    Returns:
+        The student, and where its weights are: None, in it; else it has none, and who shards it gives them
+        and then checks it.
+
+    Raises:
+        InvalidInput: as of `load_student` and `check_model`.
+    """
+    if shards_models(stage) and (found := open_in_units(directory, torch.float32, opened=True)):
+        check_positions(found.loaded, recipe.data.seq_len)
+        found.state = latest
+        return found.loaded, found
+    student = load_student(directory, recipe.data.seq_len, first_place(accelerator, stage))
+    if latest:
+        restore_weights(latest, student.model)
+    if recipe.data.packing == "documents":
+        isolate_documents(student.model, str(directory))
+    return student, None
+
+
+def check_model(loaded: Loaded, recipe: Recipe) -> None:
+    """What a model must be for its losses to be right, once it has weights; documents are kept apart in it
+    from now on.
+
+    Raises:
+        InvalidInput: its logits are no linear function of its last hidden states, or it cannot keep packed
+        documents apart.
+    """
+    check_head(loaded, torch.arange(4)[None])
+    if recipe.data.packing == "documents":
+        isolate_documents(loaded.model, str(loaded.path))
+
+
+def load_student(directory: Path, seq_len: int, device: torch.device) -> Loaded:
+    """The student with float32 weights, in evaluation mode: no dropout, so that nothing in training draws
+    random numbers.
+
+    Raises:
+        InvalidInput: it cannot be loaded whole, has fewer positions than a window, or its logits are no
+        linear function of its
+            last hidden states.
+    """
+    student = load(directory, Options(device="cuda" if device.type == "cuda" else "cpu", dtype="float32"))
+    check_positions(student, seq_len)
+    check_head(student, torch.arange(4)[None])
+    student.model.to(device)
+    to_trainable(student.model)
+    return student
+
+
+def check_positions(student: Loaded | Described, seq_len: int) -> None:
+    """Refuse windows that are longer than a student takes.
+
+    Raises:
+        InvalidInput: says so.
+    """
+    if student.positions is not None and seq_len > student.positions:
+        raise InvalidInput(
+            f"data.seq_len {seq_len} is more than the {student.positions} positions of the student "
+            f"{student.path}"
+        )
+
+
+def publish(saved: Path, student: Path, directory: Path) -> None:
+    """Write saved weights as a checkpoint with the names, dtypes, config and side files of the student they
+    came from.
+
+    Where the student is made of decoder layers, one is in memory at a time.
+
+    Args:
+        saved: a training state; its adapters, if it has any, are left out.
+        student: the checkpoint that it started from.
+        directory: for the new one; must exist.
+
+    Raises:
+        InvalidInput: a weight is not finite, or too large for its dtype.
+    """
+    stored = Checkpoint(student)
+    dtypes = {name: stored.spec(name).dtype for name in stored}
+    usual = Counter(dtypes.values()).most_common(1)[0][0]
+    model, parts = _in_parts(stored)
+    state = _without_ties(model)
+    named = to_published(model, {name: tensor.to("meta") for name, tensor in state.items()})
+    specs = {name: TensorSpec(dtypes.get(name, usual), tuple(tensor.shape)) for name, tensor in named.items()}
+    with (
+        safe_open(saved / WEIGHTS, framework="pt") as file,
+        ShardWriter(directory, specs, SHARD_SIZE) as writer,
+    ):
+        trained = set(file.keys())
+        for prefix, part in parts.items():
+            names = [
+                name for name in state if next(place for place in parts if name.startswith(place)) == prefix
+            ]
+            # Buffers are not trained.
+            whole = {
+                name: file.get_tensor(name) if name in trained else _buffer(name, state, stored)
+                for name in names
+            }
+            found = to_published(part, {name.removeprefix(prefix): tensor for name, tensor in whole.items()})
+            for name, tensor in found.items():
+                writer.write(prefix + name, tensor)
+    (directory / "config.json").write_bytes((student / "config.json").read_bytes())
+    copy_side_files(student, directory)
+    ship(student, directory)
+
+
+def _in_parts(stored: Checkpoint) -> tuple[Any, dict[str, nn.Module]]:
+    """A student without its weights, opened, and its layers by what their weights' names begin with; all
+    other names begin with nothing, and nothing of them is opened. What has no layers is one part."""
+    try:
+        model = skeleton(stored, torch.float32, opened=True)
+        buffers = {name for name, _ in model.named_buffers()} & model.state_dict().keys()
+        if buffers - set(stored):
+            raise InvalidInput(f"{min(buffers - set(stored))} has another name in the checkpoint")
+    except InvalidInput:
+        model = load(stored.directory, Options(device="cpu", dtype="float32")).model
+        to_trainable(model)
+        return model, {"": model}
+    layers = {id(layer) for layer in decoder_layers(model)}
+    parts = {f"{name}.": module for name, module in model.named_modules() if id(module) in layers}
+    return model, {**parts, "": nn.Module()}
+
+
+def _buffer(name: str, state: Mapping[str, Tensor], stored: Checkpoint) -> Tensor:
+    return stored[name] if name in stored else state[name]
+
+
+def _without_ties(model: nn.Module) -> dict[str, Tensor]:
+    """The state dict with each tensor once, under the first of its names."""
+    twice = {name for name, _ in model.named_parameters(remove_duplicate=False)} - {
+        name for name, _ in model.named_parameters()
+    }
+    return {name: tensor for name, tensor in model.state_dict().items() if name not in twice}

@@ -1,0 +1,248 @@
+"""The model that the student learns from: in memory beside it, or sharing with it what both have in common.
+
+Shapes: B windows, S tokens of a window, D hidden size.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Set
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from ...core.console import notice
+from ...core.errors import InvalidInput
+from ...eval.options import Options
+from ...models.causal_lm import Loaded, check_comparable, load
+from ...models.head import check_head
+from ..data.batch import Batch
+from ..losses.predictions import Predictions, predict
+from ..parallel.sharing import first_place, gather_no_more, shards_models, share_teacher
+from ..parallel.units import Units, open_in_units
+from ..recipe.recipe import SHARED, Recipe, Stage
+from .capture import Captured, Decoder, See, capturing
+from .isolation import isolate_documents
+from .student import check_model
+from .weights import TRAINABLE
+
+_SAMPLED = 64  # entries of a tensor that tell it from most others
+
+
+class Teacher(Protocol):
+    """What a stage asks of a teacher; constants, without a graph."""
+
+    def predictions(self, batch: Batch) -> Predictions:
+        """Predictions for all B S tokens."""
+
+    def captured(self, batch: Batch, *, attention: bool = False) -> tuple[Predictions, Captured]:
+        """The same with what the layers gave, for losses on layers.
+
+        Queries, keys and values too where asked.
+        """
+
+
+class Online:
+    """A model in memory.
+
+    Attributes:
+        model: frozen, in evaluation mode.
+
+    Args:
+        model: the model.
+        autocast: compute in this dtype; None: in that of the weights.
+    """
+
+    def __init__(self, model: Any, autocast: torch.dtype | None = None) -> None:
+        self.model = model.eval().requires_grad_(False)
+        self._autocast = autocast
+
+    @torch.no_grad()
+    def predictions(self, batch: Batch) -> Predictions:
+        """See `Teacher`."""
+        with self._precision():
+            return predict(self.model, batch)
+
+    @torch.no_grad()
+    def captured(self, batch: Batch, *, attention: bool = False) -> tuple[Predictions, Captured]:
+        """See `Teacher`."""
+        with self._precision(), capturing(self.model, attention=attention) as captured:
+            return predict(self.model, batch), captured
+
+    @torch.no_grad()
+    def show_layers(self, batch: Batch, see: See) -> None:
+        """Run the layers in order and tell `see` what each one's attention read and gave, as soon as it
+        has.
+        """
+        with self._precision(), self.decoder().seen_by(see):
+            predict(self.model, batch)
+
+    def decoder(self) -> Decoder:
+        """Its layers."""
+        return Decoder(self.model)
+
+    def _precision(self) -> torch.autocast:
+        return torch.autocast(
+            self.model.device.type, dtype=self._autocast, enabled=self._autocast is not None
+        )
+
+
+def load_teacher(directory: Path, bf16: bool, device: torch.device, student: Loaded) -> Online:
+    """A model of its own, in bfloat16 or float32.
+
+    Raises:
+        InvalidInput: it cannot be loaded whole, its token ids do not mean what the student's mean, or its
+        logits are of a form
+            that losses cannot compute from its last hidden states.
+    """
+    return Online(_load(directory, "bfloat16" if bf16 else "float32", device, student))
+
+
+def open_teacher(
+    directory: Path,
+    stage: Stage,
+    recipe: Recipe,
+    accelerator: Accelerator,
+    student: Loaded,
+    *,
+    alone: bool = False,
+) -> Online:
+    """The teacher that a recipe asks for, in memory.
+
+    Args:
+        directory: its checkpoint.
+        stage: what it is needed for.
+        recipe: says how it is kept, and how documents are packed.
+        accelerator: device, precision.
+        student: with the weights that the stage starts from, which `shared` reads.
+        alone: whether processes use it one without the other, as when it writes: then it cannot be in shards.
+
+    Raises:
+        InvalidInput: as of `load_teacher` and `load_shared`; or `shared` with a student that is sharded.
+    """
+    bf16 = accelerator.mixed_precision == "bf16"
+    check_whole(recipe, shards_models(stage))
+    if shards_models(stage) and alone:
+        notice(
+            f"every process loads {directory} whole, since each writes with it by itself what the run "
+            f"learns from"
+        )
+    elif shards_models(stage) and (
+        found := open_in_units(directory, torch.bfloat16 if bf16 else torch.float32)
+    ):
+        return _in_shards(found, student, recipe)
+    if recipe.teacher != SHARED:
+        teacher = load_teacher(directory, bf16, first_place(accelerator, stage), student)
+    else:
+        trained = TRAINABLE[stage.train](student.model)
+        teacher = load_shared(directory, bf16, accelerator.device, student, trained)
+    if recipe.data.packing == "documents":
+        isolate_documents(teacher.model, str(directory))
+    return teacher
+
+
+def check_whole(recipe: Recipe, sharded: bool) -> None:
+    """Refuse `shared` where models are divided among processes.
+
+    Raises:
+        InvalidInput: says so.
+    """
+    if sharded and recipe.teacher == SHARED:
+        raise InvalidInput(
+            "teacher: shared needs whole models in every process; leave it out, or use --profile ddp"
+        )
+
+
+def _in_shards(units: Units, student: Loaded, recipe: Recipe) -> Online:
+    """A teacher of which every process has a part; all must run it together."""
+    check_comparable(student, units.loaded, "")
+    teacher = Online(units.model)
+    share_teacher(teacher, units)
+    check_model(units.loaded, recipe)
+    gather_no_more(units.model)
+    return teacher
+
+
+def load_shared(
+    directory: Path, bf16: bool, device: torch.device, student: Loaded, trained: Set[str]
+) -> Online:
+    """A model of which only what differs from the student, or is trained in it, takes memory: usually the
+    attention.
+
+    It computes the same numbers, bit for bit, as one of its own; with `bf16` by autocast, as the student
+    does.
+
+    Args:
+        directory: its checkpoint.
+        bf16: whether to compute in bfloat16.
+        device: where the student is.
+        student: with the weights that the stage starts from.
+        trained: names of the student's weights that the stage trains in place.
+
+    Raises:
+        InvalidInput: as of `load_teacher`; or nothing can be shared.
+    """
+    model = _load(directory, "float32", torch.device("cpu"), student)
+    constant = [weight for name, weight in student.model.named_parameters() if name not in trained]
+    shared = _share(model, constant)
+    if not shared:
+        raise InvalidInput(
+            f"teacher: shared keeps one copy of what {directory} and the student have in common, and "
+            f"nothing of that stays as "
+            "it is in this stage; use train: attention, or leave teacher out"
+        )
+    own = {id(weight): weight for weight in model.parameters()}
+    notice(
+        f"student and teacher share {shared:,} weights; the teacher has {_count(own.values()) - shared:,} "
+        f"of its own"
+    )
+    return Online(model.to(device), torch.bfloat16 if bf16 else None)
+
+
+def _load(directory: Path, dtype: str, device: torch.device, student: Loaded) -> Any:
+    teacher = load(directory, Options(device="cuda" if device.type == "cuda" else "cpu", dtype=dtype))
+    check_comparable(student, teacher, "")
+    check_head(teacher, torch.arange(4)[None])
+    return teacher.model.to(device).requires_grad_(False)
+
+
+@torch.no_grad()
+def _share(model: nn.Module, constant: list[nn.Parameter]) -> int:
+    """Put in the place of a model's parameters those of `constant` that are equal.
+
+    Returns how many weights are shared.
+    """
+    known: dict[tuple[Any, ...], list[nn.Parameter]] = defaultdict(list)
+    for weight in constant:
+        known[_sample(weight)].append(weight)
+    replaced: dict[int, nn.Parameter] = {}
+    for module, name, weight in _places(model):
+        if id(weight) not in replaced:
+            equal = (other for other in known[_sample(weight)] if torch.equal(weight.to(other.device), other))
+            twin = next(equal, None)
+            # A parameter of its own over the same memory: the one must not need a gradient where the other
+            # does.
+            replaced[id(weight)] = (
+                weight if twin is None else nn.Parameter(twin.detach(), requires_grad=False)
+            )
+        module._parameters[name] = replaced[id(weight)]
+    storages = {weight.data_ptr() for weight in constant}
+    return _count(weight for weight in replaced.values() if weight.data_ptr() in storages)
+
+
+def _places(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
+    """Every parameter with its module and its name there; tied ones under each of their names."""
+    found = [
+        (module, name, weight) for module in model.modules() for name, weight in module._parameters.items()
+    ]
+    return ((module, name, weight) for module, name, weight in found if weight is not None)
+
+
+def _sample(weight: Tensor) -> tuple[Any, ...]:
+    flat = weight.detach().flatten()
+    return tuple(weight.shape), *flat[:: max(1, len(flat) // _SAMPLED)].tolist()
+
+
+def _count(weights: Any) -> int:
+    return sum(weight.numel() for weight in weights)

@@ -1,0 +1,166 @@
+"""Which weights a stage trains: sets of the model's own, or low-rank adapters beside them.
+
+Shapes: I inputs and O outputs of a linear layer, R rank.
+"""
+
+import importlib.util
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...core.errors import InvalidInput
+from ..parallel.sharing import whole
+from ..recipe.recipe import Lora, Stage, WeightSet
+
+_ADAPTER = "default"  # peft's name for the only one
+
+
+def _attention(model: nn.Module) -> set[str]:
+    # So are they named in every family of transformers.
+    return _within(model, lambda module: type(module).__name__.endswith("Attention"))
+
+
+def _norms(model: nn.Module) -> set[str]:
+    return _within(model, lambda module: type(module).__name__.endswith("Norm"))
+
+
+# From a model to the names of the weights in the set; of `lora` those exist once the adapters do.
+TRAINABLE: dict[WeightSet, Callable[[nn.Module], set[str]]] = {
+    "all": lambda model: {name for name, _ in model.named_parameters()},
+    "attention": _attention,
+    "attention+norms": lambda model: _attention(model) | _norms(model),
+    "lora": lambda model: {name for name, _ in model.named_parameters() if is_adapter(name)},
+}
+
+
+def set_trainable(model: nn.Module, stage: Stage) -> list[nn.Parameter]:
+    """Freeze everything but what a stage trains; for `lora`, first put the adapters in. Returns what is left
+    to train.
+
+    Raises:
+        InvalidInput: as of `find_trained`.
+    """
+    found = find_trained(model, stage)
+    if stage.train == "lora":
+        _add_adapters(model, stage.lora or Lora(), found)
+    names = TRAINABLE[stage.train](model)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in names)
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def find_trained(model: nn.Module, stage: Stage) -> list[str]:
+    """Names of the weights that a stage trains, or of the linear layers that it gives adapters; the model
+    stays as it is.
+
+    Raises:
+        InvalidInput: the model has no such weights or layers, or peft is not installed.
+    """
+    if stage.train == "lora":
+        check_peft()
+    found = (
+        _targets(model, stage.lora or Lora())
+        if stage.train == "lora"
+        else sorted(TRAINABLE[stage.train](model))
+    )
+    if not found:
+        raise InvalidInput(f"train: {stage.train} finds no weights in {type(model).__name__}; use train: all")
+    return found
+
+
+def check_peft() -> None:
+    """See whether there is a library for adapters.
+
+    Raises:
+        InvalidInput: there is none.
+    """
+    if importlib.util.find_spec("peft") is None:
+        raise InvalidInput("train: lora needs the library peft: pip install 'kvfold[lora]'")
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a weight of this name belongs to an adapter, not to the model."""
+    return ".lora_" in name
+
+
+def merged(module: Any) -> Tensor:
+    """The whole weight of a linear layer with an adapter, with the adapter's product added.
+
+    What the layer computes.
+    """
+    base = whole(module.base_layer.weight)
+    low_RI, high_OR = whole(module.lora_A[_ADAPTER].weight), whole(module.lora_B[_ADAPTER].weight)
+    change_OI = module.scaling[_ADAPTER] * (high_OR @ low_RI)
+    result: Tensor = base + (change_OI.T if module.fan_in_fan_out else change_OI)
+    return result
+
+
+def adapted(model: nn.Module) -> dict[str, Any]:
+    """The linear layers with an adapter, by name."""
+    return {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
+
+
+def _add_adapters(model: nn.Module, lora: Lora, targets: list[str]) -> None:
+    from peft import LoraConfig, inject_adapter_in_model
+
+    config = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=targets, init_lora_weights=True)
+    # The same first weights in every process and at every start.
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count())), _on_the_cpu(model):
+        torch.manual_seed(0)
+        inject_adapter_in_model(config, model)
+
+
+@contextmanager
+def _on_the_cpu(model: nn.Module) -> Iterator[None]:
+    """For the duration, weights of a model that has none yet look like real ones and take no memory: adapters
+    go where they are, and would be made without numbers."""
+    places = [
+        (module, name, weight) for module in model.modules() for name, weight in module._parameters.items()
+    ]
+    empty = [
+        (module, name, weight) for module, name, weight in places if weight is not None and weight.is_meta
+    ]
+    for module, name, weight in empty:
+        module._parameters[name] = nn.Parameter(torch.zeros((), dtype=weight.dtype).expand(weight.shape))
+    yield
+    for module, name, weight in empty:
+        module._parameters[name] = weight
+
+
+def _targets(model: Any, lora: Lora) -> list[str]:
+    modules = dict(model.named_modules())
+    # Losses read the weight of the head alone, so that an adapter beside it would get no gradient.
+    heads = [name for name in modules if modules[name] is model.get_output_embeddings()]
+    linear = [name for name in modules if _is_linear(modules[name]) and name not in heads]
+    if lora.targets is None:
+        inside = {name.rpartition(".")[0] for name in _attention(model)}
+        return [name for name in linear if name in inside]
+    known = sorted({name.rpartition(".")[2] for name in linear})
+    unknown = sorted(set(lora.targets) - set(known))
+    for name in heads:
+        if name.rpartition(".")[2] in unknown:
+            raise InvalidInput(
+                f"lora.targets names {name}, the output embedding, which adapters do not reach; leave it out"
+            )
+    if unknown:
+        raise InvalidInput(
+            f"lora.targets names {unknown[0]}, which is no linear layer of the student; those are "
+            f"{', '.join(known)}"
+        )
+    return [name for name in linear if name.rpartition(".")[2] in lora.targets]
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return (
+        isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+    )  # GPT-2's, with its weight transposed
+
+
+def _within(model: nn.Module, chosen: Callable[[nn.Module], bool]) -> set[str]:
+    places = [place for place, module in model.named_modules() if chosen(module)]
+    return {
+        f"{place}.{name}" for place in places for name, _ in model.get_submodule(place).named_parameters()
+    }

@@ -1,0 +1,224 @@
+"""Held-out text for evaluating a run while it trains, and the proof that the run does not train on it.
+
+Shapes: N windows, B windows of a batch, S tokens of a window that a model reads, W = S + 1 ids of a window, P
+probed ids.
+"""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ...core.errors import InvalidInput
+from ...eval.options import Options
+from ...eval.windows import Windows, cut
+from ...models.causal_lm import Described, Loaded
+from ...texts.corpus import Text, read_text
+from ...texts.sources import is_plain_text, local_files, read_texts
+from ..data.batch import IGNORED, Batch
+from ..recipe.data_section import Data, Source
+from ..recipe.recipe import Recipe
+from ..recipe.watch_section import Evaluate
+
+# tokens in a row that two texts have in common by no chance; a licence's header is shorter in most files
+_PROBE = 64
+_AT_ONCE = 2**22  # training tokens searched at once
+_ELSEWHERE = ("lm-eval:wikitext",)
+_LARGEST = 2**25  # bytes of a text that is read before a run; a larger one is read by the run
+_ALLOWED = (
+    0.1  # of the windows may hold something that is in the training text as well: a licence, a quotation
+)
+
+
+class HeldOut:
+    """Windows of held-out text, addressed as those of a run; the protocol is that of `kvfold eval`.
+
+    Args:
+        windows: the text, cut.
+        text: what was cut.
+    """
+
+    def __init__(self, windows: Windows, text: Text) -> None:
+        self._windows = windows
+        self.described = {"text": windows.name, "text_sha256": text.sha256}
+
+    def __len__(self) -> int:
+        return len(self._windows.ids_NW)
+
+    @property
+    def ids_NW(self) -> torch.Tensor:
+        """All ids, int64."""
+        return self._windows.ids_NW
+
+    @property
+    def counts(self) -> list[int]:
+        """Scored tokens of each window."""
+        return [int(count) for count in self._windows.scored_NT.sum(1)]
+
+    def batch(self, cursors: Sequence[int]) -> Batch:
+        """The windows of these numbers, each a document of its own."""
+        chosen = list(cursors)
+        ids_BW = self._windows.ids_NW[chosen]
+        labels_BS = ids_BW[:, 1:].masked_fill(~self._windows.scored_NT[chosen], IGNORED)
+        positions_BS = torch.arange(ids_BW.shape[1] - 1).expand(len(chosen), -1)
+        return Batch(ids_BW[:, :-1], labels_BS, positions_BS)
+
+
+def open_held_out(recipe: Recipe, student: Loaded | Described) -> HeldOut | None:
+    """The text of `recipe.evaluate` in windows; None where the recipe has no such section.
+
+    Raises:
+        InvalidInput: it cannot be read, is a source of the run's data, fills no two windows, or the student
+        takes none so long.
+    """
+    settings = recipe.evaluate
+    if settings is None:
+        return None
+    check_apart(settings, recipe.data)
+    text = _read(settings)
+    length = settings.seq_len or text.window or recipe.data.seq_len
+    if text.window not in (None, length):
+        raise InvalidInput(
+            f"evaluate.source {settings.source} has windows of {text.window}; leave evaluate.seq_len "
+            f"{length} out"
+        )
+    if student.positions is not None and length > student.positions:
+        raise InvalidInput(
+            f"evaluate.seq_len {length} is more than the {student.positions} positions of the student "
+            f"{student.path}"
+        )
+    try:
+        windows = cut(text, student, length, Options(max_windows=settings.windows))
+    except InvalidInput as mistake:
+        raise InvalidInput(
+            f"evaluate.source {str(mistake).replace('--window', 'evaluate.seq_len')}"
+        ) from None
+    if len(windows.ids_NW) < 2:
+        raise InvalidInput(
+            f"evaluate.source {settings.source} fills one window of {length} tokens; a standard error "
+            f"takes two: give a longer "
+            "text, or a lower evaluate.seq_len"
+        )
+    return HeldOut(windows, text)
+
+
+def check_held_out(recipe: Recipe, student: Described | None, tokens: Sequence[NDArray[np.int32]]) -> None:
+    """All that can be known of a recipe's held-out text before it is run; on the Hub nothing is looked up.
+
+    Args:
+        recipe: has a section `evaluate`.
+        student: gives the tokenizer; None where it is not here.
+        tokens: of the data, as far as they are known.
+
+    Raises:
+        InvalidInput: as of `open_held_out` and `check_unseen`.
+    """
+    settings = recipe.evaluate
+    assert settings
+    check_apart(settings, recipe.data)
+    if settings.source in _ELSEWHERE or settings.source.startswith("wikitext2-gptq-"):
+        return
+    file = Path(settings.source.removeprefix("text:")).expanduser()
+    if settings.source != "stdlib" and not file.is_file():
+        raise InvalidInput(f"evaluate.source {settings.source} is not a file; name a text, or stdlib")
+    if student is None or (file.is_file() and file.stat().st_size > _LARGEST):
+        return
+    held_out = open_held_out(recipe, student)
+    assert held_out
+    check_unseen(held_out, settings.source, tokens)
+
+
+def check_apart(settings: Evaluate, data: Data) -> None:
+    """Refuse to evaluate on a file that is trained on, under whatever name.
+
+    Raises:
+        InvalidInput: names both.
+    """
+    file = Path(settings.source.removeprefix("text:")).expanduser()
+    if not file.is_file():
+        return
+    for source in data.sources:
+        for other in local_files(source.source):
+            if other.samefile(file) or _is_copy(other, file):
+                raise InvalidInput(
+                    f"evaluate.source {settings.source} is trained on: it is {other} of data.source "
+                    f"{source.source}; "
+                    "name a text that the run does not read"
+                )
+
+
+def check_unseen(held_out: HeldOut, source: str, tokens: Sequence[NDArray[np.int32]]) -> None:
+    """Refuse held-out windows that are in the training text word for word.
+
+    Args:
+        held_out: the windows.
+        source: what a mistake calls them.
+        tokens: all that the run reads, by source.
+
+    Raises:
+        InvalidInput: more than a tenth of them are.
+    """
+    seen = sum(_are_seen(_probes(held_out.ids_NW.numpy()), tokens))
+    if seen > _ALLOWED * len(held_out):
+        raise InvalidInput(
+            f"evaluate.source {source} is trained on: {seen} of its {len(held_out)} windows are in the "
+            f"run's data word for "
+            "word; name a text that is not"
+        )
+
+
+def _probes(ids_NW: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Ids from the middle of each window (N, P): a window of data rarely begins where one of these does."""
+    size = min(_PROBE, max(1, ids_NW.shape[1] // 2))
+    start = (ids_NW.shape[1] - size + 1) // 2
+    return ids_NW[:, start : start + size]
+
+
+def _are_seen(probe_NP: NDArray[np.int64], tokens: Sequence[NDArray[np.int32]]) -> list[bool]:
+    """Whether each probe stands somewhere in the tokens."""
+    wanted: dict[bytes, list[int]] = {}
+    for number, probe_P in enumerate(probe_NP.astype(np.int32)):
+        wanted.setdefault(probe_P.tobytes(), []).append(number)
+    found = [False] * len(probe_NP)
+    for place_P in _candidates(probe_NP, tokens):
+        for number in wanted.get(place_P.tobytes(), ()):
+            found[number] = True
+    return found
+
+
+def _candidates(
+    probe_NP: NDArray[np.int64], tokens: Sequence[NDArray[np.int32]]
+) -> Iterator[NDArray[np.int32]]:
+    """Stretches of the tokens that begin like a probe, by its first ids."""
+    size = probe_NP.shape[1]
+    starts = [np.unique(probe_NP[:, at]).astype(np.int32) for at in range(min(4, size))]
+    for stream in tokens:
+        for first in range(0, max(0, len(stream) - size + 1), _AT_ONCE):
+            part = np.asarray(stream[first : first + _AT_ONCE + size - 1])
+            kept = np.arange(len(part) - size + 1)
+            for at, known in enumerate(starts):
+                kept = kept[np.isin(part[kept + at], known)]
+            for place in kept:
+                yield part[place : place + size]
+
+
+def _read(settings: Evaluate) -> Text:
+    file = Path(settings.source).expanduser()
+    if not file.is_file() or is_plain_text(file):
+        try:
+            return read_text(settings.source)
+        except InvalidInput as mistake:
+            raise InvalidInput(str(mistake).replace("--text", "evaluate.source")) from None
+    # A file of the kinds that data.source may be, and read as such.
+    source = Source(source=settings.source, text_field=settings.text_field)
+    try:
+        documents = [text for texts in read_texts(source, seed=0) for text in texts]
+    except InvalidInput as mistake:
+        raise InvalidInput(str(mistake).replace("data.", "evaluate.")) from None
+    return Text(f"text:{file.name}", tuple(documents))
+
+
+def _is_copy(one: Path, other: Path) -> bool:
+    return one.stat().st_size == other.stat().st_size and one.read_bytes() == other.read_bytes()

@@ -1,0 +1,108 @@
+"""metrics.jsonl: one line a logged step, and what the finished run says about itself."""
+
+import json
+import math
+import resource
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..recipe.recipe import Recipe
+from ..run.state import Progress
+
+
+class Metrics:
+    """metrics.jsonl during one stage.
+
+    Args:
+        file: what is appended to.
+        stage: its name.
+        tokens: trained on in the run when the clock starts.
+    """
+
+    def __init__(self, file: Path, stage: str, tokens: int) -> None:
+        self._file = file
+        self._stage = stage
+        self._clock = (time.monotonic(), tokens)
+
+    def append(self, progress: Progress, values: Mapping[str, float]) -> dict[str, float]:
+        """Append a line for the step that `progress` has just completed; speed is since the line before.
+
+        Returns its values.
+        """
+        (then, tokens), self._clock = self._clock, (time.monotonic(), progress.tokens)
+        speed = round((progress.tokens - tokens) / (self._clock[0] - then), 1)
+        values = {**values, "tokens_per_second": speed, "peak_memory_gib": peak_memory()}
+        self.record(progress, values)
+        return values
+
+    def leave_out(self, seconds: float) -> None:
+        """Take no notice of this much time, in which nothing was trained."""
+        self._clock = (self._clock[0] + seconds, self._clock[1])
+
+    def record(self, progress: Progress, values: Mapping[str, float]) -> None:
+        """Append a line with these values alone."""
+        line = {"step": progress.total_steps, "stage": self._stage, "tokens": progress.tokens, **values}
+        append_line(self._file, line)
+
+
+def append_line(file: Path, line: Mapping[str, Any]) -> None:
+    """Append an object to a file of JSON lines."""
+    with file.open("a", encoding="utf-8") as stream:
+        stream.write(json.dumps(line) + "\n")
+
+
+def read_lines(file: Path) -> list[dict[str, Any]]:
+    """The objects of a file of JSON lines; none where there is no file."""
+    return (
+        [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.exists() else []
+    )
+
+
+def _is_whole(line: str) -> bool:
+    try:
+        return line.endswith("\n") and "step" in json.loads(line)
+    except (ValueError, TypeError):  # no JSON, or no object
+        return False
+
+
+def trim_metrics(file: Path, steps: int) -> None:
+    """Drop the lines of steps that will be done again, and what is no line of ours, such as one that was
+    cut off.
+    """
+    if file.exists():
+        lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
+        kept = [line for line in lines if _is_whole(line) and json.loads(line)["step"] <= steps]
+        partial = file.with_name(file.name + ".partial")
+        partial.write_text("".join(kept), encoding="utf-8")
+        partial.replace(file)
+
+
+def summarise(file: Path, recipe: Recipe) -> dict[str, Any]:
+    """Steps and tokens of a finished run, and for every stage its losses at both ends, in nats a token.
+
+    `first` is the loss of the first step, before any training; `last` the mean over the last tenth of the
+    logged steps.
+    """
+    lines = read_lines(file)
+    stages = []
+    for stage in recipe.stages:
+        own = [line for line in lines if line["stage"] == stage.name]
+        tail = own[-math.ceil(len(own) / 10) :]
+        losses = [name for name, weight in stage.losses.items() if weight]
+        first = {name: own[0][name] for name in losses}
+        last = {name: sum(line[name] for line in tail) / len(tail) for name in losses}
+        stages.append({"name": stage.name, "steps": recipe.steps(stage), "first": first, "last": last})
+    return {"steps": lines[-1]["step"], "tokens": lines[-1]["tokens"], "stages": stages}
+
+
+def peak_memory() -> float:
+    """The most memory this process has had, GiB: of the GPU if there is one, otherwise of the machine."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        return round(torch.cuda.max_memory_allocated() / 2**30, 3)
+    unit = 1 if sys.platform == "darwin" else 2**10  # bytes in what getrusage counts
+    return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30, 3)

@@ -1,0 +1,81 @@
+"""Trackers that are told a run's metrics, through accelerate. What they write lies in
+`<output>.partial/trackers`, then in
+
+`<output>/trackers`. Nothing leaves the machine by itself: wandb is offline unless WANDB_MODE says otherwise
+(`wandb sync` sends a run later), trackio is local, and writes to TRACKIO_DIR where that is set.
+"""
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+
+from ...core.errors import InvalidInput
+from ..recipe.recipe import Recipe
+from ..recipe.watch_section import TrackerName
+
+PROJECT = "kvfold"
+
+# From a recipe, the trackers' directory and the steps done to what each tracker's own start is given.
+TRACKERS: dict[TrackerName, Callable[[Recipe, Path, int], dict[str, Any]]] = {
+    # What an interrupted run has told of steps that are done again is not shown twice.
+    "tensorboard": lambda recipe, directory, steps: {"purge_step": steps + 1},
+    "wandb": lambda recipe, directory, steps: {
+        "name": Path(recipe.output).name,
+        "dir": str(directory),
+        "mode": os.environ.get("WANDB_MODE", "offline"),
+        "config": recipe.resolved(),
+    },
+    "trackio": lambda recipe, directory, steps: {
+        "name": Path(recipe.output).name,
+        "config": recipe.resolved(),
+        "resume": "allow",
+        "embed": False,
+    },
+}
+
+
+def check_trackers(names: Sequence[TrackerName]) -> None:
+    """Refuse trackers whose library is not there: accelerate would leave them out without a word.
+
+    Raises:
+        InvalidInput: names the first, with the command that installs it.
+    """
+    for name in names:
+        if find_spec(name) is None:
+            raise InvalidInput(f"trackers names {name}, whose library is not installed: pip install {name}")
+
+
+def directory_of(recipe: Recipe) -> Path:
+    """Where trackers write while a run is at work."""
+    output = Path(recipe.output).expanduser()
+    return output.with_name(output.name + ".partial") / "trackers"
+
+
+@contextmanager
+def tracking(accelerator: Accelerator, recipe: Recipe, steps: int) -> Iterator[None]:
+    """Tell the recipe's trackers whatever `accelerator.log` is given; `steps` were done before."""
+    if not recipe.trackers:
+        yield
+        return
+    directory = directory_of(recipe).absolute()
+    if accelerator.is_main_process:
+        directory.mkdir(parents=True, exist_ok=True)
+    accelerator.wait_for_everyone()
+    if "trackio" in recipe.trackers:
+        os.environ.setdefault("TRACKIO_DIR", str(directory / "trackio"))  # read when trackio is imported
+    settings = {name: TRACKERS[name](recipe, directory, steps) for name in recipe.trackers}
+    with redirect_stdout(sys.stderr):  # stdout is the result's
+        accelerator.init_trackers(PROJECT, init_kwargs=settings)
+    try:
+        yield
+    finally:
+        with redirect_stdout(sys.stderr):
+            for tracker in accelerator.trackers:
+                tracker.finish()
+        accelerator.trackers = []

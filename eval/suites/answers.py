@@ -1,0 +1,85 @@
+"""What a model makes of prompts that ask for a key: the digits that it generates, and how it ranks the
+candidates.
+
+Legend: B prompts of a batch, P tokens of a prompt, T tokens of a key, C candidates, K positions with logits,
+V vocabulary.
+"""
+
+import copy
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...models.causal_lm import Loaded
+from ...models.finite import refuse
+from .decoding import greedy, read
+from .haystack import STEPS, Sample
+
+
+@torch.inference_mode()
+def answer(loaded: Loaded, batch: Sequence[Sample], role: str = "model") -> tuple[list[str], Tensor]:
+    """What a model makes of prompts of one length.
+
+    Args:
+        loaded: the model.
+        batch: B prompts, read at once without padding.
+        role: what a message calls it.
+
+    Returns:
+        The first digits that it generates greedily after each prompt, and by how much the text makes each
+        candidate likelier (B, C), nats, float64.
+
+    Raises:
+        InvalidInput: the logits are not finite.
+    """
+    device = loaded.device
+    ids_BP = torch.tensor([sample.ids for sample in batch], device=device)
+    logits_BKV, cache = read(loaded, ids_BP, last=1)
+    for row, finite in enumerate(logits_BKV.isfinite().all(-1).all(-1).tolist()):
+        if not finite:
+            raise refuse(role, loaded, ids_BP[row : row + 1], row)
+    columns = zip(*(sample.candidates for sample in batch), strict=True)
+    # A copy of the cache for each candidate in turn: it is read once, and no more than two are in memory.
+    score_BC = torch.stack([_score(loaded, cache, logits_BKV, column) for column in columns], 1)
+    score_BC -= torch.stack([_without_text(loaded, sample) for sample in batch])
+    generated = []
+    for _ in range(STEPS):
+        generated.append(greedy(logits_BKV))
+        logits_BKV, cache = read(loaded, generated[-1].to(device), cache, last=1)
+    texts = loaded.tokenizer.batch_decode(torch.cat(generated, 1))
+    return [match[0] if (match := re.search(r"\d+", text)) else "" for text in texts], score_BC
+
+
+def _without_text(loaded: Loaded, sample: Sample) -> Tensor:
+    """Log likelihood (C,) of each candidate after nothing but the question, float64."""
+    count = len(sample.candidates[0])
+    ids_CP = torch.tensor(
+        [[*sample.question, *candidate] for candidate in sample.candidates], device=loaded.device
+    )
+    logits_CKV = read(loaded, ids_CP[:, :-1], last=count)[0].double()
+    keys_CT = ids_CP[:, -count:].to(logits_CKV.device)
+    return logits_CKV.log_softmax(-1).gather(-1, keys_CT[..., None])[..., 0].sum(1).cpu()
+
+
+def rank(score_BC: Tensor) -> Tensor:
+    """The rank (B,) of each row's first entry, 1 where it is greatest; a tie counts a half."""
+    right_B1, others_BC = score_BC[:, :1], score_BC[:, 1:]
+    return 1 + (others_BC > right_B1).sum(1) + 0.5 * (others_BC == right_B1).sum(1)
+
+
+def _score(loaded: Loaded, cache: Any, last_BKV: Tensor, keys: Sequence[tuple[int, ...]]) -> Tensor:
+    """Log likelihood (B,) of a key after each prompt, float64; keys of one batch may differ in length."""
+    longest = max(map(len, keys))
+    ids_BT = torch.tensor([[*key, *[0] * (longest - len(key))] for key in keys], device=last_BKV.device)
+    counts_BT = torch.tensor(
+        [[number < len(key) for number in range(longest)] for key in keys], device=last_BKV.device
+    )
+    logits_BTV = last_BKV
+    if longest > 1:
+        more_BKV, _ = read(loaded, ids_BT[:, :-1].to(loaded.device), copy.deepcopy(cache))
+        logits_BTV = torch.cat([last_BKV, more_BKV], 1)
+    scores_BT = logits_BTV.double().log_softmax(-1).gather(-1, ids_BT[..., None])[..., 0]
+    return (scores_BT * counts_BT).sum(1).cpu()

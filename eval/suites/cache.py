@@ -1,0 +1,255 @@
+"""The suite `cache`.
+
+What a token costs in the KV cache, by the configuration and in the cache object of the running model.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...convert.families.recognition import FAMILIES, complete, geometry_of
+from ...core.console import notice
+from ...core.errors import InvalidInput
+from ...models.causal_lm import Loaded
+from ..subject import Subject
+
+CONTEXTS = (4_096, 32_768, 131_072)
+_TOKENS = 64  # read to see the cache grow
+
+
+@dataclass(frozen=True)
+class CacheSize:
+    """The growth of the live cache from one token to the next, one sequence.
+
+    Attributes:
+        elements_per_token_per_layer: mean over layers.
+        elements_per_token: all layers.
+        bytes_per_token: all layers, in `dtype`.
+        dtype: what the cache holds, as the model was loaded here (a CPU run loads float32 by default).
+        lengths: the two sequence lengths whose difference was taken, so that what does not grow cancels.
+        layers: elements per token of each layer, and the most tokens that it keeps: None for all.
+    """
+
+    elements_per_token_per_layer: float
+    elements_per_token: float
+    bytes_per_token: float
+    dtype: str
+    lengths: tuple[int, int]
+    layers: tuple[tuple[float, int | None], ...]
+
+    def elements(self, tokens: int) -> float:
+        """What a sequence of so many tokens takes; a layer with a sliding window keeps no more than that."""
+        return sum(each * min(tokens, most or tokens) for each, most in self.layers)
+
+
+@dataclass(frozen=True)
+class Context:
+    """A sequence of `tokens`: the bytes of its cache, and how many of them fit beside the weights (None.
+
+    Not asked).
+    """
+
+    tokens: int
+    bytes: int
+    largest_batch: int | None
+
+
+@dataclass(frozen=True)
+class ModelCache:
+    """One model.
+
+    Attributes:
+        elements_per_token_per_layer, elements_per_token, bytes_per_token, dtype: measured, see `CacheSize`.
+        predicted_elements_per_token_per_layer: from config.json; None for a class that kvfold does not know.
+        predicted_bytes_per_token: from config.json, in `stored_dtype`, all layers.
+        stored_dtype: of the weights as the checkpoint has them: what a server keeps its cache in.
+        weight_bytes: of the checkpoint's weights.
+        contexts: long sequences, in `stored_dtype`, by what was measured.
+    """
+
+    elements_per_token_per_layer: float
+    predicted_elements_per_token_per_layer: int | None
+    elements_per_token: float
+    bytes_per_token: float
+    dtype: str
+    predicted_bytes_per_token: int | None
+    stored_dtype: str
+    weight_bytes: int
+    contexts: tuple[Context, ...]
+
+
+@dataclass(frozen=True)
+class Caches:
+    """What the suite found.
+
+    Attributes:
+        student, teacher, parent: the models that there are.
+        ratio: elements a token, student / teacher.
+        memory: bytes that sequences were to fit in beside the weights, if that was asked.
+    """
+
+    student: ModelCache
+    teacher: ModelCache | None
+    parent: ModelCache | None
+    ratio: float | None
+    memory: int | None
+
+    def rows(self, roles: tuple[str, ...]) -> list[list[str]]:
+        """Lines of the table."""
+        models: list[ModelCache] = [getattr(self, role) for role in roles]
+        predicted = [model.predicted_elements_per_token_per_layer for model in models]
+        rows = [
+            [
+                "cache, elements/token/layer",
+                *(f"{model.elements_per_token_per_layer:,.10g}" for model in models),
+            ],
+            [
+                "  by config.json",
+                *("unknown" if elements is None else f"{elements:,}" for elements in predicted),
+            ],
+            ["cache, elements/token", *(f"{model.elements_per_token:,.10g}" for model in models)],
+            [
+                f"cache, bytes/token ({self.student.dtype})",
+                *(f"{model.bytes_per_token:,.10g}" for model in models),
+            ],
+        ]
+        for number, context in enumerate(self.student.contexts):
+            sizes = [model.contexts[number] for model in models]
+            name = f"{context.tokens // 1024}k tokens"
+            rows.append(
+                [f"cache of {name} ({self.student.stored_dtype})", *(_human(size.bytes) for size in sizes)]
+            )
+            if self.memory is not None:
+                rows.append(
+                    [f"  sequences in {_human(self.memory)}", *(str(size.largest_batch) for size in sizes)]
+                )
+        if self.ratio is not None:
+            rows.append(["cache, share of the teacher's", f"{self.ratio:.2%}", *[""] * (len(roles) - 1)])
+        return rows
+
+
+def measure(subject: Subject) -> Caches:
+    """Run each model on a few tokens and look into its cache."""
+    memory = subject.settings.get("memory")
+    models = {}
+    for role in subject.roles:
+        found = subject.part(f"cache/{role}", partial(_count, subject, role))
+        models[role] = _model(subject, role, CacheSize(**found), memory)
+    student, teacher = models["student"], models.get("teacher")
+    ratio = student.elements_per_token / teacher.elements_per_token if teacher else None
+    return Caches(student, teacher, models.get("parent"), ratio, memory)
+
+
+@torch.inference_mode()
+def count(loaded: Loaded) -> CacheSize:
+    """Run the model on some tokens and on twice as many, and count what its cache holds."""
+    tokens = min(_TOKENS, loaded.positions or _TOKENS, *_windows_of(loaded))
+    lengths = (tokens // 2, tokens)
+    ids_W = torch.arange(tokens) % loaded.vocabulary
+    short, long = (_layers(loaded, ids_W[:length]) for length in lengths)
+    grown = lengths[1] - lengths[0]
+    growth = tuple(
+        ((sum(map(Tensor.numel, after)) - sum(map(Tensor.numel, before))) / grown, most)
+        for (before, _), (after, most) in zip(short, long, strict=True)
+    )
+    elements = sum(each for each, _ in growth)
+    before, after = (
+        sum(tensor.nbytes for tensors, _ in layers for tensor in tensors) for layers in (short, long)
+    )
+    kinds = {tensor.dtype for tensors, _ in long for tensor in tensors if tensor.is_floating_point()}
+    dtypes = sorted(str(kind).removeprefix("torch.") for kind in kinds)
+    return CacheSize(
+        elements / len(growth), elements, (after - before) / grown, "+".join(dtypes), lengths, growth
+    )
+
+
+def predicted(config: Mapping[str, Any]) -> int | None:
+    """Elements per token and layer that a config.json promises; None for a class that kvfold has no row for.
+
+    Latent attention keeps its latent, and beside it a rotary key where the form has one (arXiv 2405.04434,
+    section 2.1); anything else keys and values of each key/value head.
+    """
+    if (latent := config.get("kv_lora_rank", config.get("latent_rank"))) is not None:
+        return int(latent) + int(config.get("qk_rope_head_dim") or 0)
+    kind = str(config.get("model_type"))
+    if kind not in FAMILIES:
+        return None
+    try:
+        return geometry_of(complete(FAMILIES[kind], config)).cache_elements
+    except InvalidInput:  # a shape that kvfold cannot fold, and so does not reckon with
+        return None
+
+
+def _count(subject: Subject, role: str) -> dict[str, Any]:
+    return asdict(count(subject.load(role)))
+
+
+def _model(subject: Subject, role: str, size: CacheSize, memory: int | None) -> ModelCache:
+    path = subject.paths[role]
+    config = subject.config(role)
+    stored = subject.stored_dtype(role)
+    itemsize = getattr(torch, stored).itemsize
+    weights = sum(file.stat().st_size for file in path.glob("*.safetensors"))
+    contexts = []
+    for tokens in CONTEXTS:
+        each = round(size.elements(tokens) * itemsize)
+        contexts.append(Context(tokens, each, None if memory is None else max(0, memory - weights) // each))
+    expected = predicted(config)
+    if expected is not None and expected != size.elements_per_token_per_layer:
+        notice(
+            f"the cache of {path} holds {size.elements_per_token_per_layer:g} elements per token and "
+            f"layer as transformers "
+            f"runs it, {expected} by its config.json"
+        )
+    return ModelCache(
+        elements_per_token_per_layer=size.elements_per_token_per_layer,
+        predicted_elements_per_token_per_layer=expected,
+        elements_per_token=size.elements_per_token,
+        bytes_per_token=size.bytes_per_token,
+        dtype=size.dtype,
+        predicted_bytes_per_token=None if expected is None else expected * len(size.layers) * itemsize,
+        stored_dtype=stored,
+        weight_bytes=weights,
+        contexts=tuple(contexts),
+    )
+
+
+def _layers(loaded: Loaded, ids_W: Tensor) -> list[tuple[list[Tensor], int | None]]:
+    """Every tensor in each layer's cache after reading W tokens, and the most tokens that it keeps."""
+    ids_1W = ids_W[None].to(loaded.device)
+    layers = loaded.model.base_model(input_ids=ids_1W, use_cache=True).past_key_values.layers
+    return [
+        (
+            [
+                value
+                for name, value in vars(layer).items()
+                if isinstance(value, Tensor) and not name.startswith("_")
+            ],
+            _most(layer),
+        )
+        for layer in layers
+    ]
+
+
+def _most(layer: Any) -> int | None:
+    """transformers keeps one token less than the sliding window: the next one is the query itself."""
+    window = getattr(layer, "sliding_window", None)
+    return None if window is None else max(1, int(window) - 1)
+
+
+def _windows_of(loaded: Loaded) -> list[int]:
+    """Sliding windows, shorter than which the cache grows in every layer."""
+    window = getattr(loaded.model.config.get_text_config(), "sliding_window", None)
+    return [max(2, int(window) - 1)] if window else []
+
+
+def _human(size: int) -> str:
+    """Bytes as people write them."""
+    for unit, power in (("GB", 9), ("MB", 6)):
+        if size >= 10**power:
+            return f"{size / 10**power:.1f} {unit}"
+    return f"{size / 1000:.1f} kB"

@@ -1,0 +1,167 @@
+"""The suite `fidelity`: how close a student's predictions are to its teacher's, token by token.
+
+The measures are those of llama.cpp's `perplexity --kl-divergence`, so that numbers can be set side by side;
+their errors are taken over windows, not over tokens.
+
+Legend: S scored tokens of all windows, N windows, R resamples, Q percentiles.
+"""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from ..estimate import Array, Estimate, estimate, resampled, transformed
+from ..scores import Scores
+from ..subject import Subject
+
+KL_PERCENTILES = (1, 5, 10, 25, 50, 75, 90, 95, 99, 99.9)
+DELTA_P_PERCENTILES = (0.1, 1, 5, 10, 25, 50, 75, 90, 95, 99, 99.9)
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """KL at those tokens that have `first` to `last` tokens before them in their window."""
+
+    first: int
+    last: int
+    kl: Estimate
+
+
+@dataclass(frozen=True)
+class Fidelity:
+    """Student against teacher on the same tokens.
+
+    Attributes:
+        kl: KL(teacher || student), mean over tokens, nats.
+        kl_percentiles: of the tokens' KL, nats, by `p50`, `p99_9` and so on.
+        kl_max: the largest KL of a token.
+        same_top1: share of tokens at which both find the same next token most probable.
+        delta_p: probability that the student gives the token that follows, less the teacher's; mean over
+            tokens.
+        delta_p_rms: root of the mean of its square.
+        delta_p_percentiles: of it.
+        nll_correlation: Pearson's, of both models' log probabilities of the tokens that follow; None where
+            one is constant.
+        kl_by_position: the KL by how much a token has before it.
+    """
+
+    kl: Estimate
+    kl_percentiles: dict[str, Estimate]
+    kl_max: float
+    same_top1: Estimate
+    delta_p: Estimate
+    delta_p_rms: Estimate
+    delta_p_percentiles: dict[str, Estimate]
+    nll_correlation: Estimate | None
+    kl_by_position: tuple[Bucket, ...]
+
+    def rows(self, roles: tuple[str, ...]) -> list[list[str]]:
+        """Lines of the table."""
+        correlation = "undefined" if self.nll_correlation is None else str(self.nll_correlation)
+        told = {
+            "median": "p50",
+            "90th percentile": "p90",
+            "99th percentile": "p99",
+            "99.9th percentile": "p99_9",
+        }
+        lines = [
+            ("KL(teacher || student), nats", str(self.kl)),
+            *((f"KL {name}", _short(self.kl_percentiles[key])) for name, key in told.items()),
+            ("KL maximum", f"{self.kl_max:.4g}"),
+            ("same top-1", str(self.same_top1)),
+            ("Δp of the next token, RMS", str(self.delta_p_rms)),
+            ("correlation of log probabilities", correlation),
+        ]
+        return [[label, value, *[""] * (len(roles) - 1)] for label, value in lines]
+
+
+def measure(subject: Subject) -> Fidelity | None:
+    """Compare the student with its teacher; None where there is none."""
+    return summarise(subject.scores) if "teacher" in subject.roles else None
+
+
+def summarise(scores: Scores) -> Fidelity:
+    """The report from every token's KL, agreement and both models' losses."""
+    assert scores.kl_S is not None
+    assert scores.same_S is not None
+    counts = scores.counts
+    delta_S = (-scores.nll["student"]).exp() - (-scores.nll["teacher"]).exp()
+    square = estimate(scores.by_window(delta_S**2), counts)
+    rms = math.sqrt(square.mean)
+    return Fidelity(
+        kl=estimate(scores.by_window(scores.kl_S), counts),
+        kl_percentiles=_percentiles(scores, scores.kl_S, KL_PERCENTILES),
+        kl_max=float(scores.kl_S.max()),
+        same_top1=estimate(scores.by_window(scores.same_S), counts),
+        delta_p=estimate(scores.by_window(delta_S), counts),
+        delta_p_rms=transformed(square, lambda value: math.sqrt(max(value, 0.0)), 0.5 / rms if rms else 0.0),
+        delta_p_percentiles=_percentiles(scores, delta_S, DELTA_P_PERCENTILES),
+        nll_correlation=_correlation(scores),
+        kl_by_position=_by_position(scores),
+    )
+
+
+def _percentiles(scores: Scores, value_S: Tensor, percentiles: tuple[float, ...]) -> dict[str, Estimate]:
+    """Percentiles over tokens, linear between neighbours, as numpy's; errors by resampling whole windows."""
+    value_S, order_S = value_S.sort()
+    sorted_S, window_S = value_S.numpy(), scores.window_S[order_S].numpy()
+    share_Q = np.array(percentiles) / 100
+
+    def at(count_N: Array) -> Array:
+        # A window that is drawn k times has each of its tokens k times: their ranks are sums of such counts.
+        rank_S = count_N[window_S].cumsum()
+        place_Q = share_Q * (rank_S[-1] - 1)
+        below_Q, above_Q = (
+            sorted_S[rank_S.searchsorted(np_round(place_Q), side="right")] for np_round in (np.floor, np.ceil)
+        )
+        found: Array = below_Q + (above_Q - below_Q) * (place_Q - np.floor(place_Q))
+        return found
+
+    estimates = resampled(
+        lambda count_RN: np.stack([at(count_N) for count_N in count_RN], axis=-1), len(scores.counts)
+    )
+    return {
+        f"p{percentile:g}".replace(".", "_"): found
+        for percentile, found in zip(percentiles, estimates, strict=True)
+    }
+
+
+def _correlation(scores: Scores) -> Estimate | None:
+    """Pearson's correlation over tokens, from sums over windows; errors by resampling them."""
+    ours_S, theirs_S = (nll_S - nll_S.mean() for nll_S in (scores.nll["student"], scores.nll["teacher"]))
+    if not (ours_S**2).sum() or not (theirs_S**2).sum():
+        return None
+    count_N = np.array(scores.counts)
+    products = (ours_S, theirs_S, ours_S**2, theirs_S**2, ours_S * theirs_S)
+    sum_5N = np.array([scores.by_window(product) for product in products]) * count_N
+
+    def pearson(drawn_RN: Array) -> Array:
+        total_R = drawn_RN @ count_N
+        x_R, y_R, xx_R, yy_R, xy_R = (drawn_RN @ sum_5N.T).T / total_R
+        found: Array = ((xy_R - x_R * y_R) / np.sqrt((xx_R - x_R**2) * (yy_R - y_R**2)))[None]
+        return found
+
+    return resampled(pearson, len(count_N))[0]
+
+
+def _by_position(scores: Scores) -> tuple[Bucket, ...]:
+    """The mean KL between powers of two."""
+    assert scores.kl_S is not None
+    buckets = []
+    longest = int(scores.position_S.max())
+    for power in range(longest.bit_length()):
+        first, last = 2**power, min(2 ** (power + 1) - 1, longest)
+        inside_S = (scores.position_S >= first) & (scores.position_S <= last)
+        if not inside_S.any():
+            continue
+        window_S = scores.window_S[inside_S].unique(return_inverse=True)[1]
+        part = Scores(window_S, scores.position_S[inside_S], {}, scores.kl_S[inside_S], None)
+        assert part.kl_S is not None
+        buckets.append(Bucket(first, last, estimate(part.by_window(part.kl_S), part.counts)))
+    return tuple(buckets)
+
+
+def _short(value: Estimate) -> str:
+    return f"{value.mean:.4g}" + ("" if value.standard_error is None else f" ± {value.standard_error:.2g}")

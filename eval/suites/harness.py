@@ -1,0 +1,282 @@
+"""lm-evaluation-harness on a model in memory, one task at a time.
+
+Everything of that library that kvfold uses is here.
+"""
+
+import copy
+import difflib
+import hashlib
+import importlib.util
+import io
+import logging
+import math
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
+from functools import cache
+from pathlib import Path
+from textwrap import shorten
+from typing import Any, TextIO
+
+import numpy as np
+import torch
+
+from ...core.console import PLAIN_INTERVAL, notice
+from ...core.errors import InvalidInput
+from ...models.causal_lm import Loaded
+
+# What papers on latent attention report, and the metric that they compare by: acc_norm is by bytes of the
+# answer.
+PRESETS = {
+    "mla-core": (
+        "arc_easy",
+        "arc_challenge",
+        "hellaswag",
+        "piqa",
+        "winogrande",
+        "openbookqa",
+        "boolq",
+        "mmlu",
+    ),
+}
+PRIMARY = {"arc_challenge": "acc_norm", "hellaswag": "acc_norm", "openbookqa": "acc_norm"}
+_SEED = 1234  # the harness's own defaults, so that it draws the same examples when it is run by itself
+
+
+def named(tasks: str) -> tuple[str, ...]:
+    """The tasks in a list with commas, presets spelled out, each once.
+
+    Raises:
+        InvalidInput: there is none in it.
+    """
+    asked = [name.strip() for name in tasks.split(",") if name.strip()]
+    if not asked:
+        raise InvalidInput(
+            f"--tasks {tasks!r} names no task; write for example --tasks {next(iter(PRESETS))}"
+        )
+    return tuple(dict.fromkeys(task for name in asked for task in PRESETS.get(name, (name,))))
+
+
+def check_tasks(names: tuple[str, ...], directory: Path | None) -> None:
+    """Check that the harness is here and knows the tasks.
+
+    Raises:
+        InvalidInput: it is not, or does not.
+    """
+    if importlib.util.find_spec("lm_eval") is None:
+        raise InvalidInput(
+            "--suite tasks runs lm-evaluation-harness, which is not installed; pip install 'kvfold[eval]'"
+        )
+    if directory is not None and not directory.is_dir():
+        raise InvalidInput(
+            f"--task-path {directory} is not a directory; name one that holds tasks as YAML files"
+        )
+    known = _manager(names, directory).all_tasks
+    for name in names:
+        if name not in known:
+            near = difflib.get_close_matches(name, [*PRESETS, *known], n=3)
+            hint = (
+                f"did you mean {', '.join(near)}?"
+                if near
+                else "lm-eval ls tasks prints all; --task-path DIR adds your own"
+            )
+            raise InvalidInput(f"--tasks {name}: lm-evaluation-harness has no such task; {hint}")
+
+
+def run(
+    load: Callable[[], Loaded],
+    name: str,
+    directory: Path | None,
+    *,
+    batch_size: int,
+    limit: int | None,
+    fewshot: int | None,
+) -> dict[str, Any]:
+    """Let a model do a task, or all tasks of a group.
+
+    Args:
+        load: gives the model, once the task and its data are there; it is used as it is, whatever class it
+            has.
+        name: of the task or group.
+        directory: of tasks beside the harness's own.
+        batch_size: requests at once.
+        limit: read only so many documents of each task.
+        fewshot: examples before each question; None: what the task says.
+
+    Returns:
+        Plain values: `samples` (documents), `shots`, and `metrics`, which maps a name to its `value`, and
+        where it is a mean over documents to the `values` and the `documents` that they belong to.
+
+    Raises:
+        InvalidInput: the task or its data cannot be loaded, or a log likelihood is not a number.
+    """
+    from lm_eval import evaluate
+    from lm_eval.models.huggingface import HFLM
+
+    with _quiet():
+        tasks = _load(name, directory, fewshot)
+        loaded = load()
+        # The harness gives a tokenizer a padding token where it has none: that of a copy.
+        tokenizer = copy.deepcopy(loaded.tokenizer)
+        model = HFLM(
+            pretrained=loaded.model,
+            tokenizer=tokenizer,
+            backend="causal",
+            batch_size=batch_size,
+            max_length=loaded.positions,
+        )
+        random.seed(0)
+        np.random.seed(_SEED)
+        torch.manual_seed(_SEED)
+        found = evaluate(lm=model, task_dict=tasks, limit=limit, bootstrap_iters=0)
+    assert found is not None
+    return _plain(loaded, name, found)
+
+
+def version() -> str:
+    """Of the harness."""
+    import lm_eval
+
+    return str(lm_eval.__version__)
+
+
+def hash_of(directory: Path | None) -> str:
+    """Hexadecimal SHA-256 of all files below a directory of tasks, by which a change of them is seen."""
+    digest = hashlib.sha256()
+    if directory is None:
+        return digest.hexdigest()
+    for file in sorted(directory.rglob("*")):
+        if file.is_file() and "__pycache__" not in file.parts:
+            content = hashlib.sha256(file.read_bytes()).digest()
+            digest.update(f"{file.relative_to(directory)}\n".encode() + content)
+    return digest.hexdigest()
+
+
+def _manager(names: tuple[str, ...], directory: Path | None) -> Any:
+    """What knows the tasks.
+
+    Those of the directory alone if they are all there, since the harness's own take long to list.
+    """
+    if directory is not None:
+        own = _list(directory, include_defaults=False)
+        if not own.all_groups and set(names) <= set(own.all_tasks):
+            return own
+    return _list(directory, include_defaults=True)
+
+
+@cache
+def _list(directory: Path | None, include_defaults: bool) -> Any:
+    from lm_eval.tasks import TaskManager
+
+    with _quiet():
+        return TaskManager(
+            include_path=None if directory is None else str(directory), include_defaults=include_defaults
+        )
+
+
+def _load(name: str, directory: Path | None, fewshot: int | None) -> Any:
+    """The task with its data, as `lm_eval.evaluate` takes it."""
+    import datasets
+    import yaml
+
+    try:
+        tasks = _manager((name,), directory).load([name])
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        ImportError,
+        AttributeError,
+        datasets.exceptions.DatasetsError,
+        yaml.YAMLError,
+    ) as error:
+        reason = shorten(str(error), 200, placeholder=" ...")
+        raise InvalidInput(
+            f"--tasks {name}: it cannot be loaded ({type(error).__name__}): {reason}"
+        ) from error
+    for task in tasks["tasks"].values():
+        default = task.get_config("num_fewshot")
+        if default is None or (
+            fewshot is not None and default != 0
+        ):  # a task that says 0 cannot have examples
+            task.set_config(key="num_fewshot", value=fewshot or 0)
+        task.set_fewshot_seed(seed=_SEED)
+    return tasks
+
+
+def _plain(loaded: Loaded, name: str, found: Mapping[str, Any]) -> dict[str, Any]:
+    metrics: dict[str, dict[str, Any]] = {}
+    documents = set()
+    for task, samples in found["samples"].items():
+        for sample in samples:
+            _refuse_nan(loaded, task, sample)
+            document = f"{task}/{sample['doc_id']}/{sample['doc_hash'][:16]}"
+            documents.add(document)
+            for metric in sample["metrics"]:
+                value = sample[metric]
+                if isinstance(value, bool | int | float | np.number):
+                    entry = metrics.setdefault(
+                        _named(metric, sample["filter"]), {"values": [], "documents": []}
+                    )
+                    entry["values"].append(float(value))
+                    entry["documents"].append(document)
+    for metric in [
+        metric for metric, entry in metrics.items() if not all(map(math.isfinite, entry["values"]))
+    ]:
+        notice(f"{name}: {metric} is not finite in some documents, and left out")
+        del metrics[metric]
+    for entry in metrics.values():
+        entry["value"] = math.fsum(entry["values"]) / len(entry["values"])
+    # What is no mean over documents, such as a perplexity, is as the harness reckons it.
+    for key, value in found["results"].get(name, {}).items():
+        metric, _, filtered = key.partition(",")
+        if filtered and not metric.endswith("_stderr") and isinstance(value, float) and math.isfinite(value):
+            metrics.setdefault(_named(metric, filtered), {"value": float(value)})
+    return {"samples": len(documents), "shots": max(found["n-shot"].values(), default=0), "metrics": metrics}
+
+
+def _named(metric: str, filtered: str) -> str:
+    return metric if filtered == "none" else f"{metric}_{filtered}"
+
+
+def _refuse_nan(loaded: Loaded, task: str, sample: Mapping[str, Any]) -> None:
+    for response in sample["filtered_resps"]:
+        value = response[0] if isinstance(response, list | tuple) and response else response
+        if isinstance(value, float) and math.isnan(value):
+            raise InvalidInput(
+                f"{loaded.path} gives log likelihoods that are not numbers in document {sample['doc_id']} "
+                f"of {task}; "
+                "--suite ppl names the layer"
+            )
+
+
+class _Lines(io.StringIO):
+    """Takes what bars draw, and prints the latest state as a plain line every few seconds."""
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__()
+        self._stream, self._shown = stream, time.monotonic()
+
+    def write(self, text: str) -> int:
+        now = time.monotonic()
+        if (line := text.strip()) and now - self._shown >= PLAIN_INTERVAL:
+            self._shown = now
+            print(line, file=self._stream, flush=True)
+        return len(text)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep stdout for the report, and stderr for bars on a terminal and for a line now and then elsewhere."""
+    logger = logging.getLogger("lm_eval")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    errors = sys.stderr
+    try:
+        with redirect_stdout(errors), nullcontext() if errors.isatty() else redirect_stderr(_Lines(errors)):
+            yield
+    finally:
+        logger.setLevel(level)

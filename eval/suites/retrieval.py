@@ -1,0 +1,260 @@
+"""The suite `retrieval`: is a key found again that stands somewhere in a long text?
+
+Prompts are generated (haystack.py), the same for every model. Two scores: whether the right digits are
+generated greedily, and whether of ten keys that could stand there the right one is what the text has made
+likelier most, which tells something of
+models too small to do the first: log p(key | text, question) - log p(key | question), so that how likely
+digits are anyhow does not count (Holtzman et al. 2021, arXiv 2104.08315).
+
+Legend: B prompts of a batch, C candidates.
+"""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from scipy import stats  # type: ignore[import-untyped]
+
+from ...core.console import progress
+from ...core.errors import InvalidInput
+from ..estimate import LEVEL, Estimate, estimate, paired_difference
+from ..subject import Subject
+from .answers import answer, rank
+from .haystack import CANDIDATES, KINDS, Haystack, Sample, prose
+from .speed import numbers
+
+SAMPLES, DEPTHS, KEYS, LONGEST = 10, 5, 4, 4096
+Grid = tuple[tuple[float, ...], ...]  # a row for each length, a column for each depth
+
+
+@dataclass(frozen=True)
+class Overall:
+    """Means over all prompts of a kind.
+
+    Right digits generated, right key likeliest, its rank among the candidates.
+    """
+
+    accuracy: Estimate
+    choice: Estimate
+    rank: Estimate
+
+
+@dataclass(frozen=True)
+class Map:
+    """One kind of prompt over length and depth.
+
+    Attributes:
+        lengths: tokens of prompt and answer.
+        depths: where the key stands, 0 to 1.
+        samples: prompts a cell.
+        accuracy: share of prompts whose digits were generated greedily, exactly.
+        standard_error: of it.
+        low, high: its 95 % interval by Wilson, which is one where all are right, too.
+        choice: share of prompts whose right key the text makes likelier than every distractor.
+        choice_standard_error: of it.
+        rank: mean rank of the right key; a tie counts a half.
+        overall: all cells together.
+    """
+
+    lengths: tuple[int, ...]
+    depths: tuple[float, ...]
+    samples: int
+    accuracy: Grid
+    standard_error: Grid
+    low: Grid
+    high: Grid
+    choice: Grid
+    choice_standard_error: Grid
+    rank: Grid
+    overall: Overall
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Student - teacher on the same prompts."""
+
+    accuracy: Estimate
+    choice: Estimate
+
+
+@dataclass(frozen=True)
+class Retrieval:
+    """What the suite found.
+
+    Attributes:
+        candidates: keys among which the right one is ranked.
+        chance: the share of right choices of a model that knows nothing.
+        seed: of the prompts.
+        filler_sha256: of the prose between.
+        student, teacher, parent: a map for each kind.
+        difference: for each kind; None without a teacher.
+    """
+
+    candidates: int
+    chance: float
+    seed: int
+    filler_sha256: str
+    student: dict[str, Map]
+    teacher: dict[str, Map] | None
+    parent: dict[str, Map] | None
+    difference: dict[str, Difference] | None
+
+    def rows(self, roles: tuple[str, ...]) -> list[list[str]]:
+        """Lines of the table."""
+        blank = [""] * (len(roles) - 1)
+        rows = []
+        for kind in KINDS:
+            maps: list[Map] = [getattr(self, role)[kind] for role in roles]
+            rows.append([f"{kind}, generated right", *(str(one.overall.accuracy) for one in maps)])
+            rows.append([f"  likeliest of {self.candidates}", *(str(one.overall.choice) for one in maps)])
+            for number, length in enumerate(maps[0].lengths):
+                shares = (sum(one.choice[number]) / len(one.depths) for one in maps)
+                rows.append([f"  the same at {length} tokens", *(f"{share:.3f}" for share in shares)])
+            if self.difference:
+                rows.append(["  generated right, - teacher's", str(self.difference[kind].accuracy), *blank])
+                rows.append(["  likeliest, - teacher's", str(self.difference[kind].choice), *blank])
+        return rows
+
+
+def check(settings: Mapping[str, Any]) -> None:
+    """Refuse a list of lengths that is none."""
+    if settings.get("retrieval_lengths") is not None:
+        numbers("--retrieval-lengths", settings["retrieval_lengths"])
+
+
+def measure(subject: Subject) -> Retrieval:
+    """Ask every model for the keys of the same prompts.
+
+    Raises:
+        InvalidInput: a model takes fewer positions than a length, a length has no room for the keys, the
+        tokenizer cannot tell
+            numbers apart, or logits are not finite.
+    """
+    settings, student = subject.settings, subject.described("student")
+    seed, samples = settings.get("retrieval_seed", 0), settings.get("retrieval_samples", SAMPLES)
+    haystack = Haystack(student.path, student.tokenizer, settings.get("retrieval_keys", KEYS))
+    depths = _depths(settings.get("retrieval_depths", DEPTHS))
+    prompts = {
+        (kind, length): [
+            haystack.sample(kind, length, depth, f"{seed}/{n}") for depth in depths for n in range(samples)
+        ]
+        for kind in KINDS
+        for length in _lengths(subject, haystack)
+    }
+    units = [(role, *unit) for role in subject.roles for unit in prompts]
+    found: dict[str, dict[str, list[dict[str, Any]]]] = {
+        role: {kind: [] for kind in KINDS} for role in subject.roles
+    }
+    for role, kind, length in progress(units, "Retrieval", len(units)):
+        ask = partial(_ask, subject, role, prompts[kind, length])
+        found[role][kind].append(subject.part(f"retrieval/{role}/{kind}/{length}", ask))
+    lengths = tuple(length for kind, length in prompts if kind == KINDS[0])
+    maps = {
+        role: {kind: _map(lengths, depths, kinds[kind]) for kind in KINDS} for role, kinds in found.items()
+    }
+    return Retrieval(
+        candidates=CANDIDATES,
+        chance=1 / CANDIDATES,
+        seed=seed,
+        filler_sha256=hashlib.sha256("\n".join(prose()).encode()).hexdigest(),
+        student=maps["student"],
+        teacher=maps.get("teacher"),
+        parent=maps.get("parent"),
+        difference={kind: _difference(found, kind) for kind in KINDS} if "teacher" in found else None,
+    )
+
+
+def _ask(subject: Subject, role: str, prompts: Sequence[Sample]) -> dict[str, Any]:
+    """Which prompts were answered with the right digits (1 or 0), and the rank of the right key in each."""
+    loaded, size = subject.load(role), subject.options.batch_size
+    exact: list[int] = []
+    ranks: list[float] = []
+    for start in range(0, len(prompts), size):
+        batch = prompts[start : start + size]
+        answers, score_BC = answer(loaded, batch, role)
+        exact += [int(digits == sample.key) for digits, sample in zip(answers, batch, strict=True)]
+        ranks += rank(score_BC).tolist()
+    return {"exact": exact, "rank": ranks}
+
+
+def _map(lengths: tuple[int, ...], depths: tuple[float, ...], rows: Sequence[Mapping[str, Any]]) -> Map:
+    """The grid of what was found, from one row a length, whose prompts are sorted by depth."""
+    samples = len(rows[0]["exact"]) // len(depths)
+
+    def cells(name: str) -> list[list[list[float]]]:
+        return [[row[name][at * samples :][:samples] for at in range(len(depths))] for row in rows]
+
+    def grid(values: list[list[list[float]]], error: bool = False) -> Grid:
+        estimates = [[estimate(cell) for cell in row] for row in values]
+        return tuple(
+            tuple((one.standard_error or 0.0) if error else one.mean for one in row) for row in estimates
+        )
+
+    exact, ranks = cells("exact"), cells("rank")
+    choice = [[[float(each == 1) for each in cell] for cell in row] for row in ranks]
+    wilson = [
+        [stats.binomtest(int(sum(cell)), samples).proportion_ci(LEVEL, method="wilson") for cell in row]
+        for row in exact
+    ]
+    return Map(
+        lengths=lengths,
+        depths=depths,
+        samples=samples,
+        accuracy=grid(exact),
+        standard_error=grid(exact, error=True),
+        low=tuple(tuple(float(one.low) for one in row) for row in wilson),
+        high=tuple(tuple(float(one.high) for one in row) for row in wilson),
+        choice=grid(choice),
+        choice_standard_error=grid(choice, error=True),
+        rank=grid(ranks),
+        overall=Overall(
+            *(
+                estimate([each for row in values for cell in row for each in cell])
+                for values in (exact, choice, ranks)
+            )
+        ),
+    )
+
+
+def _difference(found: Mapping[str, Mapping[str, Sequence[Mapping[str, Any]]]], kind: str) -> Difference:
+    def all_of(role: str, name: str) -> list[float]:
+        return [each for row in found[role][kind] for each in row[name]]
+
+    def right(role: str) -> list[float]:
+        return [float(each == 1) for each in all_of(role, "rank")]
+
+    return Difference(
+        paired_difference(all_of("student", "exact"), all_of("teacher", "exact")),
+        paired_difference(right("student"), right("teacher")),
+    )
+
+
+def _depths(count: int) -> tuple[float, ...]:
+    """So many from 0 to 1; a single one in the middle."""
+    return (0.5,) if count == 1 else tuple(number / (count - 1) for number in range(count))
+
+
+def _lengths(subject: Subject, haystack: Haystack) -> list[int]:
+    """The lengths asked for, or a quarter, a half and all of what every model takes, up to `LONGEST`, where
+    keys fit.
+    """
+    limits = [
+        (positions, subject.paths[role])
+        for role in subject.roles
+        if (positions := subject.described(role).positions)
+    ]
+    longest, path = min(limits, default=(LONGEST, None), key=lambda limit: limit[0])
+    asked = subject.settings.get("retrieval_lengths")
+    if asked is None:
+        most = min(longest, LONGEST)
+        lengths = [length for length in (most // 4, most // 2, most) if length >= haystack.least()]
+        return lengths or [most]
+    lengths = numbers("--retrieval-lengths", asked)
+    if path is not None and lengths[-1] > longest:
+        raise InvalidInput(
+            f"--retrieval-lengths {lengths[-1]} is more than the {longest} positions of {path}; use "
+            f"{longest} or fewer"
+        )
+    return lengths

@@ -1,0 +1,311 @@
+"""The suite `speed`: prefill and decode apart, student and teacher in turns, each with its live cache in
+transformers.
+
+These are times of transformers' own forward pass on this machine: they compare two models, and say little of
+a serving engine. One round reads C tokens of B sequences at once (prefill), then decodes greedily, one token
+of each sequence a step, the same number of steps whatever is generated. Rounds go student, teacher, student,
+teacher, so that what else the machine does falls on both.
+
+Legend: B sequences, C tokens of context.
+"""
+
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from time import monotonic
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...core.console import notice, progress
+from ...core.errors import InvalidInput
+from ...models.causal_lm import Loaded
+from ..subject import Subject
+from .decoding import greedy, read
+from .meter import peak_memory, timed
+
+BATCHES, CONTEXTS, TOKENS, ROUNDS, SECONDS = "1", (512, 4096), 16, 10, 300.0
+_LEAST_ROUNDS = 3  # below which there are no quartiles to speak of
+_ROLES = ("student", "teacher")  # the folded parent has the student's shapes
+
+
+@dataclass(frozen=True)
+class Spread:
+    """The middle of repeated measurements, and the quartiles around it."""
+
+    median: float
+    q1: float
+    q3: float
+
+    def __str__(self) -> str:
+        return f"{self.median:,.4g} [{self.q1:,.4g}, {self.q3:,.4g}]"
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Prefill or decode.
+
+    Attributes:
+        milliseconds: of reading all prompts, or of one decoding step of the whole batch.
+        tokens_per_second: of all sequences together.
+    """
+
+    milliseconds: Spread
+    tokens_per_second: Spread
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One model: both phases, and the most bytes beyond its weights at once, cache included."""
+
+    prefill: Phase
+    decode: Phase
+    peak_bytes: int
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One batch size and context.
+
+    Attributes:
+        batch, context: B and C.
+        tokens: decoding steps of a round.
+        rounds: how many were timed.
+        student, teacher: None where not measured.
+        prefill_speedup, decode_speedup: the teacher's time over the student's, round by round; None where not
+            interleaved.
+        skipped: why there are no numbers.
+    """
+
+    batch: int
+    context: int
+    tokens: int
+    rounds: int
+    student: Timing | None = None
+    teacher: Timing | None = None
+    prefill_speedup: Spread | None = None
+    decode_speedup: Spread | None = None
+    skipped: str | None = None
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """What the suite found: where, whether both models took turns, and every cell of the sweep."""
+
+    machine: str
+    interleaved: bool
+    cells: tuple[Cell, ...]
+
+    def rows(self, roles: tuple[str, ...]) -> list[list[str]]:
+        """Lines of the table."""
+        blank = [""] * (len(roles) - 1)
+        rows = []
+        for cell in self.cells:
+            name = f"{cell.batch} x {cell.context} tokens"
+            if cell.skipped is not None:
+                rows.append([f"speed, {name}", f"skipped: {cell.skipped}", *blank])
+                continue
+            timings = [getattr(cell, role, None) for role in roles]
+            rows.append(
+                [
+                    f"prefill, {name}, tokens/s",
+                    *(_show(timing, "prefill.tokens_per_second") for timing in timings),
+                ]
+            )
+            rows.append(
+                [f"decode, {name}, ms/step", *(_show(timing, "decode.milliseconds") for timing in timings)]
+            )
+            rows.append(["  tokens/s", *(_show(timing, "decode.tokens_per_second") for timing in timings)])
+            rows.append(
+                [
+                    "  peak MB above weights",
+                    *(f"{timing.peak_bytes / 1e6:,.1f}" if timing else "" for timing in timings),
+                ]
+            )
+            if cell.prefill_speedup and cell.decode_speedup:
+                rows.append(["  times as fast as the teacher, prefill", str(cell.prefill_speedup), *blank])
+                rows.append(["  times as fast as the teacher, decode", str(cell.decode_speedup), *blank])
+        return rows
+
+
+def check(settings: Mapping[str, Any]) -> None:
+    """Refuse a list that is none."""
+    for name in ("speed_batch", "speed_context"):
+        if settings.get(name) is not None:
+            numbers(f"--{name.replace('_', '-')}", settings[name])
+
+
+def numbers(option: str, value: str) -> list[int]:
+    """Whole numbers from 1 in a list with commas, each once, in order of size.
+
+    Raises:
+        InvalidInput: it is something else.
+    """
+    parts = [part.strip() for part in value.split(",")]
+    if not all(part.isascii() and part.isdecimal() and int(part) for part in parts):
+        raise InvalidInput(
+            f"{option} {value}: write whole numbers from 1 with commas between, e.g. {option} 1,4"
+        )
+    return sorted({int(part) for part in parts})
+
+
+def measure(subject: Subject) -> Speeds:
+    """Time every cell of the sweep.
+
+    Raises:
+        InvalidInput: a model takes fewer positions than a cell needs.
+    """
+    settings = subject.settings
+    tokens = settings.get("speed_tokens", TOKENS)
+    contexts = _contexts(subject, tokens)
+    batches = numbers("--speed-batch", settings.get("speed_batch") or BATCHES)
+    cells = [(batch, context) for context in contexts for batch in batches]
+    roles = [role for role in _ROLES if role in subject.roles]
+    groups = [[role] for role in roles] if subject.one_at_a_time else [roles]
+    if len(groups) > 1:
+        notice(
+            "speed: the models do not fit in memory together, so they are timed one after the other, not "
+            "in turns"
+        )
+    limit = settings.get("speed_seconds", SECONDS)
+    end = monotonic() + limit
+    found: dict[tuple[int, int], dict[str, Any]] = {cell: {} for cell in cells}
+    units = [(group, cell) for group in groups for cell in cells]
+    for number, (group, (batch, context)) in enumerate(progress(units, "Speed", len(units))):
+        name = f"speed/{'+'.join(group)}/{batch}x{context}"
+        share = (end - monotonic()) / (len(units) - number)
+        found[batch, context] |= subject.part(
+            name, partial(_time, subject, group, (batch, context), tokens, share)
+        )
+    paired = len(groups) == 1
+    return Speeds(
+        _machine(subject),
+        paired,
+        tuple(_cell(*cell, tokens, raw, limit, paired) for cell, raw in found.items()),
+    )
+
+
+@torch.inference_mode()
+def _time(
+    subject: Subject, roles: Sequence[str], cell: tuple[int, int], tokens: int, seconds: float
+) -> dict[str, Any]:
+    """Seconds of each round, by role; or why there are none."""
+    if seconds <= 0:
+        return {"skipped": "time"}
+    start = monotonic()
+    models = {role: subject.load(role) for role in roles}
+    vocabulary = min(loaded.vocabulary for loaded in models.values())
+    ids_BC = torch.randint(vocabulary, cell, generator=torch.Generator().manual_seed(0))
+    raw: dict[str, dict[str, Any]] = {role: {"prefill": [], "decode": []} for role in roles}
+    rounds = subject.settings.get("speed_rounds", ROUNDS)
+    try:
+        for role, loaded in models.items():  # this warms up too
+            with peak_memory(loaded.device) as peak:
+                _round(loaded, ids_BC, min(tokens, 2))
+            raw[role]["peak_bytes"] = peak.bytes
+        for number in range(rounds):
+            if number >= _LEAST_ROUNDS and monotonic() - start > seconds:
+                break
+            for role, loaded in models.items():
+                prefill, decode = _round(loaded, ids_BC, tokens)
+                raw[role]["prefill"].append(prefill)
+                raw[role]["decode"].append(decode)
+    except torch.OutOfMemoryError:
+        return {"skipped": "memory"}
+    return dict(raw)
+
+
+def _round(loaded: Loaded, ids_BC: Tensor, tokens: int) -> tuple[float, list[float]]:
+    """Seconds of the prefill, and of each decoding step."""
+    device = loaded.device
+
+    def step(ids_BT: Tensor, cache: Any) -> tuple[Tensor, Any]:
+        logits_BKV, cache = read(loaded, ids_BT, cache, last=1)
+        return greedy(logits_BKV).to(device), cache
+
+    (next_B1, cache), prefill = timed(device, partial(step, ids_BC.to(device), None))
+    decode = []
+    for _ in range(tokens):
+        (next_B1, cache), seconds = timed(device, partial(step, next_B1, cache))
+        decode.append(seconds)
+    return prefill, decode
+
+
+def _cell(batch: int, context: int, tokens: int, raw: Mapping[str, Any], limit: float, paired: bool) -> Cell:
+    """The numbers of a cell from the seconds of its rounds."""
+    if "skipped" in raw:
+        reasons = {"time": f"--speed-seconds {limit:g} were over", "memory": "out of memory"}
+        return Cell(batch, context, tokens, 0, skipped=reasons[raw["skipped"]])
+    student, teacher = (_timing(raw[role], batch, context) if role in raw else None for role in _ROLES)
+    rounds = len(raw["student"]["prefill"])
+    prefill = decode = None
+    if teacher is not None and paired:
+        prefill, decode = (
+            spread(
+                np.median(_rounds(raw["teacher"][phase]), 1) / np.median(_rounds(raw["student"][phase]), 1)
+            )
+            for phase in ("prefill", "decode")
+        )
+    return Cell(batch, context, tokens, rounds, student, teacher, prefill, decode)
+
+
+def _timing(raw: Mapping[str, Any], batch: int, context: int) -> Timing:
+    prefill, decode = np.array(raw["prefill"]), np.array(raw["decode"]).ravel()
+    return Timing(_phase(prefill, batch * context), _phase(decode, batch), raw["peak_bytes"])
+
+
+def spread(values: Any) -> Spread:
+    """Median and quartiles, by linear interpolation."""
+    q1, median, q3 = (float(value) for value in np.percentile(values, [25, 50, 75]))
+    return Spread(median, q1, q3)
+
+
+def _phase(seconds: Any, tokens: int) -> Phase:
+    return Phase(spread(seconds * 1000), spread(tokens / seconds))
+
+
+def _rounds(seconds: Sequence[Any]) -> Any:
+    """One row a round."""
+    return np.array(seconds).reshape(len(seconds), -1)
+
+
+def _contexts(subject: Subject, tokens: int) -> list[int]:
+    """The contexts asked for, or those of `CONTEXTS` that every model takes, or else the longest that all
+    take.
+    """
+    limits = [
+        (positions, subject.paths[role])
+        for role in subject.roles
+        if (positions := subject.described(role).positions)
+    ]
+    asked = subject.settings.get("speed_context")
+    longest, path = min(limits, default=(None, None), key=lambda limit: limit[0])
+    if longest is not None and longest <= tokens:
+        raise InvalidInput(
+            f"--speed-tokens {tokens}: {path} takes {longest} positions; use fewer, e.g. --speed-tokens 4"
+        )
+    if asked is None:
+        fitting = [context for context in CONTEXTS if longest is None or context + tokens <= longest]
+        return fitting or [longest - tokens if longest else CONTEXTS[0]]
+    contexts = numbers("--speed-context", asked)
+    if longest is not None and contexts[-1] + tokens > longest:
+        raise InvalidInput(
+            f"--speed-context {contexts[-1]} and {tokens} decoded tokens are more than the {longest} "
+            f"positions of {path}; "
+            f"use {longest - tokens} or fewer"
+        )
+    return contexts
+
+
+def _machine(subject: Subject) -> str:
+    if subject.device == "cuda":
+        return str(torch.cuda.get_device_name())
+    return f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
+
+
+def _show(timing: Timing | None, path: str) -> str:
+    phase, _, value = path.partition(".")
+    return "" if timing is None else str(getattr(getattr(timing, phase), value))

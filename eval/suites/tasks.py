@@ -1,0 +1,306 @@
+"""The suite `tasks`: benchmarks of lm-evaluation-harness, all models on the same documents, compared document
+by document.
+
+Two accuracies that differ by less than their errors may still come from models that disagree on many
+documents: so what turned from right to wrong and back is counted (flips, Dutta et al. 2024, arXiv
+2407.09141), and tested (McNemar, exact).
+"""
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from scipy import stats  # type: ignore[import-untyped]
+
+from ...core.console import progress
+from ...core.errors import InvalidInput
+from ..estimate import LEVEL, Estimate, estimate
+from ..subject import Subject
+from . import harness
+
+TASKS = "mla-core"
+_RESAMPLES = 2000
+
+
+@dataclass(frozen=True)
+class Flips:
+    """Documents that the teacher has right and the student wrong, those the other way round, and McNemar's
+    exact p of that.
+    """
+
+    right_to_wrong: int
+    wrong_to_right: int
+    p_value: float
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One metric of a task.
+
+    Attributes:
+        student, teacher, parent: with the error of a mean over documents; without one where it is no such
+            mean.
+        difference: student - teacher on the same documents, with the interval and error of the paired
+            bootstrap.
+        flips: None where a document is not just right or wrong.
+    """
+
+    student: Estimate
+    teacher: Estimate | None
+    parent: Estimate | None
+    difference: Estimate | None
+    flips: Flips | None
+
+
+@dataclass(frozen=True)
+class Task:
+    """A task or group of tasks.
+
+    How many documents, examples before each, the metric to compare by, and all metrics.
+    """
+
+    samples: int
+    shots: int
+    primary: str
+    metrics: dict[str, Metric]
+
+
+@dataclass(frozen=True)
+class Average:
+    """Means of the tasks' primary metrics."""
+
+    student: float
+    teacher: float | None
+    parent: float | None
+    difference: Estimate | None
+
+
+@dataclass(frozen=True)
+class Tasks:
+    """What the suite found.
+
+    Attributes:
+        harness: version of lm-evaluation-harness.
+        limit: documents of each task, if not all: such numbers are no benchmark results.
+        fewshot: examples asked for; None: as each task says.
+        tasks: by name.
+        average: over the tasks.
+    """
+
+    harness: str
+    limit: int | None
+    fewshot: int | None
+    tasks: dict[str, Task]
+    average: Average
+
+    def rows(self, roles: tuple[str, ...]) -> list[list[str]]:
+        """Lines of the table."""
+        blank = [""] * (len(roles) - 1)
+        only = "" if self.limit is None else f", only the first {self.limit}"
+        rows = []
+        for name, task in self.tasks.items():
+            metric = task.metrics[task.primary]
+            values = (getattr(metric, role) for role in roles)
+            rows.append(
+                [f"{name}, {task.primary}, {task.shots}-shot{only}", *(str(value or "") for value in values)]
+            )
+            if metric.difference is not None:
+                rows.append(["  - teacher's [95 %]", _interval(metric.difference), *blank])
+            if metric.flips is not None:
+                flips = (
+                    f"{metric.flips.right_to_wrong}, {metric.flips.wrong_to_right}, p = "
+                    f"{metric.flips.p_value:.2g}"
+                )
+                rows.append(["  right to wrong, wrong to right, McNemar", flips, *blank])
+        if len(self.tasks) > 1:
+            averages = (getattr(self.average, role) for role in roles)
+            rows.append(["average", *("" if value is None else f"{value:.4f}" for value in averages)])
+            if self.average.difference is not None:
+                rows.append(["  - teacher's [95 %]", _interval(self.average.difference), *blank])
+        return rows
+
+
+def check(settings: Mapping[str, Any]) -> None:
+    """Refuse unknown tasks, and a harness that is not there."""
+    harness.check_tasks(harness.named(settings.get("tasks") or TASKS), settings.get("task_path"))
+    directory = settings.get("task_cache")
+    if directory is not None and directory.exists() and not directory.is_dir():
+        raise InvalidInput(f"--task-cache {directory} is no directory; name another one")
+
+
+def measure(subject: Subject) -> Tasks:
+    """Let every model do every task.
+
+    Raises:
+        InvalidInput: a task cannot be loaded, or what is kept in --task-cache is of other data.
+    """
+    settings = subject.settings
+    names = harness.named(settings.get("tasks") or TASKS)
+    units = [(name, role) for name in names for role in subject.roles]
+    if subject.one_at_a_time:
+        units = [(name, role) for role in subject.roles for name in names]
+    found: dict[str, dict[str, Any]] = {name: {} for name in names}
+    for name, role in progress(units, "Tasks", len(units)):
+        found[name][role] = subject.part(f"tasks/{role}/{name}", partial(_answers, subject, role, name))
+    tasks = {name: _task(name, roles) for name, roles in found.items()}
+    return Tasks(
+        harness.version(),
+        settings.get("limit"),
+        settings.get("fewshot"),
+        tasks,
+        _average(list(tasks.values())),
+    )
+
+
+def _answers(subject: Subject, role: str, name: str) -> dict[str, Any]:
+    """What a model scores in a task, from --task-cache where it is there."""
+    settings = subject.settings
+    directory, limit, fewshot = (settings.get(key) for key in ("task_path", "limit", "fewshot"))
+
+    def run() -> dict[str, Any]:
+        size = subject.options.batch_size
+        return harness.run(
+            partial(subject.load, role), name, directory, batch_size=size, limit=limit, fewshot=fewshot
+        )
+
+    if settings.get("task_cache") is None:
+        return run()
+    asked = {
+        "model": subject.identity(role),
+        "task": name,
+        "own_tasks": harness.hash_of(directory),
+        "harness": harness.version(),
+        "limit": limit,
+        "fewshot": fewshot,
+        "dtype": subject.dtype(role),
+        "device": subject.device,
+    }
+    key = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()
+    file = settings["task_cache"] / f"{name.replace('/', '_')}-{key[:32]}.json"
+    if not file.is_file():
+        _keep(file, {"asked": asked, "found": run()})
+    try:
+        kept = json.loads(file.read_text(encoding="utf-8"))
+        found: dict[str, Any] = kept["found"]
+        if kept["asked"] != asked:
+            raise ValueError
+    except (ValueError, KeyError, TypeError):
+        raise InvalidInput(f"{file} is not what kvfold has written there; move it away") from None
+    return found
+
+
+def _keep(file: Path, value: Any) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    partial = file.with_name(f"{file.name}.{os.getpid()}.partial")
+    partial.write_text(json.dumps(value, allow_nan=False), encoding="utf-8")
+    partial.rename(file)
+
+
+def _task(name: str, roles: Mapping[str, Mapping[str, Any]]) -> Task:
+    student = roles["student"]
+    metrics = {metric: _metric(name, metric, roles) for metric in student["metrics"]}
+    if not metrics:
+        raise InvalidInput(f"--tasks {name}: the harness gives no number for it; leave it out")
+    primary = harness.PRIMARY.get(name, "acc")
+    return Task(
+        student["samples"], student["shots"], primary if primary in metrics else next(iter(metrics)), metrics
+    )
+
+
+def _metric(name: str, metric: str, roles: Mapping[str, Mapping[str, Any]]) -> Metric:
+    entries = {role: found["metrics"].get(metric) for role, found in roles.items()}
+    if any(
+        entry is None or entry.get("documents") != entries["student"].get("documents")
+        for entry in entries.values()
+    ):
+        raise InvalidInput(
+            f"--tasks {name}: its data changed since --task-cache was written; name another directory"
+        )
+    values = {role: entry.get("values") for role, entry in entries.items()}
+    estimates = {
+        role: Estimate(entry["value"], None) if values[role] is None else estimate(values[role])
+        for role, entry in entries.items()
+    }
+    ours, theirs = values["student"], values.get("teacher")
+    difference, turned = None, None
+    if "teacher" in entries:
+        difference = Estimate(estimates["student"].mean - estimates["teacher"].mean, None)
+    if ours is not None and theirs is not None:
+        difference = paired_bootstrap(ours, theirs)
+        turned = flips(ours, theirs) if {*ours, *theirs} <= {0.0, 1.0} else None
+    return Metric(
+        student=estimates["student"],
+        teacher=estimates.get("teacher"),
+        parent=estimates.get("parent"),
+        difference=difference,
+        flips=turned,
+    )
+
+
+def flips(student: Sequence[float], teacher: Sequence[float]) -> Flips:
+    """Count what turned, and test whether as often one way as the other (McNemar 1947, in its exact
+    binomial form).
+    """
+    lost = sum(their > our for our, their in zip(student, teacher, strict=True))
+    won = sum(our > their for our, their in zip(student, teacher, strict=True))
+    return Flips(lost, won, float(stats.binomtest(lost, lost + won, 0.5).pvalue) if lost + won else 1.0)
+
+
+def paired_bootstrap(student: Sequence[float], teacher: Sequence[float]) -> Estimate:
+    """Mean of student - teacher, with the percentile bootstrap over documents.
+
+    The same bits at every call.
+    """
+    change_N = np.subtract(student, teacher)
+    mean = float(change_N.mean())
+    if len(change_N) < 2:
+        return Estimate(mean, None)
+    if not np.ptp(change_N):
+        return Estimate(mean, 0.0, mean, mean)
+    again = stats.bootstrap(
+        (change_N,),
+        np.mean,
+        n_resamples=_RESAMPLES,
+        batch=100,
+        confidence_level=LEVEL,
+        method="percentile",
+        rng=np.random.default_rng(0),
+    )
+    return Estimate(mean, float(again.standard_error), *map(float, again.confidence_interval))
+
+
+def _average(tasks: Sequence[Task]) -> Average:
+    metrics = [task.metrics[task.primary] for task in tasks]
+
+    def mean(role: str) -> float | None:
+        values: list[Estimate | None] = [getattr(metric, role) for metric in metrics]
+        return None if None in values else math.fsum(value.mean for value in values if value) / len(values)
+
+    student = mean("student")
+    assert student is not None
+    return Average(student, mean("teacher"), mean("parent"), _mean([metric.difference for metric in metrics]))
+
+
+def _mean(differences: Sequence[Estimate | None]) -> Estimate | None:
+    """Of independent estimates, with the normal interval."""
+    known = [each for each in differences if each is not None]
+    if len(known) < len(differences):
+        return None
+    mean = math.fsum(each.mean for each in known) / len(known)
+    errors = [each.standard_error for each in known if each.standard_error is not None]
+    if len(errors) < len(known):
+        return Estimate(mean, None)
+    error = math.hypot(*errors) / len(known)
+    margin = float(stats.norm.ppf((1 + LEVEL) / 2)) * error
+    return Estimate(mean, error, mean - margin, mean + margin)
+
+
+def _interval(value: Estimate) -> str:
+    return str(value) if value.low is None else f"{value} [{value.low:.4f}, {value.high:.4f}]"

@@ -1,0 +1,212 @@
+"""A model directory as a lazy mapping from names to tensors, and the all-or-nothing way to write a new
+one.
+"""
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from ..core.errors import InvalidInput
+from .shards import INDEX, Entry, TensorSpec, is_finite, pieces, read_flat, read_header
+
+PIECE = (
+    1 << 20
+)  # elements: a tensor that is only copied passes through memory in pieces of this size, which caches hold
+_SIDE_FILES = (
+    "*token*.json", "vocab*", "merges.txt", "*.model", "*.tiktoken", "chat_template*", "*.jinja",
+    "generation_config.json",
+    "preprocessor_config.json", "processor_config.json", "LICENSE*", "NOTICE*", "USE_POLICY*",
+)  # fmt: skip
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+
+
+class Checkpoint(Mapping[str, Tensor]):
+    """A Hugging Face model directory; tensors are read when asked for, and never kept.
+
+    Attributes:
+        directory: where it lies.
+        config: config.json.
+
+    Raises:
+        InvalidInput: no config.json; no safetensors (a pickle is refused with the command that converts it);
+        a shard that is
+            missing or truncated; an index that disagrees with its shards.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.config = read_config(directory)
+        self._entries = _entries(directory)
+
+    def __getitem__(self, name: str) -> Tensor:
+        entry = self._entries[name]
+        return self._finite(name, read_flat(entry, 0, math.prod(entry.spec.shape))).reshape(entry.spec.shape)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._entries  # Mapping's own would read the tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def spec(self, name: str) -> TensorSpec:
+        """Shape and dtype of a tensor, without reading it."""
+        return self._entries[name].spec
+
+    def stream(self, name: str, by_rows: bool = False) -> Iterator[tuple[int, Tensor]]:
+        """A tensor in flat pieces, of whole rows where asked, with the index of each piece's first element:
+        memory does not depend on its size."""
+        entry = self._entries[name]
+        for first, count in pieces(entry.spec, PIECE, entry.spec.shape[-1] if by_rows else 1):
+            yield first, self._finite(name, read_flat(entry, first, count))
+
+    @property
+    def files(self) -> list[Path]:
+        """The weight files, sorted."""
+        return sorted({entry.file for entry in self._entries.values()})
+
+    def file_of(self, name: str) -> Path:
+        """Which of them a tensor lies in."""
+        return self._entries[name].file
+
+    def identity(self) -> list[tuple[str, int, int]]:
+        """(name, bytes, modification time in ns) of the weight files and the config.
+
+        Changes when the source does.
+        """
+        files = sorted({*self.files, self.directory / "config.json"})
+        return [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+
+    def _finite(self, name: str, tensor: Tensor) -> Tensor:
+        if not is_finite(tensor):
+            raise InvalidInput(
+                f"{name} of {self.directory} holds NaN or infinite values; the checkpoint is damaged"
+            )
+        return tensor
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """config.json of a model directory.
+
+    Raises:
+        InvalidInput: there is none, or it is no JSON object.
+    """
+    path = directory / "config.json"
+    if not path.is_file():
+        raise InvalidInput(f"{directory} has no config.json; give the directory of a Hugging Face checkpoint")
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise InvalidInput(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise InvalidInput(f"{path} holds no JSON object")
+    return config
+
+
+def _entries(directory: Path) -> dict[str, Entry]:
+    index = directory / INDEX
+    if not index.is_file():
+        files = sorted(directory.glob("*.safetensors"))
+        if (directory / "model.safetensors") in files:
+            files = [
+                directory / "model.safetensors"
+            ]  # others beside it (adapters, other formats) are not what is loaded
+        if len(files) > 1:
+            raise InvalidInput(
+                f"{directory} has {len(files)} safetensors files but no {INDEX} that says what is in them"
+            )
+        if not files:
+            raise InvalidInput(_no_weights(directory))
+        return read_header(files[0])
+    try:
+        weight_map: dict[str, str] = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"].items())
+        if not all(isinstance(file, str) for file in weight_map.values()):
+            raise TypeError
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise InvalidInput(f"{index} is damaged: it has no weight_map") from None
+    entries: dict[str, Entry] = {}
+    for name in sorted(set(weight_map.values())):
+        if not (directory / name).is_file():
+            raise InvalidInput(
+                f"{directory} lacks the shard {name} that its index names; download or save it again"
+            )
+        entries |= read_header(directory / name)
+    wrong = sorted(
+        name for name, file in weight_map.items() if name not in entries or entries[name].file.name != file
+    )
+    wrong += sorted(entries.keys() - weight_map.keys())
+    if wrong:
+        raise InvalidInput(f"{index} disagrees with its shards about {wrong[0]} ({len(wrong)} such tensors)")
+    return {name: entries[name] for name in weight_map}
+
+
+def _no_weights(directory: Path) -> str:
+    if any(path for pattern in _PICKLES for path in directory.glob(pattern)):
+        return (
+            f"{directory} holds pickled weights, which can run code when loaded; convert them first with: "
+            f"python -c "
+            f"\"from transformers import AutoModelForCausalLM as M; M.from_pretrained('{directory}', "
+            f"dtype='auto')"
+            f".save_pretrained('{directory}-safetensors')\""
+        )
+    return f"{directory} has no safetensors weights (model.safetensors, or shards with {INDEX})"
+
+
+def check_output(out: Path, source: Path | None = None) -> None:
+    """Refuse an output that exists, cannot be made, or lies inside the source.
+
+    Raises:
+        InvalidInput: says so.
+    """
+    if out.exists() or out.is_symlink():
+        raise InvalidInput(f"{out} exists and nothing is overwritten; name another with --out, or remove it")
+    if source is not None and out.resolve().is_relative_to(source.resolve()):
+        raise InvalidInput(
+            f"{out} lies inside the source {source}, which is never written; name another with --out"
+        )
+    parent = out.absolute().parent
+    while not parent.exists():
+        parent = parent.parent
+    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+        raise InvalidInput(
+            f"cannot write {out}: {parent} is {'not writable' if parent.is_dir() else 'not a directory'}"
+        )
+
+
+def finish(partial: Path, out: Path) -> None:
+    """Force a directory's files to disk and give it its final name."""
+    for path in [*partial.iterdir(), partial]:
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
+    check_output(out)  # somebody may have made it meanwhile
+    partial.rename(out)
+
+
+def link_or_copy(source: str, place: str) -> None:
+    """Give a file another name, or, on a file system that has no links, another file.
+
+    For `shutil.copytree`.
+    """
+    try:
+        os.link(source, place)
+    except OSError:
+        shutil.copy2(source, place)
+
+
+def copy_side_files(source: Path, out: Path) -> None:
+    """Copy what travels with the weights unchanged: tokenizer, chat template, generation config, licence.
+
+    Weights, config.json, kvfold.json, the model card and code stay behind: each output has its own.
+    """
+    for path in sorted(path for pattern in _SIDE_FILES for path in source.glob(pattern)):
+        if path.is_file() or path.is_symlink():
+            shutil.copyfile(path, out / path.name)

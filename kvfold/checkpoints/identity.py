@@ -1,0 +1,69 @@
+"""Which checkpoint a number belongs to.
+
+A hash of everything in its directory that decides what it computes.
+"""
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .record import read_record, sha256
+
+_PARTS = (
+    "*.safetensors",
+    "*.safetensors.index.json",
+    "config.json",
+    "tokenizer*",
+    "*.model",
+    "special_tokens_map.json",
+    "*.py",
+)
+_TOLD = ("stage", "version", "target", "method", "cache")  # of kvfold.json
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint as a report names it.
+
+    Attributes:
+        path: its directory.
+        name: the directory's name, or that of the repository in the Hub's cache.
+        identity: see `identity`.
+        record: what kvfold.json says of how it was made; None where kvfold did not make it.
+    """
+
+    path: str
+    name: str
+    identity: str
+    record: dict[str, Any] | None
+
+
+def checkpoint(directory: Path, hashes: Mapping[str, str]) -> Checkpoint:
+    """Name a checkpoint, whose files have these hashes."""
+    record = read_record(directory)
+    told = None if record is None else {key: record[key] for key in _TOLD if key in record}
+    hub = directory.parent.parent.name if directory.parent.name == "snapshots" else ""
+    name = hub.removeprefix("models--").replace("--", "/") or directory.name
+    return Checkpoint(str(directory), name, identity(hashes), told)
+
+
+def hashes_of(directory: Path) -> dict[str, str]:
+    """Hexadecimal SHA-256 of every file that decides what a checkpoint computes, by name; reads them all
+    once.
+
+    They are weights, configuration, tokenizer and code; a report, a model card or kvfold.json beside them
+    change nothing.
+    """
+    files = {path.name: path for pattern in _PARTS for path in directory.glob(pattern) if path.is_file()}
+    return {name: sha256(files[name]) for name in sorted(files)}
+
+
+def identity(hashes: Mapping[str, str]) -> str:
+    """Hexadecimal SHA-256 of the lines `<SHA-256 of a file>  <its name>`, as sha256sum prints them, sorted
+    by name.
+    """
+    return hashlib.sha256(
+        "".join(f"{hashes[name]}  {name}\n" for name in sorted(hashes)).encode()
+    ).hexdigest()

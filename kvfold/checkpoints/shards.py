@@ -1,0 +1,264 @@
+"""The safetensors container at the level of bytes: headers read and checked, shards planned first and filled
+in any order.
+
+A file is 8 bytes of header length, a JSON header, then the tensors' bytes without gaps. Knowing the header
+before the first tensor exists is what lets a checkpoint be written at planned offsets, so that no shard is
+ever held in memory.
+"""
+
+import json
+import math
+import os
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..core.errors import InvalidInput
+
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_ALIGNMENT = 8  # bytes; the header is padded so that tensor data starts aligned
+SHARD_SIZE = 5 * 10**9  # bytes a weight file holds at most, unless the user says otherwise
+INDEX = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Shape and dtype of a tensor that is not in memory."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Where a tensor lies: file, first byte, shape and dtype."""
+
+    file: Path
+    start: int
+    spec: TensorSpec
+
+
+def read_header(file: Path) -> dict[str, Entry]:
+    """The tensors of a safetensors file, without reading them.
+
+    Raises:
+        InvalidInput: the file is truncated, damaged or holds a dtype that is no plain floating point
+        (quantised weights).
+    """
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        prefix = stream.read(8)
+        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else size
+        if length > size - 8:
+            raise InvalidInput(
+                f"{file} is truncated or no safetensors file: its header does not fit its {size} bytes"
+            )
+        try:
+            header = json.loads(stream.read(length))
+            entries = {
+                name: _entry(file, 8 + length, name, row)
+                for name, row in header.items()
+                if name != "__metadata__"
+            }
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise InvalidInput(f"{file} has a damaged header; download or save it again") from None
+    end = max((entry.start + entry.spec.nbytes for entry in entries.values()), default=8 + length)
+    if end != size:
+        raise InvalidInput(
+            f"{file} is truncated: its header describes {end} bytes, it has {size}; download or save it again"
+        )
+    return entries
+
+
+def _entry(file: Path, data: int, name: str, row: dict[str, Any]) -> Entry:
+    begin, end = (int(offset) for offset in row["data_offsets"])
+    if row["dtype"] not in DTYPES:
+        raise InvalidInput(
+            f"{file.name} holds {name} as {row['dtype']}; kvfold folds float weights ({', '.join(DTYPES)}), "
+            "so convert the unquantised checkpoint without such tensors"
+        )
+    spec = TensorSpec(DTYPES[str(row["dtype"])], tuple(row["shape"]))
+    if end - begin != spec.nbytes:
+        raise ValueError(name)
+    return Entry(file, data + begin, spec)
+
+
+def read_flat(entry: Entry, first: int, count: int) -> Tensor:
+    """`count` consecutive elements of a tensor from element `first` on, as a one-dimensional tensor."""
+    itemsize = entry.spec.dtype.itemsize
+    flat = torch.empty(count, dtype=entry.spec.dtype)
+    view, done = flat.view(torch.uint8).numpy(), 0
+    with entry.file.open("rb", buffering=0) as stream:
+        stream.seek(entry.start + first * itemsize)
+        while done < len(view):  # one read call returns at most 2 GiB
+            got = stream.readinto(view[done:].data)
+            if not got:
+                raise InvalidInput(f"{entry.file} became shorter while it was read")
+            done += got
+    return flat
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether no element is NaN or infinite.
+
+    Both show in the extremes, which are read off at the speed of memory.
+    """
+    return not tensor.numel() or all(bool(extreme.isfinite()) for extreme in tensor.aminmax())
+
+
+def plan_shards(specs: Mapping[str, TensorSpec], shard_size: int) -> list[dict[str, TensorSpec]]:
+    """Tensors in the given order, cut into shards of at most `shard_size` bytes (a larger tensor gets its
+    own).
+    """
+    shards: list[dict[str, TensorSpec]] = [{}]
+    filled = 0
+    for name, spec in specs.items():
+        if shards[-1] and filled + spec.nbytes > shard_size:
+            shards.append({})
+            filled = 0
+        shards[-1][name] = spec
+        filled += spec.nbytes
+    return shards
+
+
+class ShardWriter:
+    """Shards of known content, allocated at once and filled tensor by tensor in any order, by several threads
+    and processes.
+
+    The bytes depend on `specs` and the tensors alone, so opening the same directory again goes on where a
+    killed process stopped. Close it to get the index; leaving the `with` block by an exception writes none.
+
+    Attributes:
+        resumed: all the shards were there already, of this very layout.
+
+    Args:
+        directory: where the shards go.
+        specs: every tensor that will be written, in order.
+        shard_size: bytes a shard at most holds.
+        allocate: False where another process has allocated them before.
+
+    Raises:
+        OSError: the disk is full (space is reserved here) or cannot be written.
+    """
+
+    def __init__(
+        self, directory: Path, specs: Mapping[str, TensorSpec], shard_size: int, *, allocate: bool = True
+    ) -> None:
+        shards = plan_shards(specs, shard_size)
+        self.resumed = True
+        self._directory = directory
+        self._specs = specs
+        self._files: dict[str, int] = {}
+        self._dirty: set[int] = set()
+        self._entries: dict[str, Entry] = {}
+        for index, shard in enumerate(shards, 1):
+            single = len(shards) == 1
+            file = directory / (
+                "model.safetensors" if single else f"model-{index:05d}-of-{len(shards):05d}.safetensors"
+            )
+            self._files[str(file)] = self._open(file, shard, allocate)
+
+    def _open(self, file: Path, shard: dict[str, TensorSpec], allocate: bool) -> int:
+        # Widest dtype first, so that every tensor starts at a multiple of its item size.
+        ordered = sorted(shard.items(), key=lambda item: -item[1].dtype.itemsize)
+        rows: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        end = 0
+        for name, spec in ordered:
+            rows[name] = {
+                "dtype": _NAMES[spec.dtype],
+                "shape": spec.shape,
+                "data_offsets": (end, end + spec.nbytes),
+            }
+            end += spec.nbytes
+        header = json.dumps(rows, separators=(",", ":")).encode()
+        header += b" " * (-len(header) % _ALIGNMENT)
+        start = 8 + len(header)
+        for name, spec in ordered:
+            begin, _ = rows[name]["data_offsets"]
+            self._entries[name] = Entry(file, start + begin, spec)
+        prefix = struct.pack("<Q", len(header)) + header
+        descriptor = os.open(file, os.O_RDWR | (os.O_CREAT if allocate else 0), 0o644)
+        self.resumed &= (
+            os.fstat(descriptor).st_size == start + end and os.pread(descriptor, start, 0) == prefix
+        )
+        if not allocate:
+            return descriptor
+        os.pwrite(descriptor, prefix, 0)
+        os.truncate(descriptor, start + end)
+        if hasattr(os, "posix_fallocate"):  # not on macOS: there a full disk shows only when it is reached
+            os.posix_fallocate(descriptor, 0, start + end)
+        return descriptor
+
+    def write(self, name: str, tensor: Tensor, first: int = 0) -> None:
+        """Write elements `first`, `first + 1`, ... of a tensor, cast to its planned dtype.
+
+        Raises:
+            InvalidInput: a value is not finite, or too large for the dtype.
+        """
+        entry = self._entries[name]
+        flat = tensor.detach().to("cpu", entry.spec.dtype).contiguous().flatten()
+        if not is_finite(flat):
+            dtype = str(entry.spec.dtype).removeprefix("torch.")
+            raise InvalidInput(
+                f"{name} has values that {dtype} does not hold; write another --dtype, e.g. bfloat16"
+            )
+        assert first + flat.numel() <= math.prod(entry.spec.shape), f"{name} is larger than planned"
+        data = memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
+        offset, file = entry.start + first * entry.spec.dtype.itemsize, self._files[str(entry.file)]
+        while data:
+            done = os.pwrite(file, data, offset)
+            data, offset = data[done:], offset + done
+        self._dirty.add(file)  # last: another thread may be in `sync`
+
+    def sync(self) -> None:
+        """Force what was written to the disk."""
+        while self._dirty:
+            os.fsync(self._dirty.pop())
+
+    def close(self) -> None:
+        """Force everything to disk, write the index if there are several shards, and release the files."""
+        self.sync()
+        if len(self._files) > 1:
+            metadata = {
+                "total_parameters": sum(math.prod(spec.shape) for spec in self._specs.values()),
+                "total_size": sum(spec.nbytes for spec in self._specs.values()),
+            }
+            weight_map = {name: self._entries[name].file.name for name in self._specs}
+            index = json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2)
+            (self._directory / INDEX).write_text(index + "\n", encoding="utf-8")
+        self.release()
+
+    def release(self) -> None:
+        """Close the files as they are."""
+        while self._files:
+            os.close(self._files.popitem()[1])
+
+    def __enter__(self) -> "ShardWriter":
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.release()
+
+
+def pieces(spec: TensorSpec, elements: int, whole: int = 1) -> Iterator[tuple[int, int]]:
+    """(first element, count) of consecutive pieces that make up a tensor.
+
+    Each a multiple of `whole`, about `elements` long.
+    """
+    total, step = math.prod(spec.shape), max(elements // whole, 1) * whole
+    for first in range(0, total, step):
+        yield first, min(step, total - first)

@@ -1,0 +1,84 @@
+"""From what the user typed to a directory on this machine.
+
+A path, or a Hub id with an optional `@revision`.
+"""
+
+import re
+from pathlib import Path
+
+from .errors import InvalidInput
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?(@[\w./-]+)?")
+# Everything a checkpoint needs and no pickle; the card, for its licence.
+_WANTED = [
+    "model*.safetensors",
+    "*.json",
+    "*.jinja",
+    "*.model",
+    "*.txt",
+    "*.tiktoken",
+    "LICENSE*",
+    "NOTICE*",
+    "README.md",
+]
+
+
+def resolve(model: str, revision: str | None = None) -> Path:
+    """The local directory of a model.
+
+    A directory is returned as it is. Anything else is taken as a Hub id, downloaded through huggingface_hub
+    into its cache (environment variables such as HF_HOME, HF_HUB_OFFLINE and HF_ENDPOINT are honoured there).
+
+    Args:
+        model: a directory, `org/name` or `org/name@revision`.
+        revision: branch, tag or commit of a Hub id.
+
+    Raises:
+        InvalidInput: there is no such directory and no such model can be had.
+    """
+    path = Path(model).expanduser()
+    if path.is_dir():
+        if revision is not None:
+            raise InvalidInput(f"--revision {revision} applies to a Hub id, but {model} is a directory")
+        return path.resolve()
+    if path.exists():
+        raise InvalidInput(f"{model} is a file; give the directory that holds config.json")
+    if model.startswith(("/", ".", "~")) or not _HUB_ID.fullmatch(model):
+        raise InvalidInput(f"{model} is not a directory, and not a Hub id of the form org/name")
+    name, _, pinned = model.partition("@")
+    return _download(name, revision or pinned or None)
+
+
+def commit_of(directory: Path) -> str | None:
+    """The commit that a directory of the Hub's cache holds; None for any other directory."""
+    inside_cache = directory.parent.name == "snapshots" and directory.parent.parent.name.startswith(
+        "models--"
+    )
+    return directory.name if inside_cache else None
+
+
+def _download(name: str, revision: str | None) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import (
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+    )
+    from huggingface_hub.errors import RevisionNotFoundError as NoRevision
+
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=_WANTED)).resolve()
+    except RepositoryNotFoundError:
+        raise InvalidInput(
+            f"{name} is neither a directory here nor a model on the Hub that you may read"
+        ) from None
+    except NoRevision:
+        raise InvalidInput(f"{name} has no revision {revision}; name a branch, tag or commit of it") from None
+    except LocalEntryNotFoundError:
+        raise InvalidInput(
+            f"{name} is not a directory here, not in the local Hub cache, and the Hub cannot be reached; "
+            f"give a directory"
+        ) from None
+    except (HfHubHTTPError, HFValidationError) as error:
+        raise InvalidInput(f"{name} could not be downloaded: {str(error).splitlines()[0]}") from None

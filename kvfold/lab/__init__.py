@@ -1,0 +1,1 @@
+"""`kvfold lab`: attention variants compared by cost, and each as a plain torch module."""

@@ -1,0 +1,378 @@
+"""`kvfold lab`.
+
+What attention variants cost at a shape or at a model's, computed and, on request, measured.
+"""
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ..core.console import Command, show_json, show_table
+from ..core.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from .reference.costs import Costs
+    from .reference.multi_head import MultiHeadAttention
+
+# What DeepSeek-V2 chose: a latent of four heads, a rotary key of half a head (arXiv 2405.04434, section
+# 2.1.4).
+RANK_HEADS, ROPE_HEADS = 4, 0.5
+TOKENS = 256  # of the random input on which outputs are compared
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """What is compared: a source, and the widths of MLA beside it."""
+
+    d_model: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    kv_rank: int
+    q_rank: int | None
+    nope: int
+    rope: int
+    value: int
+    layers: int = 1
+
+
+@click.command("lab", cls=Command)
+@click.argument("model", required=False)
+@click.option("--d-model", type=click.IntRange(1), help="Hidden size, where no MODEL is given.")
+@click.option("--heads", type=click.IntRange(1), help="Query heads, where no MODEL is given.")
+@click.option(
+    "--kv-heads", type=click.IntRange(1), help="Key/value heads of the source.  [default: as many as heads]"
+)
+@click.option("--head-dim", type=click.IntRange(1), help="Width of a head.  [default: d-model / heads]")
+@click.option("--kv-rank", type=click.IntRange(1), help="Width of MLA's latent.  [default: 4 heads]")
+@click.option("--q-rank", type=click.IntRange(1), help="Width of its queries' latent.  [default: none]")
+@click.option("--nope-dim", type=click.IntRange(1), help="Un-rotated width of its heads.  [default: a head]")
+@click.option(
+    "--rope-dim", type=click.IntRange(0), help="Width of its rotary key; 0: none.  [default: half a head]"
+)
+@click.option("--v-dim", type=click.IntRange(1), help="Width of its values.  [default: a head]")
+@click.option("--experts", type=click.IntRange(2), help="Also MLA with so many experts, two a token.")
+@click.option("--latents", type=click.IntRange(1), help="Also so many latent queries.")
+@click.option("--lengths", default="4k,32k,128k", show_default=True, help="Tokens for cache and FLOPs.")
+@click.option(
+    "--dtype",
+    type=click.Choice(["float32", "bfloat16", "float16", "fp8"]),
+    default="bfloat16",
+    show_default=True,
+)
+@click.option(
+    "--measure", is_flag=True, help="Also run them: time, memory, and how far folds are from the source."
+)
+@click.option("--measure-lengths", default="128,512", show_default=True, help="Tokens for --measure.")
+@click.option(
+    "--device",
+    "devices",
+    multiple=True,
+    default=("cpu",),
+    show_default=True,
+    help="For --measure; may be repeated.",
+)
+@click.option(
+    "--plot",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Also draw cache, FLOPs and times to an SVG.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
+def main(
+    model: str | None, lengths: str, dtype: str, plot: Path | None, as_json: bool, **options: Any
+) -> None:
+    """Compare attention variants: parameters, cache and FLOPs of MHA, GQA, MQA and MLA at a shape, or at
+    MODEL's.
+
+    MODEL is a directory or a Hub id. Widths are those of one layer; the cache of MODEL is that of all its
+    layers. What is
+    measured is its first layer, or random weights, and what they fold to: heads there keep their width.
+    """
+    if plot is not None and plot.exists():
+        raise InvalidInput(f"{plot} exists, and nothing is overwritten; name another file with --plot")
+    shape, source = _shape(model, options)
+    counts = _tokens(lengths)
+    report: dict[str, Any] = {
+        "shape": asdict(shape),
+        "dtype": dtype,
+        "variants": _variants(shape, options, counts, dtype),
+    }
+    from .reference.costs import claims
+    from .reference.trials import divided_rope_key
+
+    report["claims"] = [asdict(claim) for claim in (*claims(), divided_rope_key())]
+    if options["measure"]:
+        report.update(_measured(shape, source, _tokens(options["measure_lengths"]), options["devices"]))
+    if plot is not None:
+        _draw(report, counts, plot)
+    if as_json:
+        show_json(report)
+    else:
+        _show(report, counts)
+
+
+def _shape(model: str | None, options: dict[str, Any]) -> tuple[Shape, "MultiHeadAttention | None"]:
+    """The shape asked for, and the source's first layer where there is a model whose attention has no
+    norms.
+    """
+    source, layers = None, 1
+    if model is None:
+        d_model, heads = options["d_model"], options["heads"]
+        if d_model is None or heads is None:
+            raise InvalidInput("lab needs a shape or a model; write --d-model 512 --heads 8, or name a MODEL")
+        kv_heads, width = options["kv_heads"] or heads, options["head_dim"]
+        if width is None and d_model % heads:
+            raise InvalidInput(f"--d-model {d_model} does not divide into {heads} heads; give --head-dim too")
+        width = width or d_model // heads
+    else:
+        given = [
+            f"--{name.replace('_', '-')}"
+            for name in ("d_model", "heads", "kv_heads", "head_dim")
+            if options[name]
+        ]
+        if given:
+            raise InvalidInput(
+                f"{' and '.join(given)} would contradict MODEL, which has a shape; leave out one of both"
+            )
+        from ..core.hub import resolve
+
+        directory = resolve(model)
+        geometry, layers, source = _of_model(directory, options["measure"])
+        d_model, heads, kv_heads, width = geometry
+    if heads % kv_heads:
+        raise InvalidInput(f"{heads} heads do not divide into {kv_heads} key/value heads; a divisor would do")
+    rope = options["rope_dim"]
+    return Shape(
+        d_model=d_model,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=width,
+        kv_rank=options["kv_rank"] or RANK_HEADS * width,
+        q_rank=options["q_rank"],
+        nope=options["nope_dim"] or width,
+        rope=max(2, int(width * ROPE_HEADS) // 2 * 2) if rope is None else rope,
+        value=options["v_dim"] or width,
+        layers=layers,
+    ), source
+
+
+def _of_model(
+    directory: Path, measure: bool
+) -> tuple[tuple[int, int, int, int], int, "MultiHeadAttention | None"]:
+    from ..convert.families.source import open_source
+
+    opened = open_source(directory)
+    geometry = opened.geometry
+    sizes = (
+        geometry.hidden_size,
+        geometry.num_attention_heads,
+        geometry.num_key_value_heads,
+        geometry.head_dim,
+    )
+    if not measure:
+        return sizes, opened.layers, None
+    import torch
+
+    from .reference.multi_head import MultiHeadAttention
+
+    table_F, factor = opened.frequencies()
+    attention = opened.attention(0, factor).to(torch.float32)
+    return sizes, opened.layers, MultiHeadAttention.from_weights(attention, table_F.tolist())
+
+
+def _tokens(text: str) -> list[int]:
+    """`4k,32k` as numbers."""
+    counts = []
+    for word in text.split(","):
+        digits = word.strip().lower()
+        number, scale = (digits[:-1], 1024) if digits.endswith("k") else (digits, 1)
+        if not (number.isascii() and number.isdigit() and int(number)):
+            raise InvalidInput(
+                f"{word!r} is no number of tokens; write for example 512 or 4k, with commas between"
+            )
+        counts.append(int(number) * scale)
+    return counts
+
+
+def _variants(shape: Shape, options: dict[str, Any], counts: list[int], dtype: str) -> list[dict[str, Any]]:
+    from .reference import costs
+
+    def latent(**form: Any) -> costs.Costs:
+        sizes = shape.d_model, shape.heads, shape.kv_rank, shape.q_rank
+        return costs.latent(*sizes, nope=shape.nope, rope=shape.rope, value=shape.value, **form)
+
+    rows = costs.variants(shape.d_model, shape.heads, shape.kv_heads, shape.head_dim)
+    rows += [latent(), latent(absorbed=True)]
+    if options["experts"]:
+        rows.append(latent(experts=options["experts"], top_k=2))
+    if options["latents"]:
+        rows.append(costs.latent_query(shape.d_model, shape.heads, options["latents"]))
+    return [_row(one, rows[0], shape.layers, counts, dtype) for one in rows]
+
+
+def _row(one: "Costs", source: "Costs", layers: int, counts: list[int], dtype: str) -> dict[str, Any]:
+    return {
+        "name": one.name,
+        "parameters": {**one.parameters, "total": one.total},
+        "cache_per_token": one.cache,
+        "cache_formula": one.cache_formula,
+        "cache_share": None if one.fixed_cache else one.cache / source.cache,
+        "cache_per_sequence": one.fixed_cache,
+        "cache_bytes": {str(n): layers * one.cache_bytes(n, dtype) for n in counts},
+        "prefill_flops": {str(n): one.prefill(n) for n in counts},
+        "prefill_formula": one.prefill_formula,
+        "decode_flops": {str(n): one.decode(n) for n in counts},
+        "decode_formula": one.decode_formula,
+        "order": dict(zip(("prefill", "decode", "cache"), one.order, strict=True)),
+    }
+
+
+def _measured(
+    shape: Shape, source: "MultiHeadAttention | None", counts: list[int], devices: tuple[str, ...]
+) -> dict[str, list[dict[str, Any]]]:
+    """Times and memory of the source and its folds, and their outputs' distances from the source's."""
+    import torch
+
+    from ..convert.algebra.target import GQA, MLA
+    from .reference.folding import fold
+    from .reference.multi_head import MultiHeadAttention
+    from .reference.trials import distances, run
+
+    for device in devices:
+        if device != "cpu" and not (device == "cuda" and torch.cuda.is_available()):
+            raise InvalidInput(
+                f"--device {device} is not to be had here; cpu is, and cuda where torch has a GPU"
+            )
+    torch.manual_seed(0)
+    if source is None:
+        source = MultiHeadAttention(
+            shape.d_model,
+            shape.heads,
+            shape.kv_heads,
+            head_dim=shape.head_dim,
+            rope_theta=10000.0 if shape.rope else None,
+        )
+    sample_BTD, input_BTD = (_normal(shape.d_model, seed) for seed in (1, 2))
+    modules: dict[str, Any] = {"source": source}
+    for groups in (n for n in range(shape.kv_heads - 1, 0, -1) if shape.kv_heads % n == 0):
+        modules["MQA" if groups == 1 else f"GQA-{groups}"] = fold(
+            source, GQA(num_key_value_heads=groups), sample_BTD
+        )
+    if bool(shape.rope) == bool(source.frequencies):
+        target = MLA(kv_lora_rank=shape.kv_rank, qk_rope_head_dim=shape.rope)
+        modules["MLA"] = fold(source, target, sample_BTD)
+        modules["MLA, absorbed"] = modules["MLA"].absorb()
+    away = {name: distances(module, source, input_BTD) for name, module in modules.items()}
+    trials = [
+        asdict(run(name, module, shape.d_model, n, device))
+        for device in devices
+        for n in counts
+        for name, module in modules.items()
+    ]
+    return {
+        "distances": [
+            {"name": name, "relative_l2": off[0], "cosine_distance": off[1]} for name, off in away.items()
+        ],
+        "trials": trials,
+    }
+
+
+def _normal(d_model: int, seed: int) -> "Tensor":
+    import torch
+
+    return torch.randn(2, TOKENS, d_model, generator=torch.Generator().manual_seed(seed))
+
+
+def _show(report: dict[str, Any], counts: list[int]) -> None:
+    rows = report["variants"]
+    matrices = list(dict.fromkeys(name for row in rows for name in row["parameters"] if name != "total"))
+    cells = [
+        [row["name"], *(_number(row["parameters"].get(name)) for name in (*matrices, "total"))]
+        for row in rows
+    ]
+    show_table("parameters of a layer", ("", *matrices, "total"), cells)
+    cells = [
+        [
+            row["name"],
+            row["cache_formula"],
+            _cached(row),
+            *(_bytes(row["cache_bytes"][str(n)]) for n in counts),
+        ]
+        for row in rows
+    ]
+    show_table(
+        f"KV cache, {report['dtype']}", ("", "", "numbers a token", *(f"{n} tokens" for n in counts)), cells
+    )
+    for kind in ("prefill", "decode"):
+        cells = [
+            [
+                row["name"],
+                *(f"{row[f'{kind}_flops'][str(n)]:.3g}" for n in counts),
+                row["order"][kind],
+                row[f"{kind}_formula"],
+            ]
+            for row in rows
+        ]
+        show_table(
+            f"FLOPs of {kind}, a layer", ("", *(f"{n} tokens" for n in counts), "O(.)", "formula"), cells
+        )
+    claims = [
+        (c["claim"], c["quoted"], c["computed"], "right" if c["holds"] else "wrong") for c in report["claims"]
+    ]
+    show_table("figures that are often quoted", ("", "quoted", "computed", ""), claims)
+    if "distances" in report:
+        cells = [
+            [d["name"], f"{d['relative_l2']:.3g}", f"{d['cosine_distance']:.3g}"] for d in report["distances"]
+        ]
+        show_table(
+            "outputs against the source's on random input, before any training",
+            ("", "relative L2", "cosine distance"),
+            cells,
+        )
+        cells = []
+        for t in report["trials"]:
+            times = [f"{1e3 * t[kind]:.2f}" for kind in ("prefill_seconds", "decode_seconds")]
+            cells.append([t["name"], t["device"], str(t["tokens"]), *times, _bytes(t["peak_bytes"])])
+        show_table(
+            "measured, float32", ("", "", "tokens", "prefill, ms", "one more, ms", "peak memory"), cells
+        )
+
+
+def _draw(report: dict[str, Any], counts: list[int], file: Path) -> None:
+    from .reference.chart import Panel, draw
+
+    kinds = {
+        "cache_bytes": "KV cache, bytes",
+        "prefill_flops": "prefill, FLOPs",
+        "decode_flops": "decoding a token, FLOPs",
+    }
+    panels = [
+        Panel(title, {row["name"]: [(n, row[kind][str(n)]) for n in counts] for row in report["variants"]})
+        for kind, title in kinds.items()
+    ]
+    for device in dict.fromkeys(trial["device"] for trial in report.get("trials", ())):
+        lines: dict[str, list[tuple[float, float]]] = {}
+        for trial in report["trials"]:
+            if trial["device"] == device:
+                name = report["variants"][0]["name"] if trial["name"] == "source" else trial["name"]
+                lines.setdefault(name, []).append((trial["tokens"], trial["prefill_seconds"]))
+        panels.append(Panel(f"prefill on {device}, seconds", lines))
+    file.write_text(draw(panels), encoding="utf-8")
+
+
+def _cached(row: dict[str, Any]) -> str:
+    if row["cache_share"] is None:
+        return f"{row['cache_per_sequence']:,} in all"
+    return f"{row['cache_per_token']:,} ({row['cache_share']:.1%})"
+
+
+def _number(value: int | None) -> str:
+    return "" if value is None else f"{value:,}"
+
+
+def _bytes(value: int) -> str:
+    return f"{value / 1e6:,.2f} MB"

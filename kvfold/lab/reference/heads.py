@@ -1,0 +1,141 @@
+"""What the modules share: rotation at positions, what may be read, the softmax over it, and what is cached.
+
+Legend: ../attention.py; B sequences, T tokens whose output is wanted, X tokens that are read, cached ones
+first.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from ...core.errors import InvalidInput
+
+
+class Cache:
+    """Rows that a module keeps of the tokens it has seen.
+
+    Empty at first, and one for each module and batch.
+    """
+
+    def __init__(self) -> None:
+        self._rows: tuple[Tensor, ...] = ()
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens it holds."""
+        return self._rows[0].shape[-2] if self._rows else 0
+
+    @property
+    def elements(self) -> int:
+        """How many numbers it holds, of all sequences."""
+        return sum(rows.numel() for rows in self._rows)
+
+    def append(self, *rows: Tensor) -> tuple[Tensor, ...]:
+        """Add the rows (..., T, width) of new tokens; returns those of all tokens (..., X, width)."""
+        if self._rows:
+            rows = tuple(torch.cat(pair, -2) for pair in zip(self._rows, rows, strict=True))
+        self._rows = rows
+        return rows
+
+
+def frequency_table(
+    width: int, rope_theta: float | None, frequencies: Sequence[float] | None
+) -> tuple[float, ...]:
+    """Radians per token of the pairs of a rotary width: those given, or theta^(-2i/width) (arXiv 2104.09864),
+    or none.
+
+    Raises:
+        InvalidInput: the width is odd, or the table is not half as long.
+    """
+    if frequencies is None and rope_theta is None:
+        return ()
+    if width % 2:
+        raise InvalidInput(f"a rotary width of {width} is odd; an even one would be right")
+    if frequencies is None:
+        assert rope_theta is not None
+        return tuple(rope_theta ** (-pair / width) for pair in range(0, width, 2))
+    if len(frequencies) not in (0, width // 2):
+        raise InvalidInput(
+            f"{len(frequencies)} frequencies do not suit a rotary width of {width}; {width // 2} would"
+        )
+    return tuple(float(frequency) for frequency in frequencies)
+
+
+def positions(input_BTD: Tensor, position_BT: Tensor | None, past: int) -> Tensor:
+    """The positions of new tokens: those given, or the next ones, (B, T) or (1, T)."""
+    if position_BT is not None:
+        return position_BT
+    return torch.arange(past, past + input_BTD.shape[1], device=input_BTD.device)[None]
+
+
+def turned(
+    rows_BNTH: Tensor, position_BT: Tensor, frequencies: Sequence[float], *, interleaved: bool = False
+) -> Tensor:
+    """RoPE (arXiv 2104.09864): every pair turned by frequency · position.
+
+    Pairs half a head apart, or side by side.
+    """
+    if not frequencies:
+        return rows_BNTH
+    # In float64: at far positions the rounding of an angle is what one sees of it.
+    table_F = torch.tensor(frequencies, dtype=torch.float64, device=rows_BNTH.device)
+    angle_B1TF = (position_BT[..., None].double() * table_F)[:, None]
+    cos, sin = angle_B1TF.cos().to(rows_BNTH.dtype), angle_B1TF.sin().to(rows_BNTH.dtype)
+    real, imaginary = (rows_BNTH[..., ::2], rows_BNTH[..., 1::2]) if interleaved else rows_BNTH.chunk(2, -1)
+    parts = real * cos - imaginary * sin, real * sin + imaginary * cos
+    return torch.stack(parts, -1).flatten(-2) if interleaved else torch.cat(parts, -1)
+
+
+def attend(
+    q_BNTH: Tensor,
+    k_BNXH: Tensor,
+    v_BNXH: Tensor,
+    *,
+    scale: float,
+    causal: bool,
+    mask: Tensor | None = None,
+    valid_BX: Tensor | None = None,
+) -> Tensor:
+    """softmax(scale · q kᵀ) v over what may be read (arXiv 1706.03762, equation 1), by torch's fused kernels.
+
+    Args:
+        q_BNTH: queries of the last T of the X tokens.
+        k_BNXH: keys; their heads may be fewer, and divide those of the queries.
+        v_BNXH: values, of any width.
+        scale: of the scores.
+        causal: whether a token reads only itself and those before it.
+        mask: boolean, True where a token may be read: (T, X), (B, 1, T, X) or (B, N, T, X).
+        valid_BX: boolean, False at padding, which nobody reads.
+
+    Returns:
+        (B, N, T, H); zero for a token that may read nothing.
+    """
+    new, seen = q_BNTH.shape[-2], k_BNXH.shape[-2]
+    readers = q_BNTH.shape[1] // k_BNXH.shape[1]
+    if readers > 1:
+        k_BNXH, v_BNXH = _repeated(k_BNXH, readers), _repeated(v_BNXH, readers)
+    if mask is None and valid_BX is None and (not causal or new == seen):
+        return scaled_dot_product_attention(q_BNTH, k_BNXH, v_BNXH, is_causal=causal, scale=scale)
+    readable = torch.ones(new, seen, dtype=torch.bool, device=q_BNTH.device)
+    if causal:
+        readable = readable.tril(seen - new)
+    if mask is not None:
+        readable = readable & mask
+    if valid_BX is not None:
+        if valid_BX.shape[-1] != seen:
+            raise InvalidInput(
+                f"valid_BX has {valid_BX.shape[-1]} tokens; with those in the cache there are {seen}"
+            )
+        readable = readable & valid_BX[:, None, None, :].bool()
+    mixed = scaled_dot_product_attention(q_BNTH, k_BNXH, v_BNXH, attn_mask=readable, scale=scale)
+    # Kernels differ in what they give a row without keys.
+    return torch.where(readable.any(-1, keepdim=True), mixed, 0)
+
+
+def _repeated(rows_BKXH: Tensor, readers: int) -> Tensor:
+    """Each key/value head for all query heads that read it; one head for all takes no memory."""
+    if rows_BKXH.shape[1] == 1:
+        return rows_BKXH.expand(-1, readers, -1, -1)
+    return rows_BKXH.repeat_interleave(readers, 1)

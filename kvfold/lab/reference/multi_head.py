@@ -1,0 +1,236 @@
+"""Multi-head attention and its kin with fewer key/value heads, as one module. Legend: heads.py."""
+
+from collections.abc import Sequence
+from typing import Self
+
+import torch
+from torch import Tensor, nn
+
+from ...convert.algebra.attention import Attention
+from ...core.errors import InvalidInput
+from .heads import Cache, attend, frequency_table, positions, turned
+
+
+class MultiHeadAttention(nn.Module):
+    """MHA (arXiv 1706.03762), GQA (arXiv 2305.13245) and MQA (arXiv 1911.02150): as many key/value heads as
+    you say.
+
+    q_n = R(t) W_Q,n x_t,  k_g = R(s) W_K,g x_s,  v_g = W_V,g x_s,  g = n // (N/K);
+    y_t = Σ_n W_O,n Σ_s softmax_s(scale · q_n·k_g) v_g.
+
+    Args:
+        d_model: hidden size D.
+        num_heads: query heads N.
+        num_kv_heads: key/value heads K, which divide N; N when None (MHA), 1 is MQA.
+        head_dim: width H of a head; D / N when None.
+        bias: whether the four projections have one.
+        causal: whether a token reads only itself and those before it.
+        rope_theta: base of the rotary table; None: no rotation.
+        frequencies: the table itself, radians per token, H / 2 of them, instead of `rope_theta`.
+        scale: of the scores; H^-½ when None.
+
+    Raises:
+        InvalidInput: heads that do not divide.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        num_heads: int,
+        num_kv_heads: int | None = None,
+        *,
+        head_dim: int | None = None,
+        bias: bool = False,
+        causal: bool = True,
+        rope_theta: float | None = None,
+        frequencies: Sequence[float] | None = None,
+        scale: float | None = None,
+    ) -> None:
+        super().__init__()
+        if head_dim is None and d_model % num_heads:
+            raise InvalidInput(
+                f"a width of {d_model} does not divide into {num_heads} heads; give head_dim, or another "
+                f"number"
+            )
+        if num_heads % (num_kv_heads or num_heads):
+            raise InvalidInput(
+                f"{num_heads} query heads do not divide into {num_kv_heads} key/value heads; a divisor "
+                f"would do"
+            )
+        self.d_model, self.num_heads, self.num_kv_heads = d_model, num_heads, num_kv_heads or num_heads
+        self.head_dim = head_dim or d_model // num_heads
+        self.causal, self.scale = causal, self.head_dim**-0.5 if scale is None else scale
+        self.frequencies = frequency_table(self.head_dim, rope_theta, frequencies)
+        self.q_proj = nn.Linear(d_model, num_heads * self.head_dim, bias)
+        self.k_proj = nn.Linear(d_model, self.num_kv_heads * self.head_dim, bias)
+        self.v_proj = nn.Linear(d_model, self.num_kv_heads * self.head_dim, bias)
+        self.o_proj = nn.Linear(num_heads * self.head_dim, d_model, bias)
+
+    def forward(
+        self,
+        input_BTD: Tensor,
+        *,
+        mask: Tensor | None = None,
+        valid_BX: Tensor | None = None,
+        position_BT: Tensor | None = None,
+        cache: Cache | None = None,
+    ) -> Tensor:
+        """Attention of new tokens to themselves and to those in the cache, (B, T, D).
+
+        Args:
+            input_BTD: new tokens.
+            mask: boolean, True where a token may be read: (T, X), (B, 1, T, X) or (B, N, T, X).
+            valid_BX: boolean, False at padding; cached tokens included.
+            position_BT: their positions; the next ones when None.
+            cache: of the tokens before; the new ones are added.
+        """
+        position = positions(input_BTD, position_BT, cache.tokens if cache else 0)
+        q_BNTH = turned(self._heads(self.q_proj(input_BTD)), position, self.frequencies)
+        k_BKXH = turned(self._heads(self.k_proj(input_BTD)), position, self.frequencies)
+        v_BKXH = self._heads(self.v_proj(input_BTD))
+        if cache is not None:
+            k_BKXH, v_BKXH = cache.append(k_BKXH, v_BKXH)
+        mixed = attend(
+            q_BNTH, k_BKXH, v_BKXH, scale=self.scale, causal=self.causal, mask=mask, valid_BX=valid_BX
+        )
+        output_BTD: Tensor = self.o_proj(mixed.transpose(1, 2).flatten(2))
+        return output_BTD
+
+    @torch.no_grad()
+    def probabilities(self, input_BTD: Tensor) -> Tensor:
+        """How much each token reads of each other, (B, N, T, X); rows sum to one."""
+        position = positions(input_BTD, None, 0)
+        q_BNTH = turned(self._heads(self.q_proj(input_BTD)), position, self.frequencies)
+        k_BKXH = turned(self._heads(self.k_proj(input_BTD)), position, self.frequencies)
+        score_BNTX = self.scale * q_BNTH @ k_BKXH.repeat_interleave(self.num_heads // self.num_kv_heads, 1).mT
+        if self.causal:
+            ahead = torch.ones_like(score_BNTX[0, 0], dtype=torch.bool).triu(1)
+            score_BNTX = score_BNTX.masked_fill(ahead, -torch.inf)
+        map_BNTX: Tensor = score_BNTX.softmax(-1)
+        return map_BNTX
+
+    def cache_size(self) -> int:
+        """Numbers cached per token, 2KH."""
+        return 2 * self.num_kv_heads * self.head_dim
+
+    def weights(self) -> Attention:
+        """The module as one layer's tensors, which share its memory."""
+        heads, bias = (
+            {"q": self.num_heads, "k": self.num_kv_heads, "v": self.num_kv_heads},
+            self.q_proj.bias is not None,
+        )
+        rows = {name: getattr(self, f"{name}_proj") for name in heads}
+        w = {name: rows[name].weight.detach().unflatten(0, (count, -1)) for name, count in heads.items()}
+        b = {
+            name: rows[name].bias.detach().view(count, -1) if bias else None for name, count in heads.items()
+        }
+        return Attention(
+            q_NHD=w["q"],
+            k_KHD=w["k"],
+            v_KHD=w["v"],
+            o_DNH=self.o_proj.weight.detach().unflatten(1, (self.num_heads, -1)),
+            q_NH=b["q"],
+            k_KH=b["k"],
+            v_KH=b["v"],
+            o_D=self.o_proj.bias.detach() if bias else None,
+            scale=self.scale,
+        )
+
+    @classmethod
+    def from_weights(
+        cls, layer: Attention, frequencies: Sequence[float] = (), *, causal: bool = True
+    ) -> Self:
+        """A module with a copy of these weights, in their dtype; where one bias is missing but another is
+        not, it is zero.
+
+        Raises:
+            InvalidInput: the layer has query or key norms.
+        """
+        if layer.q_norm_NH is not None or layer.k_norm_KH is not None:
+            raise InvalidInput(
+                "this attention has query or key norms, which this module lacks; a source without them "
+                "would do"
+            )
+        heads, width, d_model = layer.q_NHD.shape
+        biases = {"q": layer.q_NH, "k": layer.k_KH, "v": layer.v_KH, "o": layer.o_D}
+        bias = any(value is not None for value in biases.values())
+        made = cls(
+            d_model,
+            heads,
+            len(layer.k_KHD),
+            head_dim=width,
+            bias=bias,
+            causal=causal,
+            frequencies=frequencies,
+            scale=layer.scale,
+        ).to(layer.q_NHD)
+        weights = {"q": layer.q_NHD, "k": layer.k_KHD, "v": layer.v_KHD, "o": layer.o_DNH}
+        with torch.no_grad():
+            for name, weight in weights.items():
+                linear = getattr(made, f"{name}_proj")
+                linear.weight.copy_(weight.flatten(1) if name == "o" else weight.flatten(0, 1))
+                value = biases[name]
+                if bias:
+                    linear.bias.copy_(torch.zeros_like(linear.bias) if value is None else value.flatten())
+        return made
+
+    @classmethod
+    def from_torch(cls, module: nn.MultiheadAttention, *, causal: bool = False) -> Self:
+        """The same function as torch's own module of self-attention, without its dropout.
+
+        Raises:
+            InvalidInput: it has widths or extra tokens that this module lacks.
+        """
+        if module.in_proj_weight is None or module.bias_k is not None or module.add_zero_attn:
+            raise InvalidInput(
+                "this MultiheadAttention has kdim, vdim, add_bias_kv or add_zero_attn; a plain one is needed"
+            )
+        bias = module.in_proj_bias is not None
+        made = cls(module.embed_dim, module.num_heads, bias=bias, causal=causal).to(module.in_proj_weight)
+        with torch.no_grad():
+            for number, linear in enumerate((made.q_proj, made.k_proj, made.v_proj)):
+                linear.weight.copy_(module.in_proj_weight.chunk(3)[number])
+                if bias:
+                    linear.bias.copy_(module.in_proj_bias.chunk(3)[number])
+            made.o_proj.load_state_dict(module.out_proj.state_dict())
+        return made
+
+    def to_torch(self) -> nn.MultiheadAttention:
+        """The same function as torch's own module, batch first; key/value heads are repeated, masks are the
+        caller's.
+
+        Raises:
+            InvalidInput: that module cannot express it.
+        """
+        if (
+            self.frequencies
+            or self.num_heads * self.head_dim != self.d_model
+            or self.scale != self.head_dim**-0.5
+        ):
+            raise InvalidInput(
+                "torch's MultiheadAttention has no rotation, and heads of width D / N with scale (D / N)^-½"
+            )
+        bias = self.q_proj.bias is not None
+        made = nn.MultiheadAttention(self.d_model, self.num_heads, bias=bias, batch_first=True).to(
+            self.q_proj.weight
+        )
+        readers = self.num_heads // self.num_kv_heads
+        linears, heads = (self.q_proj, self.k_proj, self.v_proj), (1, readers, readers)
+
+        def stacked(tensors: list[Tensor]) -> Tensor:
+            parts = [
+                x.unflatten(0, (-1, self.head_dim)).repeat_interleave(r, 0)
+                for x, r in zip(tensors, heads, strict=True)
+            ]
+            return torch.cat(parts).flatten(0, 1)
+
+        with torch.no_grad():
+            made.in_proj_weight.copy_(stacked([linear.weight for linear in linears]))
+            if bias:
+                made.in_proj_bias.copy_(stacked([linear.bias for linear in linears]))
+            made.out_proj.load_state_dict(self.o_proj.state_dict())
+        return made
+
+    def _heads(self, rows_BTD: Tensor) -> Tensor:
+        heads_BNTH: Tensor = rows_BTD.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        return heads_BNTH

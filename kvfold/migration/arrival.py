@@ -1,0 +1,158 @@
+"""How a migration ends: the report, its page, and the chosen checkpoint under its final name."""
+
+import json
+import shutil
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from .. import __version__
+from ..checkpoints.directory import check_output, finish, link_or_copy
+from ..core.console import notice
+from ..core.errors import InvalidInput
+from .request import RECORD, SCHEMA, Migration, replace_text, write_json
+
+UNMET = ".unmet"  # at the end of the output's name, where it does not hold the bound
+
+
+def find_report(asked: Migration) -> dict[str, Any] | None:
+    """What a run with the same bound said that was killed after its output had its name and before it had
+    tidied up.
+    """
+    file = asked.out / "report.json"
+    if not file.is_file() or not (asked.partial / RECORD).is_file():
+        return None
+    report: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return report if report.get("until") == asked.bound.text else None
+
+
+def check_places(asked: Migration) -> None:
+    """Refuse outputs that exist, but for what an earlier run of this migration has left that met no bound.
+
+    Raises:
+        InvalidInput: says so, and what to do.
+    """
+    check_output(asked.out, asked.source)
+    unmet = _unmet(asked)
+    if unmet.is_dir() and not unmet.is_symlink() and (asked.partial / RECORD).is_file():
+        return
+    if unmet.exists() or unmet.is_symlink():
+        raise InvalidInput(
+            f"{unmet} exists, and {asked.partial}, from which another bound could go on, does not; move "
+            f"it or remove it, or "
+            "name another --out"
+        )
+
+
+def arrive(asked: Migration, identity: dict[str, Any], found: list[dict[str, Any]]) -> dict[str, Any]:
+    """Give the smallest step that holds its name; where none does, a copy of the largest step another one.
+
+    Raises:
+        InvalidInput: another step stands there, of an earlier run that met no bound.
+    """
+    held = [step for step in found if step["met"]]
+    chosen = held[-1] if held else found[0]
+    out = asked.out if held else _unmet(asked)
+    origin = asked.partial / chosen["kept"] / chosen["step"]
+    moved = {
+        str(origin.resolve()): str(out.resolve()),
+        str(asked.partial.resolve()): str(out.resolve() / "steps"),
+    }
+    report: dict[str, Any] = {
+        "schema": SCHEMA,
+        "kvfold": __version__,
+        "met": bool(held),
+        "out": str(out),
+        "chosen": chosen["step"],
+        "kept": chosen["kept"],
+        "until": asked.bound.text,
+        "source": str(asked.source),
+        "to": asked.to,
+        "identity": identity,
+        "calibration": asked.calibration,
+        "distillation": asked.asked()["recipe"],
+        "steps": found,
+        "not_tried": [step.name for step in asked.steps[len(found) :]],
+    }
+    report = json.loads(_moved(json.dumps(report), moved))
+    place = origin if held else _linked(origin, asked.partial / "unmet")
+    write_json(place / "report.json", report)
+    _write_page(asked, [asked.partial / step["kept"] / step["step"] for step in found], place / "report.html")
+    if asked.keep_steps:
+        _keep_steps(asked, origin, place / "steps")
+    _relocate(place, moved)
+    if out.exists() and not held:
+        _renew(out, place)
+    else:
+        finish(place, out)
+    if held and _unmet(asked).exists():
+        notice(f"{_unmet(asked)} is of an earlier bound; remove it if it is not wanted")
+    return report
+
+
+def _unmet(asked: Migration) -> Path:
+    return asked.out.with_name(asked.out.name + UNMET)
+
+
+def _linked(origin: Path, place: Path) -> Path:
+    """A copy that takes no room, so that the original stays to go on from."""
+    shutil.rmtree(place, ignore_errors=True)
+    return Path(shutil.copytree(origin, place, copy_function=link_or_copy))
+
+
+def _renew(out: Path, place: Path) -> None:
+    """Where the same step met no bound before: only what was said of it is new."""
+    weights = next(iter(sorted(place.glob("*.safetensors"))))
+    if not (out / weights.name).exists() or not (out / weights.name).samefile(weights):
+        raise InvalidInput(
+            f"{out} holds another checkpoint than what comes nearest now; move it, and give the same "
+            f"command again, which goes "
+            f"on from {place.parent}"
+        )
+    for name in ("report.json", "report.html"):
+        if (place / name).exists():
+            (place / name).replace(out / name)
+    shutil.rmtree(place)
+
+
+def _write_page(asked: Migration, directories: list[Path], page: Path) -> None:
+    """The steps beside each other, as `kvfold report` shows them.
+
+    Left out, with a notice, where its libraries are not here.
+    """
+    if find_spec("matplotlib") is None or find_spec("jinja2") is None:
+        notice("report.html was left out: pip install 'kvfold[report]'")
+        return
+    from ..eval.page.document import compose, write
+    from ..eval.page.groups import read_groups
+
+    page.unlink(missing_ok=True)
+    write(compose(read_groups(directories)), page, None)
+
+
+def _keep_steps(asked: Migration, origin: Path, kept: Path) -> None:
+    """Put all other checkpoints into the output, as links.
+
+    A run that is stopped here finds them where they were.
+    """
+    shutil.rmtree(kept, ignore_errors=True)
+    for kind in ("folded", "distilled"):
+        for path in sorted((asked.partial / kind).iterdir()):
+            if path != origin and not path.name.endswith(".partial"):
+                shutil.copytree(path, kept / kind / path.name, copy_function=link_or_copy)
+
+
+def _relocate(place: Path, moved: dict[str, str]) -> None:
+    """Have the records say where things lie when they have their final names."""
+    for file in sorted(
+        path for name in ("kvfold.json", "eval.json", "README.md") for path in place.rglob(name)
+    ):
+        replace_text(file, _moved(file.read_text(encoding="utf-8"), moved))
+
+
+def _moved(content: str, places: dict[str, str]) -> str:
+    for old, new in places.items():
+        content = content.replace(old, new).replace(
+            json.dumps(old)[1:-1], json.dumps(new)[1:-1]
+        )  # in text, and as JSON
+    return content

@@ -1,0 +1,196 @@
+"""`kvfold migrate`: fold, distil and evaluate in steps, as far as a bound holds.
+
+No heavy import: `--help` goes through it.
+"""
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ..convert.algebra.target import NAMES
+from ..core.console import Command, show_json, show_table
+from ..core.errors import InvalidInput
+from ..eval.assertions import Unmet
+
+if TYPE_CHECKING:
+    from .request import Migration
+
+STEPS = "50%,25%,12.5%"
+WINDOW = 1024  # tokens at most, where the user says nothing
+
+
+@click.command("migrate", cls=Command)
+@click.argument("model")
+@click.option("--to", type=click.Choice(NAMES), required=True, help="Attention of the output.")
+@click.option(
+    "--until",
+    "bound",
+    required=True,
+    metavar="BOUND",
+    help="What must hold on --text: 'ppl<1.02x' (times the source's perplexity), or as in `kvfold eval "
+    "--assert`, 'kl<0.05'.",
+)
+@click.option(
+    "--steps",
+    metavar="SHARES",
+    help=f"Of the source's cache, falling.  [default: of {STEPS} those that it takes]",
+)
+@click.option(
+    "--text",
+    default="stdlib",
+    show_default=True,
+    metavar="FILE|stdlib",
+    help="Held-out text, as for `kvfold eval`.",
+)
+@click.option(
+    "--train",
+    metavar="TEXT",
+    help="Text to learn on, as `data.source` of a recipe.  [default: stdlib beside it, else self]",
+)
+@click.option(
+    "--tokens-per-step",
+    default="200k",
+    show_default=True,
+    help="Length of each distillation, e.g. 200k or 50M.",
+)
+@click.option(
+    "--window",
+    type=click.IntRange(min=2),
+    help=f"Tokens of a window.  [default: what it takes, at most {WINDOW}]",
+)
+@click.option("--max-windows", type=click.IntRange(min=2), help="Evaluate on so many windows only.")
+@click.option("--calibration", default="self", show_default=True, help="As for `kvfold convert`.")
+@click.option(
+    "--sequences", type=click.IntRange(min=1), default=48, show_default=True, help="Of the calibration."
+)
+@click.option("--refine", type=click.IntRange(min=0), metavar="STEPS", help="As for `kvfold convert`.")
+@click.option(
+    "--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of calibration and training."
+)
+@click.option(
+    "--set",
+    "overrides",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Of every distillation's recipe, e.g. stages.0.lr=1e-4.",
+)
+@click.option("--keep-steps", is_flag=True, help="Keep every step's checkpoints, in DIR/steps.")
+@click.option(
+    "--out", type=click.Path(path_type=Path), required=True, metavar="DIR", help="Output; must not exist."
+)
+@click.option("--dry-run", is_flag=True, help="Show the steps; write nothing.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
+def main(dry_run: bool, as_json: bool, **options: Any) -> None:
+    """Find the smallest cache for MODEL at which a bound still holds after a short distillation.
+
+    First a fold that keeps everything is compared with the source. Then, step by step: fold the source to the
+    next smaller cache, distil it, evaluate it on held-out text; the first step that does not hold the bound
+    is the last one. The smallest that does becomes DIR, with report.json and report.html; where none does,
+    the first becomes DIR.unmet, with exit code 3. A step whose distillation made it worse is represented by
+    its fold. A killed run goes on when the same command is given again, and one that met no bound when it is
+    given with another. The text decided which step it is: for a final number, evaluate DIR on another one.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise InvalidInput("kvfold migrate runs in one process; start it without a launcher")
+    from .itinerary import read_request
+
+    asked = read_request(**options)
+    if dry_run:
+        _show_plan(asked, as_json)
+        return
+    report = _run(asked)
+    if as_json:
+        show_json(report)
+    else:
+        _show(report)
+    if not report["met"]:
+        raise Unmet(
+            f"no step holds {report['until']}; what came nearest, {report['chosen']}, is in "
+            f"{report['out']}: take another "
+            "bound or begin --steps with a larger share, and the same command goes on from "
+            f"{asked.partial} (else remove that); or give more --tokens-per-step, with another --out"
+        )
+
+
+def _run(asked: "Migration") -> dict[str, Any]:
+    from ..distill.run.signals import Interrupted, interruptible
+    from .milestones import migrate
+
+    try:
+        with interruptible([]):
+            return migrate(asked)
+    except Interrupted as stop:
+        click.echo(f"Interrupted: {stop}; run the same command again to go on from there.", err=True)
+        sys.exit(128 + stop.signum)
+
+
+def _show_plan(asked: "Migration", as_json: bool) -> None:
+    from ..checkpoints.directory import check_output
+
+    check_output(asked.out, asked.source)
+    plans = [(step.name, step.plan.to_dict()) for step in asked.steps]
+    if as_json:
+        recipe = {
+            key: value for key, value in asked.recipe.resolved().items() if key not in {"student", "output"}
+        }
+        steps = [{"step": name, **plan} for name, plan in plans]
+        show_json(
+            {"source": str(asked.source), "until": asked.bound.text, "steps": steps, "distillation": recipe}
+        )
+        return
+    rows = [
+        (
+            name,
+            ", ".join(f"{key} {value}" for key, value in plan["target"].items() if key != "name"),
+            f"{plan['cache']['after']['elements_per_token_per_layer']} ({plan['cache']['ratio']:.1%})",
+            f"{sum(map(asked.recipe.steps, asked.recipe.stages)):,}",
+            f"{2 * plan['output_bytes'] / 1e6:,.1f} MB",
+        )
+        for name, plan in plans
+    ]
+    columns = ("step", asked.to, "cache per token and layer", "training steps", "on disk")
+    show_table(f"{asked.model} until {asked.bound.text} does not hold; {asked.text.name}", columns, rows)
+
+
+def _show(report: dict[str, Any]) -> None:
+    rows = []
+    for step in report["steps"]:
+        ppl, share, ratio = step["perplexity"], step["recovered_share"], step["perplexity_ratio"]
+        numbers = [f"{ppl[who]:.4g}" for who in ("source", "folded", "distilled")]
+        recovered = "" if share is None else f"{share:.1%}"
+        interval = "" if ratio["low"] is None else f" [{ratio['low']:.4f}, {ratio['high']:.4f}]"
+        cells = (
+            f"{step['cache_ratio']:.1%}",
+            *numbers,
+            f"{ratio['mean']:.4f}{interval}",
+            f"{step['kl']['mean']:.4f}",
+        )
+        name = step["step"] if step["kept"] == "distilled" else f"{step['step']} (fold)"
+        rows.append((name, *cells, recovered, "yes" if step["met"] else "no"))
+    columns = (
+        "step",
+        "cache",
+        "source",
+        "folded",
+        "distilled",
+        "times source's [95 %]",
+        "KL, nats",
+        "recovered",
+        report["until"],
+    )
+    proof = report["identity"]
+    kept = (
+        f"KL {proof['kl']:.1e} nats when everything is kept"
+        if proof["checked"]
+        else "not compared with everything kept"
+    )
+    show_table(f"{report['source']} to {report['to']}: {kept}", columns, rows)
+    if report["met"]:
+        fold = ", the fold itself" if report["kept"] == "folded" else ""
+        click.echo(
+            f"Wrote {report['out']} ({report['chosen']}{fold}). Next: kvfold eval {report['out']} --text "
+            f"ANOTHER_FILE"
+        )

@@ -1,0 +1,216 @@
+"""From the command line of `kvfold migrate` to what is done.
+
+The bound, the sizes, the recipe of every step.
+"""
+
+import re
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ..convert.decide.plan import make_plan
+from ..convert.families.source import Source, open_source
+from ..convert.methods.refinement import STEPS as REFINE
+from ..core.console import notice
+from ..core.errors import InvalidInput
+from ..core.hub import resolve
+from ..distill.recipe.recipe import Recipe, parse_tokens
+from ..distill.recipe.recipe_file import read_recipe
+from ..distill.recipe.watch_section import Evaluate
+from ..distill.watch.held_out import check_apart
+from ..eval.assertions import ALIASES, Assertion, parse
+from ..eval.options import Options
+from ..texts.corpus import read_text
+from ..texts.documents import check_source as check_calibration
+from ..texts.sources import check_source
+from .cli import STEPS, WINDOW
+from .request import Migration, Step
+
+SUITES = ("ppl", "fidelity", "cache")
+# Peak learning rates of recipes/ by weights of the source: the larger a model, the smaller its steps.
+RATES = ((50e6, 5e-4), (1e9, 3e-4), (3e9, 5e-5), (float("inf"), 2e-5))
+
+
+def read_bound(text: str) -> Assertion:
+    """`ppl<1.02x`, a multiple of the source's perplexity, or a short path of `kvfold eval --assert` against a
+    number.
+
+    Raises:
+        InvalidInput: it has another form.
+    """
+    times = re.fullmatch(r"\s*ppl\s*(<=?)\s*([\d.]+)x\s*", text)
+    name = re.match(r"\s*([\w.]*)", text)
+    if times is None and (name is None or name[1] not in ALIASES):
+        known = ", ".join(ALIASES)
+        raise InvalidInput(
+            f"--until {text!r} is no bound; write for example 'ppl<1.02x' or 'kl<0.05', of {known}"
+        )
+    try:
+        bound = parse(f"ppl.ratio{times[1]}{times[2]}" if times else text, SUITES)
+    except InvalidInput:
+        raise InvalidInput(
+            f"--until {text!r} is no comparison with a number; write for example 'ppl<1.02x' or 'kl<0.05'"
+        ) from None
+    if times and bound.bound <= 0:
+        raise InvalidInput(
+            f"--until {text!r} can never hold; perplexities are above 0: write for example 'ppl<1.02x'"
+        )
+    if not times and bound.path[-1] == "perplexity" and bound.bound < 2:
+        raise InvalidInput(
+            f"--until {text!r} bounds the perplexity itself, which is hardly ever below 2; did you mean "
+            f"'{text.strip()}x'?"
+        )
+    return Assertion(text.strip(), bound.path, bound.relation, bound.bound)
+
+
+def read_request(
+    model: str, to: str, bound: str, text: str, max_windows: int | None, out: Path, **given: Any
+) -> Migration:
+    """All that the user asked for, by the names of the command's options, checked before any long work.
+
+    Raises:
+        InvalidInput: says what cannot be used.
+    """
+    wanted = read_bound(bound)
+    out = out.absolute().parent.resolve() / out.absolute().name  # as records spell places
+    directory = resolve(model)
+    source = open_source(directory)
+    content = read_text(text)
+    window = content.window or given["window"] or min(source.positions, WINDOW)
+    if given["window"] not in (None, window):
+        raise InvalidInput(
+            f"--text {text} has windows of {window} tokens; leave --window {given['window']} out"
+        )
+    if window > source.positions:
+        raise InvalidInput(f"--window {window} is more than the {source.positions} positions of {model}")
+    calibration = given["calibration"]
+    if calibration not in {"self", "none"} and not calibration.endswith(".safetensors"):
+        check_calibration(calibration)
+    if calibration == "none" and given["refine"]:
+        raise InvalidInput(
+            f"--refine {given['refine']} needs text to refine on; leave it out, or use --calibration self"
+        )
+    length = min(512, window)  # as `kvfold convert` does it
+    taken = {
+        "calibration": calibration,
+        "sequences": given["sequences"],
+        "length": length,
+        "seed": given["seed"],
+    }
+    return Migration(
+        model=model,
+        source=directory,
+        to=to,
+        steps=_read_steps(source, to, given["steps"]),
+        bound=wanted,
+        text=content,
+        options=Options(window=window, max_windows=max_windows),
+        calibration=taken,
+        refine=REFINE if given["refine"] is None else given["refine"],
+        recipe=_read_recipe(source, text, window, out, given),
+        out=out,
+        keep_steps=given["keep_steps"],
+    )
+
+
+def _read_steps(source: Source, to: str, shares: str | None) -> tuple[Step, ...]:
+    """The sizes, each smaller than the one before; of the default ones those that the source can take."""
+    directory = source.checkpoint.directory
+    if to == "mqa":
+        if shares is not None:
+            raise InvalidInput(
+                f"--steps {shares} does not apply to --to mqa, which has one size; use --to gqa for more"
+            )
+        return (Step(name="mqa", sizes={}, plan=make_plan(directory, to, {}, None, "auto")),)
+    steps: list[Step] = []
+    for share in (shares or STEPS).split(","):
+        sizes = {"kv_budget": share.strip()}
+        try:
+            plan = make_plan(directory, to, sizes, None, "auto")
+            step = Step(name=_percent(share), sizes=sizes, plan=plan)
+            if steps and step.plan.cache()["ratio"] >= steps[-1].plan.cache()["ratio"]:
+                raise InvalidInput(
+                    f"{step.name} gives no smaller cache than {steps[-1].name} before it; name falling shares"
+                )
+        except InvalidInput as reason:
+            sentence = str(reason).replace("--kv-budget", "--steps")
+            if shares is not None:
+                raise InvalidInput(
+                    sentence if sentence.startswith("--steps") else f"--steps {shares}: {sentence}"
+                ) from None
+            if not steps and share == STEPS.rpartition(",")[2]:
+                raise
+            notice(f"no step of {share}: {sentence}")
+            continue
+        steps.append(step)
+    return tuple(steps)
+
+
+def _percent(share: str) -> str:
+    """`12.5%` of `0.125` or `12.5%`: the directories of two steps never begin with each other's names."""
+    number, mark, _ = share.strip().partition("%")
+    return f"{float(number) * (1 if mark else 100):g}%"
+
+
+def _read_recipe(source: Source, text: str, window: int, out: Path, given: dict[str, Any]) -> Recipe:
+    """The recipe of every step, with the user's own settings.
+
+    Its texts are there, and the evaluation's is none of them.
+    """
+    for override in given["overrides"]:
+        if override.partition("=")[0] in {"student", "output"}:
+            raise InvalidInput(f"--set {override}: every step has its own student and output; leave it out")
+    try:
+        tokens = parse_tokens(given["tokens_per_step"])
+    except ValueError as reason:
+        raise InvalidInput(f"--tokens-per-step {given['tokens_per_step']}: {reason}") from None
+    if not isinstance(tokens, int) or tokens < 1:
+        raise InvalidInput(
+            f"--tokens-per-step {given['tokens_per_step']} is no number of tokens; write for example 200k "
+            f"or 50M"
+        )
+    content = _recipe(source, window, tokens, given["seed"])
+    content["data"]["source"] = given["train"] or ("stdlib" if text == "stdlib" else "self")
+    content |= {"student": str(out), "teacher": str(source.checkpoint.directory), "output": str(out)}
+    content["evaluate"]["source"] = text
+    with tempfile.TemporaryDirectory() as work:
+        file = Path(work) / "recipe"
+        file.write_text(yaml.safe_dump(content), encoding="utf-8")
+        recipe = read_recipe(file, given["overrides"])
+    for named in recipe.data.sources:
+        check_source(named.source)
+    check_apart(Evaluate(source=text), recipe.data)
+    return recipe
+
+
+def _recipe(source: Source, window: int, tokens: int, seed: int) -> dict[str, Any]:
+    """What a step's distillation is where the user says nothing.
+
+    Forward KL alone, as many steps as make sense.
+    """
+    checkpoint = source.checkpoint
+    weights = sum(checkpoint.spec(name).nbytes // checkpoint.spec(name).dtype.itemsize for name in checkpoint)
+    # Fifty steps where there are tokens for them, but sixteen windows in each: at these rates fewer make a
+    # student worse.
+    batch = max(16 * window, min(65536, tokens // 50))
+    steps = -(-tokens // (batch // window * window))
+    stage = {
+        "name": "kl",
+        "tokens": tokens,
+        "losses": {"kl": 1.0},
+        "batch_tokens": batch,
+        "micro_batch": max(1, 4096 // window),
+    }
+    stage["lr"] = next(rate for most, rate in RATES if weights <= most)
+    return {
+        "schema": 1,
+        "data": {"seq_len": window, "seed": seed},
+        "stages": [stage],
+        "evaluate": {
+            "every": max(1, steps // 5),
+            "windows": 16,
+        },  # the curve, and the proof that it is not trained on
+        "save": {"every": max(1, min(500, steps // 4))},
+    }

@@ -1,0 +1,209 @@
+"""The staged way from a source to the smallest cache that holds a bound: a proof, then one size after the
+other.
+
+Every step folds the source itself and not what the step before has left: latent attention has no heads that
+could be folded again, and with heads there was nothing to gain. On the demo checkpoint (8 heads to 2, one
+seed, 128 held-out windows) 100k tokens at half and 100k more at a quarter reached KL 0.153, 200k at a quarter
+from the source 0.153 and 100k there 0.158.
+"""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ..checkpoints.record import read_record
+from ..convert.calibration.statistics import Statistics
+from ..convert.calibration.study import study
+from ..convert.cli import command_line
+from ..convert.decide.plan import make_plan
+from ..convert.families.source import open_source
+from ..convert.write.rewrite import rewrite
+from ..core.console import notice
+from ..core.errors import InvalidInput
+from ..distill.run.job import distill
+from ..eval.assertions import Unmet, check
+from ..eval.evaluation_journal import reserved
+from ..eval.run import evaluate
+from ..verification.verify import verify
+from .arrival import arrive, check_places, find_report
+from .request import Migration, Step, claimed, write_json
+
+# nats of KL, as half precision rounds; in float32 `verify` itself wants more of what keeps everything
+SAME = 1e-3
+_ROLES = {"source": "teacher", "folded": "parent", "distilled": "student"}
+
+
+def migrate(asked: Migration) -> dict[str, Any]:
+    """Go the whole way, or on from where an earlier run was stopped, also one with another bound.
+
+    Returns:
+        The report, which is in the output's report.json: `met`, `out`, and of every step its numbers.
+
+    Raises:
+        InvalidInput: an output exists or cannot be written, or a stage refuses what it is given.
+        Unmet: the fold that keeps everything is not its source.
+        distill.signals.Interrupted: a signal stopped the training.
+    """
+    if (report := find_report(asked)) is not None:
+        with claimed(asked):
+            notice(
+                f"{asked.out} was whole already; what the run that wrote it has left in {asked.partial} "
+                f"is removed"
+            )
+        return report
+    check_places(asked)
+    with claimed(asked):
+        identity = _identity(asked)
+        found: list[dict[str, Any]] = []
+        for number, step in enumerate(asked.steps, 1):
+            click.echo(f"Step {number} of {len(asked.steps)}: {asked.to} {step.name}", err=True)
+            found.append(_carry_out(asked, step))
+            click.echo(f"Step {number} of {len(asked.steps)}: {_told(asked, found[-1])}", err=True)
+            if not found[-1]["met"]:
+                break
+        return arrive(asked, identity, found)
+
+
+def _identity(asked: Migration) -> dict[str, Any]:
+    """Prove the container: a fold that keeps everything has to be the source.
+
+    Where there is no such fold, why.
+    """
+    file, place = asked.partial / "identity.json", asked.partial / "identity"
+    if file.exists():
+        return dict(json.loads(file.read_text(encoding="utf-8")))
+    click.echo("Verify: a fold that keeps everything against the source", err=True)
+    heads = open_source(asked.source).geometry.num_key_value_heads
+    to, sizes, dtype = (
+        ("mla", {"rank": "full"}, "float32") if asked.to == "mla" else ("gqa", {"kv_heads": heads}, "auto")
+    )
+    shutil.rmtree(place, ignore_errors=True)
+    try:
+        rewrite(make_plan(asked.source, to, sizes, None, dtype), place, "kvfold migrate")
+        seen = verify(place, source=asked.source)
+    except InvalidInput as reason:  # the steps' own numbers are measured all the same
+        notice(f"a fold that keeps everything was not compared with the source: {reason}")
+        found: dict[str, Any] = {"checked": False, "reason": str(reason)}
+    else:
+        distance = seen.measured.get("kl")
+        failures = seen.failures or (
+            [] if distance is not None and distance <= SAME else [f"its KL to it is {distance}"]
+        )
+        if failures:
+            raise Unmet(
+                f"a fold that keeps everything is not the same as {asked.model}: {'; '.join(failures)}"
+            )
+        found = {"checked": True, "kl": distance, "max_logit_difference": seen.measured["max_difference"]}
+    shutil.rmtree(place, ignore_errors=True)
+    write_json(file, found)
+    return found
+
+
+def _carry_out(asked: Migration, step: Step) -> dict[str, Any]:
+    """Fold, distil and evaluate one size, as far as that is not done; what was found.
+
+    Where distillation has made it worse, or may have by what the bound is about, the fold is judged too, and
+    the better stands.
+    """
+    folded, distilled = (asked.partial / name / step.name for name in ("folded", "distilled"))
+    if not folded.exists():
+        _fold(asked, step, folded)
+    if not distilled.exists():
+        distill(asked.recipe.model_copy(update={"student": str(folded), "output": str(distilled)}))
+    report = _evaluate(asked, distilled, folded)
+    ppl = report["suites"]["ppl"]
+    perplexity = {who: ppl[role]["perplexity"] for who, role in _ROLES.items()}
+    best = _summary(asked, step, "distilled", perplexity, report)
+    is_worse = perplexity["distilled"] > perplexity["folded"]
+    if is_worse or not (best["met"] or "ppl" in asked.bound.path):
+        fold = _summary(asked, step, "folded", perplexity, _evaluate(asked, folded, None))
+        if (fold["met"], is_worse) > (best["met"], not is_worse):
+            notice(
+                f"its distillation made {step.name} worse, so that the fold itself stands for it; give more "
+                "--tokens-per-step, or a lower --set stages.0.lr=RATE"
+            )
+            return fold
+    return best
+
+
+def _evaluate(asked: Migration, checkpoint: Path, parent: Path | None) -> dict[str, Any]:
+    """The report of a checkpoint, made where it is not there."""
+    file = checkpoint / "eval.json"
+    if not file.exists():
+        with reserved(file) as (journal, write):
+            result = evaluate(checkpoint, asked.source, asked.text, asked.options, parent, journal=journal)
+            write(json.dumps(result.to_json(), indent=2, allow_nan=False) + "\n")
+    report: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return report
+
+
+def _fold(asked: Migration, step: Step, folded: Path) -> None:
+    """Write the fold of one size; statistics are taken once for all."""
+    statistics, source = _statistics(asked), asked.source
+    plan = make_plan(source, asked.to, step.sizes, None, "auto", statistics, asked.refine)
+    for sentence in plan.notices:
+        notice(sentence)
+    chosen = {**step.sizes, **(asked.calibration if statistics else {"calibration": "none"})}
+    chosen |= {"refine": plan.refine} if statistics else {}
+    command = command_line(asked.model, asked.to, chosen, plan.method, None, "auto")
+    name = None if Path(asked.model).is_dir() else asked.model.partition("@")[0]
+    folded.parent.mkdir(exist_ok=True)
+    rewrite(plan, folded, command, source_name=name)
+    broken = verify(folded, run=False).failures
+    if broken:
+        raise Unmet(f"the fold to {step.name} does not pass kvfold verify: {'; '.join(broken)}")
+
+
+def _statistics(asked: Migration) -> Statistics | None:
+    kept = asked.partial / "statistics.safetensors"
+    if kept.exists():
+        return Statistics.load(kept)
+    saved = (
+        asked.calibration["calibration"].endswith(".safetensors")
+        or asked.calibration["calibration"] == "none"
+    )
+    return study(
+        open_source(asked.source), **asked.calibration, save=None if saved else kept, work=asked.partial
+    )
+
+
+def _summary(
+    asked: Migration, step: Step, kept: str, perplexity: dict[str, float], report: dict[str, Any]
+) -> dict[str, Any]:
+    """What a step has reached with one of its checkpoints.
+
+    `evaluation` is the whole report of `kvfold eval`.
+    """
+    record, ppl = read_record(asked.partial / kept / step.name), report["suites"]["ppl"]
+    assert record is not None
+    try:
+        check([asked.bound], report)
+        met = True
+    except Unmet:
+        met = False
+    return {
+        "step": step.name,
+        "met": met,
+        "kept": kept,
+        "target": record["target"],
+        "cache_ratio": report["suites"]["cache"]["ratio"],
+        "predicted_loss": record["predicted_loss"],
+        "perplexity": perplexity,
+        "perplexity_ratio": ppl["ratio"],
+        "kl": report["suites"]["fidelity"]["kl"],
+        "recovered_share": (ppl["recovered_share"] or {}).get("value"),
+        "evaluation": report,
+    }
+
+
+def _told(asked: Migration, found: dict[str, Any]) -> str:
+    ratio, kl = found["perplexity_ratio"]["mean"], found["kl"]["mean"]
+    holds = "holds" if found["met"] else "does not hold"
+    return (
+        f"cache {found['cache_ratio']:.1%}, perplexity {found['perplexity'][found['kept']]:.4g} "
+        f"({ratio:.4f}x), KL {kl:.4f}: "
+        f"{asked.bound.text} {holds}"
+    )

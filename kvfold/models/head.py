@@ -1,0 +1,92 @@
+"""Where hidden states become logits: kvfold forms logits a few tokens at a time, so it must know the whole
+way to them.
+
+Shapes: B windows, W tokens of a window, C any number of tokens, D hidden size, V vocabulary.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..core.errors import InvalidInput
+from .causal_lm import Loaded
+
+# Fields of config.json by which a family multiplies or divides what its output embedding gives, or bounds it.
+_FACTORS = ("logit_scale",)  # Cohere
+_DIVISORS = ("logits_scaling",)  # Granite
+_SOFT_CAPS = ("final_logit_softcapping", "logits_soft_cap")  # Gemma 2 and later, RecurrentGemma
+
+
+class HeadForm(NamedTuple):
+    """What a model does to the output of its output embedding: logits = soft_cap · tanh(scale · output /
+    soft_cap).
+
+    Attributes:
+        scale: a factor.
+        soft_cap: the bound that no logit exceeds; None where there is none.
+    """
+
+    scale: float = 1.0
+    soft_cap: float | None = None
+
+    def logits(self, output_CV: Tensor) -> Tensor:
+        """The logits, in the dtype of `output_CV`, which is left as it is."""
+        logits_CV = output_CV if self.scale == 1 else output_CV * self.scale
+        if self.soft_cap is None:
+            return logits_CV
+        return (logits_CV / self.soft_cap).tanh() * self.soft_cap
+
+
+def head_form(model: Any) -> HeadForm:
+    """The form that a transformers causal language model's configuration tells.
+
+    `check_head` compares it with the model.
+    """
+    config = model.config.get_text_config()
+    scale = 1.0
+    for name in _FACTORS:
+        scale *= _number(config, name) or 1.0
+    for name in _DIVISORS:
+        scale /= _number(config, name) or 1.0
+    caps = [cap for name in _SOFT_CAPS if (cap := _number(config, name))]
+    return HeadForm(scale, caps[0] if caps else None)
+
+
+def head_logits(model: Any, hidden_CD: Tensor) -> Tensor:
+    """The logits (C, V) of last hidden states, in the model's dtype."""
+    return head_form(model).logits(model.get_output_embeddings()(hidden_CD))
+
+
+def last_hidden(loaded: Loaded, ids_BW: Tensor) -> Tensor:
+    """What the output embedding is applied to (B, W, D), in the model's dtype and on its device."""
+    output = loaded.model.base_model(input_ids=ids_BW.to(loaded.device), use_cache=False)
+    hidden_BWD: Tensor = output.last_hidden_state
+    return hidden_BWD
+
+
+@torch.no_grad()
+def check_head(loaded: Loaded, ids_1W: Tensor) -> None:
+    """Compare the short way to the logits, `head_logits` of the last hidden states, with the model's own on a
+    few tokens.
+
+    Raises:
+        InvalidInput: the model does something else to them: what would be computed is another distribution
+        than its own.
+    """
+    own = loaded.model(input_ids=ids_1W.to(loaded.device), use_cache=False).logits
+    short = head_logits(loaded.model, last_hidden(loaded, ids_1W))
+    # The same operations on the same shapes, but for x / s as x · (1/s): non-deterministic kernels may round
+    # differently too.
+    tolerance = 4 * torch.finfo(short.dtype).eps * float(short.abs().nan_to_num().max())
+    if not torch.allclose(own.float(), short.float(), rtol=0, atol=tolerance, equal_nan=True):
+        raise InvalidInput(
+            f"{loaded.path} ({type(loaded.model).__name__}) scales or caps its logits after the output "
+            f"embedding in a way of "
+            "its own, which kvfold does not score yet"
+        )
+
+
+def _number(config: Any, name: str) -> float | None:
+    value = getattr(config, name, None)
+    return float(value) if isinstance(value, int | float) else None

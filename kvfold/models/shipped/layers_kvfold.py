@@ -1,0 +1,222 @@
+# Copyright 2026 The kvfold authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""What the attention is made of: rotary embeddings, the norm of a latent, scores to weights; shipped beside
+the weights.
+
+Legend: attention_kvfold.py.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as ALL_ATTENTION_FUNCTIONS
+
+if not hasattr(ALL_ATTENTION_FUNCTIONS, "get_interface"):  # transformers 4
+    _functions: Any = ALL_ATTENTION_FUNCTIONS
+
+    class _Interface:
+        get_interface = staticmethod(_functions.get)
+
+    ALL_ATTENTION_FUNCTIONS = _Interface()
+
+LATENT_NORM_EPSILON = 2.0**28
+LATENT_NORM_WEIGHT = 2.0**14
+
+
+def turns(position_BS: Tensor, frequencies_F: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cosines and sines (B, S, F) of the angles at positions."""
+    angle_BSF = position_BS[..., None].float() * frequencies_F.float()
+    return angle_BSF.cos().to(dtype), angle_BSF.sin().to(dtype)
+
+
+class Positions:
+    """The positions of a call's new tokens, and, from the layers that cache them on, of everything cached.
+
+    An object of its own, which wrappers that copy dictionaries between devices leave alone; made anew for
+    every call.
+
+    Attributes:
+        position_BT: of the new tokens.
+        frequencies_F: of all tables.
+        by_layer: (B, S) by the number of the layer that caches them.
+    """
+
+    def __init__(self, position_BT: Tensor, frequencies_F: Tensor) -> None:
+        self.position_BT = position_BT
+        self.frequencies_F = frequencies_F
+        self.by_layer: dict[int, Tensor] = {}
+
+
+class KvfoldRotaryEmbedding(nn.Module):
+    """Cosines and sines of tables of frequencies, whatever rule they came from.
+
+    It has the attributes by which transformers finds a rotary table and restores it after loading.
+    """
+
+    rope_type = "default"
+
+    inv_freq: Tensor
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.config = config
+        frequencies_F, _ = self.compute_default_rope_parameters(config)
+        self.register_buffer("inv_freq", frequencies_F, persistent=False)
+        self.register_buffer("original_inv_freq", frequencies_F.clone(), persistent=False)
+
+    @staticmethod
+    def compute_default_rope_parameters(config: Any, **_: Any) -> tuple[Tensor, float]:
+        """The frequencies of all tables in float32, and the factor on cosines and sines.
+
+        1, for it is part of the scale.
+        """
+        return torch.tensor(config.kvfold["frequencies"], dtype=torch.float32).flatten(), 1.0
+
+    def _apply(self, fn: Any, recurse: bool = True) -> "KvfoldRotaryEmbedding":
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for name, buffer in list(self.named_buffers()):
+            if (
+                buffer.dtype != torch.float32
+            ):  # a frequency in bfloat16 is off by whole turns at far positions
+                setattr(self, name, self.compute_default_rope_parameters(self.config)[0].to(buffer.device))
+        return self
+
+    @torch.no_grad()
+    def forward(self, x: Tensor, position_ids: Tensor, *_: Any) -> tuple[Any, ...]:
+        """Cosines and sines (B, T, F) in the dtype of x; for the intact form the positions too."""
+        turned = turns(position_ids, self.inv_freq, x.dtype)
+        return (
+            (*turned, Positions(position_ids, self.inv_freq))
+            if self.config.kvfold["form"] == "intact"
+            else turned
+        )
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """Turn the pairs of x (B, heads, S, 2F), `interleaved` or in halves, by angles (B, S, F).
+
+    The result is in halves.
+    """
+    cos, sin = cos[:, None], sin[:, None]
+    real, imaginary = (x[..., 0::2], x[..., 1::2]) if interleaved else x.chunk(2, dim=-1)
+    return torch.cat([real * cos - imaginary * sin, imaginary * cos + real * sin], dim=-1)
+
+
+class KvfoldLatentRMSNorm(nn.Module):
+    """The identity, in the form of an RMSNorm: c · weight / sqrt(mean(c²) + epsilon) with epsilon = weight²
+    far above c².
+
+    vLLM knows latent attention by a norm between down- and up-projection, and keeps the latent compressed
+    only then. The relative error is mean(c²) / 2^29.
+    """
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((rank,), LATENT_NORM_WEIGHT))
+        self.variance_epsilon = LATENT_NORM_EPSILON
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """(..., C) to (..., C)."""
+        dtype = hidden_states.dtype
+        hidden_states = hidden_states.to(torch.float32)
+        variance = hidden_states.pow(2).mean(-1, keepdim=True)
+        hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
+        return (self.weight * hidden_states).to(dtype)
+
+
+def softmax(scores_BNTS: Tensor, mask: Tensor | None, module: Any) -> Tensor:
+    """Attention weights of scores: bounded, masked (boolean: what is kept.
+
+    Otherwise added), with sinks, where these are.
+    """
+    if module.softcap is not None:
+        scores_BNTS = torch.tanh(scores_BNTS / module.softcap) * module.softcap
+    if mask is not None:
+        mask = mask[..., : scores_BNTS.shape[-1]]
+        least = torch.finfo(scores_BNTS.dtype).min
+        scores_BNTS = (
+            scores_BNTS.masked_fill(~mask, least) if mask.dtype == torch.bool else scores_BNTS + mask
+        )
+    if module.sinks is None:
+        return scores_BNTS.softmax(-1, dtype=torch.float32).to(scores_BNTS.dtype)
+    sinks_BNT1 = module.sinks.view(1, -1, 1, 1).expand(*scores_BNTS.shape[:-1], 1).to(scores_BNTS.dtype)
+    weights = torch.cat([scores_BNTS, sinks_BNT1], dim=-1).softmax(-1, dtype=torch.float32)
+    return weights[..., :-1].to(scores_BNTS.dtype)
+
+
+def eager_attention(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, scaling: float,
+    dropout: float = 0.0, **_: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Query (B, N, T, H), key (B, K, S, H) and value (B, K, S, V) to (B, T, N, V), and the weights (B, N, T,
+    S).
+
+    Several tokens without a mask see those before them, and one sees all, as `sdpa` takes it: masks made for
+    it may be none.
+    """
+    if attention_mask is None and query.shape[-2] > 1:
+        attention_mask = torch.ones(
+            query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device
+        ).tril()[None, None]
+    key = key.repeat_interleave(module.num_key_value_groups, dim=1)
+    value = value.repeat_interleave(module.num_key_value_groups, dim=1)
+    weights_BNTS = softmax(query @ key.mT * scaling, attention_mask, module)
+    weights_BNTS = nn.functional.dropout(weights_BNTS, p=dropout, training=module.training)
+    return (weights_BNTS @ value).transpose(1, 2).contiguous(), weights_BNTS
+
+
+def level_attention(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+) -> tuple[Tensor, Tensor | None]:
+    """transformers' `sdpa`, but on a CPU with values as wide as keys; arguments and results as of
+    `eager_attention`.
+
+    The columns added are zeros, and so are those that are cut from the result. torch's fused kernel for CPUs
+    takes one width
+    only: of two it forms all scores of all heads, which takes half as long again and memory by the square of
+    the length.
+    """
+    width, lacking = value.shape[-1], key.shape[-1] - value.shape[-1]
+    if lacking <= 0 or value.device.type != "cpu" or query.shape[-2] == 1:
+        plain: tuple[Tensor, None] = sdpa_attention_forward(
+            module, query, key, value, attention_mask, **options
+        )
+        return plain
+    padded = nn.functional.pad(value, (0, lacking))
+    output_BTNQ, weights = sdpa_attention_forward(module, query, key, padded, attention_mask, **options)
+    return output_BTNQ[..., :width], weights
+
+
+LEVEL = "kvfold_sdpa"
+AttentionInterface.register(LEVEL, level_attention)
+
+
+def function_of(module: Any) -> str:
+    """The name of the attention function of a folded module: `sdpa` bounds no scores and knows no sinks."""
+    name, is_special = (
+        str(module.config._attn_implementation),
+        module.softcap is not None or module.sinks is not None,
+    )
+    return name if name != "sdpa" else "eager" if is_special else LEVEL
+
+
+def places(given: dict[str, Any]) -> list[dict[str, Any]]:
+    """What a cache is told beside the new tokens.
+
+    In transformers 4 where they go, which a static one does not know itself.
+    """
+    return [] if given.get("cache_position") is None else [{"cache_position": given["cache_position"]}]

@@ -1,0 +1,231 @@
+"""Which target to fold to.
+
+Those that fit a memory at a context and batch, by predicted loss or by what decoding moves.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
+
+from ..convert.calibration.statistics import Statistics
+from ..core.console import progress
+from .candidates import Candidate
+from .demand import Decoding, Demand, absorbs, decoding, demand, parameters
+from .prediction import NATS, SHARE, Predictions
+
+_MOST = 2**40  # tokens or sequences that a search goes up to
+Goal = Literal["quality", "speed"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bounds:
+    """What must fit.
+
+    Attributes:
+        context: tokens of a sequence.
+        batch: sequences at once.
+        memory: bytes for weights, cache and activations; None: any.
+    """
+
+    context: int
+    batch: int
+    memory: int | None
+
+    def hold(self, needed: Demand) -> bool:
+        """Whether a demand is within the memory."""
+        return self.memory is None or needed.total <= self.memory
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A candidate at given bounds.
+
+    Attributes:
+        candidate: the target.
+        demand, decoding: what it takes there.
+        fits: whether that is within the bounds.
+        loss: predicted, in the unit of the advice; None where it was not or cannot be predicted.
+    """
+
+    candidate: Candidate
+    demand: Demand
+    decoding: Decoding
+    fits: bool
+    loss: float | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain values."""
+        one, cache = self.candidate, self.candidate.plan.cache()
+        return {
+            "label": one.label,
+            "kind": one.kind,
+            "target": one.plan.target.to_dict(),
+            "container": one.container,
+            "class": one.plan.config["architectures"][0],
+            "engines": dict(one.engines),
+            "cache": {**cache["after"], "share": cache["ratio"]},
+            "parameters": parameters(one.plan),
+            "memory": {**asdict(self.demand), "total": self.demand.total},
+            "fits": self.fits,
+            "predicted_loss": self.loss,
+            "decode": asdict(self.decoding),
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Advice:
+    """Candidates in the order of a goal, those that do not fit last.
+
+    Attributes:
+        bounds, goal, unit: what was asked; `nats` a token, or the `share` that weights alone predict.
+        rows: the candidates.
+        reason: why the first was chosen; None where none fits.
+    """
+
+    bounds: Bounds
+    goal: Goal
+    unit: str
+    rows: tuple[Row, ...]
+    reason: str | None
+
+    @property
+    def chosen(self) -> Row | None:
+        """The first that fits."""
+        return self.rows[0] if self.reason is not None else None
+
+
+def place(candidate: Candidate, bounds: Bounds) -> Row:
+    """A candidate at given bounds, in the best engine that runs it, not yet predicted."""
+    absorbed = absorbs(candidate.plan, candidate.served_by)
+    needed = demand(candidate.plan, bounds.context, bounds.batch, absorbed=absorbed)
+    cost = decoding(candidate.plan, bounds.context, bounds.batch, absorbed=absorbed)
+    return Row(candidate=candidate, demand=needed, decoding=cost, fits=bounds.hold(needed))
+
+
+def predict_rows(
+    rows: Sequence[Row], bounds: Bounds, statistics: Statistics | None, *, every: bool = False
+) -> list[Row]:
+    """Rows with their predicted losses: those that fit, or all.
+
+    Args:
+        rows: of `place`.
+        bounds: theirs.
+        statistics: of the source; by them plans are made anew. None: by weights alone.
+        every: also those that do not fit.
+    """
+    known = Predictions()
+    asked = [row for row in rows if row.fits or every]
+    predicted = [row for row in rows if not (row.fits or every)]
+    for row in progress(asked, "predict", len(asked)):
+        if statistics is not None:
+            candidate = row.candidate.with_statistics(statistics)
+            if not candidate.served_by:  # not with slots that are allocated
+                continue
+            row = place(candidate, bounds)
+        predicted.append(replace(row, loss=known.of(row.candidate.plan)))
+    return predicted
+
+
+def rank(rows: Sequence[Row], bounds: Bounds, goal: Goal, tolerance: float, *, calibrated: bool) -> Advice:
+    """Order rows by a goal.
+
+    Args:
+        rows: predicted where they fit.
+        bounds: theirs.
+        goal: `quality`, the least predicted loss; `speed`, the least bytes a decoded token of those within
+            the tolerance.
+        tolerance: in the unit of the losses.
+        calibrated: whether that is nats.
+    """
+    unit = NATS if calibrated else SHARE
+    fitting = sorted((row for row in rows if row.fits), key=_by_loss)
+    others = [row for row in rows if not row.fits]
+    reason = None
+    if fitting:
+        held = [row.loss is not None and row.loss <= tolerance for row in fitting]
+        within = [row for row, inside in zip(fitting, held, strict=True) if inside]
+        if goal == "speed" and within:
+            within.sort(key=lambda row: (row.decoding.bytes, *_by_loss(row)))
+            fitting = [*within, *(row for row, inside in zip(fitting, held, strict=True) if not inside)]
+        reason = _reason(fitting, within, goal, tolerance, unit)
+    return Advice(bounds=bounds, goal=goal, unit=unit, rows=(*fitting, *others), reason=reason)
+
+
+def _by_loss(row: Row) -> tuple[bool, float, int, bool, int]:
+    """Least loss first; then what keeps more, needs no code of its own, moves less."""
+    kept = -int(row.candidate.plan.cache()["after"]["elements_per_token_per_layer"])
+    loss, own_code = row.loss or 0.0, row.candidate.container == "remote"
+    return row.loss is None, loss, kept if row.loss is None else 0, own_code, row.decoding.bytes
+
+
+def _reason(fitting: Sequence[Row], within: Sequence[Row], goal: Goal, tolerance: float, unit: str) -> str:
+    best, count = fitting[0], len(fitting)
+    if best.loss is None:
+        return f"the largest cache of the {count} that fit; for this attention no loss can be predicted"
+    lost = (
+        f"{best.loss:.4f} nats a token"
+        if unit == NATS
+        else f"{best.loss:.1%} of the attention's output, by weights alone"
+    )
+    if goal == "quality":
+        return f"least predicted loss ({lost}) of the {count} that fit"
+    if not within:
+        return (
+            f"least predicted loss ({lost}): none of the {count} that fit is within the tolerance of "
+            f"{tolerance:g}"
+        )
+    return (
+        f"fewest bytes moved for a decoded token ({lost}) of the {len(within)} that fit within the "
+        f"tolerance of {tolerance:g}"
+    )
+
+
+def what_would_fit(rows: Sequence[Row], bounds: Bounds) -> dict[str, Any]:
+    """Where nothing fits: the least memory that would do, and the longest context and largest batch that this
+    one holds.
+
+    Args:
+        rows: at least one.
+        bounds: which no row fits; `memory` is set.
+
+    Returns:
+        `label` of the row that needs least, and `memory`; `context` and `batch`, None where not even one
+        would fit, with the label of the row that has it.
+    """
+    least = min(rows, key=lambda row: row.demand.total)
+
+    def largest(change: Callable[[int], Bounds]) -> tuple[int | None, str | None]:
+        sizes = [(_largest(row.candidate, change), row.candidate.label) for row in rows]
+        most, label = max(sizes, key=lambda size: size[0])
+        return (most, label) if most else (None, None)
+
+    context, with_context = largest(lambda size: replace(bounds, context=size))
+    batch, with_batch = largest(lambda size: replace(bounds, batch=size))
+    return {
+        "label": least.candidate.label,
+        "memory": least.demand.total,
+        "context": context,
+        "context_label": with_context,
+        "batch": batch,
+        "batch_label": with_batch,
+    }
+
+
+def _largest(candidate: Candidate, change: Callable[[int], Bounds]) -> int:
+    """The largest size for which a candidate fits; 0 for none."""
+
+    absorbed = absorbs(candidate.plan, candidate.served_by)
+
+    def fits(size: int) -> bool:
+        bounds = change(size)
+        return bounds.hold(demand(candidate.plan, bounds.context, bounds.batch, absorbed=absorbed))
+
+    if not fits(1):
+        return 0
+    low, high = 1, 2
+    while high < _MOST and fits(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low

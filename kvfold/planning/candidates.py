@@ -1,0 +1,154 @@
+"""The targets that a source could be folded to.
+
+GQA at every divisor, MLA at shares of its cache and as engines take it.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..convert.algebra.target import GQA, budget_elements
+from ..convert.calibration.statistics import Statistics
+from ..convert.decide.engine_choice import judge, read_engines
+from ..convert.decide.plan import Plan, make_plan
+from ..convert.families.source import Source
+from ..convert.formats.stock import Stock
+from ..core.errors import InvalidInput
+from ..verification.verify import ENGINES
+
+SHARES = ("50%", "37.5%", "25%", "18.75%", "12.5%", "6.25%")  # of the source's cache, for MLA
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A target that can be had, planned.
+
+    Attributes:
+        to, options: of `plan.make_plan`, as a user would give them.
+        plan: with them.
+        engines: for each engine nothing, where it runs the output with its smaller cache, or why it does not.
+    """
+
+    to: str
+    options: Mapping[str, Any]
+    plan: Plan
+    engines: Mapping[str, str]
+
+    @property
+    def kind(self) -> str:
+        """What it has in common with candidates of other sizes: `gqa`, `mla decoupled`, `mla intact`."""
+        target = self.plan.target
+        return "gqa" if isinstance(target, GQA) else f"mla {target.rope}"
+
+    @property
+    def label(self) -> str:
+        """The target in a few words."""
+        target, container = self.plan.target, self.plan.container
+        if isinstance(target, GQA):
+            return "MQA" if target.num_key_value_heads == 1 else f"GQA-{target.num_key_value_heads}"
+        if target.rope == "intact":
+            return f"MLA {target.kv_lora_rank}, rope intact"
+        if isinstance(container, Stock) and container.served:
+            return f"MLA {container.served.profile}, serving"
+        uniform = " uniform" if self.options.get("slots") == "uniform" else ""
+        return f"MLA {target.kv_lora_rank}+{target.qk_rope_head_dim}, {self.container}{uniform}"
+
+    @property
+    def container(self) -> str:
+        """`stock`, `remote`, `grouped` or `rehosted`."""
+        return type(self.plan.container).__name__.lower()
+
+    @property
+    def served_by(self) -> tuple[str, ...]:
+        """The engines that run it with its smaller cache."""
+        return tuple(name for name, reason in self.engines.items() if not reason)
+
+    def with_statistics(self, statistics: Statistics) -> "Candidate":
+        """The same planned by statistics, which may divide its cache otherwise, so that other engines take
+        it.
+        """
+        return _candidate(self.plan.source, self.to, self.options, statistics)
+
+
+def find_candidates(
+    source: Source, shares: Sequence[str] = SHARES, engine: str | None = None, *, calibrated: bool = False
+) -> tuple[list[Candidate], dict[str, str]]:
+    """Every target of a source, planned without statistics, and for kinds of which nothing can be had the
+    reason.
+
+    Args:
+        source: the checkpoint.
+        shares: of its cache, for MLA.
+        engine: those that must run the output, a list with commas; None: any that does.
+        calibrated: whether statistics will be there, by which slots can be allocated.
+
+    Raises:
+        InvalidInput: a share or an engine is none.
+    """
+    read_engines(engine)
+    found: dict[Any, Candidate] = {}
+    refused: dict[str, str] = {}
+    had = set()
+    for share in shares:
+        budget_elements(source.geometry, share)
+    for kind, to, options in _wanted(source, shares, calibrated):
+        try:
+            candidate = _candidate(source, to, options if engine is None else {**options, "engine": engine})
+        except InvalidInput as refusal:
+            refused.setdefault(kind, str(refusal))
+            continue
+        if not candidate.served_by:
+            refused.setdefault(kind, "; ".join(dict.fromkeys(candidate.engines.values())))
+        elif candidate.plan.cache()["ratio"] < 1:
+            had.add(kind)
+            found.setdefault(
+                (candidate.label, candidate.container, candidate.options.get("slots")), candidate
+            )
+    return list(found.values()), {kind: why for kind, why in refused.items() if kind not in had}
+
+
+def plan_source(source: Source) -> Candidate | None:
+    """The source as it is, as one more candidate.
+
+    None where it has no form in which it could be written unchanged.
+    """
+    try:
+        return _candidate(source, "gqa", {"kv_heads": source.geometry.num_key_value_heads})
+    except InvalidInput:
+        return None
+
+
+def _wanted(
+    source: Source, shares: Sequence[str], calibrated: bool
+) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Kinds, targets and options to try; of the same output the one that a user would ask for first."""
+    heads, rotary = source.geometry.num_key_value_heads, bool(source.rotary_width)
+    for groups in (n for n in range(heads - 1, 0, -1) if heads % n == 0):
+        yield ("gqa", "gqa", {"kv_heads": groups}) if groups > 1 else ("gqa", "mqa", {})
+    # The smallest first: where several keep everything, that is the one to ask for.
+    for share in sorted(shares, key=lambda share: budget_elements(source.geometry, share)):
+        size = {"kv_budget": share}
+        if rotary:
+            yield "mla intact", "mla", {**size, "rope": "intact"}
+            yield (
+                "mla decoupled",
+                "mla",
+                {**size, "rope": "decoupled", "container": "stock", "slots": "uniform"},
+            )
+        if calibrated and rotary:
+            yield "mla decoupled", "mla", {**size, "rope": "decoupled", "container": "stock"}
+        yield "mla decoupled", "mla", {**size, "rope": "decoupled", "container": "remote"}
+    for engines in ("vllm", "vllm,sglang"):  # their kernels have one size
+        yield f"mla for {engines}", "mla", {"engine": engines}
+
+
+def _candidate(
+    source: Source, to: str, options: Mapping[str, Any], statistics: Statistics | None = None
+) -> Candidate:
+    plan = make_plan(source.checkpoint.directory, to, options, None, "auto", statistics, refine=0)
+    found = judge(plan.config, plan.specs, ENGINES)
+    against = [finding for finding in found if finding.fails or finding.effect == "saves no cache"]
+    reasons = {name: "; ".join(str(one) for one in against if one.engine == name) for name in ENGINES}
+    return Candidate(
+        to=to, options=options, plan=plan, engines={name: reasons[name] for name in plan.engines or ENGINES}
+    )

@@ -1,0 +1,152 @@
+"""What running a planned output takes: memory at a context and batch, and bytes and FLOPs of a decoded token.
+
+Estimates from shapes, so that targets can be compared; a server adds its own buffers. Every token of the
+context is in the cache of every sequence, except in layers with a sliding window. Attention's formulas are
+those of reference/costs.py.
+"""
+
+import math
+from dataclasses import dataclass
+
+from ..convert.algebra.target import GQA, MLA
+from ..convert.decide.plan import Plan
+from ..convert.families.source import Source
+from ..convert.formats.remote import Remote
+from ..convert.formats.stock import Stock
+from ..lab.reference import costs
+
+CHUNK = 2048  # tokens of a prompt that are computed at once at most
+_LOGIT = 4  # bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Demand:
+    """Bytes of device memory.
+
+    Attributes:
+        weights: all tensors of the output.
+        cache: of all sequences at their full length.
+        activations: what is alive at once beside them: a chunk of a prompt in the widest layer, a step's
+            logits, and one layer's keys and values where they are expanded from a latent.
+    """
+
+    weights: int
+    cache: int
+    activations: int
+
+    @property
+    def total(self) -> int:
+        """All three."""
+        return self.weights + self.cache + self.activations
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decoding:
+    """One more token of one sequence, behind a full context.
+
+    Attributes:
+        form: `grouped`; of MLA `absorbed` (attention in the latent) or `expanded` (keys and values are
+            rebuilt each step).
+        bytes: that are moved: the sequence's cache, its share of the weights, which a batch reads together (a
+            mixture's experts all of them), and keys and values that are rebuilt, written once and read once.
+        attention_flops: of attention in all layers; the rest of the model is the same for every target.
+    """
+
+    form: str
+    bytes: int
+    attention_flops: int
+
+
+def demand(plan: Plan, context: int, batch: int, *, absorbed: bool = False) -> Demand:
+    """Memory that a planned output takes.
+
+    Args:
+        plan: the output; the cache is kept in its dtype.
+        context: tokens of each sequence.
+        batch: sequences at once.
+        absorbed: whether it runs in an engine that absorbs the stock class's latent.
+    """
+    size, config, geometry = plan.dtype.itemsize, plan.source.config, plan.source.geometry
+    token = _cache_elements(plan) * size
+    hidden, heads = geometry.hidden_size, geometry.num_attention_heads * geometry.head_dim
+    feed_forward = config.get("intermediate_size") or 4 * hidden
+    rows = max(batch, min(context, CHUNK))
+    alive = (
+        rows * (4 * hidden + 2 * heads + 3 * feed_forward) * size + batch * int(config["vocab_size"]) * _LOGIT
+    )
+    return Demand(
+        weights=sum(spec.nbytes for spec in plan.specs.values()),
+        cache=batch * token * sum(_kept(plan.source, context)),
+        activations=alive + batch * context * _expanded(plan, absorbed) * size,
+    )
+
+
+def decoding(plan: Plan, context: int, batch: int, *, absorbed: bool = False) -> Decoding:
+    """Cost of a decoded token; arguments as of `demand`."""
+    size, kept = plan.dtype.itemsize, _kept(plan.source, context)
+    rebuilt = 2 * _expanded(plan, absorbed)
+    moved = sum(kept) * (_cache_elements(plan) + rebuilt) * size
+    cost = _costs(plan, absorbed)
+    form = "grouped" if isinstance(plan.target, GQA) else "expanded" if rebuilt else "absorbed"
+    flops = sum(cost.decode(tokens) for tokens in kept)
+    return Decoding(form=form, bytes=moved + _read_weights(plan) // batch, attention_flops=flops)
+
+
+def absorbs(plan: Plan, engines: tuple[str, ...]) -> bool:
+    """Whether one of some engines decodes the stock class from its latent: all but transformers do."""
+    return isinstance(plan.container, Stock) and any(engine != "transformers" for engine in engines)
+
+
+def _kept(source: Source, context: int) -> list[int]:
+    """Tokens that each layer keeps of a sequence."""
+    return [min(context, source.window(layer) or context) for layer in range(source.layers)]
+
+
+def _cache_elements(plan: Plan) -> int:
+    return int(plan.cache()["after"]["elements_per_token_per_layer"])
+
+
+def _expanded(plan: Plan, absorbed: bool) -> int:
+    """Elements of keys and values that one layer rebuilds for a cached token.
+
+    0 where it computes in the latent.
+    """
+    geometry = plan.source.geometry
+    if isinstance(plan.target, MLA) and plan.target.rope == "intact":
+        return 2 * geometry.num_key_value_heads * geometry.head_dim
+    if isinstance(plan.container, Stock) and not absorbed:
+        nope, value = plan.container.heads
+        return geometry.num_attention_heads * (nope + plan.container.cached[1] + value)
+    return 0
+
+
+def _costs(plan: Plan, absorbed: bool) -> costs.Costs:
+    geometry, target = plan.source.geometry, plan.target
+    hidden, heads, width = geometry.hidden_size, geometry.num_attention_heads, geometry.head_dim
+    if isinstance(target, GQA):
+        return costs.multi_head(hidden, heads, target.num_key_value_heads, width)
+    if target.rope == "intact":
+        return costs.intact(
+            hidden, heads, geometry.num_key_value_heads, width, target.kv_lora_rank, target.q_lora_rank
+        )
+    rank, rope, nope, value = target.kv_lora_rank, target.qk_rope_head_dim, width, width
+    if isinstance(plan.container, Stock):
+        (rank, rope), (nope, value) = plan.container.cached, plan.container.heads
+    form = absorbed or isinstance(plan.container, Remote)
+    return costs.latent(
+        hidden, heads, rank, target.q_lora_rank, nope=nope, rope=rope, value=value, absorbed=form
+    )
+
+
+def _read_weights(plan: Plan) -> int:
+    """Bytes of the weights that a step reads: all but the input embeddings, of which it reads a row."""
+    source = plan.source
+    shape = source.checkpoint.spec(source.family.prefix + source.family.embedding).shape
+    tables = [spec.nbytes for spec in plan.specs.values() if spec.shape == shape]
+    read = sum(spec.nbytes for spec in plan.specs.values())
+    return read - tables[0] if len(tables) > 1 else read  # a tied table is the head too
+
+
+def parameters(plan: Plan) -> int:
+    """Numbers in all tensors of the output."""
+    return sum(math.prod(spec.shape) for spec in plan.specs.values())

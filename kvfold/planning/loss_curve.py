@@ -1,0 +1,99 @@
+"""Predicted loss against cache, for a whole sweep of targets: rows for a table and JSON, and a picture."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..core.errors import InvalidInput
+from .prediction import NATS
+
+if TYPE_CHECKING:
+    from .advice import Row
+
+SHARES = ("75%", "62.5%", "50%", "37.5%", "25%", "18.75%", "12.5%", "9.375%", "6.25%")
+_KNEE = 1e-3  # of the loss axis: below it is linear, so that nothing lost has a place
+
+
+@dataclass(frozen=True)
+class Point:
+    """One target: what it is, the share of the source's cache that it keeps, and its predicted loss."""
+
+    line: str
+    label: str
+    elements: int
+    share: float
+    loss: float
+
+
+def points_of(rows: Iterable["Row"]) -> list[Point]:
+    """The least loss of each kind at each size, smallest cache last.
+
+    Rows without a prediction are left out.
+    """
+    best: dict[tuple[str, int], Point] = {}
+    for row in rows:
+        if row.loss is None:
+            continue
+        one, cache = row.candidate, row.candidate.plan.cache()
+        elements = cache["after"]["elements_per_token_per_layer"]
+        point = Point(one.kind, one.label, elements, cache["ratio"], row.loss)
+        key = (one.kind, elements)
+        if key not in best or point.loss < best[key].loss:
+            best[key] = point
+    return sorted(best.values(), key=lambda point: (point.line, -point.elements))
+
+
+def check_picture(file: Path) -> None:
+    """Refuse, before any work, a picture that could not be drawn.
+
+    Raises:
+        InvalidInput: the file exists or is no PNG, its directory does not exist, or matplotlib is not
+        installed.
+    """
+    if file.suffix.lower() != ".png":
+        raise InvalidInput(f"--png {file} does not end in .png; name a PNG file")
+    if file.exists():
+        raise InvalidInput(f"--png {file} exists, and nothing is overwritten; name another file")
+    if not file.absolute().parent.is_dir():
+        raise InvalidInput(f"--png {file}: there is no directory {file.parent}; make it first")
+    if find_spec("matplotlib") is None:
+        raise InvalidInput(
+            "--png needs matplotlib, which is not installed; pip install 'kvfold[report]', or use --json"
+        )
+
+
+def draw(points: Sequence[Point], unit: str, title: str, file: Path) -> None:
+    """Write a PNG with a line for each kind of target.
+
+    Args:
+        points: of `points_of`.
+        unit: of the losses.
+        title: above the picture.
+        file: appears only when whole.
+    """
+    from matplotlib.figure import Figure  # without pyplot, which would look for a display
+
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.subplots()
+    for marker, line in zip("osD^v", dict.fromkeys(point.line for point in points), strict=False):
+        own = [point for point in points if point.line == line]
+        axes.plot([point.share for point in own], [point.loss for point in own], marker=marker, label=line)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("symlog", linthresh=_KNEE)
+    axes.set_ylim(bottom=0)
+    shares = [0.5**power for power in range(8) if any(point.share <= 1.01 * 0.5**power for point in points)]
+    axes.set_xticks(shares, [f"{100 * share:.3g} %" for share in shares])
+    axes.set_xlabel("cache, share of the source's")
+    axes.set_ylabel(
+        "predicted loss, nats a token"
+        if unit == NATS
+        else "predicted error of attention's output (weights only)"
+    )
+    axes.set_title(title)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    partial = file.with_name(file.name + ".partial")
+    figure.savefig(partial, format="png", dpi=150)
+    partial.rename(file)

@@ -1,0 +1,174 @@
+"""`kvfold publish`: a checkpoint to a repository of the Hub, in one commit, with a model card that says what
+it is.
+
+What goes is decided and checked on this machine (here and in parcel.py); upload.py sends it.
+"""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from ..core.console import Command, notice, show_json, show_table
+from ..core.errors import InvalidInput
+from .parcel import Publication, files_of
+
+if TYPE_CHECKING:
+    from ..verification.verify import Report
+
+
+def prepare(directory: Path, repository: str, private: bool = False) -> Publication:
+    """What would be published of a checkpoint; no network is touched.
+
+    Raises:
+        InvalidInput: the name is none, kvfold did not write the checkpoint, it holds pickles, or its card or
+        its eval.json
+            cannot be read.
+    """
+    from ..checkpoints.evaluation import FILE as EVALUATION
+    from ..checkpoints.evaluation import read_evaluation
+    from ..checkpoints.record import FILE as RECORD
+    from ..checkpoints.record import read_record
+    from ..convert.write.model_card import FILE as CARD
+    from ..convert.write.model_card import make_card
+
+    _check_name(repository)
+    record = read_record(directory)
+    if record is None:
+        raise InvalidInput(
+            f"{directory} has no {RECORD}: kvfold publishes what kvfold convert or distill wrote"
+        )
+    files = files_of(directory)
+    evaluation = read_evaluation(directory)
+    card = make_card(directory, record, repository.partition("/")[2], repository, evaluation)
+    notices = []
+    if evaluation is None:
+        there = " after removing the one that lies there" if (directory / EVALUATION).exists() else ""
+        place, out = shlex.quote(str(directory)), shlex.quote(str(directory / EVALUATION))
+        notices.append(
+            f"the card has no perplexity; measure it first{there}: kvfold eval {place} --text FILE --out "
+            f"{out}"
+        )
+    if not card.data.get("license"):
+        notices.append(
+            f"the source does not say its licence; name it as `license:` in the metadata of "
+            f"{directory / CARD}"
+        )
+    if not card.data.get("base_model"):
+        notices.append(
+            f"the source was a directory; name its Hub id as `base_model:` in the metadata of "
+            f"{directory / CARD}"
+        )
+    return Publication(directory, repository, private, str(card), files, tuple(notices))
+
+
+def _check_name(repository: str) -> None:
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    owner, _, name = repository.partition("/")
+    try:
+        validate_repo_id(repository)
+    except HFValidationError:
+        name = ""
+    if not (owner and name):
+        raise InvalidInput(
+            f"{repository!r} is no repository; write owner/name, of letters, digits, '-', '_' and '.', at "
+            f"most 96 together"
+        )
+
+
+def _verified(directory: Path, asked: str | None) -> Report:
+    """The rules, and the run beside the source.
+
+    Where it is asked for, or where nothing is and the source is at hand.
+    """
+    from ..checkpoints.record import read_record
+    from ..verification.verify import verify
+
+    record = read_record(directory)
+    at_hand = record is not None and Path(record["source"]["path"]).is_dir()
+    if asked is None and at_hand:
+        try:
+            return verify(directory)
+        except InvalidInput as reason:
+            notice(f"the checkpoint was not run beside its source: {reason}")
+    return verify(directory, run=asked == "full")
+
+
+@click.command("publish", cls=Command)
+@click.argument("directory", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.argument("repository", metavar="REPO")
+@click.option(
+    "--private", is_flag=True, help="Make the repository private.  [default: as the owner's repositories are]"
+)
+@click.option(
+    "--verify",
+    type=click.Choice(("full", "lint")),
+    help="`lint` asks the rules of `kvfold verify`, `full` also runs the checkpoint beside its source.  "
+    "[default: full where "
+    "the source is at hand]",
+)
+@click.option(
+    "--dry-run", is_flag=True, help="Show the card and the files; upload nothing, touch no network."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
+def main(
+    directory: Path, repository: str, private: bool, verify: str | None, dry_run: bool, as_json: bool
+) -> None:
+    """Publish the checkpoint in DIRECTORY as the repository REPO (owner/name) of the Hub.
+
+    It is checked first (exit code 3 where kvfold verify fails), and goes up in one commit with a model card
+    made of kvfold.json and, where `kvfold eval --out DIRECTORY/eval.json` was run, of what was measured. A
+    README.md of your own keeps its text. kvfold.json and eval.json go as they are, with the paths in them.
+    DIRECTORY is not changed. An upload that was cut off goes on when the same command is given again.
+    """
+    from ..verification.verify import FAILED
+    from .upload import publish
+
+    publication = prepare(directory, repository, private)
+    report = _verified(directory, verify)
+    if report.failures:
+        failures = "; ".join(report.failures)
+        click.echo(
+            f"Error: {directory} does not pass kvfold verify, so nothing was uploaded: {failures}", err=True
+        )
+        raise SystemExit(FAILED)
+    for text in publication.notices:
+        notice(text)
+    told = {
+        "repository": repository,
+        "private": private,
+        "card": publication.card,
+        "files": publication.sizes,
+    }
+    if dry_run:
+        show_json({**told, "commit": None, "removed": [], "verify": report.to_dict()}) if as_json else _show(
+            publication
+        )
+        return
+    done = publish(publication)
+    if as_json:
+        show_json({**told, **asdict(done), "verify": report.to_dict()})
+    else:
+        removed = f", {', '.join(done.removed)} removed" if done.removed else ""
+        click.echo(
+            f"Published {directory} as {repository} at commit {done.commit}: {len(publication.sizes)} "
+            f"files{removed}"
+        )
+
+
+def _show(publication: Publication) -> None:
+    click.echo(publication.card)
+    rows = [(name, f"{size:,}") for name, size in publication.sizes.items()]
+    show_table(f"{publication.repository} (nothing is sent)", ("file", "bytes"), rows)
+    whose = "a private repository" if publication.private else "a repository"
+    size = sum(publication.sizes.values()) / 1e6
+    click.echo(
+        f"{len(rows)} files, {size:,.1f} MB, in one commit to {publication.repository}, {whose} made if "
+        f"there is none"
+    )

@@ -1,0 +1,153 @@
+"""Texts by name: files, the source text of the running interpreter's standard library, WikiText-2 by a named
+protocol.
+
+The standard library is split once and for all: the modules of `HELD_OUT` are evaluation text, everything else
+is training text. Nothing here ever mixes the two.
+"""
+
+import hashlib
+import re
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from ..core.errors import InvalidInput
+
+# Single-file modules present in CPython 3.11 to 3.14.
+HELD_OUT = (
+    "argparse", "calendar", "configparser", "csv", "difflib", "fractions", "graphlib", "heapq", "mailbox",
+    "plistlib",
+    "queue", "random", "sched", "shelve", "shlex", "statistics", "tarfile", "textwrap", "timeit", "uuid",
+    "wave", "zipapp",
+)  # fmt: skip
+# Not the library itself: other people's packages, tests (some quote the modules they test), build leftovers.
+_EXCLUDED = {
+    "site-packages",
+    "dist-packages",
+    "test",
+    "tests",
+    "idle_test",
+    "__pycache__",
+    "lib2to3",
+    "ensurepip",
+    "_pyrepl",
+}
+
+
+@dataclass(frozen=True)
+class Size:
+    """How long a text was before it was respelled: what its loss is divided by."""
+
+    words: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Text:
+    """Named documents, and how they are to be read.
+
+    Attributes:
+        name: what a report calls the text, e.g. `stdlib` or `wikitext2-gptq-2048`.
+        documents: the text, one string a document.
+        cut: how it becomes windows, see windows.py.
+        window: tokens of a window where the name fixes them.
+        original: the size that counts where that is not the documents'.
+    """
+
+    name: str
+    documents: tuple[str, ...]
+    cut: Literal["windows", "gptq", "rolling"] = "windows"
+    window: int | None = None
+    original: Size | None = None
+
+    @property
+    def joined(self) -> str:
+        """The documents as one string, an empty line between two."""
+        return "\n\n".join(self.documents)
+
+    @property
+    def sha256(self) -> str:
+        """Hexadecimal SHA-256 of `joined` in UTF-8: which text a number was measured on."""
+        return hashlib.sha256(self.joined.encode()).hexdigest()
+
+
+def read_text(text: str, rows: Path | None = None) -> Text:
+    """The evaluation text a user named.
+
+    Args:
+        text: `stdlib` (the held-out modules of the running interpreter), `wikitext2-gptq-N`,
+            `lm-eval:wikitext`, or the path of a UTF-8 text file, with or without `text:` before it.
+        rows: a file with WikiText-2's rows, in place of the Hub's.
+
+    Raises:
+        InvalidInput: the file is missing, is not UTF-8 or holds only white space; WikiText-2 cannot be had.
+    """
+    if match := re.fullmatch(r"wikitext2-gptq-(\d+)", text):
+        return _gptq(text, int(match[1]), rows)
+    if text == "lm-eval:wikitext":
+        return _harness(text, rows)
+    if rows is not None:
+        raise InvalidInput(
+            f"--rows is for WikiText-2, not for --text {text}; leave it out, or use --text "
+            f"wikitext2-gptq-2048"
+        )
+    if text == "stdlib":
+        return Text("stdlib", stdlib_documents(held_out=True))
+    return _file(Path(text.removeprefix("text:")), text)
+
+
+def _gptq(name: str, window: int, rows: Path | None) -> Text:
+    from .wikitext import read_rows
+
+    if window < 2:
+        raise InvalidInput(f"--text {name}: a window has at least 2 tokens; use wikitext2-gptq-2048")
+    return Text(name, tuple(read_rows(rows)), "gptq", window)
+
+
+def _harness(name: str, rows: Path | None) -> Text:
+    from .wikitext import articles, plain_spelling, read_rows, words
+
+    pages = articles(read_rows(rows))
+    original = Size(sum(map(words, pages)), sum(len(page.encode()) for page in pages))
+    return Text(name, tuple(map(plain_spelling, pages)), "rolling", original=original)
+
+
+def _file(path: Path, text: str) -> Text:
+    if not path.is_file():
+        raise InvalidInput(
+            f"{text} is not a file; --text takes a UTF-8 text file or the word stdlib, "
+            f"wikitext2-gptq-2048 or lm-eval:wikitext"
+        )
+    try:
+        content = path.read_bytes().decode(
+            "utf-8"
+        )  # line ends as they are: what is scored and hashed is the file
+    except UnicodeDecodeError as error:
+        raise InvalidInput(
+            f"{text} is not UTF-8 text (byte {error.start}); convert it, e.g. with iconv -t UTF-8"
+        ) from None
+    if not content.strip():
+        raise InvalidInput(f"{text} holds no text; an evaluation needs at least one window of it")
+    return Text(f"text:{path.name}", (content,))
+
+
+def stdlib_documents(held_out: bool) -> tuple[str, ...]:
+    """Source files of the standard library in a fixed order.
+
+    The evaluation part (`held_out`) or the training part.
+    """
+    root = Path(sysconfig.get_path("stdlib"))
+    if held_out:
+        return tuple((root / f"{module}.py").read_text(encoding="utf-8") for module in HELD_OUT)
+    files = sorted(
+        path.relative_to(root)
+        for path in root.rglob("*.py")
+        if not _EXCLUDED.intersection(path.relative_to(root).parts)
+        and "config-" not in str(path.relative_to(root))
+    )
+    held = {Path(f"{module}.py") for module in HELD_OUT}
+    texts = (
+        (root / file).read_text(encoding="utf-8", errors="replace") for file in files if file not in held
+    )
+    return tuple(text for text in texts if text.strip())

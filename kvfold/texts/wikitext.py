@@ -1,0 +1,107 @@
+"""The test part of WikiText-2 (arXiv 1609.07843) as two protocols of the field read it.
+
+`wikitext2-gptq-N` joins the rows of the data set with empty lines. `lm-eval:wikitext` reads articles, in
+plain spelling: lm-evaluation-harness scores those, and divides by the words and bytes that they had before.
+"""
+
+import json
+import re
+from itertools import pairwise
+from pathlib import Path
+
+from ..core.errors import InvalidInput
+
+HUB = ("Salesforce/wikitext", "wikitext-2-raw-v1", "test")
+ROWS = 4358
+_ABSENT = "give its rows as a JSON file with --rows FILE"
+
+
+def read_rows(file: Path | None) -> list[str]:
+    """The rows of the data set, an empty string where a line is empty.
+
+    Args:
+        file: a JSON object `{"text": [rows]}` or a list of rows; None: from the Hub, through the cache of
+            `datasets`.
+
+    Raises:
+        InvalidInput: the file holds no such rows, or there is neither cache nor network.
+    """
+    if file is None:
+        return _download()
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InvalidInput(
+            f"--rows {file} cannot be read: {error.strerror}; name a JSON file of rows"
+        ) from None
+    except ValueError:
+        raise InvalidInput(
+            f'--rows {file} is not JSON; give an object {{"text": [rows]}} or a list of rows'
+        ) from None
+    rows = content.get("text") if isinstance(content, dict) else content
+    if not isinstance(rows, list) or not rows or not all(isinstance(row, str) for row in rows):
+        raise InvalidInput(
+            f'--rows {file} holds no rows; give an object {{"text": [rows]}} or a list of strings'
+        )
+    return rows
+
+
+def _download() -> list[str]:
+    import datasets
+
+    name, configuration, split = HUB
+    datasets.disable_progress_bars()
+    try:
+        return list(datasets.load_dataset(name, configuration, split=split)["text"])
+    except (OSError, ValueError, RuntimeError) as error:  # no network, not in the cache, or gone from the Hub
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise InvalidInput(f"{name} cannot be had ({reason}); {_ABSENT}") from None
+
+
+def articles(rows: list[str]) -> tuple[str, ...]:
+    """Articles as lm-evaluation-harness's data set has them: each begins at its title, a heading of the first
+    level.
+
+    The data set has lost the blank that stands in every empty line of the original file; it is counted in
+    bytes.
+    """
+    lines = "".join(row or " \n" for row in rows).split("\n")
+    starts = [number for number, line in enumerate(lines) if _is_title(line)]
+    whole = ("\n".join(lines[start:end]) for start, end in pairwise([0, *starts, len(lines)]))
+    return tuple(article for article in whole if article.strip())
+
+
+def _is_title(line: str) -> bool:
+    joined = line.replace("= = =", "===").replace("= =", "==").strip()
+    return joined.startswith("= ") and joined.endswith(" =")
+
+
+# In this order; what stands first is a regular expression where it has a group.
+_SPELLING = (
+    ("s '", "s'"),
+    (re.compile(r"/' [0-9]/"), "/'[0-9]/"),
+    (" @-@ ", "-"), (" @,@ ", ","), (" @.@ ", "."),
+    (" : ", ": "), (" ; ", "; "), (" . ", ". "), (" ! ", "! "), (" ? ", "? "), (" , ", ", "),
+    (re.compile(r"\(\s*([^\)]*?)\s*\)"), r"(\1)"),
+    (re.compile(r"\[\s*([^\]]*?)\s*\]"), r"[\1]"),
+    (re.compile(r"{\s*([^}]*?)\s*}"), r"{\1}"),
+    (re.compile(r"\"\s*([^\"]*?)\s*\""), r'"\1"'),
+    (re.compile(r"'\s*([^']*?)\s*'"), r"'\1'"),
+    ("= = = =", "===="), ("= = =", "==="), ("= =", "=="),
+    (" \N{DEGREE SIGN} ", "\N{DEGREE SIGN}"), (" \n", "\n"), ("\n ", "\n"), (" N ", " 1 "), (" 's", "'s"),
+)  # fmt: skip
+
+
+def plain_spelling(article: str) -> str:
+    """An article without the blanks that the data set puts around its punctuation.
+
+    Lm-evaluation-harness's own rules.
+    """
+    for found, put in _SPELLING:
+        article = article.replace(found, put) if isinstance(found, str) else found.sub(put, article)
+    return article
+
+
+def words(article: str) -> int:
+    """How many words lm-evaluation-harness counts in an article as the data set has it."""
+    return len(re.split(r"\s+", article))

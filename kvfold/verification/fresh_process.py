@@ -1,0 +1,150 @@
+"""Runs of a checkpoint in a process that cannot import kvfold, and vLLM's answers held against
+transformers'.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+NEAR = 1e-3  # by which log-probabilities in another engine may differ, float32
+ROUNDED = 0.05  # by which they may on average in 16 bits, where wrong ones are nats apart
+
+
+@dataclass(frozen=True)
+class Check:
+    """Something that was measured: what, whether it passes (None.
+
+    There is nothing to hold it against), and in words.
+    """
+
+    name: str
+    passed: bool | None
+    detail: str
+
+
+def run_apart(script: str, asked: dict[str, Any]) -> dict[str, Any]:
+    """What probe.py or probe_vllm.py sees, in a fresh process and with a cache of code of its own.
+
+    Returns:
+        Its answer; `{"failed": why}` where it has none.
+    """
+    with tempfile.TemporaryDirectory() as place:
+        done = subprocess.run(
+            [sys.executable, "-P", str(Path(__file__).with_name(script))],
+            input=json.dumps(asked),
+            capture_output=True,
+            text=True,
+            cwd=place,
+            check=False,
+            env={**os.environ, "HF_MODULES_CACHE": place, "HF_HUB_OFFLINE": "1"},
+        )
+    if done.returncode:
+        lines = done.stderr.strip().splitlines()
+        return {
+            "failed": f"the run ended with {lines[-1][:300] if lines else f'exit code {done.returncode}'}"
+        }
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+def serve(
+    asked: dict[str, Any], answers: dict[str, Any], claimed: int | None
+) -> tuple[list[Check], dict[str, Any]]:
+    """Run a checkpoint in vLLM.
+
+    Args:
+        asked: of probe_vllm.py: `directory`, `dtype`, `trust`, `latent`.
+        answers: of probe.py, on the same checkpoint.
+        claimed: elements per token and layer that the record says are cached.
+
+    Returns:
+        The checks, and their numbers: version, dtype, differences of log-probabilities in nats, equal tokens,
+        elements cached.
+    """
+    served = run_apart(
+        "probe_vllm.py", {**asked, **{name: answers[name] for name in ("text", "prompt", "steps")}}
+    )
+    return compare_served(served, answers, claimed)
+
+
+def compare_served(
+    served: dict[str, Any], answers: dict[str, Any], claimed: int | None
+) -> tuple[list[Check], dict[str, Any]]:
+    """What probe_vllm.py saw against what probe.py did; arguments and result as of `serve`."""
+    if "failed" in served:
+        return [Check("vllm", False, served["failed"])], {}
+    if "lacking" in served:
+        return [
+            Check(
+                "vllm",
+                None,
+                f"{served['version']} was not run: no kernel for this CPU has {served['lacking']}",
+            )
+        ], {}
+    size = sum(served["cache"]) / len(served["cache"])
+    numbers: dict[str, Any] = {name: served[name] for name in ("version", "dtype")} | {"cache": size}
+    for name in ("own", "source"):
+        if name in answers:
+            numbers[name] = _differences(served, answers[name])
+    return [*_held(numbers, served, answers["own"]), _allocated(size, claimed)], numbers
+
+
+def _differences(served: dict[str, Any], answers: dict[str, Any]) -> dict[str, float]:
+    """How far vLLM's answers are from those of the checkpoint, or of its source, in transformers."""
+    gaps = [abs(a - b) for a, b in _pairs(served["log_probs"], answers["log_probs"])]
+    tokens = _pairs(served["tokens"], answers["tokens"])
+    return {
+        "max_difference": max(gaps),
+        "mean_difference": sum(gaps) / len(gaps),
+        "same_tokens": sum(a == b for a, b in tokens),
+        "tokens": len(tokens),
+    }
+
+
+def _pairs(ours: list[list[float]], theirs: list[list[float]]) -> list[tuple[float, float]]:
+    return [pair for one, other in zip(ours, theirs, strict=True) for pair in zip(one, other, strict=True)]
+
+
+def _held(numbers: dict[str, Any], served: dict[str, Any], own: dict[str, Any]) -> list[Check]:
+    """vLLM's log-probabilities and greedy tokens against transformers'."""
+    found = numbers["own"]
+    most, mean = found["max_difference"], found["mean_difference"]
+    words = (
+        f"{served['version']} in {served['dtype']} gives the text log-probabilities at most "
+        f"{most:.1e} from transformers'"
+    )
+    tokens = f"{found['same_tokens']} of {found['tokens']} greedy tokens are transformers'"
+    if served["dtype"] != "float32":
+        # Rounding chooses between tokens that are as good, and all that follow are others then: told, not
+        # judged.
+        return [
+            Check("vllm", mean <= ROUNDED, f"{words}, {mean:.1e} on average"),
+            Check("vllm greedy", None, tokens),
+        ]
+    rows = zip(served["tokens"], own["tokens"], own["leads"], strict=True)
+    leads = [_lead(*row) for row in rows]
+    told = "" if max(leads) == 0 else f", where they part the best one leads by {max(leads):.1e}"
+    near = most <= NEAR and mean <= NEAR  # the mean tells of NaN, which a maximum may pass over
+    return [Check("vllm", near, words), Check("vllm greedy", max(leads) <= 2 * NEAR, tokens + told)]
+
+
+def _lead(ours: list[int], theirs: list[int], leads: list[float]) -> float:
+    """By how much the best token led where two sequences part; 0 where they do not."""
+    return next((lead for a, b, lead in zip(ours, theirs, leads, strict=True) if a != b), 0.0)
+
+
+def _allocated(size: float, claimed: int | None) -> Check:
+    """What vLLM allocates against the record.
+
+    What it keeps in full it computes right: a lost saving does not fail.
+    """
+    words = f"{size:g} elements per token and layer"
+    return Check(
+        "vllm cache",
+        True if size == claimed else None,
+        words + (f", kvfold.json claims {claimed}" if claimed else ""),
+    )

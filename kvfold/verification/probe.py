@@ -1,0 +1,183 @@
+"""One checkpoint loaded as anybody would load it, and measured against its source; a script of its own that
+imports no kvfold.
+
+Reads one JSON object from stdin and writes one to stdout; `verify.py` runs it in a fresh process, where
+`import kvfold` fails.
+Legend: S sequences, T tokens, V vocabulary.
+"""
+
+import json
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+
+PROMPT, STEPS = 8, 16  # tokens that greedy decoding starts from, and adds
+SHORT, LONG = 4, 8  # tokens between which the cache is seen to grow: shorter than any window
+
+
+def load(directory: str, dtype: str, trust: bool) -> tuple[Any, list[str]]:
+    """A model in eval mode, and the weights that its files lack, which transformers fills with random
+    numbers.
+    """
+    from transformers import AutoModelForCausalLM
+
+    model, info = AutoModelForCausalLM.from_pretrained(
+        directory, dtype=dtype, trust_remote_code=trust, local_files_only=True, output_loading_info=True
+    )
+    return model.to("cuda" if torch.cuda.is_available() else "cpu").eval(), sorted(info["missing_keys"])
+
+
+def written(model: Any, sequences: int, length: int, seed: int) -> Tensor:
+    """Text (S, T) that a model writes by itself at temperature 1."""
+    vocabulary, bos = (
+        model.get_output_embeddings().weight.shape[0],
+        model.config.get_text_config().bos_token_id,
+    )
+    chance_ST = torch.rand(
+        sequences, length, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    )
+    first_S = (chance_ST[:, 0] * vocabulary).long()
+    if isinstance(bos, int) and bos < vocabulary:
+        first_S.fill_(bos)
+    columns, cache = [first_S.to(model.device)], None
+    for chance_S in chance_ST[:, 1:].T.to(model.device):
+        output = model(input_ids=columns[-1][:, None], past_key_values=cache, use_cache=True)
+        cache, below_SV = (
+            output.past_key_values,
+            output.logits[:, -1].softmax(-1).cumsum(-1, dtype=torch.float64),
+        )
+        aim_S1 = chance_S[:, None] * below_SV[:, -1:]
+        columns.append(torch.searchsorted(below_SV, aim_S1, right=True).squeeze(1).clamp(max=vocabulary - 1))
+    return torch.stack(columns, 1)
+
+
+def logits(model: Any, text_ST: Tensor) -> Tensor:
+    """Logits (S, T, V), float32, on the CPU, a sequence at a time."""
+    return torch.cat(
+        [model(input_ids=text_1T[None], use_cache=False).logits.float().cpu() for text_1T in text_ST]
+    )
+
+
+def compared(ours_STV: Tensor, theirs_STV: Tensor, text_ST: Tensor) -> dict[str, float]:
+    """How far one model's predictions are from another's, in nats, and both perplexities."""
+    width = min(ours_STV.shape[-1], theirs_STV.shape[-1])
+    divergence = same = loss = source_loss = farthest = largest = 0.0
+    for ours_TV, theirs_TV, text_T in zip(
+        ours_STV[..., :width], theirs_STV[..., :width], text_ST.cpu(), strict=True
+    ):
+        q_TV, p_TV = ours_TV.double().log_softmax(-1), theirs_TV.double().log_softmax(-1)
+        divergence += (p_TV.exp() * (p_TV - q_TV)).sum(-1).mean().item()
+        same += (q_TV.argmax(-1) == p_TV.argmax(-1)).double().mean().item()
+        loss -= q_TV[:-1].gather(1, text_T[1:, None]).mean().item()
+        source_loss -= p_TV[:-1].gather(1, text_T[1:, None]).mean().item()
+        farthest = max(farthest, (ours_TV - theirs_TV).abs().max().item())
+        largest = max(largest, theirs_TV.std(-1).max().item())
+    count = len(text_ST)
+    return {
+        "kl": divergence / count,
+        "same_top1": same / count,
+        "perplexity": float(torch.tensor(loss / count).exp()),
+        "source_perplexity": float(torch.tensor(source_loss / count).exp()),
+        "max_difference": farthest,
+        "logit_deviation": largest,
+    }
+
+
+def decode(model: Any, prompt_ST: Tensor) -> tuple[Tensor, Tensor]:
+    """The most probable tokens (S, STEPS), step by step over the cache, and by how much each leads the next
+    one, in nats.
+    """
+    last_ST, cache, chosen, leads = prompt_ST, None, [], []
+    for _ in range(STEPS):
+        output = model(input_ids=last_ST, past_key_values=cache, use_cache=True)
+        best = output.logits[:, -1].float().topk(2)
+        cache, last_ST = output.past_key_values, best.indices[:, :1]
+        chosen.append(last_ST)
+        leads.append(best.values[:, :1] - best.values[:, 1:])
+    return torch.cat(chosen, 1), torch.cat(leads, 1)
+
+
+def greedy_gap(model: Any, prompt_1T: Tensor) -> float:
+    """By how much tokens that are most probable step by step over the cache fall short of that in one pass
+    without it.
+
+    Nothing, where decoding with and without the cache gives the same tokens; a rounding, where two tokens are
+    as good.
+    """
+    chosen_1T, _ = decode(model, prompt_1T)
+    text_1T = torch.cat([prompt_1T, chosen_1T], 1)
+    row_TV = model(input_ids=text_1T, use_cache=False).logits[0, prompt_1T.shape[1] - 1 : -1].float()
+    chosen_T = row_TV.gather(1, chosen_1T[0, :, None])[:, 0]
+    return float((row_TV.max(-1).values - chosen_T).max())
+
+
+def answers(model: Any, logits_STV: Tensor, text_ST: Tensor) -> dict[str, Any]:
+    """What another engine's answers are held against.
+
+    Log-probabilities of the text, greedy tokens, and their leads.
+    """
+    score_ST = logits_STV[:, :-1].log_softmax(-1).gather(2, text_ST.cpu()[:, 1:, None]).squeeze(2)
+    token_ST, lead_ST = decode(model, text_ST[:, :PROMPT])
+    return {"log_probs": score_ST.tolist(), "tokens": token_ST.tolist(), "leads": lead_ST.tolist()}
+
+
+def growth(model: Any, text_1T: Tensor) -> list[list[float]]:
+    """What one more token adds to the keys and to the values of every layer of the live cache, in
+    elements.
+    """
+    sizes = []
+    for length in (SHORT, LONG):
+        layers = model(input_ids=text_1T[:, :length], use_cache=True).past_key_values.layers
+        sizes.append([[layer.keys.numel(), layer.values.numel()] for layer in layers])
+    return [
+        [(b - a) / (LONG - SHORT) for a, b in zip(short, long, strict=True)]
+        for short, long in zip(*sizes, strict=True)
+    ]
+
+
+def main() -> None:
+    """Measure what stdin asks for."""
+    sys.modules["kvfold"] = None  # type: ignore[assignment]
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    torch.set_grad_enabled(False)
+    asked = json.load(sys.stdin)
+    sizes = {name: asked[name] for name in ("sequences", "length", "seed")}
+    theirs_STV = text_ST = None
+    told: dict[str, Any] = {}
+    if asked["source"] is not None:
+        source, _ = load(asked["source"], asked["dtype"], False)
+        text_ST = written(source, **sizes)
+        theirs_STV = logits(source, text_ST)
+        told |= {"source": answers(source, theirs_STV, text_ST)} if asked["answers"] else {}
+        del source
+    model, missing = load(asked["directory"], asked["dtype"], asked["trust"])
+    text_ST = written(model, **sizes) if text_ST is None else text_ST
+    ours_STV = logits(model, text_ST)
+    seen: dict[str, Any] = {
+        "class": type(model).__name__,
+        "missing": missing,
+        "finite": bool(ours_STV.isfinite().all()),
+    }
+    if seen["finite"]:
+        if asked["answers"]:
+            told |= {
+                "text": text_ST.tolist(),
+                "prompt": PROMPT,
+                "steps": STEPS,
+                "own": answers(model, ours_STV, text_ST),
+            }
+            seen["answers"] = told
+        seen["greedy_gap"] = greedy_gap(model, text_ST[:1, :PROMPT])
+        seen["cache"] = growth(model, text_ST[:1])
+        if theirs_STV is not None:
+            seen |= compared(ours_STV, theirs_STV, text_ST)
+    print(json.dumps(seen))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""One checkpoint in vLLM: the log-probabilities of a text, greedy tokens, and the cache; a script that
+imports no kvfold.
+
+Reads one JSON object from stdin and writes one to stdout, as probe.py does, whose answers it is compared
+with.
+"""
+
+import json
+import os
+import sys
+from typing import Any
+
+ENVIRONMENT = {
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # so that the engine ends with this process
+    "VLLM_NO_USAGE_STATS": "1",  # else it tells a server what it runs
+    "VLLM_HOST_IP": "127.0.0.1",
+    # the last token that is asked for may lie just past a short model's end
+    "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GB
+}
+
+
+def main() -> None:
+    """Score and go on with the text that stdin gives."""
+    sys.modules["kvfold"] = None  # type: ignore[assignment]
+    asked = json.load(sys.stdin)
+    os.environ |= ENVIRONMENT
+    import torch
+    import vllm  # type: ignore[import-not-found]
+
+    settings = _settings(asked, torch.cuda.is_available())
+    lacking = "" if torch.cuda.is_available() else _lacking(vllm, settings)
+    if lacking:
+        print(json.dumps({"version": vllm.__version__, "lacking": lacking}))
+        return
+    model = vllm.LLM(**settings)
+    plain: dict[str, Any] = {"temperature": 0.0, "detokenize": False, "ignore_eos": True}
+    scoring = vllm.SamplingParams(max_tokens=1, prompt_logprobs=0, **plain)
+    outputs = model.generate([{"prompt_token_ids": ids} for ids in asked["text"]], scoring, use_tqdm=False)
+    scores = [
+        [step[token].logprob for step, token in zip(output.prompt_logprobs[1:], ids[1:], strict=True)]
+        for output, ids in zip(outputs, asked["text"], strict=True)
+    ]
+    prompts = [{"prompt_token_ids": ids[: asked["prompt"]]} for ids in asked["text"]]
+    grown = model.generate(prompts, vllm.SamplingParams(max_tokens=asked["steps"], **plain), use_tqdm=False)
+    told = {
+        "version": vllm.__version__,
+        "dtype": str(model.llm_engine.model_config.dtype).removeprefix("torch."),
+        "log_probs": scores,
+        "tokens": [list(output.outputs[0].token_ids) for output in grown],
+        "cache": _elements(model),
+    }
+    print(json.dumps(told))
+
+
+def _settings(asked: dict[str, Any], cuda: bool) -> dict[str, Any]:
+    """How the engine is started."""
+    longest = max(len(asked["text"][0]), asked["prompt"] + asked["steps"]) + 1
+    settings: dict[str, Any] = {
+        "model": asked["directory"],
+        "max_model_len": longest,
+        "trust_remote_code": asked["trust"],
+    }
+    settings |= {"dtype": asked["dtype"], "enforce_eager": True, "skip_tokenizer_init": True, "seed": 0}
+    if cuda:
+        # Latent attention has no float32 kernel there.
+        return settings | ({"dtype": "bfloat16"} if asked["dtype"] == "float32" else {})
+    # The CPU's rotary kernel turns queries of several heads wrongly, and its default latent kernel takes no
+    # float32.
+    settings |= {"compilation_config": {"custom_ops": ["all", "-rotary_embedding"]}}
+    return settings | ({"attention_backend": "CPU_MLA"} if asked["latent"] else {})
+
+
+def _lacking(vllm: Any, settings: dict[str, Any]) -> str:
+    """The width that the CPU's kernels are not compiled for, where there is one; a GPU's may be."""
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend  # type: ignore[import-not-found]
+    from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend  # type: ignore[import-not-found]
+
+    model = vllm.EngineArgs(**settings).create_engine_config().model_config
+    width = model.get_head_size()
+    known = (CPUMLABackend if model.use_mla else CPUAttentionBackend).get_supported_head_sizes()
+    return "" if width in known else f"attention {width} wide (it has {', '.join(map(str, known))})"
+
+
+def _elements(model: Any) -> list[float]:
+    """What vLLM allocates for a token in every layer, in elements."""
+    (layers,) = model.collective_rpc("get_kv_cache_spec")
+    return [layer.page_size_bytes / layer.block_size / layer.dtype.itemsize for layer in layers.values()]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,304 @@
+"""`kvfold verify`: is a written checkpoint what it claims to be: rules per engine, then a run apart from
+kvfold.
+
+The rules (rules.py) read config.json and headers. The run (probe.py) is a fresh process that cannot import
+kvfold; it loads the checkpoint as anybody would and compares it with its source on text that the source
+writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ..core.console import Command, notice, show_json, show_table
+from ..core.errors import InvalidInput
+from .fresh_process import Check, run_apart, serve
+
+if TYPE_CHECKING:
+    from ..convert.decide.lint import Finding, Written
+
+ENGINES = ("transformers", "vllm", "sglang", "llama.cpp")
+FAILED = 3  # exit code: told apart from a mistake of the user's (2) and from a fault of ours (1)
+SEQUENCES, LENGTH = 4, 128  # of the text that is compared on
+EXACT = 5e-5  # by which logits of a lossless fold may differ in float32, where they vary by one or less
+TIE = 1e-3  # logits nearer than this share of their deviation are as good
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was found.
+
+    Attributes:
+        directory: the checkpoint.
+        engines: that were asked for.
+        findings: broken rules.
+        checks: what the run measured; empty where it was not run.
+        measured: its numbers.
+        unasked: what was not done, in sentences.
+    """
+
+    directory: Path
+    engines: tuple[str, ...]
+    findings: tuple[Finding, ...]
+    checks: tuple[Check, ...]
+    measured: dict[str, Any]
+    unasked: tuple[str, ...]
+
+    @property
+    def failures(self) -> list[str]:
+        """Why the checkpoint should not be used in one of the engines; empty when it may."""
+        broken = [str(finding) for finding in self.findings if finding.fails]
+        return broken + [f"{check.name}: {check.detail}" for check in self.checks if check.passed is False]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for `--json`."""
+        return {
+            "directory": str(self.directory),
+            "engines": list(self.engines),
+            "passed": not self.failures,
+            "findings": [{**asdict(finding), "fails": finding.fails} for finding in self.findings],
+            "checks": [asdict(check) for check in self.checks],
+            "measured": self.measured,
+            "unasked": list(self.unasked),
+        }
+
+
+def verify(
+    directory: Path, engines: Iterable[str] = ENGINES[:1], source: Path | None = None, *, run: bool = True
+) -> Report:
+    """Ask the rules of some engines, and run a checkpoint beside its source in transformers.
+
+    Args:
+        directory: the checkpoint.
+        engines: of ENGINES.
+        source: what it was made of; None: as its kvfold.json says.
+        run: whether to load it at all, or ask the rules alone.
+
+    Raises:
+        InvalidInput: there is no checkpoint, its source is gone, or memory does not hold them one at a time.
+    """
+    from ..convert.decide.engine_rules import lint
+
+    asked = tuple(dict.fromkeys(engines))
+    findings = tuple(lint(directory, asked))
+    starts = run and find_spec("vllm") is not None
+    unstarted = [engine for engine in asked if engine != ENGINES[0] and not (engine == "vllm" and starts)]
+    why = "is not installed here" if run else "was not started"
+    unasked = [f"{engine} {why}: its rules alone were asked" for engine in unstarted if engine == "vllm"]
+    unasked += [
+        f"{engine} is never started: its rules alone were asked" for engine in unstarted if engine != "vllm"
+    ]
+    if not run:
+        unasked.append("the checkpoint was not run")
+        return Report(directory, asked, findings, (), {}, tuple(unasked))
+    refused = any(found.engine == "vllm" and found.fails for found in findings)
+    serving = "vllm" in asked and starts and not refused
+    unasked += (
+        ["vllm was not started: a rule that it breaks says how that would end"] if starts and refused else []
+    )
+    checks, measured = _run(directory, source, serving)
+    return Report(directory, asked, findings, tuple(checks), measured, tuple(unasked))
+
+
+def _run(directory: Path, source: Path | None, serving: bool) -> tuple[list[Check], dict[str, Any]]:
+    """The checks of a run, and its numbers."""
+    from ..checkpoints.record import read_record, source_directory
+    from ..convert.decide.lint import open_written
+    from ..convert.formats.remote import carries_own_code, is_remote
+
+    record = read_record(directory)
+    source = source_directory(directory, "--source") if source is None else source
+    own = carries_own_code(directory)
+    if is_remote(directory) and not own:
+        return [
+            Check("code", False, "the code beside the weights is not that of this kvfold, so it was not run")
+        ], {}
+    seed = ((record or {}).get("calibration") or {}).get(
+        "seed", 0
+    ) + 1  # held back: other text than it was calibrated on
+    written = open_written(directory)
+    asked: dict[str, Any] = {
+        "directory": str(directory.resolve()),
+        "trust": own,
+        "seed": seed,
+        "answers": serving,
+    }
+    asked |= {"source": source and str(source.resolve()), **_size(written, source)}
+    seen = run_apart("probe.py", asked)
+    if "failed" in seen:
+        return [Check("loads", False, seen["failed"])], {}
+    checks = [
+        Check(
+            "loads",
+            not seen["missing"],
+            f"as {seen['class']}, " + (_first(seen["missing"]) or "no weight is missing"),
+        ),
+        Check(
+            "finite", seen["finite"], "logits are finite" if seen["finite"] else "logits are NaN or infinite"
+        ),
+    ]
+    if not seen["finite"]:
+        return checks, seen
+    gap = seen["greedy_gap"]
+    checks.append(Check("cache", gap <= TIE * seen.get("logit_deviation", 1.0), _greedy(gap)))
+    checks.append(_cache(seen["cache"], record, written))
+    if serving:
+        latent = written.layout in {"stock", "decoupled"}
+        found, seen["vllm"] = serve({**asked, "latent": latent}, seen.pop("answers"), _claimed(record))
+        checks += found
+    return checks + ([] if source is None else [_distance(seen, _lossless(record, written, source))]), seen
+
+
+def _first(missing: list[str]) -> str:
+    return f"{len(missing)} weights are missing, e.g. {missing[0]}" if missing else ""
+
+
+def _greedy(gap: float) -> str:
+    same = "greedy tokens with the cache are those without it"
+    return same if gap == 0 else f"greedy tokens with the cache fall short of those without it by {gap:.1e}"
+
+
+def _claimed(record: dict[str, Any] | None) -> int | None:
+    """Elements per token and layer that the record says are cached."""
+    return None if record is None else int(record["cache"]["after"]["elements_per_token_per_layer"])
+
+
+def _cache(layers: list[list[float]], record: dict[str, Any] | None, written: Written) -> Check:
+    """What the live cache grows by, against what the record claims.
+
+    Intact latents keep positions where others keep values.
+    """
+    from ..convert.families.recognition import FAMILIES
+
+    counted = [keys if written.layout == "intact" else keys + values for keys, values in layers]
+    mean = sum(counted) / len(counted)
+    words = f"{mean:g} elements per token and layer in the live cache"
+    if written.layout == "intact":
+        words += f", and {sum(values for _, values in layers):g} digits of the position per token"
+    claimed = _claimed(record)
+    if claimed is None:
+        return Check("cache size", None, words)
+    family = FAMILIES.get(str(written.config.get("model_type")))
+    if family is not None and family.caches_queries and written.layout == "grouped":
+        return Check(
+            "cache size",
+            None,
+            f"{words}: this class caches every query head; kvfold.json's {claimed} are for vLLM",
+        )
+    return Check("cache size", set(counted) == {claimed}, f"{words}, kvfold.json claims {claimed}")
+
+
+def _distance(seen: dict[str, Any], lossless: bool) -> Check:
+    """How far the checkpoint is from its source; it fails only where it claims to be the same."""
+    words = (
+        f"KL {seen['kl']:.2e} nats, same top-1 {seen['same_top1']:.1%}, perplexity {seen['perplexity']:.4g} "
+        f"(source {seen['source_perplexity']:.4g}), logits at most {seen['max_difference']:.1e} apart"
+    )
+    if not lossless:
+        return Check("source", None, words)
+    passed = seen["max_difference"] <= EXACT * max(1.0, seen["logit_deviation"])
+    return Check(
+        "source", passed, f"{words}: " + ("exact" if passed else "it keeps everything, so it should be exact")
+    )
+
+
+def _lossless(record: dict[str, Any] | None, written: Written, source: Path) -> bool:
+    """Whether a checkpoint claims to compute what its source does.
+
+    Nothing discarded, and nothing rounded or trained since.
+    """
+    if record is None or record["stage"] != "convert":
+        return False
+    from ..convert.decide.lint import open_written
+
+    kinds = [{str(spec.dtype) for spec in model.specs.values()} for model in (written, open_written(source))]
+    if record["target"]["name"] == "mla":
+        return record["target"]["slots"] == "source" and kinds == [{"torch.float32"}] * 2
+    return bool(record["cache"]["ratio"] == 1) and kinds[0] == kinds[1]
+
+
+def _size(written: Written, source: Path | None) -> dict[str, Any]:
+    """Precision and amount of text.
+
+    Float32 where one model at a time fits, otherwise as the weights are stored.
+    """
+    import math
+
+    from ..convert.calibration.capacity import free_bytes
+    from ..convert.decide.lint import open_written
+
+    models = [written] + ([] if source is None else [open_written(source)])
+    counts = [sum(math.prod(spec.shape) for spec in model.specs.values()) for model in models]
+    stored = [sum(spec.nbytes for spec in model.specs.values()) for model in models]
+    length = min(LENGTH, *(model.get("max_position_embeddings", LENGTH) for model in models))
+    logits = 8 * SEQUENCES * length * written.get("vocab_size", 1)  # of both models, float32
+    free = free_bytes() - logits
+    if max(stored) > free:
+        raise InvalidInput(
+            f"{written.directory} takes {max(stored) / 1e9:.1f} GB of memory to run, and "
+            f"{max(free, 0) / 1e9:.1f} GB are free; "
+            "use --lint to ask the rules alone"
+        )
+    dtype = "float32" if 4 * max(counts) <= free else "auto"
+    return {"dtype": dtype, "sequences": SEQUENCES, "length": length}
+
+
+@click.command("verify", cls=Command)
+@click.argument("directory", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.option(
+    "--engine", "engines", multiple=True, type=click.Choice(ENGINES), default=ENGINES[:1], show_default=True,
+    help="Whose rules to ask; may be given several times.",
+)  # fmt: skip
+@click.option(
+    "--source",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="What it was made of.  [default: kvfold.json]",
+)
+@click.option("--lint", "static", is_flag=True, help="Ask the rules alone; load nothing.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
+def main(directory: Path, engines: tuple[str, ...], source: Path | None, static: bool, as_json: bool) -> None:
+    """Check that the checkpoint in DIRECTORY is what it claims to be, in the engines that shall run it.
+
+    First the rules of each engine on the written files: what it would drop, misread or refuse. Then a run in
+    transformers, in a
+    process that cannot import kvfold: predictions against the source's, decoding with and without the cache,
+    the live cache against kvfold.json; and with `--engine vllm`, where vLLM is installed, the same text and
+    tokens there. Exit code 3 where something fails.
+    """
+    report = verify(directory, engines, source, run=not static)
+    if as_json:
+        show_json(report.to_dict())
+    else:
+        _show(report)
+    if not static:
+        _look_for_changes(directory, source)
+    if report.failures:
+        raise SystemExit(FAILED)
+
+
+def _look_for_changes(directory: Path, source: Path | None) -> None:
+    """Say that a checkpoint was compared with something else than it was made of."""
+    from ..checkpoints.record import changed_since, read_record, source_directory
+
+    source = source or source_directory(directory, "--source")
+    if source and (name := changed_since(read_record(directory), source)):
+        notice(f"{source} is not what {directory} was made of: by kvfold.json {name} was another file")
+
+
+def _show(report: Report) -> None:
+    words = {True: "ok", False: "FAILS", None: "-"}
+    rows = [(check.name, words[check.passed], check.detail) for check in report.checks]
+    for finding in report.findings:
+        rows.append((finding.engine, "FAILS" if finding.fails else "-", str(finding).partition(" ")[2]))
+    fine = [name for name in report.engines if not any(finding.engine == name for finding in report.findings)]
+    rows += [(name, "ok", "no rule is broken") for name in fine]
+    rows += [("note", "-", sentence) for sentence in report.unasked]
+    show_table(str(report.directory), ("", "", ""), rows)
+    result = "passes" if not report.failures else "does not pass"
+    click.echo(f"{report.directory} {result} for {', '.join(report.engines)}")

@@ -1,0 +1,134 @@
+"""Decompositions that take a shorter way give what the longer way does.
+
+Legend: subspaces.py and queries.py.
+"""
+
+import pytest
+import torch
+
+from kvfold.checkpoints.shards import is_finite
+from kvfold.convert.algebra import queries, subspaces
+from kvfold.convert.algebra.metric import Metric
+from kvfold.convert.algebra.queries import fit_queries
+from kvfold.convert.algebra.subspaces import factor, leading, low_rank, low_rank_energy, matrix_root
+
+GENERATOR = torch.Generator().manual_seed(0)
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    return torch.randn(shape, generator=GENERATOR, dtype=dtype)
+
+
+def moment(size: int, rank: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    """A positive semi-definite matrix of a rank."""
+    rows = random(size, rank, dtype=dtype)
+    return rows @ rows.mH / rank
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
+@pytest.mark.parametrize("rank", [3, 8, 20])
+def test_a_factor_times_itself_is_the_matrix(rank: int, dtype: torch.dtype) -> None:
+    """Singular ones included, alone and among others."""
+    matrices = torch.stack([moment(8, 20, dtype), moment(8, rank, dtype)])
+    found = factor(matrices)
+    torch.testing.assert_close(found @ found.mH, matrices, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("rows", [10, 40])
+@pytest.mark.parametrize("moment_rank", [None, 30, 12])
+def test_any_factor_gives_the_same_subspace(
+    rows: int, moment_rank: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More rows than columns and fewer; the identity, a regular and a singular moment.
+
+    As with the positive roots.
+    """
+    weights_CD, metric_BSS = random(rows, 16), torch.stack([moment(rows // 2, rows) for _ in range(2)])
+    input_DD = None if moment_rank is None else moment(16, moment_rank)
+    down, up, energy = low_rank(weights_CD, metric_BSS, input_DD, 5)
+    torch.testing.assert_close(low_rank_energy(weights_CD, metric_BSS, input_DD)[:9], energy[:9])
+    monkeypatch.setattr(subspaces, "factor", matrix_root)
+    its_down, its_up, its_energy = low_rank(weights_CD, metric_BSS, input_DD, 5)
+    torch.testing.assert_close(up @ down, its_up @ its_down)
+    torch.testing.assert_close(energy[:9], its_energy[:9])
+
+
+def test_keys_lose_what_the_energies_say() -> None:
+    """tr(G E C Eᴴ) of what is left out, computed from the weights, is the sum of the energies beyond the
+    rank.
+    """
+    rows_ME, metric_MM = random(6, 9, dtype=torch.complex128), moment(6, 12, torch.complex128)
+    input_EE = moment(9, 20)
+    keys_RE, shares_MR, energy_M = leading(rows_ME, metric_MM, rows_ME @ input_EE.to(rows_ME.dtype), 2)
+    error_ME = rows_ME - shares_MR @ keys_RE
+    lost = (metric_MM @ error_ME @ input_EE.to(rows_ME.dtype) @ error_ME.mH).diagonal().sum().real
+    torch.testing.assert_close(lost, energy_M[2:].sum())
+
+
+@pytest.mark.parametrize("cancelling", [False, True])
+def test_queries_are_solved_for_alike_by_either_way(
+    cancelling: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By Cholesky where all features count, as by their decomposition.
+
+    Two alike, which cancel, take the decomposition.
+    """
+    heads, width, hidden = 2, 4, 12
+    keys_KHE, latent_CE = random(heads, width, hidden), random(4, hidden)
+    if cancelling:
+        latent_CE[1] = latent_CE[0]
+    distance_NT = torch.softmax(random(heads, 16), -1)
+    blocks = torch.eye(width, dtype=torch.float64).expand(heads, -1, -1)
+    metric = Metric(
+        input_EE=None, key_BSS=blocks, value_BSS=blocks, query_NHH=blocks, distance_NT=distance_NT
+    )
+    table_F = torch.tensor([1.0, 0.1], dtype=torch.float64)
+    decomposed: list[int] = []
+    eigh = subspaces.eigh
+    monkeypatch.setattr(queries, "eigh", lambda matrix: (decomposed.append(len(matrix)), eigh(matrix))[1])
+
+    def fitted() -> tuple[torch.Tensor, torch.Tensor]:
+        return fit_queries(keys_KHE, table_F, random(2, hidden), table_F[:1], latent_CE, 1, metric)
+
+    GENERATOR.manual_seed(1)
+    by_choice = fitted()
+    assert len(decomposed) == (heads if cancelling else 0)
+    GENERATOR.manual_seed(1)
+    singular = (torch.empty(0), torch.tensor(1))
+    monkeypatch.setattr(torch.linalg, "cholesky_ex", lambda _: singular)
+    for mine, its in zip(by_choice, fitted(), strict=True):
+        torch.testing.assert_close(mine, its)
+
+
+def test_heads_that_attend_alike_share_a_decomposition(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without data all do; two heads of four distances are solved for once each."""
+    solved = []
+    solver = queries._solver
+    monkeypatch.setattr(queries, "_solver", lambda left: (solved.append(left), solver(left))[1])
+    one, other = torch.softmax(random(2, 16), -1)
+    blocks = torch.eye(4, dtype=torch.float64).expand(4, -1, -1)
+    distance_NT = torch.stack([one, one, other, other])
+    metric = Metric(
+        input_EE=None, key_BSS=blocks, value_BSS=blocks, query_NHH=blocks, distance_NT=distance_NT
+    )
+    table_F = torch.tensor([1.0, 0.1], dtype=torch.float64)
+    keys_KHE, slots_RE, latent_CE = random(4, 4, 12), random(2, 12), random(4, 12)
+    slots, latent = fit_queries(keys_KHE, table_F, slots_RE, table_F[:1], latent_CE, 1, metric)
+    assert len(solved) == 2
+    alone = Metric(input_EE=None, key_BSS=blocks, value_BSS=blocks, query_NHH=blocks, distance_NT=other[None])
+    its_slots, its_latent = fit_queries(keys_KHE[3:], table_F, slots_RE, table_F[:1], latent_CE, 1, alone)
+    assert torch.equal(slots[3], its_slots[0])
+    assert torch.equal(latent[3], its_latent[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_what_is_not_finite_is_seen_wherever_it_is(dtype: torch.dtype) -> None:
+    for size in (1, 7, 1000):
+        tensor = random(size).to(dtype)
+        assert is_finite(tensor)
+        for bad in (float("nan"), float("inf"), -float("inf")):
+            for place in {0, size // 2, size - 1}:
+                broken = tensor.clone()
+                broken[place] = bad
+                assert not is_finite(broken)
+    assert is_finite(tensor[:0])

@@ -1,0 +1,234 @@
+"""A calibrated fold.
+
+Statistics in, allocated slots and a divided budget out, and a predicted loss that means something.
+"""
+
+import json
+import math
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from kvfold.convert.methods.table.allocation import allocate
+
+from kvfold.convert.algebra.rotary import frequencies
+from kvfold.convert.cli import main
+from kvfold.eval.options import Options
+from kvfold.eval.run import evaluate
+from kvfold.texts.corpus import read_text
+
+from ...support.tiny import make, same_bytes
+
+DEMO = Path(__file__).parents[3] / "recipes" / "demo"
+
+
+def convert(source: Path, *options: str, out: Path) -> Result:
+    return CliRunner().invoke(main, [str(source), "--to", "mla", *options, "--out", str(out), "--json"])
+
+
+def test_slots_go_where_they_save_most() -> None:
+    table_F, _ = frequencies({"rope_type": "default", "rope_theta": 1e4}, 6, 64)
+    saved_FK = torch.tensor([[5.0, 4.0, 1.0], [3.0, 0.5, 0.1], [0.2, 0.1, 0.0]], dtype=torch.float64)
+    bands = allocate(saved_FK, table_F, 4)
+    assert [(band.pairs, band.slots) for band in bands] == [((0,), 3), ((1,), 1)]
+    assert [band.frequency for band in bands] == table_F[:2].tolist()
+    assert sum(band.slots for band in allocate(saved_FK, table_F, 9)) == 9
+
+
+@pytest.fixture(scope="module")
+def saved_statistics(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Statistics of the demo checkpoint, taken once on text of its own."""
+    root = tmp_path_factory.mktemp("statistics")
+    file = root / "demo.safetensors"
+    taken = ("--calibration", "self", "--sequences", "12", "--length", "256", "--save-statistics", str(file))
+    assert convert(DEMO, "--kv-budget", "25%", "--refine", "0", *taken, out=root / "out").exit_code == 0
+    return file
+
+
+def test_predicted_and_measured_losses_agree(tmp_path: Path, saved_statistics: Path) -> None:
+    """Over targets and budgets the predicted loss ranks as the measured one.
+
+    For MLA it is near it while it is small.
+    """
+    text, options = read_text("stdlib"), Options(window=256, max_windows=12)
+    grid = [("mla", "--kv-budget", budget) for budget in ("60%", "50%", "35%", "25%", "18%", "12.5%")]
+    grid += [("gqa", "--kv-heads", "4"), ("gqa", "--kv-heads", "2"), ("mqa",)]
+    predicted, measured = [], []
+    for number, target in enumerate(grid):
+        arguments = [str(DEMO), "--to", *target, "--calibration", str(saved_statistics), "--refine", "0"]
+        result = CliRunner().invoke(main, [*arguments, "--out", str(tmp_path / str(number)), "--json"])
+        assert result.exit_code == 0, result.output
+        record = json.loads(result.stdout)
+        assert [
+            layer["measured"]["folded"] == layer["measured"]["refined"] for layer in record["layers"]
+        ] == [True] * 6
+        assert [set(layer["planned"] or ()) for layer in record["layers"]] == [
+            {"slots", "latent"} if number < 6 else set()
+        ] * 6
+        predicted.append(record["predicted_loss"])
+        lost = evaluate(tmp_path / str(number), DEMO, text, options).ppl.difference
+        assert lost is not None
+        measured.append(lost.mean)
+    ranks = torch.tensor([predicted, measured]).argsort(1).argsort(1).double()
+    assert torch.corrcoef(ranks)[0, 1] >= 0.9, (predicted, measured)  # Spearman's
+    assert 0.4 < predicted[1] / measured[1] < 2.5
+
+
+def test_refined_loses_less_than_calibrated_than_weights_alone(
+    tmp_path: Path, saved_statistics: Path
+) -> None:
+    text, options = read_text("stdlib"), Options(window=256, max_windows=8)
+    kl = []
+    choices = ((str(saved_statistics), "--refine", "20"), (str(saved_statistics), "--refine", "0"), ("none",))
+    for number, calibration in enumerate(choices):
+        out = tmp_path / str(number)
+        assert convert(DEMO, "--kv-budget", "25%", "--calibration", *calibration, out=out).exit_code == 0
+        fidelity = evaluate(out, DEMO, text, options).fidelity
+        assert fidelity is not None
+        kl.append(fidelity.kl.mean)
+    assert kl[0] < 0.9 * kl[1]
+    assert kl[1] < 0.8 * kl[2]
+
+
+def test_saved_statistics_give_the_same_bytes(tmp_path: Path) -> None:
+    """Twice from the same seed, and once from the file that the first run saved."""
+    source, file = make(tmp_path / "source", "qwen2"), tmp_path / "statistics.safetensors"
+    taken = (
+        "--rank",
+        "24",
+        "--rope-dim",
+        "4",
+        "--calibration",
+        "self",
+        "--sequences",
+        "4",
+        "--length",
+        "64",
+        "--refine",
+        "5",
+    )
+    for name, options in (
+        ("one", (*taken, "--save-statistics", str(file))),
+        ("two", taken),
+        ("three", ("--rank", "24", "--rope-dim", "4", "--refine", "5", "--calibration", str(file))),
+    ):
+        result = convert(source, *options, out=tmp_path / name)
+        assert result.exit_code == 0, result.output
+    assert same_bytes(tmp_path / "one", tmp_path / "two") == []
+    assert same_bytes(tmp_path / "one", tmp_path / "three") == [
+        "README.md",
+        "kvfold.json",
+    ]  # the command differs
+    loss = json.loads((tmp_path / "one" / "kvfold.json").read_text())["predicted_loss"]
+    assert math.isfinite(loss)
+
+
+def test_calibration_on_a_text_file(tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("\n".join(read_text("stdlib").documents)[:200_000])
+    result = convert(
+        DEMO,
+        "--rank",
+        "32",
+        "--calibration",
+        str(text),
+        "--sequences",
+        "2",
+        "--refine",
+        "0",
+        out=tmp_path / "out",
+    )
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["calibration"]["text"] == "text:text.txt"
+
+
+def test_mistakes(tmp_path: Path) -> None:
+    source = make(tmp_path / "source")
+    other = tmp_path / "other.safetensors"
+    small = make(tmp_path / "small", num_hidden_layers=1)
+    assert convert(small, "--rank", "9", "--calibration", "self", "--sequences", "2", "--save-statistics",
+                   str(other),
+                   out=tmp_path / "done").exit_code == 0  # fmt: skip
+    (tmp_path / "bad.safetensors").write_bytes(b"no")
+    (tmp_path / "empty").mkdir()
+    for options, sentence in (
+        (("--calibration", "nowhere.txt"), "--calibration nowhere.txt is not none, self, a file"),
+        (("--calibration", str(tmp_path / "bad.safetensors")), "holds no statistics that kvfold wrote"),
+        (("--calibration", str(other)), "holds statistics of a model with"),
+        (
+            ("--calibration", "none", "--save-statistics", "x.safetensors"),
+            "has nothing to save with --calibration none",
+        ),
+        (("--calibration", "self", "--save-statistics", str(other)), "exists and nothing is overwritten"),
+        (
+            ("--calibration", str(other), "--save-statistics", "x.safetensors"),
+            "holds saved statistics already",
+        ),
+        (("--calibration", str(tmp_path / "empty")), "holds no file that calibration text can be"),
+    ):
+        result = convert(source, "--rank", "9", *options, out=tmp_path / "out")
+        assert result.exit_code == 2, options
+        assert sentence in result.output
+        assert not (tmp_path / "out").exists()
+    for option in (("--calibration", "self"), ("--save-statistics", "x.safetensors")):
+        gqa = CliRunner().invoke(
+            main,
+            [
+                str(source),
+                "--to",
+                "gqa",
+                "--kv-heads",
+                "2",
+                "--method",
+                "mean",
+                *option,
+                "--out",
+                str(tmp_path / "out"),
+            ],
+        )
+        assert gqa.exit_code == 2
+        assert (
+            f"{' '.join(option[: 2 if option[1] == 'self' else 1])} does not apply to --method mean"
+            in gqa.output
+        )
+    for options, sentence in (
+        (("--calibration", "none", "--refine", "3"), "--refine 3 needs text to refine on"),
+        (("--calibration", "none", "--slots", "allocated"), "--slots allocated needs statistics"),
+        (("--calibration", "none", "--method", "care"), "--method care needs statistics"),
+        (("--method", "care", "--refine", "5"), "--refine 5 does not apply to --method care"),
+        (("--method", "svd", "--slots", "uniform"), "--slots does not apply to --method svd"),
+        (("--rope", "intact", "--method", "svd"), "--method svd decouples the rotary part"),
+        (("--rope", "intact", "--slots", "uniform"), "--slots uniform does not apply here"),
+    ):
+        result = convert(source, "--rank", "9", *options, out=tmp_path / "out")
+        assert result.exit_code == 2, options
+        assert sentence in result.output
+
+
+def test_what_is_calibrated_when_nothing_is_said(tmp_path: Path) -> None:
+    """MLA on text of the source's own, without a tokenizer.
+
+    A dry run, and what reads no statistics, by weights alone.
+    """
+    source, short = make(tmp_path / "source"), ("--sequences", "2", "--length", "8")
+    said = convert(source, "--rank", "9", *short, out=tmp_path / "mla")
+    record = json.loads(said.stdout)
+    assert record["calibration"] == {"text": "self", "tokens": 16, "seed": 0}
+    assert "--calibration self --sequences 2 --length 8 --seed 0" in record["command"]
+    again = tmp_path / "again"
+    command = [*shlex.split(record["command"])[2:], "--out", str(again)]
+    assert CliRunner().invoke(main, command).exit_code == 0
+    assert same_bytes(tmp_path / "mla", again) == []
+    none = json.loads(convert(source, "--rank", "9", "--calibration", "none", out=tmp_path / "none").stdout)
+    assert none["calibration"] is None
+    assert "--calibration none" in none["command"]
+    dry = convert(source, "--rank", "9", "--dry-run", out=tmp_path / "dry")
+    assert json.loads(dry.stdout)["calibration"] is None
+    assert "planned by weights alone" in dry.stderr
+    assert json.loads(convert(source, "--rank", "full", out=tmp_path / "full").stdout)["calibration"] is None
+    for to in (("gqa", "--kv-heads", "8"), ("mqa", "--method", "mean")):
+        done = CliRunner().invoke(main, [str(source), "--to", *to, "--out", str(tmp_path / to[0]), "--json"])
+        assert json.loads(done.stdout)["calibration"] is None
+        assert "--calibration self" not in json.loads(done.stdout)["command"]

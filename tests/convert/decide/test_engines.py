@@ -1,0 +1,157 @@
+"""`--engine`.
+
+The least lossy container that every named engine accepts, the reason for it, and what cannot be had.
+"""
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from safetensors.torch import load_file
+
+from kvfold.cli import main
+from kvfold.convert.decide.engine_choice import containers_for
+from kvfold.convert.formats.serving import SERVING
+
+from ...support.tiny import make, same_bytes
+from ..formats.test_serving import FOR_ALL, WEIGHTS, WIDE, convert, failing
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A source that caches more than 512+64."""
+    return make(tmp_path_factory.mktemp("wide") / "source", rms_norm_eps=1e-5, **WIDE)
+
+
+@pytest.mark.parametrize(
+    ("options", "architecture", "sentence"),
+    [
+        ((), "DeepseekV3ForCausalLM", ""),
+        (("--engine", "transformers"), "DeepseekV3ForCausalLM", ""),
+        (("--engine", "vllm"), "KvfoldForCausalLM", "for vllm the output is code of its own"),
+        (("--engine", "vllm,sglang"), "DeepseekV3ForCausalLM", "was not taken: sglang saves no cache"),
+        (
+            ("--engine", "vllm", "--container", "stock"),
+            "DeepseekV3ForCausalLM",
+            "the stock class for serving",
+        ),
+        (("--engine", "sglang", "--container", "remote"), "KvfoldForCausalLM", "sglang saves no cache"),
+    ],
+)
+def test_the_least_lossy_container_that_all_accept(
+    wide: Path, tmp_path: Path, options: tuple[str, ...], architecture: str, sentence: str
+) -> None:
+    """And it says why; without the option, or for transformers alone, nothing changes."""
+    code, text = convert(wide, tmp_path / "out", "--to", "mla", "--rank", "512", *WEIGHTS, *options)
+    assert code == 0, text
+    record = json.loads((tmp_path / "out" / "kvfold.json").read_text())
+    assert record["container"] == architecture
+    assert sentence in text
+    assert not sentence or any(sentence in told for told in record["notices"])
+    engines = dict(zip(options[::2], options[1::2], strict=True)).get("--engine", "transformers")
+    assert failing(tmp_path / "out", engines) == []
+    plain = json.loads((tmp_path / "out" / "config.json").read_text())["rms_norm_eps"]
+    assert plain == (1e-6 if "serving" in text else 1e-5)
+
+
+def test_a_plan_says_it_and_the_recorded_command_repeats_it(wide: Path, tmp_path: Path) -> None:
+    asked = (str(wide), "--to", "mla", "--engine", "sglang, vllm", *WEIGHTS)
+    plan = json.loads(CliRunner().invoke(main, ["convert", *asked, "--dry-run", "--json"]).stdout)
+    assert plan["engines"] == ["sglang", "vllm"]
+    assert plan["cache"]["after"]["elements_per_token_per_layer"] == SERVING.cached
+    assert any("stock class for serving" in told for told in plan["notices"])
+    assert "sglang, vllm" in CliRunner().invoke(main, ["convert", *asked, "--dry-run"]).output
+    convert(wide, tmp_path / "one", *asked[1:])
+    command = json.loads((tmp_path / "one" / "kvfold.json").read_text())["command"]
+    again = CliRunner().invoke(main, [*shlex.split(command)[1:], "--out", str(tmp_path / "two")])
+    assert again.exit_code == 0, again.output
+    assert same_bytes(tmp_path / "one", tmp_path / "two") == []
+
+
+def test_narrower_latents_are_filled_up(wide: Path, tmp_path: Path) -> None:
+    """The cache is then as large as at 512+64, which is said and recorded."""
+    code, text = convert(
+        wide, tmp_path / "out", "--to", "mla", "--rank", "100", "--engine", "sglang", *WEIGHTS
+    )
+    assert code == 0, text
+    assert "100+64 wide and filled up with zeros" in text
+    assert "cache 1024 -> 576" in text
+    down = load_file(tmp_path / "out" / "model.safetensors")[
+        "model.layers.0.self_attn.kv_a_proj_with_mqa.weight"
+    ]
+    assert down.shape == (576, 64)
+    assert not down[100:512].any()
+
+
+def test_heads_for_engines(tmp_path: Path) -> None:
+    """GQA in the source's own class runs wherever that does; what an engine would not load is refused."""
+    source = make(tmp_path / "source")
+    code, text = convert(
+        source, tmp_path / "out", "--to", "gqa", "--kv-heads", "2", "--engine", FOR_ALL, *WEIGHTS
+    )
+    assert code == 0, text
+    assert json.loads((tmp_path / "out" / "kvfold.json").read_text())["engines"] == FOR_ALL.split(",")
+    source = make(
+        tmp_path / "neox", "gpt_neox", hidden_size=64, num_attention_heads=4
+    )  # an MLP that is not four times as wide
+    code, text = convert(
+        source, tmp_path / "no", "--to", "gqa", "--kv-heads", "2", "--engine", "vllm", *WEIGHTS
+    )
+    assert code == 2
+    assert "Falcon's MLP" in text
+
+
+MLA_ = ("--to", "mla", *WEIGHTS, "--engine")
+# name -> (family, how the source is made, options, a part of the sentence)
+REFUSED: dict[str, tuple[str, dict[str, Any], tuple[str, ...], str]] = {
+    "unknown engine": ("llama", WIDE, (*MLA_, "vllm,tgi"), "--engine 'tgi' is not one that kvfold knows"),
+    "no engine": ("llama", WIDE, (*MLA_, ""), "these are: transformers, vllm"),
+    "small source": ("llama", {}, (*MLA_, "sglang"), "the source 128 in all; use --to gqa"),
+    "small budget": ("llama", WIDE, (*MLA_, "sglang", "--kv-budget", "50%"), "the least would be 56.25%"),
+    "rank": ("llama", WIDE, (*MLA_, "sglang", "--rank", "513"), "--rank 513 does not fit"),
+    "rank in words": ("llama", WIDE, (*MLA_, "sglang", "--rank", "ten"), "--rank ten does not fit"),
+    "two sizes": ("llama", WIDE, (*MLA_, "sglang", "--rank", "512", "--kv-budget", "60%"), "not both"),
+    "full rank": ("llama", WIDE, (*MLA_, "sglang", "--rank", "full"), "one at each of 32 default "
+                                                                      "frequencies"),
+    "rope dim": ("llama", WIDE, (*MLA_, "sglang", "--rope-dim", "32"), "--rope-dim 32 is not what engines "
+                                                                       "other than"),
+    "slots": ("llama", WIDE, (*MLA_, "sglang", "--slots", "allocated"), "--slots allocated is not what"),
+    "intact": ("llama", WIDE, (*MLA_, "sglang", "--rope", "intact", "--container", "stock"),
+               "rotation is left intact"),
+    "peer": ("llama", WIDE, (*MLA_, "sglang", "--method", "svd"), "--method svd has slots of its own"),
+    "heads": ("llama", WIDE, (*MLA_, "sglang", "--kv-heads", "2"), "--kv-heads does not apply to --to mla"),
+    "wide heads": ("llama", {**WIDE, "head_dim": 256}, (*MLA_, "sglang"), "hold 192 un-rotated dimensions"),
+    "output bias": ("llama", {**WIDE, "attention_bias": True}, (*MLA_, "sglang"), "output has a bias"),
+    "biases": ("glm", WIDE, (*MLA_, "sglang"), "biases can go into weights by statistics only"),
+    "activation": ("gemma", WIDE, (*MLA_, "sglang", "--container", "stock"), "hidden_act is "
+                                                                             "gelu_pytorch_tanh"),
+    "epsilon": ("llama", {**WIDE, "rms_norm_eps": 0.0}, (*MLA_, "sglang"), "rms_norm_eps 0.0"),
+    "key norms": ("qwen3", WIDE, (*MLA_, "sglang", "--container", "stock"), "--container stock cannot "
+                                                                            "hold this"),
+    "nothing saved": ("qwen3", WIDE, (*MLA_, "vllm"), "vllm saves no cache: its keys are rotated after "
+                                                      "they are rebuilt"),
+    "container": ("llama", WIDE, (*MLA_, "llama.cpp", "--container", "remote"), "llama.cpp refuses to load"),
+    "heads in a container": (
+        "llama", WIDE, ("--to", "mqa", "--engine", "vllm", "--container", "stock", *WEIGHTS),
+        "--container stock does not apply"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_had_is_refused(case: str, tmp_path: Path) -> None:
+    family, settings, options, sentence = REFUSED[case]
+    code, text = convert(make(tmp_path / "source", family, **settings), tmp_path / "out", *options)
+    assert code == 2, text
+    assert text.splitlines()[-1].startswith("Error: ")
+    assert sentence in text
+    assert not (tmp_path / "out").exists()
+
+
+def test_containers_to_try() -> None:
+    assert containers_for((), "mla", None) == containers_for(("transformers",), "mla", None) == ("auto",)
+    assert containers_for(("vllm",), "mla", "auto") == ("remote", "serving")
+    assert containers_for(("vllm",), "gqa", None) == ("auto",)

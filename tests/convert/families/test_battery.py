@@ -1,0 +1,275 @@
+"""Every cell of the table of families: where it says exact, the output is the source.
+
+Where it says no, a sentence says why.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from safetensors.torch import load_file, save_file
+
+from kvfold.cli import main as kvfold
+from kvfold.convert.cli import main
+from kvfold.convert.families.recognition import FAMILIES
+from kvfold.convert.families.support import Support, support
+
+from ...support.tiny import ROPE, make, same_bytes
+
+SHAPE = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16}
+MLA_FULL = ("--to", "mla", "--rank", "full", "--calibration", "none", "--container", "stock")
+# target -> (whether the source's heads are equal, options); each is lossless
+LOSSLESS: dict[str, list[tuple[bool, tuple[str, ...]]]] = {
+    "gqa": [
+        (False, ("--to", "gqa", "--kv-heads", "4")),
+        (True, ("--to", "gqa", "--kv-heads", "2", "--calibration", "none")),
+    ],
+    "mqa": [(True, ("--to", "mqa", "--calibration", "none"))],
+    "mla": [(False, MLA_FULL)],
+    "mla remote": [(False, (*MLA_FULL[:-1], "remote"))],
+}
+REMOTE = "mla remote"
+
+
+def name_of(cell: Support) -> str:
+    """A target; MLA has two containers."""
+    return REMOTE if cell.container == "remote" else cell.target
+
+
+def cells_of(kind: str) -> dict[str, Support]:
+    """A family's cells; those for serving are test_serving.py's."""
+    return {name_of(cell): cell for cell in support(kind) if cell.container != "serving"}
+
+
+CELLS = [(kind, name) for kind in FAMILIES for name in cells_of(kind)]
+
+
+def edit_config(source: Path, drop: tuple[str, ...], **changes: Any) -> None:
+    config = json.loads((source / "config.json").read_text())
+    kept = {key: value for key, value in config.items() if key not in drop}
+    (source / "config.json").write_text(json.dumps(kept | changes))
+
+
+def neox_of_4x(source: Path) -> None:
+    edit_config(source, ("rope_parameters",), rotary_pct=0.25, rotary_emb_base=500, rope_scaling=None)
+
+
+def bare_gpt2(source: Path) -> None:
+    """As the first GPT-2 checkpoints are: names without a prefix, and masks among the weights."""
+    tensors = load_file(source / "model.safetensors")
+    bare = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
+    masks = {f"h.{layer}.attn.bias": torch.ones(1, 1, 8, 8) for layer in range(2)}
+    save_file(bare | masks, source / "model.safetensors", {"format": "pt"})
+
+
+def gemma3_of_4x(source: Path) -> None:
+    dropped = ("rope_parameters", "layer_types", "_sliding_window_pattern")
+    edit_config(source, dropped, rope_theta=1e4, rope_local_base_freq=1e3, sliding_window_pattern=2)
+
+
+def nothing(source: Path) -> None:
+    pass
+
+
+# name -> (family, equal heads, how the source is made, what is done to it, options)
+VARIANTS: dict[str, tuple[str, bool, dict[str, Any], Callable[[Path], None], tuple[str, ...]]] = {
+    "neox, 4.x config": ("gpt_neox", True, {}, neox_of_4x, ("--to", "gqa", "--kv-heads", "2", "--calibration",
+                                                            "none")),
+    "neox, all rotary": ("gpt_neox", False, {"rope_parameters": {**ROPE["yarn"],
+                                                                 "partial_rotary_factor": 1.0}}, nothing,
+                         ("--to", "gqa", "--kv-heads", "4")),
+    "gpt2, bare": ("gpt2", True, {}, bare_gpt2, ("--to", "mqa", "--calibration", "none")),
+    "gpt2, all heads": ("gpt2", False, {}, nothing, ("--to", "gqa", "--kv-heads", "4")),
+    "gpt2, scaled by layer": ("gpt2", True, {"scale_attn_by_inverse_layer_idx": True}, nothing,
+                              ("--to", "mqa", "--calibration", "none")),
+    "gemma3, 4.x config": ("gemma3_text", True, {}, gemma3_of_4x, ("--to", "mqa", "--calibration", "none")),
+    "phi3, partly rotary": ("phi3", True, {"rope_parameters": {**ROPE["default"],
+                                                               "partial_rotary_factor": 0.75}}, nothing,
+                            ("--to", "mqa", "--method", "aligned")),
+    "qwen3, aligned": ("qwen3", True, {"attention_bias": True}, nothing,
+                       ("--to", "mqa", "--method", "aligned")),
+    "granite, tied": ("granite", False, {"tie_word_embeddings": True, "attention_bias": True}, nothing,
+                      MLA_FULL),
+    "granite, tied, shards": ("granite", False, {"tie_word_embeddings": True, "shard_size": "20KB"}, nothing,
+                              MLA_FULL),
+    "gemma, grouped": ("gemma", False, {"num_key_value_heads": 2}, nothing, MLA_FULL),
+    "gemma, untied": ("gemma", False, {"tie_word_embeddings": False}, nothing, MLA_FULL),
+    "olmo, biases": ("olmo", False, {"attention_bias": True, "num_key_value_heads": 2}, nothing, MLA_FULL),
+    "olmo, tied": ("olmo", False, {"tie_word_embeddings": True}, nothing, MLA_FULL),
+    "phi3, partly rotary, latent": (
+        "phi3", False, {"num_key_value_heads": 2, "rope_parameters": {**ROPE["default"],
+                                                                      "partial_rotary_factor": 0.75}},
+        nothing, MLA_FULL,
+    ),
+    "smollm3, grouped": ("smollm3", False, {"num_key_value_heads": 1, "hidden_size": 128,
+                                            "attention_bias": True}, nothing,
+                         MLA_FULL),
+    "phi3, grouped": ("phi3", False, {"num_key_value_heads": 1}, nothing, MLA_FULL),
+}  # fmt: skip
+# Runs apart from the tests, where kvfold cannot be imported even by accident. A step with the cache gives
+# what a pass without gives, and the cache is measured where it lives.
+PROBE = """
+import json, sys
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging
+logging.set_verbosity_error(); logging.disable_progress_bar()
+torch.set_grad_enabled(False)
+ids = torch.arange(2 * 44).reshape(2, 44) ** 2 * 7 % 97  # beyond the 32 positions that some tables are made for
+def load(directory):
+    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, trust_remote_code=True).eval()
+wanted, report = {}, []
+for source, folded in json.load(sys.stdin):
+    if source not in wanted:
+        wanted[source] = load(source)(input_ids=ids, use_cache=False).logits
+    model = load(folded)
+    whole = model(input_ids=ids, use_cache=False).logits
+    first = model(input_ids=ids[:, :40], use_cache=True)
+    intact = getattr(model.config, "kvfold", {}).get("form") == "intact"  # whose values are digits of positions
+    cached = [layer.keys.numel() + (0 if intact else layer.values.numel()) for layer in first.past_key_values.layers]
+    steps, state = [], first.past_key_values
+    for token in range(40, 44):
+        step = model(input_ids=ids[:, token : token + 1], past_key_values=state, use_cache=True)
+        state = step.past_key_values
+        steps.append(step.logits)
+    tokens = [layer.keys.shape[-2] * len(ids) for layer in first.past_key_values.layers]
+    report.append({
+        "diff": (whole - wanted[source]).abs().max().item(), "size": wanted[source].std().item(),
+        "steps": (torch.cat([first.logits, *steps], 1) - whole).abs().max().item(),
+        "cache": cached, "class": type(model).__name__, "form": getattr(model.config, "kvfold", {}).get("form", ""),
+    })
+assert "kvfold" not in sys.modules
+print(json.dumps(report))
+"""
+
+
+def options_of(kind: str, target: str) -> dict[str, Any]:
+    """What a tiny checkpoint must be like for its class to hold the target."""
+    windows = (
+        {"sliding_window": 512} if target == "mla" and kind == "ministral" else {}
+    )  # as long as its positions
+    return {**SHAPE, **windows}
+
+
+def convert(source: Path, out: Path, options: tuple[str, ...]) -> tuple[int, str]:
+    result = CliRunner().invoke(main, [str(source), *options, "--out", str(out)])
+    assert result.exception is None or isinstance(result.exception, SystemExit), (source, result.exception)
+    return result.exit_code, result.output
+
+
+@pytest.fixture(scope="module")
+def battery(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], list[dict[str, Any]]]:
+    """What one fresh process saw of all outputs: importing transformers takes seconds."""
+    root = tmp_path_factory.mktemp("battery")
+    cases: list[tuple[tuple[str, str], Path, Path]] = []
+    for kind in FAMILIES:
+        for cell in cells_of(kind).values():
+            if cell.status == "no":
+                continue
+            for number, (equal, options) in enumerate(LOSSLESS[name_of(cell)]):
+                settings = options_of(kind, name_of(cell))
+                source = root / f"{kind}-{equal}-{'window' if settings == SHAPE else 'none'}"
+                if not source.exists():
+                    make(source, kind, equal_heads=equal, **settings)
+                out = root / f"{kind}-{name_of(cell)}-{number}"
+                code, text = convert(source, out, options)
+                assert code == 0, (kind, options, text)
+                cases.append(((kind, name_of(cell)), source, out))
+    for name, (kind, equal, settings, change, options) in VARIANTS.items():
+        source, out = (
+            make(root / name, kind, equal_heads=equal, **{**SHAPE, **settings}),
+            root / f"{name}-folded",
+        )
+        change(source)
+        code, text = convert(source, out, options)
+        assert code == 0, (name, text)
+        cases.append((("variant", name), source, out))
+    pairs = json.dumps([(str(source), str(out)) for _, source, out in cases])
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", PROBE], input=pairs, capture_output=True, text=True, cwd=root,
+        check=False,
+        env={**os.environ, "HF_MODULES_CACHE": str(root / "modules")},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    seen: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for (cell_key, _, out), report in zip(cases, json.loads(done.stdout), strict=True):
+        promised = json.loads((out / "kvfold.json").read_text())["cache"]["after"][
+            "elements_per_token_per_layer"
+        ]
+        seen.setdefault(cell_key, []).append({**report, "promised": promised})
+    return seen
+
+
+@pytest.mark.parametrize(("kind", "target"), CELLS)
+def test_the_table_is_true(
+    kind: str, target: str, battery: dict[tuple[str, str], list[dict[str, Any]]], tmp_path: Path
+) -> None:
+    """Exact: logits within 5e-5 of the source's (they vary by `size`), also step by step.
+
+    The cache is as small as promised.
+    """
+    cell = cells_of(kind)[target]
+    if cell.status == "no":
+        source = make(tmp_path / "source", kind, **SHAPE)
+        options = {
+            "gqa": ("--to", "gqa", "--kv-heads", "2", "--calibration", "none"),
+            "mqa": ("--to", "mqa", "--calibration", "none"),
+            "mla": LOSSLESS["mla"][0][1],
+        }[target]
+        code, text = convert(source, tmp_path / "out", options)
+        assert code == 2
+        assert text.startswith("Error: ")
+        assert not (tmp_path / "out").exists()
+        return
+    for seen in battery[kind, target]:
+        assert seen["size"] > 0.05, "logits too small to tell anything"
+        assert seen["diff"] < 5e-5
+        assert seen["steps"] < 5e-5
+        assert seen["class"] == cell.architecture
+        every_query = "caches every query head" in cell.why
+        promised = 2 * SHAPE["num_attention_heads"] * SHAPE["head_dim"] if every_query else seen["promised"]
+        window = 9 - 1  # what a sliding layer of a tiny checkpoint keeps
+        assert set(seen["cache"]) <= {2 * 40 * promised, 2 * window * promised}
+        assert target != REMOTE or cell.why.partition(":")[0] == seen["form"]
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_variants(name: str, battery: dict[tuple[str, str], list[dict[str, Any]]]) -> None:
+    """Old configurations, other layouts of one family, ties and biases: as exact."""
+    (seen,) = battery["variant", name]
+    assert seen["size"] > 0.05, "logits too small to tell anything"
+    assert seen["diff"] < 5e-5
+    assert seen["steps"] < 5e-5
+
+
+def test_the_command_prints_the_same_table() -> None:
+    printed = CliRunner().invoke(kvfold, ["families", "--json"])
+    table = json.loads(printed.stdout)
+    assert table.keys() == FAMILIES.keys()
+    for kind in FAMILIES:
+        printed_cells = {
+            (c["container"], t, c["status"]) for t in ("gqa", "mqa", "mla") for c in table[kind][t]
+        }
+        assert printed_cells == {(cell.container, cell.target, cell.status) for cell in support(kind)}
+    text = CliRunner().invoke(kvfold, ["families"]).output
+    assert all(family.label in text for family in FAMILIES.values())
+
+
+@pytest.mark.parametrize("kind", ["gemma", "granite", "olmo", "phi3", "gpt2"])
+def test_tensors_that_change_do_so_piece_by_piece(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A large embedding passes through memory in rows: the same bytes, however few at once."""
+    source = make(tmp_path / "source", kind, **SHAPE)
+    options = ("--to", "mqa", "--calibration", "none") if kind == "gpt2" else MLA_FULL
+    assert convert(source, tmp_path / "whole", options)[0] == 0
+    monkeypatch.setattr("kvfold.checkpoints.directory.PIECE", 300)
+    assert convert(source, tmp_path / "pieces", options)[0] == 0
+    assert same_bytes(tmp_path / "whole", tmp_path / "pieces") == []

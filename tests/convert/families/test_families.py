@@ -1,0 +1,169 @@
+"""Every row of the table of families says what transformers' own class does: its attention, its defaults."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvfold.convert.algebra.attention import Attention
+from kvfold.convert.families.packing import pack, unpack
+from kvfold.convert.families.recognition import FAMILIES, complete, geometry_of, rotary_width, rotated
+from kvfold.convert.families.source import Source, layer_rope, open_source
+from kvfold.core.errors import InvalidInput
+
+from ...support.tiny import make
+
+SHAPE = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+TOKENS = 24
+
+
+def rows(x_TD: Tensor, w_NHD: Tensor, bias_NH: Tensor | None) -> Tensor:
+    """(N, T, H)"""
+    y = torch.einsum("td,nhd->nth", x_TD, w_NHD)
+    return y if bias_NH is None else y + bias_NH[:, None]
+
+
+def normed(y_NTH: Tensor, weight_NH: Tensor | None, spans: str, epsilon: float) -> Tensor:
+    if weight_NH is None:
+        return y_NTH
+    over = (0, 2) if spans == "heads" else (2,)
+    return y_NTH * (y_NTH.square().mean(over, keepdim=True) + epsilon).rsqrt() * weight_NH[:, None]
+
+
+def turned(y_NTH: Tensor, frequency_F: Tensor, factor: float) -> Tensor:
+    real, imaginary = y_NTH.chunk(2, -1)
+    angle_TF = torch.arange(y_NTH.shape[1])[:, None] * frequency_F
+    z = torch.complex(real, imaginary) * torch.polar(torch.ones_like(angle_TF), angle_TF) * factor
+    return torch.cat([z.real, z.imag], -1)
+
+
+def attend(x_TD: Tensor, attention: Attention, source: Source, layer: int) -> Tensor:
+    """What the layer's attention adds, from the tensors and properties that kvfold reads.
+
+    The definition, in float64.
+    """
+    family, config = source.family, source.config
+    frequency_F, factor = source.frequencies(layer)
+    epsilon, spans = config.get("rms_norm_eps", 1e-6), family.norm_spans
+    q = normed(rows(x_TD, attention.q_NHD, attention.q_NH), attention.q_norm_NH, spans, epsilon)
+    k = normed(rows(x_TD, attention.k_KHD, attention.k_KH), attention.k_norm_KH, spans, epsilon)
+    v = rows(x_TD, attention.v_KHD, attention.v_KH)
+    shared = len(q) // len(k)
+    q, k, v = turned(q, frequency_F, factor), turned(k, frequency_F, factor), v.repeat_interleave(shared, 0)
+    score = attention.scale * q @ k.repeat_interleave(shared, 0).mT
+    if family.soft_cap and config[family.soft_cap]:
+        score = config[family.soft_cap] * torch.tanh(score / config[family.soft_cap])
+    position = torch.arange(len(x_TD))
+    ago = position[:, None] - position
+    kinds, window = config.get("layer_types"), config.get("sliding_window")
+    windowed = kinds[layer] == "sliding_attention" if kinds else config.get("use_sliding_window", True)
+    hidden = (ago < 0) | (ago >= window if window and windowed else torch.zeros_like(ago, dtype=torch.bool))
+    score = score.masked_fill(hidden, -torch.inf)
+    if family.sinks:
+        sink_N = source.checkpoint[family.prefix + family.sinks.format(layer=layer)].double()
+        score = torch.cat([score, sink_N[:, None, None].expand(-1, len(x_TD), 1)], -1)
+    weight = score.softmax(-1)[..., : len(x_TD)]
+    added_TD = torch.einsum("nth,dnh->td", weight @ v, attention.o_DNH)
+    return added_TD if attention.o_D is None else added_TD + attention.o_D
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_attention_is_the_module_s(tmp_path: Path, family: str) -> None:
+    """Names, fused layouts, rotary pairs, norms, scale, caps, windows and sinks.
+
+    The row's tensors give the class's output.
+    """
+    from transformers import AutoModelForCausalLM
+
+    source = open_source(make(tmp_path / "source", family, **SHAPE))
+    model = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "source", attn_implementation="eager", dtype=torch.float32
+    ).eval()
+    seen: dict[str, Tensor] = {}
+    for layer in range(source.layers):
+        names = source.family.projections(layer)
+        model.get_submodule(names[source.family.roles[0]]).register_forward_pre_hook(
+            lambda _, inputs, layer=layer: seen.__setitem__(f"x{layer}", inputs[0])
+        )
+        model.get_submodule(names["o"]).register_forward_hook(
+            lambda _, inputs, output, layer=layer: seen.__setitem__(f"y{layer}", output)
+        )
+    with torch.no_grad():
+        model(torch.arange(TOKENS)[None] ** 2 * 7 % 97)
+    for layer in range(source.layers):
+        ours = attend(seen[f"x{layer}"].view(TOKENS, -1).double(), source.attention(layer), source, layer)
+        theirs = seen[f"y{layer}"].view(TOKENS, -1).double()
+        size = float(theirs.std())
+        assert size > 0.01, "too small to tell anything"
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-5 * max(size, 1))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packing_is_undone(tmp_path: Path, family: str) -> None:
+    """Tensors become attention and the same tensors again, bit for bit."""
+    source = open_source(make(tmp_path / "source", family, **SHAPE))
+    attention = source.attention(1)
+    packed = pack(attention, source.family, source.rotary_width)
+    norms = {} if "k_norm" in packed or source.family.k_norm is None else {
+        f"{which}_norm": source.checkpoint[str(source.family.norm(which, 1))].double() for which in ("q", "k")
+    }  # fmt: skip
+    again = unpack(packed | norms, source.family, source.geometry, source.rotary_width, attention.scale)
+    assert torch.equal(again.q_NHD, attention.q_NHD)
+    assert torch.equal(again.k_KHD, attention.k_KHD)
+    names = dict(zip(source.reads(1), source.reads(1), strict=True))
+    assert sum(tensor.numel() for tensor in packed.values()) == sum(
+        source.checkpoint[name].numel() for name in names
+    )
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_defaults_are_those_of_the_configuration_class(kind: str) -> None:
+    """What config.json leaves out means what transformers takes it to mean."""
+    from transformers import AutoConfig
+
+    family, said = FAMILIES[kind], AutoConfig.for_model(kind).to_dict()
+    ours, theirs = complete(family, {"model_type": kind}), complete(family, said)
+    unsaid = {"rope_theta", "rope_local_base_freq", "partial_rotary_factor", "sliding_window_pattern"}
+    if family.defaults["intermediate_size"] is None:
+        unsaid.add("intermediate_size")  # a multiple of the hidden size then
+    if not said.get("use_sliding_window", True):
+        unsaid.add("sliding_window")  # switched off, and null then
+    assert {key: ours[key] for key in family.defaults if key not in unsaid} == {
+        key: theirs.get(key) for key in family.defaults if key not in unsaid
+    }
+    if ours["hidden_size"] % ours["num_attention_heads"] == 0:
+        assert geometry_of(ours) == geometry_of(theirs)
+    assert rotary_width(family, ours, 128) == rotary_width(family, theirs, 128)
+    for layer in range(ours["num_hidden_layers"] if family.rotary else 0):
+        assert layer_rope(ours, layer)["rope_theta"] == layer_rope(theirs, layer)["rope_theta"]
+        assert rotated(family, ours, layer) == rotated(family, theirs, layer)
+        if "sliding_window_pattern" in family.defaults:
+            assert ours["layer_types"][layer] == theirs["layer_types"][layer]
+
+
+# name -> (family, what config.json says, a part of the sentence)
+VARIANTS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "key norm with mean": (
+        "cohere",
+        {"use_qk_norm": True},
+        "use_qk_norm True; kvfold folds Cohere where it is False",
+    ),
+    "clamped": ("olmo", {"clip_qkv": 8.0}, "clip_qkv 8.0; kvfold folds OLMo where it is None"),
+    "old decoder": (
+        "falcon",
+        {"new_decoder_architecture": False},
+        "kvfold folds Falcon, new decoder where it is True",
+    ),
+    "alibi": ("falcon", {"alibi": True, "new_decoder_architecture": True}, "alibi True; kvfold"),
+}
+
+
+@pytest.mark.parametrize("case", VARIANTS)
+def test_variants_that_are_refused(case: str) -> None:
+    from kvfold.convert.families.recognition import family_of
+
+    kind, config, sentence = VARIANTS[case]
+    with pytest.raises(InvalidInput, match=sentence):
+        family_of({"model_type": kind, **config})

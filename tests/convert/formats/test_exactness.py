@@ -1,0 +1,117 @@
+"""At full rank the fold changes nothing.
+
+The written checkpoint, loaded by a process that knows no kvfold, is its source.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvfold.convert.cli import main
+
+from ...support.tiny import make
+
+# Runs apart from the tests, where kvfold cannot be imported even by accident.
+PROBE = """
+import json, sys
+import torch
+from transformers import AutoModelForCausalLM
+report = {}
+ids = torch.arange(2 * 300).reshape(2, 300) ** 2 * 7 % 97  # far positions: where a rounded frequency shows
+for case, source, folded in json.load(sys.stdin):
+    one = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
+    other = AutoModelForCausalLM.from_pretrained(folded, dtype=torch.float32).eval()
+    with torch.no_grad():
+        a, b = one(input_ids=ids).logits, other(input_ids=ids).logits
+        greedy = [m.generate(ids[:, :8], max_new_tokens=16, do_sample=False, pad_token_id=0).tolist() for m in (one, other)]
+    report[case] = {"diff": (a - b).abs().max().item(), "size": a.std().item(), "same": greedy[0] == greedy[1],
+                    "class": type(other).__name__}
+assert "kvfold" not in sys.modules
+print(json.dumps(report))
+"""
+# name -> (family, how the source is made, options of convert)
+FULL = ("--to", "mla", "--rank", "full")
+QUERIES = (*FULL, "--q-lora-rank", "full")
+CASES = {
+    "llama-mha": ("llama", {}, FULL),
+    "llama-gqa-untied": ("llama", {"num_key_value_heads": 2, "tie_word_embeddings": False}, FULL),
+    "llama-tied": ("llama", {"tie_word_embeddings": True}, FULL),
+    "llama-mqa": ("llama", {"num_key_value_heads": 1}, FULL),
+    "llama-wide-heads": ("llama", {"head_dim": 12, "num_key_value_heads": 4}, FULL),
+    "llama-sharded": ("llama", {"shard_size": "20KB"}, FULL),
+    "llama-biases": ("llama", {"attention_bias": True}, FULL),
+    "llama-llama3": ("llama", {"rope": "llama3"}, FULL),
+    "llama-yarn": ("llama", {"rope": "yarn", "num_key_value_heads": 4}, FULL),
+    "llama-linear": ("llama", {"rope": "linear"}, FULL),
+    "mistral": ("mistral", {"num_key_value_heads": 4}, FULL),
+    "qwen2": ("qwen2", {"num_key_value_heads": 2}, FULL),
+    "qwen2-mha-tied": ("qwen2", {"tie_word_embeddings": True}, FULL),
+    "llama-4x-config": ("llama", {"old_config": True, "rope": "llama3", "tie_word_embeddings": True}, FULL),
+    "mistral-4x-config": ("mistral", {"old_config": True, "num_key_value_heads": 4}, FULL),
+    "qwen2-4x-config": ("qwen2", {"old_config": True, "num_key_value_heads": 2, "sliding_window": 64}, FULL),
+    "llama-queries": ("llama", {"num_key_value_heads": 2}, QUERIES),
+    "llama-queries-wide": ("llama", {"hidden_size": 128}, QUERIES),
+    "qwen2-queries": ("qwen2", {"num_key_value_heads": 2}, QUERIES),
+    "llama-same-heads": ("llama", {}, ("--to", "gqa", "--kv-heads", "8")),
+    "qwen2-same-heads": (
+        "qwen2",
+        {"num_key_value_heads": 4},
+        ("--to", "gqa", "--kv-heads", "4", "--method", "mean"),
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, object]]:
+    """What the fresh process saw, for all cases at once: importing transformers takes seconds."""
+    root = tmp_path_factory.mktemp("exact")
+    pairs = []
+    for case, (family, settings, options) in CASES.items():
+        source = make(root / case, family, **settings)
+        out = root / f"{case}-folded"
+        main([str(source), *options, "--out", str(out)], standalone_mode=False)
+        pairs.append((case, str(source), str(out)))
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", PROBE],
+        input=json.dumps(pairs),
+        capture_output=True,
+        text=True,
+        cwd=root,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return dict(json.loads(done.stdout))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_full_rank_is_the_source(case: str, report: dict[str, dict[str, object]]) -> None:
+    """Logits within 5e-5 in float32 (they vary by `size`), the same greedy tokens, the class that stock
+    engines know.
+    """
+    seen = report[case]
+    assert seen["size"] > 0.1, "logits too small to tell anything"
+    assert seen["diff"] < 5e-5
+    assert seen["same"]
+    family, _, options = CASES[case]
+    own = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "mistral": "MistralForCausalLM"}[family]
+    assert seen["class"] == ("DeepseekV3ForCausalLM" if options[:4] == FULL else own)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2"])
+@pytest.mark.parametrize("method", ["mean", "aligned", "subspace"])
+def test_as_many_groups_as_heads_changes_no_byte(tmp_path: Path, family: str, method: str) -> None:
+    source = make(tmp_path / "source", family, dtype=torch.bfloat16)
+    out = tmp_path / "out"
+    main(
+        [str(source), "--to", "gqa", "--kv-heads", "8", "--method", method, "--out", str(out)],
+        standalone_mode=False,
+    )
+    from safetensors.torch import load_file
+
+    before, after = load_file(source / "model.safetensors"), load_file(out / "model.safetensors")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name].view(torch.int16), after[name].view(torch.int16)) for name in before)

@@ -1,0 +1,223 @@
+"""The two forms of kvfold's attention against computations that share nothing with them."""
+
+import copy
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click import ClickException
+from kvfold.convert.methods.table.intact import linearised
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from kvfold.convert.algebra.attention import Attention
+from kvfold.convert.cli import main
+from kvfold.core.errors import InvalidInput
+from kvfold.eval.options import Options
+from kvfold.models.causal_lm import load
+from kvfold.models.shipped.attention_kvfold import KvfoldDecoupledAttention
+from kvfold.models.shipped.modeling_kvfold import KvfoldForCausalLM
+
+from ...support.tiny import make
+
+IDS = torch.arange(2 * 40).reshape(2, 40) ** 2 * 7 % 97
+
+
+def convert(source: Path, *options: str) -> Path:
+    out = source.with_name("-".join([source.name, *options[1::2]]).replace("%", ""))
+    main(
+        [str(source), "--to", "mla", "--calibration", "none", *options, "--out", str(out)],
+        standalone_mode=False,
+    )
+    return out
+
+
+def loaded(directory: Path, **options: Any) -> Any:
+    return KvfoldForCausalLM.from_pretrained(directory, dtype=torch.float32, **options).eval()
+
+
+def logits(model: Any) -> Tensor:
+    with torch.no_grad():
+        out: Tensor = model(input_ids=IDS).logits
+    return out
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_a_decoupled_latent_is_what_the_stock_class_computes(tmp_path: Path, family: str) -> None:
+    source = make(tmp_path / "source", family, num_key_value_heads=4)
+    stock = convert(source, "--kv-budget", "50%", "--container", "stock")
+    remote = convert(source, "--kv-budget", "50%", "--container", "remote")
+    expected = logits(AutoModelForCausalLM.from_pretrained(stock, dtype=torch.float32).eval())
+    assert (expected - logits(AutoModelForCausalLM.from_pretrained(source).eval())).abs().max() > 1e-3
+    torch.testing.assert_close(logits(loaded(remote)), expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_an_intact_latent_is_the_source_with_projections_of_low_rank(tmp_path: Path, family: str) -> None:
+    source = make(tmp_path / "source", family, num_key_value_heads=4)
+    out = convert(source, "--kv-budget", "25%", "--rope", "intact")
+    dense, state = AutoModelForCausalLM.from_pretrained(source).eval(), load_file(out / "model.safetensors")
+    exact = logits(dense)
+    for number, layer in enumerate(dense.model.layers):
+        place = f"model.layers.{number}.self_attn"
+        up_KEC = state[f"{place}.kv_b_proj.weight"].unflatten(0, (4, -1))
+        rows_KED = up_KEC @ state[f"{place}.kv_a_proj.weight"]
+        keys_KHD, values_KHD = rows_KED.chunk(2, dim=1)
+        layer.self_attn.k_proj.weight.data, layer.self_attn.v_proj.weight.data = (
+            keys_KHD.flatten(0, 1),
+            values_KHD.flatten(0, 1),
+        )
+    assert (exact - logits(dense)).abs().max() > 1e-3
+    torch.testing.assert_close(logits(loaded(out)), logits(dense), atol=1e-5, rtol=0)
+
+
+FORMS = {
+    "decoupled": (),
+    "intact": (),
+    "decoupled, compressed": ("--q-lora-rank", "24"),
+    "intact, compressed": ("--q-lora-rank", "24"),
+}
+
+
+@pytest.fixture(scope="module", params=FORMS)
+def folded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    source = make(
+        tmp_path_factory.mktemp("forms") / "source", "qwen2", num_key_value_heads=2, hidden_size=128
+    )
+    rope = request.param.partition(",")[0]
+    return convert(
+        source, "--kv-budget", "50%", "--container", "remote", "--rope", rope, *FORMS[request.param]
+    )
+
+
+@pytest.mark.parametrize("implementation", ["eager", "flex_attention"])
+def test_every_attention_function_computes_the_same(folded: Path, implementation: str) -> None:
+    other = loaded(folded, attn_implementation=implementation)
+    assert other.config._attn_implementation == implementation
+    torch.testing.assert_close(logits(other), logits(loaded(folded)), atol=1e-5, rtol=0)
+
+
+def test_weights_of_attention_are_recorded(folded: Path) -> None:
+    output = loaded(folded, attn_implementation="eager")(input_ids=IDS, output_attentions=True)
+    assert len(output.attentions) == 2
+    torch.testing.assert_close(output.attentions[1].sum(-1), torch.ones(2, 8, 40))
+
+
+def test_gradient_checkpointing_changes_no_gradient(folded: Path) -> None:
+    found = []
+    for checkpointing in (False, True):
+        model = loaded(folded).train()
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+        model(input_ids=IDS, labels=IDS).loss.backward()
+        found.append({name: parameter.grad for name, parameter in model.named_parameters()})
+    assert all(gradient is not None for gradient in found[0].values())
+    for name, gradient in found[0].items():
+        torch.testing.assert_close(found[1][name], gradient)
+
+
+def test_frequencies_stay_exact_in_bfloat16(folded: Path) -> None:
+    model = loaded(folded)
+    before = model.model.rotary_emb.inv_freq.clone()
+    assert torch.equal(model.to(torch.bfloat16).model.rotary_emb.inv_freq, before)
+
+
+def test_the_configuration_can_be_copied_and_pickled(folded: Path) -> None:
+    config = loaded(folded).config
+    for again in (copy.deepcopy(config), pickle.loads(pickle.dumps(config))):
+        assert type(again) is type(config)
+        assert again.to_dict() == config.to_dict()
+
+
+def test_absorbing_the_up_projections_changes_nothing(folded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of a padded text through the cache: attention in the latent against expanded keys."""
+    mask = torch.ones_like(IDS)
+    mask[0, :5] = 0
+
+    def steps() -> Tensor:
+        model, cache, found = loaded(folded), None, []
+        for first, last in ((0, 30), (30, 33), (33, 34), (34, 40)):
+            step = {
+                "attention_mask": mask[:, :last],
+                "position_ids": (mask.cumsum(1) - 1).clamp(min=0)[:, first:last],
+            }
+            with torch.no_grad():
+                output = model(input_ids=IDS[:, first:last], past_key_values=cache, use_cache=True, **step)
+            cache = output.past_key_values
+            found.append(output.logits)
+        return torch.cat(found, 1)[:, 5:]
+
+    taken = []
+    absorbed = KvfoldDecoupledAttention._absorbed
+    monkeypatch.setattr(
+        KvfoldDecoupledAttention, "_absorbed", lambda *args: taken.append(1) or absorbed(*args)
+    )
+    one = steps()
+    monkeypatch.setattr(KvfoldDecoupledAttention, "_absorbs", lambda *_: False)
+    torch.testing.assert_close(steps(), one, atol=1e-5, rtol=0)
+    assert bool(taken) == (loaded(folded).config.kvfold["form"] == "decoupled")
+
+
+def test_code_that_is_not_ours_does_not_run(folded: Path) -> None:
+    """What kvfold shipped is loaded by kvfold's own classes; a changed file is refused, not run."""
+    words = Tokenizer(WordLevel({"a": 0}, unk_token="a"))
+    words.save(str(folded / "tokenizer.json"))
+    assert load(folded, Options(device="cpu")).model.config.model_type == "kvfold"
+    path = folded / "modeling_kvfold.py"
+    kept = path.read_text()
+    path.write_text(kept + "\nraise SystemError\n")
+    with pytest.raises(InvalidInput, match="is not that of this kvfold"):
+        load(folded, Options(device="cpu"))
+    path.write_text(kept)
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "words"),
+    [
+        ("qwen3", ("--rope", "decoupled"), "normalises its keys"),
+        ("qwen3", ("--container", "stock"), "--container remote"),
+        ("llama", ("--container", "stock", "--rope", "intact"), "--container remote"),
+        ("llama", ("--rope", "intact", "--rope-dim", "4"), "no rotary key"),
+        ("llama", ("--rope", "intact", "--rank", "33"), "1 to 32"),
+        ("gpt2", ("--rope", "intact"), "has none"),
+        ("llama", ("--to", "mqa", "--container", "remote"), "own class"),
+        ("llama", ("--to", "mqa", "--rope", "intact"), "--rope does not apply"),
+    ],
+)
+def test_what_cannot_be_is_refused(tmp_path: Path, family: str, options: tuple[str, ...], words: str) -> None:
+    source = make(tmp_path / "source", family)
+    rank = () if "--rank" in options or "mqa" in options else ("--rank", "8")
+    with pytest.raises(ClickException, match=words):
+        main(
+            [str(source), "--to", "mla", *rank, *options, "--out", str(tmp_path / "out")],
+            standalone_mode=False,
+        )
+
+
+def test_a_norm_is_on_average_its_weight() -> None:
+    """A normed head's mean square is that of the norm's weight, whatever the projection."""
+    torch.manual_seed(0)
+    weights = {
+        name: torch.randn(shape, dtype=torch.float64)
+        for name, shape in (("q_NHD", (4, 6, 9)), ("k_KHD", (2, 6, 9)))
+    }
+    norms = {
+        "q_norm_NH": torch.rand(1, 6, dtype=torch.float64),
+        "k_norm_KH": torch.rand(1, 6, dtype=torch.float64),
+    }
+    rest = {"v_KHD": weights["k_KHD"], "o_DNH": torch.zeros(9, 4, 6, dtype=torch.float64)}
+    root_EE = torch.randn(10, 10, dtype=torch.float64)
+    plain = linearised(Attention(**weights, **norms, **rest, scale=1.0), root_EE @ root_EE.mT)
+    variance_NH = torch.einsum("nhd,de,nhe->nh", plain.q_NHD, (root_EE @ root_EE.mT)[:9, :9], plain.q_NHD)
+    raw_NH = torch.einsum(
+        "nhd,de,nhe->nh", weights["q_NHD"], (root_EE @ root_EE.mT)[:9, :9], weights["q_NHD"]
+    )
+    torch.testing.assert_close(
+        (variance_NH / norms["q_norm_NH"] ** 2).mean(1), torch.ones(4, dtype=torch.float64)
+    )
+    torch.testing.assert_close(variance_NH / raw_NH, norms["q_norm_NH"] ** 2 / raw_NH.mean(1, keepdim=True))

@@ -1,0 +1,318 @@
+"""Each peer's rule is what its paper says.
+
+Against a plain version on activations, and by the identities that it promises.
+"""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kvfold.convert.methods.table.latent import Band
+from kvfold.convert.methods.table.published import CARE_DAMPING, PEERS
+from torch import Tensor
+
+from kvfold.convert.algebra.attention import Attention
+from kvfold.convert.algebra.metric import with_bias
+from kvfold.convert.algebra.rotary import complex_rows, frequencies, half_rows
+from kvfold.convert.algebra.target import MLA, Geometry
+from kvfold.convert.calibration.statistics import LayerStatistics
+from kvfold.convert.families.source import open_source
+from kvfold.convert.formats.stock import Stock
+from kvfold.core.errors import InvalidInput
+
+from . import test_methods
+from .test_methods import FREQUENCIES_F, D, H, attend, latent_output, layer, output, rotate, turned_copies
+
+MERGED = ["svd", "transmla", "mha2mla", "care"]
+F = H // 2
+DEMO = Path(__file__).parents[3] / "recipes" / "demo"
+
+
+def statistics_of(a: Attention, x_XD: Tensor) -> LayerStatistics:
+    """What the rules read, by definition; the rest is empty, so that no rule can read it unnoticed."""
+    x_XE = torch.cat([x_XD, torch.ones_like(x_XD[:, :1])], 1)
+    bias = torch.zeros(a.q_NHD.shape[:2], dtype=torch.float64) if a.q_NH is None else a.q_NH
+    q_NXH = torch.einsum("nhe,xe->nxh", with_bias(a.q_NHD, bias), x_XE)
+    none = torch.zeros(0, dtype=torch.float64)
+    return LayerStatistics(
+        input_EE=x_XE.mT @ x_XE / len(x_XE),
+        query_NHH=q_NXH.mT @ q_NXH / len(x_XE),
+        key_fisher=none,
+        value_fisher=none,
+        query_fisher=none,
+        distance_NT=none,
+        output_fisher=none,
+        input_BTD=none,
+        output_BTD=none,
+    )
+
+
+def tokens(seed: int = 9, count: int = 200) -> Tensor:
+    """Inputs with a mean and unequal directions, so that covariance, second moment and identity are three
+    things.
+    """
+    random = torch.Generator().manual_seed(seed)
+    x_XD = torch.randn(count, D, generator=random, dtype=torch.float64)
+    return x_XD * torch.linspace(0.1, 2, D, dtype=torch.float64) + 0.3
+
+
+def bands_of(name: str, rope_dim: int, *layers: tuple[Attention, LayerStatistics]) -> tuple[Band, ...]:
+    stock_S, _ = frequencies({"rope_type": "default", "rope_theta": 100.0}, rope_dim, 64)
+    return PEERS[name].bands(lambda: layers, FREQUENCIES_F, stock_S)
+
+
+def folded_output(name: str, a: Attention, target: MLA, calibration_XD: Tensor, x_TD: Tensor) -> Tensor:
+    """The folded layer's output, the slots at the frequencies that the rule gave them."""
+    statistics = statistics_of(a, calibration_XD)
+    bands = bands_of(name, target.qk_rope_head_dim, (a, statistics))
+    slots_S = torch.tensor([band.frequency for band in bands for _ in range(band.slots)], dtype=torch.float64)
+    still = 0.0 if test_methods.FREQUENCIES_F.max() == 0 else 1.0
+    return latent_output(PEERS[name].fold(a, target, bands, statistics), slots_S * still, x_TD)
+
+
+@pytest.mark.parametrize("name", PEERS)
+@pytest.mark.parametrize("key_heads", [1, 2, 4])
+@pytest.mark.parametrize("biases", [False, True])
+def test_the_container_holds_it(name: str, key_heads: int, biases: bool) -> None:
+    """Exactly the widths of the target, whatever the source's heads, at ranks below and above the hidden
+    size.
+    """
+    a = layer(key_heads=key_heads, biases=biases)
+    statistics = statistics_of(a, tokens())
+    for rope_dim, rank in ((2, 5), (4, 2 * key_heads * H - 5), (8, 3)):
+        target = MLA(kv_lora_rank=rank, qk_rope_head_dim=rope_dim)
+        bands = bands_of(name, rope_dim, (a, statistics))
+        assert sum(band.slots for band in bands) == rope_dim // 2
+        geometry = Geometry(hidden_size=D, num_attention_heads=4, num_key_value_heads=key_heads, head_dim=H)
+        stock = Stock(geometry=geometry, target=target, rope={}, biases=biases)
+        written = stock.tensors(PEERS[name].fold(a, target, bands, statistics), 0)
+        assert {key: tuple(tensor.shape) for key, tensor in written.items()} == {
+            key: spec.shape for key, spec in stock.specs(0, torch.float64).items()
+        }
+        assert all(tensor.isfinite().all() for tensor in written.values())
+
+
+@pytest.mark.parametrize("name", MERGED)
+@pytest.mark.parametrize("key_heads", [1, 2, 4])
+@pytest.mark.parametrize("biases", [False, True])
+@pytest.mark.parametrize("rope_dim", [4, 8])
+def test_full_rank_loses_rotation_alone(
+    name: str, key_heads: int, biases: bool, rope_dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where nothing turns, slots and remainder add up to the source."""
+    monkeypatch.setattr(test_methods, "FREQUENCIES_F", torch.zeros_like(FREQUENCIES_F))
+    a, x_XD = layer(key_heads=key_heads, biases=biases), tokens()
+    target = MLA(kv_lora_rank=2 * key_heads * H - rope_dim, qk_rope_head_dim=rope_dim)
+    torch.testing.assert_close(folded_output(name, a, target, x_XD, x_XD[:20]), output(a, x_XD[:20]))
+
+
+@pytest.mark.parametrize("biases", [False, True])
+def test_xecomla_splits_a_single_head(biases: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(test_methods, "FREQUENCIES_F", torch.zeros_like(FREQUENCIES_F))
+    a, x_XD = layer(key_heads=1, biases=biases), tokens()
+    target = MLA(kv_lora_rank=2 * H, qk_rope_head_dim=4)
+    torch.testing.assert_close(folded_output("xecomla", a, target, x_XD, x_XD[:20]), output(a, x_XD[:20]))
+
+
+def test_xecomla_rotates_the_mean_head() -> None:
+    a = layer()
+    target = MLA(kv_lora_rank=9, qk_rope_head_dim=4)
+    latent = PEERS["xecomla"].fold(a, target, bands_of("xecomla", 4), None)
+    torch.testing.assert_close(latent.k_rope_RD, a.k_KHD.mean(0)[-4:])
+    torch.testing.assert_close(latent.q_rope_NRA, a.q_NHD[:, -4:])
+    whole_CD = torch.cat([a.k_KHD, a.v_KHD]).flatten(0, 1)
+    u, s, vt = torch.linalg.svd(whole_CD)
+    best_CD = (u[:, :9] * s[:9] @ vt[:9]).unflatten(0, (2, 4, H))
+    torch.testing.assert_close(latent.v_up_NHC @ latent.down_CD, best_CD[1])
+    torch.testing.assert_close((latent.k_up_NPC @ latent.down_CD)[:, :-4], best_CD[0, :, :-4])
+    assert not latent.k_up_NPC[:, -4:].any()
+
+
+@pytest.mark.parametrize("name", ["svd", "transmla", "care"])
+@pytest.mark.parametrize("biases", [False, True])
+def test_heads_equal_up_to_real_factors_need_the_cache_of_one(name: str, biases: bool) -> None:
+    """What a real basis can do, and what it cannot: heads whose keys differ in phase besides."""
+    a = layer(biases=biases)
+    copies = turned_copies(a, seed=6)
+    factors_KF = torch.linspace(-2, 1.5, len(a.k_KHD) * F, dtype=torch.float64).view(-1, F)
+    z_FE = complex_rows(with_bias(a.k_KHD, a.k_KH))[0]
+    k_KHE = half_rows(factors_KF[..., None] * z_FE)
+    real = replace(copies, k_KHD=k_KHE[..., :D], k_KH=k_KHE[..., D] if biases else None, v_KH=None)
+    target, x_XD = MLA(kv_lora_rank=H, qk_rope_head_dim=H), tokens()
+    torch.testing.assert_close(folded_output(name, real, target, x_XD, x_XD[:20]), output(real, x_XD[:20]))
+    phased = replace(copies, k_KH=None, v_KH=None)
+    lost = folded_output(name, phased, target, x_XD, x_XD[:20]) - output(phased, x_XD[:20])
+    assert lost.norm() > 0.02 * output(phased, x_XD[:20]).norm()
+
+
+def pca(z_XB: Tensor, ratio: float, keys: int, rank: int) -> Tensor:
+    """TransMLA's map on balanced activations: onto their leading directions."""
+    basis_BC = torch.linalg.svd(z_XB, full_matrices=False)[2][:rank].mT
+    return basis_BC @ basis_BC.mT
+
+
+def covariance_svd(z_XB: Tensor, ratio: float, keys: int, rank: int) -> Tensor:
+    """CARE's map on balanced activations, by roots and inverses.
+
+    W ≈ V S Uᵀ C^-½, seen behind W, which undoes the balance.
+    """
+    moment_BB = z_XB.mT @ z_XB
+    moment_BB += CARE_DAMPING * moment_BB.diagonal().mean() * torch.eye(len(moment_BB), dtype=torch.float64)
+    values, vectors = torch.linalg.eigh(moment_BB)
+    root_BB, inverse_BB = vectors * values.sqrt() @ vectors.mT, vectors * values.rsqrt() @ vectors.mT
+    w_BB = torch.diag(torch.tensor([ratio] * keys + [1.0] * (z_XB.shape[1] - keys), dtype=torch.float64))
+    u, s, vt = torch.linalg.svd(root_BB @ w_BB)
+    return torch.linalg.inv(w_BB) @ vt[:rank].mT @ torch.diag(s[:rank]) @ u[:, :rank].mT @ inverse_BB
+
+
+def plain(a: Attention, rope_dim: int, rank: int, x_XD: Tensor, x_TD: Tensor, latent_map: Any) -> Tensor:
+    """TransMLA's steps one after another on activations; the tokens calibrate and are the input."""
+    heads, fold = len(a.k_KHD), H // rope_dim
+
+    def rows(weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
+        return torch.einsum("khd,td->tkh", weight, x) + (0 if bias is None else bias)
+
+    rope, nope = [], []  # (heads, pairs folded) -> component, of real parts and imaginary parts
+    for first in range(0, F, fold):
+        parts = rows(a.k_KHD, a.k_KH, x_XD).unflatten(-1, (2, F))[..., first : first + fold]
+        stacked = parts.permute(2, 0, 1, 3).flatten(0, 1).flatten(1)  # real rows above imaginary rows
+        basis = torch.linalg.svd(stacked, full_matrices=True)[2].mT.unflatten(0, (heads, fold))
+        place = torch.zeros(heads, F, basis.shape[-1], dtype=torch.float64)
+        place[:, first : first + fold] = basis
+        rope.append(place[..., 0])
+        nope += list(place.unbind(-1)[1:])
+
+    def turned(x: Tensor, basis: list[Tensor]) -> Tensor:
+        """Keys in a basis: (T, 2, components)."""
+        return torch.einsum(
+            "tkaf,mkf->tam", rows(a.k_KHD, a.k_KH, x).unflatten(-1, (2, F)), torch.stack(basis)
+        )
+
+    def latent(x: Tensor) -> Tensor:
+        values = rows(a.v_KHD, a.v_KH, x).flatten(1)
+        return torch.cat([turned(x, nope).flatten(1), values], 1)
+
+    keys = 2 * len(nope)
+    norms = latent(x_XD).norm(dim=0)
+    ratio = float(norms[:keys].mean() / norms[keys:].mean())
+    scale = torch.ones(keys + heads * H, dtype=torch.float64)
+    scale[:keys] = 1 / ratio
+    kept = latent(x_TD) * scale @ latent_map(latent(x_XD) * scale, ratio, keys, rank).mT / scale
+    q_TNAF = rows(a.q_NHD, a.q_NH, x_TD).unflatten(-1, (2, F))
+    group = len(a.q_NHD) // heads
+    q = {
+        part: torch.einsum("tnaf,mnf->ntam", q_TNAF, torch.stack(basis).repeat_interleave(group, 1)).flatten(
+            2
+        )
+        for part, basis in (("rope", rope), ("nope", nope))
+    }
+    k_rope = rotate(turned(x_TD, rope).flatten(1), FREQUENCIES_F[::fold], interleaved=False)
+    q_all = torch.cat([q["nope"], rotate(q["rope"], FREQUENCIES_F[::fold], interleaved=False)], -1)
+    k_all = torch.cat([kept[:, :keys], k_rope], 1).expand(len(q_all), -1, -1)
+    v = kept[:, keys:].unflatten(1, (heads, H)).transpose(0, 1).repeat_interleave(group, 0)
+    return torch.einsum("dnh,nth->td", a.o_DNH, attend(q_all, k_all, v, a.scale))
+
+
+@pytest.mark.parametrize(("name", "latent_map"), [("transmla", pca), ("care", covariance_svd)])
+@pytest.mark.parametrize("rope_dim", [4, 8])
+@pytest.mark.parametrize("biases", [False, True])
+def test_by_the_paper_on_activations(name: str, latent_map: Any, rope_dim: int, biases: bool) -> None:
+    a, x_XD = layer(key_heads=2, biases=biases), tokens()
+    expected = plain(a, rope_dim, 7, x_XD, x_XD[:20], latent_map)
+    folded = folded_output(name, a, MLA(kv_lora_rank=7, qk_rope_head_dim=rope_dim), x_XD, x_XD[:20])
+    torch.testing.assert_close(folded, expected)
+    assert (
+        folded - output(a, x_XD[:20])
+    ).norm() > 0.1 * expected.norm()  # the rank is one at which something is lost
+
+
+def with_pairs(a: Attention, pairs: set[tuple[int, int]]) -> Attention:
+    """Only these (head, pair)s have keys."""
+    z_KFD = complex_rows(a.k_KHD)
+    for head in range(len(z_KFD)):
+        for pair in range(F):
+            if (head, pair) not in pairs:
+                z_KFD[head, pair] = 0
+    return replace(a, k_KHD=half_rows(z_KFD))
+
+
+def test_mha2mla_keeps_the_pairs_that_contribute() -> None:
+    a, x_XD = with_pairs(layer(key_heads=2), {(0, 1), (0, 2), (1, 0), (1, 2)}), tokens()
+    target = MLA(kv_lora_rank=2 * H, qk_rope_head_dim=8)
+    bands = bands_of("mha2mla", 8, (a, statistics_of(a, x_XD)))
+    assert [(band.pairs, band.slots) for band in bands] == [((0,), 1), ((1,), 1), ((2,), 2)]
+    torch.testing.assert_close(folded_output("mha2mla", a, target, x_XD, x_XD[:20]), output(a, x_XD[:20]))
+
+
+def test_mha2mla_has_one_table_for_all_layers() -> None:
+    """Each layer alone would want other frequencies.
+
+    The table has both, and each layer fills those that it uses.
+    """
+    x_XD = tokens()
+    one, other = with_pairs(layer(key_heads=2), {(0, 0)}), with_pairs(layer(seed=1, key_heads=2), {(1, 3)})
+    layers = [(a, statistics_of(a, x_XD)) for a in (one, other)]
+    bands = bands_of("mha2mla", 4, *layers)
+    assert [(band.pairs, band.slots) for band in bands] == [((0,), 1), ((3,), 1)]
+    latents = [PEERS["mha2mla"].fold(a, MLA(kv_lora_rank=3, qk_rope_head_dim=4), bands, s) for a, s in layers]
+    assert [bool(latent.k_rope_RD[:2].any()) for latent in latents] == [True, False]
+    assert [bool(latent.k_rope_RD[2:].any()) for latent in latents] == [False, True]
+
+
+@pytest.mark.parametrize("name", [name for name, peer in PEERS.items() if not peer.needs_statistics])
+def test_rules_of_weights_alone_read_no_statistics(name: str) -> None:
+    a, target = layer(key_heads=2, biases=True), MLA(kv_lora_rank=5, qk_rope_head_dim=4)
+    given, none = (
+        PEERS[name].fold(a, target, bands_of(name, 4), s) for s in (statistics_of(a, tokens()), None)
+    )
+    assert all(
+        torch.equal(one, other)
+        for one, other in zip(vars(given).values(), vars(none).values(), strict=True)
+        if isinstance(one, Tensor)
+    )
+
+
+def test_widths_that_a_rule_cannot_fill() -> None:
+    with pytest.raises(
+        InvalidInput, match=r"6 rotary dimensions do not divide the head dimension 8 .*--rope-dim 2, 4, 8"
+    ):
+        bands_of("transmla", 6)
+    with pytest.raises(InvalidInput, match="10 rotary dimensions are more than the head dimension 8"):
+        bands_of("xecomla", 10)
+
+
+def test_on_a_trained_model_they_rank_as_published(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the bundled checkpoint at a quarter of its cache, error of the layers' outputs on text that
+    calibrated nothing.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    text = Path(json.__file__).read_text()[:10000]
+    ids = AutoTokenizer.from_pretrained(DEMO, model_max_length=10000)(text, return_tensors="pt").input_ids
+    model, source = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float64).eval(), open_source(DEMO)
+    seen: list[Tensor] = []
+    for block in model.model.layers:
+        block.self_attn.q_proj.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].detach()))
+    model(input_ids=ids[:, :2048].view(8, 256))
+    table_F, _ = source.frequencies()
+    monkeypatch.setattr(test_methods, "FREQUENCIES_F", table_F)
+    attention = [source.attention(n) for n in range(source.layers)]
+    statistics = [
+        statistics_of(a, x_BTD[:-1].flatten(0, 1)) for a, x_BTD in zip(attention, seen, strict=True)
+    ]
+    target = MLA(kv_lora_rank=48, qk_rope_head_dim=16)
+    lost = dict.fromkeys(PEERS, 0.0)
+    for name, peer in PEERS.items():
+        bands = peer.bands(lambda: zip(attention, statistics, strict=True), table_F, table_F)
+        slots_S = torch.tensor(
+            [band.frequency for band in bands for _ in range(band.slots)], dtype=torch.float64
+        )
+        for a, s, x_BTD in zip(attention, statistics, seen, strict=True):
+            wanted_TD = output(a, x_BTD[-1])
+            error_TD = latent_output(peer.fold(a, target, bands, s), slots_S, x_BTD[-1]) - wanted_TD
+            lost[name] += float(error_TD.norm() / wanted_TD.norm()) / len(attention)
+    assert lost["transmla"] < lost["svd"] < lost["mha2mla"] < lost["xecomla"]
+    assert lost["care"] < lost["svd"]

@@ -1,0 +1,80 @@
+"""Layers at work at once: the same bytes, within memory, and what is read on the way."""
+
+import hashlib
+import json
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvfold.convert.calibration.capacity import default_jobs, fold_bytes
+from kvfold.convert.decide.plan import Plan
+from kvfold.convert.families.source import open_source
+from kvfold.convert.write import rewrite
+from kvfold.convert.write.layer_fold import Folded
+
+from ...support.tiny import make, same_bytes
+from .test_rewrite import GQA, MLA, convert
+
+
+@pytest.mark.parametrize(
+    "options",
+    [GQA, MLA, ("--to", "mla", "--rank", "9", "--length", "12", "--sequences", "4", "--refine", "3")],
+)
+def test_layers_at_once_give_the_same_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...]
+) -> None:
+    """However many layers are at work, and with whatever threads torch would use."""
+    source = make(tmp_path / "source", num_hidden_layers=4)
+    assert convert(source, *options, "--jobs", "1", out=tmp_path / "one").exit_code == 0
+    at_once, meeting, fold = set(), threading.Barrier(2, timeout=60), rewrite.fold
+
+    def met(plan: Plan, number: int) -> Folded:
+        at_once.add(threading.current_thread().name)
+        meeting.wait()  # broken unless two layers are at work
+        return fold(plan, number)
+
+    monkeypatch.setattr(rewrite, "fold", met)
+    usual = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        assert (
+            convert(source, *options, "--jobs", "2", "--shard-size", "5GB", out=tmp_path / "two").exit_code
+            == 0
+        )
+        assert torch.get_num_threads() == 2, "threads are not given back"
+    finally:
+        torch.set_num_threads(usual)
+    assert len(at_once) == 2
+    assert same_bytes(tmp_path / "one", tmp_path / "two") == []
+
+
+def test_jobs_are_bounded_by_memory_and_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = open_source(make(tmp_path / "source", num_hidden_layers=3))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    assert default_jobs(source, None) == 3
+    need = fold_bytes(source)
+    assert need >= 8 * 4 * source.geometry.hidden_size**2, "a layer's attention alone takes more"
+    assert fold_bytes(source, (4, 64)) > need
+    monkeypatch.setattr("kvfold.convert.calibration.capacity._system_bytes", lambda: 2 * need)
+    assert default_jobs(source, None) == 2
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert default_jobs(source, None) == 1
+
+
+def test_no_jobs_are_refused(tmp_path: Path) -> None:
+    result = convert(make(tmp_path / "source"), *GQA, "--jobs", "0")
+    assert result.exit_code == 2
+    assert "0 is not in the range x>=1" in result.output
+
+
+def test_the_record_has_the_hash_of_every_source_file(tmp_path: Path) -> None:
+    source = make(tmp_path / "source", shard_size="20KB")
+    assert convert(source, *GQA, "--jobs", "2").exit_code == 0
+    recorded = json.loads((tmp_path / "out" / "kvfold.json").read_text())["source"]["files"]
+    weights = {
+        path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in source.glob("*.safetensors")
+    }
+    assert len(weights) > 3
+    assert weights.items() <= recorded.items()

@@ -1,0 +1,294 @@
+"""Model cards: what an output says of itself, and what becomes of a card that its owner wrote."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from huggingface_hub import ModelCard
+
+from kvfold.checkpoints.evaluation import Evaluation, read_evaluation
+from kvfold.checkpoints.record import read_record, write_record
+from kvfold.cli import main
+from kvfold.convert.write.model_card import base_model, make_card, write_card, written_by_kvfold
+
+from ...support.tiny import make
+
+ROOT = Path(__file__).parents[3]
+EVALUATION: dict[str, Any] = {
+    "schema": 1,
+    "protocol": {
+        "name": "text:held-out.txt",
+        "text_sha256": "ab" * 32,
+        "window": 64,
+        "windows": 3,
+        "scored_tokens": 189,
+    },
+    "student": {
+        "path": "gone",
+        "dtype": "float32",
+        "perplexity": 12.5,
+        "cache": {"elements_per_token_per_layer": 64.0},
+    },
+    "teacher": {
+        "path": "gone",
+        "dtype": "float32",
+        "perplexity": 11.25,
+        "cache": {"elements_per_token_per_layer": 128.0},
+    },
+    "parent": None,
+    "fidelity": {
+        "kl": {"mean": 0.125, "standard_error": 0.01},
+        "same_top1": {"mean": 0.875, "standard_error": None},
+    },
+    "recovered_share": {"value": None, "reason": "no folded parent"},
+}
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = make(tmp_path_factory.mktemp("models") / "source")
+    (directory / "README.md").write_text("---\nlicense: mit\nlanguage: en\n---\n# The source\n")
+    return directory
+
+
+@pytest.fixture(scope="module")
+def outputs(source: Path) -> dict[str, Path]:
+    """A checkpoint of each layout."""
+    options = {
+        "grouped": ["--to", "gqa", "--kv-heads", "2"],
+        "stock": ["--to", "mla", "--kv-budget", "50%"],
+        "remote": ["--to", "mla", "--kv-budget", "50%", "--container", "remote"],
+    }
+    for name, words in options.items():
+        out = source.with_name(name)
+        done = CliRunner().invoke(
+            main, ["convert", str(source), *words, "--calibration", "none", "--out", str(out)]
+        )
+        assert done.exit_code == 0, done.output
+    return {name: source.with_name(name) for name in options}
+
+
+def card_of(directory: Path) -> ModelCard:
+    return ModelCard.load(directory / "README.md")
+
+
+def remade(directory: Path, evaluation: Evaluation | None = None) -> ModelCard:
+    record = read_record(directory)
+    assert record is not None
+    return make_card(directory, record, "tiny", "org/tiny", evaluation)
+
+
+@pytest.mark.parametrize("layout", ["grouped", "stock", "remote"])
+def test_a_converted_checkpoint_has_a_card(outputs: dict[str, Path], layout: str) -> None:
+    directory = outputs[layout]
+    card, record = card_of(directory), json.loads((directory / "kvfold.json").read_text())
+    assert written_by_kvfold(card.text)
+    assert (card.data["license"], card.data["library_name"], card.data["pipeline_tag"]) == (
+        "mit",
+        "transformers",
+        "text-generation",
+    )
+    assert {"kvfold", record["target"]["name"]} <= set(card.data["tags"])
+    assert card.data.get("base_model") is None  # the source was a directory
+    assert f"$ {record['command']}\n" in card.text
+    after = record["cache"]["after"]
+    assert f"| elements per token and layer | 128 | {after['elements_per_token_per_layer']} |" in card.text
+    assert f"| bytes per token (float32) | 1,024 | {after['bytes_per_token']:,} |" in card.text
+    assert (
+        ("trust_remote_code=True" in card.text)
+        == ("--trust-remote-code" in card.text)
+        == (layout == "remote")
+    )
+
+
+def test_the_card_says_of_each_engine_what_the_rules_say(outputs: dict[str, Path]) -> None:
+    from kvfold.convert.decide.engine_rules import lint
+    from kvfold.verification.verify import ENGINES
+
+    commands = {
+        "transformers": "from_pretrained",
+        "vllm": "vllm serve .",
+        "sglang": "--model-path .",
+        "llama.cpp": "convert_hf",
+    }
+    refused = 0
+    for directory in outputs.values():
+        sections = dict(zip(ENGINES, card_of(directory).text.split("\n### ")[1:], strict=True))
+        for engine, section in sections.items():
+            failing = [finding for finding in lint(directory, [engine]) if finding.fails]
+            assert (commands[engine] in section) == (not failing), (directory, engine)
+            assert all(finding.sentence in section for finding in failing)
+            refused += len(failing)
+    assert refused
+
+
+def test_measurements_are_metadata_and_a_table(outputs: dict[str, Path]) -> None:
+    card = remade(outputs["stock"], Evaluation.model_validate(EVALUATION))
+    found = {result.metric_type: result for result in ModelCard(str(card)).data.eval_results}
+    assert {kind: result.metric_value for kind, result in found.items()} == {
+        "perplexity": 12.5,
+        "kl_divergence": 0.125,
+        "same_top1": 0.875,
+    }
+    assert found["perplexity"].dataset_args == {"text_sha256": "ab" * 32, "window": 64, "windows": 3}
+    assert "| source | 11.25 | 128 | float32 |\n| this model | 12.5 | 64 | float32 |" in card.text
+    assert 'from_pretrained("org/tiny"' in card.text
+
+
+def test_a_users_text_is_kept_and_metadata_is_merged(outputs: dict[str, Path], tmp_path: Path) -> None:
+    copy = shutil.copytree(outputs["stock"], tmp_path / "copy")
+    text = "\n# Mine\r\n\n---\nA rule, and *my* words.\n"
+    (copy / "README.md").write_bytes(
+        f"---\nlicense: cc0-1.0\ntags: [mine]\nextra: {{a: 1}}\n---\n{text}".encode()
+    )
+    evaluation = Evaluation.model_validate(EVALUATION)
+    card = remade(copy, evaluation)
+    assert card.text == text
+    assert (card.data["license"], card.data["extra"], card.data["library_name"]) == (
+        "cc0-1.0",
+        {"a": 1},
+        "transformers",
+    )
+    assert card.data["tags"] == ["mine", "kvfold", "kv-cache", "mla", "latent-attention"]
+    # A later measurement takes the place of an earlier one of the same kind, and of nothing else.
+    (copy / "README.md").write_text(str(card).replace("type: kl_divergence", "type: rouge"), newline="")
+    later = {**EVALUATION, "student": {**EVALUATION["student"], "perplexity": 12.0}}
+    results = remade(copy, Evaluation.model_validate(later)).data.eval_results
+    assert sorted((result.metric_type, result.metric_value) for result in results) == [
+        ("kl_divergence", 0.125),
+        ("perplexity", 12.0),
+        ("rouge", 0.125),
+        ("same_top1", 0.875),
+    ]
+
+
+def test_a_text_without_metadata_is_kept_whole(outputs: dict[str, Path], tmp_path: Path) -> None:
+    copy = shutil.copytree(outputs["stock"], tmp_path / "copy")
+    (copy / "README.md").write_text("Only words.\n")
+    card = remade(copy)
+    assert card.text == "Only words.\n"
+    assert card.data["license"] == "mit"
+
+
+def test_our_text_is_made_anew_and_an_edited_one_is_theirs(outputs: dict[str, Path], tmp_path: Path) -> None:
+    copy = shutil.copytree(outputs["stock"], tmp_path / "copy")
+    ours = (copy / "README.md").read_text()
+    (copy / "README.md").write_text(ours.replace("license: mit", "license: cc0-1.0"))
+    card = remade(copy)
+    assert card.text.startswith("\n# tiny\n")
+    assert card.data["license"] == "cc0-1.0"  # metadata is theirs in any case
+    (copy / "README.md").write_text(ours.replace("## KV cache", "## My heading"))
+    assert "## My heading" in remade(copy).text
+
+
+def test_a_distilled_checkpoint_tells_its_recipe(outputs: dict[str, Path], tmp_path: Path) -> None:
+    copy = shutil.copytree(outputs["stock"], tmp_path / "copy")
+    (copy / "README.md").unlink()
+    record = read_record(copy)
+    assert record is not None
+    source = {**record["source"], "name": "org/base", "revision": "0" * 40}
+    record |= {
+        "stage": "distill",
+        "source": source,
+        "distill": {"recipe": {"student": "out", "stages": [{"lr": 0.5}]}},
+    }
+    write_record(copy, record)
+    write_card(copy, record)
+    card = card_of(copy)
+    assert (card.data["base_model"], card.data["base_model_relation"]) == ("org/base", "finetune")
+    assert "distillation" in card.data["tags"]
+    assert "$ kvfold distill recipe.yaml" in card.text
+    assert "stages:\n- lr: 0.5\n" in card.text
+
+
+def test_the_hub_id_of_a_source() -> None:
+    cached = "/x/hub/models--org--tiny/snapshots/0123"
+    assert base_model({"name": "0123", "path": cached, "revision": "0123"}) == "org/tiny"
+    assert base_model({"name": "org/tiny", "path": "/y", "revision": "0123"}) == "org/tiny"
+    assert base_model({"name": "tiny", "path": "/y/tiny", "revision": None}) is None
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "wanted"),
+    [
+        ("LICENSE", "  Apache License\n  Version 2.0, January 2004", {"license": "apache-2.0"}),
+        ("LICENSE.txt", "My own terms", {"license": "other", "license_link": "LICENSE.txt"}),
+        ("config.json", '{"license": "gemma"}', {"license": "gemma"}),
+        ("README.md", "---\nlicense: [\n---\n", {}),
+    ],
+)
+def test_licences(
+    outputs: dict[str, Path], tmp_path: Path, file: str, text: str, wanted: dict[str, str]
+) -> None:
+    from kvfold.convert.write.model_card import metadata
+
+    (tmp_path / file).write_text(text)
+    record = {**json.loads((outputs["stock"] / "kvfold.json").read_text())}
+    record["source"]["path"] = str(tmp_path)
+    found = metadata(outputs["stock"], record)
+    assert {key: value for key, value in found.items() if key.startswith("license")} == wanted
+
+
+def test_an_evaluation_of_another_checkpoint_is_refused(outputs: dict[str, Path], tmp_path: Path) -> None:
+    from kvfold.core.errors import InvalidInput
+
+    student = {**EVALUATION["student"], "path": str(outputs["grouped"])}
+    (tmp_path / "eval.json").write_text(json.dumps({**EVALUATION, "student": student}))
+    with pytest.raises(InvalidInput, match="was measured on"):
+        read_evaluation(tmp_path)
+
+
+def test_both_schemas_say_the_same(tmp_path: Path) -> None:
+    share, roles = {"value": 0.5, "reason": None}, ("student", "teacher")
+    first = {**EVALUATION, "recovered_share": share}
+    scores = {role: {**EVALUATION[role], "cache": None} for role in roles}
+    caches = {role: EVALUATION[role]["cache"] for role in roles}
+    suites = {
+        "ppl": {**scores, "parent": None, "recovered_share": share},
+        "fidelity": EVALUATION["fidelity"],
+        "cache": {**caches, "parent": None, "ratio": 0.5},
+    }
+    places = {"checkpoint": {"path": "gone"}, "teacher": {"path": "gone"}, "parent": None}
+    second = {"schema": 2, **places, "protocol": EVALUATION["protocol"], "suites": suites}
+    read = []
+    for report in (
+        first,
+        second,
+        {**second, "protocol": None, "suites": {"ppl": None, "cache": suites["cache"]}},
+    ):
+        (tmp_path / "eval.json").write_text(json.dumps(report))
+        read.append(read_evaluation(tmp_path))
+    assert read[0] == read[1]
+    assert read[0] is not None
+    assert read[2] is None, "there is no perplexity to tell"
+
+
+def test_what_eval_writes_is_what_the_card_reads(tmp_path: Path) -> None:
+    """The command and the card, without a copy of the report's shape between them."""
+    directory = shutil.copytree(ROOT / "recipes" / "demo", tmp_path / "demo")
+    (tmp_path / "text.txt").write_text("def fold(cache): return cache[:, ::4]\n" * 40)
+    words = [
+        "eval",
+        str(directory),
+        "--teacher",
+        str(directory),
+        "--text",
+        str(tmp_path / "text.txt"),
+        "--window",
+        "32",
+    ]
+    done = CliRunner().invoke(
+        main, [*words, "--max-windows", "2", "--out", str(directory / "eval.json"), "--json"]
+    )
+    assert done.exit_code == 0, done.output
+    found = read_evaluation(directory)
+    assert found is not None
+    assert found.teacher is not None
+    assert found.student.perplexity == found.teacher.perplexity
+    assert found.student.cache is not None
+    assert found.student.cache.elements_per_token_per_layer == 256
+    assert found.fidelity is not None
+    assert found.fidelity.kl.mean == pytest.approx(0, abs=1e-6)

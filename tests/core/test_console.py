@@ -1,0 +1,79 @@
+"""What every command shares."""
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from kvfold.core.console import loading
+
+
+def test_loading_leaves_others_alone() -> None:
+    """In a process that has torch already, whose garbage may be models, nothing is kept from the
+    collector.
+    """
+    assert torch.__name__ in sys.modules
+    before = gc.get_freeze_count()
+    with loading():
+        assert gc.isenabled()
+    assert gc.get_freeze_count() == before
+
+
+def test_loading_in_a_command() -> None:
+    """In a fresh process what is imported is set aside, and the collector runs again, also after an import
+    that fails.
+    """
+    code = (
+        "import gc\n"
+        "from kvfold.core.console import loading\n"
+        "try:\n"
+        "    with loading():\n"
+        "        assert not gc.isenabled()\n"
+        "        import kvfold.nothing\n"
+        "except ImportError:\n"
+        "    print(gc.isenabled(), gc.get_freeze_count() > 0)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["True", "True"]
+
+
+ENDING = """
+import atexit, os, sys, threading, time, click
+from kvfold.core.console import run_as_process
+
+class Thing:
+    def __del__(self):
+        os.abort()  # as gloo's threads do while the interpreter is taken apart
+
+thing = Thing()
+thing.itself = thing
+atexit.register(print, "and a tracker's last word")
+
+@click.command()
+@click.option("--code", type=int, default=0)
+def main(code):
+    print("a result", end=" ")
+    threading.Thread(target=lambda: (time.sleep(0.2), print("of a thread", end=" "))).start()
+    sys.exit(code)
+
+run_as_process(main)
+"""
+
+
+@pytest.mark.parametrize("code", [0, 2])
+def test_one_of_several_processes_ends_before_the_interpreter_is_taken_apart(code: int) -> None:
+    """What it printed and what was registered for its end is there, and its exit code is the command's."""
+    command, environment = (
+        [sys.executable, "-c", ENDING, "--code", str(code)],
+        os.environ | {"PYTHONUNBUFFERED": ""},
+    )
+    done = subprocess.run(command, capture_output=True, text=True, env=environment | {"WORLD_SIZE": "2"})
+    assert (done.returncode, done.stdout) == (code, "a result of a thread and a tracker's last word\n"), (
+        done.stderr
+    )
+    alone = subprocess.run(command, capture_output=True, text=True, env=environment | {"WORLD_SIZE": "1"})
+    assert alone.returncode == -signal.SIGABRT

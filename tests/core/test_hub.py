@@ -1,0 +1,129 @@
+"""Hub ids.
+
+From the local cache when offline, and over HTTP from a server that speaks the part of the protocol that is
+used.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from ..support.tiny import make
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+MQA = ("--to", "mqa", "--calibration", "none", "--json")
+
+
+def kvfold(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """The command in a process of its own: huggingface_hub reads its environment when imported."""
+    settings = {**os.environ, "HF_HOME": str(cwd / "hf"), "HF_HUB_DISABLE_XET": "1", **environment}
+    command = [sys.executable, "-m", "kvfold", "convert", *arguments]
+    return subprocess.run(command, cwd=cwd, env=settings, capture_output=True, text=True, check=False)
+
+
+def test_a_cached_model_is_found_offline(tmp_path: Path) -> None:
+    repository = tmp_path / "hf" / "hub" / "models--org--tiny"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text(COMMIT)
+    (repository / "snapshots").mkdir()
+    shutil.move(make(tmp_path / "tiny"), repository / "snapshots" / COMMIT)
+    done = kvfold("org/tiny", *MQA, "--out", "out", cwd=tmp_path, HF_HUB_OFFLINE="1")
+    assert done.returncode == 0, done.stderr
+    source = json.loads(done.stdout)["source"]
+    assert (source["name"], source["revision"]) == ("org/tiny", COMMIT)
+    missing = kvfold("org/other", *MQA, cwd=tmp_path, HF_HUB_OFFLINE="1")
+    assert missing.returncode == 2
+    assert "org/other is not a directory here, not in the local Hub cache" in missing.stderr
+
+
+class Hub(BaseHTTPRequestHandler):
+    """Model info and files of one repository, `org/tiny`, at `main` and at its commit."""
+
+    directory: Path
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        path = self.path.partition("?")[0]
+        files = {file.name: file.read_bytes() for file in self.directory.iterdir()}
+        info = json.dumps(
+            {"id": "org/tiny", "sha": COMMIT, "siblings": [{"rfilename": name} for name in files]}
+        ).encode()
+        revision, _, name = path.removeprefix("/org/tiny/resolve/").partition("/")
+        if path in {f"/api/models/org/tiny/revision/{revision}" for revision in ("main", "v1", COMMIT)}:
+            self.reply(200, info)
+        elif path.startswith("/api/models/org/tiny/tree/"):
+            tree = [
+                {"type": "file", "path": name, "size": len(data), "oid": _oid(data)}
+                for name, data in files.items()
+            ]
+            self.reply(200, json.dumps(tree).encode())
+        elif path.startswith("/api/models/org/tiny/revision/"):
+            self.reply(404, b"", "RevisionNotFound")
+        elif path.startswith("/org/tiny/resolve/") and revision in {"main", "v1", COMMIT} and name in files:
+            self.reply(200, files[name])
+        else:
+            self.reply(404, b"", "RepoNotFound")
+
+    def reply(self, status: int, body: bytes, error: str | None = None) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("ETag", f'"{_oid(body)}"')
+        self.send_header("X-Repo-Commit", COMMIT)
+        if error:
+            self.send_header("X-Error-Code", error)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def _oid(data: bytes) -> str:
+    return hashlib.sha1(data, usedforsecurity=False).hexdigest()
+
+
+@pytest.fixture
+def endpoint(tmp_path: Path) -> Iterator[str]:
+    handler = type("TinyHub", (Hub,), {"directory": make(tmp_path / "served", shard_size="20KB")})
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def test_a_model_is_downloaded_by_its_id(tmp_path: Path, endpoint: str) -> None:
+    online = {"HF_ENDPOINT": endpoint, "HF_HUB_OFFLINE": "0"}
+    done = kvfold("org/tiny", "--revision", "v1", *MQA, "--out", "out", cwd=tmp_path, **online)
+    assert done.returncode == 0, done.stderr
+    source = json.loads(done.stdout)["source"]
+    assert (source["name"], source["revision"]) == ("org/tiny", COMMIT)
+    assert (tmp_path / "out" / "model.safetensors").is_file()
+    for arguments, sentence in (
+        (("org/tiny@v9", *MQA), "org/tiny has no revision v9"),
+        (
+            ("org/absent", *MQA),
+            "org/absent is neither a directory here nor a model on the Hub that you may read",
+        ),
+    ):
+        refused = kvfold(*arguments, cwd=tmp_path, **online)
+        assert refused.returncode == 2, refused.stderr
+        assert sentence in refused.stderr
+        assert "Traceback" not in refused.stderr
+
+
+def test_an_unreachable_hub_is_one_sentence(tmp_path: Path) -> None:
+    done = kvfold("org/tiny", *MQA, cwd=tmp_path, HF_ENDPOINT="http://127.0.0.1:9", HF_HUB_OFFLINE="0")
+    assert done.returncode == 2
+    assert "the Hub cannot be reached" in done.stderr

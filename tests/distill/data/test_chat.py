@@ -1,0 +1,230 @@
+"""Of a conversation only what the assistant says is predicted."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from kvfold.distill.data.order.chat import conversation, fill_windows, messages_of
+from kvfold.distill.data.order.token_documents import SCORED, START, Piece
+from kvfold.distill.data.order.token_store import open_windows, write_tokens
+from kvfold.distill.recipe.recipe.data_section import Data
+from transformers import AutoTokenizer
+
+from kvfold.core.errors import InvalidInput
+from kvfold.distill.data.order import chat
+
+from ..conftest import save_tokenizer
+
+TURN = "{% for m in messages %}[{{ m['role'] }}]"
+PROMPT = "{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+PLAIN = "<s>" + TURN + "{{ m['content'] }};" + PROMPT
+MARKED = (
+    "<s>" + TURN + "{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }};{% endgeneration %}"
+    "{% else %}{{ m['content'] }};{% endif %}" + PROMPT
+)
+# Drops what the assistant said before, as templates of models that think drop their thoughts.
+FORGETFUL = "<s>" + TURN + "{% if loop.last or m['role'] == 'user' %}{{ m['content'] }}{% endif %};" + PROMPT
+STRICT = (
+    "{% if messages[0]['role'] != 'user' %}{{ raise_exception('the user speaks first') }}{% endif %}" + PLAIN
+)
+
+
+def say(*contents: str) -> list[dict[str, str]]:
+    """A conversation that the user begins."""
+    return [
+        {"role": ("user", "assistant")[index % 2], "content": content}
+        for index, content in enumerate(contents)
+    ]
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> Any:
+    save_tokenizer(tmp_path / "tokenizer")
+    return AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
+
+
+@pytest.mark.parametrize("template", [PLAIN, MARKED])
+def test_the_assistant_is_learnt_and_nobody_else(tokenizer: Any, template: str) -> None:
+    tokenizer.chat_template = template
+    ids, marks = conversation(
+        [{"role": "system", "content": "sys"}, *say("hi", "ho ho", "and", "so")], tokenizer, "a"
+    )
+    assert tokenizer.decode(ids) == "<s>[system]sys;[user]hi;[assistant]ho ho;[user]and;[assistant]so;"
+    learnt = "".join(
+        tokenizer.decode(id) if mark & SCORED else "_" for id, mark in zip(ids, marks, strict=True)
+    )
+    before, between = 1 + len("[system]sys;[user]hi;[assistant]"), len("[user]and;[assistant]")
+    assert learnt == "_" * before + "ho ho;" + "_" * between + "so;"
+    assert [int(mark & START) for mark in marks] == [START] + [0] * (len(ids) - 1)
+
+
+@pytest.mark.parametrize("template", [PLAIN, MARKED])
+def test_the_assistant_may_speak_first(tokenizer: Any, template: str) -> None:
+    tokenizer.chat_template = template
+    ids, marks = conversation([{"role": "assistant", "content": "a b"}, *say("hi", "ho")], tokenizer, "a")
+    assert tokenizer.decode(ids) == "<s>[assistant]a b;[user]hi;[assistant]ho;"
+    learnt = "".join(
+        tokenizer.decode(id) if mark & SCORED else "_" for id, mark in zip(ids, marks, strict=True)
+    )
+    assert learnt == "_" * len("s[assistant]") + "a b;" + "_" * len("[user]hi;[assistant]") + "ho;"
+
+
+def test_conversations_that_a_template_refuses_are_left_out(
+    tmp_path: Path, tokenizer: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One does not stop a run, which says which it is.
+
+    Where all are refused, reading ends before the source does.
+    """
+    tokenizer.chat_template = STRICT
+    seen: list[Any] = []
+    rows: list[Any] = [say("q", "a")[::-1], say("q", "b"), say("q", "c"), {"role": [], "content": []}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"talk": row}) + "\n" for row in rows[:3]))
+    data = Data(source=str(tmp_path / "a.jsonl"), messages_field="talk", seq_len=32)
+    write_tokens(tmp_path / "tokens.bin", data, tokenizer, 100, vocabulary=258)
+    said = capsys.readouterr().err
+    assert (
+        'begins with {"role": "assistant", "content": "a"}: the user speaks first: 1 of 3 read'
+        in " ".join(said.split())
+    )
+    assert len(conversation(messages_of(rows[3], data.sources[0]), tokenizer, "a").ids) == 0
+    (tmp_path / "a.jsonl").write_text((json.dumps({"talk": rows[0]}) + "\n") * 200)
+    monkeypatch.setattr(chat, "conversation", lambda *given: (seen.append(given), conversation(*given))[1])
+    with pytest.raises(InvalidInput, match="the user speaks first"):
+        write_tokens(tmp_path / "tokens.bin", data, tokenizer, 100, vocabulary=258)
+    assert len(seen) < 100
+
+
+def test_padding_is_a_token_that_the_student_has(tmp_path: Path, tokenizer: Any) -> None:
+    tokenizer.chat_template = PLAIN
+    (tmp_path / "a.jsonl").write_text(json.dumps({"talk": say("q" * 9, "a" * 9)}) + "\n")
+    data = Data(source=str(tmp_path / "a.jsonl"), messages_field="talk", seq_len=64)
+    tokenizer.add_special_tokens({"eos_token": "end", "pad_token": "<pad>"})
+    assert (tokenizer.eos_token_id, tokenizer.pad_token_id) == (257, 258)
+    for vocabulary, padding in ((259, 258), (258, 257), (257, 0)):
+        write_tokens(tmp_path / "tokens.bin", data, tokenizer, 1, vocabulary=vocabulary)
+        assert open_windows(tmp_path / "tokens.bin", data).tokens[0][-1] == padding
+
+
+def test_a_token_without_an_embedding_is_refused(tmp_path: Path, tokenizer: Any) -> None:
+    """In text, in what is said, and at the end of documents."""
+    tokenizer.chat_template = PLAIN
+    (tmp_path / "a.jsonl").write_text(
+        json.dumps({"text": "word " * 20 + "<pad>", "talk": say("q", "a<pad>" * 20)}) + "\n"
+    )
+    tokenizer.add_special_tokens({"pad_token": "<pad>"})
+    for field in ("text_field", "messages_field"):
+        keys = {field: "text" if field == "text_field" else "talk"}
+        data = Data(source=str(tmp_path / "a.jsonl"), seq_len=32, **keys)
+        with pytest.raises(
+            InvalidInput, match=r"a\.jsonl: the tokenizer of .* gives id 258 \('<pad>'\), and the model has"
+        ):
+            write_tokens(tmp_path / "tokens.bin", data, tokenizer, 10, vocabulary=258)
+        assert not (tmp_path / "tokens.bin").exists()
+        write_tokens(tmp_path / "tokens.bin", data, tokenizer, 10, vocabulary=259)
+        (tmp_path / "tokens.bin").unlink()
+    tokenizer.eos_token = "<pad>"
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "word " * 5}) + "\n")
+    with pytest.raises(InvalidInput, match="gives id 258"):
+        write_tokens(
+            tmp_path / "tokens.bin",
+            Data(source=str(tmp_path / "a.jsonl"), seq_len=8),
+            tokenizer,
+            9,
+            vocabulary=258,
+        )
+
+
+def test_both_kinds_of_template_and_data_give_the_same_windows(tmp_path: Path, tokenizer: Any) -> None:
+    talks = [say("a" * number, "b" * (number % 5), "c", "d" * number) for number in range(1, 40)]
+    columns = [{key: [message[key] for message in talk] for key in ("role", "content")} for talk in talks]
+    found = []
+    for name, template, rows in (
+        ("list", PLAIN, talks),
+        ("marked", MARKED, talks),
+        ("columns", PLAIN, columns),
+    ):
+        file = tmp_path / f"{name}.jsonl"
+        file.write_text("".join(json.dumps({"talk": row}) + "\n" for row in rows))
+        tokenizer.chat_template = template
+        data = Data(source=str(file), messages_field="talk", seq_len=128)
+        (tmp_path / name).mkdir()
+        write_tokens(tmp_path / name / "tokens.bin", data, tokenizer, 10**4, vocabulary=258)
+        windows = open_windows(tmp_path / name / "tokens.bin", data)
+        found.append(windows.batch(range(len(windows))))
+    for other in found[1:]:
+        assert (other.input_ids_BS == found[0].input_ids_BS).all()
+        assert (other.labels_BS == found[0].labels_BS).all()
+    # Every word of the assistant's is there once, and no conversation is split: each begins in the window
+    # that ends it.
+    texts = [tokenizer.decode(ids) for ids in found[0].input_ids_BS]
+    assert sum(text.count("[user]c;[assistant]d") for text in texts) == len(talks)
+    assert all(text.startswith("<s>") for text in texts)
+    assert found[0].count == sum(number % 5 + 1 + number + 1 for number in range(1, 40))
+
+
+def test_windows_are_filled_with_what_fits() -> None:
+    def piece(number: int, length: int) -> Piece:
+        return Piece(np.full(length, number, dtype=np.int32), np.full(length, SCORED, dtype=np.uint8))
+
+    lengths = [6, 5, 4, 10, 9, 1, 3]
+    filled = list(
+        fill_windows(iter([piece(number, length) for number, length in enumerate(lengths, 1)]), 10, 0)
+    )
+    ids = np.concatenate([piece.ids for piece in filled])
+    windows = [[int(number) for number in dict.fromkeys(ids[at : at + 10])] for at in range(0, 40, 10)]
+    assert windows == [[1, 3], [2, 7, 6, 0], [4], [5, 0]]
+    assert len(ids) == 41
+    marks = np.concatenate([piece.marks for piece in filled])
+    assert not (marks[ids == 0] & SCORED).any()
+    assert (marks[[19, 39, 40]] == START).all()
+
+
+def test_long_and_silent_conversations(
+    tmp_path: Path, tokenizer: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer.chat_template = PLAIN
+    rows = [say("q", "a" * 50), say("q" * 60, "a"), say("q"), say("q", "a")]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"talk": row}) + "\n" for row in rows))
+    data = Data(source=str(tmp_path / "a.jsonl"), messages_field="talk", seq_len=32)
+    write_tokens(tmp_path / "tokens.bin", data, tokenizer, 100, vocabulary=258)
+    said = capsys.readouterr().err
+    assert "a.jsonl: conversations cut to data.seq_len 32: 2 of 4 read" in said
+    assert "a.jsonl: conversations left out: no word of an assistant's: 2 of 4 read" in said
+    windows = open_windows(tmp_path / "tokens.bin", data)
+    assert (len(windows), windows.scored(range(2))) == (2, 32 - len("s[user]q;[assistant]") + len("a;"))
+
+
+def test_mistakes_about_chat_are_named(tmp_path: Path, tokenizer: Any) -> None:
+    talks = [say("q", "a", "q", "a")]
+    for template, rows, message in (
+        (None, talks, "has no chat template, which says how a conversation is written"),
+        (
+            FORGETFUL,
+            talks,
+            r"renders message 2 of the conversation .* differently .* marks them with \{% generation %\}",
+        ),
+        (
+            STRICT,
+            [say("q", "a")[::-1]],
+            r"cannot render the conversation .* begins with \{.*\"a\"\}: the user speaks",
+        ),
+        (PLAIN, ["text"], "the field 'talk' holds no conversations, which are lists of {role, content}"),
+        (PLAIN, [[{"from": "human", "value": "q"}]], "holds no conversations"),
+        (PLAIN, [say("q"), say("r")], "none of its 2 conversations has a word of an assistant's"),
+    ):
+        (tmp_path / "a.jsonl").write_text("".join(json.dumps({"talk": row}) + "\n" for row in rows))
+        tokenizer.chat_template = template
+        data = Data(source=str(tmp_path / "a.jsonl"), messages_field="talk", seq_len=32)
+        with pytest.raises(InvalidInput, match=message):
+            write_tokens(tmp_path / "tokens.bin", data, tokenizer, 10, vocabulary=258)
+    with pytest.raises(InvalidInput, match=r"has no field 'chat'; data\.messages_field can be talk"):
+        write_tokens(
+            tmp_path / "tokens.bin",
+            data.model_copy(update={"messages_field": "chat"}),
+            tokenizer,
+            10,
+            vocabulary=258,
+        )

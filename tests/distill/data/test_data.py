@@ -1,0 +1,285 @@
+"""The order of data is a pure function of (seed, index).
+
+What is learnt of a document is what its packing says.
+"""
+
+import bz2
+import gzip
+import json
+import lzma
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from kvfold.distill.data.order.batch import IGNORED
+from kvfold.distill.data.order.order import Stream, Windows, schedule, shares
+from kvfold.distill.data.order.token_documents import SCORED, START
+from kvfold.distill.data.order.token_store import open_windows, write_tokens
+from kvfold.distill.recipe.recipe.data_section import Data
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+
+from kvfold.core.errors import InvalidInput
+
+from ..conftest import save_tokenizer
+
+
+def stream(length: int, first: int = 0) -> Stream:
+    return Stream(np.arange(first, first + length, dtype=np.int32), np.full(length, SCORED, dtype=np.uint8))
+
+
+def plain(seed: int) -> Windows:
+    return Windows([stream(101)], Data(source="stdlib", seq_len=10, seed=seed))
+
+
+def test_an_epoch_has_every_window_once_and_each_its_own_order() -> None:
+    windows = plain(seed=3)
+    assert len(windows) == 10
+    epochs = [windows.batch(range(first, first + 10)) for first in (0, 10)]
+    for epoch in epochs:
+        assert sorted(epoch.input_ids_BS[:, 0].tolist()) == list(range(0, 100, 10))
+        assert torch.equal(epoch.input_ids_BS, epoch.input_ids_BS[:, :1] + torch.arange(10))
+        assert torch.equal(epoch.labels_BS, epoch.input_ids_BS + 1)
+        assert torch.equal(epoch.position_ids_BS, torch.arange(10).expand(10, -1))
+    assert not torch.equal(epochs[0].input_ids_BS, epochs[1].input_ids_BS)
+
+
+def test_a_cursor_gives_the_same_windows_wherever_reading_starts() -> None:
+    whole = plain(seed=3).batch(range(25)).input_ids_BS
+    assert torch.equal(plain(seed=3).batch(range(17, 25)).input_ids_BS, whole[17:])
+    for rank in range(2):
+        assert torch.equal(plain(seed=3).batch(range(rank, 25, 2)).input_ids_BS, whole[rank::2])
+    assert not torch.equal(plain(seed=4).batch(range(25)).input_ids_BS, whole)
+
+
+def test_sources_share_the_windows_by_weight_from_the_first_on() -> None:
+    weights = [5.0, 3.0, 1.5, 0.5]
+    source_W, index_W = schedule(weights, 4096)
+    for source, weight in enumerate(weights):
+        counts = np.cumsum(source_W == source)
+        due = np.arange(1, 4097) * weight / 10
+        assert np.abs(counts - due).max() < 2
+        assert index_W[source_W == source].tolist() == list(range(counts[-1]))
+    for count in (1, 7, 1000):
+        short_source_W, short_index_W = schedule(weights, count)
+        assert (short_source_W == source_W[:count]).all()
+        assert (short_index_W == index_W[:count]).all()
+    assert sum(shares(weights, 777)) == 777
+
+
+def test_a_mixture_is_a_pure_function_of_the_cursor() -> None:
+    sources = [{"source": "a/b", "weight": 3}, {"source": "c/d", "weight": 1}]
+    data = Data.model_validate({"source": sources, "seq_len": 10, "seed": 3})
+    streams = [stream(101), stream(51, first=1000)]
+    whole = Windows(streams, data).batch(range(4000)).input_ids_BS
+    is_second = whole[:, 0] >= 1000
+    assert abs(int(is_second.sum()) / 4000 - 0.25) < 0.02 * 0.25
+    late = Windows(streams, data)
+    assert torch.equal(late.batch(range(3000, 4000, 7)).input_ids_BS, whole[3000::7])
+    assert torch.equal(late.batch(range(3)).input_ids_BS, whole[:3])
+    for own, held in ((whole[~is_second], 10), (whole[is_second], 5)):  # each source has epochs of its own
+        assert all(
+            len(set(epoch[:, 0].tolist())) == held for epoch in own[: len(own) // held * held].split(held)
+        )
+    assert late.repeated(13) == []
+    assert late.repeated(14) == ["a/b holds 10 windows and the run reads 11: some are seen again"]
+
+
+def test_positions_start_again_and_nothing_is_predicted_across_a_boundary() -> None:
+    marks = np.full(21, SCORED, dtype=np.uint8)
+    marks[[0, 4, 5, 13]] = START
+    (tokens, _), data = stream(21), Data(source="stdlib", seq_len=10)
+    windows = Windows([Stream(tokens, marks)], data)
+    batch = windows.batch(range(2))
+    first, second = np.argsort(batch.input_ids_BS[:, 0].numpy())
+    assert batch.position_ids_BS[first].tolist() == [0, 1, 2, 3, 0, 0, 1, 2, 3, 4]
+    assert batch.position_ids_BS[second].tolist() == [0, 1, 2, 0, 1, 2, 3, 4, 5, 6]
+    assert batch.labels_BS[first].tolist() == [1, 2, 3, IGNORED, IGNORED, 6, 7, 8, 9, 10]
+    assert batch.labels_BS[second].tolist() == [11, 12, IGNORED, *range(14, 21)]
+    assert windows.scored([0]) + windows.scored([1]) == windows.scored(range(2)) == batch.count == 17
+
+
+def write(tmp_path: Path, data: Data, tokenizer: Any, windows: int = 10**4, teacher: Any = None) -> Stream:
+    """What is written of a source."""
+    for name in ("tokens.bin", "marks.bin", "tokens.json"):
+        (tmp_path / name).unlink(missing_ok=True)
+    write_tokens(tmp_path / "tokens.bin", data, tokenizer, windows, teacher, vocabulary=len(tokenizer))
+    tokens = np.fromfile(tmp_path / "tokens.bin", dtype=np.int32)
+    assert sum(json.loads((tmp_path / "tokens.json").read_text())["tokens"]) == len(tokens)
+    return Stream(tokens, np.fromfile(tmp_path / "marks.bin", dtype=np.uint8))
+
+
+def documents(tmp_path: Path, data: Data, student: Path, windows: int = 10**4) -> list[str]:
+    """The documents in the token stream of a source."""
+    tokenizer = AutoTokenizer.from_pretrained(student)
+    decoded: str = tokenizer.decode(write(tmp_path, data, tokenizer, windows).tokens)
+    assert decoded.startswith("<s>")
+    return decoded.removeprefix("<s>").split("<s>")
+
+
+@pytest.fixture(scope="module")
+def with_eos(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerFast:
+    """The tests' tokenizer with `end` (257) as EOS."""
+    directory = tmp_path_factory.mktemp("tokenizer")
+    save_tokenizer(directory)
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    tokenizer.eos_token = "end"
+    return tokenizer
+
+
+def test_a_document_is_bos_its_text_and_eos(tmp_path: Path, with_eos: PreTrainedTokenizerFast) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "ab"}\n{"text": "c"}\n')
+    a, b, c = with_eos("abc").input_ids
+    data = Data(source=str(tmp_path / "a.jsonl"), seq_len=3, seed=1)
+    tokens, marks = write(tmp_path, data, with_eos)
+    assert sorted([tokens[:4].tolist(), tokens[4:].tolist()]) in (
+        [[0, a, b, 257], [0, c, 257]],
+        [[0, a, b], [0, c, 257, 257]],
+    )
+    assert (marks == np.where(tokens == 0, START, SCORED)).all()
+    stream_tokens, stream_marks = write(tmp_path, data.model_copy(update={"packing": "stream"}), with_eos)
+    assert stream_tokens.tolist() == [token for token in tokens if token != 257]
+    assert (stream_marks == SCORED).all()
+    with_eos.bos_token = None  # then a document begins with EOS, as in the training text of GPT-2
+    try:
+        assert (write(tmp_path, data, with_eos).tokens == np.where(tokens == 0, 257, tokens)).all()
+    finally:
+        with_eos.bos_token = "<s>"
+
+
+def test_the_stream_of_old_is_the_stream_of_today(tmp_path: Path, student: Path, text: Path) -> None:
+    data = Data(source=str(text), seq_len=32, packing="stream", seed=2)
+    batch = (
+        write(tmp_path, data, AutoTokenizer.from_pretrained(student), 40),
+        open_windows(tmp_path / "tokens.bin", data),
+    )
+    (tokens, _), windows = batch
+    order = np.random.default_rng([2, 0]).permutation(len(windows))
+    for cursor, place in enumerate(order):
+        window = torch.from_numpy(tokens[place * 32 : place * 32 + 33].astype(np.int64))
+        got = windows.batch([cursor])
+        assert torch.equal(got.input_ids_BS[0], window[:-1])
+        assert torch.equal(got.labels_BS[0], window[1:])
+        assert torch.equal(got.position_ids_BS[0], torch.arange(32))
+
+
+def test_every_kind_of_file(tmp_path: Path, student: Path) -> None:
+    lines = "".join(json.dumps({"text": text, "id": 1}) + "\n" for text in ("first", "second", ""))
+    (tmp_path / "many").mkdir()
+    (tmp_path / "a.jsonl").write_text(lines)
+    (tmp_path / "many" / "a.jsonl.xz").write_bytes(lzma.compress(lines.encode()))
+    (tmp_path / "a.json.gz").write_bytes(gzip.compress(lines.encode()))
+    (tmp_path / "a.txt").write_text("first\n\nline\n")
+    for source, expected in (
+        ("a.jsonl", ["first", "second"]),
+        ("many", ["first", "second"]),
+        ("*/*.xz", ["first", "second"]),
+        ("a.json.gz", ["first", "second"]),
+        ("a.txt", ["first\n\nline\n"]),
+    ):
+        data = Data(source=str(tmp_path / source), seq_len=4)
+        assert sorted(documents(tmp_path, data, student)) == expected
+
+
+def test_the_standard_library_and_an_early_stop(tmp_path: Path, student: Path) -> None:
+    data = Data(source="stdlib", seq_len=16, seed=5)
+    some = documents(tmp_path, data, student, windows=300)
+    assert len(open_windows(tmp_path / "tokens.bin", data)) == 300
+    more = documents(tmp_path, data, student, windows=600)
+    assert "".join(more).startswith("".join(some)[:4000])
+    assert documents(tmp_path, data.model_copy(update={"seed": 6}), student, windows=300) != some
+
+
+def test_a_mixture_of_texts_is_written_by_weight(tmp_path: Path, student: Path) -> None:
+    for letter in "xy":
+        (tmp_path / f"{letter}.txt").write_text(letter * 5000)
+    sources = [
+        {"source": str(tmp_path / "x.txt"), "weight": 1},
+        {"source": str(tmp_path / "y.txt"), "weight": 2},
+    ]
+    data = Data.model_validate({"source": sources, "seq_len": 16})
+    tokenizer = AutoTokenizer.from_pretrained(student)
+    write(tmp_path, data, tokenizer, 300)
+    assert json.loads((tmp_path / "tokens.json").read_text())["tokens"] == [100 * 16 + 1, 200 * 16 + 1]
+    ids = open_windows(tmp_path / "tokens.bin", data).batch(range(300)).input_ids_BS
+    assert [int((ids[:, -1] == tokenizer.convert_tokens_to_ids(letter)).sum()) for letter in "xy"] == [
+        100,
+        200,
+    ]
+
+
+def test_text_that_the_teacher_writes(
+    tmp_path: Path, teacher: Path, with_eos: PreTrainedTokenizerFast
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(teacher).eval()
+    data = Data(source="self", seq_len=32, seed=3)
+    tokens, marks = write(tmp_path, data, with_eos, 40, model)
+    assert len(tokens) == 40 * 32 + 1
+    starts = np.flatnonzero(marks & START)
+    assert (tokens[starts] == 0).all()
+    assert ((marks == SCORED) == ~(marks & START).astype(bool)).all()
+    inside = np.ones(len(tokens), dtype=bool)
+    inside[starts[1:] - 1] = False
+    assert not (tokens[:-1] == 257)[inside[:-1]].any()  # whatever follows EOS is another document
+    again, _ = write(tmp_path, data, with_eos, 40, model)
+    assert (tokens == again).all()
+    other, _ = write(tmp_path, data.model_copy(update={"seed": 4}), with_eos, 40, model)
+    assert (tokens != other).any()
+    # The teacher is far surer of what it wrote than of noise.
+    ids = open_windows(tmp_path / "tokens.bin", data).batch(range(40)).input_ids_BS
+    noise = torch.randint(1, 257, ids.shape, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        own, random_ids = (float(model(input_ids=x, labels=x).loss) for x in (ids, noise))
+    assert own < random_ids - 1
+
+
+def test_mistakes_about_data_are_named(tmp_path: Path, student: Path, text: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(student)
+    (tmp_path / "a.jsonl").write_text('{"body": "text", "n": 3}\n')
+    (tmp_path / "bad.jsonl").write_text('{"text": "a"\n{"text')
+    (tmp_path / "a.pdf").write_text("x")
+    noise = "".join(random.Random(0).choices("abcdefgh", k=4000))
+    for name, compress in (("xz", lzma.compress), ("gz", gzip.compress), ("bz2", bz2.compress)):
+        whole = compress(json.dumps({"text": noise}).encode())
+        middle = len(whole) // 2
+        (tmp_path / f"cut.jsonl.{name}").write_bytes(whole[:middle])
+        (tmp_path / f"damaged.jsonl.{name}").write_bytes(whole[:middle] + bytes(64) + whole[middle + 64 :])
+    (tmp_path / "empty.jsonl").touch()
+    good = {"source": str(text)}
+    for source, message in (
+        ({"source": "a.jsonl"}, "has no field 'text'; data.text_field can be body, n"),
+        ({"source": "a.jsonl", "text_field": "n"}, "holds no text"),
+        (
+            {"source": "a.jsonl", "text_field": "body"},
+            "holds 5 tokens in 1 documents; one window of data.seq_len 16 takes 17",
+        ),
+        ({"source": "bad.jsonl"}, "cannot be read: JSON"),
+        ({"source": "none.jsonl"}, "names no .jsonl, .* file here and is no org/name on the Hub"),
+        ({"source": "a.pdf"}, "is of no known kind"),
+        *(
+            ({"source": f"{kind}.jsonl.{name}"}, "cannot be read: ")
+            for kind in ("cut", "damaged")
+            for name in ("xz", "gz", "bz2")
+        ),
+        ({"source": "empty.jsonl"}, "holds (no documents|0 tokens)"),
+        ({"source": "self"}, "data.source self is text that the teacher writes, and this run has none"),
+    ):
+        here = {
+            **source,
+            "source": source["source"] if source["source"] == "self" else str(tmp_path / source["source"]),
+        }
+        for content in (
+            {**here, "seq_len": 16},
+            {"source": [good, here], "seq_len": 16},
+        ):  # alone and in a mixture
+            with pytest.raises(InvalidInput, match=message):
+                write_tokens(
+                    tmp_path / "tokens.bin",
+                    Data.model_validate(content),
+                    tokenizer,
+                    10,
+                    vocabulary=len(tokenizer),
+                )
+            assert not {"tokens.bin", "marks.bin", "tokens.json"} & {path.name for path in tmp_path.iterdir()}

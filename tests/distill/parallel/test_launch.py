@@ -1,0 +1,203 @@
+"""Profiles: what is launched, what is refused, what is told."""
+
+import sys
+from importlib import resources
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import yaml
+from accelerate.commands.config.config_args import load_config_from_file
+from click.testing import CliRunner, Result
+from kvfold.distill.parallel.sharing.sharing import check_launcher
+from kvfold.distill.recipe.recipe.recipe import Profile
+
+from kvfold.distill import cli
+from kvfold.distill.cli import main
+from kvfold.distill.parallel.sharing import launch
+
+from ..conftest import MakeRecipe
+
+LAUNCHED = ("ddp", "fsdp2", "zero2", "zero3", "multinode")
+
+
+class Replaced(Exception):
+    """This process would have become another."""
+
+
+@pytest.fixture
+def executed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What would have been executed: command and environment."""
+    seen: list[Any] = []
+
+    def execve(file: str, command: list[str], environment: dict[str, str]) -> None:
+        seen[:] = [command, environment]
+        raise Replaced
+
+    monkeypatch.setattr(launch.os, "execve", execve)
+    return seen
+
+
+@pytest.fixture
+def file(make_recipe: MakeRecipe, tmp_path: Path) -> Path:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(make_recipe(tokens=192).resolved()), encoding="utf-8")
+    return path
+
+
+def run(file: Path, *arguments: str) -> Result:
+    return CliRunner().invoke(main, [str(file), *arguments])
+
+
+@pytest.mark.parametrize("profile", get_args(Profile))
+def test_profiles_are_configurations_of_accelerate(profile: str) -> None:
+    """Unknown keys are an error there; precision is the recipe's."""
+    path = resources.files("kvfold.distill.parallel") / "profiles" / f"{profile}.yaml"
+    config = load_config_from_file(str(path))
+    assert config.mixed_precision == "no"
+    assert (config.distributed_type != "NO") == (profile in LAUNCHED)
+    assert all(config.fsdp_config["fsdp_version"] == 2 for _ in range(config.distributed_type == "FSDP"))
+
+
+def test_the_tables_have_every_profile() -> None:
+    assert set(get_args(Profile)) == set(launch.TESTED)
+    (option,) = [parameter for parameter in main.params if parameter.name == "profile"]
+    assert list(option.type.choices) == list(get_args(Profile))  # type: ignore[attr-defined]
+
+
+def test_a_profile_becomes_the_launcher_of_the_same_command(file: Path, executed: list[Any]) -> None:
+    result = run(
+        file, "--profile", "fsdp2", "--set", "log_every=3", "--json", "--", "--num_processes", "2", "--debug"
+    )
+    assert isinstance(result.exception, Replaced)
+    command, environment = executed
+    config = resources.files("kvfold.distill.parallel") / "profiles" / "fsdp2.yaml"
+    ours = ["-m", "kvfold.distill", str(file), "--set", "log_every=3", "--json"]
+    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
+    assert command == [*launcher, "--num_processes", "2", "--debug", *ours]
+    assert environment["ACCELERATE_USE_CPU"] == "true"  # the recipe's device
+
+
+def test_the_recipe_can_name_the_profile(file: Path, executed: list[Any]) -> None:
+    assert isinstance(run(file, "--set", "profile=ddp", "--", "--num_processes=2").exception, Replaced)
+    assert str(resources.files("kvfold.distill.parallel") / "profiles" / "ddp.yaml") in executed[0]
+
+
+def test_what_is_launched_already_is_not_launched_again(
+    file: Path, executed: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setattr(cli, "_run", lambda recipe, as_json: None)
+    assert run(file, "--profile", "ddp").exit_code == 0
+    assert executed == []
+
+
+@pytest.mark.parametrize("profile", ["cpu", "single"])
+def test_one_process_needs_no_launcher(file: Path, executed: list[Any], profile: str) -> None:
+    assert run(file, "--profile", profile, "--json").exit_code == 0
+    assert executed == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--profile", "single", "--", "--debug"], "single starts no launcher, so --debug is for nobody"),
+        (
+            ["--profile", "ddp"],
+            "ddp does not know how many processes are wanted where there is no GPU; add -- --num_processes N",
+        ),
+        (["--profile", "multinode"], "multinode needs --machine_rank and --main_process_ip on each machine"),
+        (
+            ["--profile", "multinode", "--", "--machine_rank=0", "--main_process_ip=a"],
+            "how many processes all machines have",
+        ),
+        (
+            ["--profile", "ddp", "--", "--use_deepspeed"],
+            "--use_deepspeed asks for DeepSpeed, which kvfold does not use; leave",
+        ),
+        (
+            ["--profile", "fsdp2", "--", "--cpu", "--num_processes", "2"],
+            "--cpu has accelerate start one process alone, whatever",
+        ),
+        (["--profile", "ddp", "--", "--use-deepspeed"], "asks for DeepSpeed"),
+        (
+            ["--profile", "ddp", "--", "--num-processes=two"],
+            "--num_processes is 'two'; it should be a number from 1 on",
+        ),
+        (["--profile", "ddp", "--", "--num_processes"], "--num_processes is ''; it should"),
+        (["--profile", "ddp", "other.yaml"], "other.yaml is for nobody"),
+        (["--", "--debug"], "--debug is for nobody: arguments for accelerate need --profile"),
+        (["--profile", "dpp"], "'dpp' is not one of 'cpu', 'single', 'ddp'"),
+        (["--set", "profile=dpp"], "profile is 'dpp'; it should be 'cpu', 'single', 'ddp'"),
+    ],
+)
+def test_mistakes_are_told_before_anything_starts(
+    file: Path, executed: list[Any], arguments: list[str], message: str
+) -> None:
+    result = run(file, *arguments)
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert executed == []
+
+
+def test_what_was_launched_is_what_was_asked_for(
+    file: Path, executed: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """accelerate's arguments may undo a profile: its processes know what they should be part of."""
+    run(file, "--profile", "fsdp2", "--", "--num_processes", "4", "--num-processes=2")
+    asked = {name: value for name, value in executed[1].items() if name.startswith("KVFOLD_")}
+    assert asked == {"KVFOLD_PROFILE": "fsdp2", "KVFOLD_PROCESSES": "2"}
+    executed.clear()
+    monkeypatch.setattr(cli, "_run", lambda recipe, as_json: None)
+    assert run(file).exit_code == 0
+    for name, value in asked.items():
+        monkeypatch.setenv(name, value)
+    alone = run(file)
+    assert (alone.exit_code, "started 1 processes where --num_processes asks for 2" in alone.stderr) == (
+        2,
+        True,
+    )
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    whole = run(file)
+    assert (whole.exit_code, "the profile fsdp2 divides models among the processes, and" in whole.stderr) == (
+        2,
+        True,
+    )
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    assert run(file).exit_code == 0
+    assert executed == []
+
+
+def test_an_untested_profile_says_so(
+    file: Path, executed: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "TESTED", {**launch.TESTED, "zero3": frozenset({"cuda"})})
+    result = run(file, "--profile", "zero3", "--", "--num_processes", "2")
+    assert "the profile zero3 is untested without a GPU; it has run on GPUs" in result.stderr
+    assert "untested" not in run(file, "--profile", "zero2", "--", "--num_processes", "2").stderr
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"ACCELERATE_USE_FSDP": "true"}, "the launcher asks for FSDP 1"),
+        (
+            {"ACCELERATE_USE_DEEPSPEED": "true"},
+            "the launcher asks for DeepSpeed, which kvfold does not use; run kvfold distill RECIPE "
+            "--profile zero2",
+        ),
+        ({"ACCELERATE_USE_MEGATRON_LM": "true"}, "the launcher asks for Megatron-LM"),
+    ],
+)
+def test_launchers_that_ask_for_something_else_are_refused(
+    variables: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(launch.InvalidInput, match=message):
+        check_launcher()
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv("FSDP_VERSION", "2")
+    for name in ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_MEGATRON_LM"):
+        monkeypatch.delenv(name, raising=False)
+    check_launcher()

@@ -1,0 +1,349 @@
+"""Weights given to a model a unit at a time are those that transformers loads, whatever it renames, fuses,
+ties or computes.
+"""
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from kvfold.distill.parallel.sharing.sharing import call_inside, share, share_teacher, whole
+from kvfold.distill.parallel.sharing.units import Units, open_in_units
+from kvfold.distill.recipe.recipe.recipe import Recipe, Stage
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, DeepseekV3Config, DeepseekV3ForCausalLM
+
+from kvfold.convert.cli import main as convert
+from kvfold.core.errors import InvalidInput
+from kvfold.distill.run import state
+from kvfold.distill.stages.student import check_model, load_student, publish
+from kvfold.distill.stages.teacher import Online
+from kvfold.distill.stages.weights import set_trainable
+
+from ...support.pair import do_as_pair
+from ...support.tiny import make
+from ..conftest import MakeRecipe, save_tokenizer
+
+CPU = torch.device("cpu")
+# What transformers does on the way: ties, buffers of its own, transposed and fused tensors, experts stacked,
+# tables in float32.
+FAMILIES = [
+    "llama",
+    "gpt2",
+    "gpt_neox",
+    "gptj",
+    "falcon",
+    "phi3",
+    "gemma2",
+    "gemma3_text",
+    "mixtral",
+    "qwen3_moe",
+    "gpt_oss",
+]
+
+
+def filled(directory: Path, dtype: torch.dtype = torch.float32, **how: Any) -> Any:
+    """A model with all its weights given, and kept."""
+    units = Units(directory, dtype, **how)
+    for number in range(len(units)):
+        with units.layer(number):
+            pass
+    with units.rest():
+        pass
+    return units.model
+
+
+def check_same(ours: nn.Module, theirs: nn.Module) -> None:
+    """The same weights and buffers, of the same dtype, under the same names, tied alike.
+
+    Nothing without a value.
+    """
+    for kind in ("named_parameters", "named_buffers"):
+        mine, its = (dict(getattr(model, kind)(remove_duplicate=False)) for model in (ours, theirs))
+        assert mine.keys() == its.keys()
+        for name, expected in its.items():
+            assert mine[name].dtype == expected.dtype, name
+            assert torch.equal(mine[name], expected), name
+    assert len(list(ours.parameters())) == len(list(theirs.parameters()))
+
+
+@pytest.fixture(scope="module")
+def latent(teacher: Path) -> Path:
+    """A student whose latent norms are linearised in its file."""
+    out = teacher.parent / "latent-units"
+    options = ["--to", "mla", "--kv-budget", "50%", "--calibration", "none", "--container", "stock"]
+    done = CliRunner().invoke(convert, [str(teacher), *options, "--dtype", "float32", "--out", str(out)])
+    assert done.exit_code == 0, done.output
+    return out
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_units_are_what_transformers_loads(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    directory = make(
+        tmp_path / "model",
+        family,
+        dtype=torch.bfloat16,
+        shard_size="20KB",
+        tie_word_embeddings=family == "llama",
+    )
+    save_tokenizer(directory)
+    theirs = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
+    ours = filled(directory, dtype)
+    check_same(ours, theirs)
+    ids = torch.arange(12)[None]
+    assert torch.equal(ours(input_ids=ids).logits, theirs(input_ids=ids).logits)
+
+
+def test_a_base_models_names_are_found(teacher: Path, tmp_path: Path) -> None:
+    """Checkpoints may leave the base model's name out."""
+    theirs = AutoModelForCausalLM.from_pretrained(teacher)
+    theirs.model.save_pretrained(tmp_path)
+    save_tokenizer(tmp_path)
+    assert "embed_tokens.weight" in load_file(tmp_path / "model.safetensors")
+    check_same(filled(tmp_path), theirs)
+
+
+@pytest.mark.parametrize("container", ["stock", "remote"])
+def test_folds_are_opened_for_training_as_when_loaded_whole(
+    container: str, teacher: Path, latent: Path
+) -> None:
+    directory = latent
+    if container == "remote":
+        directory = teacher.parent / "latent-units-remote"
+        options = ["--to", "mla", "--kv-budget", "50%", "--calibration", "none", "--container", container]
+        assert CliRunner().invoke(convert, [str(teacher), *options, "--out", str(directory)]).exit_code == 0
+    check_same(filled(directory, opened=True), load_student(directory, 32, CPU).model)
+
+
+@pytest.mark.parametrize("with_adapters", [True, False])
+def test_a_saved_state_replaces_the_checkpoint(with_adapters: bool, latent: Path, tmp_path: Path) -> None:
+    """Adapters are drawn as they are beside real weights, and read where the state has them."""
+    pytest.importorskip("peft")
+    stage = Stage.model_validate(
+        {"name": "kl", "tokens": 64, "lr": 1e-3, "train": "lora", "losses": {"kl": 1.0}}
+    )
+    theirs = load_student(latent, 32, CPU).model
+    if with_adapters:
+        set_trainable(theirs, stage)
+    with torch.no_grad():
+        for number, parameter in enumerate(theirs.parameters()):
+            parameter.fill_(number)
+    state.save(tmp_path, state.Progress(), state.Gathered(theirs, torch.optim.AdamW(theirs.parameters())), 1)
+    if not with_adapters:
+        set_trainable(theirs, stage)
+
+    units = Units(latent, torch.float32, opened=True)
+    units.state = state.newest(tmp_path)
+    set_trainable(units.model, stage)
+    for number in range(len(units)):
+        with units.layer(number):
+            pass
+    with units.rest():
+        pass
+    check_same(units.model, theirs)
+    trained = [
+        {name for name, weight in model.named_parameters() if weight.requires_grad}
+        for model in (units.model, theirs)
+    ]
+    assert trained[0] == trained[1]
+
+
+@pytest.mark.parametrize("container", ["llama", "gpt2", "gemma2", "stock", "deepseek"])
+def test_publishing_weights_that_were_not_trained_gives_the_checkpoint_back(
+    container: str, latent: Path, tmp_path: Path
+) -> None:
+    """Tied, transposed, linearised, with a buffer that is in the file: every tensor in its own dtype."""
+    if container == "stock":
+        directory = latent
+    elif container == "deepseek":
+        directory = make_deepseek(tmp_path / "model")
+    else:
+        directory = make(
+            tmp_path / "model", container, dtype=torch.bfloat16, tie_word_embeddings=container != "llama"
+        )
+        save_tokenizer(directory)
+    state.save(
+        tmp_path / "state", state.Progress(), state.Gathered(load_student(directory, 32, CPU).model), 1
+    )
+    latest = state.newest(tmp_path / "state")
+    assert latest
+    (tmp_path / "out").mkdir()
+    publish(latest, directory, tmp_path / "out")
+    ours, theirs = (
+        load_file(tmp_path / "out" / "model.safetensors"),
+        load_file(directory / "model.safetensors"),
+    )
+    assert ours.keys() == theirs.keys() or container == "deepseek"
+    for name in ours.keys() & theirs.keys():
+        assert ours[name].dtype == theirs[name].dtype
+        # What was opened for training is scaled back, by a number that is no power of two.
+        torch.testing.assert_close(ours[name], theirs[name], rtol=3e-7 if container == "stock" else 0, atol=0)
+    if container == "deepseek":
+        check_same(load_student(tmp_path / "out", 32, CPU).model, load_student(directory, 32, CPU).model)
+
+
+def make_deepseek(directory: Path) -> Path:
+    """With experts, which transformers keeps in other tensors than its files, and a gate whose buffer is in
+    the file.
+    """
+    torch.manual_seed(0)
+    config = DeepseekV3Config(
+        vocab_size=258, hidden_size=32, intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=4, n_routed_experts=4, num_experts_per_tok=2, n_group=1,
+        topk_group=1,
+        first_k_dense_replace=1, q_lora_rank=None, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8,
+        v_head_dim=8,
+        max_position_embeddings=64,
+    )  # fmt: skip
+    model = DeepseekV3ForCausalLM(config)
+    for name, buffer in model.named_buffers():
+        if name.endswith("correction_bias"):
+            buffer.normal_()
+    model.to(torch.bfloat16).save_pretrained(directory)
+    save_tokenizer(directory)
+    return directory
+
+
+def damage(directory: Path, what: str) -> str:
+    """Make a checkpoint one that cannot be read by the unit; returns what is said of it."""
+    config = json.loads((directory / "config.json").read_text())
+    tensors = load_file(directory / "model.safetensors")
+    if what == "quantised":
+        config["quantization_config"] = {"quant_method": "fp8"}
+        (directory / "config.json").write_text(json.dumps(config))
+        return "its weights are quantised"
+    if what == "pickled":
+        torch.save(tensors, directory / "pytorch_model.bin")
+        (directory / "model.safetensors").unlink()
+        return "holds pickled weights"
+    name = "model.layers.1.mlp.up_proj.weight"
+    tensors = {key: tensor for key, tensor in tensors.items() if key != name} | (
+        {name: torch.ones(3, 3)} if what == "misshapen" else {}
+    )
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    return f"1 weights are missing or misshapen, e.g. {name}"
+
+
+@pytest.mark.parametrize("what", ["quantised", "pickled", "missing", "misshapen"])
+def test_what_cannot_be_read_by_the_unit_is_loaded_whole_and_said(
+    what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whoever loads it whole refuses what is not there: random numbers in its place would be the worst."""
+    directory = make(tmp_path / "model", "llama")
+    save_tokenizer(directory)
+    reason = damage(directory, what)
+    assert open_in_units(directory, torch.float32) is None
+    message = capsys.readouterr().err
+    assert f"every process loads {directory} whole before it keeps its shards of it" in message
+    assert reason in message
+
+
+def test_a_nan_is_refused(tmp_path: Path) -> None:
+    directory = make(tmp_path / "model", "llama")
+    save_tokenizer(directory)
+    tensors = load_file(directory / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"][0, 0] = torch.nan
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    with pytest.raises(
+        InvalidInput, match=r"up_proj.weight of .* holds NaN or infinite values; the checkpoint is damaged"
+    ):
+        filled(directory)
+
+
+class Measured(Units):
+    """Units that count what is in memory while each is there."""
+
+    most = 0
+
+    @contextmanager
+    def layer(self, number: int) -> Iterator[nn.Module]:
+        with super().layer(number) as layer:
+            yield layer
+            self.most = max(self.most, bytes_in(self.model, self._source.model))
+
+    @contextmanager
+    def rest(self) -> Iterator[None]:
+        with super().rest():
+            yield
+            self.most = max(self.most, bytes_in(self.model, self._source.model))
+
+
+def bytes_in(*models: nn.Module) -> int:
+    """Of their weights, each place in memory once."""
+    tensors = [getattr(weight, "_local_tensor", weight) for model in models for weight in model.parameters()]
+    places = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+        for tensor in tensors
+        if not tensor.is_meta
+    }
+    return sum(places.values())
+
+
+class Around(nn.Module):
+    """What stands around a student in a stage."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+
+def work(rank: int, directory: Path, teacher: str, students: dict[str, str], recipe: dict[str, Any]) -> None:
+    """Shard a teacher and students as a run does, and hold them against whole ones."""
+    os.environ |= {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
+    for reshard, student in students.items():
+        os.environ["FSDP_RESHARD_AFTER_FORWARD"] = reshard
+        units = Measured(Path(student), torch.float32, opened=True)
+        theirs = load_student(Path(student), 32, CPU).model
+        module = share(SimpleNamespace(mixed_precision="no"), Around(units.model), units.model, units)  # type: ignore[arg-type]
+        check_shards(units, theirs)
+        call_inside(module, lambda units=units: check_model(units.loaded, Recipe.model_validate(recipe)))  # type: ignore[misc]
+        check_shards(units, theirs)  # they are shards again, also where layers stay gathered after a forward
+        loaded = load_student(Path(student), 32, CPU).model  # what cannot be had by the unit
+        share(SimpleNamespace(mixed_precision="no"), Around(loaded), loaded)  # type: ignore[arg-type]
+        for name, weight in loaded.named_parameters():
+            assert torch.equal(whole(weight.detach()), theirs.get_parameter(name)), name
+    units = Measured(Path(teacher), torch.bfloat16)
+    online = Online(units.model)
+    share_teacher(online, units)
+    theirs = AutoModelForCausalLM.from_pretrained(teacher, dtype=torch.bfloat16)
+    check_shards(units, theirs)
+    ids = torch.arange(12)[None]
+    with torch.no_grad():
+        assert torch.equal(
+            units.model.base_model(ids).last_hidden_state, theirs.base_model(ids).last_hidden_state
+        )
+    (directory / f"checked-{rank}").touch()
+
+
+def check_shards(units: Measured, theirs: nn.Module) -> None:
+    """Every weight in shards that together are the whole, and never more in memory than half of the model
+    and a unit.
+    """
+    expected = dict(theirs.named_parameters(remove_duplicate=False))
+    assert units.model.state_dict().keys() == theirs.state_dict().keys()
+    for name, weight in units.model.named_parameters():
+        assert isinstance(weight, DTensor), name
+        assert torch.equal(whole(weight.detach()), expected[name]), name
+    # Of a tied teacher's embedding there are two, since its base model and its head are called one after the
+    # other.
+    total = sum(weight.numel() * weight.element_size() for weight in units.model.parameters())
+    layers = [bytes_in(layer) for layer in theirs.get_submodule("model.layers")]  # type: ignore[arg-type]
+    assert units.most <= 0.51 * total + max(*layers, bytes_in(theirs) - sum(layers))
+    assert units.most < 0.95 * total
+
+
+def test_two_processes_keep_half_of_every_weight_and_see_one_unit_at_a_time(
+    teacher: Path, student: Path, latent: Path, make_recipe: MakeRecipe, tmp_path: Path
+) -> None:
+    students = {"true": str(student), "false": str(latent)}  # by whether layers let go of what was gathered
+    do_as_pair(work, tmp_path, tmp_path, str(teacher), students, make_recipe().resolved())
+    assert len(list(tmp_path.glob("checked-*"))) == 2

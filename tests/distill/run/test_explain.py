@@ -1,0 +1,232 @@
+"""`distill validate` and `distill explain`.
+
+What they find, what they say, and that running a recipe is as it was.
+"""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from click.testing import CliRunner, Result
+from kvfold.distill.recipe.recipe.recipe import Recipe, flatten
+from transformers import AutoModelForCausalLM
+
+from kvfold.cli import main as kvfold
+from kvfold.distill.cli import main
+from kvfold.distill.run.footprint import footprint, skeleton
+
+from ..conftest import MakeRecipe
+
+
+@pytest.fixture
+def file(make_recipe: MakeRecipe, tmp_path: Path) -> Path:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(make_recipe().resolved()), encoding="utf-8")
+    return path
+
+
+def run(*words: Any) -> Result:
+    return CliRunner().invoke(main, [str(word) for word in words])
+
+
+def test_validate_tells_of_every_file(file: Path, tmp_path: Path) -> None:
+    wrong = tmp_path / "wrong.yaml"
+    wrong.write_text(file.read_text().replace("lr:", "rate:"), encoding="utf-8")
+    assert (run("validate", file).exit_code, run("validate", file).stdout) == (0, f"{file}: valid\n")
+    result = run("validate", wrong, file, tmp_path / "none.yaml")
+    assert result.exit_code == 2
+    assert result.stdout == f"{file}: valid\n"
+    assert "Error: wrong.yaml: unknown key 'rate' in stages[0]" in result.stderr
+    assert "none.yaml cannot be read" in result.stderr
+    result = run("validate", "--json", wrong, file)
+    assert result.exit_code == 2
+    found = json.loads(result.stdout)["recipes"]
+    assert found[str(file)] is None
+    assert "unknown key" in found[str(wrong)]
+    assert CliRunner().invoke(kvfold, ["distill", "validate", str(file)]).exit_code == 0
+    assert run("validate").exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["student=./nowhere"], "recipe.yaml: student ./nowhere is not a directory here; convert it first"),
+        (
+            ["teacher=/nowhere/at/all"],
+            "teacher /nowhere/at/all is not a directory here; name the directory of a model",
+        ),
+        (["student=TORN"], "is truncated: its header describes"),
+        (["output="], "output is None"),
+        (["output=''"], "output is ''; it should name a directory that does not exist yet"),
+        (["student=TMP"], "has no config.json; name the directory that holds the model"),
+        (["student=TEACHER"], "has no kvfold.json that names its source; name the teacher"),
+        (["output=TMP"], "exists and nothing is overwritten; name another with output"),
+        (
+            ["data.source=./none.jsonl"],
+            "data.source ./none.jsonl names no .jsonl, .json, .txt, .parquet file",
+        ),
+        (["evaluate={source: none.txt}"], "evaluate.source none.txt is not a file; name a text, or stdlib"),
+        (["evaluate={source: TEXT}"], "is trained on: it is"),
+        (["evaluate={source: stdlib, evry: 3}"], "unknown key 'evry' in evaluate; did you mean 'every'?"),
+        (["data.seq_len=65"], "data.seq_len 65 is more than the 64 positions of the student"),
+        (["trackers=[aim]"], "trackers[0] is 'aim'; it should be 'tensorboard', 'wandb' or 'trackio'"),
+        (["eval.every=3"], "unknown key 'eval'; did you mean 'evaluate'?"),
+    ],
+)
+def test_validate_finds(
+    file: Path, teacher: Path, text: Path, tmp_path: Path, settings: list[str], message: str
+) -> None:
+    torn = tmp_path / "torn"
+    shutil.copytree(teacher, torn)
+    (torn / "model.safetensors").write_bytes((teacher / "model.safetensors").read_bytes()[:-9])
+    shutil.copy(teacher.parent / "student" / "kvfold.json", torn)
+    names = {"TMP": str(tmp_path), "TEACHER": str(teacher), "TEXT": str(text), "TORN": str(torn)}
+    for name, path in names.items():
+        settings = [setting.replace(name, path) for setting in settings]
+    result = run("validate", file, *(word for setting in settings for word in ("--set", setting)))
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_what_is_on_the_hub_is_not_looked_up(file: Path) -> None:
+    assert (
+        run("validate", file, "--set", "student=org/student", "--set", "teacher=org/teacher").exit_code == 0
+    )
+    result = run("explain", file, "--set", "student=org/student")
+    assert result.exit_code == 0
+    assert "Memory and time are not told" in result.stdout
+
+
+def test_explain_says_where_values_come_from(tmp_path: Path, student: Path) -> None:
+    file = tmp_path / "short.yaml"
+    stage = {"name": "kl", "tokens": "5k", "lr": 1e-4, "batch_tokens": "1k"}
+    content = {
+        "schema": 1,
+        "student": str(student),
+        "output": "out",
+        "data": {"source": "stdlib", "seq_len": 32},
+    }
+    file.write_text(yaml.safe_dump({**content, "stages": [stage]}), encoding="utf-8")
+    result = run("explain", file, "--set", "stages.0.losses.ce=0.5", "--set", "save.every=9", "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    keys = {key["key"]: key for key in found["keys"]}
+    assert {name: keys[name]["from"] for name in ("stages[0].tokens", "stages[0].losses.ce", "save.every",
+                                                  "save.keep")} == {
+        "stages[0].tokens": "file", "stages[0].losses.ce": "--set", "save.every": "--set",
+        "save.keep": "default",
+    }  # fmt: skip
+    assert (keys["stages[0].tokens"]["value"], keys["data.packing"]["value"]) == (5000, "documents")
+    assert keys["stages[0].lr"]["meaning"] == "Peak learning rate of AdamW."
+    assert "kvfold[lora]" in run("explain", file).stdout  # brackets are no markup
+    assert found["stages"][0]["steps"] == 6
+    whole = Recipe.model_validate({**content, "stages": [{**stage, "losses": {"ce": 0.5}}]})
+    assert [key["key"] for key in found["keys"]] == list(flatten(whole.resolved()))
+
+
+@pytest.mark.parametrize("train", ["all", "attention", "lora"])
+def test_the_footprint_is_that_of_the_model(
+    make_recipe: MakeRecipe, student: Path, teacher: Path, train: str
+) -> None:
+    if train == "lora":
+        pytest.importorskip("peft", reason="pip install peft")
+    recipe = make_recipe(train=train)
+    found = footprint(recipe, recipe.stages[0], skeleton(student), skeleton(teacher), bf16=False)
+    model = AutoModelForCausalLM.from_pretrained(student)
+    ours = dict(model.named_parameters())
+    size = sum(weight.numel() for weight in ours.values())
+    attention = sum(weight.numel() for name, weight in ours.items() if "self_attn" in name)
+    adapters = 2 * 2 * 16 * (32 + 32) + 2 * 2 * 16 * (32 + 16)  # q and o, k and v, of two layers
+    assert found.weights == size
+    assert found.trained == {"all": size, "attention": attention, "lora": adapters}[train]
+    assert found.memory["optimizer"] == 8 * found.trained
+    assert found.memory["teacher"] == 4 * sum(
+        weight.numel() for weight in AutoModelForCausalLM.from_pretrained(teacher).parameters()
+    )
+    assert found.flops is not None
+    assert found.flops >= 4 * (size - 32 * 5)
+
+
+def test_shards_take_a_share_and_what_is_gathered(
+    make_recipe: MakeRecipe, student: Path, teacher: Path
+) -> None:
+    recipe = make_recipe()
+    models = skeleton(student), skeleton(teacher)
+    whole, half = (
+        footprint(recipe, recipe.stages[0], *models, False, processes).memory for processes in (1, 2)
+    )
+    assert "gathered" not in whole
+    for name in ("weights", "gradients", "optimizer", "teacher"):
+        assert half[name] == whole[name] // 2
+    around = 4 * 258 * 32  # the embedding, which is the head too
+    layers = whole["weights"] - around
+    assert half["gathered"] > 2 * around + layers / 2  # of both models, and at least a layer
+    kept = footprint(recipe, recipe.stages[0], *models, False, 2, keeps_layers=True).memory
+    assert kept["gathered"] > half["gathered"]
+
+
+def test_processes_are_those_of_a_profile(make_recipe: MakeRecipe, tmp_path: Path) -> None:
+    file = tmp_path / "recipe.yaml"
+    file.write_text(yaml.safe_dump(make_recipe().resolved()), encoding="utf-8")
+    alone, shared = (
+        run("explain", file, *options, "--json")
+        for options in ([], ["--set", "profile=fsdp2", "--processes", "2"])
+    )
+    found = [json.loads(result.stdout)["stages"][0]["footprint"] for result in (alone, shared)]
+    assert [stage["processes"] for stage in found] == [1, 2]
+    assert found[1]["memory_bytes"]["optimizer"] == found[0]["memory_bytes"]["optimizer"] // 2
+    assert (
+        "kl: memory of each of 2 processes"
+        in run("explain", file, "--set", "profile=zero2", "--processes", "2").stdout
+    )
+    refused = run("explain", file, "--processes", "2")
+    assert refused.exit_code == 2
+    assert (
+        "--processes 2 needs a profile that has several; add --set profile=ddp (or fsdp2, zero2"
+        in refused.stderr
+    )
+
+
+def test_a_shared_teacher_takes_what_is_its_own(
+    make_recipe: MakeRecipe, student: Path, teacher: Path
+) -> None:
+    recipe = make_recipe(train="attention", teacher="shared")
+    found = footprint(recipe, recipe.stages[0], skeleton(student), skeleton(teacher), bf16=False)
+    weights = AutoModelForCausalLM.from_pretrained(teacher).named_parameters()
+    assert found.memory["teacher"] == 4 * sum(
+        weight.numel() for name, weight in weights if "self_attn" in name
+    )
+
+
+def test_activations_are_told_within_a_factor_of_two(
+    make_recipe: MakeRecipe, student: Path, teacher: Path
+) -> None:
+    """Against what autograd really keeps of a step, counted once a storage."""
+    recipe = make_recipe(micro_batch=4)
+    found = footprint(recipe, recipe.stages[0], skeleton(student), skeleton(teacher), bf16=False)
+    model = AutoModelForCausalLM.from_pretrained(student, dtype=torch.float32)
+    weights = {weight.untyped_storage().data_ptr() for weight in model.parameters()}
+    kept: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.untyped_storage().data_ptr() not in weights:
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        hidden_BSD = model.base_model(torch.zeros(4, 32, dtype=torch.int64)).last_hidden_state
+    assert hidden_BSD.requires_grad
+    assert 0.5 < found.memory["activations"] / sum(kept.values()) < 2
+
+
+def test_a_recipe_is_still_run_by_its_name(file: Path) -> None:
+    assert run(file, "--dry-run").exit_code == 0
+    assert run("--dry-run", file).exit_code == 0
+    result = run("explain", "--help")
+    assert result.exit_code == 0
+    assert "distill explain [OPTIONS] RECIPE" in result.stdout

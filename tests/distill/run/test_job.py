@@ -1,0 +1,221 @@
+"""A whole distillation: what it writes, what it leaves alone, what it refuses."""
+
+import fcntl
+import json
+import math
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from kvfold.distill.data.order.order import Windows
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from kvfold.checkpoints.record import describe, read_record, write_record
+from kvfold.convert.cli import main as convert
+from kvfold.core.errors import InvalidInput
+from kvfold.distill.run.job import distill
+
+from ..conftest import MakeRecipe, save_tokenizer
+
+
+def weights(directory: str | Path) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = load_file(Path(directory) / "model.safetensors")
+    return tensors
+
+
+def metrics(directory: str | Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (Path(directory) / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_kl_falls_and_the_output_is_a_checkpoint_like_the_student(
+    make_recipe: MakeRecipe, student: Path, teacher: Path
+) -> None:
+    result = distill(make_recipe(losses={"kl": 1.0, "ce": 0.1}))
+    out = Path(result["output"])
+    (stage,) = result["stages"]
+    assert stage["last"]["kl"] < 0.7 * stage["first"]["kl"]
+    assert (result["steps"], result["tokens"], result["teacher"]) == (10, 1920, str(teacher))
+
+    lines = metrics(out)
+    assert [line["step"] for line in lines] == list(range(1, 11))
+    assert set(lines[0]) == {
+        "step", "stage", "tokens", "kl", "ce", "forward_kl", "same_top1", "teacher_ce", "lr", "grad_norm",
+        "tokens_per_second",
+        "peak_memory_gib",
+    }  # fmt: skip
+
+    before, after = weights(student), weights(out)
+    assert {name: (tensor.dtype, tensor.shape) for name, tensor in after.items()} == {
+        name: (tensor.dtype, tensor.shape) for name, tensor in before.items()
+    }
+    assert all(not torch.equal(after[name], before[name]) for name in before if "proj" in name)
+    assert (out / "config.json").read_bytes() == (student / "config.json").read_bytes()
+    assert (out / "tokenizer.json").read_bytes() == (student / "tokenizer.json").read_bytes()
+    record = read_record(out)
+    assert record is not None
+    assert record["parents"] == [{"stage": "convert", "path": str(student)}]
+    assert record["distill"]["tokens"] == 1920
+    AutoModelForCausalLM.from_pretrained(out)(torch.tensor([[0, 1]]))
+    assert not out.with_name("out.partial").exists()
+
+
+def test_a_latent_student_is_trained_open_and_published_closed(
+    make_recipe: MakeRecipe, teacher: Path, tmp_path: Path
+) -> None:
+    """The stored down-projection is about 6e-8 small; trained like that, the first step would wipe it out."""
+    latent = tmp_path / "latent"
+    options = ["--to", "mla", "--kv-budget", "50%", "--calibration", "none"]
+    folded = CliRunner().invoke(convert, [str(teacher), *options, "--out", str(latent)])
+    assert folded.exit_code == 0, folded.output
+    result = distill(make_recipe(student=str(latent)))
+    (stage,) = result["stages"]
+    assert stage["last"]["kl"] < 0.8 * stage["first"]["kl"]
+    after = weights(result["output"])
+    norms = [tensor for name, tensor in after.items() if "kv_a_layernorm" in name]
+    assert norms
+    assert all(bool((norm == 2**14).all()) for norm in norms)
+    again = distill(make_recipe(student=result["output"], output=str(tmp_path / "again"), tokens=192))
+    assert again["stages"][0]["first"]["kl"] < stage["first"]["kl"]
+
+
+def test_training_attention_leaves_every_other_tensor_as_it_was(
+    make_recipe: MakeRecipe, student: Path
+) -> None:
+    before, after = weights(student), weights(distill(make_recipe(train="attention"))["output"])
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {name for name in before if "self_attn" in name}
+
+
+def test_a_student_equal_to_its_teacher_stays(make_recipe: MakeRecipe, teacher: Path) -> None:
+    out = distill(make_recipe(student=str(teacher), teacher=str(teacher), grad_clip=None))["output"]
+    assert all(line["kl"] == 0 and line["grad_norm"] < 1e-6 for line in metrics(out))
+
+
+def test_neither_micro_batches_nor_stages_change_the_sum(make_recipe: MakeRecipe, tmp_path: Path) -> None:
+    """Six windows a step as 4 + 2, 6 and 1 + 1 + ...: one division by all tokens, whatever the parts."""
+    lines = []
+    for micro_batch in (4, 6, 1):
+        output = tmp_path / str(micro_batch)
+        distill(make_recipe(output=str(output), micro_batch=micro_batch, tokens=576))
+        lines.append(metrics(output))
+    for other in lines[1:]:
+        for mine, theirs in zip(lines[0], other, strict=True):
+            assert mine["kl"] == pytest.approx(theirs["kl"], rel=1e-4)
+            assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-3)
+
+
+def test_stages_follow_each_other_on_new_data(
+    make_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[int] = []
+    batch = Windows.batch
+
+    def read_batch(self: Windows, cursors: Sequence[int]) -> Tensor:
+        read.extend(cursors)
+        return batch(self, cursors)
+
+    monkeypatch.setattr(Windows, "batch", read_batch)
+    stage = {"tokens": 384, "lr": 1e-2, "batch_tokens": 192, "schedule": "constant"}
+    stages = [
+        {**stage, "name": "first", "train": "attention"},
+        {**stage, "name": "second", "losses": {"ce": 1.0}},
+    ]
+    result = distill(make_recipe(stages=stages))
+    assert [(stage["name"], stage["steps"], set(stage["last"])) for stage in result["stages"]] == [
+        ("first", 2, {"kl"}),
+        ("second", 2, {"ce"}),
+    ]
+    assert [line["tokens"] for line in metrics(result["output"])] == [192, 384, 576, 768]
+    assert read == list(range(24))
+
+
+def test_an_output_that_exists_or_is_being_made_is_refused(make_recipe: MakeRecipe, tmp_path: Path) -> None:
+    (tmp_path / "out.partial").mkdir()
+    with (tmp_path / "out.partial" / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(InvalidInput, match="another run is at work in"):
+            distill(make_recipe())
+    (tmp_path / "out").mkdir()
+    with pytest.raises(
+        InvalidInput, match="out exists and nothing is overwritten; name another with --set output=DIR"
+    ):
+        distill(make_recipe())
+
+
+def test_a_teacher_of_another_vocabulary_is_refused(
+    make_recipe: MakeRecipe, teacher: Path, tmp_path: Path
+) -> None:
+    other = tmp_path / "other"
+    LlamaForCausalLM(LlamaConfig.from_pretrained(teacher)).save_pretrained(other)
+    save_tokenizer(other, last="stop")
+    with pytest.raises(InvalidInput, match="different tokenizers"):
+        distill(make_recipe(teacher=str(other)))
+
+
+def test_a_padded_teacher_says_what_it_says_without_padding(
+    make_recipe: MakeRecipe, teacher: Path, tmp_path: Path
+) -> None:
+    padded = AutoModelForCausalLM.from_pretrained(teacher)
+    padded.resize_token_embeddings(300, mean_resizing=False)
+    padded.save_pretrained(tmp_path / "padded")
+    save_tokenizer(tmp_path / "padded")
+    for name, directory in (("plain", teacher), ("long", tmp_path / "padded")):
+        distill(make_recipe(teacher=str(directory), output=str(tmp_path / name), tokens=384))
+    for mine, theirs in zip(metrics(tmp_path / "plain"), metrics(tmp_path / "long"), strict=True):
+        assert mine["kl"] == pytest.approx(theirs["kl"], rel=1e-5)
+        assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
+
+
+def test_a_model_that_caps_its_logits_is_trained_on_them(make_recipe: MakeRecipe, tmp_path: Path) -> None:
+    size = {
+        "vocab_size": 258,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+        "head_dim": 8,
+    }
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 1.0}
+    gemma = str(tmp_path / "gemma")
+    Gemma2ForCausalLM(Gemma2Config(**size, **heads, final_logit_softcapping=0.01)).save_pretrained(gemma)
+    save_tokenizer(tmp_path / "gemma")
+    distill(make_recipe(student=gemma, teacher=gemma, losses={"ce": 1.0}, tokens=192))
+    # Logits of at most 0.01 are next to no opinion; without the bound these weights have strong ones.
+    assert metrics(tmp_path / "out")[0]["ce"] == pytest.approx(math.log(258), abs=0.02)
+
+
+def test_an_output_inside_a_model_is_refused(
+    make_recipe: MakeRecipe, student: Path, teacher: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "link").symlink_to(teacher)
+    for output, directory in ((student / "out", student), (tmp_path / "link" / "deep" / "out", teacher)):
+        with pytest.raises(
+            InvalidInput, match=f"output {output} lies inside {directory}, which is never written"
+        ):
+            distill(make_recipe(output=str(output), tokens=192))
+        assert {path.name for path in directory.iterdir() if path.is_dir()} == set()
+
+
+def test_a_source_that_was_moved_can_be_named(
+    make_recipe: MakeRecipe, student: Path, teacher: Path, tmp_path: Path
+) -> None:
+    orphan = tmp_path / "orphan"
+    shutil.copytree(student, orphan)
+    gone = describe(teacher, None) | {"path": str(tmp_path / "gone")}
+    write_record(orphan, {"schema": 1, "stage": "convert", "source": gone, "parents": []})
+    with pytest.raises(InvalidInput, match=r"is not there any more; name it with --set teacher=DIR$"):
+        distill(make_recipe(student=str(orphan)))
+
+
+def test_other_mistakes_are_named(make_recipe: MakeRecipe, teacher: Path, text: Path) -> None:
+    with pytest.raises(InvalidInput, match=r"has no kvfold.json that names its source; name the teacher"):
+        distill(make_recipe(student=str(teacher)))
+    with pytest.raises(InvalidInput, match=r"data\.seq_len 128 is more than the 64 positions"):
+        distill(make_recipe(data={"source": str(text), "seq_len": 128}))
+    with pytest.raises(InvalidInput, match="stage kl diverged: the gradient of step 2 is nan"):
+        distill(make_recipe(lr=1e30, grad_clip=None, warmup=0))

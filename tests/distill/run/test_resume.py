@@ -1,0 +1,328 @@
+"""A run that was stopped, however rudely, ends in the same bits as one that was not."""
+
+import errno
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from click.testing import CliRunner
+from kvfold.distill.recipe.recipe.recipe import Recipe
+from safetensors.torch import save_file
+
+from kvfold.core.errors import InvalidInput
+from kvfold.distill.cli import main
+from kvfold.distill.run import claim, state
+from kvfold.distill.run.job import distill
+from kvfold.distill.run.resume import fingerprint
+from kvfold.distill.run.state import Progress
+from kvfold.distill.stages import loop
+from kvfold.distill.watch.metrics import trim_metrics
+
+from ..conftest import MakeRecipe
+from .test_job import metrics, weights
+
+STAGES: list[dict[str, Any]] = [
+    {"name": "first", "tokens": 960, "lr": 1e-2, "batch_tokens": 192, "train": "attention"},
+    {"name": "second", "tokens": 960, "lr": 1e-3, "batch_tokens": 192, "schedule": "wsd"},
+]
+KILLED = """
+import os, signal, sys
+from kvfold.distill import loop
+from kvfold.distill.cli import main
+step, advance = int(sys.argv.pop()), loop.advance
+def advance_or_die(*arguments):
+    progress = advance(*arguments)
+    return os.kill(os.getpid(), signal.SIGKILL) if progress.total_steps == step else progress
+loop.advance = advance_or_die
+main()
+"""
+
+
+def write(recipe: Recipe, file: Path) -> Path:
+    file.write_text(yaml.safe_dump(recipe.resolved()), encoding="utf-8")
+    return file
+
+
+def same_bits(one: Path, other: Path) -> bool:
+    return (one / "model.safetensors").read_bytes() == (other / "model.safetensors").read_bytes()
+
+
+def stop_at(monkeypatch: pytest.MonkeyPatch, step: int, signum: int) -> None:
+    advance = loop.advance
+
+    def advance_and_signal(*arguments: object) -> Progress:
+        progress = advance(*arguments)  # type: ignore[arg-type]
+        if progress.total_steps == step:
+            os.kill(os.getpid(), signum)
+        return progress
+
+    monkeypatch.setattr(loop, "advance", advance_and_signal)
+
+
+@pytest.fixture
+def uninterrupted(make_recipe: MakeRecipe, tmp_path: Path) -> Path:
+    distill(make_recipe(output=str(tmp_path / "whole"), stages=STAGES))
+    return tmp_path / "whole"
+
+
+def test_killed_and_resumed_gives_the_same_bits(
+    make_recipe: MakeRecipe, tmp_path: Path, uninterrupted: Path
+) -> None:
+    recipe = make_recipe(stages=STAGES, save={"every": 2})
+    command = [sys.executable, "-c", KILLED, str(write(recipe, tmp_path / "recipe.yaml"))]
+    for step in ("3", "8"):  # in the first stage, and again in the second
+        assert subprocess.run([*command, step], check=False).returncode == -signal.SIGKILL
+        assert not (tmp_path / "out").exists()
+    distill(recipe)
+    assert same_bits(tmp_path / "out", uninterrupted)
+    numbers = [[line[key] for key in ("step", "kl", "grad_norm", "lr")] for line in metrics(tmp_path / "out")]
+    assert numbers == [
+        [line[key] for key in ("step", "kl", "grad_norm", "lr")] for line in metrics(uninterrupted)
+    ]
+
+
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_saves_at_the_next_step(
+    make_recipe: MakeRecipe,
+    tmp_path: Path,
+    uninterrupted: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    signum: int,
+    code: int,
+) -> None:
+    file, before = write(make_recipe(stages=STAGES), tmp_path / "recipe.yaml"), signal.getsignal(signum)
+    with monkeypatch.context() as patch:
+        stop_at(patch, 3, signum)
+        result = CliRunner().invoke(main, [str(file)])
+    assert result.exit_code == code
+    assert "stopped after step 4 of 5 of stage first; run the same command again" in result.stderr
+    assert signal.getsignal(signum) is before
+    result = CliRunner().invoke(main, [str(file), "--json"])
+    assert result.exit_code == 0
+    assert "going on after step 4" in result.stderr
+    assert same_bits(tmp_path / "out", uninterrupted)
+
+
+@pytest.mark.parametrize("step", [5, 10])
+def test_a_signal_in_the_last_step_of_a_stage_is_heard(
+    make_recipe: MakeRecipe, tmp_path: Path, uninterrupted: Path, monkeypatch: pytest.MonkeyPatch, step: int
+) -> None:
+    """When its sums are formed already: what is trained is saved, and the next start goes on behind it."""
+    file, stage = write(make_recipe(stages=STAGES), tmp_path / "recipe.yaml"), STAGES[step // 5 - 1]["name"]
+    with monkeypatch.context() as patch:
+        stop_at(patch, step, signal.SIGTERM)
+        result = CliRunner().invoke(main, [str(file)])
+    assert result.exit_code == 143
+    assert f"stopped after step 5 of 5 of stage {stage}; run the same command again" in result.stderr
+    assert not (tmp_path / "out").exists()
+    result = CliRunner().invoke(main, [str(file)])
+    assert (result.exit_code, f"going on after step {step}" in result.stderr) == (0, True)
+    assert same_bits(tmp_path / "out", uninterrupted)
+
+
+def test_a_second_signal_does_not_wait_for_the_step(
+    make_recipe: MakeRecipe, tmp_path: Path, uninterrupted: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = write(make_recipe(stages=STAGES, save={"every": 2}), tmp_path / "recipe.yaml")
+    with monkeypatch.context() as patch:
+        for _ in range(2):
+            stop_at(patch, 4, signal.SIGINT)
+        result = CliRunner().invoke(main, [str(file)])
+    assert (result.exit_code, "stopped by SIGINT; what was saved is kept; run the same" in result.stderr) == (
+        130,
+        True,
+    )
+    assert state.saved(tmp_path / "out.partial" / "state")[0].name == "step-00000002"
+    assert CliRunner().invoke(main, [str(file)]).exit_code == 0
+    assert same_bits(tmp_path / "out", uninterrupted)
+
+
+def test_a_run_that_was_killed_when_its_output_stood_has_ended(
+    make_recipe: MakeRecipe, student: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, partial = write(make_recipe(tokens=384), tmp_path / "recipe.yaml"), tmp_path / "out.partial"
+
+    def die(*_: object) -> None:
+        (partial / "tokens.bin").unlink()
+        raise SystemExit(1)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(claim, "_remove", die)
+        assert CliRunner().invoke(main, [str(file)]).exit_code == 1
+    other = CliRunner().invoke(main, [str(file), "--set", "stages.0.lr=1e-3"])
+    assert (other.exit_code, "out exists and nothing is overwritten" in other.stderr) == (2, True)
+    assert partial.exists()
+    before = (tmp_path / "out" / "model.safetensors").stat()
+    for _ in range(2):  # also when there is nothing left to tidy up
+        result = CliRunner().invoke(main, [str(file), "--json"])
+        assert (result.exit_code, "out is whole already, by this recipe" in result.stderr) == (0, True)
+        assert json.loads(result.stdout)["stages"][0]["steps"] == 2
+        assert not partial.exists()
+    assert (tmp_path / "out" / "model.safetensors").stat() == before
+    other = CliRunner().invoke(main, [str(file), "--set", f"teacher={student}"])
+    assert (other.exit_code, "out exists and nothing is overwritten" in other.stderr) == (2, True)
+
+
+@pytest.mark.parametrize("role", ["student", "teacher"])
+def test_another_checkpoint_in_the_place_of_a_model_is_refused(
+    make_recipe: MakeRecipe,
+    student: Path,
+    teacher: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    role: str,
+) -> None:
+    for name, directory in (("student", student), ("teacher", teacher)):
+        shutil.copytree(directory, tmp_path / name)
+    recipe = make_recipe(student=str(tmp_path / "student"), teacher=str(tmp_path / "teacher"))
+    with monkeypatch.context() as patch:
+        stop_at(patch, 3, signal.SIGTERM)
+        with pytest.raises(loop.Interrupted):
+            distill(recipe)
+    changed = {name: tensor + 1e-2 for name, tensor in weights(tmp_path / role).items()}
+    save_file(changed, tmp_path / role / "model.safetensors", {"format": "pt"})
+    with pytest.raises(
+        InvalidInput, match=rf"the {role} .* is not the checkpoint that .*out\.partial was started with; put"
+    ):
+        distill(recipe)
+    shutil.copyfile(
+        {"student": student, "teacher": teacher}[role] / "model.safetensors",
+        tmp_path / role / "model.safetensors",
+    )
+    distill(recipe)
+
+
+def test_a_damaged_state_falls_back_to_the_one_before(
+    make_recipe: MakeRecipe, tmp_path: Path, uninterrupted: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = make_recipe(stages=STAGES, save={"every": 3, "keep": 2})
+    with monkeypatch.context() as patch:
+        stop_at(patch, 6, signal.SIGTERM)
+        with pytest.raises(loop.Interrupted):
+            distill(recipe)
+    states = sorted((tmp_path / "out.partial" / "state").iterdir())
+    assert [state.name for state in states] == ["step-00000006", "step-00000007"]
+    broken = bytearray((states[1] / "weights.safetensors").read_bytes())
+    broken[-1] ^= 1
+    (states[1] / "weights.safetensors").write_bytes(broken)
+    shutil.copytree(tmp_path / "out.partial", tmp_path / "other.partial")
+    distill(recipe)
+    assert same_bits(tmp_path / "out", uninterrupted)
+
+    for path in state.saved(tmp_path / "other.partial" / "state"):
+        (path / "manifest.json").unlink()
+    with pytest.raises(
+        InvalidInput, match=r"no training state in .* is whole; remove .*other\.partial to start over"
+    ):
+        distill(recipe.model_copy(update={"output": str(tmp_path / "other")}))
+
+
+def test_a_changed_recipe_is_refused_by_the_names_of_its_keys(
+    make_recipe: MakeRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        stop_at(patch, 3, signal.SIGTERM)
+        with pytest.raises(loop.Interrupted):
+            distill(make_recipe())
+    with pytest.raises(
+        InvalidInput,
+        match=r"differs .* in stages\[0\].lr \(was 0.01\), stages\[0\].weight_decay \(was 0.0\);",
+    ):
+        distill(make_recipe(lr=1e-3, weight_decay=0.1))
+    distill(make_recipe(micro_batch=2, log_every=5))
+    assert weights(tmp_path / "out")
+
+
+def test_a_full_disk_is_told_and_leaves_the_states_before(
+    make_recipe: MakeRecipe, tmp_path: Path, uninterrupted: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = make_recipe(stages=STAGES, save={"every": 4})
+    write_state = state._write
+
+    def write_or_fail(directory: Path, progress: Progress, *arguments: Any) -> None:
+        if progress.total_steps == 8:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write_state(directory, progress, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(state, "_write", write_or_fail)
+        with pytest.raises(
+            InvalidInput, match=r"training state cannot be saved in .* No space left on device"
+        ):
+            distill(recipe)
+    assert [path.name for path in state.saved(tmp_path / "out.partial" / "state")] == [
+        "step-00000005",
+        "step-00000004",
+    ]
+    distill(recipe)
+    assert same_bits(tmp_path / "out", uninterrupted)
+
+
+def test_metrics_keep_the_lines_of_steps_that_stand(tmp_path: Path) -> None:
+    """Neither a damaged line, nor one cut off, nor one of a step to be done again is in the way of a
+    resumed run.
+    """
+    file = tmp_path / "metrics.jsonl"
+    file.write_text('{"step": 1}\n{"half\n7\n{"step": 2}\n{"step": 3}\n{"step": 2')
+    trim_metrics(file, 2)
+    assert file.read_text() == '{"step": 1}\n{"step": 2}\n'
+
+
+def test_a_restored_state_is_saved_as_it_was(tmp_path: Path) -> None:
+    """Byte by byte: a restored optimizer has its moments in the order of the file, a fresh one in its own."""
+    torch.manual_seed(0)
+    hashes = []
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    for number in range(2):
+        state.save(tmp_path / str(number), Progress(), state.Gathered(model, optimizer), 1)
+        found = state.newest(tmp_path / str(number))
+        assert found
+        hashes.append(json.loads((found / "manifest.json").read_text()))
+        optimizer = torch.optim.AdamW(model.parameters())
+        state.restore_optimizer(found, model, optimizer)
+    assert hashes[0] == hashes[1]
+
+
+def test_folds_that_differ_in_one_matrix_are_told_apart(tmp_path: Path) -> None:
+    """As two folds of one source do; also where the file begins, ends and has its middle in others."""
+    found = []
+    for changed in (None, "layers.0.k_proj", "layers.3.k_proj"):
+        directory = tmp_path / str(changed)
+        directory.mkdir()
+        (directory / "config.json").write_text("{}")
+        names = [
+            "embed",
+            *(f"layers.{layer}.{matrix}" for layer in range(4) for matrix in ("down", "k_proj", "up")),
+            "norm",
+        ]
+        save_file(
+            {name: torch.full((64, 64), float(name == changed)) for name in names},
+            directory / "model.safetensors",
+        )
+        found.append(fingerprint(directory))
+    assert len(set(found)) == 3
+    (tmp_path / "None" / "model.safetensors").write_bytes(b"\xff" * 20)
+    assert fingerprint(tmp_path / "None") not in found, "a damaged file is for loading to refuse"
+
+
+@pytest.mark.parametrize("number", [errno.EPERM, errno.EOPNOTSUPP])
+def test_stages_are_kept_without_links(
+    make_recipe: MakeRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "link", refuse)
+    distill(make_recipe(stages=STAGES, save={"keep_stages": True}))
+    assert (tmp_path / "out" / "stages" / "first" / "model.safetensors").is_file()

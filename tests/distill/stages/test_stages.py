@@ -1,0 +1,171 @@
+"""What a stage trains, how its layers are run, what it leaves behind."""
+
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from kvfold.core.errors import InvalidInput
+from kvfold.distill.run.job import distill
+from kvfold.distill.stages import loop
+
+from ..conftest import MakeRecipe, save_tokenizer
+from ..run.test_job import metrics, weights
+from ..run.test_resume import same_bits, stop_at
+
+LORA = {"train": "lora", "lora": {"rank": 4, "alpha": 8}}
+
+
+def test_attention_and_norms_are_trained_and_nothing_else(make_recipe: MakeRecipe, student: Path) -> None:
+    before, after = weights(student), weights(distill(make_recipe(train="attention+norms"))["output"])
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {name for name in before if "self_attn" in name or "norm" in name}
+
+
+def test_adapters_are_merged_into_an_ordinary_checkpoint(make_recipe: MakeRecipe, student: Path) -> None:
+    pytest.importorskip("peft")
+    result = distill(make_recipe(**LORA))
+    (stage,) = result["stages"]
+    assert stage["last"]["kl"] < 0.9 * stage["first"]["kl"]
+    before, after = weights(student), weights(result["output"])
+    assert before.keys() == after.keys()
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {name for name in before if "self_attn" in name}
+
+
+def test_an_adapters_change_has_its_rank(make_recipe: MakeRecipe, teacher: Path) -> None:
+    """In float32, and the rest of the layer is left alone; only where it was asked for."""
+    pytest.importorskip("peft")
+    recipe = make_recipe(
+        student=str(teacher),
+        teacher=str(teacher),
+        losses={"ce": 1},
+        train="lora",
+        lora={"rank": 2, "targets": ["o_proj"]},
+    )
+    before, after = weights(teacher), weights(distill(recipe)["output"])
+    changes = {
+        name: after[name] - before[name] for name in before if not torch.equal(before[name], after[name])
+    }
+    assert changes.keys() == {name for name in before if "o_proj" in name}
+    for change in changes.values():
+        spectrum = torch.linalg.svdvals(change)
+        assert spectrum[1] > 1e-4
+        assert spectrum[2] < 1e-6
+
+
+def test_a_stage_of_adapters_goes_on_in_the_same_bits(
+    make_recipe: MakeRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stopped inside the second of two such stages.
+
+    The first's are merged, the second's lie beside the weights.
+    """
+    pytest.importorskip("peft")
+    stages = [
+        {"name": name, "tokens": 768, "lr": 1e-2, "batch_tokens": 192, **LORA} for name in ("first", "second")
+    ]
+    distill(make_recipe(output=str(tmp_path / "whole"), stages=stages))
+    with monkeypatch.context() as patch:
+        stop_at(patch, 5, signal.SIGTERM)
+        with pytest.raises(loop.Interrupted):
+            distill(make_recipe(stages=stages))
+    distill(make_recipe(stages=stages))
+    assert same_bits(tmp_path / "out", tmp_path / "whole")
+
+
+def test_adapters_for_layers_that_are_not_there_are_refused(make_recipe: MakeRecipe) -> None:
+    pytest.importorskip("peft")
+    with pytest.raises(
+        InvalidInput,
+        match=r"lora.targets names qkv, which is no linear layer of the student; those are down_proj, "
+        r".*q_proj",
+    ):
+        distill(make_recipe(train="lora", lora={"targets": ["qkv"]}))
+
+
+def test_layers_computed_twice_give_the_same_bits_with_less_kept(
+    make_recipe: MakeRecipe, tmp_path: Path
+) -> None:
+    kept: dict[bool, int] = {}
+    for twice in (False, True):
+        saved: set[int] = set()
+
+        def pack(tensor: torch.Tensor, saved: set[int] = saved) -> torch.Tensor:
+            saved.add(tensor.untyped_storage().data_ptr())
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            distill(
+                make_recipe(
+                    output=str(tmp_path / str(twice)), gradient_checkpointing=twice, tokens=192, micro_batch=6
+                )
+            )
+        kept[twice] = len(saved)
+    assert same_bits(tmp_path / "True", tmp_path / "False")
+    assert kept[True] < kept[False] / 2
+
+
+def test_compiled_layers_compute_the_same(
+    make_recipe: MakeRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Traced and differentiated as always, but not translated to C++, which takes a minute."""
+    compile_layer, compiled = nn.Module.compile, []
+
+    def trace_layer(layer: nn.Module) -> None:
+        compiled.append(layer)
+        compile_layer(layer, backend="aot_eager")
+
+    monkeypatch.setattr(nn.Module, "compile", trace_layer)
+    for name, compiles in (("plain", False), ("compiled", True)):
+        distill(
+            make_recipe(
+                output=str(tmp_path / name), compile=compiles, tokens=384, gradient_checkpointing=True
+            )
+        )
+    assert len(compiled) == 2
+    for mine, theirs in zip(metrics(tmp_path / "plain"), metrics(tmp_path / "compiled"), strict=True):
+        assert mine["kl"] == pytest.approx(theirs["kl"], rel=1e-4)
+        assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-3)
+
+
+def test_stages_are_kept_as_checkpoints(make_recipe: MakeRecipe, tmp_path: Path) -> None:
+    stages = [{"name": name, "tokens": 384, "lr": 1e-2, "batch_tokens": 192} for name in ("first", "second")]
+    for keep in (True, False):
+        distill(make_recipe(stages=stages, save={"keep_stages": keep}, output=str(tmp_path / str(keep))))
+    assert same_bits(tmp_path / "True", tmp_path / "False")
+    assert [path.name for path in (tmp_path / "True" / "stages").iterdir()] == ["first"]
+    assert not (tmp_path / "False" / "stages").exists()
+    ids = torch.tensor([[0, 1, 2]])
+    places = (tmp_path / "True" / "stages" / "first", tmp_path / "True")
+    first, last = (AutoModelForCausalLM.from_pretrained(place)(ids).logits for place in places)
+    assert not torch.equal(first, last)
+
+
+@pytest.mark.parametrize("loss", ["hidden_mse", "hidden_cosine", "attention_relation"])
+def test_losses_of_layers_fall_and_do_not_depend_on_micro_batches(
+    make_recipe: MakeRecipe, tmp_path: Path, loss: str
+) -> None:
+    lines = []
+    for micro_batch in (4, 6):
+        output = tmp_path / str(micro_batch)
+        distill(make_recipe(output=str(output), losses={loss: 1.0}, micro_batch=micro_batch))
+        lines.append(metrics(output))
+    assert lines[0][-1][loss] < 0.8 * lines[0][0][loss]
+    assert lines[0][-1]["forward_kl"] < lines[0][0]["forward_kl"]
+    for mine, theirs in zip(*lines, strict=True):
+        assert mine[loss] == pytest.approx(theirs[loss], rel=1e-3)
+
+
+def test_a_teacher_with_other_layers_is_refused_where_layers_are_compared(
+    make_recipe: MakeRecipe, teacher: Path, tmp_path: Path
+) -> None:
+    deeper = tmp_path / "deeper"
+    LlamaForCausalLM(LlamaConfig.from_pretrained(teacher, num_hidden_layers=3)).save_pretrained(deeper)
+    save_tokenizer(deeper)
+    with pytest.raises(InvalidInput, match="the student has 2 layers and the teacher 3"):
+        distill(make_recipe(teacher=str(deeper), losses={"hidden_mse": 1.0, "kl": 1.0}))
+    distill(make_recipe(teacher=str(deeper), tokens=192))

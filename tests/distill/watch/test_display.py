@@ -1,0 +1,119 @@
+"""What is shown while a stage trains.
+
+A table on a terminal, lines elsewhere, the same numbers as in metrics.jsonl.
+"""
+
+import io
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvfold.distill.run.job import distill
+from kvfold.distill.run.state import Progress
+from kvfold.distill.watch import display
+from kvfold.distill.watch.display import SHOWN, duration, shown, stage_table
+from kvfold.distill.watch.metrics import Metrics
+
+from ..conftest import MakeRecipe
+from ..run.test_job import metrics
+
+VALUES = {
+    "loss": 0.25, "forward_kl": 0.125, "same_top1": 0.5, "eval_perplexity": 12.3456, "recovered_share": 0.417,
+    "tokens_per_second": 12345.6, "memory_gib": 1.5, "seconds_left": 125,
+}  # fmt: skip
+
+
+class Terminal(io.StringIO):
+    """A stream that says it is one."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0, "0 s"), (89, "89 s"), (125, "2 min"), (5400, "1 h 30 min"), (200_000, "2 d 7 h")],
+)
+def test_durations(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+def test_what_is_not_known_is_left_out() -> None:
+    assert [heading for heading, _ in shown(VALUES)] == [heading for _, heading, _ in SHOWN]
+    assert shown({"loss": 1.0, "lr": 3.0}) == [("loss", "1.0000")]
+
+
+def test_a_terminal_has_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+    with stage_table("kl", 86) as show:
+        show(12, VALUES)
+    for text in (
+        "step",
+        "12/86",
+        "KL",
+        "0.1250",
+        "recovered",
+        "41.7%",
+        "12,346",
+        "1.50 GiB",
+        "left",
+        "2 min",
+    ):
+        assert text in terminal.getvalue()
+
+
+def test_elsewhere_there_are_lines(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(display, "PLAIN_INTERVAL", 0.0)
+    with stage_table("kl", 86) as show:
+        show(12, VALUES)
+    line = capsys.readouterr().err
+    assert line.startswith(
+        "kl: 12/86 loss 0.2500  KL 0.1250  same top-1 0.500  perplexity 12.35  recovered 41.7%"
+    )
+    assert line.count("\n") == 1
+
+
+def test_other_processes_say_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(display, "PLAIN_INTERVAL", 0.0)
+    monkeypatch.setenv("RANK", "1")
+    with stage_table("kl", 86) as show:
+        show(12, VALUES)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_run_shows_what_it_logs(
+    make_recipe: MakeRecipe,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(display, "PLAIN_INTERVAL", 0.0)
+    held = tmp_path / "held.txt"
+    held.write_text(" ".join(map(str, range(300))), encoding="utf-8")
+    section = {"source": str(held), "every": 2, "windows": 4}
+    distill(make_recipe(losses={"kl": 0.5, "ce": 0.1}, tokens=576, evaluate=section))
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("kl: ")]
+    assert len(lines) == 3
+    for line, logged in zip(lines, metrics(tmp_path / "out"), strict=True):
+        assert f"loss {0.5 * logged['kl'] + 0.1 * logged['ce']:.4f}  KL {logged['forward_kl']:.4f}" in line
+        assert f"same top-1 {logged['same_top1']:.3f}" in line
+        assert "perplexity" in line  # from the first step on: that of the fold
+    assert f"perplexity {metrics(tmp_path / 'out')[1]['eval_perplexity']:.4g}" in lines[1]
+
+
+def test_the_time_of_evaluations_is_not_the_trainings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """100 tokens in 2 s, and 98 s in which nothing was trained."""
+    clock = iter([0.0, 100.0])
+    monkeypatch.setattr("kvfold.distill.watch.metrics.time.monotonic", lambda: next(clock))
+    told = Metrics(tmp_path / "metrics.jsonl", "kl", tokens=50)
+    told.leave_out(98)
+    assert told.append(Progress(tokens=150), {})["tokens_per_second"] == 50

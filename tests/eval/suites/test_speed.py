@@ -1,0 +1,270 @@
+"""Times are what a clock says of the right work, in turns; memory is what tensors take."""
+
+import json
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+from kvfold.eval.suites.catalogue.meter import peak_memory, timed
+from kvfold.eval.suites.catalogue.speed import Speeds, spread
+
+from kvfold.core.errors import InvalidInput
+from kvfold.eval.cli import main
+from kvfold.eval.options import Options
+from kvfold.eval.run import evaluate
+from kvfold.eval.suites.catalogue import meter, speed
+from kvfold.models.causal_lm import load
+
+from ..conftest import Make
+
+CPU = Options(device="cpu")
+Seen = list[tuple[Path, tuple[int, ...], int]]
+
+
+@pytest.fixture(scope="session")
+def latent(make: Make) -> Path:
+    return make(latent=True)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """In place of the real one, a clock by which piece of work number n takes n seconds."""
+    took: list[float] = []
+
+    def count(device: torch.device, work: Any) -> tuple[Any, float]:
+        took.append(len(took) + 1.0)
+        return work(), took[-1]
+
+    monkeypatch.setattr(speed, "timed", count)
+    return took
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
+    """Every reading: which model, the ids' shape, and how many tokens its cache held before."""
+    readings: Seen = []
+    real = speed.read
+
+    def read(loaded: Any, ids_BT: torch.Tensor, cache: Any = None, last: int | None = None) -> Any:
+        readings.append((loaded.path, tuple(ids_BT.shape), 0 if cache is None else cache.get_seq_length()))
+        return real(loaded, ids_BT, cache, last)
+
+    monkeypatch.setattr(speed, "read", read)
+    return readings
+
+
+def run(student: Path, teacher: Path | None = None, options: Options = CPU, **settings: Any) -> Speeds:
+    found = evaluate(student, teacher, None, options, suites=("speed",), settings=settings).suites["speed"]
+    assert isinstance(found, Speeds)
+    return found
+
+
+def test_models_take_turns_and_every_step_reads_one_token_after_the_live_cache(
+    latent: Path, mha: Path, seen: Seen
+) -> None:
+    run(latent, mha, speed_batch="2", speed_context="8", speed_tokens=3, speed_rounds=4)
+    warm = [((2, 8), 0), ((2, 1), 8), ((2, 1), 9)]
+    one = [*warm, ((2, 1), 10)]
+    order = [(latent, warm), (mha, warm), *[(latent, one), (mha, one)] * 4]
+    assert seen == [(path, *step) for path, steps in order for step in steps]
+
+
+def test_numbers_are_those_of_the_clock(latent: Path, mha: Path, clock: list[float]) -> None:
+    (cell,) = run(latent, mha, speed_batch="2", speed_context="8", speed_tokens=3, speed_rounds=3).cells
+    # Six pieces of work warm both up; then a round is a prefill and three steps of each model.
+    assert clock == [float(n) for n in range(1, 6 + 3 * 2 * 4 + 1)]
+    seconds = np.arange(7, 31).reshape(3, 2, 4)
+    for number, timing in enumerate((cell.student, cell.teacher)):
+        assert timing is not None
+        prefill, decode = seconds[:, number, 0], seconds[:, number, 1:].ravel()
+        assert timing.prefill.milliseconds.median == 1000 * sorted(prefill)[1]
+        assert timing.decode.milliseconds.median == 1000 * sorted(decode)[4]
+        assert timing.prefill.tokens_per_second.median == pytest.approx(2 * 8 / sorted(prefill)[1])
+        assert timing.decode.tokens_per_second.median == pytest.approx(2 / sorted(decode)[4])
+        assert timing.decode.milliseconds.q1 == 1000 * sorted(decode)[2]
+        assert timing.decode.milliseconds.q3 == 1000 * sorted(decode)[6]
+    assert cell.prefill_speedup is not None
+    assert cell.decode_speedup is not None
+    assert cell.prefill_speedup.median == pytest.approx(19 / 15)  # of 11/7, 19/15, 27/23
+    assert cell.decode_speedup.median == pytest.approx(21 / 17)  # the middle step of the middle round
+    assert (cell.rounds, cell.tokens, cell.skipped) == (3, 3, None)
+
+
+def test_a_smaller_cache_takes_less_memory(make: Make, mha: Path) -> None:
+    (cell,) = run(
+        make(num_key_value_heads=1), mha, speed_context="48", speed_tokens=4, speed_rounds=3, speed_batch="4"
+    ).cells
+    assert cell.student is not None
+    assert cell.teacher is not None
+    saved = 2 * 2 * (4 - 1) * 8 * 4 * 48 * 4  # layers, keys and values, heads, head dim, batch, tokens, bytes
+    assert cell.teacher.peak_bytes - cell.student.peak_bytes >= saved
+    assert cell.teacher.peak_bytes < 4 * 48 * 4 * 3000
+
+
+def test_peak_memory_counts_what_is_alive_at_once() -> None:
+    x = torch.ones(100, 100)
+    with torch.inference_mode(), peak_memory(torch.device("cpu")) as peak:
+        y = x @ x
+        z = y + 1
+        del y
+        w = torch.cat([z, z])
+        del z
+        w[:50].view(-1).add_(1)  # a view, and work in place
+    assert peak.bytes == 3 * x.nbytes
+
+
+def test_every_cell_of_the_sweep_is_there_in_order(mha: Path) -> None:
+    cells = run(mha, speed_batch="2,1", speed_context="8,4", speed_tokens=1, speed_rounds=3).cells
+    assert [(cell.context, cell.batch) for cell in cells] == [(4, 1), (4, 2), (8, 1), (8, 2)]
+    assert all(cell.teacher is None and cell.decode_speedup is None and cell.student for cell in cells)
+
+
+def test_contexts_fit_the_models_when_none_are_asked_for(mha: Path, make: Make) -> None:
+    assert [cell.context for cell in run(mha, speed_rounds=3).cells] == [64 - speed.TOKENS]
+    roomy = make(max_position_embeddings=600)
+    assert [cell.context for cell in run(roomy, speed_rounds=3, speed_tokens=1).cells] == [512]
+
+
+def test_time_that_is_over_skips_cells_and_shortens_none_below_three_rounds(
+    mha: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = iter(range(0, 10_000, 10))
+    monkeypatch.setattr(speed, "monotonic", lambda: float(next(now)))
+    first, second = run(
+        mha, speed_batch="1,2", speed_context="4", speed_tokens=1, speed_rounds=9, speed_seconds=25.0
+    ).cells
+    assert (first.rounds, first.skipped) == (3, None)
+    assert second.skipped == "--speed-seconds 25 were over"
+    assert second.student is None
+
+
+def test_a_cell_that_does_not_fit_in_memory_is_skipped(mha: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = speed.read
+
+    def read(loaded: Any, ids_BT: torch.Tensor, cache: Any = None, last: int | None = None) -> Any:
+        if len(ids_BT) > 1:
+            raise torch.OutOfMemoryError("no")
+        return real(loaded, ids_BT, cache, last)
+
+    monkeypatch.setattr(speed, "read", read)
+    fits, large = run(mha, speed_batch="1,2", speed_context="4", speed_tokens=1, speed_rounds=3).cells
+    assert (fits.skipped, large.skipped) == (None, "out of memory")
+
+
+def test_one_at_a_time_measures_both_and_pairs_nothing(latent: Path, mha: Path, seen: Seen) -> None:
+    found = run(
+        latent,
+        mha,
+        Options(device="cpu", one_at_a_time=True),
+        speed_context="4",
+        speed_tokens=1,
+        speed_rounds=3,
+    )
+    (cell,) = found.cells
+    assert not found.interleaved
+    assert cell.student is not None
+    assert cell.teacher is not None
+    assert cell.decode_speedup is None
+    assert [path for path, *_ in seen] == [latent] * 8 + [mha] * 8
+
+
+def test_on_cuda_events_on_the_device_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            told.append("record")
+
+        def synchronize(self) -> None:
+            told.append("wait")
+
+        def elapsed_time(self, other: "Event") -> float:
+            return 250.0  # milliseconds
+
+    monkeypatch.setattr(meter.torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(meter.torch.cuda, "Event", Event)
+    monkeypatch.setattr(meter.torch.cuda, "synchronize", lambda: told.append("synchronize"))
+    result, seconds = timed(torch.device("cuda", 0), lambda: told.append("work") or "done")  # type: ignore[func-returns-value]
+    assert (result, seconds) == ("done", 0.25)
+    assert told == ["synchronize", "record", "work", "record", "wait"]
+
+
+def test_quartiles_are_numpys() -> None:
+    values = [3.0, 1.0, 4.0, 1.0, 5.0]
+    found = spread(values)
+    assert (found.q1, found.median, found.q3) == tuple(np.quantile(values, [0.25, 0.5, 0.75]))
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        (
+            {"speed_context": "60"},
+            "--speed-context 60 and 16 decoded tokens are more than the 64 positions of .*; use 48",
+        ),
+        ({"speed_context": "4,x"}, "--speed-context 4,x: write whole numbers from 1 with commas"),
+        ({"speed_batch": "0"}, "--speed-batch 0: write whole numbers"),
+        ({"speed_batch": ""}, "--speed-batch : write whole numbers"),
+        ({"speed_tokens": 64}, "--speed-tokens 64: .* takes 64 positions; use fewer"),
+    ],
+)
+def test_mistakes_are_one_sentence(mha: Path, settings: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(InvalidInput, match=sentence):
+        run(mha, **settings)
+
+
+def test_the_report_has_every_number_and_an_interrupted_sweep_goes_on(
+    latent: Path, mha: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "eval.json"
+    command = [
+        str(latent),
+        "--teacher",
+        str(mha),
+        "--suite",
+        "speed",
+        "--device",
+        "cpu",
+        "--speed-batch",
+        "1,2",
+    ]
+    command += ["--speed-context", "8", "--speed-tokens", "2", "--speed-rounds", "3", "--out", str(out)]
+    real = speed._round
+
+    def stop(loaded: Any, ids_BC: torch.Tensor, tokens: int) -> Any:
+        if len(ids_BC) == 2:
+            raise KeyboardInterrupt
+        return real(loaded, ids_BC, tokens)
+
+    monkeypatch.setattr(speed, "_round", stop)
+    assert CliRunner().invoke(main, command).exit_code != 0
+    kept = json.loads((tmp_path / "eval.json.partial").read_text().splitlines()[1])
+    monkeypatch.setattr(speed, "_round", real)
+    result = CliRunner().invoke(main, [*command, "--assert", "speed.cells.1.decode_speedup.median>0"])
+    assert result.exit_code == 0, result.output
+    assert "decode, 2 x 8 tokens, ms/step" in result.stdout
+    first, second = json.loads(out.read_text())["suites"]["speed"]["cells"]
+    assert kept["part"] == "speed/student+teacher/1x8"
+    assert first["student"]["prefill"]["milliseconds"]["median"] == pytest.approx(
+        1000 * float(np.median(kept["value"]["student"]["prefill"]))
+    )
+    assert second["teacher"]["peak_bytes"] > first["teacher"]["peak_bytes"] > 0
+
+
+def test_logits_of_the_last_token_alone_are_formed(mha: Path) -> None:
+    loaded = load(mha, CPU)
+    ids_BT = torch.arange(12).view(2, 6)
+    with torch.inference_mode():
+        whole, _ = speed.read(loaded, ids_BT)
+        last, cache = speed.read(loaded, ids_BT[:, :4], last=1)
+        after, _ = speed.read(loaded, ids_BT[:, 4:], cache)
+    assert last.shape == (2, 1, 258)
+    torch.testing.assert_close(last, whole[:, 3:4])
+    torch.testing.assert_close(after, whole[:, 4:])

@@ -1,0 +1,259 @@
+"""The lab.
+
+Its formulas against the modules and counted operations, the figures that documents quote, and the command.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+import torch
+from click.testing import CliRunner
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from kvfold.lab.cli import main
+from kvfold.lab.reference import (
+    Cache,
+    ExpertLatentAttention,
+    LatentQueryAttention,
+    MultiHeadAttention,
+    MultiHeadLatentAttention,
+    costs,
+)
+from kvfold.lab.reference.trials import distances, divided_rope_key, run
+
+from ..support.tiny import make
+
+DEMO = Path(__file__).parents[2] / "recipes" / "demo"
+WIDTHS: dict[str, Any] = {"qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5}
+COSTS: dict[str, Any] = {"nope": 6, "rope": 4, "value": 5}
+
+
+def mla(q_rank: int | None = None) -> MultiHeadLatentAttention:
+    return MultiHeadLatentAttention(32, 4, 12, q_rank, **WIDTHS, causal=False)
+
+
+def mixture() -> ExpertLatentAttention:
+    return ExpertLatentAttention(32, 4, 12, num_experts=3, top_k=2, **WIDTHS, causal=False)
+
+
+PAIRS = {
+    "mha": (lambda: MultiHeadAttention(32, 4, causal=False), costs.multi_head(32, 4)),
+    "gqa": (lambda: MultiHeadAttention(32, 4, 2, head_dim=6, causal=False), costs.multi_head(32, 4, 2, 6)),
+    "mla": (mla, costs.latent(32, 4, 12, **COSTS)),
+    "mla, query latent": (lambda: mla(9), costs.latent(32, 4, 12, 9, **COSTS)),
+    "mla, absorbed": (lambda: mla().absorb(), costs.latent(32, 4, 12, absorbed=True, **COSTS)),
+    "experts": (mixture, costs.latent(32, 4, 12, experts=3, top_k=2, **COSTS)),
+}
+
+
+def counted(module: nn.Module, *args: torch.Tensor, **options: Any) -> int:
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter, torch.no_grad():
+        module(*args, **options)
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_formulas_are_the_modules(name: str) -> None:
+    """Parameters, cache, and every matrix product that a forward does.
+
+    Of 7 tokens at once, and of one behind 9 others.
+    """
+    make, one = PAIRS[name]
+    module = make()
+    biases = module.experts.router.bias.numel() if isinstance(module, ExpertLatentAttention) else 0
+    assert one.total == sum(p.numel() for p in module.parameters()) - biases
+    assert one.cache == module.cache_size()
+    assert counted(module, torch.randn(1, 7, 32)) == one.prefill(7, causal=False)
+    cache = Cache()
+    module(torch.randn(1, 9, 32), cache=cache)
+    assert counted(module, torch.randn(1, 1, 32), cache=cache) == one.decode(9)
+
+
+def test_latent_queries_are_linear_in_the_input() -> None:
+    module, one = LatentQueryAttention(32, 4, 5), costs.latent_query(32, 4, 5)
+    assert one.total == sum(p.numel() for p in module.parameters())
+    assert one.fixed_cache == module.cache_size()
+    for tokens in (7, 70):
+        assert counted(module, torch.randn(1, tokens, 32)) == one.prefill(tokens)
+    assert one.cache_bytes(10, "float32") == one.cache_bytes(10**6, "float32") == 4 * module.cache_size()
+
+
+def test_documented_shapes() -> None:
+    """d_model 512 with 8 heads, and the small MLA of d_model 1024 with 46 heads."""
+    assert [costs.multi_head(512, 8, n).total for n in (8, 1, 4)] == [1_048_576, 589_824, 786_432]
+    mha = costs.multi_head(512, 8)
+    assert [costs.multi_head(512, 8, n).cache / mha.cache for n in (4, 2, 1)] == [0.5, 0.25, 0.125]
+    for rank, rope in ((256, 32), (512, 0)):
+        assert costs.latent(512, 8, rank, nope=64, rope=rope, value=64).cache / mha.cache == (rank + rope) / (
+            2 * 8 * 64
+        )
+    small = costs.latent(1024, 46, 128, 384, nope=32, rope=64, value=32)
+    assert small.parameters == {
+        "W_DQ": 1024 * 384,
+        "W_UQ, W_QR": 384 * 46 * (32 + 64),
+        "W_DKV": 1024 * 128,
+        "W_KR": 1024 * 64,
+        "W_UK": 128 * 46 * 32,
+        "W_UV": 128 * 46 * 32,
+        "W_O": 46 * 32 * 1024,
+    }
+    assert (small.total, small.cache) == (4_169_728, 192)
+    sizes = {"qk_nope_head_dim": 32, "qk_rope_head_dim": 64, "v_head_dim": 32}
+    with torch.device("meta"):
+        module = MultiHeadLatentAttention(1024, 46, 128, 384, **sizes)  # type: ignore[arg-type]
+    assert sum(p.numel() for p in module.parameters()) == small.total
+
+
+def test_quoted_figures() -> None:
+    """Which of them are wrong: half the heads are half the cache, and a rotary key is shared, not divided."""
+    wrong = [claim.claim for claim in costs.claims() if not claim.holds]
+    assert wrong == ["cache of GQA-4 as a share of 8 heads'"]
+    assert not divided_rope_key().holds
+    assert divided_rope_key(heads=1).holds
+
+
+def test_distances_are_distances() -> None:
+    source, x = MultiHeadAttention(32, 4).double(), torch.randn(2, 9, 32, dtype=torch.float64)
+    half = MultiHeadAttention.from_weights(source.weights())
+    with torch.no_grad():
+        half.o_proj.weight.mul_(0.5)
+    assert distances(source, source, x) == pytest.approx((0, 0), abs=1e-12)
+    assert distances(half, source, x) == pytest.approx((0.5, 0), abs=1e-12)
+    with torch.no_grad():
+        half.o_proj.weight.mul_(-2)
+    assert distances(half, source, x) == pytest.approx((2, 2))
+
+
+def test_memory_grows_with_what_is_expanded() -> None:
+    """The peak counts at least queries, keys, values and output at once.
+
+    Twice the tokens take about twice of it.
+    """
+    short, long = (run("mha", MultiHeadAttention(32, 4), 32, tokens, "cpu") for tokens in (64, 128))
+    assert short.peak_bytes >= 4 * 64 * 32 * 4
+    assert 1.5 * short.peak_bytes < long.peak_bytes < 5 * short.peak_bytes
+    assert short.prefill_seconds > 0
+    assert short.decode_seconds > 0
+
+
+class Chain(nn.Module):
+    """Twenty steps, of which each needs only the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.step = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor, cache: Cache | None = None) -> torch.Tensor:
+        for _ in range(20):
+            x = x + self.step
+        return x
+
+
+def test_memory_that_is_freed_does_not_count() -> None:
+    assert run("chain", Chain(), 32, 64, "cpu").peak_bytes == 2 * 64 * 32 * 4
+
+
+def test_model_with_norms(tmp_path: Path) -> None:
+    """Its costs can be had; it cannot be measured by modules without norms."""
+    model = str(make(tmp_path / "qwen3", "qwen3"))
+    assert {row["name"] for row in invoke(model)["variants"]} >= {"MQA", "MLA"}
+    result = CliRunner().invoke(main, [model, "--measure"])
+    assert result.exit_code == 2
+    assert "query or key norms" in result.output
+
+
+def invoke(*words: str) -> Any:
+    result = CliRunner().invoke(main, [*words, "--json"])
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def test_command_on_a_shape() -> None:
+    report = invoke(
+        "--d-model", "512", "--heads", "8", "--lengths", "1k", "--experts", "4", "--latents", "16"
+    )
+    rows = {row["name"]: row for row in report["variants"]}
+    assert list(rows)[:4] == ["MHA", "GQA-4", "GQA-2", "MQA"]
+    assert rows["MHA"]["parameters"]["total"] == 1_048_576
+    assert rows["MHA"]["cache_bytes"] == {"1024": 1024 * 1024 * 2}
+    assert rows["MLA"]["cache_share"] == (256 + 32) / 1024
+    assert rows["latent queries, 16"]["cache_share"] is None
+    assert rows["MLA, 4 experts"]["cache_per_token"] == rows["MLA"]["cache_per_token"]
+    assert {claim["holds"] for claim in report["claims"]} == {True, False}
+
+
+def test_command_on_a_model() -> None:
+    report = invoke(str(DEMO), "--measure", "--measure-lengths", "16", "--kv-rank", "48", "--rope-dim", "16")
+    assert report["shape"]["layers"] == 6
+    rows = {row["name"]: row for row in report["variants"]}
+    assert rows["MHA"]["cache_per_token"] == 256
+    assert rows["MHA"]["cache_bytes"]["4096"] == 6 * 256 * 4096 * 2
+    off = {row["name"]: row["relative_l2"] for row in report["distances"]}
+    assert off["source"] == 0
+    assert off["GQA-4"] < off["GQA-2"] < off["MQA"]
+    assert off["MLA"] == pytest.approx(off["MLA, absorbed"], rel=1e-3)
+    assert {row["tokens"] for row in report["trials"]} == {16}
+
+
+def test_tables() -> None:
+    result = CliRunner().invoke(
+        main, ["--d-model", "32", "--heads", "2", "--measure", "--measure-lengths", "8"]
+    )
+    assert result.exit_code == 0, result.output
+    for title in (
+        "parameters of a layer",
+        "KV cache, bfloat16",
+        "FLOPs of decode",
+        "often quoted",
+        "cosine distance",
+        "measured",
+    ):
+        assert title in result.output
+
+
+def test_plot(tmp_path: Path) -> None:
+    """Every variant has its line in the diagrams of formulas, with as many points as lengths.
+
+    A file is never overwritten.
+    """
+    file, words = tmp_path / "lab.svg", ["--d-model", "32", "--heads", "2", "--lengths", "64,128,1k"]
+    assert (
+        CliRunner()
+        .invoke(main, [*words, "--measure", "--measure-lengths", "8", "--plot", str(file)])
+        .exit_code
+        == 0
+    )
+    tree = ElementTree.parse(file)
+    lines = [line.attrib["points"].split() for line in tree.iter("{http://www.w3.org/2000/svg}polyline")]
+    assert [len(line) for line in lines] == [3] * 4 * 3 + [1] * 4
+    heights = [float(point.split(",")[1]) for point in lines[0]]
+    assert heights == sorted(heights, reverse=True)
+    again = CliRunner().invoke(main, [*words, "--plot", str(file)])
+    assert again.exit_code == 2
+    assert "nothing is overwritten" in again.output
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "lab needs a shape or a model"),
+        (["--d-model", "1024", "--heads", "46"], "give --head-dim too"),
+        (["--d-model", "64", "--heads", "4", "--kv-heads", "3"], "do not divide into 3"),
+        (["--d-model", "64", "--heads", "4", "--lengths", "4k,x"], "'x' is no number of tokens"),
+        (
+            ["--d-model", "64", "--heads", "4", "--measure", "--device", "abacus"],
+            "--device abacus is not to be had",
+        ),
+        ([str(DEMO), "--heads", "4"], "--heads would contradict MODEL"),
+    ],
+)
+def test_mistakes(words: list[str], message: str) -> None:
+    result = CliRunner().invoke(main, words)
+    assert result.exit_code == 2
+    assert message in result.output
+    assert "Traceback" not in result.output

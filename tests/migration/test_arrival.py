@@ -1,0 +1,85 @@
+"""How `kvfold migrate` ends.
+
+With the better of fold and distilled, and with what another bound can go on from.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from kvfold.migration.request import milestones
+from kvfold.migration.request import request as migration
+
+from .test_migrate import arguments, interrupt, run, texts, unproven
+
+__all__ = ["texts"]  # a fixture
+
+
+def test_another_bound_goes_on_from_what_met_none(
+    texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unproven(monkeypatch)
+    out, unmet = tmp_path / "out", tmp_path / "out.unmet"
+    first = run(arguments(texts, out, "ppl<0.5x", steps="50%"))
+    assert first.exit_code == 3
+    assert (
+        f"take another bound or begin --steps with a larger share, and the same command goes on from "
+        f"{out}.partial" in first.stderr
+    )
+    weights = (unmet / "model.safetensors").read_bytes()
+    (unmet / "mine").touch()
+    for name in ("study", "rewrite", "distill", "evaluate"):
+        monkeypatch.setattr(milestones, name, None)
+    second = run([*arguments(texts, out, "kl<1e-9", steps="50%"), "--json"])
+    assert second.exit_code == 3, second.output
+    assert json.loads((unmet / "report.json").read_text()) == json.loads(second.stdout)
+    assert json.loads(second.stdout)["until"] == "kl<1e-9"
+    assert (unmet / "mine").exists()
+    third = run([*arguments(texts, out, "ppl<9x", steps="50%"), "--json"])
+    assert third.exit_code == 0, third.output
+    assert f"{unmet} is of an earlier bound" in third.stderr
+    assert (out / "model.safetensors").read_bytes() == weights
+    assert json.loads(third.stdout)["met"]
+    assert not out.with_name("out.partial").exists()
+
+
+def test_a_fold_that_its_distillation_made_worse_stands_for_itself(
+    texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unproven(monkeypatch)
+    out = tmp_path / "out"
+    words = arguments(texts, out, steps="50%", set="stages.0.lr=0.5")
+    done = run([*words, "--set", "evaluate=null", "--json", "--keep-steps"])
+    assert done.exit_code == 0, done.output
+    assert "its distillation made 50% worse, so that the fold itself stands for it" in done.stderr
+    report = json.loads(done.stdout)
+    (step,) = report["steps"]
+    assert (report["kept"], step["kept"], step["met"]) == ("folded", "folded", True)
+    assert step["perplexity"]["distilled"] > step["perplexity"]["folded"]
+    assert step["perplexity_ratio"]["mean"] == pytest.approx(
+        step["perplexity"]["folded"] / step["perplexity"]["source"]
+    )
+    assert json.loads((out / "kvfold.json").read_text())["stage"] == "convert"
+    assert {str(path.relative_to(out)) for path in out.glob("steps/*/*")} == {"steps/distilled/50%"}
+    told = json.loads((out / "steps" / "distilled" / "50%" / "kvfold.json").read_text())
+    assert told["parents"][-1]["path"] == str(out.resolve())
+    for name in ("kvfold.json", "eval.json", "report.json"):
+        assert ".partial" not in (out / name).read_text(), name
+
+
+def test_a_run_that_was_killed_while_it_tidied_up_has_ended(
+    texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    words = [*arguments(texts, out, steps="50%"), "--json"]
+    unproven(monkeypatch)
+    with monkeypatch.context() as patch:
+        patch.setattr(migration, "_remove", interrupt)
+        assert run(words).exit_code == 1
+    assert out.exists()
+    again = run(words)
+    assert (again.exit_code, "out was whole already" in again.stderr) == (0, True)
+    assert json.loads(again.stdout) == json.loads((out / "report.json").read_text())
+    assert not out.with_name("out.partial").exists()
+    assert (run(words).exit_code, "out exists" in run(words).stderr) == (2, True)

@@ -1,0 +1,311 @@
+"""`kvfold migrate`: the smallest step that holds becomes the output.
+
+A run that was killed ends as one that was not.
+"""
+
+import fcntl
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+from kvfold.migration.request.itinerary import read_bound
+from kvfold.migration.request.request import write_json
+
+from kvfold.cli import main
+from kvfold.core.errors import InvalidInput
+from kvfold.distill.run.state import newest
+from kvfold.migration.request import milestones
+from kvfold.texts.corpus import stdlib_documents
+
+from ..support.tiny import make
+
+DEMO = Path(__file__).parents[2] / "recipes" / "demo"
+IDENTITY = {"checked": False, "reason": "another test is about it"}
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("texts")
+    (place / "train.txt").write_text("\n".join(stdlib_documents(held_out=False)[:3])[:20000])
+    (place / "held.txt").write_text(stdlib_documents(held_out=True)[0][:4000])
+    return place
+
+
+def arguments(texts: Path, out: Path, bound: str = "ppl<9x", **changed: str) -> list[str]:
+    options = {
+        "to": "gqa", "steps": "50%,0.125", "text": str(texts / "held.txt"), "train": str(texts / "train.txt"),
+        "tokens-per-step": "2k", "window": "32", "max-windows": "4", "sequences": "2", "refine": "1",
+        "until": bound,
+        "out": str(out), "set": "evaluate=null", **changed,
+    }  # fmt: skip
+    return ["migrate", str(DEMO), *(word for name, value in options.items() for word in (f"--{name}", value))]
+
+
+def run(words: list[str]) -> Result:
+    return CliRunner().invoke(main, words)
+
+
+def ratios(report: dict[str, Any]) -> dict[str, float]:
+    return {step["step"]: step["perplexity_ratio"]["mean"] for step in report["steps"]}
+
+
+@pytest.fixture(scope="module")
+def whole(texts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A migration that nothing interrupts, and that keeps its steps."""
+    out = tmp_path_factory.mktemp("whole") / "out"
+    done = run([*arguments(texts, out), "--json", "--keep-steps"])
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout) == json.loads((out / "report.json").read_text())
+    return out
+
+
+def test_the_smallest_step_that_holds_is_the_output(whole: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    report = json.loads((whole / "report.json").read_text())
+    assert report["met"]
+    assert (report["chosen"], [step["cache_ratio"] for step in report["steps"]]) == ("12.5%", [0.5, 0.125])
+    assert report["identity"] == {"checked": True, "kl": 0.0, "max_logit_difference": 0.0}
+    assert AutoModelForCausalLM.from_pretrained(whole).config.num_key_value_heads == 1
+    assert "<svg" in (whole / "report.html").read_text()
+    assert not whole.with_name("out.partial").exists()
+
+
+def test_records_name_the_places_where_things_are(whole: Path) -> None:
+    from kvfold.checkpoints.record import folded_parent
+
+    kept = {str(path.relative_to(whole)) for path in whole.glob("steps/*/*")}
+    assert kept == {"steps/folded/50%", "steps/folded/12.5%", "steps/distilled/50%"}
+    assert folded_parent(whole) == whole.resolve() / "steps/folded/12.5%"
+    assert folded_parent(whole / "steps/distilled/50%") == whole.resolve() / "steps/folded/50%"
+    assert json.loads((whole / "eval.json").read_text())["checkpoint"]["path"] == str(whole.resolve())
+    for name in ("kvfold.json", "eval.json", "README.md", "report.json"):
+        assert ".partial" not in (whole / name).read_text(), name
+
+
+def unproven(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Spare migrations the proof, which another test is about."""
+    monkeypatch.setattr(
+        milestones,
+        "_identity",
+        lambda asked: write_json(asked.partial / "identity.json", IDENTITY) or IDENTITY,
+    )
+
+
+def stopped(words: list[str], monkeypatch: pytest.MonkeyPatch, at: str, stop: Any) -> None:
+    """Begin a migration, without its proof, that ends where `milestones.<at>` is `stop`."""
+    unproven(monkeypatch)
+    with monkeypatch.context() as patch:
+        patch.setattr(milestones, at, stop)
+        assert run(words).exit_code == 1
+
+
+def interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def test_a_killed_run_goes_on_to_the_same_bytes(
+    texts: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    words = arguments(texts, out)
+    stopped(words, monkeypatch, "distill", interrupt)
+    with subprocess.Popen([sys.executable, "-m", "kvfold", *words], stderr=subprocess.DEVNULL) as started:
+        while newest(tmp_path / "out.partial/distilled/50%.partial/state") is None and started.poll() is None:
+            time.sleep(0.01)
+        os.kill(started.pid, signal.SIGKILL)
+    assert started.returncode == -signal.SIGKILL
+    assert not out.exists()
+    other = run([*words, "--seed", "1"])
+    assert other.exit_code == 2
+    assert "was begun with another calibration.seed (was 0)" in other.output
+    done = run(words)
+    assert done.exit_code == 0, done.output
+    assert "going on after step" in done.stderr
+    assert (out / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+
+
+def test_what_is_done_is_not_done_again_and_the_bound_may_change(
+    texts: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = ratios(json.loads((whole / "report.json").read_text()))
+    measure = milestones.evaluate
+
+    def stop_at_second(student: Path, *rest: Any, **more: Any) -> Any:
+        if student.name == "12.5%":
+            raise KeyboardInterrupt
+        return measure(student, *rest, **more)
+
+    out = tmp_path / "out"
+    stopped(arguments(texts, out), monkeypatch, "evaluate", stop_at_second)
+    for name in ("study", "rewrite", "distill"):
+        monkeypatch.setattr(milestones, name, None)
+    between = sum(expected.values()) / 2
+    done = run([*arguments(texts, out, f"ppl<{between:.6f}x"), "--json"])
+    assert done.exit_code == 0, done.output
+    report = json.loads(done.stdout)
+    assert ratios(report) == expected
+    assert [step["met"] for step in report["steps"]] == [True, False]
+    assert (report["chosen"], report["until"]) == ("50%", f"ppl<{between:.6f}x")
+    assert json.loads((out / "config.json").read_text())["num_key_value_heads"] == 4
+
+
+def test_where_no_step_holds_the_first_has_a_name_that_tells(
+    texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = arguments(texts, Path("öut"), "ppl<0.5x", calibration="none", to="mla")
+    del words[words.index("--refine") : words.index("--refine") + 2]
+    done = run([*words, "--json"])
+    assert done.exit_code == 3
+    assert "no step holds ppl<0.5x; what came nearest, 50%, is in" in done.stderr
+    report = json.loads(done.stdout)
+    assert (report["met"], report["chosen"], report["not_tried"]) == (False, "50%", ["12.5%"])
+    assert report["identity"]["kl"] < 1e-6
+    assert (tmp_path / "öut.unmet" / "model.safetensors").is_file()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["öut.partial", "öut.unmet"]
+    for name in ("kvfold.json", "eval.json", "report.json"):
+        assert ".partial" not in (tmp_path / "öut.unmet" / name).read_text(), name
+    shutil.rmtree("öut.partial")
+    again = run(words)
+    assert again.exit_code == 2
+    assert "öut.unmet exists, and" in again.stderr
+    assert (
+        "from which another bound could go on, does not; move it or remove it, or name another --out"
+        in again.stderr
+    )
+
+
+def test_dry_run_writes_nothing(tmp_path: Path) -> None:
+    done = run(
+        [
+            "migrate",
+            str(DEMO),
+            "--to",
+            "mla",
+            "--until",
+            "kl<0.1",
+            "--out",
+            str(tmp_path / "out"),
+            "--dry-run",
+            "--json",
+        ]
+    )
+    assert done.exit_code == 0, done.output
+    plan = json.loads(done.stdout)
+    assert [step["cache"]["ratio"] for step in plan["steps"]] == [0.5, 0.25, 0.125]
+    assert plan["distillation"]["data"]["source"] == "stdlib"
+    assert not list(tmp_path.iterdir())
+
+
+def test_steps_that_a_source_cannot_take_are_left_out(tmp_path: Path) -> None:
+    source = make(tmp_path / "source", num_key_value_heads=4)
+    words = [
+        "migrate",
+        str(source),
+        "--to",
+        "gqa",
+        "--until",
+        "ppl<2x",
+        "--out",
+        str(tmp_path / "out"),
+        "--dry-run",
+        "--json",
+    ]
+    done = run(words)
+    assert [step["step"] for step in json.loads(done.stdout)["steps"]] == ["50%", "25%"]
+    assert "no step of 12.5%: a budget of" in done.stderr
+    alone = make(tmp_path / "alone", num_key_value_heads=1)
+    refused = run([word.replace(str(source), str(alone)) for word in words])
+    assert refused.exit_code == 2
+    assert "Error: a budget of" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "path", "bound"),
+    [
+        ("ppl<1.02x", "suites.ppl.ratio.mean", 1.02),
+        ("ppl <= 2x", "suites.ppl.ratio.mean", 2.0),
+        ("ppl<15.5", "suites.ppl.student.perplexity", 15.5),
+        ("kl<0.05", "suites.fidelity.kl.mean", 0.05),
+    ],
+)
+def test_bounds(text: str, path: str, bound: float) -> None:
+    found = read_bound(text)
+    assert (found.text, ".".join(found.path), found.bound) == (text, path, bound)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "ppl", "ppl<x", "ppl>1.02x", "ppl<0x", "ppl<1.2.3x", "foo<1", "kl<nan", "kl<0.1x", "ppl.x<1"]
+)
+def test_wrong_bounds(text: str) -> None:
+    with pytest.raises(InvalidInput, match="--until"):
+        read_bound(text)
+
+
+@pytest.mark.parametrize(
+    ("changed", "sentence"),
+    [
+        ({"steps": "25%,50%"}, "--steps 25%,50%: 50% gives no smaller cache than 25% before it"),
+        ({"steps": "30%,25%"}, "25% gives no smaller cache than 30% before it"),
+        ({"steps": "150%"}, "--steps 150% is no share of the source's cache"),
+        ({"steps": "50%,"}, "--steps"),
+        ({"steps": "5%"}, "--steps 5%: a budget of 12 elements"),
+        ({"to": "mqa"}, "does not apply to --to mqa"),
+        ({"tokens-per-step": "many"}, "--tokens-per-step many: it should be a number of tokens"),
+        ({"tokens-per-step": "0"}, "--tokens-per-step 0"),
+        ({"window": "4096"}, "--window 4096 is more than the 256 positions"),
+        ({"text": "missing.txt"}, "missing.txt is not a file"),
+        ({"train": "missing.txt"}, "missing.txt"),
+        ({"set": "output=elsewhere"}, "every step has its own student and output"),
+        ({"set": "stages.0.rate=1"}, "unknown key 'rate'"),
+        ({"calibration": "none"}, "--refine 1 needs text to refine on"),
+        ({"out": str(DEMO / "inside")}, "lies inside the source"),
+    ],
+)
+def test_mistakes(texts: Path, tmp_path: Path, changed: dict[str, str], sentence: str) -> None:
+    done = run(arguments(texts, **{"out": tmp_path / "out", **changed}))  # type: ignore[arg-type]
+    assert done.exit_code == 2, done.output
+    assert sentence in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_text_that_is_trained_on_is_refused(texts: Path, tmp_path: Path) -> None:
+    done = run(arguments(texts, tmp_path / "out", train=str(texts / "held.txt")))
+    assert done.exit_code == 2
+    assert "is trained on" in done.stderr
+
+
+def test_a_damaged_note_and_another_run_are_told(texts: Path, tmp_path: Path) -> None:
+    partial = tmp_path / "out.partial"
+    partial.mkdir()
+    (partial / "asked.json").write_text("{")
+    damaged = run(arguments(texts, tmp_path / "out"))
+    assert (damaged.exit_code, "asked.json is damaged; remove" in damaged.stderr) == (2, True)
+    with (partial / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        second = run(arguments(texts, tmp_path / "out"))
+    assert (second.exit_code, "another run is at work" in second.stderr) == (2, True)
+
+
+def test_a_strangers_directory_is_left_alone(texts: Path, tmp_path: Path) -> None:
+    (tmp_path / "out.partial").mkdir()
+    (tmp_path / "out.partial" / "mine").touch()
+    done = run(arguments(texts, tmp_path / "out"))
+    assert done.exit_code == 2
+    assert "is no unfinished migration" in done.stderr
+    assert (tmp_path / "out.partial" / "mine").exists()
+
+
+def test_several_processes_are_refused(texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    done = run(arguments(texts, tmp_path / "out"))
+    assert (done.exit_code, "runs in one process" in done.stderr) == (2, True)

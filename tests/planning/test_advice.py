@@ -1,0 +1,322 @@
+"""`kvfold plan`.
+
+What fits, what it costs, what it is predicted to lose, and whether measured perplexity ranks alike.
+"""
+
+import json
+import math
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+
+from kvfold.cli import main
+from kvfold.convert.calibration.statistics import Statistics
+from kvfold.convert.calibration.study import study
+from kvfold.convert.families.source import open_source
+from kvfold.convert.write.rewrite import rewrite
+from kvfold.core.errors import InvalidInput
+from kvfold.core.units import read_size, show_bytes
+from kvfold.eval.options import Options
+from kvfold.eval.run import evaluate
+from kvfold.lab.reference import costs
+from kvfold.planning import demand as costs_of
+from kvfold.planning.advice import Bounds, place, predict_rows
+from kvfold.planning.candidates import Candidate, find_candidates
+from kvfold.texts.corpus import read_text
+
+from ..support.tiny import ROPE, make
+
+DEMO = Path(__file__).parents[2] / "recipes" / "demo"
+FEW = ("--context", "256", "--budgets", "50%,12.5%")
+
+
+@pytest.fixture(scope="module")
+def statistics(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Statistics of the demo checkpoint on text of its own."""
+    file = tmp_path_factory.mktemp("statistics") / "demo.safetensors"
+    study(open_source(DEMO), "self", sequences=12, length=256, seed=0, save=file)
+    return file
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(main, ["plan", *arguments])
+
+
+def report(*arguments: str, code: int = 0) -> dict[str, Any]:
+    result = run(*arguments, "--json")
+    assert result.exit_code == code, result.output
+    found: dict[str, Any] = json.loads(result.stdout)
+    return found
+
+
+def find(*shares: str, source: Path = DEMO) -> dict[str, Candidate]:
+    return {one.label: one for one in find_candidates(open_source(source), shares or ("25%",))[0]}
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "size"),
+    [
+        ("32k", "tokens", 32768),
+        ("8192", "tokens", 8192),
+        ("1.5K", "tokens", 1536),
+        ("24GB", "bytes", 24 * 10**9),
+        ("24GiB", "bytes", 24 * 2**30),
+        (" .5 tb ", "bytes", 5 * 10**11),
+        ("512", "bytes", 512),
+    ],
+)
+def test_sizes_are_read(text: str, kind: Any, size: int) -> None:
+    assert read_size(text, "--option", kind) == size
+
+
+@pytest.mark.parametrize("text", ["", "k", "0", "-1k", "32kb", "1e3", "nan", "32 k k", "3٢", "9" * 400])
+def test_no_sizes_are_refused(text: str) -> None:
+    with pytest.raises(InvalidInput, match=r"--context .* is no number of tokens; write for example"):
+        read_size(text, "--context", "tokens")
+
+
+def test_sizes_are_shown() -> None:
+    assert [show_bytes(size) for size in (12, 1.5e3, 24e9, 2e12)] == ["12 B", "1.5 KB", "24 GB", "2 TB"]
+
+
+def test_memory_is_weights_cache_and_activations() -> None:
+    for one in find("25%").values():
+        row = place(one, Bounds(context=200, batch=3, memory=None))
+        assert row.demand.weights == sum(spec.nbytes for spec in one.plan.specs.values())
+        assert row.demand.cache == 3 * 200 * one.plan.cache()["after"]["bytes_per_token"]
+        assert row.demand.total == row.demand.weights + row.demand.cache + row.demand.activations
+        read = row.decoding.bytes - row.demand.cache // 3
+        assert (
+            read == row.demand.weights // 3 or row.decoding.form == "expanded"
+        )  # the demo's head is its embeddings
+
+
+def test_a_sliding_window_bounds_the_cache(tmp_path: Path) -> None:
+    source = make(tmp_path / "windows", "ministral")  # a layer with a window of 9, one without
+    one = find(source=source)["GQA-2"]
+    each = one.plan.cache()["after"]["bytes_per_token"] // 2
+    assert [costs_of.demand(one.plan, n, 5).cache for n in (8, 100)] == [5 * each * 16, 5 * each * 109]
+
+
+def test_rebuilt_keys_cost_memory_bytes_and_arithmetic() -> None:
+    stock, intact = find("25%")["MLA 48+16, stock uniform"], find("25%")["MLA 64, rope intact"]
+    assert not costs_of.absorbs(stock.plan, ("transformers",))
+    assert costs_of.absorbs(stock.plan, ("transformers", "sglang"))
+    expanded, absorbed = (costs_of.decoding(stock.plan, 250, 4, absorbed=form) for form in (False, True))
+    assert (expanded.form, absorbed.form) == ("expanded", "absorbed")
+    # 8 heads of 16, each with un-rotated and rotary key and value, written and read, 6 layers, bfloat16.
+    assert expanded.bytes - absorbed.bytes == 250 * 6 * 8 * (16 + 16 + 16) * 2 * 2
+    assert expanded.attention_flops > 2 * absorbed.attention_flops
+    assert costs_of.decoding(intact.plan, 250, 4).form == "expanded"
+    rebuilt = (
+        costs_of.demand(intact.plan, 250, 4).activations
+        - costs_of.demand(stock.plan, 250, 4, absorbed=True).activations
+    )
+    assert rebuilt == 4 * 250 * 256 * 2
+
+
+def test_formulas_count_the_weights_that_are_written() -> None:
+    for one in find("25%").values():
+        written = [spec.shape for name, spec in one.plan.layers[0].writes.items() if "norm" not in name]
+        assert costs_of._costs(one.plan, absorbed=False).total == sum(map(math.prod, written)), one.label
+    intact = costs.intact(128, 8, 8, 16, 64)
+    assert intact.cache == 64
+    assert intact.decode(10) - intact.decode(9) == 4 * 128 + 2 * 64 * 256
+
+
+def test_ranking_agrees_with_measured_perplexity(tmp_path: Path, statistics: Path) -> None:
+    """GQA and MLA, decoupled and intact, together: Spearman's correlation of predicted and measured loss."""
+    source, bounds = open_source(DEMO), Bounds(context=256, batch=1, memory=None)
+    candidates, _ = find_candidates(source, ("50%", "25%", "12.5%"), calibrated=True)
+    wanted = [
+        one for one in candidates if "slots" not in one.options and one.options.get("container") != "remote"
+    ]
+    rows = predict_rows([place(one, bounds) for one in wanted], bounds, Statistics.load(statistics))
+    assert {row.candidate.kind for row in rows} == {"gqa", "mla decoupled", "mla intact"}
+    assert len(rows) >= 8
+    measured, text = [], read_text("stdlib")
+    for number, row in enumerate(rows):
+        rewrite(row.candidate.plan, tmp_path / str(number), "test")
+        options = Options(window=256, max_windows=8, trust_remote_code=True)
+        lost = evaluate(tmp_path / str(number), DEMO, text, options).ppl.difference
+        assert lost is not None
+        measured.append(lost.mean)
+    predicted = [row.loss for row in rows]
+    assert spearman(predicted, measured) >= 0.9, (predicted, measured)
+
+
+def spearman(one: list[Any], other: list[Any]) -> float:
+    ranks = torch.tensor([one, other]).argsort(1).argsort(1).double()
+    return float(torch.corrcoef(ranks)[0, 1])
+
+
+def test_what_is_chosen_fits_and_can_be_pasted(tmp_path: Path, statistics: Path) -> None:
+    found = report(str(DEMO), *FEW, "--batch", "16", "--memory", "5.5MB", "--calibration", str(statistics))
+    fitting = [row for row in found["candidates"] if row["fits"]]
+    assert 0 < len(fitting) < len(found["candidates"])
+    assert all(row["fits"] == (row["memory"]["total"] <= 5.5e6) for row in found["candidates"])
+    losses = [row["predicted_loss"] for row in fitting]
+    assert losses == sorted(losses)
+    assert found["chosen"]["label"] == fitting[0]["label"]
+    assert found["unit"] == "nats a token, before refinement"
+    words = shlex.split(found["chosen"]["command"])
+    assert words[0] == "kvfold"
+    done = CliRunner().invoke(main, [*words[1:], "--refine", "0", "--out", str(tmp_path / "out"), "--json"])
+    assert done.exit_code == 0, done.output
+    record = json.loads(done.stdout)
+    assert (
+        record["cache"]["after"]["elements_per_token_per_layer"]
+        == fitting[0]["cache"]["elements_per_token_per_layer"]
+    )
+    assert record["predicted_loss"] == pytest.approx(fitting[0]["predicted_loss"], rel=1e-6)
+
+
+def test_speed_takes_what_moves_least_within_the_tolerance() -> None:
+    arguments = (str(DEMO), "--context", "256", "--budgets", "25%", "--speed", "--tolerance")
+    rows = report(*arguments, "0.3")["candidates"]
+    within = [row for row in rows if row["predicted_loss"] <= 0.3]
+    assert 0 < len(within) < len(rows)
+    assert rows[: len(within)] == within
+    assert rows[0]["decode"]["bytes"] == min(row["decode"]["bytes"] for row in within)
+    assert rows[0]["predicted_loss"] > min(row["predicted_loss"] for row in within)
+    strict = report(*arguments, "0")
+    assert strict["candidates"][0]["predicted_loss"] == min(row["predicted_loss"] for row in rows)
+    assert "none of the 6 that fit is within the tolerance of 0" in strict["chosen"]["reason"]
+
+
+def test_by_weights_alone_it_says_so() -> None:
+    result = run(str(DEMO), *FEW)
+    assert result.exit_code == 0, result.output
+    assert "by weights alone" in result.stdout
+    assert "the weights alone; --calibration self" in result.stderr
+    assert "\nkvfold convert " in result.stdout
+    assert "--calibration" not in result.stdout.splitlines()[-1]
+    rows = report(str(DEMO), *FEW)["candidates"]
+    loss = {row["label"]: row["predicted_loss"] for row in rows}
+    assert loss["GQA-4"] < loss["GQA-2"] < loss["MQA"]
+    assert loss["MLA 128, rope intact"] < 1e-9  # as wide as the stream
+    whole = report(str(DEMO), "--context", "64", "--budgets", "75%,50%,60%")["chosen"]
+    assert "--kv-budget 50%" in whole["command"]  # more would keep nothing more
+
+
+def test_where_nothing_fits_it_says_what_would() -> None:
+    few = (str(DEMO), "--budgets", "50%,12.5%")
+    tight = (*few, "--context", "256", "--batch", "16", "--memory", "4MB")
+    would = report(*tight, code=3)["would_fit"]
+    assert report(*tight, code=3)["chosen"] is None
+    lines = run(*tight).stdout.splitlines()
+    assert lines[-1].startswith("Nothing fits. What would: --memory ")
+    for change in (
+        {"--memory": would["memory"]},
+        {"--batch": would["batch"]},
+        {"--context": would["context"]},
+    ):
+        option, size = next(iter(change.items()))
+        assert report(*tight, option, str(size))["chosen"], change
+        beyond = size - 1 if option == "--memory" else size + 1
+        assert report(*tight, option, str(beyond), code=3)["chosen"] is None
+    never = report(*few, "--memory", "1MB", code=3)["would_fit"]
+    assert never["batch"] is never["context"] is None
+
+
+def test_an_engine_leaves_what_it_runs() -> None:
+    found = report(str(DEMO), *FEW, "--engine", "vllm")
+    assert [row["label"] for row in found["candidates"]] == ["GQA-4", "GQA-2", "MQA"]
+    assert all(row["engines"] == {"vllm": ""} for row in found["candidates"])
+    assert "--engine vllm" in found["chosen"]["command"]
+    assert found["refused"]["mla intact"]
+
+
+def test_a_wide_source_is_offered_what_engines_have_kernels_for(tmp_path: Path) -> None:
+    source = make(tmp_path / "wide", hidden_size=128, head_dim=64)  # caches 1024
+    labels = {
+        row["label"]: row for row in report(str(source), "--context", "64", "--budgets", "50%")["candidates"]
+    }
+    assert (
+        labels["MLA 512+64, serving"]["engines"]["vllm"]
+        == labels["MLA 512+64, serving"]["engines"]["sglang"]
+        == ""
+    )
+    assert labels["MLA 512+64, serving"]["decode"]["form"] == "absorbed"
+
+
+def test_where_no_loss_can_be_predicted_the_largest_cache_is_taken(tmp_path: Path) -> None:
+    # Its queries grow with their position, from the ninth on: that is not among what kvfold computes.
+    rope = {**ROPE["yarn"], "llama_4_scaling_beta": 0.5, "original_max_position_embeddings": 8}
+    source = make(tmp_path / "growing", "ministral3", rope_parameters=rope)
+    sample = ("--calibration", "self", "--sequences", "4", "--length", "32")
+    found = report(str(source), *sample, "--context", "64", "--budgets", "50%,25%")
+    assert {row["predicted_loss"] for row in found["candidates"]} == {None}
+    shares = [row["cache"]["share"] for row in found["candidates"]]
+    assert shares == sorted(shares, reverse=True)
+    assert "no loss can be predicted" in found["chosen"]["reason"]
+
+
+@pytest.mark.parametrize("calibration", ["none", "self"])
+@pytest.mark.parametrize("family", ["qwen3", "olmo2", "gemma2", "gpt_oss"])
+def test_losses_are_predicted_through_norms_bounds_sinks_and_windows(
+    tmp_path: Path, family: str, calibration: str
+) -> None:
+    source = make(tmp_path / "source", family, num_key_value_heads=4)
+    sample = ("--calibration", calibration, "--sequences", "8", "--length", "24")
+    rows = report(str(source), *sample, "--context", "64", "--budgets", "50%,25%")["candidates"]
+    losses = {row["label"]: row["predicted_loss"] for row in rows}
+    assert {"GQA-2", "MQA"} < set(losses)
+    assert 0 < losses["GQA-2"] < losses["MQA"]
+    assert all(loss is not None and math.isfinite(loss) for loss in losses.values())
+
+
+def test_curve_and_picture(tmp_path: Path, statistics: Path) -> None:
+    picture = tmp_path / "curve.png"
+    arguments = (
+        str(DEMO),
+        "--budgets",
+        "25%,12.5%",
+        "--calibration",
+        str(statistics),
+        "--curve",
+        "--png",
+        str(picture),
+    )
+    found = report(*arguments, "--memory", "1MB", code=3)  # a curve needs nothing to fit
+    lines: dict[str, list[dict[str, Any]]] = {}
+    for point in found["curve"]:
+        lines.setdefault(point["line"], []).append(point)
+    assert {line: len(points) for line, points in lines.items()} == {
+        "gqa": 3,
+        "mla decoupled": 2,
+        "mla intact": 2,
+    }
+    for points in lines.values():
+        assert [p["share"] for p in points] == sorted((p["share"] for p in points), reverse=True)
+        assert [p["loss"] for p in points] == sorted(p["loss"] for p in points)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert [path.name for path in tmp_path.iterdir()] == ["curve.png"]
+    again = run(*arguments)
+    assert again.exit_code == 2
+    assert "exists, and nothing is overwritten" in again.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("--context", "long"), "is no number of tokens"),
+        (("--memory", "24 parsecs"), "is no number of bytes"),
+        (("--memory", "0GB"), "is no number of bytes"),
+        (("--budgets", "50%,150%"), "is no share"),
+        (("--engine", "mlc"), "is not one that kvfold knows"),
+        (("--png", "curve.svg"), "does not end in .png"),
+        (("--png", "nowhere/curve.png"), "there is no directory"),
+        (("--calibration", "absent.safetensors"), "absent.safetensors"),
+        (("--calibration", "none", "--save-statistics", "kept.safetensors"), "nothing to save"),
+    ],
+)
+def test_mistakes_are_sentences(arguments: tuple[str, ...], sentence: str) -> None:
+    result = run(str(DEMO), "--budgets", "50%", *arguments)
+    assert result.exit_code == 2, result.output
+    assert sentence in result.stderr
+    assert "Traceback" not in result.output

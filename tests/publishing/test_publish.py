@@ -1,0 +1,337 @@
+"""Publishing, against a server on localhost.
+
+What arrives, what is sent again, what is refused and what the card says.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from kvfold.cli import main
+
+from ..support.hub_server import Hub, Repository, serving
+from ..support.tiny import make
+
+GUARD = """
+import os, sys
+def guard(event, arguments):
+    if event == "socket.connect" and isinstance(arguments[1], tuple) and arguments[1][0] not in ("127.0.0.1", "::1"):
+        open(os.environ["GUARD"], "a").write(repr(arguments[1]))
+        raise PermissionError("beyond localhost")
+sys.addaudithook(guard)
+"""
+# Several commands in one process: importing costs more than they do.
+DRIVER = """
+import json, os, sys
+from click.testing import CliRunner
+from kvfold.cli import main
+results = []
+for words, environment in json.loads(sys.argv[1]):
+    os.environ.update(environment)
+    done = CliRunner().invoke(main, words)
+    results.append([done.exit_code, done.stdout, done.stderr + ("" if done.exit_code in (0, 2, 3) else repr(done.exception))])
+print(json.dumps(results))
+"""
+
+
+@pytest.fixture(scope="module")
+def folded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A converted checkpoint of several shards; its source says its licence."""
+    place = tmp_path_factory.mktemp("folded")
+    source = make(place / "source")
+    (source / "README.md").write_text(
+        "---\nlicense: other\nlicense_name: tiny-licence\nlicense_link: LICENSE\n---\n# tiny\n"
+    )
+    words = [
+        "convert",
+        str(source),
+        "--to",
+        "mla",
+        "--kv-budget",
+        "50%",
+        "--calibration",
+        "none",
+        "--shard-size",
+        "20KB",
+    ]
+    done = CliRunner().invoke(main, [*words, "--out", str(place / "out")])
+    assert done.exit_code == 0, done.output
+    assert len(list((place / "out").glob("*.safetensors"))) > 3
+    return place / "out"
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    with serving(Hub()) as server:
+        yield server
+
+
+def environment(hub: Hub, place: Path) -> dict[str, str]:
+    """Of a process that knows no Hub but this one, and whose token and cache are of its own."""
+    (place / "guard").mkdir(exist_ok=True)
+    (place / "guard" / "sitecustomize.py").write_text(GUARD)
+    ours = {
+        "HF_ENDPOINT": hub.endpoint,
+        "HF_HOME": str(place / "hf"),
+        "HF_TOKEN": "hf_owner",
+        "HF_HUB_OFFLINE": "0",
+        "HF_HUB_DISABLE_XET": "1",
+        "GUARD": str(place / "guard" / "seen"),
+        "PYTHONPATH": os.pathsep.join([str(place / "guard"), os.environ.get("PYTHONPATH", "")]).rstrip(
+            os.pathsep
+        ),
+    }
+    return {**os.environ, **ours}
+
+
+def run(
+    hub: Hub, place: Path, *commands: tuple[list[str], dict[str, str]], **changed: str
+) -> list[tuple[int, str, str]]:
+    """Exit code, stdout and stderr of `kvfold publish` with each list of words, and changes of the
+    environment.
+    """
+    runs = json.dumps([(["publish", *words, "--verify", "lint"], changes) for words, changes in commands])
+    done = subprocess.run(
+        [sys.executable, "-c", DRIVER, runs],
+        env={**environment(hub, place), **changed},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert not (place / "guard" / "seen").exists(), "the network beyond localhost was asked for"
+    return [(code, out, err) for code, out, err in json.loads(done.stdout.splitlines()[-1])]
+
+
+def local(*words: str) -> tuple[int, str, str]:
+    """What needs no server, in this process."""
+    done = CliRunner().invoke(main, ["publish", *words, "--verify", "lint"])
+    return done.exit_code, done.stdout, done.stderr
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
+def test_what_arrives_is_what_lies_there(folded: Path, hub: Hub, tmp_path: Path) -> None:
+    before = contents(folded)
+    words = [str(folded), "org/tiny", "--private", "--json"]
+    (code, out, err), again = run(hub, tmp_path, (words, {}), (words, {}))
+    assert code == 0, err
+    repository = hub.repositories["org/tiny"]
+    assert repository.private
+    arrived = {
+        name: data for name, data in repository.files.items() if name not in {"README.md", ".gitattributes"}
+    }
+    assert arrived == {name: data for name, data in before.items() if name != "README.md"}
+    told = json.loads(out)
+    assert told["commit"] == repository.commits[1]
+    assert told["files"] == {
+        name: len(data) for name, data in repository.files.items() if name != ".gitattributes"
+    }
+    assert told["card"].encode() == repository.files["README.md"]
+    assert "on the Hub: 1/" in err
+    assert contents(folded) == before, "the directory was changed"
+    # The same again sends nothing and makes no commit.
+    assert again[0] == 0, again[2]
+    assert json.loads(again[1])["commit"] == told["commit"]
+    assert len(repository.commits) == 2
+    assert len(hub.received) == len(set(hub.received)) == len(list(folded.glob("*.safetensors")))
+
+
+def test_a_killed_upload_goes_on_with_the_file_it_was_at(folded: Path, hub: Hub, tmp_path: Path) -> None:
+    hub.stall = 2
+    command = [sys.executable, "-m", "kvfold", "publish", str(folded), "org/tiny", "--verify", "lint"]
+    process = subprocess.Popen(command, env=environment(hub, tmp_path), stderr=subprocess.PIPE)
+    try:
+        assert hub.stalled.wait(60)
+    finally:
+        process.kill()
+        process.communicate()
+    assert len(hub.received) == 2
+    assert set(hub.repositories["org/tiny"].files) == {".gitattributes"}, "half a checkpoint is visible"
+    hub.stall = None
+    ((code, _, err),) = run(hub, tmp_path, ([str(folded), "org/tiny"], {}))
+    assert code == 0, err
+    assert len(hub.received) == len(set(hub.received)) == len(list(folded.glob("*.safetensors")))
+    assert contents(folded).items() - hub.repositories["org/tiny"].files.items() == {
+        ("README.md", (folded / "README.md").read_bytes())  # that in the repository loads from the repository
+    }
+
+
+def test_a_failing_server_is_a_sentence_and_the_next_run_finishes(
+    folded: Path, hub: Hub, tmp_path: Path
+) -> None:
+    uploads, commits = iter([503]), iter([500])  # the library repeats an upload by itself, and no commit
+    hub.fault = lambda method, path: next(
+        uploads if method == "PUT" else commits if "/commit/" in path else iter(()), None
+    )
+    words = [str(folded), "org/tiny"]
+    (code, _, err), (again, _, told) = run(hub, tmp_path, (words, {}), (words, {}))
+    assert code == 2
+    assert err.splitlines()[-1].startswith(
+        "Error: the Hub answered 500 (as the test wants it); run the same command again"
+    )
+    assert again == 0, told
+    assert len(hub.received) == len(set(hub.received)) == len(list(folded.glob("*.safetensors"))), (
+        "files were sent again"
+    )
+    assert "kvfold.json" in hub.repositories["org/tiny"].files
+
+
+def test_refusals_of_the_hub_are_sentences(folded: Path, hub: Hub, tmp_path: Path) -> None:
+    hub.repositories["org/public"] = Repository(private=False)
+    hub.repositories["org/others"] = Repository(
+        private=True, files={"config.json": b"{}", "model.safetensors": b""}
+    )
+    hub.repositories["other/model"] = Repository(private=True)
+    refused = {
+        ("org/tiny", "hf_nobody"): "does not know the token",
+        ("other/tiny", "hf_owner"): "may not write to other/tiny; name a repository of your own",
+        ("other/model", "hf_owner"): "may not write to other/model; name a repository of your own",
+        ("org/public", "hf_owner"): "--private: org/public exists and is public",
+        ("org/others", "hf_owner"): "org/others holds a model that kvfold did not publish",
+        ("org/tiny", ""): "there is no token for the Hub; set HF_TOKEN",
+    }
+    copy = shutil.copytree(folded, tmp_path / "copy")
+    (copy / "README.md").write_text("---\nlicense: nonsense\n---\nMine.\n")
+    commands = [([str(folded), name, "--private"], {"HF_TOKEN": token}) for name, token in refused]
+    results = run(hub, tmp_path, *commands, ([str(copy), "org/tiny"], {"HF_TOKEN": "hf_owner"}))
+    sentences = [*refused.values(), "the Hub refuses the metadata of README.md: "]
+    for (code, out, err), sentence in zip(results, sentences, strict=True):
+        assert (code, out) == (2, ""), err
+        assert sentence in err.splitlines()[-1]
+        assert "Traceback" not in err
+        assert hub.endpoint not in err
+    assert "org/tiny" not in hub.repositories
+    assert not hub.received
+
+
+@pytest.mark.parametrize("changed", [{"HF_ENDPOINT": "http://127.0.0.1:9"}, {"HF_HUB_OFFLINE": "1"}])
+def test_no_network_is_a_sentence(folded: Path, hub: Hub, tmp_path: Path, changed: dict[str, str]) -> None:
+    ((code, _, err),) = run(hub, tmp_path, ([str(folded), "org/tiny"], {}), **changed)
+    assert code == 2
+    assert ("cannot be reached" if "HF_ENDPOINT" in changed else "HF_HUB_OFFLINE is set") in err.splitlines()[
+        -1
+    ]
+
+
+def test_a_refusal_of_the_library_for_chunks_is_a_sentence(folded: Path, hub: Hub, tmp_path: Path) -> None:
+    pytest.importorskip("hf_xet")
+    ((code, _, err),) = run(hub, tmp_path, ([str(folded), "org/tiny"], {}), HF_HUB_DISABLE_XET="0")
+    assert code == 2, err
+    assert "may not write to org/tiny" in err.splitlines()[-1]
+    assert hub.endpoint not in err
+
+
+def test_what_is_there_already(folded: Path, hub: Hub, tmp_path: Path) -> None:
+    """Weights sent earlier go with the new ones; a card that was written there is not replaced by ours."""
+    kept = {
+        "model-00001-of-00009.safetensors": b"old",
+        "lora/adapter_model.safetensors": b"theirs",
+        "figure.png": b"theirs",
+    }
+    files = {"kvfold.json": b"{}", "config.json": b"{}", "README.md": b"---\nlicense: mit\n---\n", **kept}
+    hub.repositories["org/tiny"] = Repository(private=False, files=files)
+    written = {**files, "README.md": b"---\nlicense: mit\n---\nWritten there.\n"}
+    hub.repositories["org/written"] = Repository(private=False, files=dict(written))
+    copy = shutil.copytree(folded, tmp_path / "copy")
+    (copy / "README.md").write_bytes(written["README.md"])
+    commands = [[str(folded), "org/tiny"], [str(folded), "org/written"], [str(copy), "org/written"]]
+    (code, out, err), refused, merged = run(hub, tmp_path, *((words, {}) for words in commands))
+    assert code == 0, err
+    assert refused[0] == 2
+    assert "README.md of org/written was written there; put it into" in refused[2]
+    assert merged[0] == 0, merged[2]
+    assert hub.repositories["org/written"].files["README.md"].endswith(b"---\nWritten there.\n")
+    assert "model-00001-of-00009.safetensors removed" in out
+    files = hub.repositories["org/tiny"].files
+    assert "model-00001-of-00009.safetensors" not in files
+    assert files["figure.png"] == files["lora/adapter_model.safetensors"] == b"theirs"
+
+
+def test_a_dry_run_shows_all_and_touches_nothing(folded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    before = contents(folded)
+    code, out, err = local(str(folded), "org/tiny", "--dry-run")
+    assert code == 0, err
+    assert "model-00001-of-" in out
+    assert "nothing is sent" in out
+    assert 'from_pretrained("org/tiny", dtype="auto")' in out
+    assert "the card has no perplexity" in err
+    code, out, _ = local(str(folded), "org/tiny", "--dry-run", "--json")
+    told: dict[str, Any] = json.loads(out)
+    assert told["commit"] is None
+    assert told["verify"]["passed"]
+    assert told["files"].keys() == before.keys()
+    assert contents(folded) == before
+
+
+@pytest.mark.parametrize(
+    "name", ["tiny", "a/b/c", "/x", "org/", "org/ti ny", "org/x--y", "https://host/org/x", "org/x.git"]
+)
+def test_a_name_that_is_none(folded: Path, name: str) -> None:
+    code, _, err = local(str(folded), name, "--dry-run")
+    assert code == 2
+    assert "is no repository; write owner/name" in err
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "sentence"),
+    [
+        ("optimizer.pt", b"", "is a pickle"),
+        ("state/notes.dat", b"\x80\x04K\x01.", "is a pickle"),
+        ("kvfold.json", None, "has no kvfold.json"),
+        ("model-00001-of-*", None, "lacks the shard"),
+        ("eval.json.partial", b"{}", "is half-written"),
+        ("eval.json", b"{", "is not valid JSON"),
+        ("eval.json", b'{"schema": 9}', "its schema is 9"),
+        ("eval.json", b'{"schema": 1}', "protocol"),
+        ("README.md", b"---\na: [\n---\n", "cannot be read as a model card"),
+        ("README.md", b"---\n- a\n---\n", "cannot be read as a model card"),
+    ],
+)
+def test_what_cannot_be_published(
+    folded: Path, tmp_path: Path, name: str, data: bytes | None, sentence: str
+) -> None:
+    copy = shutil.copytree(folded, tmp_path / "copy")
+    for path in list(copy.glob(name)) if data is None else [copy / name]:
+        path.parent.mkdir(exist_ok=True)
+        path.unlink() if data is None else path.write_bytes(data)
+    code, _, err = local(str(copy), "org/tiny", "--dry-run")
+    assert code == 2, err
+    assert sentence in err
+    assert "Traceback" not in err
+
+
+def test_what_verify_refuses_is_not_published(folded: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(folded, tmp_path / "copy")
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps({**config, "n_routed_experts": None}))
+    code, out, err = local(str(copy), "org/tiny", "--dry-run")
+    assert (code, out) == (3, "")
+    assert "does not pass kvfold verify, so nothing was uploaded" in err
+
+
+def test_it_is_run_beside_its_source_where_that_is_at_hand(folded: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(folded, tmp_path / "copy")
+    record = json.loads((copy / "kvfold.json").read_text())
+    record["source"]["path"] = str(tmp_path / "gone")
+    (copy / "kvfold.json").write_text(json.dumps(record))
+    for directory, ran in ((folded, True), (copy, False)):
+        done = CliRunner().invoke(main, ["publish", str(directory), "org/tiny", "--dry-run", "--json"])
+        assert done.exit_code == 0, done.output
+        told = json.loads(done.stdout)
+        assert ("source" in {check["name"] for check in told["verify"]["checks"]}) == ran
+        assert "license_name: tiny-licence" in told["card"], "the licence outlives the source"
+    done = CliRunner().invoke(main, ["publish", str(copy), "org/tiny", "--dry-run", "--verify", "full"])
+    assert done.exit_code == 2
+    assert "is not there any more; name it with" in done.stderr

@@ -1,0 +1,177 @@
+"""Checkpoints' directories as a report reads them: JSON alone, no weights."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+LAYERS = 3
+
+
+def estimate(mean: float, error: float = 0.01) -> dict[str, float]:
+    return {"mean": mean, "standard_error": error, "low": mean - 2 * error, "high": mean + 2 * error}
+
+
+def spread(median: float) -> dict[str, float]:
+    return {"median": median, "q1": 0.9 * median, "q3": 1.2 * median}
+
+
+def measured(perplexity: float) -> dict[str, Any]:
+    return {
+        "perplexity": perplexity,
+        "nll": estimate(2.5),
+        "bits_per_byte": 1.1,
+        "dtype": "float32",
+        "window_nll": [2.5],
+    }
+
+
+def cached(elements: int) -> dict[str, Any]:
+    contexts = [{"tokens": 4096, "bytes": elements * 4096, "largest_batch": None}]
+    of = {"elements_per_token_per_layer": elements, "predicted_elements_per_token_per_layer": elements}
+    return {**of, "stored_dtype": "bfloat16", "contexts": contexts}
+
+
+def suites(perplexity: float, elements: int, kl: float = 0.1, parent: float | None = None) -> dict[str, Any]:
+    """What the default suites find of a checkpoint whose source has perplexity 10 and 64 elements."""
+    ratio = estimate(perplexity / 10)
+    recovered = {"value": 0.75, "reason": None} if parent else {"value": None, "reason": "no folded parent"}
+    return {
+        "ppl": {
+            "student": measured(perplexity),
+            "teacher": measured(10.0),
+            "parent": parent and measured(parent),
+            "ratio": ratio,
+            "recovered_share": recovered,
+        },
+        "fidelity": {
+            "kl": estimate(kl),
+            "kl_percentiles": {
+                name: estimate(kl * place) for place, name in enumerate(("p1", "p50", "p99_9"))
+            },
+            "kl_max": 9 * kl,
+            "same_top1": estimate(0.9),
+            "kl_by_position": [
+                {"first": 2**n, "last": 2 ** (n + 1) - 1, "kl": estimate(kl)} for n in range(4)
+            ],
+        },
+        "cache": {"student": cached(elements), "teacher": cached(64), "ratio": elements / 64, "memory": None},
+    }
+
+
+def speed() -> dict[str, Any]:
+    phase = {"milliseconds": spread(5.0), "tokens_per_second": spread(200.0)}
+    timing = {"prefill": phase, "decode": phase, "peak_bytes": 10**6}
+    cells = [
+        {
+            "batch": batch,
+            "context": context,
+            "student": timing,
+            "teacher": timing,
+            "decode_speedup": spread(1.25),
+        }
+        for batch in (1, 4)
+        for context in (64, 128)
+    ]
+    skipped = {"batch": 4, "context": 256, "student": None, "teacher": None, "skipped": "out of memory"}
+    return {"machine": "a machine", "cells": [*cells, skipped]}
+
+
+def retrieval(accuracy: float) -> dict[str, Any]:
+    grid = [[accuracy, accuracy], [0.0, accuracy]]
+    needles = {
+        "lengths": [128, 256],
+        "depths": [0.0, 1.0],
+        "samples": 10,
+        "accuracy": grid,
+        "choice": [[0.5, 0.5], [0.1, 0.9]],
+    }
+    kinds = {"passkey": needles, "multikey": needles}
+    return {"candidates": 10, "chance": 0.1, "student": kinds, "teacher": kinds}
+
+
+def tasks() -> dict[str, Any]:
+    metric = {
+        "student": estimate(0.4),
+        "teacher": estimate(0.5),
+        "difference": estimate(-0.1),
+        "flips": {"right_to_wrong": 12, "wrong_to_right": 2, "p_value": 0.0123},
+    }
+    return {"tasks": {"arc_easy": {"samples": 100, "primary": "acc_norm", "metrics": {"acc_norm": metric}}}}
+
+
+def record(name: str = "mla", stage: str = "convert") -> dict[str, Any]:
+    """A kvfold.json."""
+    sizes = {"mla": {"kv_lora_rank": 2, "qk_rope_head_dim": 4}, "gqa": {"num_key_value_heads": 2}}
+    spectrum = {"size": 4, "index": [1, 2, 3, 4], "cost": [0.1, 0.01, 0.001, 0.0]} if name == "mla" else None
+    layer = {
+        "planned": {"slots": 0.01, "latent": 0.02},
+        "measured": {"folded": 0.03, "refined": 0.02},
+        "spectrum": spectrum,
+    }
+    return {
+        "schema": 1,
+        "stage": stage,
+        "source": {"name": "source", "path": "/nowhere", "revision": None, "files": {}},
+        "parents": [],
+        "command": f"kvfold convert source --to {name}",
+        "calibration": {"text": "self"},
+        "target": {"name": name, **sizes[name]},
+        "cache": {"ratio": 0.25},
+        "layers": [layer] * LAYERS,
+    }
+
+
+def write_checkpoint(
+    directory: Path,
+    found: dict[str, Any] | None = None,
+    source: str | None = "source",
+    text: str = "a text",
+    kept: dict[str, Any] | None = None,
+) -> Path:
+    """A directory with eval.json, and with kvfold.json where `kept` is given."""
+    directory.mkdir(parents=True)
+    (directory / "eval.json").write_text(
+        json.dumps(report(directory, found or suites(12.0, 16), source, text))
+    )
+    if kept is not None:
+        (directory / "kvfold.json").write_text(json.dumps(kept))
+    return directory
+
+
+def report(
+    directory: Path, found: dict[str, Any], source: str | None = "source", text: str | None = "a text"
+) -> dict[str, Any]:
+    """An eval.json; without a source nothing in it is paired."""
+    protocol = {"name": f"text:{text}", "text_sha256": "ab" * 32, "window": 64, "windows": 9, "bos": "each"}
+    if source is None:
+        found["ppl"] |= {"teacher": None, "ratio": None}
+        found["cache"] |= {"teacher": None, "ratio": None}
+        found["fidelity"] = None
+    return {
+        "schema": 2,
+        "checkpoint": {"path": str(directory), "name": directory.name, "identity": f"sha of {directory}"},
+        "teacher": source and {"path": "/nowhere", "name": source, "identity": f"sha of {source}"},
+        "parent": None,
+        "protocol": text and protocol,
+        "suites": found,
+        "device": "cpu",
+        "versions": {"kvfold": "0.1.0"},
+    }
+
+
+def write_example(root: Path) -> list[Path]:
+    """Folds of one source, one of them distilled, with everything that a page can show."""
+    everything = {"speed": speed(), "retrieval": retrieval(0.5), "tasks": tasks()}
+    half = write_checkpoint(root / "half", suites(10.5, 32, 0.02) | everything, kept=record())
+    quarter = write_checkpoint(root / "quarter", suites(12.0, 16), kept=record("gqa"))
+    distilled = write_checkpoint(
+        root / "distilled", suites(11.0, 16, 0.05, parent=12.0), kept=record(stage="distill")
+    )
+    lines = [{"step": n, "stage": "kl", "tokens": 1000 * n, "kl": 1 / n} for n in range(1, 101)]
+    (distilled / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    points = [
+        {"step": n, "stage": "kl", "tokens": 1000 * n, "perplexity": 12 - n / 100} for n in range(0, 101, 20)
+    ]
+    curve = {"text": "text:a", "text_sha256": "ab", "teacher_perplexity": 10.0, "points": points}
+    (distilled / "curve.json").write_text(json.dumps(curve))
+    return [half, quarter, distilled]

@@ -1,0 +1,180 @@
+"""Tiny random checkpoints of every family that kvfold folds, made in a second and small enough to reason
+about.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROPE = {
+    "default": {"rope_type": "default", "rope_theta": 10000.0},
+    "llama3": {
+        "rope_type": "llama3",
+        "rope_theta": 500000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+    "yarn": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 32,
+    },
+    "linear": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0},
+}
+_KINDS = ("sliding_attention", "full_attention")
+SIZES = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "head_dim": 8,
+    "max_position_embeddings": 512,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": None,
+}
+
+
+# What a family's tiny checkpoint has beside SIZES: the part that tells it from Llama is always in use.
+_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+_MIXED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 9}
+_THETAS = {
+    kind: {"rope_type": "default", "rope_theta": theta}
+    for kind, theta in zip(_KINDS, (1e3, 1e4), strict=True)
+}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": None},
+    "ministral": _MIXED,
+    "ministral3": {"rope_parameters": {**ROPE["yarn"], "llama_4_scaling_beta": 0.1}},
+    "mixtral": {"num_local_experts": 4, "sliding_window": 9},
+    "qwen2_moe": {**_EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 16},
+    "qwen3_moe": {**_EXPERTS, "num_experts": 4},
+    "gpt_oss": {**_MIXED, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "gemma2": {**_MIXED, "query_pre_attn_scalar": 5, "attn_logit_softcapping": 2.0},
+    "gemma3_text": {**_MIXED, "query_pre_attn_scalar": 5, "rope_parameters": _THETAS},
+    "phi": {"rope_parameters": {**ROPE["default"], "partial_rotary_factor": 0.5}},
+    "olmo3": {**_MIXED, "rope_parameters": _THETAS},
+    "granite": {
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.5,
+        "logits_scaling": 2.0,
+        "attention_multiplier": 0.3,
+        "mlp_bias": False,
+    },
+    "smollm3": {"no_rope_layers": [1, 0]},
+    "stablelm": {"rope_parameters": {**ROPE["default"], "partial_rotary_factor": 0.25}, "use_qkv_bias": True},
+    "glm": {"rope_parameters": {**ROPE["default"], "partial_rotary_factor": 0.5}},
+    "glm4": {"rope_parameters": {**ROPE["default"], "partial_rotary_factor": 0.5}},
+    "cohere": {"logit_scale": 1.0},
+    "cohere2": {**_MIXED, "logit_scale": 1.0},
+    "gpt_neox": {"rope_parameters": {**ROPE["default"], "partial_rotary_factor": 0.25}},
+    "gpt2": {"n_inner": 48},
+    "gptj": {"n_inner": 48, "rotary_dim": 4},
+    "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
+    "falcon": {"new_decoder_architecture": True, "num_kv_heads": 8, "ffn_hidden_size": 48, "bias": True},
+}
+# Classes that have no head_dim of their own.
+_DERIVED = {
+    "qwen2", "qwen2_moe", "phi3", "phi", "olmo", "olmo2", "olmo3", "granite", "smollm3", "stablelm",
+    "starcoder2", "cohere",
+    "gpt_neox", "gpt2", "gptj", "opt", "falcon",
+}  # fmt: skip
+
+
+def make(
+    directory: Path,
+    family: str = "llama",
+    *,
+    dtype: torch.dtype = torch.float32,
+    shard_size: str = "5GB",
+    rope: str = "default",
+    seed: int = 0,
+    old_config: bool = False,
+    equal_heads: bool = False,
+    **overrides: Any,
+) -> Path:
+    """Save a random checkpoint of a family; norms and biases are random too, so that no mistake hides behind
+    ones and zeros.
+
+    With `equal_heads` every key/value head is the same, so that pooling them loses nothing.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    settings = {**SIZES, "rope_parameters": dict(ROPE[rope]), **SETTINGS.get(family, {}), **overrides}
+    for ours, theirs in {"hidden_size": "word_embed_proj_dim", "num_key_value_heads": "num_kv_heads"}.items():
+        if theirs in SETTINGS.get(family, {}):
+            settings[theirs] = settings[ours]
+    head_dim = settings["head_dim"]
+    if family in _DERIVED:
+        head_dim = settings["hidden_size"] // settings["num_attention_heads"]
+        del settings["head_dim"]
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **settings))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 1:
+                parameter.normal_(1.0 if "norm" in name or "ln_" in name else 0.0, 0.3)
+            elif "attn" in name or "attention" in name:
+                parameter.normal_(0, 0.2)
+            if equal_heads:
+                _equalise(name, parameter, settings["num_attention_heads"], head_dim)
+    model.to(dtype).save_pretrained(directory, max_shard_size=shard_size)
+    if old_config:
+        _rewrite_as_4x(directory / "config.json")
+    (directory / "tokenizer.json").write_text('{"made": "by the test"}')
+    (directory / "chat_template.jinja").write_text("{{ messages }}")
+    return directory
+
+
+def _equalise(name: str, parameter: torch.Tensor, heads: int, head_dim: int) -> None:
+    """Make all key heads the first one, and all value heads, wherever a family keeps them."""
+    module, part = name.split(".")[-2:]
+    if module in {"k_proj", "v_proj"} or (module == "k_norm" and len(parameter) > head_dim):
+        stacks = [parameter]
+    elif module == "qkv_proj":  # all queries, all keys, all values
+        stacks = list(parameter[heads * head_dim :].chunk(2))
+    elif module == "c_attn":  # the same, as columns
+        stacks = list((parameter.mT if part == "weight" else parameter)[heads * head_dim :].chunk(2))
+    elif module == "query_key_value":  # a key head's queries, its key, its value
+        grid = parameter.view(heads, 3, head_dim, *parameter.shape[1:])
+        stacks = [grid[:, 1], grid[:, 2]]
+    else:
+        return
+    for stack in stacks:
+        rows = stack if module == "query_key_value" else stack.unflatten(0, (-1, head_dim))
+        rows.copy_(rows[:1].clone().expand_as(rows))
+
+
+def _rewrite_as_4x(path: Path) -> None:
+    """As transformers 4 wrote it.
+
+    Rope_theta and rope_scaling, torch_dtype, nulls, and nothing that equals a default.
+    """
+    config = json.loads(path.read_text())
+    rope = config.pop("rope_parameters")
+    config["torch_dtype"] = config.pop("dtype")
+    config["rope_theta"] = rope.pop("rope_theta")
+    config["rope_scaling"] = None if rope["rope_type"] == "default" else rope
+    for key in (
+        "attention_dropout",
+        "mlp_bias",
+        "hidden_act",
+        "pretraining_tp",
+        "initializer_range",
+        "rms_norm_eps",
+    ):
+        config.pop(key, None)
+    path.write_text(json.dumps(config))
+
+
+def same_bytes(one: Path, other: Path) -> list[str]:
+    """The files that differ between two directories, but for the record's own path."""
+    names = {path.name for path in [*one.iterdir(), *other.iterdir()]}
+    return sorted(name for name in names if (one / name).read_bytes() != (other / name).read_bytes())

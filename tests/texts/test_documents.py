@@ -1,0 +1,146 @@
+"""Calibration text from every kind of file, and a sentence for what is none."""
+
+import bz2
+import gzip
+import json
+import lzma
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kvfold.core.errors import InvalidInput
+from kvfold.models.loading import load_model, load_tokenizer
+from kvfold.texts.documents import check_source, read_sequences
+
+from ..support.tiny import make
+
+TAKEN: dict[str, Any] = {"sequences": 4, "length": 10, "seed": 0}
+
+
+def test_read_sequences(tmp_path: Path) -> None:
+    tokenizer = characters()
+    (tmp_path / "a.txt").write_text("".join(random.Random(0).choices("abcdefgh", k=800)))
+    (tmp_path / "a.jsonl").write_text(
+        "".join(json.dumps({"text": letter * 9}) + "\n" for letter in "abcdefgh")
+    )
+    for name in ("a.txt", "a.jsonl"):
+        windows = read_sequences(tmp_path / name, tokenizer, sequences=4, length=10, seed=0)
+        assert windows.shape == (4, 10)
+        assert (windows[:, 0] == 0).all()
+        assert torch.equal(
+            windows, read_sequences(tmp_path / name, tokenizer, sequences=4, length=10, seed=0)
+        )
+        assert not torch.equal(
+            windows, read_sequences(tmp_path / name, tokenizer, sequences=4, length=10, seed=1)
+        )
+    assert (windows[:, 1:] == windows[:, 1:2]).all(), "a document fills each window here"
+    with pytest.raises(InvalidInput, match="holds 80 tokens"):
+        read_sequences(tmp_path / "a.jsonl", tokenizer, sequences=9, length=10, seed=0)
+    (tmp_path / "b.jsonl").write_text('{"content": "no text"}\n')
+    (tmp_path / "c.txt").write_bytes(b"\xff\xfe")
+    for name, reason in {
+        "b.jsonl": "text",
+        "c.txt": "UTF-8",
+        "d.txt": "cannot be read",
+        "e.csv": "no such file",
+    }.items():
+        with pytest.raises(InvalidInput, match=reason):
+            read_sequences(tmp_path / name, tokenizer, sequences=1, length=2, seed=0)
+
+
+def characters() -> Any:
+    """A tokenizer of eight letters and BOS."""
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.WordLevel({letter: n for n, letter in enumerate(["<s>", *"abcdefgh"])}))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>")
+
+
+def test_every_kind_of_file_holds_the_same(tmp_path: Path) -> None:
+    """Documents of one letter each, long enough that each fills a window."""
+    from datasets import Dataset
+
+    documents = [letter * 9 for letter in "abcdefgh"]
+    lines = "".join(json.dumps({"text": document}) + "\n" for document in documents)
+    pack = {"": bytes, ".gz": gzip.compress, ".xz": lzma.compress, ".bz2": bz2.compress}
+    for suffix, compress in pack.items():
+        (tmp_path / f"a.jsonl{suffix}").write_bytes(compress(lines.encode()))
+    (tmp_path / "a.json").write_text(lines)
+    Dataset.from_dict({"text": documents}).to_parquet(tmp_path / "a.parquet")
+    for number in range(2):
+        part = tmp_path / "directory" / f"{number}.jsonl"
+        part.parent.mkdir(exist_ok=True)
+        part.write_text("".join(lines.splitlines(keepends=True)[number * 4 : number * 4 + 4]))
+    tokenizer, first = characters(), None
+    for name in (*(f"a.jsonl{suffix}" for suffix in pack), "a.json", "a.parquet", "directory"):
+        check_source(str(tmp_path / name))
+        windows = read_sequences(tmp_path / name, tokenizer, **{**TAKEN, "sequences": 8})
+        rows = sorted(map(tuple, windows.tolist()))
+        first = first or rows
+        assert rows == first == sorted((0, *[letter] * 9) for letter in range(1, 9)), name
+        assert torch.equal(windows, read_sequences(tmp_path / name, tokenizer, **{**TAKEN, "sequences": 8}))
+
+
+def test_what_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "mixed").mkdir()
+    (tmp_path / "mixed" / "a.txt").write_text("a")
+    (tmp_path / "mixed" / "a.jsonl").write_text('{"text": "a"}\n')
+    (tmp_path / "table.csv").write_text("text\na\n")
+    (tmp_path / "number.jsonl").write_text('{"text": 1}\n')
+    (tmp_path / "other.json").write_text('{"content": "a"}\n')
+    (tmp_path / "broken.parquet").write_bytes(b"PAR1")
+    for name, reason in {
+        "empty": "holds no file that",
+        "mixed": "holds files of several kinds",
+        "table.csv": "is of no kind",
+        "absent.txt": "is not none, self, a file",
+        "a/b/c": "is not none, self, a file",
+    }.items():
+        with pytest.raises(InvalidInput, match=reason):
+            check_source(str(tmp_path / name))
+    for name, reason in {
+        "number.jsonl": "is no text",
+        "other.json": "no text in a field 'text'; its fields are content",
+        "broken.parquet": "cannot be read",
+        "empty": "holds no file that",
+    }.items():
+        with pytest.raises(InvalidInput, match=reason):
+            read_sequences(tmp_path / name, characters(), **TAKEN)
+    for name in ("org/name", "org/name:config", "org/name:config:train", "org/name::train:content"):
+        check_source(name)
+
+
+def test_data_set_is_asked_for_by_its_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    asked: list[Any] = []
+
+    def load_dataset(name: str, config: str | None, *, split: str, streaming: bool) -> Any:
+        asked.append((name, config, split, streaming))
+        return datasets.Dataset.from_dict({"content": ["ab" * 50]}).to_iterable_dataset()
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    assert read_sequences("org/name:small:test:content", characters(), **TAKEN).shape == (4, 10)
+    with pytest.raises(InvalidInput, match="field 'text'; its fields are content"):
+        read_sequences("org/name", characters(), **TAKEN)
+    assert asked == [("org/name", "small", "test", True), ("org/name", None, "train", True)]
+
+
+def test_load_model_and_tokenizer(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Float32 and eager from any dtype, without a sound; a sentence for what is no checkpoint."""
+    directory = make(tmp_path / "tiny", dtype=torch.bfloat16)
+    (directory / "tokenizer.json").unlink()
+    characters().save_pretrained(directory)
+    model, tokenizer = load_model(directory), load_tokenizer(directory)
+    assert capfd.readouterr().err == ""
+    assert model.dtype == torch.float32
+    assert not model.training
+    assert tokenizer.bos_token_id == 0
+    with pytest.raises(InvalidInput, match="cannot be loaded"):
+        load_model(tmp_path / "absent")

@@ -1,0 +1,94 @@
+"""vLLM's answers held against transformers': what passes, what is told, what fails.
+
+`make test-vllm` runs vLLM itself.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvfold.verification.fresh_process import NEAR, compare_served, run_apart
+
+OWN = {
+    "log_probs": [[-1.0, -2.0], [-3.0, -4.0]],
+    "tokens": [[5, 6], [7, 8]],
+    "leads": [[1.0, 1.0], [1.0, 0.5 * NEAR]],
+}
+SEEN = {
+    "version": "1",
+    "dtype": "float32",
+    "log_probs": OWN["log_probs"],
+    "tokens": OWN["tokens"],
+    "cache": [40.0, 40.0],
+}
+
+
+def checks(claimed: int | None = 40, **changes: Any) -> dict[str, bool | None]:
+    found, _ = compare_served(SEEN | changes, {"own": OWN}, claimed)
+    return {check.name: check.passed for check in found}
+
+
+def test_the_same_answers_pass() -> None:
+    assert checks() == {"vllm": True, "vllm greedy": True, "vllm cache": True}
+
+
+@pytest.mark.parametrize(
+    ("changes", "spoiled"),
+    [
+        ({"log_probs": [[-1.0, -2.0], [-3.0, -4.0 + 0.5 * NEAR]]}, {}),
+        ({"log_probs": [[-1.0, -2.0], [-3.0, -4.0 + 2 * NEAR]]}, {"vllm": False}),
+        ({"log_probs": [[-1.0, float("nan")], [-3.0, -4.0]]}, {"vllm": False}),
+        ({"tokens": [[5, 6], [7, 9]]}, {}),  # the best token led by less than rounding
+        ({"tokens": [[5, 9], [7, 8]]}, {"vllm greedy": False}),
+        ({"tokens": [[9, 6], [7, 8]]}, {"vllm greedy": False}),
+        ({"cache": [40.0, 80.0]}, {"vllm cache": None}),
+        ({"claimed": 20}, {"vllm cache": None}),
+        ({"claimed": None}, {"vllm cache": None}),
+        ({"dtype": "bfloat16", "tokens": [[9, 9], [9, 9]]}, {"vllm greedy": None}),
+        ({"dtype": "bfloat16", "log_probs": [[-1.1, -2.0], [-3.0, -4.0]]}, {"vllm greedy": None}),
+        (
+            {"dtype": "bfloat16", "log_probs": [[-1.1, -2.1], [-3.1, -4.0]]},
+            {"vllm greedy": None, "vllm": False},
+        ),
+    ],
+)
+def test_what_differs(changes: dict[str, Any], spoiled: dict[str, bool | None]) -> None:
+    """Beyond rounding it fails; a larger cache, and tokens in 16 bits, are told."""
+    assert checks(**changes) == {"vllm": True, "vllm greedy": True, "vllm cache": True} | spoiled
+
+
+def test_numbers_of_both_comparisons() -> None:
+    source = OWN | {"log_probs": [[-1.0, -2.0], [-3.0, -4.5]], "tokens": [[5, 6], [1, 2]]}
+    _, numbers = compare_served(SEEN, {"own": OWN, "source": source}, 40)
+    assert numbers["own"] == {"max_difference": 0, "mean_difference": 0, "same_tokens": 4, "tokens": 4}
+    assert numbers["source"] == {
+        "max_difference": 0.5,
+        "mean_difference": 0.125,
+        "same_tokens": 2,
+        "tokens": 4,
+    }
+    assert numbers["cache"] == 40
+
+
+def test_no_answer() -> None:
+    """A run that fails, fails; one that this CPU has no kernel for says nothing of the checkpoint."""
+    (failed,), _ = compare_served({"failed": "the run ended with KeyError"}, {}, 40)
+    (lacking,), _ = compare_served({"version": "1", "lacking": "attention 16 wide"}, {}, 40)
+    assert (failed.passed, lacking.passed) == (False, None)
+    assert "attention 16 wide" in lacking.detail
+
+
+def test_a_run_that_fails_is_told(tmp_path: Path) -> None:
+    """By the last line that it said."""
+    asked = {
+        "source": None,
+        "sequences": 1,
+        "length": 8,
+        "seed": 0,
+        "answers": False,
+        "trust": False,
+        "dtype": "float32",
+    }
+    failed = run_apart("probe.py", {**asked, "directory": str(tmp_path)})
+    assert "the run ended with" in failed["failed"]

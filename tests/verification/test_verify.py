@@ -1,0 +1,243 @@
+"""`kvfold verify`.
+
+A sound output passes, and each way of spoiling one is told, by the engine that it would go wrong in.
+"""
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from safetensors.torch import load_file, save_file
+
+from kvfold.cli import main
+from kvfold.convert.decide.engine_rules import RULES, lint
+from kvfold.convert.families.recognition import FAMILIES
+from kvfold.convert.formats.stock import Stock
+from kvfold.verification.verify import ENGINES, verify
+
+from ..support.tiny import make
+
+SERVED = {"hidden_size": 48, "head_dim": 128, "rms_norm_eps": 1e-6, "num_hidden_layers": 26,
+          "num_attention_heads": 3,
+          "num_key_value_heads": 3}  # fmt: skip
+OUTPUTS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "served": (SERVED, ("--to", "mla", "--rank", "512", "--rope-dim", "64", "--container", "stock")),
+    "full": ({"num_key_value_heads": 2}, ("--to", "mla", "--rank", "full", "--container", "stock")),
+    "remote": ({"num_key_value_heads": 4}, ("--to", "mla", "--kv-budget", "50%", "--container", "remote")),
+    "intact": ({"num_key_value_heads": 4}, ("--to", "mla", "--rank", "full", "--rope", "intact")),
+    "gqa": ({}, ("--to", "gqa", "--kv-heads", "2")),
+}
+
+
+def convert(source: Path, out: Path, *options: str) -> None:
+    result = CliRunner().invoke(
+        main, ["convert", str(source), *options, "--calibration", "none", "--out", str(out)]
+    )
+    assert result.exit_code == 0, result.output
+
+
+@pytest.fixture(scope="module")
+def outputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("verify")
+    for name, (settings, options) in OUTPUTS.items():
+        convert(make(root / f"{name}-source", "llama", **settings), root / name, *options)
+    return root
+
+
+def copied(outputs: Path, name: str, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(outputs / name, tmp_path / name))
+
+
+def edit(directory: Path, **changes: Any) -> None:
+    path = directory / "config.json"
+    config = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({key: value for key, value in config.items() if value != "absent"}))
+
+
+def reweigh(directory: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    tensors = load_file(directory / "model.safetensors")
+    change(tensors)
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+
+
+def failing(directory: Path) -> dict[str, str]:
+    """The first failing rule of each engine."""
+    found = [finding for finding in lint(directory, ENGINES) if finding.fails]
+    return {finding.engine: finding.sentence for finding in reversed(found)}
+
+
+def test_an_output_for_serving_breaks_no_rule(outputs: Path) -> None:
+    """512+64 with the default table, an untied head, epsilon 1e-6, and as many layers as llama.cpp wants."""
+    assert failing(outputs / "served") == {}
+
+
+SPOILS: dict[str, tuple[str, Callable[[Path], None], set[str], str]] = {
+    "epsilon": ("served", lambda d: edit(d, rms_norm_eps=1e-5), {"vllm", "sglang", "llama.cpp"},
+                "rms_norm_eps"),
+    "rope type": ("served", lambda d: edit(d, rope_parameters={"rope_type": "llama3", "rope_theta": 1e4}),
+                  {"vllm", "sglang", "llama.cpp"}, "llama3"),
+    "layout": ("served", lambda d: edit(d, rope_interleave=False), {"vllm", "llama.cpp"}, "rope_interleave"),
+    "activation": ("served", lambda d: edit(d, hidden_act="gelu"), {"vllm", "sglang", "llama.cpp"},
+                   "hidden_act"),
+    "experts": ("served", lambda d: edit(d, n_routed_experts=None),
+                {"transformers", "vllm", "sglang", "llama.cpp"}, "experts"),
+    "groups": ("served", lambda d: edit(d, n_group=2), {"llama.cpp"}, "n_group"),
+    "no head": ("served", lambda d: reweigh(d, lambda t: t.pop("lm_head.weight")), {"transformers", "vllm"},
+                "lm_head"),
+    "tied head": ("served", lambda d: (edit(d, tie_word_embeddings=True),
+                                       reweigh(d, lambda t: t.pop("lm_head.weight"))),
+                  {"vllm"}, "tied"),
+    "no norm": ("served",
+                lambda d: reweigh(d, lambda t: t.pop("model.layers.1.self_attn.kv_a_layernorm.weight")),
+                {"transformers", "vllm"}, "kv_a_layernorm"),
+    "bias": ("served",
+             lambda d: reweigh(d,
+                               lambda t: t.update({"model.layers.0.self_attn.o_proj.bias": torch.ones(64)})),
+             {"vllm", "sglang", "llama.cpp"}, "o_proj.bias"),
+    "half": ("served", lambda d: reweigh(d, lambda t: t.update({k: v.half() for k, v in t.items()})),
+             {"transformers", "vllm"}, "float16"),
+    "layers": ("served", lambda d: edit(d, num_hidden_layers=25), {"llama.cpp"}, "q_lora_rank"),
+    "misshapen": ("gqa", lambda d: edit(d, num_key_value_heads=4), {"transformers", "vllm"}, "has shape"),
+    "no code": ("remote", lambda d: (d / "layers_kvfold.py").unlink(), {"transformers", "vllm", "llama.cpp"},
+                "layers_kvfold"),
+    "no map": ("remote", lambda d: edit(d, auto_map={"AutoConfig": "configuration_kvfold.KvfoldConfig"}),
+               {"transformers", "vllm", "llama.cpp"}, "AutoModel"),
+    "a gap": ("remote", lambda d: reweigh(d, lambda t: t.pop("model.layers.1.self_attn.kv_b_proj.weight")),
+              {"transformers", "vllm", "llama.cpp"}, "kv_b_proj"),
+    "a name": ("intact", lambda d: edit(d, kv_lora_rank=64), {"vllm", "llama.cpp"}, "kv_lora_rank"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("spoil", SPOILS)
+def test_what_would_go_wrong_is_told(spoil: str, outputs: Path, tmp_path: Path) -> None:
+    """By every engine that would go wrong, and by no other."""
+    name, change, engines, words = SPOILS[spoil]
+    directory = copied(outputs, name, tmp_path)
+    before = failing(directory)
+    change(directory)
+    after = failing(directory)
+    assert {
+        engine for engine in after if before.get(engine) != after[engine]
+    } | before.keys() == engines | before.keys()
+    assert any(words in str(finding) for finding in lint(directory, sorted(engines)) if finding.fails)
+
+
+def test_widths(outputs: Path) -> None:
+    """What vLLM has no kernel for is refused there.
+
+    An intact latent saves nothing there, and fails nowhere else.
+    """
+    assert any("not 512+64" in str(finding) for finding in lint(outputs / "full", ["vllm"]) if finding.fails)
+    assert "vllm" not in failing(outputs / "intact")
+    notes = [str(finding) for finding in lint(outputs / "intact", ["vllm"])]
+    assert any("saves no cache" in note for note in notes)
+    assert any("trust_remote_code" in note for note in notes)
+
+
+def test_every_rule_names_what_it_was_learned_on() -> None:
+    for rule in RULES:
+        assert rule.engines
+        assert set(rule.engines) <= set(ENGINES)
+        assert all(any(digit.isdigit() for digit in learned) for learned in rule.engines.values())
+
+
+@pytest.mark.parametrize("kind", sorted(FAMILIES))
+def test_no_tensor_of_a_whole_checkpoint_is_missed(kind: str, tmp_path: Path) -> None:
+    """The rules expect of every family's checkpoint what transformers saves, in its own class and with
+    kvfold's attention.
+    """
+    source = make(
+        tmp_path / "source", kind, hidden_size=64, num_attention_heads=4, num_key_value_heads=4, head_dim=16
+    )
+    assert not [finding for finding in lint(source, ["transformers"]) if finding.fails]
+    convert(source, tmp_path / "out", "--to", "mla", "--rank", "full", "--container", "remote")
+    assert not [finding for finding in lint(tmp_path / "out", ["transformers"]) if finding.fails]
+
+
+@pytest.mark.parametrize("name", ["remote", "intact"])
+def test_a_run_apart_from_kvfold(name: str, outputs: Path) -> None:
+    """A lossless fold is exact, another is measured; the live cache is as large as claimed."""
+    report = verify(outputs / name)
+    assert report.failures == []
+    checks = {check.name: check for check in report.checks}
+    assert checks.keys() == {"loads", "finite", "cache", "cache size", "source"}
+    assert checks["cache size"].passed
+    assert checks["source"].passed is (None if name == "remote" else True)
+    assert (report.measured["kl"] < 1e-9) == (name != "remote")
+    assert report.measured["source_perplexity"] > 1
+    assert report.measured["class"] == "KvfoldForCausalLM"
+
+
+def test_a_checkpoint_that_is_not_what_it_claims(outputs: Path, tmp_path: Path) -> None:
+    """A changed weight, a wrong claim: exit code 3, and each is named."""
+    directory = copied(outputs, "full", tmp_path)
+    reweigh(directory, lambda tensors: tensors["model.layers.1.self_attn.o_proj.weight"].mul_(1.01))
+    record = json.loads((directory / "kvfold.json").read_text())
+    record["cache"]["after"]["elements_per_token_per_layer"] += 1
+    (directory / "kvfold.json").write_text(json.dumps(record))
+    result = CliRunner().invoke(main, ["verify", str(directory), "--json"])
+    report = json.loads(result.stdout)
+    assert result.exit_code == 3
+    assert {check["name"] for check in report["checks"] if check["passed"] is False} == {
+        "cache size",
+        "source",
+    }
+    assert not report["passed"]
+
+
+def test_changed_code_is_not_run(outputs: Path, tmp_path: Path) -> None:
+    directory = copied(outputs, "remote", tmp_path)
+    path, ran = directory / "modeling_kvfold.py", tmp_path / "ran"
+    path.write_text(f"open({str(ran)!r}, 'w')\n" + path.read_text())
+    result = CliRunner().invoke(main, ["verify", str(directory)])
+    assert result.exit_code == 3
+    assert "was not run" in result.output
+    assert not ran.exists()
+
+
+def test_mistakes_of_the_user(outputs: Path, tmp_path: Path) -> None:
+    directory = copied(outputs, "gqa", tmp_path)
+    record = json.loads((directory / "kvfold.json").read_text())
+    record["source"]["path"] = str(tmp_path / "gone")
+    (directory / "kvfold.json").write_text(json.dumps(record))
+    for arguments, words in (
+        ([str(directory)], "--source"),
+        ([str(directory), "--engine", "vlm"], "vllm"),
+        ([str(tmp_path)], "config.json"),
+    ):
+        result = CliRunner().invoke(main, ["verify", *arguments])
+        assert result.exit_code == 2
+        assert words in result.output
+    assert CliRunner().invoke(main, ["verify", str(directory), "--lint"]).exit_code == 0
+
+
+def test_the_last_step_of_convert(outputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An output that is not whole stops with exit code 3; nothing is checked where nothing shall be."""
+    specs = Stock.specs
+    monkeypatch.setattr(
+        Stock,
+        "specs",
+        lambda *args: {n: s for n, s in specs(*args).items() if not n.endswith("kv_a_layernorm.weight")},
+    )
+    monkeypatch.setattr("kvfold.checkpoints.shards.ShardWriter.write", lambda *_: None)
+    for choice, code in (("lint", 3), ("none", 0)):
+        options = ("--to", "mla", "--rank", "full", "--calibration", "none", "--verify", choice)
+        out = tmp_path / choice
+        result = CliRunner().invoke(
+            main, ["convert", str(outputs / "full-source"), *options, "--out", str(out)]
+        )
+        assert result.exit_code == code, result.output
+        assert ("does not pass" in result.output) == bool(code)
+
+
+def test_the_run_cannot_import_kvfold() -> None:
+    """Whatever is installed: the attention of a checkpoint must come from its own files."""
+    code = "import sys; sys.modules['kvfold'] = None; import kvfold"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode
