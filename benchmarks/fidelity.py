@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import click
-from kvfold.convert.methods.table.refinement import STEPS
 
 from kvfold.convert.calibration.study import study
 from kvfold.convert.decide.plan import make_plan
 from kvfold.convert.families.source import open_source
+from kvfold.convert.methods.refinement import STEPS
 from kvfold.convert.write.rewrite import rewrite
 from kvfold.core.console import show_table
 from kvfold.core.errors import InvalidInput

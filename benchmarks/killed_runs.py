@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from kvfold.distill.recipe.recipe.recipe import Recipe
+
+from kvfold.distill.recipe.recipe import Recipe
 
 # What can be seen in a run's directory, in the order in which it can: a name, and the files that tell of it.
 MOMENTS = {

@@ -23,10 +23,10 @@ from pathlib import Path
 from typing import Any
 
 import click
-from kvfold.distill.recipe.recipe.recipe import Recipe
 
 from kvfold.core.console import Command, show_json, show_table
 from kvfold.core.errors import InvalidInput
+from kvfold.distill.recipe.recipe import Recipe
 from kvfold.distill.run.explain import validate
 from kvfold.eval.assertions import Unmet
 

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import click
-from kvfold.distill.recipe.recipe.recipe import Recipe
 
 from kvfold.convert.decide.plan import make_plan
 from kvfold.convert.write.rewrite import rewrite
 from kvfold.core.errors import InvalidInput
 from kvfold.core.hub import resolve
+from kvfold.distill.recipe.recipe import Recipe
 from kvfold.distill.run.job import distill
 from kvfold.eval.options import Options
 from kvfold.eval.run import evaluate

@@ -16,8 +16,6 @@ from unittest.mock import patch
 
 import click
 import torch
-from kvfold.convert.methods.table.query_rank import query_metric
-from kvfold.convert.methods.table.refinement import STEPS
 from scipy.stats import spearmanr
 from torch import Tensor
 
@@ -27,6 +25,8 @@ from kvfold.convert.calibration.statistics import LayerStatistics
 from kvfold.convert.calibration.study import study
 from kvfold.convert.decide.plan import Plan, make_plan
 from kvfold.convert.families.source import open_source
+from kvfold.convert.methods.query_rank import query_metric
+from kvfold.convert.methods.refinement import STEPS
 from kvfold.convert.write.rewrite import rewrite
 from kvfold.core.console import show_table
 from kvfold.core.hub import resolve

@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import Any
 
 import click
-from kvfold.distill.recipe.recipe.recipe import parse_tokens
 
 from kvfold.core.console import show_table
 from kvfold.core.errors import InvalidInput
 from kvfold.core.hub import resolve
+from kvfold.distill.recipe.recipe import parse_tokens
 
 from .machine import RESULTS, save
 from .reached import PLAIN, SHARES, Row, summarise

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-from kvfold.distill.recipe.recipe.recipe import Recipe
 
 from kvfold.convert.calibration.statistics import Statistics
 from kvfold.convert.calibration.study import study
@@ -18,6 +17,7 @@ from kvfold.convert.decide.plan import make_plan
 from kvfold.convert.families.source import open_source
 from kvfold.convert.write.rewrite import rewrite
 from kvfold.core.errors import InvalidInput
+from kvfold.distill.recipe.recipe import Recipe
 from kvfold.distill.run.job import distill
 from kvfold.texts.corpus import read_text
 

@@ -26,11 +26,11 @@ from typing import Any
 
 import click
 import torch
-from kvfold.convert.methods.table.refinement import STEPS
 from safetensors.torch import save_file
 from torch import Tensor
 
 from kvfold.convert.calibration.study import batch_size
+from kvfold.convert.methods.refinement import STEPS
 from kvfold.models.loading import load_model, load_tokenizer
 from kvfold.texts.documents import read_sequences
 

@@ -24,14 +24,14 @@ from typing import Any
 
 import click
 import torch
-from kvfold.distill.parallel.sharing.sharing import make_accelerator, share, share_teacher
-from kvfold.distill.recipe.recipe.recipe import Recipe
 from torch import nn
 
 from kvfold.checkpoints.directory import copy_side_files
 from kvfold.convert.decide.plan import make_plan
 from kvfold.convert.write.rewrite import rewrite
 from kvfold.core.console import show_table
+from kvfold.distill.parallel.sharing import make_accelerator, share, share_teacher
+from kvfold.distill.recipe.recipe import Recipe
 from kvfold.distill.run.footprint import footprint, skeleton
 from kvfold.distill.run.job import distill
 from kvfold.distill.stages import student, teacher

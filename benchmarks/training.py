@@ -31,10 +31,6 @@ from typing import Any
 import click
 import psutil
 import torch
-from kvfold.distill.data.order.order import Stream, Windows
-from kvfold.distill.data.order.token_documents import SCORED
-from kvfold.distill.parallel.sharing.sharing import make_accelerator
-from kvfold.distill.recipe.recipe.recipe import Recipe
 from torch import Tensor
 
 from kvfold.convert.calibration import passes
@@ -44,6 +40,10 @@ from kvfold.convert.families.source import open_source
 from kvfold.convert.write.rewrite import rewrite
 from kvfold.core.console import show_table
 from kvfold.core.hub import resolve
+from kvfold.distill.data.order import Stream, Windows
+from kvfold.distill.data.token_documents import SCORED
+from kvfold.distill.parallel.sharing import make_accelerator
+from kvfold.distill.recipe.recipe import Recipe
 from kvfold.distill.stages.isolation import isolate_documents
 from kvfold.distill.stages.loop import EndToEnd, Run
 from kvfold.distill.stages.student import load_student

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from kvfold.distill.recipe.recipe.recipe_file import read_recipe
 
 from kvfold.cli import main
+from kvfold.distill.recipe.recipe_file import read_recipe
 
 ROOT = Path(__file__).parent.parent
 SHORTER = {

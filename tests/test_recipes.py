@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
-from kvfold.distill.recipe.recipe.recipe_file import read_recipe
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from kvfold.cli import main
 from kvfold.convert.cli import main as convert
 from kvfold.distill.cli import main as distill
+from kvfold.distill.recipe.recipe_file import read_recipe
 from kvfold.distill.run.explain import explain
 
 from .distill.conftest import save_tokenizer, text

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from kvfold.distill.recipe.recipe.recipe import Recipe
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from kvfold.checkpoints.record import describe, write_record
+from kvfold.distill.recipe.recipe import Recipe
 
 MakeRecipe = Callable[..., Recipe]
 

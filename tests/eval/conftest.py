@@ -14,7 +14,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, DeepseekV3Config, LlamaConfig, PreTrainedTokenizerFast
 
-from kvfold.eval.suites.catalogue import harness
+from kvfold.eval.suites import harness
 from kvfold.texts.corpus import Text
 
 Make = Callable[..., Path]

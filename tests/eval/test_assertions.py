@@ -1,12 +1,12 @@
 """What --assert compares, and what it refuses."""
 
 import pytest
-from kvfold.eval.suites.catalogue.catalogue import DEFAULT
 
 from kvfold.core.errors import InvalidInput
 from kvfold.eval.assertions import ALIASES, Unmet, check, parse
 from kvfold.eval.options import Options
 from kvfold.eval.run import evaluate
+from kvfold.eval.suites.catalogue import DEFAULT
 from kvfold.texts.corpus import Text
 
 from .conftest import Make

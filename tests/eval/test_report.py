@@ -7,9 +7,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
-from kvfold.eval.suites.catalogue.cache import Caches
-from kvfold.eval.suites.catalogue.fidelity import Fidelity
-from kvfold.eval.suites.catalogue.perplexity import Perplexity
 from pydantic import ConfigDict, Field, TypeAdapter, create_model
 
 from kvfold.checkpoints.identity import Checkpoint, checkpoint, hashes_of, identity
@@ -17,6 +14,9 @@ from kvfold.checkpoints.record import describe, write_record
 from kvfold.eval.options import Options
 from kvfold.eval.result import Protocol, Result
 from kvfold.eval.run import evaluate
+from kvfold.eval.suites.cache import Caches
+from kvfold.eval.suites.fidelity import Fidelity
+from kvfold.eval.suites.perplexity import Perplexity
 from kvfold.texts.corpus import Text
 
 from .conftest import Make
@@ -110,7 +110,7 @@ def test_a_suite_is_a_file_and_a_row(mha: Path, monkeypatch: pytest.MonkeyPatch)
     from types import ModuleType
 
     from kvfold.core.errors import InvalidInput
-    from kvfold.eval.suites.catalogue import catalogue as suites
+    from kvfold.eval.suites import catalogue as suites
 
     @dataclass(frozen=True)
     class Weights:

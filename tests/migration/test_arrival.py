@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from kvfold.migration.request import milestones
-from kvfold.migration.request import request as migration
+from kvfold.migration import milestones
+from kvfold.migration import request as migration
 
 from .test_migrate import arguments, interrupt, run, texts, unproven
 

@@ -16,13 +16,13 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
-from kvfold.migration.request.itinerary import read_bound
-from kvfold.migration.request.request import write_json
 
 from kvfold.cli import main
 from kvfold.core.errors import InvalidInput
 from kvfold.distill.run.state import newest
-from kvfold.migration.request import milestones
+from kvfold.migration import milestones
+from kvfold.migration.itinerary import read_bound
+from kvfold.migration.request import write_json
 from kvfold.texts.corpus import stdlib_documents
 
 from ..support.tiny import make

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner, Result
-from kvfold.convert.methods.table.allocation import allocate
 
 from kvfold.convert.algebra.rotary import frequencies
 from kvfold.convert.cli import main
+from kvfold.convert.methods.allocation import allocate
 from kvfold.eval.options import Options
 from kvfold.eval.run import evaluate
 from kvfold.texts.corpus import read_text

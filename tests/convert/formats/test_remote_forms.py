@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from click import ClickException
-from kvfold.convert.methods.table.intact import linearised
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -17,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from kvfold.convert.algebra.attention import Attention
 from kvfold.convert.cli import main
+from kvfold.convert.methods.intact import linearised
 from kvfold.core.errors import InvalidInput
 from kvfold.eval.options import Options
 from kvfold.models.causal_lm import load

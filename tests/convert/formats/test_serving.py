@@ -12,8 +12,6 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
-from kvfold.convert.methods.table.biases import nearest_to_one, without_key_bias, without_value_bias
-from kvfold.convert.methods.table.latent import source_bands, to_mla, uniform_bands
 from safetensors.torch import load_file
 
 from kvfold.cli import main
@@ -27,6 +25,8 @@ from kvfold.convert.families.recognition import FAMILIES
 from kvfold.convert.families.source import STILL
 from kvfold.convert.families.support import Support, support
 from kvfold.convert.formats.serving import SERVING, find_places, nearest_bands, table
+from kvfold.convert.methods.biases import nearest_to_one, without_key_bias, without_value_bias
+from kvfold.convert.methods.latent import source_bands, to_mla, uniform_bands
 
 from ...support.tiny import ROPE, make
 

@@ -4,13 +4,13 @@ Lossless where the norm and the rotation allow it, and no worse than the plain a
 """
 
 import torch
-from kvfold.convert.methods.table.key_norms import by_value, keys
 from torch import Tensor
 
 from kvfold.convert.algebra.attention import Attention
 from kvfold.convert.algebra.metric import weights_only
 from kvfold.convert.algebra.target import GQA
-from kvfold.convert.methods.table import pooling as pool
+from kvfold.convert.methods import pooling as pool
+from kvfold.convert.methods.key_norms import by_value, keys
 
 HEADS, KEYS, WIDTH, HIDDEN = 8, 4, 6, 24
 FREQUENCIES = torch.tensor([1.0, 0.3, 0.01], dtype=torch.float64)

@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kvfold.convert.methods.table.table import POOL
 from torch import Tensor
 
 from kvfold.convert.algebra.attention import Attention, LatentAttention
@@ -12,8 +11,9 @@ from kvfold.convert.algebra.metric import weights_only
 from kvfold.convert.algebra.rotary import complex_rows, frequencies, half_rows
 from kvfold.convert.algebra.subspaces import low_rank
 from kvfold.convert.algebra.target import GQA, MLA
-from kvfold.convert.methods.table import latent as factor
-from kvfold.convert.methods.table import pooling as pool
+from kvfold.convert.methods import latent as factor
+from kvfold.convert.methods import pooling as pool
+from kvfold.convert.methods.table import POOL
 
 D, H = 40, 8
 FREQUENCIES_F, _ = frequencies({"rope_type": "default", "rope_theta": 100.0}, H, 64)

@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from kvfold.convert.methods.table.latent import Band
-from kvfold.convert.methods.table.published import CARE_DAMPING, PEERS
 from torch import Tensor
 
 from kvfold.convert.algebra.attention import Attention
@@ -21,6 +19,8 @@ from kvfold.convert.algebra.target import MLA, Geometry
 from kvfold.convert.calibration.statistics import LayerStatistics
 from kvfold.convert.families.source import open_source
 from kvfold.convert.formats.stock import Stock
+from kvfold.convert.methods.latent import Band
+from kvfold.convert.methods.published import CARE_DAMPING, PEERS
 from kvfold.core.errors import InvalidInput
 
 from . import test_methods

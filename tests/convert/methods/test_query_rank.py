@@ -11,10 +11,6 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
-from kvfold.convert.methods.table.intact import fold_joint, to_intact
-from kvfold.convert.methods.table.latent import to_mla
-from kvfold.convert.methods.table.query_rank import compress, lost_by_queries, query_metric
-from kvfold.convert.methods.table.refinement import Sample, refine
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -29,6 +25,10 @@ from kvfold.convert.decide.engine_rules import lint
 from kvfold.convert.decide.lint import open_written
 from kvfold.convert.decide.plan import make_plan
 from kvfold.convert.families.source import open_source
+from kvfold.convert.methods.intact import fold_joint, to_intact
+from kvfold.convert.methods.latent import to_mla
+from kvfold.convert.methods.query_rank import compress, lost_by_queries, query_metric
+from kvfold.convert.methods.refinement import Sample, refine
 from kvfold.models.shipped.modeling_kvfold import KvfoldForCausalLM
 
 from ...support.tiny import make

@@ -5,9 +5,6 @@ from itertools import permutations
 
 import pytest
 import torch
-from kvfold.convert.methods.table.grouping import arrange, grouped, merge_costs
-from kvfold.convert.methods.table.intact import to_intact
-from kvfold.convert.methods.table.refinement import HELD_BACK, Sample, agrees, measure, refine
 from torch import Tensor
 
 from kvfold.convert.algebra.attention import Attention, IntactAttention, LatentAttention
@@ -17,8 +14,11 @@ from kvfold.convert.algebra.queries import fit_queries
 from kvfold.convert.algebra.rotary import complex_rows, interleaved_rows
 from kvfold.convert.algebra.target import GQA, MLA
 from kvfold.convert.calibration.statistics import LayerStatistics
-from kvfold.convert.methods.table import latent as factor
-from kvfold.convert.methods.table import pooling as pool
+from kvfold.convert.methods import latent as factor
+from kvfold.convert.methods import pooling as pool
+from kvfold.convert.methods.grouping import arrange, grouped, merge_costs
+from kvfold.convert.methods.intact import to_intact
+from kvfold.convert.methods.refinement import HELD_BACK, Sample, agrees, measure, refine
 
 from .test_methods import FREQUENCIES_F, OWN, D, H, latent_output, layer, output, rotate, turned_copies
 

@@ -9,10 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from kvfold.convert.methods.table.grouping import grouped
-from kvfold.convert.methods.table.intact import encoded, fold_joint, linearised, to_intact
-from kvfold.convert.methods.table.key_norms import by_value
-from kvfold.convert.methods.table.refinement import Sample, agrees, measure, refine
 from safetensors.torch import load_file, save_file
 
 from kvfold.convert.algebra.attention import Attention, IntactAttention
@@ -22,7 +18,11 @@ from kvfold.convert.algebra.target import GQA, MLA
 from kvfold.convert.calibration.study import study
 from kvfold.convert.decide.plan import make_plan
 from kvfold.convert.families.source import open_source
-from kvfold.convert.methods.table import pooling as pool
+from kvfold.convert.methods import pooling as pool
+from kvfold.convert.methods.grouping import grouped
+from kvfold.convert.methods.intact import encoded, fold_joint, linearised, to_intact
+from kvfold.convert.methods.key_norms import by_value
+from kvfold.convert.methods.refinement import Sample, agrees, measure, refine
 from kvfold.convert.write.layer_fold import fold_attention
 from kvfold.convert.write.rewrite import rewrite
 from kvfold.planning.prediction import Predictions

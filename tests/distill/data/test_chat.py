@@ -6,14 +6,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kvfold.distill.data.order.chat import conversation, fill_windows, messages_of
-from kvfold.distill.data.order.token_documents import SCORED, START, Piece
-from kvfold.distill.data.order.token_store import open_windows, write_tokens
-from kvfold.distill.recipe.recipe.data_section import Data
 from transformers import AutoTokenizer
 
 from kvfold.core.errors import InvalidInput
-from kvfold.distill.data.order import chat
+from kvfold.distill.data import chat
+from kvfold.distill.data.chat import conversation, fill_windows, messages_of
+from kvfold.distill.data.token_documents import SCORED, START, Piece
+from kvfold.distill.data.token_store import open_windows, write_tokens
+from kvfold.distill.recipe.data_section import Data
 
 from ..conftest import save_tokenizer
 

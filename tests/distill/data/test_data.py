@@ -14,14 +14,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kvfold.distill.data.order.batch import IGNORED
-from kvfold.distill.data.order.order import Stream, Windows, schedule, shares
-from kvfold.distill.data.order.token_documents import SCORED, START
-from kvfold.distill.data.order.token_store import open_windows, write_tokens
-from kvfold.distill.recipe.recipe.data_section import Data
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from kvfold.core.errors import InvalidInput
+from kvfold.distill.data.batch import IGNORED
+from kvfold.distill.data.order import Stream, Windows, schedule, shares
+from kvfold.distill.data.token_documents import SCORED, START
+from kvfold.distill.data.token_store import open_windows, write_tokens
+from kvfold.distill.recipe.data_section import Data
 
 from ..conftest import save_tokenizer
 

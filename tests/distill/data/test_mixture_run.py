@@ -15,7 +15,7 @@ import torch
 import yaml
 from torch import Tensor
 
-from kvfold.distill.data.order import token_documents as documents
+from kvfold.distill.data import token_documents as documents
 from kvfold.distill.run.job import distill
 from kvfold.distill.stages.loop import Interrupted
 

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import yaml
 from click.testing import CliRunner, Result
-from kvfold.distill.data.order.samples import take_sample
-from kvfold.distill.recipe.recipe.data_section import Source
 from transformers import AutoTokenizer
 
 from kvfold.core.errors import InvalidInput
 from kvfold.distill.cli import main
+from kvfold.distill.data.samples import take_sample
+from kvfold.distill.recipe.data_section import Source
 from kvfold.distill.run.job import distill
 
 from ..conftest import MakeRecipe

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-from kvfold.distill.data.order.batch import Batch
 from transformers import AutoModelForCausalLM
 
 from kvfold.core.errors import InvalidInput
+from kvfold.distill.data.batch import Batch
 from kvfold.distill.losses.predictions import predict
 from kvfold.models.causal_lm import Loaded
 from kvfold.models.head import HeadForm, check_head, head_form, head_logits, last_hidden

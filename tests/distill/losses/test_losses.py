@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-from kvfold.distill.data.order.batch import IGNORED
 from torch import Tensor
 from torch.nn import functional
 
+from kvfold.distill.data.batch import IGNORED
 from kvfold.distill.losses import LOSSES, ce, jsd, kl, mix, reverse_kl
 from kvfold.distill.losses.predictions import Predictions
 

@@ -9,12 +9,12 @@ import pytest
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from click.testing import CliRunner, Result
-from kvfold.distill.parallel.sharing.sharing import check_launcher
-from kvfold.distill.recipe.recipe.recipe import Profile
 
 from kvfold.distill import cli
 from kvfold.distill.cli import main
-from kvfold.distill.parallel.sharing import launch
+from kvfold.distill.parallel import launch
+from kvfold.distill.parallel.sharing import check_launcher
+from kvfold.distill.recipe.recipe import Profile
 
 from ..conftest import MakeRecipe
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from kvfold.distill.data.order.batch import Batch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from kvfold.distill.data.batch import Batch
 from kvfold.distill.losses import mix
 from kvfold.distill.losses.predictions import Predictions, predict
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from kvfold.distill.recipe.recipe.recipe import Recipe
 from safetensors.torch import save_file
 
+from kvfold.distill.recipe.recipe import Recipe
 from kvfold.distill.run.job import distill
 
 from ..conftest import MakeRecipe

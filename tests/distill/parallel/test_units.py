@@ -13,9 +13,6 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
-from kvfold.distill.parallel.sharing.sharing import call_inside, share, share_teacher, whole
-from kvfold.distill.parallel.sharing.units import Units, open_in_units
-from kvfold.distill.recipe.recipe.recipe import Recipe, Stage
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -23,6 +20,9 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config, DeepseekV3ForCa
 
 from kvfold.convert.cli import main as convert
 from kvfold.core.errors import InvalidInput
+from kvfold.distill.parallel.sharing import call_inside, share, share_teacher, whole
+from kvfold.distill.parallel.units import Units, open_in_units
+from kvfold.distill.recipe.recipe import Recipe, Stage
 from kvfold.distill.run import state
 from kvfold.distill.stages.student import check_model, load_student, publish
 from kvfold.distill.stages.teacher import Online

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 import yaml
-from kvfold.distill.recipe.recipe.data_section import Data
-from kvfold.distill.recipe.recipe.recipe_file import read_recipe
 
 from kvfold.core.errors import InvalidInput
+from kvfold.distill.recipe.data_section import Data
+from kvfold.distill.recipe.recipe_file import read_recipe
 
 GOOD = {
     "schema": 1, "student": "./student", "output": "./out", "stages": [{"name": "kl", "tokens": "5M",

@@ -6,8 +6,13 @@ from typing import get_args
 import pytest
 import yaml
 from click.testing import CliRunner
-from kvfold.distill.recipe.recipe.data_section import Data, Source
-from kvfold.distill.recipe.recipe.recipe import (
+
+from kvfold import recipes
+from kvfold.core.errors import InvalidInput
+from kvfold.distill.cli import main
+from kvfold.distill.losses import LOSSES
+from kvfold.distill.recipe.data_section import Data, Source
+from kvfold.distill.recipe.recipe import (
     Lora,
     LossName,
     Recipe,
@@ -18,12 +23,7 @@ from kvfold.distill.recipe.recipe.recipe import (
     differences,
     parse_tokens,
 )
-from kvfold.distill.recipe.recipe.recipe_file import read_recipe
-
-from kvfold import recipes
-from kvfold.core.errors import InvalidInput
-from kvfold.distill.cli import main
-from kvfold.distill.losses import LOSSES
+from kvfold.distill.recipe.recipe_file import read_recipe
 from kvfold.distill.stages.schedule import SCHEDULES, learning_rate
 from kvfold.distill.stages.weights import TRAINABLE
 

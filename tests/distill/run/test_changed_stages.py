@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kvfold.distill.recipe.recipe.recipe import Recipe
 
 from kvfold.core.errors import InvalidInput
+from kvfold.distill.recipe.recipe import Recipe
 from kvfold.distill.run import job
 from kvfold.distill.run.job import distill
 from kvfold.distill.run.resume import _check_changes

@@ -12,11 +12,11 @@ import pytest
 import torch
 import yaml
 from click.testing import CliRunner, Result
-from kvfold.distill.recipe.recipe.recipe import Recipe, flatten
 from transformers import AutoModelForCausalLM
 
 from kvfold.cli import main as kvfold
 from kvfold.distill.cli import main
+from kvfold.distill.recipe.recipe import Recipe, flatten
 from kvfold.distill.run.footprint import footprint, skeleton
 
 from ..conftest import MakeRecipe

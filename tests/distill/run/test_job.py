@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
-from kvfold.distill.data.order.order import Windows
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
@@ -19,6 +18,7 @@ from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM, 
 from kvfold.checkpoints.record import describe, read_record, write_record
 from kvfold.convert.cli import main as convert
 from kvfold.core.errors import InvalidInput
+from kvfold.distill.data.order import Windows
 from kvfold.distill.run.job import distill
 
 from ..conftest import MakeRecipe, save_tokenizer

@@ -21,9 +21,9 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
-from kvfold.distill.recipe.recipe.recipe import Recipe
 
 from kvfold.distill.cli import main
+from kvfold.distill.recipe.recipe import Recipe
 from kvfold.distill.run.job import distill
 
 from ..conftest import MakeRecipe

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 import yaml
 from click.testing import CliRunner
-from kvfold.distill.recipe.recipe.recipe import Recipe, Stage
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from kvfold.core.errors import InvalidInput
 from kvfold.distill.cli import main
-from kvfold.distill.parallel.sharing import launch
+from kvfold.distill.parallel import launch
+from kvfold.distill.recipe.recipe import Recipe, Stage
 from kvfold.distill.run import job
 from kvfold.distill.run.job import distill
 from kvfold.distill.run.preflight import check_stages

@@ -14,11 +14,11 @@ import pytest
 import torch
 import yaml
 from click.testing import CliRunner
-from kvfold.distill.recipe.recipe.recipe import Recipe
 from safetensors.torch import save_file
 
 from kvfold.core.errors import InvalidInput
 from kvfold.distill.cli import main
+from kvfold.distill.recipe.recipe import Recipe
 from kvfold.distill.run import claim, state
 from kvfold.distill.run.job import distill
 from kvfold.distill.run.resume import fingerprint

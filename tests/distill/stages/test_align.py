@@ -15,7 +15,6 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 from click.testing import CliRunner
-from kvfold.distill.data.order.batch import Batch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
@@ -23,6 +22,7 @@ from kvfold.convert.cli import main as convert
 from kvfold.convert.formats import to_trainable
 from kvfold.convert.formats.remote import is_remote
 from kvfold.core.errors import InvalidInput
+from kvfold.distill.data.batch import Batch
 from kvfold.distill.losses.predictions import predict
 from kvfold.distill.run.job import distill
 from kvfold.distill.stages.align import adds, learn

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
-from kvfold.distill.data.order.batch import Batch
 from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
@@ -23,6 +22,7 @@ from transformers import (
 from kvfold.convert.cli import main as convert
 from kvfold.convert.families.recognition import FAMILIES
 from kvfold.core.errors import InvalidInput
+from kvfold.distill.data.batch import Batch
 from kvfold.distill.losses.predictions import predict
 from kvfold.distill.stages.isolation import isolate_documents
 from kvfold.models.shipped.modeling_kvfold import KvfoldForCausalLM

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from kvfold.distill.data.order.batch import Batch
-from kvfold.distill.data.order.token_store import open_windows, write_tokens
-from kvfold.distill.recipe.recipe.recipe import Data
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvfold.core.errors import InvalidInput
+from kvfold.distill.data.batch import Batch
+from kvfold.distill.data.token_store import open_windows, write_tokens
 from kvfold.distill.losses import kl
+from kvfold.distill.recipe.recipe import Data
 from kvfold.distill.run import job
 from kvfold.distill.run.job import distill
 from kvfold.distill.stages import teacher_cache as cached

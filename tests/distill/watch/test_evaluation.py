@@ -14,12 +14,12 @@ import torch
 import yaml
 from accelerate import Accelerator
 from click.testing import CliRunner
-from kvfold.distill.data.order.batch import Batch
-from kvfold.distill.recipe.recipe.watch_section import Evaluate
 
 from kvfold.checkpoints.record import read_record
 from kvfold.core.errors import InvalidInput
 from kvfold.distill.cli import main
+from kvfold.distill.data.batch import Batch
+from kvfold.distill.recipe.watch_section import Evaluate
 from kvfold.distill.run import state
 from kvfold.distill.run.job import distill
 from kvfold.distill.run.signals import Interrupted

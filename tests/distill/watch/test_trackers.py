@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
-from kvfold.distill.recipe.recipe.watch_section import TrackerName
 
 from kvfold.core.errors import InvalidInput
+from kvfold.distill.recipe.watch_section import TrackerName
 from kvfold.distill.run import state
 from kvfold.distill.run.job import distill
 from kvfold.distill.watch import trackers

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from kvfold.eval.suites.catalogue.cache import Caches, CacheSize, count, predicted
 from transformers import MistralConfig, MistralForCausalLM
 
 from kvfold.eval.options import Options
 from kvfold.eval.run import evaluate
+from kvfold.eval.suites.cache import Caches, CacheSize, count, predicted
 from kvfold.models.causal_lm import load
 
 from ..conftest import SHAPE, save_tokenizer

@@ -9,13 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from kvfold.eval.suites.catalogue.fidelity import summarise
 from torch import Tensor
 
 from kvfold.core.errors import InvalidInput
 from kvfold.eval.options import Options
 from kvfold.eval.run import evaluate
 from kvfold.eval.scores import Live, Scores, common_vocabulary, gather, score
+from kvfold.eval.suites.fidelity import summarise
 from kvfold.eval.windows import Windows, cut
 from kvfold.models.causal_lm import Loaded, load
 from kvfold.texts.corpus import Text

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from kvfold.core.errors import InvalidInput
 from kvfold.eval.cli import main
-from kvfold.eval.suites.catalogue import harness, tasks
+from kvfold.eval.suites import harness, tasks
 from kvfold.models.causal_lm import load
 
 from ..conftest import Make

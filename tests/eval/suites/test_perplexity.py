@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from kvfold.eval.suites.catalogue.perplexity import Share, recovered_share
 from scipy import stats
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvfold.eval.options import Options
 from kvfold.eval.run import evaluate
+from kvfold.eval.suites.perplexity import Share, recovered_share
 from kvfold.texts.corpus import Text
 
 from ..conftest import Make

@@ -11,10 +11,6 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
-from kvfold.eval.suites.catalogue.answers import answer, rank
-from kvfold.eval.suites.catalogue.decoding import read
-from kvfold.eval.suites.catalogue.haystack import CANDIDATES, KINDS, STEPS, Haystack, Sample, prose
-from kvfold.eval.suites.catalogue.retrieval import Retrieval
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -22,7 +18,11 @@ from kvfold.core.errors import InvalidInput
 from kvfold.eval.cli import main
 from kvfold.eval.options import Options
 from kvfold.eval.run import evaluate
-from kvfold.eval.suites.catalogue import retrieval
+from kvfold.eval.suites import retrieval
+from kvfold.eval.suites.answers import answer, rank
+from kvfold.eval.suites.decoding import read
+from kvfold.eval.suites.haystack import CANDIDATES, KINDS, STEPS, Haystack, Sample, prose
+from kvfold.eval.suites.retrieval import Retrieval
 from kvfold.models.causal_lm import Loaded, load
 
 from ..conftest import Make

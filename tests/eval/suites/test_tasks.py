@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kvfold.eval.suites.catalogue.tasks import Tasks, flips, paired_bootstrap
 from scipy import stats  # type: ignore[import-untyped]
 
 from kvfold.eval.options import Options
 from kvfold.eval.run import evaluate
+from kvfold.eval.suites.tasks import Tasks, flips, paired_bootstrap
 from kvfold.texts.corpus import read_text
 from kvfold.texts.wikitext import articles
 
