@@ -74,7 +74,7 @@ def _measures(
     suites: Sequence[str], settings: Mapping[str, Any]
 ) -> dict[str, Callable[[Subject], Finding | None]]:
     """What measures each suite, once it has found its settings to be right."""
-    modules = {name: import_module(f".{SUITES[name].module}", __package__) for name in suites}
+    modules = {name: import_module(f".suites.{SUITES[name].module}", __package__) for name in suites}
     for module in modules.values():
         if hasattr(module, "check"):
             module.check(settings)

@@ -122,7 +122,7 @@ def test_alone_nothing_is_exchanged(monkeypatch: pytest.MonkeyPatch) -> None:
 # A process that stands still at its second layer, once its journal tells of its first.
 STOPPED = """
 import pathlib, sys, time
-from kvfold.convert import rewrite
+from kvfold.convert.write import rewrite
 from kvfold.convert.cli import main
 fold, folded = rewrite.fold, []
 def slow(plan, number):

@@ -118,7 +118,7 @@ def test_each_tensor_is_read_once_and_one_layer_at_a_time(
 
 KILLED = """
 import pathlib, sys, time
-from kvfold.convert import rewrite
+from kvfold.convert.write import rewrite
 from kvfold.convert.cli import main
 fold = rewrite.fold
 def slow(plan, number):

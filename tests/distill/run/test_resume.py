@@ -35,7 +35,7 @@ STAGES: list[dict[str, Any]] = [
 ]
 KILLED = """
 import os, signal, sys
-from kvfold.distill import loop
+from kvfold.distill.stages import loop
 from kvfold.distill.cli import main
 step, advance = int(sys.argv.pop()), loop.advance
 def advance_or_die(*arguments):
