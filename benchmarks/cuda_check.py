@@ -44,15 +44,17 @@ def implementations(device: str) -> list[str]:
 
 
 def load(directory: Path, dtype: torch.dtype, device: str, attention: str) -> Any:
-    """A checkpoint as anybody loads it, in eval mode.
+    """Load a checkpoint in eval mode.
 
-    Code beside the weights is run only where it is kvfold's own.
+    One with kvfold's code by kvfold's own classes, so that none of its files runs.
     """
     from transformers import AutoModelForCausalLM
 
-    own = carries_own_code(directory)
-    model = AutoModelForCausalLM.from_pretrained(
-        directory, dtype=dtype, attn_implementation=attention, trust_remote_code=own
+    from kvfold.models.shipped.modeling_kvfold import KvfoldForCausalLM
+
+    loader = KvfoldForCausalLM if carries_own_code(directory) else AutoModelForCausalLM
+    model = loader.from_pretrained(
+        directory, dtype=dtype, attn_implementation=attention, trust_remote_code=False
     )
     return model.to(device).eval()
 

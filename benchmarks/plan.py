@@ -54,7 +54,7 @@ def main(model: str, text: str, calibration: str, name: str, **options: Any) -> 
     statistics = study(source, calibration, **taken)
     assert statistics is not None, "--calibration none leaves nothing to compare"
     rows, by_weights = _predicted(source, options["budgets"].split(","), statistics, options["window"])
-    how = Options(window=options["window"], max_windows=options["max_windows"], trust_remote_code=True)
+    how = Options(window=options["window"], max_windows=options["max_windows"])
     table: Table = {}
     about: dict[str, Any] = {"calibration": [calibration, *taken.values()], "refine": options["steps"]}
     for row in rows:

@@ -89,7 +89,9 @@ def load_plain(directory: Path) -> Any:
     """The model as somebody would train it, float32, with transformers' default attention."""
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).train()
+    return AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.float32, trust_remote_code=False
+    ).train()
 
 
 @click.command()

@@ -107,8 +107,8 @@ class Plan:
     def config(self) -> dict[str, Any]:
         """config.json of the output."""
         source = self.source
-        own = isinstance(self.container, Grouped | Remote)  # the source's own fields, as they are on disk
-        config = self.container.config(source.checkpoint.config if own else source.config)
+        own = isinstance(self.container, Grouped | Remote)  # the source's own fields
+        config = self.container.config(source.stored_config if own else source.config)
         config.pop("torch_dtype", None)
         return {
             "architectures": [self.container.architecture],

@@ -44,6 +44,17 @@ class Source:
     rotary_width: int
 
     @property
+    def stored_config(self) -> dict[str, Any]:
+        """config.json as it is on disk, except that a head with numbers of its own is not called tied."""
+        stored = self.checkpoint.config
+        tied = complete(self.family, stored)["tie_word_embeddings"]
+        return (
+            {**stored, "tie_word_embeddings": False}
+            if tied and not self.config["tie_word_embeddings"]
+            else stored
+        )
+
+    @property
     def layers(self) -> int:
         """How many layers there are."""
         return int(self.config["num_hidden_layers"])
@@ -247,6 +258,10 @@ def open_source(directory: Path) -> Source:
     geometry = geometry_of(config)
     biases = _biases(checkpoint, family, geometry, config["num_hidden_layers"])
     _check_whole(checkpoint, family, config)
+    if config["tie_word_embeddings"] and has_own_head(
+        checkpoint, family.head, family.prefix + family.embedding
+    ):
+        config["tie_word_embeddings"] = False
     width = rotary_width(family, config, geometry.head_dim)
     return Source(
         checkpoint=checkpoint,
@@ -256,6 +271,18 @@ def open_source(directory: Path) -> Source:
         biases=biases,
         rotary_width=width,
     )
+
+
+def has_own_head(checkpoint: Checkpoint, head: str, embedding: str) -> bool:
+    """Return whether a checkpoint stores a head that is not its embeddings.
+
+    transformers 5 then loads both, even where config.json says that they are tied.
+
+    Args:
+        checkpoint: whose tensors are compared.
+        head, embedding: the names of the two.
+    """
+    return head in checkpoint and embedding in checkpoint and not checkpoint.are_equal(head, embedding)
 
 
 def _check_whole(checkpoint: Checkpoint, family: Family, config: dict[str, Any]) -> None:

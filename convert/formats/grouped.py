@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...checkpoints.directory import without_code
 from ...checkpoints.shards import TensorSpec
 from ..algebra.attention import Attention
 from ..algebra.target import GQA, Geometry
@@ -45,7 +46,7 @@ class Grouped:
 
     def config(self, source: Mapping[str, Any]) -> dict[str, Any]:
         """config.json of the output, from the source's."""
-        return {**source, str(self.family.kv_heads): self.target.num_key_value_heads}
+        return {**without_code(source), str(self.family.kv_heads): self.target.num_key_value_heads}
 
     def specs(self, layer: int, dtype: torch.dtype) -> dict[str, TensorSpec]:
         """Names, shapes and dtypes of one layer's attention tensors, known before any of them is."""

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...checkpoints.directory import without_code
 from ...checkpoints.shards import TensorSpec
 from ...core.errors import InvalidInput
 from ...models import shipped
@@ -115,7 +116,7 @@ class Remote:
             **self._growth(source),
         }
         written = {
-            **{key: value for key, value in source.items() if key != "auto_map"},
+            **without_code(source),
             "architectures": [ARCHITECTURE],
             "model_type": MODEL_TYPE,
             "auto_map": dict(AUTO_MAP),
@@ -320,7 +321,12 @@ def source_config(directory: Path) -> Any:
 
 
 def carries_own_code(directory: Path) -> bool:
-    """Whether the code in a checkpoint is, byte for byte, that of this kvfold: then it need not be run."""
+    """Return whether the code files of a checkpoint are, byte for byte, those of this kvfold, which then
+    stand for them.
+
+    What config.json names as code is not asked: it may be other code (`code_files.foreign_code`), which must
+    not be run.
+    """
 
     def digest(path: Path) -> str:
         return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""

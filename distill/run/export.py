@@ -11,6 +11,7 @@ from ...checkpoints.directory import Checkpoint, copy_side_files, finish, link_o
 from ...checkpoints.record import distilled_record, write_record
 from ...convert.formats.remote import ship
 from ...convert.write.model_card import write_card
+from ...models.code_files import copy_config
 from ..recipe.recipe import Stage
 from ..stages.student import publish
 from ..watch.evaluation import Kept
@@ -76,7 +77,8 @@ def _checkpoint(job: "Job", directory: Path, kept: Kept | None) -> Path:
 
 def _copy(start: Path, directory: Path) -> None:
     """The weights that stages in memory started from, byte by byte."""
-    for file in (*Checkpoint(start).files, *start.glob("*.safetensors.index.json"), start / "config.json"):
+    for file in (*Checkpoint(start).files, *start.glob("*.safetensors.index.json")):
         shutil.copyfile(file, directory / file.name)
+    copy_config(start, directory)
     copy_side_files(start, directory)
     ship(start, directory)

@@ -32,6 +32,7 @@ from ...core.errors import InvalidInput
 from ...core.files import save_whole
 from ...eval.options import Options
 from ...models.causal_lm import Described, check_comparable, describe
+from ...models.code_files import copy_config
 from ...models.loading import LayeredModel
 from ..data.batch import Batch
 from ..data.order import Windows
@@ -262,7 +263,7 @@ def _write(given: Streaming, out: Path) -> None:
         for name in stored:
             tensor = load_file(aligned[name])[name] if name in aligned else stored[name]
             writer.write(name, tensor.to(stored.spec(name).dtype))
-    (partial / "config.json").write_bytes((given.student / "config.json").read_bytes())
+    copy_config(given.student, partial)
     copy_side_files(given.student, partial)
     ship(given.student, partial)
     finish(partial, out)

@@ -17,6 +17,7 @@ from ...convert.formats.remote import ship
 from ...core.errors import InvalidInput
 from ...eval.options import Options
 from ...models.causal_lm import Described, Loaded, load
+from ...models.code_files import copy_config
 from ...models.head import check_head
 from ..parallel.sharing import decoder_layers, first_place, shards_models
 from ..parallel.units import Units, open_in_units, skeleton
@@ -137,7 +138,7 @@ def publish(saved: Path, student: Path, directory: Path) -> None:
             found = to_published(part, {name.removeprefix(prefix): tensor for name, tensor in whole.items()})
             for name, tensor in found.items():
                 writer.write(prefix + name, tensor)
-    (directory / "config.json").write_bytes((student / "config.json").read_bytes())
+    copy_config(student, directory)
     copy_side_files(student, directory)
     ship(student, directory)
 

@@ -126,6 +126,7 @@ def run(
             backend="causal",
             batch_size=batch_size,
             max_length=loaded.positions,
+            trust_remote_code=False,
         )
         random.seed(0)
         np.random.seed(_SEED)

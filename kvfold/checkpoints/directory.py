@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..core.errors import InvalidInput
@@ -23,6 +24,13 @@ _SIDE_FILES = (
     "generation_config.json",
     "preprocessor_config.json", "processor_config.json", "LICENSE*", "NOTICE*", "USE_POLICY*",
 )  # fmt: skip
+# The side files in which transformers looks for names of code, and the fields that hold them.
+SIDE_CONFIGS = (
+    "tokenizer_config.json", "processor_config.json", "preprocessor_config.json",
+    "video_preprocessor_config.json",
+    "generation_config.json",
+)  # fmt: skip
+NAMES_CODE = ("auto_map", "custom_pipelines")
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
@@ -67,6 +75,16 @@ class Checkpoint(Mapping[str, Tensor]):
         entry = self._entries[name]
         for first, count in pieces(entry.spec, PIECE, entry.spec.shape[-1] if by_rows else 1):
             yield first, self._finite(name, read_flat(entry, first, count))
+
+    def are_equal(self, one: str, other: str) -> bool:
+        """Return whether two tensors have the same shape and numbers.
+
+        Reading ends at the first piece that differs.
+        """
+        if self.spec(one).shape != self.spec(other).shape:
+            return False
+        pieces = zip(self.stream(one), self.stream(other), strict=True)
+        return all(torch.equal(a.to(torch.float64), b.to(torch.float64)) for (_, a), (_, b) in pieces)
 
     @property
     def files(self) -> list[Path]:
@@ -205,8 +223,29 @@ def link_or_copy(source: str, place: str) -> None:
 def copy_side_files(source: Path, out: Path) -> None:
     """Copy what travels with the weights unchanged: tokenizer, chat template, generation config, licence.
 
-    Weights, config.json, kvfold.json, the model card and code stay behind: each output has its own.
+    Weights, config.json, kvfold.json, the model card and code stay behind: each output has its own. Fields
+    that name code which stayed behind are left out.
     """
     for path in sorted(path for pattern in _SIDE_FILES for path in source.glob(pattern)):
         if path.is_file() or path.is_symlink():
             shutil.copyfile(path, out / path.name)
+            if path.name in SIDE_CONFIGS:
+                _drop_code(out / path.name)
+
+
+def _drop_code(file: Path) -> None:
+    """Rewrite a JSON file without the fields that name code; a file that has none keeps its bytes."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        kept = without_code(content)
+    except (ValueError, RecursionError):
+        return  # transformers cannot read it either
+    if kept != content:
+        file.write_text(json.dumps(kept, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def without_code(value: Any) -> Any:
+    """Return a JSON value without the fields that name code, at any depth."""
+    if isinstance(value, dict):
+        return {key: without_code(inner) for key, inner in value.items() if key not in NAMES_CODE}
+    return [without_code(inner) for inner in value] if isinstance(value, list) else value

@@ -19,6 +19,7 @@ from ..convert.formats.remote import carries_own_code, is_remote, source_config
 from ..core.errors import InvalidInput
 from ..eval.options import Options
 from .fused_attention import level
+from .loading import untie
 from .shipped.modeling_kvfold import KvfoldForCausalLM
 
 _SAMPLE = 10_000  # characters on which two tokenizers must agree
@@ -113,6 +114,13 @@ def load(directory: Path, options: Options) -> Loaded:
         raise InvalidInput(
             f"{directory} cannot be loaded: {len(absent)} weights are missing or misshapen, e.g. {absent[0]}"
         )
+    ends = [
+        module.weight
+        for module in (model.get_output_embeddings(), model.get_input_embeddings())
+        if module is not None
+    ]
+    if len(ends) == 2 and ends[0] is not ends[1] and not any(weight.is_meta for weight in ends):
+        untie(model)  # accelerate ties by the configuration, which transformers has not followed here
     return Loaded(directory, tokenizer, level(model.eval()))
 
 
@@ -184,8 +192,7 @@ def _how_to_read(directory: Path, options: Options) -> tuple[bool, dict[str, Any
             "--trust-remote-code, or convert the source again"
         )
     # What this kvfold wrote is loaded by its own classes: no file of the checkpoint runs.
-    allowed = {} if own else {"trust_remote_code": options.trust_remote_code}
-    return own, {"local_files_only": True, **allowed}
+    return own, {"local_files_only": True, "trust_remote_code": options.trust_remote_code and not own}
 
 
 @contextmanager

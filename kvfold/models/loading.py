@@ -14,6 +14,8 @@ import torch
 from torch import nn
 
 from ..checkpoints.directory import Checkpoint
+from ..convert.families.recognition import FAMILIES
+from ..convert.families.source import has_own_head
 from ..core.errors import InvalidInput
 
 
@@ -41,6 +43,7 @@ def load_model(directory: Path) -> Any:
             dtype=torch.float32,
             attn_implementation="eager",
             local_files_only=True,
+            trust_remote_code=False,
             output_loading_info=True,
         )
     if info["missing_keys"]:  # transformers fills them with random numbers
@@ -59,7 +62,17 @@ def load_tokenizer(directory: Path) -> Any:
     from transformers import AutoTokenizer
 
     with _failures(directory, "tokenizer"):
-        return AutoTokenizer.from_pretrained(directory, local_files_only=True)
+        return AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+
+
+def untie(model: Any) -> None:
+    """Have a model's configuration say that its head is not its embeddings, so that nothing ties them
+    later.
+    """
+    for config in (model.config, model.config.get_text_config()):
+        config.tie_word_embeddings = False
+    head = next(name for name, module in model.named_modules() if module is model.get_output_embeddings())
+    model.all_tied_weights_keys.pop(f"{head}.weight", None)
 
 
 class LayeredModel:
@@ -93,6 +106,7 @@ class LayeredModel:
         with _failures(checkpoint.directory, "model"), init_empty_weights(include_buffers=False):
             self.model = _build(checkpoint.directory, attention, dtype).eval()
         self.model.tie_weights()  # parameters became new ones on their way to the meta device
+        self._keep_own_head(checkpoint)
         for module in self.model.modules():
             for name, buffer in module._buffers.items():
                 module._buffers[name] = None if buffer is None else buffer.to(device())
@@ -101,6 +115,24 @@ class LayeredModel:
         self._checkpoint, self._dtype = checkpoint, dtype
         self._stack = _stack_of(self.model, query)
         self.blocks: list[Any] = list(self.model.get_submodule(self._stack))
+
+    def _keep_own_head(self, checkpoint: Checkpoint) -> None:
+        """Untie a head that the checkpoint stores with other numbers than its embeddings, as transformers
+        does on loading.
+        """
+        head, embedding = self.model.get_output_embeddings(), self.model.get_input_embeddings()
+        if head is None or head.weight is not embedding.weight:
+            return
+        names = {id(module): f"{name}.weight" for name, module in self.model.named_modules()}
+        stored = names[id(embedding)]
+        if stored not in checkpoint:
+            stored = stored.removeprefix(f"{self.model.base_model_prefix}.")
+        family = FAMILIES.get(
+            str(checkpoint.config.get("model_type"))
+        )  # transformers may rename what is stored
+        if has_own_head(checkpoint, names[id(head)] if family is None else family.head, stored):
+            head.weight = nn.Parameter(torch.empty_like(head.weight), requires_grad=False)
+            untie(self.model)
 
     @contextmanager
     def block(self, number: int) -> Iterator[Any]:
@@ -261,9 +293,8 @@ def _build(directory: Path, attention: str | None, dtype: torch.dtype) -> Any:
         return KvfoldForCausalLM._from_config(
             KvfoldForCausalLM.config_class.from_pretrained(directory), **how
         )
-    return level(
-        AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory, local_files_only=True), **how)
-    )
+    config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    return level(AutoModelForCausalLM.from_config(config, trust_remote_code=False, **how))
 
 
 def _stack_of(model: Any, query: str | None) -> str:

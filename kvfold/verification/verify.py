@@ -3,16 +3,18 @@ kvfold.
 
 The rules (rules.py) read config.json and headers. The run (probe.py) is a fresh process that cannot import
 kvfold; it loads the checkpoint as anybody would and compares it with its source on text that the source
-writes.
+writes. No code from the checkpoint
+runs: an output with code of its own is loaded from a copy that holds kvfold's files instead (code_files.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
@@ -27,7 +29,9 @@ ENGINES = ("transformers", "vllm", "sglang", "llama.cpp")
 FAILED = 3  # exit code: told apart from a mistake of the user's (2) and from a fault of ours (1)
 SEQUENCES, LENGTH = 4, 128  # of the text that is compared on
 EXACT = 5e-5  # by which logits of a lossless fold may differ in float32, where they vary by one or less
+ROUNDING = 0.05  # nats: what 16 bits cost a lossless fold at most, where a wrong one is tenths of a nat away
 TIE = 1e-3  # logits nearer than this share of their deviation are as good
+Precision = Literal["exact", "rounded"]
 
 
 @dataclass(frozen=True)
@@ -38,7 +42,7 @@ class Report:
         directory: the checkpoint.
         engines: that were asked for.
         findings: broken rules.
-        checks: what the run measured; empty where it was not run.
+        checks: of the code, where it fails, and what the run measured; empty where it was not run.
         measured: its numbers.
         unasked: what was not done, in sentences.
     """
@@ -84,6 +88,7 @@ def verify(
         InvalidInput: there is no checkpoint, its source is gone, or memory does not hold them one at a time.
     """
     from ..convert.decide.engine_rules import lint
+    from ..models.code_files import foreign_code
 
     asked = tuple(dict.fromkeys(engines))
     findings = tuple(lint(directory, asked))
@@ -94,6 +99,9 @@ def verify(
     unasked += [
         f"{engine} is never started: its rules alone were asked" for engine in unstarted if engine != "vllm"
     ]
+    if code := foreign_code(directory):
+        foreign = Check("code", False, f"{code}, so the checkpoint was not run")
+        return Report(directory, asked, findings, (foreign,), {}, tuple(unasked))
     if not run:
         unasked.append("the checkpoint was not run")
         return Report(directory, asked, findings, (), {}, tuple(unasked))
@@ -110,29 +118,35 @@ def _run(directory: Path, source: Path | None, serving: bool) -> tuple[list[Chec
     """The checks of a run, and its numbers."""
     from ..checkpoints.record import read_record, source_directory
     from ..convert.decide.lint import open_written
-    from ..convert.formats.remote import carries_own_code, is_remote
+    from ..convert.formats.remote import is_remote
+    from ..models.code_files import clean_copy
 
     record = read_record(directory)
     source = source_directory(directory, "--source") if source is None else source
-    own = carries_own_code(directory)
-    if is_remote(directory) and not own:
-        return [
-            Check("code", False, "the code beside the weights is not that of this kvfold, so it was not run")
-        ], {}
     seed = ((record or {}).get("calibration") or {}).get(
         "seed", 0
     ) + 1  # held back: other text than it was calibrated on
     written = open_written(directory)
-    asked: dict[str, Any] = {
-        "directory": str(directory.resolve()),
-        "trust": own,
-        "seed": seed,
-        "answers": serving,
-    }
-    asked |= {"source": source and str(source.resolve()), **_size(written, source)}
-    seen = run_apart("probe.py", asked)
-    if "failed" in seen:
-        return [Check("loads", False, seen["failed"])], {}
+    asked: dict[str, Any] = {"seed": seed, "answers": serving, "source": source and str(source.resolve())}
+    asked |= _size(written, source)
+    with ExitStack() as stack:
+        remote = is_remote(directory)
+        place = stack.enter_context(clean_copy(directory)) if remote else directory.resolve()
+        asked |= {"directory": str(place), "trust": remote}  # the copy's code is kvfold's own
+        seen = run_apart("probe.py", asked)
+        if "failed" in seen:
+            return [Check("loads", False, seen["failed"].replace(str(place), str(directory)))], {}
+        return _judge(written, record, source, seen, asked if serving else None)
+
+
+def _judge(
+    written: Written,
+    record: dict[str, Any] | None,
+    source: Path | None,
+    seen: dict[str, Any],
+    serving: dict[str, Any] | None,
+) -> tuple[list[Check], dict[str, Any]]:
+    """The checks of what probe.py saw; vLLM is run as well where there is something to ask it."""
     checks = [
         Check(
             "loads",
@@ -148,9 +162,9 @@ def _run(directory: Path, source: Path | None, serving: bool) -> tuple[list[Chec
     gap = seen["greedy_gap"]
     checks.append(Check("cache", gap <= TIE * seen.get("logit_deviation", 1.0), _greedy(gap)))
     checks.append(_cache(seen["cache"], record, written))
-    if serving:
+    if serving is not None:
         latent = written.layout in {"stock", "decoupled"}
-        found, seen["vllm"] = serve({**asked, "latent": latent}, seen.pop("answers"), _claimed(record))
+        found, seen["vllm"] = serve({**serving, "latent": latent}, seen.pop("answers"), _claimed(record))
         checks += found
     return checks + ([] if source is None else [_distance(seen, _lossless(record, written, source))]), seen
 
@@ -194,33 +208,56 @@ def _cache(layers: list[list[float]], record: dict[str, Any] | None, written: Wr
     return Check("cache size", set(counted) == {claimed}, f"{words}, kvfold.json claims {claimed}")
 
 
-def _distance(seen: dict[str, Any], lossless: bool) -> Check:
+def _distance(seen: dict[str, Any], kept: Precision | None) -> Check:
     """How far the checkpoint is from its source; it fails only where it claims to be the same."""
     words = (
         f"KL {seen['kl']:.2e} nats, same top-1 {seen['same_top1']:.1%}, perplexity {seen['perplexity']:.4g} "
         f"(source {seen['source_perplexity']:.4g}), logits at most {seen['max_difference']:.1e} apart"
     )
-    if not lossless:
+    if kept is None:
         return Check("source", None, words)
+    if kept == "rounded":
+        near = seen["kl"] <= ROUNDING
+        return Check(
+            "source",
+            near,
+            words + (": rounding" if near else f": it keeps everything, so at most {ROUNDING} nats"),
+        )
     passed = seen["max_difference"] <= EXACT * max(1.0, seen["logit_deviation"])
     return Check(
         "source", passed, f"{words}: " + ("exact" if passed else "it keeps everything, so it should be exact")
     )
 
 
-def _lossless(record: dict[str, Any] | None, written: Written, source: Path) -> bool:
-    """Whether a checkpoint claims to compute what its source does.
+def _lossless(record: dict[str, Any] | None, written: Written, source: Path) -> Precision | None:
+    """The precision in which a checkpoint claims to be its source.
 
-    Nothing discarded, and nothing rounded or trained since.
+    None where something was discarded or trained.
     """
     if record is None or record["stage"] != "convert":
-        return False
+        return None
+    from ..convert.algebra.target import query_rank
     from ..convert.decide.lint import open_written
+    from ..convert.families.recognition import complete, family_of, geometry_of
 
-    kinds = [{str(spec.dtype) for spec in model.specs.values()} for model in (written, open_written(source))]
-    if record["target"]["name"] == "mla":
-        return record["target"]["slots"] == "source" and kinds == [{"torch.float32"}] * 2
-    return bool(record["cache"]["ratio"] == 1) and kinds[0] == kinds[1]
+    stored = open_written(source)
+    kinds = [{str(spec.dtype) for spec in model.specs.values()} for model in (written, stored)]
+    if record["target"]["name"] != "mla":
+        return "exact" if record["cache"]["ratio"] == 1 and kinds[0] == kinds[1] else None
+    queries = record["target"].get("q_lora_rank")
+    biased = [
+        any("attn" in name and name.endswith(".bias") for name in model.specs) for model in (stored, written)
+    ]
+    if record["target"]["slots"] != "source" or biased == [
+        True,
+        False,
+    ]:  # biases that went into weights are approximated
+        return None
+    if queries is not None:
+        geometry = geometry_of(complete(family_of(stored.config), stored.config))
+        if queries != query_rank(geometry, "full"):
+            return None
+    return "exact" if kinds == [{"torch.float32"}] * 2 else "rounded"
 
 
 def _size(written: Written, source: Path | None) -> dict[str, Any]:

@@ -1,0 +1,116 @@
+"""Code in a checkpoint.
+
+What names code that is not kvfold's, and a copy of an output in which there is no other code.
+"""
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from ..checkpoints.directory import NAMES_CODE, SIDE_CONFIGS, Checkpoint, read_config, without_code
+from ..checkpoints.shards import INDEX
+from ..convert.formats.remote import AUTO_MAP, FILES, HERE, carries_own_code, is_remote
+
+CONFIGS = ("config.json", *SIDE_CONFIGS)
+_CODE = {".py", ".pyc", ".so", ".pyd"}
+_GENERATE = "custom_generate"  # the directory whose generate.py transformers runs in trusted checkpoints
+
+
+def foreign_code(directory: Path) -> str:
+    """Find code in a checkpoint, or a name of code, that is not this kvfold's; nothing of it is run.
+
+    Args:
+        directory: the checkpoint.
+
+    Returns:
+        A clause that says what was found; empty where all code is this kvfold's.
+    """
+    remote = is_remote(directory)
+    for name in CONFIGS:
+        for field, named in _named_code(directory / name):
+            if not (remote and name == "config.json" and field == "auto_map" and named == AUTO_MAP):
+                return f"{field} in {name} names {_shown(named)}, which is not code of this kvfold's"
+    if remote and not carries_own_code(directory):
+        return "the code next to the weights is not that of this kvfold"
+    if remote and read_config(directory).get("auto_map") != AUTO_MAP:
+        return "config.json has no auto_map that names this kvfold's code"
+    allowed = FILES if remote else ()
+    for path in sorted([*directory.iterdir(), *(directory / _GENERATE).glob("*")]):
+        if path.suffix in _CODE and not (path.parent == directory and path.name in allowed):
+            return f"{path.relative_to(directory)} is not code of this kvfold's"
+    return ""
+
+
+def _shown(named: Any) -> str:
+    """The first name among those of code that is not kvfold's, or the whole where there is none such."""
+    names = [str(name) for name in named.values()] if isinstance(named, dict) else []
+    return next((name for name in names if name not in AUTO_MAP.values()), json.dumps(named))[:120]
+
+
+def _named_code(path: Path) -> Iterator[tuple[str, Any]]:
+    """The fields of a JSON file that name code, at any depth, with what they hold."""
+    try:
+        pending = [json.loads(path.read_text(encoding="utf-8"))] if path.is_file() else []
+    except (ValueError, RecursionError):
+        return  # transformers cannot read it either
+    while pending:
+        value = pending.pop()
+        if isinstance(value, dict):
+            yield from ((field, value[field]) for field in NAMES_CODE if value.get(field))
+            pending += value.values()
+        elif isinstance(value, list):
+            pending += value
+
+
+def copy_config(source: Path, out: Path) -> None:
+    """Write config.json of one checkpoint into another, in which no code but this kvfold's is named.
+
+    Args:
+        source: whose config.json is copied; where it names no other code, byte by byte.
+        out: the directory that gets it.
+
+    Raises:
+        InvalidInput: there is none, or it is no JSON object.
+    """
+    config = read_config(source)
+    kept = without_code(config) | ({"auto_map": dict(AUTO_MAP)} if is_remote(source) else {})
+    if kept == config:
+        shutil.copyfile(source / "config.json", out / "config.json")
+    else:
+        (out / "config.json").write_text(json.dumps(kept, indent=2) + "\n", encoding="utf-8")
+
+
+@contextmanager
+def clean_copy(directory: Path) -> Iterator[Path]:
+    """A temporary directory that holds an output's weights and configuration and, of code, this kvfold's own
+    files alone.
+
+    Args:
+        directory: an output with code of its own. Its weights are linked, or copied where links are
+            impossible.
+
+    Raises:
+        InvalidInput: it is no checkpoint.
+    """
+    weights = [*Checkpoint(directory).files, *(path for path in [directory / INDEX] if path.is_file())]
+    with tempfile.TemporaryDirectory(prefix="kvfold-") as place:
+        clean = Path(place)
+        config = {**without_code(read_config(directory)), "auto_map": dict(AUTO_MAP)}
+        (clean / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        for name in FILES:
+            shutil.copyfile(HERE / name, clean / name)
+        for path in weights:
+            _link(path.resolve(), clean / path.name)
+        yield clean
+
+
+def _link(source: Path, place: Path) -> None:
+    try:
+        os.symlink(source, place)
+    except OSError:  # a file system, or an account, that may not make links
+        shutil.copyfile(source, place)

@@ -1,0 +1,298 @@
+"""Code in a checkpoint that is not kvfold's.
+
+A canary that no command may let sing, and what each command says.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from transformers import AutoTokenizer
+
+from kvfold.cli import main
+from kvfold.convert.formats.remote import AUTO_MAP, FILES, HERE
+from kvfold.core.errors import InvalidInput
+from kvfold.distill.recipe.recipe import Recipe
+from kvfold.distill.run.job import distill
+from kvfold.models.code_files import clean_copy, foreign_code
+from kvfold.models.loading import load_model, load_tokenizer
+from kvfold.verification.verify import verify
+
+from ..distill.conftest import save_tokenizer
+from ..support.tiny import make
+
+SIZES = {"num_key_value_heads": 4, "vocab_size": 258}
+TEXT = "A cache of keys and values grows with every token. " * 40
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A source with a tokenizer, and an output of each kind."""
+    place = tmp_path_factory.mktemp("made")
+    source = make(place / "source", "llama", **SIZES)
+    save_tokenizer(source)
+    for name, options in (
+        ("remote", ("--to", "mla", "--container", "remote")),
+        ("stock", ("--to", "mla", "--container", "stock")),
+    ):
+        words = [
+            "convert",
+            str(source),
+            *options,
+            "--kv-budget",
+            "50%",
+            "--calibration",
+            "none",
+            "--out",
+            str(place / name),
+        ]
+        done = CliRunner().invoke(main, words)
+        assert done.exit_code == 0, done.output
+    return place
+
+
+@pytest.fixture
+def sung(tmp_path: Path) -> Path:
+    """The file that foreign code writes when it runs."""
+    return tmp_path / "sung"
+
+
+def canary(sung: Path) -> str:
+    return f"open({str(sung)!r}, 'w').close()\n"
+
+
+def edit(directory: Path, name: str, **changes: object) -> None:
+    path = directory / name
+    content = json.loads(path.read_text()) if path.is_file() else {}
+    path.write_text(json.dumps(content | changes))
+
+
+def add(directory: Path, name: str, sung: Path, more: str = "from .modeling_kvfold import *\n") -> None:
+    (directory / name).parent.mkdir(exist_ok=True)
+    (directory / name).write_text(canary(sung) + more)
+
+
+def mapped(directory: Path, sung: Path) -> None:
+    """The issue's: another module, which passes on kvfold's classes."""
+    add(directory, "evil.py", sung, "from .configuration_kvfold import *\nfrom .modeling_kvfold import *\n")
+    edit(
+        directory,
+        "config.json",
+        auto_map={role: f"evil.{name.rpartition('.')[2]}" for role, name in AUTO_MAP.items()},
+    )
+
+
+def mapped_in_part(directory: Path, sung: Path) -> None:
+    add(directory, "evil.py", sung)
+    edit(directory, "config.json", auto_map={**AUTO_MAP, "AutoModelForCausalLM": "evil.KvfoldForCausalLM"})
+
+
+def mapped_besides(directory: Path, sung: Path) -> None:
+    add(directory, "evil.py", sung)
+    edit(directory, "config.json", auto_map={**AUTO_MAP, "AutoTokenizer": ["evil.Slow", "evil.Fast"]})
+
+
+def mapped_as_a_list(directory: Path, sung: Path) -> None:
+    add(directory, "evil.py", sung)
+    edit(directory, "config.json", auto_map=["evil.KvfoldForCausalLM"])
+
+
+def mapped_elsewhere(directory: Path, sung: Path) -> None:
+    edit(
+        directory, "config.json", auto_map={role: f"someone/evil--{name}" for role, name in AUTO_MAP.items()}
+    )
+
+
+def nested(directory: Path, sung: Path) -> None:
+    add(directory, "evil.py", sung)
+    edit(directory, "config.json", inner_config={"auto_map": {"AutoConfig": "evil.KvfoldConfig"}})
+
+
+def pipelines(directory: Path, sung: Path) -> None:
+    add(directory, "evil.py", sung)
+    edit(directory, "config.json", custom_pipelines={"text-generation": {"impl": "evil.Pipeline"}})
+
+
+def tokenizer(directory: Path, sung: Path) -> None:
+    add(directory, "evil.py", sung, "from transformers import PreTrainedTokenizerFast as Evil\n")
+    edit(
+        directory,
+        "tokenizer_config.json",
+        auto_map={"AutoTokenizer": [None, "evil.Evil"]},
+        tokenizer_class="Evil",
+    )
+
+
+def processor(directory: Path, sung: Path) -> None:
+    add(directory, "evil.py", sung)
+    edit(directory, "processor_config.json", auto_map={"AutoProcessor": "evil.Evil"})
+
+
+def generate(directory: Path, sung: Path) -> None:
+    add(directory, "custom_generate/generate.py", sung, "def generate(model, **_):\n    pass\n")
+
+
+def beside(directory: Path, sung: Path) -> None:
+    add(directory, "evil.py", sung)
+
+
+def package(directory: Path, sung: Path) -> None:
+    add(directory, "__init__.py", sung)
+
+
+def altered(directory: Path, sung: Path) -> None:
+    path = directory / "configuration_kvfold.py"
+    path.write_text(path.read_text() + canary(sung))
+
+
+def linked(directory: Path, sung: Path) -> None:
+    (directory / "modeling_kvfold.py").rename(directory.parent / "elsewhere.py")
+    (directory.parent / "elsewhere.py").write_text(canary(sung) + (HERE / "modeling_kvfold.py").read_text())
+    os.symlink(directory.parent / "elsewhere.py", directory / "modeling_kvfold.py")
+
+
+TRICKS: tuple[Callable[[Path, Path], None], ...] = (
+    mapped, mapped_in_part, mapped_besides, mapped_as_a_list, mapped_elsewhere, nested, pipelines, tokenizer,
+    processor,
+    generate, beside, package, altered, linked,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("trick", TRICKS)
+@pytest.mark.parametrize("kind", ["remote", "stock"])
+def test_verify_and_publish_refuse_it(
+    kind: str, trick: Callable[[Path, Path], None], made: Path, tmp_path: Path, sung: Path
+) -> None:
+    if kind == "stock" and trick in (altered, linked):
+        pytest.skip("it has no code to change")
+    directory = Path(shutil.copytree(made / kind, tmp_path / "out"))
+    trick(directory, sung)
+    for words in (["verify", "{}"], ["verify", "{}", "--lint"], ["publish", "{}", "org/tiny", "--dry-run"],
+                  ["publish", "{}", "org/tiny", "--dry-run", "--verify", "lint"]):  # fmt: skip
+        done = CliRunner().invoke(main, [word.format(directory) for word in words])
+        assert done.exit_code == 3, done.output
+        assert "this kvfold" in done.output
+        assert not sung.exists()
+
+
+@pytest.mark.parametrize("trick", TRICKS)
+def test_an_evaluation_runs_none_of_it(
+    trick: Callable[[Path, Path], None], made: Path, tmp_path: Path, sung: Path
+) -> None:
+    """As the model that is measured and as the teacher; kvfold's own classes stand for kvfold's files."""
+    directory, text = Path(shutil.copytree(made / "remote", tmp_path / "out")), tmp_path / "text.txt"
+    trick(directory, sung)
+    text.write_text(TEXT)
+    for pair in ((directory, made / "source"), (made / "source", directory)):
+        words = [
+            "eval",
+            str(pair[0]),
+            "--teacher",
+            str(pair[1]),
+            "--text",
+            str(text),
+            "--window",
+            "32",
+            "--max-windows",
+            "2",
+        ]
+        done = CliRunner().invoke(main, [*words, "--device", "cpu"])
+        assert done.exit_code == (2 if trick in (altered, linked) else 0) or (
+            trick is tokenizer and done.exit_code == 2
+        ), done.output
+        assert not sung.exists()
+
+
+@pytest.mark.parametrize("trick", [mapped, nested, tokenizer, generate, altered])
+@pytest.mark.parametrize("role", ["student", "teacher"])
+def test_a_distillation_runs_none_of_it(
+    role: str, trick: Callable[[Path, Path], None], made: Path, tmp_path: Path, sung: Path
+) -> None:
+    """Nor does its output name it."""
+    directory, text = Path(shutil.copytree(made / "remote", tmp_path / "in")), tmp_path / "text.txt"
+    trick(directory, sung)
+    text.write_text(TEXT)
+    roles = {"student": made / "remote", "teacher": made / "source", role: directory}
+    content = {
+        "schema": 1, "student": str(roles["student"]), "teacher": str(roles["teacher"]),
+        "output": str(tmp_path / "out"),
+        "data": {"source": str(text), "seq_len": 32}, "precision": "fp32", "device": "cpu",
+        "stages": [{"name": "kl", "tokens": 128, "lr": 1e-3, "batch_tokens": 64, "micro_batch": 2}],
+    }  # fmt: skip
+    with pytest.raises(InvalidInput) if trick in (altered, tokenizer) else nullcontext():
+        distill(Recipe.model_validate(content))
+        assert foreign_code(tmp_path / "out") == ""
+    assert not sung.exists()
+
+
+def test_a_source_runs_none_of_its_own(made: Path, tmp_path: Path, sung: Path) -> None:
+    """Neither by its configuration nor by its tokenizer; an output without code names none."""
+    source = Path(shutil.copytree(made / "source", tmp_path / "source"))
+    add(
+        source,
+        "evil.py",
+        sung,
+        "from transformers import LlamaForCausalLM as Evil, LlamaConfig, PreTrainedTokenizerFast\n",
+    )
+    edit(
+        source,
+        "config.json",
+        auto_map={"AutoConfig": "evil.LlamaConfig", "AutoModelForCausalLM": "evil.Evil"},
+    )
+    edit(source, "tokenizer_config.json", auto_map={"AutoTokenizer": [None, "evil.PreTrainedTokenizerFast"]})
+    for name, options in (
+        ("gqa", ("--to", "gqa", "--kv-heads", "2")),
+        ("mla", ("--to", "mla", "--kv-budget", "50%")),
+    ):
+        out = tmp_path / name
+        taken = ("--calibration", "self", "--sequences", "2", "--length", "16", "--refine", "0")
+        done = CliRunner().invoke(main, ["convert", str(source), *options, *taken, "--out", str(out)])
+        assert done.exit_code == 0, done.output
+        assert foreign_code(out) == ""
+        assert verify(out).failures == []
+        AutoTokenizer.from_pretrained(out, trust_remote_code=False)
+    load_model(source)
+    load_tokenizer(source)
+    assert not sung.exists()
+
+
+def test_a_clean_copy_holds_nothing_else(made: Path, tmp_path: Path, sung: Path) -> None:
+    directory = Path(shutil.copytree(made / "remote", tmp_path / "out"))
+    for trick in TRICKS:
+        trick(directory, sung)
+    with clean_copy(directory) as place:
+        assert {path.name for path in place.iterdir()} == {"config.json", "model.safetensors", *FILES}
+        assert all((place / name).read_bytes() == (HERE / name).read_bytes() for name in FILES)
+        config = json.loads((place / "config.json").read_text())
+        assert config["auto_map"] == AUTO_MAP
+        assert "evil" not in json.dumps(config)
+        assert (place / "model.safetensors").read_bytes() == (directory / "model.safetensors").read_bytes()
+    assert not place.exists()
+
+
+def test_weights_are_copied_where_links_are_impossible(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError("no links here")
+
+    monkeypatch.setattr(os, "symlink", refuse)
+    with clean_copy(made / "remote") as place:
+        assert not (place / "model.safetensors").is_symlink()
+        assert (place / "model.safetensors").read_bytes() == (
+            made / "remote" / "model.safetensors"
+        ).read_bytes()
+
+
+def test_what_kvfold_wrote_is_its_own(made: Path, tmp_path: Path) -> None:
+    """Caches and hidden directories that others leave are no code of the checkpoint's."""
+    for kind in ("remote", "stock"):
+        directory = Path(shutil.copytree(made / kind, tmp_path / kind))
+        for name in ("__pycache__", ".cache"):
+            (directory / name).mkdir()
+            (directory / name / "left.pyc").write_bytes(b"")
+        assert foreign_code(directory) == ""
+        assert verify(directory).failures == []
