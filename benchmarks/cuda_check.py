@@ -21,9 +21,9 @@ import click
 import torch
 from torch import Tensor
 
-from kvfold.convert.formats.remote import carries_own_code
 from kvfold.core.console import Command, show_table
 from kvfold.core.errors import InvalidInput
+from kvfold.models.remote_code import carries_own_code
 from kvfold.verification.probe import PROMPT, compared, greedy_gap, growth, logits, written
 from kvfold.verification.verify import EXACT, LENGTH, SEQUENCES, TIE
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ...core.errors import InvalidInput
+from ...models.remote_code import HERE
 from ...verification.verify import ENGINES
-from ..formats.remote import HERE
 from .engine_rules import lint_written
 from .lint import Finding, Written
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from ..formats.remote import AUTO_MAP, FILES
+from ...models.remote_code import AUTO_MAP, FILES
 from ..formats.serving import SERVING
 from ..formats.stock import NORM_EPSILON
 from .expected_tensors import expected_tensors

@@ -5,9 +5,6 @@ What travels is `FILES`, which import nothing of kvfold. There are two forms, of
 `LatentAttention` becomes `decoupled`, `IntactAttention` becomes `intact`.
 """
 
-import hashlib
-import json
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,27 +16,14 @@ from torch import Tensor
 from ...checkpoints.directory import without_code
 from ...checkpoints.shards import TensorSpec
 from ...core.errors import InvalidInput
-from ...models import shipped
+from ...models.remote_code import ARCHITECTURE, AUTO_MAP, FILES, HERE, MODEL_TYPE
 from ..algebra.attention import IntactAttention, LatentAttention
 from ..algebra.rotary import rope_parameters
 from ..algebra.target import MLA, Geometry
 from ..families.recognition import Family
 from .copies import Copy, unchanged
 
-FILES = (
-    "configuration_kvfold.py", "modeling_kvfold.py", "attention_kvfold.py", "decoding_kvfold.py",
-    "kernels_kvfold.py",
-    "layers_kvfold.py",
-)  # fmt: skip
-MODEL_TYPE = "kvfold"
-ARCHITECTURE = "KvfoldForCausalLM"
 LATENT_NORM_WEIGHT = 2.0**14  # of layers_kvfold.py, whose norm with epsilon weight² is the identity
-AUTO_MAP = {
-    "AutoConfig": "configuration_kvfold.KvfoldConfig",
-    "AutoModel": "modeling_kvfold.KvfoldModel",
-    "AutoModelForCausalLM": f"modeling_kvfold.{ARCHITECTURE}",
-}
-HERE = Path(shipped.__path__[0])  # the code that is copied next to the weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -289,46 +273,3 @@ class Remote:
     def copies(self, name: str, spec: TensorSpec) -> dict[str, Copy]:
         """What becomes of a tensor that is not attention: it passes through."""
         return unchanged(name, spec)
-
-
-def ship(source: Path, out: Path) -> None:
-    """Copy the code from one output to another that is made of it; nothing where there is none."""
-    for name in FILES:
-        if (source / name).is_file():
-            shutil.copyfile(source / name, out / name)
-
-
-def is_remote(directory: Path) -> bool:
-    """Whether a checkpoint is one of this format, by its config.json."""
-    try:
-        return bool(
-            json.loads((directory / "config.json").read_text(encoding="utf-8")).get("model_type")
-            == MODEL_TYPE
-        )
-    except (OSError, ValueError, AttributeError):
-        return False
-
-
-def source_config(directory: Path) -> Any:
-    """The stock configuration of the model that an output was made of, by its fields in the output's
-    config.json.
-    """
-    from transformers import CONFIG_MAPPING
-
-    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    kind = config["kvfold"]["source_model_type"]
-    return CONFIG_MAPPING[kind](vocab_size=config["vocab_size"])
-
-
-def carries_own_code(directory: Path) -> bool:
-    """Return whether the code files of a checkpoint are, byte for byte, those of this kvfold, which then
-    stand for them.
-
-    What config.json names as code is not asked: it may be other code (`code_files.foreign_code`), which must
-    not be run.
-    """
-
-    def digest(path: Path) -> str:
-        return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
-
-    return is_remote(directory) and all(digest(directory / name) == digest(HERE / name) for name in FILES)

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from ...checkpoints.directory import Checkpoint, copy_side_files, finish, link_or_copy
 from ...checkpoints.record import distilled_record, write_record
-from ...convert.formats.remote import ship
 from ...convert.write.model_card import write_card
 from ...models.code_files import copy_config
+from ...models.remote_code import ship
 from ..recipe.recipe import Stage
 from ..stages.student import publish
 from ..watch.evaluation import Kept

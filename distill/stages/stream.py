@@ -27,13 +27,13 @@ from torch import Tensor
 from ...checkpoints.directory import Checkpoint, copy_side_files, finish
 from ...checkpoints.shards import SHARD_SIZE, ShardWriter
 from ...convert.formats import to_published, to_trainable
-from ...convert.formats.remote import ship
 from ...core.errors import InvalidInput
 from ...core.files import save_whole
 from ...eval.options import Options
 from ...models.causal_lm import Described, check_comparable, describe
 from ...models.code_files import copy_config
 from ...models.loading import LayeredModel
+from ...models.remote_code import ship
 from ..data.batch import Batch
 from ..data.order import Windows
 from ..recipe.recipe import Recipe, Stage

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from ...checkpoints.directory import Checkpoint, copy_side_files
 from ...checkpoints.shards import SHARD_SIZE, ShardWriter, TensorSpec
 from ...convert.formats import to_published, to_trainable
-from ...convert.formats.remote import ship
 from ...core.errors import InvalidInput
 from ...eval.options import Options
 from ...models.causal_lm import Described, Loaded, load
 from ...models.code_files import copy_config
 from ...models.head import check_head
+from ...models.remote_code import ship
 from ..parallel.sharing import decoder_layers, first_place, shards_models
 from ..parallel.units import Units, open_in_units, skeleton
 from ..recipe.recipe import Recipe, Stage

@@ -15,11 +15,11 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from ..convert.formats.remote import carries_own_code, is_remote, source_config
 from ..core.errors import InvalidInput
 from ..eval.options import Options
 from .fused_attention import level
 from .loading import untie
+from .remote_code import carries_own_code, is_remote, source_config
 from .shipped.modeling_kvfold import KvfoldForCausalLM
 
 _SAMPLE = 10_000  # characters on which two tokenizers must agree

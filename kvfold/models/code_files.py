@@ -14,7 +14,7 @@ from typing import Any
 
 from ..checkpoints.directory import NAMES_CODE, SIDE_CONFIGS, Checkpoint, read_config, without_code
 from ..checkpoints.shards import INDEX
-from ..convert.formats.remote import AUTO_MAP, FILES, HERE, carries_own_code, is_remote
+from .remote_code import AUTO_MAP, FILES, HERE, carries_own_code, is_remote
 
 CONFIGS = ("config.json", *SIDE_CONFIGS)
 _CODE = {".py", ".pyc", ".so", ".pyd"}

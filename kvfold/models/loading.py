@@ -284,8 +284,8 @@ def _build(directory: Path, attention: str | None, dtype: torch.dtype) -> Any:
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from ..convert.formats.remote import carries_own_code
     from .fused_attention import level
+    from .remote_code import carries_own_code
     from .shipped.modeling_kvfold import KvfoldForCausalLM
 
     how = {"dtype": dtype, **({} if attention is None else {"attn_implementation": attention})}

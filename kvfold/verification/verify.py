@@ -118,8 +118,8 @@ def _run(directory: Path, source: Path | None, serving: bool) -> tuple[list[Chec
     """The checks of a run, and its numbers."""
     from ..checkpoints.record import read_record, source_directory
     from ..convert.decide.lint import open_written
-    from ..convert.formats.remote import is_remote
     from ..models.code_files import clean_copy
+    from ..models.remote_code import is_remote
 
     record = read_record(directory)
     source = source_directory(directory, "--source") if source is None else source

@@ -15,10 +15,10 @@ from kvfold.convert.algebra.attention import LatentAttention
 from kvfold.convert.algebra.forward import attend
 from kvfold.convert.decide.plan import make_plan
 from kvfold.convert.families.source import Source, open_source
-from kvfold.convert.formats.remote import is_remote
 from kvfold.convert.write.layer_fold import fold_attention
 from kvfold.convert.write.rewrite import rewrite
 from kvfold.core.errors import InvalidInput
+from kvfold.models.remote_code import is_remote
 from kvfold.models.shipped.modeling_kvfold import KvfoldForCausalLM
 
 from ...support.tiny import ROPE, make

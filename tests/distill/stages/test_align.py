@@ -20,7 +20,6 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from kvfold.convert.cli import main as convert
 from kvfold.convert.formats import to_trainable
-from kvfold.convert.formats.remote import is_remote
 from kvfold.core.errors import InvalidInput
 from kvfold.distill.data.batch import Batch
 from kvfold.distill.losses.predictions import predict
@@ -28,6 +27,7 @@ from kvfold.distill.run.job import distill
 from kvfold.distill.stages.align import adds, learn
 from kvfold.distill.stages.capture import Decoder, capturing
 from kvfold.distill.stages.teacher import Online
+from kvfold.models.remote_code import is_remote
 from kvfold.models.shipped.modeling_kvfold import KvfoldForCausalLM
 
 from ...support.tiny import make
