@@ -123,7 +123,9 @@ class Launched(Command):
 @click.option(
     "--method",
     help="GQA, MQA: subspace (default), aligned or mean. MLA: subspace, or a published rule to compare with: "
-    "svd, transmla, mha2mla, care, xecomla.",
+    "svd, transmla, mha2mla, care, xecomla. mha2mla takes :high, :low or :uniform for its rotary pairs "
+    "(default: by 2-norm) "
+    "and :split to decompose keys and values apart, e.g. mha2mla:high:split.",
 )
 @click.option(
     "--out",

@@ -64,7 +64,8 @@ class MLA:
 
     Attributes:
         kv_lora_rank: width of the latent.
-        qk_rope_head_dim: width of the shared rotary key; half as many complex slots.
+        qk_rope_head_dim: width of the shared rotary key; half as many complex slots. At most all key heads'
+            width.
         slots: `uniform` puts slot i at theta^(-2i/qk_rope_head_dim), as stock configurations do; `allocated`
             puts slots at those source frequencies where they save most; `source` gives every key head's every
             rotary pair its own slot, which saves nothing and is exact; `rule` leaves them to a published rule
@@ -120,7 +121,7 @@ def from_options(
         to: `gqa`, `mqa` or `mla`.
         kv_heads: key/value heads of GQA.
         rank: kv_lora_rank of MLA as decimal digits, or `full`.
-        rope_dim: qk_rope_head_dim of MLA; chosen when None.
+        rope_dim: qk_rope_head_dim of MLA, at most all key heads' width; chosen when None.
         kv_budget: cache after the fold as a share of the source's, e.g. `25%` or `0.25`; both parts of MLA
             count.
         rope: form of MLA; None is decoupled.
@@ -197,14 +198,12 @@ def _mla(
         if rope_dim is not None:
             raise InvalidInput(f"--rank full keeps all {full} rotary dimensions; leave --rope-dim out")
         return MLA(kv_lora_rank=full, qk_rope_head_dim=full, slots="source")
-    widths = range(2, source.head_dim + 1, 2)
+    widths = range(2, full + 1, 2)
     if rope_dim is None:
         limit = min(ROPE_DIM, rotary_width)
         rope_dim = limit if elements is None else _halvings(limit, int(elements * ROPE_SHARE))
     if rope_dim not in widths:
-        raise InvalidInput(
-            f"--rope-dim {rope_dim} does not fit; even numbers from 2 to {source.head_dim} would"
-        )
+        raise InvalidInput(f"--rope-dim {rope_dim} does not fit; even numbers from 2 to {full} would")
     if elements is not None:
         kv_lora_rank = elements - rope_dim
         if kv_lora_rank < 1:

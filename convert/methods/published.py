@@ -8,13 +8,17 @@ both:
 |---|---|---|
 | svd | first real principal component of its pairs' weights | truncated SVD of the weights |
 | transmla | first real principal component of its pairs' activations | PCA of activations, keys scaled like
-values | | mha2mla | one head's pair, of those of largest norm | truncated SVD of the weights |
-| care | as transmla | SVD of C^½ W, C shrunken, keys and values in their own scale |
+values | | mha2mla | one pair of one key head, unchanged | truncated SVD of the weights, of both jointly or of
+each alone | | care | as transmla | SVD of C^½ W, C shrunken, keys and values in their own scale |
 | xecomla | mean over heads of the last rows of W_K | truncated SVD of the weights, rotated rows included |
 
 One container holds them: one slot table and one rank for all layers, queries whole, no norm on the latent.
 Where a rule wants more, its docstring says what is left out. None damps what it does not rotate. Statistics
 are the source's.
+
+`mha2mla` has settings, which follow its name behind colons: `:high`, `:low` or `:uniform` choose its rotary
+pairs by frequency instead of by norm, and `:split` decomposes keys and values apart. `mha2mla:high:split` is
+an example.
 
 Legend: factor.py; E = D + 1, the last column is the bias (zero where there is none), whose input is the
 constant 1; M = K·F pairs of all heads, T = M - S of them without a slot; B = 2T + K·H rows of un-rotated
@@ -23,6 +27,7 @@ keys, then values.
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -33,6 +38,7 @@ from ..algebra.rotary import complex_rows
 from ..algebra.subspaces import low_rank
 from ..algebra.target import MLA
 from ..calibration.statistics import LayerStatistics
+from ..families.source import STILL
 from .allocation import allocate
 from .latent import Band, uniform_bands
 from .shared_key import (
@@ -42,6 +48,7 @@ from .shared_key import (
     balance,
     components,
     projected,
+    split,
     truncated,
     unweighted,
     written,
@@ -60,18 +67,22 @@ class Peer:
 
     Attributes:
         bands: the slots of all layers, from `layers`, the source's frequencies (F,) and the stock table at
-            the target's width (S,); `layers` gives every layer's weights and statistics, one at a time, and
-            only a rule that ranks pairs reads it.
+            the target's width (S,); `layers` gives every layer's weights and statistics, one at a time, and a
+            rule that ranks pairs reads all.
         fold: one layer, from its weights in float64, the widths, the slots and the layer's statistics.
         needs_statistics: without them it cannot be computed.
         rope_share: how much of a head's width it rotates at most, as published; for callers that choose
             qk_rope_head_dim.
+        per_head: every key head caches rotary pairs of its own, so that the rotary part is up to all key
+            heads wide. Callers that choose qk_rope_head_dim give it half of the cache, and every head the
+            same number of pairs.
     """
 
     bands: Callable[[Layers, Tensor, Tensor], tuple[Band, ...]]
     fold: Callable[[Attention, MLA, tuple[Band, ...], LayerStatistics | None], LatentAttention]
     needs_statistics: bool
     rope_share: float = 1.0
+    per_head: bool = False
 
 
 def stock_bands(layers: Layers, frequencies_F: Tensor, stock_S: Tensor) -> tuple[Band, ...]:
@@ -112,13 +123,37 @@ def folded_bands(layers: Layers, frequencies_F: Tensor, stock_S: Tensor) -> tupl
 
 
 def ranked_bands(layers: Layers, frequencies_F: Tensor, stock_S: Tensor) -> tuple[Band, ...]:
-    """The slots of `mha2mla`, at the source's frequencies.
+    """The slots of `mha2mla` by 2-norm, at the source's frequencies.
 
     At each frequency a layer's heads are ordered by their contribution there; those of the first, second, ...
-    head are summed over the layers, and the largest sums get the slots.
+    head are summed over the layers, and the largest sums get the slots. Pairs that do not rotate come last.
     """
     ranked = [_contributions(*layer).T.sort(-1, descending=True).values for layer in layers()]
-    return allocate(torch.stack(ranked).sum(0), frequencies_F, len(stock_S))
+    return allocate(
+        torch.stack(ranked).sum(0) * (frequencies_F > STILL)[:, None], frequencies_F, len(stock_S)
+    )
+
+
+def placed_bands(
+    place: Callable[[int, int], Iterable[int]], layers: Layers, frequencies_F: Tensor, stock_S: Tensor
+) -> tuple[Band, ...]:
+    """The slots of `mha2mla` by frequency: the same pairs of every key head, chosen by `place` of `PLACES`.
+
+    Raises:
+        InvalidInput: the key heads cannot have equal shares of the slots, or there are more slots than pairs
+        that rotate.
+    """
+    heads = len(next(iter(layers()))[0].k_KHD)
+    each, rest = divmod(len(stock_S), heads)
+    pairs = int((frequencies_F > STILL).sum())
+    if rest or not 1 <= each <= pairs:
+        raise InvalidInput(
+            f"--rope-dim {2 * len(stock_S)} does not give {heads} key heads the same number of rotary pairs; "
+            f"choose a multiple of {2 * heads}, at most {2 * heads * pairs}"
+        )
+    return tuple(
+        Band(frequency=float(frequencies_F[pair]), pairs=(pair,), slots=heads) for pair in place(each, pairs)
+    )
 
 
 def svd(
@@ -159,29 +194,52 @@ def transmla(
 
 
 def mha2mla(
-    attention: Attention, target: MLA, bands: tuple[Band, ...], statistics: LayerStatistics | None
+    attention: Attention,
+    target: MLA,
+    bands: tuple[Band, ...],
+    statistics: LayerStatistics | None,
+    *,
+    apart: bool = False,
 ) -> LatentAttention:
-    """MHA2MLA (arXiv 2502.14837, section 3): partial RoPE by 2-norm contribution, SVD_joint of the rest.
+    """MHA2MLA (arXiv 2502.14837, section 3): partial RoPE on pairs of each key head, truncated SVD of the
+    rest.
 
-    A pair contributes the mean norm of its query times that of its key, summed over a group's query heads. In
-    the paper every head of every layer keeps the same number of pairs, caches them itself, and chooses its
-    own. Here a kept pair is a slot that no other head's queries read, and all layers share a table:
-    contributions summed over layers say how many slots a frequency has (`ranked_bands`), and in each layer
-    the heads that contribute most there take them, so that heads may keep unequal numbers. Norms are root
-    mean squares, which second moments give. The other pairs stop rotating, and the latent is a truncated SVD
-    of the weights [W_K; W_V] without the kept rows; biases stay exact.
+    Every key head caches its own kept pairs, and only its queries read them; the other pairs stop rotating.
+    The latent is a truncated SVD of the weights [W_K; W_V] without the kept rows; biases stay exact.
+
+    The 2-norm choice ranks pairs by the mean norm of query times that of key, summed over a group's query
+    heads. In the paper every head of every layer keeps its own pairs, the same number in each. Here all
+    layers share a table: contributions summed over layers decide how many slots a frequency has
+    (`ranked_bands`), and in each layer the heads that contribute most there take them, so heads may keep
+    unequal numbers. Norms are root mean squares, which second moments give. The other choices keep the same
+    pairs in all heads and layers, as published.
+
+    Args:
+        apart: decompose keys and values apart, each into half of the latent (SVD_split), not jointly
+            (SVD_joint).
     """
-    best_KF = _contributions(attention, statistics)
-    rotates_KF = torch.zeros_like(best_KF, dtype=torch.bool)
+    heads, pairs = len(attention.k_KHD), attention.k_KHD.shape[1] // 2
+    chosen = any(band.slots < heads for band in bands)
+    best_KF = _contributions(attention, statistics) if chosen else torch.zeros(heads, pairs)
+    rotates_KF = torch.zeros(heads, pairs, dtype=torch.bool)
     order = []
     for band in bands:
         (pair,) = band.pairs
-        heads = best_KF[:, pair].argsort(descending=True, stable=True)[: band.slots]
-        rotates_KF[heads, pair] = True
-        order += [head * best_KF.shape[1] + pair for head in heads.tolist()]
+        owners = best_KF[:, pair].argsort(descending=True, stable=True)[: band.slots]
+        rotates_KF[owners, pair] = True
+        order += [head * pairs + pair for head in owners.tolist()]
     order += (~rotates_KF).flatten().nonzero().flatten().tolist()
-    rotation_KFM = torch.eye(best_KF.numel(), dtype=best_KF.dtype)[:, order].unflatten(0, best_KF.shape)
-    return assemble(attention, rotation_KFM, target, lambda rows_BE: truncated(rows_BE, target.kv_lora_rank))
+    rotation_KFM = torch.eye(heads * pairs, dtype=attention.k_KHD.dtype)[:, order].unflatten(
+        0, (heads, pairs)
+    )
+    values = attention.v_KHD[..., 0].numel()
+
+    def compress(rows_BE: Tensor) -> Compressed:
+        return (
+            split(rows_BE, values, target.kv_lora_rank) if apart else truncated(rows_BE, target.kv_lora_rank)
+        )
+
+    return assemble(attention, rotation_KFM, target, compress)
 
 
 def care(
@@ -245,10 +303,30 @@ def xecomla(
     )
 
 
+# The pairs of a head that rotate, numbered from the fastest, given how many do and how many there are.
+PLACES: dict[str, Callable[[int, int], Iterable[int]]] = {
+    "high": lambda each, pairs: range(each),
+    "low": lambda each, pairs: range(pairs - each, pairs),
+    "uniform": lambda each, pairs: [number * pairs // each for number in range(each)],
+}
+
+
+def _mha2mla() -> dict[str, Peer]:
+    """The settings of `mha2mla` by name: choice of pairs times decomposition."""
+    rules = {}
+    for apart in (False, True):
+        fold, ending = partial(mha2mla, apart=apart), ":split" if apart else ""
+        rules[f"mha2mla{ending}"] = Peer(ranked_bands, fold, needs_statistics=True, per_head=True)
+        for name, place in PLACES.items():
+            bands = partial(placed_bands, place)
+            rules[f"mha2mla:{name}{ending}"] = Peer(bands, fold, needs_statistics=False, per_head=True)
+    return rules
+
+
 PEERS: dict[str, Peer] = {
     "svd": Peer(stock_bands, svd, needs_statistics=False),
     "transmla": Peer(folded_bands, transmla, needs_statistics=True),
-    "mha2mla": Peer(ranked_bands, mha2mla, needs_statistics=True),
+    **_mha2mla(),
     "care": Peer(folded_bands, care, needs_statistics=True),
     "xecomla": Peer(stock_bands, xecomla, needs_statistics=False, rope_share=0.5),
 }

@@ -124,6 +124,25 @@ def truncated(rows_BE: Tensor, rank: int) -> Compressed:
     return down_CD, up_BC, rows_BE[:, -1]
 
 
+def split(rows_BE: Tensor, values: int, rank: int) -> Compressed:
+    """down, up and constant of two truncated SVDs of weights, of the key rows and of the last rows, the
+    values.
+
+    Each gets half of the rank; what one has no rows for goes to the other.
+    """
+    keys = len(rows_BE) - values
+    key_rank = min(max(rank // 2, rank - values), keys)
+    downs, ups = [], []
+    for part_BE, width in zip(rows_BE.split([keys, values]), (key_rank, rank - key_rank), strict=True):
+        if width:
+            down_CD, up_BC, _ = truncated(part_BE, width)
+        else:
+            down_CD, up_BC = part_BE.new_zeros(0, part_BE.shape[1] - 1), part_BE.new_zeros(len(part_BE), 0)
+        downs.append(down_CD)
+        ups.append(up_BC)
+    return torch.cat(downs), torch.block_diag(*ups), rows_BE[:, -1]
+
+
 def projected(down_CE: Tensor, up_BC: Tensor) -> Compressed:
     """down, up and constant of a projection of activations, which biases go through too."""
     return down_CE[:, :-1], up_BC, up_BC @ down_CE[:, -1]

@@ -16,7 +16,7 @@ from ..calibration.statistics import LayerStatistics, Statistics
 from ..families.source import Source
 from .allocation import allocate, divide, saved, unslotted
 from .latent import Band, lost_by_slots, source_bands, uniform_bands
-from .published import PEERS
+from .published import PEERS, Peer
 
 Losses = tuple[dict[str, float], ...]  # predicted, of every layer; empty where nothing is predicted
 
@@ -169,17 +169,13 @@ def _by_rule(
     rule = PEERS[method]
     if options.get("slots") is not None:
         raise InvalidInput(f"--slots does not apply to --method {method}, which has a rule of its own")
-    if (
-        options.get("rope_dim") is None
-        and target.qk_rope_head_dim > rule.rope_share * source.geometry.head_dim
-    ):
-        width = int(rule.rope_share * source.geometry.head_dim) // 2 * 2
-        elements = target.kv_lora_rank + target.qk_rope_head_dim
-        rank = elements - width if options.get("kv_budget") is not None else target.kv_lora_rank
-        target = replace(target, kv_lora_rank=rank, qk_rope_head_dim=width)
+    if options.get("rope_dim") is None:
+        target = _own_width(source, target, rule, budgeted=options.get("kv_budget") is not None)
     target = replace(target, slots="rule")
-    if rule.needs_statistics and statistics is None:
-        return target, _fixed_bands(source, target), ()  # of a plan before its statistics are there
+    if (
+        rule.needs_statistics and statistics is None
+    ):  # a plan before its statistics are there: slots of the right number
+        return target, _any_bands(source, target) if rule.per_head else _fixed_bands(source, target), ()
     table_F, factor = source.frequencies()
 
     def layers() -> Iterator[tuple[Attention, LayerStatistics | None]]:
@@ -188,6 +184,37 @@ def _by_rule(
 
     stock_S, _ = frequencies(rope_parameters(source.config), target.qk_rope_head_dim, source.positions)
     return target, rule.bands(layers, table_F, stock_S), ()
+
+
+def _any_bands(source: Source, target: MLA) -> tuple[Band, ...]:
+    """As many slots as a target has, at the fastest frequencies, up to one for every key head at each."""
+    table_F, _ = source.frequencies()
+    return allocate(
+        torch.ones(len(table_F), source.geometry.num_key_value_heads), table_F, target.qk_rope_head_dim // 2
+    )
+
+
+def _own_width(source: Source, target: MLA, rule: Peer, *, budgeted: bool) -> MLA:
+    """A target whose rotary part has a rule's own width.
+
+    The rank is what a budget leaves beside it, or stays.
+    """
+    elements = target.kv_lora_rank + target.qk_rope_head_dim
+    if rule.per_head:
+        heads = source.geometry.num_key_value_heads
+        half = (
+            elements // 2
+            if budgeted
+            else min(target.kv_lora_rank, source.geometry.cache_elements - target.kv_lora_rank - 1)
+        )
+        width = min(half // (2 * heads), source.rotary_width // 2) * 2 * heads
+        if not width:  # less than a pair for each head: unequal shares, which only some rules have
+            width = max(2, half // 2 * 2)
+    else:
+        width = min(target.qk_rope_head_dim, int(rule.rope_share * source.geometry.head_dim) // 2 * 2)
+    return replace(
+        target, kv_lora_rank=elements - width if budgeted else target.kv_lora_rank, qk_rope_head_dim=width
+    )
 
 
 def _fixed_bands(source: Source, target: MLA) -> tuple[Band, ...]:
@@ -202,7 +229,7 @@ def _fixed_bands(source: Source, target: MLA) -> tuple[Band, ...]:
         raise InvalidInput(
             f"--rope-dim {target.qk_rope_head_dim} does not fit: {source.rotary_width} dimensions of a "
             f"head rotate, and "
-            "without statistics to allocate them by there are no more slots than those; leave it out"
+            "only slots that are allocated by statistics can be more than those; leave it out"
         )
     uniform_S, _ = frequencies(rope_parameters(source.config), target.qk_rope_head_dim, source.positions)
     return uniform_bands(table_F[: source.rotary_width // 2], uniform_S)  # what does not rotate needs no slot

@@ -97,7 +97,7 @@ CASES: dict[str, tuple[Callable[[Path], None], tuple[str, ...], str]] = {
     "odd rope": (
         nothing,
         ("--to", "mla", "--rank", "9", "--rope-dim", "3"),
-        "even numbers from 2 to 8 would",
+        "even numbers from 2 to 64 would",
     ),
     "rope with full": (nothing, ("--to", "mla", "--rank", "full", "--rope-dim", "4"), "leave --rope-dim out"),
     "budget below minimum": (

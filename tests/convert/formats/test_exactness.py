@@ -36,6 +36,15 @@ print(json.dumps(report))
 # name -> (family, how the source is made, options of convert)
 FULL = ("--to", "mla", "--rank", "full")
 QUERIES = (*FULL, "--q-lora-rank", "full")
+EVERY_PAIR = (
+    "--to",
+    "mla",
+    "--rope-dim",
+    "64",
+    "--rank",
+    "8",
+    "--method",
+)  # of 8 heads 8 wide, whose values are one head's
 CASES = {
     "llama-mha": ("llama", {}, FULL),
     "llama-gqa-untied": ("llama", {"num_key_value_heads": 2, "tie_word_embeddings": False}, FULL),
@@ -56,6 +65,8 @@ CASES = {
     "llama-queries": ("llama", {"num_key_value_heads": 2}, QUERIES),
     "llama-queries-wide": ("llama", {"hidden_size": 128}, QUERIES),
     "qwen2-queries": ("qwen2", {"num_key_value_heads": 2}, QUERIES),
+    "llama-mha2mla": ("llama", {"equal_heads": True}, (*EVERY_PAIR, "mha2mla:high")),
+    "llama-mha2mla-split": ("llama", {"equal_heads": True}, (*EVERY_PAIR, "mha2mla:low:split")),
     "llama-same-heads": ("llama", {}, ("--to", "gqa", "--kv-heads", "8")),
     "qwen2-same-heads": (
         "qwen2",
@@ -98,7 +109,7 @@ def test_full_rank_is_the_source(case: str, report: dict[str, dict[str, object]]
     assert seen["same"]
     family, _, options = CASES[case]
     own = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "mistral": "MistralForCausalLM"}[family]
-    assert seen["class"] == ("DeepseekV3ForCausalLM" if options[:4] == FULL else own)
+    assert seen["class"] == ("DeepseekV3ForCausalLM" if "mla" in options else own)
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2"])

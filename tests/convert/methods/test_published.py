@@ -26,9 +26,11 @@ from kvfold.core.errors import InvalidInput
 from . import test_methods
 from .test_methods import FREQUENCIES_F, D, H, attend, latent_output, layer, output, rotate, turned_copies
 
-MERGED = ["svd", "transmla", "mha2mla", "care"]
+PER_HEAD = [name for name, peer in PEERS.items() if peer.per_head]
+MERGED = ["svd", "transmla", "care", *PER_HEAD]
 F = H // 2
 DEMO = Path(__file__).parents[3] / "recipes" / "demo"
+Trained = tuple[Tensor, list[Attention], list[LayerStatistics], list[Tensor]]
 
 
 def statistics_of(a: Attention, x_XD: Tensor) -> LayerStatistics:
@@ -59,9 +61,15 @@ def tokens(seed: int = 9, count: int = 200) -> Tensor:
     return x_XD * torch.linspace(0.1, 2, D, dtype=torch.float64) + 0.3
 
 
-def bands_of(name: str, rope_dim: int, *layers: tuple[Attention, LayerStatistics]) -> tuple[Band, ...]:
+def bands_of(name: str, rope_dim: int, *layers: tuple[Attention, LayerStatistics | None]) -> tuple[Band, ...]:
     stock_S, _ = frequencies({"rope_type": "default", "rope_theta": 100.0}, rope_dim, 64)
     return PEERS[name].bands(lambda: layers, FREQUENCIES_F, stock_S)
+
+
+def widths(name: str, key_heads: int) -> tuple[int, int, int]:
+    """Three rotary widths that a rule fills, the widest last."""
+    heads = key_heads if PEERS[name].per_head else 1
+    return 2 * heads, 4 * heads, H * heads
 
 
 def folded_output(name: str, a: Attention, target: MLA, calibration_XD: Tensor, x_TD: Tensor) -> Tensor:
@@ -82,7 +90,7 @@ def test_the_container_holds_it(name: str, key_heads: int, biases: bool) -> None
     """
     a = layer(key_heads=key_heads, biases=biases)
     statistics = statistics_of(a, tokens())
-    for rope_dim, rank in ((2, 5), (4, 2 * key_heads * H - 5), (8, 3)):
+    for rope_dim, rank in zip(widths(name, key_heads), (5, 2 * key_heads * H - 5, 3), strict=True):
         target = MLA(kv_lora_rank=rank, qk_rope_head_dim=rope_dim)
         bands = bands_of(name, rope_dim, (a, statistics))
         assert sum(band.slots for band in bands) == rope_dim // 2
@@ -98,11 +106,12 @@ def test_the_container_holds_it(name: str, key_heads: int, biases: bool) -> None
 @pytest.mark.parametrize("name", MERGED)
 @pytest.mark.parametrize("key_heads", [1, 2, 4])
 @pytest.mark.parametrize("biases", [False, True])
-@pytest.mark.parametrize("rope_dim", [4, 8])
+@pytest.mark.parametrize("width", [1, 2])
 def test_full_rank_loses_rotation_alone(
-    name: str, key_heads: int, biases: bool, rope_dim: int, monkeypatch: pytest.MonkeyPatch
+    name: str, key_heads: int, biases: bool, width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where nothing turns, slots and remainder add up to the source."""
+    rope_dim = widths(name, key_heads)[width]
     monkeypatch.setattr(test_methods, "FREQUENCIES_F", torch.zeros_like(FREQUENCIES_F))
     a, x_XD = layer(key_heads=key_heads, biases=biases), tokens()
     target = MLA(kv_lora_rank=2 * key_heads * H - rope_dim, qk_rope_head_dim=rope_dim)
@@ -229,45 +238,11 @@ def test_by_the_paper_on_activations(name: str, latent_map: Any, rope_dim: int, 
     ).norm() > 0.1 * expected.norm()  # the rank is one at which something is lost
 
 
-def with_pairs(a: Attention, pairs: set[tuple[int, int]]) -> Attention:
-    """Only these (head, pair)s have keys."""
-    z_KFD = complex_rows(a.k_KHD)
-    for head in range(len(z_KFD)):
-        for pair in range(F):
-            if (head, pair) not in pairs:
-                z_KFD[head, pair] = 0
-    return replace(a, k_KHD=half_rows(z_KFD))
-
-
-def test_mha2mla_keeps_the_pairs_that_contribute() -> None:
-    a, x_XD = with_pairs(layer(key_heads=2), {(0, 1), (0, 2), (1, 0), (1, 2)}), tokens()
-    target = MLA(kv_lora_rank=2 * H, qk_rope_head_dim=8)
-    bands = bands_of("mha2mla", 8, (a, statistics_of(a, x_XD)))
-    assert [(band.pairs, band.slots) for band in bands] == [((0,), 1), ((1,), 1), ((2,), 2)]
-    torch.testing.assert_close(folded_output("mha2mla", a, target, x_XD, x_XD[:20]), output(a, x_XD[:20]))
-
-
-def test_mha2mla_has_one_table_for_all_layers() -> None:
-    """Each layer alone would want other frequencies.
-
-    The table has both, and each layer fills those that it uses.
-    """
-    x_XD = tokens()
-    one, other = with_pairs(layer(key_heads=2), {(0, 0)}), with_pairs(layer(seed=1, key_heads=2), {(1, 3)})
-    layers = [(a, statistics_of(a, x_XD)) for a in (one, other)]
-    bands = bands_of("mha2mla", 4, *layers)
-    assert [(band.pairs, band.slots) for band in bands] == [((0,), 1), ((3,), 1)]
-    latents = [PEERS["mha2mla"].fold(a, MLA(kv_lora_rank=3, qk_rope_head_dim=4), bands, s) for a, s in layers]
-    assert [bool(latent.k_rope_RD[:2].any()) for latent in latents] == [True, False]
-    assert [bool(latent.k_rope_RD[2:].any()) for latent in latents] == [False, True]
-
-
 @pytest.mark.parametrize("name", [name for name, peer in PEERS.items() if not peer.needs_statistics])
 def test_rules_of_weights_alone_read_no_statistics(name: str) -> None:
     a, target = layer(key_heads=2, biases=True), MLA(kv_lora_rank=5, qk_rope_head_dim=4)
-    given, none = (
-        PEERS[name].fold(a, target, bands_of(name, 4), s) for s in (statistics_of(a, tokens()), None)
-    )
+    statistics = (statistics_of(a, tokens()), None)
+    given, none = (PEERS[name].fold(a, target, bands_of(name, 4, (a, s)), s) for s in statistics)
     assert all(
         torch.equal(one, other)
         for one, other in zip(vars(given).values(), vars(none).values(), strict=True)
@@ -284,9 +259,10 @@ def test_widths_that_a_rule_cannot_fill() -> None:
         bands_of("xecomla", 10)
 
 
-def test_on_a_trained_model_they_rank_as_published(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the bundled checkpoint at a quarter of its cache, error of the layers' outputs on text that
-    calibrated nothing.
+@pytest.fixture(scope="module")
+def trained() -> Trained:
+    """Frequencies of the bundled checkpoint, its layers, statistics and inputs (B, T, D), whose last row
+    calibrates nothing.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -297,22 +273,48 @@ def test_on_a_trained_model_they_rank_as_published(monkeypatch: pytest.MonkeyPat
     for block in model.model.layers:
         block.self_attn.q_proj.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].detach()))
     model(input_ids=ids[:, :2048].view(8, 256))
-    table_F, _ = source.frequencies()
-    monkeypatch.setattr(test_methods, "FREQUENCIES_F", table_F)
     attention = [source.attention(n) for n in range(source.layers)]
     statistics = [
         statistics_of(a, x_BTD[:-1].flatten(0, 1)) for a, x_BTD in zip(attention, seen, strict=True)
     ]
-    target = MLA(kv_lora_rank=48, qk_rope_head_dim=16)
-    lost = dict.fromkeys(PEERS, 0.0)
-    for name, peer in PEERS.items():
-        bands = peer.bands(lambda: zip(attention, statistics, strict=True), table_F, table_F)
-        slots_S = torch.tensor(
-            [band.frequency for band in bands for _ in range(band.slots)], dtype=torch.float64
-        )
-        for a, s, x_BTD in zip(attention, statistics, seen, strict=True):
-            wanted_TD = output(a, x_BTD[-1])
-            error_TD = latent_output(peer.fold(a, target, bands, s), slots_S, x_BTD[-1]) - wanted_TD
-            lost[name] += float(error_TD.norm() / wanted_TD.norm()) / len(attention)
-    assert lost["transmla"] < lost["svd"] < lost["mha2mla"] < lost["xecomla"]
-    assert lost["care"] < lost["svd"]
+    return source.frequencies()[0], attention, statistics, seen
+
+
+def lost_by(
+    name: str,
+    rope_dim: int,
+    rank: int,
+    trained: Trained,
+) -> float:
+    """The mean relative error of the layers' outputs."""
+    table_F, attention, statistics, seen = trained
+    peer, target = PEERS[name], MLA(kv_lora_rank=rank, qk_rope_head_dim=rope_dim)
+    stock_S = (
+        table_F.new_zeros(rope_dim // 2) if peer.per_head else table_F
+    )  # of the first kind only the length is read
+    bands = peer.bands(lambda: zip(attention, statistics, strict=True), table_F, stock_S)
+    slots_S = torch.tensor([band.frequency for band in bands for _ in range(band.slots)], dtype=torch.float64)
+    errors = []
+    for a, s, x_BTD in zip(attention, statistics, seen, strict=True):
+        wanted_TD = output(a, x_BTD[-1])
+        error_TD = latent_output(peer.fold(a, target, bands, s), slots_S, x_BTD[-1]) - wanted_TD
+        errors.append(float(error_TD.norm() / wanted_TD.norm()))
+    return sum(errors) / len(errors)
+
+
+def test_on_a_trained_model_they_rank_as_published(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the bundled checkpoint at half and at a quarter of its cache, each rule with its own division."""
+    monkeypatch.setattr(test_methods, "FREQUENCIES_F", trained[0])
+    half, quarter = (
+        {
+            name: lost_by(name, *(of_heads if peer.per_head else shared), trained)
+            for name, peer in PEERS.items()
+        }
+        for of_heads, shared in (((64, 64), (16, 112)), ((32, 32), (16, 48)))
+    )
+    assert half["mha2mla"] < half["transmla"] < half["svd"] < half["xecomla"]
+    assert quarter["transmla"] < quarter["svd"] < quarter["mha2mla"] < quarter["xecomla"]
+    for lost in (half, quarter):
+        assert lost["care"] < lost["svd"]
+        assert lost["mha2mla"] < lost["mha2mla:uniform"] < lost["mha2mla:high"] < lost["mha2mla:low"]
+        assert lost["mha2mla"] < lost["mha2mla:split"]
