@@ -46,7 +46,8 @@ student: folded
 output: distilled
 data: {{source: {text}, seq_len: 64, seed: 0}}
 stages:
-  - {{name: align, losses: {{attention_output: 1.0}}, train: attention, tokens: 1k, lr: 1e-3, batch_tokens: 512}}
+  - {{name: align, losses: {{attention_output: 1.0}}, train: attention, tokens: 1k, lr: 1e-3,
+     batch_tokens: 512}}
   - {{name: kl, losses: {{kl: 1.0, ce: 0.1}}, tokens: 2k, lr: 5e-4, batch_tokens: 512}}
 evaluate: {{source: {held_out}, every: 2, windows: 4}}
 log_every: 1

@@ -14,9 +14,9 @@ from kvfold.convert.decide.plan import make_plan
 from kvfold.convert.methods.published import PEERS
 from kvfold.core.errors import InvalidInput
 
-from .methods import test_methods
-from .methods.test_methods import FREQUENCIES_F, H, layer, output
-from .methods.test_published import DEMO, PER_HEAD, F, bands_of, folded_output, statistics_of, tokens
+from . import test_methods
+from .test_methods import FREQUENCIES_F, H, layer, output
+from .test_published import DEMO, PER_HEAD, F, bands_of, folded_output, statistics_of, tokens
 
 
 def with_pairs(a: Attention, pairs: set[tuple[int, int]]) -> Attention:
