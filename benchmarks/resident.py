@@ -31,7 +31,7 @@ from torch import Tensor
 
 from kvfold.convert.calibration.study import batch_size
 from kvfold.convert.methods.refinement import STEPS
-from kvfold.models.loading import load_model, load_tokenizer
+from kvfold.models.causal_lm import load_model, load_tokenizer
 from kvfold.texts.documents import read_sequences
 
 from .convert_memory import VOCABULARY, generate, timed

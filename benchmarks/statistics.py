@@ -29,7 +29,8 @@ from kvfold.convert.calibration import layerwise, passes
 from kvfold.convert.calibration.study import batch_size, layout_of
 from kvfold.convert.families.source import open_source
 from kvfold.core.hub import resolve
-from kvfold.models.loading import LayeredModel, load_model
+from kvfold.models.causal_lm import load_model
+from kvfold.models.layered_model import LayeredModel
 
 from .convert_memory import generate
 from .machine import save
@@ -50,7 +51,7 @@ def run(kind: str, directory: Path, tokens: int, length: int) -> dict[str, float
         "seed": 0,
     }
     if kind == "layerwise":
-        layered = LayeredModel(source.checkpoint, how["layout"].projections(0)["o"])
+        layered = LayeredModel(source.checkpoint)
         with measured() as cost, tempfile.TemporaryDirectory() as work:
             layerwise.collect(layered, ids, **how, work=Path(work))
     elif kind == "whole":

@@ -50,7 +50,7 @@ from kvfold.distill.stages.student import load_student
 from kvfold.distill.stages.teacher import open_teacher
 from kvfold.distill.stages.teacher_cache import cache_for, cached_teacher
 from kvfold.distill.stages.weights import set_trainable
-from kvfold.models.loading import load_model
+from kvfold.models.causal_lm import load_model
 
 from .machine import save
 

@@ -12,9 +12,10 @@ from ..convert.cli import Launched, read_size
 from ..core.console import is_first, notice, show_json, show_table
 from ..core.errors import InvalidInput
 from ..core.processes import together
+from ..models.load_options import DEVICE_MAPS, DEVICES, DTYPES
 from .assertions import ALIASES, check, parse
 from .evaluation_journal import Journal, reserved
-from .options import DEVICE_MAPS, DEVICES, DTYPES, Options
+from .options import Options
 from .suites.catalogue import DEFAULT, SUITES, check_settings, chosen
 
 if TYPE_CHECKING:

@@ -14,7 +14,8 @@ from torch import Tensor
 from ...core.console import is_first, notice
 from ...core.errors import InvalidInput
 from ...core.processes import together
-from ...models.loading import LayeredModel, device, load_model, load_tokenizer
+from ...models.causal_lm import device, load_model, load_tokenizer
+from ...models.layered_model import LayeredModel
 from ...texts.documents import check_source, read_sequences
 from ..families.packing import half_order, split
 from ..families.recognition import family_of
@@ -73,11 +74,7 @@ def study(
         if layerwise is None:
             layerwise = need.whole > free_bytes()
         directory = source.checkpoint.directory
-        model = (
-            LayeredModel(source.checkpoint, layout_of(source).projections(0)["o"])
-            if layerwise
-            else load_model(directory)
-        )
+        model = LayeredModel(source.checkpoint) if layerwise else load_model(directory)
         if calibration != "self":
             tokens = read_sequences(
                 calibration, load_tokenizer(directory), sequences=sequences, length=length, seed=seed

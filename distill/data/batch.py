@@ -30,6 +30,11 @@ class Batch:
     labels_BS: Tensor
     position_ids_BS: Tensor
 
+    @property
+    def inputs(self) -> dict[str, Tensor]:
+        """The arguments that a model takes the windows by."""
+        return {"input_ids": self.input_ids_BS, "position_ids": self.position_ids_BS}
+
     def to(self, device: torch.device | str) -> "Batch":
         """The same on a device."""
         return Batch(self.input_ids_BS.to(device), self.labels_BS.to(device), self.position_ids_BS.to(device))

@@ -68,9 +68,7 @@ def predict(model: Any, batch: Batch) -> Predictions:
     all processes meet. `eval.head.check_head` has made sure that the model's logits have the form that its
     configuration tells.
     """
-    hidden_BSD = model.base_model(
-        input_ids=batch.input_ids_BS, position_ids=batch.position_ids_BS, use_cache=False
-    ).last_hidden_state
+    hidden_BSD = model.base_model(**batch.inputs, use_cache=False).last_hidden_state
     head = model.get_output_embeddings()
     bias_V = getattr(head, "bias", None)
     return Predictions(

@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 from ...core.errors import InvalidInput
+from ...models.layers import decoder_layers
 from ..losses import LOSSES
 from ..recipe.recipe import Recipe, Stage
 from ..watch.display import progress_bar
@@ -134,22 +135,6 @@ def check_launcher() -> None:
                 f"--profile zero2, or "
                 "zero3, by which FSDP 2 divides memory as DeepSpeed's stages do"
             )
-
-
-def decoder_layers(model: Any) -> list[nn.Module]:
-    """The model's decoder layers, in order.
-
-    Raises:
-        InvalidInput: none are found.
-    """
-    count = model.config.get_text_config().num_hidden_layers
-    for module in model.base_model.modules():
-        if isinstance(module, nn.ModuleList) and len(module) == count:
-            return list(module)
-    raise InvalidInput(
-        f"{type(model).__name__} has no list of {count} layers, which shards, checkpointing and compiling "
-        f"need"
-    )
 
 
 def rework_layers(model: Any, *, checkpointing: bool, compiling: bool) -> None:

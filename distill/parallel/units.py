@@ -21,9 +21,9 @@ from ...checkpoints.directory import Checkpoint
 from ...convert.formats import to_trainable
 from ...core.console import notice
 from ...core.errors import InvalidInput
-from ...eval.options import Options
 from ...models.causal_lm import Loaded, describe
-from ...models.loading import LayeredModel
+from ...models.layered_model import LayeredModel
+from ...models.load_options import LoadOptions
 from ..run.state import WEIGHTS
 from .sharing import named_weights
 
@@ -55,9 +55,9 @@ class Units:
         if checkpoint.config.get("quantization_config"):
             raise InvalidInput("its weights are quantised")
         self.model = skeleton(checkpoint, dtype, opened=opened)
-        self.loaded = Loaded(directory, describe(directory, Options()).tokenizer, self.model)
+        self.loaded = Loaded(directory, describe(directory, LoadOptions()).tokenizer, self.model)
         self.state: Path | None = None
-        self._source, self._opened = LayeredModel(checkpoint, None, attention=None, dtype=dtype), opened
+        self._source, self._opened = LayeredModel(checkpoint, attention=None, dtype=dtype), opened
         self._source.check_complete()
         self._layers = _name_of(self._source.model, self._source.blocks[0]).rpartition(".")[0]
 
@@ -123,7 +123,7 @@ def skeleton(checkpoint: Checkpoint, dtype: torch.dtype, *, opened: bool) -> Any
 
     Arguments and errors as of `Units`.
     """
-    model = LayeredModel(checkpoint, None, attention=None, dtype=dtype).model
+    model = LayeredModel(checkpoint, attention=None, dtype=dtype).model
     _compute_buffers(model)
     if opened:
         _read_norms(model, checkpoint)

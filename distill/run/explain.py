@@ -10,8 +10,8 @@ from typing import Any
 from ...checkpoints.directory import Checkpoint, check_output
 from ...checkpoints.record import source_directory
 from ...core.errors import InvalidInput
-from ...eval.options import Options
 from ...models.causal_lm import describe
+from ...models.load_options import LoadOptions
 from ...texts.sources import check_source
 from ..data.samples import check_texts
 from ..parallel.launch import SHARDED
@@ -74,7 +74,7 @@ def check_places(recipe: Recipe) -> list[str]:
         check_stages(recipe, student, teacher, sharded=recipe.profile in SHARDED)
     for source in recipe.data.sources:
         check_source(source.source)
-    described = describe(student, Options()) if student else None
+    described = describe(student, LoadOptions()) if student else None
     told, tokens = check_texts(recipe, described)
     if recipe.evaluate:
         check_held_out(recipe, described, tokens)

@@ -18,9 +18,9 @@ import torch
 from torch import nn
 
 from ...checkpoints.directory import Checkpoint
-from ...models.loading import LayeredModel
+from ...models.layered_model import LayeredModel
+from ...models.layers import decoder_layers
 from ..losses.chunks import chunk_elements
-from ..parallel.sharing import decoder_layers
 from ..recipe.recipe import SHARED, Recipe, Stage
 from ..stages.teacher_cache import cache_for
 from ..stages.weights import TRAINABLE, is_adapter, set_trainable
@@ -54,7 +54,7 @@ def skeleton(directory: Path) -> Any:
     Raises:
         InvalidInput: transformers cannot build it.
     """
-    return LayeredModel(Checkpoint(directory), None, attention=None).model
+    return LayeredModel(Checkpoint(directory), attention=None).model
 
 
 def footprint(

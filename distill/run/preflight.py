@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from ...core.errors import InvalidInput
+from ...models.layers import Decoder
 from ..losses import LOSSES
 from ..losses.objective import check_layers
 from ..recipe.recipe import Recipe, Stage
 from ..stages.align import adds, check_inside
-from ..stages.capture import Decoder
 from ..stages.stream import describe_student
 from ..stages.teacher import check_whole
 from ..stages.weights import find_trained

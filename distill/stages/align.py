@@ -19,13 +19,14 @@ from torch import Tensor, nn
 from ...convert.families.recognition import complete, family_of
 from ...convert.formats.blocks import folded_block
 from ...core.errors import InvalidInput
+from ...models.layers import Decoder, LayerCall
 from ..data.batch import Batch
 from ..losses import attention_output
 from ..losses.objective import Objective, Seen
 from ..recipe.recipe import Stage
 from ..run import state
 from ..run.state import Progress
-from .capture import Call, Captured, Decoder
+from .capture import Captured
 from .loop import Run, adamw, sum_over_processes, take_step, train_stage
 from .teacher import Online, Teacher
 from .weights import set_trainable
@@ -84,9 +85,11 @@ class Alignment:
             batch = run.windows.batch(mine[first : first + self._stage.micro_batch]).to(
                 run.accelerator.device
             )
-            calls = self._student.calls(batch)
+            calls = self._student.calls(**batch.inputs)
 
-            def see(number: int, hidden_BSD: Tensor, given_BSD: Tensor, calls: list[Call] = calls) -> None:
+            def see(
+                number: int, hidden_BSD: Tensor, given_BSD: Tensor, calls: list[LayerCall] = calls
+            ) -> None:
                 with run.accelerator.autocast():
                     sums = learn(self._student, number, calls[number], hidden_BSD, self._adds(given_BSD))
                 for name, value in zip(("error", "power"), sums, strict=True):
@@ -125,7 +128,7 @@ class Alignment:
 
 
 def learn(
-    student: Decoder, number: int, call: Call, hidden_BSD: Tensor, wanted_BSD: Tensor
+    student: Decoder, number: int, call: LayerCall, hidden_BSD: Tensor, wanted_BSD: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Add the gradient of Σ ‖ŷ - y‖² to those of a layer's attention; the graph is gone afterwards.
 

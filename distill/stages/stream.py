@@ -29,10 +29,10 @@ from ...checkpoints.shards import SHARD_SIZE, ShardWriter
 from ...convert.formats import to_published, to_trainable
 from ...core.errors import InvalidInput
 from ...core.files import save_whole
-from ...eval.options import Options
 from ...models.causal_lm import Described, check_comparable, describe
-from ...models.code_files import copy_config
-from ...models.loading import LayeredModel
+from ...models.layered_model import LayeredModel
+from ...models.layers import Decoder
+from ...models.load_options import LoadOptions
 from ...models.remote_code import ship
 from ..data.batch import Batch
 from ..data.order import Windows
@@ -40,7 +40,6 @@ from ..recipe.recipe import Recipe, Stage
 from ..watch.display import Show, progress_bar
 from .align import Adds, adds, clip, learn, step_losses, weights_of
 from .boundaries import Boundaries
-from .capture import Decoder, output_of
 from .isolation import isolate_documents
 from .loop import Interrupted, adamw, take_step
 from .schedule import learning_rate
@@ -134,15 +133,14 @@ class _Side:
     """Student or teacher, with the weights of what is at work."""
 
     def __init__(self, directory: Path, given: Streaming) -> None:
-        self.layered = LayeredModel(Checkpoint(directory), None, attention=None)
+        self.layered = LayeredModel(Checkpoint(directory), attention=None)
         self.decoder = Decoder(self.layered.model)
         if given.recipe.data.packing == "documents":
             with self.layered.streamed(kept=0) as model:
                 isolate_documents(model, str(directory))
         with self.layered.block(0), self.layered.rest(without="head"):
-            self.decoder.calls(
-                given.windows.batch([given.cursor]).to(self.layered.device)
-            )  # from now on no layer runs for it
+            first = given.windows.batch([given.cursor]).to(self.layered.device)
+            self.decoder.calls(**first.inputs)  # later recordings run no layer
 
 
 class _Layer:
@@ -206,16 +204,15 @@ class _Layer:
         device, number, sums = self._teacher.layered.device, self._number, torch.zeros(2)
         batch, hidden_BSD = batch.to(device), hidden_BSD.to(device)
         student, teacher = self._student.decoder, self._teacher.decoder
-        mine, its = (
-            side.calls(batch, embedded_BSD=torch.zeros_like(hidden_BSD))[number]
-            for side in (student, teacher)
-        )
+        inputs = {"inputs_embeds": torch.zeros_like(hidden_BSD), "position_ids": batch.position_ids_BS}
+        mine = student.calls(**inputs)[number]
+        its = teacher.calls(**inputs)[number]
 
         def see(_: int, read_BSD: Tensor, given_BSD: Tensor) -> None:
             sums.copy_(torch.stack(learn(student, number, mine, read_BSD, self._adds(given_BSD))))
 
         with teacher.seen_by(see):
-            return output_of(teacher.layer(number)(hidden_BSD, *its.arguments, **its.named)), sums
+            return its.run(teacher.layer(number), hidden_BSD), sums
 
     def _check(self, norm: float, step: int) -> None:
         name, number = self._given.stage.name, self._number
@@ -242,7 +239,7 @@ def _enter(given: Streaming, teacher: _Side) -> None:
     with teacher.layered.rest(without="head"):
         for step in range(given.steps):
             batches = (batch.to(teacher.layered.device) for batch in given.micro_batches(step))
-            given.boundaries.store(0, step, [teacher.decoder.embedded(batch) for batch in batches])
+            given.boundaries.store(0, step, [teacher.decoder.embedded(**batch.inputs) for batch in batches])
 
 
 def _write(given: Streaming, out: Path) -> None:
@@ -263,7 +260,7 @@ def _write(given: Streaming, out: Path) -> None:
         for name in stored:
             tensor = load_file(aligned[name])[name] if name in aligned else stored[name]
             writer.write(name, tensor.to(stored.spec(name).dtype))
-    copy_config(given.student, partial)
+    (partial / "config.json").write_bytes((given.student / "config.json").read_bytes())
     copy_side_files(given.student, partial)
     ship(given.student, partial)
     finish(partial, out)
@@ -281,7 +278,7 @@ def describe_student(student: Path, teacher: Path, seq_len: int) -> Described:
     Raises:
         InvalidInput: its teacher has another tokenizer, or windows are longer than the student takes.
     """
-    mine, its = (describe(directory, Options()) for directory in (student, teacher))
+    mine, its = (describe(directory, LoadOptions()) for directory in (student, teacher))
     check_comparable(mine, its, "")
     check_positions(mine, seq_len)
     return mine

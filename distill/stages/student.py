@@ -14,12 +14,13 @@ from ...checkpoints.directory import Checkpoint, copy_side_files
 from ...checkpoints.shards import SHARD_SIZE, ShardWriter, TensorSpec
 from ...convert.formats import to_published, to_trainable
 from ...core.errors import InvalidInput
-from ...eval.options import Options
 from ...models.causal_lm import Described, Loaded, load
 from ...models.code_files import copy_config
 from ...models.head import check_head
+from ...models.layers import decoder_layers
+from ...models.load_options import LoadOptions
 from ...models.remote_code import ship
-from ..parallel.sharing import decoder_layers, first_place, shards_models
+from ..parallel.sharing import first_place, shards_models
 from ..parallel.units import Units, open_in_units, skeleton
 from ..recipe.recipe import Recipe, Stage
 from ..run.state import WEIGHTS, restore_weights
@@ -79,7 +80,7 @@ def load_student(directory: Path, seq_len: int, device: torch.device) -> Loaded:
         linear function of its
             last hidden states.
     """
-    student = load(directory, Options(device="cuda" if device.type == "cuda" else "cpu", dtype="float32"))
+    student = load(directory, LoadOptions(device="cuda" if device.type == "cuda" else "cpu", dtype="float32"))
     check_positions(student, seq_len)
     check_head(student, torch.arange(4)[None])
     student.model.to(device)
@@ -152,7 +153,7 @@ def _in_parts(stored: Checkpoint) -> tuple[Any, dict[str, nn.Module]]:
         if buffers - set(stored):
             raise InvalidInput(f"{min(buffers - set(stored))} has another name in the checkpoint")
     except InvalidInput:
-        model = load(stored.directory, Options(device="cpu", dtype="float32")).model
+        model = load(stored.directory, LoadOptions(device="cpu", dtype="float32")).model
         to_trainable(model)
         return model, {"": model}
     layers = {id(layer) for layer in decoder_layers(model)}

@@ -14,15 +14,16 @@ from torch import Tensor, nn
 
 from ...core.console import notice
 from ...core.errors import InvalidInput
-from ...eval.options import Options
 from ...models.causal_lm import Loaded, check_comparable, load
 from ...models.head import check_head
+from ...models.layers import Decoder, See
+from ...models.load_options import LoadOptions
 from ..data.batch import Batch
 from ..losses.predictions import Predictions, predict
 from ..parallel.sharing import first_place, gather_no_more, shards_models, share_teacher
 from ..parallel.units import Units, open_in_units
 from ..recipe.recipe import SHARED, Recipe, Stage
-from .capture import Captured, Decoder, See, capturing
+from .capture import Captured, capturing
 from .isolation import isolate_documents
 from .student import check_model
 from .weights import TRAINABLE
@@ -201,7 +202,7 @@ def load_shared(
 
 
 def _load(directory: Path, dtype: str, device: torch.device, student: Loaded) -> Any:
-    teacher = load(directory, Options(device="cuda" if device.type == "cuda" else "cpu", dtype=dtype))
+    teacher = load(directory, LoadOptions(device="cuda" if device.type == "cuda" else "cpu", dtype=dtype))
     check_comparable(student, teacher, "")
     check_head(teacher, torch.arange(4)[None])
     return teacher.model.to(device).requires_grad_(False)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ...core.errors import InvalidInput
+from ...models.layers import is_attention
 from ..parallel.sharing import whole
 from ..recipe.recipe import Lora, Stage, WeightSet
 
@@ -19,8 +20,7 @@ _ADAPTER = "default"  # peft's name for the only one
 
 
 def _attention(model: nn.Module) -> set[str]:
-    # So are they named in every family of transformers.
-    return _within(model, lambda module: type(module).__name__.endswith("Attention"))
+    return _within(model, is_attention)
 
 
 def _norms(model: nn.Module) -> set[str]:

@@ -1,32 +1,28 @@
-"""Checkpoints as models ready to be measured, and whether two of them may be compared."""
+"""Causal language models of transformers: their tokenizer, configuration and weights, read from a directory.
+
+Every failure to read one is reported here, in one sentence.
+"""
 
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
 import torch
-import transformers
-from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from ..core.errors import InvalidInput
-from ..eval.options import Options
-from .fused_attention import level
-from .loading import untie
+from .load_options import LoadOptions
 from .remote_code import carries_own_code, is_remote, source_config
-from .shipped.modeling_kvfold import KvfoldForCausalLM
 
 _SAMPLE = 10_000  # characters on which two tokenizers must agree
 
 
 class _Configured(ABC):
-    """What a checkpoint's configuration says of a text that it may read."""
+    """The limits that a configuration sets for a text."""
 
     @property
     def positions(self) -> int | None:
@@ -35,13 +31,13 @@ class _Configured(ABC):
 
     @property
     def vocabulary(self) -> int:
-        """How many logits the model gives; may exceed what its tokenizer uses."""
+        """The number of logits per token, which may exceed the tokenizer's entries."""
         return int(self._text_config.vocab_size)
 
     @property
     @abstractmethod
     def _text_config(self) -> Any:
-        """The part of the configuration that is of text."""
+        """The part of the configuration that concerns text."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +75,7 @@ class Loaded(_Configured):
 
     @property
     def device(self) -> torch.device:
-        """Where it takes token ids: weights that lie on the disk are brought there when they are used."""
+        """The device that token ids must be on; weights on the disk are brought there when they are used."""
         if self.model.device.type != "meta":
             return torch.device(self.model.device)
         places = [place for place in self.model.hf_device_map.values() if place != "disk"]
@@ -90,55 +86,156 @@ class Loaded(_Configured):
         return self.model.config.get_text_config()
 
 
-def load(directory: Path, options: Options) -> Loaded:
-    """Load tokenizer and weights of a local Hugging Face model directory, to the device and in the dtype of
-    `options`.
+def load(directory: Path, options: LoadOptions) -> Loaded:
+    """Load tokenizer and weights of a local model directory, to the device and in the dtype of `options`.
 
     Raises:
         InvalidInput: the directory holds no model that can be loaded whole, or there is no such device.
     """
-    own, reading = _how_to_read(directory, options)
-    loader = KvfoldForCausalLM if own else AutoModelForCausalLM
-    with _failures(directory):
-        tokenizer = load_tokenizer(directory, own, **reading)
-        model, info = loader.from_pretrained(
-            directory,
-            **_placement(options),
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,
-            **reading,
-        )
-    # transformers fills what it does not find with random numbers and only warns.
-    absent = sorted({*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])})
-    if absent:
-        raise InvalidInput(
-            f"{directory} cannot be loaded: {len(absent)} weights are missing or misshapen, e.g. {absent[0]}"
-        )
-    ends = [
-        module.weight
-        for module in (model.get_output_embeddings(), model.get_input_embeddings())
-        if module is not None
-    ]
+    from transformers import AutoModelForCausalLM
+
+    from .fused_attention import level
+
+    own, trusted = _check_directory(directory, options)
+    tokenizer = load_tokenizer(directory, trust_remote_code=trusted)
+    model = _read_weights(
+        _own_class() if own else AutoModelForCausalLM,
+        directory,
+        hide_progress=not sys.stderr.isatty(),
+        trust_remote_code=trusted,
+        **_placement(options),
+    )
+    head = model.get_output_embeddings()
+    embedding = model.get_input_embeddings()
+    ends = [module.weight for module in (head, embedding) if module is not None]
     if len(ends) == 2 and ends[0] is not ends[1] and not any(weight.is_meta for weight in ends):
         untie(model)  # accelerate ties by the configuration, which transformers has not followed here
     return Loaded(directory, tokenizer, level(model.eval()))
 
 
-def describe(directory: Path, options: Options) -> Described:
+def describe(directory: Path, options: LoadOptions) -> Described:
     """Load tokenizer and configuration of a model directory and none of its weights.
 
     Raises:
         InvalidInput: the directory holds no model.
     """
-    own, reading = _how_to_read(directory, options)
-    with _failures(directory):
-        tokenizer = load_tokenizer(directory, own, **reading)
-        config = (KvfoldForCausalLM.config_class if own else AutoConfig).from_pretrained(directory, **reading)
+    from transformers import AutoConfig
+
+    own, trusted = _check_directory(directory, options)
+    tokenizer = load_tokenizer(directory, trust_remote_code=trusted)
+    reader = _own_class().config_class if own else AutoConfig
+    with loading_failures(directory, "model"):
+        config = reader.from_pretrained(directory, local_files_only=True, trust_remote_code=trusted)
     return Described(directory, tokenizer, config)
 
 
-def place_of(options: Options) -> tuple[str, str]:
-    """Device and dtype that `auto` stands for here, as words of torch; of the dtype, `auto` may remain.
+def load_model(directory: Path) -> Any:
+    """Load a local checkpoint for statistics: float32, eager attention, eval mode, on this process's device.
+
+    Raises:
+        InvalidInput: it cannot be loaded whole.
+    """
+    from transformers import AutoModelForCausalLM
+
+    model = _read_weights(
+        AutoModelForCausalLM,
+        directory,
+        hide_progress=True,
+        trust_remote_code=False,
+        dtype=torch.float32,
+        attn_implementation="eager",
+    )
+    return model.to(device()).eval()
+
+
+def load_tokenizer(directory: Path, *, trust_remote_code: bool = False) -> Any:
+    """Load the tokenizer of a local checkpoint.
+
+    A remote output's tokenizer is looked up by the source's model type.
+
+    Raises:
+        InvalidInput: it has none that transformers can load.
+    """
+    from transformers import AutoTokenizer
+
+    with loading_failures(directory, "tokenizer"):
+        config = {"config": source_config(directory)} if carries_own_code(directory) else {}
+        return AutoTokenizer.from_pretrained(
+            directory, local_files_only=True, trust_remote_code=trust_remote_code, **config
+        )
+
+
+def build_empty(directory: Path, attention: str | None, dtype: torch.dtype) -> Any:
+    """Build the model of a local checkpoint by its configuration, without reading a weight.
+
+    Args:
+        directory: the checkpoint; a remote output is built by kvfold's own class.
+        attention: transformers' attention implementation; None: the one that transformers chooses.
+        dtype: of the parameters.
+
+    Raises:
+        InvalidInput: transformers cannot build the model.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from .fused_attention import level
+
+    options: dict[str, Any] = {"dtype": dtype}
+    if attention is not None:
+        options["attn_implementation"] = attention
+    with loading_failures(directory, "model"):
+        if carries_own_code(directory):
+            own = _own_class()
+            return own._from_config(own.config_class.from_pretrained(directory), **options)
+        config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+        return level(AutoModelForCausalLM.from_config(config, trust_remote_code=False, **options))
+
+
+def _own_class() -> Any:
+    from .shipped.modeling_kvfold import KvfoldForCausalLM
+
+    return KvfoldForCausalLM
+
+
+def _read_weights(loader: Any, directory: Path, *, hide_progress: bool, **options: Any) -> Any:
+    """Call a class's `from_pretrained` and check that it found every weight."""
+    with loading_failures(directory, "model"), no_progress_bars() if hide_progress else nullcontext():
+        model, info = loader.from_pretrained(
+            directory,
+            local_files_only=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+            **options,
+        )
+    # transformers fills a weight that it does not find with random numbers and only warns.
+    absent = sorted({*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])})
+    if absent:
+        raise InvalidInput(
+            f"{directory} cannot be loaded: {len(absent)} weights are missing or misshapen, e.g. {absent[0]}"
+        )
+    return model
+
+
+def untie(model: Any) -> None:
+    """Record in a model's configuration that its head is not its embeddings, so that nothing ties them."""
+    for config in (model.config, model.config.get_text_config()):
+        config.tie_word_embeddings = False
+    head = next(name for name, module in model.named_modules() if module is model.get_output_embeddings())
+    model.all_tied_weights_keys.pop(f"{head}.weight", None)
+
+
+def device() -> torch.device:
+    """Return the device of this process: its current GPU, or the CPU where there is none."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def place_of(options: LoadOptions) -> tuple[str, str]:
+    """Resolve `auto` in the options for this machine.
+
+    Returns:
+        Device and dtype as torch names them; the dtype may remain `auto`, the checkpoint's own.
 
     Raises:
         InvalidInput: there is no such device.
@@ -146,25 +243,23 @@ def place_of(options: Options) -> tuple[str, str]:
     cuda = torch.cuda.is_available()
     if options.device == "cuda" and not cuda:
         raise InvalidInput("--device cuda: torch finds no CUDA device here; use --device cpu")
-    device = ("cuda" if cuda else "cpu") if options.device == "auto" else options.device
-    return device, "float32" if options.dtype == "auto" and device == "cpu" else options.dtype
+    chosen = options.device
+    if chosen == "auto":
+        chosen = "cuda" if cuda else "cpu"
+    dtype = "float32" if options.dtype == "auto" and chosen == "cpu" else options.dtype
+    return chosen, dtype
 
 
-def _placement(options: Options) -> dict[str, Any]:
-    """Where from_pretrained puts the weights.
-
-    On one device, or on accelerators, then in memory, then on disk.
-    """
-    device, dtype = place_of(options)
+def _placement(options: LoadOptions) -> dict[str, Any]:
+    """Return the arguments of `from_pretrained` that say where weights are put."""
+    chosen, dtype = place_of(options)
     if options.device_map == "one":
-        # Of several processes each has a GPU of its own, which is its current one.
-        return {
-            "dtype": dtype,
-            "device_map": f"cuda:{torch.cuda.current_device()}" if device == "cuda" else device,
-        }
+        # Each of several processes has a GPU of its own, which is its current one.
+        place = f"cuda:{torch.cuda.current_device()}" if chosen == "cuda" else chosen
+        return {"dtype": dtype, "device_map": place}
     from accelerate.utils import get_max_memory
 
-    limits = {place: size for place, size in get_max_memory().items() if device == "cuda" or place == "cpu"}
+    limits = {place: size for place, size in get_max_memory().items() if chosen == "cuda" or place == "cpu"}
     if options.cpu_memory is not None:
         limits["cpu"] = options.cpu_memory
     return {
@@ -175,41 +270,71 @@ def _placement(options: Options) -> dict[str, Any]:
     }
 
 
-def _how_to_read(directory: Path, options: Options) -> tuple[bool, dict[str, Any]]:
-    """Whether a directory carries this kvfold's own code, and with which arguments transformers reads it."""
+def _check_directory(directory: Path, options: LoadOptions) -> tuple[bool, bool]:
+    """Check that a directory can be read without running code that the user has not allowed.
+
+    Returns:
+        Whether it carries this kvfold's own code, and whether its Python files may run: those of an output
+        of this kvfold never do, since kvfold's own classes stand for them.
+    """
     if not directory.is_dir():
-        raise InvalidInput(
-            f"{directory} is not a directory; an evaluation reads a Hugging Face model directory"
-        )
+        raise InvalidInput(f"{directory} is not a directory; name a Hugging Face model directory")
     if not (directory / "config.json").is_file():
         raise InvalidInput(f"{directory} has no config.json; name the directory that holds the model")
-    if not sys.stderr.isatty():
-        transformers.utils.logging.disable_progress_bar()  # plain lines only where there is no terminal
     own = carries_own_code(directory)
     if is_remote(directory) and not (own or options.trust_remote_code):
         raise InvalidInput(
             f"the code in {directory} (*_kvfold.py) is not that of this kvfold; read it, then allow it with "
             "--trust-remote-code, or convert the source again"
         )
-    # What this kvfold wrote is loaded by its own classes: no file of the checkpoint runs.
-    return own, {"local_files_only": True, "trust_remote_code": options.trust_remote_code and not own}
+    return own, options.trust_remote_code and not own
 
 
 @contextmanager
-def _failures(directory: Path) -> Iterator[None]:
-    """Say in one line why transformers could not read a directory."""
+def loading_failures(directory: Path, part: str) -> Iterator[None]:
+    """Turn a failure of transformers to read a directory into a sentence.
+
+    Args:
+        directory: the checkpoint.
+        part: `model` or `tokenizer`.
+
+    Raises:
+        InvalidInput: names the directory, the exception and its reason.
+    """
+    from huggingface_hub.errors import StrictDataclassError
+    from safetensors import SafetensorError
+
     try:
         yield
-    except (OSError, ValueError, KeyError, ImportError, SafetensorError, StrictDataclassError) as error:
+    except InvalidInput:
+        raise
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        ImportError,
+        RuntimeError,
+        SafetensorError,
+        StrictDataclassError,
+    ) as error:
         reason = shorten(str(error), 200, placeholder=" ...")
-        raise InvalidInput(f"{directory} cannot be loaded ({type(error).__name__}): {reason}") from error
+        raise InvalidInput(
+            f"the {part} of {directory} cannot be loaded ({type(error).__name__}): {reason}"
+        ) from error
 
 
-def load_tokenizer(directory: Path, own: bool, **reading: Any) -> Any:
-    """A checkpoint's tokenizer; what of it depends on the model's type is looked up as for the source."""
-    if own:
-        reading["config"] = source_config(directory)
-    return AutoTokenizer.from_pretrained(directory, **reading)
+@contextmanager
+def no_progress_bars() -> Iterator[None]:
+    """Hide the progress bars of transformers for the duration."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def check_comparable(ours: Loaded | Described, theirs: Loaded | Described, text: str) -> None:
@@ -221,19 +346,19 @@ def check_comparable(ours: Loaded | Described, theirs: Loaded | Described, text:
     sample = text[:_SAMPLE]
     if _reading(ours, sample) != _reading(theirs, sample):
         raise InvalidInput(
-            f"{ours.path} and {theirs.path} have different tokenizers; a teacher must share the "
-            f"vocabulary of its student"
+            f"{ours.path} and {theirs.path} have different tokenizers; a teacher must share the vocabulary "
+            "of its student"
         )
     common = min(ours.vocabulary, theirs.vocabulary)
     if ours.vocabulary != theirs.vocabulary and len(ours.tokenizer) > common:
         raise InvalidInput(
             f"{ours.path} has {ours.vocabulary} logits and {theirs.path} {theirs.vocabulary}, but their "
-            f"tokenizer has "
-            f"{len(ours.tokenizer)} entries; the vocabularies may differ only by padding"
+            f"tokenizer has {len(ours.tokenizer)} entries; the vocabularies may differ only by padding"
         )
 
 
 def _reading(loaded: Loaded | Described, sample: str) -> tuple[dict[str, int], int | None, list[int]]:
+    """Return how a tokenizer reads a sample: its vocabulary, its BOS and the token ids."""
     tokenizer = loaded.tokenizer
     ids = tokenizer(sample, add_special_tokens=False, verbose=False).input_ids
     return tokenizer.get_vocab(), tokenizer.bos_token_id, ids

@@ -19,8 +19,8 @@ from kvfold.convert.formats.remote import AUTO_MAP, FILES, HERE
 from kvfold.core.errors import InvalidInput
 from kvfold.distill.recipe.recipe import Recipe
 from kvfold.distill.run.job import distill
+from kvfold.models.causal_lm import load_model, load_tokenizer
 from kvfold.models.code_files import clean_copy, foreign_code
-from kvfold.models.loading import load_model, load_tokenizer
 from kvfold.verification.verify import verify
 
 from ..distill.conftest import save_tokenizer

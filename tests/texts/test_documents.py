@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from kvfold.core.errors import InvalidInput
-from kvfold.models.loading import load_model, load_tokenizer
+from kvfold.models.causal_lm import load_model, load_tokenizer
 from kvfold.texts.documents import check_source, read_sequences
 
 from ..support.tiny import make

@@ -19,7 +19,8 @@ from kvfold.convert.calibration.study import layout_of, study
 from kvfold.convert.families.recognition import FAMILIES
 from kvfold.convert.families.source import Source, open_source
 from kvfold.core.errors import InvalidInput
-from kvfold.models.loading import LayeredModel, load_model
+from kvfold.models.causal_lm import load_model
+from kvfold.models.layered_model import LayeredModel
 
 from ...support.tiny import make
 
@@ -40,7 +41,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def layered(source: Source) -> LayeredModel:
-    return LayeredModel(source.checkpoint, layout_of(source).projections(0)["o"])
+    return LayeredModel(source.checkpoint)
 
 
 def assert_equal(one: Statistics, other: Statistics) -> None:

@@ -15,7 +15,7 @@ from kvfold.convert.calibration.self_text import BLOCK, draw, sample_from
 from kvfold.convert.calibration.statistics import Statistics
 from kvfold.convert.families.recognition import FAMILIES
 from kvfold.core.errors import InvalidInput
-from kvfold.models.loading import load_model
+from kvfold.models.causal_lm import load_model
 from tests.support.tiny import make
 
 PROJECTIONS = FAMILIES["llama"].projections

@@ -17,7 +17,7 @@ from kvfold.checkpoints.directory import Checkpoint
 from kvfold.cli import main
 from kvfold.convert.families.recognition import FAMILIES
 from kvfold.convert.families.source import open_source
-from kvfold.models.loading import LayeredModel
+from kvfold.models.layered_model import LayeredModel
 from kvfold.verification.verify import verify
 
 from ...support.tiny import make
@@ -129,7 +129,7 @@ def test_a_head_that_is_the_embeddings_stays_tied(tmp_path: Path) -> None:
 def test_layer_by_layer_it_is_the_same_model(family: str, tmp_path: Path) -> None:
     settings: dict[str, Any] = {} if family == "llama" else {"num_key_value_heads": 8, "hidden_size": 64}
     source = untied(tmp_path / "source", family, **settings)
-    layered = LayeredModel(Checkpoint(source), None)
+    layered = LayeredModel(Checkpoint(source))
     layered.check_complete()
     ids = torch.arange(24)[None].to(layered.device)
     with torch.no_grad(), layered.streamed(1) as model:

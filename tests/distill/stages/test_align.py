@@ -25,8 +25,9 @@ from kvfold.distill.data.batch import Batch
 from kvfold.distill.losses.predictions import predict
 from kvfold.distill.run.job import distill
 from kvfold.distill.stages.align import adds, learn
-from kvfold.distill.stages.capture import Decoder, capturing
+from kvfold.distill.stages.capture import capturing
 from kvfold.distill.stages.teacher import Online
+from kvfold.models.layers import Decoder
 from kvfold.models.remote_code import is_remote
 from kvfold.models.shipped.modeling_kvfold import KvfoldForCausalLM
 
@@ -92,7 +93,7 @@ def batch(windows: int = 2, documents: tuple[int, ...] = (TOKENS,)) -> Batch:
 
 def shares(student: Decoder, teacher: Decoder, given: Batch) -> list[float]:
     """Each layer's share of error, as a stage sees it."""
-    change, calls, found = adds(student, teacher), student.calls(given), []
+    change, calls, found = adds(student, teacher), student.calls(**given.inputs), []
 
     def see(number: int, hidden_BSD: Tensor, given_BSD: Tensor) -> None:
         error, power = learn(student, number, calls[number], hidden_BSD, change(given_BSD))
@@ -146,7 +147,7 @@ def test_calls_and_captures_leave_a_model_as_it_was(tmp_path: Path) -> None:
         before = predict(decoder.model, given).hidden_TD
         with capturing(decoder.model, attention=True) as captured:
             during = predict(decoder.model, given).hidden_TD
-        decoder.calls(given)
+        decoder.calls(**given.inputs)
         after = predict(decoder.model, given).hidden_TD
     assert torch.equal(before, during)
     assert torch.equal(before, after)
