@@ -44,11 +44,11 @@ from kvfold.distill.data.order import Stream, Windows
 from kvfold.distill.data.token_documents import SCORED
 from kvfold.distill.parallel.sharing import make_accelerator
 from kvfold.distill.recipe.recipe import Recipe
+from kvfold.distill.stages.cached_teacher import cache_for, cached_teacher
 from kvfold.distill.stages.isolation import isolate_documents
 from kvfold.distill.stages.loop import EndToEnd, Run
 from kvfold.distill.stages.student import load_student
-from kvfold.distill.stages.teacher import open_teacher
-from kvfold.distill.stages.teacher_cache import cache_for, cached_teacher
+from kvfold.distill.stages.teacher import Online, Teacher, open_teacher
 from kvfold.distill.stages.weights import set_trainable
 from kvfold.models.causal_lm import load_model
 
@@ -107,8 +107,15 @@ def distilling(recipe: Recipe, teacher: Path) -> Callable[[int], float]:
     isolate_documents(student.model, recipe.student)
     windows = random_windows(recipe, student.vocabulary)
     cache = cache_for(stage, recipe)
-    online = None if cache and cache.exists() else open_teacher(teacher, stage, recipe, accelerator, student)
-    source: Any = cached_teacher(cache, online, windows, recipe, teacher, accelerator) if cache else online
+
+    def online() -> Online:
+        return open_teacher(teacher, stage, recipe, accelerator, student)
+
+    if cache:
+        needed = [(windows, recipe.windows)]
+        source: Teacher = cached_teacher(cache, needed, recipe, teacher, accelerator, online)
+    else:
+        source = online()
     work = EndToEnd(Run(recipe, accelerator, student.model, source, windows, Path("none")), stage, None)
 
     def step(number: int) -> float:

@@ -19,14 +19,15 @@ from .. import __version__
 from ..checkpoints.identity import Checkpoint, checkpoint, hashes_of
 from ..checkpoints.record import changed_since, read_record
 from ..convert.calibration.capacity import free_bytes
-from ..core.console import notice, progress
-from ..core.processes import place, together
+from ..core.console import notice
+from ..core.processes import together
 from ..models.causal_lm import Described, Loaded, check_comparable, describe, load, place_of
-from ..models.teacher_states import Kept, hash_of
+from ..models.teacher_cache import TeacherCache, identify
 from ..texts.corpus import Text
 from .evaluation_journal import Journal
 from .options import Options
 from .scores import Live, Scores, Source, gather, pending, score
+from .stored_teacher import OPTION, StoredTeacher, fill
 from .windows import Windows, cut, window_length
 
 _NO_NUMBERS = (
@@ -81,8 +82,9 @@ class Subject:
         self.checkpoints: dict[str, Checkpoint] = {
             role: checkpoint(path, hashes[role]) for role, path in paths.items()
         }
+        self._teacher_hashes = hashes.get("teacher", {})
         if "teacher" in paths:
-            self._look_for_changes(hashes["teacher"])
+            self._look_for_changes(self._teacher_hashes)
         self.one_at_a_time = self._do_not_fit() if options.one_at_a_time is None else options.one_at_a_time
         with together():
             self._journal.begin(self._asked())
@@ -179,40 +181,24 @@ class Subject:
         sources: dict[str, Source] = {}
         directory = self.options.teacher_cache or (spare / "states" if self.one_at_a_time else None)
         if directory is not None and "teacher" in roles:
-            first = place()[0] == 0
-            with together():  # one process makes the directory, and then the others find it
-                kept = self._open_teacher(directory) if first else None
             with together():
-                sources["teacher"] = kept = kept or self._open_teacher(directory)
-                self._fill(kept, own)
+                sources["teacher"] = self._stored_teacher(directory, own)
         with together():
             for role in roles if own else ():
                 if role not in sources:
                     sources[role] = Live(self.load(role), windows)
         return score(sources, windows, size, roles=roles, journal=self._journal)
 
-    def _open_teacher(self, directory: Path) -> Kept:
-        manifest = {
-            "teacher": self.identity("teacher"),
-            "tokens": hash_of(self.windows.ids_NW),
-            "dtype": self.dtype("teacher"),
-            "device": self.device,
-        }
-        return Kept(directory, self._described["teacher"], torch.device(self.device), manifest)
+    def _stored_teacher(self, directory: Path, own: list[int]) -> StoredTeacher:
+        """Return the teacher by its hidden states on disk, after those that are missing were computed."""
+        identity = identify(self._teacher_hashes, self.dtype("teacher"))
+        cache = TeacherCache(directory, OPTION, {**identity, "device": self.device})
 
-    def _fill(self, kept: Kept, batches: list[int]) -> None:
-        """Run the teacher on those windows of the batches that are not kept yet."""
-        windows, size = self.windows, self.options.batch_size
-        missing = kept.missing(
-            [window for start in batches for window in range(len(windows.ids_NW))[start : start + size]]
-        )
-        if not missing:
-            return
-        loaded = Live(self.load("teacher"), windows).loaded
-        kept.check_space(len(missing), loaded, windows.scored_NT.shape[1])
-        starts = sorted({window // size * size for window in missing})
-        for start in progress(starts, "Teacher", total=len(starts)):
-            kept.keep(loaded, start, windows.ids_NW[start : start + size])
+        def load_checked() -> Loaded:
+            return Live(self.load("teacher"), self.windows).loaded
+
+        fill(cache, self.windows.ids_NW, own, self.options.batch_size, load_checked)
+        return StoredTeacher(cache, self._described["teacher"], self.device)
 
     def _do_not_fit(self) -> bool:
         """Whether the models together take more memory than there is, where one device is to hold them."""

@@ -96,7 +96,7 @@ class _Chunked(torch.autograd.Function):
         dtype = compute_dtype(student)
         sums_K = hidden_TD.new_zeros(sums, dtype=torch.promote_types(dtype, torch.float32))
         with torch.autocast(hidden_TD.device.type, enabled=False):
-            head = Predictions(hidden_TD, weight_VD, bias_V, *student.form).computed_in(dtype)
+            head = Predictions(hidden_TD, weight_VD, bias_V, student.form).computed_in(dtype)
             for start in range(0, len(hidden_TD), chunk):
                 rows = slice(start, start + chunk)
                 logits_CV = head.logits(rows)
@@ -148,9 +148,9 @@ def _accumulator(tensor: Tensor | None) -> Tensor | None:
 
 def _before_cap(grad_CV: Tensor, logits_CV: Tensor, head: Predictions) -> Tensor:
     """From d loss / d logits to d loss / d (h Wᵀ + b); `logits_CV` is overwritten."""
-    if head.soft_cap is not None:  # d (s tanh(x/s)) / dx = 1 - tanh²
-        grad_CV = grad_CV.mul_(logits_CV.div_(head.soft_cap).square_().neg_().add_(1))
-    return grad_CV if head.scale == 1 else grad_CV.mul_(head.scale)
+    if head.form.soft_cap is not None:  # d (s tanh(x/s)) / dx = 1 - tanh²
+        grad_CV = grad_CV.mul_(logits_CV.div_(head.form.soft_cap).square_().neg_().add_(1))
+    return grad_CV if head.form.scale == 1 else grad_CV.mul_(head.form.scale)
 
 
 def _accumulate(grads: list[Tensor | None], grad_CV: Tensor, head: Predictions, rows: slice) -> None:

@@ -21,24 +21,17 @@ class Predictions(NamedTuple):
         hidden_TD: last hidden states, after the final norm.
         weight_VD: the head.
         bias_V: its bias, if it has one.
-        scale: a factor on what the head gives.
-        soft_cap: the bound that no logit exceeds; None where there is none.
+        form: the step from the head's output to logits.
     """
 
     hidden_TD: Tensor
     weight_VD: Tensor
     bias_V: Tensor | None
-    scale: float = 1.0
-    soft_cap: float | None = None
+    form: HeadForm = HeadForm()
 
     def at(self, kept_T: Tensor) -> "Predictions":
         """The predictions for some of the tokens: where the mask is true."""
         return self._replace(hidden_TD=self.hidden_TD[kept_T])
-
-    @property
-    def form(self) -> HeadForm:
-        """What happens to the head's output."""
-        return HeadForm(self.scale, self.soft_cap)
 
     @property
     def vocabulary(self) -> int:
@@ -75,7 +68,7 @@ def predict(model: Any, batch: Batch) -> Predictions:
         hidden_BSD.flatten(0, 1),
         all_rows(head.weight),
         None if bias_V is None else all_rows(bias_V),
-        *head_form(model),
+        head_form(model),
     )
 
 

@@ -22,7 +22,7 @@ from ...models.layered_model import LayeredModel
 from ...models.layers import decoder_layers
 from ..losses.chunks import chunk_elements
 from ..recipe.recipe import SHARED, Recipe, Stage
-from ..stages.teacher_cache import cache_for
+from ..stages.cached_teacher import cache_for
 from ..stages.weights import TRAINABLE, is_adapter, set_trainable
 
 _ADAMW = 8  # bytes of its two moments, for each trained weight

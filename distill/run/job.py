@@ -27,12 +27,12 @@ from ..parallel.sharing import is_sharded, make_accelerator
 from ..recipe.data_section import SELF
 from ..recipe.recipe import Mode, Recipe, Stage
 from ..stages.align import align_stage
+from ..stages.cached_teacher import Needed, cache_for, cached_teacher
 from ..stages.loop import Run, advance, train_stage
 from ..stages.stream import Streaming, describe_student, stream_stage
 from ..stages.student import open_student
-from ..stages.teacher import open_teacher
-from ..stages.teacher_cache import cache_for, cached_teacher
-from ..watch.evaluation import Evaluation, best_kept, held_out_teacher, place_in, summary
+from ..stages.teacher import Online, Teacher, open_teacher
+from ..watch.evaluation import Evaluation, best_kept, summary
 from ..watch.held_out import check_held_out, check_unseen, open_held_out
 from ..watch.metrics import Metrics, read_lines, summarise, trim_metrics
 from ..watch.trackers import tracking
@@ -175,32 +175,32 @@ def _open(job: Job, stage: Stage, latest: Path | None) -> Run:
     student, units = open_student(job.start, latest, stage, recipe, accelerator)
     cache = cache_for(stage, recipe)
     held_out = open_held_out(recipe, student)
-    is_cached = (
-        cache is not None and cache.exists() and (held_out is None or place_in(cache, held_out).exists())
-    )
     writes_text = (
         any(source.source == SELF for source in recipe.data.sources)
         and not (job.partial / "tokens.bin").exists()
     )
     accelerator.wait_for_everyone()  # all have looked before one writes
-    online = (
-        None
-        if is_cached and not writes_text
-        else open_teacher(
-            job.teacher, stage, recipe, accelerator, student, alone=writes_text or cache is not None
-        )
-    )
+
+    def load_teacher() -> Online:
+        alone = writes_text or cache is not None
+        return open_teacher(job.teacher, stage, recipe, accelerator, student, alone=alone)
+
+    online = load_teacher() if writes_text or cache is None else None
     windows = _windows(job, student, online.model if online else None)
-    teacher = cached_teacher(cache, online, windows, recipe, job.teacher, accelerator) if cache else online
+    if held_out and recipe.evaluate:
+        check_unseen(held_out, recipe.evaluate.source, windows.tokens)
+    teacher: Teacher | None = online
+    if cache is not None:
+        needed: Needed = [(windows, recipe.windows)]
+        if held_out:
+            needed = [*needed, (held_out, len(held_out))]
+        teacher = cached_teacher(
+            cache, needed, recipe, job.teacher, accelerator, lambda: online or load_teacher()
+        )
     assert teacher
     evaluation = None
     if held_out and recipe.evaluate:
-        check_unseen(held_out, recipe.evaluate.source, windows.tokens)
-        place = place_in(cache, held_out) if cache else None
-        judge = (
-            held_out_teacher(place, online, held_out, recipe, job.teacher, accelerator) if place else teacher
-        )
-        evaluation = Evaluation(held_out, judge, accelerator, recipe.evaluate, job.partial)
+        evaluation = Evaluation(held_out, teacher, accelerator, recipe.evaluate, job.partial)
     return Run(
         recipe,
         accelerator,

@@ -8,7 +8,6 @@ draws random numbers or touches what is trained, so a run with evaluations train
 Shapes: N windows, K measures.
 """
 
-import hashlib
 import math
 import shutil
 from collections.abc import Callable
@@ -26,12 +25,10 @@ from ...core.console import notice
 from ...core.errors import InvalidInput
 from ...eval.suites.perplexity import recovered_share
 from ..data.batch import Batch
-from ..recipe.recipe import Recipe
 from ..recipe.watch_section import Evaluate
 from ..run import state
 from ..run.state import Progress
-from ..stages.teacher import Online, Teacher
-from ..stages.teacher_cache import Cached, identify, open_cache, write_cache
+from ..stages.teacher import Teacher
 from .held_out import HeldOut
 from .metrics import append_line, read_lines
 
@@ -181,31 +178,6 @@ class Evaluation:
         for directory in state.saved(self.partial / "best"):
             if state.read_progress(directory).total_steps not in kept:
                 shutil.rmtree(directory)
-
-
-def place_in(cache: Path, held_out: HeldOut) -> Path:
-    """Where in a teacher cache the teacher's hidden states for a held-out text are."""
-    return cache / f"held-out-{hashlib.sha256(held_out.ids_NW.numpy().tobytes()).hexdigest()[:16]}"
-
-
-def held_out_teacher(
-    directory: Path,
-    online: Online | None,
-    held_out: HeldOut,
-    recipe: Recipe,
-    teacher: Path,
-    accelerator: Accelerator,
-) -> Cached:
-    """The cache of a held-out text, written first where it is not there.
-
-    Arguments and errors as of `cached.cached_teacher`.
-    """
-    seq_len = held_out.ids_NW.shape[1] - 1
-    identity = identify(teacher, seq_len, recipe.teacher_cache_dtype, accelerator.mixed_precision == "bf16")
-    if online and not directory.exists():
-        online.model.to(accelerator.device)  # as in cached_teacher
-        write_cache(directory, online, held_out, len(held_out), identity, accelerator)
-    return open_cache(directory, held_out, len(held_out), identity, accelerator.device)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from ..convert.calibration.statistics import Statistics
 from ..core.console import progress
 from .candidates import Candidate
 from .demand import Decoding, Demand, absorbs, decoding, demand, parameters
-from .prediction import NATS, SHARE, Predictions
+from .prediction import NATS, SHARE, PredictedLosses
 
 _MOST = 2**40  # tokens or sequences that a search goes up to
 Goal = Literal["quality", "speed"]
@@ -113,7 +113,7 @@ def predict_rows(
         statistics: of the source; by them plans are made anew. None: by weights alone.
         every: also those that do not fit.
     """
-    known = Predictions()
+    known = PredictedLosses()
     asked = [row for row in rows if row.fits or every]
     predicted = [row for row in rows if not (row.fits or every)]
     for row in progress(asked, "predict", len(asked)):

@@ -29,7 +29,7 @@ NATS, SHARE = "nats", "share"  # units of a prediction
 
 
 @dataclass
-class Predictions:
+class PredictedLosses:
     """Predicted losses of plans; what is folded alike, whatever it is written as, is folded once."""
 
     known: dict[Any, float | None] = field(default_factory=dict)

@@ -14,11 +14,13 @@ from safetensors.torch import load_file
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from kvfold.core.errors import InvalidInput
+from kvfold.eval import stored_teacher
 from kvfold.eval import subject as subject_module
 from kvfold.eval.cli import _check_places, main
 from kvfold.eval.options import Options
 from kvfold.eval.run import evaluate
 from kvfold.eval.subject import Subject
+from kvfold.models import teacher_cache
 from kvfold.models.causal_lm import Loaded, load
 from kvfold.texts.corpus import Text
 
@@ -83,29 +85,47 @@ def test_a_teachers_cache_serves_several_students_to_the_bit(
         found = evaluate(student, other, text, options, suites=SCORED)
         assert found.suites == evaluate(student, other, text, PLAIN, suites=SCORED).suites
         assert (loads.count(other.name) == 2) == (student == mha)  # the second student finds the states
-    states = sorted(path.name for path in (tmp_path / "states").iterdir())
-    assert states == [
-        "head.safetensors",
-        "manifest.json",
-        *(f"window-{number:06d}.safetensors" for number in range(19)),
-    ]
-    window = load_file(tmp_path / "states" / "window-000003.safetensors")["hidden_TD"]
-    assert window.shape == (31, 32)  # hidden states of the scored positions, not logits
+    assert states_in(tmp_path / "states") == [
+        (19, 31, 32)
+    ]  # of the scored positions; hidden states, not logits
+
+
+def states_in(directory: Path) -> list[tuple[int, ...]]:
+    """Shapes of what the files hold."""
+    return [tuple(load_file(file)["hidden"].shape) for file in sorted(directory.glob("hidden-*"))]
 
 
 def test_a_teachers_cache_goes_on_where_it_was_cut_off(
     mha: Path, other: Path, text: Text, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from kvfold.models import teacher_states as teacher
-
-    options, real, ran = Options(**WINDOW, teacher_cache=tmp_path), teacher.last_hidden, []
+    options, real, ran = Options(**WINDOW, teacher_cache=tmp_path), stored_teacher.last_hidden, []
+    monkeypatch.setattr(teacher_cache, "FILE_BYTES", 1)  # a file for each batch
     evaluate(mha, other, text, options, suites=SCORED)
-    for number in (5, 6, 18):
-        (tmp_path / f"window-{number:06d}.safetensors").unlink()
-    monkeypatch.setattr(teacher, "last_hidden", lambda loaded, ids: ran.append(len(ids)) or real(loaded, ids))
+    files = sorted(tmp_path.glob("hidden-*"))
+    gone = [next(file for file in files if len(load_file(file)["hidden"]) == size) for size in (4, 3)]
+    for file in gone:
+        file.unlink()
+    monkeypatch.setattr(
+        stored_teacher, "last_hidden", lambda loaded, ids: ran.append(len(ids)) or real(loaded, ids)
+    )
     again = evaluate(mha, other, text, options, suites=SCORED)
-    assert ran == [4, 3]  # the batches that windows 5, 6 and 18 are in
+    assert ran == [4, 3]  # the batches that are gone
+    assert all(file.is_file() for file in gone)
     assert again.suites == evaluate(mha, other, text, PLAIN, suites=SCORED).suites
+
+
+def test_a_teachers_cache_serves_a_part_of_its_text(
+    mha: Path, other: Path, text: Text, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    evaluate(mha, other, text, Options(**WINDOW, teacher_cache=tmp_path), suites=SCORED)
+    part = WINDOW | {"max_windows": 3}
+    monkeypatch.setattr(stored_teacher, "last_hidden", None)
+    found = evaluate(mha, other, text, Options(**part, teacher_cache=tmp_path), suites=SCORED)
+    monkeypatch.undo()
+    plain = evaluate(mha, other, text, Options(**part), suites=SCORED)
+    assert found.fidelity is not None
+    assert plain.fidelity is not None
+    assert found.fidelity.kl.mean == pytest.approx(plain.fidelity.kl.mean, rel=1e-5)
 
 
 def test_a_teachers_cache_of_something_else_is_refused(
@@ -115,7 +135,6 @@ def test_a_teachers_cache_of_something_else_is_refused(
     evaluate(mha, other, text, Options(**WINDOW, teacher_cache=states), suites=SCORED)
     for teacher, changes, differing in (
         (mha, {}, "teacher"),
-        (other, {"max_windows": 3}, "tokens"),
         (other, {"dtype": "bfloat16"}, "dtype"),
     ):
         with pytest.raises(
@@ -146,7 +165,7 @@ def test_a_teacher_that_is_not_finite_is_found_before_its_states_are_kept(
     )
     with pytest.raises(InvalidInput, match=sentence):
         evaluate(mha, broken, text, Options(**WINDOW, teacher_cache=tmp_path / "states"), suites=SCORED)
-    assert not list(tmp_path.rglob("window-*"))
+    assert not list(tmp_path.rglob("hidden-*"))
 
 
 def test_a_capped_head_is_kept_with_its_cap(text: Text, tmp_path: Path) -> None:

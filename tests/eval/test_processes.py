@@ -56,7 +56,8 @@ def test_two_processes_find_what_one_finds(mha: Path, other: Path, file: Path, t
         both = launch(*arguments, *more, "--out", out, "--assert", "kl.mean>0")
         assert both.returncode == 0, both.stderr
         assert json.loads(both.stdout) == json.loads(out.read_text()) == json.loads(alone.stdout)
-    assert len(list((tmp_path / "states").glob("window-*"))) == 19
+    files = (tmp_path / "states").glob("hidden-*")
+    assert sum(len(load_file(file)["hidden"]) for file in files) == 19
 
 
 def test_a_mistake_that_one_process_meets_ends_all(make: Make, file: Path) -> None:

@@ -25,7 +25,7 @@ from kvfold.convert.methods.key_norms import by_value
 from kvfold.convert.methods.refinement import Sample, agrees, measure, refine
 from kvfold.convert.write.layer_fold import fold_attention
 from kvfold.convert.write.rewrite import rewrite
-from kvfold.planning.prediction import Predictions
+from kvfold.planning.prediction import PredictedLosses
 
 from ...support.tiny import make
 from .test_methods import FREQUENCIES_F, H
@@ -181,7 +181,7 @@ def test_a_whole_fold_is_refined_and_says_so(
     assert all(0 < loss["refined"] <= loss["folded"] for loss in losses)
     assert any(loss["refined"] < loss["folded"] for loss in losses)
     assert record["predicted_loss"] == pytest.approx(sum(loss["refined"] for loss in losses))
-    predicted = Predictions().of(replace(plan, refine=0))
+    predicted = PredictedLosses().of(replace(plan, refine=0))
     assert predicted == pytest.approx(sum(loss["folded"] for loss in losses))
 
 

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from kvfold.distill.losses import LOSSES, ce, kl, mix, reverse_kl
 from kvfold.distill.losses.chunks import CHUNK_ELEMENTS_ELSEWHERE
 from kvfold.distill.losses.predictions import Predictions
+from kvfold.models.head import HeadForm
 
 from .test_losses import LABELS, VOCABULARY, D, T, V, check_gradients, dense, predictions
 
@@ -110,7 +111,7 @@ def test_logits_of_all_tokens_never_exist() -> None:
     weights = {"kl": 0.5, "reverse_kl": 0.5, "jsd": 1.0, "ce": 1.0}
     hidden, head = torch.randn(tokens, D, requires_grad=True), torch.randn(vocabulary, D, requires_grad=True)
     with Largest() as largest:
-        student = Predictions(hidden, head, None, 1.0, 3.0)
+        student = Predictions(hidden, head, None, HeadForm(1.0, 3.0))
         teacher = Predictions(torch.randn(tokens, D), torch.randn(vocabulary, D), None)
         mix(
             student, teacher, torch.zeros(tokens, dtype=torch.int64), weights, temperature=2.0, chunk=chunk
@@ -124,7 +125,12 @@ def test_gradients_are_those_of_the_value(name: str) -> None:
 
     def value(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         loss, _ = LOSSES[name](
-            Predictions(hidden, weight, bias, 0.7, 2.0), teacher, LABELS, temperature=1.7, beta=0.3, chunk=4
+            Predictions(hidden, weight, bias, HeadForm(0.7, 2.0)),
+            teacher,
+            LABELS,
+            temperature=1.7,
+            beta=0.3,
+            chunk=4,
         )
         return loss
 

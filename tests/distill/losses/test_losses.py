@@ -11,6 +11,7 @@ from torch.nn import functional
 from kvfold.distill.data.batch import IGNORED
 from kvfold.distill.losses import LOSSES, ce, jsd, kl, mix, reverse_kl
 from kvfold.distill.losses.predictions import Predictions
+from kvfold.models.head import HeadForm
 
 T, V, D = 13, 37, 8
 LABELS = torch.arange(T) % V
@@ -25,7 +26,7 @@ def predictions(
     hidden, weight, row = (
         torch.randn(shape, generator=generator, dtype=dtype).requires_grad_() for shape in shapes
     )
-    return Predictions(hidden, weight, row if bias else None, **form)
+    return Predictions(hidden, weight, row if bias else None, HeadForm(**form))
 
 
 def log_probabilities(of: Predictions, temperature: float = 1.0, width: int | None = None) -> Tensor:

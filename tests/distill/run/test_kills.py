@@ -64,7 +64,7 @@ def kind_of(event: str, arguments: Sequence[Any], work: Path) -> str | None:
     if (
         event != "os.rename" or "out.partial/state/step" not in place
     ):  # every step of every stage is once the last that is saved
-        place = re.sub(r"-[0-9a-f]{5,}|(?<=stages/)\w+|(?<=cache)/held-out", "", place)
+        place = re.sub(r"-[0-9a-f]{5,}|(?<=stages/)\w+", "", place)
     return f"{event} {place if event == 'os.rename' or place.count('/') < 2 else os.path.dirname(place)}"
 
 
@@ -161,8 +161,9 @@ def test_a_run_goes_on_wherever_it_was_stopped(recipe: Recipe, tmp_path: Path) -
         "os.rename out.partial/stages/.stream/layer.safetensors.partial",  # in a layer of a streamed stage
         "os.rename out.partial/state/step-00000006.partial",
         "open out.partial/evaluations.jsonl",
-        "os.rename cache.partial/hidden.safetensors.partial",
-        "os.rename cache.partial",
+        "open cache/manifest.json.partial",
+        "os.rename cache/head.safetensors.partial",
+        "os.rename cache/hidden.safetensors.partial",
         "open out.partial/best/step.partial",
         "os.rename out.partial/final",
         "os.remove out.partial/lock",

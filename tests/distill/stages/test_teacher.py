@@ -1,6 +1,5 @@
 """Teachers: beside the student, sharing memory with it, or on disk; all of them give the same predictions."""
 
-import fcntl
 import json
 import shutil
 from pathlib import Path
@@ -13,16 +12,26 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvfold.core.errors import InvalidInput
 from kvfold.distill.data.batch import Batch
+from kvfold.distill.data.order import Windows
 from kvfold.distill.data.token_store import open_windows, write_tokens
 from kvfold.distill.losses import kl
 from kvfold.distill.recipe.recipe import Data
 from kvfold.distill.run import job
 from kvfold.distill.run.job import distill
-from kvfold.distill.stages import teacher_cache as cached
+from kvfold.distill.stages.cached_teacher import (
+    DTYPES,
+    OPTION,
+    CachedTeacher,
+    cached_teacher,
+    identify,
+    keys,
+    write_cache,
+)
 from kvfold.distill.stages.student import load_student
 from kvfold.distill.stages.teacher import Online, load_shared, load_teacher
-from kvfold.distill.stages.teacher_cache import Cached, identify, open_cache, write_cache
+from kvfold.models import teacher_cache
 from kvfold.models.causal_lm import Loaded
+from kvfold.models.teacher_cache import TeacherCache
 
 from ..conftest import MakeRecipe, save_tokenizer
 from ..run.test_job import metrics, weights
@@ -116,30 +125,29 @@ def test_a_run_with_a_shared_teacher_gives_the_same_bits(
 
 
 @pytest.fixture
-def cache(tmp_path: Path, text: Path, teacher: Path, online: Online, loaded: Loaded) -> dict[str, Any]:
-    """A cache of seven windows, and what it was made of."""
+def windows(tmp_path: Path, text: Path, loaded: Loaded) -> Windows:
+    """Seven windows."""
     data = Data(source=str(text), seq_len=32)
     write_tokens(tmp_path / "tokens.bin", data, loaded.tokenizer, 7, vocabulary=258)
-    windows, identity = open_windows(tmp_path / "tokens.bin", data), identify(teacher, 32, "auto", False)
-    write_cache(tmp_path / "cache", online, windows, 7, identity, Accelerator(cpu=True))
-    return {
-        "directory": tmp_path / "cache",
-        "windows": windows,
-        "count": 7,
-        "identity": identity,
-        "device": CPU,
-    }
+    return open_windows(tmp_path / "tokens.bin", data)
+
+
+def written(
+    directory: Path, windows: Windows, teacher: Path, online: Online, dtype: str = "auto"
+) -> TeacherCache:
+    """A cache of the seven windows."""
+    identity = identify(teacher, dtype, False)
+    cache = TeacherCache(directory, OPTION, identity)
+    write_cache(cache, online, [(windows, 7)], DTYPES[identity["dtype"]], Accelerator(cpu=True))
+    cache.refresh()
+    return cache
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_kl_to_a_cache_is_exact_within_its_dtype(
-    dtype: str, cache: dict[str, Any], teacher: Path, online: Online, loaded: Loaded, tmp_path: Path
+    dtype: str, windows: Windows, teacher: Path, online: Online, loaded: Loaded, tmp_path: Path
 ) -> None:
-    windows = cache["windows"]
-    write_cache(
-        tmp_path / dtype, online, windows, 7, identify(teacher, 32, dtype, False), Accelerator(cpu=True)
-    )
-    found = open_cache(tmp_path / dtype, windows, 7, identify(teacher, 32, dtype, False), CPU)
+    found = CachedTeacher(written(tmp_path / dtype, windows, teacher, online, dtype), CPU)
     given = windows.batch([5, 0, 2])  # in another order, and other neighbours, than they were written in
     student = Online(loaded.model).predictions(given)
     labels_T = given.labels_BS.flatten()
@@ -170,11 +178,10 @@ def test_a_run_from_a_cache_needs_no_teacher(
 
 
 def test_a_cache_goes_on_where_it_was_stopped(
-    cache: dict[str, Any], online: Online, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    windows: Windows, teacher: Path, online: Online, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cached, "_FILE_BYTES", 2 * 32 * 32 * 4)  # two windows a file
-    monkeypatch.setattr(cached, "_BATCH", 2)
-    arguments = (cache["windows"], cache["count"], cache["identity"], Accelerator(cpu=True))
+    monkeypatch.setattr(teacher_cache, "FILE_BYTES", 2 * 32 * 32 * 4)  # two windows a file
+    whole = written(tmp_path / "whole", windows, teacher, online)
     predictions, asked = online.predictions, []
 
     def count(given: Batch) -> Any:
@@ -185,78 +192,102 @@ def test_a_cache_goes_on_where_it_was_stopped(
 
     monkeypatch.setattr(online, "predictions", count)
     with pytest.raises(KeyboardInterrupt):
-        write_cache(tmp_path / "again", online, *arguments)
-    assert not (tmp_path / "again").exists()
-    write_cache(tmp_path / "again", online, *arguments)
-    assert asked == [2, 2, 2, 2, 1, 1]  # stopped in the third file of four; the last is for the head
-    one, other = (Cached(tmp_path / name, CPU) for name in ("again", "cache"))
-    given = cache["windows"].batch(range(7))
-    torch.testing.assert_close(one.predictions(given).hidden_TD, other.predictions(given).hidden_TD)
-    assert not list(tmp_path.glob("again.partial"))
+        written(tmp_path / "again", windows, teacher, online)
+    (tmp_path / "again" / "hidden-0000000000000000.safetensors.partial").write_bytes(b"cut off")
+    written(tmp_path / "again", windows, teacher, online)
+    assert asked == [2, 2, 2, 2, 1]  # stopped in the third file of four
+    files = sorted(path.name for path in (tmp_path / "whole").iterdir())
+    assert sorted(path.name for path in (tmp_path / "again").iterdir()) == files
+    for name in files:
+        assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+    assert not whole.missing(keys(windows.batch(range(7))))
+
+
+def test_a_cache_grows_with_what_it_is_asked_for(
+    windows: Windows,
+    teacher: Path,
+    online: Online,
+    text: Path,
+    loaded: Loaded,
+    make_recipe: MakeRecipe,
+    tmp_path: Path,
+) -> None:
+    """Other data of the same teacher goes into the same directory, and only that is computed."""
+    written(tmp_path / "cache", windows, teacher, online)
+    before = set((tmp_path / "cache").iterdir())
+    data = Data(source=str(text), seq_len=32, seed=1)
+    write_tokens(tmp_path / "other.bin", data, loaded.tokenizer, 7, vocabulary=258)
+    other = open_windows(tmp_path / "other.bin", data)
+    arguments = (make_recipe(), teacher, Accelerator(cpu=True))
+    found = cached_teacher(tmp_path / "cache", [(windows, 7), (other, 7)], *arguments, lambda: online)
+    assert before < set((tmp_path / "cache").iterdir())
+    for batches in (windows, other):
+        given = batches.batch(range(7))
+        torch.testing.assert_close(found.predictions(given).hidden_TD, online.predictions(given).hidden_TD)
+
+    def never() -> Online:
+        raise AssertionError("the cache is complete")
+
+    cached_teacher(tmp_path / "cache", [(other, 7), (windows, 7)], *arguments, never)
+
+
+def test_two_runs_extend_one_cache(windows: Windows, teacher: Path, online: Online, tmp_path: Path) -> None:
+    identity = identify(teacher, "auto", False)
+    one, other = (TeacherCache(tmp_path / "cache", OPTION, identity) for _ in range(2))
+    for cache in (one, other):  # the second has looked before the first wrote
+        write_cache(cache, online, [(windows, 7)], torch.float32, Accelerator(cpu=True))
+    one.refresh()
+    given = windows.batch(range(7))
+    assert torch.equal(one.hidden(keys(given)).flatten(0, 1), online.predictions(given).hidden_TD)
+    assert len(list((tmp_path / "cache").glob("hidden-*"))) == 1
 
 
 def test_a_cache_for_something_else_is_refused(
-    cache: dict[str, Any], online: Online, teacher: Path, text: Path, loaded: Loaded, tmp_path: Path
+    windows: Windows, online: Online, teacher: Path, tmp_path: Path
 ) -> None:
+    place = tmp_path / "cache"
+    cache = written(place, windows, teacher, online)
+    identity = identify(teacher, "auto", False)
     for change, message in (
-        ({"seq_len": 16}, r"another seq_len \(32, not 16\)"),
         ({"dtype": "float16"}, r"another dtype \(float32, not float16\)"),
         ({"computed_in": "bfloat16"}, r"another computed_in \(float32, not bfloat16\)"),
         ({"teacher": {"model.safetensors": "0"}}, "another teacher; name another directory"),
     ):
-        with pytest.raises(InvalidInput, match=f"was made for {message}"):
-            open_cache(**{**cache, "identity": {**cache["identity"], **change}})
-    data = Data(source=str(text), seq_len=32, seed=1)
-    write_tokens(tmp_path / "other.bin", data, loaded.tokenizer, 7, vocabulary=258)
-    with pytest.raises(InvalidInput, match="lacks a window of this run, so it is for other data"):
-        open_cache(**{**cache, "windows": open_windows(tmp_path / "other.bin", data)})
+        with pytest.raises(InvalidInput, match=f"was made with {message}"):
+            TeacherCache(place, OPTION, {**identity, **change})
+    with pytest.raises(InvalidInput, match="lacks a window of this run"):
+        CachedTeacher(cache, CPU).predictions(batch())
     with pytest.raises(
         InvalidInput, match="holds last hidden states only; for losses on layers leave it out"
     ):
-        Cached(cache["directory"], CPU).captured(batch())
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(InvalidInput, match="empty is no cache written by kvfold"):
-        open_cache(**{**cache, "directory": tmp_path / "empty"})
-    for name, content in (("plan.json", json.dumps({"seq_len": 8})), ("thesis.tex", "mine")):
-        (tmp_path / name / "mine.partial").mkdir(parents=True)
-        (tmp_path / name / "mine.partial" / name).write_text(content)
-        with pytest.raises(InvalidInput, match="is no unfinished teacher_cache of this run; remove it"):
-            write_cache(
-                tmp_path / name / "mine",
-                online,
-                cache["windows"],
-                7,
-                cache["identity"],
-                Accelerator(cpu=True),
-            )
+        CachedTeacher(cache, CPU).captured(batch())
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").write_text("mine")
+    (tmp_path / "list").mkdir()
+    (tmp_path / "list" / "manifest.json").write_text("[]")
+    for name in ("mine", "list"):
+        with pytest.raises(InvalidInput, match=f"{name} is no cache of a teacher; name another directory"):
+            TeacherCache(tmp_path / name, OPTION, identity)
 
 
-def test_two_runs_do_not_write_one_cache(cache: dict[str, Any], online: Online, tmp_path: Path) -> None:
-    (tmp_path / "mine.partial").mkdir()
-    with (tmp_path / "mine.partial" / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        with pytest.raises(
-            InvalidInput, match=r"another run is writing teacher_cache .*; wait for it, or name another"
-        ):
-            write_cache(
-                tmp_path / "mine", online, cache["windows"], 7, cache["identity"], Accelerator(cpu=True)
-            )
-
-
-def test_what_was_begun_for_other_windows_is_not_taken_up(
-    cache: dict[str, Any], online: Online, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def die(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(cached, "_end", die)
-        with pytest.raises(KeyboardInterrupt):
-            write_cache(
-                tmp_path / "mine", online, cache["windows"], 5, cache["identity"], Accelerator(cpu=True)
-            )
-    with pytest.raises(InvalidInput, match="is no unfinished teacher_cache of this run; remove it"):
-        write_cache(tmp_path / "mine", online, cache["windows"], 7, cache["identity"], Accelerator(cpu=True))
+def test_caches_of_earlier_versions(windows: Windows, online: Online, teacher: Path, tmp_path: Path) -> None:
+    """That of a distillation, whose files had other names and whose manifest knew no device, is read."""
+    cache = written(tmp_path / "cache", windows, teacher, online)
+    (file,) = (tmp_path / "cache").glob("hidden-*")
+    file.rename(file.with_name("hidden-00000.safetensors"))
+    (tmp_path / "cache" / "lock").unlink()
+    manifest = json.loads((tmp_path / "cache" / "manifest.json").read_text())
+    del manifest["device"]
+    earlier = {**manifest, "seq_len": 32, "windows": 7}
+    (tmp_path / "cache" / "manifest.json").write_text(json.dumps(earlier))
+    identity = identify(teacher, "auto", False)
+    given = keys(windows.batch(range(7)))
+    assert torch.equal(TeacherCache(tmp_path / "cache", OPTION, identity).hidden(given), cache.hidden(given))
+    (tmp_path / "cache" / "manifest.json").write_text(json.dumps({"kvfold_teacher_cache": 1}))
+    with pytest.raises(
+        InvalidInput, match="was made by an earlier version of kvfold; name another directory"
+    ):
+        TeacherCache(tmp_path / "cache", OPTION, identity)
 
 
 def test_a_larger_teacher_with_a_padded_vocabulary_teaches(

@@ -14,6 +14,7 @@ import torch
 import yaml
 from accelerate import Accelerator
 from click.testing import CliRunner
+from safetensors.torch import load_file
 
 from kvfold.checkpoints.record import read_record
 from kvfold.core.errors import InvalidInput
@@ -26,6 +27,7 @@ from kvfold.distill.run.signals import Interrupted
 from kvfold.distill.run.state import Progress
 from kvfold.distill.watch.evaluation import Evaluation, best_of
 from kvfold.distill.watch.held_out import HeldOut
+from kvfold.eval import stored_teacher
 from kvfold.eval.options import Options
 from kvfold.eval.run import evaluate
 from kvfold.eval.windows import Windows
@@ -266,8 +268,35 @@ def test_a_cached_teacher_is_compared_with_too(make_recipe: MakeRecipe, held: Pa
         cached = {"teacher_cache": str(tmp_path / "cache"), "output": str(tmp_path / name)}
         distill(make_recipe(tokens=384, evaluate=section, **cached))
         assert (tmp_path / name / "curve.json").read_bytes() == (online / "curve.json").read_bytes()
-    (found,) = (tmp_path / "cache").glob("held-out-*")
-    assert found.is_dir()
+    files = (tmp_path / "cache").glob("hidden-*")
+    lengths = {load_file(file)["hidden"].shape[:2] for file in files}
+    assert (4, 31) in lengths  # the held-out windows are in it, next to those of the run
+
+
+def test_eval_finds_the_states_that_a_run_has_kept(
+    make_recipe: MakeRecipe, held: Path, teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And a run finds those of an evaluation: one directory serves both."""
+    section = {"source": str(held), "windows": 4}
+    cache = tmp_path / "cache"
+    out = Path(distill(make_recipe(tokens=384, evaluate=section, teacher_cache=str(cache)))["output"])
+    text, options = read_text(str(held)), {"window": 32, "max_windows": 4, "device": "cpu"}
+    monkeypatch.setattr(stored_teacher, "last_hidden", None)  # the teacher must not run
+    found = evaluate(out, teacher, text, Options(**options, teacher_cache=cache)).fidelity
+    monkeypatch.undo()
+    plain = evaluate(out, teacher, text, Options(**options)).fidelity
+    assert found is not None
+    assert plain is not None
+    assert found.kl.mean == pytest.approx(plain.kl.mean, rel=1e-4)
+
+    evaluate(out, teacher, text, Options(**options, teacher_cache=tmp_path / "other"))
+    files = set((tmp_path / "other").iterdir())
+    again = {"teacher_cache": str(tmp_path / "other"), "output": str(tmp_path / "again")}
+    distill(make_recipe(tokens=384, evaluate=section, **again))
+    shapes = [load_file(file)["hidden"].shape[1] for file in set((tmp_path / "other").iterdir()) - files]
+    assert shapes == [32]  # windows of the run; those of the held-out text, of 31 tokens, were there
+    with pytest.raises(InvalidInput, match="was made with another dtype .float32, not bfloat16."):
+        evaluate(out, teacher, text, Options(**options, dtype="bfloat16", teacher_cache=cache))
 
 
 def test_the_best_is_the_first_of_equals_the_start_among_them() -> None:

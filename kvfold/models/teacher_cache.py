@@ -1,0 +1,254 @@
+"""A teacher's last hidden states on disk: it runs once, and any number of students are compared with it.
+
+A directory holds manifest.json (the teacher and the precision), head.safetensors (the output embedding) and
+hidden-*.safetensors: hidden states (N, S, D) of N windows, and a key of each window's tokens and positions by
+which it is found. So one directory serves every text, and `kvfold eval` and `kvfold distill` share it.
+Several processes can extend it at the same time, and a file has its name only when it is whole.
+
+Hidden states give the same logits as the teacher, and take less space than logits by as much as the
+vocabulary is wider than they are.
+
+Shapes: B windows of a batch, N windows of a file, S tokens of a window, D hidden size, V vocabulary, C any
+number of tokens.
+"""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from filelock import FileLock
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.nn.functional import linear
+
+from ..core.errors import InvalidInput
+from ..core.files import save_whole
+from .head import HeadForm, head_form
+
+T = TypeVar("T")
+FILE_BYTES = 2**28  # of hidden states in one file
+_SCHEMA = 1
+_MANIFEST = "manifest.json"
+_HEAD = "head.safetensors"
+_LOCK = "lock"
+_KEY = 16  # bytes
+_DECISIVE = (".safetensors", ".py")  # files on which hidden states depend, besides config.json
+
+
+def identify(hashes: Mapping[str, str], computed_in: str, dtype: str | None = None) -> dict[str, Any]:
+    """Return the part of a manifest that decides whether hidden states can be used.
+
+    Args:
+        hashes: SHA-256 of the teacher's files, by name.
+        computed_in: dtype of the computation, as torch names it.
+        dtype: in which the states are stored; None: in which they are computed.
+    """
+    files = {name: hashes[name] for name in hashes if name.endswith(_DECISIVE) or name == "config.json"}
+    return {"schema": _SCHEMA, "teacher": files, "dtype": dtype or computed_in, "computed_in": computed_in}
+
+
+def window_keys(ids_BS: Tensor, positions_BS: Tensor | None = None) -> list[bytes]:
+    """Return the key of each window: a hash of its tokens and positions.
+
+    Args:
+        ids_BS: token ids, int64.
+        positions_BS: position ids, int64; None: 0 to S - 1.
+    """
+    if positions_BS is None:
+        positions_BS = torch.arange(ids_BS.shape[1], device=ids_BS.device).expand_as(ids_BS)
+    both_B2S = torch.stack([ids_BS, positions_BS], 1).cpu().contiguous().numpy()
+    return [hashlib.blake2b(window_2S.tobytes(), digest_size=_KEY).digest() for window_2S in both_B2S]
+
+
+def parts(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
+    """Yield a sequence in pieces of at most `size` items."""
+    return (items[start : start + size] for start in range(0, len(items), size))
+
+
+class TeacherCache:
+    """A directory of hidden states, which need not exist yet.
+
+    Args:
+        directory: the directory.
+        option: the name of the setting that asks for it, for errors.
+        identity: from `identify`, and whatever else must agree, such as `device`.
+
+    Raises:
+        InvalidInput: the directory holds something else, or states of another teacher or precision.
+    """
+
+    def __init__(self, directory: Path, option: str, identity: Mapping[str, Any]) -> None:
+        self.directory = directory
+        self._name = f"{option} {directory}"
+        self._identity = dict(identity)
+        self._files: dict[Path, Any] = {}
+        self._places: dict[bytes, tuple[Path, int]] = {}
+        self._head: dict[str, Tensor] = {}
+        self._form = HeadForm()
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Read the directory again, to which other processes may have added."""
+        manifest = self._read_manifest()
+        if manifest is None or not (self.directory / _HEAD).is_file():
+            return
+        self._form = HeadForm(manifest["scale"], manifest["soft_cap"])
+        for path in sorted(self.directory.glob("hidden-*.safetensors")):
+            if path in self._files:
+                continue
+            file = safe_open(path, framework="pt")
+            self._files[path] = file.get_slice("hidden")  # type: ignore[no-untyped-call]
+            for row, key in enumerate(file.get_tensor("keys")):  # type: ignore[no-untyped-call]
+                self._places.setdefault(bytes(key.tolist()), (path, row))
+
+    def missing(self, keys: Iterable[bytes]) -> list[bytes]:
+        """Return the keys of windows that are not stored, each once, in order."""
+        return [key for key in dict.fromkeys(keys) if key not in self._places]
+
+    def begin(self, model: Any, device: str) -> None:
+        """Make the directory ready for hidden states of a model; nothing happens where it is.
+
+        Args:
+            model: the teacher, whose head is stored.
+            device: type of device that it runs on, for the record.
+
+        Raises:
+            InvalidInput: the directory cannot be written, or another run has used it for something else.
+        """
+        form = head_form(model)
+        manifest = {"device": device, **self._identity, "scale": form.scale, "soft_cap": form.soft_cap}
+        with self._changing():
+            if self._read_manifest() is None:
+                unfinished = self.directory / f"{_MANIFEST}.partial"
+                unfinished.write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+                unfinished.replace(self.directory / _MANIFEST)
+            if not (self.directory / _HEAD).is_file():
+                save_whole(_tensors_of(model.get_output_embeddings()), self.directory / _HEAD)
+        self.refresh()
+
+    def write(self, keys: Sequence[bytes], hidden_NSD: Tensor) -> None:
+        """Store the hidden states of some windows in a file of their own, which `refresh` then finds.
+
+        Raises:
+            InvalidInput: the directory cannot be written.
+        """
+        name = hashlib.sha256(b"".join(keys)).hexdigest()[:16]
+        keys_NK = torch.tensor([list(key) for key in keys], dtype=torch.uint8)
+        tensors = {"hidden": hidden_NSD.cpu().contiguous(), "keys": keys_NK}
+        with self._changing():
+            save_whole(tensors, self.directory / f"hidden-{name}.safetensors")
+
+    def check_space(self, needed: int, remedy: str) -> None:
+        """Compare the space that new states take with the free space of the disk.
+
+        Args:
+            needed: bytes.
+            remedy: how to need fewer, as the end of a sentence.
+
+        Raises:
+            InvalidInput: the disk is too small.
+        """
+        place = next(path for path in (self.directory, *self.directory.absolute().parents) if path.exists())
+        free = shutil.disk_usage(place).free
+        if needed > free:
+            raise InvalidInput(
+                f"{self._name}: the hidden states take {needed / 1e9:.1f} GB and {free / 1e9:.1f} GB are "
+                f"free; name a directory on a larger disk, or {remedy}"
+            )
+
+    def hidden(self, keys: Sequence[bytes]) -> Tensor:
+        """Return the hidden states (B, S, D) of windows of one length, as stored, on the CPU.
+
+        Raises:
+            InvalidInput: one is not stored.
+        """
+        self.check_holds(keys)
+        states = []
+        for key in keys:
+            path, row = self._places[key]
+            states.append(self._files[path][row])
+        return torch.stack(states)
+
+    def check_holds(self, keys: Iterable[bytes]) -> None:
+        """Check that windows are stored.
+
+        Raises:
+            InvalidInput: one is not.
+        """
+        if self.missing(keys):
+            raise InvalidInput(f"{self._name} lacks a window of this run; name another directory")
+
+    def head(self, device: torch.device) -> tuple[Tensor, Tensor | None, HeadForm]:
+        """Return the head's weight (V, D) and bias (V,) on a device, and the form of the logits."""
+        if not self._head:
+            tensors = load_file(self.directory / _HEAD)
+            self._head = {name: tensor.to(device) for name, tensor in tensors.items()}
+        return self._head["weight"], self._head.get("bias"), self._form
+
+    def logits(self, hidden_CD: Tensor) -> Tensor:
+        """Return the teacher's logits (C, V) of hidden states, on their device and in the teacher's dtype."""
+        weight_VD, bias_V, form = self.head(hidden_CD.device)
+        return form.logits(linear(hidden_CD.to(weight_VD.dtype), weight_VD, bias_V))
+
+    def _read_manifest(self) -> dict[str, Any] | None:
+        """Return the manifest, if there is one, after it was compared with what is asked for."""
+        file = self.directory / _MANIFEST
+        if not file.is_file():
+            self._check_unused()
+            return None
+        try:
+            manifest = json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            manifest = None
+        if not isinstance(manifest, dict):
+            raise InvalidInput(f"{self._name} is no cache of a teacher; name another directory")
+        if "kvfold_teacher_cache" in manifest:
+            raise InvalidInput(
+                f"{self._name} was made by an earlier version of kvfold; name another directory"
+            )
+        for key, wanted in self._identity.items():
+            found = manifest.get(key)
+            if found != wanted:
+                values = "" if key == "teacher" else f" ({found}, not {wanted})"
+                raise InvalidInput(
+                    f"{self._name} was made with another {key}{values}; name another directory"
+                )
+        return manifest
+
+    def _check_unused(self) -> None:
+        """Refuse a directory that holds something else; what a killed run has left is allowed."""
+        if not self.directory.exists():
+            return
+        if self.directory.is_dir():
+            names = {path.name for path in self.directory.iterdir()}
+            if names <= {_LOCK, f"{_MANIFEST}.partial"}:
+                return
+        raise InvalidInput(f"{self._name} is no cache of a teacher; name another directory")
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Let one process at a time change the directory; whatever is unfinished was left by a killed one."""
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            with FileLock(self.directory / _LOCK):
+                for unfinished in self.directory.glob("*.partial"):
+                    unfinished.unlink()
+                yield
+        except (OSError, SafetensorError) as error:
+            raise InvalidInput(f"{self._name} cannot be written: {error}") from None
+
+
+def _tensors_of(head: Any) -> dict[str, Tensor]:
+    """Return a head's tensors on the CPU; accelerate keeps those that it has put on the disk elsewhere."""
+    weights = getattr(getattr(head, "_hf_hook", None), "weights_map", None)
+    found = {
+        name: value if weights is None or not value.is_meta else weights[name]
+        for name, value in head.named_parameters()
+    }
+    return {name: value.detach().cpu().contiguous() for name, value in found.items()}
