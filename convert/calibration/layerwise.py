@@ -67,7 +67,11 @@ def collect(
 
     Args:
         layered: the model.
-        sequences, layout, batch_size, calibration, seed: as in `passes.collect`.
+        sequences: token ids (sequences, T), as are the following arguments in `passes.collect`.
+        layout: the places of the model's quantities.
+        batch_size: sequences at once.
+        calibration: the source of the sequences, for the record.
+        seed: of the labels.
         work: a directory for the hidden states between layers, 4 · tokens · D · (L + 1) bytes, and for the
             statistics, which stay on disk; no named file is left in it.
 

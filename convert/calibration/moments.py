@@ -1,12 +1,11 @@
-"""What is reduced of a layer's forward and backward pass: one table of moments, and the hooks that feed it.
+"""Moments of a layer's forward and backward pass: one table of them, and the hooks that feed it.
 
 A *quantity* is what one batch leaves in a layer: `x` the attention's input, `q`, `k`, `v`, `o` the outputs of
 its projections, `p` its probabilities; `g_` before a name is the gradient of the log likelihood there. A
 moment is computed as soon as the quantities it needs have arrived, and a quantity is dropped when no moment
-waits for it. Both modes, the whole model's and
-layer by layer, reduce through this file only: a new statistic is a row in `MOMENTS` and a field of
-`LayerStatistics`. Of a few
-quantities the first sequences are kept as they are, never more than a fixed number of tokens: `SAMPLES`.
+waits for it. Both modes, whole model and layer by layer, use this file: a new statistic is a row in
+`MOMENTS` and a field of `LayerStatistics`. `SAMPLES` names quantities of which the first sequences are kept
+as they are, never more than a fixed number of tokens.
 
 Legend: statistics.py; I = N or K heads.
 """
@@ -25,9 +24,9 @@ from ...core.errors import InvalidInput
 from ...core.processes import gather_rows, place, sum_over_ranks
 from .statistics import LayerStatistics
 
-BLOCKS = (
-    8  # to a side of a moment: more save little more of its products (9/16 are left), and make them smaller
-)
+# Blocks to a side of a moment. More blocks save little more of its products, of which 9/16 are left, and make
+# them smaller.
+BLOCKS = 8
 
 
 @dataclass(frozen=True)
@@ -47,19 +46,19 @@ class Moment:
 
     @property
     def backward(self) -> bool:
-        """Whether it takes a gradient."""
+        """True where it needs a gradient."""
         return any(quantity.startswith("g_") for quantity in self.needs)
 
 
 def _precise(rows: Tensor) -> Tensor:
-    """In float64 on the CPU, in float32 on an accelerator, where products are so much faster."""
+    """Convert to float64 on the CPU, and to float32 on an accelerator, where its products are much faster."""
     return rows.to(torch.float64 if rows.device.type == "cpu" else torch.float32)
 
 
 def _moment(rows_XE: Tensor) -> Tensor:
-    """Σ x xᵀ over a batch's tokens.
+    """Compute Σ x xᵀ over a batch's tokens.
 
-    It is symmetric: what lies left of the diagonal's blocks is not computed again.
+    It is symmetric: the part left of the diagonal's blocks is not computed again.
     """
     rows_XE = _precise(rows_XE)
     width = rows_XE.shape[1]
@@ -82,7 +81,7 @@ def _by_head(rows_BTNH: Tensor) -> Tensor:
 
 
 def _by_distance(mass_NTT: Tensor) -> Tensor:
-    """Sums (N, T) over the diagonals query - key = Δ of (N, query, key).
+    """Sum (N, query, key) over the diagonals query - key = Δ, to (N, T).
 
     Keys are reversed and rows made one element longer than they are read again: each row moves one to the
     right of the last.
@@ -93,7 +92,7 @@ def _by_distance(mass_NTT: Tensor) -> Tensor:
 
 
 def _shares(mass_NT: Tensor, tokens: int) -> Tensor:
-    # Attention that never hesitates has no such mass: then every distance is as good.
+    # Attention that is always certain has no such mass. Then all distances get the same share.
     mass_NT = torch.where(mass_NT.sum(-1, keepdim=True) > 0, mass_NT, 1)
     return mass_NT / mass_NT.sum(-1, keepdim=True)
 
@@ -128,7 +127,7 @@ class Sums(dict[str, Tensor]):
         self.held: dict[str, Tensor] = {}
 
     def arrive(self, quantity: str, value: Tensor) -> None:
-        """Take a batch's quantity, once a batch; moments that have all they need are added."""
+        """Add a quantity, once per batch; moments that have all they need are summed."""
         for name, (sampled, tokens) in SAMPLES.items():
             if quantity == sampled:
                 self._keep(name, value.detach(), tokens)
@@ -149,7 +148,7 @@ class Sums(dict[str, Tensor]):
             self._arrived.clear()  # the next batch begins
 
     def _keep(self, name: str, value_BTD: Tensor, tokens: int) -> None:
-        """Keep of a batch the sequences that are among the first ones of all processes."""
+        """Keep those sequences of a batch that are among the first of all processes."""
         rank, ranks = place()
         here = len(range(rank, max(1, tokens // value_BTD.shape[1]), ranks)) - sum(map(len, self._kept[name]))
         self._kept[name].append(value_BTD[: max(0, here)].to("cpu", torch.bfloat16))
@@ -159,10 +158,10 @@ class Sums(dict[str, Tensor]):
         self[name] = self[name].add_(value) if name in self else value
 
     def check_finite(self, layer: int, *, backward: bool) -> None:
-        """Name the layer, if one of its moments of a pass is not finite.
+        """Check that the moments of a pass are finite.
 
         Raises:
-            InvalidInput: a sum is NaN or infinite.
+            InvalidInput: a sum is NaN or infinite; names the layer.
         """
         for name, moment in MOMENTS.items():
             total = self[name]
@@ -180,13 +179,13 @@ class Sums(dict[str, Tensor]):
             self._kept[name] = [gather_rows(own, int(sum_over_ranks(torch.tensor(len(own)))))]
 
     def means(self, tokens: int) -> LayerStatistics:
-        """The statistics of a layer, from sums over so many tokens."""
+        """Return the statistics of a layer, from sums over so many tokens."""
         means = {name: moment.mean(self[name], tokens) for name, moment in MOMENTS.items()}
         return LayerStatistics(**means, **{name: torch.cat(kept) for name, kept in self._kept.items()})
 
 
 def not_finite(layer: int, what: str) -> str:
-    """The sentence for a source whose numbers overflow."""
+    """Return the sentence for a source whose numbers overflow."""
     return (
         f"layer {layer} of the source gives statistics that are NaN or infinite ({what}); "
         "check its weights, or fold with --calibration none"
@@ -195,12 +194,12 @@ def not_finite(layer: int, what: str) -> str:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where a model's quantities are.
+    """The places of a model's quantities.
 
     Attributes:
         projections: a layer's projections by role, as `Family.projections` gives them: q, k, v and o, or qkv
             and o.
-        split: from a role and what its projection gives (B, T, C) to what is in it: q (B, T, N, H), k and v
+        split: from a role and the output (B, T, C) of its projection to the parts: q (B, T, N, H), k and v
             (B, T, K, H), in the half layout.
     """
 
@@ -210,7 +209,7 @@ class Layout:
 
 @contextmanager
 def watched(model: Any, layers: Mapping[int, Sums], layout: Layout) -> Iterator[None]:
-    """Hooks on the projections and the attention of some layers; no gradient is computed for a weight."""
+    """Observe projections and attention of some layers for the duration; weights get no gradients."""
     assert not model.training, "dropout would be part of the statistics"
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     with ExitStack() as stack, torch.enable_grad():

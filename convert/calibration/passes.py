@@ -1,6 +1,6 @@
 """One pass of the whole model over the calibration tokens, forward and backward.
 
-And what it shares with layerwise.py.
+layerwise.py uses its batches and its gradient at the last hidden states too.
 """
 
 from collections.abc import Iterator
@@ -36,9 +36,9 @@ def collect(
     Args:
         model: a transformers causal language model in eval mode and float32, with eager attention.
         sequences: token ids (sequences, T), int64.
-        layout: where the model's quantities are.
-        batch_size: sequences at once; a question of memory and speed alone.
-        calibration: where the sequences come from, for the record.
+        layout: the places of the model's quantities.
+        batch_size: sequences at once; it changes memory and speed, and no number.
+        calibration: the source of the sequences, for the record.
         seed: of the labels.
 
     Raises:
@@ -66,7 +66,7 @@ def collect(
 
 
 def share(sequences: Tensor, batch_size: int, seed: int) -> list[tuple[Tensor, Tensor]]:
-    """This process's batches: token ids (B, T), and the uniform numbers (B, T) that draw their labels.
+    """Return this process's batches: token ids (B, T) and the uniform numbers (B, T) that draw their labels.
 
     Raises:
         InvalidInput: there are fewer sequences than processes.
@@ -83,7 +83,7 @@ def share(sequences: Tensor, batch_size: int, seed: int) -> list[tuple[Tensor, T
 
 
 def score(model: Any, hidden_BTD: Tensor, chance_BT: Tensor) -> Tensor:
-    """The gradient (B, T, D) of the log likelihood of drawn labels at the last hidden states.
+    """Compute the gradient (B, T, D) of the log likelihood of drawn labels at the last hidden states.
 
     At the logits it is onehot - p; from there the model's own head leads back, with its scales, caps and
     biases.
@@ -107,7 +107,7 @@ def score(model: Any, hidden_BTD: Tensor, chance_BT: Tensor) -> Tensor:
 
 @contextmanager
 def _given(trunk: Any, hidden_BTD: Tensor) -> Iterator[None]:
-    """For the duration a model without its head gives these last hidden states, whatever it is asked."""
+    """Have a model without its head return these last hidden states for the duration."""
     trunk.forward = lambda *_, **__: _Output(hidden_BTD)
     try:
         yield

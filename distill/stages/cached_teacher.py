@@ -62,7 +62,8 @@ class CachedTeacher:
             InvalidInput: the cache has no layers.
         """
         raise InvalidInput(
-            f"{OPTION} {self._cache.directory} holds last hidden states only; for losses on layers leave it out"
+            f"{OPTION} {self._cache.directory} holds last hidden states only; for losses on layers leave "
+            "it out"
         )
 
 

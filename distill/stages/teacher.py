@@ -1,4 +1,4 @@
-"""The model that the student learns from: in memory beside it, or sharing with it what both have in common.
+"""The model that the student learns from, in memory: whole, or sharing with the student what is equal.
 
 Shapes: B windows, S tokens of a window, D hidden size.
 """
@@ -28,19 +28,19 @@ from .isolation import isolate_documents
 from .student import check_model
 from .weights import TRAINABLE
 
-_SAMPLED = 64  # entries of a tensor that tell it from most others
+_SAMPLED = 64  # entries by which a tensor differs from most others
 
 
 class Teacher(Protocol):
-    """What a stage asks of a teacher; constants, without a graph."""
+    """A source of predictions for a stage: constants, without a graph."""
 
     def predictions(self, batch: Batch) -> Predictions:
-        """Predictions for all B S tokens."""
+        """Return predictions for all B S tokens."""
 
     def captured(self, batch: Batch, *, attention: bool = False) -> tuple[Predictions, Captured]:
-        """The same with what the layers gave, for losses on layers.
+        """Return predictions and the outputs of the layers, for losses on layers.
 
-        Queries, keys and values too where asked.
+        With `attention` also queries, keys and values.
         """
 
 
@@ -61,26 +61,24 @@ class Online:
 
     @torch.no_grad()
     def predictions(self, batch: Batch) -> Predictions:
-        """See `Teacher`."""
+        """Return predictions for all tokens; see `Teacher`."""
         with self._precision():
             return predict(self.model, batch)
 
     @torch.no_grad()
     def captured(self, batch: Batch, *, attention: bool = False) -> tuple[Predictions, Captured]:
-        """See `Teacher`."""
+        """Return predictions and the outputs of the layers; see `Teacher`."""
         with self._precision(), capturing(self.model, attention=attention) as captured:
             return predict(self.model, batch), captured
 
     @torch.no_grad()
     def show_layers(self, batch: Batch, see: See) -> None:
-        """Run the layers in order and tell `see` what each one's attention read and gave, as soon as it
-        has.
-        """
+        """Run the layers in order and pass each attention's input and output to `see` at once."""
         with self._precision(), self.decoder().seen_by(see):
             predict(self.model, batch)
 
     def decoder(self) -> Decoder:
-        """Its layers."""
+        """Return its decoder layers."""
         return Decoder(self.model)
 
     def _precision(self) -> torch.autocast:
@@ -90,12 +88,11 @@ class Online:
 
 
 def load_teacher(directory: Path, bf16: bool, device: torch.device, student: Loaded) -> Online:
-    """A model of its own, in bfloat16 or float32.
+    """Load a teacher with weights of its own, in bfloat16 or float32.
 
     Raises:
-        InvalidInput: it cannot be loaded whole, its token ids do not mean what the student's mean, or its
-        logits are of a form
-            that losses cannot compute from its last hidden states.
+        InvalidInput: it cannot be loaded whole, it has another tokenizer than the student, or losses cannot
+            compute its logits from its last hidden states.
     """
     return Online(_load(directory, "bfloat16" if bf16 else "float32", device, student))
 
@@ -109,7 +106,7 @@ def open_teacher(
     *,
     alone: bool = False,
 ) -> Online:
-    """The teacher that a recipe asks for, in memory.
+    """Load the teacher that a recipe asks for.
 
     Args:
         directory: its checkpoint.
@@ -117,18 +114,15 @@ def open_teacher(
         recipe: says how it is kept, and how documents are packed.
         accelerator: device, precision.
         student: with the weights that the stage starts from, which `shared` reads.
-        alone: whether processes use it one without the other, as when it writes: then it cannot be in shards.
+        alone: whether each process runs it by itself, as when it writes; then it cannot be in shards.
 
     Raises:
-        InvalidInput: as of `load_teacher` and `load_shared`; or `shared` with a student that is sharded.
+        InvalidInput: as in `load_teacher` and `load_shared`, or `shared` with a student that is sharded.
     """
     bf16 = accelerator.mixed_precision == "bf16"
     check_whole(recipe, shards_models(stage))
     if shards_models(stage) and alone:
-        notice(
-            f"every process loads {directory} whole, since each writes with it by itself what the run "
-            f"learns from"
-        )
+        notice(f"every process loads {directory} whole, since each writes by itself what the run learns from")
     elif shards_models(stage) and (
         found := open_in_units(directory, torch.bfloat16 if bf16 else torch.float32)
     ):
@@ -144,10 +138,10 @@ def open_teacher(
 
 
 def check_whole(recipe: Recipe, sharded: bool) -> None:
-    """Refuse `shared` where models are divided among processes.
+    """Check that a shared teacher is not asked for where models are divided among processes.
 
     Raises:
-        InvalidInput: says so.
+        InvalidInput: it is.
     """
     if sharded and recipe.teacher == SHARED:
         raise InvalidInput(
@@ -156,7 +150,7 @@ def check_whole(recipe: Recipe, sharded: bool) -> None:
 
 
 def _in_shards(units: Units, student: Loaded, recipe: Recipe) -> Online:
-    """A teacher of which every process has a part; all must run it together."""
+    """Make a teacher of which every process has a part; all must run it together."""
     check_comparable(student, units.loaded, "")
     teacher = Online(units.model)
     share_teacher(teacher, units)
@@ -168,11 +162,10 @@ def _in_shards(units: Units, student: Loaded, recipe: Recipe) -> Online:
 def load_shared(
     directory: Path, bf16: bool, device: torch.device, student: Loaded, trained: Set[str]
 ) -> Online:
-    """A model of which only what differs from the student, or is trained in it, takes memory: usually the
-    attention.
+    """Load a teacher that shares the memory of every weight that is equal in the student and stays so.
 
-    It computes the same numbers, bit for bit, as one of its own; with `bf16` by autocast, as the student
-    does.
+    Usually only its attention takes memory. It computes the same numbers, bit for bit, as a teacher with
+    weights of its own; with `bf16` by autocast, as the student does.
 
     Args:
         directory: its checkpoint.
@@ -182,7 +175,7 @@ def load_shared(
         trained: names of the student's weights that the stage trains in place.
 
     Raises:
-        InvalidInput: as of `load_teacher`; or nothing can be shared.
+        InvalidInput: as in `load_teacher`, or nothing can be shared.
     """
     model = _load(directory, "float32", torch.device("cpu"), student)
     constant = [weight for name, weight in student.model.named_parameters() if name not in trained]
@@ -190,8 +183,7 @@ def load_shared(
     if not shared:
         raise InvalidInput(
             f"teacher: shared keeps one copy of what {directory} and the student have in common, and "
-            f"nothing of that stays as "
-            "it is in this stage; use train: attention, or leave teacher out"
+            "nothing of that stays as it is in this stage; use train: attention, or leave teacher out"
         )
     own = {id(weight): weight for weight in model.parameters()}
     notice(
@@ -210,10 +202,7 @@ def _load(directory: Path, dtype: str, device: torch.device, student: Loaded) ->
 
 @torch.no_grad()
 def _share(model: nn.Module, constant: list[nn.Parameter]) -> int:
-    """Put in the place of a model's parameters those of `constant` that are equal.
-
-    Returns how many weights are shared.
-    """
+    """Replace parameters by equal ones of `constant`; return how many weights are shared."""
     known: dict[tuple[Any, ...], list[nn.Parameter]] = defaultdict(list)
     for weight in constant:
         known[_sample(weight)].append(weight)
@@ -233,7 +222,7 @@ def _share(model: nn.Module, constant: list[nn.Parameter]) -> int:
 
 
 def _places(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
-    """Every parameter with its module and its name there; tied ones under each of their names."""
+    """Yield every parameter with its module and its name there; tied ones under each of their names."""
     found = [
         (module, name, weight) for module in model.modules() for name, weight in module._parameters.items()
     ]

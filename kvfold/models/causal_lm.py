@@ -274,8 +274,8 @@ def _check_directory(directory: Path, options: LoadOptions) -> tuple[bool, bool]
     """Check that a directory can be read without running code that the user has not allowed.
 
     Returns:
-        Whether it carries this kvfold's own code, and whether its Python files may run: those of an output
-        of this kvfold never do, since kvfold's own classes stand for them.
+        Two booleans. The first: the directory carries this kvfold's own code. The second: its Python files
+        may run. Those of an output of this kvfold never run, since kvfold's own classes stand for them.
     """
     if not directory.is_dir():
         raise InvalidInput(f"{directory} is not a directory; name a Hugging Face model directory")

@@ -1,7 +1,4 @@
-"""Code in a checkpoint.
-
-What names code that is not kvfold's, and a copy of an output in which there is no other code.
-"""
+"""Code in a checkpoint: finding code that is not kvfold's, and copies that hold no other code."""
 
 import json
 import os
@@ -47,13 +44,13 @@ def foreign_code(directory: Path) -> str:
 
 
 def _shown(named: Any) -> str:
-    """The first name among those of code that is not kvfold's, or the whole where there is none such."""
+    """Return the first name of code that is not kvfold's, or the whole value where there is no such name."""
     names = [str(name) for name in named.values()] if isinstance(named, dict) else []
     return next((name for name in names if name not in AUTO_MAP.values()), json.dumps(named))[:120]
 
 
 def _named_code(path: Path) -> Iterator[tuple[str, Any]]:
-    """The fields of a JSON file that name code, at any depth, with what they hold."""
+    """Yield the fields of a JSON file that name code, at any depth, with their values."""
     try:
         pending = [json.loads(path.read_text(encoding="utf-8"))] if path.is_file() else []
     except (ValueError, RecursionError):
@@ -87,8 +84,7 @@ def copy_config(source: Path, out: Path) -> None:
 
 @contextmanager
 def clean_copy(directory: Path) -> Iterator[Path]:
-    """A temporary directory that holds an output's weights and configuration and, of code, this kvfold's own
-    files alone.
+    """Make a temporary copy of an output in which the only code is this kvfold's own.
 
     Args:
         directory: an output with code of its own. Its weights are linked, or copied where links are

@@ -1,4 +1,4 @@
-"""Where a model stops being finite: the first module whose output holds an infinity or NaN."""
+"""Search for the first module of a model whose output holds an infinity or NaN."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from .causal_lm import Loaded
 
 
 def refuse(role: str, loaded: Loaded, ids_1W: Tensor, window: int) -> InvalidInput:
-    """The mistake to raise for a model whose logits are not finite in a window of ids (1, W)."""
+    """Return the error for a model whose logits are not finite in a window of ids (1, W)."""
     module = first_broken(loaded, ids_1W)
     blame = "" if module is None else f"; the first output that is not finite is that of {module}"
     return InvalidInput(
@@ -20,9 +20,9 @@ def refuse(role: str, loaded: Loaded, ids_1W: Tensor, window: int) -> InvalidInp
 
 @torch.no_grad()
 def first_broken(loaded: Loaded, ids_1W: Tensor) -> str | None:
-    """The innermost module that gives something not finite first, e.g.
+    """Return the name of the innermost module whose output is the first that is not finite.
 
-    `model.layers.3.mlp.down_proj`; None where none does.
+    For example `model.layers.3.mlp.down_proj`; None where all outputs are finite.
     """
     found: list[str] = []
 
@@ -48,10 +48,6 @@ def first_broken(loaded: Loaded, ids_1W: Tensor) -> str | None:
 def _values(output: Any) -> tuple[Any, ...]:
     if isinstance(output, Tensor):
         return (output,)
-    return (
-        tuple(output.values())
-        if hasattr(output, "values")
-        else tuple(output)
-        if isinstance(output, tuple | list)
-        else ()
-    )
+    if hasattr(output, "values"):
+        return tuple(output.values())
+    return tuple(output) if isinstance(output, tuple | list) else ()

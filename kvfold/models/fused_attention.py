@@ -1,6 +1,4 @@
-"""Attention of a loaded stock model by torch's fused kernel, on a CPU too, where keys are wider than
-values.
-"""
+"""Attention of a loaded stock model whose keys are wider than its values, by torch's fused kernel."""
 
 from typing import Any, TypeVar
 
@@ -16,11 +14,10 @@ AttentionMaskInterface.register(LEVEL, sdpa_mask)
 
 
 def level(model: Model) -> Model:
-    """Have loaded DeepSeek-V2 and -V3 models that attend by `sdpa` attend by `level_attention`, which
-    computes the same.
+    """Switch loaded DeepSeek-V2 and -V3 models from `sdpa` to `level_attention`, which computes the same.
 
-    What `save_pretrained` writes does not name it, and `set_attn_implementation` takes it back. kvfold's own
-    classes do so by themselves, and other models stay as they are.
+    On a CPU it is much faster. `save_pretrained` does not write its name, and `set_attn_implementation`
+    takes it back. kvfold's own classes use it by themselves, and other models stay as they are.
 
     Args:
         model: one, or what holds one; changed in place.

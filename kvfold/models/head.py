@@ -1,5 +1,4 @@
-"""Where hidden states become logits: kvfold forms logits a few tokens at a time, so it must know the whole
-way to them.
+"""The step from last hidden states to logits, which kvfold forms a few tokens at a time.
 
 Shapes: B windows, W tokens of a window, C any number of tokens, D hidden size, V vocabulary.
 """
@@ -19,8 +18,7 @@ _SOFT_CAPS = ("final_logit_softcapping", "logits_soft_cap")  # Gemma 2 and later
 
 
 class HeadForm(NamedTuple):
-    """What a model does to the output of its output embedding: logits = soft_cap · tanh(scale · output /
-    soft_cap).
+    """The step from the output embedding's output to logits: soft_cap · tanh(scale · output / soft_cap).
 
     Attributes:
         scale: a factor.
@@ -31,7 +29,7 @@ class HeadForm(NamedTuple):
     soft_cap: float | None = None
 
     def logits(self, output_CV: Tensor) -> Tensor:
-        """The logits, in the dtype of `output_CV`, which is left as it is."""
+        """Return the logits, in the dtype of `output_CV`, which stays as it is."""
         logits_CV = output_CV if self.scale == 1 else output_CV * self.scale
         if self.soft_cap is None:
             return logits_CV
@@ -39,7 +37,7 @@ class HeadForm(NamedTuple):
 
 
 def head_form(model: Any) -> HeadForm:
-    """The form that a transformers causal language model's configuration tells.
+    """Read the form from the configuration of a transformers causal language model.
 
     `check_head` compares it with the model.
     """
@@ -54,12 +52,12 @@ def head_form(model: Any) -> HeadForm:
 
 
 def head_logits(model: Any, hidden_CD: Tensor) -> Tensor:
-    """The logits (C, V) of last hidden states, in the model's dtype."""
+    """Return the logits (C, V) of last hidden states, in the model's dtype."""
     return head_form(model).logits(model.get_output_embeddings()(hidden_CD))
 
 
 def last_hidden(loaded: Loaded, ids_BW: Tensor) -> Tensor:
-    """What the output embedding is applied to (B, W, D), in the model's dtype and on its device."""
+    """Return the last hidden states (B, W, D), in the model's dtype and on its device."""
     output = loaded.model.base_model(input_ids=ids_BW.to(loaded.device), use_cache=False)
     hidden_BWD: Tensor = output.last_hidden_state
     return hidden_BWD
@@ -67,12 +65,10 @@ def last_hidden(loaded: Loaded, ids_BW: Tensor) -> Tensor:
 
 @torch.no_grad()
 def check_head(loaded: Loaded, ids_1W: Tensor) -> None:
-    """Compare the short way to the logits, `head_logits` of the last hidden states, with the model's own on a
-    few tokens.
+    """Check on a few tokens that `head_logits` of the last hidden states are the model's own logits.
 
     Raises:
-        InvalidInput: the model does something else to them: what would be computed is another distribution
-        than its own.
+        InvalidInput: they are not, so that kvfold would compute another distribution than the model's.
     """
     own = loaded.model(input_ids=ids_1W.to(loaded.device), use_cache=False).logits
     short = head_logits(loaded.model, last_hidden(loaded, ids_1W))
@@ -82,8 +78,7 @@ def check_head(loaded: Loaded, ids_1W: Tensor) -> None:
     if not torch.allclose(own.float(), short.float(), rtol=0, atol=tolerance, equal_nan=True):
         raise InvalidInput(
             f"{loaded.path} ({type(loaded.model).__name__}) scales or caps its logits after the output "
-            f"embedding in a way of "
-            "its own, which kvfold does not score yet"
+            "embedding in a way of its own, which kvfold does not score yet"
         )
 
 

@@ -11,13 +11,14 @@
 # WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
 # See the License for the specific language governing permissions and
 # limitations under the License.
-"""Two forms of latent attention for stock transformers models; shipped beside the weights.
+"""Two forms of latent attention for stock transformers models; shipped next to the weights.
 
 Both cache a latent of `rank` numbers per token instead of keys and values:
 
-    decoupled   c = down x; k = [k_up c; k_rope], v = v_up c; cached are c and the rotary key k_rope that all
-    heads share intact      c = down x, or down [norm(k); v] where the source normalises keys; k = rotate(k_up
-    c), v = v_up c; cached is c
+    decoupled   c = down x; k = [k_up c; k_rope], v = v_up c;
+                cached are c and the rotary key k_rope, which all heads share
+    intact      c = down x, or down [norm(k); v] where the source normalises keys;
+                k = rotate(k_up c), v = v_up c; cached is c
 
 Legend: B sequences, T tokens of this call, S tokens attended to, D hidden size, N query heads, K key/value
 heads, H head dim, V value dim, P and R un-rotated and rotary width of a decoupled query, F = R/2 or H/2
@@ -47,17 +48,16 @@ _DIGIT = 256  # positions are cached as digits of this base, which every floatin
 
 
 class _FoldedAttention(nn.Module):
-    """What both forms share.
+    """The common part of both forms.
 
-    The source's attention module `stock` gives way to one with the same place and settings.
+    The source's attention module `stock` is replaced by one in the same place with the same settings.
     """
 
     o_proj: nn.Linear
 
     def __init__(self, config: Any, layer: int, stock: Any) -> None:
-        nn.Module.__init__(
-            self
-        )  # not super(): the stock class is among the bases, and must not build its projections
+        # Not super(): the stock class is among the bases, and must not build its projections.
+        nn.Module.__init__(self)
         self.config = config
         self.layer_idx = layer
         self.is_causal = True
@@ -73,13 +73,13 @@ class _FoldedAttention(nn.Module):
             self.register_forward_pre_hook(_adapt, with_kwargs=True)
 
     def _options(self) -> dict[str, Any]:
-        """What the attention function is told beside tensors and scale."""
+        """Return the arguments of the attention function other than tensors and scale."""
         special = {"sliding_window": self.sliding_window, "softcap": self.softcap, "s_aux": self.sinks}
         given = {name: value for name, value in special.items() if value is not None}
         return {"dropout": self.attention_dropout if self.training else 0.0, **given}
 
     def _grown(self, query_BNTH: Tensor, position_ids: Any) -> Tensor:
-        """Queries that grow with their position, in families where they do."""
+        """Scale queries by their position, in families that do so."""
         if self.growth is None:
             return query_BNTH
         rate, length = self.growth
@@ -87,11 +87,11 @@ class _FoldedAttention(nn.Module):
         return query_BNTH * factor_BT[:, None, :, None].to(query_BNTH.dtype)
 
     def _angles(self, turned: Any) -> tuple[Tensor, Tensor]:
-        """This layer's columns (B, T, F) of the cosines and sines of all tables."""
+        """Return this layer's columns (B, T, F) of the cosines and sines of all tables."""
         return self._own(turned[0]), self._own(turned[1])
 
     def _own(self, tables: Tensor) -> Tensor:
-        """This layer's columns of what has a column for each frequency of all tables."""
+        """Return this layer's columns of a tensor with a column for each frequency of all tables."""
         pairs, numbers = len(self.config.kvfold["frequencies"][0]), self.config.kvfold["tables"]
         first = pairs * numbers[self.layer_idx] if numbers else 0
         return tables[..., first : first + pairs]
@@ -101,7 +101,7 @@ class _FoldedAttention(nn.Module):
 
 
 def _adapt(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The call of families that name the cache `layer_past`, or rotate by `position_ids` themselves."""
+    """Adapt the call of families that name the cache `layer_past`, or rotate by `position_ids`."""
     kwargs = {"past_key_values" if name == "layer_past" else name: value for name, value in kwargs.items()}
     if module.rotary is not None and kwargs.get("position_ids") is not None:
         hidden_states = args[0] if args else kwargs["hidden_states"]
@@ -193,7 +193,7 @@ class KvfoldDecoupledAttention(_FoldedAttention):
         return self.o_proj(output_BTNV.reshape(batch, length, -1)), weights
 
     def _absorbs(self, length: int, seen: int, mask: Any) -> bool:
-        """Whether to attend in the latent."""
+        """Return whether to attend in the latent."""
         return (
             not self.training
             and is_plain(self.kv_b_proj)
@@ -207,19 +207,18 @@ class KvfoldDecoupledAttention(_FoldedAttention):
     def _absorbed(
         self, query_BNTQ: Tensor, latent_B1SC: Tensor, rope_B1SR: Tensor, mask: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """The same with the up-projections moved to the few new tokens."""
+        """Attend with the up-projections moved to the few new tokens."""
         up_NEC = self.kv_b_proj.weight.unflatten(0, (-1, self.qk_nope_head_dim + self.v_head_dim))
         output_BNTV, weights = attend(query_BNTQ, latent_B1SC, rope_B1SR, up_NEC, mask, self.scaling, self)
         return self.o_proj(output_BNTV.transpose(1, 2).flatten(2)), weights
 
 
 class KvfoldIntactAttention(_FoldedAttention):
-    """Grouped attention that caches a latent and rebuilds keys and values from it, rotating keys after the
-    up-projection.
+    """Grouped attention that caches a latent, rebuilds keys and values from it and then rotates the keys.
 
-    The position of a cached token cannot be told from its latent. It is cached too, in three digits, by the
-    first layer of each kind (`home`) for all layers of that kind: what is done to a cache (beams, cropping,
-    padding) is then done to positions.
+    A latent does not show the position of its token. The position is cached too, in three digits, by the
+    first layer of each kind (`home`) for all layers of that kind. So every operation on a cache (beams,
+    cropping, padding) is done to positions too.
     """
 
     def __init__(self, config: Any, layer: int, stock: Any) -> None:
@@ -249,9 +248,7 @@ class KvfoldIntactAttention(_FoldedAttention):
         self.o_proj = self._linear("o", heads * self.v_head_dim, hidden)
 
     def _heads(self, rows_BTE: Tensor, norm: Any) -> Tensor:
-        """Projected rows as heads (B, T, heads, H), normalised over a head or over all of them, as wide as
-        the norm is.
-        """
+        """Return projected rows as heads (B, T, heads, H), normalised over the width of the norm."""
         if norm is not None and norm.weight.shape[-1] != self.head_dim:
             rows_BTE, norm = norm(rows_BTE), None
         heads_BTNH = rows_BTE.unflatten(-1, (-1, self.head_dim))
@@ -259,7 +256,7 @@ class KvfoldIntactAttention(_FoldedAttention):
         return normed_BTNH
 
     def _encode(self, hidden_states: Tensor) -> Tensor:
-        """The latent (B, 1, T, C)."""
+        """Return the latent (B, 1, T, C)."""
         if self.k_norm is not None:
             key_BTE = self._heads(self.k_proj(hidden_states), self.k_norm).flatten(2)
             hidden_states = torch.cat([key_BTE, self.v_proj(hidden_states)], dim=-1)
@@ -343,7 +340,7 @@ class KvfoldIntactAttention(_FoldedAttention):
         return self.o_proj(output_BTNV.reshape(batch, length, -1)), weights
 
     def _rebuilds(self, length: int, seen: int, mask: Any) -> bool:
-        """Whether to rebuild keys block by block, and values not at all."""
+        """Return whether to rebuild keys block by block, and values not at all."""
         widths = {"head": self.head_dim, "value": self.v_head_dim, "rank": self.config.latent_rank}
         heads, groups = self.config.num_attention_heads, self.config.kvfold["key_heads"]
         few = rebuilding_is_less(length, seen, heads=heads, groups=groups, **widths)

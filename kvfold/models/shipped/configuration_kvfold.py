@@ -11,9 +11,9 @@
 # WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
 # See the License for the specific language governing permissions and
 # limitations under the License.
-"""Configuration of a checkpoint whose attention kvfold folded; shipped beside the weights.
+"""Configuration of a checkpoint whose attention kvfold folded; shipped next to the weights.
 
-config.json is the source's own, with `model_type: kvfold` and what the model needs to know:
+config.json is the source's own, with `model_type: kvfold` and these fields:
 
     kvfold.form                 "decoupled" or "intact" (see attention_kvfold.py)
     kvfold.source_model_type    the source's model_type: gives the stock configuration and model classes
@@ -48,7 +48,7 @@ class KvfoldConfig(PretrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """A configuration from the content of config.json; `kwargs` as in transformers."""
+        """Make a configuration from the content of config.json; `kwargs` as in transformers."""
         return super(KvfoldConfig, folded_config(config_dict["kvfold"]["source_model_type"])).from_dict(
             config_dict, **kwargs
         )
@@ -58,7 +58,7 @@ class KvfoldConfig(PretrainedConfig):
 
 
 def folded_config(source_model_type: str) -> Any:
-    """The configuration class of folds of one stock model type, made once."""
+    """Return the configuration class of folds of one stock model type, made once."""
     if source_model_type not in _CLASSES:
         stock = CONFIG_MAPPING[source_model_type]
         plan = getattr(stock, "base_model_tp_plan", None) or {}
@@ -71,7 +71,7 @@ def folded_config(source_model_type: str) -> Any:
 
 
 def _restore(source_model_type: str, state: dict[str, Any]) -> Any:
-    """A copied or unpickled configuration: its class is made where it is needed."""
+    """Rebuild a copied or unpickled configuration, and its class if necessary."""
     cls = folded_config(source_model_type)
     config = cls.__new__(cls)
     config.__dict__.update(state)

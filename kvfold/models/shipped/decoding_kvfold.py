@@ -11,15 +11,13 @@
 # WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
 # See the License for the specific language governing permissions and
 # limitations under the License.
-"""Attention of a few new tokens to a long cache of latents, without expanding what is cached; shipped beside
-the weights.
+"""Attention of a few new tokens to a cache of latents that stay unexpanded; shipped next to the weights.
 
 Up-projections move from the many cached tokens to the few new ones ("weight absorption", arXiv 2405.04434,
 section 2.1.2): q·(k_up c) = (k_up^T q)·c, and a sum of values v_up c is v_up times the sum of latents. All
-heads then read one latent head, as
-rows of one matrix product a sequence: the cache is read once for scores and once for sums, and nothing of its
-length is copied. Where keys are rotated after they are rebuilt that holds of values alone; keys are rebuilt
-for a block of tokens at a time.
+heads then read one latent head, as rows of one matrix product per sequence. The cache is read once for scores
+and once for sums, and nothing of its length is copied. Where keys are rotated after they are rebuilt, this
+holds for values only, and keys are rebuilt for a block of tokens at a time.
 
 These are plain products of torch, on any device; on a GPU one kernel reads the cache once for both
 (kernels_kvfold.py).
@@ -44,18 +42,18 @@ GPU_BLOCK = 2**25  # the same on a GPU, where a block is some ten kernels and ha
 
 
 def is_plain(up: nn.Linear) -> bool:
-    """Whether an up-projection's weight is all that it computes with, here and now.
+    """Return whether an up-projection's weight alone gives what the module computes.
 
-    Not so of what is quantised, sharded or has an adapter, which is of another class, and of what accelerate
-    offloads, whose weights are elsewhere until the module is called. Only calling it is right then.
+    A quantised or sharded projection or one with an adapter is of another class. One that accelerate offloads
+    has its weights elsewhere until it is called. Those must be called as modules.
     """
     return type(up) is nn.Linear and not up.weight.is_meta
 
 
 def tells(mask: Any, length: int) -> bool:
-    """Whether a mask of transformers says by itself who sees what.
+    """Return whether a mask of transformers alone determines which tokens see which.
 
-    None, or one of padding alone, does so for one token.
+    None, or a mask of padding only, does so for one token.
     """
     if mask is None or (isinstance(mask, Tensor) and mask.ndim == 2):
         return length == 1
@@ -63,8 +61,9 @@ def tells(mask: Any, length: int) -> bool:
 
 
 def dense(mask: Any, query: Tensor, seen: int) -> Tensor | None:
-    """A mask that `tells`, of new tokens `query` (B, N, T, ...) and `seen` cached ones, as `softmax` takes
-    it.
+    """Return a mask that `tells` in the form that `softmax` takes.
+
+    It is of new tokens `query` (B, N, T, ...) and `seen` cached ones.
     """
     if isinstance(mask, BlockMask):
         mask = create_mask(mask.mask_mod, len(query), 1, query.shape[-2], seen, device=query.device)
@@ -75,12 +74,11 @@ def dense(mask: Any, query: Tensor, seen: int) -> Tensor | None:
 
 
 def absorbing_is_less(length: int, seen: int, *, nope: int, rope: int, value: int, rank: int) -> bool:
-    """Whether T new tokens of S take fewer multiplications in the latent than expanded, and their scores no
-    more memory.
+    """Return whether T new tokens of S are cheaper in the latent than expanded.
 
-    At 512+64 with heads of 128 that is up to 170 new tokens; measured on a CPU the latent is still faster
-    there, for expanding also copies, but fused kernels for expanded heads narrow that elsewhere. A first
-    call, with nothing cached, is expanded.
+    That is fewer multiplications, and no more memory for scores. At 512+64 with heads of 128 it holds up to
+    170 new tokens. On a CPU the latent is measured to be faster there still, because expanding also copies.
+    Fused kernels for expanded heads narrow that elsewhere. A first call, with nothing cached, is expanded.
     """
     absorbed = length * (rank * (nope + value) + seen * (2 * rank + rope))
     expanded = seen * (rank * (nope + value) + length * (nope + rope + value))
@@ -90,7 +88,7 @@ def absorbing_is_less(length: int, seen: int, *, nope: int, rope: int, value: in
 def rebuilding_is_less(
     length: int, seen: int, *, heads: int, groups: int, head: int, value: int, rank: int
 ) -> bool:
-    """The same where keys have to be rebuilt in any case, and only values may be absorbed; for all heads."""
+    """Return the same for all heads where keys must be rebuilt and only values may be absorbed."""
     absorbed = length * heads * (rank * value + seen * rank)
     expanded = seen * (groups * value * rank + length * heads * value)
     return length < seen and length * heads <= groups * (head + value) and absorbed < expanded
@@ -105,11 +103,12 @@ def attend(
     scale: float,
     module: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention with a rotary key that heads share.
+    """Attend with a rotary key that heads share.
 
     Args:
         query_BNTQ: queries, P un-rotated columns and R rotated ones.
-        latent_B1SC, rope_B1SR: what is cached.
+        latent_B1SC: cached latents.
+        rope_B1SR: cached rotary keys.
         up_NEC: the up-projections of each head, P rows for keys and V for values.
         mask: one that `tells`.
         scale: factor on scores.
@@ -142,15 +141,18 @@ def attend_rotated(
     value: int,
     mask: Any, scale: float, module: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Attention whose keys are rotated after they are rebuilt, as `attend` returns it.
+    """Attend with keys that are rotated after they are rebuilt; the result is as in `attend`.
 
     Args:
         query_BNTH: rotated queries.
-        latent_B1SC, position_BS: what is cached, and where it stood.
+        latent_B1SC: cached latents.
+        position_BS: their positions.
         frequencies_F: of a head's pairs.
         up: the up-projection: for each of K key heads H rows for keys and V for values, with a bias or not.
         value: V.
-        mask, scale, module: as of `attend`.
+        mask: as in `attend`, and so are the following.
+        scale: factor on scores.
+        module: the attention module.
     """
     batch, heads, length, width = query_BNTH.shape
     up_KEC = up.weight.unflatten(0, (-1, width + value))
@@ -198,9 +200,9 @@ def _by_head(rows_BNTE: Tensor, matrix_NEW: Tensor) -> Tensor:
 
 
 def _sums(weights_BNTS: Tensor, latent_B1SC: Tensor) -> Tensor:
-    """The weighted sums (B, N, T, C) of latents.
+    """Compute the weighted sums (B, N, T, C) of latents.
 
-    A product a sequence: broadcasting would copy latents for each head.
+    There is one product per sequence: broadcasting would copy latents for each head.
     """
     sums_BNTC: Tensor = torch.bmm(weights_BNTS.flatten(1, 2), latent_B1SC.squeeze(1)).unflatten(
         1, weights_BNTS.shape[1:3]

@@ -11,8 +11,7 @@
 # WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
 # See the License for the specific language governing permissions and
 # limitations under the License.
-"""Attention of a few new tokens to cached latents in one pass over the cache, for GPUs; shipped beside the
-weights.
+"""Attention of a few new tokens to cached latents in one pass, for GPUs; shipped next to the weights.
 
 Plain products read the cache twice, once for scores and once for sums, and write scores between. Here a tile
 of latents is read once and serves as keys and as values of all heads (split over the sequence as in
@@ -143,7 +142,7 @@ def plain(
     mask: Tensor | None,
     scale: float,
 ) -> Tensor:
-    """What the kernel computes, by plain products: arguments and result as of `latent_sums`."""
+    """Compute the kernel's result by plain products; arguments and result as in `latent_sums`."""
     scores_BMS = torch.bmm(
         (query_BNTC * scale).flatten(1, 2), latent_BSC.mT
     )  # scaled first: half precision could overflow
@@ -163,9 +162,15 @@ def fused(
     scale: float, *,
     tile: int, stages: int, processors: int,
 ) -> Tensor:  # fmt: skip
-    """The kernel: arguments and result as of `latent_sums`.
+    """Run the kernel; arguments and result as in `latent_sums`.
 
     Args:
+        query_BNTC: as in `latent_sums`, and so are the following.
+        turned_BNTR: their rotated columns.
+        latent_BSC: cached latents.
+        rope_BSR: cached rotary keys.
+        mask: of new tokens by cached ones.
+        scale: factor on scores.
         tile: latents read at once, a power of two from 16 on.
         stages: tiles on their way at a time.
         processors: of the device; the sequence is split so that all have as many programs as fit, one of rank
@@ -199,17 +204,17 @@ def fused(
 
 
 def _block(rows: int, row_bytes: int) -> int:
-    """The rows of one program."""
+    """Return the number of rows of one program."""
     return min(32 if row_bytes <= 1024 else 16, 16 if rows <= 16 else 32)
 
 
 def _warps(block: int, width: int) -> int:
-    """Groups of 32 threads of one program: with four, sums of rank 512 would not fit into registers."""
+    """Return the warps of one program: with four, sums of rank 512 would not fit into registers."""
     return 8 if block * width >= 2**14 else 4
 
 
 def _ends(mask_B1TS: Tensor) -> Tensor:
-    """Where a sequence ends, (B,): behind the last token that any of the new ones sees.
+    """Return the end of each sequence (B,), after the last token that any of the new ones sees.
 
     A static cache is mostly empty.
     """
@@ -221,9 +226,9 @@ _chosen: dict[tuple[Any, ...], tuple[int, int] | None] = {}
 
 
 def _choice(*tensors: Any, scale: float) -> tuple[int, int] | None:
-    """The tile and stages to run with, found at the first use for a device, dtype, widths, rows and mask.
+    """Return tile and stages, found at the first use for a device, dtype, widths, rows and mask.
 
-    None: plain.
+    None: plain products are to be used.
     """
     query_BNTC, _, latent_BSC, rope_BSR, mask = tensors
     kind, is_one_block = None if mask is None else mask.dtype, query_BNTC.shape[1] * query_BNTC.shape[2] <= 16
@@ -236,11 +241,11 @@ def _choice(*tensors: Any, scale: float) -> tuple[int, int] | None:
 
 
 def _first_sound(tensors: Any, scale: float) -> tuple[int, int] | None:
-    """The first of TILES that compiles and agrees with plain products."""
+    """Return the first of TILES that compiles and agrees with plain products."""
     given: tuple[Any, ...] = (*tensors, scale)
     dtype, mask, reason = tensors[2].dtype, tensors[4], ""
     is_boolean = mask is not None and mask.dtype == torch.bool
-    # What sees nothing is nothing to the kernel, and a mean of everything to a softmax.
+    # A row that sees no token is zero in the kernel, and a mean of all tokens in a softmax.
     sees_B1T1 = mask[..., : tensors[2].shape[1]].any(-1, keepdim=True) if is_boolean else 1
     for tile, stages in TILES[dtype.itemsize]:
         try:
@@ -274,13 +279,15 @@ def latent_sums(
     mask: Tensor | None,
     scale: float,
 ) -> Tensor:
-    """Means of latents by attention's weights, for inference: it has no gradient. `torch.compile` sees one
-    operation.
+    """Average latents by attention's weights, for inference, since it has no gradient.
+
+    `torch.compile` sees one operation.
 
     Args:
         query_BNTC: absorbed queries.
         turned_BNTR: their rotated columns.
-        latent_BSC, rope_BSR: what is cached; columns lie side by side.
+        latent_BSC: cached latents; columns are contiguous.
+        rope_BSR: cached rotary keys; columns are contiguous.
         mask: (B or 1, 1, T, S or more), boolean (what is kept) or added to scores; None: every new token sees
             all.
         scale: factor on scores.
@@ -302,9 +309,9 @@ def _(query_BNTC: Tensor, *_: Any) -> Tensor:
 
 
 def takes(query: Tensor, turned: Tensor, latent: Tensor, rope: Tensor, module: Any) -> bool:
-    """Whether the kernel can serve an attention module's absorbed queries and cache.
+    """Return whether the kernel can serve an attention module's absorbed queries and cache.
 
-    Not where weights are asked for.
+    It cannot where weights are asked for.
     """
     return (
         WANTED

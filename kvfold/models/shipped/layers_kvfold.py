@@ -11,8 +11,7 @@
 # WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
 # See the License for the specific language governing permissions and
 # limitations under the License.
-"""What the attention is made of: rotary embeddings, the norm of a latent, scores to weights; shipped beside
-the weights.
+"""Parts of the attention: rotary embeddings, the norm of a latent, the kernel; shipped next to the weights.
 
 Legend: attention_kvfold.py.
 """
@@ -80,9 +79,9 @@ class KvfoldRotaryEmbedding(nn.Module):
 
     @staticmethod
     def compute_default_rope_parameters(config: Any, **_: Any) -> tuple[Tensor, float]:
-        """The frequencies of all tables in float32, and the factor on cosines and sines.
+        """Return the frequencies of all tables in float32, and the factor on cosines and sines.
 
-        1, for it is part of the scale.
+        The factor is 1, because it is part of the scale.
         """
         return torch.tensor(config.kvfold["frequencies"], dtype=torch.float32).flatten(), 1.0
 
@@ -117,8 +116,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
 
 
 class KvfoldLatentRMSNorm(nn.Module):
-    """The identity, in the form of an RMSNorm: c · weight / sqrt(mean(c²) + epsilon) with epsilon = weight²
-    far above c².
+    """The identity in the form of an RMSNorm: c · weight / sqrt(mean(c²) + epsilon), epsilon = weight² ≫ c².
 
     vLLM knows latent attention by a norm between down- and up-projection, and keeps the latent compressed
     only then. The relative error is mean(c²) / 2^29.
@@ -162,11 +160,10 @@ def eager_attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, scaling: float,
     dropout: float = 0.0, **_: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Query (B, N, T, H), key (B, K, S, H) and value (B, K, S, V) to (B, T, N, V), and the weights (B, N, T,
-    S).
+    """Attend with query (B, N, T, H), key (B, K, S, H) and value (B, K, S, V).
 
-    Several tokens without a mask see those before them, and one sees all, as `sdpa` takes it: masks made for
-    it may be none.
+    The result is (B, T, N, V), and the weights (B, N, T, S). Without a mask several tokens see those before
+    them, and one token sees all, as in `sdpa`: masks made for it may be None.
     """
     if attention_mask is None and query.shape[-2] > 1:
         attention_mask = torch.ones(
@@ -182,13 +179,11 @@ def eager_attention(
 def level_attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """transformers' `sdpa`, but on a CPU with values as wide as keys; arguments and results as of
-    `eager_attention`.
+    """Attend by transformers' `sdpa`, but on a CPU with values padded to the width of keys.
 
-    The columns added are zeros, and so are those that are cut from the result. torch's fused kernel for CPUs
-    takes one width
-    only: of two it forms all scores of all heads, which takes half as long again and memory by the square of
-    the length.
+    Arguments and results are as in `eager_attention`. The added columns are zeros, and so are those that are
+    cut from the result. torch's fused kernel for CPUs takes one width only. With two widths torch forms all
+    scores of all heads, which takes half as long again, and memory by the square of the length.
     """
     width, lacking = value.shape[-1], key.shape[-1] - value.shape[-1]
     if lacking <= 0 or value.device.type != "cpu" or query.shape[-2] == 1:
@@ -206,17 +201,16 @@ AttentionInterface.register(LEVEL, level_attention)
 
 
 def function_of(module: Any) -> str:
-    """The name of the attention function of a folded module: `sdpa` bounds no scores and knows no sinks."""
-    name, is_special = (
-        str(module.config._attn_implementation),
-        module.softcap is not None or module.sinks is not None,
-    )
-    return name if name != "sdpa" else "eager" if is_special else LEVEL
+    """Return the name of a folded module's attention function: `sdpa` bounds no scores and has no sinks."""
+    name = str(module.config._attn_implementation)
+    if name != "sdpa":
+        return name
+    return LEVEL if module.softcap is None and module.sinks is None else "eager"
 
 
 def places(given: dict[str, Any]) -> list[dict[str, Any]]:
-    """What a cache is told beside the new tokens.
+    """Return the arguments of a cache's update other than the new tokens.
 
-    In transformers 4 where they go, which a static one does not know itself.
+    In transformers 4 these are the positions that a static cache writes to.
     """
     return [] if given.get("cache_position") is None else [{"cache_position": given["cache_position"]}]

@@ -11,8 +11,7 @@
 # WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
 # See the License for the specific language governing permissions and
 # limitations under the License.
-"""A stock transformers model with latent attention; shipped beside the weights, it needs nothing but
-transformers.
+"""A stock transformers model with latent attention; shipped next to the weights, it needs transformers only.
 
 The model is the source's own class. Only its attention modules are replaced, by a form of
 attention_kvfold.py, and its tables of rotary frequencies. Legend: attention_kvfold.py.
@@ -33,7 +32,7 @@ from .layers_kvfold import KvfoldRotaryEmbedding
 
 @cache
 def _attention_class(form: str, stock: Any) -> Any:
-    """The form as a subclass of the stock attention too.
+    """Return the form as a subclass of the stock attention too.
 
     Transformers finds attention modules by class to record weights.
     """
@@ -45,18 +44,13 @@ def _attention_class(form: str, stock: Any) -> Any:
 
 
 def _blank(make: Any, *which: Any) -> Any:
-    """An object without its attributes, of a class that is made.
-
-    How copies and pickles of such objects begin.
-    """
+    """Make an object of a made class without its attributes, as copies and pickles begin."""
     made = make(*which)
     return made.__new__(made)
 
 
 class _Folded(PreTrainedModel):
-    """Makes, in place of itself, a subclass of the source's stock class that replaces attention when it is
-    built.
-    """
+    """A class whose instances are of a subclass of the source's stock class, with attention replaced."""
 
     config_class = KvfoldConfig
     stock: Any = None
@@ -114,9 +108,7 @@ class KvfoldForCausalLM(_Folded, GenerationMixin):
 
 
 def _share_conversions(config: Any, architecture: str) -> None:
-    """Have transformers read the weights beside the attention by the source's rules (fused experts, new
-    names).
-    """
+    """Have transformers read other weights by the source's rules, such as fused experts or new names."""
     try:
         from transformers.conversion_mapping import (
             get_checkpoint_conversion_mapping,
