@@ -26,8 +26,8 @@ from ...core.console import progress
 from ...core.errors import InvalidInput
 from ...core.processes import together
 from ...models.causal_lm import device
+from ...models.decoder import CallRecorder, LayerCall
 from ...models.layered_model import LayeredModel
-from ...models.layers import CallRecorder, LayerCall
 from .moments import Layout, Sums, not_finite, watched
 from .passes import score, share
 from .self_text import check_length

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 from ...core.errors import InvalidInput
-from ...models.layers import decoder_layers
+from ...models.decoder import decoder_layers
 from ..losses import LOSSES
 from ..recipe.recipe import Recipe, Stage
 from ..watch.display import progress_bar

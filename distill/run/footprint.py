@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 from ...checkpoints.directory import Checkpoint
+from ...models.decoder import decoder_layers
 from ...models.layered_model import LayeredModel
-from ...models.layers import decoder_layers
 from ..losses.chunks import chunk_elements
 from ..recipe.recipe import SHARED, Recipe, Stage
 from ..stages.cached_teacher import cache_for

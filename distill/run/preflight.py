@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ...core.errors import InvalidInput
-from ...models.layers import Decoder
+from ...models.decoder import Decoder
 from ..losses import LOSSES
 from ..losses.objective import check_layers
 from ..recipe.recipe import Recipe, Stage

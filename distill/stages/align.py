@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ...convert.families.recognition import complete, family_of
 from ...convert.formats.blocks import folded_block
 from ...core.errors import InvalidInput
-from ...models.layers import Decoder, LayerCall
+from ...models.decoder import Decoder, LayerCall
 from ..data.batch import Batch
 from ..losses import attention_output
 from ..losses.objective import Objective, Seen

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...core.errors import InvalidInput
-from ...models.layers import Decoder, output_of
+from ...models.decoder import Decoder, output_of
 
 
 @dataclass(frozen=True)

@@ -30,8 +30,8 @@ from ...convert.formats import to_published, to_trainable
 from ...core.errors import InvalidInput
 from ...core.files import save_whole
 from ...models.causal_lm import Described, check_comparable, describe
+from ...models.decoder import Decoder
 from ...models.layered_model import LayeredModel
-from ...models.layers import Decoder
 from ...models.load_options import LoadOptions
 from ...models.remote_code import ship
 from ..data.batch import Batch

@@ -16,8 +16,8 @@ from ...convert.formats import to_published, to_trainable
 from ...core.errors import InvalidInput
 from ...models.causal_lm import Described, Loaded, load
 from ...models.code_files import copy_config
+from ...models.decoder import decoder_layers
 from ...models.head import check_head
-from ...models.layers import decoder_layers
 from ...models.load_options import LoadOptions
 from ...models.remote_code import ship
 from ..parallel.sharing import first_place, shards_models

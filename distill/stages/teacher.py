@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from ...core.console import notice
 from ...core.errors import InvalidInput
 from ...models.causal_lm import Loaded, check_comparable, load
+from ...models.decoder import Decoder, See
 from ...models.head import check_head
-from ...models.layers import Decoder, See
 from ...models.load_options import LoadOptions
 from ..data.batch import Batch
 from ..losses.predictions import Predictions, predict

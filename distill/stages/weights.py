@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ...core.errors import InvalidInput
-from ...models.layers import is_attention
+from ...models.decoder import is_attention
 from ..parallel.sharing import whole
 from ..recipe.recipe import Lora, Stage, WeightSet
 

@@ -11,7 +11,7 @@ from torch import nn
 from ..checkpoints.directory import Checkpoint
 from ..core.errors import InvalidInput
 from .causal_lm import build_empty, device, loading_failures, no_progress_bars, untie
-from .layers import layer_list
+from .decoder import layer_list
 
 
 class LayeredModel:

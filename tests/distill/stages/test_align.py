@@ -27,7 +27,7 @@ from kvfold.distill.run.job import distill
 from kvfold.distill.stages.align import adds, learn
 from kvfold.distill.stages.capture import capturing
 from kvfold.distill.stages.teacher import Online
-from kvfold.models.layers import Decoder
+from kvfold.models.decoder import Decoder
 from kvfold.models.remote_code import is_remote
 from kvfold.models.shipped.modeling_kvfold import KvfoldForCausalLM
 
