@@ -26,7 +26,7 @@ import click
 from kvfold.core.console import show_table
 from kvfold.core.errors import InvalidInput
 from kvfold.core.hub import resolve
-from kvfold.distill.recipe.recipe import parse_tokens
+from kvfold.core.units import parse_tokens
 
 from .machine import RESULTS, save
 from .reached import PLAIN, SHARES, Row, summarise

@@ -1,15 +1,15 @@
 """`kvfold convert`, also installed as `convert`. Nothing heavy is imported until there is work."""
 
-import re
 import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..core.console import Command, is_first, loading, notice, show_json
+from ..core.console import is_first, loading, notice, show_json
 from ..core.errors import InvalidInput
-from ..core.processes import processes, together
+from ..core.processes import Launched, together
+from ..core.units import ByteSize
 from .algebra.target import NAMES, query_rank
 
 if TYPE_CHECKING:
@@ -17,26 +17,6 @@ if TYPE_CHECKING:
     from .decide.plan import Plan
 
 DTYPES = ("auto", "float32", "bfloat16")
-UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
-
-
-def read_size(ctx: click.Context, param: click.Parameter, value: str) -> int:
-    """Bytes as people write them: 500MB, 5GB."""
-    match = re.fullmatch(r"(\d+)\s*(|KB|MB|GB)", value.upper())
-    if match is None or int(match[1]) == 0:
-        raise click.BadParameter(f"{value!r} is no size; write for example 500MB or 5GB")
-    return int(match[1]) * UNITS[match[2]]
-
-
-class Launched(Command):
-    """A command that may be one of several processes under `accelerate launch`.
-
-    The first one alone speaks and writes.
-    """
-
-    def invoke(self, ctx: click.Context) -> Any:
-        with processes():
-            return super().invoke(ctx)
 
 
 @click.command("convert", cls=Launched)
@@ -142,7 +122,7 @@ class Launched(Command):
 )
 @click.option(
     "--shard-size",
-    callback=read_size,
+    type=ByteSize(),
     metavar="SIZE",
     default="5GB",
     show_default=True,

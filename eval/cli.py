@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..convert.cli import Launched, read_size
 from ..core.console import is_first, notice, show_json, show_table
 from ..core.errors import InvalidInput
-from ..core.processes import together
+from ..core.processes import Launched, together
+from ..core.units import ByteSize
 from ..models.load_options import DEVICE_MAPS, DEVICES, DTYPES
 from .assertions import ALIASES, check, parse
 from .evaluation_journal import Journal, reserved
@@ -22,10 +22,6 @@ if TYPE_CHECKING:
     from .result import Result
 
 _SUITES = "; ".join(f"{name}: {suite.summary}" for name, suite in SUITES.items())
-
-
-def _size(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
-    return None if value is None else read_size(ctx, param, value)
 
 
 @click.command(
@@ -96,7 +92,7 @@ def _size(ctx: click.Context, param: click.Parameter, value: str | None) -> int 
 )
 @click.option(
     "--cpu-memory",
-    callback=_size,
+    type=ByteSize(),
     metavar="SIZE",
     help="With --device-map auto: weights that stay in memory at most.",
 )

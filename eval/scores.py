@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..core.console import progress
 from ..core.errors import InvalidInput
-from ..core.processes import place, together
+from ..core.processes import from_every, place, together
 from ..models.causal_lm import Loaded
 from ..models.finite import refuse
 from ..models.head import check_head, head_logits, last_hidden
@@ -152,7 +152,7 @@ def score(
     """
     kept, roles = journal or Journal(), roles or list(sources)
     own = pending(windows, batch_size, roles, kept)
-    rounds = max(_everywhere(len(own)), default=0)
+    rounds = max(from_every(len(own)), default=0)
     for turn in progress(range(rounds), "Scoring", total=rounds):
         found: dict[str, dict[str, str]] = {}
         with together():
@@ -162,7 +162,7 @@ def score(
                     sources, windows.ids_NW[part], windows.scored_NT[part], chunk, own[turn]
                 )
                 found[_part(roles, own[turn])] = {name: _pack(value) for name, value in scored.items()}
-        for parts in _everywhere(found):
+        for parts in from_every(found):
             for name, value in parts.items():
                 kept.keep(name, value)
     batches = [kept.parts[_part(roles, start)] for start in range(0, len(windows.ids_NW), batch_size)]
@@ -237,14 +237,3 @@ def _pack(value_S: Tensor) -> str:
 
 def _unpack(text: str) -> Tensor:
     return torch.from_numpy(np.frombuffer(base64.b64decode(text), "<f4").astype(np.float32))
-
-
-def _everywhere(own: T) -> list[T]:
-    """One value of each process."""
-    import torch.distributed as dist
-
-    if not dist.is_initialized():
-        return [own]
-    parts = [own] * dist.get_world_size()
-    dist.all_gather_object(parts, own)
-    return parts

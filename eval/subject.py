@@ -18,9 +18,9 @@ import transformers
 from .. import __version__
 from ..checkpoints.identity import Checkpoint, checkpoint, hashes_of
 from ..checkpoints.record import changed_since, read_record
-from ..convert.calibration.capacity import free_bytes
 from ..core.console import notice
-from ..core.processes import together
+from ..core.memory import free_bytes
+from ..core.processes import from_first, together
 from ..models.causal_lm import Described, Loaded, check_comparable, describe, load, place_of
 from ..models.teacher_cache import TeacherCache, identify
 from ..texts.corpus import Text
@@ -88,7 +88,7 @@ class Subject:
         self.one_at_a_time = self._do_not_fit() if options.one_at_a_time is None else options.one_at_a_time
         with together():
             self._journal.begin(self._asked())
-        self._journal.parts = _from_first(self._journal.parts)
+        self._journal.parts = from_first(self._journal.parts)
 
     def _look_for_changes(self, hashes: Mapping[str, str]) -> None:
         """Say where the teacher lies where the student's source lay, and is another."""
@@ -237,13 +237,3 @@ class Subject:
 def versions() -> dict[str, str]:
     """Of what the numbers depend on beside the models."""
     return {"kvfold": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
-
-
-def _from_first(parts: dict[str, Any]) -> dict[str, Any]:
-    """What the first process has read: it alone has the journal."""
-    import torch.distributed as dist
-
-    shared = [parts]
-    if dist.is_initialized():
-        dist.broadcast_object_list(shared)
-    return shared[0]

@@ -5,12 +5,12 @@ Cache sizes are in elements per token per layer; multiply by layers and by the b
 """
 
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar, Literal
 
 from ...core.errors import InvalidInput
+from ...core.units import read_share
 
 NAMES = ("gqa", "mqa", "mla")
 ROPE_DIM = (
@@ -283,13 +283,7 @@ def _halvings(width: int, limit: int) -> int:
 
 def budget_elements(source: Geometry, budget: str) -> int:
     """Elements per token and layer that a share of the source's cache is."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?|\.\d+)(%?)", budget.strip())
-    share = float(match[1]) / (100 if match[2] else 1) if match else 0.0
-    if not 0 < share < 1:
-        raise InvalidInput(
-            f"--kv-budget {budget} is no share of the source's cache; write for example 25% or 0.25"
-        )
-    return int(source.cache_elements * share)
+    return int(source.cache_elements * read_share(budget, "--kv-budget", "the source's cache"))
 
 
 def share_of(elements: int, source: Geometry) -> str:

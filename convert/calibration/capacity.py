@@ -3,13 +3,11 @@
 import math
 import os
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
+from ...core.memory import free_bytes, system_bytes
 from ..families.source import Source
 from .statistics import Statistics
 
-_SHARE = 0.85  # of the free memory that may be planned for: estimates err, and others allocate too
 _FLOAT = 4  # bytes of a weight, an activation or a cached number: everything runs in float32
 _SUM = 8  # bytes of a statistic
 _SAMPLE = 2**15  # tokens of a layer's inputs that are kept, bfloat16
@@ -127,26 +125,5 @@ def default_jobs(source: Source, statistics: Statistics | None) -> int:
     beside = int(
         os.environ.get("LOCAL_WORLD_SIZE", "1")
     )  # processes of a launcher that share this machine's memory
-    fitting = min(free_bytes(), _system_bytes()) // beside // fold_bytes(source, sample)
+    fitting = min(free_bytes(), system_bytes()) // beside // fold_bytes(source, sample)
     return max(1, min(torch.get_num_threads(), source.layers, fitting))
-
-
-def free_bytes() -> int:
-    """Memory that may be planned for.
-
-    Of the GPU where there is one, else of the system, within a container's limit.
-    """
-    import torch
-
-    return int(_SHARE * torch.cuda.mem_get_info()[0]) if torch.cuda.is_available() else _system_bytes()
-
-
-def _system_bytes() -> int:
-    """The same of the system alone."""
-    import psutil  # type: ignore[import-untyped]
-
-    free: Any = psutil.virtual_memory().available
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
-    if limit.is_file() and used.is_file() and limit.read_text().strip().isdecimal():
-        free = min(free, int(limit.read_text()) - int(used.read_text()))
-    return int(_SHARE * free)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ...core.console import is_first, notice
 from ...core.errors import InvalidInput
+from ...core.memory import free_bytes
 from ...core.processes import together
 from ...models.causal_lm import device, load_model, load_tokenizer
 from ...models.layered_model import LayeredModel
@@ -22,7 +23,7 @@ from ..families.recognition import family_of
 from ..families.source import Source
 from . import layerwise as by_layer
 from . import passes
-from .capacity import Need, free_bytes
+from .capacity import Need
 from .moments import Layout
 from .self_text import sample_from
 from .statistics import Statistics

@@ -11,30 +11,16 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
+from ...core.units import parse_tokens
 from .data_section import SELF, Data, Section
 from .watch_section import Evaluate, TrackerName
 
 SHARED = "shared"  # as the teacher: the source, with one copy of what it has in common with the student
-_UNITS = {"k": 10**3, "m": 10**6, "b": 10**9}
 # What a resumed run may change: it alters no number, or only the order in which the same sums are rounded.
 _FREE = {
     "save.every", "save.keep", "save.keep_stages", "log_every", "device", "profile", "micro_batch", "compile",
     "gradient_checkpointing", "trackers",
 }  # fmt: skip
-
-
-def parse_tokens(value: object) -> object:
-    """`"5M"` to 5000000; what is no string with or without a unit is left for pydantic to judge."""
-    if not isinstance(value, str):
-        return value
-    number, unit = value.strip().replace("_", ""), 1
-    if number[-1:].lower() in _UNITS:
-        number, unit = number[:-1], _UNITS[number[-1].lower()]
-    try:
-        parsed = float(number)
-        return round(parsed * unit) if unit > 1 or parsed.is_integer() else parsed
-    except (ValueError, OverflowError):
-        raise ValueError("it should be a number of tokens, such as 5000, 300k, 5M or 1B") from None
 
 
 # The tables are in losses, weights.py, job.py, launch.py and schedule.py; here are their keys: reading a

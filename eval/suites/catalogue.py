@@ -13,8 +13,8 @@ from pathlib import Path
 
 import click
 
-from ...convert.cli import read_size
 from ...core.errors import InvalidInput
+from ...core.units import ByteSize
 
 DEFAULT = ("ppl", "fidelity", "cache")
 
@@ -38,10 +38,6 @@ class Suite:
     options: tuple[click.Option, ...] = ()
 
 
-def _read_optional_size(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
-    return None if value is None else read_size(ctx, param, value)
-
-
 _FROM_ONE = click.IntRange(min=1)
 _PATH = click.Path(path_type=Path)
 
@@ -56,7 +52,7 @@ SUITES = {
         options=(
             click.Option(
                 ["--memory"],
-                callback=_read_optional_size,
+                type=ByteSize(),
                 metavar="SIZE",
                 help="cache: how many sequences fit in so much, e.g. 24GB.",
             ),

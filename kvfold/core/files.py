@@ -1,18 +1,262 @@
-"""Files of tensors that are there whole or not at all."""
+"""Files and directories that appear whole or not at all, and locks that keep two runs apart.
 
-from collections.abc import Mapping
+Two kinds of place are told apart. Next to a file of the user, a temporary name could be the user's too: there
+`whole_file` and `whole_directory` write into a new private directory. Inside a working directory that kvfold
+has claimed, every name is kvfold's: there `replace_text` and `save_whole` write `<name>.partial`, so that
+what a killed run leaves is replaced by the next one.
+
+No heavy import here: `--help` goes through this module.
+"""
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
 
-from safetensors.torch import save_file
-from torch import Tensor
+from .errors import InvalidInput
+
+if TYPE_CHECKING:
+    from filelock import BaseFileLock
+    from torch import Tensor
+
+PREFIX = ".kvfold-"  # of the private directories; only a kill leaves one behind
+_ATTEMPTS = 5  # to get a lock whose file another process removes at the same time
 
 
-def save_whole(tensors: Mapping[str, Tensor], file: Path) -> None:
-    """Write a safetensors file; one of that name is replaced.
+@contextmanager
+def whole_file(file: Path, *, replace: bool = False) -> Iterator[Path]:
+    """Write a file that appears under its name when the block ends without an error.
+
+    The block gets a path in a new private directory next to `file`, so no existing file is emptied, followed
+    or removed. The content is forced to the disk before it gets its name.
+
+    Args:
+        file: the file to write; its directory must exist.
+        replace: whether a file of that name may be replaced. A link is replaced, not followed.
+
+    Yields:
+        The path to write to. Nothing has this name yet.
 
     Raises:
-        OSError, SafetensorError: the disk is full or cannot be written.
+        InvalidInput: `file` exists, at the start or at the end, and `replace` is not set.
+        OSError: the directory cannot be written.
     """
-    unfinished = file.with_name(file.name + ".partial")
+    _check_free(file, replace)
+    with _private_directory(file) as place:
+        temporary = place / file.name
+        yield temporary
+        _sync(temporary)
+        _check_free(file, replace)
+        temporary.replace(file)
+
+
+@contextmanager
+def whole_directory(directory: Path) -> Iterator[Path]:
+    """Write a directory that appears under its name when the block ends without an error.
+
+    Args:
+        directory: the directory to write; its parent must exist.
+
+    Yields:
+        An empty directory to write into.
+
+    Raises:
+        InvalidInput: `directory` exists, at the start or at the end.
+        OSError: the parent cannot be written.
+    """
+    _check_free(directory, replace=False)
+    with _private_directory(directory) as place:
+        temporary = place / directory.name
+        temporary.mkdir()
+        yield temporary
+        rename_whole(temporary, directory)
+
+
+def write_whole(file: Path, content: str, *, replace: bool = False) -> None:
+    """Write a text file as `whole_file` does, in UTF-8.
+
+    Args:
+        file: the file to write.
+        content: its whole content.
+        replace: whether a file of that name may be replaced.
+
+    Raises:
+        InvalidInput: `file` exists and `replace` is not set.
+        OSError: the directory cannot be written.
+    """
+    with whole_file(file, replace=replace) as temporary:
+        temporary.write_text(content, encoding="utf-8")
+
+
+def rename_whole(partial: Path, directory: Path, unneeded: Iterable[Path] = ()) -> None:
+    """Force a directory to the disk and give it its final name.
+
+    Args:
+        partial: the finished directory.
+        directory: its final name, on the same file system.
+        unneeded: files in `partial` that are removed just before it is renamed.
+
+    Raises:
+        InvalidInput: `directory` exists.
+        OSError: a file cannot be forced to the disk, or the directory cannot be renamed.
+    """
+    unneeded = list(unneeded)
+    for path in [*partial.iterdir(), partial]:
+        if path not in unneeded:
+            _sync(path)
+    _check_free(directory, replace=False)
+    for path in unneeded:
+        path.unlink(missing_ok=True)
+    partial.rename(directory)
+
+
+def replace_text(file: Path, content: str) -> None:
+    """Write a text file whole or not at all inside a directory that belongs to kvfold.
+
+    A file of that name is replaced; other hard links to it keep their content.
+
+    Args:
+        file: the file to write, in a working directory or an unfinished output.
+        content: its whole content.
+
+    Raises:
+        OSError: the directory cannot be written.
+    """
+    unfinished = _unfinished(file)
+    with unfinished.open("x", encoding="utf-8") as stream:
+        stream.write(content)
+    unfinished.replace(file)
+
+
+def save_whole(tensors: Mapping[str, "Tensor"], file: Path) -> None:
+    """Write a safetensors file whole or not at all inside a directory that belongs to kvfold.
+
+    A file of that name is replaced.
+
+    Args:
+        tensors: contiguous CPU tensors by name.
+        file: the file to write.
+
+    Raises:
+        OSError: the directory cannot be written.
+        SafetensorError: the disk is full.
+    """
+    from safetensors.torch import save_file
+
+    unfinished = _unfinished(file)
     save_file(dict(tensors), unfinished)
     unfinished.replace(file)
+
+
+def remove_own(directory: Path, is_own: Callable[[Path], bool]) -> list[Path]:
+    """Remove what kvfold wrote into a directory, and the directory if that empties it.
+
+    Args:
+        directory: the directory. It is not followed if it is a link.
+        is_own: returns whether kvfold wrote an entry. Entries are files; a directory is never removed.
+
+    Returns:
+        The entries that were left, sorted.
+    """
+    if directory.is_symlink() or not directory.is_dir():
+        return []
+    left = []
+    for path in sorted(directory.iterdir()):
+        if is_own(path):
+            path.unlink(missing_ok=True)
+        else:
+            left.append(path)
+    with suppress(OSError):  # something was put there meanwhile
+        directory.rmdir()
+    return left
+
+
+@contextmanager
+def locked(file: Path, busy: str) -> Iterator[None]:
+    """Hold a lock for the duration of a block; the system releases it if the process dies.
+
+    The lock file stays, because a working directory is also recognised by it. Whoever removes it does so
+    inside the block.
+
+    Args:
+        file: the lock file; it is created if it does not exist, empty.
+        busy: the error if another process holds the lock.
+
+    Raises:
+        InvalidInput: another process holds the lock, or `file` exists and is not an empty file.
+        OSError: `file` cannot be created.
+    """
+    if not _may_be_lock(file):
+        raise InvalidInput(f"{file} exists and is not a lock of kvfold; move it")
+    lock = _acquire(file, busy)
+    try:
+        yield
+    finally:
+        stays = file.exists()
+        lock.release()
+        if stays:  # some versions of filelock remove the file on release, others do not
+            with suppress(OSError):
+                file.touch()
+
+
+def _acquire(file: Path, busy: str) -> "BaseFileLock":
+    from filelock import FileLock, Timeout
+
+    for _ in range(_ATTEMPTS):
+        _create(file)
+        lock = FileLock(file, timeout=0, thread_local=False)
+        try:
+            lock.acquire()
+        except Timeout:
+            raise InvalidInput(busy) from None
+        if file.exists():
+            return lock
+        lock.release()  # the process that held it has removed the file: another could lock a new one
+    raise InvalidInput(busy)
+
+
+def _create(file: Path) -> None:
+    """Create an empty file unless it exists, with the system's own error if that is not possible.
+
+    Some versions of filelock report a directory without files, such as /proc, as a lock that is taken.
+    """
+    flags = os.O_CREAT | os.O_RDWR | getattr(os, "O_NOFOLLOW", 0)
+    os.close(os.open(file, flags, 0o644))
+
+
+def _may_be_lock(file: Path) -> bool:
+    if file.is_symlink():
+        return False
+    return not file.exists() or (file.is_file() and file.stat().st_size == 0)
+
+
+def _check_free(path: Path, replace: bool) -> None:
+    if not replace and (path.exists() or path.is_symlink()):
+        raise InvalidInput(f"{path} exists and nothing is overwritten; name another, or remove it")
+
+
+@contextmanager
+def _private_directory(path: Path) -> Iterator[Path]:
+    """Make a directory next to `path` that only this user can enter, and remove it at the end."""
+    with TemporaryDirectory(dir=path.absolute().parent, prefix=PREFIX, ignore_cleanup_errors=True) as name:
+        yield Path(name)
+
+
+def _unfinished(file: Path) -> Path:
+    """Return the temporary name of a file in a directory of kvfold, which nothing has yet."""
+    unfinished = file.with_name(f"{file.name}.partial")
+    unfinished.unlink(missing_ok=True)  # a killed run left it; it might be a link
+    return unfinished
+
+
+def _sync(path: Path) -> None:
+    """Force a file or a directory to the disk."""
+    if path.is_dir() and os.name == "nt":
+        return  # Windows opens no directories
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,8 +1,8 @@
-"""The processes of one command under `accelerate launch`: each reads and folds its share, the first alone
-speaks.
+"""The processes of one command under `accelerate launch`: each does its share of the work, and rank 0 prints.
 
-A process that fails while others wait for its numbers would leave them waiting: hence `together` around the
-work before every exchange. Nothing heavy is imported before there is a group.
+A process that fails while others wait for its numbers would leave them waiting forever. So the work before
+every exchange is done inside `together`, where an error of one process becomes an error of all. torch is only
+imported when there is a group to join.
 """
 
 import os
@@ -10,11 +10,11 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from .console import is_first
+from .console import Command, is_first
 from .errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -22,20 +22,29 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# All wait while the first one folds and writes, which may take far longer than the usual limit of ten
-# minutes.
+# Rank 0 may fold and write for far longer than the usual limit of ten minutes, while the others wait.
 _PATIENCE = timedelta(days=1)
 
 
 class _Shared(InvalidInput):
-    """A mistake that all processes have heard of."""
+    """An error that every process has received."""
+
+
+class Launched(Command):
+    """A click command that may run in several processes under `accelerate launch`; only rank 0 prints."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command in the process group, if a launcher started one."""
+        with processes():
+            return super().invoke(ctx)
 
 
 @contextmanager
 def processes() -> Iterator[None]:
-    """Join the processes that a launcher started, for the duration; alone, nothing happens.
+    """Join the processes that a launcher started, for the duration of a block.
 
-    The first one's exit code becomes everybody's, and only the first one says why.
+    Rank 0's exit code becomes the exit code of all, and only rank 0 reports why. Without a launcher nothing
+    happens.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) < 2:
         yield
@@ -52,7 +61,7 @@ def processes() -> Iterator[None]:
     except click.ClickException as mistake:
         refusal = mistake
     code = [0 if refusal is None else refusal.exit_code]
-    dist.broadcast_object_list(code)  # the others wait here while the first one writes
+    dist.broadcast_object_list(code)  # the others wait here while rank 0 writes
     dist.destroy_process_group()
     if is_first() and refusal is not None:
         raise refusal
@@ -61,7 +70,7 @@ def processes() -> Iterator[None]:
 
 
 def place() -> tuple[int, int]:
-    """This process's number and how many there are: (0, 1) when there is one."""
+    """Return the rank of this process and the number of processes: (0, 1) without a group."""
     import torch.distributed as dist
 
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
@@ -70,8 +79,11 @@ def place() -> tuple[int, int]:
 def check_enough(sequences: int) -> None:
     """Refuse fewer calibration sequences than processes.
 
+    Args:
+        sequences: number of sequences that all processes read together.
+
     Raises:
-        InvalidInput: says how many processes there are.
+        InvalidInput: there are fewer than processes.
     """
     _, ranks = place()
     if sequences < ranks:
@@ -82,10 +94,12 @@ def check_enough(sequences: int) -> None:
 
 @contextmanager
 def together() -> Iterator[None]:
-    """Work that each process does by itself; a mistake of one ends it for all.
+    """Do work in each process by itself; an error of one ends it in all.
+
+    Every process must enter the block, also one that has nothing to do in it.
 
     Raises:
-        InvalidInput: in every process, when any of them raised it.
+        InvalidInput: in every process, if any of them raised it.
     """
     mistake: InvalidInput | None = None
     try:
@@ -100,15 +114,21 @@ def together() -> Iterator[None]:
         if mistake is not None:
             raise mistake
         return
-    said: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(said, None if mistake is None else str(mistake))
-    first = next((sentence for sentence in said if sentence is not None), None)
+    sentences = from_every(None if mistake is None else str(mistake))
+    first = next((sentence for sentence in sentences if sentence is not None), None)
     if first is not None:
         raise _Shared(first) from mistake
 
 
 def sum_over_ranks(total: "Tensor") -> "Tensor":
-    """A CPU tensor summed over all processes, in place."""
+    """Sum a CPU tensor over all processes, in place.
+
+    Args:
+        total: of the same shape and dtype in every process.
+
+    Returns:
+        The same tensor.
+    """
     import torch.distributed as dist
 
     if dist.is_initialized():
@@ -117,7 +137,11 @@ def sum_over_ranks(total: "Tensor") -> "Tensor":
 
 
 def from_first(value: T) -> T:
-    """The first process's value, in every process: none goes on before the first has it."""
+    """Return the value of rank 0 in every process; each waits until rank 0 has it.
+
+    Args:
+        value: anything that can be pickled; only rank 0's matters.
+    """
     import torch.distributed as dist
 
     values = [value]
@@ -126,27 +150,43 @@ def from_first(value: T) -> T:
     return values[0]
 
 
-def union(own: dict[str, T]) -> dict[str, T]:
-    """The entries of all processes."""
-    import torch.distributed as dist
+def from_every(own: T) -> list[T]:
+    """Return the values of all processes, in the order of their ranks.
 
-    parts = [own] * place()[1]
-    if dist.is_initialized():
-        dist.all_gather_object(parts, own)
-    return {name: value for part in parts for name, value in part.items()}
-
-
-def gather_rows(own: "Tensor", rows: int) -> "Tensor":
-    """CPU rows of all processes, of which number r has rows r, r + R, r + 2R, ...
-
-    Of R processes, in their order.
+    Args:
+        own: this process's value, anything that can be pickled.
     """
     import torch.distributed as dist
 
     if not dist.is_initialized():
-        return own
-    parts: list[Tensor] = [own] * dist.get_world_size()
+        return [own]
+    parts = [own] * dist.get_world_size()
     dist.all_gather_object(parts, own)
+    return parts
+
+
+def union(own: dict[str, T]) -> dict[str, T]:
+    """Return the entries of all processes' dictionaries.
+
+    Args:
+        own: this process's entries; of equal keys the highest rank's value stays.
+    """
+    return {name: value for part in from_every(own) for name, value in part.items()}
+
+
+def gather_rows(own: "Tensor", rows: int) -> "Tensor":
+    """Return the rows of all processes in one CPU tensor.
+
+    Args:
+        own: (n, ...) on the CPU; of R processes, rank r has rows r, r + R, r + 2R, ...
+        rows: number of rows of all processes together.
+
+    Returns:
+        (rows, ...), in order.
+    """
+    parts = from_every(own)
+    if len(parts) == 1:
+        return own
     whole = own.new_empty(rows, *own.shape[1:])
     for rank, part in enumerate(parts):
         whole[rank :: len(parts)] = part

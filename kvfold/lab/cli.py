@@ -11,6 +11,7 @@ import click
 
 from ..core.console import Command, show_json, show_table
 from ..core.errors import InvalidInput
+from ..core.units import read_size
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -95,7 +96,7 @@ def main(
     if plot is not None and plot.exists():
         raise InvalidInput(f"{plot} exists, and nothing is overwritten; name another file with --plot")
     shape, source = _shape(model, options)
-    counts = _tokens(lengths)
+    counts = _tokens(lengths, "--lengths")
     report: dict[str, Any] = {
         "shape": asdict(shape),
         "dtype": dtype,
@@ -106,7 +107,8 @@ def main(
 
     report["claims"] = [asdict(claim) for claim in (*claims(), divided_rope_key())]
     if options["measure"]:
-        report.update(_measured(shape, source, _tokens(options["measure_lengths"]), options["devices"]))
+        measured = _tokens(options["measure_lengths"], "--measure-lengths")
+        report.update(_measured(shape, source, measured, options["devices"]))
     if plot is not None:
         _draw(report, counts, plot)
     if as_json:
@@ -184,18 +186,9 @@ def _of_model(
     return sizes, opened.layers, MultiHeadAttention.from_weights(attention, table_F.tolist())
 
 
-def _tokens(text: str) -> list[int]:
-    """`4k,32k` as numbers."""
-    counts = []
-    for word in text.split(","):
-        digits = word.strip().lower()
-        number, scale = (digits[:-1], 1024) if digits.endswith("k") else (digits, 1)
-        if not (number.isascii() and number.isdigit() and int(number)):
-            raise InvalidInput(
-                f"{word!r} is no number of tokens; write for example 512 or 4k, with commas between"
-            )
-        counts.append(int(number) * scale)
-    return counts
+def _tokens(text: str, option: str) -> list[int]:
+    """Return the numbers of `4k,32k`."""
+    return [read_size(word, option, "tokens") for word in text.split(",")]
 
 
 def _variants(shape: Shape, options: dict[str, Any], counts: list[int], dtype: str) -> list[dict[str, Any]]:

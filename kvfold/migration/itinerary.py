@@ -16,7 +16,8 @@ from ..convert.methods.refinement import STEPS as REFINE
 from ..core.console import notice
 from ..core.errors import InvalidInput
 from ..core.hub import resolve
-from ..distill.recipe.recipe import Recipe, parse_tokens
+from ..core.units import parse_tokens, read_share, show_percent
+from ..distill.recipe.recipe import Recipe
 from ..distill.recipe.recipe_file import read_recipe
 from ..distill.recipe.watch_section import Evaluate
 from ..distill.watch.held_out import check_apart
@@ -129,7 +130,9 @@ def _read_steps(source: Source, to: str, shares: str | None) -> tuple[Step, ...]
         sizes = {"kv_budget": share.strip()}
         try:
             plan = make_plan(directory, to, sizes, None, "auto")
-            step = Step(name=_percent(share), sizes=sizes, plan=plan)
+            # In percent, since the directories of two steps must not begin with each other's names.
+            name = show_percent(read_share(share, "--steps", "the source's cache"))
+            step = Step(name=name, sizes=sizes, plan=plan)
             if steps and step.plan.cache()["ratio"] >= steps[-1].plan.cache()["ratio"]:
                 raise InvalidInput(
                     f"{step.name} gives no smaller cache than {steps[-1].name} before it; name falling shares"
@@ -146,12 +149,6 @@ def _read_steps(source: Source, to: str, shares: str | None) -> tuple[Step, ...]
             continue
         steps.append(step)
     return tuple(steps)
-
-
-def _percent(share: str) -> str:
-    """`12.5%` of `0.125` or `12.5%`: the directories of two steps never begin with each other's names."""
-    number, mark, _ = share.strip().partition("%")
-    return f"{float(number) * (1 if mark else 100):g}%"
 
 
 def _read_recipe(source: Source, text: str, window: int, out: Path, given: dict[str, Any]) -> Recipe:

@@ -267,8 +267,8 @@ def _size(written: Written, source: Path | None) -> dict[str, Any]:
     """
     import math
 
-    from ..convert.calibration.capacity import free_bytes
     from ..convert.decide.lint import open_written
+    from ..core.memory import free_bytes
 
     models = [written] + ([] if source is None else [open_written(source)])
     counts = [sum(math.prod(spec.shape) for spec in model.specs.values()) for model in models]

@@ -179,7 +179,7 @@ def test_an_assertion_that_does_not_hold_exits_3_after_the_report(
             ["--suite", "ppl", "--memory", "1GB"],
             "--memory belongs to the suite cache, which --suite does not name",
         ),
-        (["--memory", "much"], "'much' is no size"),
+        (["--memory", "much"], "'much' is not a size"),
         (
             ["--suite", "ppl", "--assert", "kl.mean<1"],
             "is about the suite fidelity, which is not run; add it to --suite",

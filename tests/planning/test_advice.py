@@ -75,7 +75,7 @@ def test_sizes_are_read(text: str, kind: Any, size: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "k", "0", "-1k", "32kb", "1e3", "nan", "32 k k", "3٢", "9" * 400])
 def test_no_sizes_are_refused(text: str) -> None:
-    with pytest.raises(InvalidInput, match=r"--context .* is no number of tokens; write for example"):
+    with pytest.raises(InvalidInput, match=r"--context .* is not a number of tokens; write for example"):
         read_size(text, "--context", "tokens")
 
 
@@ -304,9 +304,9 @@ def test_curve_and_picture(tmp_path: Path, statistics: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (("--context", "long"), "is no number of tokens"),
-        (("--memory", "24 parsecs"), "is no number of bytes"),
-        (("--memory", "0GB"), "is no number of bytes"),
+        (("--context", "long"), "is not a number of tokens"),
+        (("--memory", "24 parsecs"), "is not a number of bytes"),
+        (("--memory", "0GB"), "is not a number of bytes"),
         (("--budgets", "50%,150%"), "is no share"),
         (("--engine", "mlc"), "is not one that kvfold knows"),
         (("--png", "curve.svg"), "does not end in .png"),

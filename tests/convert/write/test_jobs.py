@@ -57,7 +57,7 @@ def test_jobs_are_bounded_by_memory_and_layers(tmp_path: Path, monkeypatch: pyte
     need = fold_bytes(source)
     assert need >= 8 * 4 * source.geometry.hidden_size**2, "a layer's attention alone takes more"
     assert fold_bytes(source, (4, 64)) > need
-    monkeypatch.setattr("kvfold.convert.calibration.capacity._system_bytes", lambda: 2 * need)
+    monkeypatch.setattr("kvfold.convert.calibration.capacity.system_bytes", lambda: 2 * need)
     assert default_jobs(source, None) == 2
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert default_jobs(source, None) == 1

@@ -9,6 +9,7 @@ from click.testing import CliRunner
 
 from kvfold import recipes
 from kvfold.core.errors import InvalidInput
+from kvfold.core.units import parse_tokens
 from kvfold.distill.cli import main
 from kvfold.distill.losses import LOSSES
 from kvfold.distill.recipe.data_section import Data, Source
@@ -21,7 +22,6 @@ from kvfold.distill.recipe.recipe import (
     Stage,
     WeightSet,
     differences,
-    parse_tokens,
 )
 from kvfold.distill.recipe.recipe_file import read_recipe
 from kvfold.distill.stages.schedule import SCHEDULES, learning_rate
