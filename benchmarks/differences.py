@@ -6,6 +6,7 @@ Files are compared by their bytes, with these exceptions:
   without versions, dates, folders of paths, speed and memory. Options of a recorded command may stand in
   another order.
 - `kvfold.json` may have keys that it had not before, and its `notices` may be reworded: these are notes.
+- Saved statistics may name the run that they are of, which they did not before: a note.
 - Code that is shipped next to weights, model cards and pictures may change: these are notes.
 
 A file that only one of the directories has is a difference, unless it is one of those that may change.
@@ -21,6 +22,7 @@ from typing import Any
 
 WEIGHTS = "*.safetensors"
 _RECORD = "kvfold.json"
+_STATISTICS = "kvfold.statistics"  # key of the metadata of saved statistics
 _RECORDS = (_RECORD, "eval.json", "curve.json", "metrics.jsonl")
 _CHANGEABLE = {"*.py": "code changed", "*.md": "card changed", "*.png": "picture changed"}
 _VERSIONS = {"kvfold", "versions"}  # keys
@@ -60,6 +62,8 @@ def compare(before: Path, after: Path) -> Differences:
             result.notes.append(f"{name}: {allowed[0]}")
         elif name not in theirs or name not in ours:
             result.found.append(f"{name}: only {'before' if name in ours else 'after'}")
+        elif path.match(WEIGHTS) and _are_same_statistics(before / name, after / name):
+            result.notes.append(f"{name}: run of the statistics changed")
         elif path.name in _RECORDS:
             _compare_records(name, _read(before / name), _read(after / name), result)
         else:
@@ -74,6 +78,29 @@ def _hashes(directory: Path) -> dict[str, str]:
         file.relative_to(directory).as_posix(): hashlib.sha256(file.read_bytes()).hexdigest()
         for file in files
     }
+
+
+def _are_same_statistics(before: Path, after: Path) -> bool:
+    ours = _without_run(before)
+    return ours is not None and ours == _without_run(after)
+
+
+def _without_run(file: Path) -> tuple[dict[str, Any], str] | None:
+    """Return the header of saved statistics without their run, and the SHA-256 of the data; None if they are
+    not statistics.
+    """
+    content = file.read_bytes()
+    end = 8 + int.from_bytes(content[:8], "little")
+    try:
+        header: dict[str, Any] = json.loads(content[8:end])
+    except ValueError:
+        return None
+    metadata = header.get("__metadata__", {})
+    if _STATISTICS not in metadata:
+        return None
+    about = json.loads(metadata[_STATISTICS])
+    about.pop("run", None)
+    return {**header, "__metadata__": about}, hashlib.sha256(content[end:]).hexdigest()
 
 
 def _read(path: Path) -> Any:

@@ -1,24 +1,33 @@
-"""`<out>.partial`: what an evaluation has measured so far, so that the same command goes on where it was
-interrupted.
+"""`<out>.partial`: what an evaluation has measured so far, by which the same command resumes.
 
-One JSON object a line: first what was asked, then the parts as they are finished. A line that a kill has cut
-off is passed over; the report itself appears as `out` when it is whole.
+It holds one JSON object per line: first what was asked, then the parts as they are finished. A last line that
+a kill has cut off is dropped. The report itself appears as `out` when it is whole. A lock next to it keeps
+another evaluation with the same `out` away.
 """
 
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 from ..core.errors import InvalidInput
+from ..core.files import PREFIX, locked, write_whole
 
 _SCHEMA = 1
+_HEAD = b'{"kvfold_eval": '  # how the first line begins
 
 
 class Journal:
-    """The finished parts of one evaluation; in memory alone where there is no file."""
+    """The finished parts of one evaluation.
+
+    Args:
+        file: where they are kept; None: in memory only.
+
+    Attributes:
+        parts: their values as JSON gives them back, by name.
+    """
 
     def __init__(self, file: Path | None = None) -> None:
         self.parts: dict[str, Any] = {}
@@ -27,16 +36,19 @@ class Journal:
     def begin(self, asked: Mapping[str, Any]) -> None:
         """Read the parts of an interrupted evaluation of the same, or note what is asked.
 
+        Args:
+            asked: everything that the numbers depend on; values that JSON does not know are kept as text.
+
         Raises:
-            InvalidInput: the file was begun by another evaluation, or is not of this kind.
+            InvalidInput: the file was begun by another evaluation, is not of this kind, or cannot be written.
         """
         if self._file is None:
             return
         head = json.loads(json.dumps({"kvfold_eval": _SCHEMA, **asked}, default=str))
-        lines = list(_lines(self._file))
+        lines = list(_read_lines(self._file))
         if not lines:
-            # What the kill of an evaluation leaves before it has begun is empty, or its first line cut off.
-            self._write(head, "w")
+            with _reporting(self._file):
+                write_whole(self._file, json.dumps(head) + "\n", replace=True)
             return
         if lines[0] != head:
             differing = sorted(
@@ -44,50 +56,109 @@ class Journal:
             )
             raise InvalidInput(
                 f"{self._file} is of an interrupted evaluation with another {', '.join(differing)}; "
-                "repeat its command to go on, or move it away"
+                "repeat its command to resume it, or move it away"
             )
         self.parts = {line["part"]: line["value"] for line in lines[1:]}
 
     def part(self, name: str, measure: Callable[[], Any]) -> Any:
-        """The value of a part as JSON gives it back.
+        """Return the value of a part, which is measured unless it is finished already.
 
-        What was measured before, or what `measure` returns now.
+        Args:
+            name: of the part.
+            measure: returns plain values with finite numbers.
+
+        Returns:
+            The value as JSON gives it back.
         """
         if name not in self.parts:
             self.keep(name, measure())
         return self.parts[name]
 
     def keep(self, name: str, value: Any) -> None:
-        """Note that a part is finished."""
+        """Note that a part is finished.
+
+        Args:
+            name: of the part.
+            value: plain values with finite numbers.
+
+        Raises:
+            InvalidInput: the file cannot be written, for example because the disk is full.
+        """
         line = json.dumps({"part": name, "value": value}, allow_nan=False)
         self.parts[name] = json.loads(line)["value"]
         if self._file is not None:
-            self._write(line, "a")
-
-    def _write(self, line: str | Mapping[str, Any], mode: str) -> None:
-        assert self._file is not None
-        with self._file.open(mode, encoding="utf-8") as file:
-            file.write((line if isinstance(line, str) else json.dumps(line)) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+            with _reporting(self._file), self._file.open("a", encoding="utf-8") as file:
+                file.write(line + "\n")
+                file.flush()
+                os.fsync(file.fileno())
 
 
-def _lines(file: Path) -> Iterator[dict[str, Any]]:
-    """The whole lines of a journal; a last one without its end is cut off the file too.
+@contextmanager
+def reserved(out: Path) -> Iterator[tuple[Journal, Callable[[str], None]]]:
+    """Open the journal next to `out` before the long work.
+
+    An evaluation that ends without a report leaves its journal if there is something to resume from.
+
+    Args:
+        out: the report, which must not exist.
+
+    Yields:
+        The journal, and a function that writes the report and removes the journal.
 
     Raises:
-        InvalidInput: something else is in it.
+        InvalidInput: `out` exists or cannot be written, another evaluation writes it, or
+            `partial` is a file that kvfold did not write.
+    """
+    partial = out.with_name(out.name + ".partial")
+    lock = out.with_name(f"{PREFIX}{out.name}.lock")
+    busy = f"--out {out}: another kvfold is writing it; wait for it, or name another file"
+    with ExitStack() as stack:
+        with _reporting(out, "--out "):
+            if out.exists() or out.is_symlink():
+                raise InvalidInput(f"--out {out} exists; name another file")
+            if not out.parent.is_dir():
+                raise InvalidInput(f"--out {out}: there is no directory {out.parent}")
+            stack.enter_context(locked(lock, busy))
+            stack.callback(lock.unlink, missing_ok=True)
+            if partial.is_symlink() or (partial.exists() and not partial.is_file()):
+                raise InvalidInput(f"--out {out}: {partial} exists; move it, or name another file")
+            list(_read_lines(partial))
+        journal = Journal(partial)
+
+        def write(report: str) -> None:
+            with _reporting(out, "--out "):
+                write_whole(out, report)
+                partial.unlink(missing_ok=True)
+
+        try:
+            yield journal, write
+        finally:
+            if not journal.parts and _has_no_part(partial):
+                partial.unlink()
+
+
+def _has_no_part(partial: Path) -> bool:
+    try:
+        return partial.is_file() and len(list(_read_lines(partial))) < 2
+    except InvalidInput:
+        return False  # not a journal: someone else has put it there meanwhile
+
+
+def _read_lines(file: Path) -> Iterator[dict[str, Any]]:
+    """Yield the whole lines of a journal; a last one that was cut off is cut off the file too.
+
+    Raises:
+        InvalidInput: the file is something else.
     """
     content = file.read_bytes() if file.is_file() else b""
     whole = content[: content.rfind(b"\n") + 1]
+    if content and not content.startswith(_HEAD):
+        raise InvalidInput(f"{file} exists; move it, or name another file")
     try:
         lines = [json.loads(line) for line in whole.splitlines()]
-        ours = all(isinstance(line, dict) for line in lines) and all(
-            "kvfold_eval" in line for line in lines[:1]
-        )
-    except ValueError:
-        ours = False
-    if not ours or not (whole or content[:1] in (b"", b"{")):
+    except (ValueError, RecursionError):
+        lines = [None]
+    if not all(isinstance(line, dict) for line in lines):
         raise InvalidInput(f"{file} exists; move it, or name another file")
     if len(whole) < len(content):
         with file.open("r+b") as opened:
@@ -96,44 +167,12 @@ def _lines(file: Path) -> Iterator[dict[str, Any]]:
 
 
 @contextmanager
-def reserved(out: Path) -> Iterator[tuple[Journal, Callable[[str], None]]]:
-    """Open the journal beside `out` before the long work; yield it and what writes the report and removes the
-    journal.
-
-    An evaluation that ends without a report leaves its journal where there is something to go on with.
-
-    Raises:
-        InvalidInput: `out` exists or cannot be written, or the partial file is somebody else's.
-    """
-    partial = out.with_name(out.name + ".partial")
-    with _told(out):
-        if out.exists() or out.is_symlink():
-            raise InvalidInput(f"--out {out} exists; name another file")
-        if not out.parent.is_dir():
-            raise InvalidInput(f"--out {out}: there is no directory {out.parent}")
-        if partial.is_symlink() or (partial.exists() and not partial.is_file()):
-            raise InvalidInput(f"--out {out}: {partial} exists; move it, or name another file")
-        began = list(_lines(partial))
-        partial.touch()
-    journal = Journal(partial)
-
-    def write(report: str) -> None:
-        whole = out.with_name(out.name + ".new")
-        with _told(out):
-            whole.write_text(report, encoding="utf-8")
-            whole.rename(out)
-            partial.unlink()
-
-    try:
-        yield journal, write
-    finally:
-        if partial.is_file() and not journal.parts and len(began) < 2:
-            partial.unlink()
-
-
-@contextmanager
-def _told(out: Path) -> Iterator[None]:
+def _reporting(file: Path, option: str = "") -> Iterator[None]:
+    """Raise the system's errors as sentences; of a full disk the system names no file."""
     try:
         yield
     except OSError as error:
-        raise InvalidInput(f"--out {out} cannot be written: {error.strerror}; name another file") from None
+        raise InvalidInput(
+            f"{option}{file} cannot be written: {error.strerror}; name another file, or fix that and run the "
+            "same command again"
+        ) from None

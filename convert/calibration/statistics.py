@@ -23,8 +23,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ...core.errors import InvalidInput
+from ...core.files import whole_file
 
 SCHEMA = 3
+_METADATA = "kvfold.statistics"  # key of the file's metadata
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,8 +91,13 @@ class Statistics:
     calibration: str
     seed: int
 
-    def save(self, file: Path) -> None:
+    def save(self, file: Path, run: str = "") -> None:
         """Write a safetensors file, which must not exist; it appears only when complete.
+
+        Args:
+            file: the file.
+            run: hexadecimal SHA-256 of everything that decides the numbers, by which `read_run` recognises
+                them.
 
         Raises:
             InvalidInput: the file exists or cannot be written.
@@ -105,17 +112,17 @@ class Statistics:
             "seed": self.seed,
             "layers": len(self.layers),
         }
+        if run:
+            about["run"] = run
         tensors = {
             f"{n}.{name}": tensor.contiguous()
             for n, layer in enumerate(self.layers)
             for name, tensor in vars(layer).items()
         }
-        partial = file.with_name(file.name + ".partial")
         try:
-            save_file(tensors, partial, {"kvfold.statistics": json.dumps({"schema": SCHEMA, **about})})
-            partial.rename(file)
+            with whole_file(file) as temporary:
+                save_file(tensors, temporary, {_METADATA: json.dumps({"schema": SCHEMA, **about})})
         except (OSError, SafetensorError) as error:
-            partial.unlink(missing_ok=True)
             raise InvalidInput(f"cannot write the statistics {file}: {error}") from None
 
     def fingerprint(self) -> str:
@@ -135,9 +142,10 @@ class Statistics:
         """
         try:
             with safe_open(file, "pt") as stored:
-                about = json.loads((stored.metadata() or {})["kvfold.statistics"])
+                about = json.loads((stored.metadata() or {})[_METADATA])
                 if about.pop("schema") != SCHEMA:
                     raise InvalidInput(f"{file} holds statistics of another kvfold; collect them again")
+                about.pop("run", None)
                 names = [field.name for field in fields(LayerStatistics)]
                 layers = tuple(
                     LayerStatistics(**{name: stored.get_tensor(f"{n}.{name}") for name in names})
@@ -148,3 +156,17 @@ class Statistics:
             raise InvalidInput(
                 f"{file} holds no statistics that kvfold wrote ({type(error).__name__}: {error})"
             ) from None
+
+
+def read_run(file: Path) -> str:
+    """Return what `Statistics.save` was given as `run`; empty for any other file.
+
+    Args:
+        file: a file of statistics, or anything else.
+    """
+    try:
+        with safe_open(file, "pt") as stored:
+            about = json.loads((stored.metadata() or {})[_METADATA])
+            return str(about.get("run", ""))
+    except (OSError, SafetensorError, KeyError, AttributeError, ValueError, RecursionError):
+        return ""

@@ -3,12 +3,16 @@
 Read back, or taken on text of its own or another.
 """
 
+import hashlib
+import itertools
+import json
 import os
 import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ...core.console import is_first, notice
@@ -26,10 +30,11 @@ from . import passes
 from .capacity import Need
 from .moments import Layout
 from .self_text import sample_from
-from .statistics import Statistics
+from .statistics import Statistics, read_run
 
 # Read at once. On a CPU more takes no less time, but memory in proportion; an accelerator wants more at once.
 CPU_TOKENS, SEQUENCES = 512, 8
+_SAMPLED = 1024  # elements of each tensor, by which a source is recognised
 
 
 def batch_size(length: int) -> int:
@@ -75,11 +80,17 @@ def study(
         if layerwise is None:
             layerwise = need.whole > free_bytes()
         directory = source.checkpoint.directory
-        model = LayeredModel(source.checkpoint) if layerwise else load_model(directory)
+        run = ""
         if calibration != "self":
             tokens = read_sequences(
                 calibration, load_tokenizer(directory), sequences=sequences, length=length, seed=seed
             )
+        if save is not None:
+            text = "self" if calibration == "self" else hashlib.sha256(tokens.numpy().tobytes()).hexdigest()
+            run = _run(source, [text, _name(calibration), sequences, length, seed])
+        if save is not None and save.exists():
+            return _reused(save, run)
+        model = LayeredModel(source.checkpoint) if layerwise else load_model(directory)
     if calibration == "self":
         tokens = _written(source, model, need, sequences=sequences, length=length, seed=seed)
     how: dict[str, Any] = {"layout": layout_of(source), "batch_size": batch_size(length), "seed": seed}
@@ -89,7 +100,7 @@ def study(
     else:
         statistics = passes.collect(model, tokens, **how)
     if save is not None and is_first():
-        statistics.save(save)
+        statistics.save(save, run)
     return statistics
 
 
@@ -109,7 +120,7 @@ def _settled(source: Source, calibration: str, save: Path | None) -> Statistics 
                 "--save-statistics has nothing to save with --calibration none; use --calibration self"
             )
         return None
-    if save is not None and save.exists():
+    if save is not None and (save.exists() or save.is_symlink()) and not read_run(save):
         raise InvalidInput(f"--save-statistics {save} exists and nothing is overwritten; name another file")
     if save is not None and not save.absolute().parent.is_dir():
         raise InvalidInput(
@@ -124,6 +135,34 @@ def _settled(source: Source, calibration: str, save: Path | None) -> Statistics 
     if calibration != "self":
         check_source(calibration)
     return None
+
+
+def _run(source: Source, asked: list[Any]) -> str:
+    """Return a hexadecimal SHA-256 of everything that decides statistics: the source and what is asked.
+
+    Of every tensor of the source the first elements count, which any training changes; copies of a source
+    have the same.
+    """
+    checkpoint = source.checkpoint
+    digest = hashlib.sha256(json.dumps([checkpoint.config, asked], sort_keys=True).encode())
+    for name in sorted(checkpoint):
+        spec = checkpoint.spec(name)
+        digest.update(f"{name} {spec.dtype} {spec.shape}".encode())
+        for _, piece in itertools.islice(checkpoint.stream(name), 1):
+            digest.update(piece[:_SAMPLED].view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _reused(file: Path, run: str) -> Statistics:
+    """Return the statistics that an earlier run of the same command has saved before it was killed.
+
+    Raises:
+        InvalidInput: the file holds other statistics.
+    """
+    if read_run(file) != run:
+        raise InvalidInput(f"--save-statistics {file} exists and nothing is overwritten; name another file")
+    notice(f"{file} holds the statistics of this very command, and is used as it is")
+    return Statistics.load(file)
 
 
 def _written(source: Source, model: Any, need: Need, *, sequences: int, length: int, seed: int) -> Tensor:

@@ -1,122 +1,243 @@
-"""What is done of a half-written output, a line a unit: the same command goes on after a kill, in however
-many processes.
+"""The journal of a half-written output, by which the same command resumes after a kill.
 
-The first process's journal is the lock of the directory; every other has one of its own there, which the next
-run takes over.
+It has one line per finished unit. The journal marks `<out>.partial` as kvfold's, and its lock keeps other
+runs out. Each rank above 0 has a journal and a lock of its own there, which the next run merges, in however
+many processes it runs.
 """
 
-import fcntl
 import json
 import re
-import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
+from ...checkpoints.directory import SIDE_FILES
+from ...checkpoints.record import FILE as RECORD
+from ...checkpoints.shards import INDEX
 from ...core.errors import InvalidInput
+from ...core.files import locked, remove_own, replace_text
 
 JOURNAL = "journal.jsonl"
-Found = dict[str, Any]  # of a unit, as the journal and kvfold.json have it
+LOCK = "lock"
+Found = dict[str, Any]  # about a unit, as the journal and kvfold.json have it
+_HEAD = re.compile(r'"[0-9a-f]{64}"\n')
+# Every name that a conversion writes. Anything else in `<out>.partial` was put there by someone else.
+_NAMES = re.compile(
+    r"(lock|journal)(-\d+)?(\.jsonl)?(\.partial)?"
+    r"|model(-\d{5}-of-\d{5,})?\.safetensors|\w+_kvfold\.py"
+)
+_OTHERS = (INDEX, "config.json", RECORD, "README.md", *SIDE_FILES)
 
 
-class Journal:
-    """An open journal.
+class FoldJournal:
+    """A journal that is being written.
+
+    Args:
+        file: the journal; it is replaced.
+        fingerprint: hexadecimal SHA-256 of the plan, its first line.
+        done: units that are finished already.
 
     Attributes:
-        done: the units that are done, with what was found.
+        done: the finished units, with what was found about each.
     """
 
-    def __init__(self, file: IO[str], fingerprint: str, done: dict[str, Found]) -> None:
+    def __init__(self, file: Path, fingerprint: str, done: Mapping[str, Found]) -> None:
         self.done: dict[str, Found] = {}
-        self._file, self._fingerprint = file, fingerprint
+        self._file = file
+        self._fingerprint = fingerprint
         self.restart(done)
 
-    def restart(self, done: dict[str, Found]) -> None:
-        """Begin anew with what is done already."""
-        self._file.seek(0)
-        self._file.truncate()
-        self._file.write(json.dumps(self._fingerprint) + "\n")
-        self.done = {}
-        self.add(done)
+    def restart(self, done: Mapping[str, Found]) -> None:
+        """Begin the journal again with some finished units.
 
-    def add(self, found: dict[str, Found]) -> None:
-        """Tell of units whose bytes are on the disk."""
-        self._file.writelines(json.dumps([name, value]) + "\n" for name, value in found.items())
-        self._file.flush()
+        Args:
+            done: what was found about each of them.
+
+        Raises:
+            OSError: the journal cannot be written.
+        """
+        replace_text(self._file, json.dumps(self._fingerprint) + "\n" + _lines(done))
+        self.done = dict(done)
+
+    def add(self, found: Mapping[str, Found]) -> None:
+        """Note units whose bytes are on the disk.
+
+        Args:
+            found: what was found about each of them.
+
+        Raises:
+            OSError: the journal cannot be written.
+        """
+        with self._file.open("a", encoding="utf-8") as stream:
+            stream.write(_lines(found))
         self.done |= found
 
 
 @contextmanager
-def first_journal(partial: Path, fingerprint: str) -> Iterator[Journal]:
-    """The first process's journal, with what an earlier run of the same plan has done; another plan's
-    leftovers are removed.
+def first_journal(partial: Path, fingerprint: str) -> Iterator[FoldJournal]:
+    """Claim the directory of a half-written output, and open the journal of rank 0 in it.
 
-    A kill leaves the directory for the next run; an error that a rerun would meet again removes it.
+    Units that an earlier run of the same plan has finished are in the journal. What a run of another plan has
+    left is removed. A kill leaves the directory for the next run. An error that a rerun would meet again
+    removes what kvfold wrote, and no other file.
+
+    Args:
+        partial: the directory; it is made if it does not exist.
+        fingerprint: hexadecimal SHA-256 of the plan.
+
+    Yields:
+        The open journal.
 
     Raises:
-        InvalidInput: another kvfold is writing there, or the directory is somebody else's.
+        InvalidInput: another run is writing there, or the directory holds a file that kvfold did not write.
     """
+    _check_claimable(partial)
     partial.mkdir(parents=True, exist_ok=True)
-    if {path.name for path in partial.iterdir()} - {JOURNAL} and not _is_ours(partial / JOURNAL):
-        raise InvalidInput(
-            f"{partial} exists and is no half-written output of kvfold; move it, or name another --out"
-        )
-    with _locked(partial / JOURNAL) as file:
-        done = _read(file, fingerprint)
-        for path in partial.glob("journal-*.jsonl"):
-            with _locked(path) as its:  # no process of the run before is still at work
-                done = {**done, **(_read(its, fingerprint) or {})} if done is not None else None
+    with locked(partial / LOCK, _busy(partial)):
+        _check_claimable(partial)
+        done = _merge(partial, fingerprint)
         if done is None:
-            for path in partial.iterdir():
-                if path.name != JOURNAL:
-                    path.unlink()
-        journal = Journal(file, fingerprint, done or {})
-        for path in partial.glob("journal-*.jsonl"):
+            remove_own(partial, lambda path: _is_own(path) and path.name not in {LOCK, JOURNAL})
+        journal = FoldJournal(partial / JOURNAL, fingerprint, done or {})
+        for path in _others(partial):
             path.unlink()
         try:
             yield journal
-        except (OSError, InvalidInput):
-            shutil.rmtree(partial, ignore_errors=True)
+        except _KeepAll:
+            raise
+        except (OSError, InvalidInput) as error:
+            left = remove_own(partial, _is_own)
+            if left and isinstance(error, InvalidInput):
+                raise InvalidInput(f"{error}; {_named(left)} in {partial} was left in place") from None
             raise
 
 
 @contextmanager
-def other_journal(partial: Path, fingerprint: str, rank: int) -> Iterator[Journal]:
-    """The journal of process number `rank`, empty."""
-    with _locked(partial / f"journal-{rank}.jsonl") as file:
-        yield Journal(file, fingerprint, {})
+def other_journal(partial: Path, fingerprint: str, rank: int) -> Iterator[FoldJournal]:
+    """Open an empty journal for a rank above 0.
+
+    Args:
+        partial: the directory that rank 0 has claimed.
+        fingerprint: hexadecimal SHA-256 of the plan.
+        rank: of this process.
+
+    Yields:
+        The open journal.
+
+    Raises:
+        InvalidInput: another run is writing there.
+    """
+    with locked(partial / f"{LOCK}-{rank}", _busy(partial)):
+        yield FoldJournal(partial / f"journal-{rank}.jsonl", fingerprint, {})
 
 
-def remove_journals(partial: Path) -> None:
-    """All of them, when everything is done."""
-    for path in partial.glob("journal*.jsonl"):
-        path.unlink()
+def unneeded(partial: Path) -> list[Path]:
+    """Return the journals and locks, which do not belong to a finished output.
+
+    Args:
+        partial: the directory, in which everything else is written.
+
+    Raises:
+        InvalidInput: the directory holds a file that kvfold did not write. Everything is kept, so the same
+            command finishes the output once the file is moved.
+    """
+    strange = _strange(partial)
+    if strange:
+        raise _KeepAll(
+            f"{partial} holds {_named(strange)}, which kvfold did not write; move it and run the same "
+            "command again, which keeps all work"
+        )
+    return [path for path in sorted(partial.iterdir()) if path.name.startswith(("journal", LOCK))]
 
 
-@contextmanager
-def _locked(path: Path) -> Iterator[IO[str]]:
-    with path.open("a+", encoding="utf-8") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise InvalidInput(
-                f"another kvfold is writing {path.parent}; wait for it or name another --out"
-            ) from None
-        yield file
+class _KeepAll(InvalidInput):
+    """An error after which the half-written output stays."""
 
 
-def _read(file: IO[str], fingerprint: str) -> dict[str, Found] | None:
-    """What a journal of this plan tells; None where it is another's."""
-    file.seek(0)
-    # A kill may have cut the last line short: what it names is done again.
-    lines = [line for line in file.read().splitlines(keepends=True) if line.endswith("\n")]
-    return dict(map(json.loads, lines[1:])) if lines[:1] == [json.dumps(fingerprint) + "\n"] else None
+def _merge(partial: Path, fingerprint: str) -> dict[str, Found] | None:
+    """Return what all journals of an earlier run tell; None if one of them is of another plan."""
+    done = _read(partial / JOURNAL, fingerprint)
+    for path in _others(partial):
+        if path.suffix == ".jsonl":
+            rank = path.stem.partition("-")[2]
+            with locked(partial / f"{LOCK}-{rank}", _busy(partial)):  # no rank of that run is still at work
+                own = _read(path, fingerprint)
+            done = None if done is None else {**done, **(own or {})}
+    return done
 
 
-def _is_ours(journal: Path) -> bool:
-    """Whether a directory holds a journal that begins with a plan's fingerprint."""
-    return (
-        journal.is_file()
-        and re.match(r'"[0-9a-f]{64}"\n', journal.read_text(encoding="utf-8", errors="replace")) is not None
-    )
+def _others(partial: Path) -> list[Path]:
+    """Return the journals and locks of ranks above 0."""
+    return sorted([*partial.glob("journal-*"), *partial.glob(f"{LOCK}-*")])
+
+
+def _lines(found: Mapping[str, Found]) -> str:
+    return "".join(json.dumps([name, value]) + "\n" for name, value in found.items())
+
+
+def _read(file: Path, fingerprint: str) -> dict[str, Found] | None:
+    """Return what a journal of this plan tells; None if there is none, or it is of another plan."""
+    if not file.is_file():
+        return None
+    text = file.read_text(encoding="utf-8", errors="replace")
+    lines = text[: text.rfind("\n") + 1].splitlines()  # a kill may have cut the last line short
+    if lines[:1] != [json.dumps(fingerprint)]:
+        return None
+    try:
+        return {str(name): dict(value) for name, value in map(json.loads, lines[1:])}
+    except (ValueError, TypeError, RecursionError):
+        return None  # no run of kvfold wrote these lines: everything is folded again
+
+
+def _check_claimable(partial: Path) -> None:
+    """Refuse a directory that is not a half-written output of kvfold, and not empty either."""
+    if not partial.exists() and not partial.is_symlink():
+        return
+    sentence = f"{partial} exists and is no half-written output of kvfold; move it, or name another --out"
+    if partial.is_symlink() or not partial.is_dir() or not (_is_begun(partial) or _is_marked(partial)):
+        raise InvalidInput(sentence)
+    strange = _strange(partial)
+    if strange:
+        raise InvalidInput(f"{partial} holds {_named(strange)}, which kvfold did not write; move it")
+
+
+def _is_marked(partial: Path) -> bool:
+    """Return whether a directory holds a journal that begins with the fingerprint of a plan."""
+    return _begins(partial / JOURNAL)
+
+
+def _is_begun(partial: Path) -> bool:
+    """Return whether a directory is empty, or holds what a run leaves that is killed at once."""
+    for path in partial.iterdir():
+        if path.is_symlink() or not path.is_file() or path.name not in {LOCK, JOURNAL, f"{JOURNAL}.partial"}:
+            return False
+        if path.stat().st_size and not _begins(path):
+            return False
+    return True
+
+
+def _begins(journal: Path) -> bool:
+    if journal.is_symlink() or not journal.is_file():
+        return False
+    with journal.open("rb") as stream:
+        return _HEAD.match(stream.read(80).decode("ascii", errors="replace")) is not None
+
+
+def _strange(partial: Path) -> list[Path]:
+    return [path for path in sorted(partial.iterdir()) if not _is_own(path)]
+
+
+def _is_own(path: Path) -> bool:
+    """Return whether an entry of the directory is a file of a name that a conversion writes."""
+    if path.is_symlink() or not path.is_file():
+        return False
+    return _NAMES.fullmatch(path.name) is not None or any(path.match(pattern) for pattern in _OTHERS)
+
+
+def _named(paths: list[Path]) -> str:
+    return ", ".join(path.name for path in paths)
+
+
+def _busy(partial: Path) -> str:
+    return f"another kvfold is writing {partial}; wait for it, or name another --out"

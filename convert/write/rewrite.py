@@ -33,7 +33,7 @@ from ..calibration.capacity import default_jobs
 from ..decide.plan import Layer, Plan
 from ..formats.remote import Remote
 from ..methods import table as methods
-from .fold_journal import Found, Journal, first_journal, other_journal, remove_journals
+from .fold_journal import FoldJournal, Found, first_journal, other_journal, unneeded
 from .layer_fold import fold
 from .model_card import write_card
 
@@ -81,7 +81,7 @@ def rewrite(
         if is_first():
             with _failures(plan, out):
                 _complete(plan, partial, record)
-                finish(partial, out)
+                finish(partial, out, unneeded(partial))
     return record
 
 
@@ -118,7 +118,7 @@ def _share(
     return done | union(journal.done)
 
 
-def _work(units: dict[str, Unit], writer: ShardWriter, journal: Journal, jobs: int) -> None:
+def _work(units: dict[str, Unit], writer: ShardWriter, journal: FoldJournal, jobs: int) -> None:
     """Do some units on `jobs` threads, and tell the journal of those that are on the disk."""
     found: dict[str, Found] = {}
     synced = time.monotonic()
@@ -209,7 +209,6 @@ def _complete(plan: Plan, partial: Path, record: dict[str, Any]) -> None:
     (partial / "config.json").write_text(json.dumps(plan.config, indent=2) + "\n", encoding="utf-8")
     write_record(partial, record)
     write_card(partial, record)
-    remove_journals(partial)
 
 
 @contextmanager

@@ -4,14 +4,14 @@ Taken only when it is free or kvfold's own, and gone again when nothing was done
 """
 
 import errno
-import fcntl
 import os
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from ...core.errors import InvalidInput
+from ...core.files import locked
 from .signals import ignored
 from .state import saved
 
@@ -97,20 +97,16 @@ def _locked(partial: Path) -> Iterator[None]:
             f"output with --set "
             "output=DIR"
         )
+    busy = f"another run is at work in {partial}; wait for it, or name another output"
+    stack = ExitStack()
     try:
         partial.mkdir(parents=True, exist_ok=True)
-        lock = (partial / _LOCK).open("w")
+        stack.enter_context(locked(partial / _LOCK, busy))
     except OSError as error:
         raise InvalidInput(
             f"cannot write {partial}: {error.strerror}; name another output with --set output=DIR"
         ) from None
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise InvalidInput(
-                f"another run is at work in {partial}; wait for it, or name another output"
-            ) from None
+    with stack:
         yield
 
 

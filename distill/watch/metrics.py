@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ...core.files import replace_text
 from ..recipe.recipe import Recipe
 from ..run.state import Progress
 
@@ -77,9 +78,7 @@ def trim_metrics(file: Path, steps: int) -> None:
     if file.exists():
         lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
         kept = [line for line in lines if _is_whole(line) and json.loads(line)["step"] <= steps]
-        partial = file.with_name(file.name + ".partial")
-        partial.write_text("".join(kept), encoding="utf-8")
-        partial.replace(file)
+        replace_text(file, "".join(kept))
 
 
 def summarise(file: Path, recipe: Recipe) -> dict[str, Any]:

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from ...core.errors import InvalidInput
+from ...core.files import whole_directory, whole_file
 from .canvas import DARK, LIGHT, styled, to_svg, write_png
 from .groups import Group
 from .sections import Section, sections
@@ -102,11 +102,9 @@ def write(parts: Sequence[Part], page: Path, pictures: Path | None) -> list[Path
     """
     check_places(page, pictures)
     try:
-        with TemporaryDirectory(dir=page.absolute().parent, prefix=".kvfold-") as partial:
-            whole = Path(partial) / page.name
-            whole.write_text(render(parts), encoding="utf-8")
+        with whole_file(page) as temporary:
+            temporary.write_text(render(parts), encoding="utf-8")
             names = [] if pictures is None else _write_pictures(parts, pictures)
-            whole.rename(page)
     except OSError as error:
         raise InvalidInput(
             f"{error.filename or page} cannot be written: {error.strerror}; name another place"
@@ -116,15 +114,12 @@ def write(parts: Sequence[Part], page: Path, pictures: Path | None) -> list[Path
 
 def _write_pictures(parts: Sequence[Part], directory: Path) -> list[Path]:
     names = []
-    with TemporaryDirectory(dir=directory.absolute().parent, prefix=".kvfold-") as partial:
-        whole = Path(partial) / directory.name
-        whole.mkdir()
+    with whole_directory(directory) as temporary:
         for number, part in enumerate(parts):
             prefix = f"{number}-" if len(parts) > 1 else ""
             for chart in (chart for section in part.sections for chart in section.charts):
                 names.append(f"{prefix}{chart.name}.png")
-                write_png(chart.drawn, whole / names[-1])
-        whole.rename(directory)
+                write_png(chart.drawn, temporary / names[-1])
     return [directory / name for name in names]
 
 

@@ -9,7 +9,6 @@ documents: so what turned from right to wrong and back is counted (flips, Dutta 
 import hashlib
 import json
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +20,7 @@ from scipy import stats  # type: ignore[import-untyped]
 
 from ...core.console import progress
 from ...core.errors import InvalidInput
+from ...core.files import write_whole
 from ..estimate import LEVEL, Estimate, estimate
 from ..subject import Subject
 from . import harness
@@ -198,9 +198,7 @@ def _answers(subject: Subject, role: str, name: str) -> dict[str, Any]:
 
 def _keep(file: Path, value: Any) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
-    partial = file.with_name(f"{file.name}.{os.getpid()}.partial")
-    partial.write_text(json.dumps(value, allow_nan=False), encoding="utf-8")
-    partial.rename(file)
+    write_whole(file, json.dumps(value, allow_nan=False), replace=True)
 
 
 def _task(name: str, roles: Mapping[str, Mapping[str, Any]]) -> Task:

@@ -6,7 +6,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 from ..core.errors import InvalidInput
+from ..core.files import rename_whole
 from .shards import INDEX, Entry, TensorSpec, is_finite, pieces, read_flat, read_header
 
 PIECE = (
     1 << 20
 )  # elements: a tensor that is only copied passes through memory in pieces of this size, which caches hold
-_SIDE_FILES = (
+SIDE_FILES = (
     "*token*.json", "vocab*", "merges.txt", "*.model", "*.tiktoken", "chat_template*", "*.jinja",
     "generation_config.json",
     "preprocessor_config.json", "processor_config.json", "LICENSE*", "NOTICE*", "USE_POLICY*",
@@ -199,14 +200,20 @@ def check_output(out: Path, source: Path | None = None) -> None:
         )
 
 
-def finish(partial: Path, out: Path) -> None:
-    """Force a directory's files to disk and give it its final name."""
-    for path in [*partial.iterdir(), partial]:
-        descriptor = os.open(path, os.O_RDONLY)
-        os.fsync(descriptor)
-        os.close(descriptor)
-    check_output(out)  # somebody may have made it meanwhile
-    partial.rename(out)
+def finish(partial: Path, out: Path, unneeded: Iterable[Path] = ()) -> None:
+    """Force a finished model directory to the disk and give it its final name.
+
+    Args:
+        partial: the directory, in which everything is written.
+        out: its final name, on the same file system.
+        unneeded: files in `partial` that are removed just before it is renamed.
+
+    Raises:
+        InvalidInput: `out` exists by now.
+        OSError: the disk is full or cannot be written.
+    """
+    check_output(out)
+    rename_whole(partial, out, unneeded)
 
 
 def link_or_copy(source: str, place: str) -> None:
@@ -226,7 +233,7 @@ def copy_side_files(source: Path, out: Path) -> None:
     Weights, config.json, kvfold.json, the model card and code stay behind: each output has its own. Fields
     that name code which stayed behind are left out.
     """
-    for path in sorted(path for pattern in _SIDE_FILES for path in source.glob(pattern)):
+    for path in sorted(path for pattern in SIDE_FILES for path in source.glob(pattern)):
         if path.is_file() or path.is_symlink():
             shutil.copyfile(path, out / path.name)
             if path.name in SIDE_CONFIGS:

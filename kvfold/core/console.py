@@ -5,6 +5,7 @@ No heavy import here: `--help` goes through this module.
 """
 
 import atexit
+import errno
 import gc
 import json
 import os
@@ -20,6 +21,7 @@ import click
 from .errors import InvalidInput
 
 T = TypeVar("T")
+_DISK = {"ENOSPC", "EDQUOT", "EFBIG", "EROFS", "EIO"}  # errors for which the system may name no file
 PLAIN_INTERVAL = 10.0  # seconds between progress lines where there is no terminal
 
 
@@ -43,7 +45,9 @@ class Command(click.Command):
             return super().invoke(ctx)
         except InvalidInput as mistake:
             raise _Refusal(str(mistake)) from None
-        except OSError as error:  # a file that cannot be read: the system's own sentence, with the name
+        except OSError as error:  # the system's own sentence, with the name of the file
+            if error.filename is None and errno.errorcode.get(error.errno or 0) in _DISK:
+                raise _Refusal(f"a file cannot be written: {error.strerror}") from None
             if error.filename is None:
                 raise
             raise _Refusal(f"{error.filename}: {error.strerror}") from None

@@ -10,7 +10,8 @@ from .. import __version__
 from ..checkpoints.directory import check_output, finish, link_or_copy
 from ..core.console import notice
 from ..core.errors import InvalidInput
-from .request import RECORD, SCHEMA, Migration, replace_text, write_json
+from ..core.files import replace_text
+from .request import RECORD, SCHEMA, Migration, write_json
 
 UNMET = ".unmet"  # at the end of the output's name, where it does not hold the bound
 

@@ -6,11 +6,10 @@ Each file appears under its name only when it is whole, so that the same command
 that did.
 """
 
-import fcntl
 import json
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from typing import Any
 from ..convert.decide.plan import Plan
 from ..convert.families.source import open_source
 from ..core.errors import InvalidInput
+from ..core.files import PREFIX, locked, remove_own, replace_text
 from ..distill.recipe.recipe import Recipe, differences
 from ..eval.assertions import Assertion
 from ..eval.options import Options
@@ -25,7 +25,14 @@ from ..texts.corpus import Text
 
 SCHEMA = 1
 RECORD = "asked.json"  # what the working directory is of
-_FIRST = {"lock", RECORD, f"{RECORD}.new"}  # what is there from the start
+_MARK = "kvfold_migrate"  # a key of the record
+# There from the start; earlier versions wrote `.new`.
+_FIRST = {"lock", RECORD, f"{RECORD}.partial", f"{RECORD}.new"}
+# Everything else that a run puts there.
+_DIRECTORIES = {"identity", "folded", "distilled", "unmet", "identity.partial", "unmet.partial"}
+_FILES = {
+    f"{name}{end}" for name in ("identity.json", "statistics.safetensors") for end in ("", ".partial", ".new")
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +94,7 @@ class Migration:
         """
         recipe = self.recipe.resolved()
         return {
-            "kvfold_migrate": SCHEMA,
+            _MARK: SCHEMA,
             "source": open_source(self.source).checkpoint.identity(),
             "to": self.to,
             "text": self.text.sha256,
@@ -103,42 +110,78 @@ class Migration:
 
 @contextmanager
 def claimed(asked: Migration) -> Iterator[None]:
-    """Keep other runs out of the working directory, which must be free or of the same migration; where the
-    output is there at the end it is removed.
+    """Keep other runs out of the working directory, which must be free or of the same migration.
 
-    Also when `InvalidInput` ends the run before a checkpoint was made. Anything else leaves it, to go on
-    from: a run that met no bound too, for another bound.
+    If the output exists at the end, what the run wrote into the directory is removed, and also if
+    `InvalidInput` ends the run before a checkpoint was made. Anything else leaves it, to resume from: also a
+    run that met no bound, for another bound.
+
+    Args:
+        asked: the migration.
+
+    Raises:
+        InvalidInput: the directory is of something else, or another run is at work in it.
     """
     partial, record = asked.partial, asked.partial / RECORD
-    if partial.exists() and not record.is_file() and {path.name for path in partial.iterdir()} - _FIRST:
-        raise InvalidInput(f"{partial} exists and is no unfinished migration; move it, or name another --out")
+    _check_claimable(partial)
     partial.mkdir(parents=True, exist_ok=True)
-    with (partial / "lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise InvalidInput(
-                f"another run is at work in {partial}; wait for it, or name another --out"
-            ) from None
+    busy = f"another run is at work in {partial}; wait for it, or name another --out"
+    with locked(partial / "lock", busy):
         _check_same(record, asked)
         try:
             yield
-        except InvalidInput:
+        except InvalidInput as error:
             if not any((partial / name).is_dir() for name in ("folded", "distilled")):
-                shutil.rmtree(partial)
+                left = _remove(partial)
+                if left:
+                    raise InvalidInput(f"{error}; {left} in {partial} was left in place") from None
             raise
         if asked.out.exists():
             _remove(partial)
 
 
-def _remove(partial: Path) -> None:
-    """The record last, by which a removal that was cut short can be told from a stranger's directory."""
+def _check_claimable(partial: Path) -> None:
+    """Refuse a directory that is not an unfinished migration, and not empty either."""
+    if not partial.exists() and not partial.is_symlink():
+        return
+    ours = partial.is_dir() and not partial.is_symlink()
+    if ours:
+        record = partial / RECORD
+        if record.is_symlink() or not record.is_file():
+            ours = all(_is_first(path) for path in partial.iterdir())
+        elif record.stat().st_size:
+            ours = _MARK in _read(record)
+    if not ours:
+        raise InvalidInput(f"{partial} exists and is no unfinished migration; move it, or name another --out")
+
+
+def _is_first(path: Path) -> bool:
+    """Return whether a file may be of a run that was killed before its record was there."""
+    return path.name in _FIRST and path.is_file() and not path.is_symlink()
+
+
+def _remove(partial: Path) -> str:
+    """Remove what a run wrote, the record last, by which an interrupted removal is told from foreign files.
+
+    Returns:
+        Names of what was left; empty if there is nothing, and the directory is gone.
+    """
     for path in partial.iterdir():
-        if path.is_dir():
+        if path.is_symlink() or path.name in _FIRST:
+            continue
+        if path.is_dir() and (path.name in _DIRECTORIES or path.name.startswith(PREFIX)):
             shutil.rmtree(path)
-        elif path.name not in _FIRST:
+        elif path.name in _FILES:
             path.unlink()
-    shutil.rmtree(partial)
+    return ", ".join(path.name for path in remove_own(partial, _is_first))
+
+
+def _read(record: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(record.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError):
+        raise InvalidInput(f"{record} is damaged; remove {record.parent} to start again") from None
+    return content if isinstance(content, dict) else {}
 
 
 def _check_same(record: Path, asked: Migration) -> None:
@@ -147,27 +190,14 @@ def _check_same(record: Path, asked: Migration) -> None:
     if not record.exists():
         write_json(record, new)
         return
-    try:
-        changed = differences(json.loads(record.read_text(encoding="utf-8")), new)
-    except ValueError:
-        raise InvalidInput(f"{record} is damaged; remove {record.parent} to start anew") from None
+    changed = differences(_read(record), new)
     if changed:
         raise InvalidInput(
-            f"{record.parent} was begun with another {', '.join(changed)}; give the same command to go "
-            f"on, or remove it to "
-            "start anew"
+            f"{record.parent} was begun with another {', '.join(changed)}; run the same command to resume "
+            "it, or remove it to start again"
         )
 
 
 def write_json(file: Path, value: Any) -> None:
     """Write plain values, whole or not at all."""
     replace_text(file, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
-
-
-def replace_text(file: Path, content: str) -> None:
-    """Write a file whole or not at all, and not through a link that others share."""
-    new = file.with_name(file.name + ".new")
-    with suppress(FileNotFoundError):
-        new.unlink()
-    new.write_text(content, encoding="utf-8")
-    new.rename(file)

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from ..core.errors import InvalidInput
-from ..core.files import save_whole
+from ..core.files import replace_text, save_whole
 from .head import HeadForm, head_form
 
 T = TypeVar("T")
@@ -125,9 +125,7 @@ class TeacherCache:
         manifest = {"device": device, **self._identity, "scale": form.scale, "soft_cap": form.soft_cap}
         with self._changing():
             if self._read_manifest() is None:
-                unfinished = self.directory / f"{_MANIFEST}.partial"
-                unfinished.write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
-                unfinished.replace(self.directory / _MANIFEST)
+                replace_text(self.directory / _MANIFEST, json.dumps(manifest, indent=2) + "\n")
             if not (self.directory / _HEAD).is_file():
                 save_whole(_tensors_of(model.get_output_embeddings()), self.directory / _HEAD)
         self.refresh()

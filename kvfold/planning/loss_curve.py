@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..core.errors import InvalidInput
+from ..core.files import whole_file
 from .prediction import NATS
 
 if TYPE_CHECKING:
@@ -94,6 +95,5 @@ def draw(points: Sequence[Point], unit: str, title: str, file: Path) -> None:
     axes.set_title(title)
     axes.grid(alpha=0.3)
     axes.legend()
-    partial = file.with_name(file.name + ".partial")
-    figure.savefig(partial, format="png", dpi=150)
-    partial.rename(file)
+    with whole_file(file) as temporary:
+        figure.savefig(temporary, format="png", dpi=150)

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from click.testing import CliRunner, Result
+from safetensors.torch import save_file
 
 from benchmarks import revisions, same_bytes
 from benchmarks.differences import compare
@@ -80,6 +82,24 @@ def test_allowed_changes_are_notes(changes: dict[str, Any], note: str | None, tm
     result = compare(write(tmp_path / "one"), write(tmp_path / "other", **changes))
     assert result.found == []
     assert [text[: len(note or "")] for text in result.notes] == ([note] if note else [])
+
+
+def test_saved_statistics_may_name_their_run(tmp_path: Path) -> None:
+    """Their numbers and all else that they say must be the same."""
+    tensors, about = {"0.x": torch.ones(2)}, {"schema": 3, "seed": 0}
+    files = {
+        "one": (tensors, about),
+        "named": (tensors, {**about, "run": "abc"}),
+        "seeded": (tensors, {**about, "seed": 1}),
+        "changed": ({"0.x": torch.zeros(2)}, about),
+    }
+    for name, (values, said) in files.items():
+        (tmp_path / name).mkdir()
+        save_file(values, tmp_path / name / "s.safetensors", {"kvfold.statistics": json.dumps(said)})
+    named = compare(tmp_path / "one", tmp_path / "named")
+    assert (named.found, named.notes) == ([], ["s.safetensors: run of the statistics changed"])
+    for name in ("seeded", "changed"):
+        assert len(compare(tmp_path / "one", tmp_path / name).found) == 1, name
 
 
 def test_missing_files_and_evaluations_are_differences(tmp_path: Path) -> None:

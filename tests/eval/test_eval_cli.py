@@ -112,7 +112,7 @@ def test_an_out_that_cannot_be_written_is_told_before_the_scoring(
     (tmp_path / "own.json.partial").write_text("mine")
     (tmp_path / "dir.json.partial").mkdir()
     for out, sentence in (
-        ("x" * 250 + ".json", "cannot be written: File name too long; name another file"),
+        ("x" * 250 + ".json", "cannot be written: File name too long; name another file, or"),
         ("link.json", "exists; name another file"),
         ("own.json", "own.json.partial exists; move it, or name another file"),
         ("dir.json", "dir.json.partial exists; move it, or name another file"),

@@ -89,7 +89,9 @@ def test_another_evaluation_does_not_take_up_the_parts(
     result = run(*arguments)
     assert result.exit_code == 2
     assert f"{partial} is of an interrupted evaluation with another --batch-size, " in result.stderr
-    assert "student, teacher, text, versions; repeat its command to go on, or move it away" in result.stderr
+    assert (
+        "student, teacher, text, versions; repeat its command to resume it, or move it away" in result.stderr
+    )
     assert partial.read_text() == begun
 
 
@@ -106,12 +108,22 @@ def test_parts_are_measured_once_and_come_back_as_json(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "content", ["mine", "[1]\n", '{"schema": 2}\n', "{", '{"part": 1, "value": 2}\n', "{\n"]
+    "content",
+    [
+        "mine",
+        "[1]\n",
+        '{"schema": 2}\n',
+        "{",
+        '{"part": 1, "value": 2}\n',
+        "{\n",
+        '{"mine": 1}',
+        '{"kvfold_eval": 1',
+    ],
 )
 def test_somebody_elses_file_is_left_alone(tmp_path: Path, content: str) -> None:
     partial = tmp_path / "eval.json.partial"
     partial.write_text(content)
-    if content == "{":  # what a kill may leave of the first line
+    if content.startswith('{"kvfold'):  # what a kill may leave of the first line
         with reserved(tmp_path / "eval.json") as (journal, write):
             journal.begin({})
             write("{}")

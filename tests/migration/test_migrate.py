@@ -290,6 +290,7 @@ def test_a_damaged_note_and_another_run_are_told(texts: Path, tmp_path: Path) ->
     (partial / "asked.json").write_text("{")
     damaged = run(arguments(texts, tmp_path / "out"))
     assert (damaged.exit_code, "asked.json is damaged; remove" in damaged.stderr) == (2, True)
+    (partial / "asked.json").write_text('{"kvfold_migrate": 1}')
     with (partial / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         second = run(arguments(texts, tmp_path / "out"))

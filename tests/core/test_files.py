@@ -1,0 +1,188 @@
+"""Files appear whole or not at all, nothing of the user's is touched, and one process holds a lock."""
+
+import ast
+import os
+import stat
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from kvfold.core.errors import InvalidInput
+from kvfold.core.files import (
+    locked,
+    remove_own,
+    rename_whole,
+    replace_text,
+    save_whole,
+    whole_directory,
+    whole_file,
+    write_whole,
+)
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_a_file_appears_at_the_end_and_only_without_an_error(tmp_path: Path) -> None:
+    file = tmp_path / "e.json"
+    with whole_file(file) as temporary:
+        temporary.write_text("whole")
+        assert not file.exists()
+        assert temporary.parent.parent == tmp_path  # the same file system
+    assert file.read_text() == "whole"
+    with suppress(KeyError), whole_file(tmp_path / "other") as temporary:
+        temporary.write_text("half")
+        raise KeyError
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_a_file_has_the_rights_that_any_new_file_has(tmp_path: Path) -> None:
+    (tmp_path / "usual").write_text("")
+    write_whole(tmp_path / "ours", "")
+    rights = [stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("usual", "ours")]
+    assert rights[0] == rights[1]
+
+
+def test_names_that_look_temporary_are_the_users(tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.write_text("mine")
+    for name in ("e.json.partial", "e.json.new", "e.json.tmp"):
+        (tmp_path / name).symlink_to(elsewhere)
+    write_whole(tmp_path / "e.json", "report")
+    assert elsewhere.read_text() == "mine"
+    assert all((tmp_path / name).is_symlink() for name in ("e.json.partial", "e.json.new", "e.json.tmp"))
+
+
+def test_nothing_is_overwritten_unless_asked(tmp_path: Path) -> None:
+    file, elsewhere = tmp_path / "e.json", tmp_path / "elsewhere"
+    elsewhere.write_text("mine")
+    file.symlink_to("nowhere")
+    with pytest.raises(InvalidInput, match=r"e\.json exists and nothing is overwritten"):
+        write_whole(file, "report")
+    file.unlink()
+    writing = whole_file(file)
+    writing.__enter__().write_text("report")
+    file.write_text("mine")  # somebody makes it meanwhile
+    with pytest.raises(InvalidInput, match="exists"):
+        writing.__exit__(None, None, None)
+    assert file.read_text() == "mine"
+    file.unlink()
+    file.symlink_to(elsewhere)
+    write_whole(file, "report", replace=True)
+    assert (file.is_symlink(), file.read_text(), elsewhere.read_text()) == (False, "report", "mine")
+
+
+def test_a_directory_appears_at_the_end(tmp_path: Path) -> None:
+    with whole_directory(tmp_path / "pictures") as temporary:
+        (temporary / "one.png").write_text("1")
+        assert not (tmp_path / "pictures").exists()
+    assert [path.name for path in tmp_path.rglob("*")] == ["pictures", "one.png"]
+    with (
+        pytest.raises(InvalidInput, match="pictures exists"),
+        whole_directory(tmp_path / "pictures") as temporary,
+    ):
+        pytest.fail("went on")
+    with pytest.raises(InvalidInput, match="exists"), whole_directory(tmp_path / "more") as temporary:
+        (tmp_path / "more").mkdir()  # empty: a plain rename would replace it
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["more", "pictures"]
+
+
+def test_a_finished_directory_loses_what_it_does_not_need(tmp_path: Path) -> None:
+    partial = tmp_path / "out.partial"
+    partial.mkdir()
+    for name in ("model", "journal"):
+        (partial / name).write_text(name)
+    (tmp_path / "taken").mkdir()
+    with pytest.raises(InvalidInput, match="taken exists"):
+        rename_whole(partial, tmp_path / "taken", [partial / "journal"])
+    assert (partial / "journal").exists()  # so that the same command resumes
+    rename_whole(partial, tmp_path / "out", [partial / "journal"])
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["model"]
+
+
+def test_inside_our_own_directory_a_killed_runs_file_is_replaced(tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.write_text("mine")
+    for name in ("notes.json", "x.safetensors"):
+        (tmp_path / f"{name}.partial").symlink_to(elsewhere)
+    replace_text(tmp_path / "notes.json", "new")
+    save_whole({"x": torch.ones(2)}, tmp_path / "x.safetensors")
+    assert (tmp_path / "notes.json").read_text() == "new"
+    assert load_file(tmp_path / "x.safetensors")["x"].tolist() == [1, 1]
+    assert elsewhere.read_text() == "mine"
+    assert not list(tmp_path.glob("*.partial"))
+    os.link(tmp_path / "notes.json", tmp_path / "linked.json")
+    replace_text(tmp_path / "notes.json", "newer")
+    assert (tmp_path / "linked.json").read_text() == "new"
+
+
+def test_only_our_own_is_removed(tmp_path: Path) -> None:
+    place = tmp_path / "out.partial"
+    (place / "folder").mkdir(parents=True)
+    for name in ("ours", "theirs"):
+        (place / name).write_text(name)
+    left = remove_own(place, lambda path: path.name == "ours")
+    assert [path.name for path in left] == ["folder", "theirs"]
+    assert sorted(path.name for path in place.iterdir()) == ["folder", "theirs"]
+    (tmp_path / "link").symlink_to(place)
+    assert remove_own(tmp_path / "link", lambda path: True) == []
+    assert (place / "theirs").exists()
+    (place / "folder").rmdir()
+    assert remove_own(place, lambda path: True) == []
+    assert not place.exists()
+
+
+HOLDER = """
+import sys
+from contextlib import suppress
+from pathlib import Path
+from kvfold.core.files import locked
+with locked(Path(sys.argv[1]), "busy"):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_lock_is_held_by_one_process_and_ends_with_it(tmp_path: Path) -> None:
+    file = tmp_path / "lock"
+    command = [sys.executable, "-c", HOLDER, str(file)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == b"held\n"
+        with pytest.raises(InvalidInput, match=r"^busy here$"), locked(file, "busy here"):
+            pytest.fail("two hold it")
+        holder.kill()
+        holder.wait()
+    with locked(file, "busy"):
+        assert file.is_file()
+    assert file.stat().st_size == 0  # it stays, as the mark of a directory of ours
+    with locked(file, "busy"):
+        file.unlink()
+    assert not file.exists()
+
+
+def test_a_file_of_the_user_is_not_taken_for_a_lock(tmp_path: Path) -> None:
+    (tmp_path / "thesis").write_text("years of work")
+    (tmp_path / "link").symlink_to(tmp_path / "new")
+    (tmp_path / "folder").mkdir()
+    for name in ("thesis", "link", "folder"):
+        with (
+            pytest.raises(InvalidInput, match=f"{name} exists and is not a lock of kvfold; move it"),
+            locked(tmp_path / name, "busy"),
+        ):
+            pytest.fail("taken")
+    assert (tmp_path / "thesis").read_text() == "years of work"
+    assert not (tmp_path / "new").exists()
+
+
+def test_no_module_needs_what_windows_lacks_to_lock() -> None:
+    for folder in ("kvfold", "convert", "distill", "eval"):
+        for file in (ROOT / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+                names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+                names += [str(node.module)] if isinstance(node, ast.ImportFrom) else []
+                assert "fcntl" not in names, file
