@@ -26,6 +26,9 @@ from ...core.errors import InvalidInput
 from ...core.files import whole_file
 
 SCHEMA = 3
+# With so many digits the header grows by 64 bytes. So tensors keep the alignment that they have in a file
+# without a run, and with it the last bit of what is computed from them.
+RUN_DIGITS = 49
 _METADATA = "kvfold.statistics"  # key of the file's metadata
 
 
@@ -58,6 +61,14 @@ class LayerStatistics:
     output_fisher: Tensor
     input_BTD: Tensor
     output_BTD: Tensor
+
+    def copied(self) -> "LayerStatistics":
+        """Return the same numbers in memory that torch has allocated.
+
+        Tensors of a file are aligned as the file has them. The last bit of a sum depends on the alignment, so
+        only copies give the bits that the numbers gave before they were saved.
+        """
+        return LayerStatistics(**{name: tensor.clone() for name, tensor in vars(self).items()})
 
     def parked(self, work: Path) -> "LayerStatistics":
         """The same numbers, read from nameless files in a directory when they are used.
@@ -96,8 +107,8 @@ class Statistics:
 
         Args:
             file: the file.
-            run: hexadecimal SHA-256 of everything that decides the numbers, by which `read_run` recognises
-                them.
+            run: hexadecimal SHA-256 of everything that decides the numbers. `RUN_DIGITS` of it are saved, by
+                which `read_run` recognises the file.
 
         Raises:
             InvalidInput: the file exists or cannot be written.
@@ -113,7 +124,7 @@ class Statistics:
             "layers": len(self.layers),
         }
         if run:
-            about["run"] = run
+            about["run"] = run[:RUN_DIGITS]
         tensors = {
             f"{n}.{name}": tensor.contiguous()
             for n, layer in enumerate(self.layers)

@@ -30,7 +30,7 @@ from . import passes
 from .capacity import Need
 from .moments import Layout
 from .self_text import sample_from
-from .statistics import Statistics, read_run
+from .statistics import RUN_DIGITS, Statistics, read_run
 
 # Read at once. On a CPU more takes no less time, but memory in proportion; an accelerator wants more at once.
 CPU_TOKENS, SEQUENCES = 512, 8
@@ -89,7 +89,7 @@ def study(
             text = "self" if calibration == "self" else hashlib.sha256(tokens.numpy().tobytes()).hexdigest()
             run = _run(source, [text, _name(calibration), sequences, length, seed])
         if save is not None and save.exists():
-            return _reused(save, run)
+            return _reused(save, run, work)
         model = LayeredModel(source.checkpoint) if layerwise else load_model(directory)
     if calibration == "self":
         tokens = _written(source, model, need, sequences=sequences, length=length, seed=seed)
@@ -153,16 +153,19 @@ def _run(source: Source, asked: list[Any]) -> str:
     return digest.hexdigest()
 
 
-def _reused(file: Path, run: str) -> Statistics:
+def _reused(file: Path, run: str, work: Path | None) -> Statistics:
     """Return the statistics that an earlier run of the same command has saved before it was killed.
 
     Raises:
         InvalidInput: the file holds other statistics.
     """
-    if read_run(file) != run:
+    if read_run(file) != run[:RUN_DIGITS]:
         raise InvalidInput(f"--save-statistics {file} exists and nothing is overwritten; name another file")
     notice(f"{file} holds the statistics of this very command, and is used as it is")
-    return Statistics.load(file)
+    statistics = Statistics.load(file)
+    if file.stat().st_size < free_bytes():
+        return replace(statistics, layers=tuple(layer.copied() for layer in statistics.layers))
+    return replace(statistics, layers=tuple(layer.parked(_place(work)) for layer in statistics.layers))
 
 
 def _written(source: Source, model: Any, need: Need, *, sequences: int, length: int, seed: int) -> Tensor:
