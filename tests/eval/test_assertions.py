@@ -1,6 +1,7 @@
 """What --assert compares, and what it refuses."""
 
 import pytest
+from kvfold.eval.suites.catalogue import DEFAULT
 
 from kvfold.core.errors import InvalidInput
 from kvfold.eval.assertions import ALIASES, Unmet, check, parse

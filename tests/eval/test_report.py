@@ -7,6 +7,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+from kvfold.eval.suites.cache import Caches
+from kvfold.eval.suites.fidelity import Fidelity
+from kvfold.eval.suites.perplexity import Perplexity
 from pydantic import ConfigDict, Field, TypeAdapter, create_model
 
 from kvfold.checkpoints.identity import Checkpoint, checkpoint, hashes_of, identity

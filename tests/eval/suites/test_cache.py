@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from kvfold.eval.suites.cache import Caches, CacheSize, count, predicted
 from transformers import MistralConfig, MistralForCausalLM
 
 from kvfold.eval.options import Options

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from kvfold.eval.suites.fidelity import summarise
 from torch import Tensor
 
 from kvfold.core.errors import InvalidInput

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from kvfold.eval.suites.perplexity import Share, recovered_share
 from scipy import stats
 from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -11,6 +11,10 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
+from kvfold.eval.suites.answers import answer, rank
+from kvfold.eval.suites.decoding import read
+from kvfold.eval.suites.haystack import CANDIDATES, KINDS, STEPS, Haystack, Sample, prose
+from kvfold.eval.suites.retrieval import Retrieval
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -19,10 +23,6 @@ from kvfold.eval.cli import main
 from kvfold.eval.options import Options
 from kvfold.eval.run import evaluate
 from kvfold.eval.suites import retrieval
-from kvfold.eval.suites.answers import answer, rank
-from kvfold.eval.suites.decoding import read
-from kvfold.eval.suites.haystack import CANDIDATES, KINDS, STEPS, Haystack, Sample, prose
-from kvfold.eval.suites.retrieval import Retrieval
 from kvfold.models.causal_lm import Loaded, load
 
 from ..conftest import Make

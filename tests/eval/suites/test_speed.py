@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
+from kvfold.eval.suites.meter import peak_memory, timed
+from kvfold.eval.suites.speed import Speeds, spread
 
 from kvfold.core.errors import InvalidInput
 from kvfold.eval.cli import main
 from kvfold.eval.options import Options
 from kvfold.eval.run import evaluate
 from kvfold.eval.suites import meter, speed
-from kvfold.eval.suites.meter import peak_memory, timed
-from kvfold.eval.suites.speed import Speeds, spread
 from kvfold.models.causal_lm import load
 
 from ..conftest import Make

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from kvfold.eval.suites.tasks import Tasks, flips, paired_bootstrap
 from scipy import stats  # type: ignore[import-untyped]
 
 from kvfold.eval.options import Options
