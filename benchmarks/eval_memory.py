@@ -18,7 +18,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvfold.eval.scores import Live, score
-from kvfold.eval.windows import Windows
+from kvfold.eval.windows import TextWindows
 from kvfold.models.causal_lm import Loaded
 
 from .machine import save
@@ -38,7 +38,7 @@ def measure(vocabulary: int, windows: int, window: int, batch_size: int, answer:
     )
     ids_NW = torch.randint(vocabulary, (windows, window), generator=torch.Generator().manual_seed(0))
     scored_NT = torch.ones(windows, window - 1, dtype=torch.bool)
-    read = Windows("random", "none", window, ids_NW, scored_NT, scored_NT.sum(1))
+    read = TextWindows("random", "none", window, ids_NW, scored_NT, scored_NT.sum(1))
     models = {
         role: Loaded(Path(role), None, LlamaForCausalLM(config).eval()) for role in ("student", "teacher")
     }

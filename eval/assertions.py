@@ -1,4 +1,7 @@
-"""`--assert`: a number of the report against a bound, so that a build can fail on it. No heavy import."""
+"""`--assert`: comparisons of the report's numbers with bounds, so that a build can fail on them.
+
+Importing this module loads nothing heavy.
+"""
 
 import operator
 import re
@@ -8,10 +11,11 @@ from typing import Any
 
 import click
 
+from ..checkpoints.eval_json import HEAD
 from ..core.errors import InvalidInput
 from .suites.catalogue import SUITES
 
-# Short names of what is most often asked for. Elsewhere a path may leave out `suites.`.
+# Short names of the numbers that are asked for most. Any other path may leave out `suites.`.
 ALIASES = {
     "kl": "fidelity.kl.mean",
     "kl.mean": "fidelity.kl.mean",
@@ -28,27 +32,25 @@ ALIASES = {
     "cache.ratio": "cache.ratio",
     "cache.elements": "cache.student.elements_per_token_per_layer",
 }
-# What an eval.json has beside its suites.
-_BESIDE = ("schema", "checkpoint", "teacher", "parent", "protocol", "device", "versions", "suites")
 _OPERATORS = {"<=": operator.le, ">=": operator.ge, "==": operator.eq, "<": operator.lt, ">": operator.gt}
 _FORM = re.compile(r"\s*([A-Za-z_][\w.]*)\s*(<=|>=|==|<|>)\s*(\S+)\s*")
 
 
 class Unmet(click.ClickException):
-    """An assertion that does not hold: exit code 3."""
+    """The failure of an assertion: exit code 3."""
 
     exit_code = 3
 
 
 @dataclass(frozen=True)
 class Assertion:
-    """A path into the report, and what its value has to be.
+    """A path into the report, and the bound of its value.
 
     Attributes:
         text: as the user wrote it.
         path: from the report's root, e.g. `("suites", "fidelity", "kl", "mean")`.
-        relation: a key of the table of operators.
-        bound: what stands on the right.
+        relation: a key of `_OPERATORS`.
+        bound: the number on the right.
     """
 
     text: str
@@ -58,11 +60,14 @@ class Assertion:
 
 
 def parse(text: str, suites: Sequence[str]) -> Assertion:
-    """Read `kl.mean<0.1`: an alias or a dotted path of eval.json, with or without `suites.`, an operator, a
-    number.
+    """Parse an assertion such as `kl.mean<0.1`.
+
+    Args:
+        text: an alias or a dotted path of eval.json, with or without `suites.`; an operator; a number.
+        suites: the suites that are run.
 
     Raises:
-        InvalidInput: it has another form, or is about a suite that is not run.
+        InvalidInput: the text has another form, or names a suite that is not run.
     """
     match = _FORM.fullmatch(text)
     try:
@@ -71,27 +76,27 @@ def parse(text: str, suites: Sequence[str]) -> Assertion:
         bound = float("nan")
     if match is None or bound != bound:
         raise InvalidInput(
-            f"--assert {text!r} is no comparison with a number; write for example 'kl.mean<0.1'"
+            f"--assert {text!r} is not a comparison with a number; write for example 'kl.mean<0.1'"
         )
     names = tuple(ALIASES.get(match[1], match[1]).removeprefix("suites.").split("."))
     if names[0] in SUITES:
         if names[0] not in suites:
             raise InvalidInput(
-                f"--assert {text!r} is about the suite {names[0]}, which is not run; add it to --suite"
+                f"--assert {text!r} names the suite {names[0]}, which is not run; add it to --suite"
             )
         names = ("suites", *names)
-    elif names[0] not in _BESIDE:
-        known = ", ".join([*suites, *_BESIDE, *ALIASES])
+    elif names[0] not in HEAD:
+        known = ", ".join([*suites, *HEAD, *ALIASES])
         raise InvalidInput(f"--assert {text!r}: the report has no {names[0]}; a path may begin with {known}")
     return Assertion(text, names, match[2], bound)
 
 
 def check(assertions: Sequence[Assertion], report: dict[str, Any]) -> None:
-    """Compare a report with all assertions.
+    """Check that a report meets all assertions.
 
     Raises:
-        InvalidInput: a path leads nowhere, or not to a number.
-        Unmet: at least one does not hold; an undefined value never does.
+        InvalidInput: the report has no such path, or its value is not a number.
+        Unmet: at least one assertion does not hold; an undefined value never meets one.
     """
     values = [(assertion, _value(assertion, report)) for assertion in assertions]
     unmet = [
@@ -106,7 +111,7 @@ def check(assertions: Sequence[Assertion], report: dict[str, Any]) -> None:
 def _value(assertion: Assertion, report: dict[str, Any]) -> float | None:
     value: Any = report
     for depth, name in enumerate(assertion.path):
-        if value is None:  # what stands there is undefined in this report, and so are its parts
+        if value is None:  # undefined in this report, and so are its parts
             return None
         if isinstance(value, list | tuple) and name.isdecimal() and int(name) < len(value):
             value = value[int(name)]
@@ -119,4 +124,4 @@ def _value(assertion: Assertion, report: dict[str, Any]) -> float | None:
     if value is None or (isinstance(value, int | float) and not isinstance(value, bool)):
         return value
     has = f"; it has {', '.join(value)}" if isinstance(value, dict) else ""
-    raise InvalidInput(f"--assert {assertion.text!r}: {'.'.join(assertion.path)} is no number{has}")
+    raise InvalidInput(f"--assert {assertion.text!r}: {'.'.join(assertion.path)} is not a number{has}")

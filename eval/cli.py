@@ -16,6 +16,8 @@ from ..models.load_options import DEVICE_MAPS, DEVICES, DTYPES
 from .assertions import ALIASES, check, parse
 from .evaluation_journal import Journal, reserved
 from .options import Options
+from .evaluation_journal import EvaluationJournal, reserved
+from .options import DEVICE_MAPS, DEVICES, DTYPES, Options
 from .suites.catalogue import DEFAULT, SUITES, check_settings, chosen
 
 if TYPE_CHECKING:
@@ -150,7 +152,9 @@ def main(
         )
     with ExitStack() as stack:
         with together():
-            reserving = reserved(out) if out is not None and is_first() else nullcontext((Journal(), None))
+            reserving = (
+                reserved(out) if out is not None and is_first() else nullcontext((EvaluationJournal(), None))
+            )
             journal, write = stack.enter_context(reserving)
         result = _evaluate(model, teacher, (text, rows), Options(**options), names, settings, journal)
         report = result.to_json()
@@ -176,7 +180,7 @@ def _evaluate(
     options: Options,
     suites: tuple[str, ...],
     settings: dict[str, Any],
-    journal: Journal,
+    journal: EvaluationJournal,
 ) -> "Result":
     from ..texts.corpus import read_text
 

@@ -6,36 +6,18 @@ Windows, not tokens, are what is taken as independent: the losses of neighbourin
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from scipy import stats  # type: ignore[import-untyped]
 
+from ..checkpoints.quality_blocks import Estimate
+
 LEVEL = 0.95
 RESAMPLES = 400  # of the bootstrap: the standard error is then known to 4 %
 
 Array = npt.NDArray[Any]
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """A number measured on windows.
-
-    Attributes:
-        mean: the number itself, over all windows.
-        standard_error: of it, over the windows; None for a single window.
-        low, high: its 95 % confidence interval; None for a single window.
-    """
-
-    mean: float
-    standard_error: float | None
-    low: float | None = None
-    high: float | None = None
-
-    def __str__(self) -> str:
-        return f"{self.mean:.4f}" + ("" if self.standard_error is None else f" ± {self.standard_error:.2g}")
 
 
 def estimate(values: Sequence[float], weights: Sequence[float] | None = None) -> Estimate:

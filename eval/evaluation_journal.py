@@ -19,7 +19,7 @@ _SCHEMA = 1
 _HEAD = b'{"kvfold_eval": '  # how the first line begins
 
 
-class Journal:
+class EvaluationJournal:
     """The finished parts of one evaluation.
 
     Args:
@@ -94,7 +94,7 @@ class Journal:
 
 
 @contextmanager
-def reserved(out: Path) -> Iterator[tuple[Journal, Callable[[str], None]]]:
+def reserved(out: Path) -> Iterator[tuple[EvaluationJournal, Callable[[str], None]]]:
     """Open the journal next to `out` before the long work.
 
     An evaluation that ends without a report leaves its journal if there is something to resume from.
@@ -123,7 +123,7 @@ def reserved(out: Path) -> Iterator[tuple[Journal, Callable[[str], None]]]:
             if partial.is_symlink() or (partial.exists() and not partial.is_file()):
                 raise InvalidInput(f"--out {out}: {partial} exists; move it, or name another file")
             list(_read_lines(partial))
-        journal = Journal(partial)
+        journal = EvaluationJournal(partial)
 
         def write(report: str) -> None:
             with _reporting(out, "--out "):

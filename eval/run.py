@@ -1,16 +1,18 @@
-"""A whole evaluation in this process: the models by role, and each suite in turn."""
+"""A whole evaluation in this process: the models by role, and the suites in turn."""
 
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from ..checkpoints.eval_json import SCHEMA, TextProtocol
+from ..checkpoints.quality_blocks import SuiteBlock
 from ..core.console import is_first
 from ..core.processes import together
 from ..texts.corpus import Text
-from .evaluation_journal import Journal
+from .evaluation_journal import EvaluationJournal
 from .options import Options
-from .result import SCHEMA, Finding, Protocol, Result
+from .result import Result
 from .subject import Subject, versions
 from .suites.catalogue import DEFAULT, SUITES
 
@@ -24,40 +26,42 @@ def evaluate(
     *,
     suites: Sequence[str] = DEFAULT,
     settings: Mapping[str, Any] | None = None,
-    journal: Journal | None = None,
+    journal: EvaluationJournal | None = None,
 ) -> Result:
-    """Measure a checkpoint, and where given its teacher and its folded parent, on the same windows of one
-    text.
+    """Measure a checkpoint, and its teacher and folded parent where they are given, on the same windows.
 
     Args:
         student: the checkpoint.
-        teacher: the checkpoint it is compared with; None: only its own numbers.
-        text: what is read; None for suites that read none.
-        options: how to load and how to cut.
-        parent: the converted checkpoint that `student` was distilled from, needed for the recovered share.
+        teacher: the checkpoint to compare it with; None measures the student alone.
+        text: the text to read; None where no suite reads one.
+        options: how to load the models and how to cut the text.
+        parent: the folded checkpoint that `student` was distilled from; the recovered share needs it.
         suites: names of `SUITES`.
-        settings: values of the suites' own options, by their names.
-        journal: what an interrupted evaluation of the same has measured already.
+        settings: values of the suites' own options, by option name.
+        journal: the finished parts of an interrupted evaluation with the same arguments.
 
     Returns:
-        What was found; in all processes but a launcher's first one without the suites that one process
-        measures alone.
+        The result. Under a launcher, only rank 0 has the suites that one process measures alone.
 
     Raises:
-        InvalidInput: a checkpoint cannot be loaded, two cannot be compared, the text does not suit the
-        windows, a model's
-            logits are not finite, or what a suite refuses.
+        InvalidInput: a checkpoint cannot be loaded, two checkpoints cannot be compared, the text does not
+            suit the windows, a model's logits are not finite, or a suite refuses its settings.
     """
     measures = _measures(suites, settings or {})
     paths = {"student": student, "teacher": teacher, "parent": parent}
     given = {role: path for role, path in paths.items() if path is not None}
     subject = Subject(given, options, text, settings, journal)
     if text is not None:
-        _ = subject.windows  # by all processes together, and before any of them works alone
-    found = {name: measure(subject) for name, measure in measures.items() if SUITES[name].shared}
+        _ = subject.windows  # cut by all processes together, before any of them works alone
+    found = {}
+    for name, measure in measures.items():
+        if SUITES[name].on_all_ranks:
+            found[name] = measure(subject)
     with together():
         if is_first():
-            found |= {name: measure(subject) for name, measure in measures.items() if not SUITES[name].shared}
+            for name, measure in measures.items():
+                if not SUITES[name].on_all_ranks:
+                    found[name] = measure(subject)
     return Result(
         schema=SCHEMA,
         checkpoint=subject.checkpoints["student"],
@@ -72,8 +76,8 @@ def evaluate(
 
 def _measures(
     suites: Sequence[str], settings: Mapping[str, Any]
-) -> dict[str, Callable[[Subject], Finding | None]]:
-    """What measures each suite, once it has found its settings to be right."""
+) -> dict[str, Callable[[Subject], SuiteBlock | None]]:
+    """Return the `measure` function of each suite, after every suite has checked its settings."""
     modules = {name: import_module(f".suites.{SUITES[name].module}", __package__) for name in suites}
     for module in modules.values():
         if hasattr(module, "check"):
@@ -81,8 +85,15 @@ def _measures(
     return {name: module.measure for name, module in modules.items()}
 
 
-def _protocol(subject: Subject) -> Protocol:
-    windows, text = subject.windows, subject.text
-    assert text is not None
-    count, scored = len(windows.ids_NW), int(windows.scored_NT.sum())
-    return Protocol(windows.name, text.sha256, windows.length, count, windows.bos, scored, windows.bytes)
+def _protocol(subject: Subject) -> TextProtocol:
+    windows = subject.windows
+    assert subject.text is not None
+    return TextProtocol(
+        name=windows.name,
+        text_sha256=subject.text.sha256,
+        window=windows.length,
+        windows=len(windows.ids_NW),
+        bos=windows.bos,
+        scored_tokens=int(windows.scored_NT.sum()),
+        scored_bytes=windows.bytes,
+    )

@@ -21,8 +21,8 @@ from ..core.processes import from_every, place, together
 from ..models.causal_lm import Loaded
 from ..models.finite import refuse
 from ..models.head import check_head, head_logits, last_hidden
-from .evaluation_journal import Journal
-from .windows import Windows
+from .evaluation_journal import EvaluationJournal
+from .windows import TextWindows
 
 T = TypeVar("T")
 CHUNK = (
@@ -31,7 +31,7 @@ CHUNK = (
 _PROBE = 16  # tokens on which the short way to the logits is compared with the model's own
 
 
-class Source(Protocol):
+class LogitSource(Protocol):
     """What gives logits for windows: a model in memory, or what is kept of one."""
 
     path: Path
@@ -50,7 +50,7 @@ class Source(Protocol):
 class Live:
     """A model in memory."""
 
-    def __init__(self, loaded: Loaded, windows: Windows) -> None:
+    def __init__(self, loaded: Loaded, windows: TextWindows) -> None:
         """Check on the first tokens that its logits are its head on its last hidden states.
 
         Raises:
@@ -100,7 +100,7 @@ class Scores:
         return (torch.bincount(self.window_S, value_S) / torch.bincount(self.window_S)).tolist()
 
 
-def gather(windows: Windows, measures: Mapping[str, Tensor]) -> Scores:
+def gather(windows: TextWindows, measures: Mapping[str, Tensor]) -> Scores:
     """The scores from their measures (S,): an NLL a role, and `kl` and `same` where there is a teacher."""
     window_S, target_S = windows.scored_NT.nonzero(as_tuple=True)
     found = {name: value.double() for name, value in measures.items()}
@@ -108,7 +108,9 @@ def gather(windows: Windows, measures: Mapping[str, Tensor]) -> Scores:
     return Scores(window_S, target_S + 1, found, kl_S, same_S)
 
 
-def pending(windows: Windows, batch_size: int, roles: Sequence[str], journal: Journal) -> list[int]:
+def pending(
+    windows: TextWindows, batch_size: int, roles: Sequence[str], journal: EvaluationJournal
+) -> list[int]:
     """First windows of the batches that the journal of the first process does not hold, dealt out.
 
     This process's own.
@@ -124,13 +126,13 @@ def pending(windows: Windows, batch_size: int, roles: Sequence[str], journal: Jo
 
 @torch.inference_mode()
 def score(
-    sources: Mapping[str, Source],
-    windows: Windows,
+    sources: Mapping[str, LogitSource],
+    windows: TextWindows,
     batch_size: int,
     *,
     roles: Sequence[str] | None = None,
     chunk: int | None = None,
-    journal: Journal | None = None,
+    journal: EvaluationJournal | None = None,
 ) -> dict[str, Tensor]:
     """Score the windows with all models at once; several processes share the batches, and all get all the
     numbers.
@@ -150,7 +152,7 @@ def score(
     Raises:
         InvalidInput: a model gives a logit that is not finite.
     """
-    kept, roles = journal or Journal(), roles or list(sources)
+    kept, roles = journal or EvaluationJournal(), roles or list(sources)
     own = pending(windows, batch_size, roles, kept)
     rounds = max(from_every(len(own)), default=0)
     for turn in progress(range(rounds), "Scoring", total=rounds):
@@ -170,7 +172,7 @@ def score(
 
 
 def _score_batch(
-    sources: Mapping[str, Source], ids_BW: Tensor, scored_BT: Tensor, chunk: int | None, first: int
+    sources: Mapping[str, LogitSource], ids_BW: Tensor, scored_BT: Tensor, chunk: int | None, first: int
 ) -> dict[str, Tensor]:
     """Measures (S,) of one batch's scored tokens; its first window is number `first`."""
     window_S, target_S = scored_BT.nonzero(as_tuple=True)

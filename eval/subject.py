@@ -16,7 +16,8 @@ import torch
 import transformers
 
 from .. import __version__
-from ..checkpoints.identity import Checkpoint, checkpoint, hashes_of
+from ..checkpoints.eval_json import MeasuredCheckpoint
+from ..checkpoints.identity import checkpoint, hashes_of
 from ..checkpoints.record import changed_since, read_record
 from ..core.console import notice
 from ..core.memory import free_bytes
@@ -24,11 +25,13 @@ from ..core.processes import from_first, together
 from ..models.causal_lm import Described, Loaded, check_comparable, describe, load, place_of
 from ..models.teacher_cache import TeacherCache, identify
 from ..texts.corpus import Text
-from .evaluation_journal import Journal
+from .evaluation_journal import EvaluationJournal
 from .options import Options
 from .scores import Live, Scores, Source, gather, pending, score
 from .stored_teacher import OPTION, StoredTeacher, fill
 from .windows import Windows, cut, window_length
+from .scores import Live, LogitSource, Scores, gather, pending, score
+from .windows import TextWindows, cut, window_length
 
 _NO_NUMBERS = (
     "device_map",
@@ -58,7 +61,7 @@ class Subject:
         options: Options,
         text: Text | None,
         settings: Mapping[str, Any] | None = None,
-        journal: Journal | None = None,
+        journal: EvaluationJournal | None = None,
     ) -> None:
         """Check that the models may be compared; no weights are read but to hash them.
 
@@ -71,7 +74,7 @@ class Subject:
         self.roles = tuple(paths)
         self.device, self._dtype = place_of(options)
         self._loaded: dict[str, Loaded] = {}
-        self._journal = journal or Journal()
+        self._journal = journal or EvaluationJournal()
         with together():
             self._described = {role: describe(path, options) for role, path in paths.items()}
             for role in self.roles[1:]:
@@ -79,7 +82,7 @@ class Subject:
                     self._described["student"], self._described[role], text.joined if text else ""
                 )
         hashes = {role: hashes_of(path) for role, path in paths.items()}
-        self.checkpoints: dict[str, Checkpoint] = {
+        self.checkpoints: dict[str, MeasuredCheckpoint] = {
             role: checkpoint(path, hashes[role]) for role, path in paths.items()
         }
         self._teacher_hashes = hashes.get("teacher", {})
@@ -146,7 +149,7 @@ class Subject:
         return self.stored_dtype(role) if self._dtype == "auto" else self._dtype
 
     @cached_property
-    def windows(self) -> Windows:
+    def windows(self) -> TextWindows:
         """The text in windows, by the student's tokenizer.
 
         Raises:
@@ -178,7 +181,7 @@ class Subject:
     def _score(self, roles: tuple[str, ...], spare: Path) -> dict[str, torch.Tensor]:
         size, windows = self.options.batch_size, self.windows
         own = pending(windows, size, roles, self._journal)
-        sources: dict[str, Source] = {}
+        sources: dict[str, LogitSource] = {}
         directory = self.options.teacher_cache or (spare / "states" if self.one_at_a_time else None)
         if directory is not None and "teacher" in roles:
             with together():

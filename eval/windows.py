@@ -37,7 +37,7 @@ LONGEST_DEFAULT = (
 
 
 @dataclass(frozen=True)
-class Windows:
+class TextWindows:
     """A text cut for scoring.
 
     Attributes:
@@ -92,7 +92,7 @@ def window_length(window: int | None, models: Sequence[Loaded | Described], text
     return window
 
 
-def cut(text: Text, loaded: Loaded | Described, window: int, options: Options) -> Windows:
+def cut(text: Text, loaded: Loaded | Described, window: int, options: Options) -> TextWindows:
     """Tokenise a text with a model's tokenizer and cut it into windows of `window` tokens, as its protocol
     and `options` say.
 
@@ -118,7 +118,7 @@ def cut(text: Text, loaded: Loaded | Described, window: int, options: Options) -
     return replace(windows, name=f"{windows.name} max-windows={kept}", original=None, **tensors)
 
 
-def _plain(text: Text, loaded: Loaded | Described, window: int, bos: bool | None) -> Windows:
+def _plain(text: Text, loaded: Loaded | Described, window: int, bos: bool | None) -> TextWindows:
     start = loaded.tokenizer.bos_token_id
     if bos and start is None:
         raise InvalidInput(f"--bos: the tokenizer of {loaded.path} has no BOS token; use --no-bos")
@@ -133,14 +133,14 @@ def _plain(text: Text, loaded: Loaded | Described, window: int, bos: bool | None
     return _whole(f"{text.name} window={window} bos={where}", where, ids_NW, size_NW)
 
 
-def _gptq(text: Text, loaded: Loaded | Described, window: int, bos: bool | None) -> Windows:
+def _gptq(text: Text, loaded: Loaded | Described, window: int, bos: bool | None) -> TextWindows:
     ids, sizes = _tokens(loaded.tokenizer, text.joined)
     start = loaded.tokenizer.bos_token_id
     where = "first" if start is not None and ids[:1] == [start] else "none"
     return _whole(f"{text.name} bos={where}", where, *_fill(text, ids, sizes, window, False))
 
 
-def _rolling(text: Text, loaded: Loaded | Described, window: int, bos: bool | None) -> Windows:
+def _rolling(text: Text, loaded: Loaded | Described, window: int, bos: bool | None) -> TextWindows:
     tokenizer = loaded.tokenizer
     prefix = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
     if prefix is None:
@@ -161,7 +161,7 @@ def _rolling(text: Text, loaded: Loaded | Described, window: int, bos: bool | No
         size_NW[row, len(ids) - scored : len(ids)] = torch.tensor(sizes[len(sizes) - scored :])
     where = "none" if tokenizer.bos_token_id is None else "document"
     name = f"{text.name} window={window} bos={where}"
-    return Windows(name, where, window, ids_NW, scored_NW[:, 1:], size_NW.sum(1), text.original)
+    return TextWindows(name, where, window, ids_NW, scored_NW[:, 1:], size_NW.sum(1), text.original)
 
 
 _CUTS = {"windows": _plain, "gptq": _gptq, "rolling": _rolling}
@@ -203,10 +203,10 @@ def _fill(text: Text, ids: list[int], sizes: list[int], body: int, with_bos: boo
     return ids_NW, size_NW
 
 
-def _whole(name: str, bos: str, ids_NW: Tensor, size_NW: Tensor) -> Windows:
-    """Windows that are all text: every id but the first of each is scored."""
+def _whole(name: str, bos: str, ids_NW: Tensor, size_NW: Tensor) -> TextWindows:
+    """TextWindows that are all text: every id but the first of each is scored."""
     scored_NT = torch.ones_like(ids_NW[:, 1:], dtype=torch.bool)
-    return Windows(name, bos, ids_NW.shape[1], ids_NW, scored_NT, size_NW[:, 1:].sum(1))
+    return TextWindows(name, bos, ids_NW.shape[1], ids_NW, scored_NT, size_NW[:, 1:].sum(1))
 
 
 def _tokens(tokenizer: Any, text: str, **how: Any) -> tuple[list[int], list[int]]:

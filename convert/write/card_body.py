@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...checkpoints.evaluation import Evaluation, Measured
+from ...checkpoints.eval_json import EvalSummary, ModelSummary
 
 if TYPE_CHECKING:
     from ..decide.lint import Finding, Written
@@ -31,7 +31,7 @@ def card_body(
     source: str,
     title: str,
     place: str,
-    evaluation: Evaluation | None,
+    evaluation: EvalSummary | None,
 ) -> str:
     """The card below its metadata, in Markdown.
 
@@ -90,7 +90,7 @@ def _cache(record: dict[str, Any], written: Written) -> list[str]:
     return ["## KV cache", _table(["", "source", "this model"], rows)]
 
 
-def _measured(record: dict[str, Any], evaluation: Evaluation | None) -> list[str]:
+def _measured(record: dict[str, Any], evaluation: EvalSummary | None) -> list[str]:
     predicted = record.get("predicted_loss")
     words = "" if predicted is None else (
         f"Predicted on calibration text, before any training: {predicted:.4f} nats a token lost. Every "
@@ -123,7 +123,7 @@ def _measured(record: dict[str, Any], evaluation: Evaluation | None) -> list[str
     return ["## Quality", *told, *([words] if words else [])]
 
 
-def _row(name: str, model: Measured) -> list[str]:
+def _row(name: str, model: ModelSummary) -> list[str]:
     cached = "" if model.cache is None else f"{model.cache.elements_per_token_per_layer:,.10g}"
     return [name, f"{model.perplexity:.4g}", cached, model.dtype]
 

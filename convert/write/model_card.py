@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...checkpoints import license
-from ...checkpoints.evaluation import Evaluation
+from ...checkpoints.eval_json import EvalSummary
 from ...core.errors import InvalidInput
 from .card_body import card_body
 
@@ -35,7 +35,7 @@ def write_card(directory: Path, record: dict[str, Any]) -> None:
 
 
 def make_card(
-    directory: Path, record: dict[str, Any], title: str, place: str, evaluation: Evaluation | None = None
+    directory: Path, record: dict[str, Any], title: str, place: str, evaluation: EvalSummary | None = None
 ) -> ModelCard:
     """The card of a checkpoint.
 
@@ -161,7 +161,7 @@ def _existing(directory: Path) -> ModelCard | None:
     return card
 
 
-def _results(evaluation: Evaluation) -> list[EvalResult]:
+def _results(evaluation: EvalSummary) -> list[EvalResult]:
     from huggingface_hub import EvalResult
 
     protocol = evaluation.protocol

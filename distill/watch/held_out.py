@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from ...core.errors import InvalidInput
 from ...eval.options import Options
-from ...eval.windows import Windows, cut
+from ...eval.windows import TextWindows, cut
 from ...models.causal_lm import Described, Loaded
 from ...texts.corpus import Text, read_text
 from ...texts.sources import is_plain_text, local_files, read_texts
@@ -40,7 +40,7 @@ class HeldOut:
         text: what was cut.
     """
 
-    def __init__(self, windows: Windows, text: Text) -> None:
+    def __init__(self, windows: TextWindows, text: Text) -> None:
         self._windows = windows
         self.described = {"text": windows.name, "text_sha256": text.sha256}
 

@@ -1,8 +1,8 @@
-"""Figures by matplotlib, as SVG whose colours follow the page and as PNG in the light ones.
+"""Figures by matplotlib, as SVG in the colours of the page and as PNG in light colours.
 
-A figure is drawn once, in the colours of `LIGHT`. In the SVG each of them becomes a variable of the page's
-style, so that the same picture is right in dark, in light and on paper. Texts stay texts, so that they can be
-read aloud, searched and copied.
+A figure is drawn once, in the colours of `LIGHT`. In the SVG each colour becomes a variable of the page's
+style, so that the same picture suits the dark page, the light page and paper. Texts remain texts, so that
+they can be read aloud, searched and copied.
 """
 
 import io
@@ -50,20 +50,20 @@ DARK = {
     "c7": "#b5bdc9",
 }
 _SERIES = [name for name in LIGHT if re.fullmatch(r"c\d", name)]
-_WIDTH = 4.1  # inches; narrow, so that texts stay legible on a phone
+_WIDTH = 4.1  # inches; narrow, so that texts remain legible on a phone
 _FONT = (
     "DejaVu Sans, Verdana, sans-serif"  # the first is what matplotlib measures with, the second is as wide
 )
 
 
 def series(number: int) -> str:
-    """The colour of a line or bar; they begin again after the last."""
+    """Return the colour of a line or bar; after the last colour they repeat."""
     return LIGHT[_SERIES[number % len(_SERIES)]]
 
 
 @contextmanager
 def styled() -> Iterator[None]:
-    """The look of every figure that is drawn inside."""
+    """Apply the style of the page to every figure drawn inside the context."""
     import matplotlib
 
     with matplotlib.rc_context(_style()):
@@ -71,7 +71,7 @@ def styled() -> Iterator[None]:
 
 
 def figure(height: float = 3.1) -> "tuple[Figure, Axes]":
-    """An empty figure, not bound to any window system, with one pair of axes; `height` in inches."""
+    """Return an empty figure with one pair of axes, not bound to any window system; `height` in inches."""
     from matplotlib.figure import Figure
 
     drawn = Figure(figsize=(_WIDTH, height), layout="constrained")
@@ -85,7 +85,7 @@ def _style() -> dict[str, Any]:
     return {
         "font.size": 9,
         "axes.labelsize": 9,
-        "text.parse_math": False,  # a dollar in a directory's name is a dollar
+        "text.parse_math": False,  # a dollar sign in a directory's name is shown as it is
         "axes.spines.top": False,
         "axes.spines.right": False,
         "xtick.labelsize": 8.5,
@@ -109,25 +109,27 @@ def _style() -> dict[str, Any]:
 
 
 def legend(drawn: "Figure", axes: "Axes") -> None:
-    """A legend below the axes, where it hides nothing: two columns unless a name is long."""
+    """Add a legend below the axes, where it hides nothing; it has two columns unless a name is long."""
     handles, names = axes.get_legend_handles_labels()
     if handles:
-        drawn.set_figheight(drawn.get_figheight() + 0.17 * max(0, len(names) // 2 - 2))  # a line is that high
+        drawn.set_figheight(
+            drawn.get_figheight() + 0.17 * max(0, len(names) // 2 - 2)
+        )  # the height of a line
         columns = 1 if max(map(len, names)) > 22 else 2
         drawn.legend(handles, names, loc="outside lower center", ncols=columns)
 
 
 def brief(name: str, most: int = 36) -> str:
-    """A name that fits into a figure.
+    """Return a name shortened to fit into a figure.
 
-    Matplotlib would leave one that begins with a line out of the legend.
+    A name with a leading underscore gets a prefix, since matplotlib leaves such names out of the legend.
     """
     name = f"./{name}" if name.startswith("_") else name
     return name if len(name) <= most else f"{name[: most // 2 - 1]}…{name[-(most // 2) :]}"
 
 
 def plain_log(axis: Any) -> None:
-    """Numbers on a logarithmic axis as people write them, between the powers too where there is room."""
+    """Label a logarithmic axis with plain numbers, between the powers too where there is room."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
     low, high = axis.get_view_interval()
@@ -138,12 +140,12 @@ def plain_log(axis: Any) -> None:
 
 
 def to_svg(drawn: "Figure", title: str) -> str:
-    """The figure as an element of an HTML page, without size, date or ids of its own.
+    """Return the figure as an element of an HTML page, without size, date or ids of its own.
 
     Args:
-        drawn: what `figure` began; artists whose gid begins with "tip: " show the rest of it when they are
-            pointed at.
-        title: says what is seen to those who do not see it.
+        drawn: a figure from `figure`; artists whose gid begins with "tip: " show the rest of the gid as a
+            tooltip.
+        title: description of the figure for screen readers.
     """
     import matplotlib
 
@@ -172,21 +174,23 @@ def to_svg(drawn: "Figure", title: str) -> str:
 
 
 def write_png(drawn: "Figure", path: Path) -> None:
-    """The figure as a PNG, in light colours, about 900 pixels wide."""
+    """Write the figure as a PNG in light colours, about 900 pixels wide."""
     with _any_script():
         drawn.savefig(path, dpi=220, metadata={"Software": None})
 
 
 @contextmanager
 def _any_script() -> Iterator[None]:
-    """No warning that the font lacks a letter of a checkpoint's name: the browser has another one."""
+    """Ignore the warning that the font lacks a letter of a checkpoint's name; the browser has another
+    font.
+    """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")
         yield
 
 
 def tip(artists: Any, text: str) -> None:
-    """Give what was drawn a text that is shown when it is pointed at."""
+    """Give artists a tooltip."""
     for artist in artists if isinstance(artists, Sequence) else [artists]:
         if hasattr(artist, "set_gid"):
             artist.set_gid(f"tip: {text}")

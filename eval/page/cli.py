@@ -1,4 +1,4 @@
-"""`kvfold report`: evaluations as one HTML page. No heavy import here: `--help` goes through this module."""
+"""`kvfold report`: evaluations as one HTML page. Importing this module loads nothing heavy, for `--help`."""
 
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,22 +17,22 @@ from ...core.errors import InvalidInput
     default=Path("report.html"),
     show_default=True,
     metavar="FILE",
-    help="The page; must not exist.",
+    help="The HTML file to write; must not exist.",
 )
 @click.option(
     "--png",
     type=click.Path(path_type=Path),
     metavar="DIR",
-    help="Write every figure as a PNG into this new directory.",
+    help="Also write every figure as a PNG into this new directory.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a sentence.")
 def main(directories: tuple[Path, ...], out: Path, png: Path | None, as_json: bool) -> None:
-    """Show what was measured of checkpoints as one HTML page that needs no network.
+    """Show evaluations of checkpoints as one HTML page that needs no network.
 
     Each DIR is a checkpoint with an eval.json, written by `kvfold eval DIR --text FILE --out DIR/eval.json`.
-    Suites that were measured later are read from DIR/eval-*.json. Beside the evaluation, the page shows what
-    kvfold.json tells of the conversion and metrics.jsonl and curve.json of the distillation. What was not
-    measured is named with the command that measures it.
+    Suites that were measured later are read from DIR/eval-*.json. In addition to the evaluation, the page
+    shows the conversion from kvfold.json and the distillation from metrics.jsonl and curve.json. For each
+    missing measurement it gives the command that makes it.
     """
     from .document import check_places, compose, notices, summary, write
     from .groups import read_groups

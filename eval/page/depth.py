@@ -1,7 +1,4 @@
-"""Figures of a conversion layer by layer, from kvfold.json.
-
-What was predicted, what was measured, what the rank cut off.
-"""
+"""Figures of a fold layer by layer, from kvfold.json: planned and measured losses, spectra of the latent."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -11,15 +8,15 @@ from .records import Found
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_SHOWN = 1e-7  # of the largest cost; below it is rounding
+_SHOWN = 1e-7  # relative to the largest cost; smaller ones are rounding
 
 
 def losses_by_layer(one: Found, number: int) -> "Figure | None":
-    """What each layer was predicted to lose, and what it lost alone on held-back calibration text.
+    """Draw the planned loss of each layer, and its loss alone on held-back calibration text.
 
     Args:
         one: the checkpoint.
-        number: of its colour.
+        number: number of its colour.
     """
     lines = {
         "planned": [layer.planned and sum(layer.planned.values()) for layer in one.layers],
@@ -45,15 +42,15 @@ def losses_by_layer(one: Found, number: int) -> "Figure | None":
             tip(axes.plot(*zip(*known, strict=True), label=name, **style), name)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_ylim(bottom=0)
-    axes.set(xlabel="layer", ylabel="loss, nats a token")
+    axes.set(xlabel="layer", ylabel="loss, nats per token")
     legend(drawn, axes)
     return drawn
 
 
 def spectra(one: Found) -> "Figure | None":
-    """What each direction of a layer's keys and values costs when left out.
+    """Draw the cost of leaving out each direction of a layer's keys and values.
 
-    The latent keeps those left of the line.
+    The latent keeps the directions left of the dotted line.
     """
     layers = [
         (number, layer.spectrum) for number, layer in enumerate(one.layers) if layer.spectrum is not None
@@ -65,7 +62,7 @@ def spectra(one: Found) -> "Figure | None":
     from matplotlib.ticker import MaxNLocator
 
     drawn, axes = figure()
-    # Both ends are seen on white and on black.
+    # Both ends are visible on white and on black.
     colours = LinearSegmentedColormap.from_list("layers", ["#2f7fc4", "#9c6fb0", "#e0743c"])
     scale = Normalize(0, max(1, len(one.layers) - 1))
     top = max(max(spectrum.cost) for _, spectrum in layers)
@@ -87,8 +84,8 @@ def spectra(one: Found) -> "Figure | None":
     if max(spectrum.size for _, spectrum in layers) > 256:
         axes.set_xscale("log")
         plain_log(axes.xaxis)
-    unit = "nats a token" if (one.record or {}).get("calibration") else "by weights alone"
-    axes.set(xlabel="direction, the dearest first", ylabel=f"cost of leaving it out, {unit}")
+    unit = "nats per token" if (one.record or {}).get("calibration") else "from weights alone"
+    axes.set(xlabel="direction, the costliest first", ylabel=f"cost of leaving it out, {unit}")
     if len(layers) > 1:
         bar = drawn.colorbar(ScalarMappable(scale, colours), ax=axes, label="layer", pad=0.02, aspect=30)
         bar.outline.set_visible(False)

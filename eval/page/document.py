@@ -1,7 +1,7 @@
-"""The page as one HTML file that needs nothing else, and its figures as PNGs."""
+"""The page as one HTML file that needs no other file, and its figures as PNGs."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -10,43 +10,47 @@ from ...core.errors import InvalidInput
 from ...core.files import whole_directory, whole_file
 from .canvas import DARK, LIGHT, styled, to_svg, write_png
 from .groups import Group
-from .sections import Section, sections
+from .sections import PageSection, sections
 
 
 @dataclass(frozen=True)
-class Part:
-    """A group and what the page shows of it."""
+class PagePart:
+    """A group of checkpoints and its sections."""
 
     group: Group
-    sections: tuple[Section, ...]
+    sections: tuple[PageSection, ...]
 
 
-def compose(groups: Sequence[Group]) -> tuple[Part, ...]:
-    """Draw everything."""
+def compose(groups: Sequence[Group]) -> tuple[PagePart, ...]:
+    """Draw all figures and tables."""
     with styled():
-        return tuple(Part(group, sections(group)) for group in groups)
+        return tuple(PagePart(group, sections(group)) for group in groups)
 
 
 def notices(groups: Sequence[Group]) -> list[str]:
-    """What must be known before numbers are compared."""
+    """Return the warnings that belong above the numbers."""
     found = []
     sources = {group.source.identity for group in groups if group.source}
     unknown = [one.label for group in groups if group.source is None for one in group.members]
     if len(sources) + bool(unknown) > 1:
         found.append(
-            "These checkpoints have different sources, so they stand in groups; compare within a group only."
+            "These checkpoints have different sources, so they are shown in groups; compare only within a "
+            "group."
         )
     elif len(groups) > 1:
         found.append(
-            "Not all was measured on the same text in the same windows; compare within a group only."
+            "Not all checkpoints were measured on the same text in the same windows; compare only within a "
+            "group."
         )
     if unknown:
-        found.append(f"No source is known of {', '.join(unknown)}: nothing is paired there.")
+        found.append(
+            f"The source of {', '.join(unknown)} is unknown, so its numbers are not paired with a source."
+        )
     return found
 
 
-def render(parts: Sequence[Part]) -> str:
-    """The page."""
+def render(parts: Sequence[PagePart]) -> str:
+    """Return the page as HTML."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     from ... import __version__
@@ -72,25 +76,25 @@ def render(parts: Sequence[Part]) -> str:
 
 
 def check_places(page: Path, pictures: Path | None) -> None:
-    """Refuse places that are taken, before anything is drawn.
+    """Check that the output can be written, before anything is drawn.
 
     Raises:
-        InvalidInput: there is something already, or no directory to write in.
+        InvalidInput: a path exists already, or its parent directory does not.
     """
     for option, path in (("--out", page), ("--png", pictures)):
         if path is None:
             continue
         if path.exists() or path.is_symlink():
-            raise InvalidInput(f"{option} {path} exists; name another")
+            raise InvalidInput(f"{option} {path} exists; name another path")
         if not path.absolute().parent.is_dir():
             raise InvalidInput(f"{option} {path}: there is no directory {path.parent}")
 
 
-def write(parts: Sequence[Part], page: Path, pictures: Path | None) -> list[Path]:
-    """Write the page and the pictures, each whole or not at all.
+def write(parts: Sequence[PagePart], page: Path, pictures: Path | None) -> list[Path]:
+    """Write the page and the pictures, each completely or not at all.
 
     Args:
-        parts: what `compose` drew.
+        parts: the parts from `compose`.
         page: the HTML file.
         pictures: a new directory for the PNGs; None for none.
 
@@ -98,7 +102,7 @@ def write(parts: Sequence[Part], page: Path, pictures: Path | None) -> list[Path
         The pictures' paths.
 
     Raises:
-        InvalidInput: a place is taken or cannot be written.
+        InvalidInput: a path exists or cannot be written.
     """
     check_places(page, pictures)
     try:
@@ -107,12 +111,12 @@ def write(parts: Sequence[Part], page: Path, pictures: Path | None) -> list[Path
             names = [] if pictures is None else _write_pictures(parts, pictures)
     except OSError as error:
         raise InvalidInput(
-            f"{error.filename or page} cannot be written: {error.strerror}; name another place"
+            f"{error.filename or page} cannot be written: {error.strerror}; name another path"
         ) from None
     return names
 
 
-def _write_pictures(parts: Sequence[Part], directory: Path) -> list[Path]:
+def _write_pictures(parts: Sequence[PagePart], directory: Path) -> list[Path]:
     names = []
     with whole_directory(directory) as temporary:
         for number, part in enumerate(parts):
@@ -127,8 +131,8 @@ def _template(name: str) -> str:
     return resources.files(__package__).joinpath("templates", name).read_text(encoding="utf-8")
 
 
-def summary(parts: Sequence[Part], page: Path, pictures: Sequence[Path]) -> dict[str, Any]:
-    """What was shown, as plain values: for `--json`."""
+def summary(parts: Sequence[PagePart], page: Path, pictures: Sequence[Path]) -> dict[str, Any]:
+    """Return the numbers on the page as plain values, for `--json`."""
     groups = []
     for part in parts:
         table = part.sections[0].tables[0]
@@ -144,8 +148,8 @@ def summary(parts: Sequence[Part], page: Path, pictures: Sequence[Path]) -> dict
         source, protocol = part.group.source, part.group.protocol
         groups.append(
             {
-                "source": source and source.model_dump(),
-                "protocol": protocol and protocol.model_dump(),
+                "source": source and {"path": source.path, "name": source.name, "identity": source.identity},
+                "protocol": protocol and asdict(protocol),
                 "directories": [str(one.directory) for one in part.group.everyone],
                 "checkpoints": rows,
                 "missing": missing,

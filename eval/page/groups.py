@@ -1,12 +1,16 @@
-"""Which checkpoints may be compared: those of one source, measured on the same text in the same windows."""
+"""Groups of checkpoints that may be compared: one source, one text, the same windows."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
+from ...checkpoints.eval_json import MeasuredCheckpoint, TextProtocol
+from ...checkpoints.quality_blocks import SuiteBlock
 from ...core.errors import InvalidInput
-from .blocks import Checkpoint, Protocol
 from .records import Found, read_found
+
+B = TypeVar("B", bound=SuiteBlock)
 
 
 @dataclass(frozen=True)
@@ -14,46 +18,54 @@ class Group:
     """Checkpoints of one source under one protocol.
 
     Attributes:
-        source: what they were folded from; None where that is not known.
-        protocol: on what was measured; None where no text was read.
-        members: in the order in which they were given, the source itself left out if it is among them.
+        source: the checkpoint that they were folded from; None where it is unknown.
+        protocol: the text that was read; None where none was.
+        members: the checkpoints in the order in which they were given, without the source itself.
         itself: the source's own directory, if it was given.
     """
 
-    source: Checkpoint | None
-    protocol: Protocol | None
+    source: MeasuredCheckpoint | None
+    protocol: TextProtocol | None
     members: tuple[Found, ...]
     itself: Found | None = None
 
     @property
     def everyone(self) -> tuple[Found, ...]:
-        """All that were given, the source first."""
+        """All checkpoints that were given, the source first."""
         return self.members if self.itself is None else (self.itself, *self.members)
+
+    def measured(self, suite: str, kind: type[B]) -> list[tuple[int, Found, B]]:
+        """Return the members for which a suite was measured: number, checkpoint and block of each."""
+        found = []
+        for number, one in enumerate(self.members):
+            block = one.report.block(suite, kind)
+            if block is not None:
+                found.append((number, one, block))
+        return found
 
 
 def read_groups(directories: Sequence[Path]) -> tuple[Group, ...]:
-    """Read all directories, each once.
+    """Read all directories, each once, and group them.
 
     Raises:
-        InvalidInput: see `read_found`; or none was given.
+        InvalidInput: no directory was given, or one cannot be read, see `read_found`.
     """
     if not directories:
         raise InvalidInput("name at least one directory of a checkpoint")
     unique = list({path.resolve(): path for path in reversed(directories)}.values())[::-1]
     found = [read_found(path, label) for path, label in zip(unique, labels(unique), strict=True)]
-    groups: dict[tuple[str | None, Protocol | None], list[Found]] = {}
-    sources = {
-        one.report.teacher.identity: one.report.teacher for one in found if one.report.teacher is not None
-    }
+    sources = {}
     for one in found:
-        own = one.report.checkpoint.identity
-        identity = one.report.teacher.identity if one.report.teacher else own if own in sources else None
-        groups.setdefault((identity, one.report.protocol), []).append(one)
-    # Without a text, measurements of a source may stand beside any others of it.
+        if one.report.teacher is not None:
+            sources[one.report.teacher.identity] = one.report.teacher
+    groups: dict[tuple[str | None, TextProtocol | None], list[Found]] = {}
+    for one in found:
+        groups.setdefault((_source_identity(one, sources), one.report.protocol), []).append(one)
+    # Measurements without a text may join any group of their source.
     for identity in {identity for identity, protocol in groups if protocol is None}:
-        beside = next((key for key in groups if key[0] == identity and key[1] is not None), None)
-        if identity is not None and beside is not None:
-            groups[beside] += groups.pop((identity, None))
+        with_text = next((key for key in groups if key[0] == identity and key[1] is not None), None)
+        if identity is not None and with_text is not None:
+            groups[with_text] += groups.pop((identity, None))
     return tuple(
         _group(sources.get(identity or ""), protocol, members)
         for (identity, protocol), members in groups.items()
@@ -61,7 +73,7 @@ def read_groups(directories: Sequence[Path]) -> tuple[Group, ...]:
 
 
 def labels(directories: Iterable[Path]) -> list[str]:
-    """The shortest ends of the paths that tell them apart."""
+    """Return the shortest ends of the paths that are all different."""
     parts = [path.resolve().parts for path in directories]
     for length in range(1, max(map(len, parts)) + 1):
         names = ["/".join(part[-length:]) for part in parts]
@@ -70,7 +82,17 @@ def labels(directories: Iterable[Path]) -> list[str]:
     return names
 
 
-def _group(source: Checkpoint | None, protocol: Protocol | None, members: Sequence[Found]) -> Group:
+def _source_identity(one: Found, sources: dict[str, MeasuredCheckpoint]) -> str | None:
+    """Return the identity of a checkpoint's source, which may be itself."""
+    if one.report.teacher is not None:
+        return one.report.teacher.identity
+    own = one.report.checkpoint.identity
+    return own if own in sources else None
+
+
+def _group(
+    source: MeasuredCheckpoint | None, protocol: TextProtocol | None, members: Sequence[Found]
+) -> Group:
     itself = [
         one for one in members if source is not None and one.report.checkpoint.identity == source.identity
     ]

@@ -1,10 +1,11 @@
-"""Figures of what a smaller cache costs in quality: perplexity and KL."""
+"""Figures of the quality that a smaller cache costs: perplexity and KL."""
 
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from .blocks import Caches, Estimate, Fidelity, Perplexities
+from ...checkpoints.cost_blocks import CacheBlock
+from ...checkpoints.quality_blocks import Estimate, FidelityBlock, PerplexityBlock
 from .canvas import LIGHT, brief, figure, legend, plain_log, series, tip
 from .groups import Group
 from .records import Found
@@ -13,19 +14,19 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_MARKERS = {"gqa": "s", "mqa": "^", "mla": "o"}  # by what it was folded to
+_MARKERS = {"gqa": "s", "mqa": "^", "mla": "o"}  # by the target of the fold
 _WIDE = 2.0  # ratio of the largest to the smallest value from which an axis is logarithmic
 
 
 def has_perplexity(one: Found) -> bool:
-    """Whether a checkpoint has a place in `perplexity_by_cache`."""
-    return one.share is not None and one.suite("ppl", Perplexities) is not None
+    """Return whether a checkpoint has a place in `perplexity_by_cache`."""
+    return one.cache_ratio is not None and one.report.block("ppl", PerplexityBlock) is not None
 
 
 def perplexity_by_cache(group: Group) -> "Figure | None":
-    """Perplexity against the share of the source's cache.
+    """Draw perplexity against the size of the cache relative to the source's.
 
-    Error bars are of the paired ratio to the source.
+    Error bars are those of the paired ratio to the source.
     """
     members = [(number, one) for number, one in enumerate(group.members) if has_perplexity(one)]
     if not members:
@@ -39,11 +40,11 @@ def perplexity_by_cache(group: Group) -> "Figure | None":
         )
         tip(points, f"source: perplexity {source:.4g}")
     values = [source] if source is not None else []
-    places = _dodged([one.share or 1.0 for _, one in members])
+    places = _dodged([one.cache_ratio or 1.0 for _, one in members])
     for (number, one), place in zip(members, places, strict=True):
         values += _point(axes, one, number, place)
     axes.set_xscale("log", base=2)
-    _percents(axes, [one.share or 1.0 for _, one in members])
+    _percents(axes, [one.cache_ratio or 1.0 for _, one in members])
     if max(values) / min(values) > _WIDE:
         axes.set_yscale("log")
         plain_log(axes.yaxis)
@@ -53,53 +54,53 @@ def perplexity_by_cache(group: Group) -> "Figure | None":
 
 
 def source_perplexity(group: Group) -> float | None:
-    """Of the source on the group's text, as measured beside a member, or alone."""
+    """Return the source's perplexity on the group's text, measured with a member or alone."""
     for one in group.everyone:
-        found = one.suite("ppl", Perplexities)
+        found = one.report.block("ppl", PerplexityBlock)
         if found is not None and found.teacher is not None:
             return found.teacher.perplexity
-    itself = group.itself and group.itself.suite("ppl", Perplexities)
-    return itself.student.perplexity if itself else None
+    if group.itself is None:
+        return None
+    found = group.itself.report.block("ppl", PerplexityBlock)
+    return None if found is None else found.student.perplexity
 
 
 def bounds(one: Found) -> tuple[float, float] | None:
-    """The 95 % interval of a perplexity.
+    """Return the 95 % interval of a perplexity; None where there is none.
 
-    Of its ratio to the source's, which shares the text, or else its own.
+    It is the interval of the ratio to the source's perplexity where that was measured, since both share the
+    difficulty of the text; otherwise its own.
     """
-    found = one.suite("ppl", Perplexities)
+    found = one.report.block("ppl", PerplexityBlock)
     if found is None:
         return None
-    if (
-        found.teacher is not None
-        and found.ratio is not None
-        and found.ratio.low is not None
-        and found.ratio.high is not None
-    ):
-        return found.ratio.low * found.teacher.perplexity, found.ratio.high * found.teacher.perplexity
-    if found.teacher is not None or found.student.nll.low is None or found.student.nll.high is None:
+    if found.teacher is None:
+        nll = found.student.nll
+        if nll.low is None or nll.high is None:
+            return None
+        return math.exp(min(nll.low, 700.0)), math.exp(min(nll.high, 700.0))
+    ratio = found.ratio
+    if ratio is None or ratio.low is None or ratio.high is None:
         return None
-    return math.exp(min(found.student.nll.low, 700.0)), math.exp(min(found.student.nll.high, 700.0))
+    return ratio.low * found.teacher.perplexity, ratio.high * found.teacher.perplexity
 
 
-def _dodged(shares: Sequence[float]) -> list[float]:
-    """Percentages that are almost those of the shares.
-
-    Equal ones stand side by side, so that each is seen.
-    """
+def _dodged(ratios: Sequence[float]) -> list[float]:
+    """Return the ratios in percent, with equal ones moved a little apart so that each can be seen."""
     found = []
-    for number, share in enumerate(shares):
-        alike = [other for other, theirs in enumerate(shares) if abs(theirs / share - 1) < 0.03]
-        found.append(100 * share * 2 ** (0.09 * (alike.index(number) - (len(alike) - 1) / 2)))
+    for number, ratio in enumerate(ratios):
+        alike = [other for other, theirs in enumerate(ratios) if abs(theirs / ratio - 1) < 0.03]
+        found.append(100 * ratio * 2 ** (0.09 * (alike.index(number) - (len(alike) - 1) / 2)))
     return found
 
 
 def _point(axes: "Axes", one: Found, number: int, place: float) -> list[float]:
-    """Draw a checkpoint, and the fold it was distilled from below or above it.
+    """Draw a checkpoint, and with an arrow the fold that it was distilled from.
 
-    All perplexities that were drawn.
+    Returns:
+        All perplexities that were drawn.
     """
-    found = one.suite("ppl", Perplexities)
+    found = one.report.block("ppl", PerplexityBlock)
     assert found is not None
     colour, marker = series(number), _MARKERS.get(str(one.target.get("name")), "o")
     value = found.student.perplexity
@@ -124,29 +125,25 @@ def _point(axes: "Axes", one: Found, number: int, place: float) -> list[float]:
     bars.lines[0].set(marker=marker, linestyle="none", label=brief(one.label))
     tip(
         [bars.lines[0]],
-        f"{one.label}: perplexity {value:.4g} at {100 * (one.share or 1.0):.3g} % of the cache",
+        f"{one.label}: perplexity {value:.4g} at {100 * (one.cache_ratio or 1.0):.3g} % of the cache",
     )
     return values
 
 
-def _percents(axes: "Axes", shares: Sequence[float]) -> None:
-    """Ticks at halves of 100 %, down to below the smallest share."""
+def _percents(axes: "Axes", ratios: Sequence[float]) -> None:
+    """Set ticks at 100 %, 50 %, 25 % and so on, down to below the smallest ratio."""
     ticks = [100.0]
-    while ticks[-1] > 100 * min(shares) * 1.01:
+    while ticks[-1] > 100 * min(ratios) * 1.01:
         ticks.append(ticks[-1] / 2)
-    most = max(100.0, *(100 * share for share in shares))
+    most = max(100.0, *(100 * ratio for ratio in ratios))
     axes.set_xlim(ticks[-1] / 1.25, most * 1.25)
     axes.set_xticks(ticks, [f"{tick:.3g}" for tick in ticks])
     axes.minorticks_off()
 
 
 def cache_bars(group: Group) -> "Figure | None":
-    """Elements that a token takes in a layer's cache, of the source and of every checkpoint."""
-    members = [
-        (number, one, found)
-        for number, one in enumerate(group.members)
-        if (found := one.suite("cache", Caches))
-    ]
+    """Draw the cached elements per token and layer of the source and of every checkpoint."""
+    members = group.measured("cache", CacheBlock)
     if not members:
         return None
     source = next((found.teacher for _, _, found in members if found.teacher), None)
@@ -159,8 +156,8 @@ def cache_bars(group: Group) -> "Figure | None":
     longest = max(value for _, value, _ in rows)
     for place, (name, value, colour) in enumerate(rows):
         tip(axes.barh(place, value, color=colour, height=0.7).patches, f"{name}: {value:g} elements")
-        share = f"  ({100 * value / rows[0][1]:.3g} %)" if source and place else ""
-        axes.text(value + longest * 0.015, place, f"{value:,.5g}{share}", va="center", fontsize=8.5)
+        percent = f"  ({100 * value / rows[0][1]:.3g} %)" if source and place else ""
+        axes.text(value + longest * 0.015, place, f"{value:,.5g}{percent}", va="center", fontsize=8.5)
     axes.set_yticks(range(len(rows)), [name for name, _, _ in rows])
     axes.invert_yaxis()
     axes.grid(visible=False, axis="y")
@@ -169,8 +166,8 @@ def cache_bars(group: Group) -> "Figure | None":
 
 
 def kl_by_percentile(group: Group) -> "Figure | None":
-    """KL to the source at percentiles of the tokens, with 95 % intervals; the last is the largest of all."""
-    members = _with_fidelity(group)
+    """Draw the KL to the source at percentiles of the tokens, with 95 % intervals, and its maximum last."""
+    members = group.measured("fidelity", FidelityBlock)
     if not members:
         return None
     drawn, axes = figure(3.4)
@@ -193,8 +190,9 @@ def kl_by_percentile(group: Group) -> "Figure | None":
 
 
 def kl_by_position(group: Group) -> "Figure | None":
-    """KL to the source by how many tokens stand before, with 95 % intervals."""
-    members = [(number, one, found) for number, one, found in _with_fidelity(group) if found.kl_by_position]
+    """Draw the KL to the source by the number of tokens before, with 95 % intervals."""
+    measured = group.measured("fidelity", FidelityBlock)
+    members = [(number, one, found) for number, one, found in measured if found.kl_by_position]
     if not members:
         return None
     drawn, axes = figure(3.4)
@@ -209,17 +207,9 @@ def kl_by_position(group: Group) -> "Figure | None":
     axes.xaxis.set_major_formatter("{x:g}")
     axes.minorticks_off()
     axes.set_ylim(bottom=0)
-    axes.set(xlabel="tokens before in the window", ylabel="KL to the source, nats")
+    axes.set(xlabel="preceding tokens in the window", ylabel="KL to the source, nats")
     legend(drawn, axes)
     return drawn
-
-
-def _with_fidelity(group: Group) -> list[tuple[int, Found, Fidelity]]:
-    return [
-        (number, one, found)
-        for number, one in enumerate(group.members)
-        if (found := one.suite("fidelity", Fidelity))
-    ]
 
 
 def _line(axes: "Axes", points: Sequence[tuple[float, Estimate]], one: Found, number: int) -> None:

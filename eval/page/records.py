@@ -1,56 +1,93 @@
-"""What lies in a checkpoint's directory: eval.json and eval-*.json, kvfold.json, metrics.jsonl and
-curve.json, as data.
+"""A checkpoint's directory as data: eval.json and eval-*.json, kvfold.json, metrics.jsonl and curve.json.
 
-Reports are read without importing what made them: a page needs no torch. What a page does not show is passed
-over.
+The files are read without importing the code that wrote them, so a page needs no torch. Keys that a page does
+not show are ignored.
 """
 
 import json
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
+from ...checkpoints.cost_blocks import CacheBlock
+from ...checkpoints.eval_json import FILE, EvalReport, parsed, read_json, read_report
 from ...checkpoints.record import FILE as RECORD
 from ...checkpoints.record import read_record
 from ...core.errors import InvalidInput
-from .blocks import SUITES, Caches, Curve, Layer, Part, Report
 
-FILE = "eval.json"
 EXTRA = "eval-*.json"  # suites that were measured later: a report is never overwritten
-P = TypeVar("P", bound=Part)
-T = TypeVar("T")
+_REMEDY = "move it away and make it again"
+Count = Annotated[int, Field(ge=1)]
+Positive = Annotated[float, Field(gt=0)]
+
+
+class FilePart(BaseModel):
+    """A part of kvfold.json or curve.json."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
+
+
+class LayerSpectrum(FilePart):
+    """The cost of leaving out each direction of a layer's keys and values, by its number from 1."""
+
+    size: Count
+    index: tuple[Count, ...]
+    cost: tuple[float, ...]
+
+
+class FoldedLayer(FilePart):
+    """A layer of a fold: its planned loss, and its loss measured alone, nats per token."""
+
+    planned: dict[str, float] | None = None
+    measured: dict[str, float] | None = None
+    spectrum: LayerSpectrum | None = None
+
+
+class CurvePoint(FilePart):
+    """An evaluation during training."""
+
+    tokens: int
+    perplexity: Positive
+
+
+class TrainingCurve(FilePart):
+    """The content of curve.json."""
+
+    text: str
+    teacher_perplexity: Positive
+    points: tuple[CurvePoint, ...] = Field(min_length=1)
 
 
 @dataclass(frozen=True)
 class Found:
-    """All that is known of a checkpoint.
+    """A checkpoint and all that its directory says of it.
 
     Attributes:
-        directory: where it lies.
-        label: what the page calls it.
+        directory: the checkpoint.
+        label: its name on the page.
         report: eval.json, with the suites of eval-*.json.
-        record: kvfold.json; None for a checkpoint that kvfold did not make.
-        layers: of the conversion.
-        losses: tokens trained on and the KL on the training batch, nats a token, of logged steps.
+        record: kvfold.json; None for a checkpoint that kvfold did not write.
+        layers: layers of the fold.
+        losses: tokens trained on and KL on the training batch, nats per token, of logged steps.
         curve: evaluations during training.
     """
 
     directory: Path
     label: str
-    report: Report
+    report: EvalReport
     record: dict[str, Any] | None
-    layers: tuple[Layer, ...]
+    layers: tuple[FoldedLayer, ...]
     losses: tuple[tuple[int, float], ...]
-    curve: Curve | None
+    curve: TrainingCurve | None
 
     @property
-    def share(self) -> float | None:
-        """Of the source's cache, measured or else by kvfold.json."""
-        measured = self.suite("cache", Caches)
+    def cache_ratio(self) -> float | None:
+        """The size of its cache relative to the source's, as measured, or else by kvfold.json."""
+        measured = self.report.block("cache", CacheBlock)
         if measured is not None and measured.ratio is not None:
             return measured.ratio
         cache = (self.record or {}).get("cache")
@@ -58,39 +95,36 @@ class Found:
 
     @property
     def target(self) -> Mapping[str, Any]:
-        """What it was folded to; empty for a checkpoint that kvfold did not fold."""
+        """The target of the fold; empty for a checkpoint that kvfold did not fold."""
         target = (self.record or {}).get("target")
         return target if isinstance(target, dict) else {}
-
-    def suite(self, name: str, kind: type[P]) -> P | None:
-        """What a suite found; None where it was not measured or does not apply."""
-        block = self.report.suites.get(name)
-        return block if isinstance(block, kind) else None
 
 
 def read_found(directory: Path, label: str) -> Found:
     """Read a checkpoint's directory.
 
     Args:
-        directory: of the checkpoint.
-        label: what to call it.
+        directory: the checkpoint.
+        label: its name on the page.
 
     Raises:
-        InvalidInput: there is no such directory, nothing was measured of it, or a file in it is damaged or of
-        another kind.
+        InvalidInput: there is no such directory, it has no eval.json, or one of its files is damaged or
+            belongs to another checkpoint.
     """
     if not directory.is_dir():
-        raise InvalidInput(f"{directory} is no directory; name that of a checkpoint, with its {FILE}")
+        raise InvalidInput(
+            f"{directory} is not a directory; name the directory of a checkpoint with an {FILE}"
+        )
     if not (directory / FILE).is_file():
         raise InvalidInput(
             f"{directory} has no {FILE}; measure it: {command(directory, '--text stdlib', FILE)}"
         )
-    report = _read_report(directory / FILE, directory)
+    report = read_report(directory / FILE, directory)
     for extra in sorted(directory.glob(EXTRA)):
-        more = _read_report(extra, directory)
+        more = read_report(extra, directory)
         if more.checkpoint.identity != report.checkpoint.identity:
             raise InvalidInput(
-                f"{extra} was measured on other weights than {directory / FILE}; move the older one away"
+                f"{extra} was measured on other weights than {directory / FILE}; move the older file away"
             )
         if report.protocol and more.protocol and report.protocol != more.protocol:
             raise InvalidInput(
@@ -99,50 +133,35 @@ def read_found(directory: Path, label: str) -> Found:
             )
         report = _merged(report, more)
     record = read_record(directory)
+    layers = (record or {}).get("layers", [])
     return Found(
         directory=directory,
         label=label,
         report=report,
         record=record,
-        layers=_parsed(tuple[Layer, ...], (record or {}).get("layers", []), directory / RECORD),
+        layers=parsed(tuple[FoldedLayer, ...], layers, directory / RECORD, _REMEDY, ("layers",)),
         losses=_read_losses(directory / "metrics.jsonl"),
         curve=_read_curve(directory / "curve.json"),
     )
 
 
 def command(directory: Path, options: str, file: str) -> str:
-    """The command that measures a checkpoint."""
+    """Return the command that measures a checkpoint."""
     return f"kvfold eval {shlex.quote(str(directory))} {options} --out {shlex.quote(str(directory / file))}"
 
 
-def _merged(report: Report, more: Report) -> Report:
-    """A report with the suites that only another has."""
-    news = {name: block for name, block in more.suites.items() if report.suites.get(name) is None}
-    protocol, teacher = report.protocol or more.protocol, report.teacher or more.teacher
-    return report.model_copy(
-        update={"suites": {**report.suites, **news}, "protocol": protocol, "teacher": teacher}
+def _merged(report: EvalReport, more: EvalReport) -> EvalReport:
+    """Return a report with the suites that only the other one has."""
+    suites = dict(report.suites)
+    for name, block in more.suites.items():
+        if suites.get(name) is None:
+            suites[name] = block
+    return replace(
+        report,
+        suites=suites,
+        protocol=report.protocol or more.protocol,
+        teacher=report.teacher or more.teacher,
     )
-
-
-def _read_report(path: Path, directory: Path) -> Report:
-    content: Any = _read_json(path)
-    schema = content.get("schema") if isinstance(content, dict) else None
-    if schema != 2:
-        raise InvalidInput(
-            f"{path} is no report of schema 2 (its schema is {schema}); move it away and measure again"
-        )
-    report = _parsed(Report, content, path)
-    measured = Path(report.checkpoint.path)
-    if measured.is_dir() and measured.resolve() != directory.resolve():
-        raise InvalidInput(
-            f"{path} was measured on {measured}, not on {directory}; move it away and measure again"
-        )
-    blocks = {
-        name: _parsed(SUITES[name], block, path)
-        for name, block in report.suites.items()
-        if name in SUITES and block is not None
-    }
-    return report.model_copy(update={"suites": blocks})
 
 
 def _read_losses(path: Path) -> tuple[tuple[int, float], ...]:
@@ -157,28 +176,12 @@ def _read_losses(path: Path) -> tuple[tuple[int, float], ...]:
                 found.append((int(values["tokens"]), float(loss)))
         except (ValueError, TypeError, KeyError, AttributeError):
             raise InvalidInput(
-                f"{path} is damaged: it is not a record of training written by kvfold"
+                f"{path} is damaged: it is not a training log written by kvfold; move it away"
             ) from None
     return tuple(found)
 
 
-def _read_curve(path: Path) -> Curve | None:
-    return _parsed(Curve, _read_json(path), path) if path.is_file() else None
-
-
-def _read_json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:
-        raise InvalidInput(f"{path} is not valid JSON; move it away and measure again") from None
-
-
-def _parsed(kind: type[T], content: Any, path: Path) -> T:
-    try:
-        return TypeAdapter(kind).validate_python(content)
-    except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(map(str, first["loc"]))
-        raise InvalidInput(
-            f"{path} is not what kvfold writes ({place}: {first['msg']}); move it away and make it anew"
-        ) from None
+def _read_curve(path: Path) -> TrainingCurve | None:
+    if not path.is_file():
+        return None
+    return parsed(TrainingCurve, read_json(path, _REMEDY), path, _REMEDY)

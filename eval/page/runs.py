@@ -1,9 +1,10 @@
-"""Figures of what a checkpoint does and how it was trained: needles, distillation, speed."""
+"""Figures of needles, distillation and speed."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from .blocks import NeedleMap, Speeds, Spread
+from ...checkpoints.cost_blocks import Quartiles, SpeedBlock
+from ...checkpoints.quality_blocks import Grid, NeedleMap
 from .canvas import LIGHT, brief, figure, legend, plain_log, series, tip
 from .groups import Group
 from .records import Found
@@ -11,22 +12,21 @@ from .records import Found
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_SMOOTH = 40  # points that a loss is shown by; more are averaged
+_SMOOTH = 40  # points of a loss curve; more are averaged
 
 
-def needles(found: NeedleMap, score: str) -> "Figure":
-    """Share of needles by length of the text and depth in it.
+def needles(found: NeedleMap, grid: Grid) -> "Figure":
+    """Draw the percentage of needles found, by length of the text and depth in it.
 
     Args:
-        found: of one model and kind of needle.
-        score: `accuracy` or `choice`.
+        found: one model and kind of needle.
+        grid: its `accuracy` or `choice`.
     """
     from matplotlib.colors import LinearSegmentedColormap
 
-    grid = getattr(found, score)
     drawn, axes = figure(1.1 + 0.36 * len(found.depths))
     colours = LinearSegmentedColormap.from_list("found", ["#e58a80", "#f2d58a", "#7fc79a"])
-    transposed = list(zip(*grid, strict=True))  # a row a depth
+    transposed = list(zip(*grid, strict=True))  # one row per depth
     axes.pcolormesh(transposed, cmap=colours, vmin=0, vmax=1, edgecolors=LIGHT["surface"], linewidth=1)
     for row, values in enumerate(transposed):
         for column, value in enumerate(values):
@@ -47,7 +47,7 @@ def needles(found: NeedleMap, score: str) -> "Figure":
 
 
 def training_loss(members: Sequence[tuple[int, Found]]) -> "Figure | None":
-    """KL on the training batches against tokens, averaged over neighbours where there are many."""
+    """Draw the KL on training batches against tokens, averaged over neighbours where there are many."""
     members = [(number, one) for number, one in members if one.losses]
     if not members:
         return None
@@ -68,7 +68,7 @@ def training_loss(members: Sequence[tuple[int, Found]]) -> "Figure | None":
 
 
 def training_curve(one: Found) -> "Figure | None":
-    """Perplexity on held-out text against tokens."""
+    """Draw the perplexity on held-out text against tokens; None where it was not measured."""
     if one.curve is None:
         return None
     drawn, axes = figure(3.2)
@@ -87,52 +87,48 @@ def training_curve(one: Found) -> "Figure | None":
 
 
 def decode_ratio(group: Group) -> "Figure | None":
-    """How many times as fast as its source, in turns with which it was timed, a checkpoint decodes.
+    """Draw the decoding speed of each checkpoint relative to its source, which was timed in turns with it.
 
     Bars are quartiles.
     """
-    lines = [
-        (one.label, series(number), {(cell.batch, cell.context): cell.decode_speedup for cell in found.cells})
-        for number, one, found in _timed(group)
-    ]
-    return _speeds(lines, "decode, times the source's speed", level=1.0)
+    lines = []
+    for number, one, found in group.measured("speed", SpeedBlock):
+        speedups = {(cell.batch, cell.context): cell.decode_speedup for cell in found.cells}
+        lines.append((one.label, series(number), speedups))
+    return _speeds(lines, "decoding speed relative to the source", level=1.0)
 
 
 def decode_speed(group: Group) -> "Figure | None":
-    """Decoded tokens a second, of the source too as it was timed with the first checkpoint.
+    """Draw the decoded tokens per second of each checkpoint, and of the source as timed with the first one.
 
     Bars are quartiles.
     """
-    lines: list[tuple[str, str, dict[tuple[int, int], Spread | None]]] = []
-    for number, one, found in _timed(group):
+    lines: list[tuple[str, str, dict[tuple[int, int], Quartiles | None]]] = []
+    for number, one, found in group.measured("speed", SpeedBlock):
         sides = [(one.label, series(number), "student")]
-        sides[:0] = [("source", LIGHT["muted"], "teacher")] if not lines else []
+        if not lines:
+            sides.insert(0, ("source", LIGHT["muted"], "teacher"))
         for name, colour, role in sides:
-            timings = {(cell.batch, cell.context): getattr(cell, role) for cell in found.cells}
-            lines.append(
-                (
-                    name,
-                    colour,
-                    {key: timing and timing.decode.tokens_per_second for key, timing in timings.items()},
-                )
-            )
-    return _speeds(lines, "decoded tokens a second")
-
-
-def _timed(group: Group) -> list[tuple[int, Found, Speeds]]:
-    return [
-        (number, one, found)
-        for number, one in enumerate(group.members)
-        if (found := one.suite("speed", Speeds))
-    ]
+            speeds: dict[tuple[int, int], Quartiles | None] = {}
+            for cell in found.cells:
+                speed = getattr(cell, role)
+                speeds[cell.batch, cell.context] = None if speed is None else speed.decode.tokens_per_second
+            lines.append((name, colour, speeds))
+    return _speeds(lines, "decoded tokens per second")
 
 
 def _speeds(
-    lines: Sequence[tuple[str, str, Mapping[tuple[int, int], Spread | None]]],
+    lines: Sequence[tuple[str, str, Mapping[tuple[int, int], Quartiles | None]]],
     label: str,
     level: float | None = None,
 ) -> "Figure | None":
-    """Lines of (name, colour, speeds by batch and context) over the context, one a batch size."""
+    """Draw speeds over the context.
+
+    Args:
+        lines: name, colour, and speeds by batch size and context; one line is drawn per batch size.
+        label: of the vertical axis.
+        level: height of a dashed line.
+    """
     if not any(speed for _, _, speeds in lines for speed in speeds.values()):
         return None
     drawn, axes = figure(3.4)
@@ -151,7 +147,8 @@ def _speeds(
                 "markersize": 4,
                 "linewidth": 1.4,
             }
-            places, values = [context for context, _ in points], [speed.median for _, speed in points]
+            places = [context for context, _ in points]
+            values = [speed.median for _, speed in points]
             bars = axes.errorbar(places, values, yerr=[below, above], capsize=2, elinewidth=0.8, **style)
             bars.lines[0].set_label(f"{brief(name, 24)}, batch {batch}")
             tip([bars.lines[0]], f"{name}, batch {batch}")

@@ -1,12 +1,13 @@
-"""A page's parts: what each shows, and where there is nothing to show the command that measures it."""
+"""The sections of a page: figures and tables, and the command that measures what is missing."""
 
 import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ...checkpoints.cost_blocks import CacheBlock, SpeedBlock
+from ...checkpoints.quality_blocks import FidelityBlock, NeedleMap, RetrievalBlock, SuiteBlock
 from . import depth, quality, runs, tables
-from .blocks import Caches, Fidelity, Perplexities, Retrieval, Speeds
 from .groups import Group
 from .records import Found, command
 from .tables import Table
@@ -19,7 +20,7 @@ _TEXT = "--text stdlib"
 
 @dataclass(frozen=True)
 class Chart:
-    """A figure, its name among the PNGs, and what stands above it."""
+    """A figure, its name among the PNGs, and its title."""
 
     name: str
     title: str
@@ -27,14 +28,15 @@ class Chart:
 
 
 @dataclass(frozen=True)
-class Section:
-    """A part of the page.
+class PageSection:
+    """A section of the page.
 
     Attributes:
-        title: of it.
-        text: how to read it, in a sentence or two.
-        charts, tables: what it shows.
-        missing: what it could show if it were measured, each with its command.
+        title: its heading.
+        text: one or two sentences on reading it.
+        charts: its figures.
+        tables: its tables.
+        missing: measurements that it lacks, each with the command that makes it.
     """
 
     title: str
@@ -44,8 +46,8 @@ class Section:
     missing: tuple[tuple[str, str], ...] = ()
 
 
-def sections(group: Group) -> tuple[Section, ...]:
-    """The parts of a group's page, in the order in which questions come up."""
+def sections(group: Group) -> tuple[PageSection, ...]:
+    """Return the sections of a group's page, the main question first."""
     return (
         _perplexity(group),
         _fidelity(group),
@@ -57,143 +59,137 @@ def sections(group: Group) -> tuple[Section, ...]:
     )
 
 
-def _perplexity(group: Group) -> Section:
+def _perplexity(group: Group) -> PageSection:
     without = [one for one in group.members if not quality.has_perplexity(one)]
     caches = tables.caches(group)
-    return Section(
+    return PageSection(
         "Perplexity against cache",
         "Lower and further left is better. Bars are 95 % intervals of the ratio to the source, paired by "
-        "window; an arrow "
-        "leads from a fold before distillation (hollow) to the distilled checkpoint. A token's cache is "
-        "what the cache object "
-        "of the running model grows by.",
+        "window. An arrow leads from a fold before distillation (hollow) to the distilled checkpoint. The "
+        "cache per token is the growth of the running model's cache.",
         _charts(
             ("perplexity", "Perplexity against cache", quality.perplexity_by_cache(group)),
-            ("cache", "Cache of a token", quality.cache_bars(group)),
+            ("cache", "Cache per token", quality.cache_bars(group)),
         ),
         (tables.overview(group), *([caches] if caches else [])),
         (
             *_lacking(group, without, "perplexity against cache", f"{_TEXT} --suite ppl,cache"),
-            *_lacking(group, _without(group, "cache", Caches), "cache", "--suite cache --memory 24GB"),
+            *_lacking(group, _without(group, "cache", CacheBlock), "cache", "--suite cache --memory 24GB"),
         ),
     )
 
 
-def _fidelity(group: Group) -> Section:
-    charts = _charts(
-        ("kl-percentiles", "KL by percentile of tokens", quality.kl_by_percentile(group)),
-        ("kl-positions", "KL by position", quality.kl_by_position(group)),
-    )
-    missing = _lacking(
-        group, _without(group, "fidelity", Fidelity), "distance to the source", f"{_TEXT} --suite fidelity"
-    )
-    return Section(
+def _fidelity(group: Group) -> PageSection:
+    without = _without(group, "fidelity", FidelityBlock)
+    return PageSection(
         "Distance to the source",
-        "KL(source ‖ checkpoint) of next-token distributions, token by token; bars are 95 % intervals "
-        "over windows.",
-        charts,
-        missing=missing,
+        "KL(source ‖ checkpoint) of next-token distributions, per token. Bars are 95 % intervals over "
+        "windows.",
+        _charts(
+            ("kl-percentiles", "KL by percentile of tokens", quality.kl_by_percentile(group)),
+            ("kl-positions", "KL by position", quality.kl_by_position(group)),
+        ),
+        missing=_lacking(group, without, "distance to the source", f"{_TEXT} --suite fidelity"),
     )
 
 
-def _layers(group: Group) -> Section:
+def _layers(group: Group) -> PageSection:
     charts: list[Chart] = []
     seen: list[tuple[object, ...]] = []
     for number, one in enumerate(group.members):
-        conversion = (one.layers, one.target)
-        if (
-            not one.layers or conversion in seen
-        ):  # a distilled checkpoint carries the record of the fold it began as
+        fold = (one.layers, one.target)
+        if not one.layers or fold in seen:  # a distilled checkpoint carries the record of its fold
             continue
-        seen.append(conversion)
+        seen.append(fold)
         charts += _charts(
             (f"layers-{number}", f"Loss by layer: {one.label}", depth.losses_by_layer(one, number)),
             (f"spectra-{number}", f"Spectrum of the latent: {one.label}", depth.spectra(one)),
         )
-    missing = []
+    missing: tuple[tuple[str, str], ...] = ()
     if not charts:
-        missing.append(
-            (
-                "losses and spectra by layer are written by the conversion",
-                "kvfold convert MODEL --to mla --kv-budget 25%",
-            )
-        )
-    return Section(
+        example = "kvfold convert MODEL --to mla --kv-budget 25%"
+        missing = (("losses and spectra by layer are written by the conversion", example),)
+    return PageSection(
         "Layer by layer",
-        "Each layer's loss as planned and as measured alone on held-back calibration text; and, for "
-        "latent attention, what "
-        "each direction of its keys and values costs when it is left out. Those left of the dotted line "
-        "are kept.",
+        "The loss of each layer: as planned, and as measured alone on held-back calibration text. For "
+        "latent attention also the cost of leaving out each direction of its keys and values; the "
+        "directions left of the dotted line are kept.",
         tuple(charts),
-        missing=tuple(missing),
-    )
-
-
-def _needles(group: Group) -> Section:
-    charts: list[Chart] = []
-    shown = [(str(number), one.label, found.student, found) for number, one, found in _retrieved(group)]
-    first = next((found for *_, found in shown if found.teacher), None)
-    if first is not None and first.teacher is not None:
-        shown.insert(0, ("source", "source", first.teacher, first))
-    for slug, label, kinds, found in shown:
-        for kind, map_ in (("passkey", kinds.passkey), ("multikey", kinds.multikey)):
-            # Where nothing is ever generated right, as by tiny models, the likelihoods still tell.
-            score = "accuracy" if any(map(any, _grids(group, kind))) else "choice"
-            words = "found" if score == "accuracy" else f"right key likeliest of {found.candidates}"
-            title = f"{kind}, % {words}: {label}"
-            charts += _charts((f"needles-{kind}-{slug}", title, runs.needles(map_, score)))
-    table = tables.retrieval(group)
-    return Section(
-        "Needles in long texts",
-        "Keys hidden at a depth of a text, in percent of the prompts at which they were found.",
-        tuple(charts),
-        () if table is None else (table,),
-        _lacking(group, _without(group, "retrieval", Retrieval), "needles", "--suite retrieval"),
-    )
-
-
-def _tasks(group: Group) -> Section:
-    table = tables.tasks(group)
-    missing = () if table else _lacking(group, group.members, "benchmark tasks", "--suite tasks")
-    return Section(
-        "Benchmark tasks",
-        "Scores of the same questions, paired with the source's.",
-        tables=() if table is None else (table,),
         missing=missing,
     )
 
 
-def _training(group: Group) -> Section:
-    charts = [
-        *_charts(("training-loss", "KL on training text", runs.training_loss(list(enumerate(group.members)))))
-    ]
+def _needles(group: Group) -> PageSection:
+    measured = group.measured("retrieval", RetrievalBlock)
+    shown = [(str(number), one.label, found.student, found) for number, one, found in measured]
+    for _, _, found in measured:
+        if found.teacher is not None:
+            shown.insert(0, ("source", "source", found.teacher, found))
+            break
+    charts: list[Chart] = []
+    for slug, label, maps, found in shown:
+        for kind, needles in maps.items():
+            # Tiny models never generate a key exactly, but their likelihoods still differ.
+            is_exact = _any_found(measured, kind)
+            words = "found" if is_exact else f"right key likeliest of {found.candidates}"
+            drawn = runs.needles(needles, needles.accuracy if is_exact else needles.choice)
+            charts += _charts((f"needles-{kind}-{slug}", f"{kind}, % {words}: {label}", drawn))
+    table = tables.retrieval(group)
+    return PageSection(
+        "Needles in long texts",
+        "Keys hidden in a long text: the percentage of prompts at which the key was found.",
+        tuple(charts),
+        () if table is None else (table,),
+        _lacking(group, _without(group, "retrieval", RetrievalBlock), "needles", "--suite retrieval"),
+    )
+
+
+def _any_found(measured: Iterable[tuple[int, Found, RetrievalBlock]], kind: str) -> bool:
+    """Return whether any model ever generated a key of this kind exactly."""
+    maps: list[NeedleMap | None] = []
+    for _, _, found in measured:
+        maps += [found.student.get(kind), (found.teacher or {}).get(kind)]
+    return any(map(any, (row for one in maps if one is not None for row in one.accuracy)))
+
+
+def _tasks(group: Group) -> PageSection:
+    table = tables.tasks(group)
+    return PageSection(
+        "Benchmark tasks",
+        "Scores on the same questions, paired with the source's.",
+        tables=() if table is None else (table,),
+        missing=() if table else _lacking(group, group.members, "benchmark tasks", "--suite tasks"),
+    )
+
+
+def _training(group: Group) -> PageSection:
+    loss = runs.training_loss(list(enumerate(group.members)))
+    charts = [*_charts(("training-loss", "KL on training text", loss))]
     for number, one in enumerate(group.members):
-        charts += _charts(
-            (f"training-curve-{number}", f"Perplexity while training: {one.label}", runs.training_curve(one))
-        )
+        title = f"Perplexity during training: {one.label}"
+        charts += _charts((f"training-curve-{number}", title, runs.training_curve(one)))
     missing: tuple[tuple[str, str], ...] = ()
     if not charts:
         student = str(group.members[0].directory) if group.members else "DIR"
         recipe = f"kvfold distill RECIPE.yaml --set student={shlex.quote(student)} --set output=NEW"
-        missing = (("no checkpoint here was distilled", recipe),)
-    return Section("Distillation", "What was recovered while training.", tuple(charts), missing=missing)
+        missing = (("none of these checkpoints was distilled", recipe),)
+    return PageSection("Distillation", "The loss that training recovered.", tuple(charts), missing=missing)
 
 
-def _speed(group: Group) -> Section:
-    found = [one.suite("speed", Speeds) for one in group.members]
-    machines = ", ".join(dict.fromkeys(speeds.machine for speeds in found if speeds is not None))
+def _speed(group: Group) -> PageSection:
+    machines = [found.machine for _, _, found in group.measured("speed", SpeedBlock)]
+    named = f", on {', '.join(dict.fromkeys(machines))}" if machines else ""
     table = tables.speeds(group)
-    return Section(
+    return PageSection(
         "Decode speed",
-        "transformers' own forward pass, source and checkpoint in turns"
-        + (f", on {machines}" if machines else "")
-        + ". Ratios are of such turns; speeds of different runs depend on what else the machine did.",
+        f"The forward pass of transformers, source and checkpoint in turns{named}. Ratios compare such "
+        "turns; speeds of different runs also depend on the other load of the machine.",
         _charts(
-            ("speed-ratio", "Decoding against the source", runs.decode_ratio(group)),
+            ("speed-ratio", "Decoding speed relative to the source", runs.decode_ratio(group)),
             ("speed", "Decoding speed", runs.decode_speed(group)),
         ),
         () if table is None else (table,),
-        _lacking(group, _without(group, "speed", Speeds), "speed", "--suite speed"),
+        _lacking(group, _without(group, "speed", SpeedBlock), "speed", "--suite speed"),
     )
 
 
@@ -201,32 +197,21 @@ def _charts(*drawn: "tuple[str, str, Figure | None]") -> tuple[Chart, ...]:
     return tuple(Chart(name, title, figure) for name, title, figure in drawn if figure is not None)
 
 
-def _retrieved(group: Group) -> list[tuple[int, Found, Retrieval]]:
-    return [
-        (number, one, found)
-        for number, one in enumerate(group.members)
-        if (found := one.suite("retrieval", Retrieval))
-    ]
-
-
-def _grids(group: Group, kind: str) -> Iterable[tuple[float, ...]]:
-    for _, _, found in _retrieved(group):
-        for model in (found.student, found.teacher):
-            yield from getattr(model, kind).accuracy if model is not None else ()
-
-
-def _without(
-    group: Group, name: str, kind: type[Perplexities | Fidelity | Caches | Retrieval | Speeds]
-) -> list[Found]:
-    return [one for one in group.members if one.suite(name, kind) is None]
+def _without(group: Group, name: str, kind: type[SuiteBlock]) -> list[Found]:
+    """Return the members for which a suite was not measured."""
+    return [one for one in group.members if one.report.block(name, kind) is None]
 
 
 def _lacking(group: Group, lacking: Iterable[Found], what: str, options: str) -> tuple[tuple[str, str], ...]:
-    """What is not known, of whom, and the command that measures it: of the first, in a file of its own."""
+    """Return a missing measurement and the command that makes it for the first member that lacks it.
+
+    The command writes a file of its own, since a report is never overwritten.
+    """
     without = list(lacking)
     if not without:
         return ()
-    every = len(without) == len(group.members)
-    names = "not measured" if every else f"not measured of {', '.join(one.label for one in without)}"
+    names = "not measured"
+    if len(without) < len(group.members):
+        names = f"not measured for {', '.join(one.label for one in without)}"
     suite = options.rpartition("--suite ")[2].partition(" ")[0].replace(",", "-")
     return ((f"{what}: {names}", command(without[0].directory, options, f"eval-{suite}.json")),)

@@ -1,16 +1,28 @@
-"""The tables of a page: cells with what is shown and what is sorted by."""
+"""The tables of a page: cells with the text to show and the value to sort by."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .blocks import Caches, Estimate, Fidelity, Perplexities, Retrieval, Speeds, Spread, Tasks
+from ...checkpoints.cost_blocks import CacheBlock, ModelCache, Quartiles, SpeedBlock, SpeedCell
+from ...checkpoints.quality_blocks import (
+    Estimate,
+    NeedleMap,
+    PerplexityBlock,
+    RetrievalBlock,
+    TasksBlock,
+)
 from .groups import Group
 from .records import Found
 
 
 @dataclass(frozen=True)
-class Cell:
-    """A cell; `value` sorts it, None (nothing is known) goes last. An empty text is shown as a dash."""
+class TableCell:
+    """A cell.
+
+    Attributes:
+        text: the text to show; an empty text is shown as a dash.
+        value: the value to sort by; None (unknown) is sorted last.
+    """
 
     text: str = ""
     value: float | str | None = None
@@ -18,68 +30,74 @@ class Cell:
 
 @dataclass(frozen=True)
 class Table:
-    """A table: its caption, its columns and its rows, the first cell of which names them."""
+    """A table: its caption, its columns, and its rows, whose first cells name them."""
 
     caption: str
     columns: tuple[str, ...]
-    rows: tuple[tuple[Cell, ...], ...]
+    rows: tuple[tuple[TableCell, ...], ...]
 
     def is_numeric(self, column: int) -> bool:
-        """Whether there is a number in a column."""
+        """Return whether a column holds a number."""
         return any(isinstance(row[column].value, int | float) for row in self.rows)
 
 
+_OVERVIEW = (
+    "checkpoint",
+    "folded to",
+    "cache",
+    "perplexity",
+    "ratio to source",
+    "KL, nats",
+    "same top-1",
+    "recovered",
+)
+
+
 def overview(group: Group) -> Table:
-    """Everything in one line a checkpoint."""
-    columns = (
-        "checkpoint",
-        "folded to",
-        "cache",
-        "perplexity",
-        "ratio to source",
-        "KL, nats",
-        "same top-1",
-        "recovered",
-    )
-    rows: list[tuple[Cell, ...]] = []
-    for one in group.everyone:
-        ppl, fidelity = one.suite("ppl", Perplexities), one.suite("fidelity", Fidelity)
-        share = None if one is group.itself else one.share
-        recovered = ppl.recovered_share.value if ppl else None
-        cells = (
-            _name(one),
-            _words(target(one)),
-            _number(share, f"{share:.2%}" if share is not None else ""),
-            _number(ppl.student.perplexity if ppl else None),
-            _estimate(ppl.ratio if ppl else None),
-            _estimate(fidelity.kl if fidelity else None),
-            _estimate(fidelity.same_top1 if fidelity else None),
-            _number(recovered, f"{recovered:.1%}")
-            if recovered is not None
-            else Cell("undefined" if ppl and ppl.parent else ""),
-        )
-        rows.append(cells)
+    """Return the main numbers of every checkpoint, one line each."""
+    rows = [_overview_row(one, is_source=one is group.itself) for one in group.everyone]
     source = next(
-        (ppl.teacher for one in group.members if (ppl := one.suite("ppl", Perplexities)) and ppl.teacher),
-        None,
+        (found.teacher for _, _, found in group.measured("ppl", PerplexityBlock) if found.teacher), None
     )
     if source is not None and group.itself is None and group.source is not None:
-        rest = [Cell()] * (len(columns) - 4)
-        rows.insert(
-            0,
-            (
-                _words(f"{group.source.name} (source)"),
-                Cell(),
-                _number(1.0, "100%"),
-                _number(source.perplexity),
-                *rest,
-            ),
+        known = (
+            _words(f"{group.source.name} (source)"),
+            TableCell(),
+            _number(1.0, "100%"),
+            _number(source.perplexity),
         )
-    return Table("All checkpoints", columns, tuple(rows))
+        rest = [TableCell()] * (len(_OVERVIEW) - len(known))
+        rows.insert(0, (*known, *rest))
+    return Table("All checkpoints", _OVERVIEW, tuple(rows))
+
+
+def _overview_row(one: Found, is_source: bool) -> tuple[TableCell, ...]:
+    ppl = one.report.block("ppl", PerplexityBlock)
+    fidelity = one.report.fidelity
+    ratio = None if is_source else one.cache_ratio
+    return (
+        _name(one),
+        _words(target(one)),
+        _number(ratio, f"{ratio:.2%}" if ratio is not None else ""),
+        _number(ppl.student.perplexity if ppl else None),
+        _estimate(ppl.ratio if ppl else None),
+        _estimate(fidelity.kl if fidelity else None),
+        _estimate(fidelity.same_top1 if fidelity else None),
+        _recovered(ppl),
+    )
+
+
+def _recovered(ppl: PerplexityBlock | None) -> TableCell:
+    if ppl is None:
+        return TableCell()
+    value = ppl.recovered_share.value
+    if value is not None:
+        return TableCell(f"{value:.1%}", value)
+    return TableCell("undefined" if ppl.parent else "")
 
 
 def target(one: Found) -> str:
-    """What a checkpoint was folded to, in words."""
+    """Return the target that a checkpoint was folded to, in words."""
     found = one.target
     name = str(found.get("name", "")).upper()
     sizes = {"kv_lora_rank": "rank", "qk_rope_head_dim": "rotary", "num_key_value_heads": "heads"}
@@ -89,73 +107,78 @@ def target(one: Found) -> str:
 
 
 def caches(group: Group) -> Table | None:
-    """What sequences cost, of the source and of every checkpoint."""
-    members = [(one, found) for one in group.members if (found := one.suite("cache", Caches))]
+    """Return the cache of the source and of every checkpoint; None where no cache was measured."""
+    members = group.measured("cache", CacheBlock)
     if not members:
         return None
-    source = next((found.teacher for _, found in members if found.teacher), None)
+    source = next((found.teacher for _, _, found in members if found.teacher), None)
     models = [("source", source)] if source else []
-    models += [(one.label, found.student) for one, found in members]
+    models += [(one.label, found.student) for _, one, found in members]
     lengths = sorted({context.tokens for _, model in models for context in model.contexts})
-    memory = next((found.memory for _, found in members if found.memory), None)
+    memory = next((found.memory for _, _, found in members if found.memory), None)
     columns = ["checkpoint", "elements / token / layer", "by config.json", "dtype"]
     columns += [f"{length // 1024}k tokens" for length in lengths]
-    columns += [f"sequences of {length // 1024}k in {_size(memory)}" for length in lengths if memory]
-    rows = []
-    for name, model in models:
-        contexts = {context.tokens: context for context in model.contexts}
-        cells = [
-            _words(name),
-            _number(model.elements_per_token_per_layer, f"{model.elements_per_token_per_layer:,.6g}"),
-            _count(model.predicted_elements_per_token_per_layer),
-            _words(model.stored_dtype),
-        ]
-        sizes = [contexts[length].bytes if length in contexts else None for length in lengths]
-        cells += [_number(size, _size(size)) for size in sizes]
-        if memory:
-            cells += [
-                _count(contexts[length].largest_batch if length in contexts else None) for length in lengths
-            ]
-        rows.append(tuple(cells))
+    if memory:
+        columns += [f"sequences of {length // 1024}k in {_size(memory)}" for length in lengths]
+    rows = [_cache_row(name, model, lengths, with_batches=bool(memory)) for name, model in models]
     return Table("KV cache as measured in the running models", tuple(columns), tuple(rows))
 
 
+def _cache_row(
+    name: str, model: ModelCache, lengths: Sequence[int], with_batches: bool
+) -> tuple[TableCell, ...]:
+    contexts = {context.tokens: context for context in model.contexts}
+    cells = [
+        _words(name),
+        _number(model.elements_per_token_per_layer, f"{model.elements_per_token_per_layer:,.6g}"),
+        _count(model.predicted_elements_per_token_per_layer),
+        _words(model.stored_dtype),
+    ]
+    for length in lengths:
+        size = contexts[length].bytes if length in contexts else None
+        cells.append(_number(size, _size(size)))
+    for length in lengths if with_batches else ():
+        cells.append(_count(contexts[length].largest_batch if length in contexts else None))
+    return tuple(cells)
+
+
 def speeds(group: Group) -> Table | None:
-    """Every cell of the sweeps, with quartiles, paired with the source round by round."""
+    """Return every cell of the sweeps, with quartiles; None where no speed was measured."""
     columns = (
         "checkpoint",
         "batch",
         "context",
         "prefill, tokens/s",
         "decode, tokens/s",
-        "decode, ms a step",
-        "prefill, times the source's speed",
-        "decode, times the source's speed",
+        "decode, ms per step",
+        "prefill speed relative to the source",
+        "decode speed relative to the source",
         "peak MB above weights",
     )
     rows = []
     for one in group.everyone:
-        found = one.suite("speed", Speeds)
+        found = one.report.block("speed", SpeedBlock)
         for cell in found.cells if found else ():
-            timing = cell.student
-            numbers = (
-                (
-                    _spread(timing.prefill.tokens_per_second),
-                    _spread(timing.decode.tokens_per_second),
-                    _spread(timing.decode.milliseconds),
-                    _spread(cell.prefill_speedup),
-                    _spread(cell.decode_speedup),
-                    _number(timing.peak_bytes / 1e6, f"{timing.peak_bytes / 1e6:,.1f}"),
-                )
-                if timing
-                else (_words(f"skipped: {cell.skipped}"), *[Cell()] * 5)
-            )
-            rows.append((_name(one), _count(cell.batch), _count(cell.context), *numbers))
+            rows.append((_name(one), _count(cell.batch), _count(cell.context), *_speed_cells(cell)))
     return Table("Speed: median [quartiles]", columns, tuple(rows)) if rows else None
 
 
+def _speed_cells(cell: SpeedCell) -> tuple[TableCell, ...]:
+    speed = cell.student
+    if speed is None:
+        return (_words(f"skipped: {cell.skipped}"), *[TableCell()] * 5)
+    return (
+        _quartiles(speed.prefill.tokens_per_second),
+        _quartiles(speed.decode.tokens_per_second),
+        _quartiles(speed.decode.milliseconds),
+        _quartiles(cell.prefill_speedup),
+        _quartiles(cell.decode_speedup),
+        _number(speed.peak_bytes / 1e6, f"{speed.peak_bytes / 1e6:,.1f}"),
+    )
+
+
 def retrieval(group: Group) -> Table | None:
-    """Needles found over all lengths and depths."""
+    """Return the needles found over all lengths and depths; None where none were searched for."""
     columns = (
         "checkpoint",
         "needle",
@@ -166,21 +189,21 @@ def retrieval(group: Group) -> Table | None:
     )
     rows = []
     for one in group.everyone:
-        found = one.suite("retrieval", Retrieval)
-        for kind in ("passkey", "multikey") if found else ():
-            assert found is not None
-            own, theirs = getattr(found.student, kind), getattr(found.teacher, kind, None)
-            scores = [
-                _share(model and _mean(getattr(model, score)))
-                for model in (own, theirs)
-                for score in ("accuracy", "choice")
-            ]
-            rows.append((_name(one), _words(kind), *scores))
+        found = one.report.block("retrieval", RetrievalBlock)
+        for kind, own in found.student.items() if found else ():
+            theirs = found.teacher.get(kind) if found and found.teacher else None
+            rows.append((_name(one), _words(kind), *_needle_cells(own), *_needle_cells(theirs)))
     return Table("Needles found", columns, tuple(rows)) if rows else None
 
 
+def _needle_cells(found: NeedleMap | None) -> tuple[TableCell, TableCell]:
+    if found is None:
+        return TableCell(), TableCell()
+    return _percent(_mean(found.accuracy)), _percent(_mean(found.choice))
+
+
 def tasks(group: Group) -> Table | None:
-    """Every task's primary metric."""
+    """Return the primary metric of every task; None where no task was run."""
     columns = (
         "checkpoint",
         "task",
@@ -194,53 +217,50 @@ def tasks(group: Group) -> Table | None:
     )
     rows = []
     for one in group.everyone:
-        found = one.suite("tasks", Tasks)
+        found = one.report.block("tasks", TasksBlock)
         for name, task in found.tasks.items() if found else ():
             metric = task.metrics[task.primary]
-            flips = metric.flips
             cells = [_estimate(value) for value in (metric.student, metric.teacher, metric.difference)]
-            cells += (
-                [_count(flips.right_to_wrong), _count(flips.wrong_to_right), _number(flips.p_value)]
-                if flips
-                else [Cell()] * 3
-            )
+            flips = metric.flips
+            if flips is None:
+                cells += [TableCell()] * 3
+            else:
+                cells += [_count(flips.right_to_wrong), _count(flips.wrong_to_right), _number(flips.p_value)]
             rows.append((_name(one), _words(name), _words(task.primary), *cells))
     return Table("Benchmark tasks", columns, tuple(rows)) if rows else None
 
 
-def _name(one: Found) -> Cell:
+def _name(one: Found) -> TableCell:
     return _words(one.label)
 
 
-def _words(text: str) -> Cell:
-    return Cell(text, text or None)
+def _words(text: str) -> TableCell:
+    return TableCell(text, text or None)
 
 
-def _number(value: float | None, text: str | None = None) -> Cell:
-    return Cell() if value is None else Cell(f"{value:.4g}" if text is None else text, value)
-
-
-def _count(value: int | None) -> Cell:
-    return Cell() if value is None else Cell(f"{value:,}", value)
-
-
-def _share(value: float | None) -> Cell:
-    return Cell() if value is None else Cell(f"{value:.0%}", value)
-
-
-def _estimate(value: Estimate | None) -> Cell:
+def _number(value: float | None, text: str | None = None) -> TableCell:
     if value is None:
-        return Cell()
+        return TableCell()
+    return TableCell(f"{value:.4g}" if text is None else text, value)
+
+
+def _count(value: int | None) -> TableCell:
+    return TableCell() if value is None else TableCell(f"{value:,}", value)
+
+
+def _percent(value: float) -> TableCell:
+    return TableCell(f"{value:.0%}", value)
+
+
+def _estimate(value: Estimate | None) -> TableCell:
+    if value is None:
+        return TableCell()
     error = "" if value.standard_error is None else f" ± {value.standard_error:.2g}"
-    return Cell(f"{value.mean:.4g}{error}", value.mean)
+    return TableCell(f"{value.mean:.4g}{error}", value.mean)
 
 
-def _spread(value: Spread | None) -> Cell:
-    return (
-        Cell()
-        if value is None
-        else Cell(f"{value.median:,.4g} [{value.q1:,.4g}, {value.q3:,.4g}]", value.median)
-    )
+def _quartiles(value: Quartiles | None) -> TableCell:
+    return TableCell() if value is None else TableCell(str(value), value.median)
 
 
 def _mean(grid: Sequence[Sequence[float]]) -> float:

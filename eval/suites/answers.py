@@ -16,11 +16,11 @@ from torch import Tensor
 from ...models.causal_lm import Loaded
 from ...models.finite import refuse
 from .decoding import greedy, read
-from .haystack import STEPS, Sample
+from .haystack import STEPS, NeedlePrompt
 
 
 @torch.inference_mode()
-def answer(loaded: Loaded, batch: Sequence[Sample], role: str = "model") -> tuple[list[str], Tensor]:
+def answer(loaded: Loaded, batch: Sequence[NeedlePrompt], role: str = "model") -> tuple[list[str], Tensor]:
     """What a model makes of prompts of one length.
 
     Args:
@@ -53,7 +53,7 @@ def answer(loaded: Loaded, batch: Sequence[Sample], role: str = "model") -> tupl
     return [match[0] if (match := re.search(r"\d+", text)) else "" for text in texts], score_BC
 
 
-def _without_text(loaded: Loaded, sample: Sample) -> Tensor:
+def _without_text(loaded: Loaded, sample: NeedlePrompt) -> Tensor:
     """Log likelihood (C,) of each candidate after nothing but the question, float64."""
     count = len(sample.candidates[0])
     ids_CP = torch.tensor(

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...checkpoints.cost_blocks import CacheAtLength, CacheBlock, ModelCache
 from ...convert.families.recognition import FAMILIES, complete, geometry_of
 from ...core.console import notice
 from ...core.errors import InvalidInput
@@ -46,93 +47,41 @@ class CacheSize:
         return sum(each * min(tokens, most or tokens) for each, most in self.layers)
 
 
-@dataclass(frozen=True)
-class Context:
-    """A sequence of `tokens`: the bytes of its cache, and how many of them fit beside the weights (None.
-
-    Not asked).
-    """
-
-    tokens: int
-    bytes: int
-    largest_batch: int | None
-
-
-@dataclass(frozen=True)
-class ModelCache:
-    """One model.
-
-    Attributes:
-        elements_per_token_per_layer, elements_per_token, bytes_per_token, dtype: measured, see `CacheSize`.
-        predicted_elements_per_token_per_layer: from config.json; None for a class that kvfold does not know.
-        predicted_bytes_per_token: from config.json, in `stored_dtype`, all layers.
-        stored_dtype: of the weights as the checkpoint has them: what a server keeps its cache in.
-        weight_bytes: of the checkpoint's weights.
-        contexts: long sequences, in `stored_dtype`, by what was measured.
-    """
-
-    elements_per_token_per_layer: float
-    predicted_elements_per_token_per_layer: int | None
-    elements_per_token: float
-    bytes_per_token: float
-    dtype: str
-    predicted_bytes_per_token: int | None
-    stored_dtype: str
-    weight_bytes: int
-    contexts: tuple[Context, ...]
-
-
-@dataclass(frozen=True)
-class Caches:
-    """What the suite found.
-
-    Attributes:
-        student, teacher, parent: the models that there are.
-        ratio: elements a token, student / teacher.
-        memory: bytes that sequences were to fit in beside the weights, if that was asked.
-    """
-
-    student: ModelCache
-    teacher: ModelCache | None
-    parent: ModelCache | None
-    ratio: float | None
-    memory: int | None
-
-    def rows(self, roles: tuple[str, ...]) -> list[list[str]]:
-        """Lines of the table."""
-        models: list[ModelCache] = [getattr(self, role) for role in roles]
-        predicted = [model.predicted_elements_per_token_per_layer for model in models]
-        rows = [
-            [
-                "cache, elements/token/layer",
-                *(f"{model.elements_per_token_per_layer:,.10g}" for model in models),
-            ],
-            [
-                "  by config.json",
-                *("unknown" if elements is None else f"{elements:,}" for elements in predicted),
-            ],
-            ["cache, elements/token", *(f"{model.elements_per_token:,.10g}" for model in models)],
-            [
-                f"cache, bytes/token ({self.student.dtype})",
-                *(f"{model.bytes_per_token:,.10g}" for model in models),
-            ],
-        ]
-        for number, context in enumerate(self.student.contexts):
-            sizes = [model.contexts[number] for model in models]
-            name = f"{context.tokens // 1024}k tokens"
-            rows.append(
-                [f"cache of {name} ({self.student.stored_dtype})", *(_human(size.bytes) for size in sizes)]
+def rows(found: CacheBlock, roles: tuple[str, ...]) -> list[list[str]]:
+    """Return the lines of the table, each a label and one cell per role."""
+    models: list[ModelCache] = [getattr(found, role) for role in roles]
+    predicted = [model.predicted_elements_per_token_per_layer for model in models]
+    lines = [
+        [
+            "cache, elements/token/layer",
+            *(f"{model.elements_per_token_per_layer:,.10g}" for model in models),
+        ],
+        [
+            "  by config.json",
+            *("unknown" if elements is None else f"{elements:,}" for elements in predicted),
+        ],
+        ["cache, elements/token", *(f"{model.elements_per_token:,.10g}" for model in models)],
+        [
+            f"cache, bytes/token ({found.student.dtype})",
+            *(f"{model.bytes_per_token:,.10g}" for model in models),
+        ],
+    ]
+    for number, context in enumerate(found.student.contexts):
+        sizes = [model.contexts[number] for model in models]
+        name = f"{context.tokens // 1024}k tokens"
+        lines.append(
+            [f"cache of {name} ({found.student.stored_dtype})", *(_human(size.bytes) for size in sizes)]
+        )
+        if found.memory is not None:
+            lines.append(
+                [f"  sequences in {_human(found.memory)}", *(str(size.largest_batch) for size in sizes)]
             )
-            if self.memory is not None:
-                rows.append(
-                    [f"  sequences in {_human(self.memory)}", *(str(size.largest_batch) for size in sizes)]
-                )
-        if self.ratio is not None:
-            rows.append(["cache, share of the teacher's", f"{self.ratio:.2%}", *[""] * (len(roles) - 1)])
-        return rows
+    if found.ratio is not None:
+        lines.append(["cache, share of the teacher's", f"{found.ratio:.2%}", *[""] * (len(roles) - 1)])
+    return lines
 
 
-def measure(subject: Subject) -> Caches:
+def measure(subject: Subject) -> CacheBlock:
     """Run each model on a few tokens and look into its cache."""
     memory = subject.settings.get("memory")
     models = {}
@@ -141,7 +90,7 @@ def measure(subject: Subject) -> Caches:
         models[role] = _model(subject, role, CacheSize(**found), memory)
     student, teacher = models["student"], models.get("teacher")
     ratio = student.elements_per_token / teacher.elements_per_token if teacher else None
-    return Caches(student, teacher, models.get("parent"), ratio, memory)
+    return CacheBlock(student, teacher, models.get("parent"), ratio, memory)
 
 
 @torch.inference_mode()
@@ -197,7 +146,9 @@ def _model(subject: Subject, role: str, size: CacheSize, memory: int | None) -> 
     contexts = []
     for tokens in CONTEXTS:
         each = round(size.elements(tokens) * itemsize)
-        contexts.append(Context(tokens, each, None if memory is None else max(0, memory - weights) // each))
+        contexts.append(
+            CacheAtLength(tokens, each, None if memory is None else max(0, memory - weights) // each)
+        )
     expected = predicted(config)
     if expected is not None and expected != size.elements_per_token_per_layer:
         notice(

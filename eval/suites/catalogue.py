@@ -27,14 +27,14 @@ class Suite:
         module: the file, without `.py`.
         summary: a few words for --help.
         reads_text: whether it needs --text.
-        shared: whether every process of a launcher takes part; otherwise the first one measures alone.
+        on_all_ranks: every process of a launcher takes part; otherwise rank 0 measures alone.
         options: of its own on the command line; their values come as `subject.settings`.
     """
 
     module: str
     summary: str
     reads_text: bool = False
-    shared: bool = False
+    on_all_ranks: bool = False
     options: tuple[click.Option, ...] = ()
 
 
@@ -42,9 +42,11 @@ _FROM_ONE = click.IntRange(min=1)
 _PATH = click.Path(path_type=Path)
 
 SUITES = {
-    "ppl": Suite(module="perplexity", summary="perplexity and bits per byte", reads_text=True, shared=True),
+    "ppl": Suite(
+        module="perplexity", summary="perplexity and bits per byte", reads_text=True, on_all_ranks=True
+    ),
     "fidelity": Suite(
-        module="fidelity", summary="KL to the teacher, same top-1, Δp", reads_text=True, shared=True
+        module="fidelity", summary="KL to the teacher, same top-1, Δp", reads_text=True, on_all_ranks=True
     ),
     "cache": Suite(
         module="cache",

@@ -7,12 +7,12 @@ Legend: S scored tokens of all windows, N windows, R resamples, Q percentiles.
 """
 
 import math
-from dataclasses import dataclass
 
 import numpy as np
 from torch import Tensor
 
-from ..estimate import Array, Estimate, estimate, resampled, transformed
+from ...checkpoints.quality_blocks import Estimate, FidelityBlock, PositionBucket
+from ..estimate import Array, estimate, resampled, transformed
 from ..scores import Scores
 from ..subject import Subject
 
@@ -20,69 +20,32 @@ KL_PERCENTILES = (1, 5, 10, 25, 50, 75, 90, 95, 99, 99.9)
 DELTA_P_PERCENTILES = (0.1, 1, 5, 10, 25, 50, 75, 90, 95, 99, 99.9)
 
 
-@dataclass(frozen=True)
-class Bucket:
-    """KL at those tokens that have `first` to `last` tokens before them in their window."""
-
-    first: int
-    last: int
-    kl: Estimate
-
-
-@dataclass(frozen=True)
-class Fidelity:
-    """Student against teacher on the same tokens.
-
-    Attributes:
-        kl: KL(teacher || student), mean over tokens, nats.
-        kl_percentiles: of the tokens' KL, nats, by `p50`, `p99_9` and so on.
-        kl_max: the largest KL of a token.
-        same_top1: share of tokens at which both find the same next token most probable.
-        delta_p: probability that the student gives the token that follows, less the teacher's; mean over
-            tokens.
-        delta_p_rms: root of the mean of its square.
-        delta_p_percentiles: of it.
-        nll_correlation: Pearson's, of both models' log probabilities of the tokens that follow; None where
-            one is constant.
-        kl_by_position: the KL by how much a token has before it.
-    """
-
-    kl: Estimate
-    kl_percentiles: dict[str, Estimate]
-    kl_max: float
-    same_top1: Estimate
-    delta_p: Estimate
-    delta_p_rms: Estimate
-    delta_p_percentiles: dict[str, Estimate]
-    nll_correlation: Estimate | None
-    kl_by_position: tuple[Bucket, ...]
-
-    def rows(self, roles: tuple[str, ...]) -> list[list[str]]:
-        """Lines of the table."""
-        correlation = "undefined" if self.nll_correlation is None else str(self.nll_correlation)
-        told = {
-            "median": "p50",
-            "90th percentile": "p90",
-            "99th percentile": "p99",
-            "99.9th percentile": "p99_9",
-        }
-        lines = [
-            ("KL(teacher || student), nats", str(self.kl)),
-            *((f"KL {name}", _short(self.kl_percentiles[key])) for name, key in told.items()),
-            ("KL maximum", f"{self.kl_max:.4g}"),
-            ("same top-1", str(self.same_top1)),
-            ("Δp of the next token, RMS", str(self.delta_p_rms)),
-            ("correlation of log probabilities", correlation),
-        ]
-        return [[label, value, *[""] * (len(roles) - 1)] for label, value in lines]
+def rows(found: FidelityBlock, roles: tuple[str, ...]) -> list[list[str]]:
+    """Return the lines of the table, each a label and one cell per role."""
+    correlation = "undefined" if found.nll_correlation is None else str(found.nll_correlation)
+    told = {
+        "median": "p50",
+        "90th percentile": "p90",
+        "99th percentile": "p99",
+        "99.9th percentile": "p99_9",
+    }
+    lines = [
+        ("KL(teacher || student), nats", str(found.kl)),
+        *((f"KL {name}", _short(found.kl_percentiles[key])) for name, key in told.items()),
+        ("KL maximum", f"{found.kl_max:.4g}"),
+        ("same top-1", str(found.same_top1)),
+        ("Δp of the next token, RMS", str(found.delta_p_rms)),
+        ("correlation of log probabilities", correlation),
+    ]
+    return [[label, value, *[""] * (len(roles) - 1)] for label, value in lines]
 
 
-def measure(subject: Subject) -> Fidelity | None:
+def measure(subject: Subject) -> FidelityBlock | None:
     """Compare the student with its teacher; None where there is none."""
     return summarise(subject.scores) if "teacher" in subject.roles else None
 
 
-def summarise(scores: Scores) -> Fidelity:
+def summarise(scores: Scores) -> FidelityBlock:
     """The report from every token's KL, agreement and both models' losses."""
     assert scores.kl_S is not None
     assert scores.same_S is not None
@@ -90,7 +53,7 @@ def summarise(scores: Scores) -> Fidelity:
     delta_S = (-scores.nll["student"]).exp() - (-scores.nll["teacher"]).exp()
     square = estimate(scores.by_window(delta_S**2), counts)
     rms = math.sqrt(square.mean)
-    return Fidelity(
+    return FidelityBlock(
         kl=estimate(scores.by_window(scores.kl_S), counts),
         kl_percentiles=_percentiles(scores, scores.kl_S, KL_PERCENTILES),
         kl_max=float(scores.kl_S.max()),
@@ -146,7 +109,7 @@ def _correlation(scores: Scores) -> Estimate | None:
     return resampled(pearson, len(count_N))[0]
 
 
-def _by_position(scores: Scores) -> tuple[Bucket, ...]:
+def _by_position(scores: Scores) -> tuple[PositionBucket, ...]:
     """The mean KL between powers of two."""
     assert scores.kl_S is not None
     buckets = []
@@ -159,7 +122,7 @@ def _by_position(scores: Scores) -> tuple[Bucket, ...]:
         window_S = scores.window_S[inside_S].unique(return_inverse=True)[1]
         part = Scores(window_S, scores.position_S[inside_S], {}, scores.kl_S[inside_S], None)
         assert part.kl_S is not None
-        buckets.append(Bucket(first, last, estimate(part.by_window(part.kl_S), part.counts)))
+        buckets.append(PositionBucket(first, last, estimate(part.by_window(part.kl_S), part.counts)))
     return tuple(buckets)
 
 

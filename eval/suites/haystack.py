@@ -40,7 +40,7 @@ _SENTENCE = re.compile(r"[A-Z][A-Za-z ,'()-]{20,200}[a-z)]\.")
 
 
 @dataclass(frozen=True)
-class Sample:
+class NeedlePrompt:
     """One prompt.
 
     Attributes:
@@ -86,7 +86,7 @@ class Haystack:
         self._sentences = [self._tokens(" " + sentence) for sentence in prose()]
         self._head = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
 
-    def sample(self, kind: str, length: int, depth: float, seed: str) -> Sample:
+    def sample(self, kind: str, length: int, depth: float, seed: str) -> NeedlePrompt:
         """Draw a prompt of `length` - `STEPS` tokens.
 
         Args:
@@ -113,7 +113,7 @@ class Haystack:
             )
         depths = [depth, *(draw.random() for _ in needles[1:])]
         body = _hide(self._filling(draw, room), sorted(zip(depths, needles, strict=True)), room)
-        return Sample((*self._head, *body, *stem), (*self._head, *stem), keys[0], candidates)
+        return NeedlePrompt((*self._head, *body, *stem), (*self._head, *stem), keys[0], candidates)
 
     def least(self) -> int:
         """A length that has room for any prompt of either kind."""

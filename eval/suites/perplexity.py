@@ -6,97 +6,35 @@ Where it speaks of a loss it is the negative log likelihood (NLL) of scored toke
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from ..estimate import Estimate, estimate, paired_difference, transformed
+from ...checkpoints.quality_blocks import ModelPerplexity, PerplexityBlock, RecoveredLoss
+from ..estimate import estimate, paired_difference, transformed
 from ..scores import Scores
 from ..subject import Subject
-from ..windows import Windows
+from ..windows import TextWindows
 
 
-@dataclass(frozen=True)
-class Share:
-    """A part of a loss that was won back.
-
-    Attributes:
-        value: 1 is all of it, 0 nothing, negative worse than before; None when it is undefined.
-        reason: why it is undefined; None when it is not.
-    """
-
-    value: float | None
-    reason: str | None
-
-    def __str__(self) -> str:
-        return f"undefined: {self.reason}" if self.value is None else f"{self.value:.1%}"
-
-
-@dataclass(frozen=True)
-class Measured:
-    """One model.
-
-    Attributes:
-        dtype: of its weights as loaded.
-        perplexity: exp of the mean NLL of a scored token.
-        nll: that mean, nats.
-        bits_per_byte: the whole NLL in bits, divided by the bytes of UTF-8 that the scored tokens stand for,
-            or by those that the protocol counts.
-        byte_perplexity: 2 to that power.
-        word_perplexity: exp of the whole NLL divided by words, where the protocol counts them.
-        window_nll: the mean NLL in each window, nats.
-    """
-
-    dtype: str
-    perplexity: float
-    nll: Estimate
-    bits_per_byte: float
-    byte_perplexity: float
-    word_perplexity: float | None
-    window_nll: tuple[float, ...]
+def rows(found: PerplexityBlock, roles: tuple[str, ...]) -> list[list[str]]:
+    """Return the lines of the table, each a label and one cell per role."""
+    models: list[ModelPerplexity] = [getattr(found, role) for role in roles]
+    blank = [""] * (len(roles) - 1)
+    lines = [
+        ["perplexity", *(f"{model.perplexity:.4g}" for model in models)],
+        ["NLL, nats/token", *(str(model.nll) for model in models)],
+        ["bits per byte", *(f"{model.bits_per_byte:.4f}" for model in models)],
+    ]
+    if found.student.word_perplexity is not None:
+        lines.append(["word perplexity", *(f"{model.word_perplexity:.4g}" for model in models)])
+    if found.difference is None or found.ratio is None:
+        return lines
+    low, high = found.difference.low, found.difference.high
+    interval = "" if low is None else f" [{low:.4f}, {high:.4f}]"
+    lines.append(["NLL - teacher's [95 %]", f"{found.difference}{interval}", *blank])
+    lines.append(["perplexity / teacher's", str(found.ratio), *blank])
+    return [*lines, ["recovered share", str(found.recovered_share), *blank]]
 
 
-@dataclass(frozen=True)
-class Perplexity:
-    """What the suite found.
-
-    Attributes:
-        student: the model in question.
-        teacher: its source, if there is one.
-        parent: the converted checkpoint that it was distilled from, if there is one.
-        difference: NLL of student - teacher, paired by window, nats a token.
-        ratio: perplexity of student / teacher, paired by window.
-        recovered_share: how much of the conversion's loss the distillation won back.
-        window_tokens: scored tokens of each window.
-    """
-
-    student: Measured
-    teacher: Measured | None
-    parent: Measured | None
-    difference: Estimate | None
-    ratio: Estimate | None
-    recovered_share: Share
-    window_tokens: tuple[int, ...]
-
-    def rows(self, roles: tuple[str, ...]) -> list[list[str]]:
-        """Lines of the table."""
-        models: list[Measured] = [getattr(self, role) for role in roles]
-        blank = [""] * (len(roles) - 1)
-        rows = [
-            ["perplexity", *(f"{model.perplexity:.4g}" for model in models)],
-            ["NLL, nats/token", *(str(model.nll) for model in models)],
-            ["bits per byte", *(f"{model.bits_per_byte:.4f}" for model in models)],
-        ]
-        if self.student.word_perplexity is not None:
-            rows.append(["word perplexity", *(f"{model.word_perplexity:.4g}" for model in models)])
-        if self.difference is None or self.ratio is None:
-            return rows
-        low, high = self.difference.low, self.difference.high
-        interval = "" if low is None else f" [{low:.4f}, {high:.4f}]"
-        rows.append(["NLL - teacher's [95 %]", f"{self.difference}{interval}", *blank])
-        rows.append(["perplexity / teacher's", str(self.ratio), *blank])
-        return [*rows, ["recovered share", str(self.recovered_share), *blank]]
-
-
-def measure(subject: Subject) -> Perplexity:
+def measure(subject: Subject) -> PerplexityBlock:
     """Score the windows with every model."""
     scores, windows = subject.scores, subject.windows
     models = {role: _measured(scores, role, windows, subject.dtype(role)) for role in subject.roles}
@@ -104,7 +42,7 @@ def measure(subject: Subject) -> Perplexity:
     assert student is not None
     counts = scores.counts
     difference = paired_difference(student.window_nll, teacher.window_nll, counts) if teacher else None
-    return Perplexity(
+    return PerplexityBlock(
         student=student,
         teacher=teacher,
         parent=parent,
@@ -125,7 +63,7 @@ def recovered_share(
     teacher: Sequence[float] | None,
     parent: Sequence[float] | None,
     weights: Sequence[float] | None = None,
-) -> Share:
+) -> RecoveredLoss:
     """How much of what a conversion lost its distillation won back: (ln PPL₀ - ln PPL) / (ln PPL₀ - ln
     PPL_teacher).
 
@@ -140,25 +78,25 @@ def recovered_share(
         standard errors of the paired difference, where the quotient would be noise.
     """
     if teacher is None or parent is None:
-        return Share(None, "no teacher" if teacher is None else "no folded parent")
+        return RecoveredLoss(None, "no teacher" if teacher is None else "no folded parent")
     lost = paired_difference(parent, teacher, weights)
     if lost.standard_error is None:
-        return Share(None, "a single window has no standard error")
+        return RecoveredLoss(None, "a single window has no standard error")
     if lost.mean <= 2 * lost.standard_error:
-        return Share(
+        return RecoveredLoss(
             None, f"the fold lost {lost.mean:.2g} nats, within noise (2 SE = {2 * lost.standard_error:.2g})"
         )
-    return Share(paired_difference(parent, student, weights).mean / lost.mean, None)
+    return RecoveredLoss(paired_difference(parent, student, weights).mean / lost.mean, None)
 
 
-def _measured(scores: Scores, role: str, windows: Windows, dtype: str) -> Measured:
+def _measured(scores: Scores, role: str, windows: TextWindows, dtype: str) -> ModelPerplexity:
     nll_S = scores.nll[role]
     window_nll = scores.by_window(nll_S)
     nll = estimate(window_nll, scores.counts)
     whole = float(nll_S.sum())
     bits = whole / math.log(2) / windows.bytes
     words = None if windows.original is None else windows.original.words
-    return Measured(
+    return ModelPerplexity(
         dtype=dtype,
         perplexity=_exp(nll.mean),
         nll=nll,

@@ -11,111 +11,38 @@ Legend: B prompts of a batch, C candidates.
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from scipy import stats  # type: ignore[import-untyped]
 
+from ...checkpoints.quality_blocks import Grid, NeedleDifference, NeedleMap, NeedleMeans, RetrievalBlock
 from ...core.console import progress
 from ...core.errors import InvalidInput
-from ..estimate import LEVEL, Estimate, estimate, paired_difference
+from ..estimate import LEVEL, estimate, paired_difference
 from ..subject import Subject
 from .answers import answer, rank
-from .haystack import CANDIDATES, KINDS, Haystack, Sample, prose
+from .haystack import CANDIDATES, KINDS, Haystack, NeedlePrompt, prose
 from .speed import numbers
 
 SAMPLES, DEPTHS, KEYS, LONGEST = 10, 5, 4, 4096
-Grid = tuple[tuple[float, ...], ...]  # a row for each length, a column for each depth
 
 
-@dataclass(frozen=True)
-class Overall:
-    """Means over all prompts of a kind.
-
-    Right digits generated, right key likeliest, its rank among the candidates.
-    """
-
-    accuracy: Estimate
-    choice: Estimate
-    rank: Estimate
-
-
-@dataclass(frozen=True)
-class Map:
-    """One kind of prompt over length and depth.
-
-    Attributes:
-        lengths: tokens of prompt and answer.
-        depths: where the key stands, 0 to 1.
-        samples: prompts a cell.
-        accuracy: share of prompts whose digits were generated greedily, exactly.
-        standard_error: of it.
-        low, high: its 95 % interval by Wilson, which is one where all are right, too.
-        choice: share of prompts whose right key the text makes likelier than every distractor.
-        choice_standard_error: of it.
-        rank: mean rank of the right key; a tie counts a half.
-        overall: all cells together.
-    """
-
-    lengths: tuple[int, ...]
-    depths: tuple[float, ...]
-    samples: int
-    accuracy: Grid
-    standard_error: Grid
-    low: Grid
-    high: Grid
-    choice: Grid
-    choice_standard_error: Grid
-    rank: Grid
-    overall: Overall
-
-
-@dataclass(frozen=True)
-class Difference:
-    """Student - teacher on the same prompts."""
-
-    accuracy: Estimate
-    choice: Estimate
-
-
-@dataclass(frozen=True)
-class Retrieval:
-    """What the suite found.
-
-    Attributes:
-        candidates: keys among which the right one is ranked.
-        chance: the share of right choices of a model that knows nothing.
-        seed: of the prompts.
-        filler_sha256: of the prose between.
-        student, teacher, parent: a map for each kind.
-        difference: for each kind; None without a teacher.
-    """
-
-    candidates: int
-    chance: float
-    seed: int
-    filler_sha256: str
-    student: dict[str, Map]
-    teacher: dict[str, Map] | None
-    parent: dict[str, Map] | None
-    difference: dict[str, Difference] | None
-
-    def rows(self, roles: tuple[str, ...]) -> list[list[str]]:
-        """Lines of the table."""
-        blank = [""] * (len(roles) - 1)
-        rows = []
-        for kind in KINDS:
-            maps: list[Map] = [getattr(self, role)[kind] for role in roles]
-            rows.append([f"{kind}, generated right", *(str(one.overall.accuracy) for one in maps)])
-            rows.append([f"  likeliest of {self.candidates}", *(str(one.overall.choice) for one in maps)])
-            for number, length in enumerate(maps[0].lengths):
-                shares = (sum(one.choice[number]) / len(one.depths) for one in maps)
-                rows.append([f"  the same at {length} tokens", *(f"{share:.3f}" for share in shares)])
-            if self.difference:
-                rows.append(["  generated right, - teacher's", str(self.difference[kind].accuracy), *blank])
-                rows.append(["  likeliest, - teacher's", str(self.difference[kind].choice), *blank])
-        return rows
+def rows(found: RetrievalBlock, roles: tuple[str, ...]) -> list[list[str]]:
+    """Return the lines of the table, each a label and one cell per role."""
+    blank = [""] * (len(roles) - 1)
+    lines = []
+    for kind in KINDS:
+        maps: list[NeedleMap] = [getattr(found, role)[kind] for role in roles]
+        lines.append([f"{kind}, generated right", *(str(one.overall.accuracy) for one in maps)])
+        lines.append([f"  likeliest of {found.candidates}", *(str(one.overall.choice) for one in maps)])
+        for number, length in enumerate(maps[0].lengths):
+            shares = (sum(one.choice[number]) / len(one.depths) for one in maps)
+            lines.append([f"  the same at {length} tokens", *(f"{share:.3f}" for share in shares)])
+        if found.difference:
+            lines.append(["  generated right, - teacher's", str(found.difference[kind].accuracy), *blank])
+            lines.append(["  likeliest, - teacher's", str(found.difference[kind].choice), *blank])
+    return lines
 
 
 def check(settings: Mapping[str, Any]) -> None:
@@ -124,7 +51,7 @@ def check(settings: Mapping[str, Any]) -> None:
         numbers("--retrieval-lengths", settings["retrieval_lengths"])
 
 
-def measure(subject: Subject) -> Retrieval:
+def measure(subject: Subject) -> RetrievalBlock:
     """Ask every model for the keys of the same prompts.
 
     Raises:
@@ -154,7 +81,7 @@ def measure(subject: Subject) -> Retrieval:
     maps = {
         role: {kind: _map(lengths, depths, kinds[kind]) for kind in KINDS} for role, kinds in found.items()
     }
-    return Retrieval(
+    return RetrievalBlock(
         candidates=CANDIDATES,
         chance=1 / CANDIDATES,
         seed=seed,
@@ -166,7 +93,7 @@ def measure(subject: Subject) -> Retrieval:
     )
 
 
-def _ask(subject: Subject, role: str, prompts: Sequence[Sample]) -> dict[str, Any]:
+def _ask(subject: Subject, role: str, prompts: Sequence[NeedlePrompt]) -> dict[str, Any]:
     """Which prompts were answered with the right digits (1 or 0), and the rank of the right key in each."""
     loaded, size = subject.load(role), subject.options.batch_size
     exact: list[int] = []
@@ -179,7 +106,7 @@ def _ask(subject: Subject, role: str, prompts: Sequence[Sample]) -> dict[str, An
     return {"exact": exact, "rank": ranks}
 
 
-def _map(lengths: tuple[int, ...], depths: tuple[float, ...], rows: Sequence[Mapping[str, Any]]) -> Map:
+def _map(lengths: tuple[int, ...], depths: tuple[float, ...], rows: Sequence[Mapping[str, Any]]) -> NeedleMap:
     """The grid of what was found, from one row a length, whose prompts are sorted by depth."""
     samples = len(rows[0]["exact"]) // len(depths)
 
@@ -198,7 +125,7 @@ def _map(lengths: tuple[int, ...], depths: tuple[float, ...], rows: Sequence[Map
         [stats.binomtest(int(sum(cell)), samples).proportion_ci(LEVEL, method="wilson") for cell in row]
         for row in exact
     ]
-    return Map(
+    return NeedleMap(
         lengths=lengths,
         depths=depths,
         samples=samples,
@@ -209,7 +136,7 @@ def _map(lengths: tuple[int, ...], depths: tuple[float, ...], rows: Sequence[Map
         choice=grid(choice),
         choice_standard_error=grid(choice, error=True),
         rank=grid(ranks),
-        overall=Overall(
+        overall=NeedleMeans(
             *(
                 estimate([each for row in values for cell in row for each in cell])
                 for values in (exact, choice, ranks)
@@ -218,14 +145,16 @@ def _map(lengths: tuple[int, ...], depths: tuple[float, ...], rows: Sequence[Map
     )
 
 
-def _difference(found: Mapping[str, Mapping[str, Sequence[Mapping[str, Any]]]], kind: str) -> Difference:
+def _difference(
+    found: Mapping[str, Mapping[str, Sequence[Mapping[str, Any]]]], kind: str
+) -> NeedleDifference:
     def all_of(role: str, name: str) -> list[float]:
         return [each for row in found[role][kind] for each in row[name]]
 
     def right(role: str) -> list[float]:
         return [float(each == 1) for each in all_of(role, "rank")]
 
-    return Difference(
+    return NeedleDifference(
         paired_difference(all_of("student", "exact"), all_of("teacher", "exact")),
         paired_difference(right("student"), right("teacher")),
     )

@@ -11,7 +11,6 @@ Legend: B sequences, C tokens of context.
 
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from time import monotonic
 from typing import Any
@@ -20,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...checkpoints.cost_blocks import ModelSpeed, PhaseSpeed, Quartiles, SpeedBlock, SpeedCell
 from ...core.console import notice, progress
 from ...core.errors import InvalidInput
 from ...models.causal_lm import Loaded
@@ -32,103 +32,36 @@ _LEAST_ROUNDS = 3  # below which there are no quartiles to speak of
 _ROLES = ("student", "teacher")  # the folded parent has the student's shapes
 
 
-@dataclass(frozen=True)
-class Spread:
-    """The middle of repeated measurements, and the quartiles around it."""
-
-    median: float
-    q1: float
-    q3: float
-
-    def __str__(self) -> str:
-        return f"{self.median:,.4g} [{self.q1:,.4g}, {self.q3:,.4g}]"
-
-
-@dataclass(frozen=True)
-class Phase:
-    """Prefill or decode.
-
-    Attributes:
-        milliseconds: of reading all prompts, or of one decoding step of the whole batch.
-        tokens_per_second: of all sequences together.
-    """
-
-    milliseconds: Spread
-    tokens_per_second: Spread
-
-
-@dataclass(frozen=True)
-class Timing:
-    """One model: both phases, and the most bytes beyond its weights at once, cache included."""
-
-    prefill: Phase
-    decode: Phase
-    peak_bytes: int
-
-
-@dataclass(frozen=True)
-class Cell:
-    """One batch size and context.
-
-    Attributes:
-        batch, context: B and C.
-        tokens: decoding steps of a round.
-        rounds: how many were timed.
-        student, teacher: None where not measured.
-        prefill_speedup, decode_speedup: the teacher's time over the student's, round by round; None where not
-            interleaved.
-        skipped: why there are no numbers.
-    """
-
-    batch: int
-    context: int
-    tokens: int
-    rounds: int
-    student: Timing | None = None
-    teacher: Timing | None = None
-    prefill_speedup: Spread | None = None
-    decode_speedup: Spread | None = None
-    skipped: str | None = None
-
-
-@dataclass(frozen=True)
-class Speeds:
-    """What the suite found: where, whether both models took turns, and every cell of the sweep."""
-
-    machine: str
-    interleaved: bool
-    cells: tuple[Cell, ...]
-
-    def rows(self, roles: tuple[str, ...]) -> list[list[str]]:
-        """Lines of the table."""
-        blank = [""] * (len(roles) - 1)
-        rows = []
-        for cell in self.cells:
-            name = f"{cell.batch} x {cell.context} tokens"
-            if cell.skipped is not None:
-                rows.append([f"speed, {name}", f"skipped: {cell.skipped}", *blank])
-                continue
-            timings = [getattr(cell, role, None) for role in roles]
-            rows.append(
-                [
-                    f"prefill, {name}, tokens/s",
-                    *(_show(timing, "prefill.tokens_per_second") for timing in timings),
-                ]
-            )
-            rows.append(
-                [f"decode, {name}, ms/step", *(_show(timing, "decode.milliseconds") for timing in timings)]
-            )
-            rows.append(["  tokens/s", *(_show(timing, "decode.tokens_per_second") for timing in timings)])
-            rows.append(
-                [
-                    "  peak MB above weights",
-                    *(f"{timing.peak_bytes / 1e6:,.1f}" if timing else "" for timing in timings),
-                ]
-            )
-            if cell.prefill_speedup and cell.decode_speedup:
-                rows.append(["  times as fast as the teacher, prefill", str(cell.prefill_speedup), *blank])
-                rows.append(["  times as fast as the teacher, decode", str(cell.decode_speedup), *blank])
-        return rows
+def rows(found: SpeedBlock, roles: tuple[str, ...]) -> list[list[str]]:
+    """Return the lines of the table, each a label and one cell per role."""
+    blank = [""] * (len(roles) - 1)
+    lines = []
+    for cell in found.cells:
+        name = f"{cell.batch} x {cell.context} tokens"
+        if cell.skipped is not None:
+            lines.append([f"speed, {name}", f"skipped: {cell.skipped}", *blank])
+            continue
+        timings = [getattr(cell, role, None) for role in roles]
+        lines.append(
+            [
+                f"prefill, {name}, tokens/s",
+                *(_show(timing, "prefill.tokens_per_second") for timing in timings),
+            ]
+        )
+        lines.append(
+            [f"decode, {name}, ms/step", *(_show(timing, "decode.milliseconds") for timing in timings)]
+        )
+        lines.append(["  tokens/s", *(_show(timing, "decode.tokens_per_second") for timing in timings)])
+        lines.append(
+            [
+                "  peak MB above weights",
+                *(f"{timing.peak_bytes / 1e6:,.1f}" if timing else "" for timing in timings),
+            ]
+        )
+        if cell.prefill_speedup and cell.decode_speedup:
+            lines.append(["  times as fast as the teacher, prefill", str(cell.prefill_speedup), *blank])
+            lines.append(["  times as fast as the teacher, decode", str(cell.decode_speedup), *blank])
+    return lines
 
 
 def check(settings: Mapping[str, Any]) -> None:
@@ -152,7 +85,7 @@ def numbers(option: str, value: str) -> list[int]:
     return sorted({int(part) for part in parts})
 
 
-def measure(subject: Subject) -> Speeds:
+def measure(subject: Subject) -> SpeedBlock:
     """Time every cell of the sweep.
 
     Raises:
@@ -181,7 +114,7 @@ def measure(subject: Subject) -> Speeds:
             name, partial(_time, subject, group, (batch, context), tokens, share)
         )
     paired = len(groups) == 1
-    return Speeds(
+    return SpeedBlock(
         _machine(subject),
         paired,
         tuple(_cell(*cell, tokens, raw, limit, paired) for cell, raw in found.items()),
@@ -234,37 +167,39 @@ def _round(loaded: Loaded, ids_BC: Tensor, tokens: int) -> tuple[float, list[flo
     return prefill, decode
 
 
-def _cell(batch: int, context: int, tokens: int, raw: Mapping[str, Any], limit: float, paired: bool) -> Cell:
+def _cell(
+    batch: int, context: int, tokens: int, raw: Mapping[str, Any], limit: float, paired: bool
+) -> SpeedCell:
     """The numbers of a cell from the seconds of its rounds."""
     if "skipped" in raw:
         reasons = {"time": f"--speed-seconds {limit:g} were over", "memory": "out of memory"}
-        return Cell(batch, context, tokens, 0, skipped=reasons[raw["skipped"]])
+        return SpeedCell(batch, context, tokens, 0, skipped=reasons[raw["skipped"]])
     student, teacher = (_timing(raw[role], batch, context) if role in raw else None for role in _ROLES)
     rounds = len(raw["student"]["prefill"])
     prefill = decode = None
     if teacher is not None and paired:
         prefill, decode = (
-            spread(
+            quartiles(
                 np.median(_rounds(raw["teacher"][phase]), 1) / np.median(_rounds(raw["student"][phase]), 1)
             )
             for phase in ("prefill", "decode")
         )
-    return Cell(batch, context, tokens, rounds, student, teacher, prefill, decode)
+    return SpeedCell(batch, context, tokens, rounds, student, teacher, prefill, decode)
 
 
-def _timing(raw: Mapping[str, Any], batch: int, context: int) -> Timing:
+def _timing(raw: Mapping[str, Any], batch: int, context: int) -> ModelSpeed:
     prefill, decode = np.array(raw["prefill"]), np.array(raw["decode"]).ravel()
-    return Timing(_phase(prefill, batch * context), _phase(decode, batch), raw["peak_bytes"])
+    return ModelSpeed(_phase(prefill, batch * context), _phase(decode, batch), raw["peak_bytes"])
 
 
-def spread(values: Any) -> Spread:
+def quartiles(values: Any) -> Quartiles:
     """Median and quartiles, by linear interpolation."""
     q1, median, q3 = (float(value) for value in np.percentile(values, [25, 50, 75]))
-    return Spread(median, q1, q3)
+    return Quartiles(median, q1, q3)
 
 
-def _phase(seconds: Any, tokens: int) -> Phase:
-    return Phase(spread(seconds * 1000), spread(tokens / seconds))
+def _phase(seconds: Any, tokens: int) -> PhaseSpeed:
+    return PhaseSpeed(quartiles(seconds * 1000), quartiles(tokens / seconds))
 
 
 def _rounds(seconds: Sequence[Any]) -> Any:
@@ -306,6 +241,6 @@ def _machine(subject: Subject) -> str:
     return f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
 
 
-def _show(timing: Timing | None, path: str) -> str:
+def _show(timing: ModelSpeed | None, path: str) -> str:
     phase, _, value = path.partition(".")
     return "" if timing is None else str(getattr(getattr(timing, phase), value))

@@ -10,7 +10,6 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,10 +17,19 @@ from typing import Any
 import numpy as np
 from scipy import stats  # type: ignore[import-untyped]
 
+from ...checkpoints.quality_blocks import (
+    AnswerFlips,
+    Estimate,
+    TaskAverage,
+    TaskMetric,
+    TasksBlock,
+    TaskScores,
+)
 from ...core.console import progress
 from ...core.errors import InvalidInput
 from ...core.files import write_whole
 from ..estimate import LEVEL, Estimate, estimate
+from ..estimate import LEVEL, estimate
 from ..subject import Subject
 from . import harness
 
@@ -29,102 +37,31 @@ TASKS = "mla-core"
 _RESAMPLES = 2000
 
 
-@dataclass(frozen=True)
-class Flips:
-    """Documents that the teacher has right and the student wrong, those the other way round, and McNemar's
-    exact p of that.
-    """
-
-    right_to_wrong: int
-    wrong_to_right: int
-    p_value: float
-
-
-@dataclass(frozen=True)
-class Metric:
-    """One metric of a task.
-
-    Attributes:
-        student, teacher, parent: with the error of a mean over documents; without one where it is no such
-            mean.
-        difference: student - teacher on the same documents, with the interval and error of the paired
-            bootstrap.
-        flips: None where a document is not just right or wrong.
-    """
-
-    student: Estimate
-    teacher: Estimate | None
-    parent: Estimate | None
-    difference: Estimate | None
-    flips: Flips | None
-
-
-@dataclass(frozen=True)
-class Task:
-    """A task or group of tasks.
-
-    How many documents, examples before each, the metric to compare by, and all metrics.
-    """
-
-    samples: int
-    shots: int
-    primary: str
-    metrics: dict[str, Metric]
-
-
-@dataclass(frozen=True)
-class Average:
-    """Means of the tasks' primary metrics."""
-
-    student: float
-    teacher: float | None
-    parent: float | None
-    difference: Estimate | None
-
-
-@dataclass(frozen=True)
-class Tasks:
-    """What the suite found.
-
-    Attributes:
-        harness: version of lm-evaluation-harness.
-        limit: documents of each task, if not all: such numbers are no benchmark results.
-        fewshot: examples asked for; None: as each task says.
-        tasks: by name.
-        average: over the tasks.
-    """
-
-    harness: str
-    limit: int | None
-    fewshot: int | None
-    tasks: dict[str, Task]
-    average: Average
-
-    def rows(self, roles: tuple[str, ...]) -> list[list[str]]:
-        """Lines of the table."""
-        blank = [""] * (len(roles) - 1)
-        only = "" if self.limit is None else f", only the first {self.limit}"
-        rows = []
-        for name, task in self.tasks.items():
-            metric = task.metrics[task.primary]
-            values = (getattr(metric, role) for role in roles)
-            rows.append(
-                [f"{name}, {task.primary}, {task.shots}-shot{only}", *(str(value or "") for value in values)]
+def rows(found: TasksBlock, roles: tuple[str, ...]) -> list[list[str]]:
+    """Return the lines of the table, each a label and one cell per role."""
+    blank = [""] * (len(roles) - 1)
+    only = "" if found.limit is None else f", only the first {found.limit}"
+    lines = []
+    for name, task in found.tasks.items():
+        metric = task.metrics[task.primary]
+        values = (getattr(metric, role) for role in roles)
+        lines.append(
+            [f"{name}, {task.primary}, {task.shots}-shot{only}", *(str(value or "") for value in values)]
+        )
+        if metric.difference is not None:
+            lines.append(["  - teacher's [95 %]", _interval(metric.difference), *blank])
+        if metric.flips is not None:
+            flips = (
+                f"{metric.flips.right_to_wrong}, {metric.flips.wrong_to_right}, p = "
+                f"{metric.flips.p_value:.2g}"
             )
-            if metric.difference is not None:
-                rows.append(["  - teacher's [95 %]", _interval(metric.difference), *blank])
-            if metric.flips is not None:
-                flips = (
-                    f"{metric.flips.right_to_wrong}, {metric.flips.wrong_to_right}, p = "
-                    f"{metric.flips.p_value:.2g}"
-                )
-                rows.append(["  right to wrong, wrong to right, McNemar", flips, *blank])
-        if len(self.tasks) > 1:
-            averages = (getattr(self.average, role) for role in roles)
-            rows.append(["average", *("" if value is None else f"{value:.4f}" for value in averages)])
-            if self.average.difference is not None:
-                rows.append(["  - teacher's [95 %]", _interval(self.average.difference), *blank])
-        return rows
+            lines.append(["  right to wrong, wrong to right, McNemar", flips, *blank])
+    if len(found.tasks) > 1:
+        averages = (getattr(found.average, role) for role in roles)
+        lines.append(["average", *("" if value is None else f"{value:.4f}" for value in averages)])
+        if found.average.difference is not None:
+            lines.append(["  - teacher's [95 %]", _interval(found.average.difference), *blank])
+    return lines
 
 
 def check(settings: Mapping[str, Any]) -> None:
@@ -135,7 +72,7 @@ def check(settings: Mapping[str, Any]) -> None:
         raise InvalidInput(f"--task-cache {directory} is no directory; name another one")
 
 
-def measure(subject: Subject) -> Tasks:
+def measure(subject: Subject) -> TasksBlock:
     """Let every model do every task.
 
     Raises:
@@ -150,7 +87,7 @@ def measure(subject: Subject) -> Tasks:
     for name, role in progress(units, "Tasks", len(units)):
         found[name][role] = subject.part(f"tasks/{role}/{name}", partial(_answers, subject, role, name))
     tasks = {name: _task(name, roles) for name, roles in found.items()}
-    return Tasks(
+    return TasksBlock(
         harness.version(),
         settings.get("limit"),
         settings.get("fewshot"),
@@ -201,18 +138,18 @@ def _keep(file: Path, value: Any) -> None:
     write_whole(file, json.dumps(value, allow_nan=False), replace=True)
 
 
-def _task(name: str, roles: Mapping[str, Mapping[str, Any]]) -> Task:
+def _task(name: str, roles: Mapping[str, Mapping[str, Any]]) -> TaskScores:
     student = roles["student"]
     metrics = {metric: _metric(name, metric, roles) for metric in student["metrics"]}
     if not metrics:
         raise InvalidInput(f"--tasks {name}: the harness gives no number for it; leave it out")
     primary = harness.PRIMARY.get(name, "acc")
-    return Task(
+    return TaskScores(
         student["samples"], student["shots"], primary if primary in metrics else next(iter(metrics)), metrics
     )
 
 
-def _metric(name: str, metric: str, roles: Mapping[str, Mapping[str, Any]]) -> Metric:
+def _metric(name: str, metric: str, roles: Mapping[str, Mapping[str, Any]]) -> TaskMetric:
     entries = {role: found["metrics"].get(metric) for role, found in roles.items()}
     if any(
         entry is None or entry.get("documents") != entries["student"].get("documents")
@@ -233,7 +170,7 @@ def _metric(name: str, metric: str, roles: Mapping[str, Mapping[str, Any]]) -> M
     if ours is not None and theirs is not None:
         difference = paired_bootstrap(ours, theirs)
         turned = flips(ours, theirs) if {*ours, *theirs} <= {0.0, 1.0} else None
-    return Metric(
+    return TaskMetric(
         student=estimates["student"],
         teacher=estimates.get("teacher"),
         parent=estimates.get("parent"),
@@ -242,13 +179,13 @@ def _metric(name: str, metric: str, roles: Mapping[str, Mapping[str, Any]]) -> M
     )
 
 
-def flips(student: Sequence[float], teacher: Sequence[float]) -> Flips:
+def flips(student: Sequence[float], teacher: Sequence[float]) -> AnswerFlips:
     """Count what turned, and test whether as often one way as the other (McNemar 1947, in its exact
     binomial form).
     """
     lost = sum(their > our for our, their in zip(student, teacher, strict=True))
     won = sum(our > their for our, their in zip(student, teacher, strict=True))
-    return Flips(lost, won, float(stats.binomtest(lost, lost + won, 0.5).pvalue) if lost + won else 1.0)
+    return AnswerFlips(lost, won, float(stats.binomtest(lost, lost + won, 0.5).pvalue) if lost + won else 1.0)
 
 
 def paired_bootstrap(student: Sequence[float], teacher: Sequence[float]) -> Estimate:
@@ -274,7 +211,7 @@ def paired_bootstrap(student: Sequence[float], teacher: Sequence[float]) -> Esti
     return Estimate(mean, float(again.standard_error), *map(float, again.confidence_interval))
 
 
-def _average(tasks: Sequence[Task]) -> Average:
+def _average(tasks: Sequence[TaskScores]) -> TaskAverage:
     metrics = [task.metrics[task.primary] for task in tasks]
 
     def mean(role: str) -> float | None:
@@ -283,7 +220,9 @@ def _average(tasks: Sequence[Task]) -> Average:
 
     student = mean("student")
     assert student is not None
-    return Average(student, mean("teacher"), mean("parent"), _mean([metric.difference for metric in metrics]))
+    return TaskAverage(
+        student, mean("teacher"), mean("parent"), _mean([metric.difference for metric in metrics])
+    )
 
 
 def _mean(differences: Sequence[Estimate | None]) -> Estimate | None:

@@ -5,10 +5,9 @@ A hash of everything in its directory that decides what it computes.
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from .eval_json import MeasuredCheckpoint
 from .record import read_record, sha256
 
 _PARTS = (
@@ -23,30 +22,13 @@ _PARTS = (
 _TOLD = ("stage", "version", "target", "method", "cache")  # of kvfold.json
 
 
-@dataclass(frozen=True)
-class Checkpoint:
-    """A checkpoint as a report names it.
-
-    Attributes:
-        path: its directory.
-        name: the directory's name, or that of the repository in the Hub's cache.
-        identity: see `identity`.
-        record: what kvfold.json says of how it was made; None where kvfold did not make it.
-    """
-
-    path: str
-    name: str
-    identity: str
-    record: dict[str, Any] | None
-
-
-def checkpoint(directory: Path, hashes: Mapping[str, str]) -> Checkpoint:
+def checkpoint(directory: Path, hashes: Mapping[str, str]) -> MeasuredCheckpoint:
     """Name a checkpoint, whose files have these hashes."""
     record = read_record(directory)
     told = None if record is None else {key: record[key] for key in _TOLD if key in record}
     hub = directory.parent.parent.name if directory.parent.name == "snapshots" else ""
     name = hub.removeprefix("models--").replace("--", "/") or directory.name
-    return Checkpoint(str(directory), name, identity(hashes), told)
+    return MeasuredCheckpoint(str(directory), name, identity(hashes), told)
 
 
 def hashes_of(directory: Path) -> dict[str, str]:

@@ -29,8 +29,8 @@ def prepare(directory: Path, repository: str, private: bool = False) -> Publicat
         its eval.json
             cannot be read.
     """
-    from ..checkpoints.evaluation import FILE as EVALUATION
-    from ..checkpoints.evaluation import read_evaluation
+    from ..checkpoints.eval_json import FILE as EVALUATION
+    from ..checkpoints.eval_json import read_summary
     from ..checkpoints.record import FILE as RECORD
     from ..checkpoints.record import read_record
     from ..convert.write.model_card import FILE as CARD
@@ -43,7 +43,7 @@ def prepare(directory: Path, repository: str, private: bool = False) -> Publicat
             f"{directory} has no {RECORD}: kvfold publishes what kvfold convert or distill wrote"
         )
     files = files_of(directory)
-    evaluation = read_evaluation(directory)
+    evaluation = read_summary(directory)
     card = make_card(directory, record, repository.partition("/")[2], repository, evaluation)
     notices = []
     if evaluation is None:

@@ -182,10 +182,10 @@ def test_an_assertion_that_does_not_hold_exits_3_after_the_report(
         (["--memory", "much"], "'much' is not a size"),
         (
             ["--suite", "ppl", "--assert", "kl.mean<1"],
-            "is about the suite fidelity, which is not run; add it to --suite",
+            "names the suite fidelity, which is not run; add it to --suite",
         ),
-        (["--assert", "kl.mean"], "--assert 'kl.mean' is no comparison with a number"),
-        (["--assert", "kl.mean<low"], "--assert 'kl.mean<low' is no comparison with a number"),
+        (["--assert", "kl.mean"], "--assert 'kl.mean' is not a comparison with a number"),
+        (["--assert", "kl.mean<low"], "--assert 'kl.mean<low' is not a comparison with a number"),
         (["--offload-dir", "x"], "--offload-dir is for weights that fit no device; add --device-map auto"),
         (["--cpu-memory", "1GB"], "--cpu-memory is for weights that fit no device; add --device-map auto"),
         (

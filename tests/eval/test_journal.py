@@ -9,7 +9,7 @@ from click.testing import CliRunner, Result
 
 from kvfold.core.errors import InvalidInput
 from kvfold.eval.cli import main
-from kvfold.eval.evaluation_journal import Journal, reserved
+from kvfold.eval.evaluation_journal import EvaluationJournal, reserved
 from kvfold.texts.corpus import Text
 
 
@@ -97,10 +97,10 @@ def test_another_evaluation_does_not_take_up_the_parts(
 
 def test_parts_are_measured_once_and_come_back_as_json(tmp_path: Path) -> None:
     file = tmp_path / "x.partial"
-    first = Journal(file)
+    first = EvaluationJournal(file)
     first.begin({"asked": (1, Path("a"))})
     assert first.part("speed/student", lambda: {"times": (1, 2)}) == {"times": [1, 2]}
-    again = Journal(file)
+    again = EvaluationJournal(file)
     again.begin({"asked": (1, Path("a"))})
     assert again.part("speed/student", lambda: pytest.fail("measured twice")) == {"times": [1, 2]}
     with pytest.raises(ValueError, match="not JSON compliant"):

@@ -7,15 +7,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
-from kvfold.eval.suites.cache import Caches
-from kvfold.eval.suites.fidelity import Fidelity
-from kvfold.eval.suites.perplexity import Perplexity
 from pydantic import ConfigDict, Field, TypeAdapter, create_model
 
-from kvfold.checkpoints.identity import Checkpoint, checkpoint, hashes_of, identity
+from kvfold.checkpoints.eval_json import BLOCKS, MeasuredCheckpoint, TextProtocol
+from kvfold.checkpoints.identity import checkpoint, hashes_of, identity
 from kvfold.checkpoints.record import describe, write_record
 from kvfold.eval.options import Options
-from kvfold.eval.result import Protocol, Result
+from kvfold.eval.result import Result
 from kvfold.eval.run import evaluate
 from kvfold.eval.suites.cache import Caches
 from kvfold.eval.suites.fidelity import Fidelity
@@ -30,15 +28,14 @@ SCHEMA = create_model(
     "Report",
     __config__=STRICT,
     version=(Literal[2], Field(alias="schema")),
-    checkpoint=(Checkpoint, ...),
-    teacher=(Checkpoint | None, ...),
-    parent=(Checkpoint | None, ...),
-    protocol=(Protocol | None, ...),
+    checkpoint=(MeasuredCheckpoint, ...),
+    teacher=(MeasuredCheckpoint | None, ...),
+    parent=(MeasuredCheckpoint | None, ...),
+    protocol=(TextProtocol | None, ...),
     suites=(dict[str, Any], ...),
     device=(str, ...),
     versions=(dict[str, str], ...),
 )
-BLOCKS = {"ppl": Perplexity, "fidelity": Fidelity, "cache": Caches}
 
 
 def check_schema(report: dict[str, Any]) -> None:
@@ -119,14 +116,15 @@ def test_a_suite_is_a_file_and_a_row(mha: Path, monkeypatch: pytest.MonkeyPatch)
     class Weights:
         count: dict[str, int]
 
-        def rows(self, roles: tuple[str, ...]) -> list[list[str]]:
-            return [["parameters", *(str(self.count[role]) for role in roles)]]
-
     def check(settings: dict[str, Any]) -> None:
         if settings.get("unit") == "furlong":
             raise InvalidInput("--unit furlong is none")
 
-    module = ModuleType("kvfold.eval.weights")
+    def rows(found: Weights, roles: tuple[str, ...]) -> list[list[str]]:
+        return [["parameters", *(str(found.count[role]) for role in roles)]]
+
+    module = ModuleType("kvfold.eval.suites.weights")
+    vars(module)["rows"] = rows
     vars(module)["check"] = check
     vars(module)["measure"] = lambda subject: Weights(
         {
@@ -134,7 +132,7 @@ def test_a_suite_is_a_file_and_a_row(mha: Path, monkeypatch: pytest.MonkeyPatch)
             for role in subject.roles
         }
     )
-    monkeypatch.setitem(sys.modules, "kvfold.eval.weights", module)
+    monkeypatch.setitem(sys.modules, "kvfold.eval.suites.weights", module)
     monkeypatch.setitem(suites.SUITES, "weights", suites.Suite(module="weights", summary="how many weights"))
     result = evaluate(mha, mha, None, OPTIONS, suites=("cache", "weights"))
     count = result.suites["weights"].count["student"]

@@ -20,6 +20,8 @@ def measured(perplexity: float) -> dict[str, Any]:
         "perplexity": perplexity,
         "nll": estimate(2.5),
         "bits_per_byte": 1.1,
+        "byte_perplexity": 2.1,
+        "word_perplexity": None,
         "dtype": "float32",
         "window_nll": [2.5],
     }
@@ -27,8 +29,17 @@ def measured(perplexity: float) -> dict[str, Any]:
 
 def cached(elements: int) -> dict[str, Any]:
     contexts = [{"tokens": 4096, "bytes": elements * 4096, "largest_batch": None}]
-    of = {"elements_per_token_per_layer": elements, "predicted_elements_per_token_per_layer": elements}
-    return {**of, "stored_dtype": "bfloat16", "contexts": contexts}
+    return {
+        "elements_per_token_per_layer": elements,
+        "predicted_elements_per_token_per_layer": elements,
+        "elements_per_token": 2 * elements,
+        "bytes_per_token": 8 * elements,
+        "dtype": "float32",
+        "predicted_bytes_per_token": 4 * elements,
+        "stored_dtype": "bfloat16",
+        "weight_bytes": 10**6,
+        "contexts": contexts,
+    }
 
 
 def suites(perplexity: float, elements: int, kl: float = 0.1, parent: float | None = None) -> dict[str, Any]:
@@ -40,8 +51,10 @@ def suites(perplexity: float, elements: int, kl: float = 0.1, parent: float | No
             "student": measured(perplexity),
             "teacher": measured(10.0),
             "parent": parent and measured(parent),
+            "difference": estimate(0.1),
             "ratio": ratio,
             "recovered_share": recovered,
+            "window_tokens": [63],
         },
         "fidelity": {
             "kl": estimate(kl),
@@ -50,11 +63,21 @@ def suites(perplexity: float, elements: int, kl: float = 0.1, parent: float | No
             },
             "kl_max": 9 * kl,
             "same_top1": estimate(0.9),
+            "delta_p": estimate(-0.01),
+            "delta_p_rms": estimate(0.02),
+            "delta_p_percentiles": {"p50": estimate(0.0)},
+            "nll_correlation": None,
             "kl_by_position": [
                 {"first": 2**n, "last": 2 ** (n + 1) - 1, "kl": estimate(kl)} for n in range(4)
             ],
         },
-        "cache": {"student": cached(elements), "teacher": cached(64), "ratio": elements / 64, "memory": None},
+        "cache": {
+            "student": cached(elements),
+            "teacher": cached(64),
+            "parent": None,
+            "ratio": elements / 64,
+            "memory": None,
+        },
     }
 
 
@@ -65,6 +88,8 @@ def speed() -> dict[str, Any]:
         {
             "batch": batch,
             "context": context,
+            "tokens": 16,
+            "rounds": 3,
             "student": timing,
             "teacher": timing,
             "decode_speedup": spread(1.25),
@@ -72,8 +97,8 @@ def speed() -> dict[str, Any]:
         for batch in (1, 4)
         for context in (64, 128)
     ]
-    skipped = {"batch": 4, "context": 256, "student": None, "teacher": None, "skipped": "out of memory"}
-    return {"machine": "a machine", "cells": [*cells, skipped]}
+    skipped = {"batch": 4, "context": 256, "tokens": 16, "rounds": 0, "skipped": "out of memory"}
+    return {"machine": "a machine", "interleaved": True, "cells": [*cells, skipped]}
 
 
 def retrieval(accuracy: float) -> dict[str, Any]:
@@ -83,20 +108,44 @@ def retrieval(accuracy: float) -> dict[str, Any]:
         "depths": [0.0, 1.0],
         "samples": 10,
         "accuracy": grid,
+        "standard_error": grid,
+        "low": grid,
+        "high": grid,
         "choice": [[0.5, 0.5], [0.1, 0.9]],
+        "choice_standard_error": grid,
+        "rank": grid,
+        "overall": {"accuracy": estimate(accuracy), "choice": estimate(0.5), "rank": estimate(3.0)},
     }
     kinds = {"passkey": needles, "multikey": needles}
-    return {"candidates": 10, "chance": 0.1, "student": kinds, "teacher": kinds}
+    return {
+        "candidates": 10,
+        "chance": 0.1,
+        "seed": 0,
+        "filler_sha256": "cd" * 32,
+        "student": kinds,
+        "teacher": kinds,
+        "parent": None,
+        "difference": None,
+    }
 
 
 def tasks() -> dict[str, Any]:
     metric = {
         "student": estimate(0.4),
         "teacher": estimate(0.5),
+        "parent": None,
         "difference": estimate(-0.1),
         "flips": {"right_to_wrong": 12, "wrong_to_right": 2, "p_value": 0.0123},
     }
-    return {"tasks": {"arc_easy": {"samples": 100, "primary": "acc_norm", "metrics": {"acc_norm": metric}}}}
+    scores = {"samples": 100, "shots": 0, "primary": "acc_norm", "metrics": {"acc_norm": metric}}
+    average = {"student": 0.4, "teacher": 0.5, "parent": None, "difference": estimate(-0.1)}
+    return {
+        "harness": "0.4.9",
+        "limit": None,
+        "fewshot": None,
+        "tasks": {"arc_easy": scores},
+        "average": average,
+    }
 
 
 def record(name: str = "mla", stage: str = "convert") -> dict[str, Any]:
@@ -142,7 +191,15 @@ def report(
     directory: Path, found: dict[str, Any], source: str | None = "source", text: str | None = "a text"
 ) -> dict[str, Any]:
     """An eval.json; without a source nothing in it is paired."""
-    protocol = {"name": f"text:{text}", "text_sha256": "ab" * 32, "window": 64, "windows": 9, "bos": "each"}
+    protocol = {
+        "name": f"text:{text}",
+        "text_sha256": "ab" * 32,
+        "window": 64,
+        "windows": 9,
+        "bos": "each",
+        "scored_tokens": 567,
+        "scored_bytes": 2000,
+    }
     if source is None:
         found["ppl"] |= {"teacher": None, "ratio": None}
         found["cache"] |= {"teacher": None, "ratio": None}

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 from huggingface_hub import ModelCard
+from pydantic import TypeAdapter
 
-from kvfold.checkpoints.evaluation import Evaluation, read_evaluation
+from kvfold.checkpoints.eval_json import EvalSummary, read_summary
 from kvfold.checkpoints.record import read_record, write_record
 from kvfold.cli import main
 from kvfold.convert.write.model_card import base_model, make_card, write_card, written_by_kvfold
@@ -17,6 +18,7 @@ from kvfold.convert.write.model_card import base_model, make_card, write_card, w
 from ...support.tiny import make
 
 ROOT = Path(__file__).parents[3]
+SUMMARY = TypeAdapter(EvalSummary)
 EVALUATION: dict[str, Any] = {
     "schema": 1,
     "protocol": {
@@ -75,7 +77,7 @@ def card_of(directory: Path) -> ModelCard:
     return ModelCard.load(directory / "README.md")
 
 
-def remade(directory: Path, evaluation: Evaluation | None = None) -> ModelCard:
+def remade(directory: Path, evaluation: EvalSummary | None = None) -> ModelCard:
     record = read_record(directory)
     assert record is not None
     return make_card(directory, record, "tiny", "org/tiny", evaluation)
@@ -126,7 +128,7 @@ def test_the_card_says_of_each_engine_what_the_rules_say(outputs: dict[str, Path
 
 
 def test_measurements_are_metadata_and_a_table(outputs: dict[str, Path]) -> None:
-    card = remade(outputs["stock"], Evaluation.model_validate(EVALUATION))
+    card = remade(outputs["stock"], SUMMARY.validate_python(EVALUATION))
     found = {result.metric_type: result for result in ModelCard(str(card)).data.eval_results}
     assert {kind: result.metric_value for kind, result in found.items()} == {
         "perplexity": 12.5,
@@ -144,7 +146,7 @@ def test_a_users_text_is_kept_and_metadata_is_merged(outputs: dict[str, Path], t
     (copy / "README.md").write_bytes(
         f"---\nlicense: cc0-1.0\ntags: [mine]\nextra: {{a: 1}}\n---\n{text}".encode()
     )
-    evaluation = Evaluation.model_validate(EVALUATION)
+    evaluation = SUMMARY.validate_python(EVALUATION)
     card = remade(copy, evaluation)
     assert card.text == text
     assert (card.data["license"], card.data["extra"], card.data["library_name"]) == (
@@ -156,7 +158,7 @@ def test_a_users_text_is_kept_and_metadata_is_merged(outputs: dict[str, Path], t
     # A later measurement takes the place of an earlier one of the same kind, and of nothing else.
     (copy / "README.md").write_text(str(card).replace("type: kl_divergence", "type: rouge"), newline="")
     later = {**EVALUATION, "student": {**EVALUATION["student"], "perplexity": 12.0}}
-    results = remade(copy, Evaluation.model_validate(later)).data.eval_results
+    results = remade(copy, SUMMARY.validate_python(later)).data.eval_results
     assert sorted((result.metric_type, result.metric_value) for result in results) == [
         ("kl_divergence", 0.125),
         ("perplexity", 12.0),
@@ -238,32 +240,7 @@ def test_an_evaluation_of_another_checkpoint_is_refused(outputs: dict[str, Path]
     student = {**EVALUATION["student"], "path": str(outputs["grouped"])}
     (tmp_path / "eval.json").write_text(json.dumps({**EVALUATION, "student": student}))
     with pytest.raises(InvalidInput, match="was measured on"):
-        read_evaluation(tmp_path)
-
-
-def test_both_schemas_say_the_same(tmp_path: Path) -> None:
-    share, roles = {"value": 0.5, "reason": None}, ("student", "teacher")
-    first = {**EVALUATION, "recovered_share": share}
-    scores = {role: {**EVALUATION[role], "cache": None} for role in roles}
-    caches = {role: EVALUATION[role]["cache"] for role in roles}
-    suites = {
-        "ppl": {**scores, "parent": None, "recovered_share": share},
-        "fidelity": EVALUATION["fidelity"],
-        "cache": {**caches, "parent": None, "ratio": 0.5},
-    }
-    places = {"checkpoint": {"path": "gone"}, "teacher": {"path": "gone"}, "parent": None}
-    second = {"schema": 2, **places, "protocol": EVALUATION["protocol"], "suites": suites}
-    read = []
-    for report in (
-        first,
-        second,
-        {**second, "protocol": None, "suites": {"ppl": None, "cache": suites["cache"]}},
-    ):
-        (tmp_path / "eval.json").write_text(json.dumps(report))
-        read.append(read_evaluation(tmp_path))
-    assert read[0] == read[1]
-    assert read[0] is not None
-    assert read[2] is None, "there is no perplexity to tell"
+        read_summary(tmp_path)
 
 
 def test_what_eval_writes_is_what_the_card_reads(tmp_path: Path) -> None:
@@ -284,7 +261,7 @@ def test_what_eval_writes_is_what_the_card_reads(tmp_path: Path) -> None:
         main, [*words, "--max-windows", "2", "--out", str(directory / "eval.json"), "--json"]
     )
     assert done.exit_code == 0, done.output
-    found = read_evaluation(directory)
+    found = read_summary(directory)
     assert found is not None
     assert found.teacher is not None
     assert found.student.perplexity == found.teacher.perplexity

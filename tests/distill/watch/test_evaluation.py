@@ -30,7 +30,7 @@ from kvfold.distill.watch.held_out import HeldOut
 from kvfold.eval import stored_teacher
 from kvfold.eval.options import Options
 from kvfold.eval.run import evaluate
-from kvfold.eval.windows import Windows
+from kvfold.eval.windows import TextWindows
 from kvfold.texts.corpus import Text, read_text
 
 from ..conftest import MakeRecipe
@@ -203,7 +203,7 @@ def test_the_share_that_was_recovered(tmp_path: Path) -> None:
     """A fold that lost 1 nat on each window, of which 3/4 come back."""
     ids_NW = torch.arange(24).view(4, 6)
     text = Text("four", ("any",))
-    windows = Windows("four", "none", 6, ids_NW, torch.ones(4, 5, dtype=torch.bool), torch.full((4,), 5))
+    windows = TextWindows("four", "none", 6, ids_NW, torch.ones(4, 5, dtype=torch.bool), torch.full((4,), 5))
     accelerator = Accelerator(cpu=True)
     settings = Evaluate(source="four")
     evaluation = Evaluation(HeldOut(windows, text), None, accelerator, settings, tmp_path)  # type: ignore[arg-type]

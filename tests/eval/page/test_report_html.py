@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
+from kvfold.checkpoints.eval_json import BLOCKS
 from kvfold.cli import main
-from kvfold.eval.page.blocks import SUITES
 from kvfold.eval.page.canvas import LIGHT
 from kvfold.eval.page.groups import labels, read_groups
 from kvfold.eval.page.quality import bounds
@@ -107,7 +107,7 @@ def test_the_page_shows_what_the_files_hold(example: tuple[str, dict[str, Any], 
     assert [row[1:3] for row in page.tables["Speed: median [quartiles]"][1:]][-1] == ["4", "256"]
     for title in (
         "Perplexity against cache",
-        "Cache of a token",
+        "Cache per token",
         "KL by percentile of tokens",
         "KL by position",
         "Loss by layer: half",
@@ -116,9 +116,9 @@ def test_the_page_shows_what_the_files_hold(example: tuple[str, dict[str, Any], 
         "passkey, % found: half",
         "multikey, % found: source",
         "KL on training text",
-        "Perplexity while training: distilled",
+        "Perplexity during training: distilled",
         "Decoding speed",
-        "Decoding against the source",
+        "Decoding speed relative to the source",
     ):
         assert title in page.titles
     assert "Spectrum of the latent: quarter" not in page.titles
@@ -229,7 +229,7 @@ def test_what_is_missing_is_named_with_a_command_that_parses(tmp_path: Path) -> 
             context = evaluate.make_context("eval", words[2:])
             assert context.params["model"] == str(directory)
             assert not context.params["out"].exists()
-            assert set(context.params["suite"].split(",")) <= SUITES.keys()
+            assert set(context.params["suite"].split(",")) <= BLOCKS.keys()
 
 
 def test_suites_measured_later_stand_beside_it(tmp_path: Path) -> None:
@@ -261,7 +261,7 @@ def test_only_what_is_comparable_stands_together(tmp_path: Path) -> None:
     assert (tmp_path / "a").read_text().count("Folded from ") == 2
     assert "same text" in run(one, text, "--out", tmp_path / "b").stderr
     result = run(one, alone, "--out", tmp_path / "c")
-    assert "No source is known of alone" in result.stderr
+    assert "The source of alone is unknown" in result.stderr
     assert run(one, two, "--out", tmp_path / "d").stderr == ""
 
 

@@ -25,14 +25,14 @@ def damage(directory: Path, file: str, content: str) -> Path:
     ("file", "content", "words"),
     [
         ("eval.json", "{", "not valid JSON"),
-        ("eval.json", "[]", "no report of schema 2"),
-        ("eval.json", '{"schema": 1}', "no report of schema 2 (its schema is 1)"),
+        ("eval.json", "[]", "not a report of schema 2"),
+        ("eval.json", '{"schema": 1}', "not a report of schema 2 (its schema is 1)"),
         ("eval.json", '{"schema": 2, "checkpoint": 3, "suites": {}}', "not what kvfold writes (checkpoint"),
         ("kvfold.json", "{}", "is damaged"),
         (
             "kvfold.json",
             json.dumps(record() | {"layers": [{"planned": "much"}]}),
-            "not what kvfold writes (0.planned",
+            "not what kvfold writes (layers.0.planned",
         ),
         ("metrics.jsonl", "{}\nno\n", "is damaged"),
         (
@@ -68,7 +68,7 @@ def test_places_that_are_taken_or_wrong(tmp_path: Path) -> None:
         ((fold, "--out", taken), "exists; name another"),
         ((fold, "--out", tmp_path / "new", "--png", taken), "exists; name another"),
         ((fold, "--out", tmp_path / "no" / "new"), "there is no directory"),
-        ((tmp_path / "nothing", "--out", tmp_path / "new"), "is no directory"),
+        ((tmp_path / "nothing", "--out", tmp_path / "new"), "is not a directory"),
         (
             (tmp_path / "empty", "--out", tmp_path / "new"),
             f"kvfold eval {tmp_path}/empty --text stdlib --out {tmp_path}/empty/eval.json",

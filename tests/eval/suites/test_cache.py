@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from kvfold.eval.suites.cache import Caches, CacheSize, count, predicted
 from transformers import MistralConfig, MistralForCausalLM
 
+from kvfold.checkpoints.cost_blocks import CacheBlock
 from kvfold.eval.options import Options
 from kvfold.eval.run import evaluate
-from kvfold.eval.suites.cache import Caches, CacheSize, count, predicted
+from kvfold.eval.suites.cache import CacheSize, count, predicted
 from kvfold.models.causal_lm import load
 
 from ..conftest import SHAPE, save_tokenizer
@@ -19,7 +19,9 @@ from ..conftest import SHAPE, save_tokenizer
 CPU = Options(device="cpu")
 
 
-def caches(directory: Path, options: Options = CPU, teacher: Path | None = None, **settings: Any) -> Caches:
+def caches(
+    directory: Path, options: Options = CPU, teacher: Path | None = None, **settings: Any
+) -> CacheBlock:
     return evaluate(directory, teacher, None, options, suites=("cache",), settings=settings).cache
 
 

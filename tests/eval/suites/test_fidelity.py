@@ -9,15 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from kvfold.eval.suites.fidelity import summarise
 from torch import Tensor
 
 from kvfold.core.errors import InvalidInput
 from kvfold.eval.options import Options
 from kvfold.eval.run import evaluate
 from kvfold.eval.scores import Live, Scores, common_vocabulary, gather, score
-from kvfold.eval.suites.fidelity import summarise
-from kvfold.eval.windows import Windows, cut
+from kvfold.eval.suites.fidelity import rows, summarise
+from kvfold.eval.windows import TextWindows, cut
 from kvfold.models.causal_lm import Loaded, load
 from kvfold.texts.corpus import Text
 
@@ -30,16 +29,16 @@ def pair(mha: Path, other: Path) -> dict[str, Loaded]:
 
 
 @pytest.fixture
-def windows(pair: dict[str, Loaded], text: Text) -> Windows:
+def windows(pair: dict[str, Loaded], text: Text) -> TextWindows:
     return cut(text, pair["student"], 32, OPTIONS)
 
 
-def scores_of(pair: dict[str, Loaded], windows: Windows, chunk: int | None = None) -> Scores:
+def scores_of(pair: dict[str, Loaded], windows: TextWindows, chunk: int | None = None) -> Scores:
     sources = {role: Live(loaded, windows) for role, loaded in pair.items()}
     return gather(windows, score(sources, windows, 4, chunk=chunk))
 
 
-def dense(pair: dict[str, Loaded], windows: Windows) -> dict[str, Tensor]:
+def dense(pair: dict[str, Loaded], windows: TextWindows) -> dict[str, Tensor]:
     """Log probabilities (N, T, V) of each model's own logits, float64."""
     with torch.no_grad():
         logits = {role: loaded.model(input_ids=windows.ids_NW).logits for role, loaded in pair.items()}
@@ -57,7 +56,7 @@ def test_a_model_against_itself_is_at_zero_distance(mha: Path, text: Text) -> No
     assert (difference.mean, difference.standard_error, result.cache.ratio) == (0.0, 0.0, 1.0)
 
 
-def test_kl_and_agreement_are_those_of_dense_logits(pair: dict[str, Loaded], windows: Windows) -> None:
+def test_kl_and_agreement_are_those_of_dense_logits(pair: dict[str, Loaded], windows: TextWindows) -> None:
     logp = dense(pair, windows)
     kl_NT = torch.nn.functional.kl_div(
         logp["student"], logp["teacher"], reduction="none", log_target=True
@@ -72,7 +71,7 @@ def test_kl_and_agreement_are_those_of_dense_logits(pair: dict[str, Loaded], win
     assert 0 < scores.same_S.mean() < 1
 
 
-def test_the_block_is_what_numpy_makes_of_dense_logits(pair: dict[str, Loaded], windows: Windows) -> None:
+def test_the_block_is_what_numpy_makes_of_dense_logits(pair: dict[str, Loaded], windows: TextWindows) -> None:
     logp = dense(pair, windows)
     wanted = windows.ids_NW[:, 1:, None]
     ours, theirs = (logp[role].gather(-1, wanted)[..., 0].numpy() for role in ("student", "teacher"))
@@ -116,7 +115,7 @@ def test_the_block_is_what_numpy_makes_of_dense_logits(pair: dict[str, Loaded], 
 
 
 def test_errors_of_percentiles_and_correlation_come_from_drawing_windows_again(
-    pair: dict[str, Loaded], windows: Windows
+    pair: dict[str, Loaded], windows: TextWindows
 ) -> None:
     scores = scores_of(pair, windows)
     assert scores.kl_S is not None
@@ -138,7 +137,7 @@ def test_errors_of_percentiles_and_correlation_come_from_drawing_windows_again(
 
 
 @pytest.mark.parametrize("chunk", [1, 50, 10_000])
-def test_the_chunk_size_changes_no_number(pair: dict[str, Loaded], windows: Windows, chunk: int) -> None:
+def test_the_chunk_size_changes_no_number(pair: dict[str, Loaded], windows: TextWindows, chunk: int) -> None:
     expected, found = scores_of(pair, windows), scores_of(pair, windows, chunk)
     for ours, theirs in zip(
         [*found.nll.values(), found.kl_S], [*expected.nll.values(), expected.kl_S], strict=True
@@ -162,7 +161,7 @@ def test_a_constant_loss_has_no_correlation() -> None:
     window_S = torch.tensor([0, 0, 0, 1, 1, 1])
     found = summarise(Scores(window_S, torch.tensor([1, 2, 3] * 2), nll, nll["teacher"], nll["student"]))
     assert found.nll_correlation is None
-    assert ["correlation of log probabilities", "undefined"] in found.rows(("student",))
+    assert ["correlation of log probabilities", "undefined"] in rows(found, ("student",))
 
 
 def test_padded_vocabularies_are_compared_over_what_both_have() -> None:
@@ -175,7 +174,7 @@ def test_padded_vocabularies_are_compared_over_what_both_have() -> None:
 
 @pytest.mark.parametrize("role", ["student", "teacher"])
 def test_logits_that_are_not_finite_name_the_model_the_window_and_the_module(
-    pair: dict[str, Loaded], windows: Windows, role: str
+    pair: dict[str, Loaded], windows: TextWindows, role: str
 ) -> None:
     windows.ids_NW[5, 20] = 257  # stands nowhere else
     pair[role].model.get_input_embeddings().weight.data[257] = torch.nan
@@ -186,7 +185,7 @@ def test_logits_that_are_not_finite_name_the_model_the_window_and_the_module(
         scores_of(pair, windows)
 
 
-def test_the_layer_in_which_it_overflows_is_named(pair: dict[str, Loaded], windows: Windows) -> None:
+def test_the_layer_in_which_it_overflows_is_named(pair: dict[str, Loaded], windows: TextWindows) -> None:
     pair["student"].model.model.layers[1].mlp.down_proj.weight.data.fill_(torch.inf)
     with pytest.raises(
         InvalidInput, match=r"not finite in window 0; .* is that of model\.layers\.1\.mlp\.down_proj$"
@@ -195,7 +194,7 @@ def test_the_layer_in_which_it_overflows_is_named(pair: dict[str, Loaded], windo
 
 
 def test_a_model_that_does_more_to_its_logits_is_not_scored(
-    pair: dict[str, Loaded], windows: Windows
+    pair: dict[str, Loaded], windows: TextWindows
 ) -> None:
     model = pair["student"].model
     plain = model.forward

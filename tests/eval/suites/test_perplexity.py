@@ -9,13 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from kvfold.eval.suites.perplexity import Share, recovered_share
 from scipy import stats
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from kvfold.checkpoints.quality_blocks import RecoveredLoss
 from kvfold.eval.options import Options
 from kvfold.eval.run import evaluate
-from kvfold.eval.suites.perplexity import Share, recovered_share
+from kvfold.eval.suites.perplexity import recovered_share
 from kvfold.texts.corpus import Text
 
 from ..conftest import Make
@@ -46,7 +46,7 @@ def test_without_a_teacher_only_the_students_numbers_are_there(mha: Path, text: 
     result = evaluate(mha, None, text, OPTIONS)
     found = result.ppl
     assert (found.teacher, found.difference, found.ratio, result.fidelity, result.cache.ratio) == (None,) * 5
-    assert found.recovered_share == Share(None, "no teacher")
+    assert found.recovered_share == RecoveredLoss(None, "no teacher")
 
 
 def test_the_batch_size_changes_no_number(mha: Path, other: Path, text: Text) -> None:
@@ -102,7 +102,7 @@ def test_recovered_share_is_undefined_for_a_reason(
     teacher: list[float] | None, parent: list[float] | None, reason: str
 ) -> None:
     student = [1.0] * len(teacher or parent or [])
-    assert recovered_share(student, teacher, parent) == Share(None, reason)
+    assert recovered_share(student, teacher, parent) == RecoveredLoss(None, reason)
 
 
 def test_the_teacher_itself_recovered_all_and_the_parent_itself_nothing(

@@ -11,18 +11,18 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
-from kvfold.eval.suites.answers import answer, rank
-from kvfold.eval.suites.decoding import read
-from kvfold.eval.suites.haystack import CANDIDATES, KINDS, STEPS, Haystack, Sample, prose
-from kvfold.eval.suites.retrieval import Retrieval
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from kvfold.checkpoints.quality_blocks import RetrievalBlock
 from kvfold.core.errors import InvalidInput
 from kvfold.eval.cli import main
 from kvfold.eval.options import Options
 from kvfold.eval.run import evaluate
 from kvfold.eval.suites import retrieval
+from kvfold.eval.suites.answers import answer, rank
+from kvfold.eval.suites.decoding import read
+from kvfold.eval.suites.haystack import CANDIDATES, KINDS, STEPS, Haystack, NeedlePrompt, prose
 from kvfold.models.causal_lm import Loaded, load
 
 from ..conftest import Make
@@ -46,11 +46,13 @@ def haystack(roomy: Path) -> Haystack:
     return Haystack(roomy, AutoTokenizer.from_pretrained(roomy), 3)
 
 
-def run(student: Path, teacher: Path | None = None, options: Options = CPU, **settings: Any) -> Retrieval:
+def run(
+    student: Path, teacher: Path | None = None, options: Options = CPU, **settings: Any
+) -> RetrievalBlock:
     found = evaluate(
         student, teacher, None, options, suites=("retrieval",), settings=SMALL | settings
     ).suites["retrieval"]
-    assert isinstance(found, Retrieval)
+    assert isinstance(found, RetrievalBlock)
     return found
 
 
@@ -155,7 +157,9 @@ def test_scores_and_digits_are_those_of_whole_forward_passes(
     batch = [haystack.sample("passkey", 360, depth, "5") for depth in (0.0, 1.0)]
     batch = [
         batch[0],
-        Sample(batch[1].ids, batch[1].question, batch[1].key, tuple(c[:4] for c in batch[1].candidates)),
+        NeedlePrompt(
+            batch[1].ids, batch[1].question, batch[1].key, tuple(c[:4] for c in batch[1].candidates)
+        ),
     ]
     digits, score_BC = answer(loaded, batch)
     for row, sample in enumerate(batch):
@@ -195,7 +199,7 @@ def test_the_map_has_a_row_a_length_and_a_column_a_depth(
         "teacher": {360: ([1] * 6, [1.0] * 6), 380: ([1, 0, 0, 0, 0, 0], [1.0, 2, 2, 2, 2, 2])},
     }
 
-    def ask(subject: Any, role: str, prompts: list[Sample]) -> dict[str, Any]:
+    def ask(subject: Any, role: str, prompts: list[NeedlePrompt]) -> dict[str, Any]:
         exact, ranks = told[role][len(prompts[0].ids) + STEPS]
         return {"exact": exact, "rank": ranks}
 

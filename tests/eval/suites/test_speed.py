@@ -9,14 +9,15 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
-from kvfold.eval.suites.meter import peak_memory, timed
-from kvfold.eval.suites.speed import Speeds, spread
 
+from kvfold.checkpoints.cost_blocks import SpeedBlock
 from kvfold.core.errors import InvalidInput
 from kvfold.eval.cli import main
 from kvfold.eval.options import Options
 from kvfold.eval.run import evaluate
 from kvfold.eval.suites import meter, speed
+from kvfold.eval.suites.meter import peak_memory, timed
+from kvfold.eval.suites.speed import quartiles
 from kvfold.models.causal_lm import load
 
 from ..conftest import Make
@@ -57,9 +58,9 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
     return readings
 
 
-def run(student: Path, teacher: Path | None = None, options: Options = CPU, **settings: Any) -> Speeds:
+def run(student: Path, teacher: Path | None = None, options: Options = CPU, **settings: Any) -> SpeedBlock:
     found = evaluate(student, teacher, None, options, suites=("speed",), settings=settings).suites["speed"]
-    assert isinstance(found, Speeds)
+    assert isinstance(found, SpeedBlock)
     return found
 
 
@@ -198,7 +199,7 @@ def test_on_cuda_events_on_the_device_are_read(monkeypatch: pytest.MonkeyPatch) 
 
 def test_quartiles_are_numpys() -> None:
     values = [3.0, 1.0, 4.0, 1.0, 5.0]
-    found = spread(values)
+    found = quartiles(values)
     assert (found.q1, found.median, found.q3) == tuple(np.quantile(values, [0.25, 0.5, 0.75]))
 
 

@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kvfold.eval.suites.tasks import Tasks, flips, paired_bootstrap
 from scipy import stats  # type: ignore[import-untyped]
 
+from kvfold.checkpoints.quality_blocks import TasksBlock
 from kvfold.eval.options import Options
 from kvfold.eval.run import evaluate
-from kvfold.eval.suites.tasks import Tasks, flips, paired_bootstrap
+from kvfold.eval.suites.tasks import flips, paired_bootstrap
 from kvfold.texts.corpus import read_text
 from kvfold.texts.wikitext import articles
 
@@ -27,10 +27,10 @@ lm_eval: ModuleType = pytest.importorskip("lm_eval", reason="pip install 'kvfold
 CPU = Options(device="cpu")
 
 
-def run(student: Path, teacher: Path | None, path: Path, names: str, **settings: Any) -> Tasks:
+def run(student: Path, teacher: Path | None, path: Path, names: str, **settings: Any) -> TasksBlock:
     given = {"tasks": names, "task_path": path, **settings}
     found = evaluate(student, teacher, None, CPU, suites=("tasks",), settings=given).suites["tasks"]
-    assert isinstance(found, Tasks)
+    assert isinstance(found, TasksBlock)
     return found
 
 

@@ -1,0 +1,315 @@
+"""eval.json, the report of `kvfold eval`: its head, its only reader and its only writer.
+
+The suites' blocks are described in `quality_blocks.py` and `cost_blocks.py`. Importing this module loads
+neither torch nor pydantic.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ..core.errors import InvalidInput
+from .cost_blocks import CacheBlock, SpeedBlock
+from .quality_blocks import (
+    Estimate,
+    FidelityBlock,
+    FiniteNumbers,
+    PerplexityBlock,
+    RecoveredLoss,
+    RetrievalBlock,
+    SuiteBlock,
+    TasksBlock,
+)
+
+FILE = "eval.json"
+SCHEMA = 2
+ROLES = ("student", "teacher", "parent")
+BLOCKS: dict[str, type[SuiteBlock]] = {
+    "ppl": PerplexityBlock,
+    "fidelity": FidelityBlock,
+    "cache": CacheBlock,
+    "speed": SpeedBlock,
+    "retrieval": RetrievalBlock,
+    "tasks": TasksBlock,
+}
+T = TypeVar("T")
+B = TypeVar("B", bound=SuiteBlock)
+
+
+@dataclass(frozen=True)
+class MeasuredCheckpoint:
+    """A checkpoint as a report names it.
+
+    Attributes:
+        path: its directory.
+        name: the directory's name, or that of the repository in the Hub's cache.
+        identity: hash of the files that decide what it computes, see `identity.py`.
+        record: excerpt of its kvfold.json; None where kvfold did not make it.
+    """
+
+    path: str
+    name: str
+    identity: str
+    record: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextProtocol:
+    """The text that was read, and how; perplexities are comparable where all of this is equal.
+
+    Attributes:
+        name: full name of the protocol.
+        text_sha256: hash of the whole text in UTF-8.
+        window: tokens that a model reads at once.
+        windows: number of windows.
+        bos: where BOS stands: at the head of `each` window, the `first` one or each `document`, or `none`.
+            None in reports of schema 1, which do not say it.
+        scored_tokens: in all windows.
+        scored_bytes: UTF-8 bytes by which bits per byte are taken; None in reports of schema 1.
+    """
+
+    name: str
+    text_sha256: str
+    window: int
+    windows: int
+    bos: str | None = None
+    scored_tokens: int
+    scored_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class EvalReport(FiniteNumbers):
+    """An evaluation.
+
+    Attributes:
+        schema: version of eval.json.
+        checkpoint: the evaluated model, the student.
+        teacher: its source, if there is one.
+        parent: the folded checkpoint that it was distilled from, if there is one.
+        protocol: the text; None where no suite reads one.
+        suites: block of each suite by its name; None for a suite that does not apply. Blocks of unknown
+            suites are kept as plain values.
+        device: where it ran.
+        versions: of kvfold, torch and transformers.
+    """
+
+    schema: int
+    checkpoint: MeasuredCheckpoint
+    teacher: MeasuredCheckpoint | None
+    parent: MeasuredCheckpoint | None
+    protocol: TextProtocol | None
+    suites: dict[str, Any]
+    device: str
+    versions: dict[str, str]
+
+    def block(self, name: str, kind: type[B]) -> B | None:
+        """Return the block of a suite; None where it was not measured or does not apply."""
+        found = self.suites.get(name)
+        return found if isinstance(found, kind) else None
+
+    @property
+    def ppl(self) -> PerplexityBlock:
+        """The block of the suite `ppl`, which must have been measured."""
+        found = self.block("ppl", PerplexityBlock)
+        assert found is not None
+        return found
+
+    @property
+    def fidelity(self) -> FidelityBlock | None:
+        """The block of the suite `fidelity`; None without a teacher."""
+        return self.block("fidelity", FidelityBlock)
+
+    @property
+    def cache(self) -> CacheBlock:
+        """The block of the suite `cache`, which must have been measured."""
+        found = self.block("cache", CacheBlock)
+        assert found is not None
+        return found
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """The roles of the models that were measured, in the order of `ROLES`."""
+        measured = zip(ROLES, (self.checkpoint, self.teacher, self.parent), strict=True)
+        return tuple(role for role, found in measured if found is not None)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the content of eval.json as plain values, `schema` first."""
+        return asdict(self)
+
+    def to_text(self) -> str:
+        """Return eval.json as it is written to a file."""
+        return json.dumps(self.to_json(), indent=2, allow_nan=False) + "\n"
+
+
+HEAD = tuple(each.name for each in fields(EvalReport))  # the keys of eval.json
+
+
+@dataclass(frozen=True)
+class LiveCache:
+    """The growth of a running model's cache."""
+
+    elements_per_token_per_layer: float
+
+
+@dataclass(frozen=True)
+class ModelSummary:
+    """One model in a summary."""
+
+    path: str
+    dtype: str
+    perplexity: float
+    cache: LiveCache | None = None
+
+
+@dataclass(frozen=True)
+class FidelitySummary:
+    """The checkpoint against its source: KL(source || checkpoint) in nats, and the proportion of equal top-1
+    tokens.
+    """
+
+    kl: Estimate
+    same_top1: Estimate
+
+
+@dataclass(frozen=True)
+class EvalSummary(FiniteNumbers):
+    """The numbers of a report that a model card shows; a report of schema 1 has this shape."""
+
+    protocol: TextProtocol
+    student: ModelSummary
+    teacher: ModelSummary | None = None
+    parent: ModelSummary | None = None
+    fidelity: FidelitySummary | None = None
+    recovered_share: RecoveredLoss = field(default_factory=RecoveredLoss)
+
+
+def read_report(path: Path, directory: Path) -> EvalReport:
+    """Read a report of the current schema.
+
+    Args:
+        path: an eval.json.
+        directory: the checkpoint that it has to be a report of.
+
+    Raises:
+        InvalidInput: it is not a report of schema 2, is damaged, or belongs to another checkpoint.
+    """
+    content = _read_content(path, directory, (SCHEMA,))
+    report = _parse_report(content, path, directory)
+    _check_place(report.checkpoint.path, path, directory)
+    return report
+
+
+def read_summary(directory: Path) -> EvalSummary | None:
+    """Read the summary of a checkpoint's own eval.json, of schema 1 or 2.
+
+    Returns:
+        The summary; None where there is no eval.json, or no perplexity in it.
+
+    Raises:
+        InvalidInput: it is not a report, is damaged, or belongs to another checkpoint.
+    """
+    path = directory / FILE
+    if not path.is_file():
+        return None
+    content = _read_content(path, directory, (1, SCHEMA))
+    if content["schema"] == 1:
+        found = parsed(EvalSummary, content, path, _remedy(path, directory))
+        _check_place(found.student.path, path, directory)
+        return found
+    report = _parse_report(content, path, directory)
+    _check_place(report.checkpoint.path, path, directory)
+    return summarise(report)
+
+
+def summarise(report: EvalReport) -> EvalSummary | None:
+    """Return the numbers of a report that a model card shows; None where it has no perplexity."""
+    scores = report.block("ppl", PerplexityBlock)
+    if scores is None or report.protocol is None:
+        return None
+    caches = report.block("cache", CacheBlock)
+    models: dict[str, ModelSummary | None] = {}
+    for role, place in zip(ROLES, (report.checkpoint, report.teacher, report.parent), strict=True):
+        score = getattr(scores, role)
+        cache = getattr(caches, role, None)
+        live = None if cache is None else LiveCache(cache.elements_per_token_per_layer)
+        models[role] = None
+        if place is not None and score is not None:
+            models[role] = ModelSummary(place.path, score.dtype, score.perplexity, live)
+    student = models["student"]
+    assert student is not None  # neither its place nor its scores are optional
+    fidelity = report.fidelity
+    return EvalSummary(
+        protocol=report.protocol,
+        student=student,
+        teacher=models["teacher"],
+        parent=models["parent"],
+        fidelity=None if fidelity is None else FidelitySummary(fidelity.kl, fidelity.same_top1),
+        recovered_share=scores.recovered_share,
+    )
+
+
+def parsed(kind: type[T], content: Any, path: Path, remedy: str, place: tuple[str, ...] = ()) -> T:
+    """Check plain values from a JSON file against a type.
+
+    Args:
+        kind: a dataclass, a pydantic model or a container of them; keys that it does not have are ignored.
+        content: the values.
+        path: the file, for the message.
+        remedy: the advice in the message.
+        place: keys above `content` in the file, for the message.
+
+    Raises:
+        InvalidInput: a value is missing, of another type, or out of its range.
+    """
+    from pydantic import TypeAdapter, ValidationError
+
+    try:
+        return TypeAdapter(kind).validate_python(content)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, (*place, *first["loc"])))
+        raise InvalidInput(f"{path} is not what kvfold writes ({where}: {first['msg']}); {remedy}") from None
+
+
+def read_json(path: Path, remedy: str) -> Any:
+    """Read a JSON file.
+
+    Raises:
+        InvalidInput: it is not valid JSON.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        raise InvalidInput(f"{path} is not valid JSON; {remedy}") from None
+
+
+def _parse_report(content: Mapping[str, Any], path: Path, directory: Path) -> EvalReport:
+    remedy = _remedy(path, directory)
+    report = parsed(EvalReport, content, path, remedy)
+    blocks = dict(report.suites)
+    for name, block in blocks.items():
+        if name in BLOCKS and block is not None:
+            blocks[name] = parsed(BLOCKS[name], block, path, remedy, ("suites", name))
+    return replace(report, suites=blocks)
+
+
+def _read_content(path: Path, directory: Path, schemas: tuple[int, ...]) -> dict[str, Any]:
+    remedy = _remedy(path, directory)
+    content = read_json(path, remedy)
+    schema = content.get("schema") if isinstance(content, dict) else None
+    if schema not in schemas:
+        known = " or ".join(map(str, schemas))
+        raise InvalidInput(f"{path} is not a report of schema {known} (its schema is {schema}); {remedy}")
+    return dict(content)
+
+
+def _check_place(measured: str, path: Path, directory: Path) -> None:
+    there = Path(measured)
+    if there.is_dir() and there.resolve() != directory.resolve():
+        raise InvalidInput(f"{path} was measured on {there}, not on {directory}; {_remedy(path, directory)}")
+
+
+def _remedy(path: Path, directory: Path) -> str:
+    return f"move it away and measure again: kvfold eval {directory} --text stdlib --out {path}"

@@ -1,0 +1,311 @@
+"""The blocks of eval.json that say how good a checkpoint is: perplexity, fidelity, retrieval and tasks.
+
+Next to `cost_blocks.py`, these classes are the only description of what a suite of `kvfold eval` writes. The
+suites return them, `eval_json.py` writes and reads them, and the report page and the model card show them.
+Their field names are the keys of eval.json. A field that is added later needs a default, so that reports of
+earlier versions can still be read.
+
+A field named `student`, `teacher` or `parent` holds the numbers of one model: the evaluated checkpoint, its
+source, and the folded checkpoint that it was distilled from. It is None where that model was not measured.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+Grid = tuple[tuple[float, ...], ...]  # one row per length, one column per depth
+
+
+class FiniteNumbers:
+    """The base of dataclasses that are read from JSON and hold finite numbers alone."""
+
+    __pydantic_config__: ClassVar = {"allow_inf_nan": False}
+
+
+class SuiteBlock(FiniteNumbers):
+    """The base of what a suite writes under its name in eval.json."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A number measured on windows, prompts or documents.
+
+    Attributes:
+        mean: the number itself, over all of them.
+        standard_error: its standard error; None where it is unknown, as for a single window.
+        low, high: its 95 % confidence interval; None where it is unknown.
+    """
+
+    mean: float
+    standard_error: float | None = None
+    low: float | None = None
+    high: float | None = None
+
+    def __str__(self) -> str:
+        return f"{self.mean:.4f}" + ("" if self.standard_error is None else f" ± {self.standard_error:.2g}")
+
+
+@dataclass(frozen=True)
+class ModelPerplexity:
+    """The perplexity of one model.
+
+    Attributes:
+        dtype: dtype of its weights as loaded.
+        perplexity: exp of the mean NLL per scored token.
+        nll: that mean, nats.
+        bits_per_byte: the total NLL in bits, divided by the UTF-8 bytes that the scored tokens stand for, or
+            by those that the protocol counts.
+        byte_perplexity: 2 to the power of `bits_per_byte`.
+        word_perplexity: exp of the total NLL per word, where the protocol counts words.
+        window_nll: the mean NLL of each window, nats.
+    """
+
+    dtype: str
+    perplexity: float
+    nll: Estimate
+    bits_per_byte: float
+    byte_perplexity: float
+    word_perplexity: float | None
+    window_nll: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        check_positive("perplexity", self.perplexity)
+
+
+@dataclass(frozen=True)
+class RecoveredLoss:
+    """The part of a conversion's loss that its distillation recovered.
+
+    Attributes:
+        value: 1 is all of it, 0 none, negative a further loss; None where it is undefined.
+        reason: why it is undefined; None where it is defined.
+    """
+
+    value: float | None = None
+    reason: str | None = None
+
+    def __str__(self) -> str:
+        return f"undefined: {self.reason}" if self.value is None else f"{self.value:.1%}"
+
+
+@dataclass(frozen=True)
+class PerplexityBlock(SuiteBlock):
+    """The block of the suite `ppl`.
+
+    Attributes:
+        student, teacher, parent: the models.
+        difference: NLL of student - teacher, paired by window, nats per token.
+        ratio: perplexity of student / teacher, paired by window.
+        recovered_share: how much of the conversion's loss the distillation recovered.
+        window_tokens: scored tokens of each window.
+    """
+
+    student: ModelPerplexity
+    teacher: ModelPerplexity | None
+    parent: ModelPerplexity | None
+    difference: Estimate | None
+    ratio: Estimate | None
+    recovered_share: RecoveredLoss
+    window_tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class PositionBucket:
+    """The KL at the tokens that have `first` to `last` tokens before them in their window."""
+
+    first: int
+    last: int
+    kl: Estimate
+
+
+@dataclass(frozen=True)
+class FidelityBlock(SuiteBlock):
+    """The block of the suite `fidelity`: student against teacher on the same tokens.
+
+    Attributes:
+        kl: KL(teacher || student), mean over tokens, nats.
+        kl_percentiles: percentiles of the per-token KL, nats, by `p50`, `p99_9` and so on.
+        kl_max: the largest KL of a token.
+        same_top1: proportion of tokens at which both models find the same next token most probable.
+        delta_p: probability that the student gives the token that follows, minus the teacher's; mean over
+            tokens.
+        delta_p_rms: root mean square of that difference.
+        delta_p_percentiles: percentiles of that difference.
+        nll_correlation: Pearson's correlation of both models' log probabilities of the tokens that follow;
+            None where one of them is constant.
+        kl_by_position: the KL by the number of tokens before a token.
+    """
+
+    kl: Estimate
+    kl_percentiles: dict[str, Estimate]
+    kl_max: float
+    same_top1: Estimate
+    delta_p: Estimate
+    delta_p_rms: Estimate
+    delta_p_percentiles: dict[str, Estimate]
+    nll_correlation: Estimate | None
+    kl_by_position: tuple[PositionBucket, ...]
+
+
+@dataclass(frozen=True)
+class NeedleMeans:
+    """Means over all prompts of a kind; the fields are those of `NeedleMap`."""
+
+    accuracy: Estimate
+    choice: Estimate
+    rank: Estimate
+
+
+@dataclass(frozen=True)
+class NeedleMap:
+    """One kind of needle over length and depth.
+
+    Attributes:
+        lengths: tokens of prompt and answer.
+        depths: where the key stands, 0 to 1.
+        samples: prompts per cell.
+        accuracy: proportion of prompts whose digits were generated exactly by greedy decoding.
+        standard_error: standard error of `accuracy`.
+        low, high: 95 % interval of `accuracy` by Wilson, which has a width even where every answer is right.
+        choice: proportion of prompts whose right key the text makes likelier than every distractor.
+        choice_standard_error: standard error of `choice`.
+        rank: mean rank of the right key; a tie counts one half.
+        overall: all cells together.
+    """
+
+    lengths: tuple[int, ...]
+    depths: tuple[float, ...]
+    samples: int
+    accuracy: Grid
+    standard_error: Grid
+    low: Grid
+    high: Grid
+    choice: Grid
+    choice_standard_error: Grid
+    rank: Grid
+    overall: NeedleMeans
+
+    def __post_init__(self) -> None:
+        for name, grid in (("accuracy", self.accuracy), ("choice", self.choice)):
+            if [len(row) for row in grid] != [len(self.depths)] * len(self.lengths):
+                raise ValueError(f"{name} needs one row per length and one column per depth")
+            if not all(0 <= value <= 1 for row in grid for value in row):
+                raise ValueError(f"{name} must be between 0 and 1")
+
+
+@dataclass(frozen=True)
+class NeedleDifference:
+    """Student - teacher on the same prompts."""
+
+    accuracy: Estimate
+    choice: Estimate
+
+
+@dataclass(frozen=True)
+class RetrievalBlock(SuiteBlock):
+    """The block of the suite `retrieval`.
+
+    Attributes:
+        candidates: keys among which the right one is ranked.
+        chance: expected `choice` of a model that knows nothing.
+        seed: seed of the prompts.
+        filler_sha256: hash of the prose between the needles.
+        student, teacher, parent: the models, one map per kind of needle.
+        difference: by kind of needle; None without a teacher.
+    """
+
+    candidates: int
+    chance: float
+    seed: int
+    filler_sha256: str
+    student: dict[str, NeedleMap]
+    teacher: dict[str, NeedleMap] | None
+    parent: dict[str, NeedleMap] | None
+    difference: dict[str, NeedleDifference] | None
+
+
+@dataclass(frozen=True)
+class AnswerFlips:
+    """Documents whose answers differ between the models.
+
+    Attributes:
+        right_to_wrong: documents that only the teacher has right.
+        wrong_to_right: documents that only the student has right.
+        p_value: exact p of McNemar's test of the two counts.
+    """
+
+    right_to_wrong: int
+    wrong_to_right: int
+    p_value: float
+
+
+@dataclass(frozen=True)
+class TaskMetric:
+    """One metric of a task.
+
+    Attributes:
+        student, teacher, parent: the models; with a standard error where the metric is a mean over documents.
+        difference: student - teacher on the same documents, with error and interval by the paired bootstrap.
+        flips: None where a document is not simply right or wrong.
+    """
+
+    student: Estimate
+    teacher: Estimate | None
+    parent: Estimate | None
+    difference: Estimate | None
+    flips: AnswerFlips | None
+
+
+@dataclass(frozen=True)
+class TaskScores:
+    """A task or group of tasks.
+
+    Attributes:
+        samples: number of documents.
+        shots: examples before each question.
+        primary: the metric to compare by.
+        metrics: all metrics by name.
+    """
+
+    samples: int
+    shots: int
+    primary: str
+    metrics: dict[str, TaskMetric]
+
+    def __post_init__(self) -> None:
+        if self.primary not in self.metrics:
+            raise ValueError(f"there is no metric {self.primary}")
+
+
+@dataclass(frozen=True)
+class TaskAverage:
+    """Means of the tasks' primary metrics."""
+
+    student: float
+    teacher: float | None
+    parent: float | None
+    difference: Estimate | None
+
+
+@dataclass(frozen=True)
+class TasksBlock(SuiteBlock):
+    """The block of the suite `tasks`.
+
+    Attributes:
+        harness: version of lm-evaluation-harness.
+        limit: documents per task, if not all; scores under a limit are not benchmark results.
+        fewshot: examples asked for; None: as many as each task says.
+        tasks: by name.
+        average: over the tasks.
+    """
+
+    harness: str
+    limit: int | None
+    fewshot: int | None
+    tasks: dict[str, TaskScores]
+    average: TaskAverage
+
+
+def check_positive(name: str, value: float) -> None:
+    """Raise a ValueError unless a value is greater than 0."""
+    if not value > 0:
+        raise ValueError(f"{name} must be greater than 0")

@@ -1,0 +1,127 @@
+"""eval.json: reports of every version are read, damaged ones are refused in one sentence.
+
+The files in `reports/` were written by kvfold 0.1.0 before and after the report's second schema.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvfold.checkpoints.eval_json import BLOCKS, HEAD, read_report, read_summary
+from kvfold.core.errors import InvalidInput
+from kvfold.eval.result import Result
+
+REPORTS = Path(__file__).parent / "reports"
+CURRENT = REPORTS / "schema-2.json"
+
+
+def stored(schema: int) -> Any:
+    return json.loads((REPORTS / f"schema-{schema}.json").read_text())
+
+
+def written(directory: Path, content: Any) -> Path:
+    path = directory / "eval.json"
+    path.write_text(json.dumps(content))
+    return path
+
+
+def test_a_stored_report_is_read_and_written_with_the_same_content() -> None:
+    report = read_report(CURRENT, REPORTS)
+    assert {name: type(block) for name, block in report.suites.items()} == BLOCKS
+    assert json.loads(report.to_text()) == stored(2)
+    assert tuple(stored(2)) == HEAD
+
+
+def test_a_stored_report_shows_itself_as_a_table() -> None:
+    result = Result(**vars(read_report(CURRENT, REPORTS)))
+    assert result.columns == ["", "student", "teacher", "parent"]
+    assert {len(row) for row in result.rows} == {4}
+    rows = {row[0]: row[1:] for row in result.rows}
+    models = [stored(2)["suites"]["ppl"][role]["perplexity"] for role in result.columns[1:]]
+    assert rows["perplexity"] == [f"{perplexity:.4g}" for perplexity in models]
+
+
+def test_reports_of_both_schemas_have_a_summary(tmp_path: Path) -> None:
+    written(tmp_path, stored(1))
+    first = read_summary(tmp_path)
+    assert first is not None
+    assert first.teacher is not None
+    assert first.fidelity is not None
+    assert first.student.perplexity == stored(1)["student"]["perplexity"]
+    assert first.teacher.cache is not None
+    assert first.teacher.cache.elements_per_token_per_layer == 64
+    assert first.fidelity.kl.mean == stored(1)["fidelity"]["kl"]["mean"]
+    assert first.protocol.scored_tokens == stored(1)["protocol"]["scored_tokens"]
+
+    written(tmp_path, stored(2))
+    second = read_summary(tmp_path)
+    suites = stored(2)["suites"]
+    assert second is not None
+    assert second.parent is not None
+    assert second.fidelity is not None
+    assert second.parent.perplexity == suites["ppl"]["parent"]["perplexity"]
+    assert second.student.dtype == suites["ppl"]["student"]["dtype"]
+    assert second.fidelity.same_top1.mean == suites["fidelity"]["same_top1"]["mean"]
+    assert second.recovered_share.value == suites["ppl"]["recovered_share"]["value"]
+    assert (second.parent.path, second.student.path) == ("/gone/parent", "/gone/student")
+
+
+def test_suites_may_be_missing_empty_or_unknown(tmp_path: Path) -> None:
+    unknown = {"count": {"student": 3}}
+    suites = {"cache": stored(2)["suites"]["cache"], "fidelity": None, "weights": unknown}
+    path = written(tmp_path, stored(2) | {"suites": suites, "teacher": None, "later": [1]})
+    report = read_report(path, tmp_path)
+    assert report.suites["weights"] == unknown
+    assert report.fidelity is None
+    assert report.cache.student.elements_per_token == suites["cache"]["student"]["elements_per_token"]
+    assert read_summary(tmp_path) is None, "there is no perplexity to summarise"
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "words"),
+    [
+        ("suites.ppl.student.perplexity", float("nan"), "suites.ppl.student.perplexity: .*finite"),
+        ("suites.ppl.student.perplexity", -1.0, "suites.ppl.student: .*perplexity must be greater than 0"),
+        ("suites.ppl.teacher.nll.mean", "good", "suites.ppl.teacher.nll.mean: "),
+        ("suites.cache.ratio", 0, "suites.cache: .*ratio must be greater than 0"),
+        ("suites.retrieval.student.passkey.accuracy", [[1.0]], "passkey: .*one column per depth"),
+        ("suites.retrieval.student.multikey.choice", [[2.0, 0.0]], "multikey: .*between 0 and 1"),
+        ("suites.tasks.tasks.arc_easy.primary", "f1", "arc_easy: .*there is no metric f1"),
+        ("suites.speed.cells", {}, "suites.speed.cells: "),
+        ("checkpoint", 3, r"\(checkpoint: "),
+        ("protocol.windows", "many", r"\(protocol.windows: "),
+        (
+            "schema",
+            1,
+            "not a report of schema 2 .its schema is 1.; move it away and measure again: kvfold eval",
+        ),
+        ("checkpoint.path", str(REPORTS), "was measured on"),
+    ],
+)
+def test_a_damaged_report_is_refused_in_one_sentence(
+    tmp_path: Path, place: str, value: Any, words: str
+) -> None:
+    content = stored(2)
+    *above, last = place.split(".")
+    inner = content
+    for key in above:
+        inner = inner[key]
+    assert last in inner
+    inner[last] = value
+    path = written(tmp_path, content)
+    with pytest.raises(InvalidInput, match=words) as raised:
+        read_report(path, tmp_path)
+    assert "\n" not in str(raised.value)
+
+
+def test_the_description_is_light_to_import() -> None:
+    code = (
+        "import sys, kvfold.checkpoints.eval_json\n"
+        "print(sorted({'torch', 'pydantic', 'numpy', 'transformers'} & sys.modules.keys()))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
