@@ -1,6 +1,5 @@
-"""`kvfold eval`: perplexity, distance to the teacher, cache and more of a checkpoint."""
+"""`kvfold eval`: perplexity, distance to the teacher, cache and more, measured on a checkpoint."""
 
-import json
 import os
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
@@ -37,42 +36,44 @@ _SUITES = "; ".join(f"{name}: {suite.summary}" for name, suite in SUITES.items()
     default=",".join(DEFAULT),
     show_default=True,
     metavar="NAMES",
-    help=f"What to measure. {_SUITES}.",
+    help=f"Suites to run. {_SUITES}.",
 )
 @click.option(
     "--text",
     metavar="PROTOCOL|FILE|stdlib",
-    help="wikitext2-gptq-2048 (any window), lm-eval:wikitext, a UTF-8 text, or the held-out part of "
+    help="wikitext2-gptq-2048 (or another window), lm-eval:wikitext, a UTF-8 text, or the held-out part of "
     "Python's library.",
 )
 @click.option(
     "--rows",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="WikiText-2's rows as JSON, in place of the Hub's.",
+    help="Rows of WikiText-2 as JSON, instead of those from the Hub.",
 )
 @click.option(
-    "--teacher", metavar="MODEL", help="What to compare with.  [default: the source named in kvfold.json]"
+    "--teacher", metavar="MODEL", help="Model to compare with.  [default: the source named in kvfold.json]"
 )
 @click.option(
     "--window",
     type=click.IntRange(min=2),
     metavar="N",
-    help="Tokens of a window.  [default: what the models take, at most 2048]",
+    help="Tokens per window.  [default: the models' positions, at most 2048]",
 )
 @click.option(
     "--bos/--no-bos", default=None, help="Start each window with BOS.  [default: if the tokenizer has one]"
 )
-@click.option("--max-windows", type=click.IntRange(min=1), metavar="N", help="Read only so many windows.")
+@click.option("--max-windows", type=click.IntRange(min=1), metavar="N", help="Read only the first N windows.")
 @click.option(
     "--batch-size",
     type=click.IntRange(min=1),
     default=Options.batch_size,
     show_default=True,
     metavar="N",
-    help="Windows at once.",
+    help="Windows read at once.",
 )
-@click.option("--device", type=click.Choice(DEVICES), default="auto", help="auto: cuda where there is one.")
+@click.option(
+    "--device", type=click.Choice(DEVICES), default="auto", help="auto: cuda where it is available."
+)
 @click.option(
     "--dtype",
     type=click.Choice(DTYPES),
@@ -84,45 +85,46 @@ _SUITES = "; ".join(f"{name}: {suite.summary}" for name, suite in SUITES.items()
     type=click.Choice(DEVICE_MAPS),
     default=Options.device_map,
     show_default=True,
-    help="auto: a model that fits no device goes to all of them, then to memory, then stays on the disk.",
+    help="auto: spread a model that does not fit one device over all devices, then memory, then disk.",
 )
 @click.option(
     "--offload-dir",
     type=click.Path(path_type=Path),
     metavar="DIR",
-    help="Where --device-map auto puts weights that are not read as the checkpoint has them.",
+    help="With --device-map auto: directory for weights that cannot be read from the checkpoint directly.",
 )
 @click.option(
     "--cpu-memory",
     type=ByteSize(),
     metavar="SIZE",
-    help="With --device-map auto: weights that stay in memory at most.",
+    help="With --device-map auto: most memory for weights.",
 )
 @click.option(
     "--one-at-a-time/--together",
     default=None,
-    help="Load student, teacher and parent one after the other.  [default: where they do not fit together]",
+    help="Load student, teacher and parent one after the other.  [default: only where they do not fit "
+    "together]",
 )
 @click.option(
     "--teacher-cache",
     type=click.Path(path_type=Path),
     metavar="DIR",
-    help="Keep the teacher's hidden states there, for this student and the next.",
+    help="Keep the teacher's hidden states in DIR, for this student and others.",
 )
-@click.option("--trust-remote-code", is_flag=True, help="Let Python files of the checkpoints run.")
+@click.option("--trust-remote-code", is_flag=True, help="Allow Python files of the checkpoints to run.")
 @click.option(
     "--assert",
     "assertions",
     multiple=True,
     metavar="EXPR",
-    help="E.g. 'kl.mean<0.1': exit with code 3 where it does not hold. Any path of the JSON report; may "
+    help="Exit with code 3 unless this holds, e.g. 'kl.mean<0.1'. Takes any path of the JSON report; may "
     "be repeated.",
 )
 @click.option(
     "--out",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Write the JSON report there too; an interrupted run goes on when the same command is given again.",
+    help="Also write the JSON report to FILE; the same command resumes an interrupted run.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the JSON report instead of the table.")
 def main(
@@ -136,11 +138,11 @@ def main(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Measure the checkpoint MODEL (a directory or a Hub id) on a text, with its teacher on the same windows.
+    """Evaluate the checkpoint MODEL, a directory or a Hub id, and its teacher on the same windows.
 
-    Perplexity of both, KL(teacher || student), how often both find the same next token most probable, the KV
-    cache of the running models and, for a distilled checkpoint, the share of the conversion's loss that was
-    recovered.
+    It measures the perplexity of both, KL(teacher || student), how often both find the same next token most
+    probable, the KV cache of the running models and, for a distilled checkpoint, the share of the
+    conversion's loss that was recovered.
     """
     names = chosen(suite)
     settings = _settings(options, names)
@@ -148,7 +150,7 @@ def main(
     _check_places(options)
     if text is None and (reading := [name for name in names if SUITES[name].reads_text]):
         raise InvalidInput(
-            f"the suites {', '.join(reading)} read a text; name one with --text, e.g. --text stdlib"
+            f"the suites {', '.join(reading)} read a text; choose one with --text, e.g. --text stdlib"
         )
     with ExitStack() as stack:
         with together():
@@ -159,7 +161,7 @@ def main(
         result = _evaluate(model, teacher, (text, rows), Options(**options), names, settings, journal)
         report = result.to_json()
         if write is not None:
-            write(json.dumps(report, indent=2, allow_nan=False) + "\n")
+            write(result.to_text())
     if not is_first():
         return
     if as_json:
@@ -193,7 +195,10 @@ def _evaluate(
         student = resolve(model)
         source = source_directory(student) if teacher is None else resolve(teacher)
         if source is None:
-            notice(f"{student} names no teacher in a kvfold.json; give one with --teacher to compare with it")
+            notice(
+                f"{student} has no kvfold.json that names a teacher; choose one with --teacher to compare "
+                "with it"
+            )
         parent = folded_parent(student)
 
     from .run import evaluate
@@ -204,9 +209,7 @@ def _evaluate(
 
 
 def _settings(options: dict[str, Any], suites: tuple[str, ...]) -> dict[str, Any]:
-    """Take the suites' own options out of `options`, and check that each given one belongs to a chosen
-    suite.
-    """
+    """Take the suites' own options out of `options`; check that each given one belongs to a chosen suite."""
     own = [str(option.name) for row in SUITES.values() for option in row.options]
     ctx, default = click.get_current_context(), click.core.ParameterSource.DEFAULT
     settings = {name: options.pop(name) for name in own}
@@ -215,13 +218,13 @@ def _settings(options: dict[str, Any], suites: tuple[str, ...]) -> dict[str, Any
 
 
 def _check_places(options: dict[str, Any]) -> None:
-    """Refuse options for places of weights that do nothing, or fit no launcher."""
+    """Refuse options for the placement of weights that have no effect or do not work under a launcher."""
     for name in ("offload_dir", "cpu_memory"):
         if options[name] is not None and options["device_map"] != "auto":
             raise InvalidInput(
-                f"--{name.replace('_', '-')} is for weights that fit no device; add --device-map auto"
+                f"--{name.replace('_', '-')} has no effect without --device-map auto; add that option"
             )
     if options["device_map"] == "auto" and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise InvalidInput(
-            "--device-map auto gives all devices to one process; start kvfold without a launcher"
+            "--device-map auto uses all devices in one process; start kvfold without a launcher"
         )

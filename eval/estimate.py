@@ -1,7 +1,6 @@
-"""Means over windows with standard errors and intervals: every number of a report that has an error is one of
-these.
+"""Means over windows with standard errors and 95 % intervals.
 
-Windows, not tokens, are what is taken as independent: the losses of neighbouring tokens are not.
+Windows are taken as independent, not tokens, since the losses of neighbouring tokens are correlated.
 """
 
 import math
@@ -15,30 +14,30 @@ from scipy import stats  # type: ignore[import-untyped]
 from ..checkpoints.quality_blocks import Estimate
 
 LEVEL = 0.95
-RESAMPLES = 400  # of the bootstrap: the standard error is then known to 4 %
+RESAMPLES = 400  # of the bootstrap; the standard error is then known to 4 %
 
 Array = npt.NDArray[Any]
 
 
 def estimate(values: Sequence[float], weights: Sequence[float] | None = None) -> Estimate:
-    """The mean of one value a window, with Student's interval.
+    """Return the mean of one value per window, with Student's interval.
 
     Args:
-        values: one a window, e.g. the mean loss of its tokens.
-        weights: what each is a mean of, e.g. how many tokens; None: all alike. The standard error is then
-            that of a quotient of two sums over windows (Cochran, Sampling Techniques, 6.3); for equal weights
+        values: one per window, e.g. the mean loss of its tokens.
+        weights: the weight of each value, e.g. its number of tokens; None: equal weights. The standard error
+            is that of a ratio of two sums over windows (Cochran, Sampling Techniques, 6.3); for equal weights
             it is s / sqrt(N).
     """
     value_N = np.asarray(values, np.float64)
-    share_N = np.ones_like(value_N) if weights is None else np.asarray(weights, np.float64)
-    share_N = share_N / share_N.sum()
-    # The first value apart: equal values then have their own mean and no error, to the last bit.
+    weight_N = np.ones_like(value_N) if weights is None else np.asarray(weights, np.float64)
+    weight_N = weight_N / weight_N.sum()
+    # The first value is subtracted, so that equal values have exactly their own mean and no error.
     shift = value_N[0]
-    mean = float(shift + share_N @ (value_N - shift))
+    mean = float(shift + weight_N @ (value_N - shift))
     windows = len(value_N)
     if windows < 2:
         return Estimate(mean, None)
-    error = math.sqrt(windows / (windows - 1)) * float(np.linalg.norm(share_N * (value_N - mean)))
+    error = math.sqrt(windows / (windows - 1)) * float(np.linalg.norm(weight_N * (value_N - mean)))
     margin = float(stats.t.ppf((1 + LEVEL) / 2, windows - 1)) * error
     return Estimate(mean, error, mean - margin, mean + margin)
 
@@ -46,7 +45,7 @@ def estimate(values: Sequence[float], weights: Sequence[float] | None = None) ->
 def paired_difference(
     ours: Sequence[float], theirs: Sequence[float], weights: Sequence[float] | None = None
 ) -> Estimate:
-    """Mean of `ours` - `theirs` on the same windows.
+    """Return the mean of `ours` - `theirs` on the same windows.
 
     The windows' own difficulty cancels in its standard error.
     """
@@ -54,7 +53,13 @@ def paired_difference(
 
 
 def transformed(value: Estimate, function: Callable[[float], float], slope: float) -> Estimate:
-    """An increasing function of an estimate, by the delta method: `slope` is its derivative at the mean."""
+    """Return an increasing function of an estimate by the delta method.
+
+    Args:
+        value: the estimate.
+        function: the function.
+        slope: its derivative at the mean.
+    """
     if value.standard_error is None or value.low is None or value.high is None:
         return Estimate(function(value.mean), None)
     return Estimate(
@@ -63,11 +68,13 @@ def transformed(value: Estimate, function: Callable[[float], float], slope: floa
 
 
 def resampled(statistic: Callable[[Array], Array], windows: int) -> list[Estimate]:
-    """Several numbers that are no means, with the percentile bootstrap over windows; the same bits at every
-    call.
+    """Return statistics that are not means, with the percentile bootstrap over windows.
+
+    Every call with the same statistic returns the same bits.
 
     Args:
-        statistic: from how often each window counts (R, N), for R resamples at once, to the numbers (K, R).
+        statistic: maps the number of times that each window counts (R, N), for R resamples at once, to the
+            numbers (K, R).
         windows: N.
     """
     found = statistic(np.ones((1, windows), np.int64))[:, 0]
@@ -91,7 +98,7 @@ def resampled(statistic: Callable[[Array], Array], windows: int) -> list[Estimat
             rng=np.random.default_rng(0),
         )
     bounds = zip(found, again.standard_error, *again.confidence_interval, strict=True)
-    # A number that some resamples leave undefined, such as a correlation with a constant, has no error.
+    # A number that is undefined in some resamples, such as a correlation with a constant, has no error.
     return [
         Estimate(*map(float, four)) if np.isfinite(four).all() else Estimate(float(four[0]), None)
         for four in bounds

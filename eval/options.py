@@ -11,9 +11,9 @@ class Options(LoadOptions):
     """How to load the models and how to cut the text.
 
     Attributes:
-        window: tokens of a window, BOS included, at least 2; None: as much as every model takes, up to 2048.
-        bos: whether each window starts with BOS; None: if the tokenizer has one.
-        max_windows: read only so many windows from the start, at least 1; None: all.
+        window: tokens per window, BOS included, at least 2; None: as many as fit every model, up to 2048.
+        bos: start each window with BOS; None: if the tokenizer has one.
+        max_windows: read only this many windows from the start, at least 1; None: all.
         batch_size: windows at once, at least 1.
         one_at_a_time: whether models are in memory one after the other; None: when they do not fit together.
         teacher_cache: directory that keeps the teacher's last hidden states, so that it need not run for the

@@ -1,5 +1,4 @@
-"""One pass over the windows: every model reads the same tokens, and logits exist for one chunk of tokens at a
-time.
+"""The scoring pass: every model reads the same windows, and logits exist for one chunk of tokens at a time.
 
 Legend: N windows, B windows of a batch, W ids of a window, T = W - 1 positions that may be scored, S scored
 tokens of all windows in order, C tokens of a chunk, D hidden size, V vocabulary.
@@ -25,61 +24,60 @@ from .evaluation_journal import EvaluationJournal
 from .windows import TextWindows
 
 T = TypeVar("T")
-CHUNK = (
-    2**25
-)  # logits of a model at once: 128 MiB in float32, and about five times that while two are compared
-_PROBE = 16  # tokens on which the short way to the logits is compared with the model's own
+# Logits of a model at once: 128 MiB in float32, and about five times that while two models are compared.
+CHUNK = 2**25
+_PROBE = 16  # tokens on which logits from the last hidden states are compared with the model's own
 
 
 class LogitSource(Protocol):
-    """What gives logits for windows: a model in memory, or what is kept of one."""
+    """A source of logits for windows: a model in memory, or its kept hidden states."""
 
     path: Path
     vocabulary: int
 
     def hidden(self, first: int, ids_BW: Tensor) -> Tensor:
-        """Last hidden states (B, T, D) of windows number `first` and on."""
+        """Return the last hidden states (B, T, D) of B windows from number `first`."""
 
     def logits(self, hidden_CD: Tensor) -> Tensor:
-        """Logits (C, V)."""
+        """Return logits (C, V)."""
 
     def refusal(self, role: str, ids_1W: Tensor, window: int) -> InvalidInput:
-        """What to raise when logits are not finite."""
+        """Return the error to raise where logits are not finite."""
 
 
 class Live:
     """A model in memory."""
 
     def __init__(self, loaded: Loaded, windows: TextWindows) -> None:
-        """Check on the first tokens that its logits are its head on its last hidden states.
+        """Check on a few tokens that the model's logits are its head applied to its last hidden states.
 
         Raises:
-            InvalidInput: they are not.
+            InvalidInput: they differ.
         """
         check_head(loaded, windows.ids_NW[:1, :_PROBE])
         self.loaded, self.path, self.vocabulary = loaded, loaded.path, loaded.vocabulary
 
     def hidden(self, first: int, ids_BW: Tensor) -> Tensor:
-        """(B, T, D): the last id of a window is only predicted."""
+        """Return the last hidden states (B, T, D); the last id of a window is only predicted."""
         return last_hidden(self.loaded, ids_BW[:, :-1])
 
     def logits(self, hidden_CD: Tensor) -> Tensor:
-        """(C, V), in the model's dtype."""
+        """Return logits (C, V) in the model's dtype."""
         return head_logits(self.loaded.model, hidden_CD)
 
     def refusal(self, role: str, ids_1W: Tensor, window: int) -> InvalidInput:
-        """Names the module in which it begins."""
+        """Return an error that names the first module with values that are not finite."""
         return refuse(role, self.loaded, ids_1W[:, :-1], window)
 
 
 @dataclass(frozen=True)
 class Scores:
-    """Every scored token of every window in order, float64 on the CPU.
+    """The scores of every scored token of every window in order, float64 on the CPU.
 
     Attributes:
-        window_S: the number of each token's window, int64.
-        position_S: how many ids stand before it in its window, int64.
-        nll: negative log likelihood (S,) in nats, by the model's role.
+        window_S: number of each token's window, int64.
+        position_S: number of ids before each token in its window, int64.
+        nll: negative log likelihood (S,) in nats, by role of the model.
         kl_S: KL(teacher || student) in nats; None without a teacher.
         same_S: 1 where student and teacher find the same token most probable, else 0; None without a teacher.
     """
@@ -92,16 +90,21 @@ class Scores:
 
     @property
     def counts(self) -> list[float]:
-        """Scored tokens of each window."""
+        """The number of scored tokens in each window."""
         return torch.bincount(self.window_S).double().tolist()
 
     def by_window(self, value_S: Tensor) -> list[float]:
-        """The mean of a value over each window's tokens."""
+        """Return the mean of a value over each window's tokens."""
         return (torch.bincount(self.window_S, value_S) / torch.bincount(self.window_S)).tolist()
 
 
 def gather(windows: TextWindows, measures: Mapping[str, Tensor]) -> Scores:
-    """The scores from their measures (S,): an NLL a role, and `kl` and `same` where there is a teacher."""
+    """Return the scores from measures (S,).
+
+    Args:
+        windows: the windows that were scored.
+        measures: one NLL per role, and `kl` and `same` where there is a teacher.
+    """
     window_S, target_S = windows.scored_NT.nonzero(as_tuple=True)
     found = {name: value.double() for name, value in measures.items()}
     kl_S, same_S = found.pop("kl", None), found.pop("same", None)
@@ -111,10 +114,7 @@ def gather(windows: TextWindows, measures: Mapping[str, Tensor]) -> Scores:
 def pending(
     windows: TextWindows, batch_size: int, roles: Sequence[str], journal: EvaluationJournal
 ) -> list[int]:
-    """First windows of the batches that the journal of the first process does not hold, dealt out.
-
-    This process's own.
-    """
+    """Return the first windows of this process's share of the batches that the journal does not hold."""
     starts = [
         start
         for start in range(0, len(windows.ids_NW), batch_size)
@@ -134,20 +134,21 @@ def score(
     chunk: int | None = None,
     journal: EvaluationJournal | None = None,
 ) -> dict[str, Tensor]:
-    """Score the windows with all models at once; several processes share the batches, and all get all the
-    numbers.
+    """Score the windows with all models at once.
+
+    Several processes share the batches, and each returns the numbers of all.
 
     Args:
-        sources: by role: `student`, and where there are any `teacher` and `parent`.
-        windows: what they read.
+        sources: by role: `student`, and `teacher` and `parent` where they are measured.
+        windows: the windows that they read.
         batch_size: B.
-        roles: all whose numbers are wanted; sources may lack them where nothing is left to score. None: those
-            of the sources.
-        chunk: C; None: as many as make `CHUNK` logits.
-        journal: where finished batches are noted, and found again.
+        roles: the roles to return; None: those of the sources. A role needs no source where nothing is left
+            to score.
+        chunk: C; None: as many tokens as make `CHUNK` logits.
+        journal: the record of finished batches.
 
     Returns:
-        Measures (S,) in float32: an NLL a role, and `kl` and `same` where there are a student and a teacher.
+        Measures (S,) in float32: one NLL per role, and `kl` and `same` where there are student and teacher.
 
     Raises:
         InvalidInput: a model gives a logit that is not finite.
@@ -174,7 +175,7 @@ def score(
 def _score_batch(
     sources: Mapping[str, LogitSource], ids_BW: Tensor, scored_BT: Tensor, chunk: int | None, first: int
 ) -> dict[str, Tensor]:
-    """Measures (S,) of one batch's scored tokens; its first window is number `first`."""
+    """Return the measures (S,) of one batch's scored tokens; its first window is number `first`."""
     window_S, target_S = scored_BT.nonzero(as_tuple=True)
     wanted_S = ids_BW[window_S, target_S + 1]
     hidden = {}
@@ -211,10 +212,9 @@ def _compare(teacher_CV: Tensor, student_CV: Tensor, chunks: dict[str, list[Tens
 
 
 def common_vocabulary(ours_CV: Tensor, theirs_CV: Tensor) -> tuple[Tensor, Tensor]:
-    """Two sets of log probabilities over the entries both have; what is cut off is padding, no token of the
-    text.
+    """Return two sets of log probabilities over the entries that both have, each normalised over them.
 
-    Each is normalised over what is left of it.
+    The other entries are padding of the vocabulary, which no token of the text uses.
     """
     width = min(ours_CV.shape[-1], theirs_CV.shape[-1])
     ours, theirs = (
@@ -224,7 +224,7 @@ def common_vocabulary(ours_CV: Tensor, theirs_CV: Tensor) -> tuple[Tensor, Tenso
 
 
 def token_kl(teacher_CV: Tensor, student_CV: Tensor) -> Tensor:
-    """KL(teacher || student) of each token (C,), nats, from log probabilities."""
+    """Return KL(teacher || student) of each token (C,), nats, from log probabilities."""
     return (teacher_CV.exp() * (teacher_CV - student_CV)).sum(-1)
 
 
@@ -233,7 +233,7 @@ def _part(roles: Sequence[str], start: int) -> str:
 
 
 def _pack(value_S: Tensor) -> str:
-    """Little-endian float32 as text: JSON's own numbers would take three times the space."""
+    """Return little-endian float32 as base64 text; JSON numbers would take three times the space."""
     return base64.b64encode(value_S.numpy().astype("<f4").tobytes()).decode("ascii")
 
 

@@ -1,7 +1,4 @@
-"""What a suite is given.
-
-The checkpoints by role, loaded when they are asked for, and the text as windows and scores.
-"""
+"""The subject of an evaluation: checkpoints by role, loaded on demand, and the text as windows and scores."""
 
 import gc
 import json
@@ -44,15 +41,15 @@ _NO_NUMBERS = (
 
 
 class Subject:
-    """A student, and where they are known its teacher and its folded parent.
+    """A student, and its teacher and folded parent where they are known.
 
     Attributes:
         paths: the checkpoints' directories by role.
-        roles: `student`, then those of `teacher` and `parent` that there are.
-        options: how to load and how to cut.
-        text: what is read; None where no suite reads any.
-        settings: the values of the suites' own options, by their names.
-        one_at_a_time: whether only one model is in memory: then ask with `load` for each use, and hold none.
+        roles: `student`, then `teacher` and `parent` where there are any.
+        options: options for loading models and cutting the text.
+        text: the text to read; None where no suite reads one.
+        settings: values of the suites' own options, by option name.
+        one_at_a_time: only one model may be in memory; call `load` for each use and keep no reference.
     """
 
     def __init__(
@@ -63,12 +60,11 @@ class Subject:
         settings: Mapping[str, Any] | None = None,
         journal: EvaluationJournal | None = None,
     ) -> None:
-        """Check that the models may be compared; no weights are read but to hash them.
+        """Check that the models can be compared; weights are read only to hash them.
 
         Raises:
-            InvalidInput: a directory holds no model, there is no such device, two cannot be compared, or an
-            interrupted
-                evaluation was another one.
+            InvalidInput: a directory holds no model, there is no such device, two models cannot be compared,
+                or the journal belongs to another evaluation.
         """
         self.paths, self.options, self.text, self.settings = paths, options, text, dict(settings or {})
         self.roles = tuple(paths)
@@ -94,19 +90,17 @@ class Subject:
         self._journal.parts = from_first(self._journal.parts)
 
     def _look_for_changes(self, hashes: Mapping[str, str]) -> None:
-        """Say where the teacher lies where the student's source lay, and is another."""
+        """Report a teacher in the place of the student's source that has other files than the source had."""
         record, teacher = read_record(self.paths["student"]), self.paths["teacher"]
         if (
             record
             and record["source"]["path"] == str(teacher.resolve())
             and (name := changed_since(record, teacher, hashes))
         ):
-            notice(
-                f"{teacher} has changed since {self.paths['student']} was made of it: {name} is another file"
-            )
+            notice(f"{teacher} has changed since {self.paths['student']} was made from it: {name} differs")
 
     def load(self, role: str) -> Loaded:
-        """The model, loaded once and kept; with `one_at_a_time` the others are let go first.
+        """Return the model, loaded once and kept; with `one_at_a_time` the others are released first.
 
         Raises:
             InvalidInput: it cannot be loaded whole.
@@ -118,42 +112,41 @@ class Subject:
         return self._loaded[role]
 
     def part(self, name: str, measure: Callable[[], Any]) -> Any:
-        """What `measure` returns, as JSON gives it back; it does not run where an interrupted evaluation has
-        left the value.
+        """Return the value of a part of the evaluation, from the journal or else from `measure`.
 
         Args:
-            name: `suite/role`, and what else tells the parts of a suite apart.
-            measure: gives plain values, finite numbers.
+            name: `suite/role`, and whatever else distinguishes the parts of a suite.
+            measure: returns plain values with finite numbers.
         """
         return self._journal.part(name, measure)
 
     def identity(self, role: str) -> str:
-        """What a cache of anything computed with the model should be named by."""
+        """Return the hash of the files that decide what the model computes."""
         return self.checkpoints[role].identity
 
     def described(self, role: str) -> Described:
-        """Its tokenizer and configuration, without the weights."""
+        """Return the model's tokenizer and configuration without its weights."""
         return self._described[role]
 
     def config(self, role: str) -> dict[str, Any]:
-        """The model's config.json."""
+        """Return the model's config.json."""
         return dict(json.loads((self.paths[role] / "config.json").read_text(encoding="utf-8")))
 
     def stored_dtype(self, role: str) -> str:
-        """In what the checkpoint says that its weights are."""
+        """Return the dtype of the weights in the checkpoint."""
         dtype = self._described[role].config.dtype
         return str(torch.float32 if dtype is None else dtype).removeprefix("torch.")
 
     def dtype(self, role: str) -> str:
-        """In what its weights are loaded here."""
+        """Return the dtype in which the weights are loaded."""
         return self.stored_dtype(role) if self._dtype == "auto" else self._dtype
 
     @cached_property
     def windows(self) -> TextWindows:
-        """The text in windows, by the student's tokenizer.
+        """The text in windows by the student's tokenizer.
 
         Raises:
-            InvalidInput: the text does not suit the windows, or a model takes fewer positions.
+            InvalidInput: the text does not suit the windows, or a model has fewer positions.
         """
         assert self.text is not None, "a suite that reads text says so in its row"
         with together():
@@ -162,8 +155,7 @@ class Subject:
 
     @cached_property
     def scores(self) -> Scores:
-        """Every model's loss at every scored token, from one pass that goes on where an interrupted
-        evaluation stopped.
+        """Every model's loss at every scored token, from one pass that resumes from the journal.
 
         Raises:
             InvalidInput: a model's logits are not finite, or kvfold cannot form them.
@@ -204,7 +196,7 @@ class Subject:
         return StoredTeacher(cache, self._described["teacher"], self.device)
 
     def _do_not_fit(self) -> bool:
-        """Whether the models together take more memory than there is, where one device is to hold them."""
+        """Return whether the models together exceed the free memory of the device."""
         if len(self.paths) < 2 or self.options.device_map == "auto":
             return False
         needed = 0
@@ -215,13 +207,13 @@ class Subject:
         if needed <= free_bytes():
             return False
         notice(
-            f"the models take {needed / 1e9:.1f} GB together, more than is free: they are loaded one at a "
-            f"time"
+            f"the models take {needed / 1e9:.1f} GB together, more than is free; they are loaded one "
+            f"at a time"
         )
         return True
 
     def _asked(self) -> dict[str, Any]:
-        """All that the numbers depend on."""
+        """Return everything that the numbers depend on."""
         given = {**asdict(self.options), **self.settings}
         options = {
             f"--{name.replace('_', '-')}": value for name, value in given.items() if name not in _NO_NUMBERS
@@ -238,5 +230,5 @@ class Subject:
 
 
 def versions() -> dict[str, str]:
-    """Of what the numbers depend on beside the models."""
+    """Return the versions of the libraries that the numbers depend on."""
     return {"kvfold": __version__, "torch": torch.__version__, "transformers": transformers.__version__}

@@ -1,17 +1,17 @@
-"""The protocol of a measurement: how a text becomes windows of tokens, and which of them are scored.
+"""Protocols that cut a text into windows of tokens and select the tokens to score.
 
 - `windows`, for a file or the standard library: the text is tokenised once, without special tokens, and cut
-  into windows that do not overlap; what is left at the end and fills no window is dropped. A window of W
+  into windows that do not overlap; the incomplete window at the end is dropped. A window of W
   tokens is W tokens of text, or BOS and W - 1 tokens of text.
 - `gptq`, for `wikitext2-gptq-W` (arXiv 2210.17323, and the line of work after it): the text is tokenised once
-  with the special tokens that the tokenizer adds by itself, which puts BOS before the first window at most,
-  and cut into windows of W tokens.
+  with the special tokens that the tokenizer adds by itself, which is BOS before the first window at most, and
+  cut into windows of W tokens.
 - `rolling`, for `lm-eval:wikitext` (lm-evaluation-harness's loglikelihood_rolling): each document is
   tokenised as by default; its first window is scored from a prefix token (BOS, or EOS where there is none),
-  the last one has earlier tokens before it, so that every token is scored once. The model reads W tokens at
-  once.
+  the last one is filled with earlier tokens as context, so that every token is scored once. The model reads W
+  tokens at once.
 
-Every position but the first of a window is scored, unless it is context or padding.
+Every position except the first of a window is scored, unless it is context or padding.
 
 Legend: N windows, W ids of a window (rolling: one more than the model reads), T = W - 1 positions that may be
 scored.
@@ -31,9 +31,8 @@ from ..models.causal_lm import Described, Loaded
 from ..texts.corpus import Size, Text
 from .options import Options
 
-LONGEST_DEFAULT = (
-    2048  # the window of the GPTQ line of work (arXiv 2210.17323), far below what today's models take
-)
+# The window of the GPTQ line of work (arXiv 2210.17323), far below the positions of today's models.
+LONGEST_DEFAULT = 2048
 
 
 @dataclass(frozen=True)
@@ -44,10 +43,10 @@ class TextWindows:
         name: the full name of the protocol, e.g. `text:novel.txt window=256 bos=each`.
         bos: where BOS stands: at the head of `each` window, `first` window or `document`, or `none`.
         length: tokens that a model reads at once.
-        ids_NW: token ids, int64; what fills up a shorter window is scored nowhere.
-        scored_NT: which of the ids 1 to W - 1 are scored, bool.
-        bytes_N: bytes of UTF-8 that the scored tokens of each window stand for.
-        original: the size of the text to divide by, where the protocol says that it is not the tokens'.
+        ids_NW: token ids, int64; the padding of a shorter window is never scored.
+        scored_NT: True where one of the ids 1 to W - 1 is scored, bool.
+        bytes_N: UTF-8 bytes that the scored tokens of each window stand for.
+        original: size of the text to divide by, where the protocol does not divide by the tokens' size.
     """
 
     name: str
@@ -60,24 +59,23 @@ class TextWindows:
 
     @property
     def bytes(self) -> int:
-        """Bytes of text that the whole loss is divided by."""
+        """The bytes of text that the total loss is divided by."""
         return int(self.bytes_N.sum()) if self.original is None else self.original.bytes
 
 
 def window_length(window: int | None, models: Sequence[Loaded | Described], text: Text | None = None) -> int:
-    """The window to use: what the protocol or the user says, else as much as every model takes.
+    """Return the window of the protocol or of the user, or else the longest that fits every model.
 
-    That is at most `LONGEST_DEFAULT` but where the protocol is to read as much as possible at once.
+    The default is at most `LONGEST_DEFAULT`, except for protocols that read as much as possible at once.
 
     Raises:
-        InvalidInput: a model takes fewer positions than asked for, or the protocol says something else than
-        the user.
+        InvalidInput: a model has fewer positions than asked for, or protocol and user disagree.
     """
     asked = f"--window {window}"
     if text is not None and text.window is not None:
         if window not in (None, text.window):
             raise InvalidInput(
-                f"{asked}: --text {text.name} has windows of {text.window}; leave one of both out"
+                f"{asked}: --text {text.name} has windows of {text.window}; leave out one of them"
             )
         window, asked = text.window, f"--text {text.name}: {text.window}"
     limits = [(loaded.positions, loaded.path) for loaded in models if loaded.positions is not None]
@@ -87,29 +85,36 @@ def window_length(window: int | None, models: Sequence[Loaded | Described], text
     for positions, path in limits:
         if window > positions:
             raise InvalidInput(
-                f"{asked} is more than the {positions} positions of {path}; use {positions} or fewer"
+                f"{asked} exceeds the {positions} positions of {path}; use {positions} or fewer"
             )
     return window
 
 
 def cut(text: Text, loaded: Loaded | Described, window: int, options: Options) -> TextWindows:
-    """Tokenise a text with a model's tokenizer and cut it into windows of `window` tokens, as its protocol
-    and `options` say.
+    """Tokenise a text with a model's tokenizer and cut it into windows.
+
+    Args:
+        text: the text and its protocol.
+        loaded: the model.
+        window: tokens that a model reads at once.
+        options: gives BOS and the number of windows.
 
     Raises:
-        InvalidInput: the text fills no window, the tokenizer has no BOS though one was asked for, or the
-        protocol says itself
-            where BOS stands.
+        InvalidInput: the text fills no window, the tokenizer lacks the BOS that was asked for, or the
+        protocol
+            itself decides on BOS.
     """
     if text.cut != "windows" and options.bos is not None:
         option = "--bos" if options.bos else "--no-bos"
-        raise InvalidInput(f"{option}: --text {text.name} says itself where BOS stands; leave it out")
+        raise InvalidInput(
+            f"{option}: --text {text.name} itself decides where BOS stands; leave the option out"
+        )
     windows = _CUTS[text.cut](text, loaded, window, options.bos)
     largest, found = int(windows.ids_NW.max()), len(windows.ids_NW)
     if largest >= loaded.vocabulary:
         raise InvalidInput(
-            f"{text.name}: the tokenizer of {loaded.path} gives id {largest}, its model has "
-            f"{loaded.vocabulary}"
+            f"{text.name}: the tokenizer of {loaded.path} gives id {largest}, but its model "
+            f"has {loaded.vocabulary} ids; use the tokenizer that the model was trained with"
         )
     kept = min(found, options.max_windows or found)
     if kept == found:
@@ -170,13 +175,10 @@ _CUTS = {"windows": _plain, "gptq": _gptq, "rolling": _rolling}
 def _roll(
     ids: list[int], sizes: list[int], prefix: int, window: int
 ) -> Iterator[tuple[list[int], list[int], int]]:
-    """A document's windows.
-
-    At most `window` + 1 ids with their sizes, and how many of them, at the end, are scored.
-    """
+    """Yield a document's windows: at most `window` + 1 ids, their sizes, and the number scored at the end."""
     for start in range(0, len(ids), window):
         end = min(start + window, len(ids))
-        first = max(0, end - window - 1)  # the last window reaches back, so that it is as full as the others
+        first = max(0, end - window - 1)  # the last window is filled from before
         if start == 0:
             yield [prefix, *ids[:end]], [0, *sizes[:end]], end
         else:
@@ -184,7 +186,7 @@ def _roll(
 
 
 def _fill(text: Text, ids: list[int], sizes: list[int], body: int, with_bos: bool) -> tuple[Tensor, Tensor]:
-    """Ids and their sizes as full rows of `body`."""
+    """Return ids and their sizes as full rows of `body`."""
     found = len(ids) // body
     if not found:
         fitting = len(ids) + with_bos
@@ -197,23 +199,24 @@ def _fill(text: Text, ids: list[int], sizes: list[int], body: int, with_bos: boo
         else:
             advice = f"--window {fitting} would fit" if fitting >= 2 else "give a longer text"
         raise InvalidInput(
-            f"{text.name} has {len(ids)} tokens, a window of {body + with_bos} takes {body} of them; {advice}"
+            f"{text.name} has {len(ids)} tokens, but a window of {body + with_bos} takes {body} of them; "
+            f"{advice}"
         )
     ids_NW, size_NW = (torch.tensor(values[: found * body]).view(found, body) for values in (ids, sizes))
     return ids_NW, size_NW
 
 
 def _whole(name: str, bos: str, ids_NW: Tensor, size_NW: Tensor) -> TextWindows:
-    """TextWindows that are all text: every id but the first of each is scored."""
+    """Return windows in which every id except the first is scored."""
     scored_NT = torch.ones_like(ids_NW[:, 1:], dtype=torch.bool)
     return TextWindows(name, bos, ids_NW.shape[1], ids_NW, scored_NT, size_NW[:, 1:].sum(1))
 
 
 def _tokens(tokenizer: Any, text: str, **how: Any) -> tuple[list[int], list[int]]:
-    """A text's token ids, and how many bytes of UTF-8 each stands for: they sum to the text's.
+    """Return a text's token ids and the UTF-8 bytes that each stands for; these sum to the text's bytes.
 
-    A character belongs to the token that ends after it first: what several tokens of bytes make up is counted
-    once. A tokenizer that is not of the fast kind cannot tell; its tokens are then all of average size.
+    A character belongs to the first token that ends after it, so that a character of several tokens is
+    counted once. A slow tokenizer gives no offsets; all its tokens then get the average size.
     """
     if not tokenizer.is_fast:
         ids = tokenizer(text, verbose=False, **how).input_ids

@@ -1,7 +1,4 @@
-"""What a model card says to people.
-
-The cache before and after, what was measured, how it was made, how to load it.
-"""
+"""The text of a model card: cache before and after, quality, how it was made, how to load it."""
 
 from __future__ import annotations
 
@@ -14,8 +11,8 @@ from ...checkpoints.eval_json import EvalSummary, ModelSummary
 if TYPE_CHECKING:
     from ..decide.lint import Finding, Written
 
-CONTEXTS = (4096, 32768, 131072)  # tokens at which a cache's size is told, as kvfold convert --dry-run does
-# of transformers: the first release whose cache keeps a latent instead of expanded keys and values
+CONTEXTS = (4096, 32768, 131072)  # tokens at which the cache's size is shown, as in kvfold convert --dry-run
+# The first release of transformers whose cache keeps a latent instead of expanded keys and values.
 LATENT_SINCE = "5.15"
 _KINDS = {
     "gqa": "grouped-query attention (GQA)",
@@ -33,15 +30,15 @@ def card_body(
     place: str,
     evaluation: EvalSummary | None,
 ) -> str:
-    """The card below its metadata, in Markdown.
+    """Return the card below its metadata, in Markdown.
 
     Args:
         directory: the checkpoint, with all its files but the card.
-        record: its kvfold.json; what it does not hold is not told.
-        source: what its source is called.
-        title: what it is called.
-        place: what to give engines to load it.
-        evaluation: what was measured of it.
+        record: its kvfold.json; parts that it lacks are left out of the card.
+        source: name of its source.
+        title: name of the checkpoint.
+        place: the repository or directory that engines load it from.
+        evaluation: its measured quality.
     """
     from ..decide.lint import open_written
 
@@ -59,13 +56,13 @@ def card_body(
 
 def _opening(record: dict[str, Any], source: str) -> str:
     kind = _KINDS.get(record.get("target", {}).get("name", ""), "a smaller KV cache")
-    share = (
+    ratio = (
         f", which caches {record['cache']['ratio']:.1%} of what its source caches"
         if "cache" in record
         else ""
     )
     trained = " and distilled against it" if record["stage"] == "distill" else ", without training"
-    return f"`{source}` folded to {kind} by kvfold {record.get('kvfold', '')}{share}; converted{trained}."
+    return f"`{source}` folded to {kind} by kvfold {record.get('kvfold', '')}{ratio}; converted{trained}."
 
 
 def _cache(record: dict[str, Any], written: Written) -> list[str]:
@@ -93,12 +90,11 @@ def _cache(record: dict[str, Any], written: Written) -> list[str]:
 def _measured(record: dict[str, Any], evaluation: EvalSummary | None) -> list[str]:
     predicted = record.get("predicted_loss")
     words = "" if predicted is None else (
-        f"Predicted on calibration text, before any training: {predicted:.4f} nats a token lost. Every "
-        f"layer was measured "
-        "alone, so that this ranks folds and is no measurement of the model."
+        f"Predicted on calibration text, before any training: {predicted:.4f} nats per token lost. "
+        "Every layer was measured alone, so this number ranks folds and does not measure the model."
     )  # fmt: skip
     if evaluation is None:
-        return ["## Quality", words or "Nothing was measured."]
+        return ["## Quality", words or "The quality was not measured."]
     protocol, fidelity = evaluation.protocol, evaluation.fidelity
     models = [
         ("source", evaluation.teacher),
@@ -106,7 +102,7 @@ def _measured(record: dict[str, Any], evaluation: EvalSummary | None) -> list[st
         ("this model", evaluation.student),
     ]
     rows = [_row(name, model) for name, model in models if model is not None]
-    told = [
+    paragraphs = [
         f"Measured by `kvfold eval` in one run, on the same windows: `{protocol.name}`, "
         f"{protocol.windows} windows of "
         f"{protocol.window} tokens, {protocol.scored_tokens:,} scored, SHA-256 of the text "
@@ -115,12 +111,12 @@ def _measured(record: dict[str, Any], evaluation: EvalSummary | None) -> list[st
     ]
     if fidelity is not None:
         same = f"the same most probable token in {fidelity.same_top1.mean:.1%}"
-        told.append(f"KL to the source {fidelity.kl.mean:.4f} nats a token, {same} of positions.")
+        paragraphs.append(f"KL to the source {fidelity.kl.mean:.4f} nats per token, {same} of positions.")
     if evaluation.recovered_share.value is not None:
-        told.append(
+        paragraphs.append(
             f"Distillation recovered {evaluation.recovered_share.value:.1%} of what the conversion had lost."
         )
-    return ["## Quality", *told, *([words] if words else [])]
+    return ["## Quality", *paragraphs, *([words] if words else [])]
 
 
 def _row(name: str, model: ModelSummary) -> list[str]:
@@ -156,27 +152,26 @@ def _making(record: dict[str, Any], source: str) -> list[str]:
         ),
     ]
     shown = "```console\n" + "\n".join(f"$ {command}" for command in commands) + "\n```"
-    rest = "`kvfold.json` has the rest: hashes of the source's files, every layer."
+    rest = "`kvfold.json` has the details: hashes of the source's files, the losses of every layer."
     return ["## How it was made", shown, *recipe, _table(["", ""], rows), rest]
 
 
 def _loading(written: Written, place: str) -> list[str]:
-    """A paragraph an engine: how to load, or why not, from the rules of rules.py."""
+    """Return one section per engine: the command that loads the model, or the reasons why it fails."""
     from ..decide.engine_rules import lint
 
-    told = ["## Loading"]
+    parts = ["## Loading"]
     for engine, name in _ENGINES.items():
         found = lint(written.directory, [engine])
         failing = [finding for finding in found if finding.fails]
-        told.append(f"### {name}")
-        told += [] if failing else [_how(engine, written, place)]
-        told += [_reasons(failing or found)] if found else []
-        told += (
-            []
-            if failing or engine == "transformers"
-            else ["kvfold did not run it there; no rule that it knows forbids it."]
-        )
-    return told
+        parts.append(f"### {name}")
+        if not failing:
+            parts.append(_how(engine, written, place))
+        if found:
+            parts.append(_reasons(failing or found))
+        if not failing and engine != "transformers":
+            parts.append("kvfold did not run the model there; no rule that it knows forbids it.")
+    return parts
 
 
 def _reasons(findings: Sequence[Finding]) -> str:

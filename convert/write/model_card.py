@@ -1,7 +1,6 @@
-"""The model card (README.md): metadata that a hub reads above a text for people.
+"""The model card (README.md): metadata for the Hub above a text for readers.
 
-Everything in it comes from kvfold.json, from eval.json where there is one, and from the rules of `kvfold
-verify`.
+Its content comes from kvfold.json, from eval.json where there is one, and from the rules of `kvfold verify`.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ _MARK = re.compile(r"\n<!-- written by kvfold ([0-9a-f]{16}): an edited card is 
 
 
 def write_card(directory: Path, record: dict[str, Any]) -> None:
-    """Write README.md into a checkpoint that is being made; all its other files are there.
+    """Write README.md into a new checkpoint, after all its other files.
 
-    It says the same whatever the directory will be called: the same fold twice gives the same bytes.
+    The card does not depend on the directory's name, so the same fold twice gives the same bytes.
     """
     kind = record["target"]["name"].upper() if "target" in record else "a distilled model"
     title = f"{source_name(record['source'])} as {kind}"
@@ -37,21 +36,21 @@ def write_card(directory: Path, record: dict[str, Any]) -> None:
 def make_card(
     directory: Path, record: dict[str, Any], title: str, place: str, evaluation: EvalSummary | None = None
 ) -> ModelCard:
-    """The card of a checkpoint.
+    """Return the card of a checkpoint.
 
-    A text in the directory's README.md that somebody else wrote or edited is kept. Its metadata is kept in
-    any case: what is missing there is added, tags are united, and measurements of the same kind on the same
-    text are replaced.
+    A README.md whose text was written or edited by others keeps its text. Existing metadata is always kept:
+    missing fields are added, tags are merged, and measurements of the same kind on the same text are
+    replaced.
 
     Args:
         directory: the checkpoint; nothing is written to it.
         record: its kvfold.json.
-        title: what it is called.
-        place: what to give engines to load it: a repository, or a directory.
-        evaluation: what was measured of it.
+        title: name of the checkpoint.
+        place: the repository or directory that engines load it from.
+        evaluation: its measured quality.
 
     Raises:
-        InvalidInput: there is a README.md whose metadata cannot be read, or no checkpoint.
+        InvalidInput: the metadata of README.md cannot be read, or the directory holds no checkpoint.
     """
     from huggingface_hub import ModelCard
 
@@ -61,7 +60,7 @@ def make_card(
         card = ModelCard("---\n{}\n---\n") if card is None else card
         card.text = f"{body}\n<!-- written by kvfold {_digest(body)}: an edited card is kept as it is -->\n"
     data = card.data
-    licensed = data.get("license") is not None  # whose name and link are then theirs too
+    licensed = data.get("license") is not None  # its name and link are then kept too
     for field, value in known.items():
         if data.get(field) is None and not (licensed and field in license.FIELDS):
             data[field] = value
@@ -77,7 +76,7 @@ def make_card(
 
 
 def metadata(directory: Path, record: dict[str, Any]) -> dict[str, Any]:
-    """Fields of the card's metadata, without measurements; what is not known is left out.
+    """Return the card's metadata without measurements; unknown fields are left out.
 
     Args:
         directory: the checkpoint.
@@ -93,7 +92,7 @@ def metadata(directory: Path, record: dict[str, Any]) -> dict[str, Any]:
     ]
     try:
         theirs = _existing(source)
-    except InvalidInput:  # of somebody else, and only asked for its licence
+    except InvalidInput:  # the source's card is only read for its licence
         theirs = None
     return {
         **license.license_of(directory, source, [] if theirs is None else [theirs.data.to_dict()]),
@@ -107,7 +106,7 @@ def metadata(directory: Path, record: dict[str, Any]) -> dict[str, Any]:
 
 
 def base_model(source: dict[str, Any]) -> str | None:
-    """The Hub id of a record's source; None when it was a directory that says nothing of one."""
+    """Return the Hub id of a record's source; None where the source was a directory of unknown origin."""
     if source.get("revision") is None:
         return None
     if "/" in source["name"]:
@@ -119,19 +118,19 @@ def base_model(source: dict[str, Any]) -> str | None:
 
 
 def source_name(source: dict[str, Any]) -> str:
-    """What people call a record's source."""
+    """Return the Hub id of a record's source, or else its name."""
     return base_model(source) or str(source["name"])
 
 
 def written_by_kvfold(text: str) -> bool:
-    """Whether a card's text is as kvfold wrote it, from the hash at its end."""
+    """Return whether a card's text is as kvfold wrote it, by the hash at its end."""
     text = text.replace("\r\n", "\n")
     match = _MARK.search(text)
     return match is not None and match[1] == _digest(text[: match.start()])
 
 
 def without_metadata(text: str) -> str:
-    """A card's text, below its metadata."""
+    """Return a card's text below its metadata."""
     return re.sub(
         r"\A---\n.*?^---\n", "", text.replace("\r\n", "\n"), count=1, flags=re.DOTALL | re.MULTILINE
     )
@@ -142,7 +141,7 @@ def _digest(body: str) -> str:
 
 
 def _existing(directory: Path) -> ModelCard | None:
-    """The card in a directory, None where there is none."""
+    """Return the card in a directory; None where there is none."""
     import yaml
     from huggingface_hub import ModelCard
 
@@ -156,7 +155,7 @@ def _existing(directory: Path) -> ModelCard | None:
     except (ValueError, TypeError, AttributeError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())
         raise InvalidInput(
-            f"{path} cannot be read as a model card ({reason}); mend the YAML between its lines of ---"
+            f"{path} cannot be read as a model card ({reason}); fix the YAML between its lines of ---"
         ) from None
     return card
 

@@ -181,9 +181,7 @@ def write_png(drawn: "Figure", path: Path) -> None:
 
 @contextmanager
 def _any_script() -> Iterator[None]:
-    """Ignore the warning that the font lacks a letter of a checkpoint's name; the browser has another
-    font.
-    """
+    """Ignore warnings of letters that the font lacks; the browser has other fonts."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")
         yield

@@ -1,5 +1,4 @@
-"""What a model makes of prompts that ask for a key: the digits that it generates, and how it ranks the
-candidates.
+"""A model's answers to prompts that ask for a key: the generated digits, and the rank of each candidate.
 
 Legend: B prompts of a batch, P tokens of a prompt, T tokens of a key, C candidates, K positions with logits,
 V vocabulary.
@@ -21,16 +20,16 @@ from .haystack import STEPS, NeedlePrompt
 
 @torch.inference_mode()
 def answer(loaded: Loaded, batch: Sequence[NeedlePrompt], role: str = "model") -> tuple[list[str], Tensor]:
-    """What a model makes of prompts of one length.
+    """Return a model's answers to prompts of one length.
 
     Args:
         loaded: the model.
         batch: B prompts, read at once without padding.
-        role: what a message calls it.
+        role: name of the model in messages.
 
     Returns:
-        The first digits that it generates greedily after each prompt, and by how much the text makes each
-        candidate likelier (B, C), nats, float64.
+        The first digits that it generates greedily after each prompt, and the gain (B, C) in the log
+        likelihood of each candidate by the text, nats, float64.
 
     Raises:
         InvalidInput: the logits are not finite.
@@ -42,7 +41,7 @@ def answer(loaded: Loaded, batch: Sequence[NeedlePrompt], role: str = "model") -
         if not finite:
             raise refuse(role, loaded, ids_BP[row : row + 1], row)
     columns = zip(*(sample.candidates for sample in batch), strict=True)
-    # A copy of the cache for each candidate in turn: it is read once, and no more than two are in memory.
+    # Each candidate in turn reads a copy of the cache, so that at most two caches are in memory.
     score_BC = torch.stack([_score(loaded, cache, logits_BKV, column) for column in columns], 1)
     score_BC -= torch.stack([_without_text(loaded, sample) for sample in batch])
     generated = []
@@ -54,7 +53,7 @@ def answer(loaded: Loaded, batch: Sequence[NeedlePrompt], role: str = "model") -
 
 
 def _without_text(loaded: Loaded, sample: NeedlePrompt) -> Tensor:
-    """Log likelihood (C,) of each candidate after nothing but the question, float64."""
+    """Return the log likelihood (C,) of each candidate after the question alone, float64."""
     count = len(sample.candidates[0])
     ids_CP = torch.tensor(
         [[*sample.question, *candidate] for candidate in sample.candidates], device=loaded.device
@@ -65,13 +64,16 @@ def _without_text(loaded: Loaded, sample: NeedlePrompt) -> Tensor:
 
 
 def rank(score_BC: Tensor) -> Tensor:
-    """The rank (B,) of each row's first entry, 1 where it is greatest; a tie counts a half."""
+    """Return the rank (B,) of each row's first entry, 1 for the greatest; a tie counts one half."""
     right_B1, others_BC = score_BC[:, :1], score_BC[:, 1:]
     return 1 + (others_BC > right_B1).sum(1) + 0.5 * (others_BC == right_B1).sum(1)
 
 
 def _score(loaded: Loaded, cache: Any, last_BKV: Tensor, keys: Sequence[tuple[int, ...]]) -> Tensor:
-    """Log likelihood (B,) of a key after each prompt, float64; keys of one batch may differ in length."""
+    """Return the log likelihood (B,) of a key after each prompt, float64.
+
+    The keys of a batch may differ in length.
+    """
     longest = max(map(len, keys))
     ids_BT = torch.tensor([[*key, *[0] * (longest - len(key))] for key in keys], device=last_BKV.device)
     counts_BT = torch.tensor(

@@ -1,7 +1,4 @@
-"""The suite `cache`.
-
-What a token costs in the KV cache, by the configuration and in the cache object of the running model.
-"""
+"""The suite `cache`: the size of a token in the KV cache, by config.json and in the running model."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -19,7 +16,7 @@ from ...models.causal_lm import Loaded
 from ..subject import Subject
 
 CONTEXTS = (4_096, 32_768, 131_072)
-_TOKENS = 64  # read to see the cache grow
+_TOKENS = 64  # read to measure the growth of the cache
 
 
 @dataclass(frozen=True)
@@ -30,9 +27,9 @@ class CacheSize:
         elements_per_token_per_layer: mean over layers.
         elements_per_token: all layers.
         bytes_per_token: all layers, in `dtype`.
-        dtype: what the cache holds, as the model was loaded here (a CPU run loads float32 by default).
-        lengths: the two sequence lengths whose difference was taken, so that what does not grow cancels.
-        layers: elements per token of each layer, and the most tokens that it keeps: None for all.
+        dtype: dtype of the cache, as the model was loaded (a CPU run loads float32 by default).
+        lengths: the two sequence lengths whose difference was taken, so that constant parts cancel.
+        layers: for each layer its elements per token and the most tokens that it keeps, None for all.
     """
 
     elements_per_token_per_layer: float
@@ -43,7 +40,7 @@ class CacheSize:
     layers: tuple[tuple[float, int | None], ...]
 
     def elements(self, tokens: int) -> float:
-        """What a sequence of so many tokens takes; a layer with a sliding window keeps no more than that."""
+        """Return the elements of a sequence's cache; a sliding window limits a layer's."""
         return sum(each * min(tokens, most or tokens) for each, most in self.layers)
 
 
@@ -82,7 +79,7 @@ def rows(found: CacheBlock, roles: tuple[str, ...]) -> list[list[str]]:
 
 
 def measure(subject: Subject) -> CacheBlock:
-    """Run each model on a few tokens and look into its cache."""
+    """Run each model on a few tokens and measure its cache."""
     memory = subject.settings.get("memory")
     models = {}
     for role in subject.roles:
@@ -95,7 +92,7 @@ def measure(subject: Subject) -> CacheBlock:
 
 @torch.inference_mode()
 def count(loaded: Loaded) -> CacheSize:
-    """Run the model on some tokens and on twice as many, and count what its cache holds."""
+    """Measure the growth of the cache between a sequence and one of twice its length."""
     tokens = min(_TOKENS, loaded.positions or _TOKENS, *_windows_of(loaded))
     lengths = (tokens // 2, tokens)
     ids_W = torch.arange(tokens) % loaded.vocabulary
@@ -117,10 +114,10 @@ def count(loaded: Loaded) -> CacheSize:
 
 
 def predicted(config: Mapping[str, Any]) -> int | None:
-    """Elements per token and layer that a config.json promises; None for a class that kvfold has no row for.
+    """Return the elements per token and layer by config.json; None for a class that kvfold does not know.
 
-    Latent attention keeps its latent, and beside it a rotary key where the form has one (arXiv 2405.04434,
-    section 2.1); anything else keys and values of each key/value head.
+    Latent attention caches its latent and, where it has one, a rotary key (arXiv 2405.04434, section 2.1).
+    Every other attention caches the keys and values of each key/value head.
     """
     if (latent := config.get("kv_lora_rank", config.get("latent_rank"))) is not None:
         return int(latent) + int(config.get("qk_rope_head_dim") or 0)
@@ -129,7 +126,7 @@ def predicted(config: Mapping[str, Any]) -> int | None:
         return None
     try:
         return geometry_of(complete(FAMILIES[kind], config)).cache_elements
-    except InvalidInput:  # a shape that kvfold cannot fold, and so does not reckon with
+    except InvalidInput:  # a shape that kvfold cannot fold
         return None
 
 
@@ -153,8 +150,8 @@ def _model(subject: Subject, role: str, size: CacheSize, memory: int | None) -> 
     if expected is not None and expected != size.elements_per_token_per_layer:
         notice(
             f"the cache of {path} holds {size.elements_per_token_per_layer:g} elements per token and "
-            f"layer as transformers "
-            f"runs it, {expected} by its config.json"
+            f"layer in transformers, "
+            f"but {expected} by its config.json"
         )
     return ModelCache(
         elements_per_token_per_layer=size.elements_per_token_per_layer,
@@ -170,7 +167,7 @@ def _model(subject: Subject, role: str, size: CacheSize, memory: int | None) -> 
 
 
 def _layers(loaded: Loaded, ids_W: Tensor) -> list[tuple[list[Tensor], int | None]]:
-    """Every tensor in each layer's cache after reading W tokens, and the most tokens that it keeps."""
+    """Return each layer's cache tensors after reading W tokens, and the most tokens that it keeps."""
     ids_1W = ids_W[None].to(loaded.device)
     layers = loaded.model.base_model(input_ids=ids_1W, use_cache=True).past_key_values.layers
     return [
@@ -187,19 +184,22 @@ def _layers(loaded: Loaded, ids_W: Tensor) -> list[tuple[list[Tensor], int | Non
 
 
 def _most(layer: Any) -> int | None:
-    """transformers keeps one token less than the sliding window: the next one is the query itself."""
+    """Return the most tokens that a layer keeps; None for all.
+
+    transformers keeps one token less than the sliding window, since the next token is the query itself.
+    """
     window = getattr(layer, "sliding_window", None)
     return None if window is None else max(1, int(window) - 1)
 
 
 def _windows_of(loaded: Loaded) -> list[int]:
-    """Sliding windows, shorter than which the cache grows in every layer."""
+    """Return the lengths up to which the cache grows in every layer."""
     window = getattr(loaded.model.config.get_text_config(), "sliding_window", None)
     return [max(2, int(window) - 1)] if window else []
 
 
 def _human(size: int) -> str:
-    """Bytes as people write them."""
+    """Return a size in bytes as text."""
     for unit, power in (("GB", 9), ("MB", 6)):
         if size >= 10**power:
             return f"{size / 10**power:.1f} {unit}"

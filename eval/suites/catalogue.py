@@ -1,10 +1,13 @@
-"""What `kvfold eval --suite` may name: a table. A suite is a file of this folder and a row here; no heavy
-import.
+"""The table of the suites that `kvfold eval --suite` may name. Importing this module loads nothing heavy.
 
-The file has `measure(subject)`, which returns what it found: a frozen dataclass of plain values, whose fields
-are its block in eval.json and whose `rows(roles)` are its lines of the table; or None where the suite does
-not apply. See subject.py for what it is given. It may have `check(settings)`, which refuses bad values of its
-options before a model is loaded.
+A suite is a file of this folder and a row here. The file has these functions:
+
+- `measure(subject)` returns the suite's block of eval.json, or None where the suite does not apply. A block
+is
+  a frozen dataclass of plain values; those of the suites here are described in
+  `checkpoints/quality_blocks.py` and `cost_blocks.py`. See subject.py for the argument.
+- `rows(block, roles)` returns the block's lines of the table that is printed.
+- `check(settings)`, which is optional, refuses bad values of the suite's options before a model is loaded.
 """
 
 from collections.abc import Collection
@@ -26,9 +29,9 @@ class Suite:
     Attributes:
         module: the file, without `.py`.
         summary: a few words for --help.
-        reads_text: whether it needs --text.
+        reads_text: it needs --text.
         on_all_ranks: every process of a launcher takes part; otherwise rank 0 measures alone.
-        options: of its own on the command line; their values come as `subject.settings`.
+        options: its own options on the command line; their values are in `subject.settings`.
     """
 
     module: str
@@ -56,7 +59,7 @@ SUITES = {
                 ["--memory"],
                 type=ByteSize(),
                 metavar="SIZE",
-                help="cache: how many sequences fit in so much, e.g. 24GB.",
+                help="cache: report how many sequences fit into this memory, e.g. 24GB.",
             ),
         ),
     ),
@@ -69,33 +72,33 @@ SUITES = {
                 metavar="N,N",
                 default="1",
                 show_default=True,
-                help="speed: sequences at once.",
+                help="speed: batch sizes.",
             ),
             click.Option(
                 ["--speed-context"],
                 metavar="N,N",
-                help="speed: tokens read before.  [default: 512,4096 as far as they fit]",
+                help="speed: tokens of each prompt.  [default: 512,4096 as far as they fit]",
             ),
             click.Option(
                 ["--speed-tokens"],
                 type=_FROM_ONE,
                 default=16,
                 show_default=True,
-                help="speed: decoded each round.",
+                help="speed: tokens decoded per round.",
             ),
             click.Option(
                 ["--speed-rounds"],
                 type=click.IntRange(min=3),
                 default=10,
                 show_default=True,
-                help="speed: at most.",
+                help="speed: rounds at most.",
             ),
             click.Option(
                 ["--speed-seconds"],
                 type=click.FloatRange(min=0, min_open=True),
                 default=300.0,
                 show_default=True,
-                help="speed: for the whole sweep; every cell begun gets 3 rounds.",
+                help="speed: time for the whole sweep; every cell that is begun gets 3 rounds.",
             ),
         ),
     ),
@@ -106,31 +109,36 @@ SUITES = {
             click.Option(
                 ["--retrieval-lengths"],
                 metavar="N,N",
-                help="retrieval: tokens.  [default: 1/4, 1/2 and all of what the models take, at most 4096]",
+                help="retrieval: tokens per prompt.  [default: 1/4, 1/2 and all of the models' positions, at "
+                "most 4096]",
             ),
             click.Option(
                 ["--retrieval-depths"],
                 type=_FROM_ONE,
                 default=5,
                 show_default=True,
-                help="retrieval: from head to end.",
+                help="retrieval: number of depths, from the head of the text to its end.",
             ),
             click.Option(
                 ["--retrieval-samples"],
                 type=_FROM_ONE,
                 default=10,
                 show_default=True,
-                help="retrieval: a cell.",
+                help="retrieval: prompts per cell.",
             ),
             click.Option(
                 ["--retrieval-keys"],
                 type=click.IntRange(2, 10),
                 default=4,
                 show_default=True,
-                help="retrieval: in a text, of which one is asked for.",
+                help="retrieval: keys in a text, of which one is asked for.",
             ),
             click.Option(
-                ["--retrieval-seed"], type=int, default=0, show_default=True, help="retrieval: of the texts."
+                ["--retrieval-seed"],
+                type=int,
+                default=0,
+                show_default=True,
+                help="retrieval: seed of the texts.",
             ),
         ),
     ),
@@ -143,32 +151,32 @@ SUITES = {
                 metavar="NAME,NAME",
                 default="mla-core",
                 show_default=True,
-                help="tasks: of lm-evaluation-harness; mla-core: ARC, HellaSwag, PIQA, WinoGrande, "
+                help="tasks: tasks of lm-evaluation-harness; mla-core: ARC, HellaSwag, PIQA, WinoGrande, "
                 "OpenBookQA, BoolQ, MMLU.",
             ),
             click.Option(
                 ["--task-path"],
                 type=_PATH,
                 metavar="DIR",
-                help="tasks: where your own are, as its YAML; their code runs.",
+                help="tasks: directory of your own tasks, as YAML files; their code runs.",
             ),
             click.Option(
                 ["--limit"],
                 type=_FROM_ONE,
                 metavar="N",
-                help="tasks: only the first documents of each, as a trial.",
+                help="tasks: only the first N documents of each task, as a trial.",
             ),
             click.Option(
                 ["--fewshot"],
                 type=click.IntRange(min=0),
                 metavar="N",
-                help="tasks: examples.  [default: as each says]",
+                help="tasks: examples before each question.  [default: as each task says]",
             ),
             click.Option(
                 ["--task-cache"],
                 type=_PATH,
                 metavar="DIR",
-                help="tasks: keep what each model scored, by its hash.",
+                help="tasks: cache of each model's scores, by the hash of its weights.",
             ),
         ),
     ),
@@ -176,16 +184,16 @@ SUITES = {
 
 
 def chosen(names: str) -> tuple[str, ...]:
-    """The suites in a list with commas, in the table's order.
+    """Return the suites in a comma-separated list, in the table's order.
 
     Raises:
-        InvalidInput: there is no such suite.
+        InvalidInput: a suite is unknown, or none is named.
     """
     asked = [name.strip() for name in names.split(",") if name.strip()]
     unknown = [name for name in asked if name not in SUITES]
     if unknown or not asked:
         raise InvalidInput(
-            f"--suite {names}: {unknown[0] if unknown else 'nothing'} is no suite; known are "
+            f"--suite {names}: {unknown[0] if unknown else 'nothing'} is not a suite; known are "
             f"{', '.join(SUITES)}"
         )
     return tuple(name for name in SUITES if name in asked)
@@ -195,7 +203,7 @@ def check_settings(names: Collection[str], given: Collection[str]) -> None:
     """Check that every option that the user gave belongs to a chosen suite.
 
     Raises:
-        InvalidInput: it belongs to another one.
+        InvalidInput: an option belongs to another suite.
     """
     for name, suite in SUITES.items():
         for option in suite.options:

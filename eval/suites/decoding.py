@@ -1,4 +1,4 @@
-"""A model read token by token with its own cache, as transformers runs it.
+"""Token-by-token forward passes of a model with its own cache in transformers.
 
 Legend: B sequences, T tokens read at once, K of the last of them whose logits are formed, V vocabulary.
 """
@@ -17,11 +17,11 @@ def read(loaded: Loaded, ids_BT: Tensor, cache: Any = None, last: int | None = N
     Args:
         loaded: the model.
         ids_BT: token ids.
-        cache: what the model gave after the tokens before; None at the start. It is changed, or spent.
-        last: form logits for so many of the tokens at the end, 1 or more; None: for all.
+        cache: the cache from the tokens before, which is changed in place; None at the start.
+        last: form logits for this many tokens at the end, at least 1; None: for all.
 
     Returns:
-        Logits (B, K, V) in the model's dtype, and the cache to go on with.
+        Logits (B, K, V) in the model's dtype, and the cache after these tokens.
     """
     fewer = {} if last is None or not _can_keep_fewer(loaded) else {"logits_to_keep": last}
     output = loaded.model(input_ids=ids_BT, past_key_values=cache, use_cache=True, **fewer)
@@ -30,7 +30,7 @@ def read(loaded: Loaded, ids_BT: Tensor, cache: Any = None, last: int | None = N
 
 
 def greedy(logits_BKV: Tensor) -> Tensor:
-    """The likeliest next token after the last one read (B, 1)."""
+    """Return the likeliest token (B, 1) after the last one read."""
     return logits_BKV[:, -1:].argmax(-1)
 
 

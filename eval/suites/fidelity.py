@@ -1,6 +1,6 @@
-"""The suite `fidelity`: how close a student's predictions are to its teacher's, token by token.
+"""The suite `fidelity`: distance of a student's predictions from its teacher's, token by token.
 
-The measures are those of llama.cpp's `perplexity --kl-divergence`, so that numbers can be set side by side;
+The measures are those of llama.cpp's `perplexity --kl-divergence`, so that numbers can be compared;
 their errors are taken over windows, not over tokens.
 
 Legend: S scored tokens of all windows, N windows, R resamples, Q percentiles.
@@ -46,7 +46,7 @@ def measure(subject: Subject) -> FidelityBlock | None:
 
 
 def summarise(scores: Scores) -> FidelityBlock:
-    """The report from every token's KL, agreement and both models' losses."""
+    """Return the block from the KL, the agreement and both losses at every token."""
     assert scores.kl_S is not None
     assert scores.same_S is not None
     counts = scores.counts
@@ -67,15 +67,15 @@ def summarise(scores: Scores) -> FidelityBlock:
 
 
 def _percentiles(scores: Scores, value_S: Tensor, percentiles: tuple[float, ...]) -> dict[str, Estimate]:
-    """Percentiles over tokens, linear between neighbours, as numpy's; errors by resampling whole windows."""
+    """Return percentiles over tokens, interpolated as by numpy, with errors by resampling whole windows."""
     value_S, order_S = value_S.sort()
     sorted_S, window_S = value_S.numpy(), scores.window_S[order_S].numpy()
-    share_Q = np.array(percentiles) / 100
+    fraction_Q = np.array(percentiles) / 100
 
     def at(count_N: Array) -> Array:
-        # A window that is drawn k times has each of its tokens k times: their ranks are sums of such counts.
+        # A window that is drawn k times has each of its tokens k times, so ranks are cumulative sums of k.
         rank_S = count_N[window_S].cumsum()
-        place_Q = share_Q * (rank_S[-1] - 1)
+        place_Q = fraction_Q * (rank_S[-1] - 1)
         below_Q, above_Q = (
             sorted_S[rank_S.searchsorted(np_round(place_Q), side="right")] for np_round in (np.floor, np.ceil)
         )
@@ -92,7 +92,7 @@ def _percentiles(scores: Scores, value_S: Tensor, percentiles: tuple[float, ...]
 
 
 def _correlation(scores: Scores) -> Estimate | None:
-    """Pearson's correlation over tokens, from sums over windows; errors by resampling them."""
+    """Return Pearson's correlation over tokens, with errors by resampling windows; None where undefined."""
     ours_S, theirs_S = (nll_S - nll_S.mean() for nll_S in (scores.nll["student"], scores.nll["teacher"]))
     if not (ours_S**2).sum() or not (theirs_S**2).sum():
         return None
@@ -110,7 +110,7 @@ def _correlation(scores: Scores) -> Estimate | None:
 
 
 def _by_position(scores: Scores) -> tuple[PositionBucket, ...]:
-    """The mean KL between powers of two."""
+    """Return the mean KL of the tokens at positions between powers of two."""
     assert scores.kl_S is not None
     buckets = []
     longest = int(scores.position_S.max())

@@ -1,6 +1,6 @@
-"""lm-evaluation-harness on a model in memory, one task at a time.
+"""Runs of lm-evaluation-harness on a model in memory, one task at a time.
 
-Everything of that library that kvfold uses is here.
+This is the only module that uses that library.
 """
 
 import copy
@@ -27,8 +27,8 @@ from ...core.console import PLAIN_INTERVAL, notice
 from ...core.errors import InvalidInput
 from ...models.causal_lm import Loaded
 
-# What papers on latent attention report, and the metric that they compare by: acc_norm is by bytes of the
-# answer.
+# The tasks that papers on latent attention report, and the metric that they compare by; acc_norm is
+# normalised by the bytes of the answer.
 PRESETS = {
     "mla-core": (
         "arc_easy",
@@ -42,14 +42,14 @@ PRESETS = {
     ),
 }
 PRIMARY = {"arc_challenge": "acc_norm", "hellaswag": "acc_norm", "openbookqa": "acc_norm"}
-_SEED = 1234  # the harness's own defaults, so that it draws the same examples when it is run by itself
+_SEED = 1234  # the harness's own default, so that the same examples are drawn as when it runs alone
 
 
 def named(tasks: str) -> tuple[str, ...]:
-    """The tasks in a list with commas, presets spelled out, each once.
+    """Return the tasks in a comma-separated list, each once, with presets replaced by their tasks.
 
     Raises:
-        InvalidInput: there is none in it.
+        InvalidInput: the list is empty.
     """
     asked = [name.strip() for name in tasks.split(",") if name.strip()]
     if not asked:
@@ -60,14 +60,15 @@ def named(tasks: str) -> tuple[str, ...]:
 
 
 def check_tasks(names: tuple[str, ...], directory: Path | None) -> None:
-    """Check that the harness is here and knows the tasks.
+    """Check that the harness is installed and knows the tasks.
 
     Raises:
-        InvalidInput: it is not, or does not.
+        InvalidInput: it is not installed, or does not know one.
     """
     if importlib.util.find_spec("lm_eval") is None:
         raise InvalidInput(
-            "--suite tasks runs lm-evaluation-harness, which is not installed; pip install 'kvfold[eval]'"
+            "--suite tasks needs lm-evaluation-harness, which is not installed; run: "
+            "pip install 'kvfold[eval]'"
         )
     if directory is not None and not directory.is_dir():
         raise InvalidInput(
@@ -94,20 +95,19 @@ def run(
     limit: int | None,
     fewshot: int | None,
 ) -> dict[str, Any]:
-    """Let a model do a task, or all tasks of a group.
+    """Run a task, or all tasks of a group, on a model.
 
     Args:
-        load: gives the model, once the task and its data are there; it is used as it is, whatever class it
-            has.
-        name: of the task or group.
-        directory: of tasks beside the harness's own.
+        load: returns the model; it is called once the task and its data are loaded.
+        name: the task or group.
+        directory: directory of tasks in addition to the harness's own.
         batch_size: requests at once.
-        limit: read only so many documents of each task.
-        fewshot: examples before each question; None: what the task says.
+        limit: read only this many documents of each task.
+        fewshot: examples before each question; None: as many as the task says.
 
     Returns:
-        Plain values: `samples` (documents), `shots`, and `metrics`, which maps a name to its `value`, and
-        where it is a mean over documents to the `values` and the `documents` that they belong to.
+        Plain values: `samples` (documents), `shots`, and `metrics`. Each metric has a
+        `value` and, where it is a mean over documents, the `values` and the `documents` they belong to.
 
     Raises:
         InvalidInput: the task or its data cannot be loaded, or a log likelihood is not a number.
@@ -118,7 +118,7 @@ def run(
     with _quiet():
         tasks = _load(name, directory, fewshot)
         loaded = load()
-        # The harness gives a tokenizer a padding token where it has none: that of a copy.
+        # The harness adds a missing padding token to the tokenizer, so it gets a copy.
         tokenizer = copy.deepcopy(loaded.tokenizer)
         model = HFLM(
             pretrained=loaded.model,
@@ -137,14 +137,14 @@ def run(
 
 
 def version() -> str:
-    """Of the harness."""
+    """Return the version of the harness."""
     import lm_eval
 
     return str(lm_eval.__version__)
 
 
 def hash_of(directory: Path | None) -> str:
-    """Hexadecimal SHA-256 of all files below a directory of tasks, by which a change of them is seen."""
+    """Return the hexadecimal SHA-256 of all files below a directory of tasks."""
     digest = hashlib.sha256()
     if directory is None:
         return digest.hexdigest()
@@ -156,9 +156,9 @@ def hash_of(directory: Path | None) -> str:
 
 
 def _manager(names: tuple[str, ...], directory: Path | None) -> Any:
-    """What knows the tasks.
+    """Return a task manager of the harness.
 
-    Those of the directory alone if they are all there, since the harness's own take long to list.
+    It knows the directory's tasks alone if they suffice, since listing the harness's own tasks takes long.
     """
     if directory is not None:
         own = _list(directory, include_defaults=False)
@@ -178,7 +178,7 @@ def _list(directory: Path | None, include_defaults: bool) -> Any:
 
 
 def _load(name: str, directory: Path | None, fewshot: int | None) -> Any:
-    """The task with its data, as `lm_eval.evaluate` takes it."""
+    """Return the task with its data in the form that `lm_eval.evaluate` takes."""
     import datasets
     import yaml
 
@@ -227,11 +227,11 @@ def _plain(loaded: Loaded, name: str, found: Mapping[str, Any]) -> dict[str, Any
     for metric in [
         metric for metric, entry in metrics.items() if not all(map(math.isfinite, entry["values"]))
     ]:
-        notice(f"{name}: {metric} is not finite in some documents, and left out")
+        notice(f"{name}: {metric} is not finite in some documents, so it is left out")
         del metrics[metric]
     for entry in metrics.values():
         entry["value"] = math.fsum(entry["values"]) / len(entry["values"])
-    # What is no mean over documents, such as a perplexity, is as the harness reckons it.
+    # A metric that is not a mean over documents, such as a perplexity, is taken from the harness.
     for key, value in found["results"].get(name, {}).items():
         metric, _, filtered = key.partition(",")
         if filtered and not metric.endswith("_stderr") and isinstance(value, float) and math.isfinite(value):
@@ -255,7 +255,7 @@ def _refuse_nan(loaded: Loaded, task: str, sample: Mapping[str, Any]) -> None:
 
 
 class _Lines(io.StringIO):
-    """Takes what bars draw, and prints the latest state as a plain line every few seconds."""
+    """A stream that prints the latest state of a progress bar as a plain line every few seconds."""
 
     def __init__(self, stream: TextIO) -> None:
         super().__init__()
@@ -271,7 +271,7 @@ class _Lines(io.StringIO):
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep stdout for the report, and stderr for bars on a terminal and for a line now and then elsewhere."""
+    """Redirect the harness's output to stderr: progress bars on a terminal, occasional lines elsewhere."""
     logger = logging.getLogger("lm_eval")
     level = logger.level
     logger.setLevel(logging.ERROR)

@@ -1,9 +1,8 @@
-"""Generated texts of an exact number of tokens with a key of digits at a given depth; nothing but Python's
-library is read.
+"""Prompts for the suite `retrieval`: texts of exact length with a key of digits at a given depth.
 
-The prose between is sentences of the standard library's documentation strings, all without digits; it repeats
-where it is too short. The right key and all distractors have the same number of tokens, so that none is
-likelier for being shorter.
+The filler is sentences from docstrings of Python's standard library, all without digits; it repeats where it
+is too short. The right key and all distractors have the same number of tokens, so that none is likelier for
+being shorter.
 
 Legend: a candidate is the right key (always number 0) or a distractor.
 """
@@ -25,10 +24,9 @@ from ...texts.corpus import stdlib_documents
 KINDS = ("passkey", "multikey")
 CANDIDATES = 10
 DIGITS = 5
-STEPS = (
-    DIGITS + 2
-)  # what greedy decoding gets: a blank, a token a digit, and one to see that the key ends there
-# What the keys of `multikey` belong to; one token or several, as the tokenizer likes.
+# Decoding steps of an answer: a blank, one token per digit, and one more to see that the key ends there.
+STEPS = DIGITS + 2
+# The names of the keys of `multikey`, each of one token or several.
 NAMES = (
     "anchor", "basket", "candle", "dragon", "engine", "forest", "garden", "hammer", "island", "jacket",
     "kettle", "ladder",
@@ -41,13 +39,13 @@ _SENTENCE = re.compile(r"[A-Z][A-Za-z ,'()-]{20,200}[a-z)]\.")
 
 @dataclass(frozen=True)
 class NeedlePrompt:
-    """One prompt.
+    """A prompt.
 
     Attributes:
         ids: its tokens, BOS included.
-        question: the same without the text before the question.
+        question: the tokens of the question alone, BOS included.
         key: the digits that it asks for.
-        candidates: the tokens of `key` and of each distractor, as they would follow; all of one length.
+        candidates: the tokens of `key` and of each distractor after the question; all of one length.
     """
 
     ids: tuple[int, ...]
@@ -58,9 +56,7 @@ class NeedlePrompt:
 
 @cache
 def prose() -> tuple[str, ...]:
-    """Sentences without digits from the documentation strings of the held-out modules of the standard
-    library.
-    """
+    """Return sentences without digits from docstrings of the held-out modules of the standard library."""
     strings = []
     for document in stdlib_documents(held_out=True):
         for node in ast.walk(ast.parse(document)):
@@ -72,15 +68,15 @@ def prose() -> tuple[str, ...]:
 
 
 class Haystack:
-    """Draws prompts for one tokenizer."""
+    """A generator of prompts for one tokenizer."""
 
     def __init__(self, path: Path, tokenizer: Any, keys: int) -> None:
         """Tokenise the prose once.
 
         Args:
-            path: the checkpoint's, for messages.
+            path: the checkpoint, for messages.
             tokenizer: its tokenizer.
-            keys: how many keys a prompt of the kind `multikey` holds.
+            keys: number of keys in a prompt of the kind `multikey`.
         """
         self._path, self._tokenizer, self._keys = path, tokenizer, keys
         self._sentences = [self._tokens(" " + sentence) for sentence in prose()]
@@ -90,13 +86,13 @@ class Haystack:
         """Draw a prompt of `length` - `STEPS` tokens.
 
         Args:
-            kind: of `KINDS`: one key, or several of which one is asked for.
+            kind: one of `KINDS`: one key, or several of which one is asked for.
             length: tokens of prompt and answer together.
             depth: where the key stands: 0 at the head of the text, 1 at its end.
-            seed: the same for the same prompt.
+            seed: equal seeds draw equal prompts.
 
         Raises:
-            InvalidInput: the keys take more than that, or the tokenizer cannot tell digits.
+            InvalidInput: the keys take more tokens than that, or the tokenizer does not distinguish numbers.
         """
         draw = random.Random(f"{seed} {kind} {length} {depth}")
         names = (
@@ -116,7 +112,7 @@ class Haystack:
         return NeedlePrompt((*self._head, *body, *stem), (*self._head, *stem), keys[0], candidates)
 
     def least(self) -> int:
-        """A length that has room for any prompt of either kind."""
+        """Return a length that has room for any prompt of either kind."""
         key = "9" * DIGITS
         needles = [
             self._keys * max(len(self._needle(name, key)) for name in map(_NAMED.format, NAMES)),
@@ -128,12 +124,11 @@ class Haystack:
     def _draw_keys(
         self, draw: random.Random, question: str
     ) -> tuple[list[str], list[int], tuple[tuple[int, ...], ...]]:
-        """Keys, the tokens of the question before any of them, and their tokens after it."""
+        """Return keys, the tokens of the question before any of them, and the tokens of each key after it."""
         pool = [str(number) for number in draw.sample(range(10 ** (DIGITS - 1), 10**DIGITS), 20 * CANDIDATES)]
         asked = self._tokens(question)
         wholes = [self._tokens(f"{question} {key}") for key in pool]
-        # Where a tokenizer joins the blank, or even the last word, to a number, the question ends before
-        # that.
+        # A tokenizer may join the blank, or even the last word, to a number; the question ends before that.
         same = (len(set(column)) == 1 for column in zip(asked, *wholes, strict=False))
         stem = asked[: sum(takewhile(bool, same))]
         usual = Counter(map(len, wholes)).most_common(1)[0][0]
@@ -143,14 +138,16 @@ class Haystack:
                 chosen.setdefault(tuple(whole[len(stem) :]), key)
         if len(chosen) < CANDIDATES:
             raise InvalidInput(
-                f"the tokenizer of {self._path} does not tell numbers apart, so that no key can be asked for"
+                f"the tokenizer of {self._path} does not distinguish numbers, so no key can be asked for; "
+                "leave out the suite retrieval"
             )
         tokens = tuple(chosen)[:CANDIDATES]
         return [chosen[ids] for ids in tokens], stem, tokens
 
     def _filling(self, draw: random.Random, room: int) -> list[list[int]]:
-        """Sentences of `room` tokens together, ending anywhere in the prose; the first one lacks its head."""
-        end, found = draw.randrange(len(self._sentences)), list[list[int]]()
+        """Return sentences of `room` tokens in total; the head of the first one is cut off."""
+        end = draw.randrange(len(self._sentences))
+        found: list[list[int]] = []
         while room > 0:
             sentence = self._sentences[(end - len(found)) % len(self._sentences)][-room:]
             found.append(sentence)
@@ -166,8 +163,12 @@ class Haystack:
 
 
 def _hide(sentences: Sequence[list[int]], needles: Sequence[tuple[float, list[int]]], room: int) -> list[int]:
-    """All in one, each needle between the sentences where the text before it is nearest to its share of
-    `room`.
+    """Return the sentences with each needle at the sentence boundary nearest to its depth.
+
+    Args:
+        sentences: the filler.
+        needles: depth, 0 to 1, and tokens of each needle.
+        room: tokens of the filler.
     """
     ends = [0, *accumulate(map(len, sentences))]
     at = [min(range(len(ends)), key=lambda number: abs(ends[number] - depth * room)) for depth, _ in needles]

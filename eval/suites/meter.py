@@ -1,4 +1,4 @@
-"""Time and memory of one piece of work on a CPU or on CUDA devices."""
+"""Time and peak memory of a function on a CPU or on CUDA devices."""
 
 import time
 import weakref
@@ -15,9 +15,9 @@ T = TypeVar("T")
 
 
 def timed(device: torch.device, work: Callable[[], T]) -> tuple[T, float]:
-    """What `work` returns, and the seconds until its result is there.
+    """Return the result of `work` and the seconds until it was computed.
 
-    On CUDA by events on the device's stream, with nothing else queued before.
+    On CUDA the time is taken by events on the device's stream, after everything queued before has finished.
     """
     if device.type != "cuda":
         start = time.perf_counter()
@@ -34,16 +34,16 @@ def timed(device: torch.device, work: Callable[[], T]) -> tuple[T, float]:
 
 
 class Peak:
-    """The most bytes that tensors took at once, beyond those that were there before."""
+    """The peak size of all tensors in bytes, above that at the start."""
 
     bytes = 0
 
 
 @contextmanager
 def peak_memory(device: torch.device) -> Iterator[Peak]:
-    """Watch what torch allocates.
+    """Measure the memory that torch allocates inside the context.
 
-    On CUDA its allocator's own count over all devices, on a CPU every tensor's storage.
+    On CUDA it is the allocator's own count over all devices, on a CPU the size of every tensor's storage.
     """
     peak = Peak()
     if device.type == "cuda":
@@ -62,9 +62,9 @@ def peak_memory(device: torch.device) -> Iterator[Peak]:
 
 
 class _Tally(TorchDispatchMode):
-    """Counts storages that operators return, until they are freed.
+    """A count of the storages that operators return, until they are freed.
 
-    What an operator takes inside and frees is not seen.
+    Memory that an operator allocates and frees inside is not counted.
     """
 
     def __init__(self) -> None:
@@ -78,7 +78,7 @@ class _Tally(TorchDispatchMode):
         before = {_key(tensor) for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)}
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
-            # A view or an operation in place returns a storage that was given.
+            # A view or an in-place operation returns a storage that it was given.
             if isinstance(tensor, Tensor) and (key := _key(tensor)) not in before and key not in self._alive:
                 storage = tensor.untyped_storage()
                 self._alive[key] = storage.nbytes()

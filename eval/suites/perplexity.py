@@ -1,7 +1,6 @@
-"""The suite `ppl`: what each model makes of the text, the student's difference from its teacher, the share
-recovered.
+"""The suite `ppl`: perplexity of each model, difference of student and teacher, recovered share of the loss.
 
-Where it speaks of a loss it is the negative log likelihood (NLL) of scored tokens in nats.
+A loss here is the negative log likelihood (NLL) of scored tokens in nats.
 """
 
 import math
@@ -64,18 +63,20 @@ def recovered_share(
     parent: Sequence[float] | None,
     weights: Sequence[float] | None = None,
 ) -> RecoveredLoss:
-    """How much of what a conversion lost its distillation won back: (ln PPL₀ - ln PPL) / (ln PPL₀ - ln
-    PPL_teacher).
+    """Return how much of a conversion's loss its distillation recovered.
+
+    The share is (ln PPL₀ - ln PPL) / (ln PPL₀ - ln PPL_teacher), where PPL₀ is the folded parent's
+    perplexity.
 
     Args:
         student: window NLLs of the distilled checkpoint.
-        teacher: of its source, if that was measured.
-        parent: of the converted checkpoint it started from (PPL₀), if that was measured.
-        weights: scored tokens of each window; None: all alike.
+        teacher: window NLLs of its source, if that was measured.
+        parent: window NLLs of the folded checkpoint that it started from, if that was measured.
+        weights: scored tokens of each window; None: the same for all.
 
     Returns:
-        The share; undefined when a model is missing or when the conversion's loss is not more than two
-        standard errors of the paired difference, where the quotient would be noise.
+        The share. It is undefined where a model is missing, and where the conversion's loss is at most two
+        standard errors of the paired difference, since the quotient would be noise.
     """
     if teacher is None or parent is None:
         return RecoveredLoss(None, "no teacher" if teacher is None else "no folded parent")
@@ -108,5 +109,5 @@ def _measured(scores: Scores, role: str, windows: TextWindows, dtype: str) -> Mo
 
 
 def _exp(exponent: float) -> float:
-    """Perplexities beyond 1e304 are told as that: JSON has no infinity."""
+    """Return exp of a number, capped at 1e304, since JSON has no infinity."""
     return math.exp(min(exponent, 700.0))

@@ -1,10 +1,10 @@
-"""The suite `retrieval`: is a key found again that stands somewhere in a long text?
+"""The suite `retrieval`: models are asked for a key that is hidden somewhere in a long text.
 
-Prompts are generated (haystack.py), the same for every model. Two scores: whether the right digits are
-generated greedily, and whether of ten keys that could stand there the right one is what the text has made
-likelier most, which tells something of
-models too small to do the first: log p(key | text, question) - log p(key | question), so that how likely
-digits are anyhow does not count (Holtzman et al. 2021, arXiv 2104.08315).
+Prompts are generated (haystack.py) and equal for all models. There are two scores. `accuracy` counts the
+prompts whose digits are generated exactly by greedy decoding. `choice` counts the prompts at which, of ten
+candidates, the text raises the likelihood of the right key most; it also distinguishes models that are too
+small to generate the key. The gain is log p(key | text, question) - log p(key | question), which cancels the
+prior likelihood of the digits (Holtzman et al. 2021, arXiv 2104.08315).
 
 Legend: B prompts of a batch, C candidates.
 """
@@ -46,7 +46,7 @@ def rows(found: RetrievalBlock, roles: tuple[str, ...]) -> list[list[str]]:
 
 
 def check(settings: Mapping[str, Any]) -> None:
-    """Refuse a list of lengths that is none."""
+    """Check the list of lengths."""
     if settings.get("retrieval_lengths") is not None:
         numbers("--retrieval-lengths", settings["retrieval_lengths"])
 
@@ -55,9 +55,8 @@ def measure(subject: Subject) -> RetrievalBlock:
     """Ask every model for the keys of the same prompts.
 
     Raises:
-        InvalidInput: a model takes fewer positions than a length, a length has no room for the keys, the
-        tokenizer cannot tell
-            numbers apart, or logits are not finite.
+        InvalidInput: a length exceeds a model's positions or has no room for the keys, the tokenizer does not
+            distinguish numbers, or logits are not finite.
     """
     settings, student = subject.settings, subject.described("student")
     seed, samples = settings.get("retrieval_seed", 0), settings.get("retrieval_samples", SAMPLES)
@@ -94,7 +93,7 @@ def measure(subject: Subject) -> RetrievalBlock:
 
 
 def _ask(subject: Subject, role: str, prompts: Sequence[NeedlePrompt]) -> dict[str, Any]:
-    """Which prompts were answered with the right digits (1 or 0), and the rank of the right key in each."""
+    """Return for each prompt 1 or 0 for right digits, and the rank of the right key."""
     loaded, size = subject.load(role), subject.options.batch_size
     exact: list[int] = []
     ranks: list[float] = []
@@ -107,7 +106,13 @@ def _ask(subject: Subject, role: str, prompts: Sequence[NeedlePrompt]) -> dict[s
 
 
 def _map(lengths: tuple[int, ...], depths: tuple[float, ...], rows: Sequence[Mapping[str, Any]]) -> NeedleMap:
-    """The grid of what was found, from one row a length, whose prompts are sorted by depth."""
+    """Return the map of one kind of needle.
+
+    Args:
+        lengths: tokens of prompt and answer.
+        depths: 0 to 1.
+        rows: the answers at each length, sorted by depth.
+    """
     samples = len(rows[0]["exact"]) // len(depths)
 
     def cells(name: str) -> list[list[list[float]]]:
@@ -161,13 +166,14 @@ def _difference(
 
 
 def _depths(count: int) -> tuple[float, ...]:
-    """So many from 0 to 1; a single one in the middle."""
+    """Return `count` evenly spaced depths from 0 to 1; a single one is in the middle."""
     return (0.5,) if count == 1 else tuple(number / (count - 1) for number in range(count))
 
 
 def _lengths(subject: Subject, haystack: Haystack) -> list[int]:
-    """The lengths asked for, or a quarter, a half and all of what every model takes, up to `LONGEST`, where
-    keys fit.
+    """Return the lengths asked for.
+
+    The default is a quarter, a half and all of the positions of every model, up to `LONGEST`, where keys fit.
     """
     limits = [
         (positions, subject.paths[role])
@@ -183,7 +189,7 @@ def _lengths(subject: Subject, haystack: Haystack) -> list[int]:
     lengths = numbers("--retrieval-lengths", asked)
     if path is not None and lengths[-1] > longest:
         raise InvalidInput(
-            f"--retrieval-lengths {lengths[-1]} is more than the {longest} positions of {path}; use "
+            f"--retrieval-lengths {lengths[-1]} exceeds the {longest} positions of {path}; use "
             f"{longest} or fewer"
         )
     return lengths

@@ -1,10 +1,9 @@
-"""The suite `speed`: prefill and decode apart, student and teacher in turns, each with its live cache in
-transformers.
+"""The suite `speed`: prefill and decoding times of student and teacher in turns.
 
-These are times of transformers' own forward pass on this machine: they compare two models, and say little of
-a serving engine. One round reads C tokens of B sequences at once (prefill), then decodes greedily, one token
-of each sequence a step, the same number of steps whatever is generated. Rounds go student, teacher, student,
-teacher, so that what else the machine does falls on both.
+The times are those of transformers' own forward pass with its live cache on this machine. They compare two
+models and say little about a serving engine. One round reads C tokens of B sequences at once (prefill), then
+decodes greedily one token of each sequence per step, for a fixed number of steps. Rounds alternate between
+student and teacher, so that other load on the machine affects both.
 
 Legend: B sequences, C tokens of context.
 """
@@ -28,7 +27,7 @@ from .decoding import greedy, read
 from .meter import peak_memory, timed
 
 BATCHES, CONTEXTS, TOKENS, ROUNDS, SECONDS = "1", (512, 4096), 16, 10, 300.0
-_LEAST_ROUNDS = 3  # below which there are no quartiles to speak of
+_LEAST_ROUNDS = 3  # fewer have no meaningful quartiles
 _ROLES = ("student", "teacher")  # the folded parent has the student's shapes
 
 
@@ -65,22 +64,22 @@ def rows(found: SpeedBlock, roles: tuple[str, ...]) -> list[list[str]]:
 
 
 def check(settings: Mapping[str, Any]) -> None:
-    """Refuse a list that is none."""
+    """Check the lists of batch sizes and contexts."""
     for name in ("speed_batch", "speed_context"):
         if settings.get(name) is not None:
             numbers(f"--{name.replace('_', '-')}", settings[name])
 
 
 def numbers(option: str, value: str) -> list[int]:
-    """Whole numbers from 1 in a list with commas, each once, in order of size.
+    """Return the positive integers in a comma-separated list, each once, in ascending order.
 
     Raises:
-        InvalidInput: it is something else.
+        InvalidInput: the value is not such a list.
     """
     parts = [part.strip() for part in value.split(",")]
     if not all(part.isascii() and part.isdecimal() and int(part) for part in parts):
         raise InvalidInput(
-            f"{option} {value}: write whole numbers from 1 with commas between, e.g. {option} 1,4"
+            f"{option} {value}: write whole numbers from 1, separated by commas, e.g. {option} 1,4"
         )
     return sorted({int(part) for part in parts})
 
@@ -89,7 +88,7 @@ def measure(subject: Subject) -> SpeedBlock:
     """Time every cell of the sweep.
 
     Raises:
-        InvalidInput: a model takes fewer positions than a cell needs.
+        InvalidInput: a cell needs more positions than a model has.
     """
     settings = subject.settings
     tokens = settings.get("speed_tokens", TOKENS)
@@ -100,8 +99,8 @@ def measure(subject: Subject) -> SpeedBlock:
     groups = [[role] for role in roles] if subject.one_at_a_time else [roles]
     if len(groups) > 1:
         notice(
-            "speed: the models do not fit in memory together, so they are timed one after the other, not "
-            "in turns"
+            "speed: the models do not fit in memory together, so they are timed one after the other "
+            "instead of in turns"
         )
     limit = settings.get("speed_seconds", SECONDS)
     end = monotonic() + limit
@@ -109,9 +108,9 @@ def measure(subject: Subject) -> SpeedBlock:
     units = [(group, cell) for group in groups for cell in cells]
     for number, (group, (batch, context)) in enumerate(progress(units, "Speed", len(units))):
         name = f"speed/{'+'.join(group)}/{batch}x{context}"
-        share = (end - monotonic()) / (len(units) - number)
+        seconds = (end - monotonic()) / (len(units) - number)
         found[batch, context] |= subject.part(
-            name, partial(_time, subject, group, (batch, context), tokens, share)
+            name, partial(_time, subject, group, (batch, context), tokens, seconds)
         )
     paired = len(groups) == 1
     return SpeedBlock(
@@ -125,7 +124,7 @@ def measure(subject: Subject) -> SpeedBlock:
 def _time(
     subject: Subject, roles: Sequence[str], cell: tuple[int, int], tokens: int, seconds: float
 ) -> dict[str, Any]:
-    """Seconds of each round, by role; or why there are none."""
+    """Return the seconds of each round by role, or the reason why there are none."""
     if seconds <= 0:
         return {"skipped": "time"}
     start = monotonic()
@@ -152,7 +151,7 @@ def _time(
 
 
 def _round(loaded: Loaded, ids_BC: Tensor, tokens: int) -> tuple[float, list[float]]:
-    """Seconds of the prefill, and of each decoding step."""
+    """Return the seconds of the prefill and of each decoding step."""
     device = loaded.device
 
     def step(ids_BT: Tensor, cache: Any) -> tuple[Tensor, Any]:
@@ -170,9 +169,9 @@ def _round(loaded: Loaded, ids_BC: Tensor, tokens: int) -> tuple[float, list[flo
 def _cell(
     batch: int, context: int, tokens: int, raw: Mapping[str, Any], limit: float, paired: bool
 ) -> SpeedCell:
-    """The numbers of a cell from the seconds of its rounds."""
+    """Return a cell's numbers from the seconds of its rounds."""
     if "skipped" in raw:
-        reasons = {"time": f"--speed-seconds {limit:g} were over", "memory": "out of memory"}
+        reasons = {"time": f"--speed-seconds {limit:g} had passed", "memory": "out of memory"}
         return SpeedCell(batch, context, tokens, 0, skipped=reasons[raw["skipped"]])
     student, teacher = (_timing(raw[role], batch, context) if role in raw else None for role in _ROLES)
     rounds = len(raw["student"]["prefill"])
@@ -193,7 +192,7 @@ def _timing(raw: Mapping[str, Any], batch: int, context: int) -> ModelSpeed:
 
 
 def quartiles(values: Any) -> Quartiles:
-    """Median and quartiles, by linear interpolation."""
+    """Return median and quartiles, by linear interpolation."""
     q1, median, q3 = (float(value) for value in np.percentile(values, [25, 50, 75]))
     return Quartiles(median, q1, q3)
 
@@ -203,13 +202,14 @@ def _phase(seconds: Any, tokens: int) -> PhaseSpeed:
 
 
 def _rounds(seconds: Sequence[Any]) -> Any:
-    """One row a round."""
+    """Return the seconds as an array with one row per round."""
     return np.array(seconds).reshape(len(seconds), -1)
 
 
 def _contexts(subject: Subject, tokens: int) -> list[int]:
-    """The contexts asked for, or those of `CONTEXTS` that every model takes, or else the longest that all
-    take.
+    """Return the contexts asked for.
+
+    The default is those of `CONTEXTS` that fit every model, or else the longest that fits all.
     """
     limits = [
         (positions, subject.paths[role])
@@ -220,7 +220,7 @@ def _contexts(subject: Subject, tokens: int) -> list[int]:
     longest, path = min(limits, default=(None, None), key=lambda limit: limit[0])
     if longest is not None and longest <= tokens:
         raise InvalidInput(
-            f"--speed-tokens {tokens}: {path} takes {longest} positions; use fewer, e.g. --speed-tokens 4"
+            f"--speed-tokens {tokens}: {path} has {longest} positions; use fewer, e.g. --speed-tokens 4"
         )
     if asked is None:
         fitting = [context for context in CONTEXTS if longest is None or context + tokens <= longest]
@@ -228,7 +228,7 @@ def _contexts(subject: Subject, tokens: int) -> list[int]:
     contexts = numbers("--speed-context", asked)
     if longest is not None and contexts[-1] + tokens > longest:
         raise InvalidInput(
-            f"--speed-context {contexts[-1]} and {tokens} decoded tokens are more than the {longest} "
+            f"--speed-context {contexts[-1]} and {tokens} decoded tokens exceed the {longest} "
             f"positions of {path}; "
             f"use {longest - tokens} or fewer"
         )

@@ -1,9 +1,8 @@
-"""The suite `tasks`: benchmarks of lm-evaluation-harness, all models on the same documents, compared document
-by document.
+"""The suite `tasks`: benchmarks of lm-evaluation-harness, with all models compared document by document.
 
 Two accuracies that differ by less than their errors may still come from models that disagree on many
-documents: so what turned from right to wrong and back is counted (flips, Dutta et al. 2024, arXiv
-2407.09141), and tested (McNemar, exact).
+documents. Therefore answers that change from right to wrong or back are counted (flips, Dutta et al. 2024,
+arXiv 2407.09141) and tested (exact McNemar test).
 """
 
 import hashlib
@@ -65,18 +64,18 @@ def rows(found: TasksBlock, roles: tuple[str, ...]) -> list[list[str]]:
 
 
 def check(settings: Mapping[str, Any]) -> None:
-    """Refuse unknown tasks, and a harness that is not there."""
+    """Check that the harness is installed and knows the tasks."""
     harness.check_tasks(harness.named(settings.get("tasks") or TASKS), settings.get("task_path"))
     directory = settings.get("task_cache")
     if directory is not None and directory.exists() and not directory.is_dir():
-        raise InvalidInput(f"--task-cache {directory} is no directory; name another one")
+        raise InvalidInput(f"--task-cache {directory} is not a directory; name another one")
 
 
 def measure(subject: Subject) -> TasksBlock:
-    """Let every model do every task.
+    """Run every task on every model.
 
     Raises:
-        InvalidInput: a task cannot be loaded, or what is kept in --task-cache is of other data.
+        InvalidInput: a task cannot be loaded, or --task-cache holds scores of other data.
     """
     settings = subject.settings
     names = harness.named(settings.get("tasks") or TASKS)
@@ -97,7 +96,7 @@ def measure(subject: Subject) -> TasksBlock:
 
 
 def _answers(subject: Subject, role: str, name: str) -> dict[str, Any]:
-    """What a model scores in a task, from --task-cache where it is there."""
+    """Return a model's scores in a task, from --task-cache where they are kept."""
     settings = subject.settings
     directory, limit, fewshot = (settings.get(key) for key in ("task_path", "limit", "fewshot"))
 
@@ -129,7 +128,7 @@ def _answers(subject: Subject, role: str, name: str) -> dict[str, Any]:
         if kept["asked"] != asked:
             raise ValueError
     except (ValueError, KeyError, TypeError):
-        raise InvalidInput(f"{file} is not what kvfold has written there; move it away") from None
+        raise InvalidInput(f"{file} was not written by kvfold or is damaged; move it away") from None
     return found
 
 
@@ -142,7 +141,7 @@ def _task(name: str, roles: Mapping[str, Mapping[str, Any]]) -> TaskScores:
     student = roles["student"]
     metrics = {metric: _metric(name, metric, roles) for metric in student["metrics"]}
     if not metrics:
-        raise InvalidInput(f"--tasks {name}: the harness gives no number for it; leave it out")
+        raise InvalidInput(f"--tasks {name}: the harness returns no number for it; leave it out")
     primary = harness.PRIMARY.get(name, "acc")
     return TaskScores(
         student["samples"], student["shots"], primary if primary in metrics else next(iter(metrics)), metrics
@@ -180,18 +179,16 @@ def _metric(name: str, metric: str, roles: Mapping[str, Mapping[str, Any]]) -> T
 
 
 def flips(student: Sequence[float], teacher: Sequence[float]) -> AnswerFlips:
-    """Count what turned, and test whether as often one way as the other (McNemar 1947, in its exact
-    binomial form).
-    """
+    """Count the flips, with the exact p of both directions being equally likely (McNemar 1947)."""
     lost = sum(their > our for our, their in zip(student, teacher, strict=True))
     won = sum(our > their for our, their in zip(student, teacher, strict=True))
     return AnswerFlips(lost, won, float(stats.binomtest(lost, lost + won, 0.5).pvalue) if lost + won else 1.0)
 
 
 def paired_bootstrap(student: Sequence[float], teacher: Sequence[float]) -> Estimate:
-    """Mean of student - teacher, with the percentile bootstrap over documents.
+    """Return the mean of student - teacher, with the percentile bootstrap over documents.
 
-    The same bits at every call.
+    Every call with the same values returns the same bits.
     """
     change_N = np.subtract(student, teacher)
     mean = float(change_N.mean())
@@ -226,7 +223,7 @@ def _average(tasks: Sequence[TaskScores]) -> TaskAverage:
 
 
 def _mean(differences: Sequence[Estimate | None]) -> Estimate | None:
-    """Of independent estimates, with the normal interval."""
+    """Return the mean of independent estimates, with the normal interval; None where one is missing."""
     known = [each for each in differences if each is not None]
     if len(known) < len(differences):
         return None

@@ -103,8 +103,11 @@ class PhaseSpeed:
 
 @dataclass(frozen=True)
 class ModelSpeed:
-    """The speed of one model in both phases, and its peak memory in bytes above its weights, cache
-    included.
+    """The speed of one model.
+
+    Attributes:
+        prefill, decode: the phases.
+        peak_bytes: peak memory above the weights, cache included.
     """
 
     prefill: PhaseSpeed
@@ -144,8 +147,12 @@ class SpeedCell:
 
 @dataclass(frozen=True)
 class SpeedBlock(SuiteBlock):
-    """The block of the suite `speed`: the machine, whether both models took turns, and every cell of the
-    sweep.
+    """The block of the suite `speed`.
+
+    Attributes:
+        machine: the processor or device.
+        interleaved: both models took turns.
+        cells: the sweep over batch sizes and contexts.
     """
 
     machine: str

@@ -165,9 +165,7 @@ class ModelSummary:
 
 @dataclass(frozen=True)
 class FidelitySummary:
-    """The checkpoint against its source: KL(source || checkpoint) in nats, and the proportion of equal top-1
-    tokens.
-    """
+    """The checkpoint against its source: KL(source || checkpoint) in nats, and equal top-1 tokens."""
 
     kl: Estimate
     same_top1: Estimate

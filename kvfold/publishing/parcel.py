@@ -1,4 +1,4 @@
-"""What of a directory is published: a card, and every file but hidden ones and pickles."""
+"""The content of a publication: a card, and every file of a directory except hidden files and pickles."""
 
 import os
 import re
@@ -8,21 +8,21 @@ from pathlib import Path
 
 from ..core.errors import InvalidInput
 
-WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")  # what transformers looks for
+WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")  # the names that transformers loads
 _PICKLED = {".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".joblib"}
 
 
 @dataclass(frozen=True)
 class Publication:
-    """What is to be published.
+    """A checkpoint that is ready to be published.
 
     Attributes:
         directory: the checkpoint; nothing is written to it.
         repository: owner/name.
-        private: whether the repository shall be private.
-        card: README.md as it is sent.
+        private: the repository is to be private.
+        card: content of README.md.
         files: all other files, relative to the directory, with their bytes.
-        notices: what the user should know, in sentences.
+        notices: sentences for the user.
     """
 
     directory: Path
@@ -34,16 +34,17 @@ class Publication:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Bytes of every file that is sent, the card first."""
+        """The bytes of every file that is sent, the card first."""
         return {"README.md": len(self.card.encode()), **self.files}
 
 
 def files_of(directory: Path) -> dict[str, int]:
-    """The files to send, by their name in the repository, with their bytes; README.md is made anew and not
-    among them.
+    """Return the bytes of every file to send, by its name in the repository.
+
+    README.md is not among them, since it is made from the card.
 
     Raises:
-        InvalidInput: there is a pickle, or a file that is half-written or cannot be read.
+        InvalidInput: a file is a pickle, is half-written or cannot be read.
     """
     found = {}
     for path in sorted(directory.rglob("*")):
@@ -65,9 +66,10 @@ def files_of(directory: Path) -> dict[str, int]:
 
 
 def _is_pickle(path: Path) -> bool:
-    """By its name, or by its content.
+    """Return whether a file is a pickle, by its name or its content.
 
-    Pickles of protocol 2 and later say so, and torch zips one with its tensors.
+    Pickles of protocol 2 and later begin with their protocol; torch stores one in a zip file with its
+    tensors.
     """
     if path.suffix.lower() in _PICKLED:
         return True

@@ -1,7 +1,6 @@
-"""`kvfold publish`: a checkpoint to a repository of the Hub, in one commit, with a model card that says what
-it is.
+"""`kvfold publish`: upload of a checkpoint with its model card to the Hub, in one commit.
 
-What goes is decided and checked on this machine (here and in parcel.py); upload.py sends it.
+The files are chosen and checked on this machine, here and in parcel.py; upload.py sends them.
 """
 
 from __future__ import annotations
@@ -22,12 +21,11 @@ if TYPE_CHECKING:
 
 
 def prepare(directory: Path, repository: str, private: bool = False) -> Publication:
-    """What would be published of a checkpoint; no network is touched.
+    """Return the publication of a checkpoint, without using the network.
 
     Raises:
-        InvalidInput: the name is none, kvfold did not write the checkpoint, it holds pickles, or its card or
-        its eval.json
-            cannot be read.
+        InvalidInput: the repository's name is invalid, kvfold did not write the checkpoint, it holds pickles,
+            or its card or its eval.json cannot be read.
     """
     from ..checkpoints.eval_json import FILE as EVALUATION
     from ..checkpoints.eval_json import read_summary
@@ -47,7 +45,7 @@ def prepare(directory: Path, repository: str, private: bool = False) -> Publicat
     card = make_card(directory, record, repository.partition("/")[2], repository, evaluation)
     notices = []
     if evaluation is None:
-        there = " after removing the one that lies there" if (directory / EVALUATION).exists() else ""
+        there = " after removing the eval.json that is there" if (directory / EVALUATION).exists() else ""
         place, out = shlex.quote(str(directory)), shlex.quote(str(directory / EVALUATION))
         notices.append(
             f"the card has no perplexity; measure it first{there}: kvfold eval {place} --text FILE --out "
@@ -77,44 +75,43 @@ def _check_name(repository: str) -> None:
         name = ""
     if not (owner and name):
         raise InvalidInput(
-            f"{repository!r} is no repository; write owner/name, of letters, digits, '-', '_' and '.', at "
-            f"most 96 together"
+            f"{repository!r} is not a repository; write owner/name with letters, digits, '-', '_' and '.', "
+            f"at most 96 in total"
         )
 
 
 def _verified(directory: Path, asked: str | None) -> Report:
-    """The rules, and the run beside the source.
+    """Verify a checkpoint by the rules and, where possible or asked for, by a run against its source.
 
-    Where it is asked for, or where nothing is and the source is at hand.
+    Args:
+        directory: the checkpoint.
+        asked: `full`, `lint`, or None for a run only where the source is available.
     """
     from ..checkpoints.record import read_record
     from ..verification.verify import verify
 
     record = read_record(directory)
-    at_hand = record is not None and Path(record["source"]["path"]).is_dir()
-    if asked is None and at_hand:
+    is_available = record is not None and Path(record["source"]["path"]).is_dir()
+    if asked is None and is_available:
         try:
             return verify(directory)
         except InvalidInput as reason:
-            notice(f"the checkpoint was not run beside its source: {reason}")
+            notice(f"the checkpoint was not run against its source: {reason}")
     return verify(directory, run=asked == "full")
 
 
 @click.command("publish", cls=Command)
 @click.argument("directory", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.argument("repository", metavar="REPO")
-@click.option(
-    "--private", is_flag=True, help="Make the repository private.  [default: as the owner's repositories are]"
-)
+@click.option("--private", is_flag=True, help="Make the repository private.  [default: the owner's setting]")
 @click.option(
     "--verify",
     type=click.Choice(("full", "lint")),
-    help="`lint` asks the rules of `kvfold verify`, `full` also runs the checkpoint beside its source.  "
-    "[default: full where "
-    "the source is at hand]",
+    help="`lint` checks the rules of `kvfold verify`, `full` also runs the checkpoint against its source.  "
+    "[default: full where the source is available]",
 )
 @click.option(
-    "--dry-run", is_flag=True, help="Show the card and the files; upload nothing, touch no network."
+    "--dry-run", is_flag=True, help="Show the card and the files; upload nothing and do not use the network."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
 def main(
@@ -122,10 +119,11 @@ def main(
 ) -> None:
     """Publish the checkpoint in DIRECTORY as the repository REPO (owner/name) of the Hub.
 
-    It is checked first (exit code 3 where kvfold verify fails), and goes up in one commit with a model card
-    made of kvfold.json and, where `kvfold eval --out DIRECTORY/eval.json` was run, of what was measured. A
-    README.md of your own keeps its text. kvfold.json and eval.json go as they are, with the paths in them.
-    DIRECTORY is not changed. An upload that was cut off goes on when the same command is given again.
+    The checkpoint is verified first; exit code 3 means that kvfold verify fails. It is then uploaded in one
+    commit with a model card made from kvfold.json and, where there is one, DIRECTORY/eval.json (written by
+    `kvfold eval --out DIRECTORY/eval.json`). A README.md of your own keeps its text. kvfold.json and
+    eval.json are uploaded unchanged, including the paths in them. DIRECTORY is not changed. The same command
+    resumes an interrupted upload.
     """
     from ..verification.verify import FAILED
     from .upload import publish
@@ -140,20 +138,21 @@ def main(
         raise SystemExit(FAILED)
     for text in publication.notices:
         notice(text)
-    told = {
+    shown = {
         "repository": repository,
         "private": private,
         "card": publication.card,
         "files": publication.sizes,
     }
     if dry_run:
-        show_json({**told, "commit": None, "removed": [], "verify": report.to_dict()}) if as_json else _show(
-            publication
-        )
+        if as_json:
+            show_json({**shown, "commit": None, "removed": [], "verify": report.to_dict()})
+        else:
+            _show(publication)
         return
     done = publish(publication)
     if as_json:
-        show_json({**told, **asdict(done), "verify": report.to_dict()})
+        show_json({**shown, **asdict(done), "verify": report.to_dict()})
     else:
         removed = f", {', '.join(done.removed)} removed" if done.removed else ""
         click.echo(
@@ -165,10 +164,10 @@ def main(
 def _show(publication: Publication) -> None:
     click.echo(publication.card)
     rows = [(name, f"{size:,}") for name, size in publication.sizes.items()]
-    show_table(f"{publication.repository} (nothing is sent)", ("file", "bytes"), rows)
-    whose = "a private repository" if publication.private else "a repository"
+    show_table(f"{publication.repository} (dry run)", ("file", "bytes"), rows)
+    kind = "private repository" if publication.private else "repository"
     size = sum(publication.sizes.values()) / 1e6
     click.echo(
-        f"{len(rows)} files, {size:,.1f} MB, in one commit to {publication.repository}, {whose} made if "
-        f"there is none"
+        f"{len(rows)} files, {size:,.1f} MB, in one commit to {publication.repository}; the {kind} is "
+        f"created if it does not exist"
     )

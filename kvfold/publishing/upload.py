@@ -1,8 +1,8 @@
-"""A publication's way to the Hub: large files one after another, then one commit that shows them all.
+"""Upload of a publication to the Hub: large files one after another, then one commit with all files.
 
-Files stay with the server before anything refers to them: an upload that was cut off goes on with the file it
-was at, and the repository never holds half a checkpoint. Only the public interface of huggingface_hub is
-used, the same in 1.5 and 2.4.
+The server keeps large files before a commit refers to them. An interrupted upload therefore resumes at the
+file that was being sent, and the repository never holds half a checkpoint. Only the public interface of
+huggingface_hub is used, which is the same in 1.5 and 2.4.
 """
 
 from __future__ import annotations
@@ -25,9 +25,11 @@ RESUME = "run the same command again: files that arrived are not sent again"
 
 @dataclass(frozen=True)
 class Published:
-    """What became of it.
+    """The result of an upload.
 
-    The commit, and files that were removed because they belong to weights sent earlier.
+    Attributes:
+        commit: id of the commit.
+        removed: files that were removed, since they belong to weights sent earlier.
     """
 
     commit: str
@@ -35,21 +37,20 @@ class Published:
 
 
 def publish(publication: Publication) -> Published:
-    """Upload a publication; what the repository has already is not sent again.
+    """Upload a publication; files that the repository already has are not sent again.
 
-    The token is the one that huggingface_hub finds (HF_TOKEN, or what `hf auth login` keeps).
+    The token is the one that huggingface_hub finds: HF_TOKEN, or the one that `hf auth login` stored.
 
     Raises:
-        InvalidInput: there is no token, it may not write there, the repository holds something else, or the
-        Hub cannot be
-            reached or fails.
+        InvalidInput: there is no token, it may not write there, the repository holds another model, or the
+            Hub cannot be reached or fails.
     """
     from huggingface_hub import HfApi
     from huggingface_hub.utils import disable_progress_bars
 
     api, repository = HfApi(), publication.repository
     if not sys.stderr.isatty():
-        disable_progress_bars()  # they would be lines upon lines
+        disable_progress_bars()  # they would print many lines
     with _failures(publication):
         api.whoami()
         _check_card(api, publication.card)
@@ -64,12 +65,12 @@ def publish(publication: Publication) -> Published:
 
 
 def _upload(api: HfApi, publication: Publication, removed: tuple[str, ...], parent: str | None) -> str:
-    """The commit with all files, of which the large ones are sent first."""
+    """Send the large files, then create the commit with all files; return its id."""
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
     additions = [CommitOperationAdd(name, str(publication.directory / name)) for name in publication.files]
     large = [addition for addition in additions if addition.path_in_repo.endswith(".safetensors")]
-    for addition in _told(large, publication.files):
+    for addition in _reported(large, publication.files):
         api.preupload_lfs_files(publication.repository, [addition], free_memory=False)
     card = CommitOperationAdd("README.md", publication.card.encode())
     commit = api.create_commit(
@@ -81,21 +82,21 @@ def _upload(api: HfApi, publication: Publication, removed: tuple[str, ...], pare
     return str(commit.oid)
 
 
-def _told(additions: list[CommitOperationAdd], sizes: dict[str, int]) -> Iterator[CommitOperationAdd]:
-    """Files with a line for each where there is no terminal; on one the library shows its own bars."""
+def _reported(additions: list[CommitOperationAdd], sizes: dict[str, int]) -> Iterator[CommitOperationAdd]:
+    """Yield files and print a line for each, except on a terminal, where the library shows its own bars."""
     total, sent = sum(sizes[addition.path_in_repo] for addition in additions), 0
     for number, addition in enumerate(additions, 1):
         yield addition
         sent += sizes[addition.path_in_repo]
         if not sys.stderr.isatty():
-            share = f"{number}/{len(additions)} files, {sent / 1e9:,.3f} of {total / 1e9:,.3f} GB"
-            print(f"on the Hub: {share}", file=sys.stderr, flush=True)
+            progress = f"{number}/{len(additions)} files, {sent / 1e9:,.3f} of {total / 1e9:,.3f} GB"
+            print(f"on the Hub: {progress}", file=sys.stderr, flush=True)
 
 
 def _check_card(api: HfApi, card: str) -> None:
-    """Ask the Hub whether it takes the card's metadata, before anything large is sent.
+    """Have the Hub validate the card's metadata, before anything large is sent.
 
-    Not by ModelCard.validate, which before huggingface_hub 2 asks a host of its own instead of the endpoint.
+    ModelCard.validate is not used, since before huggingface_hub 2 it ignores the configured endpoint.
     """
     from huggingface_hub.utils import get_session, hf_raise_for_status
 
@@ -112,8 +113,8 @@ def _check_card(api: HfApi, card: str) -> None:
 def _check_repository(publication: Publication, there: set[str], private: bool) -> None:
     if publication.private and not private:
         raise InvalidInput(
-            f"--private: {publication.repository} exists and is public; make it private there, or name "
-            f"another"
+            f"--private: {publication.repository} exists and is public; make it private on the Hub, or "
+            f"name another repository"
         )
     if "kvfold.json" not in there and any(
         name == "config.json" or name.endswith(".safetensors") for name in there
@@ -124,7 +125,7 @@ def _check_repository(publication: Publication, there: set[str], private: bool) 
 
 
 def _check_text(api: HfApi, publication: Publication) -> None:
-    """Refuse to replace a card that somebody wrote on the Hub by one that is ours."""
+    """Refuse to replace a card that was written on the Hub with a generated one."""
     from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
 
     from ..convert.write.model_card import without_metadata, written_by_kvfold
@@ -139,7 +140,7 @@ def _check_text(api: HfApi, publication: Publication) -> None:
         and written_by_kvfold(without_metadata(publication.card))
     ):
         raise InvalidInput(
-            f"README.md of {publication.repository} was written there; put it into "
+            f"README.md of {publication.repository} was written on the Hub; copy it into "
             f"{publication.directory} to keep its text, "
             "or delete it there"
         )
@@ -147,37 +148,39 @@ def _check_text(api: HfApi, publication: Publication) -> None:
 
 @contextmanager
 def _failures(publication: Publication) -> Iterator[None]:
-    """What can go wrong between here and the Hub as sentences."""
+    """Raise failures of the upload as errors of one sentence."""
     from huggingface_hub.errors import HTTPError, LocalTokenNotFoundError, OfflineModeIsEnabled
 
     try:
         yield
     except LocalTokenNotFoundError:
         raise InvalidInput(
-            "there is no token for the Hub; set HF_TOKEN to one that may write, or run: hf auth login"
+            "there is no token for the Hub; set HF_TOKEN to a token with write access, or run: hf auth login"
         ) from None
     except OfflineModeIsEnabled:
-        raise InvalidInput("HF_HUB_OFFLINE is set, so that nothing can be uploaded; unset it") from None
+        raise InvalidInput("HF_HUB_OFFLINE is set, so nothing can be uploaded; unset it") from None
     except HTTPError as error:
         raise InvalidInput(_sentence(publication.repository, error)) from None
-    except ValueError as error:  # what the Hub says of single files, such as a full quota
+    except ValueError as error:  # an error about a single file, such as an exceeded quota
         raise InvalidInput(f"the Hub refuses the upload: {_plain(error)}") from None
     except (RuntimeError, ConnectionError, TimeoutError, PermissionError) as error:
         if getattr(error, "filename", None) is not None:
-            raise  # a file of this machine
-        # How the library's threads pass on what happened in them, and how hf_xet says all that happens to it.
+            raise  # an error of a local file
+        # The library's threads pass on their errors as these, and hf_xet raises all its errors as these.
         raise InvalidInput(_sentence(publication.repository, error.__cause__ or error)) from None
 
 
 def _sentence(repository: str, error: BaseException) -> str:
-    """Why the Hub refused, without its address."""
+    """Return the reason of a failure, without the Hub's address."""
     response = getattr(error, "response", None)
-    told = re.search(r"\((\d{3}) [A-Z]", str(error)) if response is None else None  # as hf_xet puts it
-    status = int(told[1]) if told else getattr(response, "status_code", None)
+    match = (
+        re.search(r"\((\d{3}) [A-Z]", str(error)) if response is None else None
+    )  # the form of hf_xet's messages
+    status = int(match[1]) if match else getattr(response, "status_code", None)
     if status is None:
         return f"the Hub cannot be reached ({_plain(error)}); when it can, {RESUME}"
     if status == 401 and response is not None and "whoami" in str(response.url):
-        return "the Hub does not know the token; set HF_TOKEN to one that may write, or run: hf auth login"
+        return "the Hub does not know the token; set HF_TOKEN to a token with write access, or run: hf auth login"
     if status in {401, 403, 404}:
         return (
             f"the token may not write to {repository}; name a repository of your own, or use a token "
@@ -192,5 +195,5 @@ def _sentence(repository: str, error: BaseException) -> str:
 
 
 def _plain(error: BaseException) -> str:
-    """What an error says, in a line, without addresses."""
+    """Return an error's message on one line, without addresses."""
     return " ".join(re.sub(r"\w+://\S+", "its address", str(error)).split())[:300] or type(error).__name__

@@ -249,7 +249,7 @@ def test_what_is_there_already(folded: Path, hub: Hub, tmp_path: Path) -> None:
     (code, out, err), refused, merged = run(hub, tmp_path, *((words, {}) for words in commands))
     assert code == 0, err
     assert refused[0] == 2
-    assert "README.md of org/written was written there; put it into" in refused[2]
+    assert "README.md of org/written was written on the Hub; copy it into" in refused[2]
     assert merged[0] == 0, merged[2]
     assert hub.repositories["org/written"].files["README.md"].endswith(b"---\nWritten there.\n")
     assert "model-00001-of-00009.safetensors removed" in out
@@ -264,7 +264,7 @@ def test_a_dry_run_shows_all_and_touches_nothing(folded: Path, monkeypatch: pyte
     code, out, err = local(str(folded), "org/tiny", "--dry-run")
     assert code == 0, err
     assert "model-00001-of-" in out
-    assert "nothing is sent" in out
+    assert "(dry run)" in out
     assert 'from_pretrained("org/tiny", dtype="auto")' in out
     assert "the card has no perplexity" in err
     code, out, _ = local(str(folded), "org/tiny", "--dry-run", "--json")
@@ -281,7 +281,7 @@ def test_a_dry_run_shows_all_and_touches_nothing(folded: Path, monkeypatch: pyte
 def test_a_name_that_is_none(folded: Path, name: str) -> None:
     code, _, err = local(str(folded), name, "--dry-run")
     assert code == 2
-    assert "is no repository; write owner/name" in err
+    assert "is not a repository; write owner/name" in err
 
 
 @pytest.mark.parametrize(
