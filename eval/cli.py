@@ -13,10 +13,8 @@ from ..core.processes import Launched, together
 from ..core.units import ByteSize
 from ..models.load_options import DEVICE_MAPS, DEVICES, DTYPES
 from .assertions import ALIASES, check, parse
-from .evaluation_journal import Journal, reserved
-from .options import Options
 from .evaluation_journal import EvaluationJournal, reserved
-from .options import DEVICE_MAPS, DEVICES, DTYPES, Options
+from .options import Options
 from .suites.catalogue import DEFAULT, SUITES, check_settings, chosen
 
 if TYPE_CHECKING:

@@ -24,10 +24,8 @@ from ..models.teacher_cache import TeacherCache, identify
 from ..texts.corpus import Text
 from .evaluation_journal import EvaluationJournal
 from .options import Options
-from .scores import Live, Scores, Source, gather, pending, score
-from .stored_teacher import OPTION, StoredTeacher, fill
-from .windows import Windows, cut, window_length
 from .scores import Live, LogitSource, Scores, gather, pending, score
+from .stored_teacher import OPTION, StoredTeacher, fill
 from .windows import TextWindows, cut, window_length
 
 _NO_NUMBERS = (

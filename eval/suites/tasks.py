@@ -27,7 +27,6 @@ from ...checkpoints.quality_blocks import (
 from ...core.console import progress
 from ...core.errors import InvalidInput
 from ...core.files import write_whole
-from ..estimate import LEVEL, Estimate, estimate
 from ..estimate import LEVEL, estimate
 from ..subject import Subject
 from . import harness

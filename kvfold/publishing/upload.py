@@ -180,7 +180,7 @@ def _sentence(repository: str, error: BaseException) -> str:
     if status is None:
         return f"the Hub cannot be reached ({_plain(error)}); when it can, {RESUME}"
     if status == 401 and response is not None and "whoami" in str(response.url):
-        return "the Hub does not know the token; set HF_TOKEN to a token with write access, or run: hf auth login"
+        return "the Hub does not know the token; set HF_TOKEN to one with write access, or run: hf auth login"
     if status in {401, 403, 404}:
         return (
             f"the token may not write to {repository}; name a repository of your own, or use a token "

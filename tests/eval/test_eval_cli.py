@@ -164,7 +164,7 @@ def test_an_assertion_that_does_not_hold_exits_3_after_the_report(
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (["--window", "65"], "--window 65 is more than the 64 positions of"),
+        (["--window", "65"], "--window 65 exceeds the 64 positions of"),
         (["--window", "1"], "Invalid value for '--window'"),
         (["--window", "-4"], "Invalid value for '--window'"),
         (["--max-windows", "0"], "Invalid value for '--max-windows'"),
@@ -173,8 +173,8 @@ def test_an_assertion_that_does_not_hold_exits_3_after_the_report(
         (["--dtype", "float8"], "'float8' is not one of 'auto', 'float32', 'bfloat16'"),
         (["--teacher", "./absent"], "./absent is not a directory"),
         (["--out", "/absent/eval.json"], "there is no directory /absent"),
-        (["--suite", "pl"], "--suite pl: pl is no suite; known are ppl, fidelity, cache"),
-        (["--suite", ","], "--suite ,: nothing is no suite"),
+        (["--suite", "pl"], "--suite pl: pl is not a suite; known are ppl, fidelity, cache"),
+        (["--suite", ","], "--suite ,: nothing is not a suite"),
         (
             ["--suite", "ppl", "--memory", "1GB"],
             "--memory belongs to the suite cache, which --suite does not name",
@@ -186,8 +186,8 @@ def test_an_assertion_that_does_not_hold_exits_3_after_the_report(
         ),
         (["--assert", "kl.mean"], "--assert 'kl.mean' is not a comparison with a number"),
         (["--assert", "kl.mean<low"], "--assert 'kl.mean<low' is not a comparison with a number"),
-        (["--offload-dir", "x"], "--offload-dir is for weights that fit no device; add --device-map auto"),
-        (["--cpu-memory", "1GB"], "--cpu-memory is for weights that fit no device; add --device-map auto"),
+        (["--offload-dir", "x"], "--offload-dir has no effect without --device-map auto; add that option"),
+        (["--cpu-memory", "1GB"], "--cpu-memory has no effect without --device-map auto; add that option"),
         (
             ["--text", "wikitext2-gptq-65", "--rows", "/absent.json"],
             "--rows /absent.json cannot be read: No such file",
@@ -211,7 +211,7 @@ def test_a_mistake_in_an_option_is_one_sentence(
         (b"", "holds no text"),
         (b" \n ", "holds no text"),
         (b"\xff\xfe", "is not UTF-8 text"),
-        (b"short", "text:given.txt has 5 tokens, a window of 64 takes 63 of them; --window 6 would fit"),
+        (b"short", "text:given.txt has 5 tokens, but a window of 64 takes 63 of them; --window 6 would fit"),
     ],
 )
 def test_a_text_that_cannot_be_used_is_one_sentence(
@@ -240,7 +240,9 @@ def test_a_model_that_cannot_be_used_is_one_sentence(
 
 
 def test_suites_that_read_a_text_ask_for_it(mha: Path) -> None:
-    check_mistake(run(mha), "the suites ppl, fidelity read a text; name one with --text, e.g. --text stdlib")
+    check_mistake(
+        run(mha), "the suites ppl, fidelity read a text; choose one with --text, e.g. --text stdlib"
+    )
 
 
 def check_mistake(result: Result, sentence: str) -> None:

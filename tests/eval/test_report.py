@@ -15,9 +15,6 @@ from kvfold.checkpoints.record import describe, write_record
 from kvfold.eval.options import Options
 from kvfold.eval.result import Result
 from kvfold.eval.run import evaluate
-from kvfold.eval.suites.cache import Caches
-from kvfold.eval.suites.fidelity import Fidelity
-from kvfold.eval.suites.perplexity import Perplexity
 from kvfold.texts.corpus import Text
 
 from .conftest import Make

@@ -210,7 +210,7 @@ def test_bytes_of_scored_tokens_are_those_of_the_text(mha: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "options", "sentence"),
     [
-        ("wikitext2-gptq-65", {}, "--text wikitext2-gptq-65: 65 is more than the 64 positions of"),
+        ("wikitext2-gptq-65", {}, "--text wikitext2-gptq-65: 65 exceeds the 64 positions of"),
         (
             "wikitext2-gptq-64",
             {"window": 32},
@@ -240,7 +240,7 @@ def test_what_contradicts_a_protocol_is_one_sentence(
 def test_rows_that_are_too_few_say_so(mha: Path, make: Make, tmp_path: Path, name: str) -> None:
     (tmp_path / "few.json").write_text('["", ""]')
     with pytest.raises(
-        InvalidInput, match=r"has 2 tokens, a window of 64 takes 64 of them; .*-2 would fit|holds no text"
+        InvalidInput, match=r"has 2 tokens, but a window of 64 takes 64 of them; .*-2 would fit|holds no text"
     ):
         evaluate(mha, None, read_text(name, tmp_path / "few.json"), CPU)
 

@@ -58,7 +58,7 @@ def test_the_default_window_is_the_shortest_of_the_models(make: Make, mha: Path)
     assert window_length(None, models) == 48
     assert window_length(None, models[2:]) == 2048
     assert window_length(40, models) == 40
-    with pytest.raises(InvalidInput, match="--window 64 is more than the 48 positions"):
+    with pytest.raises(InvalidInput, match="--window 64 exceeds the 48 positions"):
         window_length(64, models)
 
 
@@ -68,7 +68,7 @@ def test_a_text_shorter_than_a_window_says_what_would_fit(mha: Path, documents: 
     tokens = len(documents[0])
     advice = f"--window {tokens + 1} would fit" if tokens else "give a longer text"
     with pytest.raises(
-        InvalidInput, match=f"x has {tokens} tokens, a window of 32 takes 31 of them; {advice}"
+        InvalidInput, match=f"x has {tokens} tokens, but a window of 32 takes 31 of them; {advice}"
     ):
         cut(Text("x", documents), loaded, 32, CPU)
     if tokens:

@@ -248,7 +248,7 @@ def test_lengths_fit_the_models_when_none_are_asked_for(roomy: Path, haystack: H
     [
         (
             {"retrieval_lengths": "401"},
-            "--retrieval-lengths 401 is more than the 400 positions of .*; use 400 or fewer",
+            "--retrieval-lengths 401 exceeds the 400 positions of .*; use 400 or fewer",
         ),
         (
             {"retrieval_lengths": "30"},

@@ -208,7 +208,7 @@ def test_quartiles_are_numpys() -> None:
     [
         (
             {"speed_context": "60"},
-            "--speed-context 60 and 16 decoded tokens are more than the 64 positions of .*; use 48",
+            "--speed-context 60 and 16 decoded tokens exceed the 64 positions of .*; use 48",
         ),
         ({"speed_context": "4,x"}, "--speed-context 4,x: write whole numbers from 1 with commas"),
         ({"speed_batch": "0"}, "--speed-batch 0: write whole numbers"),
