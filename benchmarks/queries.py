@@ -20,7 +20,7 @@ from scipy.stats import spearmanr
 from torch import Tensor
 
 from kvfold.convert.algebra.attention import Attention
-from kvfold.convert.algebra.metric import Metric
+from kvfold.convert.algebra.metric import LayerMetric
 from kvfold.convert.calibration.statistics import LayerStatistics
 from kvfold.convert.calibration.study import study
 from kvfold.convert.decide.plan import Plan, make_plan
@@ -41,7 +41,9 @@ WHOLE = "none"
 SHARES = (0.125, 0.25, 0.375, 0.5, 0.75)  # of the hidden size
 
 
-def _even(attention: Attention, taken: LayerStatistics | None, span: int, frequencies_F: Tensor) -> Metric:
+def _even(
+    attention: Attention, taken: LayerStatistics | None, span: int, frequencies_F: Tensor
+) -> LayerMetric:
     """Every query costs the same: with the input's moment."""
     metric = query_metric(attention, taken, span, frequencies_F)
     return replace(
@@ -50,16 +52,18 @@ def _even(attention: Attention, taken: LayerStatistics | None, span: int, freque
     )
 
 
-def _plain(*arguments: Any) -> Metric:
+def _plain(*arguments: Any) -> LayerMetric:
     """The singular value decomposition of the weights."""
     return replace(_even(*arguments), input_EE=None)
 
 
-def _by_weights(attention: Attention, _: LayerStatistics | None, span: int, frequencies_F: Tensor) -> Metric:
+def _by_weights(
+    attention: Attention, _: LayerStatistics | None, span: int, frequencies_F: Tensor
+) -> LayerMetric:
     return query_metric(attention, None, span, frequencies_F)
 
 
-METRICS: dict[str, tuple[Callable[..., Metric] | None, int]] = {
+METRICS: dict[str, tuple[Callable[..., LayerMetric] | None, int]] = {
     "plain SVD": (_plain, 0),
     "by weights alone": (_by_weights, 0),
     "activations": (_even, 0),

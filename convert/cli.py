@@ -238,7 +238,8 @@ def _carry_out(
 
     Of several processes the first one alone does so.
     """
-    from ..verification.verify import ENGINES, FAILED, verify
+    from ..verification.verify import FAILED, verify
+    from .decide.engines import ENGINES
     from .write.rewrite import rewrite
 
     for text in plan.notices:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .spectrum import Spectrum
+from .spectrum import LatentSpectrum
 
 
 class _Layer:
@@ -71,7 +71,7 @@ class LatentAttention(_Layer):
     k_rope_R: Tensor | None = None
     o_D: Tensor | None = None
     scale: float
-    spectrum: Spectrum | None = None
+    spectrum: LatentSpectrum | None = None
 
     def widened(self, latent: int, rope: int, nope: int, value: int, slots: Sequence[int]) -> Self:
         """The same function in other widths, none of them smaller: zeros beside what there is.
@@ -135,4 +135,4 @@ class IntactAttention(_Layer):
     q_norm_NH: Tensor | None = None
     k_norm_KH: Tensor | None = None
     scale: float
-    spectrum: Spectrum | None = None
+    spectrum: LatentSpectrum | None = None

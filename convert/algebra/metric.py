@@ -24,7 +24,7 @@ SHRINKAGE = 1e-3  # of the input's moment towards its mean; from 1e-6 to 1e-2 no
 
 
 @dataclass(frozen=True, kw_only=True)
-class Metric:
+class LayerMetric:
     """One layer's metric, float64.
 
     Attributes:
@@ -55,7 +55,7 @@ class Metric:
         width = rows_KHE.shape[-1]
         return None if self.input_EE is None else self.input_EE[:width, :width]
 
-    def of_queries(self, heads: slice) -> "Metric":
+    def of_queries(self, heads: slice) -> "LayerMetric":
         """The same for some query heads."""
         return replace(self, query_NHH=self.query_NHH[heads], distance_NT=self.distance_NT[heads])
 
@@ -78,7 +78,7 @@ class Metric:
         rows = _rows_of([one, other], self.value_BSS.shape[-1] // heads)
         return self.value_BSS[0, rows][:, rows]
 
-    def reordered(self, keys: list[int], readers: list[int]) -> "Metric":
+    def reordered(self, keys: list[int], readers: list[int]) -> "LayerMetric":
         """The metric of the same layer with its key heads, and its query heads, in another order."""
 
         def moved(blocks_BSS: Tensor) -> Tensor:
@@ -116,7 +116,7 @@ def _rows_of(heads: list[int], width: int) -> Tensor:
     return torch.cat([torch.arange(head * width, (head + 1) * width) for head in heads])
 
 
-UNWEIGHTED = Metric(
+UNWEIGHTED = LayerMetric(
     input_EE=None,
     key_BSS=torch.empty(0, 0, 0),
     value_BSS=torch.empty(0, 0, 0),
@@ -125,19 +125,19 @@ UNWEIGHTED = Metric(
 )  # for methods that weigh nothing: working one out takes longer than their fold
 
 
-def metric_of(layer: LayerStatistics | None, attention: Attention, span: int) -> Metric:
+def metric_of(layer: LayerStatistics | None, attention: Attention, span: int) -> LayerMetric:
     """What errors cost in a layer: from statistics where there are any, otherwise from the weights alone."""
     return weights_only(attention, span) if layer is None else from_statistics(layer)
 
 
-def from_statistics(layer: LayerStatistics) -> Metric:
+def from_statistics(layer: LayerStatistics) -> LayerMetric:
     """The metric of a layer whose statistics were taken, in nats (but for the factor ½ that all terms
     share).
     """
     input_EE = layer.input_EE.clone()
     # Directions that the calibration text never took are not free: other text takes them.
     input_EE.diagonal()[:-1] += SHRINKAGE * layer.input_EE.diagonal()[:-1].mean()
-    return Metric(
+    return LayerMetric(
         input_EE=input_EE,
         key_BSS=layer.key_fisher[None],
         value_BSS=layer.value_fisher[None],
@@ -146,7 +146,7 @@ def from_statistics(layer: LayerStatistics) -> Metric:
     )
 
 
-def weights_only(attention: Attention, span: int) -> Metric:
+def weights_only(attention: Attention, span: int) -> LayerMetric:
     """The metric when there is no data: an isotropic input, and distances that follow a power law.
 
     A key error moves a score by scale · q·δ, a query error by scale · δ·k, and the score moves the output by
@@ -164,7 +164,7 @@ def weights_only(attention: Attention, span: int) -> Metric:
     k_NHE = with_bias(attention.k_KHD, attention.k_KH).repeat_interleave(queries, 0)
     key_NHH = displaced_N[:, None, None] * (q_NHE @ q_NHE.mT)
     weight_T = (torch.arange(min(span, SPAN), dtype=torch.float64) + 1) ** -DECAY
-    return Metric(
+    return LayerMetric(
         input_EE=None,
         key_BSS=key_NHH.unflatten(0, (heads, queries)).sum(1),
         value_BSS=gram_NHH.unflatten(0, (heads, queries)).sum(1),

@@ -19,7 +19,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .metric import Metric
+from .metric import LayerMetric
 from .rotary import complex_rows, interleaved_rows
 from .subspaces import eigh
 
@@ -35,7 +35,7 @@ def fit_queries(
     slots_S: Tensor,
     latent_CE: Tensor,
     queries: int,
-    metric: Metric,
+    metric: LayerMetric,
 ) -> tuple[Tensor, Tensor]:
     """T of every head, split into what reads the slots and what reads the latent.
 

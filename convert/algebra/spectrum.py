@@ -12,7 +12,7 @@ MOST = 64  # numbers of a spectrum that are kept: enough to draw it
 
 
 @dataclass(frozen=True)
-class Spectrum:
+class LatentSpectrum:
     """What each direction of a layer's un-rotated keys and values costs when it is left out, the dearest
     first.
 
@@ -30,14 +30,14 @@ class Spectrum:
     cost: tuple[float, ...]
 
 
-def spectrum(energy_M: Tensor) -> Spectrum:
+def spectrum(energy_M: Tensor) -> LatentSpectrum:
     """The spectrum of `subspaces.low_rank`'s energies, float64, falling.
 
     A quadratic form costs half of them.
     """
     size = len(energy_M)
     index = _steps(size, MOST)
-    return Spectrum(size, tuple(index), tuple(float(energy_M[number - 1]) / 2 for number in index))
+    return LatentSpectrum(size, tuple(index), tuple(float(energy_M[number - 1]) / 2 for number in index))
 
 
 def _steps(size: int, most: int) -> Sequence[int]:

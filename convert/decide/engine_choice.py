@@ -1,112 +1,106 @@
-"""Which engines run an output, asked of its plan.
+"""The choice of an output format that all named engines run.
 
-The rules that `kvfold verify` asks of the written files decide here too.
+The rules that `kvfold verify` applies to written files decide here too, on the planned config.json and
+tensor shapes.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
 
+from ...checkpoints.shards import TensorSpec
 from ...core.errors import InvalidInput
 from ...models.remote_code import HERE
-from ...verification.verify import ENGINES
 from .engine_rules import lint_written
-from .lint import Finding, Written
+from .engines import SERVED
+from .lint import LintFinding, Written
 
-if TYPE_CHECKING:
-    from .plan import Plan
-
-SERVED = "serving"  # the stock class in the widths that engines have kernels for
 _FORMS = {
     "remote": "code of its own (--container remote)",
     SERVED: "the stock class for serving (--container stock)",
 }
 
 
-def read_engines(text: str | None) -> tuple[str, ...]:
-    """The engines that a comma list names; none where there is no list.
+class PlannedOutput(Protocol):
+    """The part of a plan that engines' rules read."""
 
-    Raises:
-        InvalidInput: one that kvfold knows no rules of.
+    @property
+    def config(self) -> dict[str, Any]:
+        """Return config.json of the output."""
+
+    @property
+    def specs(self) -> dict[str, TensorSpec]:
+        """Return shape and dtype of every tensor, by name."""
+
+
+Output = TypeVar("Output", bound=PlannedOutput)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineChoice(Generic[Output]):
+    """A plan that all named engines run.
+
+    Attributes:
+        plan: the plan.
+        reasons: which format was chosen and which were not, in sentences.
+        unsaved: the engines that run it without a smaller cache, in sentences.
     """
-    if text is None:
-        return ()
-    names = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
-    for name in names:
-        if name not in ENGINES:
-            raise InvalidInput(
-                f"--engine {name!r} is not one that kvfold knows; these are: {', '.join(ENGINES)}"
-            )
-    return names
+
+    plan: Output
+    reasons: tuple[str, ...] = ()
+    unsaved: tuple[str, ...] = ()
 
 
-def are_served(engines: Sequence[str]) -> bool:
-    """Whether one of them takes the stock class in the serving widths only."""
-    return bool(set(engines) - {ENGINES[0]})
+def choose_plan(
+    engines: Sequence[str], containers: Sequence[str], make: Callable[[str], Output]
+) -> EngineChoice[Output]:
+    """Return the first plan that all engines run with a smaller cache.
 
-
-def containers_for(engines: Sequence[str], to: str, container: str | None) -> tuple[str, ...]:
-    """The output formats to try, the least lossy first.
-
-    Args:
-        engines: that must run the output; none: no engine was named.
-        to: `gqa`, `mqa` or `mla`.
-        container: the user's choice of `auto`, `stock` or `remote`.
-    """
-    if to != "mla" or not are_served(engines):
-        return (container or "auto",)
-    # Slots of any frequency lose less than those of the stock table, but need their own code.
-    return {"stock": (SERVED,), "remote": ("remote",)}.get(container or "auto", ("remote", SERVED))
-
-
-def choose_plan(engines: Sequence[str], containers: Sequence[str], make: Callable[[str], "Plan"]) -> "Plan":
-    """The first plan that all engines run with a smaller cache; where there is no choice, one that saves none
-    will do.
+    Where there is only one format to try, a plan whose cache is not smaller in every engine is accepted too.
 
     Args:
         engines: that must run the output.
         containers: of `containers_for`.
-        make: a container's plan; it may refuse.
+        make: returns the plan of a container, or raises InvalidInput.
 
     Raises:
-        InvalidInput: there is none; says why for each.
+        InvalidInput: no plan is accepted; the message gives the reason for each container.
     """
     if not engines:
-        return make(containers[0])
+        return EngineChoice(plan=make(containers[0]))
+    is_only = len(containers) == 1
     refused: dict[str, str] = {}
     for container in containers:
         try:
             plan = make(container)
         except InvalidInput as refusal:
-            if len(containers) == 1:
+            if is_only:
                 raise
             refused[container] = str(refusal)
             continue
         found = judge(plan.config, plan.specs, engines)
+        failing = [finding for finding in found if finding.fails]
         unsaved = [finding for finding in found if finding.effect == "saves no cache"]
-        against = [finding for finding in found if finding.fails] or (unsaved if len(containers) > 1 else [])
-        if not against:
-            return _accepted(plan, engines, container, refused, unsaved)
-        refused[container] = str(against[0])
-    reasons = "; ".join(f"{_FORMS[name]}: {why}" if name in _FORMS else why for name, why in refused.items())
-    raise InvalidInput(f"no output of this kind would do for {', '.join(engines)}: {reasons}")
+        if not failing and (is_only or not unsaved):
+            reasons = _reasons(engines, container, refused)
+            return EngineChoice(plan=plan, reasons=reasons, unsaved=tuple(map(str, unsaved)))
+        refused[container] = str((failing or unsaved)[0])
+    against = [f"{_FORMS[name]}: {why}" if name in _FORMS else why for name, why in refused.items()]
+    raise InvalidInput(f"no output of this kind would do for {', '.join(engines)}: {'; '.join(against)}")
 
 
-def judge(config: Mapping[str, Any], specs: Mapping[str, Any], engines: Sequence[str]) -> list[Finding]:
-    """What some engines would do with an output that is planned: config.json and the tensors' shapes tell."""
+def judge(
+    config: Mapping[str, Any], specs: Mapping[str, TensorSpec], engines: Sequence[str]
+) -> list[LintFinding]:
+    """Lint a planned output for some engines, from its config.json and the tensors' shapes."""
     return lint_written(Written(HERE, dict(config), specs), engines)
 
 
-def _accepted(
-    plan: "Plan",
-    engines: Sequence[str],
-    container: str,
-    refused: Mapping[str, str],
-    unsaved: Sequence[Finding],
-) -> "Plan":
-    """The plan, with sentences on what was chosen, what was not, and where it saves nothing."""
-    others = "".join(f"; {_FORMS[name]} was not taken: {why}" for name, why in refused.items())
-    chosen = (
-        [f"for {', '.join(engines)} the output is {_FORMS[container]}{others}"] if container in _FORMS else []
-    )
-    return replace(plan, engines=tuple(engines), notices=(*chosen, *plan.notices, *map(str, unsaved)))
+def _reasons(engines: Sequence[str], container: str, refused: Mapping[str, str]) -> tuple[str, ...]:
+    """Return a sentence on the format that was chosen and those that were refused."""
+    if container not in _FORMS:
+        return ()
+    sentence = f"for {', '.join(engines)} the output is {_FORMS[container]}"
+    for name, why in refused.items():
+        sentence += f"; {_FORMS[name]} was not taken: {why}"
+    return (sentence,)

@@ -12,10 +12,9 @@ from pathlib import Path
 import torch
 
 from ...models.remote_code import AUTO_MAP, FILES
-from ..formats.serving import SERVING
-from ..formats.stock import NORM_EPSILON
+from ..formats.serving import NORM_EPSILON, SERVING
 from .expected_tensors import expected_tensors
-from .lint import Effect, Finding, Rule, Written, open_written
+from .lint import Effect, LintFinding, Rule, Written, open_written
 
 # What vLLM's latent attention takes: widths of what is cached, and (nope, rope, value) widths of a head on
 # CUDA.
@@ -265,12 +264,12 @@ RULES = (
 )  # fmt: skip
 
 
-def lint(directory: Path, engines: Iterable[str]) -> list[Finding]:
+def lint(directory: Path, engines: Iterable[str]) -> list[LintFinding]:
     """What is wrong with a checkpoint for each of some engines.
 
     Args:
         directory: the checkpoint; no weight is read.
-        engines: of verify.ENGINES.
+        engines: of engines.ENGINES.
 
     Raises:
         InvalidInput: there is no checkpoint that can be read.
@@ -278,12 +277,12 @@ def lint(directory: Path, engines: Iterable[str]) -> list[Finding]:
     return lint_written(open_written(directory), engines)
 
 
-def lint_written(written: Written, engines: Iterable[str]) -> list[Finding]:
+def lint_written(written: Written, engines: Iterable[str]) -> list[LintFinding]:
     """The same of a checkpoint that is open, or planned."""
     found = []
     for engine in engines:
         for rule in RULES:
             words = rule.found(written) if engine in rule.engines and written.layout in rule.layouts else ""
             if words:
-                found.append(Finding(engine, rule.effect, f"{words}; {rule.why}", rule.engines[engine]))
+                found.append(LintFinding(engine, rule.effect, f"{words}; {rule.why}", rule.engines[engine]))
     return found

@@ -11,6 +11,7 @@ from ..algebra.target import MLA
 from ..families.recognition import intact_reason, latent_obstacle
 from ..families.source import Source
 from ..formats.blocks import folded_block
+from ..formats.container import Container
 from ..formats.remote import Remote
 from ..formats.stock import Stock
 from ..methods.latent import Band
@@ -79,7 +80,7 @@ def _stock_obstacle(source: Source) -> str | None:
     return None if obstacle is None else obstacle.partition("; use --to")[0]
 
 
-def latent_container(source: Source, target: MLA, bands: tuple[Band, ...], remote: bool) -> Stock | Remote:
+def latent_container(source: Source, target: MLA, bands: tuple[Band, ...], remote: bool) -> Container:
     """The output format of a target whose form `choose_form` chose."""
     if not remote:
         block, rope = folded_block(source.family, source.config), slot_rope(source, bands)

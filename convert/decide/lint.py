@@ -74,7 +74,7 @@ class Rule:
 
 
 @dataclass(frozen=True)
-class Finding:
+class LintFinding:
     """A broken rule: engine, effect, a sentence, and what the rule was learned on."""
 
     engine: str

@@ -1,6 +1,6 @@
-"""What a conversion would do, known before a tensor is read.
+"""A fold that is decided but not begun: every output tensor, the cache before and after, and the notices.
 
-Every output tensor, the cache before and after, the cost.
+No weight is read.
 """
 
 import hashlib
@@ -18,21 +18,19 @@ from ...core.errors import InvalidInput
 from ..algebra.target import MLA, Target, from_options
 from ..calibration.statistics import Statistics
 from ..families.source import Source, open_source
+from ..formats.container import Container
 from ..formats.copies import Copy
-from ..formats.grouped import Grouped
-from ..formats.host_class import Rehosted, grouped_container
-from ..formats.remote import Remote
+from ..formats.host_class import grouped_container
 from ..formats.serving import SERVING
-from ..formats.stock import Stock
 from ..methods import table as methods
 from ..methods.intact import full_rank
 from ..methods.latent import Band
 from ..methods.query_rank import planned_losses, query_notices, query_parameters
 from ..methods.refinement import STEPS
 from ..methods.slots import choose_slots
-from .engine_choice import SERVED, are_served, choose_plan, containers_for, read_engines
+from .engine_choice import choose_plan
+from .engines import SERVED, are_served, containers_for, read_engines
 from .form import Form, choose_form, latent_container
-from .notices import notices_of
 from .serving_shape import served_container, served_target
 
 CONTEXTS = (4096, 32768, 131072)  # tokens that cache sizes are shown for
@@ -40,8 +38,14 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layer:
-    """One layer's attention: the tensors that are read for it and those that take their place."""
+class PlannedLayer:
+    """One layer's attention.
+
+    Attributes:
+        number: of the layer, from 0.
+        reads: names of the source's tensors.
+        writes: names, shapes and dtypes of the output's tensors, which replace them.
+    """
 
     number: int
     reads: tuple[str, ...]
@@ -50,29 +54,29 @@ class Layer:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A conversion, decided but not begun.
+    """A fold that is decided but not begun.
 
     Attributes:
         source: the checkpoint that is read.
-        target, method, container: what it becomes.
+        target: the attention that it becomes.
+        method: name of the method that folds the layers.
+        container: the output format.
         bands: the rotary slots of MLA.
-        statistics: of the source on calibration tokens; None when only its weights are used.
-        predicted: the loss that the division of MLA's cache is expected to cost, nats a token; None without
-            statistics.
-        losses: the same layer by layer and step by step: `slots`, what the slots lose of the rotation,
-            `latent` and `queries`.
-        refine: steps by which layers are refined where there are statistics.
+        statistics: of the source on calibration tokens; None where only its weights are used.
+        predicted: expected loss of MLA's division of the cache, in nats per token; None without statistics.
+        losses: the same by layer and part: `slots` (rotation that the slots lose), `latent` and `queries`.
+        refine: number of steps by which each layer is refined where there are statistics.
         dtype: of the attention's tensors.
-        copies: the other output tensors, and what each is made of.
+        copies: the other output tensors, and the source tensor that each is made of.
         layers: the attention of each layer.
-        notices: what the user should know.
-        engines: that the user wants to run it in.
+        notices: sentences for the user.
+        engines: that must run the output.
     """
 
     source: Source
     target: Target
     method: str
-    container: Grouped | Rehosted | Stock | Remote
+    container: Container
     bands: tuple[Band, ...]
     statistics: Statistics | None
     predicted: float | None
@@ -80,36 +84,40 @@ class Plan:
     refine: int
     dtype: torch.dtype
     copies: dict[str, Copy]
-    layers: tuple[Layer, ...]
+    layers: tuple[PlannedLayer, ...]
     notices: tuple[str, ...]
     engines: tuple[str, ...] = ()
 
     @property
     def folds_biases(self) -> bool:
-        """Whether biases must go into weights, because the output has no place for them."""
-        return isinstance(self.container, Stock) and bool(self.source.biases) and not self.container.biases
+        """Return whether biases must go into weights, because the output has no place for them."""
+        return bool(self.source.biases) and not self.container.holds_biases
 
     @property
     def specs(self) -> dict[str, TensorSpec]:
-        """Every output tensor in the order of the source, a layer's attention where its first tensor
-        stood.
+        """Return the shape and dtype of every output tensor, in the order of the source.
+
+        A layer's attention stands where its first tensor stood in the source.
         """
-        first = {layer.reads[0]: layer for layer in self.layers}
-        specs: dict[str, TensorSpec] = {}
-        made: dict[str, dict[str, TensorSpec]] = {}
+        layer_at = {layer.reads[0]: layer for layer in self.layers}
+        copies_of: dict[str, dict[str, TensorSpec]] = {}
         for name, copy in self.copies.items():
-            made.setdefault(copy.source, {})[name] = copy.spec
+            copies_of.setdefault(copy.source, {})[name] = copy.spec
+        specs: dict[str, TensorSpec] = {}
         for name in self.source.checkpoint:
-            specs |= first[name].writes if name in first else made.get(name, {})
+            if name in layer_at:
+                specs |= layer_at[name].writes
+            else:
+                specs |= copies_of.get(name, {})
         return specs
 
     @property
     def config(self) -> dict[str, Any]:
-        """config.json of the output."""
+        """Return config.json of the output."""
         source = self.source
-        own = isinstance(self.container, Grouped | Remote)  # the source's own fields
-        config = self.container.config(source.stored_config if own else source.config)
-        config.pop("torch_dtype", None)
+        given = source.stored_config if self.container.keeps_source_config else source.config
+        config = self.container.config(given)
+        config.pop("torch_dtype", None)  # the older name of `dtype`
         return {
             "architectures": [self.container.architecture],
             **config,
@@ -117,29 +125,33 @@ class Plan:
         }
 
     def cache(self) -> dict[str, Any]:
-        """Elements and bytes that the cache takes per token, before and after, in the output's dtype."""
-        count = len(self.layers)
+        """Return the size of the cache per token, before and after, in elements and in the output's dtype."""
 
         def size(elements: int) -> dict[str, int]:
-            total = elements * count
-            return {"elements_per_token_per_layer": elements, "bytes_per_token": total * self.dtype.itemsize}
+            in_all_layers = elements * len(self.layers)
+            return {
+                "elements_per_token_per_layer": elements,
+                "bytes_per_token": in_all_layers * self.dtype.itemsize,
+            }
 
-        before, after = self.source.geometry.cache_elements, self.target.cache_elements(self.source.geometry)
-        if isinstance(self.container, Stock):
-            after = sum(self.container.cached)
+        before = self.source.geometry.cache_elements
+        after = sum(self.container.cached)
         return {"before": size(before), "after": size(after), "ratio": after / before}
 
     def calibration(self) -> dict[str, Any] | None:
-        """What the statistics were taken on; None when only weights are used."""
+        """Return the text, tokens and seed of the statistics; None where only weights are used."""
         taken = self.statistics
-        return (
-            None if taken is None else {"text": taken.calibration, "tokens": taken.tokens, "seed": taken.seed}
-        )
+        if taken is None:
+            return None
+        return {"text": taken.calibration, "tokens": taken.tokens, "seed": taken.seed}
 
     def fingerprint(self, shard_size: int) -> str:
-        """Changes when the source or anything decided here does.
+        """Return a hash of the source and of everything that is decided here.
 
-        A half-written output of another plan is not resumed.
+        A half-written output of a plan with another fingerprint is not resumed.
+
+        Args:
+            shard_size: most bytes per output file.
         """
         layout = [(name, str(spec.dtype), spec.shape) for name, spec in self.specs.items()]
         decided: list[Any] = [
@@ -157,8 +169,10 @@ class Plan:
         return hashlib.sha256(json.dumps(decided).encode()).hexdigest()
 
     def to_dict(self) -> dict[str, Any]:
-        """The plan as plain values, for `--dry-run --json`."""
+        """Return the plan as plain values, for `--dry-run --json`."""
         cache = self.cache()
+        per_token = [cache[side]["bytes_per_token"] for side in ("before", "after")]
+        config = self.config
         return {
             "source": str(self.source.checkpoint.directory),
             "family": self.source.family.label,
@@ -166,14 +180,12 @@ class Plan:
             "method": self.method,
             "calibration": self.calibration(),
             "planned_loss": self.predicted,
-            "container": self.config["architectures"][0],
+            "container": config["architectures"][0],
             "engines": list(self.engines),
-            "dtype": self.config["dtype"],
+            "dtype": config["dtype"],
             "layers": len(self.layers),
             "cache": cache,
-            "cache_bytes_at": {
-                str(n): [cache[side]["bytes_per_token"] * n for side in ("before", "after")] for n in CONTEXTS
-            },
+            "cache_bytes_at": {str(tokens): [size * tokens for size in per_token] for tokens in CONTEXTS},
             "query_parameters": query_parameters(self.target, self.layers[0].writes),
             "output_bytes": sum(spec.nbytes for spec in self.specs.values()),
             "attention_of_layer_0": {name: list(spec.shape) for name, spec in self.layers[0].writes.items()},
@@ -190,31 +202,38 @@ def make_plan(
     statistics: Statistics | None = None,
     refine: int = STEPS,
 ) -> Plan:
-    """Decide a conversion from what the user asked for.
+    """Decide a fold from what the user asked for.
 
     Args:
         directory: the source checkpoint.
         to: `gqa`, `mqa` or `mla`.
         options: the size options of `target.from_options`; for MLA also `rope`, `slots` and `container`; and
-            `engine`, a list with commas of those that must run the output.
+            `engine`, a comma-separated list of those that must run the output.
         method: name of a method of the target; None takes the default.
         dtype: `auto` (the source's), `float32` or `bfloat16`.
         statistics: of the source; with them MLA's slots are allocated, and a budget is divided, by predicted
             loss.
         refine: steps by which each layer is refined where there are statistics; 0 for the closed form.
 
+    Returns:
+        The plan of the least lossy output format that the engines run.
+
     Raises:
         InvalidInput: the source cannot be folded, or not to this target.
     """
-    source, engines = open_source(directory), read_engines(options.get("engine"))
-    if to == "mla" and are_served(engines) and options.get("rank") is options.get("kv_budget") is None:
+    source = open_source(directory)
+    engines = read_engines(options.get("engine"))
+    has_size = options.get("rank") is not None or options.get("kv_budget") is not None
+    if to == "mla" and are_served(engines) and not has_size:
         options = {**options, "rank": str(SERVING.latent)}  # the one size that every kernel is built for
     candidates = containers_for(engines, to, options.get("container"))
 
     def make(container: str) -> Plan:
         return _plan(source, to, {**options, "container": container}, method, dtype, statistics, refine)
 
-    return choose_plan(engines, candidates, make)
+    choice = choose_plan(engines, candidates, make)
+    notices = (*choice.reasons, *choice.plan.notices, *choice.unsaved)
+    return replace(choice.plan, engines=engines, notices=notices)
 
 
 def _plan(
@@ -226,13 +245,20 @@ def _plan(
     statistics: Statistics | None,
     refine: int,
 ) -> Plan:
-    """The plan of one output format; `container` may be SERVED."""
+    """Return the plan of one output format.
+
+    Arguments are those of `make_plan`; `options["container"]` is a format of `containers_for`.
+    """
     sizes = {key: value for key, value in options.items() if key not in {"container", "slots", "engine"}}
-    served = options["container"] == SERVED
-    form = _form(
-        source, to, sizes.get("rope"), "stock" if served else options["container"], options.get("slots")
-    )
-    target, fixed = served_target(source, options) if served else (_target(source, to, sizes, form), ())
+    is_served = options["container"] == SERVED
+    container_name = "stock" if is_served else options["container"]
+    form = _form(source, to, sizes.get("rope"), container_name, options.get("slots"))
+    target: Target
+    fixed: tuple[Band, ...] = ()
+    if is_served:
+        target, fixed = served_target(source, options)
+    else:
+        target = _target(source, to, sizes, form)
     method = methods.check(target, method)
     written, notices = _written_dtypes(source, form, dtype)
     kind = written[source.reads(0)[0]]
@@ -240,9 +266,14 @@ def _plan(
     losses = planned_losses(source, target, statistics, losses)
     container = _container(source, target, bands, form, options)
     layers = tuple(
-        Layer(number=layer, reads=source.reads(layer), writes=container.specs(layer, kind))
+        PlannedLayer(number=layer, reads=source.reads(layer), writes=container.specs(layer, kind))
         for layer in range(source.layers)
     )
+    predicted = None
+    if losses and "latent" in losses[0]:
+        predicted = sum(sum(loss.values()) for loss in losses)
+    notices += container.notices(source, None if form is None else form.why)
+    notices += query_notices(target, layers[0].writes)
     return Plan(
         source=source,
         target=target,
@@ -250,33 +281,38 @@ def _plan(
         container=container,
         bands=bands,
         statistics=statistics,
-        predicted=sum(sum(loss.values()) for loss in losses) if losses and "latent" in losses[0] else None,
+        predicted=predicted,
         losses=losses or (None,) * source.layers,
         refine=refine if method == "subspace" else 0,
         dtype=kind,
         copies=_copies(source, container, layers, written),
         layers=layers,
-        notices=(*notices, *notices_of(container, form, source), *query_notices(target, layers[0].writes)),
+        notices=tuple(notices),
     )
 
 
 def _copies(
     source: Source,
-    container: Grouped | Rehosted | Stock | Remote,
-    layers: tuple[Layer, ...],
+    container: Container,
+    layers: tuple[PlannedLayer, ...],
     written: Mapping[str, torch.dtype],
 ) -> dict[str, Copy]:
-    """The output tensors that no method makes."""
+    """Return the output tensors that are not attention, which no method makes."""
     attention = {name for layer in layers for name in layer.reads}
     copies: dict[str, Copy] = {}
     for name in source.checkpoint:
         if name not in attention:
-            copies |= container.copies(name, TensorSpec(written[name], source.checkpoint.spec(name).shape))
+            spec = TensorSpec(written[name], source.checkpoint.spec(name).shape)
+            copies |= container.copies(name, spec)
     return copies
 
 
 def _form(source: Source, to: str, rope: str | None, container: str | None, slots: str | None) -> Form | None:
-    """The form of MLA; None for other targets, which have none."""
+    """Return the form of MLA; None for other targets, which have none.
+
+    Raises:
+        InvalidInput: `slots` or `container` is given for another target.
+    """
     if to == "mla":
         return choose_form(source, rope, container or "auto")
     if slots is not None:
@@ -289,48 +325,58 @@ def _form(source: Source, to: str, rope: str | None, container: str | None, slot
 
 
 def _target(source: Source, to: str, sizes: Mapping[str, Any], form: Form | None) -> Target:
-    """What the user asked for, in the form that the source takes."""
+    """Return the target that the user asked for, in the form that the source takes."""
     if form is None:
         return from_options(source.geometry, to, **sizes)
-    geometry, normed = source.geometry, source.family.k_norm is not None
+    geometry = source.geometry
     target = from_options(
-        geometry, to, **{**sizes, "rope": form.rope}, rotary_width=source.rotary_width, normed=normed
+        geometry,
+        to,
+        **{**sizes, "rope": form.rope},
+        rotary_width=source.rotary_width,
+        normed=source.family.k_norm is not None,
     )
     if source.mixed and isinstance(target, MLA) and target.slots == "source" and target.qk_rope_head_dim:
-        # Layers without rotation have no use for slots: their keys need the latent.
-        return replace(
-            target, kv_lora_rank=full_rank(geometry.hidden_size, geometry.cache_elements, normed=False)
-        )
+        # Layers without rotation cannot use slots, so their keys need room in the latent.
+        rank = full_rank(geometry.hidden_size, geometry.cache_elements, normed=False)
+        return replace(target, kv_lora_rank=rank)
     return target
 
 
 def _container(
     source: Source, target: Target, bands: tuple[Band, ...], form: Form | None, options: Mapping[str, Any]
-) -> Grouped | Rehosted | Stock | Remote:
-    """The output format: the stock latent class for MLA, the source's own class otherwise."""
-    if isinstance(target, MLA) and options["container"] == SERVED:
-        return served_container(
-            source, target, bands, compressed="llama.cpp" in read_engines(options["engine"])
-        )
-    if isinstance(target, MLA) and form is not None:
-        return latent_container(source, target, bands, form.remote)
-    assert not isinstance(target, MLA)
-    return grouped_container(source, target)
+) -> Container:
+    """Return the output format of a target.
+
+    MLA is written in the stock latent class or with kvfold's own code; GQA and MQA in the source's own class,
+    or in its host.
+    """
+    if not isinstance(target, MLA):
+        return grouped_container(source, target)
+    if options["container"] == SERVED:
+        compressed = "llama.cpp" in read_engines(options["engine"])
+        return served_container(source, target, bands, compressed=compressed)
+    assert form is not None
+    return latent_container(source, target, bands, form.remote)
 
 
 def _written_dtypes(
     source: Source, form: Form | None, dtype: str
 ) -> tuple[dict[str, torch.dtype], list[str]]:
-    """The dtype that each source tensor is written in.
+    """Return the dtype that each source tensor is written in, and a notice where it was changed.
 
-    Its own, except where the user or the container wants another.
+    It is the tensor's own, unless the user or the container requires another.
+
+    Args:
+        source: the checkpoint that is read.
+        form: of MLA; None for other targets.
+        dtype: `auto`, `float32` or `bfloat16`.
     """
     own = {name: source.checkpoint.spec(name).dtype for name in source.checkpoint}
     if dtype != "auto":
         return dict.fromkeys(own, _DTYPES[dtype]), []
     if form is not None and not form.remote and torch.float16 in own.values():
         written = {name: torch.bfloat16 if kind == torch.float16 else kind for name, kind in own.items()}
-        return written, [
-            "float16 cannot hold the small scale of a linearised latent, so the output is bfloat16"
-        ]
+        notice = "float16 cannot hold the small scale of a linearised latent, so the output is bfloat16"
+        return written, [notice]
     return own, []

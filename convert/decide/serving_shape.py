@@ -15,7 +15,7 @@ from ...core.errors import InvalidInput
 from ..algebra.rotary import rope_parameters
 from ..algebra.target import MLA, budget_elements, check_options, query_rank, share_of
 from ..families.source import STILL, Source
-from ..formats.blocks import CENTRED_EPSILON, Folded, folded_block
+from ..formats.blocks import CENTRED_EPSILON, FoldedBlock, folded_block
 from ..formats.serving import SERVING, Profile, Served, choose_heads, find_places, nearest_bands, table
 from ..formats.stock import Stock
 from ..methods.intact import full_rank
@@ -125,24 +125,26 @@ def served_container(
     places = _places(source, bands, profile)
     assert places is not None, "served_target chose slots of the table"
     block = folded_block(source.family, source.config)
+    scale = stream_scale(source, block, profile)
     return Stock(
         geometry=source.geometry,
         target=target,
         rope={"rope_type": "default", "rope_theta": _theta(source)},
         biases=False,
-        block=replace(block.scaled(stream_scale(source, block, profile)), untied=True),
+        block=replace(block.scaled(scale), untied=True),
         served=Served(
             profile=profile,
             nope=widths[0],
             value=widths[1],
             places=places,
+            stream_scale=scale,
             compressed=compressed and target.q_lora_rank is None,
         ),
         mixed=source.mixed,
     )
 
 
-def stream_scale(source: Source, block: Folded, profile: Profile) -> float:
+def stream_scale(source: Source, block: FoldedBlock, profile: Profile) -> float:
     """The factor s on the residual stream by which norms with the profile's epsilon ε' give what the source's
     with ε do.
 
@@ -160,45 +162,3 @@ def stream_scale(source: Source, block: Folded, profile: Profile) -> float:
     scale = float((profile.epsilon / epsilon) ** 0.5)
     power = 2.0 ** round(math.log2(scale))
     return power if math.isclose(scale, power, rel_tol=1e-9) else scale
-
-
-def served_notices(source: Source, container: Stock) -> list[str]:
-    """What became of the source on the way to a profile, beside the loss that is measured."""
-    assert container.served is not None
-    served, profile, target = container.served, container.served.profile, container.target
-    notices = []
-    if (target.kv_lora_rank, target.qk_rope_head_dim) != (profile.latent, profile.rope):
-        notices.append(
-            f"what is folded is {target.kv_lora_rank}+{target.qk_rope_head_dim} wide and filled up with "
-            f"zeros: the cache is as "
-            f"large as at {profile}"
-        )
-    if profile.cached >= source.geometry.cache_elements:
-        notices.append(
-            f"the cache becomes larger than the source's {source.geometry.cache_elements} elements: this "
-            f"is a proof"
-        )
-    scale = stream_scale(source, folded_block(source.family, source.config), profile)
-    if scale != 1:
-        rounded = "exact: a power of two" if math.frexp(scale)[0] == 0.5 else "rounded once"
-        notices.append(
-            f"rms_norm_eps becomes {profile.epsilon} and embeddings and what layers add are multiplied by "
-            f"{scale:.6g}, which "
-            f"norms do not see ({rounded})"
-        )
-    kind = rope_parameters(source.config)["rope_type"]
-    if kind != "default":
-        notices.append(
-            f"rope_type {kind} becomes the default table: pairs go to the slot that turns most nearly as fast"
-        )
-    if source.biased:
-        notices.append(
-            "biases of queries, keys and values go into their weights, as the linear function of a "
-            "layer's input that is "
-            "nearest to a constant; what that loses is in the measured loss"
-        )
-    if served.compressed:
-        notices.append(
-            "queries pass an identity first, which llama.cpp wants: hidden_size² more weights a layer"
-        )
-    return notices

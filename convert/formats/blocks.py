@@ -21,7 +21,7 @@ CENTRED_EPSILON = 1e-5  # of OLMo's LayerNorm, which config.json does not say
 
 
 @dataclass(frozen=True, kw_only=True)
-class Folded:
+class FoldedBlock:
     """How one checkpoint's layers become Llama's.
 
     Attributes:
@@ -56,7 +56,7 @@ class Folded:
             {"rms_norm_eps": CENTRED_EPSILON} if self.centred else {}
         )
 
-    def scaled(self, factor: float) -> "Folded":
+    def scaled(self, factor: float) -> "FoldedBlock":
         """The same with a residual stream scaled by a factor, which norms with an epsilon scaled by its
         square do not see.
         """
@@ -122,7 +122,7 @@ class Folded:
         }
 
 
-def folded_block(family: Family, config: Mapping[str, Any]) -> Folded:
+def folded_block(family: Family, config: Mapping[str, Any]) -> FoldedBlock:
     """How the layers of a checkpoint become Llama's.
 
     Args:
@@ -135,7 +135,7 @@ def folded_block(family: Family, config: Mapping[str, Any]) -> Folded:
     def factor(field: str | None) -> float:
         return 1.0 if field is None else float(config[field])
 
-    return Folded(
+    return FoldedBlock(
         embedding=float(config["hidden_size"] ** 0.5) if block.embedding_root else factor(block.embedding),
         residual=factor(block.residual),
         logits=1 / factor(block.logits),

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -10,14 +10,16 @@ from torch import Tensor
 from ...checkpoints.directory import without_code
 from ...checkpoints.shards import TensorSpec
 from ..algebra.attention import Attention
+from ..algebra.forward import AnyAttention
 from ..algebra.target import GQA, Geometry
 from ..families.packing import outputs, pack, shapes
 from ..families.recognition import Family
-from .copies import Copy, unchanged
+from ..families.source import Source
+from .container import Container
 
 
 @dataclass(frozen=True, kw_only=True)
-class Grouped:
+class Grouped(Container):
     """One output in this format.
 
     Attributes:
@@ -27,6 +29,9 @@ class Grouped:
         biases: the projections that have one.
         rotary_width: how many of a head's dimensions rotate.
     """
+
+    kind: ClassVar[str] = "grouped"
+    keeps_source_config: ClassVar[bool] = True
 
     family: Family
     geometry: Geometry
@@ -40,9 +45,15 @@ class Grouped:
         return self.family.architecture
 
     @property
-    def caches_queries(self) -> bool:
-        """Whether transformers' class caches keys and values for every query head, folded or not."""
-        return self.family.caches_queries
+    def cached(self) -> tuple[int, int]:
+        """Return the widths of the keys and of the values."""
+        width = self.target.num_key_value_heads * self.geometry.head_dim
+        return width, width
+
+    @property
+    def heads(self) -> tuple[int, int]:
+        """Return the widths of one head's key and of its value."""
+        return self.geometry.head_dim, self.geometry.head_dim
 
     def config(self, source: Mapping[str, Any]) -> dict[str, Any]:
         """config.json of the output, from the source's."""
@@ -61,8 +72,9 @@ class Grouped:
             specs[norm] = TensorSpec(dtype, (folded.num_key_value_heads * folded.head_dim,))
         return specs
 
-    def tensors(self, attention: Attention, layer: int) -> dict[str, Tensor]:
+    def tensors(self, attention: AnyAttention, layer: int) -> dict[str, Tensor]:
         """One layer's attention under the names and in the layout of the class, in the dtype it has."""
+        assert isinstance(attention, Attention)
         names = self.family.projections(layer)
         packed = pack(attention, self.family, self.rotary_width)
         norm, weight = self.family.norm("k", layer), packed.pop("k_norm", None)
@@ -72,6 +84,16 @@ class Grouped:
         }
         return named | ({norm: weight} if norm is not None and weight is not None else {})
 
-    def copies(self, name: str, spec: TensorSpec) -> dict[str, Copy]:
-        """What becomes of a tensor that is not attention: it passes through."""
-        return unchanged(name, spec)
+    def notices(self, source: Source, why: str | None) -> list[str]:
+        """Return a warning where transformers' class caches every query head, folded or not."""
+        return cached_queries(self.family)
+
+
+def cached_queries(family: Family) -> list[str]:
+    """Return a warning where transformers' class of a family caches keys and values for every query head."""
+    if not family.caches_queries:
+        return []
+    return [
+        f"transformers' {family.architecture} caches every query head's keys and values; vLLM caches only "
+        "the folded ones"
+    ]

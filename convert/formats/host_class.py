@@ -1,11 +1,11 @@
 """GQA and MQA in another class than the source's own, which cannot have fewer key/value heads
-(architectures/hosts.py).
+(families/hosts.py).
 """
 
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from torch import Tensor
 from ...checkpoints.shards import TensorSpec
 from ...core.errors import InvalidInput
 from ..algebra.attention import Attention
+from ..algebra.forward import AnyAttention
 from ..algebra.target import GQA, Geometry
 from ..families.hosts import BUFFERS, HOSTS, Host, check_for_heads
 from ..families.packing import outputs, pack, shapes
@@ -20,12 +21,13 @@ from ..families.recognition import Family
 from ..families.source import Source
 from ..methods.latent import source_bands
 from ..methods.slots import slot_rope
+from .container import Container
 from .copies import Copy, unchanged
-from .grouped import Grouped
+from .grouped import Grouped, cached_queries
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rehosted:
+class HostClass(Container):
     """One output in this format.
 
     Attributes:
@@ -36,6 +38,8 @@ class Rehosted:
         biases: whether the projections have biases.
         rope: rope parameters that turn a head's pairs as the source does, in the half layout over all pairs.
     """
+
+    kind: ClassVar[str] = "rehosted"
 
     host: Host
     family: Family
@@ -50,9 +54,15 @@ class Rehosted:
         return self.host.family.architecture
 
     @property
-    def caches_queries(self) -> bool:
-        """Whether transformers' class caches keys and values for every query head, folded or not."""
-        return self.host.family.caches_queries
+    def cached(self) -> tuple[int, int]:
+        """Return the widths of the keys and of the values."""
+        width = self.target.num_key_value_heads * self.geometry.head_dim
+        return width, width
+
+    @property
+    def heads(self) -> tuple[int, int]:
+        """Return the widths of one head's key and of its value."""
+        return self.geometry.head_dim, self.geometry.head_dim
 
     def config(self, source: Mapping[str, Any]) -> dict[str, Any]:
         """config.json of the output, from the source's complete one."""
@@ -72,12 +82,14 @@ class Rehosted:
                 specs[f"{name}.bias"] = TensorSpec(dtype, (rows[role],))
         return specs
 
-    def tensors(self, attention: Attention, layer: int) -> dict[str, Tensor]:
+    def tensors(self, attention: AnyAttention, layer: int) -> dict[str, Tensor]:
         """One layer's attention under the names and in the layout of the class, in the dtype it has.
 
         The class scores with head_dim^-½; any other scale goes into the query.
         """
-        factor, width = attention.scale * self.geometry.head_dim**0.5, self.geometry.head_dim
+        assert isinstance(attention, Attention)
+        factor = attention.scale * self.geometry.head_dim**0.5
+        width = self.geometry.head_dim
         if factor != 1.0:
             q_NH = None if attention.q_NH is None else attention.q_NH * factor
             attention = replace(attention, q_NHD=attention.q_NHD * factor, q_NH=q_NH)
@@ -116,8 +128,12 @@ class Rehosted:
             }
         return unchanged(name, spec, renamed)
 
+    def notices(self, source: Source, why: str | None) -> list[str]:
+        """Return a warning where transformers' class caches every query head, folded or not."""
+        return cached_queries(self.host.family)
 
-def grouped_container(source: Source, target: GQA) -> Grouped | Rehosted:
+
+def grouped_container(source: Source, target: GQA) -> Container:
     """The output format of fewer key/value heads: the source's own class where it has them, its host
     otherwise.
 
@@ -140,7 +156,7 @@ def grouped_container(source: Source, target: GQA) -> Grouped | Rehosted:
         rope = slot_rope(source, source_bands(table_F, 1))
         if factor != 1.0:
             rope["attention_factor"] = factor
-    return Rehosted(
+    return HostClass(
         host=HOSTS[family.host],
         family=family,
         geometry=geometry,

@@ -8,7 +8,7 @@ What travels is `FILES`, which import nothing of kvfold. There are two forms, of
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -17,17 +17,19 @@ from ...checkpoints.directory import without_code
 from ...checkpoints.shards import TensorSpec
 from ...core.errors import InvalidInput
 from ...models.remote_code import ARCHITECTURE, AUTO_MAP, FILES, HERE, MODEL_TYPE
-from ..algebra.attention import IntactAttention, LatentAttention
+from ..algebra.attention import Attention, IntactAttention, LatentAttention
+from ..algebra.forward import AnyAttention
 from ..algebra.rotary import rope_parameters
 from ..algebra.target import MLA, Geometry
 from ..families.recognition import Family
-from .copies import Copy, unchanged
+from ..families.source import Source
+from .container import Container
 
 LATENT_NORM_WEIGHT = 2.0**14  # of layers_kvfold.py, whose norm with epsilon weight² is the identity
 
 
 @dataclass(frozen=True, kw_only=True)
-class Remote:
+class Remote(Container):
     """One output in this format.
 
     Attributes:
@@ -40,6 +42,9 @@ class Remote:
         nope_width: un-rotated width of a decoupled query.
         biases: the roles (of q, k, v, o) that have one in the source.
     """
+
+    kind: ClassVar[str] = "remote"
+    keeps_source_config: ClassVar[bool] = True
 
     family: Family
     geometry: Geometry
@@ -59,6 +64,26 @@ class Remote:
     def files(self) -> tuple[Path, ...]:
         """The code that travels with the output."""
         return tuple(HERE / name for name in FILES)
+
+    @property
+    def cached(self) -> tuple[int, int]:
+        """Return the widths of the latent and of the rotary key, which intact rotation does without."""
+        return self.target.kv_lora_rank, self.target.qk_rope_head_dim
+
+    @property
+    def heads(self) -> tuple[int, int]:
+        """Return the widths of one head's un-rotated key and of its value."""
+        return self.nope_width, self.geometry.head_dim
+
+    @property
+    def rebuilt(self) -> int:
+        """Return the elements of keys and values that intact rotation rebuilds; otherwise 0."""
+        return self.geometry.cache_elements if self._intact else 0
+
+    @property
+    def folds_jointly(self) -> bool:
+        """Return whether keys and values come from one latent without a rotary key."""
+        return not self.target.qk_rope_head_dim
 
     @property
     def _place(self) -> str:
@@ -197,8 +222,9 @@ class Remote:
         name = self.family.norm("k", layer)
         return (name,) if name is not None and self.family.norm_spans == "heads" else ()
 
-    def tensors(self, attention: LatentAttention | IntactAttention, layer: int) -> dict[str, Tensor]:
+    def tensors(self, attention: AnyAttention, layer: int) -> dict[str, Tensor]:
         """One layer's attention under the names and in the layout of the class, in the dtype it has."""
+        assert not isinstance(attention, Attention)
         factor = attention.scale / self.scale
         assert factor == 1 or not self._normed, "a factor on a normed query has no weight to go into"
         named = (
@@ -270,6 +296,7 @@ class Remote:
             named["kv_b_proj.bias"] = torch.cat(both, 1).flatten()
         return named | {f"{name}.bias": bias.flatten() for name, bias in biases.items() if bias is not None}
 
-    def copies(self, name: str, spec: TensorSpec) -> dict[str, Copy]:
-        """What becomes of a tensor that is not attention: it passes through."""
-        return unchanged(name, spec)
+    def notices(self, source: Source, why: str | None) -> list[str]:
+        """Return that the output's code must be trusted, and why it has code of its own."""
+        because = "" if why is None else f": {why}"
+        return [f"the output brings its own code, so loading it needs trust_remote_code=True{because}"]

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from ...core.errors import InvalidInput
 from ..methods.latent import Band
-from .stock import NORM_EPSILON
 
+NORM_EPSILON = 1e-6  # of the latent's norm: fixed in transformers' class, whatever rms_norm_eps says
 _SAME = 3e-7  # relative: frequencies that differ by a rounding of float32
 
 
@@ -55,6 +55,7 @@ class Served:
         profile: the profile.
         nope, value: widths of a head, of `profile.heads`.
         places: for each of the fold's rotary slots the number of the class's.
+        stream_scale: factor on the residual stream, by which its norms get the profile's epsilon.
         compressed: queries go through the class's query compression, which llama.cpp wants.
     """
 
@@ -62,6 +63,7 @@ class Served:
     nope: int
     value: int
     places: tuple[int, ...]
+    stream_scale: float = 1.0
     compressed: bool = False
 
 

@@ -13,26 +13,25 @@ Transformers takes the class at any width; for other engines serving.py brings i
 take.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from ...checkpoints.shards import TensorSpec
 from ..algebra.attention import LatentAttention
+from ..algebra.forward import AnyAttention
 from ..algebra.target import MLA, Geometry
-from .blocks import Folded
+from ..families.source import Source
+from .blocks import FoldedBlock
+from .container import Container
 from .copies import Copy
-
-if TYPE_CHECKING:
-    from .serving import Served
+from .serving import NORM_EPSILON, Profile, Served
+from .stock_notices import brought_to_profile, transformers_only
 
 NORM_WEIGHT = 2.0**14  # a power of two, so that bf16 keeps it
-NORM_EPSILON = 1e-6  # fixed in transformers' class, whatever rms_norm_eps says
 LATENT_SCALE = NORM_EPSILON**0.5 / NORM_WEIGHT
 _QUERY_SCALE = 2.0**-24  # the power of two next to LATENT_SCALE
 _PREFIX = "model.layers.{layer}.self_attn."
@@ -47,7 +46,7 @@ _COPIED = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stock:
+class Stock(Container):
     """One output in this format.
 
     Attributes:
@@ -60,11 +59,14 @@ class Stock:
         mixed: some layers rotate nothing, so that all of their keys are in the latent.
     """
 
+    kind: ClassVar[str] = "stock"
+    is_absorbable: ClassVar[bool] = True
+
     geometry: Geometry
     target: MLA
     rope: Mapping[str, Any]
     biases: bool
-    block: Folded = field(default_factory=Folded)
+    block: FoldedBlock = field(default_factory=FoldedBlock)
     served: Served | None = None
     mixed: bool = False
 
@@ -87,6 +89,22 @@ class Stock:
             return self.served.nope, self.served.value
         every = self.target.slots == "source" and not self.mixed
         return 0 if every else self.geometry.head_dim, self.geometry.head_dim
+
+    @property
+    def rebuilt(self) -> int:
+        """Return the elements of all heads' keys and values, which transformers expands from the latent."""
+        nope, value = self.heads
+        return self.geometry.num_attention_heads * (nope + self.cached[1] + value)
+
+    @property
+    def holds_biases(self) -> bool:
+        """Return whether the output has biases; the profiles of other engines have none."""
+        return self.biases
+
+    @property
+    def profile(self) -> Profile | None:
+        """Return the widths of other engines that the output was brought into, if it was."""
+        return None if self.served is None else self.served.profile
 
     @property
     def query_rank(self) -> int | None:
@@ -171,11 +189,12 @@ class Stock:
             _PREFIX.format(layer=layer) + name: TensorSpec(dtype, shape) for name, shape in shapes.items()
         }
 
-    def tensors(self, attention: LatentAttention, layer: int) -> dict[str, Tensor]:
+    def tensors(self, attention: AnyAttention, layer: int) -> dict[str, Tensor]:
         """One layer's attention under the names and in the layout of the class, in the dtype it has.
 
         The class scores with (qk_nope_head_dim + qk_rope_head_dim)^-½; any other scale goes into the query.
         """
+        assert isinstance(attention, LatentAttention)
         assert self.biases or attention.q_nope_NP is attention.k_rope_R is attention.o_D is None, (
             "a bias would be lost"
         )
@@ -216,6 +235,13 @@ class Stock:
     def copies(self, name: str, spec: TensorSpec) -> dict[str, Copy]:
         """What becomes of a tensor that is not attention."""
         return self.block.copies(name, spec)
+
+    def notices(self, source: Source, why: str | None) -> list[str]:
+        """Return which engines run the output, or what was changed for them."""
+        if self.served is not None:
+            return brought_to_profile(source, self.target, self.served)
+        config = {**source.config, **self.block.config(source.config)}
+        return transformers_only(config, self.rope["rope_type"], self.cached, biased=self.biases)
 
 
 def _compressed_query(q_QE: Tensor, down_AD: Tensor) -> dict[str, Tensor]:

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from ..algebra.attention import Attention
-from ..algebra.metric import Metric
+from ..algebra.metric import LayerMetric
 from ..algebra.subspaces import low_rank_energy
 from .latent import Band, Keys, saved_by_slots, separate
 
-Layers = Callable[[], Iterable[tuple[Attention, Metric]]]
+Layers = Callable[[], Iterable[tuple[Attention, LayerMetric]]]
 
 
 @dataclass(frozen=True)

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from ..algebra.attention import Attention
-from ..algebra.metric import Metric, with_bias
+from ..algebra.metric import LayerMetric, with_bias
 from ..algebra.rotary import complex_rows
 from ..algebra.subspaces import factor
 
 GAIN = 0.06  # share of the predicted loss below which another order is not worth its uncertainty (LOG.md)
 
 
-def grouped(attention: Attention, metric: Metric, groups: int) -> tuple[Attention, Metric, float]:
+def grouped(attention: Attention, metric: LayerMetric, groups: int) -> tuple[Attention, LayerMetric, float]:
     """The same layer with its heads in such an order that neighbours lose least as one.
 
     Norms of single heads are passed over: the lengths that they hide change no cost, for the metric has them
@@ -53,7 +53,7 @@ def grouped(attention: Attention, metric: Metric, groups: int) -> tuple[Attentio
     return moved, metric.reordered(order, readers), 1 - after / before if before > 0 else 0.0
 
 
-def merge_costs(attention: Attention, metric: Metric) -> Tensor:
+def merge_costs(attention: Attention, metric: LayerMetric) -> Tensor:
     """What every two heads lose as one, (K, K), in the metric's unit.
 
     Per rotary pair the smaller energy of the two keys; of the values all but the H largest energies.
@@ -115,7 +115,7 @@ def _cost(costs_KK: Tensor, order: list[int], groups: int) -> float:
     return sum(float(costs_KK[part][:, part].sum()) for part in parts) / 2
 
 
-def _seen(rows_KHE: Tensor, metric: Metric) -> Tensor:
+def _seen(rows_KHE: Tensor, metric: LayerMetric) -> Tensor:
     moment_EE = metric.moment(rows_KHE)
     return rows_KHE if moment_EE is None else rows_KHE @ moment_EE
 

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from ..algebra.attention import Attention, IntactAttention, LatentAttention
 from ..algebra.forward import attend_to, beside, keys_and_values
-from ..algebra.metric import Metric, from_statistics, weights_only, with_bias
+from ..algebra.metric import LayerMetric, from_statistics, weights_only, with_bias
 from ..algebra.spectrum import spectrum
 from ..algebra.subspaces import low_rank, matrix_root
 from ..algebra.target import MLA
 from ..calibration.statistics import LayerStatistics
-from .refinement import BATCH, Sample, fitting_device
+from .refinement import BATCH, LayerSample, fitting_device
 
 _RIDGE = 1e-4  # of the mean energy: what the linear model of a norm cannot see still costs something
 
@@ -38,7 +38,7 @@ class Encoded:
 
     Attributes:
         moment_EE: E[z zᵀ], E = 2KH.
-        key_BSS, value_BSS: what errors cost there, as in `Metric`.
+        key_BSS, value_BSS: what errors cost there, as in `LayerMetric`.
     """
 
     moment_EE: Tensor
@@ -46,7 +46,7 @@ class Encoded:
     value_BSS: Tensor
 
 
-def encoded(attention: Attention, frequencies_F: Tensor, sample: Sample, *, seed: int = 0) -> Encoded:
+def encoded(attention: Attention, frequencies_F: Tensor, sample: LayerSample, *, seed: int = 0) -> Encoded:
     """Read what a latent encodes, and what an error in it costs, from the part of a sample that is not held
     back.
 
@@ -88,7 +88,7 @@ def encoded(attention: Attention, frequencies_F: Tensor, sample: Sample, *, seed
 
 
 def to_intact(
-    attention: Attention, target: MLA, metric: Metric, moment_EE: Tensor | None = None
+    attention: Attention, target: MLA, metric: LayerMetric, moment_EE: Tensor | None = None
 ) -> IntactAttention:
     """Fold one layer to a latent of which keys and values are linear functions, of least error in the metric.
 
@@ -209,7 +209,7 @@ def linearised(attention: Attention, input_EE: Tensor | None) -> Attention:
     )
 
 
-def behind_norms(metric: Metric, attention: Attention) -> Metric:
+def behind_norms(metric: LayerMetric, attention: Attention) -> LayerMetric:
     """A metric that was measured at keys as they are projected, at the keys behind their norm."""
     if attention.k_norm_KH is None:
         return metric

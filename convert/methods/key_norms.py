@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..algebra.attention import Attention
-from ..algebra.metric import Metric, with_bias
+from ..algebra.metric import LayerMetric, with_bias
 from ..algebra.rotary import complex_rows, half_rows
 from ..algebra.target import GQA
 
@@ -24,7 +24,7 @@ FLOOR = (
     0.1  # least weight of a dimension against its pair's other: a turn must not fill one that the norm hides
 )
 
-Pool = Callable[[Attention, GQA, Metric, Tensor], Attention]
+Pool = Callable[[Attention, GQA, LayerMetric, Tensor], Attention]
 
 
 def by_value(pool: Pool) -> Pool:
@@ -34,7 +34,7 @@ def by_value(pool: Pool) -> Pool:
         pool: a method of pool.py, whose values and output projection are taken.
     """
 
-    def pooled(attention: Attention, target: GQA, metric: Metric, frequencies_F: Tensor) -> Attention:
+    def pooled(attention: Attention, target: GQA, metric: LayerMetric, frequencies_F: Tensor) -> Attention:
         if target.num_key_value_heads == len(attention.k_KHD):
             return attention
         by_pool = pool(replace(attention, q_norm_NH=None, k_norm_KH=None), target, metric, frequencies_F)

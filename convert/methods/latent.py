@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..algebra.attention import Attention, LatentAttention
-from ..algebra.metric import Metric, with_bias
+from ..algebra.metric import LayerMetric, with_bias
 from ..algebra.queries import fit_queries
 from ..algebra.rotary import complex_rows, half_rows, interleaved_rows
 from ..algebra.spectrum import spectrum
@@ -66,7 +66,7 @@ def source_bands(frequencies_F: Tensor, heads: int) -> tuple[Band, ...]:
 
 
 def to_mla(
-    attention: Attention, target: MLA, frequencies_F: Tensor, bands: tuple[Band, ...], metric: Metric
+    attention: Attention, target: MLA, frequencies_F: Tensor, bands: tuple[Band, ...], metric: LayerMetric
 ) -> LatentAttention:
     """Fold one layer to multi-head latent attention.
 
@@ -121,14 +121,16 @@ class Keys:
     pairs_FKK: Tensor
 
     @classmethod
-    def of(cls, attention: Attention, metric: Metric) -> "Keys":
+    def of(cls, attention: Attention, metric: LayerMetric) -> "Keys":
         """The keys of a layer in its metric."""
         k_KHE = with_bias(attention.k_KHD, attention.k_KH)
         moment_EE, z_KFE = metric.moment(k_KHE), complex_rows(k_KHE)
         seen_KFE = z_KFE if moment_EE is None else complex_rows(k_KHE @ moment_EE)
         return cls(z_KFE=z_KFE, seen_KFE=seen_KFE, pairs_FKK=metric.pairs(len(k_KHE)))
 
-    def weighted(self, frequencies_F: Tensor, band: Band, metric: Metric) -> tuple[Tensor, Tensor, Tensor]:
+    def weighted(
+        self, frequencies_F: Tensor, band: Band, metric: LayerMetric
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """A band's rows (M, E), pair-major, what their errors cost when left without a slot (M, M), and
         their images (M, E).
         """
@@ -155,7 +157,7 @@ class Parts:
     k_nope_KPE: Tensor
     key_BSS: Tensor
 
-    def stack(self, attention: Attention, metric: Metric) -> tuple[Tensor, Tensor, Tensor | None]:
+    def stack(self, attention: Attention, metric: LayerMetric) -> tuple[Tensor, Tensor, Tensor | None]:
         """What goes into the latent: rows of un-rotated keys, then values; their metric.
 
         The second moment of the input.
@@ -171,7 +173,7 @@ class Parts:
         )
 
 
-def separate(keys: Keys, frequencies_F: Tensor, bands: tuple[Band, ...], metric: Metric) -> Parts:
+def separate(keys: Keys, frequencies_F: Tensor, bands: tuple[Band, ...], metric: LayerMetric) -> Parts:
     """Give every band the best share of the keys near its frequency.
 
     The rest of the keys stays, un-rotated.
@@ -194,7 +196,7 @@ def separate(keys: Keys, frequencies_F: Tensor, bands: tuple[Band, ...], metric:
     )
 
 
-def saved_by_slots(attention: Attention, frequencies_F: Tensor, metric: Metric) -> Tensor:
+def saved_by_slots(attention: Attention, frequencies_F: Tensor, metric: LayerMetric) -> Tensor:
     """What the first, second, ...
 
     Slot at each source frequency saves (F, K), in the metric's unit; falling along K.
@@ -207,7 +209,7 @@ def saved_by_slots(attention: Attention, frequencies_F: Tensor, metric: Metric) 
 
 
 def lost_by_slots(
-    attention: Attention, frequencies_F: Tensor, bands: tuple[Band, ...], metric: Metric
+    attention: Attention, frequencies_F: Tensor, bands: tuple[Band, ...], metric: LayerMetric
 ) -> float:
     """What is lost of the keys' rotation with these slots, nats a token where the metric comes from data.
 

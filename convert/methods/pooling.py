@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..algebra.attention import Attention
-from ..algebra.metric import Metric, with_bias
+from ..algebra.metric import LayerMetric, with_bias
 from ..algebra.queries import fit_queries
 from ..algebra.rotary import complex_rows, half_rows, interleaved_rows
 from ..algebra.subspaces import leading, low_rank
@@ -21,7 +21,7 @@ SWEEPS = 50  # of generalised Procrustes at most
 TOLERANCE = 1e-7  # relative gain of the alignment below which the sweeps stop
 
 
-def mean(attention: Attention, target: GQA, metric: Metric, frequencies_F: Tensor) -> Attention:
+def mean(attention: Attention, target: GQA, metric: LayerMetric, frequencies_F: Tensor) -> Attention:
     """The average of each group's heads: the reference (Ainslie et al., arXiv 2305.13245)."""
 
     def pool(rows: Tensor | None) -> Tensor | None:
@@ -40,7 +40,7 @@ def mean(attention: Attention, target: GQA, metric: Metric, frequencies_F: Tenso
     )
 
 
-def aligned(attention: Attention, target: GQA, metric: Metric, frequencies_F: Tensor) -> Attention:
+def aligned(attention: Attention, target: GQA, metric: LayerMetric, frequencies_F: Tensor) -> Attention:
     """Heads of a group are turned onto each other before they are averaged (after arXiv 2412.20677).
 
     What may be turned without changing the source: keys by one angle per rotary pair, SO(2), which commutes
@@ -83,7 +83,7 @@ def aligned(attention: Attention, target: GQA, metric: Metric, frequencies_F: Te
     )
 
 
-def subspace(attention: Attention, target: GQA, metric: Metric, frequencies_F: Tensor) -> Attention:
+def subspace(attention: Attention, target: GQA, metric: LayerMetric, frequencies_F: Tensor) -> Attention:
     """The best shared key and value of each group, with what each head needs of them folded into W_Q and W_O.
 
     Per rotary pair a group's key is the best complex rank one of its heads' keys (complex multiples commute

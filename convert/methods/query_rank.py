@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..algebra.attention import Attention, IntactAttention, LatentAttention
-from ..algebra.metric import Metric, from_statistics, weights_only
+from ..algebra.metric import LayerMetric, from_statistics, weights_only
 from ..algebra.queries import turned
 from ..algebra.subspaces import low_rank, low_rank_energy, regress
 from ..algebra.target import MLA, Target
@@ -36,7 +36,7 @@ _QUERIES = ("q_nope_NPA", "q_rope_NRA", "q_NHA")
 Compressible = TypeVar("Compressible", bound=LatentAttention | IntactAttention)
 
 
-def compress(layer: Compressible, source: Attention, metric: Metric, rank: int) -> Compressible:
+def compress(layer: Compressible, source: Attention, metric: LayerMetric, rank: int) -> Compressible:
     """A folded layer whose queries pass `rank` numbers.
 
     Args:
@@ -63,7 +63,7 @@ def compress(layer: Compressible, source: Attention, metric: Metric, rank: int) 
     return replace(layer, q_down_AD=down_AD, **changed)
 
 
-def lost_by_queries(source: Attention, metric: Metric, rank: int) -> float:
+def lost_by_queries(source: Attention, metric: LayerMetric, rank: int) -> float:
     """What compression to a rank loses in a layer, nats a token where the metric comes from data."""
     energy = low_rank_energy(source.q_NHD.flatten(0, 1), _costs(metric), metric.moment(source.q_NHD))
     return float(energy[rank:].sum()) / 2  # the quadratic form's ½
@@ -71,7 +71,7 @@ def lost_by_queries(source: Attention, metric: Metric, rank: int) -> float:
 
 def query_metric(
     attention: Attention, statistics: "LayerStatistics | None", span: int, frequencies_F: Tensor
-) -> Metric:
+) -> LayerMetric:
     """What errors cost at queries as they are projected, before any norm: by statistics, or by the weights
     alone.
 
@@ -153,7 +153,7 @@ def query_notices(target: Target, writes: "Mapping[str, TensorSpec]") -> list[st
     ]
 
 
-def _costs(metric: Metric) -> Tensor:
+def _costs(metric: LayerMetric) -> Tensor:
     """G at the queries, singular nowhere."""
     mean = metric.query_NHH.diagonal(dim1=1, dim2=2).mean()
     costs_NHH: Tensor = metric.query_NHH + _RIDGE * mean * torch.eye(

@@ -45,7 +45,7 @@ _MATRICES = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sample:
+class LayerSample:
     """What one layer is refined on.
 
     Attributes:
@@ -91,7 +91,7 @@ class Refined(Generic[Layer]):
     refined: float
 
 
-def agrees(source: Attention, frequencies_F: Tensor, sample: Sample) -> bool:
+def agrees(source: Attention, frequencies_F: Tensor, sample: LayerSample) -> bool:
     """Whether `attend` computes what the source model does, which may have what no row of the table of
     families says.
     """
@@ -106,7 +106,7 @@ def refine(
     slots_S: Tensor,
     source: Attention,
     frequencies_F: Tensor,
-    sample: Sample,
+    sample: LayerSample,
     *,
     fixed: Set[str] = frozenset(),
     steps: int = STEPS,
@@ -141,7 +141,7 @@ def refine(
 
 
 def measure(
-    folded: AnyAttention, slots_S: Tensor, source: Attention, frequencies_F: Tensor, sample: Sample
+    folded: AnyAttention, slots_S: Tensor, source: Attention, frequencies_F: Tensor, sample: LayerSample
 ) -> float:
     """The loss of a folded layer on the sequences that are held back, nats a token.
 
@@ -160,7 +160,12 @@ class _Loss:
     """½ E[(ô - o)ᵀ G (ô - o)] against a source layer."""
 
     def __init__(
-        self, source: Attention, frequencies_F: Tensor, slots_S: Tensor, sample: Sample, device: torch.device
+        self,
+        source: Attention,
+        frequencies_F: Tensor,
+        slots_S: Tensor,
+        sample: LayerSample,
+        device: torch.device,
     ) -> None:
         self._fisher_DD, self._device, self._slots_S = (
             sample.fisher_DD.to(device, torch.float32),

@@ -8,7 +8,7 @@ import torch
 
 from ...core.errors import InvalidInput
 from ..algebra.attention import Attention
-from ..algebra.metric import Metric, metric_of
+from ..algebra.metric import LayerMetric, metric_of
 from ..algebra.rotary import frequencies, rope_parameters
 from ..algebra.subspaces import low_rank_energy
 from ..algebra.target import MLA, Geometry, Target
@@ -104,7 +104,7 @@ def _divided(
     """
     table_F, factor = source.slot_frequencies()
 
-    def layers() -> Iterator[tuple[Attention, Metric]]:
+    def layers() -> Iterator[tuple[Attention, LayerMetric]]:
         for layer in source.rotating:
             attention = source.attention(layer, factor)
             yield attention, metric_of(statistics.layers[layer], attention, source.positions)

@@ -9,20 +9,20 @@ from torch import Tensor
 
 from ...core.errors import InvalidInput
 from ..algebra.attention import Attention, LatentAttention
-from ..algebra.metric import Metric
+from ..algebra.metric import LayerMetric
 from ..algebra.target import GQA, MLA
 from . import latent as factor
 from . import pooling as pool
 from .published import PEERS
 
-POOL: dict[str, Callable[[Attention, GQA, Metric, Tensor], Attention]] = {
+POOL: dict[str, Callable[[Attention, GQA, LayerMetric, Tensor], Attention]] = {
     "subspace": pool.subspace,
     "aligned": pool.aligned,
     "mean": pool.mean,
 }
-FACTOR: dict[str, Callable[[Attention, MLA, Tensor, tuple[factor.Band, ...], Metric], LatentAttention]] = {
-    "subspace": factor.to_mla
-}
+FACTOR: dict[
+    str, Callable[[Attention, MLA, Tensor, tuple[factor.Band, ...], LayerMetric], LatentAttention]
+] = {"subspace": factor.to_mla}
 
 
 def names(target: GQA | MLA) -> tuple[str, ...]:

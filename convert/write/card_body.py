@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ...checkpoints.eval_json import EvalSummary, ModelSummary
 
 if TYPE_CHECKING:
-    from ..decide.lint import Finding, Written
+    from ..decide.lint import LintFinding, Written
 
 CONTEXTS = (4096, 32768, 131072)  # tokens at which the cache's size is shown, as in kvfold convert --dry-run
 # The first release of transformers whose cache keeps a latent instead of expanded keys and values.
@@ -174,7 +174,7 @@ def _loading(written: Written, place: str) -> list[str]:
     return parts
 
 
-def _reasons(findings: Sequence[Finding]) -> str:
+def _reasons(findings: Sequence[LintFinding]) -> str:
     lines = []
     for finding in findings:
         effect = "" if finding.effect == "note" else f"{finding.effect}: "

@@ -7,14 +7,10 @@ from torch import Tensor
 
 from ..algebra.attention import Attention, IntactAttention, LatentAttention
 from ..algebra.metric import UNWEIGHTED, metric_of
-from ..algebra.spectrum import Spectrum
+from ..algebra.spectrum import LatentSpectrum
 from ..algebra.target import GQA, MLA
 from ..calibration.statistics import LayerStatistics
 from ..decide.plan import Plan
-from ..formats.grouped import Grouped
-from ..formats.host_class import Rehosted
-from ..formats.remote import Remote
-from ..formats.stock import Stock
 from ..methods import key_norms as normed
 from ..methods import table as methods
 from ..methods.biases import nearest_to_one, without_key_bias, without_query_bias, without_value_bias
@@ -22,13 +18,13 @@ from ..methods.grouping import GAIN, grouped
 from ..methods.intact import encoded, fold_joint
 from ..methods.published import PEERS
 from ..methods.query_rank import Compressible, compress, query_metric
-from ..methods.refinement import Layer, Sample, agrees, measure, refine
+from ..methods.refinement import Layer, LayerSample, agrees, measure, refine
 
 Loss = dict[str, float]
 
 
 @dataclass(frozen=True)
-class Folded:
+class FoldedLayer:
     """A layer's output.
 
     Attributes:
@@ -41,29 +37,23 @@ class Folded:
 
     tensors: dict[str, Tensor]
     loss: Loss | None
-    spectrum: Spectrum | None
+    spectrum: LatentSpectrum | None
 
 
-def fold(plan: Plan, number: int) -> Folded:
+def fold(plan: Plan, number: int) -> FoldedLayer:
     """Fold one layer of a plan's source."""
     layer, loss = fold_attention(plan, number)
-    if isinstance(layer, Attention):
-        assert isinstance(plan.container, Grouped | Rehosted)
-        return Folded(plan.container.tensors(layer, number), loss, None)
-    if isinstance(plan.container, Remote):
-        return Folded(plan.container.tensors(layer, number), loss, layer.spectrum)
-    assert isinstance(plan.container, Stock)
-    assert isinstance(layer, LatentAttention)
-    return Folded(plan.container.tensors(layer, number), loss, layer.spectrum)
+    tensors = plan.container.tensors(layer, number)
+    return FoldedLayer(tensors, loss, None if isinstance(layer, Attention) else layer.spectrum)
 
 
 def fold_attention(
     plan: Plan, number: int
 ) -> tuple[Attention | LatentAttention | IntactAttention, Loss | None]:
-    """One layer of a plan's source folded, before a container names its tensors, and the loss of `Folded`."""
+    """Fold one layer of a plan's source; return it before a container names its tensors, and its loss."""
     if isinstance(plan.target, GQA):
         return _pooled(plan, number, plan.target)
-    if isinstance(plan.container, Remote) and not plan.target.qk_rope_head_dim:
+    if plan.container.folds_jointly:
         return _joint(plan, number, plan.target)
     return _latent(plan, number, plan.target)
 
@@ -166,7 +156,7 @@ def _pooled(plan: Plan, number: int, target: GQA) -> tuple[Attention, Loss | Non
     return _refined(plan, attention, table_F, pooled, table_F, sample)
 
 
-def _is_movable(plan: Plan, attention: Attention, sample: Sample | None) -> bool:
+def _is_movable(plan: Plan, attention: Attention, sample: LayerSample | None) -> bool:
     """Whether heads may be put in another order: sinks and some norms belong to a query head each and are not
     written.
 
@@ -177,18 +167,18 @@ def _is_movable(plan: Plan, attention: Attention, sample: Sample | None) -> bool
     return attention.q_norm_NH is None or (len(attention.q_norm_NH) == 1 and sample is not None)
 
 
-def _loss(pooled: Attention, attention: Attention, table_F: Tensor, sample: Sample) -> float:
+def _loss(pooled: Attention, attention: Attention, table_F: Tensor, sample: LayerSample) -> float:
     return measure(pooled, table_F, attention, table_F, sample)
 
 
 def _sample(
     plan: Plan, number: int, attention: Attention, table_F: Tensor, rotary_factor: float = 1.0
-) -> Sample | None:
+) -> LayerSample | None:
     """What a layer is measured and refined on, where this package's forward computes what the source does."""
     taken = _statistics(plan, number)
     if taken is None:
         return None
-    sample = Sample(
+    sample = LayerSample(
         input_BTD=taken.input_BTD,
         output_BTD=taken.output_BTD,
         fisher_DD=taken.output_fisher,
@@ -198,7 +188,12 @@ def _sample(
 
 
 def _refined(
-    plan: Plan, attention: Attention, table_F: Tensor, layer: Layer, slots_S: Tensor, sample: Sample | None
+    plan: Plan,
+    attention: Attention,
+    table_F: Tensor,
+    layer: Layer,
+    slots_S: Tensor,
+    sample: LayerSample | None,
 ) -> tuple[Layer, Loss | None]:
     """The layer after refinement, where it can be, and its loss."""
     if sample is None:

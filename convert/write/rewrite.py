@@ -30,10 +30,10 @@ from ...core.hub import commit_of
 from ...core.processes import from_first, place, together, union
 from ..algebra.target import MLA
 from ..calibration.capacity import default_jobs
-from ..decide.plan import Layer, Plan
-from ..formats.remote import Remote
+from ..decide.plan import Plan, PlannedLayer
 from ..methods import table as methods
 from .fold_journal import FoldJournal, Found, first_journal, other_journal, unneeded
+from .fold_journal import FoldJournal, Found, first_journal, other_journal, remove_journals
 from .layer_fold import fold
 from .model_card import write_card
 
@@ -179,7 +179,7 @@ def _hash(file: Path) -> Found:
     return {"sha256": sha256(file)}
 
 
-def _write_layer(plan: Plan, layer: Layer, writer: ShardWriter) -> Found:
+def _write_layer(plan: Plan, layer: PlannedLayer, writer: ShardWriter) -> Found:
     """Write a layer's attention; its loss, where it was measured, and its spectrum."""
     folded = fold(plan, layer.number)
     for name, tensor in folded.tensors.items():
@@ -203,9 +203,8 @@ def _write_copy(plan: Plan, name: str, writer: ShardWriter) -> Found:
 def _complete(plan: Plan, partial: Path, record: dict[str, Any]) -> None:
     """What lies beside the weights."""
     copy_side_files(plan.source.checkpoint.directory, partial)
-    if isinstance(plan.container, Remote):
-        for file in plan.container.files:
-            shutil.copyfile(file, partial / file.name)
+    for file in plan.container.files:
+        shutil.copyfile(file, partial / file.name)
     (partial / "config.json").write_text(json.dumps(plan.config, indent=2) + "\n", encoding="utf-8")
     write_record(partial, record)
     write_card(partial, record)

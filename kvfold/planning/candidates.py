@@ -9,12 +9,11 @@ from typing import Any
 
 from ..convert.algebra.target import GQA, budget_elements
 from ..convert.calibration.statistics import Statistics
-from ..convert.decide.engine_choice import judge, read_engines
+from ..convert.decide.engine_choice import judge
+from ..convert.decide.engines import ENGINES, read_engines
 from ..convert.decide.plan import Plan, make_plan
 from ..convert.families.source import Source
-from ..convert.formats.stock import Stock
 from ..core.errors import InvalidInput
-from ..verification.verify import ENGINES
 
 SHARES = ("50%", "37.5%", "25%", "18.75%", "12.5%", "6.25%")  # of the source's cache, for MLA
 
@@ -48,15 +47,15 @@ class Candidate:
             return "MQA" if target.num_key_value_heads == 1 else f"GQA-{target.num_key_value_heads}"
         if target.rope == "intact":
             return f"MLA {target.kv_lora_rank}, rope intact"
-        if isinstance(container, Stock) and container.served:
-            return f"MLA {container.served.profile}, serving"
+        if container.profile is not None:
+            return f"MLA {container.profile}, serving"
         uniform = " uniform" if self.options.get("slots") == "uniform" else ""
         return f"MLA {target.kv_lora_rank}+{target.qk_rope_head_dim}, {self.container}{uniform}"
 
     @property
     def container(self) -> str:
         """`stock`, `remote`, `grouped` or `rehosted`."""
-        return type(self.plan.container).__name__.lower()
+        return self.plan.container.kind
 
     @property
     def served_by(self) -> tuple[str, ...]:

@@ -8,11 +8,9 @@ those of reference/costs.py.
 import math
 from dataclasses import dataclass
 
-from ..convert.algebra.target import GQA, MLA
+from ..convert.algebra.target import GQA
 from ..convert.decide.plan import Plan
 from ..convert.families.source import Source
-from ..convert.formats.remote import Remote
-from ..convert.formats.stock import Stock
 from ..lab.reference import costs
 
 CHUNK = 2048  # tokens of a prompt that are computed at once at most
@@ -94,7 +92,7 @@ def decoding(plan: Plan, context: int, batch: int, *, absorbed: bool = False) ->
 
 def absorbs(plan: Plan, engines: tuple[str, ...]) -> bool:
     """Whether one of some engines decodes the stock class from its latent: all but transformers do."""
-    return isinstance(plan.container, Stock) and any(engine != "transformers" for engine in engines)
+    return plan.container.is_absorbable and any(engine != "transformers" for engine in engines)
 
 
 def _kept(source: Source, context: int) -> list[int]:
@@ -111,13 +109,9 @@ def _expanded(plan: Plan, absorbed: bool) -> int:
 
     0 where it computes in the latent.
     """
-    geometry = plan.source.geometry
-    if isinstance(plan.target, MLA) and plan.target.rope == "intact":
-        return 2 * geometry.num_key_value_heads * geometry.head_dim
-    if isinstance(plan.container, Stock) and not absorbed:
-        nope, value = plan.container.heads
-        return geometry.num_attention_heads * (nope + plan.container.cached[1] + value)
-    return 0
+    if absorbed and plan.container.is_absorbable:
+        return 0
+    return plan.container.rebuilt
 
 
 def _costs(plan: Plan, absorbed: bool) -> costs.Costs:
@@ -129,12 +123,17 @@ def _costs(plan: Plan, absorbed: bool) -> costs.Costs:
         return costs.intact(
             hidden, heads, geometry.num_key_value_heads, width, target.kv_lora_rank, target.q_lora_rank
         )
-    rank, rope, nope, value = target.kv_lora_rank, target.qk_rope_head_dim, width, width
-    if isinstance(plan.container, Stock):
-        (rank, rope), (nope, value) = plan.container.cached, plan.container.heads
-    form = absorbed or isinstance(plan.container, Remote)
+    rank, rope = plan.container.cached
+    nope, value = plan.container.heads
     return costs.latent(
-        hidden, heads, rank, target.q_lora_rank, nope=nope, rope=rope, value=value, absorbed=form
+        hidden,
+        heads,
+        rank,
+        target.q_lora_rank,
+        nope=nope,
+        rope=rope,
+        value=value,
+        absorbed=_expanded(plan, absorbed) == 0,
     )
 
 

@@ -17,7 +17,7 @@ from ..core.errors import InvalidInput
 from .parcel import Publication, files_of
 
 if TYPE_CHECKING:
-    from ..verification.verify import Report
+    from ..verification.verify import VerificationReport
 
 
 def prepare(directory: Path, repository: str, private: bool = False) -> Publication:
@@ -80,7 +80,7 @@ def _check_name(repository: str) -> None:
         )
 
 
-def _verified(directory: Path, asked: str | None) -> Report:
+def _verified(directory: Path, asked: str | None) -> VerificationReport:
     """Verify a checkpoint by the rules and, where possible or asked for, by a run against its source.
 
     Args:

@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
+from ..convert.decide.engines import ENGINES
 from ..core.console import Command, notice, show_json, show_table
 from ..core.errors import InvalidInput
 from .fresh_process import Check, run_apart, serve
 
 if TYPE_CHECKING:
-    from ..convert.decide.lint import Finding, Written
+    from ..convert.decide.lint import LintFinding, Written
 
-ENGINES = ("transformers", "vllm", "sglang", "llama.cpp")
 FAILED = 3  # exit code: told apart from a mistake of the user's (2) and from a fault of ours (1)
 SEQUENCES, LENGTH = 4, 128  # of the text that is compared on
 EXACT = 5e-5  # by which logits of a lossless fold may differ in float32, where they vary by one or less
@@ -35,7 +35,7 @@ Precision = Literal["exact", "rounded"]
 
 
 @dataclass(frozen=True)
-class Report:
+class VerificationReport:
     """What was found.
 
     Attributes:
@@ -49,7 +49,7 @@ class Report:
 
     directory: Path
     engines: tuple[str, ...]
-    findings: tuple[Finding, ...]
+    findings: tuple[LintFinding, ...]
     checks: tuple[Check, ...]
     measured: dict[str, Any]
     unasked: tuple[str, ...]
@@ -75,7 +75,7 @@ class Report:
 
 def verify(
     directory: Path, engines: Iterable[str] = ENGINES[:1], source: Path | None = None, *, run: bool = True
-) -> Report:
+) -> VerificationReport:
     """Ask the rules of some engines, and run a checkpoint beside its source in transformers.
 
     Args:
@@ -101,17 +101,17 @@ def verify(
     ]
     if code := foreign_code(directory):
         foreign = Check("code", False, f"{code}, so the checkpoint was not run")
-        return Report(directory, asked, findings, (foreign,), {}, tuple(unasked))
+        return VerificationReport(directory, asked, findings, (foreign,), {}, tuple(unasked))
     if not run:
         unasked.append("the checkpoint was not run")
-        return Report(directory, asked, findings, (), {}, tuple(unasked))
+        return VerificationReport(directory, asked, findings, (), {}, tuple(unasked))
     refused = any(found.engine == "vllm" and found.fails for found in findings)
     serving = "vllm" in asked and starts and not refused
     unasked += (
         ["vllm was not started: a rule that it breaks says how that would end"] if starts and refused else []
     )
     checks, measured = _run(directory, source, serving)
-    return Report(directory, asked, findings, tuple(checks), measured, tuple(unasked))
+    return VerificationReport(directory, asked, findings, tuple(checks), measured, tuple(unasked))
 
 
 def _run(directory: Path, source: Path | None, serving: bool) -> tuple[list[Check], dict[str, Any]]:
@@ -328,7 +328,7 @@ def _look_for_changes(directory: Path, source: Path | None) -> None:
         notice(f"{source} is not what {directory} was made of: by kvfold.json {name} was another file")
 
 
-def _show(report: Report) -> None:
+def _show(report: VerificationReport) -> None:
     words = {True: "ok", False: "FAILS", None: "-"}
     rows = [(check.name, words[check.passed], check.detail) for check in report.checks]
     for finding in report.findings:

@@ -13,7 +13,7 @@ from benchmarks import cuda_check, vllm
 from benchmarks.folds import DEMO, FOLDS, Fold, make_folds, widen
 from kvfold.core.errors import InvalidInput
 from kvfold.verification.fresh_process import Check
-from kvfold.verification.verify import Report
+from kvfold.verification.verify import VerificationReport
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +107,7 @@ def test_what_vllm_says_is_judged(
     checks = (Check("vllm cache", cache, "512 elements"),) if measured is not None else ()
     if measured is None and not cache:
         checks = (Check("loads", False, "no kernel"),)
-    report = Report(made[2], ("vllm",), (), checks, numbers, ("vllm was not started",))
+    report = VerificationReport(made[2], ("vllm",), (), checks, numbers, ("vllm was not started",))
     monkeypatch.setattr(vllm, "verify", lambda *_: report)
     failures = vllm.run(replace(made[0], **fold), made[1], made[2])["failures"]
     assert (words in failures[0]) if words else failures == []

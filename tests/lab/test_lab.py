@@ -17,11 +17,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from kvfold.lab.cli import main
 from kvfold.lab.reference import (
-    Cache,
     ExpertLatentAttention,
     LatentQueryAttention,
     MultiHeadAttention,
     MultiHeadLatentAttention,
+    TokenCache,
     costs,
 )
 from kvfold.lab.reference.trials import distances, divided_rope_key, run
@@ -69,7 +69,7 @@ def test_formulas_are_the_modules(name: str) -> None:
     assert one.total == sum(p.numel() for p in module.parameters()) - biases
     assert one.cache == module.cache_size()
     assert counted(module, torch.randn(1, 7, 32)) == one.prefill(7, causal=False)
-    cache = Cache()
+    cache = TokenCache()
     module(torch.randn(1, 9, 32), cache=cache)
     assert counted(module, torch.randn(1, 1, 32), cache=cache) == one.decode(9)
 
@@ -148,7 +148,7 @@ class Chain(nn.Module):
         super().__init__()
         self.step = nn.Parameter(torch.ones(1))
 
-    def forward(self, x: torch.Tensor, cache: Cache | None = None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, cache: TokenCache | None = None) -> torch.Tensor:
         for _ in range(20):
             x = x + self.step
         return x

@@ -9,7 +9,12 @@ from torch import Tensor, nn
 
 from kvfold.convert.algebra.forward import attend
 from kvfold.core.errors import InvalidInput
-from kvfold.lab.reference import Cache, ExpertLatentAttention, MultiHeadAttention, MultiHeadLatentAttention
+from kvfold.lab.reference import (
+    ExpertLatentAttention,
+    MultiHeadAttention,
+    MultiHeadLatentAttention,
+    TokenCache,
+)
 
 D, N, H, T, B = 24, 4, 6, 7, 2
 Module = MultiHeadAttention | MultiHeadLatentAttention
@@ -62,7 +67,7 @@ def perturbed(module: ExpertLatentAttention) -> ExpertLatentAttention:
 def test_cached_is_whole(name: str) -> None:
     """Token by token, or in two pieces, as all at once; and the cache holds what cache_size says."""
     module, x = MODULES[name](), inputs()
-    whole, cache = module(x), Cache()
+    whole, cache = module(x), TokenCache()
     pieces = [module(part, cache=cache) for part in (x[:, :4], x[:, 4:5], x[:, 5:])]
     torch.testing.assert_close(torch.cat(pieces, 1), whole)
     assert cache.tokens == T
@@ -152,7 +157,7 @@ def test_absorbed_is_expanded(options: dict[str, object]) -> None:
     expanded, x = latent(**options), inputs()  # type: ignore[arg-type]
     absorbed = expanded.absorb()
     torch.testing.assert_close(absorbed(x), expanded(x))
-    shared = Cache()
+    shared = TokenCache()
     prefilled = expanded(x[:, :5], cache=shared)
     torch.testing.assert_close(
         torch.cat([prefilled, absorbed(x[:, 5:], cache=shared)], 1)[:, :5], expanded(x[:, :5])

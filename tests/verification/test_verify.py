@@ -18,9 +18,10 @@ from safetensors.torch import load_file, save_file
 
 from kvfold.cli import main
 from kvfold.convert.decide.engine_rules import RULES, lint
+from kvfold.convert.decide.engines import ENGINES
 from kvfold.convert.families.recognition import FAMILIES
 from kvfold.convert.formats.stock import Stock
-from kvfold.verification.verify import ENGINES, verify
+from kvfold.verification.verify import verify
 
 from ..support.tiny import make
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ...convert.algebra.attention import Attention
-from ...convert.algebra.metric import Metric, from_statistics, weights_only
+from ...convert.algebra.metric import LayerMetric, from_statistics, weights_only
 from ...convert.algebra.subspaces import matrix_root
 from ...convert.algebra.target import GQA, MLA
 from ...convert.calibration.statistics import LayerStatistics
@@ -128,7 +128,7 @@ def _table(source: MultiHeadAttention) -> Tensor:
 
 
 def _pooled(
-    source: MultiHeadAttention, attention: Attention, target: GQA, metric: Metric, method: str | None
+    source: MultiHeadAttention, attention: Attention, target: GQA, metric: LayerMetric, method: str | None
 ) -> MultiHeadAttention:
     groups, heads = target.num_key_value_heads, source.num_kv_heads
     if groups < 1 or heads % groups:
@@ -146,7 +146,7 @@ def _pooled(
 
 
 def _latent(
-    source: MultiHeadAttention, attention: Attention, target: MLA, metric: Metric, method: str | None
+    source: MultiHeadAttention, attention: Attention, target: MLA, metric: LayerMetric, method: str | None
 ) -> MultiHeadLatentAttention:
     if target.rope != "decoupled":
         raise InvalidInput(
@@ -174,7 +174,7 @@ def _latent(
     return MultiHeadLatentAttention.from_weights(folded, slots, causal=source.causal)
 
 
-def _bands(attention: Attention, table_F: Tensor, target: MLA, metric: Metric) -> tuple[Band, ...]:
+def _bands(attention: Attention, table_F: Tensor, target: MLA, metric: LayerMetric) -> tuple[Band, ...]:
     heads, slots = len(attention.k_KHD), target.qk_rope_head_dim // 2
     if target.slots == "source":
         return source_bands(table_F, heads)
@@ -193,7 +193,7 @@ def _bands(attention: Attention, table_F: Tensor, target: MLA, metric: Metric) -
     return uniform_bands(table_F, table_F[torch.arange(slots) * len(table_F) // slots])
 
 
-def _metric(source: MultiHeadAttention, attention: Attention, statistics: Seen, span: int) -> Metric:
+def _metric(source: MultiHeadAttention, attention: Attention, statistics: Seen, span: int) -> LayerMetric:
     if statistics is None:
         return weights_only(attention, span)
     if isinstance(statistics, LayerStatistics):
@@ -205,7 +205,7 @@ def _metric(source: MultiHeadAttention, attention: Attention, statistics: Seen, 
     return _from_sample(source, attention, statistics.detach().to("cpu", torch.float64))
 
 
-def _from_sample(source: MultiHeadAttention, attention: Attention, input_BTD: Tensor) -> Metric:
+def _from_sample(source: MultiHeadAttention, attention: Attention, input_BTD: Tensor) -> LayerMetric:
     """The metric of the attention's own output on a sample: as by weights alone, but with the input's second
     moment.
 

@@ -13,7 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from ...core.errors import InvalidInput
 
 
-class Cache:
+class TokenCache:
     """Rows that a module keeps of the tokens it has seen.
 
     Empty at first, and one for each module and batch.

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ...convert.algebra.attention import LatentAttention
 from ...core.errors import InvalidInput
-from .heads import Cache, attend, frequency_table, positions, turned
+from .heads import TokenCache, attend, frequency_table, positions, turned
 
 
 class MultiHeadLatentAttention(nn.Module):
@@ -91,7 +91,7 @@ class MultiHeadLatentAttention(nn.Module):
         mask: Tensor | None = None,
         valid_BX: Tensor | None = None,
         position_BT: Tensor | None = None,
-        cache: Cache | None = None,
+        cache: TokenCache | None = None,
     ) -> Tensor:
         """Attention of new tokens to themselves and to those in the cache, (B, T, D).
 

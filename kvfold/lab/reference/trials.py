@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from .costs import Claim
-from .heads import Cache
+from .heads import TokenCache
 from .latent_attention import MultiHeadLatentAttention
 
 REPEATS = 5
@@ -93,11 +93,11 @@ def run(name: str, module: nn.Module, d_model: int, tokens: int, device: str) ->
     input_BTD = torch.randn(1, tokens + 1, d_model, device=device, dtype=dtype)
     first_BTD, next_BTD = input_BTD[:, :tokens], input_BTD[:, tokens:]
 
-    def decode(cache: Cache) -> Callable[[], Tensor]:
+    def decode(cache: TokenCache) -> Callable[[], Tensor]:
         return lambda: module(next_BTD, cache=cache)
 
-    def cached() -> Cache:
-        cache = Cache()
+    def cached() -> TokenCache:
+        cache = TokenCache()
         module(first_BTD, cache=cache)
         return cache
 

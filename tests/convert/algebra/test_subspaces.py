@@ -8,7 +8,7 @@ import torch
 
 from kvfold.checkpoints.shards import is_finite
 from kvfold.convert.algebra import queries, subspaces
-from kvfold.convert.algebra.metric import Metric
+from kvfold.convert.algebra.metric import LayerMetric
 from kvfold.convert.algebra.queries import fit_queries
 from kvfold.convert.algebra.subspaces import factor, leading, low_rank, low_rank_energy, matrix_root
 
@@ -79,7 +79,7 @@ def test_queries_are_solved_for_alike_by_either_way(
         latent_CE[1] = latent_CE[0]
     distance_NT = torch.softmax(random(heads, 16), -1)
     blocks = torch.eye(width, dtype=torch.float64).expand(heads, -1, -1)
-    metric = Metric(
+    metric = LayerMetric(
         input_EE=None, key_BSS=blocks, value_BSS=blocks, query_NHH=blocks, distance_NT=distance_NT
     )
     table_F = torch.tensor([1.0, 0.1], dtype=torch.float64)
@@ -108,14 +108,16 @@ def test_heads_that_attend_alike_share_a_decomposition(monkeypatch: pytest.Monke
     one, other = torch.softmax(random(2, 16), -1)
     blocks = torch.eye(4, dtype=torch.float64).expand(4, -1, -1)
     distance_NT = torch.stack([one, one, other, other])
-    metric = Metric(
+    metric = LayerMetric(
         input_EE=None, key_BSS=blocks, value_BSS=blocks, query_NHH=blocks, distance_NT=distance_NT
     )
     table_F = torch.tensor([1.0, 0.1], dtype=torch.float64)
     keys_KHE, slots_RE, latent_CE = random(4, 4, 12), random(2, 12), random(4, 12)
     slots, latent = fit_queries(keys_KHE, table_F, slots_RE, table_F[:1], latent_CE, 1, metric)
     assert len(solved) == 2
-    alone = Metric(input_EE=None, key_BSS=blocks, value_BSS=blocks, query_NHH=blocks, distance_NT=other[None])
+    alone = LayerMetric(
+        input_EE=None, key_BSS=blocks, value_BSS=blocks, query_NHH=blocks, distance_NT=other[None]
+    )
     its_slots, its_latent = fit_queries(keys_KHE[3:], table_F, slots_RE, table_F[:1], latent_CE, 1, alone)
     assert torch.equal(slots[3], its_slots[0])
     assert torch.equal(latent[3], its_latent[0])

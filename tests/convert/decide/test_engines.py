@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from safetensors.torch import load_file
 
 from kvfold.cli import main
-from kvfold.convert.decide.engine_choice import containers_for
+from kvfold.convert.decide.engines import containers_for
 from kvfold.convert.formats.serving import SERVING
 
 from ...support.tiny import make, same_bytes
@@ -77,7 +77,7 @@ def test_narrower_latents_are_filled_up(wide: Path, tmp_path: Path) -> None:
         wide, tmp_path / "out", "--to", "mla", "--rank", "100", "--engine", "sglang", *WEIGHTS
     )
     assert code == 0, text
-    assert "100+64 wide and filled up with zeros" in text
+    assert "100+64 wide and padded with zeros" in text
     assert "cache 1024 -> 576" in text
     down = load_file(tmp_path / "out" / "model.safetensors")[
         "model.layers.0.self_attn.kv_a_proj_with_mqa.weight"

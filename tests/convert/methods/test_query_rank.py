@@ -18,7 +18,7 @@ from kvfold.checkpoints.directory import Checkpoint
 from kvfold.cli import main
 from kvfold.convert.algebra.attention import Attention, IntactAttention, LatentAttention
 from kvfold.convert.algebra.forward import attend
-from kvfold.convert.algebra.metric import Metric, weights_only
+from kvfold.convert.algebra.metric import LayerMetric, weights_only
 from kvfold.convert.algebra.subspaces import low_rank
 from kvfold.convert.algebra.target import MLA
 from kvfold.convert.decide.engine_rules import lint
@@ -28,7 +28,7 @@ from kvfold.convert.families.source import open_source
 from kvfold.convert.methods.intact import fold_joint, to_intact
 from kvfold.convert.methods.latent import to_mla
 from kvfold.convert.methods.query_rank import compress, lost_by_queries, query_metric
-from kvfold.convert.methods.refinement import Sample, refine
+from kvfold.convert.methods.refinement import LayerSample, refine
 from kvfold.models.shipped.modeling_kvfold import KvfoldForCausalLM
 
 from ...support.tiny import make
@@ -47,7 +47,7 @@ def root(size: int, seed: int) -> Tensor:
     )
 
 
-def metric_for(a: Attention) -> Metric:
+def metric_for(a: Attention) -> LayerMetric:
     """Moments of every direction unlike, of inputs with a mean."""
     input_EE = root(D + 1, 1) @ root(D + 1, 1).mT
     query_NHH = torch.stack(
@@ -56,7 +56,7 @@ def metric_for(a: Attention) -> Metric:
     return replace(weights_only(a, 64), input_EE=input_EE / input_EE[-1, -1], query_NHH=query_NHH)
 
 
-def folds(a: Attention, metric: Metric) -> list[LatentAttention | IntactAttention]:
+def folds(a: Attention, metric: LayerMetric) -> list[LatentAttention | IntactAttention]:
     return [to_mla(a, TARGET, FREQUENCIES_F, OWN, metric), to_intact(a, INTACT, metric)]
 
 
@@ -94,7 +94,7 @@ def test_the_true_rank_is_enough(x_TD: Tensor) -> None:
         assert (out(compress(folded, poor, blind, 4), x_TD) - out(folded, x_TD)).abs().max() > 1e-4
 
 
-def cost(error_XD: Tensor, metric: Metric) -> float:
+def cost(error_XD: Tensor, metric: LayerMetric) -> float:
     """½ tr(G E C Eᵀ) by its definition."""
     assert metric.input_EE is not None
     error_NHD = error_XD.unflatten(0, (len(metric.query_NHH), -1))
@@ -263,7 +263,9 @@ def test_refinement_trains_both_matrices(form: int) -> None:
     a, random = layer(), torch.Generator().manual_seed(4)
     input_BTD = torch.randn(24, 20, D, generator=random)
     output_BTD = attend(a.to(torch.float32), input_BTD, FREQUENCIES_F)
-    sample = Sample(input_BTD=input_BTD, output_BTD=output_BTD, fisher_DD=torch.eye(D, dtype=torch.float64))
+    sample = LayerSample(
+        input_BTD=input_BTD, output_BTD=output_BTD, fisher_DD=torch.eye(D, dtype=torch.float64)
+    )
     metric = weights_only(a, 64)
     closed = compress(folds(a, metric)[form], a, metric, 8)
     fitted = refine(closed, FREQUENCIES_F, a, FREQUENCIES_F, sample, steps=30)

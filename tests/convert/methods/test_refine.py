@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvfold.convert.algebra.attention import Attention, IntactAttention, LatentAttention
 from kvfold.convert.algebra.forward import Scoring, attend
-from kvfold.convert.algebra.metric import Metric, from_statistics, metric_of, weights_only
+from kvfold.convert.algebra.metric import LayerMetric, from_statistics, metric_of, weights_only
 from kvfold.convert.algebra.queries import fit_queries
 from kvfold.convert.algebra.rotary import complex_rows, interleaved_rows
 from kvfold.convert.algebra.target import GQA, MLA
@@ -18,7 +18,7 @@ from kvfold.convert.methods import latent as factor
 from kvfold.convert.methods import pooling as pool
 from kvfold.convert.methods.grouping import arrange, grouped, merge_costs
 from kvfold.convert.methods.intact import to_intact
-from kvfold.convert.methods.refinement import HELD_BACK, Sample, agrees, measure, refine
+from kvfold.convert.methods.refinement import HELD_BACK, LayerSample, agrees, measure, refine
 
 from .test_methods import FREQUENCIES_F, OWN, D, H, latent_output, layer, output, rotate, turned_copies
 
@@ -175,16 +175,16 @@ def teacher() -> Attention:
     return replace(copies, k_KHD=copies.k_KHD + 0.2 * noise.k_KHD, v_KHD=copies.v_KHD + 0.2 * noise.v_KHD)
 
 
-def sample(x_BTD: Tensor) -> Sample:
+def sample(x_BTD: Tensor) -> LayerSample:
     root_DD = torch.randn(D, D, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
-    return Sample(
+    return LayerSample(
         input_BTD=x_BTD,
         output_BTD=attend(teacher(), x_BTD[:1], FREQUENCIES_F),
         fisher_DD=root_DD @ root_DD.mT / D,
     )
 
 
-def error(folded: Attention | LatentAttention | IntactAttention, taken: Sample) -> float:
+def error(folded: Attention | LatentAttention | IntactAttention, taken: LayerSample) -> float:
     """½ E[eᵀ G e] on the sequences that are held back."""
     x_BTD = taken.input_BTD[-max(1, len(taken.input_BTD) // HELD_BACK) :]
     e = attend(folded, x_BTD, FREQUENCIES_F) - attend(teacher(), x_BTD, FREQUENCIES_F)
@@ -246,7 +246,7 @@ def test_only_attention_that_the_forward_computes_is_refined() -> None:
 
 def test_without_statistics_the_metric_is_the_weights() -> None:
     a = layer()
-    assert isinstance(metric_of(None, a, 64), Metric)
+    assert isinstance(metric_of(None, a, 64), LayerMetric)
     assert metric_of(None, a, 64).input_EE is None
 
 

@@ -22,9 +22,10 @@ from kvfold.convert.methods import pooling as pool
 from kvfold.convert.methods.grouping import grouped
 from kvfold.convert.methods.intact import encoded, fold_joint, linearised, to_intact
 from kvfold.convert.methods.key_norms import by_value
-from kvfold.convert.methods.refinement import Sample, agrees, measure, refine
+from kvfold.convert.methods.refinement import LayerSample, agrees, measure, refine
 from kvfold.convert.write.layer_fold import fold_attention
 from kvfold.convert.write.rewrite import rewrite
+from kvfold.planning.prediction import PredictedLosses
 from kvfold.planning.prediction import PredictedLosses
 
 from ...support.tiny import make
@@ -32,7 +33,7 @@ from .test_methods import FREQUENCIES_F, H
 from .test_refine import normed, sample, scattered, teacher
 
 
-def normalising(spans: str) -> tuple[Attention, Sample]:
+def normalising(spans: str) -> tuple[Attention, LayerSample]:
     """The teacher with norms of every head or of all, and a sample whose inputs have unlike lengths along
     each direction.
     """
@@ -159,7 +160,7 @@ def test_a_whole_fold_is_refined_and_says_so(
     if isinstance(closed, IntactAttention):
         assert isinstance(plan.target, MLA)
         taken, (table_F, _) = statistics.layers[0], plan.source.frequencies(0)
-        part = Sample(
+        part = LayerSample(
             input_BTD=taken.input_BTD,
             output_BTD=taken.output_BTD,
             fisher_DD=taken.output_fisher,

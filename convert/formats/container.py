@@ -1,0 +1,112 @@
+"""The one interface of output formats: everything that planning and writing ask of a container.
+
+A container is one source and one target in one format. It knows the names, shapes and layout of the output's
+tensors, its config.json, and what engines cache and rebuild.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ...checkpoints.shards import TensorSpec
+from ..algebra.forward import AnyAttention
+from ..families.source import Source
+from .copies import Copy, unchanged
+from .serving import Profile
+
+
+class Container(ABC):
+    """An output format; `Grouped`, `HostClass`, `Remote` and `Stock` are the four.
+
+    Attributes:
+        kind: name of the format in plans and tables.
+        keeps_source_config: config.json is made from the source's fields as they are on disk. Otherwise it is
+            made from the complete configuration, with every default filled in.
+        is_absorbable: engines other than transformers attend in the latent, without rebuilding keys and
+            values.
+    """
+
+    kind: ClassVar[str]
+    keeps_source_config: ClassVar[bool] = False
+    is_absorbable: ClassVar[bool] = False
+
+    @property
+    @abstractmethod
+    def architecture(self) -> str:
+        """Return the name of the class that loads the output."""
+
+    @property
+    @abstractmethod
+    def cached(self) -> tuple[int, int]:
+        """Return the widths of what one layer caches per token: latent and rotary key, or keys and values."""
+
+    @property
+    @abstractmethod
+    def heads(self) -> tuple[int, int]:
+        """Return the widths of one head's key without its shared rotary part, and of its value."""
+
+    @property
+    def rebuilt(self) -> int:
+        """Return how many elements of keys and values a layer rebuilds per cached token at each step.
+
+        It is 0 where attention is computed from what is cached.
+        """
+        return 0
+
+    @property
+    def folds_jointly(self) -> bool:
+        """Return whether keys and values come from one latent without a rotary key."""
+        return False
+
+    @property
+    def holds_biases(self) -> bool:
+        """Return whether the source's biases have a place; otherwise they are folded into weights."""
+        return True
+
+    @property
+    def profile(self) -> Profile | None:
+        """Return the widths of other engines that the output was brought into, if it was."""
+        return None
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """Return the code that is shipped with the weights."""
+        return ()
+
+    @abstractmethod
+    def config(self, source: Mapping[str, Any]) -> dict[str, Any]:
+        """Return config.json of the output.
+
+        Args:
+            source: the source's, as `keeps_source_config` says.
+        """
+
+    @abstractmethod
+    def specs(self, layer: int, dtype: torch.dtype) -> dict[str, TensorSpec]:
+        """Return names, shapes and dtypes of one layer's attention tensors."""
+
+    @abstractmethod
+    def tensors(self, attention: AnyAttention, layer: int) -> dict[str, Tensor]:
+        """Return one folded layer's attention under the names and in the layout of the class.
+
+        Args:
+            attention: of the form that this container writes; its dtype is kept.
+            layer: number of the layer.
+        """
+
+    def copies(self, name: str, spec: TensorSpec) -> dict[str, Copy]:
+        """Return what a tensor that is not attention becomes; by default it passes through."""
+        return unchanged(name, spec)
+
+    def notices(self, source: Source, why: str | None) -> list[str]:
+        """Return what a user should know before loading the output, in sentences.
+
+        Args:
+            source: the checkpoint that was folded.
+            why: the reason for the form, where it was not the user's choice.
+        """
+        return []
