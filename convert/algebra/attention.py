@@ -18,7 +18,7 @@ from .spectrum import LatentSpectrum
 
 class _Layer:
     def to(self, dtype: torch.dtype, device: torch.device | str | None = None) -> Self:
-        """The same weights in another dtype, and on another device."""
+        """Return the same weights in another dtype, and on another device."""
         tensors = {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
         cast = {name: value.to(device, dtype) for name, value in tensors.items() if isinstance(value, Tensor)}
         return replace(self, **cast)  # type: ignore[type-var]
@@ -26,13 +26,11 @@ class _Layer:
 
 @dataclass(frozen=True, kw_only=True)
 class Attention(_Layer):
-    """Multi-head or grouped-query attention: score = scale · q·k, rotary rows in the half layout, biases
-    optional.
+    """Multi-head or grouped-query attention: score = scale · q·k, rotary rows in the half layout.
 
-    Query head n reads key/value head n // (N/K). Where there are norms, they stand between projection (with
-    its bias) and
-    rotation: RMSNorm of each head, or of all heads as one vector; their weights have a row a head, or one
-    that heads share.
+    Biases are optional. Query head n reads key/value head n // (N/K). Where there are norms, they stand
+    between projection (with its bias) and rotation: RMSNorm of each head, or of all heads as one vector.
+    Their weights have a row per head, or one that heads share.
     """
 
     q_NHD: Tensor
@@ -50,12 +48,11 @@ class Attention(_Layer):
 
 @dataclass(frozen=True, kw_only=True)
 class LatentAttention(_Layer):
-    """Multi-head latent attention (arXiv 2405.04434, section 2.1): c = down x, k = [k_up c; k_rope x], v =
-    v_up c.
+    """Multi-head latent attention (arXiv 2405.04434, section 2.1).
 
-    score = scale · (q_nope·k_nope + q_rope·k_rope); rotary rows in the interleaved layout, one key for all
-    heads. Queries are projected from x, or from q_down x (equation 12 there) where that is given. `spectrum`
-    is what the latent was cut from.
+    c = down x, k = [k_up c; k_rope x], v = v_up c. score = scale · (q_nope·k_nope + q_rope·k_rope); rotary
+    rows in the interleaved layout, one key for all heads. Queries are projected from x, or from q_down x
+    (equation 12 there) where that is given. `spectrum` is the spectrum that the latent was cut from.
     """
 
     q_nope_NPA: Tensor
@@ -74,12 +71,15 @@ class LatentAttention(_Layer):
     spectrum: LatentSpectrum | None = None
 
     def widened(self, latent: int, rope: int, nope: int, value: int, slots: Sequence[int]) -> Self:
-        """The same function in other widths, none of them smaller: zeros beside what there is.
+        """Return the same function in other widths, none of them smaller, padded with zeros.
 
         Args:
-            latent, rope, nope, value: the widths C, R, P and H.
-            slots: for each of this layer's rotary slots its number among the R/2; more than there are do not
-                matter.
+            latent: the width C.
+            rope: the width R.
+            nope: the width P.
+            value: the width H.
+            slots: for each of this layer's rotary slots its number among the R/2; superfluous entries are
+                ignored.
         """
 
         def placed(rows: Tensor, dim: int) -> Tensor:
@@ -106,18 +106,17 @@ class LatentAttention(_Layer):
 
 
 def _filled(tensor: Tensor, dim: int, width: int) -> Tensor:
-    """Zeros after the entries of a dimension, up to a width."""
+    """Append zeros to a dimension, up to a width."""
     return pad(tensor, (0, 0) * (tensor.ndim - 1 - dim) + (0, width - tensor.shape[dim]))
 
 
 @dataclass(frozen=True, kw_only=True)
 class IntactAttention(_Layer):
-    """Attention whose keys and values are rebuilt from a latent, keys before rotation: k = k_up c + k_KH, v =
-    v_up c + v_KH.
+    """Attention whose keys and values are rebuilt from a latent, keys before rotation.
 
-    c = down x, with E = D; or, where k_KHD and v_KHD are kept, c = down [norm(k); v], with E = 2KH and biases
-    inside. Grouping, rotary layout and norms as in `Attention`; queries are projected from x, or from q_down
-    x where that is given.
+    k = k_up c + k_KH and v = v_up c + v_KH. c = down x, with E = D; or, where k_KHD and v_KHD are kept, c =
+    down [norm(k); v], with E = 2KH and biases inside. Grouping, rotary layout and norms are those of
+    `Attention`. Queries are projected from x, or from q_down x where that is given.
     """
 
     q_NHA: Tensor

@@ -1,5 +1,4 @@
-"""What a layer's weights compute, in plain torch: the executable definition of the three classes of
-attention.py.
+"""The executable definition of the three classes of attention.py, in plain torch.
 
 Legend: attention.py; B sequences, T tokens.
 """
@@ -18,8 +17,7 @@ AnyAttention = Attention | LatentAttention | IntactAttention
 
 @dataclass(frozen=True, kw_only=True)
 class Scoring:
-    """What a layer does beside its weights, and no fold changes: how queries and keys are normed, and scores
-    made weights.
+    """The part of a layer that is not weights and that no fold changes: norms, and scores to weights.
 
     Attributes:
         norm_epsilon: added to the mean square in query and key norms.
@@ -38,7 +36,7 @@ class Scoring:
     pair_gain_F: Tensor | None = None
 
     def to(self, dtype: torch.dtype, device: torch.device | str | None = None) -> Self:
-        """The same in another dtype, and on another device."""
+        """Return the same in another dtype, and on another device."""
         sinks_N, gain_F = (
             None if tensor is None else tensor.to(device, dtype)
             for tensor in (self.sinks_N, self.pair_gain_F)
@@ -50,7 +48,7 @@ PLAIN = Scoring()  # softmax over all that came before
 
 
 def attend(layer: AnyAttention, input_BTD: Tensor, frequencies_F: Tensor, scoring: Scoring = PLAIN) -> Tensor:
-    """Causal attention over whole sequences, without a cache.
+    """Compute causal attention over whole sequences, without a cache.
 
     Args:
         layer: weights, in the dtype and on the device of the input.
@@ -71,9 +69,9 @@ def attend(layer: AnyAttention, input_BTD: Tensor, frequencies_F: Tensor, scorin
 def keys_and_values(
     layer: Attention | IntactAttention, input_BTD: Tensor, norm_epsilon: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """Keys behind their norm and before rotation, and values, (B, K, T, H).
+    """Return keys behind their norm and before rotation, and values, (B, K, T, H).
 
-    Of latent attention as they are rebuilt.
+    Those of latent attention are rebuilt.
     """
     if isinstance(layer, IntactAttention) and layer.k_KHD is None:
         latent_BTC = input_BTD @ layer.down_CE.mT
@@ -91,8 +89,9 @@ def keys_and_values(
 
 
 def beside(*parts_BKTH: Tensor) -> Tensor:
-    """All heads of keys, of values, or of both in this order, as one vector a token, (B, T, KH) or (B, T,
-    2KH).
+    """Join all heads of keys, of values, or of both in this order to one vector per token.
+
+    The result is (B, T, KH) or (B, T, 2KH).
     """
     return torch.cat([rows_BKTH.transpose(1, 2).flatten(2) for rows_BKTH in parts_BKTH], -1)
 
@@ -105,9 +104,9 @@ def attend_to(
     frequencies_F: Tensor,
     scoring: Scoring = PLAIN,
 ) -> Tensor:
-    """What a layer's queries read of given keys and values, as `keys_and_values` gives them.
+    """Attend to given keys and values, as `keys_and_values` returns them.
 
-    The rest as in `attend`.
+    The other arguments are those of `attend`.
     """
     angle_TF = _angles(input_BTD, frequencies_F)
     if isinstance(layer, IntactAttention):
@@ -123,7 +122,7 @@ def attend_to(
 
 
 def _angles(input_BTD: Tensor, frequencies_F: Tensor) -> Tensor:
-    """By which each position turns each pair, (T, F), float64."""
+    """Return the angles by which each position turns each pair, (T, F), float64."""
     position_T1 = torch.arange(input_BTD.shape[1], device=input_BTD.device, dtype=torch.float64)[:, None]
     return position_T1 * frequencies_F.to(input_BTD.device)
 
@@ -134,7 +133,7 @@ def _output(layer: AnyAttention, mixed_BNTH: Tensor) -> Tensor:
 
 
 def _mix(q_BNTH: Tensor, k_BNTH: Tensor, v_BNTH: Tensor, scale: float, scoring: Scoring) -> Tensor:
-    """Values by the softmax of scores (B, N, T, H)."""
+    """Mix values by the softmax of scores (B, N, T, H)."""
     length = q_BNTH.shape[2]
     windowed = scoring.window is not None and scoring.window < length
     if scoring.soft_cap is None and scoring.sinks_N is None and not windowed:
@@ -155,8 +154,9 @@ def _mix(q_BNTH: Tensor, k_BNTH: Tensor, v_BNTH: Tensor, scale: float, scoring: 
 
 
 def _normed(rows_BNTH: Tensor, weight_NH: Tensor | None, epsilon: float) -> Tensor:
-    """RMSNorm (arXiv 1910.07467) of every head, or, where each head has a weight of its own, of all as one
-    vector.
+    """Apply RMSNorm (arXiv 1910.07467) to every head, or to all heads as one vector.
+
+    It is one vector where each head has a weight of its own.
     """
     if weight_NH is None:
         return rows_BNTH
@@ -185,15 +185,15 @@ def _query_input(layer: LatentAttention | IntactAttention, input_BTD: Tensor) ->
 
 
 def _project(input_BTD: Tensor, weight_NHD: Tensor, bias_NH: Tensor | None) -> Tensor:
-    """(B, N, T, H)."""
+    """Project to heads, (B, N, T, H)."""
     rows_BNTH = torch.einsum("btd,nhd->bnth", input_BTD, weight_NHD)
     return rows_BNTH if bias_NH is None else rows_BNTH + bias_NH[:, None]
 
 
 def _turned(rows_BNTH: Tensor, angle_TF: Tensor, *, interleaved: bool = False) -> Tensor:
-    """RoPE (arXiv 2104.09864): every pair turned by its angle.
+    """Apply RoPE (arXiv 2104.09864): turn every pair by its angle.
 
-    Pairs lie side by side or half a head apart.
+    The two rows of a pair are neighbours or half a head apart.
     """
     cos_TF, sin_TF = angle_TF.cos().to(rows_BNTH.dtype), angle_TF.sin().to(rows_BNTH.dtype)
     real, imaginary = (rows_BNTH[..., ::2], rows_BNTH[..., 1::2]) if interleaved else rows_BNTH.chunk(2, -1)

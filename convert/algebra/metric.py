@@ -1,4 +1,4 @@
-"""What an error in a key or a value costs: the metric in which every subspace is chosen.
+"""The cost of an error in a key or a value: the metric in which every subspace is chosen.
 
 The loss is quadratic near the source: replacing W by W + E costs ½ tr(G E C Eᵀ) with C the second moment of
 the input and G that of the gradient of the log likelihood at the output (K-FAC, arXiv 1503.05671). Keys and
@@ -42,27 +42,27 @@ class LayerMetric:
     distance_NT: Tensor
 
     def fidelity(self, frequency_F: Tensor) -> Tensor:
-        """ρ(f) (N, F).
+        """Return ρ(f) (N, F), each head's mean of e^(-i f Δ) over its attention distances.
 
-        A head's mean of e^(-i f Δ) over its attention distances, complex, at most 1 in magnitude.
+        It is complex and at most 1 in magnitude.
         """
         distance_T = torch.arange(self.distance_NT.shape[1], dtype=torch.float64)
         angle_TF = distance_T[:, None] * frequency_F
         return torch.complex(self.distance_NT @ angle_TF.cos(), -(self.distance_NT @ angle_TF.sin()))
 
     def moment(self, rows_KHE: Tensor) -> Tensor | None:
-        """C at the width of some rows, with or without a bias column; None: the identity."""
+        """Return C at the width of some rows, with or without a bias column; None is the identity."""
         width = rows_KHE.shape[-1]
         return None if self.input_EE is None else self.input_EE[:width, :width]
 
     def of_queries(self, heads: slice) -> "LayerMetric":
-        """The same for some query heads."""
+        """Return the metric of the same layer for some query heads."""
         return replace(self, query_NHH=self.query_NHH[heads], distance_NT=self.distance_NT[heads])
 
     def value_blocks(self, heads: int, group: slice) -> Tensor:
-        """G at the values of some key heads, as diagonal blocks.
+        """Return G at the values of some key heads, as diagonal blocks.
 
-        Each head's own, or theirs together where G is one block.
+        Each head has its own block, or they share one where G is one block.
         """
         if len(self.value_BSS) == heads:
             return self.value_BSS[group]
@@ -71,7 +71,7 @@ class LayerMetric:
         return self.value_BSS[:, rows, rows]
 
     def value_pair(self, heads: int, one: int, other: int) -> Tensor:
-        """G at the values of two key heads, (2H, 2H)."""
+        """Return G at the values of two key heads, (2H, 2H)."""
         if len(self.value_BSS) == heads:
             pair: Tensor = torch.block_diag(self.value_BSS[one], self.value_BSS[other])
             return pair
@@ -79,7 +79,7 @@ class LayerMetric:
         return self.value_BSS[0, rows][:, rows]
 
     def reordered(self, keys: list[int], readers: list[int]) -> "LayerMetric":
-        """The metric of the same layer with its key heads, and its query heads, in another order."""
+        """Return the metric of the same layer with its key heads, and its query heads, in another order."""
 
         def moved(blocks_BSS: Tensor) -> Tensor:
             if len(blocks_BSS) == len(keys):
@@ -96,7 +96,7 @@ class LayerMetric:
         )
 
     def pairs(self, heads: int) -> Tensor:
-        """G at each rotary pair as a Hermitian matrix over the key heads, (F, K, K), complex."""
+        """Return G at each rotary pair as a Hermitian matrix over the key heads, (F, K, K), complex."""
         blocks, size, _ = self.key_BSS.shape
         width = blocks * size // heads
         per_block = heads // blocks  # heads that share a block
@@ -126,14 +126,12 @@ UNWEIGHTED = LayerMetric(
 
 
 def metric_of(layer: LayerStatistics | None, attention: Attention, span: int) -> LayerMetric:
-    """What errors cost in a layer: from statistics where there are any, otherwise from the weights alone."""
+    """Return the metric of a layer, from statistics where there are any, otherwise from weights alone."""
     return weights_only(attention, span) if layer is None else from_statistics(layer)
 
 
 def from_statistics(layer: LayerStatistics) -> LayerMetric:
-    """The metric of a layer whose statistics were taken, in nats (but for the factor ½ that all terms
-    share).
-    """
+    """Return the metric of a layer with statistics, in nats but for the factor ½ that all terms share."""
     input_EE = layer.input_EE.clone()
     # Directions that the calibration text never took are not free: other text takes them.
     input_EE.diagonal()[:-1] += SHRINKAGE * layer.input_EE.diagonal()[:-1].mean()
@@ -147,10 +145,10 @@ def from_statistics(layer: LayerStatistics) -> LayerMetric:
 
 
 def weights_only(attention: Attention, span: int) -> LayerMetric:
-    """The metric when there is no data: an isotropic input, and distances that follow a power law.
+    """Return the metric without data: an isotropic input, and distances that follow a power law.
 
     A key error moves a score by scale · q·δ, a query error by scale · δ·k, and the score moves the output by
-    the value it displaces; a value error reaches the output through W_O.
+    the value it displaces. A value error reaches the output through W_O.
 
     Args:
         attention: the source's weights, float64.
@@ -174,5 +172,5 @@ def weights_only(attention: Attention, span: int) -> LayerMetric:
 
 
 def with_bias(rows_KHD: Tensor, bias_KH: Tensor | None) -> Tensor:
-    """Rows with the bias as one more column, whose input is the constant 1."""
+    """Return rows with the bias as one more column, whose input is the constant 1."""
     return rows_KHD if bias_KH is None else torch.cat([rows_KHD, bias_KH[..., None]], -1)

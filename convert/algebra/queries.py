@@ -1,14 +1,15 @@
-"""The queries that suit a folded layer's keys best: each head's scores fitted by what is cached, at all
-distances at once.
+"""Queries that suit a folded layer's keys best: each head's scores fitted by what is cached.
 
-What is cached of a token x are slots, which turn at φ_j per token of distance, and a latent, which does not
-turn. A query q of head h reads them with coefficients t = T_h q. Over the distances Δ that the head's
-attention spans, the squared error of its scores, E_{Δ,x}[(qᵀ R(Δ) W_h x - tᵀ R̂(Δ) K̂ x)²], is least at
+The fit covers all distances at once. A token x caches slots, which turn at φ_j per token of distance, and a
+latent, which does not turn. A query q of head h reads them with coefficients t = T_h q. Over the distances Δ
+that the head's attention spans, the squared error of its scores, E_{Δ,x}[(qᵀ R(Δ) W_h x - tᵀ R̂(Δ) K̂ x)²],
+is least at
 
     T_h = E_Δ[R̂ K̂ C K̂ᵀ R̂ᵀ]⁻¹ E_Δ[R̂ K̂ C W_hᵀ Rᵀ]
 
-for every q at once, so no moment of the queries is needed. Slots, and the mean rotation of what has none, are
-corrected for each other's share: a direction that is both in a slot and in the latent is not counted twice.
+for every q at once, so no moment of the queries is needed. Slots, and the mean rotation of the part without
+slots, are corrected for each other's share: a direction that is both in a slot and in the latent is not
+counted twice.
 
 Legend: attention.py and metric.py; Q = R + C rounded up to even, features; pairs of rows turn together,
 interleaved.
@@ -37,7 +38,7 @@ def fit_queries(
     queries: int,
     metric: LayerMetric,
 ) -> tuple[Tensor, Tensor]:
-    """T of every head, split into what reads the slots and what reads the latent.
+    """Return T of every head, split into the part that reads the slots and the part that reads the latent.
 
     Args:
         keys_KHE: the source's keys in the half layout, bias included.
@@ -79,11 +80,10 @@ def fit_queries(
 
 
 def _solver(left_QQ: Tensor) -> Callable[[Tensor], Tensor]:
-    """Least squares without the combinations of features that all but cancel: large weights on them would
-    drown in rounding.
+    """Return a least-squares solver that leaves out combinations of features that all but cancel.
 
-    Where there are none, which a Cholesky factorisation of what is above the threshold tells, no
-    decomposition is needed.
+    Large weights on them would drown in rounding. A Cholesky factorisation of what is above the threshold
+    shows where there are none; then no decomposition is needed.
     """
     _, below = torch.linalg.cholesky_ex(left_QQ - _LEAST * torch.eye(len(left_QQ), dtype=left_QQ.dtype))
     if not below:
@@ -95,7 +95,7 @@ def _solver(left_QQ: Tensor) -> Callable[[Tensor], Tensor]:
 
 
 def turned(rows: Tensor, shift_PG: Tensor, sum_PG: Tensor) -> Tensor:
-    """E_Δ[R_p(Δ) M R_g(Δ)ᵀ] of the 2 x 2 blocks M of a matrix.
+    """Return E_Δ[R_p(Δ) M R_g(Δ)ᵀ] of the 2 x 2 blocks M of a matrix.
 
     As maps of complex numbers z, M z = a z + b z̄; turning both sides multiplies a by e^(-i(f_p - f_g)Δ) and
     b by e^(-i(f_p + f_g)Δ).

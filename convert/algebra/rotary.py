@@ -1,5 +1,4 @@
-"""Rotary embeddings as complex numbers: a rotary pair is one complex coordinate, a position turns it by e^(i
-f m).
+"""Rotary embeddings as complex numbers: position m turns a pair, one complex coordinate, by e^(i f m).
 
 Legend: F rotary pairs of a head, H = 2F head dim, D columns; a row pair (real, imaginary) is one complex row.
 Layouts: `half` keeps the real parts first, then the imaginary ones (Llama); `interleaved` alternates them
@@ -16,8 +15,10 @@ from ...core.errors import InvalidInput
 
 
 def rope_parameters(config: dict[str, Any]) -> dict[str, Any]:
-    """The rotary part of a config.json, whichever transformers wrote it: `rope_parameters` (5.x) or
-    `rope_theta` and `rope_scaling` (4.x), always with `rope_type` and `rope_theta`."""
+    """Return the rotary part of a config.json, always with `rope_type` and `rope_theta`.
+
+    It is `rope_parameters` as transformers 5 writes it, or `rope_theta` and `rope_scaling` of transformers 4.
+    """
     scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(scaling, dict):
         raise InvalidInput(f"config.json has rope parameters {scaling!r}, where an object is needed")
@@ -33,7 +34,7 @@ def rope_parameters(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def frequencies(rope: dict[str, Any], width: int, positions: int) -> tuple[Tensor, float]:
-    """Angular frequencies of a rotary part, and the factor that its cosines and sines carry.
+    """Return the angular frequencies of a rotary part, and the factor that its cosines and sines carry.
 
     Args:
         rope: from `rope_parameters`.
@@ -66,8 +67,9 @@ def frequencies(rope: dict[str, Any], width: int, positions: int) -> tuple[Tenso
 
 
 def longrope_factor(rope: dict[str, Any], positions: int) -> float:
-    """The factor on cosines and sines of longrope (arXiv 2402.13753), as transformers computes it; 1 for
-    other types.
+    """Return the factor on cosines and sines of longrope (arXiv 2402.13753), as transformers computes it.
+
+    It is 1 for other types.
 
     Raises:
         InvalidInput: rope parameters of longrope that are no numbers.
@@ -93,7 +95,10 @@ def _linear(base_F: Tensor, rope: dict[str, Any], positions: int) -> tuple[Tenso
 
 
 def _llama3(base_F: Tensor, rope: dict[str, Any], positions: int) -> tuple[Tensor, float]:
-    """Llama 3.1: slow frequencies divided by `factor`, fast ones kept, a linear blend between."""
+    """Compute Llama 3.1's table: slow frequencies are divided by `factor`, fast ones are kept.
+
+    Those between are a linear blend.
+    """
     turns_F = rope["original_max_position_embeddings"] * base_F / (2 * math.pi)
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
     keep_F = ((turns_F - low) / (high - low)).clamp(0, 1)
@@ -101,7 +106,7 @@ def _llama3(base_F: Tensor, rope: dict[str, Any], positions: int) -> tuple[Tenso
 
 
 def _yarn(base_F: Tensor, rope: dict[str, Any], positions: int) -> tuple[Tensor, float]:
-    """YaRN (arXiv 2309.00071), as transformers computes it."""
+    """Compute YaRN's table (arXiv 2309.00071), as transformers does."""
     original = rope.get("original_max_position_embeddings") or positions
     factor, width, theta = rope["factor"], 2 * len(base_F), rope["rope_theta"]
 
@@ -131,16 +136,16 @@ FIXED = frozenset(_TABLES)  # rope types whose frequencies do not depend on the 
 
 
 def complex_rows(rows_HD: Tensor) -> Tensor:
-    """Rows in the half layout (..., 2F, D) as complex rows (..., F, D)."""
+    """Return rows in the half layout (..., 2F, D) as complex rows (..., F, D)."""
     real, imaginary = rows_HD.chunk(2, dim=-2)
     return torch.complex(real, imaginary)
 
 
 def half_rows(rows_FD: Tensor) -> Tensor:
-    """Complex rows (..., F, D) in the half layout (..., 2F, D); the inverse of `complex_rows`."""
+    """Return complex rows (..., F, D) in the half layout (..., 2F, D); the inverse of `complex_rows`."""
     return torch.cat([rows_FD.real, rows_FD.imag], dim=-2)
 
 
 def interleaved_rows(rows_FD: Tensor) -> Tensor:
-    """Complex rows (..., F, D) in the interleaved layout (..., 2F, D)."""
+    """Return complex rows (..., F, D) in the interleaved layout (..., 2F, D)."""
     return torch.stack([rows_FD.real, rows_FD.imag], dim=-2).flatten(-3, -2)

@@ -1,7 +1,4 @@
-"""How much a layer's latent could lose.
-
-The spectrum it was cut from, in few enough numbers for kvfold.json.
-"""
+"""The spectrum that a layer's latent was cut from, in few enough numbers for kvfold.json."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,8 +10,7 @@ MOST = 64  # numbers of a spectrum that are kept: enough to draw it
 
 @dataclass(frozen=True)
 class LatentSpectrum:
-    """What each direction of a layer's un-rotated keys and values costs when it is left out, the dearest
-    first.
+    """The cost of leaving out each direction of a layer's un-rotated keys and values, the dearest first.
 
     A latent of rank R keeps the first R, so that it loses the sum of the others.
 
@@ -31,7 +27,7 @@ class LatentSpectrum:
 
 
 def spectrum(energy_M: Tensor) -> LatentSpectrum:
-    """The spectrum of `subspaces.low_rank`'s energies, float64, falling.
+    """Return the spectrum of the energies of `subspaces.low_rank`, float64, falling.
 
     A quadratic form costs half of them.
     """
@@ -41,9 +37,9 @@ def spectrum(energy_M: Tensor) -> LatentSpectrum:
 
 
 def _steps(size: int, most: int) -> Sequence[int]:
-    """Numbers from 1 to `size`, at most `most` of them.
+    """Return at most `most` of the numbers from 1 to `size`.
 
-    As even on a logarithmic scale as whole numbers can be.
+    They are as even on a logarithmic scale as whole numbers can be.
     """
     if size <= most:
         return range(1, size + 1)

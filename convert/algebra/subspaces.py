@@ -10,10 +10,10 @@ _LARGE = 1024  # rows from which on a matrix is decomposed on the GPU
 
 
 def leading(rows_ME: Tensor, metric_MM: Tensor, seen_ME: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The best rank `rank` of complex rows z: keys κ (R, E) and shares a (M, R), z ≈ a κ, least tr(G (z-aκ) C
-    (z-aκ)ᴴ).
+    """Return the best approximation of complex rows z of rank `rank`: keys κ (R, E) and shares a (M, R).
 
-    C comes as `seen_ME`, z C, which bands and candidates share: all else is as small as M.
+    z ≈ a κ has the least tr(G (z-aκ) C (z-aκ)ᴴ). C comes as `seen_ME`, z C, which bands and candidates share:
+    all else is as small as M.
 
     κ = uᴴ Fᴴ z with G = F Fᴴ and u the leading left singular vectors of Fᴴ z C^½; a is the least-squares
     solution: no metric is inverted.
@@ -37,11 +37,11 @@ def leading(rows_ME: Tensor, metric_MM: Tensor, seen_ME: Tensor, rank: int) -> t
 def low_rank(
     rows_CD: Tensor, metric_BSS: Tensor, input_DD: Tensor | None, rank: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The rank-`rank` factors of W (C rows) that minimise tr(G E C Eᵀ): down (R, D) and up (C, R), W ≈ up
-    down.
+    """Return the factors of rank `rank` of W (C rows) that minimise tr(G E C Eᵀ): W ≈ up down.
 
-    down = Uᵀ Fᵀ W with G = F Fᵀ, C = L Lᵀ and U the leading left singular vectors of Fᵀ W L; up is the
-    least-squares solution. Latent dimensions are scaled so that both factors have the same root mean square.
+    They are down (R, D) and up (C, R). down = Uᵀ Fᵀ W with G = F Fᵀ, C = L Lᵀ and U the leading left singular
+    vectors of Fᵀ W L; up is the least-squares solution. Latent dimensions are scaled so that both factors
+    have the same root mean square.
 
     Returns:
         down, up, and the energy of every direction, largest first.
@@ -71,9 +71,9 @@ def low_rank(
 
 
 def low_rank_energy(rows_CD: Tensor, metric_BSS: Tensor, input_DD: Tensor | None) -> Tensor:
-    """The energy of every direction, largest first.
+    """Return the energy of every direction, largest first.
 
-    What `low_rank` would lose is the sum of those beyond its rank.
+    `low_rank` loses the sum of those beyond its rank.
     """
     blocks, size, _ = metric_BSS.shape
     if len(rows_CD) <= rows_CD.shape[1]:
@@ -89,13 +89,13 @@ def low_rank_energy(rows_CD: Tensor, metric_BSS: Tensor, input_DD: Tensor | None
 
 
 def _there(energy: Tensor) -> Tensor:
-    """Which energies, largest first, are more than the rounding of the largest."""
+    """Return which energies, largest first, exceed the rounding of the largest."""
     there: Tensor = energy > energy.max().clamp(min=0) * len(energy) * torch.finfo(energy.dtype).eps
     return there
 
 
 def factor(metric_BSS: Tensor) -> Tensor:
-    """F with F Fᴴ = M of symmetric or Hermitian positive semi-definite matrices.
+    """Return F with F Fᴴ = M of symmetric or Hermitian positive semi-definite matrices.
 
     Any such F gives the same subspaces. Cholesky's takes a fourteenth of the time of a decomposition at
     2,048; singular matrices, which have none, take the positive root.
@@ -105,23 +105,23 @@ def factor(metric_BSS: Tensor) -> Tensor:
 
 
 def matrix_root(metric_BSS: Tensor) -> Tensor:
-    """Positive square roots of symmetric or Hermitian positive semi-definite matrices."""
+    """Return positive square roots of symmetric or Hermitian positive semi-definite matrices."""
     values_BS, vectors_BSS = eigh(metric_BSS)
     root_BSS: Tensor = vectors_BSS * values_BS.clamp(min=0).sqrt()[..., None, :] @ vectors_BSS.mH
     return root_BSS
 
 
 def eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Eigenvalues, rising, and eigenvectors of symmetric or Hermitian matrices.
+    """Return eigenvalues, rising, and eigenvectors of symmetric or Hermitian matrices.
 
-    Large ones on the GPU where there is one.
+    Large ones are decomposed on the GPU where there is one.
     """
     values, vectors = torch.linalg.eigh(_placed(matrix))
     return values.to(matrix.device), vectors.to(matrix.device)
 
 
 def _placed(matrix: Tensor) -> Tensor:
-    """The matrix where it is decomposed soonest.
+    """Return the matrix on the device where it is decomposed soonest.
 
     Below some size the way to the GPU and back takes longer than the work.
     """
@@ -129,12 +129,12 @@ def _placed(matrix: Tensor) -> Tensor:
 
 
 def regress(rows_ME: Tensor, onto_RE: Tensor, input_EE: Tensor | None) -> Tensor:
-    """Least-squares coefficients (M, R) of rows on rows whose images under the input are orthogonal."""
+    """Return least-squares coefficients (M, R) of rows on rows with orthogonal images under the input."""
     return _coefficients(rows_ME, onto_RE, onto_RE if input_EE is None else onto_RE @ input_EE)
 
 
 def _coefficients(rows_ME: Tensor, onto_RE: Tensor, moment_RE: Tensor) -> Tensor:
-    """The same with the images given."""
+    """Return the same coefficients with the images given."""
     square_R = (moment_RE * onto_RE.conj()).sum(-1).real
     kept_R = square_R > square_R.max() * 1e-13
     return rows_ME @ moment_RE.mH * torch.where(kept_R, 1 / square_R, 0)

@@ -1,5 +1,4 @@
-"""What a checkpoint can be folded to: GQA, MQA or MLA, checked against the source's attention geometry. No
-torch here.
+"""Targets of a fold (GQA, MQA or MLA), checked against the source's attention geometry. No torch here.
 
 Cache sizes are in elements per token per layer; multiply by layers and by the bytes of the cache's dtype.
 """
@@ -37,7 +36,7 @@ class Geometry:
 
     @property
     def cache_elements(self) -> int:
-        """Numbers cached per token and layer."""
+        """Return the number of elements cached per token and layer."""
         return 2 * self.num_key_value_heads * self.head_dim
 
 
@@ -49,18 +48,17 @@ class GQA:
     num_key_value_heads: int
 
     def cache_elements(self, source: Geometry) -> int:
-        """Numbers cached per token and layer."""
+        """Return the number of elements cached per token and layer."""
         return 2 * self.num_key_value_heads * source.head_dim
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields, with the target's name, for JSON."""
+        """Return the fields, with the target's name, for JSON."""
         return {"name": "mqa" if self.num_key_value_heads == 1 else "gqa", **asdict(self)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class MLA:
-    """Multi-head latent attention (arXiv 2405.04434): one latent for keys and values, one rotary key for all
-    heads.
+    """Multi-head latent attention (arXiv 2405.04434): one latent, and one rotary key for all heads.
 
     Attributes:
         kv_lora_rank: width of the latent.
@@ -84,13 +82,13 @@ class MLA:
     q_lora_rank: int | None = None
 
     def cache_elements(self, source: Geometry) -> int:
-        """Numbers cached per token and layer."""
+        """Return the number of elements cached per token and layer."""
         return self.kv_lora_rank + self.qk_rope_head_dim
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields, with the target's name, for JSON.
+        """Return the fields, with the target's name, for JSON.
 
-        Without `q_lora_rank` where queries are not compressed.
+        `q_lora_rank` is left out where queries are not compressed.
         """
         fields = asdict(self)
         if self.q_lora_rank is None:
@@ -114,7 +112,7 @@ def from_options(
     rotary_width: int | None = None,
     normed: bool = False,
 ) -> Target:
-    """The target that a command line asks for, with every number filled in.
+    """Return the target that the size options ask for, with every number filled in.
 
     Args:
         source: geometry of the source checkpoint.
@@ -232,7 +230,7 @@ def _joint(
     rope: Literal["decoupled", "intact"],
     normed: bool,
 ) -> MLA:
-    """A latent that is all there is in the cache."""
+    """Return MLA whose latent is all that is cached."""
     if (rank is None) == (elements is None):
         raise InvalidInput(
             f"--to mla takes either --rank N (or --rank full) or --kv-budget SHARE, {_both_or_none(elements)}"
@@ -257,7 +255,7 @@ def _joint(
 
 
 def query_rank(source: Geometry, text: str | None) -> int | None:
-    """q_lora_rank as a number; `full` is the least rank that keeps every query.
+    """Return q_lora_rank as a number; `full` is the least rank that keeps every query.
 
     Raises:
         InvalidInput: it is no number, or more than keeps everything.
@@ -275,7 +273,7 @@ def query_rank(source: Geometry, text: str | None) -> int | None:
 
 
 def _halvings(width: int, limit: int) -> int:
-    """`width` halved until it is at most `limit`, but even and at least 2."""
+    """Halve `width` until it is at most `limit`, but even and at least 2."""
     while width > max(2, limit):
         width = max(2, width // 4 * 2)
     return width
@@ -287,7 +285,7 @@ def budget_elements(source: Geometry, budget: str) -> int:
 
 
 def share_of(elements: int, source: Geometry) -> str:
-    """A share of the source's cache in percent, rounded up, so that as a budget it is enough."""
+    """Return a share of the source's cache in percent, rounded up, so that as a budget it is enough."""
     return f"{math.ceil(elements / source.cache_elements * 1e5) / 1e3:g}%"
 
 

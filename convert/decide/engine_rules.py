@@ -1,8 +1,7 @@
-"""What engines would make of a written checkpoint, told from config.json and the weights' headers alone: a
-rule a row.
+"""Rules that say what each engine does with a written checkpoint, from config.json and the weights' headers.
 
-Every rule says on which version of which engine it was learned, and whether there it was run or read in the
-source. Engines drop, ignore or reinterpret fields without a word; that is why a checkpoint that loads may
+Every rule names the version of the engine that it was learned on, and whether it was run there or read in the
+source. Engines drop, ignore or reinterpret fields without an error. A checkpoint that loads may therefore
 still print nonsense.
 """
 
@@ -44,7 +43,7 @@ def _half(written: Written) -> str:
 
 
 def _twins(written: Written) -> str:
-    """A file that transformers 5 wrote, where 4 would read other rotary frequencies."""
+    """Find a file of transformers 5 in which transformers 4 would read other rotary frequencies."""
     new = written.config.get("rope_parameters")
     if not isinstance(new, dict) or "rope_theta" not in new:
         return ""
@@ -265,7 +264,7 @@ RULES = (
 
 
 def lint(directory: Path, engines: Iterable[str]) -> list[LintFinding]:
-    """What is wrong with a checkpoint for each of some engines.
+    """Apply the rules of some engines to a checkpoint, and return those that it breaks.
 
     Args:
         directory: the checkpoint; no weight is read.
@@ -278,7 +277,7 @@ def lint(directory: Path, engines: Iterable[str]) -> list[LintFinding]:
 
 
 def lint_written(written: Written, engines: Iterable[str]) -> list[LintFinding]:
-    """The same of a checkpoint that is open, or planned."""
+    """Apply the rules of some engines to an open or planned checkpoint; see `lint`."""
     found = []
     for engine in engines:
         for rule in RULES:

@@ -19,7 +19,9 @@ Shape = tuple[int, ...] | None
 
 
 def expected_tensors(config: Mapping[str, Any], names: Collection[str]) -> dict[str, Shape]:
-    """Names and shapes of what config.json promises; the shape is None where it is not attention's.
+    """Return names and shapes of the tensors that config.json promises.
+
+    The shape is None where a tensor is not attention's.
 
     Args:
         config: of the output.

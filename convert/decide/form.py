@@ -23,7 +23,7 @@ ROPES = ("decoupled", "intact")
 
 @dataclass(frozen=True)
 class Form:
-    """How the latent of a source is made and written.
+    """The form of a source's latent, and the way it is written.
 
     Attributes:
         rope: `decoupled`, a rotary key beside the latent; `intact`, keys rotated after they are rebuilt.
@@ -37,7 +37,9 @@ class Form:
 
 
 def choose_form(source: Source, rope: str | None, container: str) -> Form:
-    """The form and the container: the user's choice, or else decoupled in the stock class where these hold
+    """Choose the form and the container of MLA.
+
+    The user's choice comes first. Otherwise the form is decoupled and the class is stock, where these hold
     the source.
 
     Raises:
@@ -62,10 +64,10 @@ def choose_form(source: Source, rope: str | None, container: str) -> Form:
 
 
 def _needs_intact(source: Source, container: str) -> str | None:
-    """Why the rotary part of a source cannot be decoupled from its keys; None when it can.
+    """Return why the rotary part of a source cannot be decoupled from its keys; None when it can.
 
-    A rotary key that layers without rotation leave empty is a waste that only the stock class, which has no
-    choice, is worth.
+    Layers without rotation would leave a rotary key empty. Only the stock class, which offers nothing else,
+    is worth that waste.
     """
     if source.family.k_norm is not None:  # no question then of tables, which may depend on the input's length
         return intact_reason(source.family, biased=False, unlike=False)
@@ -75,13 +77,13 @@ def _needs_intact(source: Source, container: str) -> str | None:
 
 
 def _stock_obstacle(source: Source) -> str | None:
-    """Why the stock class cannot hold a source; None when it can."""
+    """Return why the stock class cannot hold a source; None when it can."""
     obstacle = latent_obstacle(source.config)
     return None if obstacle is None else obstacle.partition("; use --to")[0]
 
 
 def latent_container(source: Source, target: MLA, bands: tuple[Band, ...], remote: bool) -> Container:
-    """The output format of a target whose form `choose_form` chose."""
+    """Return the output format of a target whose form `choose_form` chose."""
     if not remote:
         block, rope = folded_block(source.family, source.config), slot_rope(source, bands)
         return Stock(

@@ -1,7 +1,4 @@
-"""What a checkpoint is to the rules of rules.py.
-
-Config.json and the weights' headers, and what breaking one says.
-"""
+"""A checkpoint as the rules of engine_rules.py read it, and the finding when it breaks one."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -31,26 +28,26 @@ class Written:
 
     @property
     def layout(self) -> str:
-        """`stock`, `decoupled` or `intact` where attention is latent; otherwise `grouped`."""
+        """Return `stock`, `decoupled` or `intact` where attention is latent; otherwise `grouped`."""
         kind = self.config.get("model_type")
         if kind == "kvfold":
             return str(self.config.get("kvfold", {}).get("form"))
         return "stock" if kind == "deepseek_v3" else "grouped"
 
     def get(self, field: str, default: Any = 0) -> Any:
-        """A field of config.json; what is null counts as absent."""
+        """Return a field of config.json; a null counts as absent."""
         value = self.config.get(field)
         return default if value is None else value
 
     @property
     def rope(self) -> dict[str, Any]:
-        """The rope parameters, whichever transformers wrote them."""
+        """Return the rope parameters, from the fields of transformers 4 or 5."""
         found = self.config.get("rope_parameters") or self.config.get("rope_scaling") or {}
         return dict(found) if isinstance(found, dict) else {}
 
     @property
     def cached(self) -> tuple[int, int]:
-        """Widths of the latent and of the rotary key."""
+        """Return the widths of the latent and of the rotary key."""
         return int(self.get("kv_lora_rank")), int(self.get("qk_rope_head_dim"))
 
 
@@ -84,7 +81,7 @@ class LintFinding:
 
     @property
     def fails(self) -> bool:
-        """Whether the checkpoint should not be run in that engine."""
+        """Return whether the checkpoint should not be run in that engine."""
         return self.effect in FAILING
 
     def __str__(self) -> str:
@@ -93,7 +90,7 @@ class LintFinding:
 
 
 def open_written(directory: Path) -> Written:
-    """A checkpoint for the rules to be asked of; no weight is read.
+    """Open a checkpoint for the rules; no weight is read.
 
     Raises:
         InvalidInput: there is none that can be read.

@@ -1,9 +1,8 @@
-"""The stock latent class as other engines take it: which target, which slots and which weights bring a source
-there.
+"""Targets, rotary slots and weights that bring a source into the stock latent class as other engines take it.
 
-What changes nothing is folded: padding, a residual stream scaled so that its norms have the wanted epsilon, a
-head written out. What does (slots of the default table, biases) is approximated, and part of the loss that is
-measured. The rest is refused.
+Changes that keep the function are made: padding, a residual stream scaled so that its norms have the required
+epsilon, a head written out. Changes that lose something (slots of the default table, biases) are
+approximated, and the measured loss includes them. Anything else is refused.
 """
 
 import math
@@ -25,12 +24,14 @@ from ..methods.latent import Band, source_bands
 def served_target(
     source: Source, options: Mapping[str, Any], profile: Profile = SERVING
 ) -> tuple[MLA, tuple[Band, ...]]:
-    """What is folded for a profile: at most its latent beside the slots of its table that the source has a
-    use for.
+    """Return the target that is folded for a profile, and its rotary slots.
+
+    The latent is at most the profile's. Slots are those of the profile's table that the source can use.
 
     Args:
         source: decoupled and held by the stock class.
         options: of `plan.make_plan`.
+        profile: the widths that engines take.
 
     Raises:
         InvalidInput: an option or the source asks for something else.
@@ -40,9 +41,8 @@ def served_target(
         value = options.get(option)
         if value not in (None, {"slots": "uniform", "rope_dim": profile.rope}[option]):
             raise InvalidInput(
-                f"--{option.replace('_', '-')} {value} is not what engines other than transformers take: "
-                f"{profile.rope} rotary "
-                "dimensions at the default frequencies; leave it out"
+                f"--{option.replace('_', '-')} {value} does not fit: engines other than transformers take "
+                f"{profile.rope} rotary dimensions at the default frequencies; leave it out"
             )
     budget, rank = options.get("kv_budget"), options.get("rank")
     queries = query_rank(source.geometry, options.get("q_lora_rank"))
@@ -75,7 +75,7 @@ def served_target(
 
 
 def _whole(source: Source, profile: Profile) -> tuple[MLA, tuple[Band, ...]]:
-    """Everything kept, where the profile holds it."""
+    """Return the target that keeps everything, where the profile holds it."""
     heads, width = source.geometry.num_key_value_heads, source.geometry.head_dim
     bands = source_bands(source.slot_frequencies()[0], heads)
     rank = (
@@ -105,11 +105,14 @@ def _places(source: Source, bands: tuple[Band, ...], profile: Profile) -> tuple[
 def served_container(
     source: Source, target: MLA, bands: tuple[Band, ...], *, compressed: bool, profile: Profile = SERVING
 ) -> Stock:
-    """The output format of a target from `served_target`.
+    """Return the output format of a target from `served_target`.
 
     Args:
-        compressed: write queries in the class's compressed form even where they are not, which computes the
-            same.
+        source: the checkpoint that is folded.
+        target: the target.
+        bands: its rotary slots.
+        compressed: write uncompressed queries in the class's compressed form too, which computes the same.
+        profile: the widths that engines take.
 
     Raises:
         InvalidInput: heads, biases or epsilon that the profile has no place for.
@@ -145,10 +148,10 @@ def served_container(
 
 
 def stream_scale(source: Source, block: FoldedBlock, profile: Profile) -> float:
-    """The factor s on the residual stream by which norms with the profile's epsilon ε' give what the source's
-    with ε do.
+    """Return the factor on the residual stream that gives its norms the profile's epsilon.
 
-    x / sqrt(mean(x²) + ε) = s x / sqrt(mean((s x)²) + s² ε), and s² ε = ε'.
+    With the source's epsilon ε and the profile's ε', the factor s makes both norms equal: x / sqrt(mean(x²) +
+    ε) = s x / sqrt(mean((s x)²) + s² ε), and s² ε = ε'.
 
     Raises:
         InvalidInput: the source's epsilon is no positive number.

@@ -1,4 +1,1 @@
-"""What families of source models are.
-
-Names, shapes, what a config means, fused tensors, other classes for them.
-"""
+"""Families of source models: names, shapes, config fields, fused tensors, and other classes for them."""

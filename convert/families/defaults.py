@@ -1,8 +1,7 @@
-"""What each family's configuration class assumes where config.json says nothing, as transformers has it;
-tests compare them.
+"""Defaults of each family's configuration class in transformers, for fields that config.json leaves out.
 
-Under the names that Llama's config.json uses; a row of the table of families says what a family calls them
-otherwise.
+Tests compare them with transformers. They stand under the names of Llama's config.json; a row of the table of
+families gives a family's other names.
 """
 
 from typing import Any

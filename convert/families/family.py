@@ -1,7 +1,6 @@
-"""What a row of the table of families says: where its checkpoints keep attention, and how that differs from
-Llama's.
+"""A row of the table of families: where its checkpoints keep attention, and how that differs from Llama's.
 
-A row holds properties (a fused projection, a key norm, interleaved pairs, ...); code asks for those, never
+A row holds properties (a fused projection, a key norm, interleaved pairs, ...). Code asks for those, never
 for a family's name.
 """
 
@@ -20,7 +19,7 @@ _TENSORS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """How a family's layers differ from Llama's by constants that weights can take up.
+    """The differences of a family's layers from Llama's by constants that weights can take up.
 
     Attributes:
         norm_shift: added to every norm's weight (Gemma).
@@ -112,14 +111,14 @@ class Family:
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """The projections by role: q, k, v, o, or qkv and o."""
+        """Return the projections by role: q, k, v, o, or qkv and o."""
         return ("q", "k", "v", "o") if self.qkv is None else ("qkv", "o")
 
     def projections(self, layer: int) -> dict[str, str]:
-        """The names of a layer's projections by role; they are modules of the model in transformers."""
+        """Return the names of a layer's projections by role, which are modules in transformers."""
         return {role: self.prefix + str(getattr(self, role)).format(layer=layer) for role in self.roles}
 
     def norm(self, which: Literal["q", "k"], layer: int) -> str | None:
-        """The name of the weight of a layer's query or key norm."""
+        """Return the name of the weight of a layer's query or key norm."""
         name = self.q_norm if which == "q" else self.k_norm
         return None if name is None else self.prefix + name.format(layer=layer)

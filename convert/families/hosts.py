@@ -1,7 +1,6 @@
-"""Classes that compute what a family computes, and hold fewer key/value heads than the family's own can: a
-row each.
+"""Classes that compute what a family computes, and hold fewer key/value heads than its own can: one row each.
 
-GPT-NeoX lives on in Falcon's new decoder (two norms side by side, fused heads); GPT-2 in GPTBigCode, with one
+GPT-NeoX is written as Falcon's new decoder (two norms in parallel, fused heads), GPT-2 as GPTBigCode with one
 key/value head.
 """
 
@@ -38,7 +37,7 @@ class Host:
 
 
 def _taken(source: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """The source's values under the class's names."""
+    """Return the source's values under the class's names."""
     return {theirs: source[ours] for ours, theirs in names.items() if ours in source}
 
 
@@ -135,7 +134,8 @@ def check_for_heads(family: Family, config: Mapping[str, Any], heads: int, kv_he
     """Refuse key/value heads that no class of transformers holds for a family.
 
     Args:
-        family, config: of the source; the config complete.
+        family: the source's row.
+        config: the source's complete configuration.
         heads: key/value heads of the source.
         kv_heads: of the output.
 

@@ -1,5 +1,6 @@
-"""How heads lie in a checkpoint's tensors: fused, transposed, with rotary pairs in another order. Both ways,
-exactly.
+"""Layouts of heads in a checkpoint's tensors: fused, transposed, with rotary pairs in another order.
+
+Both directions are exact.
 
 Legend: attention.py; X rows of a projection, D its columns (none for a bias), R rotated dimensions of a head.
 """
@@ -15,9 +16,9 @@ from .family import Family
 
 
 def half_order(family: Family, head_dim: int, width: int) -> Tensor:
-    """For each row of a head in the half layout the row that it is in the checkpoint, (H,), int64.
+    """Return, for each row of a head in the half layout, its row in the checkpoint, (H,), int64.
 
-    Dimensions that do not rotate are made pairs too, of frequency zero, after those that do.
+    Dimensions that do not rotate are paired too, with frequency zero, after those that do.
     """
     turned_R, rest = torch.arange(width), torch.arange(width, head_dim)
     real, imaginary = (turned_R[::2], turned_R[1::2]) if family.rotary == "interleaved" else turned_R.chunk(2)
@@ -26,7 +27,7 @@ def half_order(family: Family, head_dim: int, width: int) -> Tensor:
 
 
 def shapes(family: Family, geometry: Geometry) -> dict[str, tuple[int, int]]:
-    """The shape that each projection's weight has."""
+    """Return the shape of each projection's weight."""
     query, key = (
         geometry.num_attention_heads * geometry.head_dim,
         geometry.num_key_value_heads * geometry.head_dim,
@@ -43,12 +44,15 @@ def shapes(family: Family, geometry: Geometry) -> dict[str, tuple[int, int]]:
 
 
 def outputs(family: Family, geometry: Geometry) -> dict[str, int]:
-    """How many outputs each projection has: the length of its bias."""
+    """Return the number of outputs of each projection, which is the length of its bias."""
     return {role: shape[1 if family.transposed else 0] for role, shape in shapes(family, geometry).items()}
 
 
 def split(rows_XD: Tensor, family: Family, geometry: Geometry) -> tuple[Tensor, Tensor, Tensor]:
-    """The rows of a fused projection as heads: (N, H, D), (K, H, D) and (K, H, D); of its bias without D."""
+    """Return the rows of a fused projection as heads: (N, H, D), (K, H, D) and (K, H, D).
+
+    For a bias the shapes lack D.
+    """
     heads, keys, width = geometry.num_attention_heads, geometry.num_key_value_heads, geometry.head_dim
     rows = rows_XD.unflatten(0, (-1, width))
     if family.fused == "stacked":
@@ -59,7 +63,7 @@ def split(rows_XD: Tensor, family: Family, geometry: Geometry) -> tuple[Tensor, 
 
 
 def join(q: Tensor, k: Tensor, v: Tensor, family: Family) -> Tensor:
-    """The inverse of `split`."""
+    """Fuse heads into one projection; the inverse of `split`."""
     if family.fused == "stacked":
         return torch.cat([q, k, v]).flatten(0, 1)
     grid = torch.cat([q.unflatten(0, (len(k), -1)), k[:, None], v[:, None]], 1)
@@ -69,11 +73,12 @@ def join(q: Tensor, k: Tensor, v: Tensor, family: Family) -> Tensor:
 def unpack(
     named: Mapping[str, Tensor], family: Family, geometry: Geometry, width: int, scale: float
 ) -> Attention:
-    """A layer's tensors as attention.
+    """Return a layer's tensors as attention.
 
     Args:
         named: by role and part, `q.weight`, `qkv.bias`, `k_norm` and so on; the norms are optional.
-        family, geometry: how they are laid out.
+        family: the row that describes their layout.
+        geometry: their attention shape.
         width: rotated dimensions of a head.
         scale: factor on the scores.
     """
@@ -117,7 +122,10 @@ def unpack(
 
 
 def pack(attention: Attention, family: Family, width: int) -> dict[str, Tensor]:
-    """The inverse of `unpack`: tensors by role and part; norms only where they belong to single heads."""
+    """Return attention as tensors by role and part; the inverse of `unpack`.
+
+    Norms are returned only where they belong to single heads.
+    """
     order_H = half_order(family, attention.q_NHD.shape[1], width)
     native_H = torch.empty_like(order_H)
     native_H[order_H] = torch.arange(len(order_H))
@@ -141,13 +149,13 @@ def pack(attention: Attention, family: Family, width: int) -> dict[str, Tensor]:
 
 
 def _reordered(rows_IHX: Tensor, order_H: Tensor) -> Tensor:
-    """The rows of every head in another order.
+    """Return the rows of every head in another order.
 
-    As they are where that is their own, since a copy takes as long as reading.
+    They are not copied where that is their own order, since a copy takes as long as reading.
     """
     return rows_IHX if torch.equal(order_H, torch.arange(len(order_H))) else rows_IHX[:, order_H]
 
 
 def _flat(rows: Tensor | None) -> Tensor | None:
-    """Heads one under another."""
+    """Stack heads one under another."""
     return None if rows is None else rows.flatten(0, 1)

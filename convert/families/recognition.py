@@ -1,6 +1,4 @@
-"""Which family a checkpoint is of, what its config.json implies, and what stands in the way of a latent
-cache.
-"""
+"""The family of a checkpoint, the meaning of its config.json, and obstacles to a latent cache."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -35,7 +33,7 @@ _LATENT = {"deepseek_v2", "deepseek_v3", "youtu", "minicpm3"}
 
 
 def family_of(config: Mapping[str, Any]) -> Family:
-    """The family of a checkpoint.
+    """Return the family of a checkpoint.
 
     Raises:
         InvalidInput: an encoder, a quantised checkpoint, latent attention already, another head than a
@@ -77,8 +75,9 @@ def family_of(config: Mapping[str, Any]) -> Family:
 
 
 def complete(family: Family, config: Mapping[str, Any]) -> dict[str, Any]:
-    """A config.json with the family's defaults where it says nothing, its sizes also under the names that
-    Llama's has.
+    """Return a config.json with the family's defaults filled in.
+
+    Its sizes are also given under the names that Llama's has.
     """
     renamed = {ours: config[theirs] for ours, theirs in family.names.items() if theirs in config}
     whole = {**family.defaults, **config, **renamed}
@@ -96,7 +95,7 @@ def complete(family: Family, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def geometry_of(config: Mapping[str, Any]) -> Geometry:
-    """The attention shape that a complete config states.
+    """Return the attention shape that a complete config states.
 
     Raises:
         InvalidInput: a size is no positive number, or the sizes do not fit together.
@@ -124,7 +123,7 @@ def geometry_of(config: Mapping[str, Any]) -> Geometry:
 
 
 def rotary_width(family: Family, config: Mapping[str, Any], head_dim: int) -> int:
-    """How many of a head's dimensions rotate: the first ones.
+    """Return how many of a head's dimensions rotate; these are the first ones.
 
     Raises:
         InvalidInput: an odd number, or more than there are.
@@ -140,14 +139,14 @@ def rotary_width(family: Family, config: Mapping[str, Any], head_dim: int) -> in
 
 
 def partial_factor(config: Mapping[str, Any]) -> Any:
-    """partial_rotary_factor, wherever config.json says it."""
+    """Return partial_rotary_factor, from either of its places in config.json."""
     rope = config.get("rope_parameters") or config.get("rope_scaling")
     nested = rope.get("partial_rotary_factor") if isinstance(rope, dict) else None
     return nested or config.get("partial_rotary_factor")
 
 
 def rotated(family: Family, config: Mapping[str, Any], layer: int) -> bool:
-    """Whether a layer rotates its queries and keys at all."""
+    """Return whether a layer rotates its queries and keys."""
     return family.unrotated is None or config[family.unrotated][layer] in (1, "sliding_attention")
 
 
@@ -163,7 +162,7 @@ def check_for_latent(config: Mapping[str, Any]) -> None:
 
 
 def latent_obstacle(config: Mapping[str, Any]) -> str | None:
-    """Why the stock latent class cannot hold a checkpoint, as a sentence with a way out; None when it can.
+    """Return why the stock latent class cannot hold a checkpoint, and a way out; None when it can.
 
     Args:
         config: a complete one.
@@ -194,7 +193,7 @@ def latent_obstacle(config: Mapping[str, Any]) -> str | None:
 
 
 def intact_reason(family: Family, *, biased: bool, unlike: bool) -> str | None:
-    """Why the rotary part of a family's keys cannot be decoupled from them; None when it can.
+    """Return why the rotary part of a family's keys cannot be decoupled; None when it can.
 
     Args:
         family: its row.
@@ -209,7 +208,7 @@ def intact_reason(family: Family, *, biased: bool, unlike: bool) -> str | None:
 
 
 def stock_reasons(family: Family) -> list[str]:
-    """Why the stock latent class can hold no checkpoint of a family; empty when it can."""
+    """Return why the stock latent class can hold no checkpoint of a family; empty when it can."""
     properties = {
         "it normalises its keys after the projection": family.k_norm is not None,
         "it bounds its attention scores": family.soft_cap is not None,

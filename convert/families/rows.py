@@ -13,12 +13,12 @@ _PARALLEL = "its attention and MLP read one norm in parallel"
 
 
 def _layer(*names: str, at: str = "layers.{layer}.") -> tuple[str, ...]:
-    """Names of a layer's tensors."""
+    """Return names of a layer's tensors."""
     return tuple(at + name for name in names)
 
 
 def _affine(*names: str) -> tuple[str, ...]:
-    """Weight and bias of each module."""
+    """Return weight and bias of each module."""
     return tuple(f"{name}.{part}" for name in names for part in ("weight", "bias"))
 
 
@@ -39,7 +39,7 @@ _GPT_NAMES = {
 
 
 def _own(prefix: str) -> dict[str, Any]:
-    """q, k, v and o of a family that numbers its layers otherwise."""
+    """Return q, k, v and o of a family with other names for its layers."""
     return {role: f"{prefix}.{role}_proj" for role in "qkv"} | {"o": f"{prefix}.out_proj"}
 
 

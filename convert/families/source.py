@@ -24,8 +24,7 @@ STILL = 1e-30
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """A checkpoint of a known family whose attention tensors are there and have the shapes that config.json
-    says.
+    """A checkpoint of a known family, whose attention tensors have been checked against config.json.
 
     Attributes:
         checkpoint: the directory.
@@ -45,7 +44,10 @@ class Source:
 
     @property
     def stored_config(self) -> dict[str, Any]:
-        """config.json as it is on disk, except that a head with numbers of its own is not called tied."""
+        """Return config.json as it is on disk, but for a tied head.
+
+        A head with numbers of its own is not called tied.
+        """
         stored = self.checkpoint.config
         tied = complete(self.family, stored)["tie_word_embeddings"]
         return (
@@ -56,31 +58,31 @@ class Source:
 
     @property
     def layers(self) -> int:
-        """How many layers there are."""
+        """Return the number of layers."""
         return int(self.config["num_hidden_layers"])
 
     @property
     def positions(self) -> int:
-        """max_position_embeddings."""
+        """Return max_position_embeddings."""
         return int(self.config["max_position_embeddings"])
 
     @property
     def biased(self) -> frozenset[str]:
-        """Which of q, k, v and o have a bias, fused or not."""
+        """Return which of q, k, v and o have a bias, fused or not."""
         return frozenset("qkv") | self.biases & {"o"} if "qkv" in self.biases else self.biases
 
     @property
     def rotating(self) -> tuple[int, ...]:
-        """The layers that rotate their queries and keys."""
+        """Return the layers that rotate their queries and keys."""
         return tuple(layer for layer in range(self.layers) if rotated(self.family, self.config, layer))
 
     @property
     def mixed(self) -> bool:
-        """Whether some layers rotate and others do not."""
+        """Return whether some layers rotate and others do not."""
         return 0 < len(self.rotating) < self.layers
 
     def slot_frequencies(self) -> tuple[Tensor, float]:
-        """The same as `frequencies` for all layers that rotate; the others need no rotary slots.
+        """Return `frequencies` for all layers that rotate; the others need no rotary slots.
 
         Raises:
             InvalidInput: they depend on the length of the input, or layers differ.
@@ -89,9 +91,9 @@ class Source:
         return self.frequencies(self.rotating[0] if self.mixed and len(tables) == 1 else None)
 
     def frequencies(self, layer: int | None = None) -> tuple[Tensor, float]:
-        """Angular frequencies (F,) of a head's pairs, and the factor on their cosines and sines.
+        """Return angular frequencies (F,) of a head's pairs, and the factor on their cosines and sines.
 
-        Pairs that do not rotate come after those that do, at a frequency that is as good as zero.
+        Pairs that do not rotate come after those that do, at a frequency that is practically zero.
 
         Args:
             layer: its number; None where all layers are alike.
@@ -116,9 +118,9 @@ class Source:
         return torch.cat([table_F, still_F[len(table_F) :]]), factor
 
     def nominal_frequencies(self, layer: int) -> tuple[Tensor, float]:
-        """The same for rules that only weigh by them.
+        """Return the same for methods that only weigh by frequencies.
 
-        Where they depend on the input's length, those of short inputs.
+        Where frequencies depend on the input's length, these are those of short inputs.
         """
         rope = layer_rope(self.config, layer)
         if (
@@ -139,11 +141,11 @@ class Source:
         return torch.cat([base_F / short_F, still_F]), factor
 
     def reads(self, layer: int) -> tuple[str, ...]:
-        """The tensors of a layer's attention that a fold replaces."""
+        """Return the tensors of a layer's attention that a fold replaces."""
         return tuple(self._names(layer).values())
 
     def _names(self, layer: int) -> dict[str, str]:
-        """Those tensors by role and part."""
+        """Return those tensors by role and part."""
         names = {
             f"{role}.{part}": f"{name}.{part}"
             for role, name in self.family.projections(layer).items()
@@ -154,7 +156,7 @@ class Source:
         return names | ({"k_norm": norm} if norm is not None and self.family.norm_spans == "heads" else {})
 
     def attention(self, layer: int, rotary_factor: float = 1.0) -> Attention:
-        """A layer's attention, float64.
+        """Return a layer's attention, float64.
 
         Args:
             layer: its number.
@@ -177,13 +179,13 @@ class Source:
         return replace(attention, q_NHD=attention.q_NHD * gain_H[:, None], q_NH=q_NH)
 
     def _pair_gains(self, rotary_factor: float) -> Tensor:
-        """What a factor on cosines and sines multiplies each pair's share of a score by, (F,)."""
+        """Return the gain of each pair's share of a score from a factor on cosines and sines, (F,)."""
         gain_F = torch.ones(self.geometry.head_dim // 2, dtype=torch.float64)
         gain_F[: self.rotary_width // 2] = rotary_factor**2
         return gain_F
 
     def scoring(self, layer: int, rotary_factor: float = 1.0) -> Scoring:
-        """What a layer does beside its weights, float64.
+        """Return the parts of a layer's attention that are not weights, float64.
 
         Args:
             layer: its number.
@@ -205,14 +207,14 @@ class Source:
         )
 
     def window(self, layer: int) -> int | None:
-        """How many positions a query of a layer reads; None where it reads all."""
+        """Return how many positions a query of a layer reads; None where it reads all."""
         width = self.config.get("sliding_window") if self.config.get("use_sliding_window", True) else None
         kinds = self.config.get("layer_types") or []
         sliding = layer >= len(kinds) or kinds[layer] == "sliding_attention"
         return width if sliding and isinstance(width, int) and width > 0 else None
 
     def scale(self, layer: int) -> float:
-        """The factor on a layer's scores."""
+        """Return the factor on a layer's scores."""
         base, exponent = self.geometry.head_dim, -0.5
         if self.family.scale is not None:
             field, exponent = self.family.scale
@@ -228,7 +230,10 @@ def _positive(config: Mapping[str, Any], name: str) -> float:
 
 
 def layer_rope(config: dict[str, Any], layer: int) -> dict[str, Any]:
-    """A layer's rope parameters, from a complete config, where layers of two kinds may have two."""
+    """Return a layer's rope parameters, from a complete config.
+
+    Layers of two kinds may have different ones.
+    """
     kinds = config.get("layer_types") or []
     kind = kinds[layer] if layer < len(kinds) else "full_attention"
     nested = config.get("rope_parameters")
@@ -241,7 +246,7 @@ def layer_rope(config: dict[str, Any], layer: int) -> dict[str, Any]:
 
 
 def open_source(directory: Path) -> Source:
-    """The checkpoint in a directory.
+    """Open the checkpoint in a directory.
 
     Raises:
         InvalidInput: it cannot be folded.
@@ -280,20 +285,24 @@ def has_own_head(checkpoint: Checkpoint, head: str, embedding: str) -> bool:
 
     Args:
         checkpoint: whose tensors are compared.
-        head, embedding: the names of the two.
+        head: name of the head's weight.
+        embedding: name of the embeddings.
     """
     return head in checkpoint and embedding in checkpoint and not checkpoint.are_equal(head, embedding)
 
 
 def _check_whole(checkpoint: Checkpoint, family: Family, config: dict[str, Any]) -> None:
-    """Everything beside the attention is there: transformers would fill a gap with random numbers."""
+    """Check that everything apart from attention is there.
+
+    Transformers would fill a gap with random numbers.
+    """
     for name in beside_attention(family, config):
         if name not in checkpoint:
             raise InvalidInput(f"{checkpoint.directory} has no {name}, which a {family.label} checkpoint has")
 
 
 def beside_attention(family: Family, config: Mapping[str, Any]) -> list[str]:
-    """The names of the tensors that a whole checkpoint has beside its attention's; the config complete."""
+    """Return the names of a whole checkpoint's tensors apart from attention; the config is complete."""
     names = [
         family.prefix + name.format(layer=n)
         for n in range(config["num_hidden_layers"])
@@ -304,9 +313,7 @@ def beside_attention(family: Family, config: Mapping[str, Any]) -> list[str]:
 
 
 def _biases(checkpoint: Checkpoint, family: Family, geometry: Geometry, layers: int) -> frozenset[str]:
-    """The roles with a bias, after checking that every layer's tensors are there and have the shape
-    config.json says.
-    """
+    """Return the roles with a bias, after checking every layer's tensors and shapes against config.json."""
     biases = frozenset(role for role, name in family.projections(0).items() if f"{name}.bias" in checkpoint)
     for layer in range(layers):
         for tensor, shape in attention_shapes(family, geometry, layer, biases):
@@ -329,7 +336,7 @@ def _biases(checkpoint: Checkpoint, family: Family, geometry: Geometry, layers: 
 def attention_shapes(
     family: Family, geometry: Geometry, layer: int, biases: Set[str]
 ) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """The names of a layer's attention tensors, and the shapes they should have."""
+    """Return the names of a layer's attention tensors, and the shapes that they should have."""
     weights, rows = shapes(family, geometry), outputs(family, geometry)
     for role, name in family.projections(layer).items():
         yield f"{name}.weight", weights[role]

@@ -1,5 +1,4 @@
-"""What kvfold can make of each family, in which container, and how exactly: from the rows that the code
-obeys.
+"""Support for each family: targets, containers, and exactness, from the rows that the code obeys.
 
 `exact`: where a fold discards nothing (as many groups as heads, equal heads, full rank), the output's logits
 are the source's.
@@ -40,7 +39,7 @@ class Support:
 
 
 def support(kind: str) -> tuple[Support, ...]:
-    """What can be made of a family: a cell for gqa, for mqa, and for mla in each of its containers.
+    """Return what a family can become: a cell for gqa, for mqa, and for mla in each of its containers.
 
     Args:
         kind: its model_type, a key of FAMILIES.
@@ -98,7 +97,7 @@ def _latent(family: Family, config: Mapping[str, Any]) -> Support:
 
 
 def _serving(stock: Support, config: Mapping[str, Any]) -> Support:
-    """The stock class in the one shape that other engines take."""
+    """Return the cell of the stock class in the one shape that other engines take."""
     act = config.get("hidden_act")
     why = "engines other than transformers compute silu in the class" if act != "silu" else ""
     if stock.status == "no" or why:
@@ -114,8 +113,9 @@ def _serving(stock: Support, config: Mapping[str, Any]) -> Support:
 
 
 def _remote(family: Family, config: Mapping[str, Any]) -> Support:
-    """The source's class with kvfold's attention holds every family, in the form that latent.choose_form
-    gives it.
+    """Return the cell of the source's class with kvfold's attention, which holds every family.
+
+    The form is that of form.choose_form.
     """
     turned = {rotated(family, config, layer) for layer in range(config["num_hidden_layers"])}
     # Families with sinks have biases; whose layers turn by unlike tables, normalise their keys.
@@ -151,7 +151,7 @@ def main(as_json: bool) -> None:
 
 
 def _lines(row: tuple[Support, ...]) -> list[tuple[str, str, str]]:
-    """Targets, container and result; targets with one result share a line."""
+    """Yield targets, container and result; targets with one result share a line."""
     targets: dict[tuple[str, str], list[str]] = {}
     for cell in row:
         targets.setdefault((cell.container or "-", str(cell)), []).append(cell.target)

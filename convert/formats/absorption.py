@@ -36,7 +36,7 @@ class _Absorbed:
         past_key_values: Any = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """As of the stock class: (B, T, D) to (B, T, D) and, where they are computed, the weights."""
+        """Attend as the stock class does, (B, T, D) to (B, T, D), and return the weights if computed."""
         if (
             past_key_values is None
             or self.training
@@ -56,9 +56,9 @@ class _Absorbed:
         return self.o_proj(output_BNTV.transpose(1, 2).flatten(2)), weights
 
     def _absorbs(self: Any, length: int, mask: Any) -> bool:
-        """Whether to attend in the latent.
+        """Return whether to attend in the latent.
 
-        For one token always, which needs no look at the cache's length.
+        A single new token always does, without a look at the length of the cache.
         """
         if not (is_plain(self.kv_b_proj) and tells(mask, length)):
             return False
@@ -70,7 +70,7 @@ class _Absorbed:
     def _projected(
         self: Any, hidden_states: Tensor, position_embeddings: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries (B, N, T, Q), and the latent (B, 1, T, C) and rotary key (B, 1, T, R) to cache."""
+        """Return queries (B, N, T, Q), and the latent (B, 1, T, C) and rotary key (B, 1, T, R) to cache."""
         if self.q_lora_rank is None:
             query_BTE = self.q_proj(hidden_states)
         else:
@@ -112,16 +112,15 @@ CLASSES: dict[Any, Any] = {
 
 
 def absorb(model: Model) -> Model:
-    """Let a loaded DeepSeek-V2 or -V3 model, kvfold's or DeepSeek's, decode from its latent cache without
-    expanding it.
+    """Let a loaded DeepSeek-V2 or -V3 model decode without expanding its latent cache.
 
-    The up-projections of keys and values move to the queries and outputs of new tokens (arXiv 2405.04434,
-    section 2.1.2)
-    wherever that takes fewer multiplications: in decoding, also of several tokens at once. Prefill, training
-    and calls without a cache attend by `level_attention` where they did by `sdpa`; weights, the cache's
-    content and what `save_pretrained` writes stay as they were, and so does decoding where weights are had
-    only by calling a module (offloading, adapters put on later). On a device of any kind, in any dtype;
-    rounding differs from the stock order's.
+    The model may be kvfold's or DeepSeek's. The up-projections of keys and values move to the queries and
+    outputs of new tokens (arXiv 2405.04434, section 2.1.2) wherever that takes fewer multiplications. In
+    decoding it does, also for several tokens at once. Prefill, training and calls without a cache use
+    `level_attention` where they used `sdpa`. Weights, the content of the cache and what `save_pretrained`
+    writes do not change. Decoding does not change either where weights are available only by calling a module
+    (offloading, adapters added later). The model may be on any device and in any dtype; rounding differs from
+    the stock order of operations.
 
     Args:
         model: changed in place. What is absorbed already stays so.

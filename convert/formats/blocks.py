@@ -1,9 +1,8 @@
-"""What a family's layers have beside attention, as weights of Llama's block, which the stock latent class
-shares.
+"""Everything in a family's layers apart from attention, as weights of Llama's block.
 
-Factors on embeddings, on what a layer adds and under the logits go into the matrices next to them; a norm's
-constant goes into its weight; LayerNorm without weights is RMSNorm once everything that enters the residual
-stream has mean zero.
+The stock latent class shares that block. Factors on embeddings, on the outputs of layers and under the logits
+go into the neighbouring matrices. A norm's constant goes into its weight. LayerNorm without weights is
+RMSNorm once everything that enters the residual stream has mean zero.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,7 +21,7 @@ CENTRED_EPSILON = 1e-5  # of OLMo's LayerNorm, which config.json does not say
 
 @dataclass(frozen=True, kw_only=True)
 class FoldedBlock:
-    """How one checkpoint's layers become Llama's.
+    """The changes that turn one checkpoint's layers into Llama's.
 
     Attributes:
         embedding, residual, logits: factors on embeddings, on what a layer adds, on the logits.
@@ -47,27 +46,28 @@ class FoldedBlock:
 
     @property
     def ties(self) -> bool:
-        """Whether the output's head is still its embeddings."""
+        """Return whether the output's head is still its embeddings."""
         return self.tied and not self.untied and self.embedding == self.logits == 1.0 and not self.centred
 
     def config(self, source: Mapping[str, Any]) -> dict[str, Any]:
-        """What config.json says about it."""
+        """Return the fields of config.json that follow from these changes."""
         return {"tie_word_embeddings": self.ties} | (
             {"rms_norm_eps": CENTRED_EPSILON} if self.centred else {}
         )
 
     def scaled(self, factor: float) -> "FoldedBlock":
-        """The same with a residual stream scaled by a factor, which norms with an epsilon scaled by its
-        square do not see.
+        """Return the same changes with the residual stream scaled by a factor.
+
+        Norms cancel the factor if their epsilon is scaled by its square.
         """
         return replace(self, embedding=self.embedding * factor, residual=self.residual * factor)
 
     def adds(self, weight: Tensor) -> Tensor:
-        """Rows (D, ...) of a projection into the residual stream."""
+        """Return rows (D, ...) of a projection into the residual stream, with the changes applied."""
         return (weight - weight.mean(0, keepdim=True) if self.centred else weight) * self.residual
 
     def copies(self, name: str, spec: TensorSpec) -> dict[str, Copy]:
-        """The output tensors made of one of the source's."""
+        """Return the output tensors that are made of one of the source's."""
 
         def changed(to: str, change: Callable[[Tensor], Tensor]) -> dict[str, Copy]:
             return {to: Copy(source=name, spec=spec, change=change, by_rows=True)}
@@ -101,9 +101,9 @@ class FoldedBlock:
         return (weight - weight.mean(1, keepdim=True) if self.centred else weight) * self.embedding
 
     def _ones(self, name: str, spec: TensorSpec) -> dict[str, Copy]:
-        """The weights of a layer's norms, made beside a matrix (D, ...).
+        """Return the weights of a layer's norms, made next to a matrix (D, ...).
 
-        The last norm's beside the first layer's.
+        Those of the last norm are made next to the first layer's.
         """
         norms = [
             name.replace("mlp.down_proj", part) for part in ("input_layernorm", "post_attention_layernorm")
@@ -123,7 +123,7 @@ class FoldedBlock:
 
 
 def folded_block(family: Family, config: Mapping[str, Any]) -> FoldedBlock:
-    """How the layers of a checkpoint become Llama's.
+    """Return the changes that turn the layers of a checkpoint into Llama's.
 
     Args:
         family: one whose `block` is a `Block`.

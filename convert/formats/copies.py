@@ -1,7 +1,4 @@
-"""What becomes of tensors that are not attention.
-
-They pass through, or change in a way that a container needs.
-"""
+"""Output tensors that are not attention: they pass through, or change as a container requires."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,5 +26,5 @@ class Copy:
 
 
 def unchanged(name: str, spec: TensorSpec, renamed: str | None = None) -> dict[str, Copy]:
-    """A tensor that passes through, by the name it has afterwards."""
+    """Return a copy of a tensor that passes through, under its own name or a new one."""
     return {renamed or name: Copy(source=name, spec=spec)}

@@ -41,7 +41,7 @@ class Grouped(Container):
 
     @property
     def architecture(self) -> str:
-        """The class that loads the output."""
+        """Return the name of the class that loads the output."""
         return self.family.architecture
 
     @property
@@ -56,11 +56,11 @@ class Grouped(Container):
         return self.geometry.head_dim, self.geometry.head_dim
 
     def config(self, source: Mapping[str, Any]) -> dict[str, Any]:
-        """config.json of the output, from the source's."""
+        """Return config.json of the output, made from the source's."""
         return {**without_code(source), str(self.family.kv_heads): self.target.num_key_value_heads}
 
     def specs(self, layer: int, dtype: torch.dtype) -> dict[str, TensorSpec]:
-        """Names, shapes and dtypes of one layer's attention tensors, known before any of them is."""
+        """Return names, shapes and dtypes of one layer's attention tensors."""
         folded = replace(self.geometry, num_key_value_heads=self.target.num_key_value_heads)
         weights, rows, specs = shapes(self.family, folded), outputs(self.family, folded), {}
         for role, name in self.family.projections(layer).items():
@@ -73,7 +73,7 @@ class Grouped(Container):
         return specs
 
     def tensors(self, attention: AnyAttention, layer: int) -> dict[str, Tensor]:
-        """One layer's attention under the names and in the layout of the class, in the dtype it has."""
+        """Return one folded layer's attention under the names and in the layout of the class."""
         assert isinstance(attention, Attention)
         names = self.family.projections(layer)
         packed = pack(attention, self.family, self.rotary_width)

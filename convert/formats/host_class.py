@@ -1,5 +1,6 @@
-"""GQA and MQA in another class than the source's own, which cannot have fewer key/value heads
-(families/hosts.py).
+"""GQA and MQA in another class than the source's own, which cannot have fewer key/value heads.
+
+The classes are in families/hosts.py.
 """
 
 import re
@@ -50,7 +51,7 @@ class HostClass(Container):
 
     @property
     def architecture(self) -> str:
-        """The class that loads the output."""
+        """Return the name of the class that loads the output."""
         return self.host.family.architecture
 
     @property
@@ -65,12 +66,12 @@ class HostClass(Container):
         return self.geometry.head_dim, self.geometry.head_dim
 
     def config(self, source: Mapping[str, Any]) -> dict[str, Any]:
-        """config.json of the output, from the source's complete one."""
+        """Return config.json of the output, made from the source's complete one."""
         written = self.host.config(source, self.target.num_key_value_heads, self.rope)
         return {"architectures": [self.architecture], **written}
 
     def specs(self, layer: int, dtype: torch.dtype) -> dict[str, TensorSpec]:
-        """Names, shapes and dtypes of one layer's attention tensors, known before any of them is."""
+        """Return names, shapes and dtypes of one layer's attention tensors."""
         family, folded = (
             self.host.family,
             replace(self.geometry, num_key_value_heads=self.target.num_key_value_heads),
@@ -83,7 +84,7 @@ class HostClass(Container):
         return specs
 
     def tensors(self, attention: AnyAttention, layer: int) -> dict[str, Tensor]:
-        """One layer's attention under the names and in the layout of the class, in the dtype it has.
+        """Return one folded layer's attention under the names and in the layout of the class.
 
         The class scores with head_dim^-½; any other scale goes into the query.
         """
@@ -100,7 +101,7 @@ class HostClass(Container):
         }
 
     def copies(self, name: str, spec: TensorSpec) -> dict[str, Copy]:
-        """What becomes of a tensor that is not attention: it gets its new name; buffers go.
+        """Return a tensor that is not attention under its new name; buffers are dropped.
 
         Raises:
             InvalidInput: the class has no place for it.
@@ -134,8 +135,9 @@ class HostClass(Container):
 
 
 def grouped_container(source: Source, target: GQA) -> Container:
-    """The output format of fewer key/value heads: the source's own class where it has them, its host
-    otherwise.
+    """Return the output format of fewer key/value heads.
+
+    It is the source's own class where that has key/value heads, and its host otherwise.
 
     Raises:
         InvalidInput: no class holds that many key/value heads.

@@ -45,7 +45,7 @@ def to_trainable(model: nn.Module) -> None:
 
 
 def to_published(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The state dict of a model opened by `to_trainable`, in the form that stock classes load.
+    """Return the state dict of a model opened by `to_trainable`, in the form that stock classes load.
 
     Args:
         model: tells which norms were opened.

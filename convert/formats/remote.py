@@ -1,8 +1,8 @@
-"""MLA in the source's own class with kvfold's attention: the code travels beside the weights, so
-`trust_remote_code` is needed.
+"""MLA in the source's own class with kvfold's attention, whose code is shipped with the weights.
 
-What travels is `FILES`, which import nothing of kvfold. There are two forms, of attention_kvfold.py:
-`LatentAttention` becomes `decoupled`, `IntactAttention` becomes `intact`.
+Loading the output needs `trust_remote_code`. The shipped files are `FILES`; they import nothing of kvfold.
+There are two forms, defined in attention_kvfold.py: `LatentAttention` becomes `decoupled`, `IntactAttention`
+becomes `intact`.
 """
 
 from collections.abc import Mapping
@@ -57,12 +57,12 @@ class Remote(Container):
 
     @property
     def architecture(self) -> str:
-        """The class that loads the output."""
+        """Return the name of the class that loads the output."""
         return ARCHITECTURE
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """The code that travels with the output."""
+        """Return the code that is shipped with the weights."""
         return tuple(HERE / name for name in FILES)
 
     @property
@@ -87,7 +87,7 @@ class Remote(Container):
 
     @property
     def _place(self) -> str:
-        """The module whose tensors are replaced; `{layer}` stands for the layer's number."""
+        """Return the module whose tensors are replaced; `{layer}` stands for the layer's number."""
         return (self.family.prefix + self.family.o).rpartition(".")[0]
 
     @property
@@ -100,7 +100,7 @@ class Remote(Container):
 
     @property
     def _biased(self) -> tuple[str, ...]:
-        """The projections of the output that have a bias."""
+        """Return the projections of the output that have a bias."""
         if self._intact:
             inner = (
                 {"k", "v"} & self.biases if self._normed else ({"kv"} if self.biases & {"k", "v"} else set())
@@ -112,7 +112,7 @@ class Remote(Container):
         return tuple(role for role, there in wanted.items() if there)
 
     def config(self, source: Mapping[str, Any]) -> dict[str, Any]:
-        """config.json of the output, from the source's as it is on disk."""
+        """Return config.json of the output, made from the source's as it is on disk."""
         ours: dict[str, Any] = {
             "form": self.target.rope,
             "source_model_type": source["model_type"],
@@ -144,7 +144,7 @@ class Remote(Container):
         return {**written, **widths, **self._cached_head(source), "kvfold": ours}
 
     def _growth(self, source: Mapping[str, Any]) -> dict[str, list[float]]:
-        """Rate and length by which queries grow with their position, where they do."""
+        """Return the rate and length by which queries grow with their position, in families where they do."""
         if self.family.query_growth is None:
             return {}
         rope = rope_parameters(dict(source))
@@ -156,9 +156,9 @@ class Remote(Container):
         return {"growth": [rate, length]}
 
     def _cached_head(self, source: Mapping[str, Any]) -> dict[str, Any]:
-        """What vLLM allocates its cache by, in families that have these fields.
+        """Return the fields by which vLLM allocates its cache, in families that have them.
 
-        The stock rotary table has that width then.
+        The stock rotary table then has that width.
         """
         if self.family.kv_heads != "num_key_value_heads":
             return {}
@@ -172,7 +172,7 @@ class Remote(Container):
         return {"head_dim": width, "num_key_value_heads": self.geometry.num_attention_heads, **plain}
 
     def specs(self, layer: int, dtype: torch.dtype) -> dict[str, TensorSpec]:
-        """Names, shapes and dtypes of one layer's attention tensors, known before any of them is."""
+        """Return names, shapes and dtypes of one layer's attention tensors."""
         heads, groups = self.geometry.num_attention_heads, self.geometry.num_key_value_heads
         hidden, width, rank = self.geometry.hidden_size, self.geometry.head_dim, self.target.kv_lora_rank
         rope = self.target.qk_rope_head_dim
@@ -211,19 +211,19 @@ class Remote(Container):
         return specs | {name: TensorSpec(dtype, (groups * width,)) for name in self._written_norms(layer)}
 
     def _query_weights(self, rows: int) -> dict[str, tuple[str, int, int]]:
-        """Name, rows and columns of the weights that queries are made of, by role."""
+        """Return name, rows and columns of the weights that make the queries, by role."""
         hidden, rank = self.geometry.hidden_size, self.target.q_lora_rank
         if rank is None:
             return {"q": ("q_proj", rows, hidden)}
         return {"q_a": ("q_a_proj", rank, hidden), "q": ("q_b_proj", rows, rank)}
 
     def _written_norms(self, layer: int) -> tuple[str, ...]:
-        """Norms that are read with the attention; the others pass through."""
+        """Return the norms that are read with the attention; the others pass through."""
         name = self.family.norm("k", layer)
         return (name,) if name is not None and self.family.norm_spans == "heads" else ()
 
     def tensors(self, attention: AnyAttention, layer: int) -> dict[str, Tensor]:
-        """One layer's attention under the names and in the layout of the class, in the dtype it has."""
+        """Return one folded layer's attention under the names and in the layout of the class."""
         assert not isinstance(attention, Attention)
         factor = attention.scale / self.scale
         assert factor == 1 or not self._normed, "a factor on a normed query has no weight to go into"

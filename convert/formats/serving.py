@@ -1,9 +1,8 @@
-"""The shape in which other engines take the stock latent class, as data, and where in it a fold finds its
-place.
+"""The widths in which other engines take the stock latent class, and a fold's place in them.
 
-vLLM, SGLang and llama.cpp compute the class with kernels for few widths, one rotary table, one epsilon and no
-biases (verification/rules.py says what they do with anything else). What a fold leaves narrower is filled up
-with zeros, which changes no score and no sum.
+vLLM, SGLang and llama.cpp have kernels for few widths, one rotary table, one epsilon and no biases;
+decide/engine_rules.py says what they do with anything else. A narrower fold is padded with zeros, which
+changes no score and no sum.
 """
 
 import math
@@ -22,7 +21,7 @@ _SAME = 3e-7  # relative: frequencies that differ by a rounding of float32
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """What engines take.
+    """The widths and the epsilon that engines take.
 
     Attributes:
         latent, rope: widths of the latent and of the rotary key: what is cached.
@@ -37,7 +36,7 @@ class Profile:
 
     @property
     def cached(self) -> int:
-        """Elements cached per token and layer."""
+        """Return the elements cached per token and layer."""
         return self.latent + self.rope
 
     def __str__(self) -> str:
@@ -68,7 +67,7 @@ class Served:
 
 
 def choose_heads(profile: Profile, nope: int, value: int) -> tuple[int, int]:
-    """The narrowest heads of a profile that hold un-rotated queries and values of some widths.
+    """Return the narrowest heads of a profile that hold un-rotated queries and values of some widths.
 
     Raises:
         InvalidInput: there are none.
@@ -85,15 +84,17 @@ def choose_heads(profile: Profile, nope: int, value: int) -> tuple[int, int]:
 
 
 def table(profile: Profile, theta: float) -> Tensor:
-    """The frequencies (S,) of the class's slots, which engines compute from theta alone.
+    """Return the frequencies (S,) of the class's slots, which engines compute from theta alone.
 
-    Float64, fastest first.
+    They are float64, fastest first.
     """
     return (theta ** -(torch.arange(0, profile.rope, 2).float() / profile.rope)).double()
 
 
 def nearest_bands(frequencies_F: Tensor, slots_S: Tensor, still: float) -> tuple[Band, ...]:
-    """A slot for the source's pairs that turn nearly as fast; slots that no pair is near to stay empty.
+    """Give each of the source's pairs the slot with the nearest frequency.
+
+    Slots without a pair near them stay empty.
 
     Args:
         frequencies_F: the source's, radians per token.
@@ -113,9 +114,9 @@ def nearest_bands(frequencies_F: Tensor, slots_S: Tensor, still: float) -> tuple
 
 
 def find_places(frequencies: Sequence[float], slots_S: Tensor) -> tuple[int, ...] | None:
-    """The class's slots that turn with some frequencies, each once.
+    """Return the class's slots that turn at some frequencies, each used once.
 
-    None where a frequency has none of its own.
+    The result is None where a frequency has no slot of its own.
     """
     places = []
     for frequency in frequencies:

@@ -72,19 +72,22 @@ class Stock(Container):
 
     @property
     def architecture(self) -> str:
-        """The class that loads the output."""
+        """Return the name of the class that loads the output."""
         return "DeepseekV3ForCausalLM"
 
     @property
     def cached(self) -> tuple[int, int]:
-        """kv_lora_rank and qk_rope_head_dim: what is cached for a token in a layer."""
+        """Return kv_lora_rank and qk_rope_head_dim, the widths that a layer caches per token."""
         if self.served is not None:
             return self.served.profile.latent, self.served.profile.rope
         return self.target.kv_lora_rank, self.target.qk_rope_head_dim
 
     @property
     def heads(self) -> tuple[int, int]:
-        """qk_nope_head_dim, which is none where every pair of every layer has its slot, and v_head_dim."""
+        """Return qk_nope_head_dim and v_head_dim.
+
+        The former is 0 where every pair of every layer has its slot.
+        """
         if self.served is not None:
             return self.served.nope, self.served.value
         every = self.target.slots == "source" and not self.mixed
@@ -108,9 +111,9 @@ class Stock(Container):
 
     @property
     def query_rank(self) -> int | None:
-        """q_lora_rank, with a constant for biases.
+        """Return q_lora_rank, including a constant channel for biases.
 
-        The width of the stream where queries are compressed in name only.
+        It is the width of the residual stream where queries are compressed in name only.
         """
         rank = self.target.q_lora_rank
         if rank is None and (self.biases or (self.served is not None and self.served.compressed)):
@@ -118,7 +121,7 @@ class Stock(Container):
         return rank if rank is None else rank + self.biases
 
     def config(self, source: Mapping[str, Any]) -> dict[str, Any]:
-        """config.json of the output, from the source's."""
+        """Return config.json of the output, made from the source's."""
         (latent, rope), (nope, value) = self.cached, self.heads
         scaling = (
             None
@@ -157,7 +160,7 @@ class Stock(Container):
         }
 
     def specs(self, layer: int, dtype: torch.dtype) -> dict[str, TensorSpec]:
-        """Names, shapes and dtypes of one layer's attention tensors, known before any of them is."""
+        """Return names, shapes and dtypes of one layer's attention tensors."""
         heads, hidden, compressed = (
             self.geometry.num_attention_heads,
             self.geometry.hidden_size,
@@ -190,7 +193,7 @@ class Stock(Container):
         }
 
     def tensors(self, attention: AnyAttention, layer: int) -> dict[str, Tensor]:
-        """One layer's attention under the names and in the layout of the class, in the dtype it has.
+        """Return one folded layer's attention under the names and in the layout of the class.
 
         The class scores with (qk_nope_head_dim + qk_rope_head_dim)^-½; any other scale goes into the query.
         """
@@ -233,7 +236,7 @@ class Stock(Container):
         return {_PREFIX.format(layer=layer) + name: tensor for name, tensor in named.items()}
 
     def copies(self, name: str, spec: TensorSpec) -> dict[str, Copy]:
-        """What becomes of a tensor that is not attention."""
+        """Return what a tensor that is not attention becomes."""
         return self.block.copies(name, spec)
 
     def notices(self, source: Source, why: str | None) -> list[str]:
@@ -245,10 +248,10 @@ class Stock(Container):
 
 
 def _compressed_query(q_QE: Tensor, down_AD: Tensor) -> dict[str, Tensor]:
-    """q = W down x + b as q_b(norm(q_a(x))): q_a hands on down x, and a constant for b where W has a column
-    for it.
+    """Write the query q = W down x + b as q_b(norm(q_a(x))).
 
-    It scales by a power of two that every dtype keeps, which the norm and q_b undo.
+    q_a passes on down x, and a constant for b where W has a column for it. It scales by a power of two that
+    every dtype keeps; the norm and q_b undo that.
     """
     width, (rank, hidden) = q_QE.shape[-1], down_AD.shape
     named = {

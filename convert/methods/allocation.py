@@ -40,8 +40,9 @@ def allocate(saved_FK: Tensor, frequencies_F: Tensor, slots: int) -> tuple[Band,
     """Give each slot to the frequency where the next component saves most.
 
     Args:
-        saved_FK: what the first, second, ... slot at a frequency saves, summed over the layers; falling along
-        K. frequencies_F: the source's angular frequencies.
+        saved_FK: the loss that the first, second, ... slot at a frequency saves, summed over the layers;
+            falling along K.
+        frequencies_F: the source's angular frequencies.
         slots: how many to give.
     """
     best = saved_FK.flatten().argsort(descending=True, stable=True)[:slots] // saved_FK.shape[1]
@@ -52,12 +53,15 @@ def allocate(saved_FK: Tensor, frequencies_F: Tensor, slots: int) -> tuple[Band,
 
 
 def saved(layers: Layers, frequencies_F: Tensor) -> Tensor:
-    """What slots save in each layer (L, F, K); falling along K."""
+    """Return the loss that slots save in each layer (L, F, K), falling along K."""
     return torch.stack([saved_by_slots(attention, frequencies_F, metric) for attention, metric in layers()])
 
 
 def unslotted(saved_FK: Tensor, bands: Iterable[Band]) -> float:
-    """What components without a slot lose in a layer, nats a token: `saved_FK` is the layer's own."""
+    """Return the loss of one layer's components that have no slot, in nats per token.
+
+    `saved_FK` is the layer's own.
+    """
     given = sum(float(saved_FK[pair, : band.slots].sum()) for band in bands for pair in band.pairs)
     return (float(saved_FK.sum()) - given) / 2  # the quadratic form's ½
 
@@ -69,7 +73,7 @@ def divide(
     candidates: Mapping[int, tuple[Band, ...]],
     slot_losses: Mapping[int, Sequence[float]],
 ) -> Division:
-    """The division of a cache of `elements` per token and layer whose predicted loss is least.
+    """Divide a cache of `elements` per token and layer so that the predicted loss is least.
 
     Args:
         layers: gives attention and metric of every layer, each time anew.

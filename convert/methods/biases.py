@@ -1,8 +1,8 @@
-"""Biases as weights, for a class that has none: a linear function of a layer's input that is nearly constant
-stands for 1.
+"""Biases as weights, for a class without biases.
 
-Inputs of attention come out of a norm and have a large mean; the better that mean tells them from zero, the
-less is lost.
+A linear function of a layer's input that is nearly constant stands for 1. Inputs of attention come out of a
+norm and have a large mean. The farther that mean is from zero, the less is lost.
+
 Legend: attention.py; E = D and the constant 1.
 """
 
@@ -15,7 +15,9 @@ from ..algebra.attention import Attention, LatentAttention
 
 
 def nearest_to_one(input_EE: Tensor) -> Tensor:
-    """w (D,) of least mean (w·x - 1)²: w = C⁻¹ μ, with C the second moment of the input and μ its mean.
+    """Return w (D,) with the least mean (w·x - 1)².
+
+    That is w = C⁻¹ μ, with C the second moment of the input and μ its mean.
 
     Args:
         input_EE: second moment of [x; 1], float64; its last column is the mean.
@@ -25,9 +27,9 @@ def nearest_to_one(input_EE: Tensor) -> Tensor:
 
 
 def without_value_bias(attention: Attention, one_D: Tensor | None) -> Attention:
-    """The value bias as a part of the values' weights: before a fold, so that the latent carries it.
+    """Move the value bias into the values' weights, before a fold, so that the latent carries it.
 
-    Without w, as it is.
+    Without w the layer does not change.
     """
     if one_D is None or attention.v_KH is None:
         return attention
@@ -35,16 +37,16 @@ def without_value_bias(attention: Attention, one_D: Tensor | None) -> Attention:
 
 
 def without_query_bias(attention: Attention, one_D: Tensor | None) -> Attention:
-    """The query bias as a part of the queries' weights; without w, as it is."""
+    """Move the query bias into the queries' weights; without w the layer does not change."""
     if one_D is None or attention.q_NH is None:
         return attention
     return replace(attention, q_NHD=attention.q_NHD + attention.q_NH[..., None] * one_D, q_NH=None)
 
 
 def without_key_bias(latent: LatentAttention, one_D: Tensor | None) -> LatentAttention:
-    """Biases of queries and rotary keys as parts of their weights.
+    """Move biases of queries and rotary keys into their weights.
 
-    After a fold, which drops what softmax does not see.
+    This comes after a fold, which drops the part that softmax cancels.
     """
     if one_D is None:
         return latent

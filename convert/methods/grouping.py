@@ -1,8 +1,9 @@
-"""Which heads become one: groups of equal size by predicted loss, not by position. Legend: attention.py; M
-heads in a group.
+"""Groups of heads that become one: of equal size, by predicted loss and not by position.
 
 Query heads may be put in any order when W_O's columns go with them, so neighbouring heads need not share a
-key. What a group loses is taken as the sum over its pairs of heads of what the two would lose as one.
+key. The loss of a group is taken as the sum over its pairs of heads of what the two would lose as one.
+
+Legend: attention.py; M heads in a group.
 """
 
 from dataclasses import replace
@@ -20,10 +21,10 @@ GAIN = 0.06  # share of the predicted loss below which another order is not wort
 
 
 def grouped(attention: Attention, metric: LayerMetric, groups: int) -> tuple[Attention, LayerMetric, float]:
-    """The same layer with its heads in such an order that neighbours lose least as one.
+    """Return the same layer with its heads in an order in which neighbours lose least as one.
 
-    Norms of single heads are passed over: the lengths that they hide change no cost, for the metric has them
-    too.
+    Norms of single heads are ignored: the lengths that they hide change no cost, because the metric contains
+    them too.
 
     Returns:
         The layer, the metric in that order, and the share of the predicted loss that the order saves.
@@ -54,9 +55,10 @@ def grouped(attention: Attention, metric: LayerMetric, groups: int) -> tuple[Att
 
 
 def merge_costs(attention: Attention, metric: LayerMetric) -> Tensor:
-    """What every two heads lose as one, (K, K), in the metric's unit.
+    """Return the loss of every two heads as one, (K, K), in the metric's unit.
 
-    Per rotary pair the smaller energy of the two keys; of the values all but the H largest energies.
+    For keys that is, per rotary pair, the smaller energy of the two; for values, all but the H largest
+    energies.
     """
     k_KHE, v_KHE = with_bias(attention.k_KHD, attention.k_KH), with_bias(attention.v_KHD, attention.v_KH)
     heads, width = len(k_KHE), k_KHE.shape[1]
@@ -80,9 +82,10 @@ def merge_costs(attention: Attention, metric: LayerMetric) -> Tensor:
 
 
 def arrange(costs_KK: Tensor, groups: int) -> list[int]:
-    """An order of the heads whose consecutive groups of equal size cost least: swaps, as long as one helps.
+    """Return an order of the heads whose consecutive groups of equal size cost least.
 
-    The heads' own order is where it starts, and what stays when nothing is gained.
+    The search swaps heads while a swap helps. It starts from the heads' own order, and keeps it where nothing
+    is gained.
     """
     costs: list[list[float]] = costs_KK.tolist()
     heads = len(costs)
@@ -121,6 +124,6 @@ def _seen(rows_KHE: Tensor, metric: LayerMetric) -> Tensor:
 
 
 def _of_two(matrix_FKK: Tensor, first: Tensor, second: Tensor) -> Tensor:
-    """The 2 x 2 blocks (F, pairs, 2, 2) of two heads each."""
+    """Return the 2 x 2 blocks (F, pairs, 2, 2) of two heads each."""
     both = torch.stack([first, second], -1)
     return matrix_FKK[:, both[:, :, None], both[:, None, :]]

@@ -1,9 +1,9 @@
-"""MHA and GQA to latent attention with rotation left intact: keys are rebuilt from the latent, then rotated
-at their positions.
+"""MHA and GQA to latent attention with rotation left intact: keys are rebuilt from the latent, then rotated.
 
-Nothing positional is lost, for what is compressed is not rotated yet; but keys must be rebuilt whenever they
-are attended to: this saves memory, not arithmetic. Legend: attention.py; E columns of what is encoded, with
-or without the constant 1.
+Nothing positional is lost, because keys are compressed before they are rotated. But keys must be rebuilt
+whenever they are attended to: this saves memory, not arithmetic.
+
+Legend: attention.py; E columns of what is encoded, with or without the constant 1.
 """
 
 from dataclasses import dataclass, replace
@@ -24,17 +24,17 @@ _RIDGE = 1e-4  # of the mean energy: what the linear model of a norm cannot see 
 
 
 def full_rank(hidden_size: int, rows: int, normed: bool) -> int:
-    """The rank at which nothing is lost: all key and value rows, or all of their input where that is
-    narrower.
+    """Return the rank at which nothing is lost.
 
-    Normed keys are no linear function of the input: there the rows themselves must be kept.
+    It is that of all key and value rows, or of their input where that is narrower. Normed keys are no linear
+    function of the input, so there the rows themselves must be kept.
     """
     return rows if normed else min(rows, hidden_size)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Encoded:
-    """What the latent of a layer with key norms encodes, z = [norm(k); v], as a sample has it, float64.
+    """The vectors that the latent of a layer with key norms encodes, z = [norm(k); v], on a sample, float64.
 
     Attributes:
         moment_EE: E[z zᵀ], E = 2KH.
@@ -47,12 +47,11 @@ class Encoded:
 
 
 def encoded(attention: Attention, frequencies_F: Tensor, sample: LayerSample, *, seed: int = 0) -> Encoded:
-    """Read what a latent encodes, and what an error in it costs, from the part of a sample that is not held
-    back.
+    """Compute the vectors that a latent encodes, and the cost of an error in them, on a sample.
 
-    The cost is refine.py's loss to second order: where e is drawn from N(0, G) at every token's output o, the
-    gradient g of eᵀo has E[g gᵀ] = E[Jᵀ G J] (Gauss-Newton). Gradients before the norm would leave out what
-    an error in a key's length costs.
+    Sequences that are held back take no part. The cost is the loss of refinement.py to second order: where e
+    is drawn from N(0, G) at every token's output o, the gradient g of eᵀo has E[g gᵀ] = E[Jᵀ G J]
+    (Gauss-Newton). Gradients before the norm would leave out the cost of an error in a key's length.
 
     Args:
         attention: the source's weights, with key norms.
@@ -166,10 +165,10 @@ def fold_joint(
 
 
 def unrotated(attention: IntactAttention) -> LatentAttention:
-    """The same for a source that rotates nothing: latent attention without a rotary part.
+    """Return latent attention without a rotary part, for a source that rotates nothing.
 
-    A key bias adds the same to all scores of a query, which softmax does not see; a value bias is a constant
-    of the output.
+    A key bias adds the same to all scores of a query, which softmax cancels. A value bias is a constant of
+    the output.
     """
     queries = len(attention.q_NHA) // len(attention.k_up_KHC)
     output_D = attention.o_D
@@ -194,7 +193,7 @@ def unrotated(attention: IntactAttention) -> LatentAttention:
 
 
 def linearised(attention: Attention, input_EE: Tensor | None) -> Attention:
-    """Attention whose norms are the linear maps that they are on average; without norms itself."""
+    """Replace the norms of attention by the linear maps that they are on average."""
     if attention.k_norm_KH is None:
         return attention
     q_gain_NH, k_gain_KH = gains(attention, input_EE)
@@ -210,7 +209,7 @@ def linearised(attention: Attention, input_EE: Tensor | None) -> Attention:
 
 
 def behind_norms(metric: LayerMetric, attention: Attention) -> LayerMetric:
-    """A metric that was measured at keys as they are projected, at the keys behind their norm."""
+    """Move a metric that was measured at keys as they are projected to the keys behind their norm."""
     if attention.k_norm_KH is None:
         return metric
     gain_BS = gains(attention, metric.input_EE)[1].reshape(metric.key_BSS.shape[:2])
@@ -218,9 +217,9 @@ def behind_norms(metric: LayerMetric, attention: Attention) -> LayerMetric:
 
 
 def gains(attention: Attention, input_EE: Tensor | None) -> tuple[Tensor, Tensor]:
-    """What query and key norms multiply their inputs with, (N, H) and (K, H).
+    """Return the average factors of the query and key norms, (N, H) and (K, H).
 
-    Weights over the root of the mean square.
+    They are the weights over the root of the mean square.
     """
     found = []
     for rows, bias, norm in (
@@ -243,7 +242,7 @@ def gains(attention: Attention, input_EE: Tensor | None) -> tuple[Tensor, Tensor
 
 
 def _exact(rows_CE: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """Down (rank, E) and up (C, rank) whose product is the rows: one of them is the identity."""
+    """Return down (rank, E) and up (C, rank) whose product is the rows; one of them is the identity."""
     rows, width = rows_CE.shape
     identity = torch.eye(min(rows, width), dtype=rows_CE.dtype)
     down_CE, up = (identity, rows_CE) if width <= rows else (rows_CE, identity)

@@ -1,12 +1,12 @@
-"""GQA and MQA where keys are normalised after the projection (Qwen3, Gemma 3, OLMo 2). Legend: attention.py;
-pool.py.
+"""GQA and MQA where keys are normalised after the projection (Qwen3, Gemma 3, OLMo 2).
 
-A norm hides the length of a key, and its weight tells a rotary pair's two dimensions apart, so a multiple of
-the pair no longer passes through it as it does in pool.py. So multiples are taken of keys and queries as they
-are after the weight, and the weight
-is divided out again: directions are then right, and only the root mean square, one number a head and token,
-is not quite. On three models with key norms that loses between a fifth and two fifths of what the plain
-average loses (LOG.md).
+A norm hides the length of a key, and its weight differs between a rotary pair's two dimensions. A multiple of
+the pair therefore does not pass through it, as it does in pooling.py. So multiples are taken of keys and
+queries as they are after the weight, and the weight is divided out again. Directions are then exact; only the
+root mean square, one number per head and token, is not quite. On three models with key norms this loses
+between a fifth and two fifths of what the plain average loses (LOG.md).
+
+Legend: attention.py; pooling.py.
 """
 
 from collections.abc import Callable
@@ -28,7 +28,7 @@ Pool = Callable[[Attention, GQA, LayerMetric, Tensor], Attention]
 
 
 def by_value(pool: Pool) -> Pool:
-    """A method for sources with key norms: it pools the values, `keys` the keys.
+    """Return a method for sources with key norms, which pools values by `pool` and keys by `keys`.
 
     Args:
         pool: a method of pool.py, whose values and output projection are taken.
@@ -44,12 +44,12 @@ def by_value(pool: Pool) -> Pool:
 
 
 def keys(attention: Attention, target: GQA) -> Attention:
-    """Each group's keys as one: brought to one length, since the norm hides it; then per rotary pair complex
-    multiples of one key, the best such, with each head's multiple folded into W_Q.
+    """Pool each group's keys into one, and fold each head's multiple of it into W_Q.
 
-    A pair's heads count as much as their queries look at it. A norm over all heads is averaged with the keys.
-    Lossless when a group's heads are equal up to a positive factor and pairs' signs; up to pairs' turns where
-    a pair's two weights are equal.
+    Keys are first brought to one length, because the norm hides it. The pooled key then has, per rotary pair,
+    the best complex multiples of one key. A pair's heads count as much as their queries look at it. A norm
+    over all heads is averaged with the keys. Nothing is lost when a group's heads are equal up to a positive
+    factor and the signs of pairs, or up to turns of pairs where a pair's two weights are equal.
     """
     groups, queries = target.num_key_value_heads, len(attention.q_NHD) // len(attention.k_KHD)
     k_KHE, q_NHE = with_bias(attention.k_KHD, attention.k_KH), with_bias(attention.q_NHD, attention.q_NH)
@@ -79,9 +79,9 @@ def keys(attention: Attention, target: GQA) -> Attention:
 
 
 def merged_norm(weight_KH: Tensor | None, groups: int) -> Tensor | None:
-    """The weight of a norm for fewer heads.
+    """Return the weight of a norm for fewer heads.
 
-    As it is where heads share it, else the average of each group's.
+    It does not change where heads share it; otherwise it is the average of each group's.
     """
     return (
         weight_KH
@@ -95,8 +95,9 @@ def _least(tensor: Tensor) -> float:
 
 
 def _usable(weight: Tensor | None, heads: int) -> Tensor:
-    """A norm's weight for every head, no dimension's far below its pair's other, so that it can be divided
-    out.
+    """Return a norm's weight for every head, bounded so that it can be divided out.
+
+    No dimension's weight is far below that of its pair's other dimension.
     """
     assert weight is not None, "queries and keys are both normalised"
     real, imaginary = weight.chunk(2, -1)
@@ -106,10 +107,10 @@ def _usable(weight: Tensor | None, heads: int) -> Tensor:
 
 
 def _shared(z_MFE: Tensor, looks_MF: Tensor) -> tuple[Tensor, Tensor]:
-    """The key (F, E) that a group's heads are best multiples of, pair by pair, and the multiples (M, F).
+    """Return the key (F, E) that a group's heads are best multiples of, and the multiples (M, F).
 
-    They have a mean square of one, so that the queries that take them over keep their length, and the
-    multiple that counts most is real, so that equal heads are not turned.
+    The fit is made pair by pair. Multiples have a mean square of one, so that the queries that take them over
+    keep their length. The multiple that counts most is real, so that equal heads are not turned.
     """
     weight_FM = looks_MF.mT.clamp_min(_least(looks_MF)).sqrt()
     weighted_FME = weight_FM[..., None] * z_MFE.transpose(0, 1)

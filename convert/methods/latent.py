@@ -42,9 +42,9 @@ class Band:
 
 
 def uniform_bands(frequencies_F: Tensor, slots_S: Tensor) -> tuple[Band, ...]:
-    """A slot at each frequency of a table.
+    """Return a slot at each frequency of a table.
 
-    It serves as many of the source's pairs as every other, in order.
+    Each serves the same number of the source's pairs, in order.
     """
     pairs, slots = len(frequencies_F), len(slots_S)
     members: list[list[int]] = [[] for _ in range(slots)]
@@ -56,9 +56,9 @@ def uniform_bands(frequencies_F: Tensor, slots_S: Tensor) -> tuple[Band, ...]:
 
 
 def source_bands(frequencies_F: Tensor, heads: int) -> tuple[Band, ...]:
-    """As many slots at each of the source's frequencies as it has key heads.
+    """Return as many slots at each of the source's frequencies as it has key heads.
 
-    Nothing is lost, nothing saved.
+    Nothing is lost and nothing saved.
     """
     return tuple(
         Band(frequency=f, pairs=(pair,), slots=heads) for pair, f in enumerate(frequencies_F.tolist())
@@ -122,7 +122,7 @@ class Keys:
 
     @classmethod
     def of(cls, attention: Attention, metric: LayerMetric) -> "Keys":
-        """The keys of a layer in its metric."""
+        """Return the keys of a layer in its metric."""
         k_KHE = with_bias(attention.k_KHD, attention.k_KH)
         moment_EE, z_KFE = metric.moment(k_KHE), complex_rows(k_KHE)
         seen_KFE = z_KFE if moment_EE is None else complex_rows(k_KHE @ moment_EE)
@@ -131,8 +131,9 @@ class Keys:
     def weighted(
         self, frequencies_F: Tensor, band: Band, metric: LayerMetric
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """A band's rows (M, E), pair-major, what their errors cost when left without a slot (M, M), and
-        their images (M, E).
+        """Return a band's rows (M, E), their error costs without a slot (M, M), and their images (M, E).
+
+        Rows are pair-major.
         """
         heads, members = len(self.z_KFE), list(band.pairs)
         turned_NM = metric.fidelity(frequencies_F[members] - band.frequency).abs().square()
@@ -158,9 +159,9 @@ class Parts:
     key_BSS: Tensor
 
     def stack(self, attention: Attention, metric: LayerMetric) -> tuple[Tensor, Tensor, Tensor | None]:
-        """What goes into the latent: rows of un-rotated keys, then values; their metric.
+        """Return the rows that go into the latent, their metric, and the second moment of the input.
 
-        The second moment of the input.
+        The rows are those of un-rotated keys, then values.
         """
         # A constant added to an un-rotated key shifts all scores of a query alike: softmax does not see it,
         # so its bias goes.
@@ -197,9 +198,9 @@ def separate(keys: Keys, frequencies_F: Tensor, bands: tuple[Band, ...], metric:
 
 
 def saved_by_slots(attention: Attention, frequencies_F: Tensor, metric: LayerMetric) -> Tensor:
-    """What the first, second, ...
+    """Return what the first, second, ... slot at each source frequency saves (F, K).
 
-    Slot at each source frequency saves (F, K), in the metric's unit; falling along K.
+    It is in the metric's unit and falls along K.
     """
     keys, saved = Keys.of(attention, metric), []
     for band in source_bands(frequencies_F, len(keys.z_KFE)):
@@ -211,10 +212,11 @@ def saved_by_slots(attention: Attention, frequencies_F: Tensor, metric: LayerMet
 def lost_by_slots(
     attention: Attention, frequencies_F: Tensor, bands: tuple[Band, ...], metric: LayerMetric
 ) -> float:
-    """What is lost of the keys' rotation with these slots, nats a token where the metric comes from data.
+    """Return the loss of the keys' rotation with these slots.
 
-    What no slot carries loses what the mean over distances loses of its rotation; what a slot of another
-    frequency carries loses the fidelity of that frequency.
+    It is in nats per token where the metric comes from data. A part without a slot loses what averaging over
+    distances loses of its rotation. A part in a slot of another frequency loses the fidelity of that
+    frequency.
     """
     keys, lost = Keys.of(attention, metric), 0.0
     for band in bands:
@@ -231,19 +233,19 @@ def lost_by_slots(
 
 
 def _exact(attention: Attention) -> LatentAttention:
-    """Every key head's every pair in its own slot, every value in the latent.
+    """Give every pair of every key head its own slot, and keep every value in the latent.
 
-    The same function, nothing saved.
+    The function is the same, and nothing is saved.
     """
     heads, queries = len(attention.k_KHD), len(attention.q_NHD) // len(attention.k_KHD)
     owner_NK = torch.eye(heads, dtype=attention.q_NHD.dtype).repeat_interleave(queries, 0)
 
     def spread(rows: Tensor) -> Tensor:
-        """Query rows (N, H, E) at the slots of their own key head, pair-major: (N, 2FK, E)."""
+        """Return query rows (N, H, E) at the slots of their own key head, pair-major: (N, 2FK, E)."""
         return interleaved_rows((complex_rows(rows)[:, :, None] * owner_NK[:, None, :, None]).flatten(1, 2))
 
     def slots(rows: Tensor) -> Tensor:
-        """Key rows (K, H, E) as slots, pair-major: (2FK, E)."""
+        """Return key rows (K, H, E) as slots, pair-major: (2FK, E)."""
         return interleaved_rows(complex_rows(rows).transpose(0, 1).flatten(0, 1))
 
     width = attention.v_KHD.shape[1]
@@ -265,7 +267,7 @@ def _exact(attention: Attention) -> LatentAttention:
 
 
 def _output_bias(attention: Attention) -> Tensor | None:
-    """Attention weights sum to one, so a value bias is a constant of the output."""
+    """Return the output's bias with the value bias, a constant because attention weights sum to one."""
     if attention.v_KH is None:
         return attention.o_D
     queries = len(attention.q_NHD) // len(attention.v_KHD)

@@ -1,7 +1,8 @@
-"""MHA to GQA and MQA: the key/value heads of a group become one. Legend: attention.py; G groups, M = K/G
-heads in each.
+"""MHA to GQA and MQA: the key/value heads of a group become one.
 
 Every method writes the source's own class. A group of one head is left as it is, bit for bit.
+
+Legend: attention.py; G groups, M = K/G heads in each.
 """
 
 from dataclasses import replace
@@ -22,7 +23,7 @@ TOLERANCE = 1e-7  # relative gain of the alignment below which the sweeps stop
 
 
 def mean(attention: Attention, target: GQA, metric: LayerMetric, frequencies_F: Tensor) -> Attention:
-    """The average of each group's heads: the reference (Ainslie et al., arXiv 2305.13245)."""
+    """Average each group's heads: the reference (Ainslie et al., arXiv 2305.13245)."""
 
     def pool(rows: Tensor | None) -> Tensor | None:
         return None if rows is None else rows.unflatten(0, (target.num_key_value_heads, -1)).mean(1)
@@ -41,10 +42,10 @@ def mean(attention: Attention, target: GQA, metric: LayerMetric, frequencies_F: 
 
 
 def aligned(attention: Attention, target: GQA, metric: LayerMetric, frequencies_F: Tensor) -> Attention:
-    """Heads of a group are turned onto each other before they are averaged (after arXiv 2412.20677).
+    """Turn the heads of a group onto each other before they are averaged (after arXiv 2412.20677).
 
-    What may be turned without changing the source: keys by one angle per rotary pair, SO(2), which commutes
-    with RoPE and is undone in W_Q; values by any rotation, O(H), undone in W_O. The turns are generalised
+    Two kinds of turns leave the source unchanged: of keys by one angle per rotary pair, SO(2), which commutes
+    with RoPE and is undone in W_Q; of values by any rotation, O(H), undone in W_O. The turns are generalised
     Procrustes solutions. An average of unlike heads is too small, so it is scaled to the mean Frobenius norm
     of the group.
     """
@@ -84,11 +85,12 @@ def aligned(attention: Attention, target: GQA, metric: LayerMetric, frequencies_
 
 
 def subspace(attention: Attention, target: GQA, metric: LayerMetric, frequencies_F: Tensor) -> Attention:
-    """The best shared key and value of each group, with what each head needs of them folded into W_Q and W_O.
+    """Compute the best shared key and value of each group.
 
-    Per rotary pair a group's key is the best complex rank one of its heads' keys (complex multiples commute
-    with RoPE), and every query head is fitted to the whole of it; values are read from the best H-dimensional
-    subspace of all the group's values. Exact when the heads are equal up to phases and rotations.
+    What each head needs of them is folded into W_Q and W_O. Per rotary pair a group's key is the best complex
+    rank one of its heads' keys (complex multiples commute with RoPE), and every query head is fitted to the
+    whole of it. Values are read from the best H-dimensional subspace of all the group's values. The result is
+    exact when the heads are equal up to phases and rotations.
     """
     heads, groups = len(attention.k_KHD), target.num_key_value_heads
     if heads == groups:
@@ -140,8 +142,9 @@ def subspace(attention: Attention, target: GQA, metric: LayerMetric, frequencies
 
 
 def _phases(z_MFE: Tensor) -> Tensor:
-    """Unit complex numbers (M, F) that turn each head's pair onto the sum of the others, by alternating
-    projections.
+    """Return unit complex numbers (M, F) that turn each head's pair onto the sum of the others.
+
+    They are found by alternating projections.
     """
     inner_FMM = torch.einsum(
         "mfe,nfe->fmn", z_MFE, z_MFE.conj()
@@ -161,8 +164,9 @@ def _phases(z_MFE: Tensor) -> Tensor:
 
 
 def _rotations(v_MHE: Tensor) -> Tensor:
-    """Orthogonal matrices (M, H, H) that turn each head's values onto the sum of the others, by Procrustes
-    steps.
+    """Return orthogonal matrices (M, H, H) that turn each head's values onto the sum of the others.
+
+    They are found by Procrustes steps.
     """
     inner_MMHH = torch.einsum("mhe,nge->mnhg", v_MHE, v_MHE)
     turn_MHH = torch.eye(v_MHE.shape[1], dtype=v_MHE.dtype).repeat(len(v_MHE), 1, 1)
@@ -181,7 +185,7 @@ def _rotations(v_MHE: Tensor) -> Tensor:
 
 
 def _renormalised(rows_MHE: Tensor) -> Tensor:
-    """The mean of a group's heads, scaled to the mean of their Frobenius norms."""
+    """Return the mean of a group's heads, scaled to the mean of their Frobenius norms."""
     pooled_HE = rows_MHE.mean(0)
     norm = torch.linalg.matrix_norm(pooled_HE)
     return pooled_HE * (torch.linalg.matrix_norm(rows_MHE).mean() / norm if norm > 0 else 1)

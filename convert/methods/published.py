@@ -1,26 +1,25 @@
-"""Peers' conversion rules under their own names, from their published mathematics, to be measured beside
-ours.
+"""Published conversion rules of others under their own names, to be measured next to kvfold's.
 
 All give a few rotary slots to the keys and one latent to the rest of the keys and the values. They differ in
 both:
 
-| name | what a slot carries | the latent of [un-rotated keys; values] |
+| name | a slot carries | the latent of [un-rotated keys; values] |
 |---|---|---|
 | svd | first real principal component of its pairs' weights | truncated SVD of the weights |
-| transmla | first real principal component of its pairs' activations | PCA of activations, keys scaled like
-values | | mha2mla | one pair of one key head, unchanged | truncated SVD of the weights, of both jointly or of
-each alone | | care | as transmla | SVD of C^½ W, C shrunken, keys and values in their own scale |
+| transmla | the same of its pairs' activations | PCA of activations, keys scaled like values |
+| mha2mla | one pair of one key head, unchanged | truncated SVD of the weights, jointly or of each alone |
+| care | as transmla | SVD of C^½ W, C shrunken, keys and values in their own scale |
 | xecomla | mean over heads of the last rows of W_K | truncated SVD of the weights, rotated rows included |
 
 One container holds them: one slot table and one rank for all layers, queries whole, no norm on the latent.
-Where a rule wants more, its docstring says what is left out. None damps what it does not rotate. Statistics
-are the source's.
+Where a rule has more, its docstring says what is left out. None damps what it does not rotate. Statistics are
+the source's.
 
 `mha2mla` has settings, which follow its name behind colons: `:high`, `:low` or `:uniform` choose its rotary
 pairs by frequency instead of by norm, and `:split` decomposes keys and values apart. `mha2mla:high:split` is
 an example.
 
-Legend: factor.py; E = D + 1, the last column is the bias (zero where there is none), whose input is the
+Legend: latent.py; E = D + 1, the last column is the bias (zero where there is none), whose input is the
 constant 1; M = K·F pairs of all heads, T = M - S of them without a slot; B = 2T + K·H rows of un-rotated
 keys, then values.
 """
@@ -86,7 +85,9 @@ class Peer:
 
 
 def stock_bands(layers: Layers, frequencies_F: Tensor, stock_S: Tensor) -> tuple[Band, ...]:
-    """A slot at each frequency of the stock table; each serves as many neighbouring pairs of the source.
+    """Return a slot at each frequency of the stock table.
+
+    Each serves the same number of neighbouring pairs of the source.
 
     Raises:
         InvalidInput: there are more slots than pairs.
@@ -101,12 +102,11 @@ def stock_bands(layers: Layers, frequencies_F: Tensor, stock_S: Tensor) -> tuple
 
 
 def folded_bands(layers: Layers, frequencies_F: Tensor, stock_S: Tensor) -> tuple[Band, ...]:
-    """FreqFold (TransMLA, arXiv 2502.07864, section 4): F/S neighbouring pairs turn at the frequency of the
-    fastest of them.
+    """Group F/S neighbouring pairs at the frequency of the fastest of them.
 
-    The published search doubles how many pairs are folded from F/S on, while perplexity on the test text
-    falls. This is its
-    first step: nothing here is tuned on a text that is evaluated.
+    This is FreqFold (TransMLA, arXiv 2502.07864, section 4). The published search doubles the number of
+    folded pairs from F/S on, while perplexity on the test text falls. This is its first step: nothing here is
+    tuned on a text that is evaluated.
 
     Raises:
         InvalidInput: the number of slots does not divide the number of pairs.
@@ -123,9 +123,9 @@ def folded_bands(layers: Layers, frequencies_F: Tensor, stock_S: Tensor) -> tupl
 
 
 def ranked_bands(layers: Layers, frequencies_F: Tensor, stock_S: Tensor) -> tuple[Band, ...]:
-    """The slots of `mha2mla` by 2-norm, at the source's frequencies.
+    """Return the slots of `mha2mla` by 2-norm, at the source's frequencies.
 
-    At each frequency a layer's heads are ordered by their contribution there; those of the first, second, ...
+    At each frequency a layer's heads are ordered by their contribution there. Those of the first, second, ...
     head are summed over the layers, and the largest sums get the slots. Pairs that do not rotate come last.
     """
     ranked = [_contributions(*layer).T.sort(-1, descending=True).values for layer in layers()]
@@ -137,7 +137,9 @@ def ranked_bands(layers: Layers, frequencies_F: Tensor, stock_S: Tensor) -> tupl
 def placed_bands(
     place: Callable[[int, int], Iterable[int]], layers: Layers, frequencies_F: Tensor, stock_S: Tensor
 ) -> tuple[Band, ...]:
-    """The slots of `mha2mla` by frequency: the same pairs of every key head, chosen by `place` of `PLACES`.
+    """Return the slots of `mha2mla` by frequency.
+
+    They are the same pairs of every key head, chosen by `place` of `PLACES`.
 
     Raises:
         InvalidInput: the key heads cannot have equal shares of the slots, or there are more slots than pairs
@@ -159,9 +161,9 @@ def placed_bands(
 def svd(
     attention: Attention, target: MLA, bands: tuple[Band, ...], statistics: LayerStatistics | None
 ) -> LatentAttention:
-    """The naive rule.
+    """Fold by truncated real SVDs of weights: of the keys near each slot, then of the rest of [W_K; W_V].
 
-    Truncated real SVDs of weights, of the keys near each slot, then of what is left of [W_K; W_V].
+    This is the naive rule.
     """
     rotation_KFM = components(attention, bands, None)
     return assemble(attention, rotation_KFM, target, lambda rows_BE: truncated(rows_BE, target.kv_lora_rank))
@@ -170,8 +172,7 @@ def svd(
 def transmla(
     attention: Attention, target: MLA, bands: tuple[Band, ...], statistics: LayerStatistics | None
 ) -> LatentAttention:
-    """TransMLA (arXiv 2502.07864, section 4): merged heads, RoRoPE with FreqFold, balanced keys and values,
-    joint PCA.
+    """Fold by TransMLA (arXiv 2502.07864, section 4): merged heads, RoRoPE with FreqFold, balance, joint PCA.
 
     Heads of a grouped source are merged to one latent [K; V] that each query reads through its own head's
     block. RoRoPE: over all heads' pairs that a slot serves, one real orthogonal map of real and imaginary
@@ -201,8 +202,7 @@ def mha2mla(
     *,
     apart: bool = False,
 ) -> LatentAttention:
-    """MHA2MLA (arXiv 2502.14837, section 3): partial RoPE on pairs of each key head, truncated SVD of the
-    rest.
+    """Fold by MHA2MLA (arXiv 2502.14837, section 3): partial RoPE on pairs of each key head, SVD of the rest.
 
     Every key head caches its own kept pairs, and only its queries read them; the other pairs stop rotating.
     The latent is a truncated SVD of the weights [W_K; W_V] without the kept rows; biases stay exact.
@@ -215,6 +215,10 @@ def mha2mla(
     pairs in all heads and layers, as published.
 
     Args:
+        attention: of the source.
+        target: widths of the latent and the rotary key.
+        bands: the slots, each for one pair.
+        statistics: of the layer, for the choice of pairs.
         apart: decompose keys and values apart, each into half of the latent (SVD_split), not jointly
             (SVD_joint).
     """
@@ -245,13 +249,12 @@ def mha2mla(
 def care(
     attention: Attention, target: MLA, bands: tuple[Band, ...], statistics: LayerStatistics | None
 ) -> LatentAttention:
-    """CARE (arXiv 2603.17946, section 3): W ≈ V_r (S_r U_rᵀ C^-½) with C^½ Wᵀ = U S Vᵀ, C shrunken, behind
-    TransMLA's slots.
+    """Fold by CARE (arXiv 2603.17946, section 3): W ≈ V_r (S_r U_rᵀ C^-½) with C^½ Wᵀ = U S Vᵀ, C shrunken.
 
-    Its published way to true MLA takes TransMLA's steps up to z = [k/α; v], then C = E[z zᵀ] with
-    `CARE_DAMPING` of its mean diagonal added, and for W the map A = diag(α, 1) from z to keys and values, up
-    to isometries. So V holds the eigenvectors of A C A, and the map on [k; v] is the projection V_r V_rᵀ;
-    neither root nor inverse need be computed.
+    The slots are TransMLA's. Its published way to true MLA takes TransMLA's steps up to z = [k/α; v], then C
+    = E[z zᵀ] with `CARE_DAMPING` of its mean diagonal added, and for W the map A = diag(α, 1) from z to keys
+    and values, up to isometries. So V holds the eigenvectors of A C A, and the map on [k; v] is the
+    projection V_r V_rᵀ; neither root nor inverse need be computed.
 
     Left out: its greedy ranks, which differ by layer (this is the uniform CARE-U), and recalibration after
     every layer.
@@ -273,15 +276,13 @@ def care(
 def xecomla(
     attention: Attention, target: MLA, bands: tuple[Band, ...], statistics: LayerStatistics | None
 ) -> LatentAttention:
-    """X-EcoMLA (arXiv 2503.11132, SVD initialisation): joint SVD of all of [W_K; W_V], the mean head as
-    rotary key.
+    """Fold by X-EcoMLA (arXiv 2503.11132): joint SVD of [W_K; W_V], mean head as rotary key.
 
-    A head's first H - R rows are its un-rotated part, its last R rows its rotary part, in queries and keys;
-    the shared rotary key is the mean of the latter over key heads. Published recipes have R = H/2. As in the
-    published code, neighbouring rows
-    turn together at the stock table, whatever they did in the source: the rule counts on training. Repeating
-    a grouped source's heads, as published, does not change the SVD. Biases, which the paper's sources do not
-    have, go with their rows.
+    This is its SVD initialisation. A head's first H - R rows are its un-rotated part, its last R rows its
+    rotary part, in queries and keys; the shared rotary key is the mean of the latter over key heads.
+    Published recipes have R = H/2. As in the published code, neighbouring rows turn together at the stock
+    table, whatever they did in the source: the rule counts on training. Repeating a grouped source's heads,
+    as published, does not change the SVD. Biases, which the paper's sources do not have, go with their rows.
 
     Left out: the SVD of W_Q, and ranks by energy, which differ by layer. The container's un-rotated part is H
     wide: what the rule does not use of it is zero in queries and keys, and stays so in training.
@@ -312,7 +313,7 @@ PLACES: dict[str, Callable[[int, int], Iterable[int]]] = {
 
 
 def _mha2mla() -> dict[str, Peer]:
-    """The settings of `mha2mla` by name: choice of pairs times decomposition."""
+    """Return the settings of `mha2mla` by name: choice of pairs times decomposition."""
     rules = {}
     for apart in (False, True):
         fold, ending = partial(mha2mla, apart=apart), ":split" if apart else ""
@@ -333,8 +334,9 @@ PEERS: dict[str, Peer] = {
 
 
 def _contributions(attention: Attention, statistics: LayerStatistics | None) -> Tensor:
-    """Root mean square norms of query times key at every key head and pair (K, F), summed over the group's
-    query heads.
+    """Return the root mean square norms of query times key at every key head and pair (K, F).
+
+    They are summed over the group's query heads.
     """
     assert statistics is not None
     z_KFE = complex_rows(affine(attention.k_KHD, attention.k_KH))

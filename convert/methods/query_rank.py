@@ -1,11 +1,11 @@
-"""Compressed queries: those of all heads through one narrow projection, q = W (q_down x) + b (arXiv
-2405.04434, equation 12).
+"""Compressed queries: those of all heads through one narrow projection, q = W (q_down x) + b.
 
-What is kept of the source's queries minimises tr(G E C Eᵀ), as of keys and values (metric.py), here with G at
-the queries. The queries of a fold are linear functions T of them, and least squares onto the same q_down is
-their own best compression: in the metric G' at the folded queries, G'^½ T W C^½ has the right singular
-vectors of G = Tᵀ G' T. So one projection is chosen from the source, whatever the slots are. Biases stay as
-they are. The cache does not change; weights and their reads do.
+That is equation 12 of arXiv 2405.04434. The part of the source's queries that is kept minimises tr(G E C Eᵀ),
+as for keys and values (metric.py), here with G at the queries. The queries of a fold are linear functions T
+of them, and least squares onto the same q_down is their own best compression: in the metric G' at the folded
+queries, G'^½ T W C^½ has the right singular vectors of G = Tᵀ G' T. So one projection is chosen from the
+source, whatever the slots are. Biases do not change. The cache does not change either; weights and their
+reads do.
 
 Legend: attention.py; M rows of a head.
 """
@@ -37,7 +37,7 @@ Compressible = TypeVar("Compressible", bound=LatentAttention | IntactAttention)
 
 
 def compress(layer: Compressible, source: Attention, metric: LayerMetric, rank: int) -> Compressible:
-    """A folded layer whose queries pass `rank` numbers.
+    """Return a folded layer whose queries pass through `rank` numbers.
 
     Args:
         layer: with queries that are linear functions of the source's, float64.
@@ -64,7 +64,7 @@ def compress(layer: Compressible, source: Attention, metric: LayerMetric, rank: 
 
 
 def lost_by_queries(source: Attention, metric: LayerMetric, rank: int) -> float:
-    """What compression to a rank loses in a layer, nats a token where the metric comes from data."""
+    """Return the loss of a layer's queries at a rank, nats per token where the metric comes from data."""
     energy = low_rank_energy(source.q_NHD.flatten(0, 1), _costs(metric), metric.moment(source.q_NHD))
     return float(energy[rank:].sum()) / 2  # the quadratic form's ½
 
@@ -72,8 +72,9 @@ def lost_by_queries(source: Attention, metric: LayerMetric, rank: int) -> float:
 def query_metric(
     attention: Attention, statistics: "LayerStatistics | None", span: int, frequencies_F: Tensor
 ) -> LayerMetric:
-    """What errors cost at queries as they are projected, before any norm: by statistics, or by the weights
-    alone.
+    """Return the metric of errors at queries as they are projected, before any norm.
+
+    It comes from statistics, or from the weights alone.
 
     Args:
         attention: the source's weights, float64.
@@ -90,7 +91,10 @@ def query_metric(
 
 
 def _met(moment_NHH: Tensor, frequencies_F: Tensor, distance_NT: Tensor) -> Tensor:
-    """E_Δ[R(Δ) M R(Δ)ᵀ]: the moment of keys, in the half layout, as queries at all distances meet them."""
+    """Return E_Δ[R(Δ) M R(Δ)ᵀ]: the moment of keys as queries at all distances meet them.
+
+    Rows are in the half layout.
+    """
     angle_FT = frequencies_F[:, None] * torch.arange(distance_NT.shape[1], dtype=torch.float64)
     turn_FT = torch.polar(torch.ones_like(angle_FT), -angle_FT)
     order_H = torch.arange(moment_NHH.shape[1]).view(2, -1).mT.flatten()  # pairs side by side
@@ -105,9 +109,12 @@ def _met(moment_NHH: Tensor, frequencies_F: Tensor, distance_NT: Tensor) -> Tens
 def planned_losses(
     source: "Source", target: Target, statistics: "Statistics | None", losses: tuple[dict[str, float], ...]
 ) -> tuple[dict[str, float], ...]:
-    """Predicted losses of all layers with that of the queries beside the others, where they are compressed.
+    """Return the predicted losses of all layers, including that of the queries where they are compressed.
 
     Args:
+        source: the checkpoint.
+        target: the target, whose query rank counts.
+        statistics: of the source; None where nothing is predicted.
         losses: of keys and values; empty where they are not predicted.
     """
     if statistics is None or not isinstance(target, MLA) or target.q_lora_rank is None:
@@ -121,10 +128,12 @@ def planned_losses(
 
 
 def query_parameters(target: Target, writes: "Mapping[str, TensorSpec]") -> tuple[int, int] | None:
-    """Weights that make a layer's queries, in one matrix and as they are written; None where queries are not
-    compressed.
+    """Return the number of weights that make a layer's queries, in one matrix and as they are written.
+
+    The result is None where queries are not compressed.
 
     Args:
+        target: the target.
         writes: the layer's output tensors by name.
     """
     if not isinstance(target, MLA) or target.q_lora_rank is None:
@@ -139,9 +148,9 @@ def query_parameters(target: Target, writes: "Mapping[str, TensorSpec]") -> tupl
 
 
 def query_notices(target: Target, writes: "Mapping[str, TensorSpec]") -> list[str]:
-    """A sentence where compressed queries take more than they would as they are.
+    """Return a notice where compressed queries have more weights than uncompressed ones.
 
-    Arguments as of `query_parameters`.
+    Arguments are those of `query_parameters`.
     """
     direct, made = query_parameters(target, writes) or (1, 0)
     if made < direct:
@@ -154,7 +163,7 @@ def query_notices(target: Target, writes: "Mapping[str, TensorSpec]") -> list[st
 
 
 def _costs(metric: LayerMetric) -> Tensor:
-    """G at the queries, singular nowhere."""
+    """Return G at the queries, made non-singular everywhere."""
     mean = metric.query_NHH.diagonal(dim1=1, dim2=2).mean()
     costs_NHH: Tensor = metric.query_NHH + _RIDGE * mean * torch.eye(
         metric.query_NHH.shape[-1], dtype=mean.dtype

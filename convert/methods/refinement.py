@@ -1,11 +1,9 @@
-"""After the closed form: each layer alone is fitted to what its source's attention gives, on a sample of its
-own inputs.
+"""Refinement after the closed form: each layer is fitted to its source's attention on a sample.
 
 The closed form weighs an error in a key as if queries, keys and positions were independent. Here the error is
-seen where it
-arrives, at the output of the attention, through the softmax: ½ E[(ô - o)ᵀ G (ô - o)], with G the Fisher
-moment of the gradient there. It is in nats like every other loss of this package, and no other layer, label
-or evaluation text takes part.
+measured where it arrives, at the output of the attention, through the softmax: ½ E[(ô - o)ᵀ G (ô - o)], with
+G the Fisher moment of the gradient there. It is in nats like every other loss of this package. No other
+layer, label or evaluation text takes part.
 
 Legend: attention.py; B sequences, T tokens.
 """
@@ -46,7 +44,7 @@ _MATRICES = {
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSample:
-    """What one layer is refined on.
+    """The sample that one layer is refined on.
 
     Attributes:
         input_BTD: inputs of the attention, whole sequences from position 0.
@@ -62,13 +60,13 @@ class LayerSample:
 
     @property
     def used(self) -> Tensor:
-        """Numbers of the sequences that a layer is fitted on."""
+        """Return the numbers of the sequences that a layer is fitted on."""
         # A single sequence has to serve for both.
         return torch.arange(len(self.input_BTD) - self._held if len(self.input_BTD) > 1 else 1)
 
     @property
     def held_back(self) -> Tensor:
-        """Numbers of those that measure the fit."""
+        """Return the numbers of the sequences that measure the fit."""
         return torch.arange(len(self.input_BTD) - self._held, len(self.input_BTD))
 
     @property
@@ -78,7 +76,7 @@ class LayerSample:
 
 @dataclass(frozen=True, kw_only=True)
 class Refined(Generic[Layer]):
-    """A layer, and its predicted loss on held-back inputs, nats a token, before and after.
+    """A layer, and its predicted loss on held-back inputs before and after, in nats per token.
 
     Attributes:
         layer: the weights, float64, on the CPU.
@@ -92,8 +90,9 @@ class Refined(Generic[Layer]):
 
 
 def agrees(source: Attention, frequencies_F: Tensor, sample: LayerSample) -> bool:
-    """Whether `attend` computes what the source model does, which may have what no row of the table of
-    families says.
+    """Return whether `attend` computes what the source model computes.
+
+    The model may have a part that no row of the table of families describes.
     """
     wanted_BTD = sample.output_BTD.float()
     input_BTD = sample.input_BTD[: len(wanted_BTD)].float()
@@ -112,8 +111,9 @@ def refine(
     steps: int = STEPS,
     seed: int = 0,
 ) -> Refined[Layer]:
-    """Fit a folded layer's weights to its source's outputs by gradient descent with orthogonalised steps
-    (Muon).
+    """Fit a folded layer's weights to its source's outputs by gradient descent.
+
+    The steps are orthogonalised (Muon).
 
     Args:
         folded: the closed form.
@@ -143,16 +143,16 @@ def refine(
 def measure(
     folded: AnyAttention, slots_S: Tensor, source: Attention, frequencies_F: Tensor, sample: LayerSample
 ) -> float:
-    """The loss of a folded layer on the sequences that are held back, nats a token.
+    """Return the loss of a folded layer on the sequences that are held back, in nats per token.
 
-    Arguments as of `refine`.
+    Arguments are those of `refine`.
     """
     device = fitting_device()
     return _Loss(source, frequencies_F, slots_S, sample, device).measure(folded.to(torch.float32, device))
 
 
 def fitting_device() -> torch.device:
-    """Where layers are fitted and measured."""
+    """Return the device on which layers are fitted and measured."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -185,19 +185,19 @@ class _Loss:
         return input_BTD.to(self._device, torch.float32)
 
     def of(self, layer: AnyAttention, taken: Tensor) -> Tensor:
-        """On the sequences of these numbers, a scalar with a gradient."""
+        """Return the loss on the sequences of these numbers, a scalar with a gradient."""
         given_BTD = attend(layer, self._on_device(self._input_BTD[taken]), self._slots_S, self._scoring)
         error_BTD = given_BTD - self._wanted_BTD[taken]
         return ((error_BTD @ self._fisher_DD) * error_BTD).sum(-1).mean() / 2
 
     @torch.no_grad()
     def measure(self, layer: AnyAttention) -> float:
-        """On the inputs that are held back."""
+        """Return the loss on the inputs that are held back."""
         parts = self.held_back.split(BATCH)
         return sum(float(self.of(layer, part)) * len(part) for part in parts) / len(self.held_back)
 
     def relative(self, loss: float) -> float:
-        """The root of a loss over that of an output of nothing, at most 1."""
+        """Return the root of a loss over that of a zero output, at most 1."""
         wanted_BTD = self._wanted_BTD[self.held_back]
         nothing = float(((wanted_BTD @ self._fisher_DD) * wanted_BTD).sum(-1).mean()) / 2
         return min(1.0, math.sqrt(loss / nothing)) if nothing else 0.0
@@ -205,11 +205,10 @@ class _Loss:
 
 @torch.enable_grad()
 def _descend(start: Layer, loss: _Loss, steps: int, rate: float, fixed: Set[str], seed: int) -> Layer:
-    """Matrices take orthogonalised steps, head by head: every direction of a head moves alike, however small
-    its gradient is.
+    """Descend from a layer, with orthogonalised steps for matrices, head by head.
 
-    After 100 steps an eighth of the cache loses 0.52 nats on a small model where it loses 0.87 by Adam
-    (LOG.md).
+    Every direction of a head moves alike, however small its gradient is. After 100 steps an eighth of the
+    cache loses 0.52 nats on a small model where it loses 0.87 by Adam (LOG.md).
     """
     values = {field.name: getattr(start, field.name) for field in fields(start)}
     weights: dict[str, Tensor] = {
@@ -243,9 +242,7 @@ def _between(start: Layer, end: Layer, share: float) -> Layer:
 
 
 class _Moving:
-    """The running gradient of one tensor, and the step that follows from it, of the tensor's own root mean
-    square.
-    """
+    """The running gradient of one tensor, from which a step of the tensor's own root mean square follows."""
 
     def __init__(self, name: str, value: Tensor) -> None:
         self._size = _size(value)
@@ -254,7 +251,7 @@ class _Moving:
         self._mean, self._square = torch.zeros_like(value), torch.zeros_like(value)
 
     def step(self, gradient: Tensor, count: int) -> Tensor:
-        """After `count` steps before this one."""
+        """Return the step that follows `count` earlier ones."""
         self._mean.lerp_(gradient, 1 - _MEAN)
         if not self._is_matrix:  # biases and norms: Adam's (arXiv 1412.6980)
             self._square.lerp_(gradient.square(), 1 - _SQUARE)
@@ -267,16 +264,15 @@ class _Moving:
 
 
 def _unit(matrices: Tensor) -> Tensor:
-    """Orthogonalised, with a root mean square of about 1."""
+    """Orthogonalise matrices and scale them to a root mean square of about 1."""
     scale: float = math.sqrt(max(matrices.shape[-2:]))
     return orthogonal(matrices) * scale
 
 
 def orthogonal(matrices: Tensor) -> Tensor:
-    """Every matrix (..., m, n) with its singular values brought to about 1 (0.7 to 1.2), by five
-    Newton-Schulz steps.
+    """Bring the singular values of every matrix (..., m, n) to about 1 (0.7 to 1.2).
 
-    The quintic iteration of Muon (arXiv 2502.16982, equation 2).
+    This takes five Newton-Schulz steps of Muon's quintic iteration (arXiv 2502.16982, equation 2).
     """
     wide = matrices.shape[-2] <= matrices.shape[-1]
     x = matrices if wide else matrices.mT

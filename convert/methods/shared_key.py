@@ -1,7 +1,6 @@
-"""What the peers' rules share: a layer whose key heads are merged to one, in a real basis that gives some
-pairs slots.
+"""Parts that the published rules share: key heads merged to one, in a real basis that gives some pairs slots.
 
-Legend: peers.py; A the real and the imaginary part of a pair.
+Legend: published.py; A the real and the imaginary part of a pair.
 """
 
 from collections.abc import Callable
@@ -26,10 +25,10 @@ Compressed = tuple[
 
 
 def components(attention: Attention, bands: tuple[Band, ...], input_EE: Tensor | None) -> Tensor:
-    """Real principal components of keys over heads and pairs (K, F, M), orthonormal: one for each slot, then
-    the others.
+    """Return real principal components of keys over heads and pairs (K, F, M), orthonormal.
 
-    Bands that serve the same pairs share a decomposition, the first of them with its first component.
+    There is one for each slot, then the others. Bands that serve the same pairs share a decomposition, the
+    first of them with its first component.
     """
     z_KFE = complex_rows(affine(attention.k_KHD, attention.k_KH))
     if input_EE is None:  # weights alone: a bias is none of them
@@ -54,9 +53,9 @@ def assemble(
     target: MLA,
     compress: Callable[[Tensor], Compressed],
 ) -> LatentAttention:
-    """The layer in another real orthonormal basis of heads' pairs.
+    """Return the layer in another real orthonormal basis of heads' pairs.
 
-    The first get the slots, `compress` all others.
+    The first get the slots, and `compress` the others.
     """
     heads, queries = len(attention.k_KHD), len(attention.q_NHD) // len(attention.k_KHD)
     slots = target.qk_rope_head_dim // 2
@@ -91,10 +90,10 @@ def written(
     up_KHC: tuple[Tensor, Tensor],
     v_constant_KH: Tensor,
 ) -> LatentAttention:
-    """Un-rotated and rotary queries, rotary key, and a latent that keys and values are read from, as a layer.
+    """Assemble a layer from queries, a rotary key, and a latent that keys and values are read from.
 
-    The constant of values goes to the output, since attention sums to one; that of un-rotated keys softmax
-    does not see.
+    The constant of values goes to the output, since attention sums to one. Softmax cancels that of un-rotated
+    keys.
     """
     queries = len(attention.q_NHD) // len(attention.k_KHD)
     (q_nope_NPE, q_rope_NRE), o_D = q_NXE, attention.o_D
@@ -119,16 +118,15 @@ def written(
 
 
 def truncated(rows_BE: Tensor, rank: int) -> Compressed:
-    """down, up and constant of a truncated SVD of weights; biases stay as they are."""
+    """Return down, up and constant of a truncated SVD of weights; biases do not change."""
     down_CD, up_BC, _ = low_rank(rows_BE[:, :-1], unweighted(rows_BE), None, rank)
     return down_CD, up_BC, rows_BE[:, -1]
 
 
 def split(rows_BE: Tensor, values: int, rank: int) -> Compressed:
-    """down, up and constant of two truncated SVDs of weights, of the key rows and of the last rows, the
-    values.
+    """Return down, up and constant of two truncated SVDs of weights, of the key rows and of the values.
 
-    Each gets half of the rank; what one has no rows for goes to the other.
+    The values are the last rows. Each SVD gets half of the rank; what one has no rows for goes to the other.
     """
     keys = len(rows_BE) - values
     key_rank = min(max(rank // 2, rank - values), keys)
@@ -144,17 +142,19 @@ def split(rows_BE: Tensor, values: int, rank: int) -> Compressed:
 
 
 def projected(down_CE: Tensor, up_BC: Tensor) -> Compressed:
-    """down, up and constant of a projection of activations, which biases go through too."""
+    """Return down, up and constant of a projection of activations, which biases pass through too."""
     return down_CE[:, :-1], up_BC, up_BC @ down_CE[:, -1]
 
 
 def unweighted(rows_BE: Tensor) -> Tensor:
+    """Return a metric that counts all rows alike, as diagonal blocks of size one."""
     return rows_BE.new_ones(len(rows_BE), 1, 1)
 
 
 def balance(rows_BE: Tensor, values: int, input_EE: Tensor) -> Tensor:
-    """Scales (B,) by which the mean norm of the key rows' activations becomes that of the last rows, the
-    values.
+    """Return scales (B,) that bring key rows' activations to the mean norm of the values'.
+
+    The values are the last rows.
     """
     norm_B = ((rows_BE @ input_EE) * rows_BE).sum(-1).clamp(min=0).sqrt()
     key, value = norm_B[:-values].mean(), norm_B[-values:].mean()
@@ -165,6 +165,6 @@ def balance(rows_BE: Tensor, values: int, input_EE: Tensor) -> Tensor:
 
 
 def affine(rows_KHD: Tensor, bias_KH: Tensor | None) -> Tensor:
-    """Rows with one more column for the input 1: the bias, or zero."""
+    """Return rows with one more column for the input 1: the bias, or zero."""
     constant_KH = rows_KHD.new_zeros(rows_KHD.shape[:-1]) if bias_KH is None else bias_KH
     return torch.cat([rows_KHD, constant_KH[..., None]], -1)

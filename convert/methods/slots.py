@@ -29,17 +29,21 @@ def choose_slots(
     method: str,
     fixed: tuple[Band, ...] = (),
 ) -> tuple[Target, tuple[Band, ...], Losses]:
-    """The rotary slots of an MLA target, which statistics may divide anew, and the losses predicted with
-    them.
+    """Choose the rotary slots of an MLA target, and predict their losses.
 
-    A budget that leaves a latent beside a rotary key more than all keys and values need is not spent: their
-    rank is at most the hidden size.
+    Statistics may divide the cache anew. A budget can leave a latent, next to a rotary key, that is wider
+    than all keys and values need. The excess is not spent: their rank is at most the hidden size.
 
     Args:
-        fixed: slots that are not for choice, because an engine has no others.
+        source: the checkpoint.
+        target: the target, as the options say.
+        statistics: of the source; None where only its weights are used.
+        options: of `plan.make_plan`.
+        method: name of the method.
+        fixed: slots that are given, because an engine has no others.
 
     Raises:
-        InvalidInput: an option that is given cannot be had.
+        InvalidInput: the options ask for slots that the source or the method does not have.
     """
     target, bands, losses = _chosen(source, target, statistics, options, method, fixed)
     most = source.geometry.hidden_size + bool(source.biased & {"k", "v"})
@@ -99,8 +103,9 @@ def _divided(
     options: Mapping[str, Any],
     fixed: tuple[Band, ...] = (),
 ) -> tuple[MLA, tuple[Band, ...], Losses]:
-    """A target whose slots are allocated by predicted loss, and the rotary width too where the user left
-    both widths open.
+    """Return a target whose slots are allocated by predicted loss.
+
+    The rotary width is chosen too, where the user left both widths open.
     """
     table_F, factor = source.slot_frequencies()
 
@@ -137,7 +142,7 @@ def _divided(
 
 
 def _lost_without_slots(source: Source, statistics: Statistics, layer: int, rank: int) -> dict[str, float]:
-    """What a layer that rotates nothing is predicted to lose: what its latent drops."""
+    """Predict the loss of a layer that rotates nothing, which is what its latent drops."""
     attention = source.attention(layer)
     metric = metric_of(statistics.layers[layer], attention, source.positions)
     rows_CD = torch.cat([attention.k_KHD, attention.v_KHD]).flatten(0, 1)
@@ -148,11 +153,11 @@ def _lost_without_slots(source: Source, statistics: Statistics, layer: int, rank
 
 
 def _widths(geometry: Geometry, elements: int) -> list[int]:
-    """Rotary widths to choose from: every quarter of a head, or of the cache where that is less, up to two
-    heads, then in steps of a quarter of the width.
+    """Return the rotary widths to choose from.
 
-    Finer steps change the predicted loss by less than its own error, and each costs a decomposition of every
-    layer.
+    They are every quarter of a head, or of the cache where that is less, up to two heads, then steps of a
+    quarter of the width. Finer steps change the predicted loss by less than its own error, and each costs a
+    decomposition of every layer.
     """
     step = max(2, min(geometry.head_dim, elements) // 8 * 2)
     widths, width = [], step
@@ -165,7 +170,7 @@ def _widths(geometry: Geometry, elements: int) -> list[int]:
 def _by_rule(
     source: Source, target: MLA, statistics: Statistics | None, options: Mapping[str, Any], method: str
 ) -> tuple[MLA, tuple[Band, ...], Losses]:
-    """The slots of a published rule, which is given its own rotary width where the user left that open."""
+    """Return the slots of a published rule, with its own rotary width where the user left that open."""
     rule = PEERS[method]
     if options.get("slots") is not None:
         raise InvalidInput(f"--slots does not apply to --method {method}, which has a rule of its own")
@@ -187,7 +192,10 @@ def _by_rule(
 
 
 def _any_bands(source: Source, target: MLA) -> tuple[Band, ...]:
-    """As many slots as a target has, at the fastest frequencies, up to one for every key head at each."""
+    """Return as many slots as a target has, at the fastest frequencies.
+
+    Each frequency has at most one for every key head.
+    """
     table_F, _ = source.frequencies()
     return allocate(
         torch.ones(len(table_F), source.geometry.num_key_value_heads), table_F, target.qk_rope_head_dim // 2
@@ -195,9 +203,9 @@ def _any_bands(source: Source, target: MLA) -> tuple[Band, ...]:
 
 
 def _own_width(source: Source, target: MLA, rule: Peer, *, budgeted: bool) -> MLA:
-    """A target whose rotary part has a rule's own width.
+    """Return a target whose rotary part has a rule's own width.
 
-    The rank is what a budget leaves beside it, or stays.
+    The rank is what a budget leaves next to it, or does not change.
     """
     elements = target.kv_lora_rank + target.qk_rope_head_dim
     if rule.per_head:
@@ -218,9 +226,9 @@ def _own_width(source: Source, target: MLA, rule: Peer, *, budgeted: bool) -> ML
 
 
 def _fixed_bands(source: Source, target: MLA) -> tuple[Band, ...]:
-    """The rotary slots of a target.
+    """Return the rotary slots of a target.
 
-    The source's own kind of table at the target's width, or a slot for every key.
+    They are the source's own kind of table at the target's width, or a slot for every key.
     """
     table_F, _ = source.slot_frequencies()
     if target.slots == "source":
@@ -236,9 +244,9 @@ def _fixed_bands(source: Source, target: MLA) -> tuple[Band, ...]:
 
 
 def slot_rope(source: Source, bands: tuple[Band, ...]) -> dict[str, Any]:
-    """Rope parameters that put the slots where the bands are.
+    """Return rope parameters that put the slots where the bands are.
 
-    A table that is theta^(-2i/R) stays `default`, which every engine knows; any other is written as
+    A table that is theta^(-2i/R) stays `default`, which every engine knows. Any other is written as
     `longrope` factors relative to that table, which transformers takes literally.
     """
     theta = rope_parameters(source.config)["rope_theta"]
@@ -262,11 +270,10 @@ def slot_rope(source: Source, bands: tuple[Band, ...]) -> dict[str, Any]:
 
 
 def _factors(wanted_S: torch.Tensor, theta: float) -> list[float]:
-    """longrope factors from which transformers, which computes 1 / (factor · theta^(2i/R)) in float32, gets
-    these frequencies.
+    """Return longrope factors from which transformers computes exactly these frequencies.
 
-    A frequency that is off by one unit in the last place turns a pair by position · 6e-8 of its angle too
-    far.
+    It computes 1 / (factor · theta^(2i/R)) in float32. A frequency that is off by one unit in the last place
+    turns a pair by position · 6e-8 of its angle too far.
     """
     width = 2 * len(wanted_S)
     base_S = theta ** (torch.arange(0, width, 2, dtype=torch.int64).float() / width)

@@ -26,12 +26,12 @@ FACTOR: dict[
 
 
 def names(target: GQA | MLA) -> tuple[str, ...]:
-    """The methods for a target, the default first."""
+    """Return the names of the methods for a target, the default first."""
     return (*FACTOR, *PEERS) if isinstance(target, MLA) else tuple(POOL)
 
 
 def check(target: GQA | MLA, method: str | None) -> str:
-    """The method to use: the one named, or the target's default.
+    """Return the method to use: the one named, or the target's default.
 
     Raises:
         InvalidInput: the target has no such method, or the method leaves queries alone.
@@ -47,7 +47,7 @@ def check(target: GQA | MLA, method: str | None) -> str:
 
 
 def reads_statistics(method: str) -> bool:
-    """Whether a method makes use of statistics."""
+    """Return whether a method makes use of statistics."""
     return method == "subspace" or (method in PEERS and PEERS[method].needs_statistics)
 
 

@@ -97,7 +97,7 @@ def _latent(plan: Plan, number: int, target: MLA) -> tuple[LatentAttention, Loss
 
 
 def _still(plan: Plan, number: int, target: MLA) -> tuple[LatentAttention, Loss | None]:
-    """A layer that rotates nothing, among others that do.
+    """Fold a layer that rotates nothing, among others that do.
 
     Its keys are in the latent, and the rotary key stays empty.
     """
@@ -116,7 +116,7 @@ def _still(plan: Plan, number: int, target: MLA) -> tuple[LatentAttention, Loss 
 def _compressed(
     plan: Plan, number: int, layer: Compressible, attention: Attention, table_F: Tensor
 ) -> Compressible:
-    """The layer with compressed queries, where the target has them."""
+    """Compress the queries of a layer, where the target asks for it."""
     rank = plan.target.q_lora_rank if isinstance(plan.target, MLA) else None
     if rank is None:
         return layer
@@ -125,9 +125,9 @@ def _compressed(
 
 
 def _one(plan: Plan, input_EE: torch.Tensor | None) -> torch.Tensor | None:
-    """What stands for the constant that biases need, where they must go into weights.
+    """Return the linear function of the input that replaces the constant of biases.
 
-    None where they need not.
+    The result is None where biases need not go into weights.
     """
     if not plan.folds_biases:
         return None
@@ -157,10 +157,10 @@ def _pooled(plan: Plan, number: int, target: GQA) -> tuple[Attention, Loss | Non
 
 
 def _is_movable(plan: Plan, attention: Attention, sample: LayerSample | None) -> bool:
-    """Whether heads may be put in another order: sinks and some norms belong to a query head each and are not
-    written.
+    """Return whether heads may be put in another order.
 
-    What heads with norms would lose as one is estimated too roughly for an order that cannot be measured.
+    Sinks and some norms belong to one query head each and are not written. For heads with norms the loss of a
+    merge is estimated too roughly to trust an order that cannot be measured.
     """
     if plan.source.family.sinks is not None:
         return False
@@ -174,7 +174,10 @@ def _loss(pooled: Attention, attention: Attention, table_F: Tensor, sample: Laye
 def _sample(
     plan: Plan, number: int, attention: Attention, table_F: Tensor, rotary_factor: float = 1.0
 ) -> LayerSample | None:
-    """What a layer is measured and refined on, where this package's forward computes what the source does."""
+    """Return the sample that a layer is measured and refined on.
+
+    The result is None where this package's forward pass does not compute what the source does.
+    """
     taken = _statistics(plan, number)
     if taken is None:
         return None
@@ -195,7 +198,7 @@ def _refined(
     slots_S: Tensor,
     sample: LayerSample | None,
 ) -> tuple[Layer, Loss | None]:
-    """The layer after refinement, where it can be, and its loss."""
+    """Refine a layer where that is possible, and return it with its loss."""
     if sample is None:
         return layer, None
     steps = plan.refine if plan.method == "subspace" else 0

@@ -1,10 +1,9 @@
-"""The one path of a conversion: read a layer's attention, fold it, write it; copy everything else; then give
-it its name.
+"""The one path of a fold: fold each layer's attention, copy everything else, rename the output.
 
-Tensors go to planned offsets in `<out>.partial`, each read once. Every layer is a job of its own on one
-thread, so that the bytes depend neither on how many are folded at once nor on how many processes share the
-work; memory is that of those at work. A source file is hashed just before its tensors are taken, which then
-come from the system's cache.
+Tensors go to planned offsets in `<out>.partial`; each is read once. Every layer is a job of its own on one
+thread, so the bytes depend neither on the number of jobs nor on the number of processes. Memory is that of
+the layers at work. A source file is hashed just before its tensors are read, which then come from the
+system's cache.
 """
 
 import errno
@@ -88,10 +87,15 @@ def rewrite(
 def _share(
     plan: Plan, out: Path, partial: Path, shard_size: int, jobs: int, first: ExitStack
 ) -> dict[str, Found]:
-    """Write this process's share of the tensors; what all of them found.
+    """Write this process's share of the tensors, and return what all processes found.
 
     Args:
-        first: where the first process's journal stays open, until the output has its name.
+        plan: of `rewrite`, as the other arguments.
+        out: the output directory.
+        partial: the directory of the half-written output.
+        shard_size: most bytes per output file.
+        jobs: layers at work at once.
+        first: keeps the journal of rank 0 open until the output has its name.
     """
     rank, ranks = place()
     fingerprint, specs, done = plan.fingerprint(shard_size), plan.specs, {}
@@ -119,7 +123,7 @@ def _share(
 
 
 def _work(units: dict[str, Unit], writer: ShardWriter, journal: FoldJournal, jobs: int) -> None:
-    """Do some units on `jobs` threads, and tell the journal of those that are on the disk."""
+    """Run some units on `jobs` threads, and record those that are on the disk in the journal."""
     found: dict[str, Found] = {}
     synced = time.monotonic()
 
@@ -142,9 +146,9 @@ def _work(units: dict[str, Unit], writer: ShardWriter, journal: FoldJournal, job
 
 @contextmanager
 def _threads(jobs: int) -> Iterator[ThreadPoolExecutor]:
-    """Threads that compute on one core each.
+    """Open a pool of threads that compute on one core each.
 
-    What has not begun when a mistake ends the block is not begun.
+    When an error ends the block, units that have not begun are cancelled.
     """
     usual = torch.get_num_threads()
     device = torch.cuda.current_device() if torch.cuda.is_available() else None
@@ -163,7 +167,7 @@ def _threads(jobs: int) -> Iterator[ThreadPoolExecutor]:
 
 
 def _units(plan: Plan, writer: ShardWriter) -> Iterator[tuple[str, Unit]]:
-    """What is done of a plan, unit by unit, in the order of the files that it is read from."""
+    """Yield the units of a plan, in the order of the files that it is read from."""
     checkpoint = plan.source.checkpoint
     for file in checkpoint.files:
         yield f"file {file.name}", bind(_hash, file)
@@ -201,7 +205,7 @@ def _write_copy(plan: Plan, name: str, writer: ShardWriter) -> Found:
 
 
 def _complete(plan: Plan, partial: Path, record: dict[str, Any]) -> None:
-    """What lies beside the weights."""
+    """Write the files next to the weights."""
     copy_side_files(plan.source.checkpoint.directory, partial)
     for file in plan.container.files:
         shutil.copyfile(file, partial / file.name)
@@ -212,7 +216,7 @@ def _complete(plan: Plan, partial: Path, record: dict[str, Any]) -> None:
 
 @contextmanager
 def _failures(plan: Plan, out: Path) -> Iterator[None]:
-    """The file system's errors as sentences."""
+    """Turn errors of the file system into sentences."""
     try:
         yield
     except OSError as error:

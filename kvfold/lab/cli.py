@@ -27,7 +27,7 @@ TOKENS = 256  # of the random input on which outputs are compared
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """What is compared: a source, and the widths of MLA beside it."""
+    """A source's attention shape, and the widths of MLA to compare it with."""
 
     d_model: int
     heads: int
@@ -86,12 +86,11 @@ class Shape:
 def main(
     model: str | None, lengths: str, dtype: str, plot: Path | None, as_json: bool, **options: Any
 ) -> None:
-    """Compare attention variants: parameters, cache and FLOPs of MHA, GQA, MQA and MLA at a shape, or at
-    MODEL's.
+    """Compare attention variants: parameters, cache and FLOPs of MHA, GQA, MQA and MLA at a shape.
 
-    MODEL is a directory or a Hub id. Widths are those of one layer; the cache of MODEL is that of all its
-    layers. What is
-    measured is its first layer, or random weights, and what they fold to: heads there keep their width.
+    The shape is that of MODEL, a directory or a Hub id, or of the options. Widths are those of one layer; the
+    cache of MODEL is that of all its layers. Its first layer is measured, or random weights, and the folds of
+    it; heads there keep their width.
     """
     if plot is not None and plot.exists():
         raise InvalidInput(f"{plot} exists, and nothing is overwritten; name another file with --plot")
@@ -118,9 +117,7 @@ def main(
 
 
 def _shape(model: str | None, options: dict[str, Any]) -> tuple[Shape, "MultiHeadAttention | None"]:
-    """The shape asked for, and the source's first layer where there is a model whose attention has no
-    norms.
-    """
+    """Return the shape asked for, and the source's first layer where there is a model without norms."""
     source, layers = None, 1
     if model is None:
         d_model, heads = options["d_model"], options["heads"]
@@ -227,7 +224,7 @@ def _row(one: "Costs", source: "Costs", layers: int, counts: list[int], dtype: s
 def _measured(
     shape: Shape, source: "MultiHeadAttention | None", counts: list[int], devices: tuple[str, ...]
 ) -> dict[str, list[dict[str, Any]]]:
-    """Times and memory of the source and its folds, and their outputs' distances from the source's."""
+    """Return times and memory of the source and its folds, and their outputs' distances from it."""
     import torch
 
     from ..convert.algebra.target import GQA, MLA

@@ -20,7 +20,7 @@ Goal = Literal["quality", "speed"]
 
 @dataclass(frozen=True, kw_only=True)
 class Bounds:
-    """What must fit.
+    """The limits that a target must fit.
 
     Attributes:
         context: tokens of a sequence.
@@ -33,7 +33,7 @@ class Bounds:
     memory: int | None
 
     def hold(self, needed: Demand) -> bool:
-        """Whether a demand is within the memory."""
+        """Return whether a demand is within the memory."""
         return self.memory is None or needed.total <= self.memory
 
 
@@ -55,7 +55,7 @@ class Row:
     loss: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain values."""
+        """Return the row as plain values."""
         one, cache = self.candidate, self.candidate.plan.cache()
         return {
             "label": one.label,
@@ -91,12 +91,12 @@ class Advice:
 
     @property
     def chosen(self) -> Row | None:
-        """The first that fits."""
+        """Return the first row that fits; None where none does."""
         return self.rows[0] if self.reason is not None else None
 
 
 def place(candidate: Candidate, bounds: Bounds) -> Row:
-    """A candidate at given bounds, in the best engine that runs it, not yet predicted."""
+    """Evaluate a candidate at given bounds, in the best engine that runs it, without a prediction."""
     absorbed = absorbs(candidate.plan, candidate.served_by)
     needed = demand(candidate.plan, bounds.context, bounds.batch, absorbed=absorbed)
     cost = decoding(candidate.plan, bounds.context, bounds.batch, absorbed=absorbed)
@@ -106,7 +106,7 @@ def place(candidate: Candidate, bounds: Bounds) -> Row:
 def predict_rows(
     rows: Sequence[Row], bounds: Bounds, statistics: Statistics | None, *, every: bool = False
 ) -> list[Row]:
-    """Rows with their predicted losses: those that fit, or all.
+    """Predict the losses of rows: of those that fit, or of all.
 
     Args:
         rows: of `place`.
@@ -153,7 +153,7 @@ def rank(rows: Sequence[Row], bounds: Bounds, goal: Goal, tolerance: float, *, c
 
 
 def _by_loss(row: Row) -> tuple[bool, float, int, bool, int]:
-    """Least loss first; then what keeps more, needs no code of its own, moves less."""
+    """Sort by least loss; then by the larger cache, no code of its own, and fewer bytes moved."""
     kept = -int(row.candidate.plan.cache()["after"]["elements_per_token_per_layer"])
     loss, own_code = row.loss or 0.0, row.candidate.container == "remote"
     return row.loss is None, loss, kept if row.loss is None else 0, own_code, row.decoding.bytes
@@ -182,8 +182,10 @@ def _reason(fitting: Sequence[Row], within: Sequence[Row], goal: Goal, tolerance
 
 
 def what_would_fit(rows: Sequence[Row], bounds: Bounds) -> dict[str, Any]:
-    """Where nothing fits: the least memory that would do, and the longest context and largest batch that this
-    one holds.
+    """Return what would have to change where nothing fits.
+
+    That is the least memory that suffices, and the longest context and largest batch that the given memory
+    holds.
 
     Args:
         rows: at least one.
@@ -213,8 +215,7 @@ def what_would_fit(rows: Sequence[Row], bounds: Bounds) -> dict[str, Any]:
 
 
 def _largest(candidate: Candidate, change: Callable[[int], Bounds]) -> int:
-    """The largest size for which a candidate fits; 0 for none."""
-
+    """Return the largest size for which a candidate fits; 0 for none."""
     absorbed = absorbs(candidate.plan, candidate.served_by)
 
     def fits(size: int) -> bool:

@@ -35,13 +35,13 @@ class Candidate:
 
     @property
     def kind(self) -> str:
-        """What it has in common with candidates of other sizes: `gqa`, `mla decoupled`, `mla intact`."""
+        """Return what it shares with candidates of other sizes: `gqa`, `mla decoupled`, `mla intact`."""
         target = self.plan.target
         return "gqa" if isinstance(target, GQA) else f"mla {target.rope}"
 
     @property
     def label(self) -> str:
-        """The target in a few words."""
+        """Return the target in a few words."""
         target, container = self.plan.target, self.plan.container
         if isinstance(target, GQA):
             return "MQA" if target.num_key_value_heads == 1 else f"GQA-{target.num_key_value_heads}"
@@ -54,17 +54,18 @@ class Candidate:
 
     @property
     def container(self) -> str:
-        """`stock`, `remote`, `grouped` or `rehosted`."""
+        """Return `stock`, `remote`, `grouped` or `rehosted`."""
         return self.plan.container.kind
 
     @property
     def served_by(self) -> tuple[str, ...]:
-        """The engines that run it with its smaller cache."""
+        """Return the engines that run it with its smaller cache."""
         return tuple(name for name, reason in self.engines.items() if not reason)
 
     def with_statistics(self, statistics: Statistics) -> "Candidate":
-        """The same planned by statistics, which may divide its cache otherwise, so that other engines take
-        it.
+        """Plan the same target by statistics.
+
+        They may divide its cache otherwise, so that other engines take it.
         """
         return _candidate(self.plan.source, self.to, self.options, statistics)
 
@@ -72,8 +73,9 @@ class Candidate:
 def find_candidates(
     source: Source, shares: Sequence[str] = SHARES, engine: str | None = None, *, calibrated: bool = False
 ) -> tuple[list[Candidate], dict[str, str]]:
-    """Every target of a source, planned without statistics, and for kinds of which nothing can be had the
-    reason.
+    """Plan every target of a source without statistics.
+
+    For kinds without any candidate the reason is returned too.
 
     Args:
         source: the checkpoint.
@@ -107,9 +109,9 @@ def find_candidates(
 
 
 def plan_source(source: Source) -> Candidate | None:
-    """The source as it is, as one more candidate.
+    """Plan the source as it is, as one more candidate.
 
-    None where it has no form in which it could be written unchanged.
+    The result is None where it has no form in which it could be written unchanged.
     """
     try:
         return _candidate(source, "gqa", {"kv_heads": source.geometry.num_key_value_heads})
@@ -120,7 +122,10 @@ def plan_source(source: Source) -> Candidate | None:
 def _wanted(
     source: Source, shares: Sequence[str], calibrated: bool
 ) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Kinds, targets and options to try; of the same output the one that a user would ask for first."""
+    """Yield kinds, targets and options to try.
+
+    For equal outputs, the request that a user would make comes first.
+    """
     heads, rotary = source.geometry.num_key_value_heads, bool(source.rotary_width)
     for groups in (n for n in range(heads - 1, 0, -1) if heads % n == 0):
         yield ("gqa", "gqa", {"kv_heads": groups}) if groups > 1 else ("gqa", "mqa", {})

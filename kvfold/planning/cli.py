@@ -93,10 +93,10 @@ UNFIT = 3  # exit code where nothing fits: an answer, and no mistake
 @click.option("--revision", help="Branch, tag or commit of a Hub id.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
 def main(model: str, goal: Literal["quality", "speed"], as_json: bool, **options: Any) -> None:
-    """Find the best target for MODEL (a directory or a Hub id) in a memory, at a context and batch. Nothing
-    is written.
+    """Find the best target for MODEL (a directory or a Hub id) in a memory, at a context and batch.
 
-    Targets are GQA at every divisor, MQA, and MLA at shares of the cache. Exit code 3: none of them fits.
+    Nothing is written. Targets are GQA at every divisor, MQA, and MLA at shares of the cache. Exit code 3:
+    none of them fits.
     """
     from ..convert.families.source import open_source
     from ..core.hub import resolve
@@ -136,7 +136,7 @@ class _Commands:
 
 
 def _read(options: dict[str, Any]) -> tuple["Bounds", tuple[str, ...], str]:
-    """Bounds, shares and calibration, after refusing what could not be done, before any work."""
+    """Return bounds, shares and calibration, and refuse what cannot be done before any work."""
     from . import candidates
     from . import loss_curve as curve
     from .advice import Bounds
@@ -178,9 +178,9 @@ def _study(source: "Source", calibration: str, options: dict[str, Any]) -> "Stat
 
 
 def _calibration_options(calibration: str, options: dict[str, Any]) -> dict[str, Any]:
-    """What `convert` is told to calibrate on: what was used here.
+    """Return the calibration options of `convert`: those used here.
 
-    Its own default where weights alone were.
+    Where weights alone were used, they are its own defaults.
     """
     if calibration == "none":
         return {}
@@ -314,7 +314,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
 
 
 def _would_fit(found: dict[str, Any], bounds: "Bounds") -> str:
-    """A sentence on the least that would have to change."""
+    """Return a sentence on the least that would have to change."""
     ways = [f"--memory {-(-found['memory'] // 10**6)}MB ({found['label']})"]
     if found["context"]:
         ways.append(f"--context {found['context']} at a batch of {bounds.batch} ({found['context_label']})")

@@ -1,8 +1,8 @@
-"""What running a planned output takes: memory at a context and batch, and bytes and FLOPs of a decoded token.
+"""Demands of a planned output: memory at a context and batch, and bytes and FLOPs per decoded token.
 
-Estimates from shapes, so that targets can be compared; a server adds its own buffers. Every token of the
-context is in the cache of every sequence, except in layers with a sliding window. Attention's formulas are
-those of reference/costs.py.
+They are estimates from shapes, so that targets can be compared; a server adds its own buffers. Every token of
+the context is in the cache of every sequence, except in layers with a sliding window. The formulas for
+attention are those of lab/reference/costs.py.
 """
 
 import math
@@ -34,7 +34,7 @@ class Demand:
 
     @property
     def total(self) -> int:
-        """All three."""
+        """Return the sum of all three."""
         return self.weights + self.cache + self.activations
 
 
@@ -56,7 +56,7 @@ class Decoding:
 
 
 def demand(plan: Plan, context: int, batch: int, *, absorbed: bool = False) -> Demand:
-    """Memory that a planned output takes.
+    """Return the memory that a planned output takes.
 
     Args:
         plan: the output; the cache is kept in its dtype.
@@ -80,7 +80,7 @@ def demand(plan: Plan, context: int, batch: int, *, absorbed: bool = False) -> D
 
 
 def decoding(plan: Plan, context: int, batch: int, *, absorbed: bool = False) -> Decoding:
-    """Cost of a decoded token; arguments as of `demand`."""
+    """Return the cost of a decoded token; arguments are those of `demand`."""
     size, kept = plan.dtype.itemsize, _kept(plan.source, context)
     rebuilt = 2 * _expanded(plan, absorbed)
     moved = sum(kept) * (_cache_elements(plan) + rebuilt) * size
@@ -91,12 +91,12 @@ def decoding(plan: Plan, context: int, batch: int, *, absorbed: bool = False) ->
 
 
 def absorbs(plan: Plan, engines: tuple[str, ...]) -> bool:
-    """Whether one of some engines decodes the stock class from its latent: all but transformers do."""
+    """Return whether one of some engines decodes the output from its latent, without expanding it."""
     return plan.container.is_absorbable and any(engine != "transformers" for engine in engines)
 
 
 def _kept(source: Source, context: int) -> list[int]:
-    """Tokens that each layer keeps of a sequence."""
+    """Return the number of tokens that each layer keeps of a sequence."""
     return [min(context, source.window(layer) or context) for layer in range(source.layers)]
 
 
@@ -105,9 +105,9 @@ def _cache_elements(plan: Plan) -> int:
 
 
 def _expanded(plan: Plan, absorbed: bool) -> int:
-    """Elements of keys and values that one layer rebuilds for a cached token.
+    """Return the elements of keys and values that one layer rebuilds per cached token.
 
-    0 where it computes in the latent.
+    It is 0 where it computes in the latent.
     """
     if absorbed and plan.container.is_absorbable:
         return 0
@@ -138,7 +138,10 @@ def _costs(plan: Plan, absorbed: bool) -> costs.Costs:
 
 
 def _read_weights(plan: Plan) -> int:
-    """Bytes of the weights that a step reads: all but the input embeddings, of which it reads a row."""
+    """Return the bytes of the weights that a step reads.
+
+    Of the input embeddings it reads only a row.
+    """
     source = plan.source
     shape = source.checkpoint.spec(source.family.prefix + source.family.embedding).shape
     tables = [spec.nbytes for spec in plan.specs.values() if spec.shape == shape]
@@ -147,5 +150,5 @@ def _read_weights(plan: Plan) -> int:
 
 
 def parameters(plan: Plan) -> int:
-    """Numbers in all tensors of the output."""
+    """Return the number of elements in all tensors of the output."""
     return sum(math.prod(spec.shape) for spec in plan.specs.values())

@@ -29,7 +29,7 @@ class CurvePoint:
 
 
 def points_of(rows: Iterable["Row"]) -> list[CurvePoint]:
-    """The least loss of each kind at each size, smallest cache last.
+    """Return the least loss of each kind at each size, smallest cache last.
 
     Rows without a prediction are left out.
     """

@@ -1,10 +1,9 @@
-"""What a planned fold is predicted to lose: every layer folded in memory and measured alone, the same way for
-every target.
+"""Predicted losses of planned folds: every layer is folded in memory and measured alone.
 
-With statistics the measure is that of kvfold.json: ½ E[(ô - o)ᵀ G (ô - o)] at the attention's output on
-held-back calibration inputs, nats a token, summed over layers. By weights alone it is the squared error of
-that output as a share of its square, on
-inputs drawn from a normal distribution, mean over layers: it ranks, and has no unit of loss.
+It is done the same way for every target. With statistics the measure is that of kvfold.json: ½ E[(ô - o)ᵀ G
+(ô - o)] at the attention's output on held-back calibration inputs, in nats per token, summed over layers. By
+weights alone it is the squared error of that output as a share of its square, on inputs drawn from a normal
+distribution, mean over layers. That only ranks, and has no unit of loss.
 
 Legend: attention.py; B sequences, T tokens, S slots.
 """
@@ -35,8 +34,9 @@ class PredictedLosses:
     known: dict[Any, float | None] = field(default_factory=dict)
 
     def of(self, plan: Plan) -> float | None:
-        """The loss of a plan, nats a token where it has statistics, else a share; None where it cannot be
-        measured.
+        """Return the loss of a plan; None where it cannot be measured.
+
+        It is in nats per token where the plan has statistics, else a share.
 
         Args:
             plan: its `refine` says what is predicted: the closed form, or what refinement leaves.
@@ -62,13 +62,16 @@ def _predict(plan: Plan) -> float | None:
 
 
 def _measured(plan: Plan, number: int) -> float | None:
-    """Of one layer, nats a token; None where the attention is not one that `forward.attend` computes."""
+    """Return the loss of one layer, nats per token.
+
+    It is None where `forward.attend` does not compute its attention.
+    """
     _, loss = fold_attention(plan, number)
     return None if loss is None else loss["refined"]
 
 
 def _share(plan: Plan, number: int) -> float:
-    """Squared error of one layer's output over its square."""
+    """Return the squared error of one layer's output over its square."""
     source, table_F, scoring = _source(plan, number)
     layer, _ = fold_attention(plan, number)
     scoring = scoring.to(torch.float32)
@@ -83,8 +86,9 @@ def _share(plan: Plan, number: int) -> float:
 
 
 def _source(plan: Plan, number: int) -> tuple[Attention, Tensor, Scoring]:
-    """The layer that is folded, the frequencies of its pairs, and what it does beside its weights, as
-    fold.py takes them.
+    """Return the source's layer, the frequencies of its pairs, and its scoring.
+
+    They are taken as layer_fold.py takes them.
     """
     if isinstance(plan.target, MLA):
         table_F, factor = plan.source.frequencies(number)
@@ -94,7 +98,7 @@ def _source(plan: Plan, number: int) -> tuple[Attention, Tensor, Scoring]:
 
 
 def _turning(plan: Plan, number: int, layer: AnyAttention, table_F: Tensor) -> Tensor:
-    """The frequencies at which a folded layer's pairs, or its slots, turn."""
+    """Return the frequencies at which a folded layer's pairs, or its slots, turn."""
     if not isinstance(layer, LatentAttention):
         return table_F
     if plan.source.mixed and number not in plan.source.rotating:

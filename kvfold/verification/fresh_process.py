@@ -1,6 +1,4 @@
-"""Runs of a checkpoint in a process that cannot import kvfold, and vLLM's answers held against
-transformers'.
-"""
+"""Runs of a checkpoint in a process that cannot import kvfold, and a comparison of vLLM with transformers."""
 
 import json
 import os
@@ -28,7 +26,7 @@ class Check:
 
 
 def run_apart(script: str, asked: dict[str, Any]) -> dict[str, Any]:
-    """What probe.py or probe_vllm.py sees, in a fresh process and with a cache of code of its own.
+    """Run probe.py or probe_vllm.py in a fresh process, with an empty cache of modules.
 
     Returns:
         Its answer; `{"failed": why}` where it has none.
@@ -74,7 +72,10 @@ def serve(
 def compare_served(
     served: dict[str, Any], answers: dict[str, Any], claimed: int | None
 ) -> tuple[list[Check], dict[str, Any]]:
-    """What probe_vllm.py saw against what probe.py did; arguments and result as of `serve`."""
+    """Compare what probe_vllm.py measured with what probe.py measured.
+
+    Arguments and result are those of `serve`.
+    """
     if "failed" in served:
         return [Check("vllm", False, served["failed"])], {}
     if "lacking" in served:
@@ -94,7 +95,7 @@ def compare_served(
 
 
 def _differences(served: dict[str, Any], answers: dict[str, Any]) -> dict[str, float]:
-    """How far vLLM's answers are from those of the checkpoint, or of its source, in transformers."""
+    """Return how far vLLM's answers are from those of transformers, for the checkpoint or its source."""
     gaps = [abs(a - b) for a, b in _pairs(served["log_probs"], answers["log_probs"])]
     tokens = _pairs(served["tokens"], answers["tokens"])
     return {
@@ -110,7 +111,7 @@ def _pairs(ours: list[list[float]], theirs: list[list[float]]) -> list[tuple[flo
 
 
 def _held(numbers: dict[str, Any], served: dict[str, Any], own: dict[str, Any]) -> list[Check]:
-    """vLLM's log-probabilities and greedy tokens against transformers'."""
+    """Compare vLLM's log-probabilities and greedy tokens with transformers'."""
     found = numbers["own"]
     most, mean = found["max_difference"], found["mean_difference"]
     words = (
@@ -133,14 +134,14 @@ def _held(numbers: dict[str, Any], served: dict[str, Any], own: dict[str, Any]) 
 
 
 def _lead(ours: list[int], theirs: list[int], leads: list[float]) -> float:
-    """By how much the best token led where two sequences part; 0 where they do not."""
+    """Return the lead of the best token where two sequences part; 0 where they do not."""
     return next((lead for a, b, lead in zip(ours, theirs, leads, strict=True) if a != b), 0.0)
 
 
 def _allocated(size: float, claimed: int | None) -> Check:
-    """What vLLM allocates against the record.
+    """Compare what vLLM allocates with the record.
 
-    What it keeps in full it computes right: a lost saving does not fail.
+    What vLLM caches in full it computes correctly, so a lost saving does not fail.
     """
     words = f"{size:g} elements per token and layer"
     return Check(

@@ -1,8 +1,8 @@
-"""One checkpoint loaded as anybody would load it, and measured against its source; a script of its own that
-imports no kvfold.
+"""One checkpoint loaded as any user would load it, and measured against its source.
 
-Reads one JSON object from stdin and writes one to stdout; `verify.py` runs it in a fresh process, where
-`import kvfold` fails.
+This is a script of its own that imports no kvfold. It reads one JSON object from stdin and writes one to
+stdout. `verify.py` runs it in a fresh process, where `import kvfold` fails.
+
 Legend: S sequences, T tokens, V vocabulary.
 """
 
@@ -18,8 +18,9 @@ SHORT, LONG = 4, 8  # tokens between which the cache is seen to grow: shorter th
 
 
 def load(directory: str, dtype: str, trust: bool) -> tuple[Any, list[str]]:
-    """A model in eval mode, and the weights that its files lack, which transformers fills with random
-    numbers.
+    """Load a model in eval mode, and return it with the weights that its files lack.
+
+    Transformers fills these with random numbers.
     """
     from transformers import AutoModelForCausalLM
 
@@ -30,7 +31,7 @@ def load(directory: str, dtype: str, trust: bool) -> tuple[Any, list[str]]:
 
 
 def written(model: Any, sequences: int, length: int, seed: int) -> Tensor:
-    """Text (S, T) that a model writes by itself at temperature 1."""
+    """Let a model write text (S, T) at temperature 1."""
     vocabulary, bos = (
         model.get_output_embeddings().weight.shape[0],
         model.config.get_text_config().bos_token_id,
@@ -54,14 +55,14 @@ def written(model: Any, sequences: int, length: int, seed: int) -> Tensor:
 
 
 def logits(model: Any, text_ST: Tensor) -> Tensor:
-    """Logits (S, T, V), float32, on the CPU, a sequence at a time."""
+    """Return logits (S, T, V), float32, on the CPU, computed one sequence at a time."""
     return torch.cat(
         [model(input_ids=text_1T[None], use_cache=False).logits.float().cpu() for text_1T in text_ST]
     )
 
 
 def compared(ours_STV: Tensor, theirs_STV: Tensor, text_ST: Tensor) -> dict[str, float]:
-    """How far one model's predictions are from another's, in nats, and both perplexities."""
+    """Return the distance of one model's predictions from another's, in nats, and both perplexities."""
     width = min(ours_STV.shape[-1], theirs_STV.shape[-1])
     divergence = same = loss = source_loss = farthest = largest = 0.0
     for ours_TV, theirs_TV, text_T in zip(
@@ -86,8 +87,9 @@ def compared(ours_STV: Tensor, theirs_STV: Tensor, text_ST: Tensor) -> dict[str,
 
 
 def decode(model: Any, prompt_ST: Tensor) -> tuple[Tensor, Tensor]:
-    """The most probable tokens (S, STEPS), step by step over the cache, and by how much each leads the next
-    one, in nats.
+    """Decode the most probable tokens (S, STEPS) over the cache, and return each one's lead in nats.
+
+    The lead is over the next most probable token.
     """
     last_ST, cache, chosen, leads = prompt_ST, None, [], []
     for _ in range(STEPS):
@@ -100,11 +102,10 @@ def decode(model: Any, prompt_ST: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def greedy_gap(model: Any, prompt_1T: Tensor) -> float:
-    """By how much tokens that are most probable step by step over the cache fall short of that in one pass
-    without it.
+    """Return how far greedy tokens over the cache fall short of those of one pass without it.
 
-    Nothing, where decoding with and without the cache gives the same tokens; a rounding, where two tokens are
-    as good.
+    It is 0 where decoding with and without the cache gives the same tokens, and a rounding where two tokens
+    are equally probable.
     """
     chosen_1T, _ = decode(model, prompt_1T)
     text_1T = torch.cat([prompt_1T, chosen_1T], 1)
@@ -114,9 +115,9 @@ def greedy_gap(model: Any, prompt_1T: Tensor) -> float:
 
 
 def answers(model: Any, logits_STV: Tensor, text_ST: Tensor) -> dict[str, Any]:
-    """What another engine's answers are held against.
+    """Return the answers that another engine's are compared with.
 
-    Log-probabilities of the text, greedy tokens, and their leads.
+    They are log-probabilities of the text, greedy tokens, and their leads.
     """
     score_ST = logits_STV[:, :-1].log_softmax(-1).gather(2, text_ST.cpu()[:, 1:, None]).squeeze(2)
     token_ST, lead_ST = decode(model, text_ST[:, :PROMPT])
@@ -124,9 +125,7 @@ def answers(model: Any, logits_STV: Tensor, text_ST: Tensor) -> dict[str, Any]:
 
 
 def growth(model: Any, text_1T: Tensor) -> list[list[float]]:
-    """What one more token adds to the keys and to the values of every layer of the live cache, in
-    elements.
-    """
+    """Return how much one more token adds to the keys and values of every layer's live cache, in elements."""
     sizes = []
     for length in (SHORT, LONG):
         layers = model(input_ids=text_1T[:, :length], use_cache=True).past_key_values.layers

@@ -1,8 +1,7 @@
-"""One checkpoint in vLLM: the log-probabilities of a text, greedy tokens, and the cache; a script that
-imports no kvfold.
+"""One checkpoint in vLLM: the log-probabilities of a text, greedy tokens, and the cache.
 
-Reads one JSON object from stdin and writes one to stdout, as probe.py does, whose answers it is compared
-with.
+This is a script that imports no kvfold. It reads one JSON object from stdin and writes one to stdout, as
+probe.py does, whose answers it is compared with.
 """
 
 import json
@@ -22,7 +21,7 @@ ENVIRONMENT = {
 
 
 def main() -> None:
-    """Score and go on with the text that stdin gives."""
+    """Score and continue the text that stdin gives."""
     sys.modules["kvfold"] = None  # type: ignore[assignment]
     asked = json.load(sys.stdin)
     os.environ |= ENVIRONMENT
@@ -55,7 +54,7 @@ def main() -> None:
 
 
 def _settings(asked: dict[str, Any], cuda: bool) -> dict[str, Any]:
-    """How the engine is started."""
+    """Return the settings with which the engine is started."""
     longest = max(len(asked["text"][0]), asked["prompt"] + asked["steps"]) + 1
     settings: dict[str, Any] = {
         "model": asked["directory"],
@@ -73,7 +72,7 @@ def _settings(asked: dict[str, Any], cuda: bool) -> dict[str, Any]:
 
 
 def _lacking(vllm: Any, settings: dict[str, Any]) -> str:
-    """The width that the CPU's kernels are not compiled for, where there is one; a GPU's may be."""
+    """Return the width that the CPU's kernels are not compiled for, where there is one; a GPU's may be."""
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend  # type: ignore[import-not-found]
     from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend  # type: ignore[import-not-found]
 
@@ -84,7 +83,7 @@ def _lacking(vllm: Any, settings: dict[str, Any]) -> str:
 
 
 def _elements(model: Any) -> list[float]:
-    """What vLLM allocates for a token in every layer, in elements."""
+    """Return what vLLM allocates per token in every layer, in elements."""
     (layers,) = model.collective_rpc("get_kv_cache_spec")
     return [layer.page_size_bytes / layer.block_size / layer.dtype.itemsize for layer in layers.values()]
 

@@ -1,10 +1,9 @@
-"""`kvfold verify`: is a written checkpoint what it claims to be: rules per engine, then a run apart from
-kvfold.
+"""`kvfold verify`: rules for each engine on a written checkpoint, then a run apart from kvfold.
 
-The rules (rules.py) read config.json and headers. The run (probe.py) is a fresh process that cannot import
-kvfold; it loads the checkpoint as anybody would and compares it with its source on text that the source
-writes. No code from the checkpoint
-runs: an output with code of its own is loaded from a copy that holds kvfold's files instead (code_files.py).
+The rules (engine_rules.py) read config.json and headers. The run (probe.py) is a fresh process that cannot
+import kvfold. It loads the checkpoint as any user would, and compares it with its source on text that the
+source writes. No code from the checkpoint runs: an output with code of its own is loaded from a copy that
+holds kvfold's files instead (code_files.py).
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ Precision = Literal["exact", "rounded"]
 
 @dataclass(frozen=True)
 class VerificationReport:
-    """What was found.
+    """The result of a verification.
 
     Attributes:
         directory: the checkpoint.
@@ -56,12 +55,12 @@ class VerificationReport:
 
     @property
     def failures(self) -> list[str]:
-        """Why the checkpoint should not be used in one of the engines; empty when it may."""
+        """Return why the checkpoint should not be used in one of the engines; empty when it may."""
         broken = [str(finding) for finding in self.findings if finding.fails]
         return broken + [f"{check.name}: {check.detail}" for check in self.checks if check.passed is False]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for `--json`."""
+        """Return plain values, for `--json`."""
         return {
             "directory": str(self.directory),
             "engines": list(self.engines),
@@ -76,7 +75,7 @@ class VerificationReport:
 def verify(
     directory: Path, engines: Iterable[str] = ENGINES[:1], source: Path | None = None, *, run: bool = True
 ) -> VerificationReport:
-    """Ask the rules of some engines, and run a checkpoint beside its source in transformers.
+    """Apply the rules of some engines, and run a checkpoint and its source in transformers.
 
     Args:
         directory: the checkpoint.
@@ -115,7 +114,7 @@ def verify(
 
 
 def _run(directory: Path, source: Path | None, serving: bool) -> tuple[list[Check], dict[str, Any]]:
-    """The checks of a run, and its numbers."""
+    """Run the checkpoint, and return the checks and their numbers."""
     from ..checkpoints.record import read_record, source_directory
     from ..convert.decide.lint import open_written
     from ..models.code_files import clean_copy
@@ -146,7 +145,7 @@ def _judge(
     seen: dict[str, Any],
     serving: dict[str, Any] | None,
 ) -> tuple[list[Check], dict[str, Any]]:
-    """The checks of what probe.py saw; vLLM is run as well where there is something to ask it."""
+    """Return the checks of what probe.py measured; run vLLM too where it was asked for."""
     checks = [
         Check(
             "loads",
@@ -179,12 +178,12 @@ def _greedy(gap: float) -> str:
 
 
 def _claimed(record: dict[str, Any] | None) -> int | None:
-    """Elements per token and layer that the record says are cached."""
+    """Return the elements per token and layer that the record says are cached."""
     return None if record is None else int(record["cache"]["after"]["elements_per_token_per_layer"])
 
 
 def _cache(layers: list[list[float]], record: dict[str, Any] | None, written: Written) -> Check:
-    """What the live cache grows by, against what the record claims.
+    """Compare the growth of the live cache with what the record claims.
 
     Intact latents keep positions where others keep values.
     """
@@ -209,7 +208,7 @@ def _cache(layers: list[list[float]], record: dict[str, Any] | None, written: Wr
 
 
 def _distance(seen: dict[str, Any], kept: Precision | None) -> Check:
-    """How far the checkpoint is from its source; it fails only where it claims to be the same."""
+    """Report the distance from the source; it fails only where the checkpoint claims to be equal."""
     words = (
         f"KL {seen['kl']:.2e} nats, same top-1 {seen['same_top1']:.1%}, perplexity {seen['perplexity']:.4g} "
         f"(source {seen['source_perplexity']:.4g}), logits at most {seen['max_difference']:.1e} apart"
@@ -230,9 +229,9 @@ def _distance(seen: dict[str, Any], kept: Precision | None) -> Check:
 
 
 def _lossless(record: dict[str, Any] | None, written: Written, source: Path) -> Precision | None:
-    """The precision in which a checkpoint claims to be its source.
+    """Return the precision in which a checkpoint claims to be equal to its source.
 
-    None where something was discarded or trained.
+    It is None where something was discarded or trained.
     """
     if record is None or record["stage"] != "convert":
         return None
@@ -261,9 +260,9 @@ def _lossless(record: dict[str, Any] | None, written: Written, source: Path) -> 
 
 
 def _size(written: Written, source: Path | None) -> dict[str, Any]:
-    """Precision and amount of text.
+    """Return the precision and the amount of text.
 
-    Float32 where one model at a time fits, otherwise as the weights are stored.
+    It is float32 where one model at a time fits, otherwise the dtype that the weights are stored in.
     """
     import math
 

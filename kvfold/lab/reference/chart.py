@@ -25,7 +25,7 @@ class Panel:
 
 
 def draw(panels: Sequence[Panel]) -> str:
-    """An SVG document with a legend below; names have one look in all panels."""
+    """Draw an SVG document with a legend below; names have one look in all panels."""
     names = list(dict.fromkeys(name for panel in panels for name in panel.lines))
     width = len(panels) * (WIDTH + LEFT + 24)
     height = HEIGHT + 2 * TOP + 24 + LINE * len(names)
@@ -80,5 +80,5 @@ def _range(values: list[float]) -> tuple[float, float]:
 
 
 def _share(value: float, limits: tuple[float, float]) -> float:
-    """Where a value lies between two, on a logarithmic scale."""
+    """Return the place of a value between two limits, on a logarithmic scale."""
     return math.log(value / limits[0]) / math.log(limits[1] / limits[0])

@@ -1,4 +1,4 @@
-"""What every attention variant costs, by formula: parameters, cache, multiplications. No tensors here.
+"""Costs of every attention variant, by formula: parameters, cache, multiplications. No tensors here.
 
 A multiply-add is two FLOPs; softmax, norms, rotation and biases are left out. T new tokens, S tokens in the
 cache.
@@ -45,25 +45,25 @@ class Costs:
 
     @property
     def total(self) -> int:
-        """All parameters."""
+        """Return the number of all parameters."""
         return sum(self.parameters.values())
 
     def cache_bytes(self, tokens: int, dtype: str) -> int:
-        """Bytes of one layer's cache of one sequence."""
+        """Return the bytes of one layer's cache of one sequence."""
         return (self.cache * tokens + self.fixed_cache) * DTYPES[dtype]
 
     def prefill(self, tokens: int, *, causal: bool = True) -> int:
-        """FLOPs of that many new tokens; causal kernels skip what lies ahead."""
+        """Return the FLOPs of that many new tokens; causal kernels skip future tokens."""
         pairs = tokens * (tokens + 1) // 2 if causal else tokens * tokens
         return self.fixed_flops + tokens * self.token_flops + pairs * self.pair_flops
 
     def decode(self, cached: int) -> int:
-        """FLOPs of one new token behind that many others."""
+        """Return the FLOPs of one new token after that many cached ones."""
         return self.token_flops + (cached + 1) * self.pair_flops + cached * self.expand_flops
 
 
 def multi_head(d_model: int, heads: int, kv_heads: int | None = None, head_dim: int | None = None) -> Costs:
-    """MHA, GQA and MQA."""
+    """Return the costs of MHA, GQA and MQA."""
     kv_heads, width = kv_heads or heads, head_dim or d_model // heads
     query, key = d_model * heads * width, d_model * kv_heads * width
     parameters = {"W_Q": query, "W_K": key, "W_V": key, "W_O": query}
@@ -93,7 +93,10 @@ def latent(
     experts: int = 1,
     top_k: int = 1,
 ) -> Costs:
-    """MLA, expanded or absorbed; with more than one expert its up-projections are a mixture."""
+    """Return the costs of MLA, expanded or absorbed.
+
+    With more than one expert its up-projections are a mixture.
+    """
     rows = heads * (nope + value)
     queries = {"W_Q": d_model * heads * (nope + rope)}
     if q_rank is not None:
@@ -136,7 +139,7 @@ def latent(
 def intact(
     d_model: int, heads: int, kv_heads: int, head_dim: int, rank: int, q_rank: int | None = None
 ) -> Costs:
-    """MLA whose keys are rebuilt from the latent, then rotated.
+    """Return the costs of MLA whose keys are rebuilt from the latent, then rotated.
 
     Every cached token is rebuilt at each step.
     """
@@ -162,7 +165,10 @@ def intact(
 
 
 def latent_query(d_model: int, heads: int, latents: int) -> Costs:
-    """Perceiver-style latents that read; a token is read by all latents, and no token reads another."""
+    """Return the costs of Perceiver-style latents that read.
+
+    A token is read by all latents, and no token reads another.
+    """
     parameters = {
         "latents": latents * d_model,
         **dict.fromkeys(("W_Q", "W_K", "W_V", "W_O"), d_model * d_model),
@@ -183,13 +189,13 @@ def latent_query(d_model: int, heads: int, latents: int) -> Costs:
 
 
 def variants(d_model: int, heads: int, kv_heads: int, head_dim: int) -> list[Costs]:
-    """The source and every GQA that its key/value heads divide into, down to MQA."""
+    """Return the source and every GQA that its key/value heads divide into, down to MQA."""
     return [multi_head(d_model, heads, n, head_dim) for n in range(kv_heads, 0, -1) if kv_heads % n == 0]
 
 
 @dataclass(frozen=True)
 class Claim:
-    """A figure as it is often quoted, beside the computed one."""
+    """A figure as it is often quoted, next to the computed one."""
 
     claim: str
     quoted: str
@@ -198,7 +204,7 @@ class Claim:
 
 
 def claims() -> Sequence[Claim]:
-    """Figures that people quote, computed."""
+    """Return figures that are often quoted, computed."""
     mha, gqa, mqa = (multi_head(512, 8, n) for n in (8, 4, 1))
 
     def share(one: Costs) -> str:

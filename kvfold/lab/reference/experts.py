@@ -17,11 +17,10 @@ RIDGE = 1e-6  # of a cluster's mean energy: a cluster may have fewer tokens than
 
 
 class ExpertUp(nn.Module):
-    """Rows rebuilt from a latent c by the experts that c itself chooses: Σ_e p_e(c) W_e c over its `top_k`
-    largest p_e.
+    """Experts that rebuild rows from a latent c, which chooses them itself.
 
-    p = softmax(W_R c + b), shared out among those chosen. It depends on the cached latent alone, so nothing
-    else is cached.
+    The rows are Σ_e p_e(c) W_e c over the `top_k` largest p_e, with p = softmax(W_R c + b), shared out among
+    those chosen. The choice depends on the cached latent alone, so nothing else is cached.
 
     Args:
         rank: width C of the latent.
@@ -42,17 +41,17 @@ class ExpertUp(nn.Module):
         self.weight_EMC = nn.Parameter(torch.randn(num_experts, rows, rank) * rank**-0.5)
 
     def probabilities(self, latent_BXC: Tensor) -> Tensor:
-        """p before the choice, (B, X, E)."""
+        """Return p before the choice, (B, X, E)."""
         probability_BXE: Tensor = self.router(latent_BXC).softmax(-1)
         return probability_BXE
 
     def shares(self, probability_BXE: Tensor) -> Tensor:
-        """What each expert has in a token, (B, X, E): zero for those not chosen, one in all."""
+        """Return each expert's share of a token, (B, X, E): zero for those not chosen, one in all."""
         value, chosen = probability_BXE.topk(self.top_k, -1)
         return torch.zeros_like(probability_BXE).scatter(-1, chosen, value / value.sum(-1, keepdim=True))
 
     def forward(self, latent_BXC: Tensor) -> Tensor:
-        """Rows (B, X, M); each expert is applied to its own tokens only."""
+        """Rebuild rows (B, X, M); each expert is applied to its own tokens only."""
         flat_ZC = latent_BXC.flatten(0, -2)
         share_ZE = self.shares(self.probabilities(flat_ZC))
         rows_ZM = flat_ZC.new_zeros(len(flat_ZC), self.weight_EMC.shape[1])
@@ -63,8 +62,7 @@ class ExpertUp(nn.Module):
 
 
 class ExpertLatentAttention(MultiHeadLatentAttention):
-    """MLA (arXiv 2405.04434) whose W_UK and W_UV differ from token to token, as a mixture of experts (arXiv
-    1701.06538).
+    """MLA (arXiv 2405.04434) with W_UK and W_UV as a mixture of experts (arXiv 1701.06538).
 
     k_s = [Σ_e p_e(c_s) W_UK,e c_s; R(s) W_KR x_s], values likewise. The choice is the read token's own, not
     the reader's: it is causal, and the cache is that of MLA.
@@ -92,21 +90,20 @@ class ExpertLatentAttention(MultiHeadLatentAttention):
 
     @property
     def experts(self) -> ExpertUp:
-        """The experts and their router."""
+        """Return the experts and their router."""
         assert isinstance(self.kv_b_proj, ExpertUp)
         return self.kv_b_proj
 
     def latent(self, input_BTD: Tensor) -> Tensor:
-        """What is cached without rotation, (B, T, C)."""
+        """Return the part of the cache that is not rotated, (B, T, C)."""
         latent_BTC: Tensor = self.kv_a_norm(self.kv_a_proj(input_BTD)[..., : self.kv_lora_rank])
         return latent_BTC
 
     def balance_loss(self, input_BTD: Tensor, valid_BT: Tensor | None = None) -> Tensor:
-        """E Σ_e f_e P_e over the tokens (arXiv 2101.03961, equation 4): 1 where all experts have the same
-        share of them.
+        """Return E Σ_e f_e P_e over the tokens (arXiv 2101.03961, equation 4).
 
-        f_e is the part of the choices that fall on expert e, P_e the mean of p_e, through which the gradient
-        goes.
+        It is 1 where all experts have the same share of them. f_e is the part of the choices that fall on
+        expert e, P_e the mean of p_e, through which the gradient goes.
         """
         probability_BTE = self.experts.probabilities(self.latent(input_BTD))
         kept_ZE = probability_BTE.flatten(0, 1) if valid_BT is None else probability_BTE[valid_BT.bool()]
@@ -114,7 +111,7 @@ class ExpertLatentAttention(MultiHeadLatentAttention):
         return kept_ZE.shape[-1] * (chosen_E.detach() * kept_ZE.mean(0)).sum()
 
     def absorb(self) -> NoReturn:
-        """Not to be had: a query would meet another matrix at every token that it reads.
+        """Refuse to absorb: a query would need another matrix at every token that it reads.
 
         Raises:
             InvalidInput: always.
@@ -128,7 +125,10 @@ class ExpertLatentAttention(MultiHeadLatentAttention):
     def from_latent(
         cls, source: MultiHeadLatentAttention, num_experts: int, top_k: int = 1, *, seed: int = 0
     ) -> Self:
-        """A module equal to plain MLA: every expert is a copy of its up-projection, the router is random."""
+        """Return a module equal to plain MLA.
+
+        Every expert is a copy of its up-projection; the router is random.
+        """
         made = cls._around(source, num_experts, top_k)
         experts = made.experts
         random = torch.Generator().manual_seed(seed)
@@ -149,12 +149,11 @@ class ExpertLatentAttention(MultiHeadLatentAttention):
         *,
         seed: int = 0,
     ) -> Self:
-        """A smaller latent, and for each cluster of tokens the up-projection that rebuilds its keys and
-        values best.
+        """Return a smaller latent with an up-projection fitted to each cluster of tokens.
 
-        The down-projection is the best of its rank on all tokens; k-means of the new latents gives the
-        clusters, its centres the router (p is then largest at the nearest one); each expert is the
-        least-squares solution on its own cluster.
+        The down-projection is the best of its rank on all tokens. k-means of the new latents gives the
+        clusters, and their centres the router (p is then largest at the nearest one). Each expert is the
+        least-squares solution for keys and values on its own cluster.
 
         Args:
             source: plain MLA, for instance a fold at full rank; its latent without a norm.
@@ -180,11 +179,7 @@ class ExpertLatentAttention(MultiHeadLatentAttention):
             raise InvalidInput(
                 f"{len(sample_ZD)} tokens do not make {num_experts} clusters; give more tokens"
             )
-        down_CD, up_MC = (
-            w.detach().double().cpu()
-            for w in (source.kv_a_proj.weight[: source.kv_lora_rank], source.up_weight())
-        )
-        rows_MD = up_MC @ down_CD
+        rows_MD = _expanded_rows(source)
         unweighted = rows_MD.new_ones(len(rows_MD), 1, 1)
         small_RD, common_MR, _ = low_rank(
             rows_MD, unweighted, sample_ZD.mT @ sample_ZD / len(sample_ZD), rank
@@ -206,7 +201,7 @@ class ExpertLatentAttention(MultiHeadLatentAttention):
     def _around(
         cls, source: MultiHeadLatentAttention, num_experts: int, top_k: int, rank: int | None = None
     ) -> Self:
-        """The source with experts to be filled in, and room for a smaller latent."""
+        """Return the source with experts to be filled in, and room for a smaller latent."""
         settings = source.settings()
         if rank is not None:
             settings["kv_lora_rank"] = rank
@@ -225,10 +220,17 @@ class ExpertLatentAttention(MultiHeadLatentAttention):
         return made
 
 
-def _clusters(rows_ZR: Tensor, count: int, seed: int) -> tuple[Tensor, Tensor]:
-    """k-means (Lloyd) from the rows farthest apart.
+def _expanded_rows(source: MultiHeadLatentAttention) -> Tensor:
+    """Return the product of a source's up- and down-projection, float64 on the CPU: rows (M, D)."""
+    down_CD = source.kv_a_proj.weight[: source.kv_lora_rank].detach().double().cpu()
+    up_MC = source.up_weight().detach().double().cpu()
+    return up_MC @ down_CD
 
-    Centres (count, R), and the nearest one of every row (Z,).
+
+def _clusters(rows_ZR: Tensor, count: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Cluster rows by k-means (Lloyd) from the rows farthest apart.
+
+    Returns centres (count, R), and the nearest one of every row (Z,).
     """
     first = int(torch.randint(len(rows_ZR), (), generator=torch.Generator().manual_seed(seed)))
     chosen = rows_ZR[[first]]
@@ -246,7 +248,7 @@ def _clusters(rows_ZR: Tensor, count: int, seed: int) -> tuple[Tensor, Tensor]:
 
 
 def _regressed(latent_ZR: Tensor, rows_ZM: Tensor, common_MR: Tensor) -> Tensor:
-    """Least squares of rows on latents, drawn to the common solution where the tokens say nothing."""
+    """Regress rows on latents, drawn to the common solution where the tokens determine nothing."""
     gram_RR = latent_ZR.mT @ latent_ZR
     ridge = RIDGE * gram_RR.diagonal().mean() + torch.finfo(gram_RR.dtype).tiny
     left_RR = gram_RR + ridge * torch.eye(len(gram_RR), dtype=gram_RR.dtype)

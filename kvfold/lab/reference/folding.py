@@ -50,9 +50,9 @@ def fold(
     method: str | None = None,
     span: int = SPAN,
 ) -> MultiHeadAttention | MultiHeadLatentAttention:
-    """A new module with a smaller cache that computes as nearly the same as its size allows.
+    """Return a new module with a smaller cache that computes nearly the same.
 
-    As many groups as heads is exact; so is MLA with `slots="source"` of a module that rotates, and of full
+    As many groups as heads is exact. So is MLA with `slots="source"` of a module that rotates, and of full
     rank of one that does not (there the target has `qk_rope_head_dim=0`).
 
     Args:
@@ -91,8 +91,7 @@ def halvings(
     method: str | None = None,
     between: Callable[[MultiHeadAttention], MultiHeadAttention] | None = None,
 ) -> list[MultiHeadAttention]:
-    """The progressive path in one call: h, h/2, ... key/value heads down to an odd number, each folded from
-    the one before.
+    """Fold to h, h/2, ... key/value heads down to an odd number, each from the one before.
 
     Args:
         module: as in `fold`; the first of the path.
@@ -123,7 +122,7 @@ def _plain(module: nn.Module) -> MultiHeadAttention:
 
 
 def _table(source: MultiHeadAttention) -> Tensor:
-    """Radians per token of a head's pairs; without rotation they all stand still."""
+    """Return radians per token of a head's pairs; without rotation they are all zero."""
     return torch.tensor(source.frequencies or (0.0,) * (source.head_dim // 2), dtype=torch.float64)
 
 
@@ -206,10 +205,10 @@ def _metric(source: MultiHeadAttention, attention: Attention, statistics: Seen, 
 
 
 def _from_sample(source: MultiHeadAttention, attention: Attention, input_BTD: Tensor) -> LayerMetric:
-    """The metric of the attention's own output on a sample: as by weights alone, but with the input's second
-    moment.
+    """Return the metric of the attention's own output on a sample.
 
-    It is that of the same layer behind a root of the moment, whose input is isotropic.
+    It is that of weights alone, but with the input's second moment: the metric of the same layer behind a
+    root of the moment, whose input is isotropic.
     """
     ones_BT1 = torch.ones_like(input_BTD[..., :1])
     input_XE = torch.cat([input_BTD, ones_BT1], -1).flatten(0, 1)
@@ -229,8 +228,9 @@ def _from_sample(source: MultiHeadAttention, attention: Attention, input_BTD: Te
 
 
 def _distances(source: MultiHeadAttention, input_BTD: Tensor) -> Tensor:
-    """How the mass p(1-p) of each head's attention spreads over distances, which is what an error in a
-    score moves.
+    """Return how the mass p(1-p) of each head's attention spreads over distances.
+
+    That mass is what an error in a score moves.
     """
     tokens, weights = input_BTD.shape[1], source.weights().to(torch.float64, "cpu")
     double = MultiHeadAttention.from_weights(weights, source.frequencies, causal=source.causal)

@@ -1,4 +1,4 @@
-"""What the modules share: rotation at positions, what may be read, the softmax over it, and what is cached.
+"""Parts that the modules share: rotation, masks, softmax and cache.
 
 Legend: ../attention.py; B sequences, T tokens whose output is wanted, X tokens that are read, cached ones
 first.
@@ -24,12 +24,12 @@ class TokenCache:
 
     @property
     def tokens(self) -> int:
-        """How many tokens it holds."""
+        """Return the number of tokens in the cache."""
         return self._rows[0].shape[-2] if self._rows else 0
 
     @property
     def elements(self) -> int:
-        """How many numbers it holds, of all sequences."""
+        """Return the number of elements in the cache, of all sequences."""
         return sum(rows.numel() for rows in self._rows)
 
     def append(self, *rows: Tensor) -> tuple[Tensor, ...]:
@@ -43,8 +43,9 @@ class TokenCache:
 def frequency_table(
     width: int, rope_theta: float | None, frequencies: Sequence[float] | None
 ) -> tuple[float, ...]:
-    """Radians per token of the pairs of a rotary width: those given, or theta^(-2i/width) (arXiv 2104.09864),
-    or none.
+    """Return radians per token of the pairs of a rotary width.
+
+    They are those given, or theta^(-2i/width) (arXiv 2104.09864), or none.
 
     Raises:
         InvalidInput: the width is odd, or the table is not half as long.
@@ -64,7 +65,7 @@ def frequency_table(
 
 
 def positions(input_BTD: Tensor, position_BT: Tensor | None, past: int) -> Tensor:
-    """The positions of new tokens: those given, or the next ones, (B, T) or (1, T)."""
+    """Return the positions of new tokens: those given, or the next ones, (B, T) or (1, T)."""
     if position_BT is not None:
         return position_BT
     return torch.arange(past, past + input_BTD.shape[1], device=input_BTD.device)[None]
@@ -73,9 +74,9 @@ def positions(input_BTD: Tensor, position_BT: Tensor | None, past: int) -> Tenso
 def turned(
     rows_BNTH: Tensor, position_BT: Tensor, frequencies: Sequence[float], *, interleaved: bool = False
 ) -> Tensor:
-    """RoPE (arXiv 2104.09864): every pair turned by frequency · position.
+    """Apply RoPE (arXiv 2104.09864): turn every pair by frequency · position.
 
-    Pairs half a head apart, or side by side.
+    The rows of a pair are half a head apart, or neighbours.
     """
     if not frequencies:
         return rows_BNTH
@@ -98,7 +99,7 @@ def attend(
     mask: Tensor | None = None,
     valid_BX: Tensor | None = None,
 ) -> Tensor:
-    """softmax(scale · q kᵀ) v over what may be read (arXiv 1706.03762, equation 1), by torch's fused kernels.
+    """Compute softmax(scale · q kᵀ) v over readable tokens (arXiv 1706.03762, equation 1), by fused kernels.
 
     Args:
         q_BNTH: queries of the last T of the X tokens.
@@ -135,7 +136,7 @@ def attend(
 
 
 def _repeated(rows_BKXH: Tensor, readers: int) -> Tensor:
-    """Each key/value head for all query heads that read it; one head for all takes no memory."""
+    """Repeat each key/value head for all query heads that read it; one head for all takes no memory."""
     if rows_BKXH.shape[1] == 1:
         return rows_BKXH.expand(-1, readers, -1, -1)
     return rows_BKXH.repeat_interleave(readers, 1)

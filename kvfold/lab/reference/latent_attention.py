@@ -16,14 +16,13 @@ from .heads import TokenCache, attend, frequency_table, positions, turned
 
 
 class MultiHeadLatentAttention(nn.Module):
-    """MLA (arXiv 2405.04434, section 2.1): keys and values of all heads come from one small latent, which is
-    what is cached.
+    """MLA (arXiv 2405.04434, section 2.1): keys and values of all heads come from one small cached latent.
 
     c = W_DKV x,  k_n = [W_UK,n c; R(s) W_KR x],  v_n = W_UV,n c,  q_n = [W_Q,n z; R(t) W_QR,n z],  z = x or
     W_DQ x; y_t = Σ_n W_O,n Σ_s softmax_s(scale · q_n·k_n) v_n.
 
-    Absorbed, the same sums in another order: q·(W_UK c) = (W_UKᵀ q)·c, and W_UV is applied after the sum over
-    tokens.
+    Absorbed, the same sums are taken in another order: q·(W_UK c) = (W_UKᵀ q)·c, and W_UV is applied after
+    the sum over tokens.
 
     Args:
         d_model: hidden size D.
@@ -93,7 +92,7 @@ class MultiHeadLatentAttention(nn.Module):
         position_BT: Tensor | None = None,
         cache: TokenCache | None = None,
     ) -> Tensor:
-        """Attention of new tokens to themselves and to those in the cache, (B, T, D).
+        """Attend from new tokens to themselves and to those in the cache, (B, T, D).
 
         Args:
             input_BTD: new tokens.
@@ -131,14 +130,13 @@ class MultiHeadLatentAttention(nn.Module):
         return output_BTD
 
     def cache_size(self) -> int:
-        """Numbers cached per token, C + R."""
+        """Return the elements cached per token, C + R."""
         return self.kv_lora_rank + self.qk_rope_head_dim
 
     def absorb(self) -> Self:
-        """An equal module, of copied weights, that never expands keys and values: attention in the latent
-        itself.
+        """Return an equal module, of copied weights, that attends in the latent and never expands it.
 
-        A score then costs C + R multiplications instead of P + R: right for decoding, where expanding the
+        A score then costs C + R multiplications instead of P + R. That suits decoding, where expanding the
         cache costs more.
         """
         made = copy.deepcopy(self)
@@ -146,7 +144,7 @@ class MultiHeadLatentAttention(nn.Module):
         return made
 
     def settings(self) -> dict[str, Any]:
-        """The constructor's arguments."""
+        """Return the constructor's arguments."""
         names = (
             "d_model",
             "num_heads",
@@ -164,7 +162,7 @@ class MultiHeadLatentAttention(nn.Module):
     def from_weights(
         cls, layer: LatentAttention, frequencies: Sequence[float] = (), *, causal: bool = True
     ) -> Self:
-        """A module with a copy of these weights, in their dtype.
+        """Return a module with a copy of these weights, in their dtype.
 
         Args:
             layer: what a fold gives; heads in its order.
@@ -206,7 +204,9 @@ class MultiHeadLatentAttention(nn.Module):
         return made
 
     def compress_queries(self, rank: int) -> Self:
-        """A copy whose queries go through a latent: the truncated SVD of their weights, exact from rank D on.
+        """Return a copy whose queries go through a latent.
+
+        It is the truncated SVD of their weights, exact from rank D on.
 
         Raises:
             InvalidInput: the queries have a latent already, or the rank does not fit.
@@ -232,7 +232,7 @@ class MultiHeadLatentAttention(nn.Module):
         return made
 
     def up_weight(self) -> Tensor:
-        """Rows (N(P+V), C) that expand the latent, those of a head together, keys first."""
+        """Return rows (N(P+V), C) that expand the latent, those of a head together, keys first."""
         assert isinstance(self.kv_b_proj, nn.Linear)
         return self.kv_b_proj.weight
 

@@ -16,7 +16,7 @@ from .multi_head import MultiHeadAttention
 
 @dataclass(frozen=True)
 class LatentCache:
-    """What the latents have read so far: its size does not depend on how much that was.
+    """The state of latents that have read an input; its size does not depend on the input's length.
 
     Attributes:
         mean_BNLH: softmax-weighted mean of the values.
@@ -28,13 +28,14 @@ class LatentCache:
 
     @property
     def elements(self) -> int:
-        """How many numbers it holds, of all sequences."""
+        """Return the number of elements in the cache, of all sequences."""
         return self.mean_BNLH.numel() + self.log_BNL.numel()
 
 
 class LatentQueryAttention(nn.Module):
-    """Cross-attention of learned latents to an input (Perceiver, arXiv 2103.03206, section 3.1): O(T·L), not
-    O(T²).
+    """Cross-attention of learned latents to an input (Perceiver, arXiv 2103.03206, section 3.1).
+
+    It takes O(T·L), not O(T²).
 
     z' = z + Σ_n W_O,n softmax(scale · W_Q,n z (W_K,n x)ᵀ) W_V,n x;  with `self_attention`, z'' = z' +
     MHA(z').
@@ -85,7 +86,7 @@ class LatentQueryAttention(nn.Module):
     def forward(
         self, input_BXI: Tensor, *, mask: Tensor | None = None, valid_BX: Tensor | None = None
     ) -> Tensor:
-        """The latents after reading, (B, L, D).
+        """Return the latents after reading, (B, L, D).
 
         Args:
             input_BXI: the input.
@@ -99,7 +100,7 @@ class LatentQueryAttention(nn.Module):
     def read(
         self, input_BXI: Tensor, cache: LatentCache | None = None, *, valid_BX: Tensor | None = None
     ) -> LatentCache:
-        """What the latents know after one more piece of the input; `valid_BX` is False at its padding."""
+        """Read one more piece of the input, and return the new state; `valid_BX` is False at its padding."""
         q_BNLH, k_BNXH, v_BNXH = self._rows(input_BXI)
         score_BNLX = self._scale * q_BNLH @ k_BNXH.mT
         if valid_BX is not None:
@@ -116,11 +117,11 @@ class LatentQueryAttention(nn.Module):
         return LatentCache(old * cache.mean_BNLH + new * mean_BNLH, total_BNL)
 
     def result(self, cache: LatentCache) -> Tensor:
-        """The latents after all that was read, (B, L, D)."""
+        """Return the latents after all that was read, (B, L, D)."""
         return self._output(cache.mean_BNLH)
 
     def cache_size(self) -> int:
-        """Numbers cached per sequence, however long it is: L·N·(H + 1)."""
+        """Return the elements cached per sequence, however long it is: L·N·(H + 1)."""
         return self.num_latents * self.num_heads * (self.head_dim + 1)
 
     @property

@@ -12,8 +12,9 @@ from .heads import TokenCache, attend, frequency_table, positions, turned
 
 
 class MultiHeadAttention(nn.Module):
-    """MHA (arXiv 1706.03762), GQA (arXiv 2305.13245) and MQA (arXiv 1911.02150): as many key/value heads as
-    you say.
+    """MHA (arXiv 1706.03762), GQA (arXiv 2305.13245) and MQA (arXiv 1911.02150).
+
+    The number of key/value heads decides which of them it is.
 
     q_n = R(t) W_Q,n x_t,  k_g = R(s) W_K,g x_s,  v_g = W_V,g x_s,  g = n // (N/K);
     y_t = Σ_n W_O,n Σ_s softmax_s(scale · q_n·k_g) v_g.
@@ -75,7 +76,7 @@ class MultiHeadAttention(nn.Module):
         position_BT: Tensor | None = None,
         cache: TokenCache | None = None,
     ) -> Tensor:
-        """Attention of new tokens to themselves and to those in the cache, (B, T, D).
+        """Attend from new tokens to themselves and to those in the cache, (B, T, D).
 
         Args:
             input_BTD: new tokens.
@@ -98,7 +99,7 @@ class MultiHeadAttention(nn.Module):
 
     @torch.no_grad()
     def probabilities(self, input_BTD: Tensor) -> Tensor:
-        """How much each token reads of each other, (B, N, T, X); rows sum to one."""
+        """Return each token's attention to each other, (B, N, T, X); rows sum to one."""
         position = positions(input_BTD, None, 0)
         q_BNTH = turned(self._heads(self.q_proj(input_BTD)), position, self.frequencies)
         k_BKXH = turned(self._heads(self.k_proj(input_BTD)), position, self.frequencies)
@@ -110,11 +111,11 @@ class MultiHeadAttention(nn.Module):
         return map_BNTX
 
     def cache_size(self) -> int:
-        """Numbers cached per token, 2KH."""
+        """Return the elements cached per token, 2KH."""
         return 2 * self.num_kv_heads * self.head_dim
 
     def weights(self) -> Attention:
-        """The module as one layer's tensors, which share its memory."""
+        """Return the module as one layer's tensors, which share its memory."""
         heads, bias = (
             {"q": self.num_heads, "k": self.num_kv_heads, "v": self.num_kv_heads},
             self.q_proj.bias is not None,
@@ -140,8 +141,9 @@ class MultiHeadAttention(nn.Module):
     def from_weights(
         cls, layer: Attention, frequencies: Sequence[float] = (), *, causal: bool = True
     ) -> Self:
-        """A module with a copy of these weights, in their dtype; where one bias is missing but another is
-        not, it is zero.
+        """Return a module with a copy of these weights, in their dtype.
+
+        Where one bias is missing but another is not, it is zero.
 
         Raises:
             InvalidInput: the layer has query or key norms.
@@ -176,7 +178,7 @@ class MultiHeadAttention(nn.Module):
 
     @classmethod
     def from_torch(cls, module: nn.MultiheadAttention, *, causal: bool = False) -> Self:
-        """The same function as torch's own module of self-attention, without its dropout.
+        """Return the same function as torch's own module of self-attention, without its dropout.
 
         Raises:
             InvalidInput: it has widths or extra tokens that this module lacks.
@@ -196,8 +198,9 @@ class MultiHeadAttention(nn.Module):
         return made
 
     def to_torch(self) -> nn.MultiheadAttention:
-        """The same function as torch's own module, batch first; key/value heads are repeated, masks are the
-        caller's.
+        """Return the same function as torch's own module, batch first.
+
+        Key/value heads are repeated; masks are the caller's.
 
         Raises:
             InvalidInput: that module cannot express it.

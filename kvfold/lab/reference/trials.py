@@ -1,4 +1,4 @@
-"""What the variants do when they run: time, memory, and how far a fold's output is from its source's.
+"""Time, memory and output distances of the variants when they run.
 
 Legend: heads.py.
 """
@@ -128,7 +128,10 @@ def _seconds(call: Callable[[], Tensor], device: str) -> float:
 
 @torch.no_grad()
 def distances(module: nn.Module, source: nn.Module, input_BTD: Tensor) -> tuple[float, float]:
-    """Relative L2 ‖y - ŷ‖/‖y‖ over all tokens, and cosine distance 1 - cos(y, ŷ), a mean over tokens."""
+    """Return relative L2 ‖y - ŷ‖/‖y‖ over all tokens, and cosine distance 1 - cos(y, ŷ).
+
+    The latter is a mean over tokens.
+    """
     wanted_BTD, got_BTD = source(input_BTD), module(input_BTD)
     relative = float((got_BTD - wanted_BTD).norm() / wanted_BTD.norm())
     cosine = nn.functional.cosine_similarity(got_BTD.double(), wanted_BTD.double(), dim=-1)
@@ -137,8 +140,9 @@ def distances(module: nn.Module, source: nn.Module, input_BTD: Tensor) -> tuple[
 
 @torch.no_grad()
 def divided_rope_key(heads: int = 8, seed: int = 0) -> Claim:
-    """Whether dividing the shared rotary key by the number of heads is the same as sharing it, on random
-    weights.
+    """Return whether dividing the shared rotary key by the number of heads equals sharing it.
+
+    Weights are random.
     """
     torch.manual_seed(seed)
     shared = MultiHeadLatentAttention(
