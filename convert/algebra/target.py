@@ -179,7 +179,7 @@ def _gqa(source: Geometry, kv_heads: int | None, elements: int | None) -> GQA:
         kv_heads = fitting[-1]
     if kv_heads not in divisors:
         raise InvalidInput(
-            f"{heads} key/value heads do not fold into {kv_heads}; these would fit: {_listed(divisors)}"
+            f"{heads} key/value heads do not fold into {kv_heads}; choose from {_listed(divisors)}"
         )
     return GQA(num_key_value_heads=kv_heads)
 
@@ -201,23 +201,22 @@ def _mla(
         limit = min(ROPE_DIM, rotary_width)
         rope_dim = limit if elements is None else _halvings(limit, int(elements * ROPE_SHARE))
     if rope_dim not in widths:
-        raise InvalidInput(f"--rope-dim {rope_dim} does not fit; even numbers from 2 to {full} would")
+        raise InvalidInput(f"--rope-dim {rope_dim} does not fit; choose an even number from 2 to {full}")
     if elements is not None:
         kv_lora_rank = elements - rope_dim
         if kv_lora_rank < 1:
             raise InvalidInput(
-                f"a budget of {elements} elements per token and layer leaves no room for a latent "
-                f"beside --rope-dim {rope_dim}; the least would be {share_of(rope_dim + 1, source)}"
+                f"a budget of {elements} elements per token and layer leaves no room for a latent next to "
+                f"--rope-dim {rope_dim}; the least would be {share_of(rope_dim + 1, source)}"
             )
     else:
         kv_lora_rank = int(rank) if rank is not None and rank.isascii() and rank.isdigit() else 0
     most = source.cache_elements - rope_dim - 1
     if not 1 <= kv_lora_rank <= most:
         raise InvalidInput(
-            f"--rank {rank} does not fit: beside a rotary part of {rope_dim}, ranks from 1 to {most} make "
-            f"the cache smaller "
-            f"than the source's {source.cache_elements} elements per token and layer, and --rank full "
-            f"keeps everything"
+            f"--rank {rank} does not fit: with a rotary part of {rope_dim}, ranks from 1 to {most} "
+            f"make the cache smaller than the source's {source.cache_elements} elements per token and "
+            "layer, and --rank full keeps everything"
         )
     return MLA(kv_lora_rank=kv_lora_rank, qk_rope_head_dim=rope_dim)
 
@@ -237,7 +236,7 @@ def _joint(
         )
     if rope_dim is not None:
         raise InvalidInput(
-            "--rope-dim does not apply here: there is no rotary key beside the latent; leave it out"
+            "--rope-dim does not apply here: there is no rotary key next to the latent; leave it out"
         )
     full = source.cache_elements if normed else min(source.cache_elements, source.hidden_size)
     if rank == "full":
@@ -246,8 +245,8 @@ def _joint(
         elements = int(rank) if rank is not None and rank.isascii() and rank.isdigit() else 0
         if not 1 <= elements <= full:
             raise InvalidInput(
-                f"--rank {rank} does not fit; ranks from 1 to {full}, which keeps everything (--rank "
-                f"full), would"
+                f"--rank {rank} does not fit; choose a rank from 1 to {full}, or --rank full, which keeps "
+                "everything"
             )
     if elements < 1:
         raise InvalidInput(f"this budget is less than one element; the least would be {share_of(1, source)}")
@@ -266,8 +265,8 @@ def query_rank(source: Geometry, text: str | None) -> int | None:
     rank = full if text == "full" else int(text) if text.isascii() and text.isdigit() else 0
     if not 1 <= rank <= full:
         raise InvalidInput(
-            f"--q-lora-rank {text} does not fit; ranks from 1 to {full}, which keeps every query "
-            f"(--q-lora-rank full), would"
+            f"--q-lora-rank {text} does not fit; choose a rank from 1 to {full}, or --q-lora-rank "
+            "full, which keeps every query"
         )
     return rank
 

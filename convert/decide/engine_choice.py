@@ -86,7 +86,7 @@ def choose_plan(
             return EngineChoice(plan=plan, reasons=reasons, unsaved=tuple(map(str, unsaved)))
         refused[container] = str((failing or unsaved)[0])
     against = [f"{_FORMS[name]}: {why}" if name in _FORMS else why for name, why in refused.items()]
-    raise InvalidInput(f"no output of this kind would do for {', '.join(engines)}: {'; '.join(against)}")
+    raise InvalidInput(f"no output format of this target suits {', '.join(engines)}: {'; '.join(against)}")
 
 
 def judge(

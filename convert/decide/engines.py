@@ -19,9 +19,7 @@ def read_engines(text: str | None) -> tuple[str, ...]:
     names = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
     for name in names:
         if name not in ENGINES:
-            raise InvalidInput(
-                f"--engine {name!r} is not one that kvfold knows; these are: {', '.join(ENGINES)}"
-            )
+            raise InvalidInput(f"--engine {name!r} is unknown; choose from: {', '.join(ENGINES)}")
     return names
 
 

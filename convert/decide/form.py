@@ -50,13 +50,13 @@ def choose_form(source: Source, rope: str | None, container: str) -> Form:
         raise InvalidInput(f"--rope decoupled cannot hold {source.family.label}: {forced}; use --rope intact")
     if rope == "intact" and not source.rotary_width:
         raise InvalidInput(
-            f"--rope intact is for sources with rotary embeddings, and {source.family.label} has none; "
-            f"leave it out"
+            f"--rope intact needs a source with rotary embeddings, and {source.family.label} has "
+            "none; leave it out"
         )
     intact = rope == "intact" or forced is not None
     obstacle = "rotation is left intact" if intact else _stock_obstacle(source)
     if container == "stock" and obstacle is not None:
-        raise InvalidInput(f"--container stock cannot hold this: {obstacle}; use --container remote")
+        raise InvalidInput(f"--container stock cannot hold this source: {obstacle}; use --container remote")
     remote = container == "remote" or obstacle is not None
     return Form(
         "intact" if intact else "decoupled", remote, None if container == "remote" else forced or obstacle

@@ -54,15 +54,13 @@ def served_target(
     size = source.geometry.cache_elements
     if profile.cached >= size:
         raise InvalidInput(
-            f"the form for other engines caches {profile} elements of a latent, and the source {size} in "
-            f"all; "
-            "use --to gqa, or --engine transformers"
+            f"engines other than transformers cache {profile} elements of a latent, and the source's "
+            f"cache has only {size}; use --to gqa, or --engine transformers"
         )
     if budget is not None and budget_elements(source.geometry, budget) < profile.cached:
         raise InvalidInput(
-            f"--kv-budget {budget} is {budget_elements(source.geometry, budget)} elements per token and "
-            f"layer, and engines "
-            f"other than transformers cache {profile}; the least would be "
+            f"--kv-budget {budget} is {budget_elements(source.geometry, budget)} elements per token "
+            f"and layer, but engines other than transformers cache {profile}; the least would be "
             f"{share_of(profile.cached, source.geometry)}"
         )
     rank = str(profile.latent) if rank is None else rank
@@ -85,10 +83,9 @@ def _whole(source: Source, profile: Profile) -> tuple[MLA, tuple[Band, ...]]:
     )
     if rank > profile.latent or _places(source, bands, profile) is None:
         raise InvalidInput(
-            f"--rank full needs a slot for each rotary pair of {heads} key/value heads {width} wide, and "
-            f"other engines than "
-            f"transformers have one at each of {profile.rope // 2} default frequencies; use --rank "
-            f"{profile.latent}"
+            f"--rank full needs a slot for each rotary pair of {heads} key/value heads of width "
+            f"{width}, but engines other than transformers have one slot at each of "
+            f"{profile.rope // 2} default frequencies; use --rank {profile.latent}"
         )
     return MLA(kv_lora_rank=rank, qk_rope_head_dim=heads * width, slots="source"), bands
 
@@ -119,9 +116,8 @@ def served_container(
     """
     if "o" in source.biased:
         raise InvalidInput(
-            f"its attention's output has a bias, for which the latent class of engines other than "
-            f"transformers has no place; "
-            f"use --to gqa, which keeps {source.family.architecture}"
+            "the source's attention output has a bias, which the latent class of engines other than "
+            f"transformers cannot hold; use --to gqa, which keeps {source.family.architecture}"
         )
     nope = 0 if target.slots == "source" and not source.mixed else source.geometry.head_dim
     widths = choose_heads(profile, nope, source.geometry.head_dim)

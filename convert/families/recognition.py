@@ -49,7 +49,7 @@ def family_of(config: Mapping[str, Any]) -> Family:
     if kind in _LATENT:
         raise InvalidInput(f"model_type {kind} already has latent attention; kvfold folds {known}")
     if kind not in FAMILIES:
-        raise InvalidInput(f"model_type {kind!r} is not one that kvfold knows: {known}")
+        raise InvalidInput(f"model_type {kind!r} is unknown; kvfold folds {known}")
     family = FAMILIES[kind]
     architectures = config.get("architectures") or [family.architecture]
     if architectures != [family.architecture]:
@@ -116,7 +116,7 @@ def geometry_of(config: Mapping[str, Any]) -> Geometry:
             f"config.json is inconsistent: {heads} query heads do not share {kv_heads} key/value heads evenly"
         )
     if head_dim % 2:
-        raise InvalidInput(f"config.json has head_dim {head_dim}; rotary heads have an even one")
+        raise InvalidInput(f"config.json has head_dim {head_dim}; rotary heads need an even one")
     return Geometry(
         hidden_size=hidden, num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=head_dim
     )
@@ -133,7 +133,7 @@ def rotary_width(family: Family, config: Mapping[str, Any], head_dim: int) -> in
     width = config.get("rotary_dim") or int(head_dim * (partial_factor(config) or 1.0))
     if width % 2 or not 0 <= width <= head_dim:
         raise InvalidInput(
-            f"config.json has {width} rotary dimensions; an even number of at most {head_dim} would do"
+            f"config.json has {width} rotary dimensions; it needs an even number of at most {head_dim}"
         )
     return int(width)
 

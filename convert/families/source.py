@@ -108,7 +108,7 @@ class Source:
             }
             if len(kinds) > 1:
                 raise InvalidInput(
-                    "the layers have unlike rotary embeddings, and one set of rotary slots serves all; "
+                    "the layers have different rotary embeddings, but one set of rotary slots serves all; "
                     "use --to gqa"
                 )
         still_F = torch.full((self.geometry.head_dim // 2,), STILL, dtype=torch.float64)
@@ -253,7 +253,7 @@ def open_source(directory: Path) -> Source:
     """
     if (directory / "kvfold.json").exists():
         raise InvalidInput(
-            f"{directory} is already converted by kvfold; convert the source named in its kvfold.json instead"
+            f"{directory} is already folded by kvfold; fold the source named in its kvfold.json instead"
         )
     checkpoint = Checkpoint(directory)
     family = family_of(checkpoint.config)
@@ -328,7 +328,8 @@ def _biases(checkpoint: Checkpoint, family: Family, geometry: Geometry, layers: 
         for role, name in family.projections(layer).items():
             if role not in biases and f"{name}.bias" in checkpoint:
                 raise InvalidInput(
-                    f"{checkpoint.directory} has {name}.bias, but layer 0 has none; layers must be alike"
+                    f"{checkpoint.directory} has {name}.bias, but layer 0 has none; all layers must have the "
+                    "same biases"
                 )
     return biases
 

@@ -116,7 +116,8 @@ class HostClass(Container):
         renamed = self.host.modules.get(module.replace(f".{layer}.", ".{layer}.", 1) if layer else module)
         if renamed is None:
             raise InvalidInput(
-                f"{name} has no place in {self.architecture}, as which {self.family.label} is written"
+                f"{name} has no place in {self.architecture}, the class that {self.family.label} is "
+                "written in"
             )
         renamed = f"{self.host.family.prefix}{renamed.format(layer=layer)}.{part}"
         if self.family.transposed and layer and len(spec.shape) == 2:

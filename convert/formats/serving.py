@@ -77,9 +77,9 @@ def choose_heads(profile: Profile, nope: int, value: int) -> tuple[int, int]:
             return heads
     widest = max(profile.heads)
     raise InvalidInput(
-        f"its heads are {max(nope, value)} wide, and the widest that engines other than transformers have "
-        f"kernels for hold "
-        f"{widest[0]} un-rotated dimensions and {widest[1]} of a value; use --container remote"
+        f"the source's heads are {max(nope, value)} wide, but engines other than transformers "
+        f"have kernels for at most {widest[0]} un-rotated dimensions and {widest[1]} of a value; "
+        "use --container remote"
     )
 
 

@@ -70,7 +70,8 @@ def _chosen(
     if isinstance(target, MLA) and fixed:
         if method in PEERS:
             raise InvalidInput(
-                f"--method {method} has slots of its own, and engines other than transformers have a table"
+                f"--method {method} has slots of its own, but engines other than transformers have a "
+                "fixed table; choose another method"
             )
         return (
             (target, fixed, ())
@@ -235,9 +236,8 @@ def _fixed_bands(source: Source, target: MLA) -> tuple[Band, ...]:
         return source_bands(table_F, source.geometry.num_key_value_heads)
     if target.qk_rope_head_dim > source.rotary_width:
         raise InvalidInput(
-            f"--rope-dim {target.qk_rope_head_dim} does not fit: {source.rotary_width} dimensions of a "
-            f"head rotate, and "
-            "only slots that are allocated by statistics can be more than those; leave it out"
+            f"--rope-dim {target.qk_rope_head_dim} does not fit: {source.rotary_width} dimensions of "
+            "a head rotate, and only statistics can allocate more slots than that; leave it out"
         )
     uniform_S, _ = frequencies(rope_parameters(source.config), target.qk_rope_head_dim, source.positions)
     return uniform_bands(table_F[: source.rotary_width // 2], uniform_S)  # what does not rotate needs no slot

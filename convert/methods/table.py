@@ -38,7 +38,7 @@ def check(target: GQA | MLA, method: str | None) -> str:
     """
     known = names(target)
     if method is not None and method not in known:
-        raise InvalidInput(f"--method {method} is not for this target; it has {', '.join(known)}")
+        raise InvalidInput(f"--method {method} does not apply to this target; choose from {', '.join(known)}")
     if method in PEERS and isinstance(target, MLA) and target.q_lora_rank is not None:
         raise InvalidInput(
             f"--q-lora-rank does not apply to --method {method}, which is taken as published; leave it out"

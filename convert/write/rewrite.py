@@ -104,7 +104,7 @@ def _share(
         with together(), _failures(plan, out):
             if fingerprint != agreed:
                 raise InvalidInput(
-                    "the processes do not see the same source; give them one directory that all of them share"
+                    "the processes do not see the same source; give them one directory that they all share"
                 )
             if rank == 0:
                 journal = first.enter_context(first_journal(partial, fingerprint))

@@ -135,7 +135,7 @@ def _shape(model: str | None, options: dict[str, Any]) -> tuple[Shape, "MultiHea
         ]
         if given:
             raise InvalidInput(
-                f"{' and '.join(given)} would contradict MODEL, which has a shape; leave out one of both"
+                f"{' and '.join(given)} would contradict the shape of MODEL; leave out one of the two"
             )
         from ..core.hub import resolve
 
@@ -143,7 +143,7 @@ def _shape(model: str | None, options: dict[str, Any]) -> tuple[Shape, "MultiHea
         geometry, layers, source = _of_model(directory, options["measure"])
         d_model, heads, kv_heads, width = geometry
     if heads % kv_heads:
-        raise InvalidInput(f"{heads} heads do not divide into {kv_heads} key/value heads; a divisor would do")
+        raise InvalidInput(f"{heads} heads do not divide into {kv_heads} key/value heads; choose a divisor")
     rope = options["rope_dim"]
     return Shape(
         d_model=d_model,
@@ -235,7 +235,7 @@ def _measured(
     for device in devices:
         if device != "cpu" and not (device == "cuda" and torch.cuda.is_available()):
             raise InvalidInput(
-                f"--device {device} is not to be had here; cpu is, and cuda where torch has a GPU"
+                f"--device {device} is not available here; use cpu, or cuda where torch has a GPU"
             )
     torch.manual_seed(0)
     if source is None:

@@ -235,7 +235,8 @@ def _curve(rows: list["Row"], unit: str, model: str, png: Path | None) -> list[d
     if png is not None:
         if not points:
             raise InvalidInput(
-                f"--png {png}: no loss of this source's attention can be predicted; there is nothing to draw"
+                f"--png {png}: no loss of this source's attention can be predicted, so there is nothing "
+                "to draw"
             )
         draw(points, unit, f"predicted loss of {Path(model).name or model}", png)
     return [asdict(point) for point in points]
@@ -245,9 +246,7 @@ def _warn(
     source: "Source", bounds: "Bounds", calibration: str, refused: dict[str, str], as_json: bool
 ) -> None:
     if bounds.context > source.positions:
-        notice(
-            f"--context {bounds.context} is beyond the source's max_position_embeddings, {source.positions}"
-        )
+        notice(f"--context {bounds.context} exceeds the source's max_position_embeddings, {source.positions}")
     if calibration == "none":
         notice(
             "losses are predicted from the weights alone; --calibration self or saved statistics rank far "

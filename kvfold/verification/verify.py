@@ -277,9 +277,8 @@ def _size(written: Written, source: Path | None) -> dict[str, Any]:
     free = free_bytes() - logits
     if max(stored) > free:
         raise InvalidInput(
-            f"{written.directory} takes {max(stored) / 1e9:.1f} GB of memory to run, and "
-            f"{max(free, 0) / 1e9:.1f} GB are free; "
-            "use --lint to ask the rules alone"
+            f"{written.directory} takes {max(stored) / 1e9:.1f} GB of memory to run, but only "
+            f"{max(free, 0) / 1e9:.1f} GB are free; use --lint to apply the rules alone"
         )
     dtype = "float32" if 4 * max(counts) <= free else "auto"
     return {"dtype": dtype, "sequences": SEQUENCES, "length": length}
@@ -324,7 +323,7 @@ def _look_for_changes(directory: Path, source: Path | None) -> None:
 
     source = source or source_directory(directory, "--source")
     if source and (name := changed_since(read_record(directory), source)):
-        notice(f"{source} is not what {directory} was made of: by kvfold.json {name} was another file")
+        notice(f"{source} is not what {directory} was made of: kvfold.json records another {name}")
 
 
 def _show(report: VerificationReport) -> None:

@@ -73,7 +73,7 @@ CASES: dict[str, tuple[Callable[[Path], None], tuple[str, ...], str]] = {
         ("--to", "gqa", "--kv-heads", "3"),
         "8 key/value heads do not fold into 3; ",
     ),
-    "heads listed": (nothing, ("--to", "gqa", "--kv-heads", "16"), "these would fit: 1, 2, 4, 8"),
+    "heads listed": (nothing, ("--to", "gqa", "--kv-heads", "16"), "choose from 1, 2, 4, 8"),
     "no heads": (
         nothing,
         ("--to", "gqa"),
@@ -97,7 +97,7 @@ CASES: dict[str, tuple[Callable[[Path], None], tuple[str, ...], str]] = {
     "odd rope": (
         nothing,
         ("--to", "mla", "--rank", "9", "--rope-dim", "3"),
-        "even numbers from 2 to 64 would",
+        "choose an even number from 2 to 64",
     ),
     "rope with full": (nothing, ("--to", "mla", "--rank", "full", "--rope-dim", "4"), "leave --rope-dim out"),
     "budget below minimum": (
@@ -107,8 +107,12 @@ CASES: dict[str, tuple[Callable[[Path], None], tuple[str, ...], str]] = {
     ),
     "budget below rope": (nothing, ("--to", "mla", "--kv-budget", "1%"), "leaves no room for a latent"),
     "budget no share": (nothing, ("--to", "mla", "--kv-budget", "lots"), "write for example 25% or 0.25"),
-    "budget over all": (nothing, ("--to", "mla", "--kv-budget", "120%"), "is no share of the source's cache"),
-    "method of another target": (nothing, (*MLA, "--method", "mean"), "it has subspace"),
+    "budget over all": (
+        nothing,
+        ("--to", "mla", "--kv-budget", "120%"),
+        "is not a share of the source's cache",
+    ),
+    "method of another target": (nothing, (*MLA, "--method", "mean"), "choose from subspace"),
     "shard size": (nothing, (*MLA, "--shard-size", "many"), "write for example 500MB or 5GB"),
     "no config": (lambda source: (source / "config.json").unlink(), MLA, "has no config.json"),
     "config no JSON": (lambda source: (source / "config.json").write_text("{"), MLA, "is not valid JSON"),
@@ -123,7 +127,7 @@ CASES: dict[str, tuple[Callable[[Path], None], tuple[str, ...], str]] = {
     ),
     "wrong shape": (config_with(num_key_value_heads=4), MLA, "but config.json implies"),
     "missing size": (config_with(num_attention_heads=None), MLA, "config.json has num_attention_heads None"),
-    "unknown family": (config_with(model_type="mamba"), MLA, "is not one that kvfold knows: cohere, "),
+    "unknown family": (config_with(model_type="mamba"), MLA, "is unknown; kvfold folds cohere, "),
     "encoder": (config_with(model_type="bert"), MLA, "is an encoder model"),
     "latent already": (config_with(model_type="deepseek_v3"), MLA, "already has latent attention"),
     "quantised": (
@@ -278,7 +282,7 @@ def test_a_converted_checkpoint_is_not_converted_again(tmp_path: Path) -> None:
         main, [str(tmp_path / "out"), "--to", "mqa", "--out", str(tmp_path / "again")]
     )
     assert result.exit_code == 2
-    assert "already converted by kvfold" in result.output
+    assert "already folded by kvfold" in result.output
 
 
 def test_things_that_are_no_model(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ def test_a_source_that_has_changed_is_told(make: Make, tmp_path: Path) -> None:
     )
     done = CliRunner().invoke(verify, [str(out)])
     assert (
-        f"{source} is not what {out} was made of: by kvfold.json model.safetensors was another file"
+        f"{source} is not what {out} was made of: kvfold.json records another model.safetensors"
         in done.output
     )
 

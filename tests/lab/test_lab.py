@@ -247,9 +247,9 @@ def test_plot(tmp_path: Path) -> None:
         (["--d-model", "64", "--heads", "4", "--lengths", "4k,x"], "--lengths 'x' is not a number of tokens"),
         (
             ["--d-model", "64", "--heads", "4", "--measure", "--device", "abacus"],
-            "--device abacus is not to be had",
+            "--device abacus is not available",
         ),
-        ([str(DEMO), "--heads", "4"], "--heads would contradict MODEL"),
+        ([str(DEMO), "--heads", "4"], "--heads would contradict the shape of MODEL"),
     ],
 )
 def test_mistakes(words: list[str], message: str) -> None:

@@ -176,5 +176,5 @@ def test_query_latent_of_full_rank_is_exact() -> None:
     module, x = latent(), inputs()
     torch.testing.assert_close(module.compress_queries(D)(x), module(x))
     assert module.compress_queries(3).q_b_proj.weight.shape == (N * 9, 3)
-    with pytest.raises(InvalidInput, match="from 1 to 24"):
+    with pytest.raises(InvalidInput, match="choose 1 to 24"):
         module.compress_queries(25)

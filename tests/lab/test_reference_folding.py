@@ -49,7 +49,7 @@ def test_experts_at_first_are_plain_mla(top_k: int) -> None:
 def test_experts_have_no_absorbed_form() -> None:
     with pytest.raises(InvalidInput, match="token to token"):
         ExpertLatentAttention.from_latent(latent(), num_experts=2).absorb()
-    with pytest.raises(InvalidInput, match="1 to 2 would"):
+    with pytest.raises(InvalidInput, match="choose 1 to 2"):
         ExpertLatentAttention.from_latent(latent(), num_experts=2, top_k=3)
 
 
@@ -286,8 +286,8 @@ def test_torch_module_folds() -> None:
 @pytest.mark.parametrize(
     ("target", "message"),
     [
-        (GQA(num_key_value_heads=3), "do not fold into 3; these would fit: 1, 2, 4"),
-        (MLA(kv_lora_rank=8, qk_rope_head_dim=3), "even numbers from 2 to 6"),
+        (GQA(num_key_value_heads=3), "do not fold into 3; choose from 1, 2, 4"),
+        (MLA(kv_lora_rank=8, qk_rope_head_dim=3), "choose an even number from 2 to 6"),
         (MLA(kv_lora_rank=0, qk_rope_head_dim=2), "1 or more"),
         (MLA(kv_lora_rank=8, qk_rope_head_dim=0, rope="intact", slots="none"), "decoupled"),
     ],

@@ -256,7 +256,7 @@ def test_wrong_bounds(text: str) -> None:
     [
         ({"steps": "25%,50%"}, "--steps 25%,50%: 50% gives no smaller cache than 25% before it"),
         ({"steps": "30%,25%"}, "25% gives no smaller cache than 30% before it"),
-        ({"steps": "150%"}, "--steps 150% is no share of the source's cache"),
+        ({"steps": "150%"}, "--steps 150% is not a share of the source's cache"),
         ({"steps": "50%,"}, "--steps"),
         ({"steps": "5%"}, "--steps 5%: a budget of 12 elements"),
         ({"to": "mqa"}, "does not apply to --to mqa"),

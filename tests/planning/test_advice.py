@@ -308,7 +308,7 @@ def test_curve_and_picture(tmp_path: Path, statistics: Path) -> None:
         (("--memory", "24 parsecs"), "is not a number of bytes"),
         (("--memory", "0GB"), "is not a number of bytes"),
         (("--budgets", "50%,150%"), "is no share"),
-        (("--engine", "mlc"), "is not one that kvfold knows"),
+        (("--engine", "mlc"), "--engine 'mlc' is unknown"),
         (("--png", "curve.svg"), "does not end in .png"),
         (("--png", "nowhere/curve.png"), "there is no directory"),
         (("--calibration", "absent.safetensors"), "absent.safetensors"),

@@ -35,7 +35,7 @@ class ExpertUp(nn.Module):
     def __init__(self, rank: int, rows: int, num_experts: int, top_k: int) -> None:
         super().__init__()
         if not 1 <= top_k <= num_experts:
-            raise InvalidInput(f"top_k {top_k} does not fit {num_experts} experts; 1 to {num_experts} would")
+            raise InvalidInput(f"top_k {top_k} does not fit {num_experts} experts; choose 1 to {num_experts}")
         self.top_k = top_k
         self.router = nn.Linear(rank, num_experts)
         self.weight_EMC = nn.Parameter(torch.randn(num_experts, rows, rank) * rank**-0.5)
@@ -117,8 +117,8 @@ class ExpertLatentAttention(MultiHeadLatentAttention):
             InvalidInput: always.
         """
         raise InvalidInput(
-            "experts differ from token to token, so there is no one matrix to absorb; absorb() is for "
-            "plain MLA"
+            "experts differ from token to token, so there is no single matrix to absorb; absorb() is "
+            "for plain MLA"
         )
 
     @classmethod
@@ -167,12 +167,11 @@ class ExpertLatentAttention(MultiHeadLatentAttention):
         """
         bias = source.kv_a_proj.bias
         if source.norms or (bias is not None and bool(bias[: source.kv_lora_rank].any())):
-            raise InvalidInput(
-                "the source's latent has a norm or a bias; one that is linear in the input is needed"
-            )
+            raise InvalidInput("the source's latent has a norm or a bias; it must be linear in the input")
         if not 1 <= rank <= source.kv_lora_rank:
             raise InvalidInput(
-                f"a rank of {rank} does not fit a latent of {source.kv_lora_rank}; from 1 to that would"
+                f"a rank of {rank} does not fit a latent of {source.kv_lora_rank}; choose 1 to "
+                f"{source.kv_lora_rank}"
             )
         sample_ZD = input_BTD.detach().flatten(0, -2).double().cpu()
         if len(sample_ZD) < num_experts:

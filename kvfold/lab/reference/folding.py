@@ -117,7 +117,7 @@ def _plain(module: nn.Module) -> MultiHeadAttention:
     if isinstance(module, nn.MultiheadAttention):
         return MultiHeadAttention.from_torch(module)
     raise InvalidInput(
-        f"{type(module).__name__} cannot be folded; a MultiHeadAttention or torch's MultiheadAttention can"
+        f"{type(module).__name__} cannot be folded; give a MultiHeadAttention or torch's MultiheadAttention"
     )
 
 
@@ -132,9 +132,9 @@ def _pooled(
     groups, heads = target.num_key_value_heads, source.num_kv_heads
     if groups < 1 or heads % groups:
         fitting = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
-        raise InvalidInput(f"{heads} key/value heads do not fold into {groups}; these would fit: {fitting}")
+        raise InvalidInput(f"{heads} key/value heads do not fold into {groups}; choose from {fitting}")
     if source.head_dim % 2:
-        raise InvalidInput(f"heads of width {source.head_dim} have no pairs; an even width is needed")
+        raise InvalidInput(f"heads of width {source.head_dim} have no rotary pairs; the width must be even")
     name = methods.check(target, method)
     if name == "subspace":
         moved, its_metric, gain = grouped(attention, metric, groups)
@@ -148,17 +148,15 @@ def _latent(
     source: MultiHeadAttention, attention: Attention, target: MLA, metric: LayerMetric, method: str | None
 ) -> MultiHeadLatentAttention:
     if target.rope != "decoupled":
-        raise InvalidInput(
-            "these modules rotate a key of its own beside the latent; rope='decoupled' would be right"
-        )
+        raise InvalidInput("these modules have a rotary key next to the latent; use rope='decoupled'")
     if method not in (None, *methods.FACTOR):
-        raise InvalidInput(f"method {method} is not for modules; {', '.join(methods.FACTOR)} is")
+        raise InvalidInput(f"method {method} does not apply to modules; use {', '.join(methods.FACTOR)}")
     if target.kv_lora_rank < 1:
-        raise InvalidInput(f"kv_lora_rank {target.kv_lora_rank} does not fit; 1 or more would")
+        raise InvalidInput(f"kv_lora_rank {target.kv_lora_rank} does not fit; choose 1 or more")
     if not source.frequencies:
         if target.qk_rope_head_dim:
             raise InvalidInput(
-                "the module rotates nothing, so there is no rotary key; qk_rope_head_dim=0 would be right"
+                "the module rotates nothing, so there is no rotary key; use qk_rope_head_dim=0"
             )
         most = full_rank(source.d_model, 2 * source.num_kv_heads * source.head_dim, normed=False)
         target = replace(target, kv_lora_rank=min(target.kv_lora_rank, most))
@@ -179,13 +177,13 @@ def _bands(attention: Attention, table_F: Tensor, target: MLA, metric: LayerMetr
         return source_bands(table_F, heads)
     if target.slots not in ("allocated", "uniform"):
         raise InvalidInput(
-            f"slots {target.slots!r} are not for modules; 'source', 'allocated' and 'uniform' are"
+            f"slots {target.slots!r} do not apply to modules; use 'source', 'allocated' or 'uniform'"
         )
     most = heads * len(table_F) if target.slots == "allocated" else len(table_F)
     if target.qk_rope_head_dim % 2 or not 1 <= slots <= most:
         raise InvalidInput(
-            f"qk_rope_head_dim {target.qk_rope_head_dim} does not fit; even numbers from 2 to {2 * most} "
-            f"would"
+            f"qk_rope_head_dim {target.qk_rope_head_dim} does not fit; choose an even number from 2 "
+            f"to {2 * most}"
         )
     if target.slots == "allocated":
         return allocate(saved_by_slots(attention, table_F, metric), table_F, slots)
@@ -199,7 +197,7 @@ def _metric(source: MultiHeadAttention, attention: Attention, statistics: Seen, 
         return from_statistics(statistics)
     if statistics.ndim != 3 or statistics.shape[-1] != source.d_model:
         raise InvalidInput(
-            f"a sample of shape {tuple(statistics.shape)} does not fit; (B, T, {source.d_model}) would"
+            f"a sample of shape {tuple(statistics.shape)} does not fit; it must be (B, T, {source.d_model})"
         )
     return _from_sample(source, attention, statistics.detach().to("cpu", torch.float64))
 

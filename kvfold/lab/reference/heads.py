@@ -53,13 +53,13 @@ def frequency_table(
     if frequencies is None and rope_theta is None:
         return ()
     if width % 2:
-        raise InvalidInput(f"a rotary width of {width} is odd; an even one would be right")
+        raise InvalidInput(f"a rotary width of {width} is odd; it must be even")
     if frequencies is None:
         assert rope_theta is not None
         return tuple(rope_theta ** (-pair / width) for pair in range(0, width, 2))
     if len(frequencies) not in (0, width // 2):
         raise InvalidInput(
-            f"{len(frequencies)} frequencies do not suit a rotary width of {width}; {width // 2} would"
+            f"{len(frequencies)} frequencies do not fit a rotary width of {width}; give {width // 2}"
         )
     return tuple(float(frequency) for frequency in frequencies)
 

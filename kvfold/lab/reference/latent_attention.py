@@ -214,7 +214,7 @@ class MultiHeadLatentAttention(nn.Module):
         most = min(self.q_b_proj.weight.shape)
         if self.q_a_proj is not None or not 1 <= rank <= most:
             raise InvalidInput(
-                f"q_lora_rank {rank} does not fit; ranks from 1 to {most} would, for queries without a latent"
+                f"q_lora_rank {rank} does not fit; choose 1 to {most}, for queries without a latent"
             )
         made = copy.deepcopy(self)
         weight = self.q_b_proj.weight.detach()

@@ -67,7 +67,7 @@ class LatentQueryAttention(nn.Module):
         super().__init__()
         if d_model % num_heads:
             raise InvalidInput(
-                f"a width of {d_model} does not divide into {num_heads} heads; a divisor would do"
+                f"a width of {d_model} does not divide into {num_heads} heads; choose a divisor"
             )
         self.d_model, self.num_heads, self.num_latents, self.d_input = (
             d_model,

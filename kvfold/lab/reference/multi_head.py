@@ -55,8 +55,7 @@ class MultiHeadAttention(nn.Module):
             )
         if num_heads % (num_kv_heads or num_heads):
             raise InvalidInput(
-                f"{num_heads} query heads do not divide into {num_kv_heads} key/value heads; a divisor "
-                f"would do"
+                f"{num_heads} query heads do not divide into {num_kv_heads} key/value heads; choose a divisor"
             )
         self.d_model, self.num_heads, self.num_kv_heads = d_model, num_heads, num_kv_heads or num_heads
         self.head_dim = head_dim or d_model // num_heads
@@ -150,8 +149,7 @@ class MultiHeadAttention(nn.Module):
         """
         if layer.q_norm_NH is not None or layer.k_norm_KH is not None:
             raise InvalidInput(
-                "this attention has query or key norms, which this module lacks; a source without them "
-                "would do"
+                "this attention has query or key norms, which this module lacks; give a source without them"
             )
         heads, width, d_model = layer.q_NHD.shape
         biases = {"q": layer.q_NH, "k": layer.k_KH, "v": layer.v_KH, "o": layer.o_D}
@@ -185,7 +183,7 @@ class MultiHeadAttention(nn.Module):
         """
         if module.in_proj_weight is None or module.bias_k is not None or module.add_zero_attn:
             raise InvalidInput(
-                "this MultiheadAttention has kdim, vdim, add_bias_kv or add_zero_attn; a plain one is needed"
+                "this MultiheadAttention has kdim, vdim, add_bias_kv or add_zero_attn; give a plain one"
             )
         bias = module.in_proj_bias is not None
         made = cls(module.embed_dim, module.num_heads, bias=bias, causal=causal).to(module.in_proj_weight)

@@ -107,23 +107,23 @@ def test_heads_for_engines(tmp_path: Path) -> None:
 MLA_ = ("--to", "mla", *WEIGHTS, "--engine")
 # name -> (family, how the source is made, options, a part of the sentence)
 REFUSED: dict[str, tuple[str, dict[str, Any], tuple[str, ...], str]] = {
-    "unknown engine": ("llama", WIDE, (*MLA_, "vllm,tgi"), "--engine 'tgi' is not one that kvfold knows"),
-    "no engine": ("llama", WIDE, (*MLA_, ""), "these are: transformers, vllm"),
-    "small source": ("llama", {}, (*MLA_, "sglang"), "the source 128 in all; use --to gqa"),
+    "unknown engine": ("llama", WIDE, (*MLA_, "vllm,tgi"), "--engine 'tgi' is unknown"),
+    "no engine": ("llama", WIDE, (*MLA_, ""), "choose from: transformers, vllm"),
+    "small source": ("llama", {}, (*MLA_, "sglang"), "the source's cache has only 128; use --to gqa"),
     "small budget": ("llama", WIDE, (*MLA_, "sglang", "--kv-budget", "50%"), "the least would be 56.25%"),
     "rank": ("llama", WIDE, (*MLA_, "sglang", "--rank", "513"), "--rank 513 does not fit"),
     "rank in words": ("llama", WIDE, (*MLA_, "sglang", "--rank", "ten"), "--rank ten does not fit"),
     "two sizes": ("llama", WIDE, (*MLA_, "sglang", "--rank", "512", "--kv-budget", "60%"), "not both"),
-    "full rank": ("llama", WIDE, (*MLA_, "sglang", "--rank", "full"), "one at each of 32 default "
+    "full rank": ("llama", WIDE, (*MLA_, "sglang", "--rank", "full"), "one slot at each of 32 default "
                                                                       "frequencies"),
-    "rope dim": ("llama", WIDE, (*MLA_, "sglang", "--rope-dim", "32"), "--rope-dim 32 is not what engines "
+    "rope dim": ("llama", WIDE, (*MLA_, "sglang", "--rope-dim", "32"), "--rope-dim 32 does not fit: engines "
                                                                        "other than"),
-    "slots": ("llama", WIDE, (*MLA_, "sglang", "--slots", "allocated"), "--slots allocated is not what"),
+    "slots": ("llama", WIDE, (*MLA_, "sglang", "--slots", "allocated"), "--slots allocated does not fit"),
     "intact": ("llama", WIDE, (*MLA_, "sglang", "--rope", "intact", "--container", "stock"),
                "rotation is left intact"),
     "peer": ("llama", WIDE, (*MLA_, "sglang", "--method", "svd"), "--method svd has slots of its own"),
     "heads": ("llama", WIDE, (*MLA_, "sglang", "--kv-heads", "2"), "--kv-heads does not apply to --to mla"),
-    "wide heads": ("llama", {**WIDE, "head_dim": 256}, (*MLA_, "sglang"), "hold 192 un-rotated dimensions"),
+    "wide heads": ("llama", {**WIDE, "head_dim": 256}, (*MLA_, "sglang"), "for at most 192 un-rotated dimensions"),
     "output bias": ("llama", {**WIDE, "attention_bias": True}, (*MLA_, "sglang"), "output has a bias"),
     "biases": ("glm", WIDE, (*MLA_, "sglang"), "biases can go into weights by statistics only"),
     "activation": ("gemma", WIDE, (*MLA_, "sglang", "--container", "stock"), "hidden_act is "

@@ -81,7 +81,7 @@ def test_losses_are_planned_and_measured(
     [
         (
             ("--to", "mla", "--kv-budget", "50%", "--q-lora-rank", "33"),
-            "ranks from 1 to 32, which keeps every query",
+            "choose a rank from 1 to 32, or --q-lora-rank full, which keeps every query",
         ),
         (("--to", "mla", "--kv-budget", "50%", "--q-lora-rank", "0"), "--q-lora-rank 0 does not fit"),
         (("--to", "mla", "--kv-budget", "50%", "--q-lora-rank", "half"), "--q-lora-rank half does not fit"),

@@ -119,7 +119,9 @@ def test_mha2mla_divides_a_cache_in_halves_unless_asked_otherwise() -> None:
         InvalidInput, match=r"--rope-dim 6 does not give 8 key heads .* multiple of 16, at most 128"
     ):
         division("mha2mla:low", kv_budget="5%")
-    with pytest.raises(InvalidInput, match="--rope-dim 130 does not fit; even numbers from 2 to 128 would"):
+    with pytest.raises(
+        InvalidInput, match="--rope-dim 130 does not fit; choose an even number from 2 to 128"
+    ):
         division("mha2mla", kv_budget="75%", rope_dim=130)
 
 

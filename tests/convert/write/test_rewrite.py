@@ -195,7 +195,7 @@ def test_somebody_elses_directory_is_not_taken_over(tmp_path: Path) -> None:
     (theirs / "thesis.txt").write_text("years of work")
     result = convert(source, *MLA)
     assert result.exit_code == 2
-    assert "is no half-written output of kvfold" in result.output
+    assert "is not a half-written output of kvfold" in result.output
     assert [path.name for path in theirs.iterdir()] == ["thesis.txt"]
 
 
