@@ -16,9 +16,10 @@ class LatentSpectrum:
 
     Attributes:
         size: of the directions.
-        index: numbers of those that are told, from 1; all, or some at even steps of their logarithm.
-        cost: of these, nats a token where there are statistics, otherwise in the unit of the weights-only
-            metric.
+        index: numbers of the directions that are listed, from 1; all of them, or some at even steps of their
+            logarithm.
+        cost: of these directions, in nats per token where there are statistics, otherwise in the unit of the
+            weights-only metric.
     """
 
     size: int

@@ -67,8 +67,8 @@ class MLA:
         slots: `uniform` puts slot i at theta^(-2i/qk_rope_head_dim), as stock configurations do; `allocated`
             puts slots at those source frequencies where they save most; `source` gives every key head's every
             rotary pair its own slot, which saves nothing and is exact; `rule` leaves them to a published rule
-            (peers.py); `none` is for forms without.
-        rope: `decoupled`, a rotary key of its own beside the latent; `intact`, keys are rebuilt from the
+            (published.py); `none` is for forms without.
+        rope: `decoupled`, a rotary key of its own next to the latent; `intact`, keys are rebuilt from the
             latent and then rotated, which takes no rotary key.
         q_lora_rank: width of the one projection that the queries of all heads are made from; None where they
             are made from the layer's input. It is no part of the cache.

@@ -15,7 +15,7 @@ from ..formats.serving import NORM_EPSILON, SERVING
 from .expected_tensors import expected_tensors
 from .lint import Effect, LintFinding, Rule, Written, open_written
 
-# What vLLM's latent attention takes: widths of what is cached, and (nope, rope, value) widths of a head on
+# Widths of the cache that vLLM's latent attention takes, and (nope, rope, value) widths of a head on
 # CUDA.
 _CACHED = (320, 512, 576)
 _SERVED = (SERVING.latent, SERVING.rope)
@@ -25,21 +25,20 @@ _PREFILL = (*((nope, SERVING.rope, value) for nope, value in SERVING.heads), (25
 def _gaps(written: Written) -> str:
     wanted = expected_tensors(written.config, written.specs)
     missing = sorted(name for name in wanted if name not in written.specs)
-    wrong = sorted(
-        name
-        for name, shape in wanted.items()
-        if shape and name in written.specs and written.specs[name].shape != shape
-    )
     if missing:
         return f"there is no {missing[0]} ({len(missing)} such tensors)"
-    return f"{wrong[0]} has shape {written.specs[wrong[0]].shape}, not {wanted[wrong[0]]}" if wrong else ""
+    for name in sorted(wanted):
+        shape = wanted[name]
+        if shape and written.specs[name].shape != shape:
+            return f"{name} has shape {written.specs[name].shape}, not {shape}"
+    return ""
 
 
 def _half(written: Written) -> str:
-    names = [
-        name for name, spec in written.specs.items() if spec.dtype == torch.float16 and "self_attn" in name
-    ]
-    return f"{names[0]} is float16" if names else ""
+    for name, spec in written.specs.items():
+        if spec.dtype == torch.float16 and "self_attn" in name:
+            return f"{name} is float16"
+    return ""
 
 
 def _twins(written: Written) -> str:
@@ -47,16 +46,21 @@ def _twins(written: Written) -> str:
     new = written.config.get("rope_parameters")
     if not isinstance(new, dict) or "rope_theta" not in new:
         return ""
-    old, scaled = written.get("rope_theta", 1e4), new.get("rope_type", "default") != "default"
-    if old != new["rope_theta"] or (scaled and not written.config.get("rope_scaling")):
+    other_theta = written.get("rope_theta", 1e4) != new["rope_theta"]
+    is_scaled = new.get("rope_type", "default") != "default"
+    if other_theta or (is_scaled and not written.config.get("rope_scaling")):
         return "its rotary settings stand in rope_parameters only"
     return ""
 
 
 def _code(written: Written) -> str:
-    absent = [name for name in FILES if not (written.directory / name).is_file()]
-    classes = [name for name in AUTO_MAP if name not in (written.config.get("auto_map") or {})]
-    return f"it lacks {absent[0]}" if absent else (f"its auto_map has no {classes[0]}" if classes else "")
+    for name in FILES:
+        if not (written.directory / name).is_file():
+            return f"it lacks {name}"
+    for name in AUTO_MAP:
+        if name not in (written.config.get("auto_map") or {}):
+            return f"its auto_map has no {name}"
+    return ""
 
 
 def _epsilon(written: Written) -> str:
@@ -65,8 +69,10 @@ def _epsilon(written: Written) -> str:
 
 
 def _biases(written: Written) -> str:
-    names = [name for name in written.specs if ".self_attn." in name and name.endswith(".bias")]
-    return f"its attention has biases, e.g. {names[0]}" if names else ""
+    for name in written.specs:
+        if ".self_attn." in name and name.endswith(".bias"):
+            return f"its attention has biases, e.g. {name}"
+    return ""
 
 
 def _rope(written: Written) -> str:
@@ -75,27 +81,20 @@ def _rope(written: Written) -> str:
 
 
 def _halves(written: Written) -> str:
-    return (
-        ""
-        if written.get("rope_interleave", True)
-        else "its rotary pairs are halves apart (rope_interleave false)"
-    )
+    if written.get("rope_interleave", True):
+        return ""
+    return "its rotary pairs are halves apart (rope_interleave false)"
 
 
 def _activation(written: Written) -> str:
-    return (
-        ""
-        if written.get("hidden_act", "silu") == "silu"
-        else f"its hidden_act is {written.get('hidden_act')}"
-    )
+    activation = written.get("hidden_act", "silu")
+    return "" if activation == "silu" else f"its hidden_act is {activation}"
 
 
 def _headless(written: Written) -> str:
-    return (
-        ""
-        if "lm_head.weight" in written.specs
-        else "its head is tied to the embedding, so there is no lm_head.weight"
-    )
+    if "lm_head.weight" in written.specs:
+        return ""
+    return "its head is tied to the embedding, so there is no lm_head.weight"
 
 
 def _norm(written: Written) -> str:
@@ -109,34 +108,27 @@ def _width(written: Written) -> str:
 
 
 def _unusual(written: Written) -> str:
-    latent, rope = written.cached
-    return (
-        f"what it caches is {latent}+{rope} wide, not 512+64"
-        if latent + rope in _CACHED and written.cached != _SERVED
-        else ""
-    )
+    return "" if _width(written) else _other(written)
 
 
 def _other(written: Written) -> str:
-    return (
-        ""
-        if written.cached == _SERVED
-        else "what it caches is {}+{} wide, not 512+64".format(*written.cached)
-    )
+    if written.cached == _SERVED:
+        return ""
+    latent, rope = written.cached
+    return f"what it caches is {latent}+{rope} wide, not 512+64"
 
 
 def _prefill(written: Written) -> str:
     head = tuple(int(written.get(field)) for field in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
+    if head in _PREFILL:
+        return ""
     known = ", ".join("-".join(map(str, widths)) for widths in _PREFILL)
-    return (
-        ""
-        if head in _PREFILL
-        else f"its heads are {'-'.join(map(str, head))} wide (nope-rope-value), not {known}"
-    )
+    return f"its heads are {'-'.join(map(str, head))} wide (nope-rope-value), not {known}"
 
 
 def _advertised(written: Written) -> str:
-    width, head = sum(written.cached), written.config.get("head_dim")
+    width = sum(written.cached)
+    head = written.config.get("head_dim")
     return "" if head == width else f"its head_dim is {head}, not kv_lora_rank + qk_rope_head_dim = {width}"
 
 
@@ -145,7 +137,8 @@ def _experts(written: Written) -> str:
 
 
 def _expert_groups(written: Written) -> str:
-    groups, experts = written.get("n_group", 1), written.get("n_routed_experts")
+    groups = written.get("n_group", 1)
+    experts = written.get("n_routed_experts")
     return "" if groups < experts else f"its n_group {groups} is not below its n_routed_experts {experts}"
 
 
@@ -154,11 +147,13 @@ def _all_rotary(written: Written) -> str:
 
 
 def _whole_query(written: Written) -> str:
-    layers, vocabulary = written.get("num_hidden_layers"), written.get("vocab_size")
-    excepted = layers in (26, 27) or (layers, vocabulary) == (48, 128256)
-    return (
-        "" if excepted or written.config.get("q_lora_rank") else f"it has {layers} layers and no q_lora_rank"
-    )
+    if written.config.get("q_lora_rank"):
+        return ""
+    layers = written.get("num_hidden_layers")
+    vocabulary = written.get("vocab_size")
+    if layers in (26, 27) or (layers, vocabulary) == (48, 128256):
+        return ""
+    return f"it has {layers} layers and no q_lora_rank"
 
 
 def _named_rank(written: Written) -> str:
@@ -170,12 +165,11 @@ def _expanded(written: Written) -> str:
 
 
 def _falcon_mlp(written: Written) -> str:
-    width, hidden = written.get("ffn_hidden_size"), written.get("hidden_size")
-    return (
-        f"its ffn_hidden_size is {width}, not {4 * hidden}"
-        if _expanded(written) and width not in (0, 4 * hidden)
-        else ""
-    )
+    width = written.get("ffn_hidden_size")
+    hidden = written.get("hidden_size")
+    if not _expanded(written) or width in (0, 4 * hidden):
+        return ""
+    return f"its ffn_hidden_size is {width}, not {4 * hidden}"
 
 
 def _always(words: str) -> Callable[[Written], str]:
@@ -215,7 +209,7 @@ RULES = (
     _rule({"transformers": _HF}, ("grouped",), "saves no cache", _expanded, "it caches every query head's "
                                                                             "keys and values"),
     _rule({"transformers": _HF, "vllm": _VLLM}, _REMOTE, "refuses to load", _code,
-          "the code beside the weights is looked up there"),
+          "the code is looked up next to the weights"),
     _rule({"transformers": _HF, "vllm": _VLLM}, _REMOTE, "note", _always("it brings its own code"),
           "load it with trust_remote_code=True (vllm serve --trust-remote-code)"),
     _rule(_OTHERS, _STOCK, "prints nonsense", _epsilon, "the latent's norm, which is fitted to 1e-6, gets "
@@ -281,7 +275,9 @@ def lint_written(written: Written, engines: Iterable[str]) -> list[LintFinding]:
     found = []
     for engine in engines:
         for rule in RULES:
-            words = rule.found(written) if engine in rule.engines and written.layout in rule.layouts else ""
+            if engine not in rule.engines or written.layout not in rule.layouts:
+                continue
+            words = rule.found(written)
             if words:
                 found.append(LintFinding(engine, rule.effect, f"{words}; {rule.why}", rule.engines[engine]))
     return found

@@ -1,6 +1,6 @@
 """The tensors that a written checkpoint must hold, from its config.json.
 
-What is absent, engines fill with random numbers.
+Engines fill tensors that are absent with random numbers.
 """
 
 from collections.abc import Collection, Mapping

@@ -1,6 +1,6 @@
 """Which form and which container MLA takes.
 
-What the stock class can hold, and what needs kvfold's own attention.
+Sources that the stock class cannot hold need kvfold's own attention.
 """
 
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ class Form:
     """The form of a source's latent, and the way it is written.
 
     Attributes:
-        rope: `decoupled`, a rotary key beside the latent; `intact`, keys rotated after they are rebuilt.
+        rope: `decoupled`, a rotary key next to the latent; `intact`, keys rotated after they are rebuilt.
         remote: whether the output needs the code that is shipped with it.
         why: the reason, where it was not the user's choice.
     """

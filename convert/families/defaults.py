@@ -12,7 +12,7 @@ _SIZES: dict[str, Any] = {
     "num_attention_heads": 32,
     "max_position_embeddings": 2048, "tie_word_embeddings": False,
 }
-# What the stock latent class is told beside sizes, of the families that it can hold.
+# Fields of the stock latent class apart from sizes, for the families that it can hold.
 _COMMON = {
     **_SIZES, "hidden_act": "silu", "initializer_range": 0.02, "rms_norm_eps": 1e-6, "bos_token_id": 1,
     "eos_token_id": 2,

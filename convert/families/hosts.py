@@ -23,8 +23,8 @@ class Host:
     Attributes:
         family: names and layout of its attention.
         needs: fields of the source's config.json with the values that the class computes.
-        modules: its names of the source's modules beside attention, `{layer}` for the layer's number, without
-            prefixes.
+        modules: its names of the source's modules apart from attention, without prefixes; `{layer}` stands
+            for the layer's number.
         config: config.json from the source's complete one, the key/value heads and the rope parameters.
         any_heads: it holds any number of key/value heads; otherwise one, or as many as query heads.
     """

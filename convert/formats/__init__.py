@@ -1,6 +1,6 @@
 """Output formats, one a file.
 
-What a folded layer is called and looks like in a checkpoint that stock engines load.
+Each names a folded layer's tensors and lays them out as the engines load them.
 """
 
 from .linear_norm import to_published, to_trainable

@@ -123,7 +123,7 @@ def absorb(model: Model) -> Model:
     the stock order of operations.
 
     Args:
-        model: changed in place. What is absorbed already stays so.
+        model: changed in place. Modules that are absorbed already do not change.
 
     Returns:
         The model.

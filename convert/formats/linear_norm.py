@@ -48,7 +48,7 @@ def to_published(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Ten
     """Return the state dict of a model opened by `to_trainable`, in the form that stock classes load.
 
     Args:
-        model: tells which norms were opened.
+        model: the opened model, whose modules show which norms were opened.
         state: its tensors, by the names of `model.state_dict()`.
     """
     published = dict(state)

@@ -1,10 +1,9 @@
 """MLA as dense `DeepseekV3ForCausalLM`: loads in unmodified transformers, no remote code.
 
 The class normalises the latent (RMSNorm with epsilon 1e-6), which a folded layer must not. So the latent is
-written so small
-that epsilon swamps it: RMSNorm(c) = c / sqrt(mean(c²) + 1e-6) is then c / 1e-3, a linear map, which the scale
-of the down-projection cancels. The relative error is mean(c²) · LATENT_SCALE² / 2e-6, about 2e-9 for a latent
-of unit size.
+written so small that epsilon swamps it: RMSNorm(c) = c / sqrt(mean(c²) + 1e-6) is then c / 1e-3, a linear
+map, which the scale of the down-projection cancels. The relative error is mean(c²) · LATENT_SCALE² / 2e-6,
+about 2e-9 for a latent of unit size.
 
 A query bias has no place in `q_proj`; sources that have one (Qwen2) go through the query compression instead,
 with an identity as down-projection, one constant channel for the bias, and the same linearised norm.

@@ -27,7 +27,7 @@ class Division:
     Attributes:
         bands: the slots; `2 · slots` is qk_rope_head_dim.
         rank: kv_lora_rank.
-        losses: predicted of each layer, nats a token where the metric comes from data: `slots`, what
+        losses: predicted of each layer, in nats per token where the metric comes from data: `slots`, what
             components without a slot lose of their rotation, and `latent`, what the latent drops.
     """
 
@@ -80,7 +80,7 @@ def divide(
         frequencies_F: the source's angular frequencies.
         elements: kv_lora_rank + qk_rope_head_dim.
         candidates: slots for each value of qk_rope_head_dim to consider.
-        slot_losses: what each layer loses with them beside the latent, nats a token.
+        slot_losses: the loss of each layer with them, apart from the latent's, in nats per token.
     """
     losses: dict[int, list[dict[str, float]]] = {width: [] for width in candidates}
     for number, (attention, metric) in enumerate(layers()):

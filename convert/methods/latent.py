@@ -5,10 +5,9 @@ Legend: attention.py and metric.py; M rows of a band, that is pairs of heads.
 A *slot* is one complex key dimension that turns at a frequency φ and is shared by all heads. Any
 complex-linear map across heads at one frequency commutes with RoPE and folds into W_Q and W_K, so a slot
 carries the best complex rank one of all heads' keys near its frequency; a real orthogonal map could not undo
-the phases between heads. What no slot carries is kept
-without rotation: over the distances Δ that attention spans, e^(-i f Δ) is replaced by its mean ρ(f). Those
-keys and the values then share the latent of least weighted squared error. Last, every head's queries are
-fitted to the keys that came out of this.
+the phases between heads. The part of the keys without a slot is kept without rotation: over the distances Δ
+that attention spans, e^(-i f Δ) is replaced by its mean ρ(f). These keys and the values then share the latent
+of least weighted squared error. Last, every head's queries are fitted to the resulting keys.
 """
 
 from dataclasses import dataclass
@@ -137,7 +136,7 @@ class Keys:
         """
         heads, members = len(self.z_KFE), list(band.pairs)
         turned_NM = metric.fidelity(frequencies_F[members] - band.frequency).abs().square()
-        # What a slot saves is the rotation that the mean over distances loses; a slow pair loses next to
+        # A slot saves the rotation that the mean over distances loses; a slow pair loses next to
         # nothing.
         saved_NM = (turned_NM - metric.fidelity(frequencies_F[members]).abs().square()).clamp(min=1e-6)
         root_KM = saved_NM.unflatten(0, (heads, -1)).mean(1).sqrt()

@@ -87,10 +87,10 @@ def aligned(attention: Attention, target: GQA, metric: LayerMetric, frequencies_
 def subspace(attention: Attention, target: GQA, metric: LayerMetric, frequencies_F: Tensor) -> Attention:
     """Compute the best shared key and value of each group.
 
-    What each head needs of them is folded into W_Q and W_O. Per rotary pair a group's key is the best complex
-    rank one of its heads' keys (complex multiples commute with RoPE), and every query head is fitted to the
-    whole of it. Values are read from the best H-dimensional subspace of all the group's values. The result is
-    exact when the heads are equal up to phases and rotations.
+    The part that each head needs of them is folded into W_Q and W_O. Per rotary pair a group's key is the
+    best complex rank one of its heads' keys (complex multiples commute with RoPE), and every query head is
+    fitted to the whole of it. Values are read from the best H-dimensional subspace of all the group's values.
+    The result is exact when the heads are equal up to phases and rotations.
     """
     heads, groups = len(attention.k_KHD), target.num_key_value_heads
     if heads == groups:

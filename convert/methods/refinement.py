@@ -50,7 +50,7 @@ class LayerSample:
         input_BTD: inputs of the attention, whole sequences from position 0.
         output_BTD: the source model's own output of the attention for the first of them.
         fisher_DD: G, second moment of the gradient of the log likelihood at the attention's output.
-        scoring: what the layer does beside its weights.
+        scoring: the part of the layer that is not weights.
     """
 
     input_BTD: Tensor

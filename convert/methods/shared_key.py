@@ -15,9 +15,8 @@ from ..algebra.subspaces import low_rank
 from ..algebra.target import MLA
 from .latent import Band
 
-ROUNDING = (
-    1e-10  # what is smaller beside the values is no key, but the rounding of one that the slots hold whole
-)
+# Relative to the values: anything smaller is no key, but the rounding of one that the slots hold whole.
+ROUNDING = 1e-10
 
 Compressed = tuple[
     Tensor, Tensor, Tensor

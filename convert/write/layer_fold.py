@@ -28,11 +28,11 @@ class FoldedLayer:
     """A layer's output.
 
     Attributes:
-        tensors: what is written, float64, by name.
-        loss: of the layer alone on held-back calibration inputs, nats a token: by the closed form (`folded`)
-            and as written (`refined`). None without such inputs, and where the attention is not one that
-            `forward.attend` computes.
-        spectrum: that its latent was cut from; None where there is none.
+        tensors: the tensors to write, float64, by name.
+        loss: of the layer alone on held-back calibration inputs, in nats per token, by the closed form
+            (`folded`) and as written (`refined`). None without such inputs, and where `forward.attend` does
+            not compute the attention.
+        spectrum: the spectrum that its latent was cut from; None where there is no latent.
     """
 
     tensors: dict[str, Tensor]

@@ -1,6 +1,6 @@
 """`kvfold lab`.
 
-What attention variants cost at a shape or at a model's, computed and, on request, measured.
+Costs of attention variants at a shape or at a model's, computed and, on request, measured.
 """
 
 from dataclasses import asdict, dataclass
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .reference.costs import Costs
     from .reference.multi_head import MultiHeadAttention
 
-# What DeepSeek-V2 chose: a latent of four heads, a rotary key of half a head (arXiv 2405.04434, section
+# DeepSeek-V2's choice: a latent of four heads, a rotary key of half a head (arXiv 2405.04434, section
 # 2.1.4).
 RANK_HEADS, ROPE_HEADS = 4, 0.5
 TOKENS = 256  # of the random input on which outputs are compared
@@ -56,7 +56,7 @@ class Shape:
     "--rope-dim", type=click.IntRange(0), help="Width of its rotary key; 0: none.  [default: half a head]"
 )
 @click.option("--v-dim", type=click.IntRange(1), help="Width of its values.  [default: a head]")
-@click.option("--experts", type=click.IntRange(2), help="Also MLA with so many experts, two a token.")
+@click.option("--experts", type=click.IntRange(2), help="Also MLA with so many experts, two per token.")
 @click.option("--latents", type=click.IntRange(1), help="Also so many latent queries.")
 @click.option("--lengths", default="4k,32k,128k", show_default=True, help="Tokens for cache and FLOPs.")
 @click.option(
@@ -295,7 +295,9 @@ def _show(report: dict[str, Any], counts: list[int]) -> None:
         for row in rows
     ]
     show_table(
-        f"KV cache, {report['dtype']}", ("", "", "numbers a token", *(f"{n} tokens" for n in counts)), cells
+        f"KV cache, {report['dtype']}",
+        ("", "", "elements per token", *(f"{n} tokens" for n in counts)),
+        cells,
     )
     for kind in ("prefill", "decode"):
         cells = [
@@ -338,7 +340,7 @@ def _draw(report: dict[str, Any], counts: list[int], file: Path) -> None:
     kinds = {
         "cache_bytes": "KV cache, bytes",
         "prefill_flops": "prefill, FLOPs",
-        "decode_flops": "decoding a token, FLOPs",
+        "decode_flops": "FLOPs per decoded token",
     }
     panels = [
         Panel(title, {row["name"]: [(n, row[kind][str(n)]) for n in counts] for row in report["variants"]})

@@ -78,7 +78,9 @@ class Advice:
     """Candidates in the order of a goal, those that do not fit last.
 
     Attributes:
-        bounds, goal, unit: what was asked; `nats` a token, or the `share` that weights alone predict.
+        bounds: the limits that were asked for.
+        goal: the order that was asked for.
+        unit: of the losses: `nats` per token, or the `share` that weights alone predict.
         rows: the candidates.
         reason: why the first was chosen; None where none fits.
     """
@@ -133,7 +135,7 @@ def rank(rows: Sequence[Row], bounds: Bounds, goal: Goal, tolerance: float, *, c
     Args:
         rows: predicted where they fit.
         bounds: theirs.
-        goal: `quality`, the least predicted loss; `speed`, the least bytes a decoded token of those within
+        goal: `quality`, the least predicted loss; `speed`, the least bytes per decoded token of those within
             the tolerance.
         tolerance: in the unit of the losses.
         calibrated: whether that is nats.
@@ -164,7 +166,7 @@ def _reason(fitting: Sequence[Row], within: Sequence[Row], goal: Goal, tolerance
     if best.loss is None:
         return f"the largest cache of the {count} that fit; for this attention no loss can be predicted"
     lost = (
-        f"{best.loss:.4f} nats a token"
+        f"{best.loss:.4f} nats per token"
         if unit == NATS
         else f"{best.loss:.1%} of the attention's output, by weights alone"
     )
@@ -176,7 +178,7 @@ def _reason(fitting: Sequence[Row], within: Sequence[Row], goal: Goal, tolerance
             f"{tolerance:g}"
         )
     return (
-        f"fewest bytes moved for a decoded token ({lost}) of the {len(within)} that fit within the "
+        f"fewest bytes moved per decoded token ({lost}) of the {len(within)} that fit within the "
         f"tolerance of {tolerance:g}"
     )
 

@@ -20,7 +20,7 @@ SHARES = ("50%", "37.5%", "25%", "18.75%", "12.5%", "6.25%")  # of the source's 
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A target that can be had, planned.
+    """A planned target.
 
     Attributes:
         to, options: of `plan.make_plan`, as a user would give them.

@@ -40,19 +40,19 @@ UNFIT = 3  # exit code where nothing fits: an answer, and no mistake
     "--speed",
     "goal",
     flag_value="speed",
-    help="Fewest bytes moved for a decoded token first, within --tolerance.",
+    help="Fewest bytes moved per decoded token first, within --tolerance.",
 )
 @click.option(
     "--tolerance",
     type=click.FloatRange(min=0),
     default=0.1,
     show_default=True,
-    help="Of --speed: most predicted loss, nats a token; by weights alone a share of attention's output.",
+    help="Of --speed: most predicted loss, nats per token; by weights alone, a share of attention's output.",
 )
 @click.option(
     "--engine",
     metavar="NAME,...",
-    help="What must run it: transformers, vllm, sglang, llama.cpp. Default: any.",
+    help="Engines that must run it: transformers, vllm, sglang, llama.cpp. Default: any.",
 )
 @click.option(
     "--budgets", metavar="SHARE,...", help="Shares of the source's cache to try for MLA, e.g. 50%,25%."
@@ -60,7 +60,7 @@ UNFIT = 3  # exit code where nothing fits: an answer, and no mistake
 @click.option(
     "--calibration",
     metavar="self|none|FILE|DATASET",
-    help="What losses are predicted on, as of `kvfold convert`; saved statistics (.safetensors) among them. "
+    help="Text that losses are predicted on, as of `kvfold convert`, or saved statistics (.safetensors). "
     "Default: none, the weights alone, which ranks roughly.",
 )
 @click.option(
@@ -213,7 +213,7 @@ def _report(
         "goal": advice.goal,
         "unit": "share of attention's output, by weights alone"
         if statistics is None
-        else "nats a token, before refinement",
+        else "nats per token, before refinement",
         "calibration": None
         if statistics is None
         else {"text": statistics.calibration, "tokens": statistics.tokens},
@@ -277,7 +277,7 @@ def _show(report: dict[str, Any], advice: "Advice") -> None:
         "memory",
         "fits",
         loss,
-        "bytes a token",
+        "bytes per token",
         "attention FLOPs",
         "engines",
     )

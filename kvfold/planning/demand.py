@@ -24,7 +24,7 @@ class Demand:
     Attributes:
         weights: all tensors of the output.
         cache: of all sequences at their full length.
-        activations: what is alive at once beside them: a chunk of a prompt in the widest layer, a step's
+        activations: everything else that is alive at once: a chunk of a prompt in the widest layer, a step's
             logits, and one layer's keys and values where they are expanded from a latent.
     """
 

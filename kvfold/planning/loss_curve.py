@@ -88,7 +88,7 @@ def draw(points: Sequence[CurvePoint], unit: str, title: str, file: Path) -> Non
     axes.set_xticks(shares, [f"{100 * share:.3g} %" for share in shares])
     axes.set_xlabel("cache, share of the source's")
     axes.set_ylabel(
-        "predicted loss, nats a token"
+        "predicted loss, nats per token"
         if unit == NATS
         else "predicted error of attention's output (weights only)"
     )

@@ -120,7 +120,7 @@ def _held(numbers: dict[str, Any], served: dict[str, Any], own: dict[str, Any]) 
     )
     tokens = f"{found['same_tokens']} of {found['tokens']} greedy tokens are transformers'"
     if served["dtype"] != "float32":
-        # Rounding chooses between tokens that are as good, and all that follow are others then: told, not
+        # Rounding chooses between equally probable tokens, and all that follow differ then: reported, not
         # judged.
         return [
             Check("vllm", mean <= ROUNDED, f"{words}, {mean:.1e} on average"),
@@ -129,7 +129,7 @@ def _held(numbers: dict[str, Any], served: dict[str, Any], own: dict[str, Any]) 
     rows = zip(served["tokens"], own["tokens"], own["leads"], strict=True)
     leads = [_lead(*row) for row in rows]
     told = "" if max(leads) == 0 else f", where they part the best one leads by {max(leads):.1e}"
-    near = most <= NEAR and mean <= NEAR  # the mean tells of NaN, which a maximum may pass over
+    near = most <= NEAR and mean <= NEAR  # the mean shows NaN, which a maximum may ignore
     return [Check("vllm", near, words), Check("vllm greedy", max(leads) <= 2 * NEAR, tokens + told)]
 
 

@@ -12,7 +12,7 @@ from typing import Any
 ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # so that the engine ends with this process
-    "VLLM_NO_USAGE_STATS": "1",  # else it tells a server what it runs
+    "VLLM_NO_USAGE_STATS": "1",  # otherwise it reports to a server
     "VLLM_HOST_IP": "127.0.0.1",
     # the last token that is asked for may lie just past a short model's end
     "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",

@@ -25,7 +25,7 @@ from .fresh_process import Check, run_apart, serve
 if TYPE_CHECKING:
     from ..convert.decide.lint import LintFinding, Written
 
-FAILED = 3  # exit code: told apart from a mistake of the user's (2) and from a fault of ours (1)
+FAILED = 3  # exit code, distinct from a user's mistake (2) and from a fault of kvfold (1)
 SEQUENCES, LENGTH = 4, 128  # of the text that is compared on
 EXACT = 5e-5  # by which logits of a lossless fold may differ in float32, where they vary by one or less
 ROUNDING = 0.05  # nats: what 16 bits cost a lossless fold at most, where a wrong one is tenths of a nat away
@@ -80,36 +80,37 @@ def verify(
     Args:
         directory: the checkpoint.
         engines: of ENGINES.
-        source: what it was made of; None: as its kvfold.json says.
-        run: whether to load it at all, or ask the rules alone.
+        source: the checkpoint that it was made from; None takes the one in its kvfold.json.
+        run: load it; otherwise only the rules are applied.
 
     Raises:
-        InvalidInput: there is no checkpoint, its source is gone, or memory does not hold them one at a time.
+        InvalidInput: there is no checkpoint, its source is missing, or memory does not hold either of them.
     """
     from ..convert.decide.engine_rules import lint
     from ..models.code_files import foreign_code
 
     asked = tuple(dict.fromkeys(engines))
     findings = tuple(lint(directory, asked))
-    starts = run and find_spec("vllm") is not None
-    unstarted = [engine for engine in asked if engine != ENGINES[0] and not (engine == "vllm" and starts)]
-    why = "is not installed here" if run else "was not started"
-    unasked = [f"{engine} {why}: its rules alone were asked" for engine in unstarted if engine == "vllm"]
-    unasked += [
-        f"{engine} is never started: its rules alone were asked" for engine in unstarted if engine != "vllm"
-    ]
-    if code := foreign_code(directory):
+    starts_vllm = run and find_spec("vllm") is not None
+    unasked = []
+    if "vllm" in asked and not starts_vllm:
+        why = "is not installed here" if run else "was not started"
+        unasked.append(f"vllm {why}: only its rules were applied")
+    for engine in asked:
+        if engine not in ("transformers", "vllm"):
+            unasked.append(f"{engine} is never started: only its rules were applied")
+    code = foreign_code(directory)
+    if code:
         foreign = Check("code", False, f"{code}, so the checkpoint was not run")
         return VerificationReport(directory, asked, findings, (foreign,), {}, tuple(unasked))
     if not run:
         unasked.append("the checkpoint was not run")
         return VerificationReport(directory, asked, findings, (), {}, tuple(unasked))
     refused = any(found.engine == "vllm" and found.fails for found in findings)
-    serving = "vllm" in asked and starts and not refused
-    unasked += (
-        ["vllm was not started: a rule that it breaks says how that would end"] if starts and refused else []
-    )
-    checks, measured = _run(directory, source, serving)
+    if starts_vllm and refused:
+        unasked.append("vllm was not started: a broken rule already says how that would fail")
+    serves = "vllm" in asked and starts_vllm and not refused
+    checks, measured = _run(directory, source, serves)
     return VerificationReport(directory, asked, findings, tuple(checks), measured, tuple(unasked))
 
 
@@ -288,23 +289,23 @@ def _size(written: Written, source: Path | None) -> dict[str, Any]:
 @click.argument("directory", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.option(
     "--engine", "engines", multiple=True, type=click.Choice(ENGINES), default=ENGINES[:1], show_default=True,
-    help="Whose rules to ask; may be given several times.",
+    help="Engine whose rules are applied; may be given several times.",
 )  # fmt: skip
 @click.option(
     "--source",
     type=click.Path(exists=True, file_okay=False, path_type=Path),
-    help="What it was made of.  [default: kvfold.json]",
+    help="The checkpoint that it was made from.  [default: kvfold.json]",
 )
-@click.option("--lint", "static", is_flag=True, help="Ask the rules alone; load nothing.")
+@click.option("--lint", "static", is_flag=True, help="Apply the rules alone; load nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
 def main(directory: Path, engines: tuple[str, ...], source: Path | None, static: bool, as_json: bool) -> None:
-    """Check that the checkpoint in DIRECTORY is what it claims to be, in the engines that shall run it.
+    """Check that the checkpoint in DIRECTORY is what it claims to be, in the engines that are to run it.
 
-    First the rules of each engine on the written files: what it would drop, misread or refuse. Then a run in
-    transformers, in a
-    process that cannot import kvfold: predictions against the source's, decoding with and without the cache,
-    the live cache against kvfold.json; and with `--engine vllm`, where vLLM is installed, the same text and
-    tokens there. Exit code 3 where something fails.
+    First, each engine's rules are applied to the written files: they find what it would drop, misread or
+    refuse. Then the checkpoint runs in transformers, in a process that cannot import kvfold. It
+    compares predictions with the source's, decoding with and without the cache, and the live cache with
+    kvfold.json. With `--engine vllm`, where vLLM is installed, the same text and tokens are run there too.
+    Exit code 3 where something fails.
     """
     report = verify(directory, engines, source, run=not static)
     if as_json:
@@ -322,7 +323,8 @@ def _look_for_changes(directory: Path, source: Path | None) -> None:
     from ..checkpoints.record import changed_since, read_record, source_directory
 
     source = source or source_directory(directory, "--source")
-    if source and (name := changed_since(read_record(directory), source)):
+    name = changed_since(read_record(directory), source) if source else None
+    if name:
         notice(f"{source} is not what {directory} was made of: kvfold.json records another {name}")
 
 

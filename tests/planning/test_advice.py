@@ -162,7 +162,7 @@ def test_what_is_chosen_fits_and_can_be_pasted(tmp_path: Path, statistics: Path)
     losses = [row["predicted_loss"] for row in fitting]
     assert losses == sorted(losses)
     assert found["chosen"]["label"] == fitting[0]["label"]
-    assert found["unit"] == "nats a token, before refinement"
+    assert found["unit"] == "nats per token, before refinement"
     words = shlex.split(found["chosen"]["command"])
     assert words[0] == "kvfold"
     done = CliRunner().invoke(main, [*words[1:], "--refine", "0", "--out", str(tmp_path / "out"), "--json"])

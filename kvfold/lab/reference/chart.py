@@ -7,7 +7,7 @@ from html import escape
 
 WIDTH, HEIGHT, LEFT, TOP = 360, 260, 64, 40  # of a panel's plotting area, and its margins, pixels
 LINE = 18  # height of a legend's line
-# Okabe and Ito's colours, which colour-blind readers tell apart; dashes tell apart what repeats.
+# Okabe and Ito's colours, which colour-blind readers can distinguish; dashes distinguish colours that repeat.
 COLOURS = ("#000000", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 
 

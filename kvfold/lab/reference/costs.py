@@ -25,7 +25,7 @@ class Costs:
             is not done.
         prefill_formula: FLOPs of T new tokens.
         decode_formula: FLOPs of one token behind S others.
-        order: asymptotic cost of prefill, of decoding a token, and of the cache.
+        order: asymptotic cost of prefill, of decoding one token, and of the cache.
         fixed_cache: numbers cached per sequence, whatever its length.
         fixed_flops: of a sequence, whatever its length.
     """

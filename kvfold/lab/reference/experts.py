@@ -26,10 +26,10 @@ class ExpertUp(nn.Module):
         rank: width C of the latent.
         rows: rows M that are rebuilt.
         num_experts: experts E.
-        top_k: how many of them a token uses.
+        top_k: how many of them each token uses.
 
     Raises:
-        InvalidInput: more experts a token than there are.
+        InvalidInput: `top_k` exceeds the number of experts.
     """
 
     def __init__(self, rank: int, rows: int, num_experts: int, top_k: int) -> None:

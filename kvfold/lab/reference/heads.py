@@ -108,7 +108,7 @@ def attend(
         scale: of the scores.
         causal: whether a token reads only itself and those before it.
         mask: boolean, True where a token may be read: (T, X), (B, 1, T, X) or (B, N, T, X).
-        valid_BX: boolean, False at padding, which nobody reads.
+        valid_BX: boolean, False at padding, which no token reads.
 
     Returns:
         (B, N, T, H); zero for a token that may read nothing.

@@ -26,7 +26,7 @@ REPEATS = 5
 class _Living(TorchDispatchMode):
     """Counts the bytes of what operations make, as long as it lives.
 
-    What they use inside themselves is not seen.
+    Memory that they use internally is not counted.
     """
 
     def __init__(self) -> None:
