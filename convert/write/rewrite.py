@@ -32,7 +32,6 @@ from ..calibration.capacity import default_jobs
 from ..decide.plan import Plan, PlannedLayer
 from ..methods import table as methods
 from .fold_journal import FoldJournal, Found, first_journal, other_journal, unneeded
-from .fold_journal import FoldJournal, Found, first_journal, other_journal, remove_journals
 from .layer_fold import fold
 from .model_card import write_card
 

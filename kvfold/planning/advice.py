@@ -12,7 +12,6 @@ from ..core.console import progress
 from .candidates import Candidate
 from .demand import Decoding, Demand, absorbs, decoding, demand, parameters
 from .prediction import NATS, SHARE, PredictedLosses
-from .prediction import NATS, SHARE, PredictedLosses
 
 _MOST = 2**40  # tokens or sequences that a search goes up to
 Goal = Literal["quality", "speed"]

@@ -26,7 +26,6 @@ from kvfold.convert.methods.refinement import LayerSample, agrees, measure, refi
 from kvfold.convert.write.layer_fold import fold_attention
 from kvfold.convert.write.rewrite import rewrite
 from kvfold.planning.prediction import PredictedLosses
-from kvfold.planning.prediction import PredictedLosses
 
 from ...support.tiny import make
 from .test_methods import FREQUENCIES_F, H
