@@ -154,7 +154,8 @@ def weights_only(attention: Attention, span: int) -> LayerMetric:
         attention: the source's weights, float64.
         span: distances Δ = 0 ... span-1 that attention can reach (max_position_embeddings).
     """
-    heads, queries = len(attention.k_KHD), len(attention.q_NHD) // len(attention.k_KHD)
+    heads = len(attention.k_KHD)
+    queries = len(attention.q_NHD) // len(attention.k_KHD)
     gram_NHH = torch.einsum("dnh,dng->nhg", attention.o_DNH, attention.o_DNH)
     value_NHH = (attention.v_KHD @ attention.v_KHD.mT).repeat_interleave(queries, 0)
     displaced_N = attention.scale**2 * (gram_NHH * value_NHH).sum((1, 2))

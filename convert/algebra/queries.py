@@ -52,7 +52,9 @@ def fit_queries(
     Returns:
         (N, R, H) and (N, C, H): columns are the dimensions of the source's query in the half layout.
     """
-    rope, rank, width = len(slots_RE), len(latent_CE), keys_KHE.shape[-1]
+    rope = len(slots_RE)
+    rank = len(latent_CE)
+    width = keys_KHE.shape[-1]
     features_QE = torch.cat([slots_RE, latent_CE, latent_CE.new_zeros(rank % 2, width)])
     turn_P = torch.cat([slots_S, slots_S.new_zeros((len(features_QE) - rope) // 2)])
     seen_QE = features_QE if metric.input_EE is None else features_QE @ metric.input_EE[:width, :width]
@@ -62,7 +64,8 @@ def fit_queries(
     scale_Q = torch.where(size_Q > 0, 1 / size_Q, 0)
     gram_QQ, seen_QE = scale_Q[:, None] * gram_QQ * scale_Q, scale_Q[:, None] * seen_QE
     values_V, index = torch.cat([turn_P, frequencies_F]).unique(return_inverse=True)
-    row_P, column_F = index[: len(turn_P)], index[len(turn_P) :]
+    row_P = index[: len(turn_P)]
+    column_F = index[len(turn_P) :]
     angle_VT = values_V[:, None] * torch.arange(metric.distance_NT.shape[1], dtype=torch.float64)
     turn_VT = torch.polar(torch.ones_like(angle_VT), -angle_VT)
     fitted: list[Tensor] = []
@@ -70,7 +73,8 @@ def fit_queries(
         if not head or not torch.equal(
             metric.distance_NT[head], metric.distance_NT[head - 1]
         ):  # without data all are alike
-            shift_VV, sum_VV = (turn_VT * weight_T) @ turn_VT.mH, (turn_VT * weight_T) @ turn_VT.mT
+            shift_VV = (turn_VT * weight_T) @ turn_VT.mH
+            sum_VV = (turn_VT * weight_T) @ turn_VT.mT
             solve = _solver(turned(gram_QQ, shift_VV[row_P][:, row_P], sum_VV[row_P][:, row_P]))
         source_HE = interleaved_rows(complex_rows(keys_KHE[head // queries]))
         right_QH = turned(seen_QE @ source_HE.mT, shift_VV[row_P][:, column_F], sum_VV[row_P][:, column_F])
@@ -102,7 +106,8 @@ def turned(rows: Tensor, shift_PG: Tensor, sum_PG: Tensor) -> Tensor:
     """
     pairs, others = shift_PG.shape
     block = rows.view(pairs, 2, others, 2)
-    real, imaginary = block[:, 0], block[:, 1]
+    real = block[:, 0]
+    imaginary = block[:, 1]
     a = torch.complex(real[..., 0] + imaginary[..., 1], imaginary[..., 0] - real[..., 1]) / 2 * shift_PG
     b = torch.complex(real[..., 0] - imaginary[..., 1], imaginary[..., 0] + real[..., 1]) / 2 * sum_PG
     top = torch.stack([a.real + b.real, b.imag - a.imag], -1)

@@ -78,7 +78,8 @@ def longrope_factor(rope: dict[str, Any], positions: int) -> float:
         return 1.0
     try:
         length = float(rope["original_max_position_embeddings"] or positions)
-        growth, stated = rope.get("factor") or positions / length, rope.get("attention_factor")
+        growth = rope.get("factor") or positions / length
+        stated = rope.get("attention_factor")
         if stated is not None:
             return float(stated)
         return math.sqrt(1 + math.log(growth) / math.log(length)) if growth > 1 else 1.0
@@ -108,19 +109,23 @@ def _llama3(base_F: Tensor, rope: dict[str, Any], positions: int) -> tuple[Tenso
 def _yarn(base_F: Tensor, rope: dict[str, Any], positions: int) -> tuple[Tensor, float]:
     """Compute YaRN's table (arXiv 2309.00071), as transformers does."""
     original = rope.get("original_max_position_embeddings") or positions
-    factor, width, theta = rope["factor"], 2 * len(base_F), rope["rope_theta"]
+    factor = rope["factor"]
+    width = 2 * len(base_F)
+    theta = rope["rope_theta"]
 
     def dimension(turns: float) -> float:
         return width * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
-    low, high = dimension(rope.get("beta_fast") or 32), dimension(rope.get("beta_slow") or 1)
+    low = dimension(rope.get("beta_fast") or 32)
+    high = dimension(rope.get("beta_slow") or 1)
     if rope.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, width - 1)
     ramp_F = ((torch.arange(len(base_F), dtype=torch.float64) - low) / max(high - low, 1e-3)).clamp(0, 1)
     gain = rope.get("attention_factor")
     if gain is None:
-        mscale, all_dim = rope.get("mscale"), rope.get("mscale_all_dim")
+        mscale = rope.get("mscale")
+        all_dim = rope.get("mscale_all_dim")
         gain = (
             _mscale(factor, mscale) / _mscale(factor, all_dim) if mscale and all_dim else _mscale(factor, 1.0)
         )

@@ -44,7 +44,8 @@ def _steps(size: int, most: int) -> Sequence[int]:
     """
     if size <= most:
         return range(1, size + 1)
-    steps, left = [1], most - 1
+    steps = [1]
+    left = most - 1
     while left:
         after = steps[-1] * (size / steps[-1]) ** (1 / left)
         steps.append(max(steps[-1] + 1, round(after)))

@@ -12,10 +12,9 @@ from ...core.errors import InvalidInput
 from ...core.units import read_share
 
 NAMES = ("gqa", "mqa", "mla")
-ROPE_DIM = (
-    64  # the width DeepSeek-V2 found enough (arXiv 2405.04434), and the one that MLA kernels are built for
-)
-ROPE_SHARE = 0.5  # of a budget's elements at most this goes to the rotary part without statistics (LOG.md)
+# The width that DeepSeek-V2 found sufficient (arXiv 2405.04434), and that MLA kernels are built for.
+ROPE_DIM = 64
+ROPE_SHARE = 0.5  # most of a budget's elements that the rotary part gets without statistics (LOG.md)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -180,7 +180,8 @@ _HF, _HF4 = "transformers 5.23.0, run", "transformers 4.57.6, run"
 _VLLM, _VLLM_READ = "vLLM 0.32.0, run", "vLLM 0.32.0, read"
 _SGLANG, _LLAMA = "SGLang 0.5.23, read", "llama.cpp of November 2026, read"
 _OTHERS = {"vllm": _VLLM, "sglang": _SGLANG, "llama.cpp": _LLAMA}
-_STOCK, _REMOTE = ("stock",), ("decoupled", "intact")
+_STOCK = ("stock",)
+_REMOTE = ("decoupled", "intact")
 _EVERY = (*_STOCK, *_REMOTE, "grouped")
 
 

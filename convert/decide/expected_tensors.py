@@ -39,9 +39,14 @@ def expected_tensors(config: Mapping[str, Any], names: Collection[str]) -> dict[
 
 
 def _stock(config: Mapping[str, Any]) -> dict[str, Shape]:
-    heads, hidden, rank = config["num_attention_heads"], config["hidden_size"], config["kv_lora_rank"]
-    rope, nope, value = config["qk_rope_head_dim"], config["qk_nope_head_dim"], config["v_head_dim"]
-    query, compressed = heads * (nope + rope), config.get("q_lora_rank")
+    heads = config["num_attention_heads"]
+    hidden = config["hidden_size"]
+    rank = config["kv_lora_rank"]
+    rope = config["qk_rope_head_dim"]
+    nope = config["qk_nope_head_dim"]
+    value = config["v_head_dim"]
+    query = heads * (nope + rope)
+    compressed = config.get("q_lora_rank")
     shapes: dict[str, Shape] = {
         "kv_a_proj_with_mqa.weight": (rank + rope, hidden),
         "kv_a_layernorm.weight": (rank,),
@@ -71,7 +76,8 @@ def _stock(config: Mapping[str, Any]) -> dict[str, Shape]:
 def _remote(config: Mapping[str, Any], names: Collection[str]) -> dict[str, Shape]:
     ours = config["kvfold"]
     family = FAMILIES[ours["source_model_type"]]
-    place, own = ours["attention"], family.o.rpartition(".")[0]
+    place = ours["attention"]
+    own = family.o.rpartition(".")[0]
     family = replace(family, prefix=place.removesuffix(own))
     whole = complete(family, {**config, "model_type": ours["source_model_type"]})
     intact = ours["form"] == "intact"

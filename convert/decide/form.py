@@ -85,7 +85,8 @@ def _stock_obstacle(source: Source) -> str | None:
 def latent_container(source: Source, target: MLA, bands: tuple[Band, ...], remote: bool) -> Container:
     """Return the output format of a target whose form `choose_form` chose."""
     if not remote:
-        block, rope = folded_block(source.family, source.config), slot_rope(source, bands)
+        block = folded_block(source.family, source.config)
+        rope = slot_rope(source, bands)
         return Stock(
             geometry=source.geometry,
             target=target,
@@ -101,7 +102,8 @@ def latent_container(source: Source, target: MLA, bands: tuple[Band, ...], remot
         frequencies = tuple(dict.fromkeys(every))
         tables = tuple(map(frequencies.index, every)) if len(frequencies) > 1 else ()
     else:
-        frequencies, tables = (slots,), ()
+        frequencies = (slots,)
+        tables = ()
     return Remote(
         family=source.family,
         geometry=source.geometry,

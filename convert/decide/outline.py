@@ -7,7 +7,8 @@ from ...core.console import show_table
 
 def show_plan(plan: dict[str, Any]) -> None:
     """Print a plan as a table."""
-    cache, at_lengths = plan["cache"], plan["cache_bytes_at"].items()
+    cache = plan["cache"]
+    at_lengths = plan["cache_bytes_at"].items()
     rows = [
         ("source", f"{plan['source']} ({plan['family']}, {plan['layers']} layers)"),
         (

@@ -44,7 +44,8 @@ def served_target(
                 f"--{option.replace('_', '-')} {value} does not fit: engines other than transformers take "
                 f"{profile.rope} rotary dimensions at the default frequencies; leave it out"
             )
-    budget, rank = options.get("kv_budget"), options.get("rank")
+    budget = options.get("kv_budget")
+    rank = options.get("rank")
     queries = query_rank(source.geometry, options.get("q_lora_rank"))
     if budget is not None and rank is not None:
         raise InvalidInput("--to mla takes either --rank N (or --rank full) or --kv-budget SHARE, not both")
@@ -74,7 +75,8 @@ def served_target(
 
 def _whole(source: Source, profile: Profile) -> tuple[MLA, tuple[Band, ...]]:
     """Return the target that keeps everything, where the profile holds it."""
-    heads, width = source.geometry.num_key_value_heads, source.geometry.head_dim
+    heads = source.geometry.num_key_value_heads
+    width = source.geometry.head_dim
     bands = source_bands(source.slot_frequencies()[0], heads)
     rank = (
         full_rank(source.geometry.hidden_size, 2 * heads * width, normed=False)

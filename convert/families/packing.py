@@ -20,7 +20,8 @@ def half_order(family: Family, head_dim: int, width: int) -> Tensor:
 
     Dimensions that do not rotate are paired too, with frequency zero, after those that do.
     """
-    turned_R, rest = torch.arange(width), torch.arange(width, head_dim)
+    turned_R = torch.arange(width)
+    rest = torch.arange(width, head_dim)
     real, imaginary = (turned_R[::2], turned_R[1::2]) if family.rotary == "interleaved" else turned_R.chunk(2)
     still_real, still_imaginary = rest.chunk(2) if len(rest) else (rest, rest)
     return torch.cat([real, still_real, imaginary, still_imaginary])
@@ -28,10 +29,8 @@ def half_order(family: Family, head_dim: int, width: int) -> Tensor:
 
 def shapes(family: Family, geometry: Geometry) -> dict[str, tuple[int, int]]:
     """Return the shape of each projection's weight."""
-    query, key = (
-        geometry.num_attention_heads * geometry.head_dim,
-        geometry.num_key_value_heads * geometry.head_dim,
-    )
+    query = geometry.num_attention_heads * geometry.head_dim
+    key = geometry.num_key_value_heads * geometry.head_dim
     hidden = geometry.hidden_size
     every = {
         "q": (query, hidden),
@@ -53,7 +52,9 @@ def split(rows_XD: Tensor, family: Family, geometry: Geometry) -> tuple[Tensor, 
 
     For a bias the shapes lack D.
     """
-    heads, keys, width = geometry.num_attention_heads, geometry.num_key_value_heads, geometry.head_dim
+    heads = geometry.num_attention_heads
+    keys = geometry.num_key_value_heads
+    width = geometry.head_dim
     rows = rows_XD.unflatten(0, (-1, width))
     if family.fused == "stacked":
         q, k, v = rows.split([heads, keys, keys])
@@ -82,7 +83,8 @@ def unpack(
         width: rotated dimensions of a head.
         scale: factor on the scores.
     """
-    head_dim, order_H = geometry.head_dim, half_order(family, geometry.head_dim, width)
+    head_dim = geometry.head_dim
+    order_H = half_order(family, geometry.head_dim, width)
 
     def heads(part: str) -> tuple[Tensor | None, ...]:
         if family.qkv is None:

@@ -84,7 +84,8 @@ def complete(family: Family, config: Mapping[str, Any]) -> dict[str, Any]:
     if family.kv_heads is None:
         whole["num_key_value_heads"] = whole["num_attention_heads"]
     layers = range(whole["num_hidden_layers"]) if isinstance(whole["num_hidden_layers"], int) else ()
-    pattern, interval = whole.get("sliding_window_pattern"), whole.get("no_rope_layer_interval")
+    pattern = whole.get("sliding_window_pattern")
+    interval = whole.get("no_rope_layer_interval")
     if pattern and not whole.get("layer_types"):
         whole["layer_types"] = [
             "full_attention" if (n + 1) % pattern == 0 else "sliding_attention" for n in layers
@@ -102,13 +103,15 @@ def geometry_of(config: Mapping[str, Any]) -> Geometry:
     """
     for key in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
                 "max_position_embeddings", "num_key_value_heads", "head_dim"):  # fmt: skip
-        value, optional = config.get(key), key in {"num_key_value_heads", "head_dim"}
+        value = config.get(key)
+        optional = key in {"num_key_value_heads", "head_dim"}
         optional = optional or (
             key == "intermediate_size" and FAMILIES[config["model_type"]].defaults[key] is None
         )
         if not (optional and value is None) and (not isinstance(value, int) or value < 1):
             raise InvalidInput(f"config.json has {key} {value!r}, where a positive number is needed")
-    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    hidden = config["hidden_size"]
+    heads = config["num_attention_heads"]
     kv_heads = config.get("num_key_value_heads") or heads
     head_dim = config.get("head_dim") or hidden // heads
     if heads % kv_heads:
@@ -170,7 +173,8 @@ def latent_obstacle(config: Mapping[str, Any]) -> str | None:
     family = FAMILIES[config["model_type"]]
     for reason in stock_reasons(family):
         return f"the stock MLA class cannot hold {family.label}: {reason}; use --to gqa or --to mqa"
-    window, positions = config.get("sliding_window"), config["max_position_embeddings"]
+    window = config.get("sliding_window")
+    positions = config["max_position_embeddings"]
     if (
         window
         and config.get("use_sliding_window", True)

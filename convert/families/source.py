@@ -338,7 +338,8 @@ def attention_shapes(
     family: Family, geometry: Geometry, layer: int, biases: Set[str]
 ) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Return the names of a layer's attention tensors, and the shapes that they should have."""
-    weights, rows = shapes(family, geometry), outputs(family, geometry)
+    weights = shapes(family, geometry)
+    rows = outputs(family, geometry)
     for role, name in family.projections(layer).items():
         yield f"{name}.weight", weights[role]
         if role in biases:

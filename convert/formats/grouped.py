@@ -62,7 +62,9 @@ class Grouped(Container):
     def specs(self, layer: int, dtype: torch.dtype) -> dict[str, TensorSpec]:
         """Return names, shapes and dtypes of one layer's attention tensors."""
         folded = replace(self.geometry, num_key_value_heads=self.target.num_key_value_heads)
-        weights, rows, specs = shapes(self.family, folded), outputs(self.family, folded), {}
+        weights = shapes(self.family, folded)
+        rows = outputs(self.family, folded)
+        specs = {}
         for role, name in self.family.projections(layer).items():
             specs[f"{name}.weight"] = TensorSpec(dtype, weights[role])
             if role in self.biases:
@@ -77,7 +79,8 @@ class Grouped(Container):
         assert isinstance(attention, Attention)
         names = self.family.projections(layer)
         packed = pack(attention, self.family, self.rotary_width)
-        norm, weight = self.family.norm("k", layer), packed.pop("k_norm", None)
+        norm = self.family.norm("k", layer)
+        weight = packed.pop("k_norm", None)
         named = {
             f"{names[role]}.{part}": tensor
             for (role, part), tensor in ((n.split("."), t) for n, t in packed.items())

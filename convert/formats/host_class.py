@@ -72,11 +72,11 @@ class HostClass(Container):
 
     def specs(self, layer: int, dtype: torch.dtype) -> dict[str, TensorSpec]:
         """Return names, shapes and dtypes of one layer's attention tensors."""
-        family, folded = (
-            self.host.family,
-            replace(self.geometry, num_key_value_heads=self.target.num_key_value_heads),
-        )
-        weights, rows, specs = shapes(family, folded), outputs(family, folded), {}
+        family = self.host.family
+        folded = replace(self.geometry, num_key_value_heads=self.target.num_key_value_heads)
+        weights = shapes(family, folded)
+        rows = outputs(family, folded)
+        specs = {}
         for role, name in family.projections(layer).items():
             specs[f"{name}.weight"] = TensorSpec(dtype, weights[role])
             if self.biases:

@@ -148,7 +148,8 @@ class Remote(Container):
         if self.family.query_growth is None:
             return {}
         rope = rope_parameters(dict(source))
-        rate, length = rope.get(self.family.query_growth), rope.get("original_max_position_embeddings")
+        rate = rope.get(self.family.query_growth)
+        length = rope.get("original_max_position_embeddings")
         if rate is None or length is None:
             raise InvalidInput(f"config.json's rope parameters lack {self.family.query_growth} or "
                                "original_max_position_embeddings, by which this family scales "
@@ -173,8 +174,11 @@ class Remote(Container):
 
     def specs(self, layer: int, dtype: torch.dtype) -> dict[str, TensorSpec]:
         """Return names, shapes and dtypes of one layer's attention tensors."""
-        heads, groups = self.geometry.num_attention_heads, self.geometry.num_key_value_heads
-        hidden, width, rank = self.geometry.hidden_size, self.geometry.head_dim, self.target.kv_lora_rank
+        heads = self.geometry.num_attention_heads
+        groups = self.geometry.num_key_value_heads
+        hidden = self.geometry.hidden_size
+        width = self.geometry.head_dim
+        rank = self.target.kv_lora_rank
         rope = self.target.qk_rope_head_dim
         if self._intact:
             rows = 2 * groups * width
@@ -212,7 +216,8 @@ class Remote(Container):
 
     def _query_weights(self, rows: int) -> dict[str, tuple[str, int, int]]:
         """Return name, rows and columns of the weights that make the queries, by role."""
-        hidden, rank = self.geometry.hidden_size, self.target.q_lora_rank
+        hidden = self.geometry.hidden_size
+        rank = self.target.q_lora_rank
         if rank is None:
             return {"q": ("q_proj", rows, hidden)}
         return {"q_a": ("q_a_proj", rank, hidden), "q": ("q_b_proj", rows, rank)}

@@ -60,8 +60,10 @@ def merge_costs(attention: Attention, metric: LayerMetric) -> Tensor:
     For keys that is, per rotary pair, the smaller energy of the two; for values, all but the H largest
     energies.
     """
-    k_KHE, v_KHE = with_bias(attention.k_KHD, attention.k_KH), with_bias(attention.v_KHD, attention.v_KH)
-    heads, width = len(k_KHE), k_KHE.shape[1]
+    k_KHE = with_bias(attention.k_KHD, attention.k_KH)
+    v_KHE = with_bias(attention.v_KHD, attention.v_KH)
+    heads = len(k_KHE)
+    width = k_KHE.shape[1]
     first, second = torch.tensor(list(combinations(range(heads), 2))).T
     keys_FKE = complex_rows(_seen(k_KHE, metric)).transpose(0, 1)
     gram_FKK = keys_FKE @ complex_rows(k_KHE).transpose(0, 1).mH
@@ -101,7 +103,8 @@ def arrange(costs_KK: Tensor, groups: int) -> list[int]:
     while helped:
         helped = False
         for x, y in combinations(range(heads), 2):
-            here, there = x // size, y // size
+            here = x // size
+            there = y // size
             if here == there:
                 continue
             one, other = order[x], order[y]

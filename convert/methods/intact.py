@@ -60,11 +60,10 @@ def encoded(attention: Attention, frequencies_F: Tensor, sample: LayerSample, *,
         seed: of what is drawn.
     """
     device = fitting_device()
-    source, scoring = attention.to(torch.float32, device), sample.scoring.to(torch.float32, device)
-    root_DD, draw = (
-        matrix_root(sample.fisher_DD).to(device, torch.float32),
-        torch.Generator().manual_seed(seed),
-    )
+    source = attention.to(torch.float32, device)
+    scoring = sample.scoring.to(torch.float32, device)
+    root_DD = matrix_root(sample.fisher_DD).to(device, torch.float32)
+    draw = torch.Generator().manual_seed(seed)
     keys = attention.k_KHD.shape[0] * attention.k_KHD.shape[1]
     sums = [torch.zeros(size, size, dtype=torch.float64) for size in (2 * keys, keys, keys)]
     for part in sample.used.split(BATCH):
@@ -100,7 +99,8 @@ def to_intact(
         moment_EE: second moment of normed keys and values; that of `linearised` attention where there is
         none.
     """
-    plain, normed = linearised(attention, metric.input_EE), attention.k_norm_KH is not None
+    plain = linearised(attention, metric.input_EE)
+    normed = attention.k_norm_KH is not None
     rows_CE = torch.cat([plain.k_KHD, plain.v_KHD]).flatten(0, 1)
     input_EE = None if metric.input_EE is None else metric.input_EE[:-1, :-1]
     if normed:

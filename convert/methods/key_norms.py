@@ -20,9 +20,8 @@ from ..algebra.metric import LayerMetric, with_bias
 from ..algebra.rotary import complex_rows, half_rows
 from ..algebra.target import GQA
 
-FLOOR = (
-    0.1  # least weight of a dimension against its pair's other: a turn must not fill one that the norm hides
-)
+# Least weight of a dimension relative to its pair's other: a turn must not fill one that the norm hides.
+FLOOR = 0.1
 
 Pool = Callable[[Attention, GQA, LayerMetric, Tensor], Attention]
 
@@ -51,12 +50,12 @@ def keys(attention: Attention, target: GQA) -> Attention:
     over all heads is averaged with the keys. Nothing is lost when a group's heads are equal up to a positive
     factor and the signs of pairs, or up to turns of pairs where a pair's two weights are equal.
     """
-    groups, queries = target.num_key_value_heads, len(attention.q_NHD) // len(attention.k_KHD)
-    k_KHE, q_NHE = with_bias(attention.k_KHD, attention.k_KH), with_bias(attention.q_NHD, attention.q_NH)
-    k_weight_KH, q_weight_NH = (
-        _usable(attention.k_norm_KH, len(k_KHE)),
-        _usable(attention.q_norm_NH, len(q_NHE)),
-    )
+    groups = target.num_key_value_heads
+    queries = len(attention.q_NHD) // len(attention.k_KHD)
+    k_KHE = with_bias(attention.k_KHD, attention.k_KH)
+    q_NHE = with_bias(attention.q_NHD, attention.q_NH)
+    k_weight_KH = _usable(attention.k_norm_KH, len(k_KHE))
+    q_weight_NH = _usable(attention.q_norm_NH, len(q_NHE))
     length_K = torch.linalg.matrix_norm(k_KHE)
     z_KFE = complex_rows(k_weight_KH[..., None] * k_KHE / length_K.clamp_min(_least(length_K))[:, None, None])
     z_NFE = complex_rows(q_weight_NH[..., None] * q_NHE)

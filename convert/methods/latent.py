@@ -45,7 +45,8 @@ def uniform_bands(frequencies_F: Tensor, slots_S: Tensor) -> tuple[Band, ...]:
 
     Each serves the same number of the source's pairs, in order.
     """
-    pairs, slots = len(frequencies_F), len(slots_S)
+    pairs = len(frequencies_F)
+    slots = len(slots_S)
     members: list[list[int]] = [[] for _ in range(slots)]
     for pair in range(pairs):
         members[pair * slots // pairs].append(pair)
@@ -78,10 +79,12 @@ def to_mla(
     """
     if target.slots == "source":
         return _exact(attention)
-    queries, width = len(attention.q_NHD) // len(attention.k_KHD), attention.k_KHD.shape[-1]
+    queries = len(attention.q_NHD) // len(attention.k_KHD)
+    width = attention.k_KHD.shape[-1]
     parts = separate(Keys.of(attention, metric), frequencies_F, bands, metric)
     down_CD, up, energy_M = low_rank(*parts.stack(attention, metric), target.kv_lora_rank)
-    k_KHE, q_NHE = with_bias(attention.k_KHD, attention.k_KH), with_bias(attention.q_NHD, attention.q_NH)
+    k_KHE = with_bias(attention.k_KHD, attention.k_KH)
+    q_NHE = with_bias(attention.q_NHD, attention.q_NH)
     slots_S = torch.tensor([band.frequency for band in bands for _ in range(band.slots)], dtype=torch.float64)
     latent_CE = pad(down_CD, (0, k_KHE.shape[-1] - width))
     slots_NRH, latent_NCH = fit_queries(
@@ -123,7 +126,8 @@ class Keys:
     def of(cls, attention: Attention, metric: LayerMetric) -> "Keys":
         """Return the keys of a layer in its metric."""
         k_KHE = with_bias(attention.k_KHD, attention.k_KH)
-        moment_EE, z_KFE = metric.moment(k_KHE), complex_rows(k_KHE)
+        moment_EE = metric.moment(k_KHE)
+        z_KFE = complex_rows(k_KHE)
         seen_KFE = z_KFE if moment_EE is None else complex_rows(k_KHE @ moment_EE)
         return cls(z_KFE=z_KFE, seen_KFE=seen_KFE, pairs_FKK=metric.pairs(len(k_KHE)))
 
@@ -134,7 +138,8 @@ class Keys:
 
         Rows are pair-major.
         """
-        heads, members = len(self.z_KFE), list(band.pairs)
+        heads = len(self.z_KFE)
+        members = list(band.pairs)
         turned_NM = metric.fidelity(frequencies_F[members] - band.frequency).abs().square()
         # A slot saves the rotation that the mean over distances loses; a slow pair loses next to
         # nothing.
@@ -180,7 +185,8 @@ def separate(keys: Keys, frequencies_F: Tensor, bands: tuple[Band, ...], metric:
     """
     heads = len(keys.z_KFE)
     still_NF = metric.fidelity(frequencies_F)
-    rest_KFE, k_slots = keys.z_KFE.clone(), []
+    rest_KFE = keys.z_KFE.clone()
+    k_slots = []
     for band in bands:
         members = list(band.pairs)
         keys_RE, shares, _ = leading(*keys.weighted(frequencies_F, band, metric), band.slots)
@@ -201,7 +207,8 @@ def saved_by_slots(attention: Attention, frequencies_F: Tensor, metric: LayerMet
 
     It is in the metric's unit and falls along K.
     """
-    keys, saved = Keys.of(attention, metric), []
+    keys = Keys.of(attention, metric)
+    saved = []
     for band in source_bands(frequencies_F, len(keys.z_KFE)):
         _, _, energy_K = leading(*keys.weighted(frequencies_F, band, metric), band.slots)
         saved.append(energy_K / 2)  # a complex error counts half in each of its real parts
@@ -217,7 +224,8 @@ def lost_by_slots(
     distances loses of its rotation. A part in a slot of another frequency loses the fidelity of that
     frequency.
     """
-    keys, lost = Keys.of(attention, metric), 0.0
+    keys = Keys.of(attention, metric)
+    lost = 0.0
     for band in bands:
         rows_ME, weight_MM, seen_ME = keys.weighted(frequencies_F, band, metric)
         _, _, energy_M = leading(rows_ME, weight_MM, seen_ME, band.slots)
@@ -236,7 +244,8 @@ def _exact(attention: Attention) -> LatentAttention:
 
     The function is the same, and nothing is saved.
     """
-    heads, queries = len(attention.k_KHD), len(attention.q_NHD) // len(attention.k_KHD)
+    heads = len(attention.k_KHD)
+    queries = len(attention.q_NHD) // len(attention.k_KHD)
     owner_NK = torch.eye(heads, dtype=attention.q_NHD.dtype).repeat_interleave(queries, 0)
 
     def spread(rows: Tensor) -> Tensor:

@@ -28,7 +28,8 @@ def mean(attention: Attention, target: GQA, metric: LayerMetric, frequencies_F: 
     def pool(rows: Tensor | None) -> Tensor | None:
         return None if rows is None else rows.unflatten(0, (target.num_key_value_heads, -1)).mean(1)
 
-    k_GHD, v_GHD = pool(attention.k_KHD), pool(attention.v_KHD)
+    k_GHD = pool(attention.k_KHD)
+    v_GHD = pool(attention.v_KHD)
     assert k_GHD is not None
     assert v_GHD is not None
     return replace(
@@ -53,7 +54,8 @@ def aligned(attention: Attention, target: GQA, metric: LayerMetric, frequencies_
     if heads == target.num_key_value_heads:
         return attention
     members = heads // target.num_key_value_heads
-    k_KHE, v_KHE = with_bias(attention.k_KHD, attention.k_KH), with_bias(attention.v_KHD, attention.v_KH)
+    k_KHE = with_bias(attention.k_KHD, attention.k_KH)
+    v_KHE = with_bias(attention.v_KHD, attention.v_KH)
     k_GHE, v_GHE, turns_KF, turns_KHH = [], [], [], []
     for first in range(0, heads, members):
         group = slice(first, first + members)
@@ -65,7 +67,9 @@ def aligned(attention: Attention, target: GQA, metric: LayerMetric, frequencies_
         v_GHE.append(_renormalised(turned_v))
         turns_KF.append(turn_MF)
         turns_KHH.append(turn_MHH)
-    k, v, hidden = torch.stack(k_GHE), torch.stack(v_GHE), attention.q_NHD.shape[-1]
+    k = torch.stack(k_GHE)
+    v = torch.stack(v_GHE)
+    hidden = attention.q_NHD.shape[-1]
     queries = attention.q_NHD.shape[0] // heads
     turn_NF = torch.cat(turns_KF).repeat_interleave(queries, 0)
     turn_NHH = torch.cat(turns_KHH).repeat_interleave(queries, 0)
@@ -92,23 +96,24 @@ def subspace(attention: Attention, target: GQA, metric: LayerMetric, frequencies
     fitted to the whole of it. Values are read from the best H-dimensional subspace of all the group's values.
     The result is exact when the heads are equal up to phases and rotations.
     """
-    heads, groups = len(attention.k_KHD), target.num_key_value_heads
+    heads = len(attention.k_KHD)
+    groups = target.num_key_value_heads
     if heads == groups:
         return attention
-    queries, width = len(attention.q_NHD) // heads, attention.k_KHD.shape[1]
-    k_KHE, v_KHE = with_bias(attention.k_KHD, attention.k_KH), with_bias(attention.v_KHD, attention.v_KH)
-    q_NHE, z_KFE = with_bias(attention.q_NHD, attention.q_NH), complex_rows(k_KHE)
-    pairs_FKK, moment = metric.pairs(heads), metric.moment
+    queries = len(attention.q_NHD) // heads
+    width = attention.k_KHD.shape[1]
+    k_KHE = with_bias(attention.k_KHD, attention.k_KH)
+    v_KHE = with_bias(attention.v_KHD, attention.v_KH)
+    q_NHE = with_bias(attention.q_NHD, attention.q_NH)
+    z_KFE = complex_rows(k_KHE)
+    pairs_FKK = metric.pairs(heads)
+    moment = metric.moment
     moment_EE = moment(k_KHE)
     seen_KFE = z_KFE if moment_EE is None else complex_rows(k_KHE @ moment_EE)
     keys, values, maps, fits = [], [], [], []
     for first in range(0, heads, heads // groups):
         group = slice(first, first + heads // groups)
-        found = [
-            leading(z_KFE[group, f], pairs_FKK[f, group, group], seen_KFE[group, f], 1)[0]
-            for f in range(width // 2)
-        ]
-        key_FE = torch.cat(found)
+        key_FE = _shared_key(z_KFE[group], pairs_FKK[:, group, group], seen_KFE[group])
         keys.append(half_rows(key_FE))
         readers = metric.of_queries(slice(group.start * queries, group.stop * queries))
         fit_NRH, _ = fit_queries(
@@ -128,7 +133,9 @@ def subspace(attention: Attention, target: GQA, metric: LayerMetric, frequencies
         maps.append(map_MH.unflatten(0, (-1, width)))
     q_NHE = torch.cat(fits) @ q_NHE
     map_NHH = torch.cat(maps).repeat_interleave(queries, 0)
-    k_GHE, v_GHE, hidden = torch.stack(keys), torch.stack(values), attention.q_NHD.shape[-1]
+    k_GHE = torch.stack(keys)
+    v_GHE = torch.stack(values)
+    hidden = attention.q_NHD.shape[-1]
     return replace(
         attention,
         q_NHD=q_NHE[..., :hidden],
@@ -139,6 +146,12 @@ def subspace(attention: Attention, target: GQA, metric: LayerMetric, frequencies
         v_KH=None if attention.v_KH is None else v_GHE[..., -1],
         o_DNH=torch.einsum("dnh,nhg->dng", attention.o_DNH, map_NHH),
     )
+
+
+def _shared_key(z_MFE: Tensor, pairs_FMM: Tensor, seen_MFE: Tensor) -> Tensor:
+    """Return the best key (F, E) of some heads, pair by pair, in the metric of the pairs."""
+    found = [leading(z_MFE[:, f], pairs_FMM[f], seen_MFE[:, f], 1)[0] for f in range(z_MFE.shape[1])]
+    return torch.cat(found)
 
 
 def _phases(z_MFE: Tensor) -> Tensor:

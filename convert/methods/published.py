@@ -53,9 +53,8 @@ from .shared_key import (
     written,
 )
 
-CARE_DAMPING = (
-    0.1  # of C's mean diagonal, on C's diagonal: what CARE's published code adds for this decomposition
-)
+# Share of C's mean diagonal that CARE's published code adds to C's diagonal for this decomposition.
+CARE_DAMPING = 0.1
 
 Layers = Callable[[], Iterable[tuple[Attention, LayerStatistics | None]]]
 
@@ -111,7 +110,8 @@ def folded_bands(layers: Layers, frequencies_F: Tensor, stock_S: Tensor) -> tupl
     Raises:
         InvalidInput: the number of slots does not divide the number of pairs.
     """
-    pairs, slots = len(frequencies_F), len(stock_S)
+    pairs = len(frequencies_F)
+    slots = len(stock_S)
     if pairs % slots:
         fitting = ", ".join(str(2 * n) for n in range(1, pairs + 1) if pairs % n == 0)
         raise InvalidInput(
@@ -222,7 +222,8 @@ def mha2mla(
         apart: decompose keys and values apart, each into half of the latent (SVD_split), not jointly
             (SVD_joint).
     """
-    heads, pairs = len(attention.k_KHD), attention.k_KHD.shape[1] // 2
+    heads = len(attention.k_KHD)
+    pairs = attention.k_KHD.shape[1] // 2
     chosen = any(band.slots < heads for band in bands)
     best_KF = _contributions(attention, statistics) if chosen else torch.zeros(heads, pairs)
     rotates_KF = torch.zeros(heads, pairs, dtype=torch.bool)
@@ -290,7 +291,8 @@ def xecomla(
     heads, width, _ = attention.k_KHD.shape
     kept = width - target.qk_rope_head_dim
     unused_P1 = (torch.arange(width) >= kept)[:, None]
-    q_NHE, k_KHE = affine(attention.q_NHD, attention.q_NH), affine(attention.k_KHD, attention.k_KH)
+    q_NHE = affine(attention.q_NHD, attention.q_NH)
+    k_KHE = affine(attention.k_KHD, attention.k_KH)
     rows_BE = torch.cat([k_KHE, affine(attention.v_KHD, attention.v_KH)]).flatten(0, 1)
     down_CD, up_BC, constant_B = truncated(rows_BE, target.kv_lora_rank)
     k_up_KPC, v_up_KHC = up_BC.unflatten(0, (2, heads, width))
@@ -316,7 +318,8 @@ def _mha2mla() -> dict[str, Peer]:
     """Return the settings of `mha2mla` by name: choice of pairs times decomposition."""
     rules = {}
     for apart in (False, True):
-        fold, ending = partial(mha2mla, apart=apart), ":split" if apart else ""
+        fold = partial(mha2mla, apart=apart)
+        ending = ":split" if apart else ""
         rules[f"mha2mla{ending}"] = Peer(ranked_bands, fold, needs_statistics=True, per_head=True)
         for name, place in PLACES.items():
             bands = partial(placed_bands, place)

@@ -45,10 +45,12 @@ def compress(layer: Compressible, source: Attention, metric: LayerMetric, rank: 
         metric: what errors cost.
         rank: q_lora_rank; from min(D, N·H) on nothing is lost.
     """
-    rows_XD, moment_DD = source.q_NHD.flatten(0, 1), metric.moment(source.q_NHD)
+    rows_XD = source.q_NHD.flatten(0, 1)
+    moment_DD = metric.moment(source.q_NHD)
     if rank >= min(rows_XD.shape):
         # Any basis of the rows: what the metric calls worthless is kept as well.
-        moment_DD, basis_DA = None, torch.linalg.qr(rows_XD.mT).Q
+        moment_DD = None
+        basis_DA = torch.linalg.qr(rows_XD.mT).Q
         down_AD = basis_DA.mT if len(rows_XD) < rows_XD.shape[1] else torch.eye(rank, dtype=rows_XD.dtype)
     else:
         down_AD, _, _ = low_rank(rows_XD, _costs(metric), moment_DD, rank)
@@ -98,7 +100,8 @@ def _met(moment_NHH: Tensor, frequencies_F: Tensor, distance_NT: Tensor) -> Tens
     angle_FT = frequencies_F[:, None] * torch.arange(distance_NT.shape[1], dtype=torch.float64)
     turn_FT = torch.polar(torch.ones_like(angle_FT), -angle_FT)
     order_H = torch.arange(moment_NHH.shape[1]).view(2, -1).mT.flatten()  # pairs side by side
-    back_H, met = order_H.argsort(), []
+    back_H = order_H.argsort()
+    met = []
     for moment_HH, weight_T in zip(moment_NHH, distance_NT.to(turn_FT.dtype), strict=True):
         weighted_FT = turn_FT * weight_T
         rows_HH = turned(moment_HH[order_H][:, order_H], weighted_FT @ turn_FT.mH, weighted_FT @ turn_FT.mT)

@@ -18,9 +18,8 @@ from .latent import Band
 # Relative to the values: anything smaller is no key, but the rounding of one that the slots hold whole.
 ROUNDING = 1e-10
 
-Compressed = tuple[
-    Tensor, Tensor, Tensor
-]  # down (C, D), up (B, C) and constant (B,): rows are up down x + constant
+# Down (C, D), up (B, C) and constant (B,): rows are up down x + constant.
+Compressed = tuple[Tensor, Tensor, Tensor]
 
 
 def components(attention: Attention, bands: tuple[Band, ...], input_EE: Tensor | None) -> Tensor:
@@ -56,12 +55,11 @@ def assemble(
 
     The first get the slots, and `compress` the others.
     """
-    heads, queries = len(attention.k_KHD), len(attention.q_NHD) // len(attention.k_KHD)
+    heads = len(attention.k_KHD)
+    queries = len(attention.q_NHD) // len(attention.k_KHD)
     slots = target.qk_rope_head_dim // 2
-    q_NHE, z_KFE = (
-        affine(attention.q_NHD, attention.q_NH),
-        complex_rows(affine(attention.k_KHD, attention.k_KH)),
-    )
+    q_NHE = affine(attention.q_NHD, attention.q_NH)
+    z_KFE = complex_rows(affine(attention.k_KHD, attention.k_KH))
     z_ME = torch.einsum("kfm,kfe->me", rotation_KFM.to(z_KFE.dtype), z_KFE)
     share_NFS = rotation_KFM[..., :slots].repeat_interleave(queries, 0)
     q_NSE = torch.einsum("nfs,nfe->nse", share_NFS.to(z_KFE.dtype), complex_rows(q_NHE))
@@ -134,7 +132,8 @@ def split(rows_BE: Tensor, values: int, rank: int) -> Compressed:
         if width:
             down_CD, up_BC, _ = truncated(part_BE, width)
         else:
-            down_CD, up_BC = part_BE.new_zeros(0, part_BE.shape[1] - 1), part_BE.new_zeros(len(part_BE), 0)
+            down_CD = part_BE.new_zeros(0, part_BE.shape[1] - 1)
+            up_BC = part_BE.new_zeros(len(part_BE), 0)
         downs.append(down_CD)
         ups.append(up_BC)
     return torch.cat(downs), torch.block_diag(*ups), rows_BE[:, -1]
@@ -156,7 +155,8 @@ def balance(rows_BE: Tensor, values: int, input_EE: Tensor) -> Tensor:
     The values are the last rows.
     """
     norm_B = ((rows_BE @ input_EE) * rows_BE).sum(-1).clamp(min=0).sqrt()
-    key, value = norm_B[:-values].mean(), norm_B[-values:].mean()
+    key = norm_B[:-values].mean()
+    value = norm_B[-values:].mean()
     scale_B = torch.ones_like(norm_B)
     if key > ROUNDING * value and value > 0:
         scale_B[:-values] = value / key

@@ -101,7 +101,8 @@ def _still(plan: Plan, number: int, target: MLA) -> tuple[LatentAttention, Loss 
 
     Its keys are in the latent, and the rotary key stays empty.
     """
-    attention, statistics = plan.source.attention(number), _statistics(plan, number)
+    attention = plan.source.attention(number)
+    statistics = _statistics(plan, number)
     one_D = _one(plan, None if statistics is None else statistics.input_EE)
     valued = without_value_bias(attention, one_D)
     latent = fold_joint(valued, replace(target, rope="decoupled"), statistics, plan.source.positions)

@@ -97,7 +97,9 @@ def _share(
         first: keeps the journal of rank 0 open until the output has its name.
     """
     rank, ranks = place()
-    fingerprint, specs, done = plan.fingerprint(shard_size), plan.specs, {}
+    fingerprint = plan.fingerprint(shard_size)
+    specs = plan.specs
+    done = {}
     agreed = from_first(fingerprint)
     with ExitStack() as own:
         with together(), _failures(plan, out):

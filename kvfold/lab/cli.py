@@ -123,7 +123,8 @@ def _shape(model: str | None, options: dict[str, Any]) -> tuple[Shape, "MultiHea
         d_model, heads = options["d_model"], options["heads"]
         if d_model is None or heads is None:
             raise InvalidInput("lab needs a shape or a model; write --d-model 512 --heads 8, or name a MODEL")
-        kv_heads, width = options["kv_heads"] or heads, options["head_dim"]
+        kv_heads = options["kv_heads"] or heads
+        width = options["head_dim"]
         if width is None and d_model % heads:
             raise InvalidInput(f"--d-model {d_model} does not divide into {heads} heads; give --head-dim too")
         width = width or d_model // heads

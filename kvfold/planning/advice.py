@@ -55,7 +55,8 @@ class Row:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the row as plain values."""
-        one, cache = self.candidate, self.candidate.plan.cache()
+        one = self.candidate
+        cache = self.candidate.plan.cache()
         return {
             "label": one.label,
             "kind": one.kind,
@@ -156,12 +157,14 @@ def rank(rows: Sequence[Row], bounds: Bounds, goal: Goal, tolerance: float, *, c
 def _by_loss(row: Row) -> tuple[bool, float, int, bool, int]:
     """Sort by least loss; then by the larger cache, no code of its own, and fewer bytes moved."""
     kept = -int(row.candidate.plan.cache()["after"]["elements_per_token_per_layer"])
-    loss, own_code = row.loss or 0.0, row.candidate.container == "remote"
+    loss = row.loss or 0.0
+    own_code = row.candidate.container == "remote"
     return row.loss is None, loss, kept if row.loss is None else 0, own_code, row.decoding.bytes
 
 
 def _reason(fitting: Sequence[Row], within: Sequence[Row], goal: Goal, tolerance: float, unit: str) -> str:
-    best, count = fitting[0], len(fitting)
+    best = fitting[0]
+    count = len(fitting)
     if best.loss is None:
         return f"the largest cache of the {count} that fit; for this attention no loss can be predicted"
     lost = (

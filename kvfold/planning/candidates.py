@@ -126,7 +126,8 @@ def _wanted(
 
     For equal outputs, the request that a user would make comes first.
     """
-    heads, rotary = source.geometry.num_key_value_heads, bool(source.rotary_width)
+    heads = source.geometry.num_key_value_heads
+    rotary = bool(source.rotary_width)
     for groups in (n for n in range(heads - 1, 0, -1) if heads % n == 0):
         yield ("gqa", "gqa", {"kv_heads": groups}) if groups > 1 else ("gqa", "mqa", {})
     # The smallest first: where several keep everything, that is the one to ask for.

@@ -127,7 +127,9 @@ class _Commands:
     """The `kvfold convert` command of each row."""
 
     def __init__(self, model: str, revision: str | None, calibration: dict[str, Any]) -> None:
-        self._model, self._revision, self._calibration = model, revision, calibration
+        self._model = model
+        self._revision = revision
+        self._calibration = calibration
 
     def of(self, row: "Row") -> str:
         one = row.candidate
@@ -201,7 +203,8 @@ def _report(
     from .advice import place, what_would_fit
     from .candidates import plan_source
 
-    bounds, unchanged = advice.bounds, plan_source(source)
+    bounds = advice.bounds
+    unchanged = plan_source(source)
     own = None if unchanged is None else place(unchanged, bounds).to_dict()
     chosen = advice.chosen
     return {

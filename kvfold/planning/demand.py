@@ -64,9 +64,12 @@ def demand(plan: Plan, context: int, batch: int, *, absorbed: bool = False) -> D
         batch: sequences at once.
         absorbed: whether it runs in an engine that absorbs the stock class's latent.
     """
-    size, config, geometry = plan.dtype.itemsize, plan.source.config, plan.source.geometry
+    size = plan.dtype.itemsize
+    config = plan.source.config
+    geometry = plan.source.geometry
     token = _cache_elements(plan) * size
-    hidden, heads = geometry.hidden_size, geometry.num_attention_heads * geometry.head_dim
+    hidden = geometry.hidden_size
+    heads = geometry.num_attention_heads * geometry.head_dim
     feed_forward = config.get("intermediate_size") or 4 * hidden
     rows = max(batch, min(context, CHUNK))
     alive = (
@@ -81,7 +84,8 @@ def demand(plan: Plan, context: int, batch: int, *, absorbed: bool = False) -> D
 
 def decoding(plan: Plan, context: int, batch: int, *, absorbed: bool = False) -> Decoding:
     """Return the cost of a decoded token; arguments are those of `demand`."""
-    size, kept = plan.dtype.itemsize, _kept(plan.source, context)
+    size = plan.dtype.itemsize
+    kept = _kept(plan.source, context)
     rebuilt = 2 * _expanded(plan, absorbed)
     moved = sum(kept) * (_cache_elements(plan) + rebuilt) * size
     cost = _costs(plan, absorbed)
@@ -116,7 +120,9 @@ def _expanded(plan: Plan, absorbed: bool) -> int:
 
 def _costs(plan: Plan, absorbed: bool) -> costs.Costs:
     geometry, target = plan.source.geometry, plan.target
-    hidden, heads, width = geometry.hidden_size, geometry.num_attention_heads, geometry.head_dim
+    hidden = geometry.hidden_size
+    heads = geometry.num_attention_heads
+    width = geometry.head_dim
     if isinstance(target, GQA):
         return costs.multi_head(hidden, heads, target.num_key_value_heads, width)
     if target.rope == "intact":

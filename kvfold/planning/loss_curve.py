@@ -37,7 +37,8 @@ def points_of(rows: Iterable["Row"]) -> list[CurvePoint]:
     for row in rows:
         if row.loss is None:
             continue
-        one, cache = row.candidate, row.candidate.plan.cache()
+        one = row.candidate
+        cache = row.candidate.plan.cache()
         elements = cache["after"]["elements_per_token_per_layer"]
         point = CurvePoint(one.kind, one.label, elements, cache["ratio"], row.loss)
         key = (one.kind, elements)

@@ -20,10 +20,8 @@ from ..convert.algebra.target import MLA
 from ..convert.decide.plan import Plan
 from ..convert.write.layer_fold import fold_attention
 
-SEQUENCES, LENGTH = (
-    2,
-    256,
-)  # of the drawn inputs: a share of two squares is steady to a few percent on so many
+# Of the drawn inputs: on so many, a share of two squares is steady to a few percent.
+SEQUENCES, LENGTH = 2, 256
 NATS, SHARE = "nats", "share"  # units of a prediction
 
 

@@ -32,23 +32,20 @@ def load(directory: str, dtype: str, trust: bool) -> tuple[Any, list[str]]:
 
 def written(model: Any, sequences: int, length: int, seed: int) -> Tensor:
     """Let a model write text (S, T) at temperature 1."""
-    vocabulary, bos = (
-        model.get_output_embeddings().weight.shape[0],
-        model.config.get_text_config().bos_token_id,
-    )
+    vocabulary = model.get_output_embeddings().weight.shape[0]
+    bos = model.config.get_text_config().bos_token_id
     chance_ST = torch.rand(
         sequences, length, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
     )
     first_S = (chance_ST[:, 0] * vocabulary).long()
     if isinstance(bos, int) and bos < vocabulary:
         first_S.fill_(bos)
-    columns, cache = [first_S.to(model.device)], None
+    columns = [first_S.to(model.device)]
+    cache = None
     for chance_S in chance_ST[:, 1:].T.to(model.device):
         output = model(input_ids=columns[-1][:, None], past_key_values=cache, use_cache=True)
-        cache, below_SV = (
-            output.past_key_values,
-            output.logits[:, -1].softmax(-1).cumsum(-1, dtype=torch.float64),
-        )
+        cache = output.past_key_values
+        below_SV = output.logits[:, -1].softmax(-1).cumsum(-1, dtype=torch.float64)
         aim_S1 = chance_S[:, None] * below_SV[:, -1:]
         columns.append(torch.searchsorted(below_SV, aim_S1, right=True).squeeze(1).clamp(max=vocabulary - 1))
     return torch.stack(columns, 1)
@@ -68,7 +65,8 @@ def compared(ours_STV: Tensor, theirs_STV: Tensor, text_ST: Tensor) -> dict[str,
     for ours_TV, theirs_TV, text_T in zip(
         ours_STV[..., :width], theirs_STV[..., :width], text_ST.cpu(), strict=True
     ):
-        q_TV, p_TV = ours_TV.double().log_softmax(-1), theirs_TV.double().log_softmax(-1)
+        q_TV = ours_TV.double().log_softmax(-1)
+        p_TV = theirs_TV.double().log_softmax(-1)
         divergence += (p_TV.exp() * (p_TV - q_TV)).sum(-1).mean().item()
         same += (q_TV.argmax(-1) == p_TV.argmax(-1)).double().mean().item()
         loss -= q_TV[:-1].gather(1, text_T[1:, None]).mean().item()
@@ -95,7 +93,8 @@ def decode(model: Any, prompt_ST: Tensor) -> tuple[Tensor, Tensor]:
     for _ in range(STEPS):
         output = model(input_ids=last_ST, past_key_values=cache, use_cache=True)
         best = output.logits[:, -1].float().topk(2)
-        cache, last_ST = output.past_key_values, best.indices[:, :1]
+        cache = output.past_key_values
+        last_ST = best.indices[:, :1]
         chosen.append(last_ST)
         leads.append(best.values[:, :1] - best.values[:, 1:])
     return torch.cat(chosen, 1), torch.cat(leads, 1)

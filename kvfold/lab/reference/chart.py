@@ -57,7 +57,8 @@ def _panel(panel: Panel, names: list[str]) -> list[str]:
         place = at(x, y_range[0])[0]
         parts.append(f'<text x="{place:.1f}" y="{HEIGHT + 16}" text-anchor="middle">{x:,.0f}</text>')
     parts.append(f'<text x="{WIDTH / 2}" y="{HEIGHT + 32}" text-anchor="middle">tokens</text>')
-    low, high = math.ceil(math.log10(y_range[0])), math.floor(math.log10(y_range[1]))
+    low = math.ceil(math.log10(y_range[0]))
+    high = math.floor(math.log10(y_range[1]))
     ticks = [10.0**power for power in range(low, high + 1)]
     for y in ticks if len(ticks) > 1 else y_range:
         place = at(x_range[0], y)[1]
@@ -75,7 +76,8 @@ def _look(number: int) -> str:
 
 
 def _range(values: list[float]) -> tuple[float, float]:
-    low, high = min(values), max(values)
+    low = min(values)
+    high = max(values)
     return (low, high) if low < high else (low / 2, high * 2)
 
 

@@ -65,7 +65,8 @@ class Costs:
 def multi_head(d_model: int, heads: int, kv_heads: int | None = None, head_dim: int | None = None) -> Costs:
     """Return the costs of MHA, GQA and MQA."""
     kv_heads, width = kv_heads or heads, head_dim or d_model // heads
-    query, key = d_model * heads * width, d_model * kv_heads * width
+    query = d_model * heads * width
+    key = d_model * kv_heads * width
     parameters = {"W_Q": query, "W_K": key, "W_V": key, "W_O": query}
     return Costs(
         name="MHA" if kv_heads == heads else "MQA" if kv_heads == 1 else f"GQA-{kv_heads}",
@@ -143,7 +144,8 @@ def intact(
 
     Every cached token is rebuilt at each step.
     """
-    rows, width = 2 * kv_heads * head_dim, heads * head_dim
+    rows = 2 * kv_heads * head_dim
+    width = heads * head_dim
     queries = (
         {"W_Q": d_model * width} if q_rank is None else {"W_DQ": d_model * q_rank, "W_UQ": q_rank * width}
     )

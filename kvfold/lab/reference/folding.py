@@ -172,7 +172,8 @@ def _latent(
 
 
 def _bands(attention: Attention, table_F: Tensor, target: MLA, metric: LayerMetric) -> tuple[Band, ...]:
-    heads, slots = len(attention.k_KHD), target.qk_rope_head_dim // 2
+    heads = len(attention.k_KHD)
+    slots = target.qk_rope_head_dim // 2
     if target.slots == "source":
         return source_bands(table_F, heads)
     if target.slots not in ("allocated", "uniform"):
@@ -230,7 +231,8 @@ def _distances(source: MultiHeadAttention, input_BTD: Tensor) -> Tensor:
 
     That mass is what an error in a score moves.
     """
-    tokens, weights = input_BTD.shape[1], source.weights().to(torch.float64, "cpu")
+    tokens = input_BTD.shape[1]
+    weights = source.weights().to(torch.float64, "cpu")
     double = MultiHeadAttention.from_weights(weights, source.frequencies, causal=source.causal)
     at_T = torch.arange(tokens)
     distance_TX = (at_T[:, None] - at_T).abs()

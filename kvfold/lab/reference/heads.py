@@ -83,7 +83,8 @@ def turned(
     # In float64: at far positions the rounding of an angle is what one sees of it.
     table_F = torch.tensor(frequencies, dtype=torch.float64, device=rows_BNTH.device)
     angle_B1TF = (position_BT[..., None].double() * table_F)[:, None]
-    cos, sin = angle_B1TF.cos().to(rows_BNTH.dtype), angle_B1TF.sin().to(rows_BNTH.dtype)
+    cos = angle_B1TF.cos().to(rows_BNTH.dtype)
+    sin = angle_B1TF.sin().to(rows_BNTH.dtype)
     real, imaginary = (rows_BNTH[..., ::2], rows_BNTH[..., 1::2]) if interleaved else rows_BNTH.chunk(2, -1)
     parts = real * cos - imaginary * sin, real * sin + imaginary * cos
     return torch.stack(parts, -1).flatten(-2) if interleaved else torch.cat(parts, -1)

@@ -117,12 +117,14 @@ class MultiHeadLatentAttention(nn.Module):
         if self.absorbed:
             k_up_NPC, v_up_NVC = self._ups()
             q = torch.cat([q_nope @ k_up_NPC, q_rope], -1)
-            k, v = torch.cat([latent_BXC, k_rope_BXR], -1)[:, None], latent_BXC[:, None]
+            k = torch.cat([latent_BXC, k_rope_BXR], -1)[:, None]
+            v = latent_BXC[:, None]
         else:
             up_BNXE = self.kv_b_proj(latent_BXC).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
             k_nope, v = up_BNXE.split([self.qk_nope_head_dim, self.v_head_dim], -1)
             shared = k_rope_BXR[:, None].expand(-1, self.num_heads, -1, -1)
-            q, k = torch.cat([q_nope, q_rope], -1), torch.cat([k_nope, shared], -1)
+            q = torch.cat([q_nope, q_rope], -1)
+            k = torch.cat([k_nope, shared], -1)
         mixed = attend(q, k, v, scale=self.scale, causal=self.causal, mask=mask, valid_BX=valid_BX)
         if self.absorbed:
             mixed = mixed @ v_up_NVC.mT

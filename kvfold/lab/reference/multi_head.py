@@ -115,10 +115,8 @@ class MultiHeadAttention(nn.Module):
 
     def weights(self) -> Attention:
         """Return the module as one layer's tensors, which share its memory."""
-        heads, bias = (
-            {"q": self.num_heads, "k": self.num_kv_heads, "v": self.num_kv_heads},
-            self.q_proj.bias is not None,
-        )
+        heads = {"q": self.num_heads, "k": self.num_kv_heads, "v": self.num_kv_heads}
+        bias = self.q_proj.bias is not None
         rows = {name: getattr(self, f"{name}_proj") for name in heads}
         w = {name: rows[name].weight.detach().unflatten(0, (count, -1)) for name, count in heads.items()}
         b = {
@@ -216,7 +214,8 @@ class MultiHeadAttention(nn.Module):
             self.q_proj.weight
         )
         readers = self.num_heads // self.num_kv_heads
-        linears, heads = (self.q_proj, self.k_proj, self.v_proj), (1, readers, readers)
+        linears = (self.q_proj, self.k_proj, self.v_proj)
+        heads = (1, readers, readers)
 
         def stacked(tensors: list[Tensor]) -> Tensor:
             parts = [

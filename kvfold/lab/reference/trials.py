@@ -50,7 +50,8 @@ class _Living(TorchDispatchMode):
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
                 storage = leaf.untyped_storage()
-                at, size = storage.data_ptr(), storage.nbytes()
+                at = storage.data_ptr()
+                size = storage.nbytes()
                 if size and at not in before and at not in self._known:
                     self._known.add(at)
                     self.now += size
@@ -91,7 +92,8 @@ def run(name: str, module: nn.Module, d_model: int, tokens: int, device: str) ->
     module = module.to(device)
     dtype = next(module.parameters()).dtype
     input_BTD = torch.randn(1, tokens + 1, d_model, device=device, dtype=dtype)
-    first_BTD, next_BTD = input_BTD[:, :tokens], input_BTD[:, tokens:]
+    first_BTD = input_BTD[:, :tokens]
+    next_BTD = input_BTD[:, tokens:]
 
     def decode(cache: TokenCache) -> Callable[[], Tensor]:
         return lambda: module(next_BTD, cache=cache)
@@ -132,7 +134,8 @@ def distances(module: nn.Module, source: nn.Module, input_BTD: Tensor) -> tuple[
 
     The latter is a mean over tokens.
     """
-    wanted_BTD, got_BTD = source(input_BTD), module(input_BTD)
+    wanted_BTD = source(input_BTD)
+    got_BTD = module(input_BTD)
     relative = float((got_BTD - wanted_BTD).norm() / wanted_BTD.norm())
     cosine = nn.functional.cosine_similarity(got_BTD.double(), wanted_BTD.double(), dim=-1)
     return relative, max(0.0, float(1 - cosine.mean()))
