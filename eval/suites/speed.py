@@ -171,7 +171,7 @@ def _cell(
 ) -> SpeedCell:
     """Return a cell's numbers from the seconds of its rounds."""
     if "skipped" in raw:
-        reasons = {"time": f"--speed-seconds {limit:g} had passed", "memory": "out of memory"}
+        reasons = {"time": f"--speed-seconds {limit:g} were over", "memory": "out of memory"}
         return SpeedCell(batch, context, tokens, 0, skipped=reasons[raw["skipped"]])
     student, teacher = (_timing(raw[role], batch, context) if role in raw else None for role in _ROLES)
     rounds = len(raw["student"]["prefill"])

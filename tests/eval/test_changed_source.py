@@ -28,9 +28,7 @@ def test_a_source_that_has_changed_is_told(make: Make, tmp_path: Path) -> None:
     save_file(tensors, source / "model.safetensors", {"format": "pt"})
     done = CliRunner().invoke(evaluate, measure)
     assert done.exit_code == 0, done.output
-    assert (
-        f"{source} has changed since {out} was made of it: model.safetensors is another file" in done.output
-    )
+    assert f"{source} has changed since {out} was made from it: model.safetensors differs" in done.output
     done = CliRunner().invoke(verify, [str(out)])
     assert (
         f"{source} is not what {out} was made of: kvfold.json records another model.safetensors"

@@ -127,7 +127,7 @@ def test_a_mistake_leaves_nothing_where_out_was_to_be(mha: Path, file: Path, tmp
     (tmp_path / "eval.json.partial").touch()  # as an evaluation that was killed leaves it
     check_mistake(
         run(mha, "--text", file, "--window", "65", "--out", tmp_path / "eval.json"),
-        "--window 65 is more than",
+        "--window 65 exceeds",
     )
     assert not list(tmp_path.iterdir())
 

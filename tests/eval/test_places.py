@@ -220,6 +220,6 @@ def test_the_command_spreads_weights_as_asked(make: Make, text: Text, tmp_path: 
 def test_one_process_has_all_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(
-        InvalidInput, match="--device-map auto gives all devices to one process; start kvfold without a"
+        InvalidInput, match="--device-map auto uses all devices in one process; start kvfold without a"
     ):
         _check_places({"device_map": "auto", "offload_dir": None, "cpu_memory": None})

@@ -214,17 +214,17 @@ def test_bytes_of_scored_tokens_are_those_of_the_text(mha: Path) -> None:
         (
             "wikitext2-gptq-64",
             {"window": 32},
-            "--window 32: --text wikitext2-gptq-64 has windows of 64; leave one of both out",
+            "--window 32: --text wikitext2-gptq-64 has windows of 64; leave out one of them",
         ),
         (
             "wikitext2-gptq-64",
             {"bos": True},
-            "--bos: --text wikitext2-gptq-64 says itself where BOS stands; leave it out",
+            "--bos: --text wikitext2-gptq-64 itself decides where BOS stands; leave the option out",
         ),
         (
             "lm-eval:wikitext",
             {"bos": False},
-            "--no-bos: --text lm-eval:wikitext says itself where BOS stands; leave it out",
+            "--no-bos: --text lm-eval:wikitext itself decides where BOS stands; leave the option out",
         ),
         ("wikitext2-gptq-1", {}, "a window has at least 2 tokens"),
     ],

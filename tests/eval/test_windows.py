@@ -76,7 +76,7 @@ def test_a_text_shorter_than_a_window_says_what_would_fit(mha: Path, documents: 
 
 
 def test_ids_beyond_the_models_vocabulary_are_refused(make: Make, text: Text) -> None:
-    with pytest.raises(InvalidInput, match=r"gives id \d+, its model has 50"):
+    with pytest.raises(InvalidInput, match=r"gives id \d+, but its model has 50 ids"):
         cut(text, load(make(vocab_size=50), CPU), 32, CPU)
 
 

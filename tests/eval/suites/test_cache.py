@@ -110,6 +110,6 @@ def test_a_cache_other_than_promised_is_told(
     monkeypatch.setattr("kvfold.eval.suites.cache.predicted", lambda config: 16)
     caches(mha)
     assert (
-        "holds 64 elements per token and layer as transformers runs it, 16 by its config.json"
+        "holds 64 elements per token and layer in transformers, but 16 by its config.json"
         in capsys.readouterr().err
     )

@@ -266,7 +266,7 @@ def test_a_tokenizer_without_digits_is_refused() -> None:
     words = Tokenizer(models.WordLevel({"<unk>": 0, "the": 1}, unk_token="<unk>"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>")
-    with pytest.raises(InvalidInput, match="does not tell numbers apart"):
+    with pytest.raises(InvalidInput, match="does not distinguish numbers"):
         Haystack(Path("words"), tokenizer, 3).sample("passkey", 100, 0.5, "0")
 
 

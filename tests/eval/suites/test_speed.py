@@ -210,10 +210,10 @@ def test_quartiles_are_numpys() -> None:
             {"speed_context": "60"},
             "--speed-context 60 and 16 decoded tokens exceed the 64 positions of .*; use 48",
         ),
-        ({"speed_context": "4,x"}, "--speed-context 4,x: write whole numbers from 1 with commas"),
+        ({"speed_context": "4,x"}, "--speed-context 4,x: write whole numbers from 1, separated by commas"),
         ({"speed_batch": "0"}, "--speed-batch 0: write whole numbers"),
         ({"speed_batch": ""}, "--speed-batch : write whole numbers"),
-        ({"speed_tokens": 64}, "--speed-tokens 64: .* takes 64 positions; use fewer"),
+        ({"speed_tokens": 64}, "--speed-tokens 64: .* has 64 positions; use fewer"),
     ],
 )
 def test_mistakes_are_one_sentence(mha: Path, settings: dict[str, Any], sentence: str) -> None:
