@@ -1,6 +1,4 @@
-"""A model directory as a lazy mapping from names to tensors, and the all-or-nothing way to write a new
-one.
-"""
+"""Model directories: a lazy mapping from names to tensors, and the files that travel with the weights."""
 
 import json
 import math
@@ -17,15 +15,13 @@ from ..core.errors import InvalidInput
 from ..core.files import rename_whole
 from .shards import INDEX, Entry, TensorSpec, is_finite, pieces, read_flat, read_header
 
-PIECE = (
-    1 << 20
-)  # elements: a tensor that is only copied passes through memory in pieces of this size, which caches hold
+PIECE = 1 << 20  # elements in which a tensor is copied: a piece fits in the processor's caches
 SIDE_FILES = (
     "*token*.json", "vocab*", "merges.txt", "*.model", "*.tiktoken", "chat_template*", "*.jinja",
     "generation_config.json",
     "preprocessor_config.json", "processor_config.json", "LICENSE*", "NOTICE*", "USE_POLICY*",
 )  # fmt: skip
-# The side files in which transformers looks for names of code, and the fields that hold them.
+# Side files in which transformers looks for names of code, and the fields that hold these names.
 SIDE_CONFIGS = (
     "tokenizer_config.json", "processor_config.json", "preprocessor_config.json",
     "video_preprocessor_config.json",
@@ -36,16 +32,18 @@ _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
 class Checkpoint(Mapping[str, Tensor]):
-    """A Hugging Face model directory; tensors are read when asked for, and never kept.
+    """A Hugging Face model directory; a tensor is read when it is asked for, and not kept.
+
+    Args:
+        directory: the directory.
 
     Attributes:
-        directory: where it lies.
-        config: config.json.
+        directory: the directory.
+        config: content of config.json.
 
     Raises:
-        InvalidInput: no config.json; no safetensors (a pickle is refused with the command that converts it);
-        a shard that is
-            missing or truncated; an index that disagrees with its shards.
+        InvalidInput: there is no config.json, or no safetensors (for a pickle the error names the command
+            that converts it); a shard is missing or truncated; the index disagrees with its shards.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -67,12 +65,19 @@ class Checkpoint(Mapping[str, Tensor]):
         return len(self._entries)
 
     def spec(self, name: str) -> TensorSpec:
-        """Shape and dtype of a tensor, without reading it."""
+        """Return the shape and dtype of a tensor, without reading it."""
         return self._entries[name].spec
 
     def stream(self, name: str, by_rows: bool = False) -> Iterator[tuple[int, Tensor]]:
-        """A tensor in flat pieces, of whole rows where asked, with the index of each piece's first element:
-        memory does not depend on its size."""
+        """Yield a tensor in flat pieces, so that memory does not depend on its size.
+
+        Args:
+            name: of the tensor.
+            by_rows: whether a piece has whole rows of the last dimension.
+
+        Yields:
+            The index of a piece's first element, and the piece.
+        """
         entry = self._entries[name]
         for first, count in pieces(entry.spec, PIECE, entry.spec.shape[-1] if by_rows else 1):
             yield first, self._finite(name, read_flat(entry, first, count))
@@ -89,17 +94,17 @@ class Checkpoint(Mapping[str, Tensor]):
 
     @property
     def files(self) -> list[Path]:
-        """The weight files, sorted."""
+        """Return the weight files, sorted."""
         return sorted({entry.file for entry in self._entries.values()})
 
     def file_of(self, name: str) -> Path:
-        """Which of them a tensor lies in."""
+        """Return the weight file that holds a tensor."""
         return self._entries[name].file
 
     def identity(self) -> list[tuple[str, int, int]]:
-        """(name, bytes, modification time in ns) of the weight files and the config.
+        """Return what changes when the checkpoint does.
 
-        Changes when the source does.
+        It is the name, the bytes and the modification time in ns of each weight file and of config.json.
         """
         files = sorted({*self.files, self.directory / "config.json"})
         return [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
@@ -113,10 +118,13 @@ class Checkpoint(Mapping[str, Tensor]):
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """config.json of a model directory.
+    """Return the content of a model directory's config.json.
+
+    Args:
+        directory: the directory.
 
     Raises:
-        InvalidInput: there is none, or it is no JSON object.
+        InvalidInput: there is none, or it is not a JSON object.
     """
     path = directory / "config.json"
     if not path.is_file():
@@ -135,9 +143,8 @@ def _entries(directory: Path) -> dict[str, Entry]:
     if not index.is_file():
         files = sorted(directory.glob("*.safetensors"))
         if (directory / "model.safetensors") in files:
-            files = [
-                directory / "model.safetensors"
-            ]  # others beside it (adapters, other formats) are not what is loaded
+            # Other files next to it, such as adapters, are not loaded.
+            files = [directory / "model.safetensors"]
         if len(files) > 1:
             raise InvalidInput(
                 f"{directory} has {len(files)} safetensors files but no {INDEX} that says what is in them"
@@ -180,16 +187,20 @@ def _no_weights(directory: Path) -> str:
 
 
 def check_output(out: Path, source: Path | None = None) -> None:
-    """Refuse an output that exists, cannot be made, or lies inside the source.
+    """Refuse an output that exists, cannot be made, or is inside the source.
+
+    Args:
+        out: the output.
+        source: the source, if there is one.
 
     Raises:
-        InvalidInput: says so.
+        InvalidInput: the output cannot be written there.
     """
     if out.exists() or out.is_symlink():
         raise InvalidInput(f"{out} exists and nothing is overwritten; name another with --out, or remove it")
     if source is not None and out.resolve().is_relative_to(source.resolve()):
         raise InvalidInput(
-            f"{out} lies inside the source {source}, which is never written; name another with --out"
+            f"{out} is inside the source {source}, which is never written; name another with --out"
         )
     parent = out.absolute().parent
     while not parent.exists():
@@ -217,9 +228,11 @@ def finish(partial: Path, out: Path, unneeded: Iterable[Path] = ()) -> None:
 
 
 def link_or_copy(source: str, place: str) -> None:
-    """Give a file another name, or, on a file system that has no links, another file.
+    """Link a file, or copy it on a file system without hard links; for `shutil.copytree`.
 
-    For `shutil.copytree`.
+    Args:
+        source: the file.
+        place: its second name.
     """
     try:
         os.link(source, place)
@@ -228,10 +241,14 @@ def link_or_copy(source: str, place: str) -> None:
 
 
 def copy_side_files(source: Path, out: Path) -> None:
-    """Copy what travels with the weights unchanged: tokenizer, chat template, generation config, licence.
+    """Copy the files that travel with the weights: tokenizer, chat template, generation config, licence.
 
-    Weights, config.json, kvfold.json, the model card and code stay behind: each output has its own. Fields
-    that name code which stayed behind are left out.
+    Weights, config.json, kvfold.json, the model card and code are not copied, since each output has its own.
+    Fields that name code are left out of the copies.
+
+    Args:
+        source: a model directory.
+        out: the directory to copy to.
     """
     for path in sorted(path for pattern in SIDE_FILES for path in source.glob(pattern)):
         if path.is_file() or path.is_symlink():

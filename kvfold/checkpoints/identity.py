@@ -1,7 +1,4 @@
-"""Which checkpoint a number belongs to.
-
-A hash of everything in its directory that decides what it computes.
-"""
+"""The identity of a checkpoint: a hash of everything in its directory that decides what it computes."""
 
 import hashlib
 from collections.abc import Mapping
@@ -23,7 +20,15 @@ _TOLD = ("stage", "version", "target", "method", "cache")  # of kvfold.json
 
 
 def checkpoint(directory: Path, hashes: Mapping[str, str]) -> MeasuredCheckpoint:
-    """Name a checkpoint, whose files have these hashes."""
+    """Name a checkpoint.
+
+    Args:
+        directory: the checkpoint.
+        hashes: of its files, from `hashes_of`.
+
+    Raises:
+        InvalidInput: its kvfold.json is damaged.
+    """
     record = read_record(directory)
     told = None if record is None else {key: record[key] for key in _TOLD if key in record}
     hub = directory.parent.parent.name if directory.parent.name == "snapshots" else ""
@@ -32,20 +37,23 @@ def checkpoint(directory: Path, hashes: Mapping[str, str]) -> MeasuredCheckpoint
 
 
 def hashes_of(directory: Path) -> dict[str, str]:
-    """Hexadecimal SHA-256 of every file that decides what a checkpoint computes, by name; reads them all
-    once.
+    """Return the hexadecimal SHA-256 of every file that decides what a checkpoint computes, by name.
 
-    They are weights, configuration, tokenizer and code; a report, a model card or kvfold.json beside them
-    change nothing.
+    These are weights, configuration, tokenizer and code, and each is read once. A report, a model card or
+    kvfold.json next to them changes nothing.
+
+    Args:
+        directory: the checkpoint.
     """
     files = {path.name: path for pattern in _PARTS for path in directory.glob(pattern) if path.is_file()}
     return {name: sha256(files[name]) for name in sorted(files)}
 
 
 def identity(hashes: Mapping[str, str]) -> str:
-    """Hexadecimal SHA-256 of the lines `<SHA-256 of a file>  <its name>`, as sha256sum prints them, sorted
-    by name.
+    """Return the hexadecimal SHA-256 of the output of sha256sum for some files, sorted by name.
+
+    Args:
+        hashes: hexadecimal SHA-256 of each file, by name.
     """
-    return hashlib.sha256(
-        "".join(f"{hashes[name]}  {name}\n" for name in sorted(hashes)).encode()
-    ).hexdigest()
+    lines = [f"{hashes[name]}  {name}\n" for name in sorted(hashes)]
+    return hashlib.sha256("".join(lines).encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""Under which licence an output may be passed on: its source's, as far as the source says."""
+"""The licence of an output: its source's, as far as the source names one."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 FIELDS = ("license", "license_name", "license_link")
-# How the texts of common licences begin, with the identifiers that hubs know.
+# Beginnings of common licence texts, with the identifiers that the Hub uses.
 _TEXTS = (
     (re.compile(r"Apache License\s+Version 2\.0"), "apache-2.0"),
     (re.compile(r"MIT License|Permission is hereby granted, free of charge, to any person"), "mit"),
@@ -19,14 +19,14 @@ _TEXTS = (
 
 
 def license_of(directory: Path, source: Path, cards: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """The licence's metadata fields; empty where nothing says which it is.
+    """Return the metadata fields of a licence; empty if nothing names one.
 
-    Asked in turn: model cards, `license` in the source's config.json, and the licence's text (LICENSE*),
-    which travels with the weights.
+    The first of these counts that names one: the model cards, `license` in the source's config.json, and the
+    licence's text (LICENSE*), which travels with the weights.
 
     Args:
         directory: the output.
-        source: what it was made of; it may be gone.
+        source: the checkpoint that it was made of, which may be gone.
         cards: metadata of the output's own card, and of the source's.
     """
     for fields in (*cards, _config(source)):

@@ -1,6 +1,6 @@
-"""`kvfold.json`, the record in every output.
+"""`kvfold.json`, the record in every output: what was done to which source.
 
-What was done to which source, so that later stages find teacher and parent.
+Later stages find the teacher and the parents there.
 """
 
 import hashlib
@@ -17,7 +17,10 @@ SCHEMA = 1
 
 
 def read_record(directory: Path) -> dict[str, Any] | None:
-    """The record of a checkpoint; None when kvfold did not write it.
+    """Return the record of a checkpoint; None if kvfold did not make it.
+
+    Args:
+        directory: the checkpoint.
 
     Raises:
         InvalidInput: the record is not one that this version reads.
@@ -42,19 +45,24 @@ def read_record(directory: Path) -> dict[str, Any] | None:
 
 
 def write_record(directory: Path, record: dict[str, Any]) -> None:
-    """Write `kvfold.json` into a checkpoint that is being made."""
+    """Write `kvfold.json` into a checkpoint that is being made.
+
+    Args:
+        directory: the checkpoint.
+        record: plain values.
+    """
     (directory / FILE).write_text(json.dumps(record, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def source_directory(directory: Path, option: str = "--teacher") -> Path | None:
-    """The source checkpoint named in the record: the teacher. None when the checkpoint has no record.
+    """Return the source that a record names, which is the teacher; None if there is no record.
 
     Args:
         directory: the checkpoint.
-        option: with which the user can name the source instead.
+        option: the option that names the source instead, for the error.
 
     Raises:
-        InvalidInput: the record names a source that is not there any more.
+        InvalidInput: the source does not exist any more, or the record is damaged.
     """
     record = read_record(directory)
     if record is None:
@@ -65,14 +73,21 @@ def source_directory(directory: Path, option: str = "--teacher") -> Path | None:
     if source["revision"] is not None:
         return resolve(source["name"], source["revision"])
     raise InvalidInput(
-        f"the source of {directory}, {source['path']}, is not there any more; name it with {option}"
+        f"the source of {directory}, {source['path']}, does not exist any more; name it with {option}"
     )
 
 
 def folded_parent(directory: Path) -> Path | None:
-    """Of a distilled checkpoint the converted one it started from.
+    """Return the folded checkpoint from which a distilled one was trained.
 
-    None for any other, and when it is gone.
+    Args:
+        directory: the distilled checkpoint.
+
+    Returns:
+        Its directory; None if it is gone, or if `directory` is any other checkpoint.
+
+    Raises:
+        InvalidInput: the record is damaged.
     """
     record = read_record(directory)
     for parent in (record or {}).get("parents", []):
@@ -82,13 +97,15 @@ def folded_parent(directory: Path) -> Path | None:
 
 
 def distilled_record(student: Path, recipe: dict[str, Any], result: dict[str, Any]) -> dict[str, Any]:
-    """The record of a checkpoint distilled from `student`: the student's, with the student as its newest
-    parent.
+    """Return the record of a distilled checkpoint: its student's, with the student as the newest parent.
 
     Args:
-        student: directory that the training started from.
+        student: the directory that training started from.
         recipe: the resolved recipe, as plain values.
-        result: what the training reports (tokens, steps, losses), as plain values.
+        result: tokens, steps and losses of the training, as plain values.
+
+    Raises:
+        InvalidInput: the student's record is damaged.
     """
     record = read_record(student) or {
         "schema": SCHEMA,
@@ -108,11 +125,13 @@ def distilled_record(student: Path, recipe: dict[str, Any], result: dict[str, An
 def describe(
     directory: Path, name: str | None, revision: str | None = None, known: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
-    """How a record names a source: its name, where it lies, its commit if it came from the Hub, a SHA-256 of
-    each file.
+    """Return the entry of a source in a record: name, path, commit and the SHA-256 of each file.
 
     Args:
-        known: SHA-256 of files that were read already.
+        directory: the source.
+        name: its name; None: the name of its directory.
+        revision: its commit, if it came from the Hub.
+        known: SHA-256 of files that were read already, by name.
     """
     files = sorted(
         path
@@ -131,28 +150,26 @@ def describe(
 def changed_since(
     record: Mapping[str, Any] | None, source: Path, known: Mapping[str, str] | None = None
 ) -> str:
-    """Of a source that has changed since a record was written, the first file that has; empty where none has,
-    or none is told.
+    """Return the first file of a source that has changed since a record was written; empty if none has.
+
+    Only weights and config.json count. A record without hashes says nothing.
 
     Args:
-        record: of what was made of it.
+        record: of what was made of the source.
         source: a directory that stands for the source.
-        known: SHA-256 of files in it that were read already.
+        known: SHA-256 of files in it that were read already, by name.
     """
-    told = record["source"].get("files", {}) if record else {}
-    decisive = sorted(name for name in told if name.endswith(".safetensors") or name == "config.json")
-    files = ((name, source / name) for name in decisive)
-    return next(
-        (
-            name
-            for name, path in files
-            if not path.is_file() or told[name] != ((known or {}).get(name) or sha256(path))
-        ),
-        "",
-    )
+    recorded = record["source"].get("files", {}) if record else {}
+    for name in sorted(recorded):
+        if not name.endswith(".safetensors") and name != "config.json":
+            continue
+        path = source / name
+        if not path.is_file() or recorded[name] != ((known or {}).get(name) or sha256(path)):
+            return str(name)
+    return ""
 
 
 def sha256(path: Path) -> str:
-    """Of a file's bytes, in hexadecimal."""
+    """Return the hexadecimal SHA-256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

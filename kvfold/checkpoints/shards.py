@@ -1,9 +1,7 @@
-"""The safetensors container at the level of bytes: headers read and checked, shards planned first and filled
-in any order.
+"""The safetensors container at the level of bytes: headers are checked, shards are filled in any order.
 
-A file is 8 bytes of header length, a JSON header, then the tensors' bytes without gaps. Knowing the header
-before the first tensor exists is what lets a checkpoint be written at planned offsets, so that no shard is
-ever held in memory.
+A file is 8 bytes of header length, a JSON header, then the tensors' bytes without gaps. The header is known
+before the first tensor exists. So a checkpoint is written at planned offsets, and no shard is held in memory.
 """
 
 import json
@@ -23,13 +21,18 @@ from ..core.errors import InvalidInput
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _ALIGNMENT = 8  # bytes; the header is padded so that tensor data starts aligned
-SHARD_SIZE = 5 * 10**9  # bytes a weight file holds at most, unless the user says otherwise
+SHARD_SIZE = 5 * 10**9  # default for the most bytes of a weight file
 INDEX = "model.safetensors.index.json"
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Shape and dtype of a tensor that is not in memory."""
+    """Shape and dtype of a tensor that is not in memory.
+
+    Attributes:
+        dtype: of its elements.
+        shape: empty for a scalar.
+    """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -42,7 +45,13 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Entry:
-    """Where a tensor lies: file, first byte, shape and dtype."""
+    """The place of a tensor in a file.
+
+    Attributes:
+        file: the safetensors file.
+        start: offset of its first byte in the file.
+        spec: its shape and dtype.
+    """
 
     file: Path
     start: int
@@ -50,11 +59,14 @@ class Entry:
 
 
 def read_header(file: Path) -> dict[str, Entry]:
-    """The tensors of a safetensors file, without reading them.
+    """Return the place of each tensor of a safetensors file, by name, without reading the tensors.
+
+    Args:
+        file: the file.
 
     Raises:
-        InvalidInput: the file is truncated, damaged or holds a dtype that is no plain floating point
-        (quantised weights).
+        InvalidInput: the file is truncated or damaged, or holds a dtype that is not a plain floating point
+            one, as quantised weights have.
     """
     size = file.stat().st_size
     with file.open("rb") as stream:
@@ -95,7 +107,19 @@ def _entry(file: Path, data: int, name: str, row: dict[str, Any]) -> Entry:
 
 
 def read_flat(entry: Entry, first: int, count: int) -> Tensor:
-    """`count` consecutive elements of a tensor from element `first` on, as a one-dimensional tensor."""
+    """Read consecutive elements of a tensor.
+
+    Args:
+        entry: its place.
+        first: index of the first element, in the order of memory.
+        count: number of elements.
+
+    Returns:
+        (count,), on the CPU.
+
+    Raises:
+        InvalidInput: the file has become shorter.
+    """
     itemsize = entry.spec.dtype.itemsize
     flat = torch.empty(count, dtype=entry.spec.dtype)
     view, done = flat.view(torch.uint8).numpy(), 0
@@ -110,16 +134,22 @@ def read_flat(entry: Entry, first: int, count: int) -> Tensor:
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Whether no element is NaN or infinite.
+    """Return whether no element of a tensor is NaN or infinite.
 
-    Both show in the extremes, which are read off at the speed of memory.
+    Both show in the least and the greatest element, which are found at the speed of memory.
     """
     return not tensor.numel() or all(bool(extreme.isfinite()) for extreme in tensor.aminmax())
 
 
 def plan_shards(specs: Mapping[str, TensorSpec], shard_size: int) -> list[dict[str, TensorSpec]]:
-    """Tensors in the given order, cut into shards of at most `shard_size` bytes (a larger tensor gets its
-    own).
+    """Divide tensors into shards, in the given order.
+
+    Args:
+        specs: of the tensors, by name.
+        shard_size: most bytes of a shard; a larger tensor gets a shard of its own.
+
+    Returns:
+        The specs of each shard.
     """
     shards: list[dict[str, TensorSpec]] = [{}]
     filled = 0
@@ -133,20 +163,20 @@ def plan_shards(specs: Mapping[str, TensorSpec], shard_size: int) -> list[dict[s
 
 
 class ShardWriter:
-    """Shards of known content, allocated at once and filled tensor by tensor in any order, by several threads
-    and processes.
+    """Shards of planned content, which several threads and processes fill in any order.
 
-    The bytes depend on `specs` and the tensors alone, so opening the same directory again goes on where a
-    killed process stopped. Close it to get the index; leaving the `with` block by an exception writes none.
+    All space is allocated at once. The bytes depend on `specs` and the tensors only, so a second writer for
+    the same directory continues where a killed process stopped. `close` writes the index; leaving the `with`
+    block by an exception writes none.
 
     Attributes:
-        resumed: all the shards were there already, of this very layout.
+        resumed: whether all the shards existed already, with this layout.
 
     Args:
-        directory: where the shards go.
+        directory: the directory of the shards.
         specs: every tensor that will be written, in order.
-        shard_size: bytes a shard at most holds.
-        allocate: False where another process has allocated them before.
+        shard_size: most bytes of a shard.
+        allocate: False if another process has allocated the shards before.
 
     Raises:
         OSError: the disk is full (space is reserved here) or cannot be written.
@@ -201,7 +231,12 @@ class ShardWriter:
         return descriptor
 
     def write(self, name: str, tensor: Tensor, first: int = 0) -> None:
-        """Write elements `first`, `first + 1`, ... of a tensor, cast to its planned dtype.
+        """Write consecutive elements of a tensor, cast to its planned dtype.
+
+        Args:
+            name: of the tensor.
+            tensor: the elements, of any shape and on any device.
+            first: index of the first of them in the whole tensor.
 
         Raises:
             InvalidInput: a value is not finite, or too large for the dtype.
@@ -222,12 +257,12 @@ class ShardWriter:
         self._dirty.add(file)  # last: another thread may be in `sync`
 
     def sync(self) -> None:
-        """Force what was written to the disk."""
+        """Force everything written so far to the disk."""
         while self._dirty:
             os.fsync(self._dirty.pop())
 
     def close(self) -> None:
-        """Force everything to disk, write the index if there are several shards, and release the files."""
+        """Force everything to the disk, write the index if there are several shards, and close the files."""
         self.sync()
         if len(self._files) > 1:
             metadata = {
@@ -240,7 +275,7 @@ class ShardWriter:
         self.release()
 
     def release(self) -> None:
-        """Close the files as they are."""
+        """Close the files as they are, without an index."""
         while self._files:
             os.close(self._files.popitem()[1])
 
@@ -255,10 +290,14 @@ class ShardWriter:
 
 
 def pieces(spec: TensorSpec, elements: int, whole: int = 1) -> Iterator[tuple[int, int]]:
-    """(first element, count) of consecutive pieces that make up a tensor.
+    """Yield the consecutive pieces of a tensor, as (first element, number of elements).
 
-    Each a multiple of `whole`, about `elements` long.
+    Args:
+        spec: of the tensor.
+        elements: about how many elements a piece has.
+        whole: number of which each piece has a multiple, such as a row's.
     """
-    total, step = math.prod(spec.shape), max(elements // whole, 1) * whole
+    total = math.prod(spec.shape)
+    step = max(elements // whole, 1) * whole
     for first in range(0, total, step):
         yield first, min(step, total - first)

@@ -1,1 +1,1 @@
-"""Errors, console, units, files, processes and the Hub: what every part needs, and nothing about models."""
+"""Errors, console, units, files, memory, processes and the Hub: shared by every part, and without models."""

@@ -1,9 +1,9 @@
-"""The one exception for the user's mistakes."""
+"""The one exception for mistakes of the user."""
 
 
 class InvalidInput(Exception):
-    """Something the user gave cannot be used.
+    """An error in something that the user gave.
 
-    The message is one sentence: what is wrong with the value, and what would be right. Commands print it and
-    exit with code 2; a library caller may catch it. Mistakes of kvfold itself are never this.
+    The message is one sentence: which value is wrong, and what would be right. Commands print it and exit
+    with code 2; callers of the library can catch it. Errors of kvfold itself never have this class.
     """

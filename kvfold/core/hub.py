@@ -1,7 +1,4 @@
-"""From what the user typed to a directory on this machine.
-
-A path, or a Hub id with an optional `@revision`.
-"""
+"""Local directories of models that the user names by a path, or by a Hub id with an optional `@revision`."""
 
 import re
 from pathlib import Path
@@ -9,7 +6,7 @@ from pathlib import Path
 from .errors import InvalidInput
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?(@[\w./-]+)?")
-# Everything a checkpoint needs and no pickle; the card, for its licence.
+# Everything that a checkpoint needs, without pickles; the card, for its licence.
 _WANTED = [
     "model*.safetensors",
     "*.json",
@@ -24,17 +21,20 @@ _WANTED = [
 
 
 def resolve(model: str, revision: str | None = None) -> Path:
-    """The local directory of a model.
+    """Return the local directory of a model, after a download if that is needed.
 
-    A directory is returned as it is. Anything else is taken as a Hub id, downloaded through huggingface_hub
-    into its cache (environment variables such as HF_HOME, HF_HUB_OFFLINE and HF_ENDPOINT are honoured there).
+    Anything that is not a directory is taken as a Hub id, and downloaded through huggingface_hub into its
+    cache. Environment variables such as HF_HOME, HF_HUB_OFFLINE and HF_ENDPOINT apply there.
 
     Args:
         model: a directory, `org/name` or `org/name@revision`.
         revision: branch, tag or commit of a Hub id.
 
+    Returns:
+        The absolute path of the directory.
+
     Raises:
-        InvalidInput: there is no such directory and no such model can be had.
+        InvalidInput: there is no such directory, and no such model can be downloaded.
     """
     path = Path(model).expanduser()
     if path.is_dir():
@@ -50,7 +50,11 @@ def resolve(model: str, revision: str | None = None) -> Path:
 
 
 def commit_of(directory: Path) -> str | None:
-    """The commit that a directory of the Hub's cache holds; None for any other directory."""
+    """Return the commit that a directory of the Hub's cache holds; None for any other directory.
+
+    Args:
+        directory: absolute path of a model.
+    """
     inside_cache = directory.parent.name == "snapshots" and directory.parent.parent.name.startswith(
         "models--"
     )

@@ -1,9 +1,8 @@
-"""What a migration is asked for, and its working directory:
+"""The settings of a migration, and its working directory.
 
-<out>.partial/  lock  asked.json  identity.json  statistics.safetensors  folded/STEP/  distilled/STEP/
+    <out>.partial/  lock  asked.json  identity.json  statistics.safetensors  folded/STEP/  distilled/STEP/
 
-Each file appears under its name only when it is whole, so that the same command goes on after the last one
-that did.
+Each file appears under its name only when it is whole, so the same command resumes after the last of them.
 """
 
 import json
@@ -88,9 +87,9 @@ class Migration:
         return self.out.with_name(self.out.name + ".partial")
 
     def asked(self) -> dict[str, Any]:
-        """What every number depends on.
+        """Return everything that the numbers depend on.
 
-        The bound and the list of steps may change between two runs, this may not.
+        The bound and the list of steps may change between two runs; this may not.
         """
         recipe = self.recipe.resolved()
         return {

@@ -262,7 +262,7 @@ def test_outputs_that_cannot_be(tmp_path: Path) -> None:
     for out, sentence in (
         (tmp_path / "taken", "exists and nothing is overwritten"),
         (tmp_path / "file" / "out", "is not a directory"),
-        (source / "inner", "lies inside the source"),
+        (source / "inner", "is inside the source"),
         (Path("/proc/out"), "cannot write /proc/out"),
     ):
         result = CliRunner().invoke(main, [str(source), *MLA, "--out", str(out)])

@@ -268,7 +268,7 @@ def test_wrong_bounds(text: str) -> None:
         ({"set": "output=elsewhere"}, "every step has its own student and output"),
         ({"set": "stages.0.rate=1"}, "unknown key 'rate'"),
         ({"calibration": "none"}, "--refine 1 needs text to refine on"),
-        ({"out": str(DEMO / "inside")}, "lies inside the source"),
+        ({"out": str(DEMO / "inside")}, "is inside the source"),
     ],
 )
 def test_mistakes(texts: Path, tmp_path: Path, changed: dict[str, str], sentence: str) -> None:

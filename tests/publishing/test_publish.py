@@ -334,4 +334,4 @@ def test_it_is_run_beside_its_source_where_that_is_at_hand(folded: Path, tmp_pat
         assert "license_name: tiny-licence" in told["card"], "the licence outlives the source"
     done = CliRunner().invoke(main, ["publish", str(copy), "org/tiny", "--dry-run", "--verify", "full"])
     assert done.exit_code == 2
-    assert "is not there any more; name it with" in done.stderr
+    assert "does not exist any more; name it with" in done.stderr

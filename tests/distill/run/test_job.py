@@ -208,7 +208,7 @@ def test_a_source_that_was_moved_can_be_named(
     shutil.copytree(student, orphan)
     gone = describe(teacher, None) | {"path": str(tmp_path / "gone")}
     write_record(orphan, {"schema": 1, "stage": "convert", "source": gone, "parents": []})
-    with pytest.raises(InvalidInput, match=r"is not there any more; name it with --set teacher=DIR$"):
+    with pytest.raises(InvalidInput, match=r"does not exist any more; name it with --set teacher=DIR$"):
         distill(make_recipe(student=str(orphan)))
 
 
