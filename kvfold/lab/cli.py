@@ -11,6 +11,7 @@ import click
 
 from ..core.console import Command, show_json, show_table
 from ..core.errors import InvalidInput
+from ..core.files import write_whole
 from ..core.units import read_size
 
 if TYPE_CHECKING:
@@ -354,7 +355,7 @@ def _draw(report: dict[str, Any], counts: list[int], file: Path) -> None:
                 name = report["variants"][0]["name"] if trial["name"] == "source" else trial["name"]
                 lines.setdefault(name, []).append((trial["tokens"], trial["prefill_seconds"]))
         panels.append(Panel(f"prefill on {device}, seconds", lines))
-    file.write_text(draw(panels), encoding="utf-8")
+    write_whole(file, draw(panels))
 
 
 def _cached(row: dict[str, Any]) -> str:
