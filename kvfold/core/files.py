@@ -8,6 +8,7 @@ what a killed run leaves is replaced by the next one.
 No heavy import here: `--help` goes through this module.
 """
 
+import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -174,7 +175,7 @@ def remove_own(directory: Path, is_own: Callable[[Path], bool]) -> list[Path]:
 
 
 @contextmanager
-def locked(file: Path, busy: str) -> Iterator[None]:
+def locked(file: Path, busy: str | None) -> Iterator[None]:
     """Hold a lock for the duration of a block; the system releases it if the process dies.
 
     The lock file stays, because a working directory is also recognised by it. Whoever removes it does so
@@ -182,10 +183,11 @@ def locked(file: Path, busy: str) -> Iterator[None]:
 
     Args:
         file: the lock file; it is created if it does not exist, empty.
-        busy: the error if another process holds the lock.
+        busy: the error if another process holds the lock; None: wait until it is released.
 
     Raises:
-        InvalidInput: another process holds the lock, or `file` exists and is not an empty file.
+        InvalidInput: another process holds the lock and `busy` is given, or `file` exists and is not an empty
+            file.
         OSError: `file` cannot be created.
     """
     if not _may_be_lock(file):
@@ -201,20 +203,20 @@ def locked(file: Path, busy: str) -> Iterator[None]:
                 file.touch()
 
 
-def _acquire(file: Path, busy: str) -> "BaseFileLock":
+def _acquire(file: Path, busy: str | None) -> "BaseFileLock":
     from filelock import FileLock, Timeout
 
-    for _ in range(_ATTEMPTS):
+    for _ in itertools.count() if busy is None else range(_ATTEMPTS):
         _create(file)
-        lock = FileLock(file, timeout=0, thread_local=False)
+        lock = FileLock(file, timeout=-1 if busy is None else 0, thread_local=False)
         try:
             lock.acquire()
         except Timeout:
-            raise InvalidInput(busy) from None
+            raise InvalidInput(str(busy)) from None
         if file.exists():
             return lock
         lock.release()  # the process that held it has removed the file: another could lock a new one
-    raise InvalidInput(busy)
+    raise InvalidInput(str(busy))
 
 
 def _create(file: Path) -> None:

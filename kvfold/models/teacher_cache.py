@@ -21,14 +21,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from filelock import FileLock
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.functional import linear
 
 from ..core.errors import InvalidInput
-from ..core.files import replace_text, save_whole
+from ..core.files import locked, replace_text, save_whole
 from .head import HeadForm, head_form
 
 T = TypeVar("T")
@@ -234,9 +233,10 @@ class TeacherCache:
         """Let one process at a time change the directory; whatever is unfinished was left by a killed one."""
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
-            with FileLock(self.directory / _LOCK):
-                for unfinished in self.directory.glob("*.partial"):
-                    unfinished.unlink()
+            with locked(self.directory / _LOCK, None):
+                for pattern in (_MANIFEST, _HEAD, "hidden-*.safetensors"):
+                    for unfinished in self.directory.glob(f"{pattern}.partial"):
+                        unfinished.unlink()
                 yield
         except (OSError, SafetensorError) as error:
             raise InvalidInput(f"{self._name} cannot be written: {error}") from None

@@ -5,6 +5,7 @@ import os
 import stat
 import subprocess
 import sys
+import threading
 from contextlib import suppress
 from pathlib import Path
 
@@ -138,6 +139,7 @@ def test_only_our_own_is_removed(tmp_path: Path) -> None:
 
 HOLDER = """
 import sys
+import threading
 from contextlib import suppress
 from pathlib import Path
 from kvfold.core.files import locked
@@ -155,8 +157,10 @@ def test_a_lock_is_held_by_one_process_and_ends_with_it(tmp_path: Path) -> None:
         assert holder.stdout.readline() == b"held\n"
         with pytest.raises(InvalidInput, match=r"^busy here$"), locked(file, "busy here"):
             pytest.fail("two hold it")
-        holder.kill()
-        holder.wait()
+        waiting = threading.Timer(0.5, holder.kill)
+        waiting.start()
+        with locked(file, None):  # waits until the other process ends
+            assert holder.wait() < 0
     with locked(file, "busy"):
         assert file.is_file()
     assert file.stat().st_size == 0  # it stays, as the mark of a directory of ours
