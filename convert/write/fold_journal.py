@@ -194,7 +194,7 @@ def _check_claimable(partial: Path) -> None:
     """Refuse a directory that is not a half-written output of kvfold, and not empty either."""
     if not partial.exists() and not partial.is_symlink():
         return
-    sentence = f"{partial} exists and is no half-written output of kvfold; move it, or name another --out"
+    sentence = f"{partial} exists and is not a half-written output of kvfold; move it, or name another --out"
     if partial.is_symlink() or not partial.is_dir() or not (_is_begun(partial) or _is_marked(partial)):
         raise InvalidInput(sentence)
     strange = _strange(partial)

@@ -14,7 +14,7 @@ from kvfold.convert.calibration.statistics import RUN_DIGITS, Statistics, read_r
 from kvfold.convert.cli import main as convert_main
 from kvfold.convert.write import rewrite
 from kvfold.core.errors import InvalidInput
-from kvfold.eval.evaluation_journal import Journal, reserved
+from kvfold.eval.evaluation_journal import EvaluationJournal, reserved
 
 from ..support.tiny import make, same_bytes
 
@@ -64,7 +64,7 @@ def test_a_working_directory_of_somebody_else_is_refused_untouched(
     result = convert(source, "--calibration", "none", out=tmp_path / "out")
     assert result.exit_code == 2
     assert (
-        "is no half-written output of kvfold" in result.output
+        "is not a half-written output of kvfold" in result.output
         or "which kvfold did not write" in result.output
     )
     assert content(partial) == before
@@ -78,7 +78,7 @@ def test_a_working_directory_that_is_a_link_is_refused(tmp_path: Path) -> None:
         (tmp_path / "out.partial").symlink_to(target)
         result = convert(source, "--calibration", "none", out=tmp_path / "out")
         assert result.exit_code == 2
-        assert "out.partial exists and is no half-written output" in result.output
+        assert "out.partial exists and is not a half-written output" in result.output
         (tmp_path / "out.partial").unlink()
     assert not any((tmp_path / "mine").iterdir())
 
@@ -225,7 +225,7 @@ def test_a_second_evaluation_of_one_out_says_so(tmp_path: Path) -> None:
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
 def test_a_full_disk_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a write that fails the system names no file."""
-    journal = Journal(tmp_path / "e.json.partial")
+    journal = EvaluationJournal(tmp_path / "e.json.partial")
     journal.begin({})
     monkeypatch.setattr(journal, "_file", Path("/dev/full"))
     with pytest.raises(InvalidInput, match=r"/dev/full cannot be written: No space left on device; "):
