@@ -1,0 +1,303 @@
+"""JSON and YAML from files that kvfold did not write, with limits of size and depth.
+
+A file of a checkpoint, a recipe or a text may be damaged or hostile. Every reader here raises `InvalidInput`
+with one sentence that names the file, whatever the file holds.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from .errors import InvalidInput
+
+LIMIT_BYTES = 2**26
+DEPTH = 64
+_YAML_NODES = 10**6  # with every alias written out
+_UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
+# A bracket with all that stands before it, strings included; possessive and never failing, hence linear.
+_BRACKET = re.compile(r'(?:[^"\[\]{}]|"(?:[^"\\]|\\.?)*+"?)*+([\[\]{}]|\Z)', re.DOTALL)
+_KINDS = {dict: "object", list: "list", str: "string", int: "number", float: "number", bool: "truth value"}
+
+
+def printable(name: str | Path) -> str:
+    """Return a name of a file on one line, with control characters and lone surrogates as escapes."""
+    return _UNPRINTABLE.sub(lambda match: ascii(match[0])[1:-1], str(name))
+
+
+def read_json(
+    path: Path,
+    limit_bytes: int = LIMIT_BYTES,
+    depth: int = DEPTH,
+    *,
+    name: str | None = None,
+    top: type | None = dict,
+    unique_keys: bool = False,
+    constants: bool = True,
+) -> Any:
+    """Read a JSON file that may be damaged or hostile.
+
+    Args:
+        path: a regular file, or a link to one.
+        limit_bytes: the largest file that is read.
+        depth: the most levels of lists and objects.
+        name: the file's name in errors; by default its path.
+        top: the type of the whole, `dict` or `list`; None for any.
+        unique_keys: refuse an object that has a key twice; otherwise the last value counts.
+        constants: accept NaN, Infinity and -Infinity, which Python writes and JSON does not have.
+
+    Returns:
+        The value.
+
+    Raises:
+        InvalidInput: the file cannot be read, exceeds a limit, is not JSON, or is not what the options ask.
+    """
+    name = printable(path if name is None else name)
+    content = _read_bytes(path, limit_bytes, name)
+    return parse_json(
+        content, name, limit_bytes, depth, top=top, unique_keys=unique_keys, constants=constants
+    )
+
+
+def parse_json(
+    content: str | bytes,
+    name: str,
+    limit_bytes: int = LIMIT_BYTES,
+    depth: int = DEPTH,
+    *,
+    top: type | None = dict,
+    unique_keys: bool = False,
+    constants: bool = True,
+) -> Any:
+    """Parse JSON that may be damaged or hostile.
+
+    Args:
+        content: text, or bytes in UTF-8 with or without a byte order mark.
+        name: the origin of the content, for errors.
+        limit_bytes: the most characters or bytes of `content`.
+        depth: as in `read_json`, like the arguments that follow.
+        top: the type of the whole.
+        unique_keys: refuse repeated keys.
+        constants: accept NaN and infinities.
+
+    Returns:
+        The value.
+
+    Raises:
+        InvalidInput: as of `read_json`.
+    """
+    text = _decode(content, limit_bytes, name)
+    _check_brackets(text, depth, name)
+
+    def read_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for key, value in pairs:
+            if key in found:
+                raise InvalidInput(f"{name} has the key {printable(key)!r} twice in one object; keep one")
+            found[key] = value
+        return found
+
+    def refuse_constant(constant: str) -> Any:
+        raise InvalidInput(f"{name} holds {constant}, which is not a JSON number; give a finite number")
+
+    try:
+        value = json.loads(
+            text,
+            object_pairs_hook=read_object if unique_keys else None,
+            parse_constant=None if constants else refuse_constant,
+        )
+    except InvalidInput:
+        raise
+    except json.JSONDecodeError as error:
+        raise InvalidInput(
+            f"{name} is not JSON ({error.msg}, line {error.lineno} column {error.colno}); give one JSON value"
+        ) from None
+    except ValueError:  # Python reads no integer of more than 4300 digits
+        raise InvalidInput(f"{name} holds a number of too many digits; give a shorter one") from None
+    _check_top(value, top, name, "JSON")
+    return value
+
+
+def read_yaml(
+    path: Path,
+    limit_bytes: int = LIMIT_BYTES,
+    depth: int = DEPTH,
+    *,
+    name: str | None = None,
+    top: type | None = dict,
+    unique_keys: bool = False,
+) -> Any:
+    """Read a YAML file that may be damaged or hostile.
+
+    Args:
+        path: a regular file, or a link to one.
+        limit_bytes: as in `read_json`, like the arguments that follow.
+        depth: the most levels of lists and mappings.
+        name: the file's name in errors; by default its path.
+        top: the type of the whole.
+        unique_keys: refuse a mapping that has a key twice.
+
+    Returns:
+        The value, of YAML's plain types; None for an empty file if `top` is None.
+
+    Raises:
+        InvalidInput: the file cannot be read, exceeds a limit, is not YAML, is not what the options ask, or
+            its aliases expand to more than a million values.
+    """
+    name = printable(path if name is None else name)
+    content = _read_bytes(path, limit_bytes, name)
+    return parse_yaml(content, name, limit_bytes, depth, top=top, unique_keys=unique_keys)
+
+
+def parse_yaml(
+    content: str | bytes,
+    name: str,
+    limit_bytes: int = LIMIT_BYTES,
+    depth: int = DEPTH,
+    *,
+    top: type | None = dict,
+    unique_keys: bool = False,
+) -> Any:
+    """Parse YAML that may be damaged or hostile.
+
+    Args:
+        content: text, or bytes in UTF-8.
+        name: the origin of the content, for errors.
+        limit_bytes: as in `parse_json`, like the arguments that follow.
+        depth: the most levels.
+        top: the type of the whole.
+        unique_keys: refuse repeated keys.
+
+    Returns:
+        The value.
+
+    Raises:
+        InvalidInput: as of `read_yaml`.
+    """
+    import yaml
+
+    text = _decode(content, limit_bytes, name)
+    try:
+        _check_events(text, depth, name)
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+        if unique_keys:
+            _check_mappings(node, name)
+        value = yaml.safe_load(text)
+    except InvalidInput:
+        raise
+    except (yaml.YAMLError, ValueError, TypeError, OverflowError) as error:  # the last three: bad dates, keys
+        reason = printable(" ".join(str(error).split()))
+        raise InvalidInput(f"{name} is not YAML ({reason}); correct it") from None
+    _check_top(value, top, name, "YAML")
+    return value
+
+
+def _read_bytes(path: Path, limit_bytes: int, name: str) -> bytes:
+    """Return the content of a regular file; of a larger one than the limit only what shows that it is."""
+    try:
+        if path.exists() and not path.is_file():
+            raise InvalidInput(f"{name} is not a regular file; name one")
+        with path.open("rb") as stream:
+            return stream.read(limit_bytes + 1)
+    except OSError as error:
+        reason = error.strerror or type(error).__name__
+        raise InvalidInput(f"{name} cannot be read: {reason}; name a file that can be") from None
+    except ValueError:  # a null character in the path
+        raise InvalidInput(f"{name} cannot be read: no file has such a name") from None
+
+
+def _decode(content: str | bytes, limit_bytes: int, name: str) -> str:
+    if len(content) > limit_bytes:
+        raise InvalidInput(f"{name} has more than {limit_bytes} bytes, the most that is read; shorten it")
+    if isinstance(content, str):
+        return content
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise InvalidInput(f"{name} is not UTF-8 text (byte {error.start}); save it as UTF-8") from None
+
+
+def _check_brackets(text: str, depth: int, name: str) -> None:
+    """Refuse JSON that nests too deeply, before a parser that recurses sees it."""
+    if text.count("[") + text.count("{") <= depth:
+        return
+    level = 0
+    for match in _BRACKET.finditer(text):
+        level += {"[": 1, "{": 1, "": 0}.get(match[1], -1)
+        if level > depth:
+            raise _too_deep(name, depth)
+
+
+def _check_events(text: str, depth: int, name: str) -> None:
+    """Refuse YAML that nests too deeply or whose aliases expand to too much, before any value is built."""
+    import yaml
+
+    anchored: dict[str, int] = {}  # values below each anchor, aliases written out
+    opened: list[tuple[str | None, int]] = [(None, 0)]  # anchor, and values so far
+    for event in yaml.parse(text, Loader=yaml.SafeLoader):
+        if isinstance(event, yaml.CollectionStartEvent):
+            opened.append((event.anchor, 1))
+            if len(opened) > depth + 1:
+                raise _too_deep(name, depth)
+            continue
+        if isinstance(event, yaml.CollectionEndEvent):
+            anchor, size = opened.pop()
+        elif isinstance(event, yaml.ScalarEvent):
+            anchor, size = event.anchor, 1
+        elif isinstance(event, yaml.AliasEvent):
+            if event.anchor not in anchored:
+                raise InvalidInput(
+                    f"{name} has the alias *{printable(event.anchor)} to nothing that is complete before it; "
+                    "write the value out"
+                )
+            anchor, size = None, anchored[event.anchor]
+        else:
+            continue
+        if anchor is not None:
+            anchored[anchor] = size
+        above, count = opened.pop()
+        opened.append((above, count + size))
+        if count + size > _YAML_NODES:
+            raise InvalidInput(
+                f"{name} holds more than {_YAML_NODES} values, aliases written out; shorten it"
+            )
+
+
+def _check_mappings(node: Any, name: str) -> None:
+    """Refuse a YAML mapping with a key twice, in a tree of nodes of a depth that was checked."""
+    import yaml
+
+    waiting = [node]
+    seen: set[int] = set()
+    while waiting:
+        node = waiting.pop()
+        if id(node) in seen or not isinstance(node, yaml.CollectionNode):
+            continue
+        seen.add(id(node))
+        if not isinstance(node, yaml.MappingNode):
+            waiting += node.value
+            continue
+        keys = set()
+        for key, value in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                if (key.tag, key.value) in keys:
+                    raise InvalidInput(
+                        f"{name} has the key {printable(key.value)!r} twice in one mapping; keep one"
+                    )
+                keys.add((key.tag, key.value))
+            waiting += [key, value]
+
+
+def _check_top(value: Any, top: type | None, name: str, language: str) -> None:
+    if top is None or isinstance(value, top):
+        return
+    wanted: Mapping[type, str] = {**_KINDS, dict: "object" if language == "JSON" else "mapping"}
+    found = "nothing" if value is None else f"a {wanted.get(type(value), type(value).__name__)}"
+    found = found.replace("a object", "an object")
+    expected = f"a {wanted[top]}".replace("a object", "an object")
+    raise InvalidInput(f"{name} holds {found}; give {expected} of {language}")
+
+
+def _too_deep(name: str, depth: int) -> InvalidInput:
+    return InvalidInput(f"{name} nests lists and objects more than {depth} levels deep; flatten it")

@@ -1,0 +1,113 @@
+"""JSON and YAML that is damaged or hostile: one sentence each, and never a crash or a long wait."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvfold.core.errors import InvalidInput
+from kvfold.core.untrusted import parse_json, parse_yaml, printable, read_json, read_yaml
+
+DEEP = 100_000
+LAUGHS = "a: &a [x, x]\n" + "".join(
+    f"{after}: &{after} [{', '.join([f'*{before}'] * 9)}]\n"
+    for before, after in zip("abcdefghi", "bcdefghij", strict=True)
+)
+
+
+@pytest.mark.parametrize(
+    ("content", "options", "sentence"),
+    [
+        ("[" * DEEP, {"top": None}, "more than 64 levels"),
+        ('{"a":' * DEEP, {}, "more than 64 levels"),
+        ('{"a": ' + "[" * 64 + "]" * 64 + "}", {}, "more than 64 levels"),
+        ('"a", [' * DEEP, {}, "more than 64 levels"),
+        ("]" * DEEP + "[" * 65, {}, "not JSON|64 levels"),
+        ('"' + "\\" * DEEP, {}, "is not JSON"),
+        ('[["' * 40 + '"' * DEEP, {}, "is not JSON"),
+        ("", {}, r"is not JSON \(Expecting value, line 1 column 1\)"),
+        ('{"a": 1', {}, "is not JSON"),
+        (b"\xff{}", {}, r"is not UTF-8 text \(byte 0\)"),
+        ("[1]", {}, "holds a list; give an object of JSON"),
+        ("null", {}, "holds nothing; give an object of JSON"),
+        ("{}", {"top": list}, "holds an object; give a list of JSON"),
+        ('{"a": 1, "a": 2}', {"unique_keys": True}, "has the key 'a' twice"),
+        ('{"a": NaN}', {"constants": False}, "holds NaN"),
+        ('{"a": -Infinity}', {"constants": False}, "holds -Infinity"),
+        ('{"a": ' + "9" * 5000 + "}", {}, "too many digits"),
+        ('{"a": "' + "x" * 200 + '"}', {"limit_bytes": 100}, "more than 100 bytes"),
+    ],
+)
+def test_json_that_is_refused(content: str | bytes, options: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(InvalidInput, match=f"^here .*({sentence})") as refusal:
+        parse_json(content, "here", **options)
+    assert "\n" not in str(refusal.value)
+
+
+def test_json_that_is_read() -> None:
+    """Brackets in strings are no depth, and what is not asked for is not refused."""
+    brackets = "[{" * DEEP + '\\"'
+    assert parse_json(f'{{"a": "{brackets}", "b": [{{}}]}}', "here")["b"] == [{}]
+    assert parse_json('{"a": 1, "a": 2}', "here") == {"a": 2}
+    assert parse_json('{"a": 1, "b": 2}', "here", unique_keys=True, constants=False) == {"a": 1, "b": 2}
+    assert parse_json(b"\xef\xbb\xbf[NaN]", "here", top=None) != [0]
+    assert parse_json("[" * 64 + "]" * 64, "here", top=list)
+    assert parse_json("[[], " * 40 + "0" + "]" * 40, "here", top=list)
+
+
+@pytest.mark.parametrize(
+    ("content", "options", "sentence"),
+    [
+        ("[" * DEEP, {"top": None}, "more than 64 levels"),
+        ("a: " + "{b: " * DEEP, {}, "more than 64 levels"),
+        ("- " * DEEP, {"top": None}, "more than 64 levels"),
+        (LAUGHS, {}, "aliases written out"),
+        ("a: &a [*a]", {}, r"alias \*a"),
+        ("a: *b", {}, r"alias \*b"),
+        ("a: [1", {}, "is not YAML"),
+        ("a: !!python/object/apply:os.system [true]", {}, "is not YAML"),
+        ("a: 2026-99-99", {}, "is not YAML"),
+        ("{[a]: 1}: 2", {}, "is not YAML"),
+        ("a: \x00", {}, "is not YAML"),
+        (b"\xff", {}, "is not UTF-8"),
+        ("", {}, "holds nothing; give a mapping of YAML"),
+        ("- 1", {}, "holds a list; give a mapping of YAML"),
+        ("a: 1\na: 2", {"unique_keys": True}, "has the key 'a' twice"),
+        ("b: [{a: 1, a: 2}]", {"unique_keys": True}, "has the key 'a' twice"),
+        ("a: 1", {"limit_bytes": 3}, "more than 3 bytes"),
+    ],
+)
+def test_yaml_that_is_refused(content: str | bytes, options: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(InvalidInput, match=f"^here .*({sentence})") as refusal:
+        parse_yaml(content, "here", **options)
+    assert "\n" not in str(refusal.value)
+
+
+def test_yaml_that_is_read() -> None:
+    assert parse_yaml("a: &x {b: 1}\nc: *x\nd: [*x, *x]", "here", unique_keys=True)["d"] == [{"b": 1}] * 2
+    assert parse_yaml("", "here", top=None) is None
+
+
+def test_files(tmp_path: Path) -> None:
+    file = tmp_path / "a"
+    file.write_text('{"a": 1}')
+    assert read_json(file) == read_yaml(file) == {"a": 1}
+    (tmp_path / "link").symlink_to(file)
+    assert read_json(tmp_path / "link") == {"a": 1}
+    os.mkfifo(tmp_path / "fifo")
+    refused: dict[Path, str] = {
+        tmp_path: "is not a regular file",
+        tmp_path / "fifo": "is not a regular file",
+        Path("/dev/zero"): "is not a regular file",
+        tmp_path / "none": "cannot be read: No such file",
+        tmp_path / "null\0": "cannot be read",
+        tmp_path / ("x" * 300): "cannot be read: File name too long",
+    }
+    for path, sentence in refused.items():
+        for read in (read_json, read_yaml):
+            with pytest.raises(InvalidInput, match=sentence):
+                read(path)
+    with pytest.raises(InvalidInput, match=r"^--rows a has more than 3 bytes"):
+        read_json(file, 3, name="--rows a")
+    assert printable("a\n\x1b[1m\udcff\u2028é") == r"a\n\x1b[1m\udcff\u2028é"
