@@ -21,7 +21,7 @@ from ...core.memory import free_bytes
 from ...core.processes import together
 from ...models.causal_lm import device, load_model, load_tokenizer
 from ...models.layered_model import LayeredModel
-from ...texts.documents import check_source, read_sequences
+from ...texts.documents import check_calibration, read_sequences
 from ..families.packing import half_order, split
 from ..families.recognition import family_of
 from ..families.source import Source
@@ -58,7 +58,7 @@ def study(
     Args:
         source: the checkpoint.
         calibration: `none`; `self`, text sampled from the model at temperature 1; a text as
-            `documents.check_source` takes it; or a .safetensors file of statistics saved earlier.
+            `documents.check_calibration` takes it; or a .safetensors file of statistics saved earlier.
         sequences: how many sequences are read.
         length: tokens of each, cut to the model's positions; distances beyond it are not seen.
         seed: of the text and the labels.
@@ -133,7 +133,7 @@ def _settled(source: Source, calibration: str, save: Path | None) -> Statistics 
             )
         return _fitting(Statistics.load(Path(calibration)), source, calibration)
     if calibration != "self":
-        check_source(calibration)
+        check_calibration(calibration)
     return None
 
 

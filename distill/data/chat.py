@@ -102,7 +102,7 @@ class _Read:
 
 def _conversations(source: Source, data: Data, tokenizer: Any, read: _Read) -> Iterator[Piece]:
     """Those that are learnt from; of the others `read` keeps count."""
-    for batch in read_field(source, "messages_field", data.seed):
+    for batch in read_field(source.documents, data.seed):
         for value in batch:
             try:
                 piece = conversation(messages_of(value, source), tokenizer, source.source)

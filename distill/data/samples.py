@@ -6,7 +6,7 @@ them.
 import json
 from codecs import getincrementaldecoder
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from ...core.errors import InvalidInput
 from ...models.causal_lm import Described
-from ...texts.sources import check_text, first_rows, is_plain_text, local_files
+from ...texts.sources import check_text, first_rows, local_files
+from ...texts.text_files import is_plain_text
 from ..recipe.data_section import SELF, Data, Source
 from ..recipe.recipe import Recipe
 from .chat import Refused, check_template, conversation, messages_of
@@ -129,10 +130,11 @@ def _begin(file: Path, source: Source, key: str) -> tuple[list[Any], float | Non
     """The first values of a field in a file, and what share of the file they are."""
     if is_plain_text(file) and file.suffix == ".txt":  # which is one document, however large
         return _begin_text(file, source, key)
-    rows = first_rows(source.model_copy(update={"source": str(file)}), key, _DOCUMENTS)
+    documents = replace(source.documents, place=str(file))
+    rows = first_rows(documents, _DOCUMENTS)
     values = [row[getattr(source, key)] for row in rows if row[getattr(source, key)]]
     if key == "text_field":
-        check_text(values, source)
+        check_text(values, documents)
     if len(rows) < _DOCUMENTS:
         return values, 1.0
     if file.suffix == ".parquet":

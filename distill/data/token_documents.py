@@ -85,7 +85,7 @@ def text_pieces(source: Source, data: Data, tokenizer: Any) -> Pieces:
         InvalidInput: the source cannot be read, or its field is missing or no text.
     """
     around = ends(tokenizer, data.packing)
-    for texts in read_texts(source, data.seed):
+    for texts in read_texts(source.documents, data.seed):
         for ids in tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]:
             if ids or data.packing == "stream":
                 yield document(around.first + ids + around.last, data.packing)

@@ -4,6 +4,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
 
+from ...texts.document_rows import DocumentSource
+
 SELF = "self"  # the source whose text the teacher writes
 Packing = Literal["documents", "stream"]
 _TWO_FIELDS = "text_field and messages_field are both given; documents are either text or conversations"
@@ -41,6 +43,18 @@ class Source(Section):
         if self.text_field and self.messages_field:
             raise ValueError(_TWO_FIELDS)
         return self
+
+    @property
+    def documents(self) -> DocumentSource:
+        """The documents of a source that is complete: its conversations, or else its texts."""
+        key = "messages_field" if self.messages_field else "text_field"
+        return DocumentSource(
+            self.source,
+            getattr(self, key) or "text",
+            config=self.name,
+            split=self.split or "train",
+            field_option=f"data.{key}",
+        )
 
 
 # Told apart by type, so that a mistake in a list is told as one in a list; the tags stand in pydantic's

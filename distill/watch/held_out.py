@@ -16,9 +16,11 @@ from ...eval.options import Options
 from ...eval.windows import TextWindows, cut
 from ...models.causal_lm import Described, Loaded
 from ...texts.corpus import Text, read_text
-from ...texts.sources import is_plain_text, local_files, read_texts
+from ...texts.document_rows import DocumentSource
+from ...texts.sources import local_files, read_texts
+from ...texts.text_files import is_plain_text
 from ..data.batch import IGNORED, Batch
-from ..recipe.data_section import Data, Source
+from ..recipe.data_section import Data
 from ..recipe.recipe import Recipe
 from ..recipe.watch_section import Evaluate
 
@@ -212,11 +214,13 @@ def _read(settings: Evaluate) -> Text:
         except InvalidInput as mistake:
             raise InvalidInput(str(mistake).replace("--text", "evaluate.source")) from None
     # A file of the kinds that data.source may be, and read as such.
-    source = Source(source=settings.source, text_field=settings.text_field)
-    try:
-        documents = [text for texts in read_texts(source, seed=0) for text in texts]
-    except InvalidInput as mistake:
-        raise InvalidInput(str(mistake).replace("data.", "evaluate.")) from None
+    source = DocumentSource(
+        settings.source,
+        settings.text_field,
+        option="evaluate.source",
+        field_option="evaluate.text_field",
+    )
+    documents = [text for texts in read_texts(source, seed=0) for text in texts]
     return Text(f"text:{file.name}", tuple(documents))
 
 

@@ -246,10 +246,10 @@ def _check_events(text: str, depth: int, name: str) -> None:
         elif isinstance(event, yaml.ScalarEvent):
             anchor, size = event.anchor, 1
         elif isinstance(event, yaml.AliasEvent):
-            if event.anchor not in anchored:
+            if event.anchor is None or event.anchor not in anchored:
                 raise InvalidInput(
-                    f"{name} has the alias *{printable(event.anchor)} to nothing that is complete before it; "
-                    "write the value out"
+                    f"{name} has the alias *{printable(str(event.anchor))} to nothing that is complete before "
+                    "it; write the value out"
                 )
             anchor, size = None, anchored[event.anchor]
         else:

@@ -24,7 +24,7 @@ from ..distill.watch.held_out import check_apart
 from ..eval.assertions import ALIASES, Assertion, parse
 from ..eval.options import Options
 from ..texts.corpus import read_text
-from ..texts.documents import check_source as check_calibration
+from ..texts.documents import check_calibration
 from ..texts.sources import check_source
 from .cli import STEPS, WINDOW
 from .request import Migration, Step

@@ -1,14 +1,9 @@
-"""Text from outside that statistics can be taken on.
+"""Calibration text: files, directories and data sets, cut into windows of tokens."""
 
-Files, directories and data sets, cut into windows of tokens.
-"""
-
-import bz2
-import gzip
-import json
 import lzma
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,52 +11,49 @@ import torch
 from torch import Tensor
 
 from ..core.errors import InvalidInput
+from ..core.untrusted import parse_json, printable
+from .document_rows import DocumentSource, read_batches
+from .text_files import can_open, exists, find_files, is_data_set, kind, open_text
 
 _BLOCK = 16  # characters of a plain text, for each token of a sequence, that are tokenised at once
-_OPEN: dict[str, Callable[..., Any]] = {"": open, ".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
 _PLAIN = {".txt", ".jsonl"}
-_BUILDERS = {".jsonl": "json", ".json": "json", ".txt": "text", ".parquet": "parquet"}
-_COMPRESSIONS = {*_OPEN, ".zst"}
-_SHUFFLE_BUFFER = 2000  # documents of a data set, from which the next one is drawn
-# What `datasets` raises for missing and unreachable sources, and it and the decompressors for damaged ones.
-_UNREADABLE = (OSError, ValueError, EOFError, lzma.LZMAError, zlib.error)
-KINDS = ".txt, .jsonl, .json or .parquet (also .gz, .xz, .bz2, .zst)"
+_OPTION = "--calibration"
+_DATA_SET_PARTS = 4  # org/name, configuration, split, field
 
 
-def check_source(text: str) -> None:
-    """Refuse early what names no text.
+def check_calibration(text: str) -> None:
+    """Check that a name can be that of a calibration text; data sets on the Hub are not looked up.
 
     Args:
-        text: a file, a directory, or `org/name[:config[:split[:field]]]`.
+        text: a file, a directory, a glob, or `org/name[:config[:split[:field]]]`.
 
     Raises:
-        InvalidInput: there is no such file or directory, and it can be no data set's name.
+        InvalidInput: there is no such file, its kind cannot be read, and it can be no data set's name.
     """
-    path = Path(text)
-    if path.is_file():
-        if _builder(path) is None:
-            raise InvalidInput(f"--calibration {text} is of no kind that can be read: {KINDS}")
-    elif path.is_dir():
-        _directory(path)
-    elif not _is_dataset(text):
+    if exists(text) or any(character in text for character in "*?["):
+        find_files(text, _OPTION)
+    elif not _names_data_set(text):
         raise InvalidInput(
-            f"--calibration {text} is not none, self, a file or a directory of texts that exists, a "
-            f".safetensors file of "
-            "statistics, or a data set's org/name[:config[:split[:field]]]"
+            f"{_OPTION} {printable(text)} is not none, self, a file or a directory of texts that exists, a "
+            ".safetensors file of statistics, or a data set's org/name[:config[:split[:field]]]"
         )
 
 
 def read_sequences(text: str | Path, tokenizer: Any, *, sequences: int, length: int, seed: int) -> Tensor:
-    """Windows of a text as token ids (sequences, length), int64; the first token of each is BOS, or else EOS,
-    if there is one.
+    """Read windows of a text as token ids.
 
     Args:
-        text: as for `check_source`. Of a .txt or .jsonl file (also .gz, .xz, .bz2) blocks or documents are
-            taken from anywhere; of anything else they are drawn from a buffer that moves on from the start.
-            Documents are in the field `text`.
-        tokenizer: of the source.
-        sequences, length: how many, and tokens in each.
-        seed: which part of the text is taken.
+        text: as for `check_calibration`. Of a .txt or .jsonl file (also .gz, .xz, .bz2) blocks or documents
+            are taken from anywhere. Of anything else they are drawn from a buffer that starts at the
+            beginning. Documents are in the field `text`.
+        tokenizer: that of the source.
+        sequences: the number of windows.
+        length: tokens per window.
+        seed: selects the part of the text.
+
+    Returns:
+        Token ids (sequences, length), int64. The first token of each window is BOS, or else EOS, if the
+        tokenizer has one.
 
     Raises:
         InvalidInput: the text is missing, cannot be read, or is too short.
@@ -69,16 +61,16 @@ def read_sequences(text: str | Path, tokenizer: Any, *, sequences: int, length: 
     start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
     wanted = sequences * length
     ids: list[int] = []
-    for document in _documents(text, _BLOCK * length, seed):
+    for document in _documents(str(text), _BLOCK * length, seed):
         if len(ids) >= wanted:
             break
-        ids += [] if start is None else [start]
+        if start is not None:
+            ids.append(start)
         ids += tokenizer(document, add_special_tokens=False, verbose=False)["input_ids"]
     if len(ids) < wanted:
         raise InvalidInput(
-            f"{text} holds {len(ids)} tokens, and {sequences} calibration sequences of {length} take "
-            f"{wanted}; "
-            "name a longer text or take fewer sequences"
+            f"{printable(text)} holds {len(ids)} tokens, and {sequences} calibration sequences of {length} "
+            f"take {wanted}; name a longer text or take fewer sequences"
         )
     windows = torch.tensor(ids[:wanted]).view(sequences, length)
     if start is not None:
@@ -86,102 +78,70 @@ def read_sequences(text: str | Path, tokenizer: Any, *, sequences: int, length: 
     return windows
 
 
-def _documents(text: str | Path, block: int, seed: int) -> Iterable[str]:
-    """Documents in an order of the seed; a plain text is cut into blocks of so many characters."""
+def _documents(text: str, block: int, seed: int) -> Iterable[str]:
+    """Return documents in an order of the seed; a plain text is cut into blocks of so many characters."""
+    check_calibration(text)
     file = Path(text)
-    packed, kind = _suffixes(file)
-    if not file.is_dir() and kind in _PLAIN and packed in _OPEN:
-        documents = _in_memory(file, kind, packed, block)
+    if file.is_file() and kind(file) in _PLAIN and can_open(file):
+        documents = _read_whole(file, block)
         order = torch.randperm(len(documents), generator=torch.Generator().manual_seed(seed)).tolist()
         return (documents[index] for index in order)
-    return _streamed(str(text), seed)
+    return _read_stream(text, seed)
 
 
-def _in_memory(file: Path, kind: str, packed: str, block: int) -> list[str]:
+def _read_whole(file: Path, block: int) -> list[str]:
+    """Return all documents of a .jsonl file, or all blocks of a .txt file."""
+    name = printable(file)
+    documents: list[str] = []
     try:
-        with _OPEN[packed](file, "rt", encoding="utf-8") as stream:
-            if kind == ".txt":
+        with open_text(file) as stream:
+            if kind(file) == ".txt":
                 text = stream.read()
                 return [text[at : at + block] for at in range(0, len(text), block)]
-            documents = [json.loads(line)["text"] for line in stream if line.strip()]
+            for number, line in enumerate(stream, 1):
+                if line.strip():
+                    documents.append(_read_line(line, f"{name} line {number}"))
+    except InvalidInput:
+        raise
     except UnicodeDecodeError as error:
-        raise InvalidInput(f"{file} is not UTF-8 text (byte {error.start})") from None
-    except (KeyError, TypeError, json.JSONDecodeError):
-        raise InvalidInput(f'{file} has a line that is no JSON object with a field "text"') from None
-    except _UNREADABLE as error:
-        raise InvalidInput(f"{file} cannot be read: {error}") from None
-    if not all(isinstance(document, str) for document in documents):
-        raise InvalidInput(f'{file} has a line whose field "text" is no text')
+        raise InvalidInput(f"{name} is not UTF-8 text (byte {error.start}); save it as UTF-8") from None
+    except (OSError, EOFError, ValueError, lzma.LZMAError, zlib.error) as error:
+        raise InvalidInput(f"{name} cannot be read: {printable(str(error))}") from None
     return documents
 
 
-def _streamed(text: str, seed: int) -> Iterator[str]:
-    """Documents of what `datasets` opens; empty ones are left out."""
-    data, field = _open(text)
-    try:
-        for row in data.shuffle(seed=seed, buffer_size=_SHUFFLE_BUFFER):
-            if not isinstance(row.get(field), str | None) or field not in row:
-                raise InvalidInput(
-                    f"{text} has no text in a field {field!r}; its fields are {', '.join(row)}"
-                )
-            if row[field]:
-                yield row[field]
-    except _UNREADABLE as error:
-        raise InvalidInput(f"{text} cannot be read: {' '.join(str(error).split())}") from None
-    except StopIteration:  # what `datasets` raises for a JSON file without a single row
-        raise InvalidInput(f"{text} holds no documents") from None
+def _read_line(line: str, name: str) -> str:
+    row = parse_json(line, name, limit_bytes=len(line))
+    if "text" not in row:
+        raise InvalidInput(f'{name} has no field "text"; give JSON objects that hold a document in it')
+    if not isinstance(row["text"], str):
+        raise InvalidInput(f'{name} holds no text in its field "text"; give a string')
+    return str(row["text"])
 
 
-def _open(text: str) -> tuple[Any, str]:
-    """A streaming data set and the field of its documents."""
-    path = Path(text)
-    if not path.exists() and not _is_dataset(text):
-        raise InvalidInput(f"{text} cannot be read: there is no such file")
-    from datasets import load_dataset
-
-    try:
-        if path.exists():
-            files = [path] if path.is_file() else _directory(path)
-            builder = _builder(files[0])
-            if builder is None:
-                raise InvalidInput(f"{text} is of no kind that calibration text can be: {KINDS}")
-            whole = {"sample_by": "document"} if builder == "text" else {}
-            return load_dataset(
-                builder, data_files=[str(file) for file in files], split="train", streaming=True, **whole
-            ), "text"
-        name, config, split, field = [*text.split(":"), *[""] * 3][:4]
-        return load_dataset(name, config or None, split=split or "train", streaming=True), field or "text"
-    except (*_UNREADABLE, ImportError) as error:
-        raise InvalidInput(f"{text} cannot be read: {' '.join(str(error).split())}") from None
-
-
-def _directory(path: Path) -> list[Path]:
-    """The texts in a directory, all of one kind."""
-    files = sorted(file for file in path.rglob("*") if file.is_file() and _builder(file))
-    kinds = {_builder(file) for file in files}
-    if len(kinds) != 1:
-        found = "files of several kinds" if files else "no file"
-        raise InvalidInput(
-            f"the directory {path} holds {found} that calibration text can be, {KINDS}; name one file"
+def _read_stream(text: str, seed: int) -> Iterator[str]:
+    """Yield the documents that `datasets` opens, without empty ones."""
+    source = DocumentSource(text, option=_OPTION, field_option="its documents' field")
+    if not exists(text) and _names_data_set(text):
+        name, config, split, field = [*text.split(":"), "", "", ""][:_DATA_SET_PARTS]
+        source = replace(
+            source,
+            place=name,
+            config=config or None,
+            split=split or "train",
+            field=field or "text",
+            field_option=f"FIELD of {name}:{config}:{split or 'train'}:FIELD",
         )
-    return files
+    for columns in read_batches(source, seed):
+        for document in columns[source.field]:
+            if not isinstance(document, str | None):
+                raise InvalidInput(
+                    f"{source.called} has no text in a field {source.field!r}; name one of strings"
+                )
+            if document:
+                yield document
 
 
-def _is_dataset(text: str) -> bool:
+def _names_data_set(text: str) -> bool:
     name, *rest = text.split(":")
-    return (
-        name.count("/") == 1
-        and not name.startswith((".", "/", "~"))
-        and _builder(Path(name)) is None
-        and len(rest) < 4
-    )
-
-
-def _builder(file: Path) -> str | None:
-    return _BUILDERS.get(_suffixes(file)[1])
-
-
-def _suffixes(file: Path) -> tuple[str, str]:
-    """Compression and kind, as the name says."""
-    packed = file.suffix if file.suffix in _COMPRESSIONS else ""
-    return packed, Path(file.name.removesuffix(packed)).suffix
+    return is_data_set(name) and len(rest) < _DATA_SET_PARTS

@@ -4,12 +4,12 @@
 plain spelling: lm-evaluation-harness scores those, and divides by the words and bytes that they had before.
 """
 
-import json
 import re
 from itertools import pairwise
 from pathlib import Path
 
 from ..core.errors import InvalidInput
+from ..core.untrusted import printable, read_json
 
 HUB = ("Salesforce/wikitext", "wikitext-2-raw-v1", "test")
 ROWS = 4358
@@ -28,20 +28,11 @@ def read_rows(file: Path | None) -> list[str]:
     """
     if file is None:
         return _download()
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InvalidInput(
-            f"--rows {file} cannot be read: {error.strerror}; name a JSON file of rows"
-        ) from None
-    except ValueError:
-        raise InvalidInput(
-            f'--rows {file} is not JSON; give an object {{"text": [rows]}} or a list of rows'
-        ) from None
+    content = read_json(file, name=f"--rows {file}", top=None)
     rows = content.get("text") if isinstance(content, dict) else content
     if not isinstance(rows, list) or not rows or not all(isinstance(row, str) for row in rows):
         raise InvalidInput(
-            f'--rows {file} holds no rows; give an object {{"text": [rows]}} or a list of strings'
+            f'--rows {printable(file)} holds no rows; give an object {{"text": [rows]}} or a list of strings'
         )
     return rows
 

@@ -61,7 +61,9 @@ def test_shares() -> None:
         0.125
     ]
     for wrong in ("", "0", "1", "100%", "25 %", "-1%", "x", "nan"):
-        with pytest.raises(InvalidInput, match=r"^--x .* is not a share of the cache; write for example 25% or"):
+        with pytest.raises(
+            InvalidInput, match=r"^--x .* is not a share of the cache; write for example 25% or"
+        ):
             read_share(wrong, "--x", "the cache")
 
 

@@ -13,7 +13,7 @@ import torch
 
 from kvfold.core.errors import InvalidInput
 from kvfold.models.causal_lm import load_model, load_tokenizer
-from kvfold.texts.documents import check_source, read_sequences
+from kvfold.texts.documents import check_calibration, read_sequences
 
 from ..support.tiny import make
 
@@ -42,10 +42,10 @@ def test_read_sequences(tmp_path: Path) -> None:
     (tmp_path / "b.jsonl").write_text('{"content": "no text"}\n')
     (tmp_path / "c.txt").write_bytes(b"\xff\xfe")
     for name, reason in {
-        "b.jsonl": "text",
+        "b.jsonl": 'line 1 has no field "text"',
         "c.txt": "UTF-8",
-        "d.txt": "cannot be read",
-        "e.csv": "no such file",
+        "d.txt": "is not none, self, a file",
+        "e.csv": "is not none, self, a file",
     }.items():
         with pytest.raises(InvalidInput, match=reason):
             read_sequences(tmp_path / name, tokenizer, sequences=1, length=2, seed=0)
@@ -78,7 +78,7 @@ def test_every_kind_of_file_holds_the_same(tmp_path: Path) -> None:
         part.write_text("".join(lines.splitlines(keepends=True)[number * 4 : number * 4 + 4]))
     tokenizer, first = characters(), None
     for name in (*(f"a.jsonl{suffix}" for suffix in pack), "a.json", "a.parquet", "directory"):
-        check_source(str(tmp_path / name))
+        check_calibration(str(tmp_path / name))
         windows = read_sequences(tmp_path / name, tokenizer, **{**TAKEN, "sequences": 8})
         rows = sorted(map(tuple, windows.tolist()))
         first = first or rows
@@ -96,24 +96,24 @@ def test_what_is_no_text(tmp_path: Path) -> None:
     (tmp_path / "other.json").write_text('{"content": "a"}\n')
     (tmp_path / "broken.parquet").write_bytes(b"PAR1")
     for name, reason in {
-        "empty": "holds no file that",
+        "empty": "holds no file of a known kind",
         "mixed": "holds files of several kinds",
-        "table.csv": "is of no kind",
+        "table.csv": "is of no known kind",
         "absent.txt": "is not none, self, a file",
         "a/b/c": "is not none, self, a file",
     }.items():
         with pytest.raises(InvalidInput, match=reason):
-            check_source(str(tmp_path / name))
+            check_calibration(str(tmp_path / name))
     for name, reason in {
-        "number.jsonl": "is no text",
-        "other.json": "no text in a field 'text'; its fields are content",
+        "number.jsonl": 'line 1 holds no text in its field "text"',
+        "other.json": "has no field 'text'; its documents' field can be content",
         "broken.parquet": "cannot be read",
-        "empty": "holds no file that",
+        "empty": "holds no file of a known kind",
     }.items():
         with pytest.raises(InvalidInput, match=reason):
             read_sequences(tmp_path / name, characters(), **TAKEN)
     for name in ("org/name", "org/name:config", "org/name:config:train", "org/name::train:content"):
-        check_source(name)
+        check_calibration(name)
 
 
 def test_data_set_is_asked_for_by_its_parts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,7 +127,7 @@ def test_data_set_is_asked_for_by_its_parts(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     assert read_sequences("org/name:small:test:content", characters(), **TAKEN).shape == (4, 10)
-    with pytest.raises(InvalidInput, match="field 'text'; its fields are content"):
+    with pytest.raises(InvalidInput, match="field 'text'; FIELD of org/name::train:FIELD can be content"):
         read_sequences("org/name", characters(), **TAKEN)
     assert asked == [("org/name", "small", "test", True), ("org/name", None, "train", True)]
 

@@ -1,0 +1,217 @@
+"""Rows of files and data sets, as `datasets` reads them, where a crash of its readers cannot end the run.
+
+The readers of Parquet, of compressed files and of JSON are other people's native code, and some content makes
+them crash. A process of its own reads such files. Plain text, and JSON of moderate size that proves harmless,
+are read in this process, which saves the seconds that another one takes to start.
+"""
+
+import glob
+import lzma
+import pickle
+import subprocess
+import sys
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import Any, Literal
+
+from ..core.errors import InvalidInput
+from ..core.untrusted import parse_json, printable
+from . import text_files
+from .corpus import stdlib_documents
+from .text_files import builder_of, compression, find_files
+
+BATCH = 64  # documents read at once
+SHUFFLE_BUFFER = 2000  # documents, from which the next one is drawn; all of the standard library's
+# Errors of `datasets` for missing and unreachable sources, and of it and the decompressors for damaged ones.
+UNREADABLE = (OSError, ValueError, EOFError, lzma.LZMAError, zlib.error, ImportError, NotImplementedError)
+_CHECKED = 2**26  # bytes of a JSON file that is checked before it is read in this process
+
+
+@dataclass(frozen=True)
+class DocumentSource:
+    """The name of documents, the field that holds them, and the words for both in errors.
+
+    Attributes:
+        place: a file, a directory or a glob of texts, `stdlib`, or a data set's `org/name`.
+        field: the field that holds a document.
+        config: the configuration of a data set.
+        split: the split of a data set.
+        option: the option or key that gave the place.
+        field_option: the option or key that gave the field.
+    """
+
+    place: str
+    field: str = "text"
+    config: str | None = None
+    split: str = "train"
+    option: str = "data.source"
+    field_option: str = "data.text_field"
+
+    @property
+    def called(self) -> str:
+        """The option with the place, for errors."""
+        return f"{self.option} {printable(self.place)}".strip()
+
+
+@dataclass(frozen=True)
+class RowsRequest:
+    """Arguments of `datasets.load_dataset`, and how its rows are taken."""
+
+    name: str
+    config: str | None
+    files: tuple[str, ...]
+    split: str
+    seed: int | None
+    batch: int
+    least_expansion: int
+
+
+class NoDocuments(InvalidInput):
+    """A source without a single row."""
+
+
+def read_batches(source: DocumentSource, seed: int | None, batch: int = BATCH) -> Iterator[Mapping[str, Any]]:
+    """Yield the rows of a source as dictionaries of columns.
+
+    Args:
+        source: names the rows.
+        seed: of the shuffle buffer; None for the order in which they are stored.
+        batch: rows of each dictionary.
+
+    Raises:
+        InvalidInput: the source cannot be read, or its rows lack the field.
+    """
+    request = _request(source, seed, batch)
+    if request.files and not all(_is_harmless(Path(file)) for file in request.files):
+        batches = _read_apart(request, source)
+    else:
+        batches = _read_here(request, source)
+    for columns in batches:
+        if source.field not in columns:
+            raise InvalidInput(
+                f"{source.called} has no field {source.field!r}; "
+                f"{source.field_option} can be {', '.join(columns)}"
+            )
+        yield columns
+
+
+def _request(source: DocumentSource, seed: int | None, batch: int) -> RowsRequest:
+    least = text_files.LEAST_EXPANSION
+    if source.place == "stdlib":
+        return RowsRequest("stdlib", source.field, (), "train", seed, batch, least)
+    files = find_files(source.place, source.option)
+    if not files:
+        return RowsRequest(source.place, source.config, (), source.split, seed, batch, least)
+    return RowsRequest(str(builder_of(files[0])), None, tuple(map(str, files)), "train", seed, batch, least)
+
+
+def open_rows(request: RowsRequest) -> Iterator[Mapping[str, Any]]:
+    """Yield batches of rows in this process; errors are those of `datasets`."""
+    from datasets import Dataset, load_dataset, logging
+
+    logging.set_verbosity(logging.CRITICAL)  # it raises what it logs about a damaged file
+    if request.name == "stdlib":
+        data = Dataset.from_dict({request.config: stdlib_documents(held_out=False)}).to_iterable_dataset()
+    elif request.files:
+        whole = {"sample_by": "document"} if request.name == "text" else {}
+        patterns = [glob.escape(file) for file in request.files]
+        data = load_dataset(request.name, data_files=patterns, split="train", streaming=True, **whole)
+    else:
+        data = load_dataset(request.name, request.config, split=request.split, streaming=True)
+    if request.seed is not None:
+        data = data.shuffle(seed=request.seed, buffer_size=SHUFFLE_BUFFER)
+    yield from data.iter(batch_size=request.batch)
+
+
+def explain(error: BaseException, source: DocumentSource) -> InvalidInput:
+    """Return the sentence for an error of `UNREADABLE`."""
+    reason = printable(" ".join(str(error).split())) or type(error).__name__
+    return InvalidInput(f"{source.called} cannot be read: {reason}")
+
+
+def _read_here(request: RowsRequest, source: DocumentSource) -> Iterator[Mapping[str, Any]]:
+    rows = open_rows(request)
+    while True:
+        try:
+            columns = next(rows, None)
+        except InvalidInput:
+            raise
+        except UNREADABLE as error:
+            raise explain(error, source) from None
+        except RuntimeError as error:
+            # `datasets` leaks StopIteration for a JSON file without a row, which a generator turns into this.
+            if not isinstance(error.__cause__, StopIteration):
+                raise
+            raise NoDocuments(f"{source.called} holds no documents") from None
+        if columns is None:
+            return
+        yield columns
+
+
+Frame = tuple[Literal["rows", "refusal", "none", "end"], Any]
+
+
+def _read_apart(request: RowsRequest, source: DocumentSource) -> Iterator[Mapping[str, Any]]:
+    """Yield batches that a process of its own reads; a crash of it is a mistake of the file's."""
+    # The child finds this kvfold and `datasets` where this process does.
+    code = f"import sys; sys.path[:] = {sys.path!r}; from kvfold.texts.reader_process import main; main()"
+    with TemporaryFile() as said:
+        child = subprocess.Popen(
+            [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=said
+        )
+        assert child.stdin
+        assert child.stdout
+        try:
+            with child.stdin:
+                pickle.dump((request, source), child.stdin)
+            while True:
+                try:
+                    frame: Frame = pickle.load(child.stdout)
+                except (EOFError, pickle.UnpicklingError):
+                    raise InvalidInput(_describe_end(child, said, source)) from None
+                if frame[0] == "end":
+                    return
+                if frame[0] == "refusal":
+                    raise InvalidInput(frame[1])
+                if frame[0] == "none":
+                    raise NoDocuments(f"{source.called} holds no documents")
+                yield frame[1]
+        finally:
+            child.kill()
+            child.wait()
+            child.stdout.close()
+
+
+def _describe_end(child: subprocess.Popen[bytes], said: Any, source: DocumentSource) -> str:
+    """Return the sentence for a child that ended before its last frame."""
+    code = child.wait()
+    if code < 0:
+        return (
+            f"{source.called} cannot be read: its reader crashed on it (signal {-code}); give one JSON "
+            "object per line, or a sound Parquet file"
+        )
+    said.seek(0)
+    lines = said.read().decode("utf-8", "replace").strip().splitlines()
+    return f"{source.called} cannot be read: {printable(lines[-1] if lines else f'exit code {code}')}"
+
+
+def _is_harmless(file: Path) -> bool:
+    """Return True for a file that no reader crashes on: plain text, or JSON objects that nest little."""
+    if compression(file):
+        return False
+    if builder_of(file) == "text":
+        return True
+    if builder_of(file) != "json" or file.stat().st_size > _CHECKED:
+        return False
+    content = file.read_bytes()
+    try:
+        if content.removeprefix(b"\xef\xbb\xbf").startswith(b"["):
+            rows = parse_json(content, str(file), top=list)
+        else:
+            rows = [parse_json(line, str(file)) for line in content.splitlines() if line.strip()]
+    except InvalidInput:
+        return False
+    return all(isinstance(row, dict) for row in rows) or all(isinstance(row, str) for row in rows)

@@ -1,0 +1,205 @@
+"""Files of texts: their kinds and compressions, the files that a name stands for, and bounded decompression.
+
+Only regular files are read. Of a directory, only those that resolve inside it, or to the blobs of the Hub's
+cache.
+"""
+
+import bz2
+import glob
+import gzip
+import io
+import lzma
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ..core.errors import InvalidInput
+from ..core.untrusted import printable
+
+KINDS = ".txt, .jsonl, .json or .parquet (also .gz, .xz, .bz2, .zst)"
+_BUILDERS = {".jsonl": "json", ".json": "json", ".txt": "text", ".parquet": "parquet"}
+_DECOMPRESSORS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
+_COMPRESSIONS = {*_DECOMPRESSORS, ".zst"}
+# A compressed file may expand to the larger of the two. Prose shrinks to a fifth, logs to a thirtieth.
+LEAST_EXPANSION = 2**28  # bytes
+EXPANSION = 100  # times the compressed size
+
+
+def compression(file: Path) -> str:
+    """Return the suffix of a file's compression, or an empty string."""
+    return file.suffix if file.suffix in _COMPRESSIONS else ""
+
+
+def kind(file: Path) -> str:
+    """Return the suffix of a file without that of its compression."""
+    return Path(file.name.removesuffix(compression(file))).suffix
+
+
+def builder_of(file: Path) -> str | None:
+    """Return the builder of `datasets` for a file of this name, or None if texts are not of its kind."""
+    return _BUILDERS.get(kind(file))
+
+
+def is_plain_text(file: Path) -> bool:
+    """Return True if a file is read whole, as one document, and not for its fields."""
+    return builder_of(file) in (None, "text")
+
+
+def is_data_set(name: str) -> bool:
+    """Return True if a name can be that of a data set on the Hub: `org/name`."""
+    return name.count("/") == 1 and not name.startswith((".", "/", "~")) and builder_of(Path(name)) is None
+
+
+def find_files(name: str, option: str) -> list[Path]:
+    """Return the files that a name stands for, in sorted order; an empty list for a name on the Hub.
+
+    Args:
+        name: a file, a directory or a glob.
+        option: the option or key that the name was given to, for errors.
+
+    Raises:
+        InvalidInput: nothing of that name can be read, or it holds files of several kinds.
+    """
+    shown = printable(name)
+    try:
+        found = _look_up(name, f"{option} {shown}")
+    except (OSError, RuntimeError) as error:  # a name too long, no permission, no home directory
+        reason = getattr(error, "strerror", None) or error
+        raise InvalidInput(f"{option} {shown} cannot be read: {reason}") from None
+    if len({builder_of(file) for file in found}) > 1:
+        raise InvalidInput(
+            f"{option} {shown} holds files of several kinds; name one, e.g. {shown.rstrip('/')}/*.jsonl"
+        )
+    if chained := [file for file in found if "::" in str(file)]:
+        raise InvalidInput(
+            f"{option} {printable(chained[0])} has :: in its path, which `datasets` takes for a chain of "
+            "addresses; rename it"
+        )
+    return found
+
+
+def exists(name: str) -> bool:
+    """Return True if a name is that of a file or directory here; False also for what can be no name."""
+    try:
+        return Path(name).exists()
+    except (OSError, ValueError):
+        return False
+
+
+def _look_up(name: str, called: str) -> list[Path]:
+    path = Path(name).expanduser()
+    if "\0" in name:
+        raise InvalidInput(f"{called} is not the name of a file; name one of {KINDS}")
+    if path.is_dir():
+        found = [file for file in sorted(path.rglob("*")) if builder_of(file) and _is_inside(file, path)]
+        if not found:
+            raise InvalidInput(
+                f"{called} is a directory that holds no file of a known kind; name one of {KINDS}"
+            )
+    elif path.is_file():
+        if not builder_of(path):
+            raise InvalidInput(f"{called} is of no known kind; name a file of {KINDS}")
+        found = [path]
+    else:
+        matches = (Path(file) for file in glob.glob(str(path), recursive=True))
+        found = sorted(file for file in matches if builder_of(file) and file.is_file())
+        if not found and is_data_set(name):
+            return []
+        if not found:
+            raise InvalidInput(
+                f"{called} names no {', '.join(_BUILDERS)} file here and is no org/name on the Hub"
+            )
+    return found
+
+
+def _is_inside(file: Path, directory: Path) -> bool:
+    """Return True for a regular file that is stored in the directory or in the blobs of a Hub snapshot."""
+    if not file.is_file():
+        return False
+    root = directory.resolve()
+    target = file.resolve()
+    snapshots = [parent for parent in (root, *root.parents) if parent.name == "snapshots"]
+    blobs = {parent.with_name("blobs") for parent in snapshots}
+    return target.is_relative_to(root) or target.parent in blobs
+
+
+def open_text(file: Path) -> Any:
+    """Open a text file that is plain or compressed by .gz, .xz or .bz2, as UTF-8.
+
+    Returns:
+        A text stream. Reading it raises `ExpandsTooFar` when a compressed file turns out to be a bomb.
+    """
+    if not compression(file):
+        return file.open(encoding="utf-8")
+    limit = expansion_limit(file.stat().st_size)
+    return io.TextIOWrapper(BoundedStream(_DECOMPRESSORS[compression(file)](file, "rb"), limit), "utf-8")
+
+
+def can_open(file: Path) -> bool:
+    """Return True if `open_text` knows the compression of a file."""
+    return compression(file) in {"", *_DECOMPRESSORS}
+
+
+def expansion_limit(size: int, least: int | None = None) -> int:
+    """Return the most bytes that a compressed file of so many bytes may expand to."""
+    return max(LEAST_EXPANSION if least is None else least, EXPANSION * size)
+
+
+class ExpandsTooFar(ValueError):
+    """A compressed file that expands to more than the limit."""
+
+
+class BoundedStream(io.BufferedIOBase):
+    """A stream of bytes that ends in an error where it holds more than a limit.
+
+    Args:
+        stream: what is read.
+        limit: bytes.
+    """
+
+    def __init__(self, stream: Any, limit: int) -> None:
+        self._stream = stream
+        self._limit = limit
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return bool(self._stream.seekable())
+
+    def tell(self) -> int:
+        return int(self._stream.tell())
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        position = int(self._stream.seek(offset, whence))
+        self._check(position)
+        return position
+
+    def read(self, size: int | None = -1) -> bytes:
+        most = self._limit + 1 - self.tell()
+        wanted = most if size is None or size < 0 else min(size, most)
+        content = bytes(self._stream.read(wanted))
+        self._check(self.tell())
+        return content
+
+    def read1(self, size: int = -1) -> bytes:
+        return self.read(size if size > 0 else io.DEFAULT_BUFFER_SIZE)
+
+    def readline(self, size: int | None = -1) -> bytes:
+        most = self._limit + 1 - self.tell()
+        wanted = most if size is None or size < 0 else min(size, most)
+        content = bytes(self._stream.readline(wanted))
+        self._check(self.tell())
+        return content
+
+    def close(self) -> None:
+        if not self.closed:
+            self._stream.close()
+        super().close()
+
+    def _check(self, position: int) -> None:
+        if position > self._limit:
+            raise ExpandsTooFar(
+                f"it expands to more than {self._limit} bytes, over {EXPANSION} times its size; decompress "
+                "it first if it is a text"
+            )

@@ -1,0 +1,172 @@
+"""Texts that are damaged or hostile: one sentence each, and the process that reads them lives on."""
+
+import bz2
+import gzip
+import json
+import lzma
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kvfold.core.errors import InvalidInput
+from kvfold.texts import text_files
+from kvfold.texts.documents import check_calibration, read_sequences
+from kvfold.texts.sources import DocumentSource, check_source, first_rows, local_files, read_texts
+from kvfold.texts.text_files import BoundedStream, ExpandsTooFar
+
+from .test_documents import characters
+
+GOOD = '{"text": "' + "abcdefgh" * 20 + '"}\n'
+DEEP = b"[" * 100_000
+
+
+def calibrate(place: Path) -> list[str]:
+    windows = read_sequences(place, characters(), sequences=2, length=16, seed=0)
+    return ["".join(map(str, row)) for row in windows.tolist()]
+
+
+def train(place: Path) -> list[str]:
+    return [text for texts in read_texts(DocumentSource(str(place)), seed=0) for text in texts]
+
+
+READERS: list[Callable[[Path], list[str]]] = [calibrate, train]
+
+
+@pytest.mark.parametrize("read", READERS)
+@pytest.mark.parametrize(
+    ("name", "content", "sentence"),
+    [
+        ("n.json", b"null", "its reader crashed on it"),
+        ("n.json", b"null\n" + GOOD.encode(), "its reader crashed on it"),
+        ("n.json", b'{"text": ' + DEEP + b"]" * 100_000 + b"}", "its reader crashed on it"),
+        ("n.json", DEEP, "cannot be read: "),
+        ("n.json", b"1", "cannot be read: "),
+        ("n.json", b"", "holds no documents"),
+        ("n.json", b'{"text": "\xff"}', "cannot be read: "),
+        ("n.json", b"[[1]]", "holds no text|has no text"),
+        ("n.jsonl", b"null", "holds nothing; give an object|its reader crashed on it"),
+        ("n.jsonl", DEEP, "line 1 nests lists and objects more than 64|cannot be read: "),
+        ("n.jsonl", b'{"text": "\xff"}', "is not UTF-8|cannot be read: "),
+        ("n.txt", b"\xff", "is not UTF-8|cannot be read: "),
+        ("n.parquet", b"PAR1" + bytes(99) + b"PAR1", "cannot be read: "),
+        ("n.jsonl.gz", b"no gzip", "cannot be read: "),
+        ("n.jsonl.zst", b"no zstd", "cannot be read: "),
+    ],
+)
+def test_content(
+    read: Callable[[Path], list[str]], tmp_path: Path, name: str, content: bytes, sentence: str
+) -> None:
+    file = tmp_path / name
+    file.write_bytes(content)
+    with pytest.raises(InvalidInput, match=sentence) as refusal:
+        read(file)
+    assert "\n" not in str(refusal.value)
+    assert name in str(refusal.value)
+    assert "Traceback" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("read", READERS)
+@pytest.mark.parametrize(
+    ("name", "compress"),
+    [("b.txt.gz", gzip.compress), ("b.jsonl.bz2", bz2.compress), ("b.json.xz", lzma.compress)],
+)
+def test_bombs(
+    read: Callable[[Path], list[str]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    compress: Callable[[bytes], bytes],
+) -> None:
+    """Refused at the limit in either process; here a lower one, so that the test is quick."""
+    monkeypatch.setattr(text_files, "LEAST_EXPANSION", 2**20)
+    file = tmp_path / name
+    file.write_bytes(compress(b'{"text": "' + bytes(2**24) + b'"}\n'))
+    with pytest.raises(InvalidInput, match="expands to more than"):
+        read(file)
+
+
+def test_a_stream_ends_at_its_limit(tmp_path: Path) -> None:
+    import io
+
+    content = b"ab\ncd\n"
+    assert BoundedStream(io.BytesIO(content), 6).read() == content
+    assert BoundedStream(io.BytesIO(content), 6).readlines() == [b"ab\n", b"cd\n"]
+    for read in (lambda s: s.read(), lambda s: s.readlines(), lambda s: s.read1(), lambda s: s.seek(6)):
+        with pytest.raises(ExpandsTooFar, match="more than 5 bytes"):
+            read(BoundedStream(io.BytesIO(content), 5))
+
+
+def test_directories_give_regular_files_of_their_own_alone(tmp_path: Path) -> None:
+    place = tmp_path / "texts"
+    place.mkdir()
+    (place / "a.jsonl").write_text(GOOD)
+    (place / "b.jsonl").symlink_to("a.jsonl")
+    secret = tmp_path / "secret.jsonl"
+    secret.write_text('{"text": "secret"}\n')
+    (place / "link.jsonl").symlink_to(secret)
+    (place / "zero.jsonl").symlink_to("/dev/zero")
+    (place / "broken.jsonl").symlink_to("nowhere")
+    (place / "loop.jsonl").symlink_to("loop.jsonl")
+    (place / "up").symlink_to(tmp_path)
+    os.mkfifo(place / "fifo.jsonl")
+    (place / "folder.jsonl").mkdir()
+    assert [file.name for file in local_files(str(place))] == ["a.jsonl", "b.jsonl"]
+    assert train(place) == [json.loads(GOOD)["text"]] * 2
+    assert [file.name for file in local_files(f"{place}/*.jsonl")] == ["a.jsonl", "b.jsonl", "link.jsonl"]
+    for name in ("fifo.jsonl", "zero.jsonl", "broken.jsonl", "loop.jsonl"):
+        for check in (check_source, check_calibration):
+            with pytest.raises(InvalidInput, match=r"names no .jsonl|is not none, self, a file"):
+                check(str(place / name))
+
+
+def test_snapshots_of_the_hub_are_links_to_its_blobs(tmp_path: Path) -> None:
+    blob = tmp_path / "datasets--a--b" / "blobs" / "0123"
+    snapshot = tmp_path / "datasets--a--b" / "snapshots" / "main" / "data"
+    for folder in (blob.parent, snapshot):
+        folder.mkdir(parents=True)
+    blob.write_text(GOOD)
+    (snapshot / "a.jsonl").symlink_to("../../../blobs/0123")
+    (snapshot / "b.jsonl").symlink_to("../../../../outside")
+    (tmp_path / "outside").write_text(GOOD)
+    assert [file.name for file in local_files(str(snapshot))] == ["a.jsonl"]
+
+
+@pytest.mark.parametrize("name", ["a[1]*?", "[red]a", os.fsdecode(b"\xff"), "a b%20#?", "a\nb", "..a", "hf:"])
+def test_odd_names_are_read(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / name
+    folder.mkdir()
+    (folder / f"{name}.jsonl").write_text(GOOD)
+    assert train(folder) == [json.loads(GOOD)["text"]]
+    assert calibrate(folder) == calibrate(folder / f"{name}.jsonl")
+
+
+@pytest.mark.parametrize("read", READERS)
+def test_names_that_datasets_takes_for_addresses(read: Callable[[Path], list[str]], tmp_path: Path) -> None:
+    (tmp_path / "a::b").mkdir()
+    (tmp_path / "a::b" / "a.json").write_text(GOOD)
+    with pytest.raises(InvalidInput, match="rename it"):
+        read(tmp_path / "a::b")
+
+
+def test_no_name_at_all() -> None:
+    for name in ("a\0b.jsonl", "x" * 300 + ".jsonl"):
+        for check in (check_source, check_calibration):
+            with pytest.raises(InvalidInput):
+                check(name)
+
+
+def test_a_reader_that_is_left_early_ends(tmp_path: Path) -> None:
+    """No process is left behind by who reads only the beginning."""
+    import psutil
+
+    file = tmp_path / "a.jsonl.gz"
+    file.write_bytes(gzip.compress(GOOD.encode() * 5000))
+    assert len(first_rows(DocumentSource(str(file)), 3)) == 3
+    rows = read_texts(DocumentSource(str(file)), seed=0)
+    next(rows)
+    rows.close()
+    time.sleep(0.1)
+    assert not [child for child in psutil.Process().children() if "reader_process" in str(child.cmdline())]
