@@ -39,7 +39,7 @@ class LayerSpectrum(FilePart):
     cost: tuple[float, ...]
 
 
-class FoldedLayer(FilePart):
+class RecordedLayer(FilePart):
     """A layer of a fold: its planned loss, and its loss measured alone, nats per token."""
 
     planned: dict[str, float] | None = None
@@ -47,7 +47,7 @@ class FoldedLayer(FilePart):
     spectrum: LayerSpectrum | None = None
 
 
-class CurvePoint(FilePart):
+class TrainingPoint(FilePart):
     """An evaluation during training."""
 
     tokens: int
@@ -59,7 +59,7 @@ class TrainingCurve(FilePart):
 
     text: str
     teacher_perplexity: Positive
-    points: tuple[CurvePoint, ...] = Field(min_length=1)
+    points: tuple[TrainingPoint, ...] = Field(min_length=1)
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Found:
     label: str
     report: EvalReport
     record: dict[str, Any] | None
-    layers: tuple[FoldedLayer, ...]
+    layers: tuple[RecordedLayer, ...]
     losses: tuple[tuple[int, float], ...]
     curve: TrainingCurve | None
 
@@ -139,7 +139,7 @@ def read_found(directory: Path, label: str) -> Found:
         label=label,
         report=report,
         record=record,
-        layers=parsed(tuple[FoldedLayer, ...], layers, directory / RECORD, _REMEDY, ("layers",)),
+        layers=parsed(tuple[RecordedLayer, ...], layers, directory / RECORD, _REMEDY, ("layers",)),
         losses=_read_losses(directory / "metrics.jsonl"),
         curve=_read_curve(directory / "curve.json"),
     )

@@ -248,8 +248,8 @@ def _check_events(text: str, depth: int, name: str) -> None:
         elif isinstance(event, yaml.AliasEvent):
             if event.anchor is None or event.anchor not in anchored:
                 raise InvalidInput(
-                    f"{name} has the alias *{printable(str(event.anchor))} to nothing that is complete before "
-                    "it; write the value out"
+                    f"{name} has the alias *{printable(str(event.anchor))} to nothing complete before "
+                    "it; write it out"
                 )
             anchor, size = None, anchored[event.anchor]
         else:
