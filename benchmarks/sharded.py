@@ -30,7 +30,8 @@ from kvfold.checkpoints.directory import copy_side_files
 from kvfold.convert.decide.plan import make_plan
 from kvfold.convert.write.rewrite import rewrite
 from kvfold.core.console import show_table
-from kvfold.distill.parallel.sharing import make_accelerator, share, share_teacher
+from kvfold.distill.parallel.accelerator import make_accelerator
+from kvfold.distill.parallel.sharding import distribute, shard_teacher
 from kvfold.distill.recipe.recipe import Recipe
 from kvfold.distill.run.footprint import footprint, skeleton
 from kvfold.distill.run.job import distill
@@ -105,10 +106,10 @@ def load(recipe: Recipe, what: str) -> None:
         opened, units = student.open_student(Path(recipe.student), None, stage, recipe, accelerator)
     if what in ("teacher", "both"):
         online = teacher.open_teacher(Path(str(recipe.teacher)), stage, recipe, accelerator, opened)
-        share_teacher(online)
+        shard_teacher(online)
         kept.append(online)
     if what in ("student", "both"):
-        kept.append(share(accelerator, Around(opened.model), opened.model, units))
+        kept.append(distribute(accelerator, Around(opened.model), opened.model, units))
     accelerator.wait_for_everyone()
     accelerator.end_training()
 

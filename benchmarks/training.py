@@ -40,13 +40,14 @@ from kvfold.convert.families.source import open_source
 from kvfold.convert.write.rewrite import rewrite
 from kvfold.core.console import show_table
 from kvfold.core.hub import resolve
-from kvfold.distill.data.order import Stream, Windows
+from kvfold.distill.data.order import Stream, TrainingWindows
 from kvfold.distill.data.token_documents import SCORED
-from kvfold.distill.parallel.sharing import make_accelerator
+from kvfold.distill.parallel.accelerator import make_accelerator
 from kvfold.distill.recipe.recipe import Recipe
 from kvfold.distill.stages.cached_teacher import cache_for, cached_teacher
+from kvfold.distill.stages.end_to_end import EndToEnd
 from kvfold.distill.stages.isolation import isolate_documents
-from kvfold.distill.stages.loop import EndToEnd, Run
+from kvfold.distill.stages.stage_work import StageContext
 from kvfold.distill.stages.student import load_student
 from kvfold.distill.stages.teacher import Online, Teacher, open_teacher
 from kvfold.distill.stages.weights import set_trainable
@@ -88,13 +89,15 @@ def make_recipe(teacher: Path, student: Path, train: str, how: str, tokens: int,
     )
 
 
-def random_windows(recipe: Recipe, vocabulary: int) -> Windows:
+def random_windows(recipe: Recipe, vocabulary: int) -> TrainingWindows:
     """Random tokens for all steps, all of them scored, in one document."""
     count = recipe.windows * recipe.data.seq_len + 1
     tokens = torch.randint(
         vocabulary, (count,), generator=torch.Generator().manual_seed(0), dtype=torch.int32
     ).numpy()
-    return Windows([Stream(tokens, torch.full((count,), SCORED, dtype=torch.uint8).numpy())], recipe.data)
+    return TrainingWindows(
+        [Stream(tokens, torch.full((count,), SCORED, dtype=torch.uint8).numpy())], recipe.data
+    )
 
 
 def distilling(recipe: Recipe, teacher: Path) -> Callable[[int], float]:
@@ -116,7 +119,8 @@ def distilling(recipe: Recipe, teacher: Path) -> Callable[[int], float]:
         source: Teacher = cached_teacher(cache, needed, recipe, teacher, accelerator, online)
     else:
         source = online()
-    work = EndToEnd(Run(recipe, accelerator, student.model, source, windows, Path("none")), stage, None)
+    context = StageContext(recipe, accelerator, student.model, source, windows, Path("none"))
+    work = EndToEnd(context, stage, None)
 
     def step(number: int) -> float:
         work.accumulate(number * recipe.step_windows(stage))

@@ -1,4 +1,5 @@
-"""Train a converted checkpoint against its source: recipes, data, losses, the loop and its exact resume.
+"""Training of a converted checkpoint against its source.
 
-`kvfold.distill.run.job.distill(recipe)` is the library entry; `kvfold distill RECIPE` the command.
+`kvfold.distill.run.job.distill(recipe)` is the function, `kvfold distill RECIPE` the command. A folder
+imports only those before it: recipe, data, losses, parallel, stages, watch, run.
 """

@@ -1,6 +1,4 @@
-"""`python -m kvfold.distill` is `kvfold distill`, so that `accelerate launch -m kvfold.distill RECIPE`
-works.
-"""
+"""The command `kvfold distill` as a module, for `accelerate launch -m kvfold.distill RECIPE`."""
 
 from ..core.console import run_as_process
 from .cli import main

@@ -1,4 +1,4 @@
-"""`kvfold distill`."""
+"""The command `kvfold distill`."""
 
 import sys
 from pathlib import Path
@@ -8,10 +8,11 @@ import click
 
 from ..core.console import Command, notice, show_json, show_table
 from ..core.errors import InvalidInput
-from .watch.display import duration, is_main_process, let_first_speak
+from .display import duration, is_main_process, wait_for_rank_0
 
 if TYPE_CHECKING:
     from .recipe.recipe import Profile, Recipe
+    from .run.training_result import TrainingResult
 
 
 OVERRIDES = click.option(
@@ -19,7 +20,7 @@ OVERRIDES = click.option(
     "overrides",
     multiple=True,
     metavar="KEY=VALUE",
-    help="Override a key, e.g. --set stages.0.lr=1e-4.",
+    help="Override a key, such as --set stages.0.lr=1e-4.",
 )
 JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 
@@ -29,10 +30,10 @@ JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON obje
 @OVERRIDES
 @JSON
 def validate(recipes: tuple[Path, ...], overrides: tuple[str, ...], as_json: bool) -> None:
-    """Check recipes, and the models and texts on this machine which they name; exit code 2 if one is wrong.
+    """Check recipes, and the models and texts that they name on this machine.
 
-    Of texts the first documents are read: whether they can be, whether the named field is there, about how
-    many tokens there are, and whether the held-out text is among them.
+    The first documents of each text are read: that they can be read and have the named field, how many tokens
+    there are, and whether the held-out text is among them. The exit code is 2 if a recipe is wrong.
     """
     from .run.explain import validate as check
 
@@ -46,25 +47,24 @@ def validate(recipes: tuple[Path, ...], overrides: tuple[str, ...], as_json: boo
             mistakes[str(recipe)] = str(mistake)
     if as_json:
         show_json({"recipes": mistakes, "notes": notes})
-    for name, found in () if as_json else mistakes.items():
-        for sentence in notes.get(name, ()):
-            notice(sentence)
-        click.echo(f"{name}: valid" if found is None else f"Error: {found}", err=found is not None)
+    else:
+        for name, found in mistakes.items():
+            for sentence in notes.get(name, ()):
+                notice(sentence)
+            click.echo(f"{name}: valid" if found is None else f"Error: {found}", err=found is not None)
     sys.exit(2 if any(mistakes.values()) else 0)
 
 
 @click.command("explain", cls=Command)
 @click.argument("recipe", type=click.Path(path_type=Path))
 @OVERRIDES
-@click.option("--processes", type=click.IntRange(min=1), help="How many share the run; by default one a GPU.")
+@click.option("--processes", type=click.IntRange(min=1), help="Number of processes; by default one per GPU.")
 @JSON
 def explain(recipe: Path, overrides: tuple[str, ...], processes: int | None, as_json: bool) -> None:
-    """Say what every key of RECIPE is and where its value comes from, and what each stage trains, does and
-    takes.
+    """Show the meaning and origin of every key of RECIPE, and what each stage trains and takes.
 
-    Memory is an estimate for one process, of which --set profile=fsdp2 --processes 8 would share the models;
-    the time is what the arithmetic alone would take at the rate of this machine's matrix products, so that no
-    run is quicker.
+    Memory is an estimate for one process; --set profile=fsdp2 --processes 8 divides the models among eight.
+    Time is a lower bound: the arithmetic at the rate of this machine's matrix products.
     """
     from .run.explain import explain as explained
 
@@ -72,52 +72,57 @@ def explain(recipe: Path, overrides: tuple[str, ...], processes: int | None, as_
     if as_json:
         show_json(result)
         return
-    from rich.markup import escape  # what stands in brackets is no style
+    from rich.markup import escape  # brackets are text here, not styles
 
     rows = [
         tuple(map(escape, (key["key"], _written(key["value"]), key["from"], key["meaning"])))
         for key in result["keys"]
     ]
     show_table("Every key", ("key", "", "from", ""), rows)
-    show_table("What it will do", STAGE_COLUMNS, [_stage_row(stage) for stage in result["stages"]])
+    show_table("Stages", STAGE_COLUMNS, [_stage_row(stage) for stage in result["stages"]])
     for stage in result["stages"]:
         if stage["footprint"]:
-            memory = {
-                name: f"{size / 2**30:.2f}" for name, size in stage["footprint"]["memory_bytes"].items()
-            }
-            which = (
-                "one process"
-                if (count := stage["footprint"]["processes"]) == 1
-                else f"each of {count} processes"
-            )
-            show_table(f"{stage['name']}: memory of {which}, GiB", tuple(memory), [tuple(memory.values())])
+            _show_memory(stage["name"], stage["footprint"])
     if result["note"]:
-        click.echo(f"Memory and time are not told: {result['note']}.")
+        click.echo(f"Memory and time are not shown: {result['note']}.")
 
 
-STAGE_COLUMNS = ("stage", "mode", "losses", "trains", "steps", "tokens a step", "tokens", "takes at least")
+def _show_memory(name: str, footprint: dict[str, Any]) -> None:
+    memory = {purpose: f"{size / 2**30:.2f}" for purpose, size in footprint["memory_bytes"].items()}
+    count = footprint["processes"]
+    which = "one process" if count == 1 else f"each of {count} processes"
+    show_table(f"{name}: memory of {which}, GiB", tuple(memory), [tuple(memory.values())])
+
+
+STAGE_COLUMNS = ("stage", "mode", "losses", "trains", "steps", "tokens per step", "tokens", "takes at least")
 
 
 def _written(value: object) -> str:
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _stage_row(stage: dict[str, Any]) -> tuple[str, ...]:
     found = stage["footprint"]
     losses = " + ".join(f"{weight:g} {name}" for name, weight in stage["losses"].items())
-    share = f": {found['trained']:,} of {found['weights']:,}" if found else ""
-    time = duration(found["seconds_at_least"]) if found and found["seconds_at_least"] is not None else "?"
+    trained = stage["train"]
+    time = "?"
+    if found:
+        trained += f": {found['trained']:,} of {found['weights']:,}"
+        if found["seconds_at_least"] is not None:
+            time = duration(found["seconds_at_least"])
     numbers = (f"{stage[key]:,}" for key in ("steps", "step_tokens", "tokens"))
-    return stage["name"], stage["mode"], losses, f"{stage['train']}{share}", *numbers, time
+    return stage["name"], stage["mode"], losses, trained, *numbers, time
 
 
 OTHERS = {"validate": validate, "explain": explain}
 
 
 class _Distill(Command):
-    """With `validate` or `explain` as its first word it is that command.
+    """The command `distill`, which becomes another one if its first word is `validate` or `explain`.
 
-    A recipe of such a name is `./validate`.
+    A recipe of such a name is given as `./validate`.
     """
 
     def make_context(
@@ -133,7 +138,7 @@ class _Distill(Command):
         try:
             return super().invoke(ctx)
         except click.ClickException:
-            let_first_speak()
+            wait_for_rank_0()
             raise
 
 
@@ -143,9 +148,8 @@ class _Distill(Command):
 @click.option(
     "--profile",
     type=click.Choice(["cpu", "single", "ddp", "fsdp2", "zero2", "zero3", "multinode"]),
-    help="How processes share the run: whole copies (ddp), or shards (fsdp2, zero2, zero3: by FSDP 2, not "
-    "DeepSpeed). What "
-    "follows -- goes to accelerate.",
+    help="How processes divide the run: whole copies of the models (ddp), or shards (fsdp2, zero2, zero3; by "
+    "FSDP 2, not DeepSpeed). Arguments after -- are passed to accelerate.",
 )
 @click.argument("launcher", nargs=-1, type=click.UNPROCESSED, metavar="[-- ACCELERATE...]")
 @click.option(
@@ -162,11 +166,11 @@ def main(
 ) -> None:
     """Train a converted checkpoint against its source, as RECIPE (YAML) says.
 
-    `distill validate RECIPE...` checks recipes, and `distill explain RECIPE` says what each key is and what
-    the run takes.
+    `distill validate RECIPE...` checks recipes. `distill explain RECIPE` shows the meaning of each key and
+    what the run takes.
 
-    The same command goes on where a run was stopped. For several GPUs: --profile ddp where the models fit on
-    one, --profile fsdp2 where they do not, or accelerate launch -m kvfold.distill RECIPE.
+    The same command resumes a run that was stopped. For several GPUs, use --profile ddp if the models fit on
+    one GPU and --profile fsdp2 if they do not, or accelerate launch -m kvfold.distill RECIPE.
     """
     from .parallel.launch import check_launched, is_launched, relaunch
     from .recipe.recipe_file import read_recipe
@@ -175,7 +179,7 @@ def main(
     profile = profile or read.profile
     if launcher and (not profile or not launcher[0].startswith("-")):
         raise InvalidInput(
-            f"{launcher[0]} is for nobody: arguments for accelerate need --profile, and -- before them"
+            f"unexpected argument {launcher[0]}; put accelerate arguments after `--`, together with --profile"
         )
     if dry_run:
         _show_plan(read, as_json)
@@ -191,49 +195,53 @@ def main(
 
 
 def _run(recipe: "Recipe", as_json: bool) -> None:
+    from ..core.signals import Interrupted
     from .run.job import distill
-    from .stages.loop import Interrupted
 
     try:
         result = distill(recipe)
     except Interrupted as stop:
         if is_main_process():
-            click.echo(f"Interrupted: {stop}; run the same command again to go on from there.", err=True)
+            click.echo(f"Interrupted: {stop}; run the same command again to resume.", err=True)
         sys.exit(128 + stop.signum)
     if not is_main_process():
         return
     if as_json:
-        show_json(result)
+        show_json(result.to_dict())
         return
-    ends = [
-        (stage["name"], name, stage["first"][name], stage["last"][name])
-        for stage in result["stages"]
+    _show_losses(result)
+    if result.evaluation:
+        _show_evaluation(result.evaluation)
+    click.echo(f"Wrote {result.output}. Next: kvfold eval {result.output} --text FILE")
+
+
+def _show_losses(result: "TrainingResult") -> None:
+    rows = [
+        (stage["name"], name, f"{stage['first'][name]:.4f}", f"{stage['last'][name]:.4f}")
+        for stage in result.stages
         for name in stage["last"]
     ]
-    rows = [(stage, name, f"{first:.4f}", f"{last:.4f}") for stage, name, first, last in ends]
-    show_table(
-        f"{result['steps']} steps, {result['tokens']:,} tokens",
-        ("stage", "loss", "first step", "last tenth"),
-        rows,
+    title = f"{result.steps} steps, {result.tokens:,} tokens"
+    show_table(title, ("stage", "loss", "first step", "last tenth"), rows)
+
+
+def _show_evaluation(found: dict[str, Any]) -> None:
+    share = "" if found["recovered_share"] is None else f", {found['recovered_share']:.1%} recovered"
+    click.echo(
+        f"Held-out text ({found['text']}): perplexity {found['teacher_perplexity']:.4g} (teacher), "
+        f"{found['start_perplexity']:.4g} (before), {found['perplexity']:.4g} (after step "
+        f"{found['step']}){share}."
     )
-    if found := result.get("evaluation"):
-        share = "" if found["recovered_share"] is None else f", {found['recovered_share']:.1%} recovered"
-        click.echo(
-            f"Held-out text ({found['text']}): perplexity {found['teacher_perplexity']:.4g} (teacher), "
-            f"{found['start_perplexity']:.4g} (before), {found['perplexity']:.4g} (after step "
-            f"{found['step']}){share}."
+    if found["kept"] == "start":
+        notice(
+            "no trained weights are better than the start on held-out text, so the output has the start's "
+            "weights; use a lower lr or more tokens"
         )
-        if found["kept"] == "start":
-            notice(
-                "no trained weights beat the start on held-out text, so it has the start's; use a lower "
-                "lr or more tokens"
-            )
-        elif found["perplexity"] > found["start_perplexity"]:
-            notice(
-                "training made it worse on held-out text; use a lower lr or more tokens, or "
-                "evaluate.keep: best"
-            )
-    click.echo(f"Wrote {result['output']}. Next: kvfold eval {result['output']} --text FILE")
+    elif found["perplexity"] > found["start_perplexity"]:
+        notice(
+            "training made the student worse on held-out text; use a lower lr, more tokens, or "
+            "evaluate.keep: best"
+        )
 
 
 def _show_plan(recipe: "Recipe", as_json: bool) -> None:
@@ -252,4 +260,4 @@ def _show_plan(recipe: "Recipe", as_json: bool) -> None:
 
     click.echo(yaml.safe_dump(recipe.resolved(), sort_keys=False), nl=False)
     rows = [(str(stage["name"]), f"{stage['steps']:,}", f"{stage['tokens']:,}") for stage in stages]
-    show_table("What it will do", ("stage", "steps", "tokens"), rows)
+    show_table("Stages", ("stage", "steps", "tokens"), rows)

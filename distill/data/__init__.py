@@ -1,1 +1,1 @@
-"""Windows of tokens for a run: their order, the tokens on disk, chats and documents."""
+"""The data of a run: documents as tokens, on disk, in windows, in their order."""

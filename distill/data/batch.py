@@ -1,4 +1,4 @@
-"""What a model is given at once.
+"""The input of a model: a batch of windows.
 
 Shapes: B windows, S tokens of a window.
 """
@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-IGNORED = -100  # a label that no loss counts; the value is transformers'
+IGNORED = -100  # label that no loss counts; the value is transformers'
 
 
 @dataclass(frozen=True)
@@ -20,10 +20,9 @@ class Batch:
     Attributes:
         input_ids_BS: the tokens.
         labels_BS: the token after each, or `IGNORED`.
-        position_ids_BS: 0 where a window or, inside of it, a document starts; without an attention mask
-        transformers takes
-            such a start as the end of what may be attended to (`isolation.isolate_documents` sees to the
-            classes that do not).
+        position_ids_BS: 0 where a window or a document in it starts. Without an attention mask, transformers
+            takes such a start as the limit of attention (`isolation.isolate_documents` handles the classes
+            that do not).
     """
 
     input_ids_BS: Tensor
@@ -36,17 +35,17 @@ class Batch:
         return {"input_ids": self.input_ids_BS, "position_ids": self.position_ids_BS}
 
     def to(self, device: torch.device | str) -> "Batch":
-        """The same on a device."""
+        """Return the same batch on a device."""
         return Batch(self.input_ids_BS.to(device), self.labels_BS.to(device), self.position_ids_BS.to(device))
 
     @property
     def count(self) -> int:
-        """Labels that are scored."""
+        """The number of scored labels."""
         return int((self.labels_BS != IGNORED).sum())
 
 
 class Batches(Protocol):
-    """Windows that are addressed by number: those of a run, or of a held-out text."""
+    """Windows addressed by number: those of a run, or of a held-out text."""
 
     def batch(self, cursors: Sequence[int]) -> Batch:
-        """The windows of these numbers."""
+        """Return the windows of these numbers."""

@@ -1,10 +1,10 @@
-"""Conversations as token ids by the tokenizer's chat template; only what the assistant says is predicted.
+"""Conversations as token ids by the tokenizer's chat template. Only the assistant's words are predicted.
 
-A template that marks the assistant's words (`{% generation %}`) is taken at its word. Of any other the
-conversation is rendered up to the assistant's turn, with the prompt for it, and up to that turn's end: what
-the longer text has more is the turn, with the mark that ends it. Where the assistant speaks first there is
-nothing to prompt after: its turn begins where the text changes when it says something else. Nothing is added
-to what the template renders.
+A template that marks the assistant's words (`{% generation %}`) is trusted. With any other template, the
+conversation is rendered up to the assistant's turn, with the prompt for it, and up to the end of that turn;
+the difference is the turn, including the mark that ends it. Where the assistant speaks first there is no
+prompt: its turn begins where the text changes when the assistant says something else. Nothing is added to
+what the template renders.
 """
 
 import json
@@ -20,11 +20,11 @@ from jinja2 import TemplateError
 from ...core.console import notice
 from ...core.errors import InvalidInput
 from ...texts.sources import read_field
-from ..recipe.data_section import Data, Source
+from ..recipe.data_section import Data, TextSource
 from .token_documents import SCORED, START, Piece, Pieces
 
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_POOL = 64  # conversations among which the next one to fill a window is sought
+_POOL = 64  # conversations from which the next one to fill a window is chosen
 _REFUSALS = 64  # conversations that a template may refuse before it has taken one
 
 
@@ -32,26 +32,26 @@ class Refused(InvalidInput):
     """The template does not render this conversation; it may render others."""
 
 
-def chat_pieces(source: Source, data: Data, tokenizer: Any, vocabulary: int) -> Pieces:
-    """Conversations of a source, in windows with `packing: documents`.
+def chat_pieces(source: TextSource, data: Data, tokenizer: Any, vocabulary: int) -> Pieces:
+    """Yield the conversations of a source, in windows with `packing: documents`.
 
-    One that is longer than a window is cut. One in which the assistant says nothing (any more) is left out,
-    and one that the template refuses; when the generator is closed, a notice tells how many.
+    A conversation that is longer than a window is cut. Conversations without a word of the assistant's, and
+    those that the template refuses, are left out; when the generator is closed, a notice reports how many.
 
     Args:
         source: has a `messages_field`.
-        data: how they are cut.
+        data: how conversations are cut.
         tokenizer: the student's.
-        vocabulary: how many token ids the student has an embedding for.
+        vocabulary: number of token ids that the student has an embedding for.
 
     Raises:
         InvalidInput: there is no chat template, the field holds no conversations, or the template renders
-        none of it.
+            none of them.
     """
     check_template(tokenizer)
     read = _Read()
     pieces = _conversations(source, data, tokenizer, read)
-    # Nothing attends to padding or is learnt of it, so that any token does that the student has.
+    # Nothing attends to padding or is trained on it, so any token of the student will do.
     known = (
         token
         for token in (tokenizer.pad_token_id, tokenizer.eos_token_id)
@@ -64,7 +64,7 @@ def chat_pieces(source: Source, data: Data, tokenizer: Any, vocabulary: int) -> 
     finally:
         for number, what in (
             (read.cut, f"cut to data.seq_len {data.seq_len}"),
-            (read.silent, "left out: no word of an assistant's"),
+            (read.silent, "left out, without a word of the assistant's"),
             (read.refused if read.spoken else 0, f"left out: {read.refusal}"),
         ):
             if number:
@@ -76,21 +76,21 @@ def chat_pieces(source: Source, data: Data, tokenizer: Any, vocabulary: int) -> 
         raise read.refusal
     if not read.spoken:
         raise InvalidInput(
-            f"data.source {source.source}: none of its {read.silent} conversations has a word of an "
-            f"assistant's"
+            f"data.source {source.source}: none of its {read.silent} conversations has a word of the "
+            "assistant's; name a text with turns of the role assistant"
         )
 
 
 @dataclass
 class _Read:
-    """What became of the conversations of a source.
+    """Counts of the conversations of a source.
 
     Attributes:
-        spoken: how many are learnt from.
-        cut: how many were longer than a window.
-        silent: how many are left out, since no word of an assistant's is in them.
-        refused: how many are left out, since the template does not render them.
-        refusal: of the first of these.
+        spoken: trained on.
+        cut: longer than a window.
+        silent: left out, since they have no word of the assistant's.
+        refused: left out, since the template does not render them.
+        refusal: the template's first refusal.
     """
 
     spoken: int = 0
@@ -100,19 +100,21 @@ class _Read:
     refusal: Refused | None = None
 
 
-def _conversations(source: Source, data: Data, tokenizer: Any, read: _Read) -> Iterator[Piece]:
-    """Those that are learnt from; of the others `read` keeps count."""
+def _conversations(source: TextSource, data: Data, tokenizer: Any, read: _Read) -> Iterator[Piece]:
+    """Yield the conversations that are trained on, and count the others in `read`."""
     for batch in read_field(source.documents, data.seed):
         for value in batch:
             try:
                 piece = conversation(messages_of(value, source), tokenizer, source.source)
             except Refused as refusal:
-                read.refused, read.refusal = read.refused + 1, read.refusal or refusal
+                read.refused += 1
+                read.refusal = read.refusal or refusal
                 if read.refused == _REFUSALS and not read.spoken:
                     raise
                 continue
             if data.packing == "documents" and len(piece.ids) > data.seq_len:
-                piece, read.cut = Piece(piece.ids[: data.seq_len], piece.marks[: data.seq_len]), read.cut + 1
+                piece = Piece(piece.ids[: data.seq_len], piece.marks[: data.seq_len])
+                read.cut += 1
             if (piece.marks & SCORED).any():
                 read.spoken += 1
                 yield piece
@@ -121,9 +123,9 @@ def _conversations(source: Source, data: Data, tokenizer: Any, read: _Read) -> I
 
 
 def fill_windows(pieces: Iterator[Piece], length: int, padding: int) -> Pieces:
-    """Pieces, none longer than a window, in an order in which none is split; the rest of a window is padding.
+    """Yield pieces, none longer than a window, in an order that splits none; the rest of a window is padding.
 
-    A window begins with the piece that has waited longest; then come the longest that fit.
+    A window begins with the piece that has waited longest. The longest pieces that fit follow.
     """
     pool: list[Piece] = []
     room = length
@@ -152,8 +154,8 @@ def _padding(length: int, token: int) -> Piece:
     return Piece(np.full(length, token, dtype=np.int32), marks)
 
 
-def messages_of(value: Any, source: Source) -> list[dict[str, Any]]:
-    """A conversation as data sets keep them: a list of messages, or one mapping of lists.
+def messages_of(value: Any, source: TextSource) -> list[dict[str, Any]]:
+    """Return a conversation from either form of data sets: a list of messages, or one mapping of lists.
 
     Raises:
         InvalidInput: it is neither.
@@ -171,16 +173,16 @@ def messages_of(value: Any, source: Source) -> list[dict[str, Any]]:
 
 
 def conversation(messages: list[dict[str, Any]], tokenizer: Any, name: str) -> Piece:
-    """One conversation as a piece.
+    """Return one conversation as a piece.
 
     Args:
-        messages: of `{role, content, ...}`; of none there is an empty piece.
+        messages: `{role, content, ...}` each; without any, the piece is empty.
         tokenizer: a fast one with a chat template.
-        name: of the source, for mistakes.
+        name: of the source, for errors.
 
     Raises:
-        Refused: the template cannot render it; says which it is.
-        InvalidInput: the template renders a turn differently once others follow; says which.
+        Refused: the template cannot render the conversation; names it.
+        InvalidInput: the template renders a turn differently once others follow; names the turn.
     """
     if not messages:
         return Piece(np.empty(0, np.int32), np.empty(0, np.uint8))
@@ -206,7 +208,7 @@ def conversation(messages: list[dict[str, Any]], tokenizer: Any, name: str) -> P
 
 
 def _turns(messages: list[dict[str, Any]], tokenizer: Any, name: str) -> tuple[str, list[tuple[int, int]]]:
-    """The rendered conversation and where in it, in characters, the assistant's turns begin and end."""
+    """Return the rendered conversation, and begin and end of each of the assistant's turns in characters."""
 
     def render(some: list[dict[str, Any]], prompt: bool) -> str:
         text: str = tokenizer.apply_chat_template(some, tokenize=False, add_generation_prompt=prompt)
@@ -216,9 +218,9 @@ def _turns(messages: list[dict[str, Any]], tokenizer: Any, name: str) -> tuple[s
         if count:
             return render(messages[:count], True)
         one, other = (render([{**messages[0], "content": word}, *messages[1:]], False) for word in ("a", "b"))
-        return one[
-            : next((at for at, pair in enumerate(zip(one, other, strict=False)) if len(set(pair)) > 1), None)
-        ]
+        pairs = enumerate(zip(one, other, strict=False))
+        changed = next((at for at, (mine, its) in pairs if mine != its), None)
+        return one[:changed]
 
     whole, turns = render(messages, False), []
     for index, message in enumerate(messages):
@@ -227,19 +229,17 @@ def _turns(messages: list[dict[str, Any]], tokenizer: Any, name: str) -> tuple[s
             if not (whole.startswith(before) and whole.startswith(after)):
                 raise InvalidInput(
                     f"the chat template renders message {index + 1} of {_named(messages, name)} "
-                    f"differently when others follow "
-                    "or when it prompts for it, so the assistant's words cannot be told; use a template "
-                    "that marks them with "
-                    "{% generation %}"
+                    "differently when others follow or when it prompts for it, so the assistant's words "
+                    "cannot be found; use a template that marks them with {% generation %}"
                 )
             turns.append((len(before), len(after)))
     return whole, turns
 
 
 def _named(messages: list[dict[str, Any]], name: str) -> str:
-    """A conversation by what its first speaker says, to be searched for.
+    """Return a description of a conversation by the words of its first speaker, which can be searched for.
 
-    Rows are read in a shuffled order.
+    Row numbers would not help, since rows are read in a shuffled order.
     """
     first = next((message for message in messages if message["role"] != "system"), messages[0])
     said = shorten(json.dumps(first, ensure_ascii=False, default=str), 120, placeholder=" ...")
@@ -247,22 +247,20 @@ def _named(messages: list[dict[str, Any]], name: str) -> str:
 
 
 def check_template(tokenizer: Any) -> None:
-    """Refuse a tokenizer that cannot write conversations, or not tell where in them a token is from.
+    """Refuse a tokenizer that cannot write conversations, or cannot report the characters of a token.
 
     Raises:
-        InvalidInput: says so.
+        InvalidInput: names the tokenizer.
     """
     try:
         tokenizer.get_chat_template()
     except ValueError:
         raise InvalidInput(
             f"data.messages_field: the tokenizer of {tokenizer.name_or_path} has no chat template, which "
-            f"says how a "
-            "conversation is written; put its chat_template.jinja there, or name a text_field"
+            "defines how a conversation is written; put its chat_template.jinja there, or name a text_field"
         ) from None
     if not tokenizer.is_fast:
         raise InvalidInput(
-            f"data.messages_field: the tokenizer of {tokenizer.name_or_path} does not tell which "
-            f"characters a token stands "
-            "for; it needs a tokenizer.json"
+            f"data.messages_field: the tokenizer of {tokenizer.name_or_path} does not report the characters "
+            "of a token; it needs a tokenizer.json"
         )

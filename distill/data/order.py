@@ -1,8 +1,9 @@
-"""Windows of tokens in an order that depends on (seed, index) alone.
+"""Windows of tokens, in an order that depends only on (seed, index).
 
-Every source is a stream of tokens, cut into windows that overlap by one, so that every token but the first is
-predicted exactly once. The sources of a mixture take turns by weight, a window at a time. Shapes: B windows,
-S tokens of a window.
+Every source is a stream of tokens. It is cut into windows that overlap by one token, so that every token but
+the first is predicted exactly once. The sources of a mixture take turns by weight, one window at a time.
+
+Shapes: B windows, S tokens of a window.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,18 +24,18 @@ class Stream(NamedTuple):
 
     Attributes:
         tokens: ids, int32.
-        marks: what each is (`documents.START`, `documents.SCORED`), uint8, as many.
+        marks: `token_documents.START` and `SCORED` of each token, uint8.
     """
 
     tokens: NDArray[np.int32]
     marks: NDArray[np.uint8]
 
 
-class Windows:
+class TrainingWindows:
     """The windows of a run, addressed by a cursor that counts them from 0.
 
-    Each pass over a source (an epoch) has its own permutation, a pure function of the seed, the source and
-    the epoch's number.
+    Each pass over a source (an epoch) has its own permutation: a pure function of the seed, the source and
+    the number of the epoch.
 
     Args:
         streams: the sources' tokens, more than one window each.
@@ -50,11 +51,11 @@ class Windows:
         self._schedule = lru_cache(maxsize=1)(schedule)
 
     def __len__(self) -> int:
-        """Windows that there are, over all sources."""
+        """Return the number of windows over all sources."""
         return sum(self._held)
 
     def batch(self, cursors: Sequence[int]) -> Batch:
-        """The windows at these cursors."""
+        """Return the windows at these cursors."""
         size = self._data.seq_len + 1
         rows = [
             (stream.tokens[at : at + size], stream.marks[at : at + size])
@@ -68,7 +69,7 @@ class Windows:
         return Batch(*(torch.from_numpy(array.astype(np.int64)) for array in arrays))
 
     def scored(self, cursors: Sequence[int]) -> int:
-        """Labels at these cursors that are scored: the `count` of their batch, which is not built."""
+        """Return the number of scored labels at these cursors, without building their batch."""
         length = self._data.seq_len
         found = self._find(cursors)
         return sum(
@@ -76,10 +77,10 @@ class Windows:
         )
 
     def repeated(self, windows: int) -> list[str]:
-        """A sentence for every source that a run of so many windows reads more than once."""
-        reads = shares(self._weights, windows)
+        """Return a sentence for each source that a run of so many windows reads more than once."""
+        reads = windows_per_source(self._weights, windows)
         return [
-            f"{source.source} holds {held} windows and the run reads {read}: some are seen again"
+            f"{source.source} holds {held} windows and the run reads {read}, so some are read again"
             for source, held, read in zip(self._data.sources, self._held, reads, strict=True)
             if read > held
         ]
@@ -90,14 +91,15 @@ class Windows:
         return [stream.tokens for stream in self._streams]
 
     def _find(self, cursors: Sequence[int]) -> Iterator[tuple[Stream, int]]:
-        """The stream of each cursor's window, and the window's first token in it."""
+        """Yield the stream of each cursor's window, and the place of its first token there."""
         for cursor in cursors:
-            source, index = 0, cursor
+            source = 0
+            index = cursor
             if len(self._streams) > 1:
-                # Computed for powers of two, so that it is computed seldom; what is known of a cursor never
-                # changes.
+                # Computed for powers of two, so that it is computed seldom. Entries of a cursor never change.
                 source_W, index_W = self._schedule(self._weights, 1 << max(10, cursor.bit_length()))
-                source, index = int(source_W[cursor]), int(index_W[cursor])
+                source = int(source_W[cursor])
+                index = int(index_W[cursor])
             epoch, place = divmod(index, self._held[source])
             yield self._streams[source], int(self._permutation(source, epoch)[place]) * self._data.seq_len
 
@@ -107,11 +109,11 @@ class Windows:
 
 
 def schedule(weights: Sequence[float], count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Which source each of the first `count` windows is from, and how many of that source came before it.
+    """Return the source of each of the first `count` windows, and how many windows of it came before.
 
-    Window j of a source of share w is due at (j + 1/2) / w, and windows come in the order in which they are
-    due: a source is never ahead of its share, or behind it, by more than a window or two, and a longer
-    schedule begins with the shorter.
+    Window j of a source with proportion w is due at (j + 1/2) / w, and windows come in the order in which
+    they are due. So a source is never ahead of its proportion, or behind it, by more than a window or two,
+    and a longer schedule begins with the shorter one.
     """
     share_K = np.asarray(weights) / np.sum(weights)
     numbers = [np.arange(int((count + len(weights)) * share) + 2) for share in share_K]
@@ -121,7 +123,7 @@ def schedule(weights: Sequence[float], count: int) -> tuple[NDArray[np.int64], N
     return source[order], np.concatenate(numbers)[order]
 
 
-def shares(weights: Sequence[float], windows: int) -> list[int]:
-    """How many of a run's windows are from each source."""
+def windows_per_source(weights: Sequence[float], windows: int) -> list[int]:
+    """Return the number of a run's windows that are from each source."""
     counts: list[int] = np.bincount(schedule(weights, windows)[0], minlength=len(weights)).tolist()
     return counts

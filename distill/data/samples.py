@@ -1,6 +1,7 @@
-"""What a look at the first documents of a run's texts tells before it is started: whether they can be read,
-and about how much there is. However large a source is, a few of its files are opened and little is read of
-them.
+"""A look at the first documents of a run's texts before it starts.
+
+It shows that they can be read, and about how much there is. However large a source is, only a few of its
+files are opened, and little of them is read.
 """
 
 import json
@@ -17,24 +18,24 @@ from ...core.errors import InvalidInput
 from ...models.causal_lm import Described
 from ...texts.sources import check_text, first_rows, local_files
 from ...texts.text_files import is_plain_text
-from ..recipe.data_section import SELF, Data, Source
+from ..recipe.data_section import SELF, Data, TextSource
 from ..recipe.recipe import Recipe
 from .chat import Refused, check_template, conversation, messages_of
-from .order import shares
+from .order import windows_per_source
 from .token_documents import check_ids, ends
 
-_FILES = 4  # of a source that are opened, the first and the last among them
-_DOCUMENTS = 64  # of a file
-_BYTES = 2**20  # of a file of plain text
+_FILES = 4  # files of a source that are opened, the first and the last among them
+_DOCUMENTS = 64  # per file
+_BYTES = 2**20  # per file of plain text
 
 
 @dataclass(frozen=True)
-class Sample:
+class SourceSample:
     """The beginning of a source.
 
     Attributes:
         values: texts, or conversations.
-        share: of the source that they are, by size; None where that cannot be told.
+        share: proportion of the source that they are, by size; None if it is unknown.
     """
 
     values: list[Any]
@@ -42,24 +43,25 @@ class Sample:
 
 
 def check_texts(recipe: Recipe, student: Described | None) -> tuple[list[str], list[NDArray[np.int32]]]:
-    """Look at every source of a recipe that is on this machine.
+    """Check every source of a recipe that is on this machine.
 
     Args:
         recipe: the run.
-        student: gives the tokenizer; None where it is not here, so that nothing can be counted.
+        student: gives the tokenizer; None if it is not on this machine, so that nothing can be counted.
 
     Returns:
-        A sentence for every source that seems to hold less than the run reads of it, and the tokens of what
-        was looked at.
+        A sentence for every source that seems to hold less than the run reads of it, and the tokens of the
+        samples.
 
     Raises:
-        InvalidInput: a source cannot be read, has no such field, holds nothing, less than one window, or a
-        token that the
-            student has no embedding for.
+        InvalidInput: a source cannot be read, lacks the field, holds nothing, holds less than one window, or
+            has a token that the student has no embedding for.
     """
-    data, told, tokens = recipe.data, [], []
+    data = recipe.data
+    sentences: list[str] = []
+    tokens: list[NDArray[np.int32]] = []
     weights = [source.weight for source in data.sources]
-    for source, windows in zip(data.sources, shares(weights, recipe.windows), strict=True):
+    for source, windows in zip(data.sources, windows_per_source(weights, recipe.windows), strict=True):
         sample = take_sample(source)
         if sample is None or student is None:
             continue
@@ -67,39 +69,36 @@ def check_texts(recipe: Recipe, student: Described | None) -> tuple[list[str], l
             ids = np.concatenate(
                 [*_tokenise(sample.values, source, data, student.tokenizer), np.empty(0, np.int32)]
             )
-        except Refused as refusal:  # each of them; a run reads others too, where there are some
+        except Refused as refusal:  # of all of them; a run reads others too, if there are any
             if sample.share == 1:
                 raise
-            told.append(
-                f"data.source {source.source}: of the first {len(sample.values)} conversations none is "
-                f"learnt from: {refusal}"
+            sentences.append(
+                f"data.source {source.source}: none of the first {len(sample.values)} conversations can be "
+                f"trained on: {refusal}"
             )
             continue
         check_ids(ids, student.tokenizer, student.vocabulary, f"data.source {source.source}")
         tokens.append(ids)
-        wanted, held = (
-            windows * data.seq_len,
-            None if sample.share is None else round(len(ids) / sample.share),
-        )
+        wanted = windows * data.seq_len
+        held = None if sample.share is None else round(len(ids) / sample.share)
         if sample.share == 1 and len(ids) <= data.seq_len:
             raise InvalidInput(
-                f"data.source {source.source} holds {len(ids)} tokens in {len(sample.values)} documents; "
-                f"one window of "
-                f"data.seq_len {data.seq_len} takes {data.seq_len + 1}"
+                f"data.source {source.source} holds {len(ids)} tokens in {len(sample.values)} documents, but "
+                f"one window of data.seq_len {data.seq_len} takes {data.seq_len + 1}; name a longer text"
             )
         if held is not None and held < wanted:
-            told.append(
-                f"data.source {source.source} holds about {held:,} tokens and the run reads {wanted:,}: "
-                f"some are seen again"
+            sentences.append(
+                f"data.source {source.source} holds about {held:,} tokens and the run reads {wanted:,}, so "
+                "some are read again"
             )
-    return told, tokens
+    return sentences, tokens
 
 
-def take_sample(source: Source) -> Sample | None:
-    """The beginning of a source; None for what is on the Hub, or still to be written.
+def take_sample(source: TextSource) -> SourceSample | None:
+    """Return the beginning of a source; None for a source on the Hub, or one that is still to be written.
 
     Raises:
-        InvalidInput: see `check_texts`.
+        InvalidInput: as of `check_texts`.
     """
     key = "messages_field" if source.messages_field else "text_field"
     if source.source == "stdlib":
@@ -107,28 +106,30 @@ def take_sample(source: Source) -> Sample | None:
 
         documents = list(stdlib_documents(held_out=False))
         values = documents[:_DOCUMENTS]
-        return Sample(values, sum(map(len, values)) / sum(map(len, documents)))
+        return SourceSample(values, sum(map(len, values)) / sum(map(len, documents)))
     files = local_files(source.source)
     if source.source == SELF or not files:
         return None
     chosen = sorted({round(at) for at in np.linspace(0, len(files) - 1, min(_FILES, len(files)))})
-    values, read, whole = [], 0.0, True
+    values = []
+    read = 0.0
+    whole = True
     for at in chosen:
         begun, share = _begin(files[at], source, key)
         values += begun
-        read = read + files[at].stat().st_size * share if share is not None else float("nan")
+        read += files[at].stat().st_size * share if share is not None else float("nan")
         whole = whole and share == 1
     if not values and whole and len(chosen) == len(files):
         raise InvalidInput(f"data.source {source.source} holds no documents")
     if whole and len(chosen) == len(files):
-        return Sample(values, 1.0)
+        return SourceSample(values, 1.0)
     total = sum(file.stat().st_size for file in files)
-    return Sample(values, min(0.999, read / total) if read > 0 else None)  # NaN is not above 0
+    return SourceSample(values, min(0.999, read / total) if read > 0 else None)  # NaN is not above 0
 
 
-def _begin(file: Path, source: Source, key: str) -> tuple[list[Any], float | None]:
-    """The first values of a field in a file, and what share of the file they are."""
-    if is_plain_text(file) and file.suffix == ".txt":  # which is one document, however large
+def _begin(file: Path, source: TextSource, key: str) -> tuple[list[Any], float | None]:
+    """Return the first values of a field in a file, and the proportion of the file that they are."""
+    if is_plain_text(file) and file.suffix == ".txt":  # it is one document, however large
         return _begin_text(file, source, key)
     documents = replace(source.documents, place=str(file))
     rows = first_rows(documents, _DOCUMENTS)
@@ -147,7 +148,7 @@ def _begin(file: Path, source: Source, key: str) -> tuple[list[Any], float | Non
     return values, None  # compressed
 
 
-def _begin_text(file: Path, source: Source, key: str) -> tuple[list[Any], float]:
+def _begin_text(file: Path, source: TextSource, key: str) -> tuple[list[Any], float]:
     field = getattr(source, key)
     if field != "text":
         raise InvalidInput(f"data.source {file} has no field {field!r}; data.{key} can be text")
@@ -155,16 +156,17 @@ def _begin_text(file: Path, source: Source, key: str) -> tuple[list[Any], float]
         content = stream.read(_BYTES)
         is_whole = not stream.read(1)
     try:
-        text = getincrementaldecoder("utf-8")().decode(
-            content, final=is_whole
-        )  # the last character may be cut in two
+        # The last character may be cut in two.
+        text = getincrementaldecoder("utf-8")().decode(content, final=is_whole)
     except UnicodeDecodeError as error:
         raise InvalidInput(f"data.source {file} cannot be read: {error}") from None
     return [text] if text else [], 1.0 if is_whole else len(content) / file.stat().st_size
 
 
-def _tokenise(values: list[Any], source: Source, data: Data, tokenizer: Any) -> Iterator[NDArray[np.int32]]:
-    """As a run would, document by document."""
+def _tokenise(
+    values: list[Any], source: TextSource, data: Data, tokenizer: Any
+) -> Iterator[NDArray[np.int32]]:
+    """Yield the token ids of each document, as a run would read it."""
     if source.messages_field:
         check_template(tokenizer)
         refusals = []

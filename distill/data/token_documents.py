@@ -1,11 +1,10 @@
-"""Documents as token ids with marks; what is learnt of a document and what it may see is decided here.
+"""Documents as token ids with marks: what is trained on in a document, and what it may attend to.
 
-With `packing: documents` a document is BOS, its tokens, EOS; where the tokenizer has no BOS it begins with
-EOS, which stands between documents in the training data of such models. All its tokens but the first are
-predicted, EOS included, and nothing is
-predicted across a boundary: a model learns that a text is over from the text's own EOS, never from what
-happened to be packed behind it. With `packing: stream` a document is BOS (or EOS) and its tokens, and each is
-predicted from what was before it.
+With `packing: documents` a document is BOS, its tokens, EOS. If the tokenizer has no BOS, it begins with EOS,
+which separates documents in the training data of such models. All its tokens but the first are predicted, EOS
+included, and nothing is predicted across a boundary. So a model learns the end of a text from the text's own
+EOS, never from what happens to be packed behind it. With `packing: stream` a document is BOS (or EOS) and its
+tokens, and each token is predicted from everything before it.
 """
 
 from collections.abc import Generator, Iterable
@@ -18,12 +17,12 @@ from ...convert.calibration.self_text import sample_from
 from ...core.errors import InvalidInput
 from ...core.processes import place
 from ...texts.sources import read_texts
-from ..recipe.data_section import Data, Source
+from ..recipe.data_section import Data, TextSource
 
 START = 1  # mark of a document's first token
 SCORED = 2  # mark of a token that is predicted
 _AT_ONCE = 2**22  # tokens that the teacher writes between two writes to disk
-_WRITTEN_TOGETHER = 32  # sequences in a batch of the teacher's
+_WRITTEN_TOGETHER = 32  # sequences per batch that the teacher writes
 
 
 class Piece(NamedTuple):
@@ -31,7 +30,7 @@ class Piece(NamedTuple):
 
     Attributes:
         ids: int32.
-        marks: `START` and `SCORED` of each, uint8.
+        marks: `START` and `SCORED` of each token, uint8.
     """
 
     ids: NDArray[np.int32]
@@ -42,14 +41,14 @@ Pieces = Generator[Piece, None, None]
 
 
 class Ends(NamedTuple):
-    """What a document begins and ends with: at most one token each."""
+    """The tokens that a document begins and ends with: at most one each."""
 
     first: list[int]
     last: list[int]
 
 
 def ends(tokenizer: Any, packing: str) -> Ends:
-    """As the module's docstring says."""
+    """Return the ends of documents, as the module's docstring says."""
     bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
     first = bos if bos is not None else eos
     has_end = packing == "documents" and eos is not None
@@ -61,28 +60,27 @@ def check_ids(ids: NDArray[np.int32], tokenizer: Any, vocabulary: int, what: str
 
     Args:
         ids: any number of them.
-        tokenizer: what gave them.
-        vocabulary: how many the model has.
+        tokenizer: their source.
+        vocabulary: number of ids that the model has an embedding for.
         what: the key of the recipe that they are from, and its value.
 
     Raises:
-        InvalidInput: names the largest.
+        InvalidInput: names the largest id.
     """
     largest = int(ids.max(initial=0))
     if largest >= vocabulary:
         raise InvalidInput(
             f"{what}: the tokenizer of {tokenizer.name_or_path} gives id {largest} "
-            f"({tokenizer.convert_ids_to_tokens(largest)!r}), and the model has embeddings for "
-            f"{vocabulary}, the last of them "
+            f"({tokenizer.convert_ids_to_tokens(largest)!r}), but the model has embeddings only up to id "
             f"{vocabulary - 1}; use a tokenizer that fits the model, or text without that token"
         )
 
 
-def text_pieces(source: Source, data: Data, tokenizer: Any) -> Pieces:
-    """Documents of plain text, tokenised without special tokens other than their ends.
+def text_pieces(source: TextSource, data: Data, tokenizer: Any) -> Pieces:
+    """Yield documents of plain text, tokenised without special tokens other than their ends.
 
     Raises:
-        InvalidInput: the source cannot be read, or its field is missing or no text.
+        InvalidInput: the source cannot be read, or its field is missing or is not text.
     """
     around = ends(tokenizer, data.packing)
     for texts in read_texts(source.documents, data.seed):
@@ -92,7 +90,7 @@ def text_pieces(source: Source, data: Data, tokenizer: Any) -> Pieces:
 
 
 def document(ids: list[int], packing: str) -> Piece:
-    """A document whose ids have their ends."""
+    """Return a document whose ids include its ends."""
     marks = np.full(len(ids), SCORED, dtype=np.uint8)
     if packing == "documents":
         marks[:1] = START
@@ -100,20 +98,19 @@ def document(ids: list[int], packing: str) -> Piece:
 
 
 def written_pieces(data: Data, tokenizer: Any, teacher: Any, tokens: int) -> Pieces:
-    """Text that the teacher writes by itself at temperature 1, at least `tokens` of it, in sequences of
-    `data.seq_len`.
+    """Yield text that the teacher writes by itself at temperature 1, in sequences of `data.seq_len`.
 
-    Where it ends a document and goes on, two documents are made of one sequence; one that it has not ended
-    has no EOS. All processes write a share and get the whole, so that all must read to the end.
+    It is at least `tokens` long. A sequence in which the teacher ends a document and continues becomes two
+    documents; a document that it has not ended has no EOS. Each process writes a part and gets the whole, so
+    all must read to the end.
 
     Raises:
-        InvalidInput: there is no teacher that writes, it takes no sequence of this length, has no embedding
-        for the token that
-            it starts from, or predicts NaN.
+        InvalidInput: no teacher is there, it takes no sequence of this length, has no embedding for the token
+            that it starts from, or predicts NaN.
     """
     if teacher is None:
         raise InvalidInput(
-            "data.source self is text that the teacher writes, and this run has none; name a text instead"
+            "data.source self is text that the teacher writes, but this run has no teacher; name a text"
         )
     around = ends(tokenizer, data.packing)
     check_ids(
@@ -136,16 +133,17 @@ def written_pieces(data: Data, tokenizer: Any, teacher: Any, tokens: int) -> Pie
             batch_size=_WRITTEN_TOGETHER,
         )
         for row in sequences.tolist():
-            # Where the vocabulary is padded, a model may by rare chance write an id that stands for nothing.
+            # With a padded vocabulary, a model may by rare chance write an id that stands for no token.
             known = next((at for at, token in enumerate(row) if token >= len(tokenizer)), len(row))
             yield from _split(row[:known], around, data.packing)
 
 
 def _split(row: list[int], around: Ends, packing: str) -> Iterable[Piece]:
-    """A sequence as documents, cut after each EOS."""
+    """Return a sequence as documents, cut after each EOS."""
     if not around.last:
         return [document(row, packing)]
-    rest, found = row[len(around.first) :], []
+    rest = row[len(around.first) :]
+    found = []
     while rest:
         length = rest.index(around.last[0]) + 1 if around.last[0] in rest else len(rest)
         found.append(document(around.first + rest[:length], packing))

@@ -1,7 +1,7 @@
 """The tokens of a run on disk: written once, whole or not at all, and read from memory-mapped files.
 
-`tokens.bin` holds token ids (int32), `marks.bin` what each is (`documents.START`, `documents.SCORED`; uint8),
-`tokens.json` how many of them each source has. tokens.bin appears last: where it is, all is.
+`tokens.bin` holds token ids (int32), `marks.bin` their marks (`token_documents.START` and `SCORED`; uint8),
+`tokens.json` the number of tokens of each source. tokens.bin appears last: if it is there, all are.
 """
 
 import json
@@ -14,43 +14,43 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from ...core.errors import InvalidInput
-from ..recipe.data_section import SELF, Data, Source
-from ..watch.display import is_main_process, progress_bar
+from ..display import is_main_process, progress_bar
+from ..recipe.data_section import SELF, Data, TextSource
 from .chat import chat_pieces
-from .order import Stream, Windows, shares
+from .order import Stream, TrainingWindows, windows_per_source
 from .token_documents import SCORED, Piece, Pieces, check_ids, text_pieces, written_pieces
 
 
-def open_windows(file: Path, data: Data) -> Windows:
-    """The windows of tokens that `write_tokens` wrote, memory-mapped."""
+def open_windows(file: Path, data: Data) -> TrainingWindows:
+    """Return the windows of tokens that `write_tokens` wrote, memory-mapped."""
     tokens = np.memmap(file, dtype=np.int32, mode="r")
     marks = np.memmap(file.with_name("marks.bin"), dtype=np.uint8, mode="r")
     lengths = json.loads(file.with_name("tokens.json").read_text(encoding="utf-8"))["tokens"]
     ends = np.cumsum(lengths).tolist()
     places = [slice(end - length, end) for end, length in zip(ends, lengths, strict=True)]
-    return Windows([Stream(tokens[place], marks[place]) for place in places], data)
+    return TrainingWindows([Stream(tokens[place], marks[place]) for place in places], data)
 
 
 def write_tokens(
     file: Path, data: Data, tokenizer: Any, windows: int, teacher: Any = None, *, vocabulary: int
 ) -> None:
-    """Tokenise every source until it has its share of `windows` windows, into `file` and the two beside it.
+    """Tokenise the sources into `file` and the two files next to it.
 
-    A source that is shorter is left so: its windows are seen again, in a new order. Every process calls this
-    and the first one writes; the others have work only where the teacher writes the text.
+    Every source is read until it has its part of `windows` windows. A shorter source is left short: its
+    windows are read again, in a new order. Every process calls this, and rank 0 writes; the others have work
+    only if the teacher writes the text.
 
     Args:
         file: tokens.bin; must not exist.
         data: the sources and how they are cut.
         tokenizer: the student's.
-        windows: that the run reads.
+        windows: number of windows that the run reads.
         teacher: a transformers model, for the source `self`.
-        vocabulary: how many token ids the student has an embedding for.
+        vocabulary: number of token ids that the student has an embedding for.
 
     Raises:
-        InvalidInput: a source cannot be read, has no such field, does not fill one window, or holds a token
-        that the student
-            has no embedding for.
+        InvalidInput: a source cannot be read, lacks the field, does not fill one window, or holds a token
+            that the student has no embedding for.
     """
     wanted = _wanted(data, windows)
     if is_main_process():
@@ -63,15 +63,18 @@ def write_tokens(
 
 
 def holds_same(file: Path, data: Data, before: int, after: int) -> bool:
-    """Whether `write_tokens` for `after` windows would write what it has written for `before`: only then does
-    a run of `after` windows begin with the same ones, since their order depends on how many a source has."""
+    """Return whether `write_tokens` for `after` windows would write what it wrote for `before`.
+
+    Only then does a run of `after` windows begin with the same windows, since their order depends on the
+    number of windows of each source.
+    """
     if before == after:
         return True
     lengths = file.with_name("tokens.json")
     if not file.exists() or any(source.source == SELF for source in data.sources):
         return False
     held = json.loads(lengths.read_text(encoding="utf-8"))["tokens"]
-    # The same is wanted, or all that there is was, and still is.
+    # The same number is wanted, or everything that there is was wanted, and still is.
     return all(
         old == new or (length < old and length <= new)
         for length, old, new in zip(held, _wanted(data, before), _wanted(data, after), strict=True)
@@ -79,9 +82,9 @@ def holds_same(file: Path, data: Data, before: int, after: int) -> bool:
 
 
 def _wanted(data: Data, windows: int) -> list[int]:
-    """Tokens that are taken of each source."""
+    """Return the number of tokens to take of each source."""
     weights = [source.weight for source in data.sources]
-    return [max(share, 1) * data.seq_len + 1 for share in shares(weights, windows)]
+    return [max(share, 1) * data.seq_len + 1 for share in windows_per_source(weights, windows)]
 
 
 def _write(file: Path, data: Data, tokenizer: Any, wanted: list[int], teacher: Any, vocabulary: int) -> None:
@@ -100,7 +103,9 @@ def _write(file: Path, data: Data, tokenizer: Any, wanted: list[int], teacher: A
         partial.rename(file.with_name(name))
 
 
-def _pieces(source: Source, data: Data, tokenizer: Any, teacher: Any, tokens: int, vocabulary: int) -> Pieces:
+def _pieces(
+    source: TextSource, data: Data, tokenizer: Any, teacher: Any, tokens: int, vocabulary: int
+) -> Pieces:
     if source.source == SELF:
         return written_pieces(data, tokenizer, teacher, tokens)
     return (
@@ -110,21 +115,20 @@ def _pieces(source: Source, data: Data, tokenizer: Any, teacher: Any, tokens: in
     )
 
 
-def _known(pieces: Pieces, source: Source, tokenizer: Any, vocabulary: int) -> Iterator[Piece]:
-    """The same, each once all its ids are known to the student."""
+def _known(pieces: Pieces, source: TextSource, tokenizer: Any, vocabulary: int) -> Iterator[Piece]:
+    """Yield the same pieces, each after all its ids are known to the student."""
     for piece in pieces:
         check_ids(piece.ids, tokenizer, vocabulary, f"data.source {source.source}")
         yield piece
 
 
 def _fill(
-    tokens: BinaryIO, marks: BinaryIO, pieces: Iterable[Piece], source: Source, data: Data, most: int
+    tokens: BinaryIO, marks: BinaryIO, pieces: Iterable[Piece], source: TextSource, data: Data, most: int
 ) -> int:
-    """Append up to `most` tokens of a source; returns how many they were."""
+    """Append up to `most` tokens of a source; return their number."""
     written = documents = 0
-    kept = (
-        0xFF if data.packing == "documents" else SCORED
-    )  # positions and attention go on across a stream's documents
+    # In a stream, positions and attention continue across documents.
+    kept = 0xFF if data.packing == "documents" else SCORED
     written_by_teacher = source.source == SELF  # shows its own progress
     with nullcontext(lambda done, note: None) if written_by_teacher else progress_bar("tokens", most) as show:
         for piece in pieces:
@@ -134,14 +138,12 @@ def _fill(
             written += len(ids)
             documents += 1
             show(written, "")
-            if (
-                written == most and not written_by_teacher
-            ):  # what all processes write together is read to its end
+            # The text that all processes write together is read to its end.
+            if written == most and not written_by_teacher:
                 break
     if written <= data.seq_len:
         raise InvalidInput(
-            f"data.source {source.source} holds {written} tokens in {documents} documents; one window of "
-            f"data.seq_len "
-            f"{data.seq_len} takes {data.seq_len + 1}"
+            f"data.source {source.source} holds {written} tokens in {documents} documents, but one window of "
+            f"data.seq_len {data.seq_len} takes {data.seq_len + 1}; name a longer text"
         )
     return written

@@ -1,11 +1,12 @@
-"""Losses: sums over tokens and their count, so that the loop divides once per optimizer step. The teacher is
-a constant.
+"""Losses: sums over tokens and their count, so that the loop divides once per optimizer step.
 
-vocabulary   distributions over the next token: kl, reverse_kl, jsd, ce, and mixtures of them over one set of
-logits criteria     what each costs on given logits, with its gradient in closed form
+The teacher is a constant.
+
+vocabulary   distributions over the next token: kl, reverse_kl, jsd, ce, and mixtures over one set of logits
+criteria     their values on given logits, with the gradient in closed form
 chunks       head and criterion a few tokens at a time, gradients formed in the forward pass
 layers       hidden states and attention, layer by layer: hidden_mse, hidden_cosine, attention_output,
-attention_relation
+             attention_relation
 """
 
 from collections.abc import Callable
@@ -37,7 +38,7 @@ class Loss(NamedTuple):
     reads: Literal["logits", "hidden", "attention"]
 
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[Tensor, int]:
-        """The function's result."""
+        """Return the function's result."""
         return self.function(*args, **kwargs)
 
 

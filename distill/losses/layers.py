@@ -19,17 +19,17 @@ BLOCK_ELEMENTS = 2**24  # scores in a block of rows: 64 MiB in float32, of which
 def hidden_mse(
     student_TD: Tensor, teacher_TD: Tensor, *, power: Tensor | float | None = None
 ) -> tuple[Tensor, int]:
-    """Relative squared error of hidden states: |x - y|² of each token over the mean of the teacher's |y|².
+    """Return the relative squared error of hidden states: |x - y|² per token over the teacher's mean |y|².
 
     Args:
         student_TD: differentiable.
         teacher_TD: constant.
         power: the mean of |y|² to divide by; by default that of these tokens. A loss that must not depend on
-            how a step is cut into micro-batches needs one that is the same for all of them (`power_of` some
-            fixed tokens).
+            how a step is cut into micro-batches needs the same number for all of them (`power_of` some fixed
+            tokens).
 
     Returns:
-        The sum over tokens in float32, or float64 where they are, and T.
+        The sum over tokens in float32, or float64 for such tensors, and T.
 
     Raises:
         InvalidInput: the hidden sizes differ.
@@ -38,7 +38,7 @@ def hidden_mse(
 
 
 def hidden_cosine(student_TD: Tensor, teacher_TD: Tensor) -> tuple[Tensor, int]:
-    """1 - cos of the angle between hidden states; arguments and result as for `hidden_mse`."""
+    """Return 1 - cos of the angle between hidden states; arguments and result as for `hidden_mse`."""
     student_TD, teacher_TD = _comparable("hidden_cosine", student_TD, teacher_TD)
     return (1 - cosine_similarity(student_TD, teacher_TD, dim=-1)).sum(), len(student_TD)
 
@@ -46,7 +46,7 @@ def hidden_cosine(student_TD: Tensor, teacher_TD: Tensor) -> tuple[Tensor, int]:
 def attention_output(
     student_TD: Tensor, teacher_TD: Tensor, *, power: Tensor | float | None = None
 ) -> tuple[Tensor, int]:
-    """Relative squared error of an attention layer's outputs, behind its output projection; as `hidden_mse`.
+    """Return the relative squared error of an attention layer's output projection, as `hidden_mse`.
 
     It is the loss of LoLCATs' attention transfer (arXiv 2410.10254) without its arbitrary factor.
     """
@@ -54,7 +54,7 @@ def attention_output(
 
 
 def power_of(teacher_TD: Tensor) -> Tensor:
-    """Mean over tokens of |y|², never zero."""
+    """Return the mean over tokens of |y|², never zero."""
     wide_TD = teacher_TD.detach().to(torch.promote_types(teacher_TD.dtype, torch.float32))
     return wide_TD.square().sum(-1).mean().clamp_min(torch.finfo(wide_TD.dtype).tiny)
 
@@ -67,23 +67,25 @@ def attention_relation(
     scored_BS: Tensor | None = None,
     block: int | None = None,
 ) -> tuple[Tensor, int]:
-    """KL(teacher || student) of the rows of softmax(x xᵀ / √E), x the queries, keys or values of an attention
-    layer.
+    """Return KL(teacher || student) of the rows of softmax(x xᵀ / √E).
 
-    How tokens see one another, which is defined whatever the widths: the self-attention relations of MiniLMv2
-    (arXiv 2012.15828), causal as in LinearARD (arXiv 2604.00004). Where student and teacher have different
-    numbers of heads, the heads of both are joined and cut into as many relation heads as divide both numbers.
+    x are the queries, keys or values of an attention layer.
+
+    It compares how tokens relate to each other, which is defined for any widths: the self-attention relations
+    of MiniLMv2 (arXiv 2012.15828), causal as in LinearARD (arXiv 2604.00004). If student and teacher have
+    different numbers of heads, the heads of both are joined and cut into as many relation heads as divide
+    both numbers.
 
     Args:
         student_BHSE: differentiable once.
-        teacher_BHSE: constant; H and E may be others.
-        position_ids_BS: 0 where a packed document starts: tokens are compared with those of their own
-        document only. scored_BS: true for the tokens whose rows count; by default all.
+        teacher_BHSE: constant; H and E may differ from the student's.
+        position_ids_BS: 0 where a packed document starts; tokens are compared only within their document.
+        scored_BS: true for the tokens whose rows count; by default all.
         block: rows at a time; by default as many as give `BLOCK_ELEMENTS` scores.
 
     Returns:
-        The sum over scored tokens of the mean over relation heads, in nats, in float32 or wider; and how many
-        they are.
+        The sum over scored tokens of the mean over relation heads, in nats, in float32 or wider; and their
+        number.
     """
     heads = math.gcd(student_BHSE.shape[1], teacher_BHSE.shape[1])
     student_BRSE, teacher_BRSE = (
@@ -103,9 +105,9 @@ def attention_relation(
 
 
 class _Relation(torch.autograd.Function):
-    """Sum over rows and heads, with the gradient formed in the forward pass.
+    """The sum over rows and heads, with the gradient formed in the forward pass.
 
-    S² scores exist for one block of rows.
+    S² scores exist only for one block of rows.
     """
 
     @staticmethod
@@ -130,9 +132,8 @@ class _Relation(torch.autograd.Function):
                     _relation(x_BRSE, rows, columns, masked_BQP) for x_BRSE in (student_BRSE, teacher_BRSE)
                 )
                 p_BRQP = log_p_BRQP.exp()
-                gap_BRQP = (log_p_BRQP - log_q_BRQP).masked_fill_(
-                    masked_BQP[:, None], 0
-                )  # both are -inf there
+                # Both are -inf where they are masked.
+                gap_BRQP = (log_p_BRQP - log_q_BRQP).masked_fill_(masked_BQP[:, None], 0)
                 scored_B1Q1 = scored_BS[:, None, rows, None]
                 total += gap_BRQP.mul_(p_BRQP).mul_(scored_B1Q1).sum()
                 grad_BRQP = log_q_BRQP.exp_().sub_(p_BRQP).mul_(scored_B1Q1).mul_(scale)
@@ -149,13 +150,13 @@ class _Relation(torch.autograd.Function):
 
 
 def _relation(x_BRSE: Tensor, rows: slice, columns: slice, masked_BQP: Tensor) -> Tensor:
-    """Log of a block of rows of the relation."""
+    """Return the logarithm of a block of rows of the relation."""
     scores_BRQP = (x_BRSE[:, :, rows] @ x_BRSE[:, :, columns].mT).mul_(x_BRSE.shape[-1] ** -0.5)
     return torch.log_softmax(scores_BRQP.masked_fill_(masked_BQP[:, None], -math.inf), -1)
 
 
 def _relation_heads(x_BHSE: Tensor, heads: int) -> Tensor:
-    """The same numbers as so many heads, in float32 or wider."""
+    """Return the same numbers as so many heads, in float32 or wider."""
     if x_BHSE.shape[1] != heads:
         x_BHSE = x_BHSE.transpose(1, 2).flatten(2).unflatten(2, (heads, -1)).transpose(1, 2)
     return x_BHSE.to(torch.promote_types(x_BHSE.dtype, torch.float32))
@@ -170,12 +171,11 @@ def _relative(
 
 
 def _comparable(name: str, student_TD: Tensor, teacher_TD: Tensor) -> tuple[Tensor, Tensor]:
-    """Both in float32 or wider, the teacher as a constant."""
+    """Return both in float32 or wider, the teacher as a constant."""
     if student_TD.shape[-1] != teacher_TD.shape[-1]:
         raise InvalidInput(
-            f"{name} compares vectors of the same size, but the student's have {student_TD.shape[-1]} "
-            f"numbers and the "
-            f"teacher's {teacher_TD.shape[-1]}; use kl with this teacher, or one of the student's size"
+            f"{name} compares vectors of one size, but the student's have {student_TD.shape[-1]} numbers and "
+            f"the teacher's {teacher_TD.shape[-1]}; use kl with this teacher, or one of the student's size"
         )
     dtype = torch.promote_types(student_TD.dtype, torch.promote_types(teacher_TD.dtype, torch.float32))
     return student_TD.to(dtype), teacher_TD.detach().to(dtype)

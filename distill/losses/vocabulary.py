@@ -17,11 +17,8 @@ from .chunks import compute_dtype, in_chunks
 from .criteria import CRITERIA, Pair
 from .predictions import Predictions
 
-MEASURES = (
-    "forward_kl",
-    "same_top1",
-    "teacher_ce",
-)  # what a mixture tells beside its losses when there is a teacher
+# Measured in addition to the losses when there is a teacher.
+MEASURES = ("forward_kl", "same_top1", "teacher_ce")
 
 
 @dataclass(frozen=True)
@@ -30,8 +27,8 @@ class Mixed:
 
     Attributes:
         loss: their weighted sum, differentiable once with respect to the student.
-        sums: every loss by name without its weight; with a teacher also `forward_kl` (KL(teacher || student)
-            at temperature 1, nats), `same_top1` (at how many tokens both find the same next one most
+        sums: every loss by name, without its weight. With a teacher also `forward_kl` (KL(teacher || student)
+            at temperature 1, nats), `same_top1` (number of tokens at which both find the same next one most
             probable) and `teacher_ce` (the teacher's cross entropy to the text, nats). Constants.
         count: T.
     """
@@ -51,27 +48,27 @@ def mix(
     beta: float = 0.5,
     chunk: int | None = None,
 ) -> Mixed:
-    """A weighted sum of losses of the vocabulary, over one set of logits.
+    """Return a weighted sum of losses of the vocabulary, over one set of logits.
 
-    The two heads may be padded differently, beyond what the tokenizer has. What compares the distributions is
-    over the entries that both have, and each is normalised over these; cross entropy to the text is over all
-    that the model has. So it is in transformers' own loss and in `kvfold eval`.
+    The two heads may have different padding beyond the tokenizer's entries. Distributions are compared over
+    the entries that both heads have, each normalised over these; cross entropy to the text is over all
+    entries of the model, as in transformers' own loss and in `kvfold eval`.
 
     Args:
         student: predictions for the scored tokens (`Predictions.at` leaves out the others).
-        teacher: of the same tokens, a constant; its hidden size may be another. None where only `ce` is asked
-            for.
+        teacher: predictions for the same tokens, a constant; its hidden size may differ. None if only `ce` is
+            asked for.
         labels_T: the next tokens of the text, int64.
         weights: by name: `kl` (forward, KL(teacher || student)), `reverse_kl`, `jsd`, `ce`; those of weight 0
-            are not computed. Without any, the measures alone are made and the loss is a constant 0.
-        temperature: τ: both distributions are softmax(logits / τ), and the divergence is multiplied by τ², so
+            are not computed. Without any, only the measures are computed and the loss is a constant 0.
+        temperature: τ. Both distributions are softmax(logits / τ), and the divergence is multiplied by τ², so
             that gradients keep their size (Hinton et al., arXiv 1503.02531). Cross entropy to the text and
-            the measures are at 1 always.
+            the measures are always at 1.
         beta: of `jsd`, from 0 (forward KL) to 1 (reverse KL); see `criteria.jsd`.
         chunk: tokens at a time; by default as many as give `chunks.chunk_elements` logits.
 
     Returns:
-        The weighted sum, the parts of it, and T.
+        The weighted sum, its parts, and T.
     """
     weights = {name: weight for name, weight in weights.items() if weight}
     theirs = None if teacher is None else teacher.computed_in(compute_dtype(teacher))
@@ -101,9 +98,9 @@ class VocabularyLoss:
         beta: float = 0.5,
         chunk: int | None = None,
     ) -> tuple[Tensor, int]:
-        """The sum over tokens, in nats, and their count.
+        """Return the sum over tokens, in nats, and their count.
 
-        Arguments as for `mix`, `beta` is read by `jsd` only.
+        Arguments as for `mix`; only `jsd` reads `beta`.
         """
         how = {self._name: 1.0}
         mixed = mix(student, teacher, labels_T, how, temperature=temperature, beta=beta, chunk=chunk)
@@ -125,14 +122,14 @@ class _Mixture:
 
     @property
     def keys(self) -> list[str]:
-        """What the sums after the first one are."""
+        """The names of the sums after the first one."""
         return [*self.weights, *(() if self.teacher is None else MEASURES)]
 
     def __call__(self, logits_CV: Tensor, rows: slice) -> tuple[Tensor, Tensor | None]:
         teacher_CV = None if self.teacher is None else self.teacher.logits(rows)
         sums: dict[str, Tensor] = {}
         total = None
-        # Losses at one temperature share one pair of distributions; the measures are at 1.
+        # Losses at one temperature use one pair of distributions; the measures are at 1.
         for temperature in dict.fromkeys((1.0, self.temperature)):
             names = [
                 name for name in self.weights if temperature == (1 if name == "ce" else self.temperature)
@@ -152,15 +149,14 @@ class _Mixture:
         rows: slice,
         sums: dict[str, Tensor],
     ) -> Tensor | None:
-        """Costs at one temperature into `sums`.
+        """Add the costs at one temperature to `sums`.
 
-        Returns the gradient of their weighted sum with respect to the logits.
+        Returns:
+            The gradient of their weighted sum with respect to the logits.
         """
         if temperature != 1:
-            logits_CV, teacher_CV = (
-                logits_CV / temperature,
-                None if teacher_CV is None else teacher_CV / temperature,
-            )
+            logits_CV = logits_CV / temperature
+            teacher_CV = None if teacher_CV is None else teacher_CV / temperature
         pair = Pair(logits_CV, teacher_CV, self.labels_T[rows])
         if temperature == 1 and teacher_CV is not None:
             sums |= {
@@ -172,11 +168,11 @@ class _Mixture:
         for name in names:
             cost, gradient_CV = CRITERIA[name](pair, self.beta)
             sums[name] = cost * temperature**2
-            if (factor := self.weights[name] * temperature) != 1:
+            factor = self.weights[name] * temperature
+            if factor != 1:
                 gradient_CV.mul_(factor)
-            if (
-                padding := logits_CV.shape[-1] - gradient_CV.shape[-1]
-            ):  # what the teacher lacks, which the loss does not read
+            padding = logits_CV.shape[-1] - gradient_CV.shape[-1]
+            if padding:  # entries that the teacher lacks, which the loss does not read
                 gradient_CV = functional.pad(gradient_CV, (0, padding))
             total = gradient_CV if total is None else total.add_(gradient_CV)
         return total

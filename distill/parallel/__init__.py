@@ -1,1 +1,1 @@
-"""The processes of a run: shared models, units that are loaded apart, and the profiles of accelerate."""
+"""The processes of a run: their accelerator, sharded models, layers loaded one by one, and profiles."""

@@ -1,8 +1,7 @@
-"""Profiles: how many processes share a run, and what of it. A profile is a configuration of accelerate,
-shipped in `profiles/`.
+"""Profiles: the number of processes of a run, and what each of them holds.
 
-`kvfold distill RECIPE --profile ddp` becomes `accelerate launch --config_file .../ddp.yaml -m kvfold.distill
-RECIPE`.
+A profile is a configuration of accelerate in `profiles/`. `kvfold distill RECIPE --profile ddp` becomes
+`accelerate launch --config_file .../ddp.yaml -m kvfold.distill RECIPE`.
 """
 
 import os
@@ -17,7 +16,7 @@ from ...core.errors import InvalidInput
 from ..recipe.recipe import Profile, Recipe
 
 Kind = Literal["cpu", "cuda"]
-# On which devices each profile has run, as tests or by hand; what has not says so when it is chosen.
+# Devices on which each profile has run, in tests or by hand. Any other gives a notice when it is chosen.
 TESTED: Mapping[Profile, frozenset[Kind]] = {
     "cpu": frozenset({"cpu"}),
     "single": frozenset({"cpu"}),
@@ -29,38 +28,36 @@ TESTED: Mapping[Profile, frozenset[Kind]] = {
 }
 _ALONE = ("cpu", "single")  # need no launcher
 SHARDED = ("fsdp2", "zero2", "zero3", "multinode")  # models are divided among the processes
-# What would have accelerate's launcher start something else in the profile's place, and why it is not needed.
+# Options that would make accelerate's launcher replace the profile, and why they are not needed.
 _INSTEAD = (
     "which kvfold does not use; leave it out and use --profile zero2 or zero3, which divide memory as "
-    "DeepSpeed's stages do, "
-    "with FSDP 2"
+    "DeepSpeed's stages do, with FSDP 2"
 )
 _REFUSED = {
     "--use_deepspeed": f"asks for DeepSpeed, {_INSTEAD}",
     "--use_megatron_lm": f"asks for Megatron-LM, {_INSTEAD}",
-    "--cpu": "has accelerate start one process alone, whatever the profile; leave it out and say --set "
-    "device=cpu, with which "
-    "all processes use the CPU",
+    "--cpu": "makes accelerate start only one process, whatever the profile; leave it out and use --set "
+    "device=cpu, with which all processes use the CPU",
 }
 _COUNT = "--num_processes"
-_ASKED = (
-    "KVFOLD_PROFILE",
-    "KVFOLD_PROCESSES",
-)  # environment: what every process that is launched should find itself part of
-_ELSEWHERE = ("--machine_rank", "--main_process_ip")  # what a machine must be told beside its profile
+# Environment variables by which each launched process checks what it is part of.
+_ASKED = ("KVFOLD_PROFILE", "KVFOLD_PROCESSES")
+_ELSEWHERE = (
+    "--machine_rank",
+    "--main_process_ip",
+)  # options that each machine needs in addition to its profile
 
 
 def is_launched() -> bool:
-    """Whether a launcher has started this process."""
+    """Return whether a launcher has started this process."""
     return "LOCAL_RANK" in os.environ
 
 
 def check_launched() -> None:
-    """Refuse to run as less than `relaunch` asked for: the launcher's arguments may undo a profile without a
-    word.
+    """Refuse to run as less than `relaunch` asked for: the launcher's arguments may silently undo a profile.
 
     Raises:
-        InvalidInput: there are fewer processes, or more, or models are not divided among them.
+        InvalidInput: the number of processes differs, or models are not divided among them.
     """
     profile, asked = (os.environ.get(name) for name in _ASKED)
     if profile is None or asked is None:
@@ -68,37 +65,34 @@ def check_launched() -> None:
     found = os.environ.get("WORLD_SIZE", "1")
     if found != asked:
         raise InvalidInput(
-            f"accelerate started {found} processes where {_COUNT} asks for {asked}; leave out what "
-            f"follows -- but for {_COUNT} "
-            "and where the machines are"
+            f"accelerate started {found} processes, but {_COUNT} asks for {asked}; after -- give only "
+            f"{_COUNT} and the places of the machines"
         )
     if profile in SHARDED and os.environ.get("ACCELERATE_USE_FSDP", "false").lower() != "true":
         raise InvalidInput(
-            f"the profile {profile} divides models among the processes, and accelerate was told not to; "
-            f"leave out what follows "
-            f"-- but for {_COUNT} and where the machines are"
+            f"the profile {profile} divides models among the processes, but accelerate's arguments disable "
+            f"that; after -- give only {_COUNT} and the places of the machines"
         )
 
 
 def uses_gpu(recipe: Recipe, profile: Profile) -> bool:
-    """Whether a run under a profile finds a GPU and may use it."""
+    """Return whether a run under a profile finds a GPU and may use it."""
     import torch
 
     return profile != "cpu" and recipe.device != "cpu" and torch.cuda.is_available()
 
 
 def relaunch(recipe: Recipe, profile: Profile, extra: Sequence[str], arguments: Sequence[str]) -> None:
-    """Become the launcher of the same command under a profile; returns only where one process alone is to
-    run.
+    """Become the launcher of the same command under a profile; return only if one process is to run.
 
     Args:
-        recipe: checked already, so that mistakes in it are told once.
-        profile: which.
+        recipe: checked already, so that mistakes in it are reported once.
+        profile: the profile.
         extra: arguments for accelerate's launcher.
         arguments: those of `python -m kvfold.distill`.
 
     Raises:
-        InvalidInput: the profile cannot run so.
+        InvalidInput: the profile cannot run in this way.
     """
     for option, what in _REFUSED.items():
         if _has(extra, option):
@@ -112,18 +106,18 @@ def relaunch(recipe: Recipe, profile: Profile, extra: Sequence[str], arguments: 
     if profile in _ALONE:
         if extra:
             raise InvalidInput(
-                f"the profile {profile} starts no launcher, so {' '.join(extra)} is for nobody; leave it out"
+                f"the profile {profile} starts no launcher, so {' '.join(extra)} has no effect; leave it out"
             )
         return
     missing = [option for option in _ELSEWHERE if profile == "multinode" and not _has(extra, option)]
     if missing:
         raise InvalidInput(
-            f"the profile multinode needs {' and '.join(missing)} on each machine; give them after --, e.g. "
+            f"the profile multinode needs {' and '.join(missing)} on each machine; give them after --, as in "
             f"-- --num_machines 2 --machine_rank 0 --main_process_ip HOST --num_processes 16"
         )
-    _exec(
-        profile, extra if _has(extra, _COUNT) else [_COUNT, _processes(profile, gpu), *extra], gpu, arguments
-    )
+    if not _has(extra, _COUNT):
+        extra = [_COUNT, _processes(profile, gpu), *extra]
+    _exec(profile, extra, gpu, arguments)
 
 
 def _has(extra: Sequence[str], option: str) -> bool:
@@ -131,21 +125,21 @@ def _has(extra: Sequence[str], option: str) -> bool:
 
 
 def _is(word: str, option: str) -> bool:
-    """accelerate takes its options with hyphens too."""
+    """Return whether a word is an option; accelerate accepts options with hyphens too."""
     return word.partition("=")[0].replace("-", "_") == option.replace("-", "_")
 
 
 def _count(extra: Sequence[str]) -> str:
-    """The number of processes that accelerate is told, which is the last one.
+    """Return the number of processes given to accelerate, the last one if there are several.
 
     Raises:
-        InvalidInput: it is none.
+        InvalidInput: it is not a number.
     """
     at = max(index for index, word in enumerate(extra) if _is(word, _COUNT))
     _, mark, value = extra[at].partition("=")
     value = value if mark else "".join(extra[at + 1 : at + 2])
     if not (value.isdecimal() and int(value)):
-        raise InvalidInput(f"{_COUNT} is {value!r}; it should be a number from 1 on")
+        raise InvalidInput(f"{_COUNT} is {value!r}; it should be a number of at least 1")
     return str(int(value))
 
 
@@ -154,9 +148,9 @@ def _processes(profile: Profile, gpu: bool) -> str:
         import torch
 
         return str(torch.cuda.device_count())
-    where = "all machines have together" if profile == "multinode" else "are wanted where there is no GPU"
+    where = "on all machines together" if profile == "multinode" else "without a GPU"
     raise InvalidInput(
-        f"the profile {profile} does not know how many processes {where}; add -- --num_processes N"
+        f"the profile {profile} does not define the number of processes {where}; add -- --num_processes N"
     )
 
 

@@ -1,4 +1,4 @@
-"""The `data` section of a recipe: which texts, in which shares, cut how."""
+"""The `data` section of a recipe: the texts, their weights in the mixture, and how they are cut."""
 
 from typing import Annotated, Literal
 
@@ -6,24 +6,24 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, field_val
 
 from ...texts.document_rows import DocumentSource
 
-SELF = "self"  # the source whose text the teacher writes
+SELF = "self"  # text that the teacher writes
 Packing = Literal["documents", "stream"]
 _TWO_FIELDS = "text_field and messages_field are both given; documents are either text or conversations"
 
 
-class Section(BaseModel):
-    """Part of a recipe: immutable, no unknown keys."""
+class RecipeSection(BaseModel):
+    """A part of a recipe: immutable, without unknown keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
 
-class Source(Section):
-    """One text of a mixture, or only its name. What is not said here is as it is in `data`."""
+class TextSource(RecipeSection):
+    """One text of a mixture, or only its name. A key that is missing here is taken from `data`."""
 
     source: str
-    """As `data.source`, of one text."""
+    """The text, as in `data.source`."""
     weight: float = Field(default=1.0, gt=0)
-    """Share of the run's windows, relative to the other weights."""
+    """Proportion of the run's windows that are read from this text, relative to the other weights."""
     name: str | None = None
     """As `data.name`."""
     split: str | None = None
@@ -39,7 +39,7 @@ class Source(Section):
         return {"source": source} if isinstance(source, str) else source
 
     @model_validator(mode="after")
-    def _is_text_or_chat(self) -> "Source":
+    def _is_text_or_chat(self) -> "TextSource":
         if self.text_field and self.messages_field:
             raise ValueError(_TWO_FIELDS)
         return self
@@ -57,41 +57,39 @@ class Source(Section):
         )
 
 
-# Told apart by type, so that a mistake in a list is told as one in a list; the tags stand in pydantic's
-# errors.
+# Discriminated by type, so that a mistake in a list is reported at its place in the list. The tags appear in
+# pydantic's errors.
 OneOrMore = Annotated[
-    Annotated[str, Tag("<text>")] | Annotated[tuple[Source, ...], Field(min_length=1), Tag("<mixture>")],
+    Annotated[str, Tag("<text>")] | Annotated[tuple[TextSource, ...], Field(min_length=1), Tag("<mixture>")],
     Discriminator(lambda value: "<text>" if isinstance(value, str) else "<mixture>"),
 ]
 
 
-class Data(Section):
-    """Where the text comes from and how it is cut."""
+class Data(RecipeSection):
+    """The source of the text, and how it is cut into windows."""
 
     source: OneOrMore
-    """A .jsonl, .json, .txt or .parquet file (may be .gz, .xz, .bz2, .zst), a directory or glob of them, a
-    dataset's Hub id,
-    `stdlib`, the source text of Python's standard library, or `self`, text that the teacher writes; or a
-    list of
-    `{source: ..., weight: ...}`, whose windows are mixed by weight."""
+    """The training text: a .jsonl, .json, .txt or .parquet file (may be compressed as .gz, .xz, .bz2 or
+    .zst), a directory or glob of such files, the Hub id of a data set, `stdlib` (the source text of Python's
+    standard library), or `self` (text that the teacher writes). A list of `{source: ..., weight: ...}` mixes
+    the windows of several texts by weight."""
     name: str | None = None
-    """Configuration of a Hub dataset, e.g. `sample-10BT`."""
+    """Configuration of a Hub data set, such as `sample-10BT`."""
     split: str = "train"
-    """Split of a Hub dataset."""
+    """Split of a Hub data set."""
     text_field: str = "text"
-    """The field that holds a document's text."""
+    """Field that holds the text of a document."""
     messages_field: str | None = None
-    """The field that holds a conversation, a list of `{role, content}`, for the tokenizer's chat template;
-    only what the
-    assistant says is learnt. null: documents are text."""
+    """Field that holds a conversation: a list of `{role, content}`, written with the tokenizer's chat
+    template. Only the assistant's words are trained on. null: documents are text."""
     packing: Packing = "documents"
-    """`documents`: a document ends with EOS and attends to itself alone, and a conversation is never split
-    over two windows;
-    `stream`: documents follow each other, and attention goes from one to the next."""
+    """How documents are packed into windows. `documents`: each ends with EOS and attends only to itself, and
+    a conversation is never split between two windows. `stream`: documents follow each other, and attention
+    crosses from one to the next."""
     seq_len: int = Field(ge=2)
-    """Tokens in a window."""
+    """Tokens per window."""
     seed: int = Field(default=0, ge=0)
-    """Decides which documents are taken first, the order of windows, and what `self` writes."""
+    """Seed of the order of documents and windows, and of the text that `self` writes."""
 
     @field_validator("source", mode="before")
     @classmethod
@@ -109,19 +107,19 @@ class Data(Section):
         return self
 
     @property
-    def sources(self) -> tuple[Source, ...]:
-        """The texts with everything said.
+    def sources(self) -> tuple[TextSource, ...]:
+        """The texts with every key filled in.
 
-        One that names a field of its own takes neither field from `data`.
+        A text that names a field of its own takes neither field from `data`.
         """
         if isinstance(self.source, str):
             said = {
                 key: getattr(self, key) for key in ("source", "name", "split", "text_field", "messages_field")
             }
-            return (Source.model_construct(**said, weight=1.0),)
+            return (TextSource.model_construct(**said, weight=1.0),)
         return tuple(self._complete(source) for source in self.source)
 
-    def _complete(self, source: Source) -> Source:
+    def _complete(self, source: TextSource) -> TextSource:
         own = source.text_field is not None or source.messages_field is not None
         said = {
             "name": source.name or self.name,

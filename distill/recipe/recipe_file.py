@@ -1,4 +1,4 @@
-"""Recipe files: YAML with overrides, and mistakes in it told in one sentence."""
+"""Recipe files: YAML with overrides, and mistakes in them reported in one sentence."""
 
 import difflib
 import re
@@ -10,11 +10,11 @@ import yaml
 from pydantic import ValidationError
 
 from ...core.errors import InvalidInput
-from .data_section import Data, Section, Source
+from .data_section import Data, RecipeSection, TextSource
 from .recipe import Lora, Recipe, Save, Stage
 from .watch_section import Evaluate
 
-# Keys under the names that other trainers give them.
+# Names that other trainers give to the keys.
 _OTHER_NAMES = {
     "learning_rate": "lr", "batch_size": "batch_tokens", "micro_batch_size": "micro_batch",
     "max_tokens": "tokens",
@@ -30,11 +30,11 @@ _OTHER_NAMES = {
     "validation": "evaluate",
     "eval_steps": "every", "report_to": "trackers", "log_with": "trackers",
 }  # fmt: skip
-_SECTIONS: dict[str, type[Section]] = {
-    "": Recipe, "data": Data, "data.source": Source, "stages": Stage, "stages.lora": Lora, "save": Save,
+_SECTIONS: dict[str, type[RecipeSection]] = {
+    "": Recipe, "data": Data, "data.source": TextSource, "stages": Stage, "stages.lora": Lora, "save": Save,
     "evaluate": Evaluate,
 }  # fmt: skip
-_TAGS = {"<text>", "<mixture>"}  # which of the two forms of data.source a mistake was found in
+_TAGS = {"<text>", "<mixture>"}  # the two forms of data.source, as they appear in errors
 
 
 def read_recipe(file: Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -44,8 +44,11 @@ def read_recipe(file: Path, overrides: Sequence[str] = ()) -> Recipe:
         file: YAML.
         overrides: `key=value` with a dotted key such as `stages.0.lr=1e-4`; values are YAML.
 
+    Returns:
+        The checked recipe.
+
     Raises:
-        InvalidInput: names the key, its value and what would be right.
+        InvalidInput: names the key, its value and a value that would be right.
     """
     content = read_content(file)
     for override in overrides:
@@ -57,10 +60,10 @@ def read_recipe(file: Path, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def read_content(file: Path) -> dict[str, Any]:
-    """What a recipe's file says, unchecked.
+    """Return the content of a recipe file, unchecked.
 
     Raises:
-        InvalidInput: it is no YAML mapping.
+        InvalidInput: it is not a YAML mapping.
     """
     try:
         content = yaml.safe_load(file.read_text(encoding="utf-8"))
@@ -69,14 +72,14 @@ def read_content(file: Path) -> dict[str, Any]:
     except yaml.YAMLError as error:
         raise InvalidInput(f"{file} is not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(content, dict):
-        raise InvalidInput(f"{file} holds no recipe: it should be a mapping that starts with schema: 1")
+        raise InvalidInput(f"{file} is not a recipe; it should be a mapping that starts with schema: 1")
     return content
 
 
 def describe_key(key: str) -> str:
-    """What a key of a resolved recipe means, such as `stages[0].losses.kl`.
+    """Return the meaning of a key of a resolved recipe, such as `stages[0].losses.kl`.
 
-    What its nearest documented place says.
+    It is the description of the nearest documented key.
     """
     parts = re.sub(r"\[\d+\]", "", key).split(".")
     for size in range(len(parts), 0, -1):
@@ -90,7 +93,7 @@ def _override(content: dict[str, Any], override: str) -> None:
     key, equals, value = override.partition("=")
     *parents, last = key.split(".")
     if not equals or not last:
-        raise InvalidInput(f"--set {override} should read key=value, e.g. --set stages.0.lr=1e-4")
+        raise InvalidInput(f"--set {override} should be key=value, such as --set stages.0.lr=1e-4")
     place: Any = content
     try:
         for part in parents:
@@ -98,14 +101,17 @@ def _override(content: dict[str, Any], override: str) -> None:
         place[int(last) if isinstance(place, list) else last] = yaml.safe_load(value)
     except (ValueError, IndexError, TypeError, AttributeError):
         raise InvalidInput(
-            f"--set {key}: the recipe has no such place; lists are numbered from 0, e.g. stages.0.lr"
+            f"--set {key}: the recipe has no such key; lists are numbered from 0, as in stages.0.lr"
         ) from None
     except yaml.YAMLError:
         raise InvalidInput(f"--set {key}: {value!r} is not a YAML value") from None
 
 
 def _sentence(errors: ValidationError) -> str:
-    """The worst error as one sentence; an unknown key comes first, it is why another key is missing."""
+    """Return the worst error as one sentence.
+
+    An unknown key comes first, since it is often why another key is missing.
+    """
     error = min(errors.errors(), key=lambda error: error["type"] != "extra_forbidden")
     location = error["loc"][:-2] if "[key]" in error["loc"] else error["loc"]
     location = tuple(part for part in location if part not in _TAGS)
@@ -122,10 +128,10 @@ def _sentence(errors: ValidationError) -> str:
     reason = {
         "model_type": "it should be a mapping of keys to values",
         "value_error": error["msg"].removeprefix("Value error, "),
-        "string_pattern_mismatch": "it should be made of letters, digits and _.+-, as a file's name",
+        "string_pattern_mismatch": "it should consist of letters, digits and _.+-, as a file name",
         "too_short": "it should have at least one entry",
     }.get(error["type"], error["msg"].replace("Input should", "it should"))
-    if error["type"] == "value_error" and isinstance(error["input"], dict):  # the mistake of a whole section
+    if error["type"] == "value_error" and isinstance(error["input"], dict):  # a mistake in a whole section
         return f"{place}: {reason}" if place else reason
     return f"{place} is {error['input']!r}; {reason}" if place else reason
 
@@ -143,10 +149,10 @@ def _suggestion(key: str, section: str) -> str:
     return f"it belongs in {elsewhere[0]}" if elsewhere else f"known: {', '.join(known)}"
 
 
-def _keys(section: type[Section]) -> list[str]:
+def _keys(section: type[RecipeSection]) -> list[str]:
     return [field.alias or name for name, field in section.model_fields.items()]
 
 
-def _description(section: type[Section], key: str) -> str:
+def _description(section: type[RecipeSection], key: str) -> str:
     fields = {field.alias or name: field for name, field in section.model_fields.items()}
     return " ".join((fields[key].description or "").split())

@@ -1,38 +1,34 @@
-"""The parts of a recipe that say how a run is watched: evaluation on held-out text, and trackers.
-
-They train nothing.
-"""
+"""The sections of a recipe that watch a run and train nothing: evaluation on held-out text, and trackers."""
 
 from typing import Literal
 
 from pydantic import Field
 
-from .data_section import Section
+from .data_section import RecipeSection
 
-TrackerName = Literal["tensorboard", "wandb", "trackio"]  # the table is in trackers.py
+TrackerName = Literal["tensorboard", "wandb", "trackio"]  # keys of the table in trackers.py
 
 
-class Evaluate(Section):
-    """Perplexity on text that the run does not train on, before the first step, while it trains and at each
-    stage's end; not in
-    stages with mode: stream, which never have the whole student in memory."""
+class Evaluate(RecipeSection):
+    """Evaluation on text that the run does not train on.
+
+    It takes place before the first step, while the run trains, and at the end of each stage. Stages with
+    mode: stream have none, since the whole student is never in memory.
+    """
 
     source: str
-    """The text: a .txt, .jsonl, .json or .parquet file, `stdlib` (modules that training on `stdlib` leaves
-    out), or
-    `wikitext2-gptq-N`. Text that the run trains on is refused."""
+    """The held-out text: a .txt, .jsonl, .json or .parquet file, `stdlib` (modules that training on `stdlib`
+    leaves out), or `wikitext2-gptq-N`. Text that the run trains on is refused."""
     text_field: str = "text"
-    """The field that holds a document's text, where the file has fields."""
+    """Field that holds the text of a document, if the file has fields."""
     every: int = Field(default=100, ge=1)
-    """Optimizer steps between two evaluations, of the float32 weights in training: what a bf16 student's are
-    rounded to when
-    the output is written gives slightly other numbers."""
+    """Optimizer steps between two evaluations. They use the float32 weights in training; the output of a
+    bf16 student is rounded when it is written, and gives slightly different numbers."""
     windows: int = Field(default=32, ge=2)
-    """How many windows are read, from the start of the text."""
+    """Number of windows, read from the start of the text."""
     seq_len: int | None = Field(default=None, ge=2)
-    """Tokens in a window; null: as many as in `data.seq_len`. The numbers are those of `kvfold eval
-    --window`."""
+    """Tokens per window, as in `kvfold eval --window`. null: the same as `data.seq_len`."""
     keep: Literal["last", "best"] = "last"
-    """Which weights become the output: the last, or those with the lowest perplexity, the start's among
-    them, which are then
-    kept meanwhile in `<output>.partial/best`. A text that decides this is no test text any more."""
+    """Weights that become the output: `last`, or `best` for those with the lowest perplexity, including the
+    start's. With `best` they are stored in `<output>.partial/best` during the run, and the text has been used
+    to choose, so report final numbers on another one."""

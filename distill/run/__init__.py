@@ -1,4 +1,1 @@
-"""A whole run.
-
-From a recipe to a checkpoint, its claim, state, resume and export, and the checks before it starts.
-"""
+"""A whole run: the checks before it starts, its claim on a directory, its stages, resuming, and export."""

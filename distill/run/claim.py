@@ -1,6 +1,6 @@
 """The working directory of a run.
 
-Taken only when it is free or kvfold's own, and gone again when nothing was done.
+A run takes it only if it is free or kvfold's own, and removes it if nothing was done.
 """
 
 import errno
@@ -12,12 +12,12 @@ from pathlib import Path
 
 from ...core.errors import InvalidInput
 from ...core.files import locked
-from .signals import ignored
-from .state import saved
+from ...core.signals import ignored
+from ..stages.state import saved
 
-_LOCK = "lock"  # held while a run is at work, and the mark of a directory that kvfold made
-# All that a run puts there; the lock is last, so that a removal cut short can be told from a stranger's
-# directory.
+_LOCK = "lock"  # held while a run is at work; it also marks a directory that kvfold made
+# Everything that a run puts there. The lock is removed last, so that an interrupted removal can be told from
+# a directory that kvfold did not make.
 _WRITTEN = ("tokens.bin", "marks.bin", "tokens.json", "metrics.jsonl", "evaluations.jsonl")
 _FILES = (*_WRITTEN, *(f"{name}.partial" for name in _WRITTEN))
 _DIRECTORIES = ("state", "stages", "best", "trackers", "final")
@@ -28,38 +28,36 @@ _NAMES = {*_FILES, *_DIRECTORIES, _LOCK}
 
 @contextmanager
 def claimed(partial: Path) -> Iterator[None]:
-    """Keep other runs out of the working directory; one without a saved state is emptied first.
+    """Keep other runs out of the working directory for the duration.
 
-    At the end it is removed; also when `InvalidInput` ends the run before any state was saved. Anything else
-    that ends the run leaves it, to go on from.
+    A directory without a saved state is emptied first. The directory is removed at the end, and also when
+    `InvalidInput` ends the run before any state was saved. Anything else that ends the run leaves it, to
+    resume from.
 
     Raises:
-        InvalidInput: the directory is somebody else's, cannot be made, or another run is in it.
+        InvalidInput: the directory was not made by kvfold, cannot be made, or another run is at work in it.
     """
     missing = [path for path in (partial, *partial.parents) if not path.exists()]
     with _locked(partial):
         if not saved(partial / "state"):
             _empty(partial)
         try:
-            with _telling(partial):
+            with _reporting_disk_errors(partial):
                 yield
         except InvalidInput:
             if not saved(partial / "state"):
                 _remove(partial, missing)
             raise
-        with ignored():  # the output is there, so that the run has ended well
+        with ignored():  # the output exists, so the run has ended well
             _remove(partial, [])
 
 
 @contextmanager
-def _telling(partial: Path) -> Iterator[None]:
-    """A disk that is full, or cannot be written any more, as a sentence.
-
-    Of most such errors the system names no file.
-    """
+def _reporting_disk_errors(partial: Path) -> Iterator[None]:
+    """Raise a full or unwritable disk as a sentence. For most such errors the system names no file."""
     try:
         yield
-    except shutil.Error as errors:  # of a whole tree: (from, to, reason) of each file
+    except shutil.Error as errors:  # for a whole tree: (from, to, reason) of each file
         reason = str(errors.args[0][0][2])
     except OSError as error:
         if error.errno not in _DISK:
@@ -68,9 +66,9 @@ def _telling(partial: Path) -> Iterator[None]:
     else:
         return
     kept = "what was saved is kept: " if saved(partial / "state") else ""
-    advice = "make room there" if any(full in reason for full in _FULL) else "mend that"
+    advice = "make room there" if any(full in reason for full in _FULL) else "fix that"
     raise InvalidInput(
-        f"{partial} cannot be written: {reason}; {kept}{advice} and give the same command again"
+        f"{partial} cannot be written: {reason}; {kept}{advice} and run the same command again"
     )
 
 
@@ -78,24 +76,24 @@ def tidy(partial: Path) -> None:
     """Remove the working directory of a run that has ended.
 
     Raises:
-        InvalidInput: it is somebody else's, or a run is in it.
+        InvalidInput: it was not made by kvfold, or a run is at work in it.
     """
     with _locked(partial):
         _remove(partial, [])
 
 
 def is_ours(partial: Path) -> bool:
-    """Whether a directory is, or may become, the working directory of a run: one of ours, or empty."""
+    """Return whether a directory is empty, missing, or the working directory of a run."""
     return _strange(partial) is None
 
 
 @contextmanager
 def _locked(partial: Path) -> Iterator[None]:
-    if found := _strange(partial):
+    found = _strange(partial)
+    if found:
         raise InvalidInput(
-            f"{partial} exists and is no unfinished run of kvfold ({found}); move it, or name another "
-            f"output with --set "
-            "output=DIR"
+            f"{partial} exists and is not an unfinished run of kvfold ({found}); move it, or name another "
+            "output with --set output=DIR"
         )
     busy = f"another run is at work in {partial}; wait for it, or name another output"
     stack = ExitStack()
@@ -111,11 +109,11 @@ def _locked(partial: Path) -> Iterator[None]:
 
 
 def _strange(partial: Path) -> str | None:
-    """What in a directory is not from a run of ours."""
+    """Return what in a directory is not from a run of kvfold; None if there is nothing."""
     if not partial.exists() and not partial.is_symlink():
         return None
     if partial.is_symlink() or not partial.is_dir():
-        return "it is no directory"
+        return "it is not a directory"
     names = {path.name for path in partial.iterdir()}
     if not names or (names <= _NAMES and (partial / _LOCK).is_file()):
         return None
@@ -132,10 +130,10 @@ def _empty(partial: Path) -> None:
 def _remove(partial: Path, made: Sequence[Path]) -> None:
     """Remove what a run put into its directory.
 
-    If that empties it also the directory, and those in `made`, innermost first.
+    If that empties it, the directory is removed too, and then those in `made`, innermost first.
     """
     _empty(partial)
     (partial / _LOCK).unlink()
-    with suppress(OSError):  # somebody put something there meanwhile
+    with suppress(OSError):  # something was put there meanwhile
         for path in dict.fromkeys((partial, *made)):
             path.rmdir()

@@ -1,4 +1,4 @@
-"""What a recipe says, key by key, what running it takes, and whether what it names is there.
+"""The meaning of a recipe's keys, the cost of running it, and checks of the models and texts that it names.
 
 Nothing is trained or written.
 """
@@ -24,15 +24,16 @@ from .preflight import check_stages
 
 
 def validate(file: Path, overrides: Sequence[str] = ()) -> tuple[Recipe, list[str]]:
-    """Check a recipe, and all that it names on this machine; what it names on the Hub is not looked up.
+    """Check a recipe, and everything that it names on this machine.
 
-    Of texts the beginning is read and tokenised, so that mistakes further on are found by the run itself.
+    Models and texts on the Hub are not looked up. Only the beginning of a text is read and tokenised; the run
+    itself finds mistakes further on.
 
     Returns:
-        The recipe, and sentences on what is no mistake but may be a surprise.
+        The recipe, and sentences on what may surprise the reader without being a mistake.
 
     Raises:
-        InvalidInput: what is wrong with it.
+        InvalidInput: the recipe or something that it names is wrong.
     """
     recipe = read_recipe(file, overrides)
     try:
@@ -42,14 +43,12 @@ def validate(file: Path, overrides: Sequence[str] = ()) -> tuple[Recipe, list[st
 
 
 def check_before_launch(recipe: Recipe) -> None:
-    """See what can be seen before several processes are started, so that one tells a mistake and not all.
+    """Check a recipe before several processes are started, so that one of them reports a mistake and not all.
 
     Raises:
-        InvalidInput: as of `check_places`; of a run that goes on, or has ended, the models alone are looked
-        at.
+        InvalidInput: as of `check_places`. For a run that resumes or has ended, only the models are checked.
     """
-    output = Path(recipe.output).expanduser()
-    if not output.exists() and not output.with_name(output.name + ".partial").exists():
+    if not recipe.output_directory.exists() and not recipe.working_directory.exists():
         check_places(recipe)
         return
     student, teacher = models_of(recipe)
@@ -58,34 +57,33 @@ def check_before_launch(recipe: Recipe) -> None:
 
 
 def check_places(recipe: Recipe) -> list[str]:
-    """Check all that a recipe names on this machine; result and errors as of `validate`."""
+    """Check everything that a recipe names on this machine; result and errors as of `validate`."""
     student, teacher = models_of(recipe)
-    output = Path(recipe.output).expanduser()
     try:
-        check_output(output)
+        check_output(recipe.output_directory)
     except InvalidInput as mistake:
         raise InvalidInput(str(mistake).replace("--out", "output")) from None
     check_trackers(recipe.trackers)
     if any(stage.train == "lora" for stage in recipe.stages):
         check_peft()
     for directory in filter(None, (student, teacher)):
-        Checkpoint(directory)  # reads where in its files every tensor is
+        Checkpoint(directory)  # reads the places of all tensors in its files
     if student and teacher:
         check_stages(recipe, student, teacher, sharded=recipe.profile in SHARDED)
     for source in recipe.data.sources:
         check_source(source.source)
     described = describe(student, LoadOptions()) if student else None
-    told, tokens = check_texts(recipe, described)
+    sentences, tokens = check_texts(recipe, described)
     if recipe.evaluate:
         check_held_out(recipe, described, tokens)
-    return told
+    return sentences
 
 
 def models_of(recipe: Recipe) -> tuple[Path | None, Path | None]:
-    """Student and teacher, where they are directories here; None for what is on the Hub.
+    """Return the directories of student and teacher; None for a model on the Hub.
 
     Raises:
-        InvalidInput: a directory is named that is not there, or it has no config.json.
+        InvalidInput: a named directory does not exist or has no config.json.
     """
     student = _local("student", recipe.student)
     if recipe.teacher not in (None, SHARED):
@@ -117,22 +115,22 @@ def _local(key: str, name: str) -> Path | None:
 
 
 def explain(file: Path, overrides: Sequence[str] = (), processes: int | None = None) -> dict[str, Any]:
-    """What every key is, and what each stage does and takes.
+    """Return the meaning of every key, and what each stage does and takes.
 
     Args:
         file: the recipe.
         overrides: `KEY=VALUE`.
-        processes: how many share the run by its profile; None: as many as there are GPUs, or one.
+        processes: how many processes divide the run by its profile; None for one per GPU, or one without a
+            GPU.
 
     Returns:
         Plain values: `keys` (`key`, `value`, `from`: file, --set or default, `meaning`), `stages` (`name`,
-        `mode`, `steps`, `tokens`, `step_tokens`, and `footprint`, None where a model is not here) and `note`,
-        why it is None.
+        `mode`, `steps`, `tokens`, `step_tokens`, and `footprint`, which is None if a model is not here) and
+        `note`, the reason for None.
 
     Raises:
-        InvalidInput: the recipe is wrong, a stage cannot be trained with its models, or its profile is of one
-        process and
-            several are named.
+        InvalidInput: the recipe is wrong, a stage cannot be trained with its models, or several processes are
+            named for a profile with one.
     """
     recipe = read_recipe(file, overrides)
     keys = _keys(recipe, read_content(file), overrides)
@@ -162,19 +160,13 @@ def _keys(recipe: Recipe, content: Mapping[str, Any], overrides: Sequence[str]) 
     rows = []
     for key, value in flatten(recipe.resolved()).items():
         origins = [name for name, places in given.items() if any(_is_inside(key, place) for place in places)]
-        rows.append(
-            {
-                "key": key,
-                "value": value,
-                "from": [*origins, "default"][0 if not origins else len(origins) - 1],
-            }
-        )
-        rows[-1]["meaning"] = describe_key(key)
+        origin = origins[-1] if origins else "default"
+        rows.append({"key": key, "value": value, "from": origin, "meaning": describe_key(key)})
     return rows
 
 
 def _place(key: str) -> str:
-    """`stages.0.lr` as `stages[0].lr`."""
+    """Return `stages.0.lr` as `stages[0].lr`."""
     return "".join(f"[{part}]" if part.isdigit() else f".{part}" for part in key.split(".")).removeprefix(".")
 
 
@@ -186,13 +178,15 @@ def _processes(recipe: Recipe, named: int | None) -> int:
     if recipe.profile in (None, "cpu", "single"):
         if named and named > 1:
             raise InvalidInput(
-                f"--processes {named} needs a profile that has several; add --set profile=ddp (or "
+                f"--processes {named} needs a profile with several processes; add --set profile=ddp (or "
                 f"{', '.join(SHARDED)})"
             )
         return 1
     import torch
 
-    return named or (max(1, torch.cuda.device_count()) if recipe.device != "cpu" else 1)
+    if named:
+        return named
+    return max(1, torch.cuda.device_count()) if recipe.device != "cpu" else 1
 
 
 def _footprints(recipe: Recipe, processes: int) -> tuple[list[dict[str, Any] | None], str | None]:
@@ -201,7 +195,9 @@ def _footprints(recipe: Recipe, processes: int) -> tuple[list[dict[str, Any] | N
     except InvalidInput as mistake:
         return [None] * len(recipe.stages), str(mistake)
     if student is None or teacher is None:
-        return [None] * len(recipe.stages), "memory and time are told for models that are directories here"
+        return [None] * len(
+            recipe.stages
+        ), "memory and time are known only for models that are directories on this machine"
     check_stages(recipe, student, teacher, sharded=recipe.profile in SHARDED)
     return [_footprint(recipe, stage, student, teacher, processes) for stage in recipe.stages], None
 
@@ -215,16 +211,20 @@ def _footprint(recipe: Recipe, stage: Stage, student: Path, teacher: Path, proce
     bf16 = recipe.precision == "bf16" or (
         recipe.precision == "auto" and gpu and torch.cuda.is_bf16_supported()
     )
-    models, shards = (skeleton(student), skeleton(teacher)), processes if recipe.profile in SHARDED else 1
-    found = footprint(recipe, stage, *models, bf16, shards, keeps_layers=recipe.profile == "zero2")
+    shards = processes if recipe.profile in SHARDED else 1
+    keeps_layers = recipe.profile == "zero2"
+    found = footprint(
+        recipe, stage, skeleton(student), skeleton(teacher), bf16, shards, keeps_layers=keeps_layers
+    )
     tokens = recipe.steps(stage) * recipe.step_windows(stage) * recipe.data.seq_len
+    seconds = None
+    if found.flops is not None:
+        seconds = found.flops * tokens / matmul_rate(recipe, bf16) / processes
     return {
         "weights": found.weights,
         "trained": found.trained,
         "processes": processes,
         "memory_bytes": {**found.memory, "total": sum(found.memory.values())},
         "flops_per_token": found.flops,
-        "seconds_at_least": None
-        if found.flops is None
-        else found.flops * tokens / matmul_rate(recipe, bf16) / processes,
+        "seconds_at_least": seconds,
     }

@@ -1,11 +1,10 @@
-"""What a stage takes, from the shapes of its models alone: how many weights are trained, memory, arithmetic.
+"""The cost of a stage, from the shapes of its models: trained weights, memory and arithmetic.
 
-Memory is what one process allocates in float32 training with AdamW; activations are counted as what the
-linear layers read and give, which is within a third of what Llama-like layers keep for the backward pass.
-Processes that shard their models have a
-share each, and beside it what is gathered of them: what is around the layers while a step lasts, the layer at
-work, and gradients, of which there are two while they are exchanged. On a CPU the C library may keep a
-quarter more than is allocated.
+Memory is what one process allocates in float32 training with AdamW. Activations are counted as the inputs and
+outputs of the linear layers, which is within a third of what Llama-like layers store for the backward pass.
+Each of several processes that shard their models holds its part and, in addition, what is gathered at a time:
+the weights around the layers during a step, the layer at work, and gradients, of which two sets exist while
+they are exchanged. On a CPU the C library may hold a quarter more than is allocated.
 """
 
 import time
@@ -25,21 +24,21 @@ from ..recipe.recipe import SHARED, Recipe, Stage
 from ..stages.cached_teacher import cache_for
 from ..stages.weights import TRAINABLE, is_adapter, set_trainable
 
-_ADAMW = 8  # bytes of its two moments, for each trained weight
-_LOGITS = 7  # tensors of a chunk's size that exist at once in float32, see losses/chunks.py
-_MATMUL = {"cpu": 1024, "cuda": 8192}  # size of the product that a machine's rate is taken from
+_ADAMW = 8  # bytes of its two moments per trained weight
+_LOGITS = 7  # tensors of a chunk's size that exist at once in float32 (losses/chunks.py)
+_MATMUL = {"cpu": 1024, "cuda": 8192}  # size of the matrix product that measures a machine's rate
 
 
 @dataclass(frozen=True)
 class Footprint:
-    """Of one stage in one process.
+    """The cost of one stage in one process.
 
     Attributes:
-        weights: of the student; adapters are not among them.
-        trained: how many numbers the optimizer changes.
-        memory: bytes by what they are for.
-        flops: floating-point operations for each token of the data; None for mixtures of experts, which are
-            not counted.
+        weights: numbers in the student, without adapters.
+        trained: numbers that the optimizer changes.
+        memory: bytes by purpose.
+        flops: floating-point operations per token of the data; None for mixtures of experts, which are not
+            counted.
     """
 
     weights: int
@@ -49,7 +48,7 @@ class Footprint:
 
 
 def skeleton(directory: Path) -> Any:
-    """A checkpoint's model without its weights, on the meta device.
+    """Return a checkpoint's model without its weights, on the meta device.
 
     Raises:
         InvalidInput: transformers cannot build it.
@@ -67,15 +66,15 @@ def footprint(
     *,
     keeps_layers: bool = False,
 ) -> Footprint:
-    """What a stage takes.
+    """Return the cost of a stage.
 
     Args:
         recipe: the run.
-        stage: of the recipe.
+        stage: a stage of the recipe.
         student: a skeleton; a stage that trains adapters leaves them in it.
         teacher: a skeleton.
-        bf16: whether forward passes are in bfloat16.
-        processes: among how many the models are sharded.
+        bf16: whether forward passes use bfloat16.
+        processes: number of processes that the models are sharded among.
         keeps_layers: whether gathered layers stay until their backward pass, as under zero2.
 
     Raises:
@@ -100,16 +99,13 @@ def footprint(
     if shards > 1:
         beside = memory["activations"] + memory["logits"]
         memory["gathered"] = _gathered_bytes(recipe, stage, student, teacher, bf16, keeps_layers, beside)
-    flops = (
-        None
-        if any("expert" in name for name, _ in student.named_modules())
-        else _flops(recipe, stage, student, teacher)
-    )
+    has_experts = any("expert" in name for name, _ in student.named_modules())
+    flops = None if has_experts else _flops(recipe, stage, student, teacher)
     return Footprint(weights, trained, memory, flops)
 
 
 def matmul_rate(recipe: Recipe, bf16: bool) -> float:
-    """Floating-point operations a second that this machine does in a large matrix product.
+    """Return the floating-point operations per second of a large matrix product on this machine.
 
     No run is faster.
     """
@@ -147,15 +143,18 @@ def _teacher_bytes(recipe: Recipe, stage: Stage, student: Any, teacher: Any, bf1
 def _gathered_bytes(
     recipe: Recipe, stage: Stage, student: Any, teacher: Any, bf16: bool, keeps_layers: bool, beside: int
 ) -> int:
-    """What is whole at once in a step of sharded models, at most, above `beside`: bytes that are free again
-    when the gradients of what is around the layers are exchanged."""
+    """Return the most bytes that are whole at once in a step of sharded models, in addition to `beside`.
+
+    `beside` counts the bytes that are free again when the gradients of the weights around the layers are
+    exchanged.
+    """
     size = 2 if bf16 else 4
     layers = [_size(layer) for layer in decoder_layers(student)]
     around = size * (_size(student) - sum(layers))
     at_work = size * (sum(layers) + max(layers) if keeps_layers else 2 * max(layers)) + 4 * 2 * max(layers)
-    theirs = (
-        0 if cache_for(stage, recipe) else size * (_size(teacher) - sum(map(_size, decoder_layers(teacher))))
-    )
+    theirs = 0
+    if not cache_for(stage, recipe):
+        theirs = size * (_size(teacher) - sum(map(_size, decoder_layers(teacher))))
     inside = {id(weight) for layer in decoder_layers(student) for weight in layer.parameters()}
     changed: list[nn.Parameter] = [
         weight for weight in student.parameters() if weight.requires_grad and id(weight) not in inside
@@ -169,13 +168,13 @@ def _size(module: nn.Module) -> int:
 
 
 def _activation_bytes(recipe: Recipe, stage: Stage, student: Any, bf16: bool) -> int:
-    tokens, size = stage.micro_batch * recipe.data.seq_len, 2 if bf16 else 4
+    tokens = stage.micro_batch * recipe.data.seq_len
+    size = 2 if bf16 else 4
     layers = [_features(layer) for layer in decoder_layers(student)]
     if stage.how != "end_to_end":
         attention = {name.rpartition(".")[0] for name in TRAINABLE["attention"](student)}
-        one = sum(_wide(module) for name, module in student.named_modules() if name in attention) // len(
-            layers
-        )
+        inside = [module for name, module in student.named_modules() if name in attention]
+        one = sum(map(_wide, inside)) // len(layers)
     elif recipe.gradient_checkpointing:
         one = max(layers) + len(layers) * int(student.config.get_text_config().hidden_size)
     else:
@@ -184,7 +183,7 @@ def _activation_bytes(recipe: Recipe, stage: Stage, student: Any, bf16: bool) ->
 
 
 def _features(layer: nn.Module) -> int:
-    """Numbers that a layer's linear parts read and give for each token."""
+    """Return the numbers per token that a layer's linear modules read and give."""
     return sum(map(_wide, layer.modules()))
 
 
@@ -194,9 +193,7 @@ def _wide(module: nn.Module) -> int:
 
 
 def _flops(recipe: Recipe, stage: Stage, student: Any, teacher: Any) -> float:
-    """A product of a token with a matrix takes two operations for each of its numbers, and its backward
-    pass twice that.
-    """
+    """Return the operations per token: two per number of a matrix, four more in its backward pass."""
     ours, theirs = _matrices(student), _matrices(teacher)
     if stage.how != "end_to_end":
         names = TRAINABLE["attention"](student)
@@ -208,7 +205,7 @@ def _flops(recipe: Recipe, stage: Stage, student: Any, teacher: Any) -> float:
 
 
 def _matrices(model: Any) -> int:
-    """Numbers in all matrices that tokens are multiplied with: the head is, the embedding is looked up."""
+    """Return the numbers in all matrices that tokens are multiplied with: the head, but not the embedding."""
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     return _numbers(model.parameters()) - (0 if embedding is head else _numbers([embedding]))
 

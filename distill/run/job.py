@@ -1,192 +1,179 @@
-"""A whole distillation: from a recipe to a checkpoint. While it runs everything lies beside the output, in
+"""A whole distillation: from a recipe to a checkpoint.
 
-<output>.partial/  tokens.bin  metrics.jsonl  evaluations.jsonl  state/step-N/  best/step-N/  stages/NAME/
-trackers/  final/
-                   final becomes <output>, the rest goes
+While it runs, everything is stored next to the output:
 
-Every stage begins with models loaded anew and the weights last saved, whether a run goes on or is just at its
-next stage: what a stage made of its models (shards, adapters, frozen weights) does not reach the next, and a
-resumed run goes the same way.
+    <output>.partial/  tokens.bin  metrics.jsonl  evaluations.jsonl  state/step-N/  best/step-N/  stages/NAME/
+                       trackers/  final/
+
+At the end final/ becomes <output>, and the rest is removed.
+
+Every stage begins with freshly loaded models and the weights saved last, whether a run resumes or just
+reaches its next stage. A stage's changes to its models (shards, adapters, frozen weights) therefore never
+reach the next stage, and a resumed run takes the same path.
 """
 
 import shutil
-from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
 
-from ...core.console import notice
+from ...core.console import collected_notices, notice
 from ...core.errors import InvalidInput
+from ...core.signals import interruptible
 from ...models.causal_lm import Described, Loaded
-from ..data.order import Windows
+from ..data.order import TrainingWindows
 from ..data.token_store import open_windows, write_tokens
-from ..parallel.sharing import is_sharded, make_accelerator
+from ..parallel.accelerator import is_sharded, make_accelerator
 from ..recipe.data_section import SELF
-from ..recipe.recipe import Mode, Recipe, Stage
-from ..stages.align import align_stage
+from ..recipe.recipe import Recipe, Stage
+from ..stages import state
 from ..stages.cached_teacher import Needed, cache_for, cached_teacher
-from ..stages.loop import Run, advance, train_stage
+from ..stages.stage_work import StageContext
+from ..stages.state import Progress
 from ..stages.stream import Streaming, describe_student, stream_stage
 from ..stages.student import open_student
 from ..stages.teacher import Online, Teacher, open_teacher
-from ..watch.evaluation import Evaluation, best_kept, summary
+from ..watch.evaluation import TrainingEvaluation, best_kept, summary
 from ..watch.held_out import check_held_out, check_unseen, open_held_out
 from ..watch.metrics import Metrics, read_lines, summarise, trim_metrics
-from ..watch.trackers import tracking
-from . import state
+from ..watch.trackers import check_trackers, directory_of, tracking
 from .claim import claimed, tidy
+from .context import RunContext
 from .export import write_output, write_stage
+from .loop import advance, train_stage
 from .preflight import check_stages
 from .resume import find_models, find_result, last_progress
-from .signals import interruptible
-from .state import Progress
-
-# How a stage is trained, by its mode.
-STAGES: dict[Mode, Callable[[Run, Progress, Path | None], Progress]] = {
-    "end_to_end": train_stage,
-    "layerwise": align_stage,
-}
+from .training_result import TrainingResult
 
 
-def distill(recipe: Recipe) -> dict[str, Any]:
-    """Train `recipe.student` and write `recipe.output`; a run that was stopped goes on where its state was
-    last saved.
+def distill(recipe: Recipe) -> TrainingResult:
+    """Train `recipe.student` and write `recipe.output`.
+
+    A run that was stopped resumes where its state was last saved. Where the output of the same run exists
+    already, nothing is trained and its result is returned.
+
+    Args:
+        recipe: the run. `read_recipe` makes one of a YAML file, `Recipe.model_validate` of a mapping.
 
     Returns:
-        Plain values: `output`, `student`, `teacher`, `steps`, `tokens`, and for every stage its losses at
-        both ends.
+        The result of the run.
 
     Raises:
         InvalidInput: something in the recipe cannot be used, the training diverged, or the disk is full.
-        Interrupted: a signal stopped the training.
+        Interrupted: a signal stopped the run; the same recipe resumes it.
+
+    Example:
+        >>> from pathlib import Path
+        >>> from kvfold.distill.recipe.recipe_file import read_recipe
+        >>> result = distill(read_recipe(Path("recipe.yaml")))  # doctest: +SKIP
+        >>> result.output, result.steps  # doctest: +SKIP
     """
     signals: list[int] = []
-    with interruptible(signals):
-        output = Path(recipe.output).expanduser()
-        partial = output.with_name(output.name + ".partial")
-        result = find_result(recipe, output, partial)
-        if result is None:
+    output = recipe.output_directory
+    partial = recipe.working_directory
+    with interruptible(signals), collected_notices() as notices:
+        record = find_result(recipe, output, partial)
+        if record is None:
             student, teacher = find_models(recipe, output)
-            result = _distill(
-                Job(recipe, make_accelerator(recipe), student, teacher, partial, signals), output
-            )
+            accelerator = _open_processes(recipe)
+            record = _distill(RunContext(recipe, accelerator, student, teacher, partial, signals), output)
         else:
-            _tidy_up(make_accelerator(recipe), output, partial)
-    return {"output": str(output), **result}
+            _tidy_up(_open_processes(recipe), output, partial)
+        return TrainingResult.from_record(output, record, tuple(notices))
+
+
+def _open_processes(recipe: Recipe) -> Accelerator:
+    check_trackers(recipe.trackers)
+    return make_accelerator(recipe, directory_of(recipe))
 
 
 def _tidy_up(accelerator: Accelerator, output: Path, partial: Path) -> None:
-    accelerator.wait_for_everyone()  # all have looked before one removes
+    accelerator.wait_for_everyone()  # before rank 0 removes what the others still read
     if accelerator.is_main_process:
-        notice(f"{output} is whole already, by this recipe; to train anew remove it, or name another output")
+        notice(
+            f"{output} is already complete for this recipe; to train again, remove it or name another output"
+        )
         if partial.exists():
             tidy(partial)
     accelerator.end_training()
 
 
-def _distill(job: "Job", output: Path) -> dict[str, Any]:
-    """All stages, and the output; what is told of them."""
-    recipe, accelerator, partial = job.recipe, job.accelerator, job.partial
-    check_stages(recipe, job.student, job.teacher, sharded=is_sharded())
+def _distill(run: RunContext, output: Path) -> dict[str, Any]:
+    """Run all stages and write the output; return its record."""
+    recipe, accelerator, partial = run.recipe, run.accelerator, run.partial
+    check_stages(recipe, run.student, run.teacher, sharded=is_sharded())
     with claimed(partial) if accelerator.is_main_process else nullcontext():
         accelerator.wait_for_everyone()
-        progress, found = last_progress(recipe, partial, job.student, job.teacher)
+        progress, found = last_progress(recipe, partial, run.student, run.teacher)
         if accelerator.is_main_process:
             for name in ("metrics.jsonl", "evaluations.jsonl"):
                 trim_metrics(partial / name, progress.total_steps)
             if found:
-                notice(f"going on after step {progress.total_steps}, saved in {found}")
+                notice(f"resuming after step {progress.total_steps}, saved in {found}")
         with tracking(accelerator, recipe, progress.total_steps):
-            _run_stages(job, progress, found)
-        result = {"student": str(job.student), "teacher": str(job.teacher), "models": progress.models}
-        result |= summarise(partial / "metrics.jsonl", recipe)
-        kept = best_kept(partial, recipe.evaluate)
-        if recipe.evaluate and (history := read_lines(partial / "evaluations.jsonl")):
-            result["evaluation"] = summary(history, kept)
-        accelerator.wait_for_everyone()  # all have read the metrics before they are moved
+            _run_stages(run, progress, found)
+        record = {"student": str(run.student), "teacher": str(run.teacher), "models": progress.models}
+        record |= summarise(partial / "metrics.jsonl", recipe)
+        chosen = best_kept(partial, recipe.evaluate)
+        history = read_lines(partial / "evaluations.jsonl")
+        if recipe.evaluate and history:
+            record["evaluation"] = summary(history, chosen)
+        accelerator.wait_for_everyone()  # before rank 0 moves the metrics that the others still read
         if accelerator.is_main_process:
-            write_output(job, result, kept, output)
+            write_output(run, record, chosen, output)
         accelerator.wait_for_everyone()
         accelerator.end_training()
-    return result
+    return record
 
 
-@dataclass(frozen=True)
-class Job:
-    """A run as a whole.
-
-    Attributes:
-        recipe: what to do.
-        accelerator: device, processes, precision.
-        student: where the checkpoint to be trained lies.
-        teacher: where the model to learn from lies.
-        partial: working directory.
-        signals: those received so far.
-    """
-
-    recipe: Recipe
-    accelerator: Accelerator
-    student: Path
-    teacher: Path
-    partial: Path
-    signals: list[int]
-
-    @property
-    def start(self) -> Path:
-        """The checkpoint that stages in memory start from.
-
-        The student, or what the streamed stages before them have left.
-        """
-        streamed = [
-            self.partial / "stages" / stage.name for stage in self.recipe.stages if stage.how == "stream"
-        ]
-        return next((place for place in reversed(streamed) if place.exists()), self.student)
-
-    def has_weights(self, found: Path) -> bool:
-        """Whether a saved state is of a stage in memory: a streamed one leaves a checkpoint."""
-        return self.recipe.stages[state.read_progress(found).stage].how != "stream"
-
-
-def _run_stages(job: Job, progress: Progress, found: Path | None) -> Progress:
-    """All stages from `progress` on, which was read from the state `found`."""
-    for index in range(progress.stage, len(job.recipe.stages)):
-        stage = job.recipe.stages[index]
+def _run_stages(run: RunContext, progress: Progress, found: Path | None) -> Progress:
+    """Run all stages from `progress` on, which was read from the state `found`."""
+    for index in range(progress.stage, len(run.recipe.stages)):
+        stage = run.recipe.stages[index]
         if index > progress.stage:
             progress = replace(progress, stage=index, step=0)
-        if progress.step < job.recipe.steps(stage) and stage.how == "stream":
-            progress, found = _stream(job, stage, progress), None
-        elif progress.step < job.recipe.steps(stage):
-            latest = found or (state.newest(job.partial / "state") if progress.total_steps else None)
-            run = _open(job, stage, latest)
-            progress, found = STAGES[stage.how](run, progress, latest if progress.step else None), None
-            del run
-        if job.recipe.save.keep_stages and index + 1 < len(job.recipe.stages):
-            write_stage(job, stage)
+        if progress.step < run.recipe.steps(stage):
+            if stage.how == "stream":
+                progress = _stream(run, stage, progress)
+            else:
+                progress = _train(run, stage, progress, found)
+            found = None
+        if run.recipe.save.keep_stages and index + 1 < len(run.recipe.stages):
+            write_stage(run, stage)
     return progress
 
 
-def _open(job: Job, stage: Stage, latest: Path | None) -> Run:
-    """What a stage works with: the models, the student with the weights of the newest state, and the data."""
-    recipe, accelerator = job.recipe, job.accelerator
-    latest = latest if latest and job.has_weights(latest) else None
-    student, units = open_student(job.start, latest, stage, recipe, accelerator)
+def _train(run: RunContext, stage: Stage, progress: Progress, found: Path | None) -> Progress:
+    """Train a stage in memory, with the weights of the newest state."""
+    latest = found
+    if latest is None and progress.total_steps:
+        latest = state.newest(run.partial / "state")
+    context, evaluation = _open(run, stage, latest)
+    return train_stage(context, progress, latest if progress.step else None, evaluation)
+
+
+def _open(
+    run: RunContext, stage: Stage, latest: Path | None
+) -> tuple[StageContext, TrainingEvaluation | None]:
+    """Return what a stage works with: the models, with the weights of a state, and the data."""
+    recipe, accelerator = run.recipe, run.accelerator
+    if latest and not run.has_weights(latest):
+        latest = None
+    student, units = open_student(run.start, latest, stage, recipe, accelerator)
     cache = cache_for(stage, recipe)
     held_out = open_held_out(recipe, student)
-    writes_text = (
-        any(source.source == SELF for source in recipe.data.sources)
-        and not (job.partial / "tokens.bin").exists()
-    )
-    accelerator.wait_for_everyone()  # all have looked before one writes
+    writes_text = _writes_text(run)
+    accelerator.wait_for_everyone()  # before one writes what the others look for
 
     def load_teacher() -> Online:
         alone = writes_text or cache is not None
-        return open_teacher(job.teacher, stage, recipe, accelerator, student, alone=alone)
+        return open_teacher(run.teacher, stage, recipe, accelerator, student, alone=alone)
 
     online = load_teacher() if writes_text or cache is None else None
-    windows = _windows(job, student, online.model if online else None)
+    windows = _windows(run, student, online.model if online else None)
     if held_out and recipe.evaluate:
         check_unseen(held_out, recipe.evaluate.source, windows.tokens)
     teacher: Teacher | None = online
@@ -195,71 +182,68 @@ def _open(job: Job, stage: Stage, latest: Path | None) -> Run:
         if held_out:
             needed = [*needed, (held_out, len(held_out))]
         teacher = cached_teacher(
-            cache, needed, recipe, job.teacher, accelerator, lambda: online or load_teacher()
+            cache, needed, recipe, run.teacher, accelerator, lambda: online or load_teacher()
         )
     assert teacher
     evaluation = None
     if held_out and recipe.evaluate:
-        evaluation = Evaluation(held_out, teacher, accelerator, recipe.evaluate, job.partial)
-    return Run(
-        recipe,
-        accelerator,
-        student.model,
-        teacher,
-        windows,
-        job.partial,
-        job.signals,
-        evaluation,
-        units,
+        evaluation = TrainingEvaluation(held_out, teacher, accelerator, recipe.evaluate, run.partial)
+    context = StageContext(
+        recipe, accelerator, student.model, teacher, windows, run.partial, run.signals, units
     )
+    return context, evaluation
 
 
-def _windows(job: Job, student: Loaded | Described, teacher: Any) -> Windows:
-    """The data, which the first stage of a run writes; `teacher` is a model, where that is what writes."""
-    tokens = job.partial / "tokens.bin"
+def _writes_text(run: RunContext) -> bool:
+    """Return whether the teacher still has to write text to train on."""
+    has_own_text = any(source.source == SELF for source in run.recipe.data.sources)
+    return has_own_text and not (run.partial / "tokens.bin").exists()
+
+
+def _windows(run: RunContext, student: Loaded | Described, teacher: Any) -> TrainingWindows:
+    """Return the data, which the first stage of a run writes; `teacher` is the model that writes text."""
+    tokens = run.partial / "tokens.bin"
     is_missing = not tokens.exists()
-    job.accelerator.wait_for_everyone()  # all have looked before one writes
+    run.accelerator.wait_for_everyone()  # before one writes what the others look for
+    data, count = run.recipe.data, run.recipe.windows
     if is_missing:
-        known = student.vocabulary
-        write_tokens(
-            tokens, job.recipe.data, student.tokenizer, job.recipe.windows, teacher, vocabulary=known
-        )
-    job.accelerator.wait_for_everyone()
-    windows = open_windows(tokens, job.recipe.data)
-    for sentence in windows.repeated(job.recipe.windows) if is_missing else ():
-        notice(sentence)
+        write_tokens(tokens, data, student.tokenizer, count, teacher, vocabulary=student.vocabulary)
+    run.accelerator.wait_for_everyone()
+    windows = open_windows(tokens, data)
+    if is_missing:
+        for sentence in windows.repeated(count):
+            notice(sentence)
     return windows
 
 
-def _stream(job: Job, stage: Stage, progress: Progress) -> Progress:
-    """A stage that has one layer in memory at a time.
+def _stream(run: RunContext, stage: Stage, progress: Progress) -> Progress:
+    """Run a stage that has one layer in memory at a time.
 
-    What it leaves is a checkpoint in stages/NAME, not a state.
+    Its result is a checkpoint in stages/NAME, not a state.
     """
-    if job.accelerator.num_processes > 1:
+    recipe = run.recipe
+    if run.accelerator.num_processes > 1:
         raise InvalidInput(
             f"stage {stage.name}: mode: stream runs in one process; use --profile single, or mode: layerwise"
         )
-    place = job.partial / "stages" / stage.name
+    place = run.partial / "stages" / stage.name
     work = place.with_name(f"{stage.name}.stream")
-    student = describe_student(job.start, job.teacher, job.recipe.data.seq_len)
-    windows = _windows(job, student, None)
-    if job.recipe.evaluate:  # opened by the first stage in memory, which would be late to find it wrong
-        check_held_out(job.recipe, student, windows.tokens)
-    given = Streaming(job.recipe, stage, job.start, job.teacher, windows, progress.cursor, work, job.signals)
-    metrics = Metrics(job.partial / "metrics.jsonl", stage.name, progress.tokens)
+    student = describe_student(run.start, run.teacher, recipe.data.seq_len)
+    windows = _windows(run, student, None)
+    if recipe.evaluate:  # the first stage in memory opens it, which would be late to find it wrong
+        check_held_out(recipe, student, windows.tokens)
+    given = Streaming(recipe, stage, run.start, run.teacher, windows, progress.cursor, work, run.signals)
+    metrics = Metrics(run.partial / "metrics.jsonl", stage.name, progress.tokens)
 
     def save() -> None:
-        state.save(job.partial / "state", progress, state.Gathered(), job.recipe.save.keep)
+        state.save(run.partial / "state", progress, state.Gathered(), recipe.save.keep)
 
     def begin() -> None:
-        if (
-            state.newest(job.partial / "state") is None
-        ):  # else there is something to go on from, which nothing may endanger
+        if state.newest(run.partial / "state") is None:  # a state to resume from must not be put at risk
             save()
 
     for losses in stream_stage(given, place, begin):
-        progress = advance(job.recipe, stage, progress)
+        progress = advance(recipe, stage, progress)
         metrics.record(progress, losses)
     save()
     shutil.rmtree(work)

@@ -1,7 +1,7 @@
-"""Where a run begins: its models, its output, and what an earlier run of the same recipe has left.
+"""The beginning of a run: its models, its output, and what an earlier run of the same recipe has left.
 
-A run that was killed at any moment goes on when the same recipe is given again: from its newest whole state,
-from its output where that stands already, or from nothing.
+A run that was killed at any moment resumes when the same recipe is given again: from its newest whole state,
+from its output if that exists already, or from nothing.
 """
 
 import hashlib
@@ -22,21 +22,20 @@ from ...core.errors import InvalidInput
 from ...core.hub import resolve
 from ..data.token_store import holds_same
 from ..recipe.recipe import SHARED, Recipe, differences
-from . import state
+from ..stages import state
+from ..stages.state import Progress
 from .claim import is_ours
-from .state import Progress
 
 _STAGE = re.compile(r"stages\[(\d+)\]")
-_SAMPLE = (
-    2**12
-)  # bytes read at both ends and in the middle of every tensor: folds of one source differ in few tensors
+# Bytes read at both ends and in the middle of every tensor; folds of one source differ in few tensors.
+_SAMPLE = 2**12
 
 
 def find_models(recipe: Recipe, output: Path) -> tuple[Path, Path]:
-    """Where student and teacher lie.
+    """Return the directories of student and teacher.
 
     Raises:
-        InvalidInput: one is not there, or the output would lie inside one.
+        InvalidInput: one does not exist, or the output would be inside one.
     """
     with as_settings():
         student = _resolve("student", recipe.student)
@@ -49,8 +48,8 @@ def find_models(recipe: Recipe, output: Path) -> tuple[Path, Path]:
     for directory in (student, teacher):
         if output.resolve().is_relative_to(directory.resolve()):
             raise InvalidInput(
-                f"output {output} lies inside {directory}, which is never written; name another with "
-                f"--set output=DIR"
+                f"output {output} is inside {directory}, which is never written; name another with --set "
+                "output=DIR"
             )
     return student, teacher
 
@@ -67,9 +66,7 @@ def _resolve(role: str, name: str) -> Path:
 
 @contextmanager
 def as_settings() -> Iterator[None]:
-    """Advice of the other parts to use an option of their commands becomes advice to set a key of the
-    recipe.
-    """
+    """Turn advice to use an option of another command into advice to set a key of the recipe."""
     try:
         yield
     except InvalidInput as mistake:
@@ -80,19 +77,18 @@ def as_settings() -> Iterator[None]:
 
 
 def find_result(recipe: Recipe, output: Path, partial: Path) -> dict[str, Any] | None:
-    """What a run of this recipe with these models said of itself whose output stands already: given again, it
-    has ended.
+    """Return the record of a finished run of this recipe with these models; None if there is none.
 
-    It may have been killed after its output had its name, while it tidied up or thereafter.
+    The run may have been killed after its output had its name, while it was tidying up or later.
 
     Raises:
-        InvalidInput: the output exists, and is no such run's.
+        InvalidInput: the output exists, and is not of such a run.
     """
     if output.is_dir() and is_ours(partial):
-        told = (read_record(output) or {}).get("distill", {})
-        is_same = "models" in told and not differences(told["recipe"], recipe.resolved())
-        if is_same and told["models"] == fingerprints(*find_models(recipe, output)):
-            return {key: value for key, value in told.items() if key != "recipe"}
+        record = (read_record(output) or {}).get("distill", {})
+        is_same = "models" in record and not differences(record["recipe"], recipe.resolved())
+        if is_same and record["models"] == fingerprints(*find_models(recipe, output)):
+            return {key: value for key, value in record.items() if key != "recipe"}
     with as_settings():
         check_output(output)
     return None
@@ -101,14 +97,13 @@ def find_result(recipe: Recipe, output: Path, partial: Path) -> dict[str, Any] |
 def last_progress(
     recipe: Recipe, partial: Path, student: Path, teacher: Path
 ) -> tuple[Progress, Path | None]:
-    """Where an earlier run of the recipe stopped, and the state saved there; the beginning and None when
-    there was none.
+    """Return where an earlier run of the recipe stopped, and the state saved there.
 
-    That run may have had other stages after those that it has begun, as long as what it has done is what this
-    recipe asks for.
+    Without an earlier run they are the beginning and None. The earlier run may have had other stages after
+    those that it had begun, as long as its work is what this recipe asks for.
 
     Raises:
-        InvalidInput: that run had another recipe or other models.
+        InvalidInput: the earlier run had another recipe or other models.
     """
     models = fingerprints(student, teacher)
     found = state.newest(partial / "state")
@@ -120,36 +115,30 @@ def last_progress(
         if progress.models.get(role, models[role]) != models[role]:
             raise InvalidInput(
                 f"the {role} {directory} is not the checkpoint that {partial} was started with; put that "
-                f"one back to go on, "
-                "or name another output to start anew"
+                "one back to resume, or name another output to start over"
             )
     return replace(progress, recipe=recipe.resolved(), models=models), found
 
 
 def _check_changes(progress: Progress, recipe: Recipe, partial: Path) -> None:
-    """Refuse a recipe by which what is done would have become something else.
-
-    Say which later stages have changed.
-    """
+    """Refuse a recipe that would change what is done already; give notice of changes in later stages."""
     changed = differences(progress.recipe, recipe.resolved())
     if not changed:
         return
     _refuse(changed, progress.stage, partial)
     try:
         before = Recipe.model_validate(progress.recipe)
-    except ValidationError:  # of another version, which knew other keys
+    except ValidationError:  # from another version, with other keys
         _refuse(changed, len(progress.recipe["stages"]) + len(recipe.stages), partial)
         raise
     _refuse(changed, max(_begun(one, partial) for one in (before, recipe)), partial)
     if not holds_same(partial / "tokens.bin", recipe.data, before.windows, recipe.windows):
         raise InvalidInput(
-            f"the recipe reads {recipe.windows} windows of text and the one that {partial} was started "
-            f"with {before.windows}, "
-            "which changes the order of the text in what is done; give the stages that have not begun as "
-            "many tokens as they "
-            "had, or name another output to start anew"
+            f"the recipe reads {recipe.windows} windows of text, but {partial} was started with "
+            f"{before.windows}, which would change the order of the text in the finished part; give the "
+            "stages that have not begun as many tokens as before, or name another output to start over"
         )
-    notice(f"the recipe differs in stages that have not begun, and goes on so: {', '.join(changed)}")
+    notice(f"resuming with a recipe that differs in stages not yet begun: {', '.join(changed)}")
 
 
 def _refuse(changed: list[str], begun: int, partial: Path) -> None:
@@ -158,14 +147,14 @@ def _refuse(changed: list[str], begun: int, partial: Path) -> None:
     if done:
         raise InvalidInput(
             f"the recipe differs from the one that {partial} was started with in {', '.join(done)}; "
-            "change it back to go on, or name another output to start anew"
+            "change it back to resume, or name another output to start over"
         )
 
 
 def _begun(recipe: Recipe, partial: Path) -> int:
-    """The last stage of which something may be done that no state tells of.
+    """Return the index of the last stage with work that no state records; -1 if there is none.
 
-    Streamed layers, or a checkpoint of its own.
+    Such work is streamed layers, or a checkpoint of the stage's own.
     """
     places = partial / "stages"
     return max(
@@ -179,13 +168,14 @@ def _begun(recipe: Recipe, partial: Path) -> int:
 
 
 def fingerprints(student: Path, teacher: Path) -> dict[str, str]:
-    """Of both models, by their roles."""
+    """Return the fingerprints of both models by their roles."""
     return {"student": fingerprint(student), "teacher": fingerprint(teacher)}
 
 
 def fingerprint(directory: Path) -> str:
-    """Tells a checkpoint from others by its config and by parts of every weight, wherever it lies, whenever
-    copied.
+    """Return a hash of a checkpoint's config and of parts of every weight.
+
+    It does not depend on where the checkpoint is stored, or when it was copied.
     """
     digest = hashlib.blake2b((directory / "config.json").read_bytes(), digest_size=16)
     for file in sorted(directory.glob("*.safetensors")):
@@ -199,9 +189,9 @@ def fingerprint(directory: Path) -> str:
 
 
 def _tensors(stream: BinaryIO, size: int) -> list[tuple[int, int]]:
-    """Where the header and the tensors of a safetensors file lie.
+    """Return the places of the header and the tensors of a safetensors file.
 
-    Of a damaged one, which loading refuses, all there is.
+    For a damaged file, which loading refuses, it is the whole file.
     """
     try:
         length = 8 + int.from_bytes(stream.read(8), "little")

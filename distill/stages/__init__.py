@@ -1,1 +1,1 @@
-"""The stages of a run: student and teacher, the training loop, alignment and layer-wise streaming."""
+"""The stages of a run: models, training states, the work of each mode, and its objective."""

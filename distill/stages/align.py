@@ -1,10 +1,9 @@
-"""Alignment: each layer's attention learns what the teacher's gives on the same inputs, those of the teacher.
+"""Alignment: each layer's attention learns the output of the teacher's on the teacher's inputs.
 
-No layer waits for another to be right, so every layer is a problem of its own: while the teacher runs, the
-student's attention of a layer runs on what the teacher's has just read, and its graph is gone before the next
-layer's begins. The loss is the squared error as a share of what the teacher's gives, Σ ‖ŷ - y‖² / Σ ‖y‖² over
-all tokens of a step (as LoLCATs aligns linear attention, arXiv 2410.10254), and gradients are clipped layer
-by layer.
+No layer depends on another being right, so every layer is a problem of its own. While the teacher runs, the
+student's attention of a layer runs on the input of the teacher's, and its graph is freed before the next
+layer's begins. The loss is the squared error relative to the teacher's output, Σ ‖ŷ - y‖² / Σ ‖y‖² over all
+tokens of a step (as LoLCATs aligns linear attention, arXiv 2410.10254). Gradients are clipped layer by layer.
 
 Shapes: B windows, S tokens of a window, D hidden size.
 """
@@ -22,107 +21,97 @@ from ...core.errors import InvalidInput
 from ...models.decoder import Decoder, LayerCall
 from ..data.batch import Batch
 from ..losses import attention_output
-from ..losses.objective import Objective, Seen
 from ..recipe.recipe import Stage
-from ..run import state
-from ..run.state import Progress
+from . import state
 from .capture import Captured
-from .loop import Run, adamw, sum_over_processes, take_step, train_stage
+from .objective import Objective, TeacherView
+from .optimizer import adamw, take_step
+from .stage_work import StageContext, sum_over_processes
 from .teacher import Online, Teacher
 from .weights import set_trainable
 
-Adds = Callable[
-    [Tensor], Tensor
-]  # from what the teacher's attention gives (B, S, D) to what the student's should
-
-
-def align_stage(run: Run, progress: Progress, found: Path | None) -> Progress:
-    """Align layer by layer in memory; arguments, result and errors as of `train_stage`.
-
-    Raises:
-        InvalidInput: also when the layers of student and teacher do not correspond, or the stage trains what
-        is in none.
-    """
-    return train_stage(run, progress, found, Alignment)
+# From the output of the teacher's attention (B, S, D) to that wanted of the student's.
+Adds = Callable[[Tensor], Tensor]
 
 
 class Alignment:
-    """The work of a stage with mode: layerwise, as the loop asks for it.
+    """The work of a stage with mode: layerwise.
 
     Args:
-        run: what the stage is given.
+        context: what the stage works with.
         stage: the stage.
-        found: a saved state to take optimizer and adapters from.
+        found: a saved state to take the optimizer and the adapters from.
 
     Raises:
-        InvalidInput: see `align_stage`.
+        InvalidInput: the layers of student and teacher do not correspond, or the stage trains weights outside
+            of attention.
     """
 
-    def __init__(self, run: Run, stage: Stage, found: Path | None) -> None:
-        self._run, self._stage = run, stage
-        trainable = set_trainable(run.student, stage)
+    def __init__(self, context: StageContext, stage: Stage, found: Path | None) -> None:
+        self._context, self._stage = context, stage
+        trainable = set_trainable(context.student, stage)
         if found:
-            state.restore_weights(found, run.student)  # once more: the adapters are there only now
-        assert isinstance(run.teacher, Online), "a cache of last hidden states has no layers"
-        self._student, self._teacher = Decoder(run.student), run.teacher
+            state.restore_weights(found, context.student)  # again, since the adapters exist only now
+        assert isinstance(context.teacher, Online), "a cache of last hidden states has no layers"
+        self._student, self._teacher = Decoder(context.student), context.teacher
         self._adds = adds(self._student, self._teacher.decoder())
         self._layers = [weights_of(self._student.attention(number)) for number in range(len(self._student))]
         check_inside(
             stage,
-            [name for name, weight in run.student.named_parameters() if weight.requires_grad],
+            [name for name, weight in context.student.named_parameters() if weight.requires_grad],
             self._student,
         )
         self.optimizer = adamw(trainable, stage)
         if found:
-            state.restore_optimizer(found, run.student, self.optimizer)
+            state.restore_optimizer(found, context.student, self.optimizer)
 
     def accumulate(self, cursor: int) -> tuple[dict[str, float], int]:
-        """Form the gradient of one step; returns the loss, each layer's too, and a signal's number or 0."""
-        run, count = self._run, self._run.recipe.step_windows(self._stage)
-        mine = range(cursor + run.accelerator.process_index, cursor + count, run.accelerator.num_processes)
+        """Form the gradient of one step, as `StageWork` says; the losses include that of each layer."""
+        context = self._context
+        accelerator = context.accelerator
+        count = context.recipe.step_windows(self._stage)
+        mine = range(cursor + accelerator.process_index, cursor + count, accelerator.num_processes)
         totals: dict[str, Tensor] = {}
         for first in range(0, len(mine), self._stage.micro_batch):
-            batch = run.windows.batch(mine[first : first + self._stage.micro_batch]).to(
-                run.accelerator.device
-            )
+            cursors = mine[first : first + self._stage.micro_batch]
+            batch = context.windows.batch(cursors).to(accelerator.device)
             calls = self._student.calls(**batch.inputs)
 
             def see(
                 number: int, hidden_BSD: Tensor, given_BSD: Tensor, calls: list[LayerCall] = calls
             ) -> None:
-                with run.accelerator.autocast():
+                with accelerator.autocast():
                     sums = learn(self._student, number, calls[number], hidden_BSD, self._adds(given_BSD))
                 for name, value in zip(("error", "power"), sums, strict=True):
                     totals[f"{name}.{number}"] = totals.get(f"{name}.{number}", 0) + value
 
             self._teacher.show_layers(batch, see)
-        sums, stopped = sum_over_processes(run, totals)
+        sums, stopped = sum_over_processes(context, totals)
         return self._divide(sums), stopped
 
     def _divide(self, sums: dict[str, float]) -> dict[str, float]:
-        """Make of every layer's gradient that of its share of error, over all processes."""
-        shares = []
+        """Divide every layer's gradient by the power of its targets over all processes; return the losses."""
+        errors = []
         for number, weights in enumerate(self._layers):
             power = sums[f"power.{number}"]
             for weight in weights:
                 if weight.grad is not None:
-                    weight.grad = self._run.accelerator.reduce(weight.grad, "sum") / power
-            shares.append(sums[f"error.{number}"] / power)
-        return step_losses(shares)
+                    weight.grad = self._context.accelerator.reduce(weight.grad, "sum") / power
+            errors.append(sums[f"error.{number}"] / power)
+        return step_losses(errors)
 
     def step(self, rate: float) -> float:
-        """Step at a learning rate; returns the norm of the whole gradient, before it was clipped."""
-        return take_step(
-            self.optimizer, rate, math.hypot(*(clip(weights, self._stage) for weights in self._layers))
-        )
+        """Take one step as `StageWork` says; the norm is that of the whole gradient."""
+        norms = [clip(weights, self._stage) for weights in self._layers]
+        return take_step(self.optimizer, rate, math.hypot(*norms))
 
     @torch.no_grad()
     def measure(self, batch: Batch, teacher: Teacher) -> dict[str, Tensor]:
-        """Measures of the student as a whole, summed over a batch."""
-        objective = Objective(self._run.student, self._stage)
-        with self._run.accelerator.autocast():
+        """Measure the whole student as `StageWork` says."""
+        objective = Objective(self._context.student, self._stage)
+        with self._context.accelerator.autocast():
             sums: dict[str, Tensor] = objective(
-                batch, Seen(teacher.predictions(batch), Captured()), measuring=True
+                batch, TeacherView(teacher.predictions(batch), Captured()), measuring=True
             )
         return sums
 
@@ -130,17 +119,17 @@ class Alignment:
 def learn(
     student: Decoder, number: int, call: LayerCall, hidden_BSD: Tensor, wanted_BSD: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Add the gradient of Σ ‖ŷ - y‖² to those of a layer's attention; the graph is gone afterwards.
+    """Add the gradient of Σ ‖ŷ - y‖² to those of a layer's attention; the graph is freed afterwards.
 
     Args:
         student: the decoder.
         number: the layer.
-        call: how the student calls it.
-        hidden_BSD: what the teacher's attention read.
-        wanted_BSD: y, what the student's should give.
+        call: the arguments with which the student calls the layer.
+        hidden_BSD: the input of the teacher's attention.
+        wanted_BSD: y, the output that the student's attention should have.
 
     Returns:
-        Σ ‖ŷ - y‖² and Σ ‖y‖², never zero.
+        Σ ‖ŷ - y‖², and Σ ‖y‖², which is never zero.
     """
     with torch.enable_grad():
         given_BSD = student.attend(number, call, hidden_BSD)
@@ -149,46 +138,46 @@ def learn(
     return error.detach(), wanted_BSD.float().square().sum().clamp_min(torch.finfo(torch.float32).tiny)
 
 
-def step_losses(shares: list[float]) -> dict[str, float]:
-    """What metrics say of a step: the mean of all layers' shares of error, and each."""
-    return {"attention_output": sum(shares) / len(shares)} | {
-        f"align.layer.{n}": share for n, share in enumerate(shares)
-    }
+def step_losses(errors: list[float]) -> dict[str, float]:
+    """Return the metrics of a step: the mean of all layers' relative errors, and each of them."""
+    by_layer = {f"align.layer.{number}": error for number, error in enumerate(errors)}
+    return {"attention_output": sum(errors) / len(errors), **by_layer}
 
 
 def clip(weights: list[nn.Parameter], stage: Stage) -> float:
-    """Clip the gradient of one layer; returns its norm before."""
+    """Clip the gradient of one layer; return its norm before."""
     return float(nn.utils.clip_grad_norm_(weights, stage.grad_clip or math.inf))
 
 
 def weights_of(attention: nn.Module) -> list[nn.Parameter]:
-    """What is trained of an attention module."""
+    """Return the weights of an attention module that are trained."""
     return [weight for weight in attention.parameters() if weight.requires_grad]
 
 
 def check_inside(stage: Stage, trained: Sequence[str], student: Decoder) -> None:
-    """Refuse to train what gets no gradient.
+    """Refuse to train weights that get no gradient.
 
     Args:
-        stage: runs attention modules alone.
-        trained: names of what it trains.
+        stage: runs only attention modules.
+        trained: names of the weights that it trains.
         student: the decoder.
 
     Raises:
-        InvalidInput: something to train is in no attention module.
+        InvalidInput: a weight to be trained is in no attention module.
     """
     inside = tuple(f"{attention}." for attention in student.attentions)
     if not all(name.startswith(inside) for name in trained):
         raise InvalidInput(
-            f"stage {stage.name}: mode: {stage.how} reaches attention alone, and lora.targets name other "
-            f"layers; leave them out"
+            f"stage {stage.name}: mode: {stage.how} trains only attention, but lora.targets names other "
+            "layers; leave them out"
         )
 
 
 def adds(student: Decoder, teacher: Decoder) -> Adds:
-    """What the student's attention should give for what the teacher's gives: the same, unless the student is
-    of the stock latent class, whose weights have taken up factors on what a source's layer adds
-    (containers/blocks.py).
+    """Return the function from the output of the teacher's attention to that wanted of the student's.
+
+    It is the identity, unless the student is of the stock latent class, whose weights contain the factors by
+    which a source's layer scales what it adds (convert/formats/blocks.py).
 
     Raises:
         InvalidInput: the layers do not correspond.
@@ -200,8 +189,8 @@ def adds(student: Decoder, teacher: Decoder) -> Adds:
     ):
         if mine != its:
             raise InvalidInput(
-                f"the student has {mine} {what} and the teacher {its}, so that layers cannot be aligned; "
-                "align with the source that the student was converted from"
+                f"the student has {mine} {what} and the teacher {its}, so layers cannot be aligned; use the "
+                "source that the student was converted from as the teacher"
             )
     if ours.model_type == theirs.model_type or ours.model_type != "deepseek_v3":
         return lambda given_BSD: given_BSD
@@ -209,6 +198,6 @@ def adds(student: Decoder, teacher: Decoder) -> Adds:
     family = family_of(config)
     whole = complete(family, config)
     block = folded_block(family, whole)
-    # An output for engines has their norms' epsilon, and a residual stream scaled to suit it.
+    # An output for engines has the epsilon of their norms, and a residual stream scaled to suit it.
     block = block.scaled((ours.rms_norm_eps / {**whole, **block.config(whole)}["rms_norm_eps"]) ** 0.5)
     return lambda given_BSD: block.adds(given_BSD.movedim(-1, 0)).movedim(0, -1)

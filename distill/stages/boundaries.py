@@ -1,7 +1,7 @@
-"""What goes from one layer of a streamed model to the next, on disk: a file for each step of a stage.
+"""The hidden states between the layers of a streamed model, on disk: a file for each step of a stage.
 
-Boundary n is what enters layer n. Shapes: B windows of a micro-batch, W of a step, S tokens of a window, D
-hidden size.
+Boundary n enters layer n. Shapes: B windows of a micro-batch, W of a step, S tokens of a window, D hidden
+size.
 """
 
 import shutil
@@ -20,7 +20,7 @@ class Boundaries:
     """The boundaries of a stage; two of them exist at a time.
 
     Args:
-        work: the directory they are in.
+        work: their directory.
     """
 
     def __init__(self, work: Path) -> None:
@@ -34,27 +34,26 @@ class Boundaries:
         save_whole({"hidden": hidden_WSD}, place / f"step-{step:05d}.safetensors")
 
     def read(self, number: int, step: int) -> Tensor:
-        """The hidden states (W, S, D) of a step, float32, on the CPU."""
+        """Return the hidden states (W, S, D) of a step, float32, on the CPU."""
         return load_file(self._place(number) / f"step-{step:05d}.safetensors")["hidden"]
 
     def remove(self, number: int) -> None:
-        """Make room."""
+        """Remove a boundary."""
         shutil.rmtree(self._place(number), ignore_errors=True)
 
     def check_room(self, tokens: int, width: int) -> None:
-        """Refuse what the disk cannot hold: 8 bytes for each token and each number of a hidden state.
+        """Refuse a stage that the disk cannot hold: 8 bytes per token and number of a hidden state.
 
         Raises:
-            InvalidInput: says so.
+            InvalidInput: names both sizes.
         """
         need = 2 * 4 * tokens * width
         held = sum(file.stat().st_size for file in self._work.rglob("*") if file.is_file())
         free = shutil.disk_usage(self._work).free + held
         if need > free:
             raise InvalidInput(
-                f"mode: stream keeps what goes from layer to layer on disk, {need:,} bytes, and "
-                f"{self._work} has {free:,}; "
-                "give the stage fewer tokens, or name an output on a larger disk"
+                f"mode: stream stores hidden states between layers on disk, which takes {need:,} bytes, but "
+                f"{self._work} has {free:,}; give the stage fewer tokens, or name an output on a larger disk"
             )
 
     def _place(self, number: int) -> Path:

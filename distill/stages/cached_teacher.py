@@ -20,10 +20,10 @@ from ...core.processes import from_first
 from ...models import teacher_cache
 from ...models.teacher_cache import TeacherCache, parts, window_keys
 from ..data.batch import Batch, Batches
+from ..display import progress_bar
 from ..losses import LOSSES
 from ..losses.predictions import Predictions
 from ..recipe.recipe import Recipe, Stage
-from ..watch.display import progress_bar
 from .capture import Captured
 from .teacher import Online
 

@@ -1,9 +1,9 @@
-"""Packed documents that attend to themselves alone.
+"""Packed documents that attend only to themselves.
 
 Given position ids that start again at 0, and no attention mask, transformers makes a mask that ends where
-they do. Some of its classes do not hand the position ids on to where masks are made (in 5.23 Falcon, OPT,
-gpt-oss): these are given the mask that transformers makes for the others. Whether it works is not looked up
-but seen.
+they do. Some of its classes do not pass the position ids on to where masks are made (in 5.23 Falcon, OPT,
+gpt-oss); these are given the mask that transformers makes for the others. Its effect is tested on the
+model, not looked up.
 """
 
 from inspect import signature
@@ -15,19 +15,18 @@ from transformers.masking_utils import create_masks_for_generate
 
 from ...core.errors import InvalidInput
 
-_FIRST, _SECOND = 5, 6  # tokens of two documents on which it is seen
+_FIRST, _SECOND = 5, 6  # tokens of the two documents of the test
 
 
 def isolate_documents(model: Any, name: str) -> None:
-    """Have a model keep documents apart, in whatever way it needs; the model is changed in place, its weights
-    are not.
+    """Make a model keep documents apart. The model is changed in place, its weights are not.
 
     Args:
-        model: a transformers causal language model in eval mode.
-        name: what a mistake calls it.
+        model: a transformers causal language model in evaluation mode.
+        name: its name in the error.
 
     Raises:
-        InvalidInput: what a document computes still depends on what is packed before it.
+        InvalidInput: a document's results still depend on what is packed before it.
     """
     base = model.base_model
     if "position_ids" in signature(base.forward).parameters:
@@ -39,8 +38,7 @@ def isolate_documents(model: Any, name: str) -> None:
         handle.remove()
     raise InvalidInput(
         f"{name} ({type(model).__name__}) cannot keep packed documents apart; use --set "
-        f"data.packing=stream, where attention "
-        "goes from one document to the next"
+        "data.packing=stream, where attention crosses from one document to the next"
     )
 
 
@@ -51,9 +49,8 @@ def _give_mask(base: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[
         and kwargs.get("attention_mask") is None
         and kwargs.get("past_key_values") is None
     ):
-        shape_BS1 = position_ids_BS.new_empty(
-            (*position_ids_BS.shape, 1), dtype=base.dtype
-        )  # nothing else of it is read
+        # Only its shape and dtype are read.
+        shape_BS1 = position_ids_BS.new_empty((*position_ids_BS.shape, 1), dtype=base.dtype)
         mask = create_masks_for_generate(base.config, shape_BS1, None, None, position_ids_BS)
         kwargs = {**kwargs, "attention_mask": mask}
     return args, kwargs
@@ -61,7 +58,7 @@ def _give_mask(base: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[
 
 @torch.no_grad()
 def _is_isolating(base: Any) -> bool:
-    """Whether the second of two packed documents computes the same after another first one, and by itself."""
+    """Return whether the second of two packed documents gives the same results after another first one."""
     ids_S = torch.arange(_FIRST + _SECOND, device=base.device) % base.get_input_embeddings().num_embeddings
     pair_2S = torch.stack([ids_S, torch.cat([ids_S[:_FIRST].flip(0), ids_S[_FIRST:]])])
     whole_S = torch.arange(_FIRST + _SECOND, device=base.device)
@@ -77,9 +74,9 @@ def _is_isolating(base: Any) -> bool:
         alone_1SD = second(ids_S[None, _FIRST:], whole_S[:_SECOND])
     except (TypeError, ValueError, RuntimeError):  # e.g. ALiBi, whose classes take no mask of four dimensions
         return False
-    # The same shapes in the same kernels: next to what a first document does to a second that sees it, this
-    # is nothing.
+    # The same shapes run in the same kernels, so rounding is far below the effect of a first document on a
+    # second one that attends to it.
     leaks = (packed_2SD[0] - packed_2SD[1]).norm() > 0.1 * (whole_2SD[0] - whole_2SD[1]).norm()
     rounding = 1e-3 if base.dtype == torch.float32 else 0.1
     is_misplaced = (packed_2SD - alone_1SD).norm() > rounding * alone_1SD.norm()
-    return not bool(leaks | is_misplaced)  # NaN is not for this to find
+    return not bool(leaks | is_misplaced)  # NaN is found elsewhere

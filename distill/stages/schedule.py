@@ -5,9 +5,9 @@ from collections.abc import Callable
 
 from ..recipe.recipe import ScheduleName, Stage
 
-_DECAY = 0.2  # share of a `wsd` stage that goes to zero; 10-20 % is enough (arXiv 2405.18392)
+_DECAY = 0.2  # part of a `wsd` stage that decays to zero; 10-20 % is enough (arXiv 2405.18392)
 
-# From progress after the warm-up, in (0, 1], to the share of the peak rate.
+# From progress after the warm-up, in (0, 1], to the rate relative to its peak.
 SCHEDULES: dict[ScheduleName, Callable[[float], float]] = {
     "cosine": lambda progress: 0.5 * (1 + math.cos(math.pi * progress)),
     "wsd": lambda progress: min(1.0, (1 - progress) / _DECAY),
@@ -16,9 +16,9 @@ SCHEDULES: dict[ScheduleName, Callable[[float], float]] = {
 
 
 def learning_rate(stage: Stage, step: int, steps: int) -> float:
-    """The rate of optimizer step `step` (from 0) of a stage of `steps` steps.
+    """Return the rate of optimizer step `step` (from 0) of a stage of `steps` steps.
 
-    No step of any schedule is wasted on zero.
+    No schedule spends a step at a rate of zero.
     """
     share = stage.warmup if stage.warmup < 1 else stage.warmup / stage.tokens
     warm = min(share, 1.0) * steps

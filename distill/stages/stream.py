@@ -1,10 +1,9 @@
-"""Alignment of a model that is larger than memory: one layer of student and teacher at a time, from the first
-to the last.
+"""Alignment of a model that is larger than memory: one layer of student and teacher at a time.
 
-What goes from one layer of the teacher to the next lies on disk: for every step of the stage the hidden
-states that enter the layer, and, growing, those that leave it; what enters it is removed once the layer is
-done. Steps, batches and gradients are those of `align.Alignment`, so the weights are too. A layer that is
-done stays done when the run is killed.
+The hidden states between the teacher's layers are on disk: for every step of the stage those that enter the
+layer at work, and those that leave it so far. The former are removed once the layer is done. Steps, batches
+and gradients are those of `align.Alignment`, so the weights are too. A finished layer stays finished when the
+run is killed.
 
     work/  boundary-00003/step-00000.safetensors ...  boundary-00004/...  layer-00000.safetensors
     layer-00000.json ...
@@ -29,64 +28,65 @@ from ...checkpoints.shards import SHARD_SIZE, ShardWriter
 from ...convert.formats import to_published, to_trainable
 from ...core.errors import InvalidInput
 from ...core.files import save_whole
+from ...core.signals import Interrupted
 from ...models.causal_lm import Described, check_comparable, describe
 from ...models.decoder import Decoder
 from ...models.layered_model import LayeredModel
 from ...models.load_options import LoadOptions
 from ...models.remote_code import ship
 from ..data.batch import Batch
-from ..data.order import Windows
+from ..data.order import TrainingWindows
+from ..display import Show, progress_bar
 from ..recipe.recipe import Recipe, Stage
-from ..watch.display import Show, progress_bar
 from .align import Adds, adds, clip, learn, step_losses, weights_of
 from .boundaries import Boundaries
 from .isolation import isolate_documents
-from .loop import Interrupted, adamw, take_step
+from .optimizer import adamw, take_step
 from .schedule import learning_rate
 from .student import check_positions
 
 
 @dataclass(frozen=True)
 class Streaming:
-    """What a stage with mode: stream is given.
+    """The input of a stage with mode: stream.
 
     Attributes:
         recipe: the whole run.
         stage: the stage.
-        student: where the checkpoint to be trained lies.
-        teacher: where the model to learn from lies.
+        student: directory of the checkpoint to be trained.
+        teacher: directory of the model to learn from.
         windows: the data.
         cursor: of the stage's first window.
-        work: directory for what is not whole yet.
-        signals: those received so far.
+        work: directory for unfinished work.
+        signals: numbers of the signals received so far.
     """
 
     recipe: Recipe
     stage: Stage
     student: Path
     teacher: Path
-    windows: Windows
+    windows: TrainingWindows
     cursor: int
     work: Path
     signals: list[int]
 
     @property
     def boundaries(self) -> Boundaries:
-        """What goes from layer to layer."""
+        """The hidden states between layers."""
         return Boundaries(self.work)
 
     @property
     def tokens(self) -> int:
-        """Of the stage."""
+        """The tokens of the stage."""
         return self.steps * self.recipe.step_windows(self.stage) * self.recipe.data.seq_len
 
     @property
     def steps(self) -> int:
-        """Optimizer steps of the stage, of every layer."""
+        """The optimizer steps of the stage, the same for every layer."""
         return self.recipe.steps(self.stage)
 
     def micro_batches(self, step: int) -> Iterator[Batch]:
-        """What is computed at once, in order."""
+        """Yield the micro-batches of a step, in order."""
         count, size = self.recipe.step_windows(self.stage), self.stage.micro_batch
         first = self.cursor + step * count
         for start in range(first, first + count, size):
@@ -97,17 +97,17 @@ def stream_stage(given: Streaming, out: Path, begun: Callable[[], None]) -> list
     """Align every layer in turn, and write the student with its new attention.
 
     Args:
-        given: what to do; `given.work` may hold what an earlier start of it has done.
-        out: a directory for the checkpoint; where it exists, an earlier start has written it.
-        begun: called when everything is checked and training begins: from now on what is done is worth
-            keeping.
+        given: the input; `given.work` may hold the work of an earlier start.
+        out: a directory for the checkpoint; if it exists, an earlier start has written it.
+        begun: called when everything is checked and training begins: from then on the work is worth keeping.
 
     Returns:
-        The losses of every step, as `align.Alignment` names them.
+        The losses of every step, with the names of `align.Alignment`.
 
     Raises:
         InvalidInput: the layers of student and teacher do not correspond, a layer diverged, or the disk is
-        too small. Interrupted: a signal arrived; the layer at work is begun again.
+            too small.
+        Interrupted: a signal arrived; the layer at work will be begun again.
     """
     given.work.mkdir(parents=True, exist_ok=True)
     try:
@@ -130,7 +130,7 @@ def stream_stage(given: Streaming, out: Path, begun: Callable[[], None]) -> list
 
 
 class _Side:
-    """Student or teacher, with the weights of what is at work."""
+    """The student or the teacher, with the weights that are in use."""
 
     def __init__(self, directory: Path, given: Streaming) -> None:
         self.layered = LayeredModel(Checkpoint(directory), attention=None)
@@ -139,6 +139,7 @@ class _Side:
             with self.layered.streamed(kept=0) as model:
                 isolate_documents(model, str(directory))
         with self.layered.block(0), self.layered.rest(without="head"):
+            # The first call runs a layer to learn its output; later calls run none.
             first = given.windows.batch([given.cursor]).to(self.layered.device)
             self.decoder.calls(**first.inputs)  # later recordings run no layer
 
@@ -147,13 +148,11 @@ class _Layer:
     """The alignment of one layer."""
 
     def __init__(self, given: Streaming, student: _Side, teacher: _Side, change: Adds, number: int) -> None:
-        self._given, self._student, self._teacher, self._adds, self._number = (
-            given,
-            student,
-            teacher,
-            change,
-            number,
-        )
+        self._given = given
+        self._student = student
+        self._teacher = teacher
+        self._adds = change
+        self._number = number
 
     def align(self, show: Show) -> None:
         """Take all steps, and keep the result."""
@@ -161,32 +160,30 @@ class _Layer:
         with self._teacher.layered.block(number), self._student.layered.block(number) as block:
             to_trainable(block)
             weights = weights_of(self._student.decoder.attention(number).requires_grad_(True))
-            optimizer, shares = adamw(weights, given.stage), []
+            optimizer = adamw(weights, given.stage)
+            errors = []
             for step in range(given.steps):
                 error, power = self._accumulate(step)
                 for weight in weights:
                     weight.grad = None if weight.grad is None else weight.grad / power
-                norm = take_step(
-                    optimizer, learning_rate(given.stage, step, given.steps), clip(weights, given.stage)
-                )
+                rate = learning_rate(given.stage, step, given.steps)
+                norm = take_step(optimizer, rate, clip(weights, given.stage))
                 self._check(norm, step)
-                shares.append(error / power)
-                show(number * given.steps + step + 1, f"layer {number}  {shares[-1]:.4f}")
-            attention = self._student.decoder.attentions[number].removeprefix(
-                self._student.decoder.layers[number] + "."
-            )
-            named = {
-                name: tensor
-                for name, tensor in block.state_dict().items()
-                if name.startswith(f"{attention}.")
-            }
-            self._keep(to_published(block, named), shares)
+                errors.append(error / power)
+                show(number * given.steps + step + 1, f"layer {number}  {errors[-1]:.4f}")
+            decoder = self._student.decoder
+            attention = decoder.attentions[number].removeprefix(decoder.layers[number] + ".")
+            whole = block.state_dict()
+            named = {name: whole[name] for name in whole if name.startswith(f"{attention}.")}
+            self._keep(to_published(block, named), errors)
 
     def _accumulate(self, step: int) -> tuple[float, float]:
-        """Form the gradient of a step, and store what leaves the layer; returns Σ ‖ŷ - y‖² and Σ ‖y‖²."""
+        """Form the gradient of a step, store the output of the layer; return Σ ‖ŷ - y‖² and Σ ‖y‖²."""
         given, number = self._given, self._number
         inputs_WSD = given.boundaries.read(number, step)
-        totals, outputs, start = torch.zeros(2), [], 0
+        totals = torch.zeros(2)
+        outputs = []
+        start = 0
         for batch in given.micro_batches(step):
             size = len(batch.input_ids_BS)
             output_BSD, sums = self._learn(batch, inputs_WSD[start : start + size])
@@ -200,9 +197,16 @@ class _Layer:
 
     @torch.no_grad()
     def _learn(self, batch: Batch, hidden_BSD: Tensor) -> tuple[Tensor, Tensor]:
-        """One micro-batch: what the teacher's layer gives, and the sums; the student's gradient grows."""
-        device, number, sums = self._teacher.layered.device, self._number, torch.zeros(2)
-        batch, hidden_BSD = batch.to(device), hidden_BSD.to(device)
+        """Run one micro-batch, and add to the student's gradient.
+
+        Returns:
+            The output of the teacher's layer, and the sums of `learn`.
+        """
+        number = self._number
+        sums = torch.zeros(2)
+        device = self._teacher.layered.device
+        batch = batch.to(device)
+        hidden_BSD = hidden_BSD.to(device)
         student, teacher = self._student.decoder, self._teacher.decoder
         inputs = {"inputs_embeds": torch.zeros_like(hidden_BSD), "position_ids": batch.position_ids_BS}
         mine = student.calls(**inputs)[number]
@@ -218,17 +222,17 @@ class _Layer:
         name, number = self._given.stage.name, self._number
         if not math.isfinite(norm):
             raise InvalidInput(
-                f"stage {name} diverged: the gradient of layer {number} in step {step + 1} is {norm}; use "
-                f"a lower lr"
+                f"stage {name} diverged: the gradient of layer {number} in step {step + 1} is {norm}; use a "
+                "lower lr"
             )
         if self._given.signals:
             raise Interrupted(max(self._given.signals), f"stopped in layer {number} of stage {name}")
 
-    def _keep(self, named: dict[str, Tensor], shares: list[float]) -> None:
-        """The layer is done once its tensors are there; then what entered it is not needed any more."""
+    def _keep(self, named: dict[str, Tensor], errors: list[float]) -> None:
+        """Store the layer's tensors, which marks it as done, and remove its input."""
         work, number = self._given.work, self._number
         prefix = self._student.decoder.layers[number]
-        (work / f"layer-{number:05d}.json").write_text(json.dumps(shares) + "\n", encoding="utf-8")
+        (work / f"layer-{number:05d}.json").write_text(json.dumps(errors) + "\n", encoding="utf-8")
         tensors = {f"{prefix}.{name}": tensor.detach().cpu().contiguous() for name, tensor in named.items()}
         save_whole(tensors, work / f"layer-{number:05d}.safetensors")
         self._given.boundaries.remove(number)
@@ -243,7 +247,7 @@ def _enter(given: Streaming, teacher: _Side) -> None:
 
 
 def _write(given: Streaming, out: Path) -> None:
-    """The student as it was, but for the layers that are done; all or nothing."""
+    """Write the student as it was, with the aligned layers; all or nothing."""
     stored = Checkpoint(given.student)
     aligned = {
         name: file for file in sorted(given.work.glob("layer-*.safetensors")) for name in load_file(file)
@@ -268,12 +272,12 @@ def _write(given: Streaming, out: Path) -> None:
 
 def _losses(given: Streaming, layers: int) -> list[dict[str, float]]:
     files = [given.work / f"layer-{number:05d}.json" for number in range(layers)]
-    shares = [json.loads(file.read_text(encoding="utf-8")) for file in files]
-    return [step_losses(list(of_step)) for of_step in zip(*shares, strict=True)]
+    errors = [json.loads(file.read_text(encoding="utf-8")) for file in files]
+    return [step_losses(list(of_step)) for of_step in zip(*errors, strict=True)]
 
 
 def describe_student(student: Path, teacher: Path, seq_len: int) -> Described:
-    """Tokenizer and configuration of a student that is not in memory.
+    """Return tokenizer and configuration of a student that is not in memory.
 
     Raises:
         InvalidInput: its teacher has another tokenizer, or windows are longer than the student takes.

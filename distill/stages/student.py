@@ -20,35 +20,36 @@ from ...models.decoder import decoder_layers
 from ...models.head import check_head
 from ...models.load_options import LoadOptions
 from ...models.remote_code import ship
-from ..parallel.sharing import first_place, shards_models
-from ..parallel.units import Units, open_in_units, skeleton
+from ..parallel.accelerator import first_place, shards_models
+from ..parallel.layer_units import LayerUnits, open_in_units, skeleton
 from ..recipe.recipe import Recipe, Stage
-from ..run.state import WEIGHTS, restore_weights
 from .isolation import isolate_documents
+from .state import WEIGHTS, restore_weights
 
 
 def open_student(
     directory: Path, latest: Path | None, stage: Stage, recipe: Recipe, accelerator: Accelerator
-) -> tuple[Loaded, Units | None]:
-    """The student that a stage begins with.
+) -> tuple[Loaded, LayerUnits | None]:
+    """Return the student that a stage begins with.
 
     Args:
         directory: its checkpoint.
-        latest: a training state whose weights it has; None: those of the checkpoint.
-        stage: what it is trained in.
-        recipe: says how long windows are, and how documents are packed.
+        latest: a training state with its weights; None for those of the checkpoint.
+        stage: the stage that trains it.
+        recipe: the length of windows, and how documents are packed.
         accelerator: device.
 
     Returns:
-        The student, and where its weights are: None, in it; else it has none, and who shards it gives them
-        and then checks it.
+        The student, and the source of its weights. The source is None if the student has them. Otherwise
+        whoever shards the student gives them, and then checks it.
 
     Raises:
         InvalidInput: as of `load_student` and `check_model`.
     """
-    if shards_models(stage) and (found := open_in_units(directory, torch.float32, opened=True)):
+    found = open_in_units(directory, torch.float32, opened=True) if shards_models(stage) else None
+    if found:
         check_positions(found.loaded, recipe.data.seq_len)
-        found.state = latest
+        found.saved_weights = latest / WEIGHTS if latest else None
         return found.loaded, found
     student = load_student(directory, recipe.data.seq_len, first_place(accelerator, stage))
     if latest:
@@ -59,12 +60,11 @@ def open_student(
 
 
 def check_model(loaded: Loaded, recipe: Recipe) -> None:
-    """What a model must be for its losses to be right, once it has weights; documents are kept apart in it
-    from now on.
+    """Check, once a model has weights, that its losses will be right; it keeps documents apart from now on.
 
     Raises:
-        InvalidInput: its logits are no linear function of its last hidden states, or it cannot keep packed
-        documents apart.
+        InvalidInput: its logits are not a linear function of its last hidden states, or it cannot keep packed
+            documents apart.
     """
     check_head(loaded, torch.arange(4)[None])
     if recipe.data.packing == "documents":
@@ -72,13 +72,13 @@ def check_model(loaded: Loaded, recipe: Recipe) -> None:
 
 
 def load_student(directory: Path, seq_len: int, device: torch.device) -> Loaded:
-    """The student with float32 weights, in evaluation mode: no dropout, so that nothing in training draws
-    random numbers.
+    """Return the student with float32 weights, in evaluation mode.
+
+    Without dropout, nothing in training draws random numbers.
 
     Raises:
-        InvalidInput: it cannot be loaded whole, has fewer positions than a window, or its logits are no
-        linear function of its
-            last hidden states.
+        InvalidInput: it cannot be loaded whole, has fewer positions than a window, or its logits are not a
+            linear function of its last hidden states.
     """
     student = load(directory, LoadOptions(device="cuda" if device.type == "cuda" else "cpu", dtype="float32"))
     check_positions(student, seq_len)
@@ -92,20 +92,19 @@ def check_positions(student: Loaded | Described, seq_len: int) -> None:
     """Refuse windows that are longer than a student takes.
 
     Raises:
-        InvalidInput: says so.
+        InvalidInput: names both lengths.
     """
     if student.positions is not None and seq_len > student.positions:
         raise InvalidInput(
-            f"data.seq_len {seq_len} is more than the {student.positions} positions of the student "
-            f"{student.path}"
+            f"data.seq_len {seq_len} exceeds the {student.positions} positions of the student "
+            f"{student.path}; use at most {student.positions}"
         )
 
 
 def publish(saved: Path, student: Path, directory: Path) -> None:
-    """Write saved weights as a checkpoint with the names, dtypes, config and side files of the student they
-    came from.
+    """Write saved weights as a checkpoint with the names, dtypes, config and side files of its student.
 
-    Where the student is made of decoder layers, one is in memory at a time.
+    If the student is made of decoder layers, one is in memory at a time.
 
     Args:
         saved: a training state; its adapters, if it has any, are left out.
@@ -145,8 +144,10 @@ def publish(saved: Path, student: Path, directory: Path) -> None:
 
 
 def _in_parts(stored: Checkpoint) -> tuple[Any, dict[str, nn.Module]]:
-    """A student without its weights, opened, and its layers by what their weights' names begin with; all
-    other names begin with nothing, and nothing of them is opened. What has no layers is one part."""
+    """Return a student without its weights, opened, and its layers by the prefix of their weights' names.
+
+    All other names have the empty prefix, and nothing of them is opened. A model without layers is one part.
+    """
     try:
         model = skeleton(stored, torch.float32, opened=True)
         buffers = {name for name, _ in model.named_buffers()} & model.state_dict().keys()
@@ -166,7 +167,7 @@ def _buffer(name: str, state: Mapping[str, Tensor], stored: Checkpoint) -> Tenso
 
 
 def _without_ties(model: nn.Module) -> dict[str, Tensor]:
-    """The state dict with each tensor once, under the first of its names."""
+    """Return the state dict with each tensor once, under the first of its names."""
     twice = {name for name, _ in model.named_parameters(remove_duplicate=False)} - {
         name for name, _ in model.named_parameters()
     }

@@ -20,8 +20,9 @@ from ...models.head import check_head
 from ...models.load_options import LoadOptions
 from ..data.batch import Batch
 from ..losses.predictions import Predictions, predict
-from ..parallel.sharing import first_place, gather_no_more, shards_models, share_teacher
-from ..parallel.units import Units, open_in_units
+from ..parallel.accelerator import first_place, shards_models
+from ..parallel.layer_units import LayerUnits, open_in_units
+from ..parallel.sharding import reshard, shard_teacher
 from ..recipe.recipe import SHARED, Recipe, Stage
 from .capture import Captured, capturing
 from .isolation import isolate_documents
@@ -149,13 +150,13 @@ def check_whole(recipe: Recipe, sharded: bool) -> None:
         )
 
 
-def _in_shards(units: Units, student: Loaded, recipe: Recipe) -> Online:
+def _in_shards(units: LayerUnits, student: Loaded, recipe: Recipe) -> Online:
     """Make a teacher of which every process has a part; all must run it together."""
     check_comparable(student, units.loaded, "")
     teacher = Online(units.model)
-    share_teacher(teacher, units)
+    shard_teacher(teacher, units)
     check_model(units.loaded, recipe)
-    gather_no_more(units.model)
+    reshard(units.model)
     return teacher
 
 

@@ -1,4 +1,4 @@
-"""Which weights a stage trains: sets of the model's own, or low-rank adapters beside them.
+"""The weights that a stage trains: sets of the model's own, or low-rank adapters next to them.
 
 Shapes: I inputs and O outputs of a linear layer, R rank.
 """
@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from ...core.errors import InvalidInput
 from ...models.decoder import is_attention
-from ..parallel.sharing import whole
+from ..parallel.tensors import full_tensor
 from ..recipe.recipe import Lora, Stage, WeightSet
 
-_ADAPTER = "default"  # peft's name for the only one
+_ADAPTER = "default"  # peft's name for the only adapter
 
 
 def _attention(model: nn.Module) -> set[str]:
@@ -27,7 +27,7 @@ def _norms(model: nn.Module) -> set[str]:
     return _within(model, lambda module: type(module).__name__.endswith("Norm"))
 
 
-# From a model to the names of the weights in the set; of `lora` those exist once the adapters do.
+# From a model to the names of the weights in the set. Those of `lora` exist once the adapters do.
 TRAINABLE: dict[WeightSet, Callable[[nn.Module], set[str]]] = {
     "all": lambda model: {name for name, _ in model.named_parameters()},
     "attention": _attention,
@@ -37,8 +37,10 @@ TRAINABLE: dict[WeightSet, Callable[[nn.Module], set[str]]] = {
 
 
 def set_trainable(model: nn.Module, stage: Stage) -> list[nn.Parameter]:
-    """Freeze everything but what a stage trains; for `lora`, first put the adapters in. Returns what is left
-    to train.
+    """Freeze everything but the weights that a stage trains; for `lora`, add the adapters first.
+
+    Returns:
+        The weights to train.
 
     Raises:
         InvalidInput: as of `find_trained`.
@@ -53,53 +55,49 @@ def set_trainable(model: nn.Module, stage: Stage) -> list[nn.Parameter]:
 
 
 def find_trained(model: nn.Module, stage: Stage) -> list[str]:
-    """Names of the weights that a stage trains, or of the linear layers that it gives adapters; the model
-    stays as it is.
+    """Return names of the weights that a stage trains, or of the linear layers that get adapters.
+
+    The model stays as it is.
 
     Raises:
         InvalidInput: the model has no such weights or layers, or peft is not installed.
     """
     if stage.train == "lora":
         check_peft()
-    found = (
-        _targets(model, stage.lora or Lora())
-        if stage.train == "lora"
-        else sorted(TRAINABLE[stage.train](model))
-    )
+        found = _targets(model, stage.lora or Lora())
+    else:
+        found = sorted(TRAINABLE[stage.train](model))
     if not found:
         raise InvalidInput(f"train: {stage.train} finds no weights in {type(model).__name__}; use train: all")
     return found
 
 
 def check_peft() -> None:
-    """See whether there is a library for adapters.
+    """Refuse adapters if their library is not installed.
 
     Raises:
-        InvalidInput: there is none.
+        InvalidInput: it is not installed.
     """
     if importlib.util.find_spec("peft") is None:
-        raise InvalidInput("train: lora needs the library peft: pip install 'kvfold[lora]'")
+        raise InvalidInput("train: lora needs the library peft; run pip install 'kvfold[lora]'")
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a weight of this name belongs to an adapter, not to the model."""
+    """Return whether a weight of this name belongs to an adapter, not to the model."""
     return ".lora_" in name
 
 
 def merged(module: Any) -> Tensor:
-    """The whole weight of a linear layer with an adapter, with the adapter's product added.
-
-    What the layer computes.
-    """
-    base = whole(module.base_layer.weight)
-    low_RI, high_OR = whole(module.lora_A[_ADAPTER].weight), whole(module.lora_B[_ADAPTER].weight)
+    """Return the whole weight of a linear layer with an adapter, the adapter's product included."""
+    base = full_tensor(module.base_layer.weight)
+    low_RI, high_OR = full_tensor(module.lora_A[_ADAPTER].weight), full_tensor(module.lora_B[_ADAPTER].weight)
     change_OI = module.scaling[_ADAPTER] * (high_OR @ low_RI)
     result: Tensor = base + (change_OI.T if module.fan_in_fan_out else change_OI)
     return result
 
 
 def adapted(model: nn.Module) -> dict[str, Any]:
-    """The linear layers with an adapter, by name."""
+    """Return the linear layers with an adapter, by name."""
     return {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
 
 
@@ -115,8 +113,10 @@ def _add_adapters(model: nn.Module, lora: Lora, targets: list[str]) -> None:
 
 @contextmanager
 def _on_the_cpu(model: nn.Module) -> Iterator[None]:
-    """For the duration, weights of a model that has none yet look like real ones and take no memory: adapters
-    go where they are, and would be made without numbers."""
+    """Make weights on the meta device look real, without taking memory, for the duration.
+
+    Adapters are put on the device of the weights, and would otherwise get no numbers.
+    """
     places = [
         (module, name, weight) for module in model.modules() for name, weight in module._parameters.items()
     ]
@@ -132,7 +132,7 @@ def _on_the_cpu(model: nn.Module) -> Iterator[None]:
 
 def _targets(model: Any, lora: Lora) -> list[str]:
     modules = dict(model.named_modules())
-    # Losses read the weight of the head alone, so that an adapter beside it would get no gradient.
+    # Losses read only the weight of the head, so an adapter next to it would get no gradient.
     heads = [name for name in modules if modules[name] is model.get_output_embeddings()]
     linear = [name for name in modules if _is_linear(modules[name]) and name not in heads]
     if lora.targets is None:
@@ -143,20 +143,19 @@ def _targets(model: Any, lora: Lora) -> list[str]:
     for name in heads:
         if name.rpartition(".")[2] in unknown:
             raise InvalidInput(
-                f"lora.targets names {name}, the output embedding, which adapters do not reach; leave it out"
+                f"lora.targets names {name}, the output embedding, which cannot have an adapter; leave it out"
             )
     if unknown:
         raise InvalidInput(
-            f"lora.targets names {unknown[0]}, which is no linear layer of the student; those are "
+            f"lora.targets names {unknown[0]}, which is not a linear layer of the student; known: "
             f"{', '.join(known)}"
         )
     return [name for name in linear if name.rpartition(".")[2] in lora.targets]
 
 
 def _is_linear(module: nn.Module) -> bool:
-    return (
-        isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
-    )  # GPT-2's, with its weight transposed
+    # Conv1D is GPT-2's, with its weight transposed.
+    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
 
 
 def _within(model: nn.Module, chosen: Callable[[nn.Module], bool]) -> set[str]:

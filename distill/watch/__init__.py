@@ -1,1 +1,1 @@
-"""The observation of a run: held-out evaluation, metrics, trackers, progress and curves."""
+"""Observation of a run: metrics, evaluation on held-out text, trackers, and the report of a stage."""

@@ -1,9 +1,9 @@
-"""Evaluation of the student while it trains: perplexity on held-out text, KL to the teacher, the share
-recovered.
+"""Evaluation of the student while it trains: perplexity on held-out text, KL to the teacher, recovered share.
 
-evaluations.jsonl has one line an evaluation; the first is of the student before the first stage that has it
-in memory, as it was folded unless other stages came before, and has the teacher's losses too. Nothing here
-draws random numbers or touches what is trained, so a run with evaluations trains to the same bits.
+evaluations.jsonl has one line per evaluation. The first line is of the student before the first stage that
+holds it in memory, and has the teacher's losses too; unless other stages came before, that student is as it
+was folded. Evaluation draws no random numbers and touches no weight in training, so a run with evaluations
+trains to the same bits.
 
 Shapes: N windows, K measures.
 """
@@ -26,17 +26,17 @@ from ...core.errors import InvalidInput
 from ...eval.suites.perplexity import recovered_share
 from ..data.batch import Batch
 from ..recipe.watch_section import Evaluate
-from ..run import state
-from ..run.state import Progress
+from ..stages import state
+from ..stages.state import Progress
 from ..stages.teacher import Teacher
 from .held_out import HeldOut
 from .metrics import append_line, read_lines
 
-# What `Work.measure` gives: sums over a batch's scored tokens.
+# The results of `StageWork.measure`: sums over a batch's scored tokens.
 MEASURES = ("ce", "teacher_ce", "forward_kl", "same_top1")
 Measure = Callable[[Batch, Teacher], dict[str, Tensor]]
 Array = NDArray[np.float64]
-# What metrics call the parts of a line.
+# Names in the metrics, and the keys of a line.
 _METRICS = {
     "eval_perplexity": "perplexity", "eval_kl": "kl", "eval_same_top1": "same_top1",
     "recovered_share": "recovered_share",
@@ -44,14 +44,14 @@ _METRICS = {
 
 
 @dataclass(frozen=True)
-class Evaluation:
-    """How a run is evaluated.
+class TrainingEvaluation:
+    """The evaluations of a run.
 
     Attributes:
         held_out: the text.
         teacher: gives predictions for it.
         accelerator: device, processes.
-        settings: of the recipe.
+        settings: the recipe's section `evaluate`.
         partial: the run's working directory.
     """
 
@@ -63,18 +63,15 @@ class Evaluation:
 
     @property
     def file(self) -> Path:
-        """Where the history is."""
+        """The file with the history."""
         return self.partial / "evaluations.jsonl"
 
     def history(self) -> list[dict[str, Any]]:
-        """What was found so far."""
+        """Return the lines of all evaluations so far."""
         return read_lines(self.file)
 
     def start(self, measure: Measure, stage: str, progress: Progress) -> None:
-        """Evaluate the student before it is trained, and the teacher; once in a run.
-
-        All processes call it.
-        """
+        """Evaluate the student before it is trained, and the teacher; once per run. All processes call it."""
         history = self.history()
         self.accelerator.wait_for_everyone()  # all have looked before one writes
         if not history:
@@ -82,16 +79,15 @@ class Evaluation:
         elif history[0]["text_sha256"] != self.held_out.described["text_sha256"]:
             raise InvalidInput(
                 f"evaluate.source {self.settings.source} is not the text that {self.partial} was started "
-                f"with; put that one "
-                "back to go on, or name another output to start anew"
+                "with; put that text back to resume, or name another output to start over"
             )
 
     def evaluate(self, measure: Measure, stage: str, progress: Progress) -> dict[str, float]:
         """Evaluate after the step that `progress` has just completed. All processes call it.
 
         Returns:
-            `eval_perplexity`, `eval_kl` (nats a token) and `eval_same_top1` of the student, and
-            `recovered_share`, unless it is undefined.
+            `eval_perplexity`, `eval_kl` (nats per token) and `eval_same_top1` of the student, and
+            `recovered_share` unless it is undefined.
         """
         history = self.history()  # before the sums, at which all processes meet, and before a line is written
         sum_NK = self._sums(measure)
@@ -103,9 +99,8 @@ class Evaluation:
         }
         if not math.isfinite(line["perplexity"]):
             raise InvalidInput(
-                f"stage {stage} diverged: after step {progress.total_steps} the perplexity of the "
-                f"held-out text is "
-                f"{line['perplexity']}; use a lower lr"
+                f"stage {stage} diverged: after step {progress.total_steps} the perplexity of the held-out "
+                f"text is {line['perplexity']}; use a lower lr"
             )
         if self.accelerator.is_main_process:
             append_line(self.file, line)
@@ -113,20 +108,18 @@ class Evaluation:
         return {name: line[key] for name, key in _METRICS.items() if line[key] is not None}
 
     def _found(self, sum_NK: Array, history: list[dict[str, Any]]) -> dict[str, Any]:
-        """What a line says of the sums."""
+        """Return the values of a line, computed from the sums."""
         count_N = np.asarray(self.held_out.counts, np.float64)
-        nll_N, teacher_N, kl, same = (
-            sum_NK[:, 0] / count_N,
-            sum_NK[:, 1] / count_N,
-            sum_NK[:, 2].sum(),
-            sum_NK[:, 3].sum(),
-        )
+        nll_N = sum_NK[:, 0] / count_N
+        teacher_N = sum_NK[:, 1] / count_N
+        kl = sum_NK[:, 2].sum()
+        same = sum_NK[:, 3].sum()
         found = {
             "perplexity": _perplexity(nll_N, count_N),
             "kl": kl / count_N.sum(),
             "same_top1": same / count_N.sum(),
+            "window_nll": nll_N.tolist(),
         }
-        found["window_nll"] = nll_N.tolist()
         if not history:
             teacher = {"perplexity": _perplexity(teacher_N, count_N), "window_nll": teacher_N.tolist()}
             return {**found, "recovered_share": None, "teacher": teacher, **self.held_out.described}
@@ -137,9 +130,9 @@ class Evaluation:
 
     @torch.no_grad()
     def _sums(self, measure: Measure) -> Array:
-        """The measures (N, K) of every window, float64.
+        """Return the measures (N, K) of every window, float64.
 
-        Windows are dealt out, and shards need all to run equally often.
+        Windows are dealt to the processes; with shards, all processes must run equally often.
         """
         accelerator, windows = self.accelerator, len(self.held_out)
         sum_NK = torch.zeros(windows, len(MEASURES), device=accelerator.device)
@@ -154,7 +147,7 @@ class Evaluation:
         return whole_NK.cpu().double().numpy()
 
     def keep_best(self, model: nn.Module, progress: Progress) -> None:
-        """Keep the weights where they are the best so far. All processes call it after `evaluate`."""
+        """Keep the weights if they are the best so far. All processes call it after `evaluate`."""
         history = self.history()
         best = best_of(history)
         if self.settings.keep != "best" or best is None or best["step"] != progress.total_steps:
@@ -169,8 +162,10 @@ class Evaluation:
         self.accelerator.wait_for_everyone()
 
     def _drop(self, history: list[dict[str, Any]], best: dict[str, Any]) -> None:
-        """Remove what can be the best no more: a run that is killed goes on from its last saved state, and
-        needs the best up to there."""
+        """Remove weights that can no longer be the best.
+
+        A run that is killed resumes from its last saved state, and needs the best weights up to there.
+        """
         states = state.saved(self.partial / "state")
         until = state.read_progress(states[0]).total_steps if states else 0
         safe = best_of([line for line in history if line["step"] <= until])
@@ -181,12 +176,12 @@ class Evaluation:
 
 
 @dataclass(frozen=True)
-class Kept:
+class ChosenWeights:
     """The evaluation whose weights become the output.
 
     Attributes:
-        line: what it found.
-        state: where the weights are; None: they are those that the run started from.
+        line: its line of evaluations.jsonl.
+        state: the saved weights; None for those that the run started from.
     """
 
     line: dict[str, Any]
@@ -194,40 +189,45 @@ class Kept:
 
 
 def best_of(history: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """The evaluation with the lowest perplexity, of several the first, so that the start stays where nothing
-    beats it; None without any."""
+    """Return the evaluation with the lowest perplexity; None without any.
+
+    It is the first one of several, so that a tie keeps the start.
+    """
     return min(history, key=lambda line: float(line["perplexity"])) if history else None
 
 
-def best_kept(partial: Path, settings: Evaluate | None) -> Kept | None:
-    """What `keep: best` has chosen.
+def best_kept(partial: Path, settings: Evaluate | None) -> ChosenWeights | None:
+    """Return the choice of `keep: best`.
 
-    None, with a notice, where those weights are not there whole, and where it is not asked.
+    It is None where the recipe does not ask for it, and, with a notice, where those weights are no longer
+    whole.
     """
     best = best_of(read_lines(partial / "evaluations.jsonl"))
     if settings is None or settings.keep != "best" or best is None:
         return None
     if _is_start(best):
-        return Kept(best, None)
+        return ChosenWeights(best, None)
     for directory in state.saved(partial / "best"):
         if state.is_whole(directory) and state.read_progress(directory).total_steps == best["step"]:
-            return Kept(best, directory)
-    notice("the best weights are not there any more; the output has the last")
+            return ChosenWeights(best, directory)
+    notice("the best weights are no longer there, so the output has the last ones")
     return None
 
 
-def summary(history: list[dict[str, Any]], kept: Kept | None) -> dict[str, Any]:
-    """What a finished run says of its evaluations.
-
-    Of the teacher, of the start, and of the weights that are the output.
-    """
-    start, line = history[0], kept.line if kept else history[-1]
+def summary(history: list[dict[str, Any]], kept: ChosenWeights | None) -> dict[str, Any]:
+    """Return the record of a finished run's evaluations: of teacher, start, and the weights of the output."""
+    start = history[0]
+    line = history[-1]
+    which = "last"
+    if kept:
+        line = kept.line
+        which = "start" if _is_start(line) else "best"
     return {
         "text": start["text"],
         "text_sha256": start["text_sha256"],
         "teacher_perplexity": start["teacher"]["perplexity"],
         "start_perplexity": start["perplexity"],
-        "kept": "last" if kept is None else "start" if _is_start(line) else "best",
+        "kept": which,
         **{key: line[key] for key in ("step", "perplexity", "kl", "same_top1", "recovered_share")},
     }
 

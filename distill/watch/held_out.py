@@ -24,22 +24,21 @@ from ..recipe.data_section import Data
 from ..recipe.recipe import Recipe
 from ..recipe.watch_section import Evaluate
 
-# tokens in a row that two texts have in common by no chance; a licence's header is shorter in most files
+# Tokens in a row that two texts do not have in common by chance. Most licence headers are shorter.
 _PROBE = 64
 _AT_ONCE = 2**22  # training tokens searched at once
 _ELSEWHERE = ("lm-eval:wikitext",)
-_LARGEST = 2**25  # bytes of a text that is read before a run; a larger one is read by the run
-_ALLOWED = (
-    0.1  # of the windows may hold something that is in the training text as well: a licence, a quotation
-)
+_LARGEST = 2**25  # bytes; a larger text is not read before the run, only by it
+# Proportion of windows that may hold something of the training text, such as a licence or a quotation.
+_ALLOWED = 0.1
 
 
 class HeldOut:
-    """Windows of held-out text, addressed as those of a run; the protocol is that of `kvfold eval`.
+    """Windows of held-out text, addressed like those of a run; the protocol is that of `kvfold eval`.
 
     Args:
-        windows: the text, cut.
-        text: what was cut.
+        windows: the text, cut into windows.
+        text: the text.
     """
 
     def __init__(self, windows: TextWindows, text: Text) -> None:
@@ -56,11 +55,11 @@ class HeldOut:
 
     @property
     def counts(self) -> list[int]:
-        """Scored tokens of each window."""
+        """The number of scored tokens of each window."""
         return [int(count) for count in self._windows.scored_NT.sum(1)]
 
     def batch(self, cursors: Sequence[int]) -> Batch:
-        """The windows of these numbers, each a document of its own."""
+        """Return the windows of these numbers, each a document of its own."""
         chosen = list(cursors)
         ids_BW = self._windows.ids_NW[chosen]
         labels_BS = ids_BW[:, 1:].masked_fill(~self._windows.scored_NT[chosen], IGNORED)
@@ -69,11 +68,11 @@ class HeldOut:
 
 
 def open_held_out(recipe: Recipe, student: Loaded | Described) -> HeldOut | None:
-    """The text of `recipe.evaluate` in windows; None where the recipe has no such section.
+    """Return the text of `recipe.evaluate` in windows; None if the recipe has no such section.
 
     Raises:
-        InvalidInput: it cannot be read, is a source of the run's data, fills no two windows, or the student
-        takes none so long.
+        InvalidInput: it cannot be read, is a source of the run's data, does not fill two windows, or its
+            windows are longer than the student takes.
     """
     settings = recipe.evaluate
     if settings is None:
@@ -83,13 +82,13 @@ def open_held_out(recipe: Recipe, student: Loaded | Described) -> HeldOut | None
     length = settings.seq_len or text.window or recipe.data.seq_len
     if text.window not in (None, length):
         raise InvalidInput(
-            f"evaluate.source {settings.source} has windows of {text.window}; leave evaluate.seq_len "
-            f"{length} out"
+            f"evaluate.source {settings.source} has windows of {text.window} tokens; leave out "
+            f"evaluate.seq_len {length}"
         )
     if student.positions is not None and length > student.positions:
         raise InvalidInput(
-            f"evaluate.seq_len {length} is more than the {student.positions} positions of the student "
-            f"{student.path}"
+            f"evaluate.seq_len {length} exceeds the {student.positions} positions of the student "
+            f"{student.path}; use at most {student.positions}"
         )
     try:
         windows = cut(text, student, length, Options(max_windows=settings.windows))
@@ -99,19 +98,18 @@ def open_held_out(recipe: Recipe, student: Loaded | Described) -> HeldOut | None
         ) from None
     if len(windows.ids_NW) < 2:
         raise InvalidInput(
-            f"evaluate.source {settings.source} fills one window of {length} tokens; a standard error "
-            f"takes two: give a longer "
-            "text, or a lower evaluate.seq_len"
+            f"evaluate.source {settings.source} fills one window of {length} tokens, but a standard error "
+            "needs two; give a longer text, or a lower evaluate.seq_len"
         )
     return HeldOut(windows, text)
 
 
 def check_held_out(recipe: Recipe, student: Described | None, tokens: Sequence[NDArray[np.int32]]) -> None:
-    """All that can be known of a recipe's held-out text before it is run; on the Hub nothing is looked up.
+    """Check everything that can be known of a recipe's held-out text before a run. The Hub is not looked up.
 
     Args:
         recipe: has a section `evaluate`.
-        student: gives the tokenizer; None where it is not here.
+        student: gives the tokenizer; None if it is not on this machine.
         tokens: of the data, as far as they are known.
 
     Raises:
@@ -146,40 +144,41 @@ def check_apart(settings: Evaluate, data: Data) -> None:
             if other.samefile(file) or _is_copy(other, file):
                 raise InvalidInput(
                     f"evaluate.source {settings.source} is trained on: it is {other} of data.source "
-                    f"{source.source}; "
-                    "name a text that the run does not read"
+                    f"{source.source}; name a text that the run does not read"
                 )
 
 
 def check_unseen(held_out: HeldOut, source: str, tokens: Sequence[NDArray[np.int32]]) -> None:
-    """Refuse held-out windows that are in the training text word for word.
+    """Refuse held-out windows that occur in the training text word for word.
 
     Args:
         held_out: the windows.
-        source: what a mistake calls them.
-        tokens: all that the run reads, by source.
+        source: their name in the error.
+        tokens: everything that the run reads, by source.
 
     Raises:
-        InvalidInput: more than a tenth of them are.
+        InvalidInput: more than a tenth of the windows occur there.
     """
     seen = sum(_are_seen(_probes(held_out.ids_NW.numpy()), tokens))
     if seen > _ALLOWED * len(held_out):
         raise InvalidInput(
-            f"evaluate.source {source} is trained on: {seen} of its {len(held_out)} windows are in the "
-            f"run's data word for "
-            "word; name a text that is not"
+            f"evaluate.source {source} is trained on: {seen} of its {len(held_out)} windows occur in the "
+            "run's data word for word; name a text that does not"
         )
 
 
 def _probes(ids_NW: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Ids from the middle of each window (N, P): a window of data rarely begins where one of these does."""
+    """Return ids from the middle of each window (N, P).
+
+    A window of the data rarely begins where one of these does.
+    """
     size = min(_PROBE, max(1, ids_NW.shape[1] // 2))
     start = (ids_NW.shape[1] - size + 1) // 2
     return ids_NW[:, start : start + size]
 
 
 def _are_seen(probe_NP: NDArray[np.int64], tokens: Sequence[NDArray[np.int32]]) -> list[bool]:
-    """Whether each probe stands somewhere in the tokens."""
+    """Return for each probe whether it occurs in the tokens."""
     wanted: dict[bytes, list[int]] = {}
     for number, probe_P in enumerate(probe_NP.astype(np.int32)):
         wanted.setdefault(probe_P.tobytes(), []).append(number)
@@ -193,7 +192,7 @@ def _are_seen(probe_NP: NDArray[np.int64], tokens: Sequence[NDArray[np.int32]]) 
 def _candidates(
     probe_NP: NDArray[np.int64], tokens: Sequence[NDArray[np.int32]]
 ) -> Iterator[NDArray[np.int32]]:
-    """Stretches of the tokens that begin like a probe, by its first ids."""
+    """Yield stretches of the tokens whose first ids are those of a probe."""
     size = probe_NP.shape[1]
     starts = [np.unique(probe_NP[:, at]).astype(np.int32) for at in range(min(4, size))]
     for stream in tokens:

@@ -1,4 +1,4 @@
-"""metrics.jsonl: one line a logged step, and what the finished run says about itself."""
+"""metrics.jsonl, with one line per logged step, and the summary of a finished run."""
 
 import json
 import math
@@ -13,16 +13,16 @@ import torch
 
 from ...core.files import replace_text
 from ..recipe.recipe import Recipe
-from ..run.state import Progress
+from ..stages.state import Progress
 
 
 class Metrics:
     """metrics.jsonl during one stage.
 
     Args:
-        file: what is appended to.
-        stage: its name.
-        tokens: trained on in the run when the clock starts.
+        file: the file that lines are appended to.
+        stage: name of the stage.
+        tokens: tokens trained on in the run when the clock starts.
     """
 
     def __init__(self, file: Path, stage: str, tokens: int) -> None:
@@ -31,22 +31,24 @@ class Metrics:
         self._clock = (time.monotonic(), tokens)
 
     def append(self, progress: Progress, values: Mapping[str, float]) -> dict[str, float]:
-        """Append a line for the step that `progress` has just completed; speed is since the line before.
+        """Append a line for the step that `progress` has just completed. Its speed is since the line before.
 
-        Returns its values.
+        Returns:
+            The values of the line.
         """
-        (then, tokens), self._clock = self._clock, (time.monotonic(), progress.tokens)
+        then, tokens = self._clock
+        self._clock = (time.monotonic(), progress.tokens)
         speed = round((progress.tokens - tokens) / (self._clock[0] - then), 1)
         values = {**values, "tokens_per_second": speed, "peak_memory_gib": peak_memory()}
         self.record(progress, values)
         return values
 
     def leave_out(self, seconds: float) -> None:
-        """Take no notice of this much time, in which nothing was trained."""
+        """Exclude this many seconds, in which nothing was trained, from the speed."""
         self._clock = (self._clock[0] + seconds, self._clock[1])
 
     def record(self, progress: Progress, values: Mapping[str, float]) -> None:
-        """Append a line with these values alone."""
+        """Append a line with only these values."""
         line = {"step": progress.total_steps, "stage": self._stage, "tokens": progress.tokens, **values}
         append_line(self._file, line)
 
@@ -58,23 +60,21 @@ def append_line(file: Path, line: Mapping[str, Any]) -> None:
 
 
 def read_lines(file: Path) -> list[dict[str, Any]]:
-    """The objects of a file of JSON lines; none where there is no file."""
-    return (
-        [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.exists() else []
-    )
+    """Return the objects of a file of JSON lines; none if there is no file."""
+    if not file.exists():
+        return []
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
 
 
 def _is_whole(line: str) -> bool:
     try:
         return line.endswith("\n") and "step" in json.loads(line)
-    except (ValueError, TypeError):  # no JSON, or no object
+    except (ValueError, TypeError):  # not JSON, or not an object
         return False
 
 
 def trim_metrics(file: Path, steps: int) -> None:
-    """Drop the lines of steps that will be done again, and what is no line of ours, such as one that was
-    cut off.
-    """
+    """Drop the lines of steps that will be done again, and incomplete lines."""
     if file.exists():
         lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
         kept = [line for line in lines if _is_whole(line) and json.loads(line)["step"] <= steps]
@@ -82,10 +82,10 @@ def trim_metrics(file: Path, steps: int) -> None:
 
 
 def summarise(file: Path, recipe: Recipe) -> dict[str, Any]:
-    """Steps and tokens of a finished run, and for every stage its losses at both ends, in nats a token.
+    """Return steps and tokens of a finished run, and for every stage its losses at both ends.
 
-    `first` is the loss of the first step, before any training; `last` the mean over the last tenth of the
-    logged steps.
+    `first` is the loss of the first step, before any training. `last` is the mean over the last tenth of the
+    logged steps. Losses are in nats per token where they compare distributions.
     """
     lines = read_lines(file)
     stages = []
@@ -100,7 +100,7 @@ def summarise(file: Path, recipe: Recipe) -> dict[str, Any]:
 
 
 def peak_memory() -> float:
-    """The most memory this process has had, GiB: of the GPU if there is one, otherwise of the machine."""
+    """Return the most memory that this process has used, in GiB: of the GPU if there is one."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         return round(torch.cuda.max_memory_allocated() / 2**30, 3)
     unit = 1 if sys.platform == "darwin" else 2**10  # bytes in what getrusage counts

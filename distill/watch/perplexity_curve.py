@@ -1,4 +1,4 @@
-"""Perplexity against tokens of a finished run: curve.json, and curve.png where matplotlib is installed."""
+"""The perplexity of a finished run against tokens: curve.json, and curve.png if matplotlib is installed."""
 
 import json
 from importlib.util import find_spec
@@ -14,7 +14,7 @@ def write_curve(directory: Path, history: list[dict[str, Any]]) -> None:
     """Write both files into a directory.
 
     Args:
-        directory: of the output.
+        directory: the output.
         history: the lines of evaluations.jsonl.
     """
     curve = {
@@ -41,9 +41,8 @@ def _draw(curve: dict[str, Any], file: Path) -> None:
     axes = figure.add_subplot()
     for stage in dict.fromkeys(point["stage"] for point in points):
         own = [at for at, point in enumerate(points) if point["stage"] == stage]
-        part = points[
-            max(0, own[0] - 1) : own[-1] + 1
-        ]  # each stage's line begins where the one before it ends
+        # The line of each stage begins where the one before it ends.
+        part = points[max(0, own[0] - 1) : own[-1] + 1]
         tokens, perplexities = zip(*((point["tokens"], point["perplexity"]) for point in part), strict=True)
         axes.plot(tokens, perplexities, marker="o", markersize=3, label=stage)
     axes.axhline(curve["teacher_perplexity"], color="black", linestyle="--", linewidth=1, label="teacher")

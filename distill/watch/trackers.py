@@ -1,8 +1,8 @@
-"""Trackers that are told a run's metrics, through accelerate. What they write lies in
-`<output>.partial/trackers`, then in
+"""Trackers that receive a run's metrics through accelerate.
 
-`<output>/trackers`. Nothing leaves the machine by itself: wandb is offline unless WANDB_MODE says otherwise
-(`wandb sync` sends a run later), trackio is local, and writes to TRACKIO_DIR where that is set.
+They write to `<output>.partial/trackers`, which becomes `<output>/trackers`. Nothing leaves the machine
+unless it is asked for: wandb is offline unless WANDB_MODE says otherwise (`wandb sync` sends a run later),
+and trackio is local and writes to TRACKIO_DIR if that is set.
 """
 
 import os
@@ -21,9 +21,9 @@ from ..recipe.watch_section import TrackerName
 
 PROJECT = "kvfold"
 
-# From a recipe, the trackers' directory and the steps done to what each tracker's own start is given.
+# From a recipe, the trackers' directory and the steps done to the arguments of each tracker's own start.
 TRACKERS: dict[TrackerName, Callable[[Recipe, Path, int], dict[str, Any]]] = {
-    # What an interrupted run has told of steps that are done again is not shown twice.
+    # The values of steps that an interrupted run does again are not shown twice.
     "tensorboard": lambda recipe, directory, steps: {"purge_step": steps + 1},
     "wandb": lambda recipe, directory, steps: {
         "name": Path(recipe.output).name,
@@ -41,25 +41,30 @@ TRACKERS: dict[TrackerName, Callable[[Recipe, Path, int], dict[str, Any]]] = {
 
 
 def check_trackers(names: Sequence[TrackerName]) -> None:
-    """Refuse trackers whose library is not there: accelerate would leave them out without a word.
+    """Refuse trackers whose library is not installed: accelerate would leave them out silently.
 
     Raises:
-        InvalidInput: names the first, with the command that installs it.
+        InvalidInput: names the first one, with the command that installs it.
     """
     for name in names:
         if find_spec(name) is None:
-            raise InvalidInput(f"trackers names {name}, whose library is not installed: pip install {name}")
+            raise InvalidInput(f"trackers names {name}, which is not installed; run pip install {name}")
 
 
 def directory_of(recipe: Recipe) -> Path:
-    """Where trackers write while a run is at work."""
-    output = Path(recipe.output).expanduser()
-    return output.with_name(output.name + ".partial") / "trackers"
+    """Return the directory that trackers write to during a run."""
+    return recipe.working_directory / "trackers"
 
 
 @contextmanager
 def tracking(accelerator: Accelerator, recipe: Recipe, steps: int) -> Iterator[None]:
-    """Tell the recipe's trackers whatever `accelerator.log` is given; `steps` were done before."""
+    """Pass the values of `accelerator.log` to the recipe's trackers for the duration.
+
+    Args:
+        accelerator: logs the values.
+        recipe: names the trackers.
+        steps: number of steps done before.
+    """
     if not recipe.trackers:
         yield
         return
@@ -70,7 +75,7 @@ def tracking(accelerator: Accelerator, recipe: Recipe, steps: int) -> Iterator[N
     if "trackio" in recipe.trackers:
         os.environ.setdefault("TRACKIO_DIR", str(directory / "trackio"))  # read when trackio is imported
     settings = {name: TRACKERS[name](recipe, directory, steps) for name in recipe.trackers}
-    with redirect_stdout(sys.stderr):  # stdout is the result's
+    with redirect_stdout(sys.stderr):  # stdout is for the result
         accelerator.init_trackers(PROJECT, init_kwargs=settings)
     try:
         yield

@@ -140,7 +140,23 @@ def show_json(value: Any) -> None:
     click.echo(json.dumps(value, indent=2, sort_keys=False))
 
 
+_collectors: list[list[str]] = []
+
+
+@contextmanager
+def collected_notices() -> Iterator[list[str]]:
+    """Collect the notices of this process for the duration; they are printed as well."""
+    collected: list[str] = []
+    _collectors.append(collected)
+    try:
+        yield collected
+    finally:
+        _collectors.remove(collected)
+
+
 def notice(text: str) -> None:
     """Say something the user should know, on stderr, so that stdout stays machine-readable."""
+    for collected in _collectors:
+        collected.append(text)
     if is_first():
         click.echo(f"Note: {text}", err=True)

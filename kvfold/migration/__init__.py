@@ -1,1 +1,1 @@
-"""`kvfold migrate`: fold, distil and evaluate in steps, as far as a bound holds."""
+"""The command `kvfold migrate`: fold, distil and evaluate in steps, as far as a bound holds."""

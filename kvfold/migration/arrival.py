@@ -1,4 +1,4 @@
-"""How a migration ends: the report, its page, and the chosen checkpoint under its final name."""
+"""The end of a migration: the report, its page, and the chosen checkpoint under its final name."""
 
 import json
 import shutil
@@ -13,12 +13,13 @@ from ..core.errors import InvalidInput
 from ..core.files import replace_text
 from .request import RECORD, SCHEMA, Migration, write_json
 
-UNMET = ".unmet"  # at the end of the output's name, where it does not hold the bound
+UNMET = ".unmet"  # suffix of an output that does not hold the bound
 
 
 def find_report(asked: Migration) -> dict[str, Any] | None:
-    """What a run with the same bound said that was killed after its output had its name and before it had
-    tidied up.
+    """Return the report of a finished run with the same bound; None if there is none.
+
+    The run had given its output its name, and was killed before it had tidied up.
     """
     file = asked.out / "report.json"
     if not file.is_file() or not (asked.partial / RECORD).is_file():
@@ -28,10 +29,12 @@ def find_report(asked: Migration) -> dict[str, Any] | None:
 
 
 def check_places(asked: Migration) -> None:
-    """Refuse outputs that exist, but for what an earlier run of this migration has left that met no bound.
+    """Refuse outputs that exist.
+
+    Outputs that an earlier run of this migration left without meeting its bound are allowed.
 
     Raises:
-        InvalidInput: says so, and what to do.
+        InvalidInput: names the output, and what to do.
     """
     check_output(asked.out, asked.source)
     unmet = _unmet(asked)
@@ -39,17 +42,21 @@ def check_places(asked: Migration) -> None:
         return
     if unmet.exists() or unmet.is_symlink():
         raise InvalidInput(
-            f"{unmet} exists, and {asked.partial}, from which another bound could go on, does not; move "
-            f"it or remove it, or "
-            "name another --out"
+            f"{unmet} exists without {asked.partial}, from which another bound could resume; move or remove "
+            "it, or name another --out"
         )
 
 
 def arrive(asked: Migration, identity: dict[str, Any], found: list[dict[str, Any]]) -> dict[str, Any]:
-    """Give the smallest step that holds its name; where none does, a copy of the largest step another one.
+    """Give the smallest step that holds the bound its final name.
+
+    If no step holds it, a copy of the nearest step gets another name.
+
+    Returns:
+        The report.
 
     Raises:
-        InvalidInput: another step stands there, of an earlier run that met no bound.
+        InvalidInput: the name is taken by another step, of an earlier run that met no bound.
     """
     held = [step for step in found if step["met"]]
     chosen = held[-1] if held else found[0]
@@ -87,7 +94,7 @@ def arrive(asked: Migration, identity: dict[str, Any], found: list[dict[str, Any
     else:
         finish(place, out)
     if held and _unmet(asked).exists():
-        notice(f"{_unmet(asked)} is of an earlier bound; remove it if it is not wanted")
+        notice(f"{_unmet(asked)} is of an earlier bound; remove it if you do not need it")
     return report
 
 
@@ -96,19 +103,18 @@ def _unmet(asked: Migration) -> Path:
 
 
 def _linked(origin: Path, place: Path) -> Path:
-    """A copy that takes no room, so that the original stays to go on from."""
+    """Return a copy that takes no room, so that the original can be resumed from."""
     shutil.rmtree(place, ignore_errors=True)
     return Path(shutil.copytree(origin, place, copy_function=link_or_copy))
 
 
 def _renew(out: Path, place: Path) -> None:
-    """Where the same step met no bound before: only what was said of it is new."""
+    """Replace the reports where the same step met no bound before."""
     weights = next(iter(sorted(place.glob("*.safetensors"))))
     if not (out / weights.name).exists() or not (out / weights.name).samefile(weights):
         raise InvalidInput(
-            f"{out} holds another checkpoint than what comes nearest now; move it, and give the same "
-            f"command again, which goes "
-            f"on from {place.parent}"
+            f"{out} holds a checkpoint that is no longer the nearest one; move it, and run the same command "
+            f"again to resume from {place.parent}"
         )
     for name in ("report.json", "report.html"):
         if (place / name).exists():
@@ -117,12 +123,12 @@ def _renew(out: Path, place: Path) -> None:
 
 
 def _write_page(asked: Migration, directories: list[Path], page: Path) -> None:
-    """The steps beside each other, as `kvfold report` shows them.
+    """Write a page that compares the steps, as `kvfold report` does.
 
-    Left out, with a notice, where its libraries are not here.
+    It is left out, with a notice, if its libraries are not installed.
     """
     if find_spec("matplotlib") is None or find_spec("jinja2") is None:
-        notice("report.html was left out: pip install 'kvfold[report]'")
+        notice("report.html was left out; to have it, run pip install 'kvfold[report]'")
         return
     from ..eval.page.document import compose, write
     from ..eval.page.groups import read_groups
@@ -144,7 +150,7 @@ def _keep_steps(asked: Migration, origin: Path, kept: Path) -> None:
 
 
 def _relocate(place: Path, moved: dict[str, str]) -> None:
-    """Have the records say where things lie when they have their final names."""
+    """Write the final places of things into the records."""
     for file in sorted(
         path for name in ("kvfold.json", "eval.json", "README.md") for path in place.rglob(name)
     ):
@@ -153,7 +159,6 @@ def _relocate(place: Path, moved: dict[str, str]) -> None:
 
 def _moved(content: str, places: dict[str, str]) -> str:
     for old, new in places.items():
-        content = content.replace(old, new).replace(
-            json.dumps(old)[1:-1], json.dumps(new)[1:-1]
-        )  # in text, and as JSON
+        content = content.replace(old, new)
+        content = content.replace(json.dumps(old)[1:-1], json.dumps(new)[1:-1])  # as JSON writes it
     return content

@@ -1,7 +1,4 @@
-"""`kvfold migrate`: fold, distil and evaluate in steps, as far as a bound holds.
-
-No heavy import: `--help` goes through it.
-"""
+"""The command `kvfold migrate`. It imports nothing heavy, since `--help` goes through it."""
 
 import os
 import sys
@@ -14,12 +11,10 @@ from ..convert.algebra.target import NAMES
 from ..core.console import Command, show_json, show_table
 from ..core.errors import InvalidInput
 from ..eval.assertions import Unmet
+from .default_options import STEPS, WINDOW
 
 if TYPE_CHECKING:
     from .request import Migration
-
-STEPS = "50%,25%,12.5%"
-WINDOW = 1024  # tokens at most, where the user says nothing
 
 
 @click.command("migrate", cls=Command)
@@ -30,13 +25,13 @@ WINDOW = 1024  # tokens at most, where the user says nothing
     "bound",
     required=True,
     metavar="BOUND",
-    help="What must hold on --text: 'ppl<1.02x' (times the source's perplexity), or as in `kvfold eval "
-    "--assert`, 'kl<0.05'.",
+    help="Condition that must hold on --text: 'ppl<1.02x' (times the source's perplexity), or one of `kvfold "
+    "eval --assert`, such as 'kl<0.05'.",
 )
 @click.option(
     "--steps",
     metavar="SHARES",
-    help=f"Of the source's cache, falling.  [default: of {STEPS} those that it takes]",
+    help=f"Falling proportions of the source's cache.  [default: those of {STEPS} that it allows]",
 )
 @click.option(
     "--text",
@@ -48,34 +43,42 @@ WINDOW = 1024  # tokens at most, where the user says nothing
 @click.option(
     "--train",
     metavar="TEXT",
-    help="Text to learn on, as `data.source` of a recipe.  [default: stdlib beside it, else self]",
+    help="Training text, as `data.source` of a recipe.  [default: stdlib if --text is stdlib, else self]",
 )
 @click.option(
     "--tokens-per-step",
     default="200k",
     show_default=True,
-    help="Length of each distillation, e.g. 200k or 50M.",
+    help="Length of each distillation, such as 200k or 50M.",
 )
 @click.option(
     "--window",
     type=click.IntRange(min=2),
-    help=f"Tokens of a window.  [default: what it takes, at most {WINDOW}]",
+    help=f"Tokens per window.  [default: the model's positions, at most {WINDOW}]",
 )
-@click.option("--max-windows", type=click.IntRange(min=2), help="Evaluate on so many windows only.")
+@click.option("--max-windows", type=click.IntRange(min=2), help="Evaluate on at most this many windows.")
 @click.option("--calibration", default="self", show_default=True, help="As for `kvfold convert`.")
 @click.option(
-    "--sequences", type=click.IntRange(min=1), default=48, show_default=True, help="Of the calibration."
+    "--sequences",
+    type=click.IntRange(min=1),
+    default=48,
+    show_default=True,
+    help="Number of calibration sequences.",
 )
 @click.option("--refine", type=click.IntRange(min=0), metavar="STEPS", help="As for `kvfold convert`.")
 @click.option(
-    "--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of calibration and training."
+    "--seed",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    help="Seed of calibration and training.",
 )
 @click.option(
     "--set",
     "overrides",
     multiple=True,
     metavar="KEY=VALUE",
-    help="Of every distillation's recipe, e.g. stages.0.lr=1e-4.",
+    help="Override a key of every distillation's recipe, such as stages.0.lr=1e-4.",
 )
 @click.option("--keep-steps", is_flag=True, help="Keep every step's checkpoints, in DIR/steps.")
 @click.option(
@@ -86,12 +89,12 @@ WINDOW = 1024  # tokens at most, where the user says nothing
 def main(dry_run: bool, as_json: bool, **options: Any) -> None:
     """Find the smallest cache for MODEL at which a bound still holds after a short distillation.
 
-    First a fold that keeps everything is compared with the source. Then, step by step: fold the source to the
-    next smaller cache, distil it, evaluate it on held-out text; the first step that does not hold the bound
-    is the last one. The smallest that does becomes DIR, with report.json and report.html; where none does,
-    the first becomes DIR.unmet, with exit code 3. A step whose distillation made it worse is represented by
-    its fold. A killed run goes on when the same command is given again, and one that met no bound when it is
-    given with another. The text decided which step it is: for a final number, evaluate DIR on another one.
+    First, a fold that keeps everything is compared with the source. Then, step by step, the source is folded
+    to the next smaller cache, distilled, and evaluated on held-out text, until a step does not hold the
+    bound. The smallest cache that holds it becomes DIR, with report.json and report.html. If none does, the
+    first step becomes DIR.unmet, with exit code 3. If distillation made a step worse, its fold takes its
+    place. The same command resumes a run that was killed, and a run that met no bound resumes with another
+    bound. This text was used to choose the step, so report final numbers on another one.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise InvalidInput("kvfold migrate runs in one process; start it without a launcher")
@@ -108,22 +111,21 @@ def main(dry_run: bool, as_json: bool, **options: Any) -> None:
         _show(report)
     if not report["met"]:
         raise Unmet(
-            f"no step holds {report['until']}; what came nearest, {report['chosen']}, is in "
-            f"{report['out']}: take another "
-            "bound or begin --steps with a larger share, and the same command goes on from "
-            f"{asked.partial} (else remove that); or give more --tokens-per-step, with another --out"
+            f"no step holds {report['until']}; the nearest one, {report['chosen']}, is in {report['out']}; "
+            "use another bound or begin --steps with a larger cache, and the same command resumes from "
+            f"{asked.partial}, or use more --tokens-per-step with another --out"
         )
 
 
 def _run(asked: "Migration") -> dict[str, Any]:
-    from ..distill.run.signals import Interrupted, interruptible
+    from ..core.signals import Interrupted, interruptible
     from .milestones import migrate
 
     try:
         with interruptible([]):
             return migrate(asked)
     except Interrupted as stop:
-        click.echo(f"Interrupted: {stop}; run the same command again to go on from there.", err=True)
+        click.echo(f"Interrupted: {stop}; run the same command again to resume.", err=True)
         sys.exit(128 + stop.signum)
 
 

@@ -1,6 +1,6 @@
-"""From the command line of `kvfold migrate` to what is done.
+"""The way from the command line of `kvfold migrate` to a checked migration.
 
-The bound, the sizes, the recipe of every step.
+It sets the bound, the sizes, and the recipe of every step.
 """
 
 import re
@@ -26,7 +26,7 @@ from ..eval.options import Options
 from ..texts.corpus import read_text
 from ..texts.documents import check_calibration
 from ..texts.sources import check_source
-from .cli import STEPS, WINDOW
+from .default_options import STEPS, WINDOW
 from .request import Migration, Step
 
 SUITES = ("ppl", "fidelity", "cache")
@@ -35,8 +35,9 @@ RATES = ((50e6, 5e-4), (1e9, 3e-4), (3e9, 5e-5), (float("inf"), 2e-5))
 
 
 def read_bound(text: str) -> Assertion:
-    """`ppl<1.02x`, a multiple of the source's perplexity, or a short path of `kvfold eval --assert` against a
-    number.
+    """Return the bound that a text describes.
+
+    It is `ppl<1.02x`, a multiple of the source's perplexity, or a comparison of `kvfold eval --assert`.
 
     Raises:
         InvalidInput: it has another form.
@@ -46,17 +47,17 @@ def read_bound(text: str) -> Assertion:
     if times is None and (name is None or name[1] not in ALIASES):
         known = ", ".join(ALIASES)
         raise InvalidInput(
-            f"--until {text!r} is no bound; write for example 'ppl<1.02x' or 'kl<0.05', of {known}"
+            f"--until {text!r} is not a bound; write for example 'ppl<1.02x' or 'kl<0.05', of {known}"
         )
     try:
         bound = parse(f"ppl.ratio{times[1]}{times[2]}" if times else text, SUITES)
     except InvalidInput:
         raise InvalidInput(
-            f"--until {text!r} is no comparison with a number; write for example 'ppl<1.02x' or 'kl<0.05'"
+            f"--until {text!r} is not a comparison with a number; write for example 'ppl<1.02x' or 'kl<0.05'"
         ) from None
     if times and bound.bound <= 0:
         raise InvalidInput(
-            f"--until {text!r} can never hold; perplexities are above 0: write for example 'ppl<1.02x'"
+            f"--until {text!r} can never hold, since perplexities are above 0; write for example 'ppl<1.02x'"
         )
     if not times and bound.path[-1] == "perplexity" and bound.bound < 2:
         raise InvalidInput(
@@ -69,10 +70,10 @@ def read_bound(text: str) -> Assertion:
 def read_request(
     model: str, to: str, bound: str, text: str, max_windows: int | None, out: Path, **given: Any
 ) -> Migration:
-    """All that the user asked for, by the names of the command's options, checked before any long work.
+    """Return the migration that the command's options describe, checked before any long work.
 
     Raises:
-        InvalidInput: says what cannot be used.
+        InvalidInput: names the option that cannot be used.
     """
     wanted = read_bound(bound)
     out = out.absolute().parent.resolve() / out.absolute().name  # as records spell places
@@ -82,10 +83,13 @@ def read_request(
     window = content.window or given["window"] or min(source.positions, WINDOW)
     if given["window"] not in (None, window):
         raise InvalidInput(
-            f"--text {text} has windows of {window} tokens; leave --window {given['window']} out"
+            f"--text {text} has windows of {window} tokens; leave out --window {given['window']}"
         )
     if window > source.positions:
-        raise InvalidInput(f"--window {window} is more than the {source.positions} positions of {model}")
+        raise InvalidInput(
+            f"--window {window} exceeds the {source.positions} positions of {model}; use at most "
+            f"{source.positions}"
+        )
     calibration = given["calibration"]
     if calibration not in {"self", "none"} and not calibration.endswith(".safetensors"):
         check_calibration(calibration)
@@ -117,12 +121,12 @@ def read_request(
 
 
 def _read_steps(source: Source, to: str, shares: str | None) -> tuple[Step, ...]:
-    """The sizes, each smaller than the one before; of the default ones those that the source can take."""
+    """Return the sizes, each smaller than the one before; of the defaults, those that the source allows."""
     directory = source.checkpoint.directory
     if to == "mqa":
         if shares is not None:
             raise InvalidInput(
-                f"--steps {shares} does not apply to --to mqa, which has one size; use --to gqa for more"
+                f"--steps {shares} does not apply to --to mqa, which has one size; use --to gqa for several"
             )
         return (Step(name="mqa", sizes={}, plan=make_plan(directory, to, {}, None, "auto")),)
     steps: list[Step] = []
@@ -135,7 +139,7 @@ def _read_steps(source: Source, to: str, shares: str | None) -> tuple[Step, ...]
             step = Step(name=name, sizes=sizes, plan=plan)
             if steps and step.plan.cache()["ratio"] >= steps[-1].plan.cache()["ratio"]:
                 raise InvalidInput(
-                    f"{step.name} gives no smaller cache than {steps[-1].name} before it; name falling shares"
+                    f"{step.name} gives no smaller cache than {steps[-1].name} before it; name falling sizes"
                 )
         except InvalidInput as reason:
             sentence = str(reason).replace("--kv-budget", "--steps")
@@ -145,16 +149,16 @@ def _read_steps(source: Source, to: str, shares: str | None) -> tuple[Step, ...]
                 ) from None
             if not steps and share == STEPS.rpartition(",")[2]:
                 raise
-            notice(f"no step of {share}: {sentence}")
+            notice(f"there is no step of {share}: {sentence}")
             continue
         steps.append(step)
     return tuple(steps)
 
 
 def _read_recipe(source: Source, text: str, window: int, out: Path, given: dict[str, Any]) -> Recipe:
-    """The recipe of every step, with the user's own settings.
+    """Return the recipe of every step, with the user's own settings.
 
-    Its texts are there, and the evaluation's is none of them.
+    Its texts exist, and the evaluation's is not among them.
     """
     for override in given["overrides"]:
         if override.partition("=")[0] in {"student", "output"}:
@@ -165,8 +169,8 @@ def _read_recipe(source: Source, text: str, window: int, out: Path, given: dict[
         raise InvalidInput(f"--tokens-per-step {given['tokens_per_step']}: {reason}") from None
     if not isinstance(tokens, int) or tokens < 1:
         raise InvalidInput(
-            f"--tokens-per-step {given['tokens_per_step']} is no number of tokens; write for example 200k "
-            f"or 50M"
+            f"--tokens-per-step {given['tokens_per_step']} is not a number of tokens; write for example 200k "
+            "or 50M"
         )
     content = _recipe(source, window, tokens, given["seed"])
     content["data"]["source"] = given["train"] or ("stdlib" if text == "stdlib" else "self")
@@ -183,14 +187,11 @@ def _read_recipe(source: Source, text: str, window: int, out: Path, given: dict[
 
 
 def _recipe(source: Source, window: int, tokens: int, seed: int) -> dict[str, Any]:
-    """What a step's distillation is where the user says nothing.
-
-    Forward KL alone, as many steps as make sense.
-    """
+    """Return the default recipe of a step's distillation: forward KL, in as many steps as make sense."""
     checkpoint = source.checkpoint
     weights = sum(checkpoint.spec(name).nbytes // checkpoint.spec(name).dtype.itemsize for name in checkpoint)
-    # Fifty steps where there are tokens for them, but sixteen windows in each: at these rates fewer make a
-    # student worse.
+    # Fifty steps if there are enough tokens, but sixteen windows in each: at these rates, fewer windows make
+    # a student worse.
     batch = max(16 * window, min(65536, tokens // 50))
     steps = -(-tokens // (batch // window * window))
     stage = {
@@ -205,9 +206,7 @@ def _recipe(source: Source, window: int, tokens: int, seed: int) -> dict[str, An
         "schema": 1,
         "data": {"seq_len": window, "seed": seed},
         "stages": [stage],
-        "evaluate": {
-            "every": max(1, steps // 5),
-            "windows": 16,
-        },  # the curve, and the proof that it is not trained on
+        # For the curve, and the proof that the text is not trained on.
+        "evaluate": {"every": max(1, steps // 5), "windows": 16},
         "save": {"every": max(1, min(500, steps // 4))},
     }

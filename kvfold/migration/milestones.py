@@ -1,10 +1,9 @@
-"""The staged way from a source to the smallest cache that holds a bound: a proof, then one size after the
-other.
+"""The steps of a migration: a proof, then one size after the other, to the smallest cache that holds a bound.
 
-Every step folds the source itself and not what the step before has left: latent attention has no heads that
-could be folded again, and with heads there was nothing to gain. On the demo checkpoint (8 heads to 2, one
+Every step folds the source itself and not the result of the step before. Latent attention has no heads that
+could be folded again, and with heads there was nothing to gain: on the demo checkpoint (8 heads to 2, one
 seed, 128 held-out windows) 100k tokens at half and 100k more at a quarter reached KL 0.153, 200k at a quarter
-from the source 0.153 and 100k there 0.158.
+from the source 0.153, and 100k there 0.158.
 """
 
 import json
@@ -31,28 +30,26 @@ from ..verification.verify import verify
 from .arrival import arrive, check_places, find_report
 from .request import Migration, Step, claimed, write_json
 
-# nats of KL, as half precision rounds; in float32 `verify` itself wants more of what keeps everything
+# KL in nats that rounding in half precision explains; in float32 `verify` itself asks for less.
 SAME = 1e-3
 _ROLES = {"source": "teacher", "folded": "parent", "distilled": "student"}
 
 
 def migrate(asked: Migration) -> dict[str, Any]:
-    """Go the whole way, or on from where an earlier run was stopped, also one with another bound.
+    """Run a migration, or resume one that was stopped, possibly with another bound.
 
     Returns:
-        The report, which is in the output's report.json: `met`, `out`, and of every step its numbers.
+        The report, which is stored in the output's report.json: `met`, `out`, and the numbers of every step.
 
     Raises:
-        InvalidInput: an output exists or cannot be written, or a stage refuses what it is given.
-        Unmet: the fold that keeps everything is not its source.
-        distill.signals.Interrupted: a signal stopped the training.
+        InvalidInput: an output exists or cannot be written, or a part of the work refuses its input.
+        Unmet: the fold that keeps everything differs from its source.
+        core.signals.Interrupted: a signal stopped the training.
     """
-    if (report := find_report(asked)) is not None:
+    report = find_report(asked)
+    if report is not None:
         with claimed(asked):
-            notice(
-                f"{asked.out} was whole already; what the run that wrote it has left in {asked.partial} "
-                f"is removed"
-            )
+            notice(f"{asked.out} is already complete; removing the remains of its run in {asked.partial}")
         return report
     check_places(asked)
     with claimed(asked):
@@ -68,23 +65,27 @@ def migrate(asked: Migration) -> dict[str, Any]:
 
 
 def _identity(asked: Migration) -> dict[str, Any]:
-    """Prove the container: a fold that keeps everything has to be the source.
+    """Prove the container: a fold that keeps everything has to equal the source.
 
-    Where there is no such fold, why.
+    If there is no such fold, the result says why.
     """
     file, place = asked.partial / "identity.json", asked.partial / "identity"
     if file.exists():
         return dict(json.loads(file.read_text(encoding="utf-8")))
     click.echo("Verify: a fold that keeps everything against the source", err=True)
     heads = open_source(asked.source).geometry.num_key_value_heads
-    to, sizes, dtype = (
-        ("mla", {"rank": "full"}, "float32") if asked.to == "mla" else ("gqa", {"kv_heads": heads}, "auto")
-    )
+    to = "gqa"
+    dtype = "auto"
+    sizes: dict[str, Any] = {"kv_heads": heads}
+    if asked.to == "mla":
+        to = "mla"
+        dtype = "float32"
+        sizes = {"rank": "full"}
     shutil.rmtree(place, ignore_errors=True)
     try:
         rewrite(make_plan(asked.source, to, sizes, None, dtype), place, "kvfold migrate")
         seen = verify(place, source=asked.source)
-    except InvalidInput as reason:  # the steps' own numbers are measured all the same
+    except InvalidInput as reason:  # the steps' own numbers are still measured
         notice(f"a fold that keeps everything was not compared with the source: {reason}")
         found: dict[str, Any] = {"checked": False, "reason": str(reason)}
     else:
@@ -93,9 +94,7 @@ def _identity(asked: Migration) -> dict[str, Any]:
             [] if distance is not None and distance <= SAME else [f"its KL to it is {distance}"]
         )
         if failures:
-            raise Unmet(
-                f"a fold that keeps everything is not the same as {asked.model}: {'; '.join(failures)}"
-            )
+            raise Unmet(f"a fold that keeps everything differs from {asked.model}: {'; '.join(failures)}")
         found = {"checked": True, "kl": distance, "max_logit_difference": seen.measured["max_difference"]}
     shutil.rmtree(place, ignore_errors=True)
     write_json(file, found)
@@ -103,10 +102,10 @@ def _identity(asked: Migration) -> dict[str, Any]:
 
 
 def _carry_out(asked: Migration, step: Step) -> dict[str, Any]:
-    """Fold, distil and evaluate one size, as far as that is not done; what was found.
+    """Fold, distil and evaluate one size, as far as that is not done; return the findings.
 
-    Where distillation has made it worse, or may have by what the bound is about, the fold is judged too, and
-    the better stands.
+    If distillation made it worse, or may have by the bound's own measure, the fold is evaluated too, and the
+    better one is used.
     """
     folded, distilled = (asked.partial / name / step.name for name in ("folded", "distilled"))
     if not folded.exists():
@@ -122,15 +121,15 @@ def _carry_out(asked: Migration, step: Step) -> dict[str, Any]:
         fold = _summary(asked, step, "folded", perplexity, _evaluate(asked, folded, None))
         if (fold["met"], is_worse) > (best["met"], not is_worse):
             notice(
-                f"its distillation made {step.name} worse, so that the fold itself stands for it; give more "
-                "--tokens-per-step, or a lower --set stages.0.lr=RATE"
+                f"distillation made {step.name} worse, so its fold is used; give more --tokens-per-step, or "
+                "a lower --set stages.0.lr=RATE"
             )
             return fold
     return best
 
 
 def _evaluate(asked: Migration, checkpoint: Path, parent: Path | None) -> dict[str, Any]:
-    """The report of a checkpoint, made where it is not there."""
+    """Return the evaluation of a checkpoint, which is made if it does not exist."""
     file = checkpoint / "eval.json"
     if not file.exists():
         with reserved(file) as (journal, write):
@@ -141,7 +140,7 @@ def _evaluate(asked: Migration, checkpoint: Path, parent: Path | None) -> dict[s
 
 
 def _fold(asked: Migration, step: Step, folded: Path) -> None:
-    """Write the fold of one size; statistics are taken once for all."""
+    """Write the fold of one size; statistics are computed once for all sizes."""
     statistics, source = _statistics(asked), asked.source
     plan = make_plan(source, asked.to, step.sizes, None, "auto", statistics, asked.refine)
     for sentence in plan.notices:
@@ -173,7 +172,7 @@ def _statistics(asked: Migration) -> Statistics | None:
 def _summary(
     asked: Migration, step: Step, kept: str, perplexity: dict[str, float], report: dict[str, Any]
 ) -> dict[str, Any]:
-    """What a step has reached with one of its checkpoints.
+    """Return the findings for a step with one of its checkpoints.
 
     `evaluation` is the whole report of `kvfold eval`.
     """

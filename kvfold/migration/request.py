@@ -1,4 +1,4 @@
-"""The settings of a migration, and its working directory.
+"""The request of a migration, and its working directory.
 
     <out>.partial/  lock  asked.json  identity.json  statistics.safetensors  folded/STEP/  distilled/STEP/
 
@@ -39,7 +39,7 @@ class Step:
     """A size on the way.
 
     Attributes:
-        name: its share of the source's cache, e.g. `25%`, or `mqa`.
+        name: its proportion of the source's cache, such as `25%`, or `mqa`.
         sizes: the options of `target.from_options`.
         plan: the fold by weights alone, which knows the output's shapes.
     """
@@ -51,16 +51,16 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True)
 class Migration:
-    """What is asked for, checked.
+    """A checked request.
 
     Attributes:
         model: the source as the user named it.
         source: its directory.
         to: `gqa`, `mqa` or `mla`.
         steps: from the largest cache to the smallest.
-        bound: what an evaluation has to hold.
+        bound: the condition on an evaluation.
         text: held-out text.
-        options: how it is read.
+        options: how the text is read.
         calibration: the arguments of `study`.
         refine: steps of the fold's refinement.
         recipe: of every step's distillation; student and output are filled in.
@@ -89,7 +89,7 @@ class Migration:
     def asked(self) -> dict[str, Any]:
         """Return everything that the numbers depend on.
 
-        The bound and the list of steps may change between two runs; this may not.
+        It must stay the same between two runs; the bound and the list of steps may change.
         """
         recipe = self.recipe.resolved()
         return {
@@ -184,7 +184,7 @@ def _read(record: Path) -> dict[str, Any]:
 
 
 def _check_same(record: Path, asked: Migration) -> None:
-    """Note what is asked, or compare it with what an earlier run has noted."""
+    """Store the request, or compare it with that of an earlier run."""
     new = json.loads(json.dumps(asked.asked()))
     if not record.exists():
         write_json(record, new)

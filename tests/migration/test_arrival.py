@@ -24,7 +24,7 @@ def test_another_bound_goes_on_from_what_met_none(
     first = run(arguments(texts, out, "ppl<0.5x", steps="50%"))
     assert first.exit_code == 3
     assert (
-        f"take another bound or begin --steps with a larger share, and the same command goes on from "
+        f"use another bound or begin --steps with a larger cache, and the same command resumes from "
         f"{out}.partial" in first.stderr
     )
     weights = (unmet / "model.safetensors").read_bytes()
@@ -52,7 +52,7 @@ def test_a_fold_that_its_distillation_made_worse_stands_for_itself(
     words = arguments(texts, out, steps="50%", set="stages.0.lr=0.5")
     done = run([*words, "--set", "evaluate=null", "--json", "--keep-steps"])
     assert done.exit_code == 0, done.output
-    assert "its distillation made 50% worse, so that the fold itself stands for it" in done.stderr
+    assert "distillation made 50% worse, so its fold is used" in done.stderr
     report = json.loads(done.stdout)
     (step,) = report["steps"]
     assert (report["kept"], step["kept"], step["met"]) == ("folded", "folded", True)
@@ -79,7 +79,7 @@ def test_a_run_that_was_killed_while_it_tidied_up_has_ended(
         assert run(words).exit_code == 1
     assert out.exists()
     again = run(words)
-    assert (again.exit_code, "out was whole already" in again.stderr) == (0, True)
+    assert (again.exit_code, "out is already complete" in again.stderr) == (0, True)
     assert json.loads(again.stdout) == json.loads((out / "report.json").read_text())
     assert not out.with_name("out.partial").exists()
     assert (run(words).exit_code, "out exists" in run(words).stderr) == (2, True)

@@ -19,7 +19,7 @@ from click.testing import CliRunner, Result
 
 from kvfold.cli import main
 from kvfold.core.errors import InvalidInput
-from kvfold.distill.run.state import newest
+from kvfold.distill.stages.state import newest
 from kvfold.migration import milestones
 from kvfold.migration.itinerary import read_bound
 from kvfold.migration.request import write_json
@@ -129,7 +129,7 @@ def test_a_killed_run_goes_on_to_the_same_bytes(
     assert "was begun with another calibration.seed (was 0)" in other.output
     done = run(words)
     assert done.exit_code == 0, done.output
-    assert "going on after step" in done.stderr
+    assert "resuming after step" in done.stderr
     assert (out / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
 
 
@@ -166,7 +166,7 @@ def test_where_no_step_holds_the_first_has_a_name_that_tells(
     del words[words.index("--refine") : words.index("--refine") + 2]
     done = run([*words, "--json"])
     assert done.exit_code == 3
-    assert "no step holds ppl<0.5x; what came nearest, 50%, is in" in done.stderr
+    assert "no step holds ppl<0.5x; the nearest one, 50%, is in" in done.stderr
     report = json.loads(done.stdout)
     assert (report["met"], report["chosen"], report["not_tried"]) == (False, "50%", ["12.5%"])
     assert report["identity"]["kl"] < 1e-6
@@ -177,11 +177,8 @@ def test_where_no_step_holds_the_first_has_a_name_that_tells(
     shutil.rmtree("öut.partial")
     again = run(words)
     assert again.exit_code == 2
-    assert "öut.unmet exists, and" in again.stderr
-    assert (
-        "from which another bound could go on, does not; move it or remove it, or name another --out"
-        in again.stderr
-    )
+    assert "öut.unmet exists without" in again.stderr
+    assert "from which another bound could resume; move or remove it, or name another --out" in again.stderr
 
 
 def test_dry_run_writes_nothing(tmp_path: Path) -> None:
@@ -262,7 +259,7 @@ def test_wrong_bounds(text: str) -> None:
         ({"to": "mqa"}, "does not apply to --to mqa"),
         ({"tokens-per-step": "many"}, "--tokens-per-step many: it should be a number of tokens"),
         ({"tokens-per-step": "0"}, "--tokens-per-step 0"),
-        ({"window": "4096"}, "--window 4096 is more than the 256 positions"),
+        ({"window": "4096"}, "--window 4096 exceeds the 256 positions"),
         ({"text": "missing.txt"}, "missing.txt is not a file"),
         ({"train": "missing.txt"}, "missing.txt"),
         ({"set": "output=elsewhere"}, "every step has its own student and output"),
@@ -302,7 +299,7 @@ def test_a_strangers_directory_is_left_alone(texts: Path, tmp_path: Path) -> Non
     (tmp_path / "out.partial" / "mine").touch()
     done = run(arguments(texts, tmp_path / "out"))
     assert done.exit_code == 2
-    assert "is no unfinished migration" in done.stderr
+    assert "is not an unfinished migration" in done.stderr
     assert (tmp_path / "out.partial" / "mine").exists()
 
 

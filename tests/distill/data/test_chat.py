@@ -119,7 +119,7 @@ def test_a_token_without_an_embedding_is_refused(tmp_path: Path, tokenizer: Any)
         keys = {field: "text" if field == "text_field" else "talk"}
         data = Data(source=str(tmp_path / "a.jsonl"), seq_len=32, **keys)
         with pytest.raises(
-            InvalidInput, match=r"a\.jsonl: the tokenizer of .* gives id 258 \('<pad>'\), and the model has"
+            InvalidInput, match=r"a\.jsonl: the tokenizer of .* gives id 258 \('<pad>'\), but the model has"
         ):
             write_tokens(tmp_path / "tokens.bin", data, tokenizer, 10, vocabulary=258)
         assert not (tmp_path / "tokens.bin").exists()
@@ -192,7 +192,7 @@ def test_long_and_silent_conversations(
     write_tokens(tmp_path / "tokens.bin", data, tokenizer, 100, vocabulary=258)
     said = capsys.readouterr().err
     assert "a.jsonl: conversations cut to data.seq_len 32: 2 of 4 read" in said
-    assert "a.jsonl: conversations left out: no word of an assistant's: 2 of 4 read" in said
+    assert "a.jsonl: conversations left out, without a word of the assistant's: 2 of 4 read" in said
     windows = open_windows(tmp_path / "tokens.bin", data)
     assert (len(windows), windows.scored(range(2))) == (2, 32 - len("s[user]q;[assistant]") + len("a;"))
 

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from kvfold.core.errors import InvalidInput
 from kvfold.distill.data.batch import IGNORED
-from kvfold.distill.data.order import Stream, Windows, schedule, shares
+from kvfold.distill.data.order import Stream, TrainingWindows, schedule, windows_per_source
 from kvfold.distill.data.token_documents import SCORED, START
 from kvfold.distill.data.token_store import open_windows, write_tokens
 from kvfold.distill.recipe.data_section import Data
@@ -30,8 +30,8 @@ def stream(length: int, first: int = 0) -> Stream:
     return Stream(np.arange(first, first + length, dtype=np.int32), np.full(length, SCORED, dtype=np.uint8))
 
 
-def plain(seed: int) -> Windows:
-    return Windows([stream(101)], Data(source="stdlib", seq_len=10, seed=seed))
+def plain(seed: int) -> TrainingWindows:
+    return TrainingWindows([stream(101)], Data(source="stdlib", seq_len=10, seed=seed))
 
 
 def test_an_epoch_has_every_window_once_and_each_its_own_order() -> None:
@@ -66,17 +66,17 @@ def test_sources_share_the_windows_by_weight_from_the_first_on() -> None:
         short_source_W, short_index_W = schedule(weights, count)
         assert (short_source_W == source_W[:count]).all()
         assert (short_index_W == index_W[:count]).all()
-    assert sum(shares(weights, 777)) == 777
+    assert sum(windows_per_source(weights, 777)) == 777
 
 
 def test_a_mixture_is_a_pure_function_of_the_cursor() -> None:
     sources = [{"source": "a/b", "weight": 3}, {"source": "c/d", "weight": 1}]
     data = Data.model_validate({"source": sources, "seq_len": 10, "seed": 3})
     streams = [stream(101), stream(51, first=1000)]
-    whole = Windows(streams, data).batch(range(4000)).input_ids_BS
+    whole = TrainingWindows(streams, data).batch(range(4000)).input_ids_BS
     is_second = whole[:, 0] >= 1000
     assert abs(int(is_second.sum()) / 4000 - 0.25) < 0.02 * 0.25
-    late = Windows(streams, data)
+    late = TrainingWindows(streams, data)
     assert torch.equal(late.batch(range(3000, 4000, 7)).input_ids_BS, whole[3000::7])
     assert torch.equal(late.batch(range(3)).input_ids_BS, whole[:3])
     for own, held in ((whole[~is_second], 10), (whole[is_second], 5)):  # each source has epochs of its own
@@ -84,14 +84,14 @@ def test_a_mixture_is_a_pure_function_of_the_cursor() -> None:
             len(set(epoch[:, 0].tolist())) == held for epoch in own[: len(own) // held * held].split(held)
         )
     assert late.repeated(13) == []
-    assert late.repeated(14) == ["a/b holds 10 windows and the run reads 11: some are seen again"]
+    assert late.repeated(14) == ["a/b holds 10 windows and the run reads 11, so some are read again"]
 
 
 def test_positions_start_again_and_nothing_is_predicted_across_a_boundary() -> None:
     marks = np.full(21, SCORED, dtype=np.uint8)
     marks[[0, 4, 5, 13]] = START
     (tokens, _), data = stream(21), Data(source="stdlib", seq_len=10)
-    windows = Windows([Stream(tokens, marks)], data)
+    windows = TrainingWindows([Stream(tokens, marks)], data)
     batch = windows.batch(range(2))
     first, second = np.argsort(batch.input_ids_BS[:, 0].numpy())
     assert batch.position_ids_BS[first].tolist() == [0, 1, 2, 3, 0, 0, 1, 2, 3, 4]
@@ -253,7 +253,7 @@ def test_mistakes_about_data_are_named(tmp_path: Path, student: Path, text: Path
         ({"source": "a.jsonl", "text_field": "n"}, "holds no text"),
         (
             {"source": "a.jsonl", "text_field": "body"},
-            "holds 5 tokens in 1 documents; one window of data.seq_len 16 takes 17",
+            "holds 5 tokens in 1 documents, but one window of data.seq_len 16 takes 17",
         ),
         ({"source": "bad.jsonl"}, "cannot be read: JSON"),
         ({"source": "none.jsonl"}, "names no .jsonl, .* file here and is no org/name on the Hub"),
@@ -264,7 +264,7 @@ def test_mistakes_about_data_are_named(tmp_path: Path, student: Path, text: Path
             for name in ("xz", "gz", "bz2")
         ),
         ({"source": "empty.jsonl"}, "holds (no documents|0 tokens)"),
-        ({"source": "self"}, "data.source self is text that the teacher writes, and this run has none"),
+        ({"source": "self"}, "data.source self is text that the teacher writes, but this run has no teacher"),
     ):
         here = {
             **source,

@@ -15,9 +15,9 @@ import torch
 import yaml
 from torch import Tensor
 
+from kvfold.core.signals import Interrupted
 from kvfold.distill.data import token_documents as documents
 from kvfold.distill.run.job import distill
-from kvfold.distill.stages.loop import Interrupted
 
 from ..conftest import MakeRecipe
 from ..run.test_job import metrics

@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 from kvfold.core.errors import InvalidInput
 from kvfold.distill.cli import main
 from kvfold.distill.data.samples import take_sample
-from kvfold.distill.recipe.data_section import Source
+from kvfold.distill.recipe.data_section import TextSource
 from kvfold.distill.run.job import distill
 
 from ..conftest import MakeRecipe
@@ -47,7 +47,7 @@ def check(recipe: Any, tmp_path: Path, *words: str) -> Result:
         (
             "a.jsonl",
             '{"text": "short"}\n',
-            "holds 6 tokens in 1 documents; one window of data.seq_len 32 takes 33",
+            "holds 6 tokens in 1 documents, but one window of data.seq_len 32 takes 33",
         ),
         ("a.txt", "", "a.txt holds no documents"),
         ("a.txt", b"caf\xe9 " * 99, "a.txt cannot be read: 'utf-8' codec can't decode"),
@@ -100,9 +100,7 @@ def test_conversations_that_a_template_refuses_may_be_the_first(
     assert (result.exit_code, "no system role" in result.stderr) == (2, True)
     data.write_text(bad * 2000 + (json.dumps({"messages": good}) + "\n") * 2000)
     result = check(recipe, tmp_path)
-    assert (result.exit_code, "conversations none is learnt from" in result.stderr) == (0, True), (
-        result.output
-    )
+    assert (result.exit_code, "conversations can be trained on" in result.stderr) == (0, True), result.output
 
 
 def test_a_token_that_the_student_lacks_is_told(
@@ -141,7 +139,7 @@ def test_a_token_that_the_student_lacks_is_told(
         shutil.rmtree(tmp_path / "out.partial", ignore_errors=True)
     talks = make_recipe(**models, data={"source": chat, "messages_field": "talk", "seq_len": 64}, tokens=192)
     assert check(talks, tmp_path).exit_code == 0
-    assert distill(talks)["tokens"] == 192
+    assert distill(talks).tokens == 192
 
 
 def test_about_how_much_there_is(make_recipe: MakeRecipe, tmp_path: Path) -> None:
@@ -158,14 +156,14 @@ def test_about_how_much_there_is(make_recipe: MakeRecipe, tmp_path: Path) -> Non
     about = int(sentence.split(" holds about ")[1].split(" tokens")[0].replace(",", ""))
     really = 3 * sum(len(json.loads(line)["text"]) + 1 for line in lines(300).splitlines())
     assert about == pytest.approx(really, rel=0.02)
-    assert "tokens and the run reads 1,000,448: some are seen again" in sentence
+    assert "tokens and the run reads 1,000,448, so some are read again" in sentence
     assert check(make_recipe(data={"source": f"{tmp_path}/*.jsonl", "seq_len": 32}), tmp_path).stderr == ""
 
 
 def test_little_is_read_of_much(tmp_path: Path) -> None:
     large = tmp_path / "large.txt"
     large.write_text("wörd " * 10**6)
-    sample = take_sample(Source(source=str(large), text_field="text"))
+    sample = take_sample(TextSource(source=str(large), text_field="text"))
     assert sample
     assert 2**20 - 200_000 < len(sample.values[0]) <= 2**20
     assert sample.share == pytest.approx(2**20 / 6e6, rel=1e-3)
@@ -173,11 +171,11 @@ def test_little_is_read_of_much(tmp_path: Path) -> None:
     many.mkdir()
     for number in range(20):
         (many / f"{number:02d}.jsonl").write_text(lines(70) if number in (0, 6, 13, 19) else "damaged {")
-    sample = take_sample(Source(source=str(many), text_field="text"))
+    sample = take_sample(TextSource(source=str(many), text_field="text"))
     assert sample
     assert len(sample.values) == 4 * 64
     (tmp_path / "packed.jsonl.gz").write_bytes(gzip.compress(lines(99).encode()))
-    sample = take_sample(Source(source=str(tmp_path / "packed.jsonl.gz"), text_field="text"))
+    sample = take_sample(TextSource(source=str(tmp_path / "packed.jsonl.gz"), text_field="text"))
     assert sample
     assert (len(sample.values), sample.share) == (64, None)
 
@@ -185,7 +183,7 @@ def test_little_is_read_of_much(tmp_path: Path) -> None:
 def test_rows_of_parquet_are_counted(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     datasets.Dataset.from_dict({"body": ["word"] * 256}).to_parquet(str(tmp_path / "a.parquet"))
-    sample = take_sample(Source(source=str(tmp_path / "a.parquet"), text_field="body"))
+    sample = take_sample(TextSource(source=str(tmp_path / "a.parquet"), text_field="body"))
     assert sample
     assert (len(sample.values), sample.share) == (64, 0.25)
 

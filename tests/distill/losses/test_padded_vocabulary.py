@@ -40,7 +40,7 @@ def test_padded_vocabularies_are_read_as_eval_reads_them(
     recipe = make_recipe(
         **models, **cache, tokens=576, losses=losses, evaluate={"source": str(held), "windows": 6}
     )
-    out = Path(distill(recipe)["output"])
+    out = distill(recipe).output
     curve = json.loads((out / "curve.json").read_text())
     for directory, point in ((tmp_path / "ours", curve["points"][0]), (out, curve["points"][-1])):
         found = evaluate(

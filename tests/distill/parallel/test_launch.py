@@ -13,7 +13,7 @@ from click.testing import CliRunner, Result
 from kvfold.distill import cli
 from kvfold.distill.cli import main
 from kvfold.distill.parallel import launch
-from kvfold.distill.parallel.sharing import check_launcher
+from kvfold.distill.parallel.accelerator import check_launcher
 from kvfold.distill.recipe.recipe import Profile
 
 from ..conftest import MakeRecipe
@@ -101,15 +101,15 @@ def test_one_process_needs_no_launcher(file: Path, executed: list[Any], profile:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--profile", "single", "--", "--debug"], "single starts no launcher, so --debug is for nobody"),
+        (["--profile", "single", "--", "--debug"], "single starts no launcher, so --debug has no effect"),
         (
             ["--profile", "ddp"],
-            "ddp does not know how many processes are wanted where there is no GPU; add -- --num_processes N",
+            "ddp does not define the number of processes without a GPU; add -- --num_processes N",
         ),
         (["--profile", "multinode"], "multinode needs --machine_rank and --main_process_ip on each machine"),
         (
             ["--profile", "multinode", "--", "--machine_rank=0", "--main_process_ip=a"],
-            "how many processes all machines have",
+            "the number of processes on all machines",
         ),
         (
             ["--profile", "ddp", "--", "--use_deepspeed"],
@@ -117,16 +117,16 @@ def test_one_process_needs_no_launcher(file: Path, executed: list[Any], profile:
         ),
         (
             ["--profile", "fsdp2", "--", "--cpu", "--num_processes", "2"],
-            "--cpu has accelerate start one process alone, whatever",
+            "--cpu makes accelerate start only one process, whatever",
         ),
         (["--profile", "ddp", "--", "--use-deepspeed"], "asks for DeepSpeed"),
         (
             ["--profile", "ddp", "--", "--num-processes=two"],
-            "--num_processes is 'two'; it should be a number from 1 on",
+            "--num_processes is 'two'; it should be a number of at least 1",
         ),
         (["--profile", "ddp", "--", "--num_processes"], "--num_processes is ''; it should"),
-        (["--profile", "ddp", "other.yaml"], "other.yaml is for nobody"),
-        (["--", "--debug"], "--debug is for nobody: arguments for accelerate need --profile"),
+        (["--profile", "ddp", "other.yaml"], "unexpected argument other.yaml"),
+        (["--", "--debug"], "unexpected argument --debug; put accelerate arguments after `--`"),
         (["--profile", "dpp"], "'dpp' is not one of 'cpu', 'single', 'ddp'"),
         (["--set", "profile=dpp"], "profile is 'dpp'; it should be 'cpu', 'single', 'ddp'"),
     ],
@@ -153,13 +153,13 @@ def test_what_was_launched_is_what_was_asked_for(
     for name, value in asked.items():
         monkeypatch.setenv(name, value)
     alone = run(file)
-    assert (alone.exit_code, "started 1 processes where --num_processes asks for 2" in alone.stderr) == (
+    assert (alone.exit_code, "started 1 processes, but --num_processes asks for 2" in alone.stderr) == (
         2,
         True,
     )
     monkeypatch.setenv("WORLD_SIZE", "2")
     whole = run(file)
-    assert (whole.exit_code, "the profile fsdp2 divides models among the processes, and" in whole.stderr) == (
+    assert (whole.exit_code, "the profile fsdp2 divides models among the processes, but" in whole.stderr) == (
         2,
         True,
     )
@@ -184,7 +184,7 @@ def test_an_untested_profile_says_so(
         (
             {"ACCELERATE_USE_DEEPSPEED": "true"},
             "the launcher asks for DeepSpeed, which kvfold does not use; run kvfold distill RECIPE "
-            "--profile zero2",
+            "with --profile zero2",
         ),
         ({"ACCELERATE_USE_MEGATRON_LM": "true"}, "the launcher asks for Megatron-LM"),
     ],

@@ -86,7 +86,7 @@ def test_overrides_reach_into_a_mixture(tmp_path: Path) -> None:
             {"source": [{"source": "a", "ratio": 1}]},
             r"unknown key 'ratio' in data\.source\[0\]; did you mean 'weight'\?",
         ),
-        ({"source": [{"weight": 1}]}, r"data\.source\[0\]\.source is missing: As `data.source`"),
+        ({"source": [{"weight": 1}]}, r"data\.source\[0\]\.source is missing: The text, as in `data.source`"),
         ({"source": "a", "weight": 1}, r"unknown key 'weight' in data; it belongs in data\.source"),
         ({"source": "a", "text": "b"}, r"unknown key 'text' in data; did you mean 'text_field'\?"),
         (

@@ -12,7 +12,7 @@ from kvfold.core.errors import InvalidInput
 from kvfold.core.units import parse_tokens
 from kvfold.distill.cli import main
 from kvfold.distill.losses import LOSSES
-from kvfold.distill.recipe.data_section import Data, Source
+from kvfold.distill.recipe.data_section import Data, TextSource
 from kvfold.distill.recipe.recipe import (
     Lora,
     LossName,
@@ -105,7 +105,7 @@ def test_a_short_recipe_is_enough(tmp_path: Path) -> None:
         (
             "lr:",
             "mode: layerwise, lr:",
-            r"stages\[0\]: mode: layerwise runs no layer on another's output, so it cannot have .* kl",
+            r"stages\[0\]: mode: layerwise runs each layer by itself, so it cannot have .* kl",
         ),
         (
             "lr:",
@@ -130,7 +130,7 @@ def test_a_short_recipe_is_enough(tmp_path: Path) -> None:
             r"unknown key 'rnk' in stages\[0\].lora; did you mean 'rank'\?",
         ),
         ("lr:", "train: lora, lora: {dropout: 0.1}, lr:", r"stages\[0\].lora.dropout is 0.1; it should be 0"),
-        ("name: kl", "name: ../kl", r"stages\[0\].name is '../kl'; it should be made of letters, digits"),
+        ("name: kl", "name: ../kl", r"stages\[0\].name is '../kl'; it should consist of letters, digits"),
         (
             "output:",
             "profile: fsdp\noutput:",
@@ -139,7 +139,7 @@ def test_a_short_recipe_is_enough(tmp_path: Path) -> None:
         (
             "lr:",
             "batch_tokens: 100, lr:",
-            r"stages\[0\].batch_tokens is 100, less than one window of data.seq_len 128",
+            r"stages\[0\].batch_tokens is 100, which is less than one window of data.seq_len 128",
         ),
         ("schema: 1", "schema: 2", r"schema is 2; it should be 1"),
         ("{source: stdlib, seq_len: 128}", "stdlib", r"data is 'stdlib'; it should be a mapping"),
@@ -180,7 +180,7 @@ def test_overrides(tmp_path: Path) -> None:
 def test_a_dry_run_shows_the_resolved_recipe(tmp_path: Path) -> None:
     result = CliRunner().invoke(main, [str(write(tmp_path, GOOD)), "--dry-run"])
     assert result.exit_code == 0
-    shown = yaml.safe_load(result.stdout.split("What it will do")[0])
+    shown = yaml.safe_load(result.stdout.split("Stages")[0])
     assert shown["stages"][0]["tokens"] == 5_000_000
     assert "5,046,272" in result.stdout
 
@@ -214,7 +214,7 @@ def test_the_mode_follows_from_the_losses() -> None:
 
 
 def test_every_key_is_documented() -> None:
-    for section in (Recipe, Data, Source, Stage, Lora, Save):
+    for section in (Recipe, Data, TextSource, Stage, Lora, Save):
         assert [name for name, field in section.model_fields.items() if not field.description] == []
 
 
@@ -244,7 +244,7 @@ def test_a_schedule_warms_up_peaks_and_never_rests(schedule: ScheduleName) -> No
     [
         (
             "teacher: shared\nstages: [{name: kl, tokens: 1k, lr: 1e-4}]",
-            "stages[0].train is all, and teacher: shared",
+            "stages[0].train is all, but teacher: shared",
         ),
         (
             "stages: [{name: a, tokens: 1k, lr: 1e-4, mode: layerwise, train: attention}]",

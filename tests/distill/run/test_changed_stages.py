@@ -11,11 +11,10 @@ import pytest
 
 from kvfold.core.errors import InvalidInput
 from kvfold.distill.recipe.recipe import Recipe
-from kvfold.distill.run import job
+from kvfold.distill.run import job, loop
 from kvfold.distill.run.job import distill
 from kvfold.distill.run.resume import _check_changes
-from kvfold.distill.run.state import Progress
-from kvfold.distill.stages import loop
+from kvfold.distill.stages.state import Progress
 from kvfold.distill.stages.stream import stream_stage
 
 from ..conftest import MakeRecipe
@@ -72,7 +71,7 @@ def test_a_stage_that_has_not_begun_may_change(
     stop(make_recipe(stages=STAGES, **keys), step)
     check_goes_on(make_recipe, tmp_path, [FIRST, OTHER], **keys)
     assert (
-        "differs in stages that have not begun, and goes on so: stages[1].losses.ce (was None)"
+        "recipe that differs in stages not yet begun: stages[1].losses.ce (was None)"
         in capsys.readouterr().err
     )
 
@@ -86,7 +85,7 @@ def test_tokens_may_move_between_stages_that_have_not_begun(make_recipe: MakeRec
 def test_a_stage_that_has_begun_may_not_change(make_recipe: MakeRecipe) -> None:
     stop(make_recipe(stages=STAGES), 7)
     with pytest.raises(
-        InvalidInput, match=r"the recipe differs .* in stages\[1\].lr \(was 0.001\); change it back to go on"
+        InvalidInput, match=r"the recipe differs .* in stages\[1\].lr \(was 0.001\); change it back to resume"
     ):
         distill(make_recipe(stages=[FIRST, {**SECOND, "lr": 1e-4}]))
     with pytest.raises(
@@ -146,7 +145,7 @@ def test_other_tokens_are_refused_where_they_change_the_order_of_the_text(
     """How many windows a source has decides their permutation, of which the first stage has read a part."""
     stop(make_recipe(stages=STAGES), 3)
     with pytest.raises(
-        InvalidInput, match=rf"reads {30 + tokens // 32} windows of text and the one that .* with 60, which"
+        InvalidInput, match=rf"reads {30 + tokens // 32} windows of text, but .* was started with 60, which"
     ):
         distill(make_recipe(stages=[FIRST, {**SECOND, "tokens": tokens}]))
 

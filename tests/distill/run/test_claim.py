@@ -13,10 +13,10 @@ from click.testing import CliRunner
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvfold.core.errors import InvalidInput
+from kvfold.core.signals import Interrupted
 from kvfold.distill.cli import main
 from kvfold.distill.run import export
 from kvfold.distill.run.job import distill
-from kvfold.distill.stages.loop import Interrupted
 
 from ..conftest import MakeRecipe, save_tokenizer
 from .test_resume import stop_at
@@ -44,7 +44,8 @@ def test_the_directory_of_somebody_else_is_left_alone(
         (tmp_path / "out.partial" / name).write_text(text)
     before = content(tmp_path)
     with pytest.raises(
-        InvalidInput, match=r"out\.partial exists and is no unfinished run of kvfold \(it holds .*\); move it"
+        InvalidInput,
+        match=r"out\.partial exists and is not an unfinished run of kvfold \(it holds .*\); move it",
     ):
         distill(make_recipe())
     assert content(tmp_path) == before
@@ -57,7 +58,9 @@ def test_what_is_no_directory_is_left_alone(make_recipe: MakeRecipe, tmp_path: P
     (tmp_path / "three.partial").symlink_to("nowhere")
     before = content(tmp_path)
     for name in ("one", "two", "three"):
-        with pytest.raises(InvalidInput, match=rf"{name}\.partial exists .* \(it is no directory\); move it"):
+        with pytest.raises(
+            InvalidInput, match=rf"{name}\.partial exists .* \(it is not a directory\); move it"
+        ):
             distill(make_recipe(output=str(tmp_path / name)))
     assert content(tmp_path) == before
 
@@ -97,7 +100,7 @@ def test_a_refused_recipe_leaves_nothing(
     data.write_text(json.dumps({"body": "x" * 100}))
     before = content(tmp_path)
     for changes, message in (
-        ({"data": {"source": str(text), "seq_len": 128}}, "is more than the 64 positions"),
+        ({"data": {"source": str(text), "seq_len": 128}}, "exceeds the 64 positions"),
         ({"data": {"source": str(data), "seq_len": 32}}, "has no field"),
         ({"teacher": str(other)}, "different tokenizers"),
         ({"lr": 1e30, "grad_clip": None, "warmup": 0}, "diverged"),

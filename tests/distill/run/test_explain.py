@@ -72,7 +72,7 @@ def test_validate_tells_of_every_file(file: Path, tmp_path: Path) -> None:
         (["evaluate={source: none.txt}"], "evaluate.source none.txt is not a file; name a text, or stdlib"),
         (["evaluate={source: TEXT}"], "is trained on: it is"),
         (["evaluate={source: stdlib, evry: 3}"], "unknown key 'evry' in evaluate; did you mean 'every'?"),
-        (["data.seq_len=65"], "data.seq_len 65 is more than the 64 positions of the student"),
+        (["data.seq_len=65"], "data.seq_len 65 exceeds the 64 positions of the student"),
         (["trackers=[aim]"], "trackers[0] is 'aim'; it should be 'tensorboard', 'wandb' or 'trackio'"),
         (["eval.every=3"], "unknown key 'eval'; did you mean 'evaluate'?"),
     ],
@@ -99,7 +99,7 @@ def test_what_is_on_the_hub_is_not_looked_up(file: Path) -> None:
     )
     result = run("explain", file, "--set", "student=org/student")
     assert result.exit_code == 0
-    assert "Memory and time are not told" in result.stdout
+    assert "Memory and time are not shown" in result.stdout
 
 
 def test_explain_says_where_values_come_from(tmp_path: Path, student: Path) -> None:
@@ -187,7 +187,7 @@ def test_processes_are_those_of_a_profile(make_recipe: MakeRecipe, tmp_path: Pat
     refused = run("explain", file, "--processes", "2")
     assert refused.exit_code == 2
     assert (
-        "--processes 2 needs a profile that has several; add --set profile=ddp (or fsdp2, zero2"
+        "--processes 2 needs a profile with several processes; add --set profile=ddp (or fsdp2, zero2"
         in refused.stderr
     )
 

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM, 
 from kvfold.checkpoints.record import describe, read_record, write_record
 from kvfold.convert.cli import main as convert
 from kvfold.core.errors import InvalidInput
-from kvfold.distill.data.order import Windows
+from kvfold.distill.data.order import TrainingWindows
 from kvfold.distill.run.job import distill
 
 from ..conftest import MakeRecipe, save_tokenizer
@@ -37,10 +37,10 @@ def test_kl_falls_and_the_output_is_a_checkpoint_like_the_student(
     make_recipe: MakeRecipe, student: Path, teacher: Path
 ) -> None:
     result = distill(make_recipe(losses={"kl": 1.0, "ce": 0.1}))
-    out = Path(result["output"])
-    (stage,) = result["stages"]
+    out = result.output
+    (stage,) = result.stages
     assert stage["last"]["kl"] < 0.7 * stage["first"]["kl"]
-    assert (result["steps"], result["tokens"], result["teacher"]) == (10, 1920, str(teacher))
+    assert (result.steps, result.tokens, result.teacher) == (10, 1920, teacher)
 
     lines = metrics(out)
     assert [line["step"] for line in lines] == list(range(1, 11))
@@ -74,26 +74,26 @@ def test_a_latent_student_is_trained_open_and_published_closed(
     folded = CliRunner().invoke(convert, [str(teacher), *options, "--out", str(latent)])
     assert folded.exit_code == 0, folded.output
     result = distill(make_recipe(student=str(latent)))
-    (stage,) = result["stages"]
+    (stage,) = result.stages
     assert stage["last"]["kl"] < 0.8 * stage["first"]["kl"]
-    after = weights(result["output"])
+    after = weights(result.output)
     norms = [tensor for name, tensor in after.items() if "kv_a_layernorm" in name]
     assert norms
     assert all(bool((norm == 2**14).all()) for norm in norms)
-    again = distill(make_recipe(student=result["output"], output=str(tmp_path / "again"), tokens=192))
-    assert again["stages"][0]["first"]["kl"] < stage["first"]["kl"]
+    again = distill(make_recipe(student=str(result.output), output=str(tmp_path / "again"), tokens=192))
+    assert again.stages[0]["first"]["kl"] < stage["first"]["kl"]
 
 
 def test_training_attention_leaves_every_other_tensor_as_it_was(
     make_recipe: MakeRecipe, student: Path
 ) -> None:
-    before, after = weights(student), weights(distill(make_recipe(train="attention"))["output"])
+    before, after = weights(student), weights(distill(make_recipe(train="attention")).output)
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert changed == {name for name in before if "self_attn" in name}
 
 
 def test_a_student_equal_to_its_teacher_stays(make_recipe: MakeRecipe, teacher: Path) -> None:
-    out = distill(make_recipe(student=str(teacher), teacher=str(teacher), grad_clip=None))["output"]
+    out = distill(make_recipe(student=str(teacher), teacher=str(teacher), grad_clip=None)).output
     assert all(line["kl"] == 0 and line["grad_norm"] < 1e-6 for line in metrics(out))
 
 
@@ -114,24 +114,24 @@ def test_stages_follow_each_other_on_new_data(
     make_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[int] = []
-    batch = Windows.batch
+    batch = TrainingWindows.batch
 
-    def read_batch(self: Windows, cursors: Sequence[int]) -> Tensor:
+    def read_batch(self: TrainingWindows, cursors: Sequence[int]) -> Tensor:
         read.extend(cursors)
         return batch(self, cursors)
 
-    monkeypatch.setattr(Windows, "batch", read_batch)
+    monkeypatch.setattr(TrainingWindows, "batch", read_batch)
     stage = {"tokens": 384, "lr": 1e-2, "batch_tokens": 192, "schedule": "constant"}
     stages = [
         {**stage, "name": "first", "train": "attention"},
         {**stage, "name": "second", "losses": {"ce": 1.0}},
     ]
     result = distill(make_recipe(stages=stages))
-    assert [(stage["name"], stage["steps"], set(stage["last"])) for stage in result["stages"]] == [
+    assert [(stage["name"], stage["steps"], set(stage["last"])) for stage in result.stages] == [
         ("first", 2, {"kl"}),
         ("second", 2, {"ce"}),
     ]
-    assert [line["tokens"] for line in metrics(result["output"])] == [192, 384, 576, 768]
+    assert [line["tokens"] for line in metrics(result.output)] == [192, 384, 576, 768]
     assert read == list(range(24))
 
 
@@ -195,7 +195,7 @@ def test_an_output_inside_a_model_is_refused(
     (tmp_path / "link").symlink_to(teacher)
     for output, directory in ((student / "out", student), (tmp_path / "link" / "deep" / "out", teacher)):
         with pytest.raises(
-            InvalidInput, match=f"output {output} lies inside {directory}, which is never written"
+            InvalidInput, match=f"output {output} is inside {directory}, which is never written"
         ):
             distill(make_recipe(output=str(output), tokens=192))
         assert {path.name for path in directory.iterdir() if path.is_dir()} == set()
@@ -215,7 +215,7 @@ def test_a_source_that_was_moved_can_be_named(
 def test_other_mistakes_are_named(make_recipe: MakeRecipe, teacher: Path, text: Path) -> None:
     with pytest.raises(InvalidInput, match=r"has no kvfold.json that names its source; name the teacher"):
         distill(make_recipe(student=str(teacher)))
-    with pytest.raises(InvalidInput, match=r"data\.seq_len 128 is more than the 64 positions"):
+    with pytest.raises(InvalidInput, match=r"data\.seq_len 128 exceeds the 64 positions"):
         distill(make_recipe(data={"source": str(text), "seq_len": 128}))
     with pytest.raises(InvalidInput, match="stage kl diverged: the gradient of step 2 is nan"):
         distill(make_recipe(lr=1e30, grad_clip=None, warmup=0))

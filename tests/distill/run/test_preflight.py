@@ -17,6 +17,7 @@ from click.testing import CliRunner
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from kvfold.core.errors import InvalidInput
+from kvfold.distill import display
 from kvfold.distill.cli import main
 from kvfold.distill.parallel import launch
 from kvfold.distill.recipe.recipe import Recipe, Stage
@@ -24,7 +25,6 @@ from kvfold.distill.run import job
 from kvfold.distill.run.job import distill
 from kvfold.distill.run.preflight import check_stages
 from kvfold.distill.stages.weights import find_trained
-from kvfold.distill.watch import display
 
 from ..conftest import MakeRecipe, save_tokenizer
 
@@ -41,32 +41,32 @@ MISTAKES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (
         {"losses": {"hidden_mse": 1}},
         {"teacher": "deeper"},
-        f"stage second: {DEEPER}; losses that compare layers need as many",
+        f"stage second: {DEEPER}; losses that compare layers need the same number",
     ),
     (
         {"losses": {"attention_output": 1}},
         {"teacher": "deeper"},
-        f"stage second: {DEEPER}, so that layers cannot be aligned",
+        f"stage second: {DEEPER}, so layers cannot be aligned",
     ),
     (
         {"losses": {"hidden_cosine": 1}},
         {"teacher": "wider"},
-        "stage second: hidden_cosine compares vectors of the same size",
+        "stage second: hidden_cosine compares vectors of one size",
     ),
     (
         {"train": "lora", "lora": {"targets": ["nope"]}},
         {},
-        "stage second: lora.targets names nope, which is no linear layer",
+        "stage second: lora.targets names nope, which is not a linear layer",
     ),
     (
         {"train": "lora", "lora": {"targets": ["lm_head", "q_proj"]}},
         {},
-        "names lm_head, the output embedding, which adapters",
+        "names lm_head, the output embedding, which cannot have an adapter",
     ),
     (
         {"losses": {"attention_output": 1}, "train": "lora", "lora": {"targets": ["up_proj"]}},
         {},
-        "stage second: mode: layerwise reaches attention alone, and lora.targets name other layers",
+        "stage second: mode: layerwise trains only attention, but lora.targets names other layers",
     ),
 ]
 
@@ -174,11 +174,11 @@ def test_the_output_embedding_gets_no_adapter_whatever_its_name() -> None:
         )
 
     with pytest.raises(
-        InvalidInput, match=rf"lora.targets names {head}, the output embedding, which adapters do not reach"
+        InvalidInput, match=rf"lora.targets names {head}, the output embedding, which cannot have an adapter"
     ):
         find_trained(model, stage("query_key_value", head))
     with pytest.raises(
-        InvalidInput, match="names nope, which is no linear layer of the student; those are dense"
+        InvalidInput, match="names nope, which is not a linear layer of the student; known: dense"
     ) as refused:
         find_trained(model, stage("nope"))
     assert head not in str(refused.value)

@@ -19,11 +19,11 @@ from safetensors.torch import save_file
 from kvfold.core.errors import InvalidInput
 from kvfold.distill.cli import main
 from kvfold.distill.recipe.recipe import Recipe
-from kvfold.distill.run import claim, state
+from kvfold.distill.run import claim, loop
 from kvfold.distill.run.job import distill
 from kvfold.distill.run.resume import fingerprint
-from kvfold.distill.run.state import Progress
-from kvfold.distill.stages import loop
+from kvfold.distill.stages import state
+from kvfold.distill.stages.state import Progress
 from kvfold.distill.watch.metrics import trim_metrics
 
 from ..conftest import MakeRecipe
@@ -35,7 +35,7 @@ STAGES: list[dict[str, Any]] = [
 ]
 KILLED = """
 import os, signal, sys
-from kvfold.distill.stages import loop
+from kvfold.distill.run import loop
 from kvfold.distill.cli import main
 step, advance = int(sys.argv.pop()), loop.advance
 def advance_or_die(*arguments):
@@ -107,7 +107,7 @@ def test_a_signal_saves_at_the_next_step(
     assert signal.getsignal(signum) is before
     result = CliRunner().invoke(main, [str(file), "--json"])
     assert result.exit_code == 0
-    assert "going on after step 4" in result.stderr
+    assert "resuming after step 4" in result.stderr
     assert same_bits(tmp_path / "out", uninterrupted)
 
 
@@ -124,7 +124,7 @@ def test_a_signal_in_the_last_step_of_a_stage_is_heard(
     assert f"stopped after step 5 of 5 of stage {stage}; run the same command again" in result.stderr
     assert not (tmp_path / "out").exists()
     result = CliRunner().invoke(main, [str(file)])
-    assert (result.exit_code, f"going on after step {step}" in result.stderr) == (0, True)
+    assert (result.exit_code, f"resuming after step {step}" in result.stderr) == (0, True)
     assert same_bits(tmp_path / "out", uninterrupted)
 
 
@@ -163,7 +163,7 @@ def test_a_run_that_was_killed_when_its_output_stood_has_ended(
     before = (tmp_path / "out" / "model.safetensors").stat()
     for _ in range(2):  # also when there is nothing left to tidy up
         result = CliRunner().invoke(main, [str(file), "--json"])
-        assert (result.exit_code, "out is whole already, by this recipe" in result.stderr) == (0, True)
+        assert (result.exit_code, "out is already complete for this recipe" in result.stderr) == (0, True)
         assert json.loads(result.stdout)["stages"][0]["steps"] == 2
         assert not partial.exists()
     assert (tmp_path / "out" / "model.safetensors").stat() == before

@@ -202,14 +202,14 @@ def test_a_stage_lowers_every_layer_s_error_and_kl_without_being_told(
     kl = {"name": "kl", "tokens": 192, "lr": 1e-6, "batch_tokens": 192}
     plain = distill(make_recipe(stages=[kl], output=str(tmp_path / "plain")))
     result = distill(make_recipe(stages=[{**ALIGN, "tokens": 1920, "lr": 1e-2, "batch_tokens": 192}, kl]))
-    lines = [line for line in metrics(result["output"]) if line["stage"] == "align"]
+    lines = [line for line in metrics(result.output) if line["stage"] == "align"]
     assert len(lines) == 10
     for name in ("align.layer.0", "align.layer.1"):
         assert lines[-1][name] < 0.7 * lines[0][name]
     assert lines[0]["attention_output"] == pytest.approx(
         (lines[0]["align.layer.0"] + lines[0]["align.layer.1"]) / 2
     )
-    assert result["stages"][1]["first"]["kl"] < 0.8 * plain["stages"][0]["first"]["kl"]
+    assert result.stages[1]["first"]["kl"] < 0.8 * plain.stages[0]["first"]["kl"]
 
 
 def test_neither_micro_batches_nor_a_stop_change_an_aligned_step(
@@ -218,7 +218,7 @@ def test_neither_micro_batches_nor_a_stop_change_an_aligned_step(
     found = []
     for size in (6, 4, 1):
         result = distill(make_recipe(**ALIGN, tokens=576, micro_batch=size, output=str(tmp_path / str(size))))
-        found.append(metrics(result["output"]))
+        found.append(metrics(result.output))
     for other in found[1:]:
         for mine, theirs in zip(found[0], other, strict=True):
             assert mine["align.layer.1"] == pytest.approx(theirs["align.layer.1"], rel=1e-4)
@@ -240,7 +240,7 @@ def test_alignment_goes_with_the_other_settings(
     change: dict[str, Any], make_recipe: MakeRecipe, fresh_state: None
 ) -> None:
     result = distill(make_recipe(**{**ALIGN, "lr": 1e-2, **change}))
-    (stage,) = result["stages"]
+    (stage,) = result.stages
     assert stage["last"]["attention_output"] < 0.8 * stage["first"]["attention_output"]
 
 
@@ -268,11 +268,11 @@ def test_two_processes_and_a_kill_change_nothing(
 
 def test_what_cannot_be_aligned_is_refused(make_recipe: MakeRecipe, teacher: Path, tmp_path: Path) -> None:
     with pytest.raises(
-        ValueError, match="mode: layerwise reaches attention alone, and train is all; write train: attention"
+        ValueError, match="mode: layerwise trains only attention, and train is all; write train: attention"
     ):
         make_recipe(**{**ALIGN, "train": "all"})
     outside = {**ALIGN, "train": "lora", "lora": {"targets": ["v_proj", "down_proj"]}}
-    with pytest.raises(InvalidInput, match=r"lora\.targets name other layers; leave them out"):
+    with pytest.raises(InvalidInput, match=r"lora\.targets names other layers; leave them out"):
         distill(make_recipe(**outside))
     for change, message in (
         ({"num_hidden_layers": 3}, "2 layers and the teacher 3"),
@@ -282,6 +282,6 @@ def test_what_cannot_be_aligned_is_refused(make_recipe: MakeRecipe, teacher: Pat
         LlamaForCausalLM(LlamaConfig.from_pretrained(teacher, **change)).save_pretrained(other)
         save_tokenizer(other)
         with pytest.raises(
-            InvalidInput, match=f"{message}.*align with the source that the student was converted from"
+            InvalidInput, match=f"{message}.*use the source that the student was converted from"
         ):
             distill(make_recipe(**ALIGN, teacher=str(other)))

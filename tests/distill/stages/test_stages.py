@@ -9,8 +9,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from kvfold.core.errors import InvalidInput
+from kvfold.distill.run import loop
 from kvfold.distill.run.job import distill
-from kvfold.distill.stages import loop
 
 from ..conftest import MakeRecipe, save_tokenizer
 from ..run.test_job import metrics, weights
@@ -20,7 +20,7 @@ LORA = {"train": "lora", "lora": {"rank": 4, "alpha": 8}}
 
 
 def test_attention_and_norms_are_trained_and_nothing_else(make_recipe: MakeRecipe, student: Path) -> None:
-    before, after = weights(student), weights(distill(make_recipe(train="attention+norms"))["output"])
+    before, after = weights(student), weights(distill(make_recipe(train="attention+norms")).output)
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert changed == {name for name in before if "self_attn" in name or "norm" in name}
 
@@ -28,9 +28,9 @@ def test_attention_and_norms_are_trained_and_nothing_else(make_recipe: MakeRecip
 def test_adapters_are_merged_into_an_ordinary_checkpoint(make_recipe: MakeRecipe, student: Path) -> None:
     pytest.importorskip("peft")
     result = distill(make_recipe(**LORA))
-    (stage,) = result["stages"]
+    (stage,) = result.stages
     assert stage["last"]["kl"] < 0.9 * stage["first"]["kl"]
-    before, after = weights(student), weights(result["output"])
+    before, after = weights(student), weights(result.output)
     assert before.keys() == after.keys()
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert changed == {name for name in before if "self_attn" in name}
@@ -46,7 +46,7 @@ def test_an_adapters_change_has_its_rank(make_recipe: MakeRecipe, teacher: Path)
         train="lora",
         lora={"rank": 2, "targets": ["o_proj"]},
     )
-    before, after = weights(teacher), weights(distill(recipe)["output"])
+    before, after = weights(teacher), weights(distill(recipe).output)
     changes = {
         name: after[name] - before[name] for name in before if not torch.equal(before[name], after[name])
     }
@@ -81,7 +81,7 @@ def test_adapters_for_layers_that_are_not_there_are_refused(make_recipe: MakeRec
     pytest.importorskip("peft")
     with pytest.raises(
         InvalidInput,
-        match=r"lora.targets names qkv, which is no linear layer of the student; those are down_proj, "
+        match=r"lora.targets names qkv, which is not a linear layer of the student; known: down_proj, "
         r".*q_proj",
     ):
         distill(make_recipe(train="lora", lora={"targets": ["qkv"]}))

@@ -16,10 +16,10 @@ from transformers import AutoModelForCausalLM
 
 from kvfold.convert.cli import main as convert
 from kvfold.core.errors import InvalidInput
+from kvfold.core.signals import Interrupted
 from kvfold.distill.run.job import distill
 from kvfold.distill.stages import stream
 from kvfold.distill.stages.boundaries import Boundaries
-from kvfold.distill.stages.loop import Interrupted
 
 from ..conftest import MakeRecipe
 from ..run.test_job import metrics, weights
@@ -62,7 +62,7 @@ def test_the_weights_are_those_of_alignment_in_memory(
             "data": {"source": str(text), "seq_len": 32, "packing": packing},
         }
         result = distill(make_recipe(stages=[{**STAGE, "mode": mode}], output=str(tmp_path / mode), **common))
-        found[mode] = (weights(result["output"]), metrics(result["output"]), result["stages"])
+        found[mode] = (weights(result.output), metrics(result.output), result.stages)
     (ours, lines, stages), (theirs, other_lines, other_stages) = found["stream"], found["layerwise"]
     before = weights(latents[container])
     assert ours.keys() == theirs.keys() == before.keys()
@@ -138,10 +138,10 @@ def test_a_run_goes_on_after_the_layers_that_are_done(
     stored.clear()
     result = distill(make_recipe(**recipe))
     assert stored == []  # the second layer of two has nobody to store for
-    mine, other = weights(result["output"]), weights(whole["output"])
+    mine, other = weights(result.output), weights(whole.output)
     assert all(torch.equal(mine[name], other[name]) for name in other)
-    assert [line["kl"] for line in metrics(result["output"]) if "kl" in line] == [
-        line["kl"] for line in metrics(whole["output"]) if "kl" in line
+    assert [line["kl"] for line in metrics(result.output) if "kl" in line] == [
+        line["kl"] for line in metrics(whole.output) if "kl" in line
     ]
     assert not (tmp_path / "out.partial").exists()
 
@@ -149,7 +149,7 @@ def test_a_run_goes_on_after_the_layers_that_are_done(
 def test_a_kept_stage_is_a_checkpoint(make_recipe: MakeRecipe, latents: dict[str, Path]) -> None:
     stages = [{**STAGE, "mode": "stream"}, KL]
     result = distill(make_recipe(stages=stages, student=str(latents["stock"]), save={"keep_stages": True}))
-    kept = Path(result["output"]) / "stages" / "align"
+    kept = result.output / "stages" / "align"
     model, info = AutoModelForCausalLM.from_pretrained(kept, output_loading_info=True)
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
@@ -161,14 +161,14 @@ def test_what_cannot_be_streamed_is_refused(
     make_recipe: MakeRecipe, teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     streamed = {**STAGE, "mode": "stream"}
-    with pytest.raises(ValueError, match="it comes before all others"):
+    with pytest.raises(ValueError, match="it must come before all others"):
         make_recipe(stages=[KL, streamed])
     for train in ("all", "lora"):
         with pytest.raises(
-            ValueError, match=f"attention alone, and train is {train}; write train: attention"
+            ValueError, match=f"trains only attention, and train is {train}; write train: attention"
         ):
             make_recipe(stages=[{**streamed, "train": train}])
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
-    with pytest.raises(InvalidInput, match=r"147,456 bytes, and .* has .*; give the stage fewer tokens"):
+    with pytest.raises(InvalidInput, match=r"147,456 bytes, but .* has .*; give the stage fewer tokens"):
         distill(make_recipe(stages=[streamed]))

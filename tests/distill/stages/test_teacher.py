@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvfold.core.errors import InvalidInput
 from kvfold.distill.data.batch import Batch
-from kvfold.distill.data.order import Windows
+from kvfold.distill.data.order import TrainingWindows
 from kvfold.distill.data.token_store import open_windows, write_tokens
 from kvfold.distill.losses import kl
 from kvfold.distill.recipe.recipe import Data
@@ -118,14 +118,14 @@ def test_a_run_with_a_shared_teacher_gives_the_same_bits(
         recipe = make_recipe(
             student=str(like_source), teacher=named, train="attention", output=str(tmp_path / str(named))
         )
-        found.append(weights(distill(recipe)["output"]))
+        found.append(weights(distill(recipe).output))
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
     with pytest.raises(ValueError, match="write train: attention there, or leave teacher out"):
         make_recipe(student=str(like_source), teacher="shared")
 
 
 @pytest.fixture
-def windows(tmp_path: Path, text: Path, loaded: Loaded) -> Windows:
+def windows(tmp_path: Path, text: Path, loaded: Loaded) -> TrainingWindows:
     """Seven windows."""
     data = Data(source=str(text), seq_len=32)
     write_tokens(tmp_path / "tokens.bin", data, loaded.tokenizer, 7, vocabulary=258)
@@ -133,7 +133,7 @@ def windows(tmp_path: Path, text: Path, loaded: Loaded) -> Windows:
 
 
 def written(
-    directory: Path, windows: Windows, teacher: Path, online: Online, dtype: str = "auto"
+    directory: Path, windows: TrainingWindows, teacher: Path, online: Online, dtype: str = "auto"
 ) -> TeacherCache:
     """A cache of the seven windows."""
     identity = identify(teacher, dtype, False)
@@ -145,7 +145,7 @@ def written(
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_kl_to_a_cache_is_exact_within_its_dtype(
-    dtype: str, windows: Windows, teacher: Path, online: Online, loaded: Loaded, tmp_path: Path
+    dtype: str, windows: TrainingWindows, teacher: Path, online: Online, loaded: Loaded, tmp_path: Path
 ) -> None:
     found = CachedTeacher(written(tmp_path / dtype, windows, teacher, online, dtype), CPU)
     given = windows.batch([5, 0, 2])  # in another order, and other neighbours, than they were written in
@@ -172,13 +172,13 @@ def test_a_run_from_a_cache_needs_no_teacher(
     monkeypatch.setattr(job, "open_teacher", None)
     second = distill(make_recipe(**setting, output=str(tmp_path / "second"), micro_batch=6))
     for result, exactly in ((first, 1e-5), (second, 1e-3)):
-        for mine, other in zip(metrics(result["output"]), metrics(plain["output"]), strict=True):
+        for mine, other in zip(metrics(result.output), metrics(plain.output), strict=True):
             assert mine["kl"] == pytest.approx(other["kl"], rel=exactly)
-    assert first["teacher"] == plain["teacher"]
+    assert first.teacher == plain.teacher
 
 
 def test_a_cache_goes_on_where_it_was_stopped(
-    windows: Windows, teacher: Path, online: Online, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    windows: TrainingWindows, teacher: Path, online: Online, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(teacher_cache, "FILE_BYTES", 2 * 32 * 32 * 4)  # two windows a file
     whole = written(tmp_path / "whole", windows, teacher, online)
@@ -204,7 +204,7 @@ def test_a_cache_goes_on_where_it_was_stopped(
 
 
 def test_a_cache_grows_with_what_it_is_asked_for(
-    windows: Windows,
+    windows: TrainingWindows,
     teacher: Path,
     online: Online,
     text: Path,
@@ -231,7 +231,9 @@ def test_a_cache_grows_with_what_it_is_asked_for(
     cached_teacher(tmp_path / "cache", [(other, 7), (windows, 7)], *arguments, never)
 
 
-def test_two_runs_extend_one_cache(windows: Windows, teacher: Path, online: Online, tmp_path: Path) -> None:
+def test_two_runs_extend_one_cache(
+    windows: TrainingWindows, teacher: Path, online: Online, tmp_path: Path
+) -> None:
     identity = identify(teacher, "auto", False)
     one, other = (TeacherCache(tmp_path / "cache", OPTION, identity) for _ in range(2))
     for cache in (one, other):  # the second has looked before the first wrote
@@ -243,7 +245,7 @@ def test_two_runs_extend_one_cache(windows: Windows, teacher: Path, online: Onli
 
 
 def test_a_cache_for_something_else_is_refused(
-    windows: Windows, online: Online, teacher: Path, tmp_path: Path
+    windows: TrainingWindows, online: Online, teacher: Path, tmp_path: Path
 ) -> None:
     place = tmp_path / "cache"
     cache = written(place, windows, teacher, online)
@@ -270,7 +272,9 @@ def test_a_cache_for_something_else_is_refused(
             TeacherCache(tmp_path / name, OPTION, identity)
 
 
-def test_caches_of_earlier_versions(windows: Windows, online: Online, teacher: Path, tmp_path: Path) -> None:
+def test_caches_of_earlier_versions(
+    windows: TrainingWindows, online: Online, teacher: Path, tmp_path: Path
+) -> None:
     """That of a distillation, whose files had other names and whose manifest knew no device, is read."""
     cache = written(tmp_path / "cache", windows, teacher, online)
     (file,) = (tmp_path / "cache").glob("hidden-*")
@@ -301,7 +305,7 @@ def test_a_larger_teacher_with_a_padded_vocabulary_teaches(
     model.save_pretrained(tmp_path / "large")
     save_tokenizer(tmp_path / "large")
     result = distill(make_recipe(teacher=str(tmp_path / "large")))
-    found = [metrics(result["output"])]
+    found = [metrics(result.output)]
     with torch.no_grad():
         model.get_input_embeddings().weight[258:] = (
             7.0  # padding, which is no token: nothing may depend on it
@@ -309,9 +313,7 @@ def test_a_larger_teacher_with_a_padded_vocabulary_teaches(
     model.save_pretrained(tmp_path / "changed")
     save_tokenizer(tmp_path / "changed")
     found.append(
-        metrics(
-            distill(make_recipe(teacher=str(tmp_path / "changed"), output=str(tmp_path / "out2")))["output"]
-        )
+        metrics(distill(make_recipe(teacher=str(tmp_path / "changed"), output=str(tmp_path / "out2"))).output)
     )
     assert [line["kl"] for line in found[0]] == [line["kl"] for line in found[1]]
     assert found[0][-1]["kl"] < found[0][0]["kl"]

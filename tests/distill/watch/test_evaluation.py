@@ -18,14 +18,14 @@ from safetensors.torch import load_file
 
 from kvfold.checkpoints.record import read_record
 from kvfold.core.errors import InvalidInput
+from kvfold.core.signals import Interrupted
 from kvfold.distill.cli import main
 from kvfold.distill.data.batch import Batch
 from kvfold.distill.recipe.watch_section import Evaluate
-from kvfold.distill.run import state
 from kvfold.distill.run.job import distill
-from kvfold.distill.run.signals import Interrupted
-from kvfold.distill.run.state import Progress
-from kvfold.distill.watch.evaluation import Evaluation, best_of
+from kvfold.distill.stages import state
+from kvfold.distill.stages.state import Progress
+from kvfold.distill.watch.evaluation import TrainingEvaluation, best_of
 from kvfold.distill.watch.held_out import HeldOut
 from kvfold.eval import stored_teacher
 from kvfold.eval.options import Options
@@ -47,8 +47,8 @@ def test_it_finds_what_eval_finds_and_changes_nothing(
     make_recipe: MakeRecipe, held: Path, student: Path, teacher: Path, tmp_path: Path
 ) -> None:
     section = {"source": str(held), "every": 4, "windows": 6}
-    out = Path(distill(make_recipe(evaluate=section))["output"])
-    plain = Path(distill(make_recipe(output=str(tmp_path / "plain")))["output"])
+    out = distill(make_recipe(evaluate=section)).output
+    plain = distill(make_recipe(output=str(tmp_path / "plain"))).output
     assert all(torch.equal(tensor, weights(plain)[name]) for name, tensor in weights(out).items())
 
     curve = json.loads((out / "curve.json").read_text())
@@ -85,7 +85,7 @@ def test_the_curve_is_drawn(make_recipe: MakeRecipe, held: Path) -> None:
         },
         {"name": "kl", "tokens": 384, "lr": 1e-2, "batch_tokens": 192},
     ]
-    out = Path(distill(make_recipe(stages=stages, evaluate={"source": str(held), "windows": 4}))["output"])
+    out = distill(make_recipe(stages=stages, evaluate={"source": str(held), "windows": 4})).output
     assert (out / "curve.png").read_bytes()[:4] == b"\x89PNG"
     points = json.loads((out / "curve.json").read_text())["points"]
     assert [(point["stage"], point["step"]) for point in points] == [("align", 0), ("align", 2), ("kl", 4)]
@@ -96,7 +96,7 @@ def test_without_matplotlib_there_are_the_numbers(
     make_recipe: MakeRecipe, held: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("kvfold.distill.watch.perplexity_curve.find_spec", lambda name: None)
-    out = Path(distill(make_recipe(tokens=192, evaluate={"source": str(held), "windows": 4}))["output"])
+    out = distill(make_recipe(tokens=192, evaluate={"source": str(held), "windows": 4})).output
     assert not (out / "curve.png").exists()
     assert len(json.loads((out / "curve.json").read_text())["points"]) == 2
     assert "pip install 'kvfold[report]'" in capsys.readouterr().err
@@ -106,7 +106,7 @@ def test_the_best_weights_can_be_the_output(make_recipe: MakeRecipe, held: Path,
     """A rate at which the loss goes up and down: what is best is not what is last."""
     section = {"source": str(held), "every": 1, "windows": 4, "keep": "best"}
     rate = {"lr": 0.1, "losses": {"ce": 1.0}, "schedule": "constant", "warmup": 0, "grad_clip": None}
-    out = Path(distill(make_recipe(evaluate=section, tokens=960, **rate))["output"])
+    out = distill(make_recipe(evaluate=section, tokens=960, **rate)).output
     *_, best, last = json.loads((out / "curve.json").read_text())["points"]
     assert best["perplexity"] < 0.98 * last["perplexity"]
     found = evaluate(out, None, read_text(str(held)), Options(window=32, max_windows=4))
@@ -131,7 +131,7 @@ def test_the_start_stays_where_nothing_beats_it(
     file.write_text(yaml.safe_dump(recipe.resolved()), encoding="utf-8")
     done = CliRunner().invoke(main, [str(file)])
     assert done.exit_code == 0, done.output
-    assert "no trained weights beat the start on held-out text, so it has the start's" in done.stderr
+    assert "no trained weights are better than the start on held-out text" in done.stderr
     assert "(after step 0)" in done.stdout
     out = tmp_path / "out"
     for name in ("model.safetensors", "config.json", "tokenizer.json"):
@@ -145,7 +145,10 @@ def test_the_start_stays_where_nothing_beats_it(
     worse = CliRunner().invoke(
         main, [str(file), "--set", "evaluate.keep=last", "--set", f"output={tmp_path / 'last'}"]
     )
-    assert (worse.exit_code, "training made it worse on held-out text; use a lower lr" in worse.stderr) == (
+    assert (
+        worse.exit_code,
+        "training made the student worse on held-out text; use a lower lr" in worse.stderr,
+    ) == (
         0,
         True,
     )
@@ -174,7 +177,7 @@ def test_a_killed_run_keeps_its_history_and_its_best(
     """Killed after evaluations that no state was saved for: what goes on ends with the same files."""
     section = {"source": str(held), "every": 2, "windows": 4, "keep": "best"}
     made = {"evaluate": section, "tokens": 192 * 22, "save": {"every": 7}}
-    whole = Path(distill(make_recipe(output=str(tmp_path / "whole"), **made))["output"])
+    whole = distill(make_recipe(output=str(tmp_path / "whole"), **made)).output
     save = state.save
 
     def die(directory: Path, progress: state.Progress, gathered: state.Gathered, keep: int) -> None:
@@ -194,7 +197,7 @@ def test_a_killed_run_keeps_its_history_and_its_best(
         assert best is not None
         assert best["step"] in kept
     assert len(kept) <= 2
-    out = Path(distill(make_recipe(**made))["output"])
+    out = distill(make_recipe(**made)).output
     assert all(torch.equal(tensor, weights(whole)[name]) for name, tensor in weights(out).items())
     assert (out / "curve.json").read_bytes() == (whole / "curve.json").read_bytes()
 
@@ -206,7 +209,7 @@ def test_the_share_that_was_recovered(tmp_path: Path) -> None:
     windows = TextWindows("four", "none", 6, ids_NW, torch.ones(4, 5, dtype=torch.bool), torch.full((4,), 5))
     accelerator = Accelerator(cpu=True)
     settings = Evaluate(source="four")
-    evaluation = Evaluation(HeldOut(windows, text), None, accelerator, settings, tmp_path)  # type: ignore[arg-type]
+    evaluation = TrainingEvaluation(HeldOut(windows, text), None, accelerator, settings, tmp_path)  # type: ignore[arg-type]
     losses = iter([3.0] * 4 + [2.25] * 4)
 
     def measure(batch: Batch, teacher: Any) -> dict[str, Any]:
@@ -233,8 +236,8 @@ def test_it_goes_with_every_way_of_training(
     if settings.get("train") == "lora":
         pytest.importorskip("peft", reason="pip install peft")
     section = {"source": str(held), "every": 1, "windows": 4, "keep": "best"}
-    out = Path(distill(make_recipe(tokens=576, evaluate=section, **settings))["output"])
-    plain = Path(distill(make_recipe(tokens=576, output=str(tmp_path / "plain"), **settings))["output"])
+    out = distill(make_recipe(tokens=576, evaluate=section, **settings)).output
+    plain = distill(make_recipe(tokens=576, output=str(tmp_path / "plain"), **settings)).output
     points = json.loads((out / "curve.json").read_text())["points"]
     assert [point["step"] for point in points] == [0, 1, 2, 3]
     best = min(points, key=lambda point: point["perplexity"])
@@ -254,16 +257,16 @@ def test_after_a_streamed_stage_there_is_no_fold_to_compare_with(make_recipe: Ma
         "losses": {"attention_output": 1.0},
     }
     section = {"source": str(held), "windows": 4, "keep": "best"}
-    out = Path(distill(make_recipe(stages=[stream, {**common, "name": "kl"}], evaluate=section))["output"])
+    out = distill(make_recipe(stages=[stream, {**common, "name": "kl"}], evaluate=section)).output
     points = json.loads((out / "curve.json").read_text())["points"]
     assert [(point["step"], point["recovered_share"]) for point in points] == [(1, None), (2, None)]
-    with pytest.raises(ValueError, match="evaluate needs a stage with the student whole in memory"):
+    with pytest.raises(ValueError, match="evaluate needs a stage with the whole student in memory"):
         make_recipe(stages=[stream], evaluate=section)
 
 
 def test_a_cached_teacher_is_compared_with_too(make_recipe: MakeRecipe, held: Path, tmp_path: Path) -> None:
     section = {"source": str(held), "windows": 4}
-    online = Path(distill(make_recipe(tokens=384, evaluate=section))["output"])
+    online = distill(make_recipe(tokens=384, evaluate=section)).output
     for name in ("first", "second"):
         cached = {"teacher_cache": str(tmp_path / "cache"), "output": str(tmp_path / name)}
         distill(make_recipe(tokens=384, evaluate=section, **cached))
@@ -323,7 +326,7 @@ def test_two_processes_find_what_one_finds(
         {"name": name, "tokens": 576, "lr": 1e-3, "batch_tokens": 192, "micro_batch": 2, "train": train}
         for name, train in (("first", "attention"), ("second", "all"))
     ]
-    alone = Path(distill(make_recipe(stages=stages, evaluate=section))["output"])
+    alone = distill(make_recipe(stages=stages, evaluate=section)).output
     assert (
         launch(make_recipe(stages=stages, evaluate=section, output=str(tmp_path / "together")), profile) == 0
     )

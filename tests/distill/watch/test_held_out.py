@@ -43,7 +43,7 @@ def test_the_held_out_half_of_the_standard_library_is_apart(make_recipe: MakeRec
     recipe = make_recipe(
         tokens=192, data={"source": "stdlib", "seq_len": 32}, evaluate={"source": "stdlib", "windows": 4}
     )
-    assert (Path(distill(recipe)["output"]) / "curve.json").is_file()
+    assert (distill(recipe).output / "curve.json").is_file()
 
 
 @pytest.mark.parametrize(
@@ -52,10 +52,13 @@ def test_the_held_out_half_of_the_standard_library_is_apart(make_recipe: MakeRec
         ({"source": "missing.txt"}, "missing.txt is not a file; evaluate.source takes a UTF-8 text file"),
         (
             {"source": "HELD", "seq_len": 65},
-            "evaluate.seq_len 65 is more than the 64 positions of the student",
+            "evaluate.seq_len 65 exceeds the 64 positions of the student",
         ),
         ({"source": "SHORT"}, "a window of 32 takes 31 of them; evaluate.seq_len 12 would fit"),
-        ({"source": "wikitext2-gptq-48", "seq_len": 32}, "has windows of 48; leave evaluate.seq_len 32 out"),
+        (
+            {"source": "wikitext2-gptq-48", "seq_len": 32},
+            "has windows of 48 tokens; leave out evaluate.seq_len 32",
+        ),
         ({"source": "JSONL", "text_field": "body"}, "has no field 'body'; evaluate.text_field can be text"),
     ],
 )

@@ -8,8 +8,8 @@ import pytest
 
 from kvfold.core.errors import InvalidInput
 from kvfold.distill.recipe.watch_section import TrackerName
-from kvfold.distill.run import state
 from kvfold.distill.run.job import distill
+from kvfold.distill.stages import state
 from kvfold.distill.watch import trackers
 
 from ..conftest import MakeRecipe
@@ -49,7 +49,7 @@ def test_tensorboard_is_told(
             with pytest.raises(SystemExit, match="killed"):
                 distill(recipe)
         assert list((tmp_path / "out.partial" / "trackers").rglob("events.*"))
-    out = Path(distill(recipe)["output"])
+    out = distill(recipe).output
     told = metrics(out)
     for key in ("kl", "lr", "grad_norm", "tokens_per_second"):
         assert scalars(out / "trackers" / "kvfold", key) == pytest.approx(
@@ -63,7 +63,7 @@ def test_trackio_is_told_and_stays_here(
     make_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("TRACKIO_DIR", raising=False)
-    out = Path(distill(make_recipe(trackers=["trackio"], tokens=384))["output"])
+    out = distill(make_recipe(trackers=["trackio"], tokens=384)).output
     assert [file.name for file in (out / "trackers" / "trackio").glob("*.db")] == ["kvfold.db"]
     assert capsys.readouterr().out == ""
 
@@ -73,7 +73,7 @@ def test_wandb_is_told_and_stays_here(
     make_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("WANDB_MODE", raising=False)
-    out = Path(distill(make_recipe(trackers=["wandb"], tokens=384))["output"])
+    out = distill(make_recipe(trackers=["wandb"], tokens=384)).output
     assert [file.suffix for file in (out / "trackers" / "wandb").glob("offline-run-*/*.wandb")] == [".wandb"]
     assert capsys.readouterr().out == ""
 
@@ -84,7 +84,7 @@ def test_what_is_not_installed_is_refused(
 ) -> None:
     monkeypatch.setattr(trackers, "find_spec", lambda wanted: None)
     with pytest.raises(
-        InvalidInput, match=rf"trackers names {name}, whose library is not installed: pip install {name}"
+        InvalidInput, match=rf"trackers names {name}, which is not installed; run pip install {name}"
     ):
         distill(make_recipe(trackers=[name]))
     assert not (tmp_path / "out.partial").exists()

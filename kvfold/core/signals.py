@@ -1,6 +1,6 @@
-"""SIGTERM and SIGINT in a run.
+"""SIGTERM and SIGINT during long work.
 
-They end it at once where nothing would be lost, and after the step where one is at work.
+They end it at once where nothing would be lost, and otherwise after the step at work.
 """
 
 import signal
@@ -14,10 +14,10 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class Interrupted(BaseException):
-    """SIGTERM or SIGINT arrived; what was saved is kept, and the same recipe goes on from there.
+    """SIGTERM or SIGINT arrived. What was saved is kept, and the same request resumes from there.
 
-    No `Exception`, as KeyboardInterrupt is none: it may be raised within any library, which must not take it
-    for a failure.
+    It is not an `Exception`, like KeyboardInterrupt: it may be raised inside any library, which must not take
+    it for a failure.
 
     Attributes:
         signum: the signal.
@@ -30,16 +30,14 @@ class Interrupted(BaseException):
 
 @contextmanager
 def interruptible(received: list[int]) -> Iterator[None]:
-    """Have the first signal raise `Interrupted` wherever it arrives, but in `deferred`; a second one acts as
-    usual.
+    """Have the first signal raise `Interrupted` wherever it arrives, except in `deferred`.
 
-    Everything on disk is written whole or not at all, so that being stopped anywhere loses no more than being
-    killed there.
+    A second signal acts as usual. Everything on disk is written whole or not at all, so that being stopped
+    anywhere loses no more than being killed there.
 
     Args:
         received: the signals that arrive are appended to it.
     """
-
     previous = _handlers()
 
     def receive(signum: int, frame: FrameType | None) -> None:
@@ -53,13 +51,13 @@ def interruptible(received: list[int]) -> Iterator[None]:
 
 @contextmanager
 def deferred(received: list[int]) -> Iterator[None]:
-    """Append signals to `received` and go on, for whoever looks there between two steps; a second one acts as
-    it did before.
+    """Append signals to `received` and continue, for code that looks there between two steps.
+
+    A second signal acts as it did before.
 
     Raises:
-        Interrupted: at the end, where one arrived that nobody has acted upon.
+        Interrupted: at the end, if a signal arrived.
     """
-
     previous = _handlers()
 
     def receive(signum: int, frame: FrameType | None) -> None:
@@ -74,7 +72,7 @@ def deferred(received: list[int]) -> Iterator[None]:
 
 @contextmanager
 def ignored() -> Iterator[None]:
-    """Take no notice of signals: all is done but for tidying up."""
+    """Ignore signals for the duration, when only tidying up is left."""
     with _handling(signal.SIG_IGN):
         yield
 
@@ -85,7 +83,7 @@ def _handlers() -> dict[int, Any]:
 
 @contextmanager
 def _handling(handler: Any) -> Iterator[None]:
-    """Handle the signals like this for a while. Only the main thread can, and only it is told of signals."""
+    """Handle the signals in this way for the duration; only the main thread can and receives them."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

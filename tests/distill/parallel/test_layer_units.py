@@ -20,10 +20,11 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config, DeepseekV3ForCa
 
 from kvfold.convert.cli import main as convert
 from kvfold.core.errors import InvalidInput
-from kvfold.distill.parallel.sharing import call_inside, share, share_teacher, whole
-from kvfold.distill.parallel.units import Units, open_in_units
+from kvfold.distill.parallel.layer_units import LayerUnits, open_in_units
+from kvfold.distill.parallel.sharding import call_inside, distribute, shard_teacher
+from kvfold.distill.parallel.tensors import full_tensor
 from kvfold.distill.recipe.recipe import Recipe, Stage
-from kvfold.distill.run import state
+from kvfold.distill.stages import state
 from kvfold.distill.stages.student import check_model, load_student, publish
 from kvfold.distill.stages.teacher import Online
 from kvfold.distill.stages.weights import set_trainable
@@ -52,7 +53,7 @@ FAMILIES = [
 
 def filled(directory: Path, dtype: torch.dtype = torch.float32, **how: Any) -> Any:
     """A model with all its weights given, and kept."""
-    units = Units(directory, dtype, **how)
+    units = LayerUnits(directory, dtype, **how)
     for number in range(len(units)):
         with units.layer(number):
             pass
@@ -141,8 +142,8 @@ def test_a_saved_state_replaces_the_checkpoint(with_adapters: bool, latent: Path
     if not with_adapters:
         set_trainable(theirs, stage)
 
-    units = Units(latent, torch.float32, opened=True)
-    units.state = state.newest(tmp_path)
+    units = LayerUnits(latent, torch.float32, opened=True)
+    units.saved_weights = (state.newest(tmp_path) or tmp_path) / state.WEIGHTS
     set_trainable(units.model, stage)
     for number in range(len(units)):
         with units.layer(number):
@@ -259,8 +260,8 @@ def test_a_nan_is_refused(tmp_path: Path) -> None:
         filled(directory)
 
 
-class Measured(Units):
-    """Units that count what is in memory while each is there."""
+class Measured(LayerUnits):
+    """Layer units that count what is in memory while each is there."""
 
     most = 0
 
@@ -303,17 +304,17 @@ def work(rank: int, directory: Path, teacher: str, students: dict[str, str], rec
         os.environ["FSDP_RESHARD_AFTER_FORWARD"] = reshard
         units = Measured(Path(student), torch.float32, opened=True)
         theirs = load_student(Path(student), 32, CPU).model
-        module = share(SimpleNamespace(mixed_precision="no"), Around(units.model), units.model, units)  # type: ignore[arg-type]
+        module = distribute(SimpleNamespace(mixed_precision="no"), Around(units.model), units.model, units)  # type: ignore[arg-type]
         check_shards(units, theirs)
         call_inside(module, lambda units=units: check_model(units.loaded, Recipe.model_validate(recipe)))  # type: ignore[misc]
         check_shards(units, theirs)  # they are shards again, also where layers stay gathered after a forward
         loaded = load_student(Path(student), 32, CPU).model  # what cannot be had by the unit
-        share(SimpleNamespace(mixed_precision="no"), Around(loaded), loaded)  # type: ignore[arg-type]
+        distribute(SimpleNamespace(mixed_precision="no"), Around(loaded), loaded)  # type: ignore[arg-type]
         for name, weight in loaded.named_parameters():
-            assert torch.equal(whole(weight.detach()), theirs.get_parameter(name)), name
+            assert torch.equal(full_tensor(weight.detach()), theirs.get_parameter(name)), name
     units = Measured(Path(teacher), torch.bfloat16)
     online = Online(units.model)
-    share_teacher(online, units)
+    shard_teacher(online, units)
     theirs = AutoModelForCausalLM.from_pretrained(teacher, dtype=torch.bfloat16)
     check_shards(units, theirs)
     ids = torch.arange(12)[None]
@@ -332,7 +333,7 @@ def check_shards(units: Measured, theirs: nn.Module) -> None:
     assert units.model.state_dict().keys() == theirs.state_dict().keys()
     for name, weight in units.model.named_parameters():
         assert isinstance(weight, DTensor), name
-        assert torch.equal(whole(weight.detach()), expected[name]), name
+        assert torch.equal(full_tensor(weight.detach()), expected[name]), name
     # Of a tied teacher's embedding there are two, since its base model and its head are called one after the
     # other.
     total = sum(weight.numel() * weight.element_size() for weight in units.model.parameters())

@@ -1,9 +1,8 @@
-"""Models that no process ever holds whole: built without weights, then given them a unit at a time, while the
-unit is sharded.
+"""Models that no process ever holds whole: built without weights, which each unit gets while it is sharded.
 
-A unit is a decoder layer, or all that is around the layers. Every process reads every unit, since
-transformers may rename, fuse or split tensors on the way, and keeps its shard. So a process needs room for
-its share of a model and one unit, which it needs for a forward pass as well.
+A unit is a decoder layer, or everything around the layers. Every process reads every unit, since transformers
+may rename, fuse or split tensors on the way, and keeps its shard. So a process needs room for its part of a
+model and one unit, which it needs for a forward pass as well.
 
 Shapes: any.
 """
@@ -24,21 +23,20 @@ from ...core.errors import InvalidInput
 from ...models.causal_lm import Loaded, describe
 from ...models.layered_model import LayeredModel
 from ...models.load_options import LoadOptions
-from ..run.state import WEIGHTS
-from .sharing import named_weights
+from .tensors import named_weights
 
-# Norms that `to_trainable` may take out of a model; their weights tell.
+# Norms that `to_trainable` may take out of a model, depending on their weights.
 _LATENT_NORMS = ("kv_a_layernorm.weight", "q_a_layernorm.weight")
 
 
-class Units:
+class LayerUnits:
     """The weights of a model that was built without any.
 
     Attributes:
         model: the model; its parameters are on the meta device until they are given, its buffers real.
         loaded: the same with its tokenizer.
-        state: a training state whose weights replace the checkpoint's, by the names of
-            `parallel.named_weights`; None: none.
+        saved_weights: a file of a training state whose weights replace the checkpoint's, by the names of
+            `tensors.named_weights`; None for no such file.
 
     Args:
         directory: the checkpoint.
@@ -46,8 +44,8 @@ class Units:
         opened: whether linearised norms are opened for training, see `to_trainable`.
 
     Raises:
-        InvalidInput: transformers cannot build the model, or the checkpoint is quantised, no safetensors, or
-        lacks a weight.
+        InvalidInput: transformers cannot build the model, or the checkpoint is quantised, has no safetensors,
+            or lacks a weight.
     """
 
     def __init__(self, directory: Path, dtype: torch.dtype, *, opened: bool = False) -> None:
@@ -56,8 +54,9 @@ class Units:
             raise InvalidInput("its weights are quantised")
         self.model = skeleton(checkpoint, dtype, opened=opened)
         self.loaded = Loaded(directory, describe(directory, LoadOptions()).tokenizer, self.model)
-        self.state: Path | None = None
-        self._source, self._opened = LayeredModel(checkpoint, attention=None, dtype=dtype), opened
+        self.saved_weights: Path | None = None
+        self._source = LayeredModel(checkpoint, attention=None, dtype=dtype)
+        self._opened = opened
         self._source.check_complete()
         self._layers = _name_of(self._source.model, self._source.blocks[0]).rpartition(".")[0]
 
@@ -66,7 +65,7 @@ class Units:
 
     @contextmanager
     def layer(self, number: int) -> Iterator[nn.Module]:
-        """A decoder layer with its weights, for the duration; what was sharded meanwhile stays.
+        """Give a decoder layer its weights for the duration; those that are sharded meanwhile stay.
 
         Raises:
             InvalidInput: a weight is missing, NaN or infinite.
@@ -80,7 +79,7 @@ class Units:
 
     @contextmanager
     def rest(self) -> Iterator[None]:
-        """All that is around the decoder layers with its weights; as of `layer`."""
+        """Give everything around the decoder layers its weights; as `layer`."""
         layers = {id(module) for module in self.model.get_submodule(self._layers).modules()}
         with self._source.rest():
             self._give(self.model, self._source.model, without=layers)
@@ -90,26 +89,25 @@ class Units:
     def _give(self, taker: nn.Module, giver: nn.Module, without: Set[int] = frozenset()) -> None:
         """Put weights where there are none.
 
-        Tied ones stay tied, and what is there stays unless a state has it.
+        Tied weights stay tied. Existing weights stay unless a training state has them.
         """
         names = {id(weight): name for name, weight in named_weights(self.model)}
         given: dict[int, nn.Parameter] = {}
         with ExitStack() as stack:
-            saved = self.state and stack.enter_context(safe_open(self.state / WEIGHTS, framework="pt"))
+            saved = None
+            if self.saved_weights:
+                saved = stack.enter_context(safe_open(self.saved_weights, framework="pt"))
             known = set(saved.keys()) if saved else set()
             for path, module in taker.named_modules():
                 if id(module) in without:
                     continue
                 there = path.replace(".base_layer", "")
-                for name, weight in [
-                    (name, weight) for name, weight in module._parameters.items() if weight is not None
-                ]:
+                present = {name: weight for name, weight in module._parameters.items() if weight is not None}
+                for name, weight in present.items():
                     if id(weight) not in given:
-                        value = (
-                            weight
-                            if not weight.is_meta
-                            else giver.get_parameter(f"{there}.{name}".removeprefix("."))
-                        )
+                        value = weight
+                        if weight.is_meta:
+                            value = giver.get_parameter(f"{there}.{name}".removeprefix("."))
                         if saved and names[id(weight)] in known:
                             value = saved.get_tensor(names[id(weight)]).to(value.device)
                         given[id(weight)] = nn.Parameter(value.detach(), requires_grad=weight.requires_grad)
@@ -119,9 +117,9 @@ class Units:
 
 
 def skeleton(checkpoint: Checkpoint, dtype: torch.dtype, *, opened: bool) -> Any:
-    """A checkpoint's model in evaluation mode, its parameters on the meta device.
+    """Return a checkpoint's model in evaluation mode, with its parameters on the meta device.
 
-    Arguments and errors as of `Units`.
+    Arguments and errors as of `LayerUnits`.
     """
     model = LayeredModel(checkpoint, attention=None, dtype=dtype).model
     _compute_buffers(model)
@@ -131,24 +129,24 @@ def skeleton(checkpoint: Checkpoint, dtype: torch.dtype, *, opened: bool) -> Any
     return model
 
 
-def open_in_units(directory: Path, dtype: torch.dtype, *, opened: bool = False) -> Units | None:
-    """A checkpoint by the unit; arguments as of `Units`.
+def open_in_units(directory: Path, dtype: torch.dtype, *, opened: bool = False) -> LayerUnits | None:
+    """Open a checkpoint by the unit; arguments as of `LayerUnits`.
 
     Returns:
-        None, said in a line, where it cannot be had so: then every process must load the model whole.
+        None, with a notice, if that is impossible: then every process must load the whole model.
     """
     try:
-        return Units(directory, dtype, opened=opened)
+        return LayerUnits(directory, dtype, opened=opened)
     except InvalidInput as reason:
-        notice(f"every process loads {directory} whole before it keeps its shards of it: {reason}")
+        notice(f"every process loads the whole of {directory} before it keeps its shards: {reason}")
         return None
 
 
 @torch.no_grad()
 def _compute_buffers(model: Any) -> None:
-    """Compute tables that are in no checkpoint as transformers does on loading.
+    """Compute tables that no checkpoint has, as transformers does on loading.
 
-    In float32, whatever the model was built in.
+    They are float32, whatever the model was built in.
     """
     for module in model.modules():
         if module._non_persistent_buffers_set:
@@ -156,7 +154,7 @@ def _compute_buffers(model: Any) -> None:
 
 
 def _read_norms(model: Any, checkpoint: Checkpoint) -> None:
-    """Give a model the latent norms that tell whether they are linearised."""
+    """Give a model the latent norms whose weights show whether they are linearised."""
     prefix = f"{model.base_model_prefix}."
     for name, _ in list(model.named_parameters()):
         if name.endswith(_LATENT_NORMS):

@@ -1,4 +1,4 @@
-"""What a stage makes smaller: the weighted sum of its losses over one micro-batch.
+"""The training objective of a stage: the weighted sum of its losses over one micro-batch.
 
 Shapes: B windows, S tokens of a window, T scored tokens, D hidden size.
 """
@@ -11,21 +11,21 @@ from torch import Tensor, nn
 
 from ...core.errors import InvalidInput
 from ..data.batch import IGNORED, Batch
+from ..losses import LOSSES, attention_relation, hidden_cosine, hidden_mse, mix
+from ..losses.layers import power_of
+from ..losses.predictions import Predictions, predict
 from ..recipe.recipe import Stage
-from ..stages.capture import Captured, capturing
-from ..stages.teacher import Teacher
-from . import LOSSES, attention_relation, hidden_cosine, hidden_mse, mix
-from .layers import power_of
-from .predictions import Predictions, predict
+from .capture import Captured, capturing
+from .teacher import Teacher
 
 
 @dataclass(frozen=True)
-class Seen:
-    """What a stage compares the student with; constants.
+class TeacherView:
+    """The teacher's values that a stage compares the student with; constants.
 
     Attributes:
-        predictions: the teacher's, for all B S tokens.
-        layers: what its layers gave; empty where no loss reads it.
+        predictions: for all B S tokens.
+        layers: the outputs of its layers; empty if no loss reads them.
     """
 
     predictions: Predictions
@@ -33,12 +33,11 @@ class Seen:
 
 
 class Objective(nn.Module):
-    """What all processes run together: a module whose forward is the loss, so that the head is read inside of
-    it.
+    """A module that all processes run together. Its forward is the loss, so that the head is read inside it.
 
     Args:
         model: the student.
-        stage: says which losses, and how they are weighted.
+        stage: its losses and their weights.
     """
 
     def __init__(self, model: Any, stage: Stage) -> None:
@@ -50,39 +49,38 @@ class Objective(nn.Module):
 
     @property
     def sees_layers(self) -> bool:
-        """Whether it compares what layers give, not the predictions alone."""
+        """True if it compares outputs of layers, not only predictions."""
         return self._reads != {"logits"}
 
     @torch.no_grad()
-    def look(self, teacher: Teacher, batch: Batch) -> Seen:
-        """What the losses need of the teacher."""
+    def view(self, teacher: Teacher, batch: Batch) -> TeacherView:
+        """Return the teacher's values that the losses need."""
         if not self.sees_layers:
-            return Seen(teacher.predictions(batch), Captured())
-        return Seen(*teacher.captured(batch, attention="attention" in self._reads))
+            return TeacherView(teacher.predictions(batch), Captured())
+        return TeacherView(*teacher.captured(batch, attention="attention" in self._reads))
 
     def calibrate(self, teacher: Teacher, batch: Batch) -> None:
-        """Take from one batch the size of the teacher's hidden states, which errors of hidden states are
-        relative to.
+        """Measure the size of the teacher's hidden states on one batch; their errors are relative to it.
 
-        A constant of the stage: were it each micro-batch's own, the result would depend on how a step is cut
-        into them.
+        It is a constant of the stage. If each micro-batch had its own, the result would depend on how a step
+        is cut into them.
         """
         self._powers = [
-            power_of(hidden_BSD.flatten(0, 1)) for hidden_BSD in self.look(teacher, batch).layers.hidden
+            power_of(hidden_BSD.flatten(0, 1)) for hidden_BSD in self.view(teacher, batch).layers.hidden
         ]
 
-    def forward(self, batch: Batch, teacher: Seen, measuring: bool = False) -> dict[str, Tensor]:
-        """Sums over the T scored tokens of a batch.
+    def forward(self, batch: Batch, teacher: TeacherView, measuring: bool = False) -> dict[str, Tensor]:
+        """Return sums over the T scored tokens of a batch.
 
         Args:
             batch: B windows of S tokens.
-            teacher: what `look` has seen on the same batch.
-            measuring: whether to give `ce` and the measures alone, whatever the stage's losses; there is no
+            teacher: the result of `view` on the same batch.
+            measuring: whether to return only `ce` and the measures, whatever the stage's losses; there is no
                 `loss` then.
 
         Returns:
-            `loss`, the weighted sum, differentiable; every loss by name, and what is measured beside them.
-            Constants, in nats where they compare distributions.
+            `loss`, the weighted sum, differentiable; every loss by name; and the measures. All but the first
+            are constants, in nats if they compare distributions.
 
         Raises:
             InvalidInput: student and teacher have layers that cannot be compared.
@@ -90,9 +88,8 @@ class Objective(nn.Module):
         labels_T = batch.labels_BS.flatten()
         scored_T = labels_T != IGNORED
         if measuring:
-            return self._measured(
-                predict(self.model, batch).at(scored_T), teacher.predictions.at(scored_T), labels_T[scored_T]
-            )
+            student = predict(self.model, batch).at(scored_T)
+            return mix(student, teacher.predictions.at(scored_T), labels_T[scored_T], {"ce": 1.0}).sums
         if not self.sees_layers:
             return self._of_logits(predict(self.model, batch), teacher, labels_T, scored_T)
         with capturing(self.model, attention="attention" in self._reads) as layers:
@@ -103,13 +100,10 @@ class Objective(nn.Module):
             sums[name] = value.detach()
         return sums
 
-    def _measured(self, student: Predictions, teacher: Predictions, labels_T: Tensor) -> dict[str, Tensor]:
-        return mix(student, teacher, labels_T, {"ce": 1.0}).sums
-
     def _of_logits(
-        self, student: Predictions, teacher: Seen, labels_T: Tensor, scored_T: Tensor
+        self, student: Predictions, teacher: TeacherView, labels_T: Tensor, scored_T: Tensor
     ) -> dict[str, Tensor]:
-        """The losses of the vocabulary; without any, what is measured of it."""
+        """Return the losses of the vocabulary; without any, their measures."""
         mixed = mix(
             student.at(scored_T),
             teacher.predictions.at(scored_T),
@@ -123,7 +117,7 @@ class Objective(nn.Module):
     def _of_layers(
         self, student: Captured, teacher: Captured, batch: Batch, scored_T: Tensor
     ) -> dict[Any, Tensor]:
-        """The losses of the layers, each the mean over layers of a sum over tokens."""
+        """Return the losses of the layers, each the mean over layers of a sum over tokens."""
         check_layers(len(student.hidden), len(teacher.hidden))
         layers = range(len(student.hidden))
         ours, theirs = (
@@ -136,31 +130,31 @@ class Objective(nn.Module):
             ]
             found["hidden_mse"] = torch.stack(values).mean()
         if "hidden_cosine" in self._stage.learnt:
-            found["hidden_cosine"] = torch.stack(
-                [hidden_cosine(ours[layer], theirs[layer])[0] for layer in layers]
-            ).mean()
+            values = [hidden_cosine(ours[layer], theirs[layer])[0] for layer in layers]
+            found["hidden_cosine"] = torch.stack(values).mean()
         if "attention_relation" in self._stage.learnt:
             values = [
                 attention_relation(
                     mine,
-                    his,
+                    its,
                     position_ids_BS=batch.position_ids_BS,
                     scored_BS=scored_T.view_as(batch.labels_BS),
                 )[0]
                 for layer in layers
-                for mine, his in zip(student.attention[layer], teacher.attention[layer], strict=True)
+                for mine, its in zip(student.attention[layer], teacher.attention[layer], strict=True)
             ]
             found["attention_relation"] = torch.stack(values).mean()
         return found
 
 
 def check_layers(ours: int, theirs: int) -> None:
-    """Refuse to compare layers that have no counterparts.
+    """Refuse to compare layers without counterparts.
 
     Raises:
-        InvalidInput: student and teacher have different numbers of them.
+        InvalidInput: student and teacher have different numbers of layers.
     """
     if ours != theirs:
         raise InvalidInput(
-            f"the student has {ours} layers and the teacher {theirs}; losses that compare layers need as many"
+            f"the student has {ours} layers and the teacher {theirs}; losses that compare layers need the "
+            "same number, so use kl with this teacher"
         )

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from kvfold.distill import display
+from kvfold.distill.display import SHOWN, duration, shown, stage_table
 from kvfold.distill.run.job import distill
-from kvfold.distill.run.state import Progress
-from kvfold.distill.watch import display
-from kvfold.distill.watch.display import SHOWN, duration, shown, stage_table
+from kvfold.distill.stages.state import Progress
 from kvfold.distill.watch.metrics import Metrics
 
-from ..conftest import MakeRecipe
-from ..run.test_job import metrics
+from .conftest import MakeRecipe
+from .run.test_job import metrics
 
 VALUES = {
     "loss": 0.25, "forward_kl": 0.125, "same_top1": 0.5, "eval_perplexity": 12.3456, "recovered_share": 0.417,

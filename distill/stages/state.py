@@ -1,12 +1,12 @@
 """Training state on disk: written whole or not at all, checked when read, without pickle.
 
-`step-00000500/` holds weights.safetensors (each trainable or frozen tensor once, float32, adapters beside
-what they adapt), optimizer.safetensors (AdamW's moments, `<key>.<weight>`), progress.json, and manifest.json
-with the SHA-256 of the other three. Nothing in training draws random numbers and the order of the data is a
-function of the cursor, so this is all there is. At the
-end of a stage adapters are merged into the weights and there is no optimizer: the next stage has its own.
+`step-00000500/` holds weights.safetensors (each trainable or frozen tensor once, float32, adapters next to
+the weights that they adapt), optimizer.safetensors (AdamW's moments, `<key>.<weight>`), progress.json, and
+manifest.json with the SHA-256 of the other three. Nothing in training draws random numbers, and the order of
+the data is a function of the cursor, so this is the whole state. At the end of a stage adapters are merged
+into the weights and there is no optimizer, since the next stage has its own.
 
-Tensors are whole whatever the processes made of them, so that a run may go on with another number of
+Tensors are stored whole, however the processes divide them, so that a run can resume with another number of
 processes.
 """
 
@@ -28,16 +28,17 @@ from ...checkpoints.directory import finish
 from ...checkpoints.shards import ShardWriter, TensorSpec
 from ...core.console import notice
 from ...core.errors import InvalidInput
-from ..parallel.sharing import named_weights, part, whole
-from ..stages.weights import adapted, is_adapter, merged
+from ..parallel.tensors import full_tensor, local_part, named_weights
+from .weights import adapted, is_adapter, merged
 
 _MANIFEST = "manifest.json"
-WEIGHTS, _MOMENTS = "weights.safetensors", "optimizer.safetensors"
+WEIGHTS = "weights.safetensors"
+_MOMENTS = "optimizer.safetensors"
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run has come.
+    """The point that a run has reached.
 
     Attributes:
         stage: index of the stage.
@@ -46,7 +47,7 @@ class Progress:
         cursor: windows read in the run.
         tokens: tokens trained on in the run.
         recipe: the resolved recipe.
-        models: of student and teacher, what tells them from others.
+        models: fingerprints of student and teacher.
     """
 
     stage: int = 0
@@ -59,13 +60,13 @@ class Progress:
 
 
 class Gathered:
-    """The whole tensors of a model that may be sharded, one after the other, so that no process holds them
-    all.
+    """The whole tensors of a model that may be sharded, one after the other.
 
-    Its items are a file, a name in it, and the tensor; all processes must go through them together.
+    No process holds them all. The items are a file, a name in it, and the tensor. All processes must iterate
+    over them together.
 
     Args:
-        model: the student, with adapters or without; None: there is none.
+        model: the student, with adapters or without; None if there is none.
         optimizer: of the stage; None at its end, when adapters are merged.
     """
 
@@ -75,7 +76,7 @@ class Gathered:
         self._layers = adapted(model) if model and optimizer is None else {}
         named = list(named_weights(model)) if model else []
         self._weights = {name: weight for name, weight in named if optimizer or not is_adapter(name)}
-        # In an order of its own: a fresh optimizer has its moments in another one than a restored one.
+        # Sorted, since a fresh optimizer and a restored one have their moments in different orders.
         self._states = {
             name: dict(sorted(optimizer.state[weight].items()))
             for name, weight in named
@@ -83,7 +84,7 @@ class Gathered:
         }
 
     def specs(self) -> dict[str, dict[str, TensorSpec]]:
-        """What each file will hold."""
+        """Return the names, dtypes and shapes of the tensors of each file."""
         moments = {
             f"{key}.{name}": value for name, found in self._states.items() for key, value in found.items()
         }
@@ -94,7 +95,7 @@ class Gathered:
         }
 
     def discard(self) -> None:
-        """What the processes do that write nothing."""
+        """Gather the tensors in a process that does not write them."""
         for _ in self:
             pass
 
@@ -103,23 +104,20 @@ class Gathered:
         for name, weight in self._weights.items():
             layer = self._layers.get(name.rpartition(".")[0])
             is_merged = layer is not None and name.endswith(".weight")
-            yield WEIGHTS, name, merged(layer) if is_merged else whole(weight.detach())
+            yield WEIGHTS, name, merged(layer) if is_merged else full_tensor(weight.detach())
             for key, value in self._states.get(name, {}).items():
-                yield _MOMENTS, f"{key}.{name}", whole(value)
+                yield _MOMENTS, f"{key}.{name}", full_tensor(value)
 
 
 def save(directory: Path, progress: Progress, gathered: Gathered, keep: int) -> None:
     """Write the state of a step, then remove all but the newest `keep`.
 
     Raises:
-        InvalidInput: the disk is full or cannot be written; the states before are untouched.
+        InvalidInput: the disk is full or cannot be written; earlier states are untouched.
     """
     final = directory / f"step-{progress.total_steps:08d}"
     partial = directory / (final.name + ".partial")
-    for leftover in (
-        partial,
-        final,
-    ):  # `final` exists when it was found damaged and its steps were done again
+    for leftover in (partial, final):  # `final` exists if it was damaged and its steps were done again
         shutil.rmtree(leftover, ignore_errors=True)
     try:
         partial.mkdir(parents=True)
@@ -147,7 +145,7 @@ def _write(directory: Path, progress: Progress, gathered: Gathered) -> None:
 
 @contextmanager
 def _writing(file: Path, specs: Mapping[str, TensorSpec]) -> Iterator[ShardWriter]:
-    """One file of tensors, to be written in any order."""
+    """Open one file of tensors, which are written in any order."""
     place = file.with_suffix("")
     place.mkdir()
     with ShardWriter(place, specs, sys.maxsize) as writer:
@@ -157,7 +155,7 @@ def _writing(file: Path, specs: Mapping[str, TensorSpec]) -> Iterator[ShardWrite
 
 
 def newest(directory: Path) -> Path | None:
-    """The newest whole state; None when none was ever saved.
+    """Return the newest whole state; None if none was ever saved.
 
     Raises:
         InvalidInput: there are states, but none is whole.
@@ -166,7 +164,7 @@ def newest(directory: Path) -> Path | None:
     for state in states:
         if is_whole(state):
             return state
-        notice(f"{state} is damaged; going back to the state before it")
+        notice(f"{state} is damaged; using the state before it")
     if states:
         raise InvalidInput(
             f"no training state in {directory} is whole; remove {directory.parent} to start over"
@@ -175,15 +173,15 @@ def newest(directory: Path) -> Path | None:
 
 
 def read_progress(state: Path) -> Progress:
-    """How far the run had come."""
+    """Return the point that the run had reached."""
     return Progress(**json.loads((state / "progress.json").read_text(encoding="utf-8")))
 
 
 @torch.no_grad()
 def restore_weights(state: Path, model: nn.Module) -> None:
-    """Copy the saved weights into a model that is not yet sharded.
+    """Copy the saved weights into a model that is not sharded yet.
 
-    Adapters keep theirs where the state is from before them.
+    Adapters keep their weights if the state was saved before they existed.
     """
     with safe_open(state / WEIGHTS, framework="pt") as file:
         names = set(file.keys())
@@ -200,16 +198,16 @@ def restore_optimizer(state: Path, model: nn.Module, optimizer: torch.optim.Opti
             key, _, parameter_name = name.partition(".")
             parameter, value = parameters[parameter_name], file.get_tensor(name)
             # AdamW counts its steps on the CPU.
-            optimizer.state[parameter][key] = value if key == "step" else part(value, parameter)
+            optimizer.state[parameter][key] = value if key == "step" else local_part(value, parameter)
 
 
 def saved(directory: Path) -> list[Path]:
-    """The states that were saved, newest first, whole or damaged since."""
+    """Return the saved states, newest first, whole or damaged since."""
     return sorted((path for path in directory.glob("step-*") if path.suffix != ".partial"), reverse=True)
 
 
 def is_whole(state: Path) -> bool:
-    """Whether all files of a saved state are there as they were written."""
+    """Return whether all files of a saved state are as they were written."""
     try:
         hashes: dict[str, str] = json.loads((state / _MANIFEST).read_text(encoding="utf-8"))
         return all(_sha256(state / name) == expected for name, expected in hashes.items())

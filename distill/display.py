@@ -1,7 +1,4 @@
-"""How far a long piece of work has come.
-
-A bar or a table on a terminal, a plain line every few seconds elsewhere (stderr).
-"""
+"""Progress of long work on stderr: a bar or table on a terminal, plain lines every few seconds elsewhere."""
 
 import os
 import sys
@@ -10,13 +7,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from ...core.console import PLAIN_INTERVAL
+from ..core.console import PLAIN_INTERVAL
 
-Show = Callable[[int, str], None]  # how much is done, and a note
-_A_MOMENT = 5.0  # seconds; torch's launcher looks ten times a second
-Tell = Callable[[int, Mapping[str, float]], None]  # how many steps are done, and what is known by now
+Show = Callable[[int, str], None]  # takes the amount done and a note
+_A_MOMENT = 5.0  # seconds; torch's launcher checks its processes ten times per second
+ShowStep = Callable[[int, Mapping[str, float]], None]  # takes the number of steps done and their values
 
-# What is shown of a step, in this order: its key, its heading, its form. What is not known is left out.
+# The columns of a step, in this order: key, heading, format. Unknown values are left out.
 SHOWN: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("loss", "loss", lambda value: f"{value:.4f}"),
     ("forward_kl", "KL", lambda value: f"{value:.4f}"),
@@ -30,19 +27,22 @@ SHOWN: tuple[tuple[str, str, Callable[[float], str]], ...] = (
 
 
 def is_main_process() -> bool:
-    """Whether this process speaks for all that a launcher started."""
+    """Return whether this process is rank 0, which prints and writes."""
     return os.environ.get("RANK", "0") == "0"
 
 
-def let_first_speak() -> None:
-    """Before telling a mistake: where all processes have met it, a launcher ends the others once the first of
-    a machine has told it and is gone; who alone has met it tells it a moment later."""
+def wait_for_rank_0() -> None:
+    """Give rank 0 time to report a mistake before this process reports it too.
+
+    When all processes meet the same mistake, the launcher ends the others once rank 0 of the machine has
+    reported it and ended. A mistake that only this process has met is reported a moment later.
+    """
     if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(_A_MOMENT)
 
 
 def duration(seconds: float) -> str:
-    """`45 s`, `12 min`, `3 h 05 min`, `2 d 4 h`."""
+    """Return seconds as `45 s`, `12 min`, `3 h 05 min` or `2 d 4 h`."""
     minutes = round(seconds / 60)
     if seconds < 90:
         return f"{seconds:.0f} s"
@@ -55,7 +55,7 @@ def duration(seconds: float) -> str:
 
 @contextmanager
 def progress_bar(description: str, total: int, done: int = 0) -> Iterator[Show]:
-    """Yield a function that shows progress towards `total`, from `done` on."""
+    """Yield a function that shows progress towards `total`, beginning at `done`."""
     if not is_main_process():
         yield lambda done, note: None
     elif sys.stderr.isatty():
@@ -65,8 +65,8 @@ def progress_bar(description: str, total: int, done: int = 0) -> Iterator[Show]:
 
 
 @contextmanager
-def stage_table(stage: str, steps: int) -> Iterator[Tell]:
-    """Yield a function that shows how a stage of training stands: a table that is renewed, or plain lines."""
+def stage_table(stage: str, steps: int) -> Iterator[ShowStep]:
+    """Yield a function that shows the progress of a training stage, as a live table or as plain lines."""
     if not is_main_process():
         yield lambda done, values: None
     elif sys.stderr.isatty():
@@ -77,7 +77,7 @@ def stage_table(stage: str, steps: int) -> Iterator[Tell]:
 
 
 def shown(values: Mapping[str, float]) -> list[tuple[str, str]]:
-    """Heading and text of all that is known."""
+    """Return heading and text of every known value."""
     return [(heading, form(values[key])) for key, heading, form in SHOWN if key in values]
 
 
@@ -91,7 +91,7 @@ def _bar(description: str, total: int, done: int) -> Iterator[Show]:
         yield lambda done, note: bar.update(task, completed=done, note=note)
 
 
-def _table(stage: str, steps: int) -> Iterator[Tell]:
+def _table(stage: str, steps: int) -> Iterator[ShowStep]:
     from rich.console import Console
     from rich.live import Live
 

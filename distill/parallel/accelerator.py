@@ -1,0 +1,124 @@
+"""The processes, devices and precision of a run, as a launcher and a recipe ask for them."""
+
+import ctypes
+import math
+import os
+from datetime import timedelta
+from pathlib import Path
+from typing import cast
+
+import torch
+from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
+
+from ...core.errors import InvalidInput
+from ..losses import LOSSES
+from ..recipe.recipe import Recipe, Stage
+
+# From glibc's malloc.h: blocks of at least this many bytes are mapped, and unmapped when they are freed.
+_M_MMAP_THRESHOLD = -3
+
+
+def is_sharded() -> bool:
+    """Return whether the launcher asked for FSDP.
+
+    accelerate itself answers for GPUs only. Its launcher sets the environment, which holds on a CPU as well.
+    """
+    return os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+
+
+def make_accelerator(recipe: Recipe, trackers_directory: Path | None = None) -> Accelerator:
+    """Return the processes, devices and precision of a run.
+
+    Args:
+        recipe: the run.
+        trackers_directory: where the recipe's trackers write; needed if it has any.
+
+    Raises:
+        InvalidInput: the launcher asks for something that kvfold does not support, or the windows of a step
+            cannot be divided evenly among the processes.
+    """
+    has_bf16 = recipe.device != "cpu" and torch.cuda.is_available() and torch.cuda.is_bf16_supported()
+    bf16 = recipe.precision == "bf16" or (recipe.precision == "auto" and has_bf16)
+    # All processes wait while rank 0 tokenises and writes, which may take much longer than ten minutes.
+    patience = InitProcessGroupKwargs(timeout=timedelta(days=1))
+    check_launcher()
+    # Losses on layers alone leave the weights behind the last layer without a gradient.
+    has_unused_weights = any(
+        stage.how == "end_to_end" and all(LOSSES[name].reads != "logits" for name in stage.learnt)
+        for stage in recipe.stages
+    )
+    # The copies exchange the gradients themselves, not a second set of them.
+    copies = DistributedDataParallelKwargs(
+        find_unused_parameters=has_unused_weights, gradient_as_bucket_view=True
+    )
+    accelerator = Accelerator(
+        cpu=recipe.device == "cpu",
+        mixed_precision="bf16" if bf16 else "no",
+        kwargs_handlers=[patience, copies],
+        log_with=list(recipe.trackers) or None,
+        project_dir=trackers_directory,
+    )
+    # A launcher's configuration may set this, and accelerate would then divide the loss by it. The loop
+    # divides by tokens.
+    accelerator.gradient_accumulation_steps = 1
+    if is_sharded() and accelerator.device.type == "cpu":
+        _return_freed_memory()
+    _check_division(recipe, accelerator.num_processes)
+    return accelerator
+
+
+def _check_division(recipe: Recipe, processes: int) -> None:
+    for stage in recipe.stages:
+        windows = recipe.step_windows(stage)
+        if windows % processes:
+            enough = math.ceil(windows / processes) * processes * recipe.data.seq_len
+            raise InvalidInput(
+                f"batch_tokens {stage.batch_tokens} of stage {stage.name} is {windows} windows, which cannot "
+                f"be divided evenly among {processes} processes; use batch_tokens {enough}"
+            )
+
+
+def _return_freed_memory() -> None:
+    """Have the C library return freed layers to the system at once.
+
+    glibc would otherwise keep the memory of every layer that was gathered and freed, which adds up to several
+    times the model.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, 1 << 18)
+
+
+def shards_models(stage: Stage) -> bool:
+    """Return whether a stage's models are sharded. Alignment of layers needs whole models."""
+    return is_sharded() and stage.how == "end_to_end"
+
+
+def first_place(accelerator: Accelerator, stage: Stage) -> torch.device:
+    """Return the device to load a stage's models on.
+
+    A model that will be sharded is loaded on the CPU, and each of its units goes to the GPU in turn.
+    """
+    return torch.device("cpu") if shards_models(stage) else cast(torch.device, accelerator.device)
+
+
+def check_launcher() -> None:
+    """Refuse a launcher's configuration that kvfold does not support.
+
+    Raises:
+        InvalidInput: the launcher asks for FSDP 1, DeepSpeed or Megatron-LM.
+    """
+    if is_sharded() and os.environ.get("FSDP_VERSION", "1") != "2":
+        raise InvalidInput(
+            "the launcher asks for FSDP 1; kvfold shards with FSDP 2: set fsdp_version: 2 or use "
+            "--profile fsdp2"
+        )
+    for name, variable in (
+        ("DeepSpeed", "ACCELERATE_USE_DEEPSPEED"),
+        ("Megatron-LM", "ACCELERATE_USE_MEGATRON_LM"),
+    ):
+        if os.environ.get(variable, "false").lower() == "true":
+            raise InvalidInput(
+                f"the launcher asks for {name}, which kvfold does not use; run kvfold distill RECIPE with "
+                "--profile zero2 or zero3, which divide memory as DeepSpeed's stages do, with FSDP 2"
+            )

@@ -1,0 +1,102 @@
+"""The training loop: one stage of AdamW over packed windows.
+
+It can resume from every saved step; on a CPU to the same bits.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from ...core.errors import InvalidInput
+from ...core.signals import Interrupted, deferred
+from ..recipe.recipe import Mode, Recipe, Stage
+from ..stages import state
+from ..stages.align import Alignment
+from ..stages.end_to_end import EndToEnd
+from ..stages.schedule import learning_rate
+from ..stages.stage_work import StageContext, StageWork, sum_over_processes
+from ..stages.state import Progress
+from ..watch.evaluation import TrainingEvaluation
+from ..watch.report import reporting
+
+# The work of a stage by its mode; streamed stages have no loop over the whole student.
+WORK: dict[Mode, Callable[[StageContext, Stage, Path | None], StageWork]] = {
+    "end_to_end": EndToEnd,
+    "layerwise": Alignment,
+}
+
+
+def train_stage(
+    context: StageContext,
+    progress: Progress,
+    found: Path | None,
+    evaluation: TrainingEvaluation | None = None,
+) -> Progress:
+    """Train one stage from `progress` to its end.
+
+    Args:
+        context: what the stage works with.
+        progress: where in the stage to begin.
+        found: the saved state that holds the optimizer and the adapters of a stage already begun.
+        evaluation: on held-out text while the student trains.
+
+    Returns:
+        The progress at the stage's end.
+
+    Raises:
+        InvalidInput: the training diverged, the stage trains nothing, or the layers of student and teacher do
+            not correspond.
+        Interrupted: after the step in which a signal arrived.
+    """
+    recipe = context.recipe
+    stage = recipe.stages[progress.stage]
+    steps = recipe.steps(stage)
+    work = WORK[stage.how](context, stage, found)
+    stopped = 0
+    reports = reporting(context, stage, work, progress, evaluation)
+    with reports as report, deferred(context.signals):
+        while progress.step < steps and not stopped:
+            rate = learning_rate(stage, progress.step, steps)
+            losses, stopped = work.accumulate(progress.cursor)
+            norm = work.step(rate)
+            if not math.isfinite(norm):
+                raise InvalidInput(
+                    f"stage {stage.name} diverged: the gradient of step {progress.step + 1} is {norm}; "
+                    "use a lower lr"
+                )
+            progress = advance(recipe, stage, progress)
+            report.record(progress, {**losses, "lr": rate, "grad_norm": norm})
+            ends = progress.step == steps
+            if stopped or ends or progress.total_steps % recipe.save.every == 0:
+                save_state(context, progress, None if ends else work.optimizer)
+        # A signal may have arrived after the sums of the last step were formed.
+        stopped = stopped or sum_over_processes(context, {})[1]
+        if stopped:
+            raise Interrupted(stopped, f"stopped after step {progress.step} of {steps} of stage {stage.name}")
+    context.accelerator.free_memory()
+    return progress
+
+
+def advance(recipe: Recipe, stage: Stage, progress: Progress) -> Progress:
+    """Return the progress after one more optimizer step."""
+    windows = recipe.step_windows(stage)
+    return replace(
+        progress,
+        step=progress.step + 1,
+        total_steps=progress.total_steps + 1,
+        cursor=progress.cursor + windows,
+        tokens=progress.tokens + windows * recipe.data.seq_len,
+    )
+
+
+def save_state(context: StageContext, progress: Progress, optimizer: torch.optim.Optimizer | None) -> None:
+    """Save the state of a step; without an optimizer at a stage's end. All processes call it."""
+    gathered = state.Gathered(context.student, optimizer)
+    if context.accelerator.is_main_process:
+        state.save(context.partial / "state", progress, gathered, context.recipe.save.keep)
+    else:
+        gathered.discard()
+    context.accelerator.wait_for_everyone()

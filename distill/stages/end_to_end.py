@@ -1,0 +1,92 @@
+"""Training of the student as a whole, on losses of its predictions and layers (mode: end_to_end)."""
+
+import math
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ..data.batch import Batch
+from ..parallel.decoder_layers import rework_layers
+from ..parallel.sharding import call_inside, distribute, reshard, shard_teacher, without_sync
+from ..parallel.tensors import full_tensor
+from ..recipe.recipe import Stage
+from . import state
+from .capture import Captured
+from .objective import Objective, TeacherView
+from .optimizer import adamw, take_step
+from .stage_work import StageContext, sum_over_processes
+from .student import check_model
+from .teacher import Teacher
+from .weights import set_trainable
+
+
+class EndToEnd:
+    """The work of a stage with mode: end_to_end.
+
+    A step's windows are dealt to the processes in turn. Every sum is divided by the number of scored tokens
+    of the whole step. So neither the number of processes nor the size of a micro-batch changes the gradient.
+
+    Args:
+        context: what the stage works with.
+        stage: the stage.
+        found: a saved state to take the optimizer and the adapters from.
+    """
+
+    def __init__(self, context: StageContext, stage: Stage, found: Path | None) -> None:
+        self._context = context
+        self._stage = stage
+        set_trainable(context.student, stage)
+        if found and stage.train == "lora" and context.units is None:
+            state.restore_weights(found, context.student)  # again, since the adapters exist only now
+        objective = Objective(context.student, stage)
+        # Hooks come and go where layers are compared, and each change would compile again.
+        compiling = context.recipe.compile and not objective.sees_layers
+        checkpointing = context.recipe.gradient_checkpointing
+        rework_layers(context.student, checkpointing=checkpointing, compiling=compiling)
+        shard_teacher(context.teacher)
+        if "hidden_mse" in stage.learnt:
+            objective.calibrate(context.teacher, context.windows.batch([0]).to(context.accelerator.device))
+        self._view = objective.view
+        self._objective = distribute(context.accelerator, objective, context.student, context.units)
+        if context.units:
+            call_inside(self._objective, partial(check_model, context.units.loaded, context.recipe))
+        trainable = [parameter for parameter in context.student.parameters() if parameter.requires_grad]
+        self.optimizer = adamw(trainable, stage)
+        if found:
+            state.restore_optimizer(found, context.student, self.optimizer)
+
+    def accumulate(self, cursor: int) -> tuple[dict[str, float], int]:
+        """Form the gradient as `StageWork` says; losses are in nats per token."""
+        context, stage, accelerator = self._context, self._stage, self._context.accelerator
+        count = context.recipe.step_windows(stage)
+        mine = range(cursor + accelerator.process_index, cursor + count, accelerator.num_processes)
+        tokens = max(1, context.windows.scored(range(cursor, cursor + count)))
+        totals: dict[str, Tensor] = {}
+        for first in range(0, len(mine), stage.micro_batch):
+            batch = context.windows.batch(mine[first : first + stage.micro_batch]).to(accelerator.device)
+            is_last = first + stage.micro_batch >= len(mine)
+            with nullcontext() if is_last else without_sync(accelerator, self._objective):
+                sums = self._objective(batch, self._view(context.teacher, batch))
+                # Gradients are averaged over processes; the factor makes them their sum.
+                accelerator.backward(sums.pop("loss") * (accelerator.num_processes / tokens))
+            totals = {name: totals.get(name, 0) + value for name, value in sums.items()}
+        values, stopped = sum_over_processes(context, totals)
+        return {name: value / tokens for name, value in values.items()}, stopped
+
+    def step(self, rate: float) -> float:
+        """Take one step as `StageWork` says."""
+        trainable = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        limit = self._stage.grad_clip or math.inf
+        norm = full_tensor(self._context.accelerator.clip_grad_norm_(trainable, limit))
+        return take_step(self.optimizer, rate, float(norm))
+
+    @torch.no_grad()
+    def measure(self, batch: Batch, teacher: Teacher) -> dict[str, Tensor]:
+        """Measure the student as `StageWork` says."""
+        view = TeacherView(teacher.predictions(batch), Captured())
+        sums: dict[str, Tensor] = self._objective(batch, view, measuring=True)
+        reshard(self._objective)
+        return sums

@@ -1,0 +1,77 @@
+"""The interface between the training loop and the modes of a stage, and what a stage works with."""
+
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+from ..data.batch import Batch
+from ..data.order import TrainingWindows
+from ..parallel.layer_units import LayerUnits
+from ..recipe.recipe import Recipe
+from .teacher import Teacher
+
+
+@dataclass(frozen=True)
+class StageContext:
+    """The models, data and processes that a stage works with.
+
+    Attributes:
+        recipe: the run.
+        accelerator: device, processes, precision.
+        student: the model with the weights that the stage starts from; trained in place.
+        teacher: a constant.
+        windows: the data.
+        partial: the run's working directory.
+        signals: numbers of the signals received so far.
+        units: the source of the student's weights while it is sharded; None if it has them already.
+    """
+
+    recipe: Recipe
+    accelerator: Accelerator
+    student: Any
+    teacher: Teacher
+    windows: TrainingWindows
+    partial: Path
+    signals: list[int] = field(default_factory=list)
+    units: LayerUnits | None = None
+
+
+class StageWork(Protocol):
+    """The part of training that differs between modes: forming a step's gradient, and taking the step.
+
+    Attributes:
+        optimizer: holds the weights that the stage trains.
+    """
+
+    optimizer: torch.optim.Optimizer
+
+    def accumulate(self, cursor: int) -> tuple[dict[str, float], int]:
+        """Add up the gradient of the step whose windows begin at `cursor`.
+
+        Returns:
+            Every loss over the whole step, and the number of a signal that some process received, or 0.
+        """
+
+    def step(self, rate: float) -> float:
+        """Take one step at a learning rate; return the norm of the gradient before it was clipped."""
+
+    def measure(self, batch: Batch, teacher: Teacher) -> dict[str, Tensor]:
+        """Return `evaluation.MEASURES` of the student, summed over a batch's scored tokens."""
+
+
+def sum_over_processes(context: StageContext, totals: Mapping[str, Tensor]) -> tuple[dict[str, float], int]:
+    """Return the totals summed over processes, and the number of a signal that one of them received, or 0.
+
+    All processes must stop after the same step, whichever of them received the signal.
+    """
+    accelerator = context.accelerator
+    signum = torch.tensor(float(max(context.signals, default=0)), device=accelerator.device)
+    *values, received = accelerator.reduce(torch.stack([*totals.values(), signum]), "sum").tolist()
+    stopped = max(context.signals, default=int(signal.SIGTERM)) if received else 0
+    return dict(zip(totals, values, strict=True)), stopped
