@@ -24,7 +24,7 @@ Loss = dict[str, float]
 
 
 @dataclass(frozen=True)
-class FoldedLayer:
+class LayerFold:
     """A layer's output.
 
     Attributes:
@@ -40,11 +40,11 @@ class FoldedLayer:
     spectrum: LatentSpectrum | None
 
 
-def fold(plan: Plan, number: int) -> FoldedLayer:
+def fold(plan: Plan, number: int) -> LayerFold:
     """Fold one layer of a plan's source."""
     layer, loss = fold_attention(plan, number)
     tensors = plan.container.tensors(layer, number)
-    return FoldedLayer(tensors, loss, None if isinstance(layer, Attention) else layer.spectrum)
+    return LayerFold(tensors, loss, None if isinstance(layer, Attention) else layer.spectrum)
 
 
 def fold_attention(

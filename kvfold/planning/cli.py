@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ..convert.families.source import Source
     from .advice import Advice, Bounds, Row
     from .candidates import Candidate
-    from .loss_curve import CurvePoint
+    from .loss_curve import LossPoint
 
 UNFIT = 3  # exit code where nothing fits: an answer, and no mistake
 
@@ -234,7 +234,7 @@ def _curve(rows: list["Row"], unit: str, model: str, png: Path | None) -> list[d
 
     from .loss_curve import draw, points_of
 
-    points: list[CurvePoint] = points_of(rows)
+    points: list[LossPoint] = points_of(rows)
     if png is not None:
         if not points:
             raise InvalidInput(

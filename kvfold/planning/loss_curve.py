@@ -18,7 +18,7 @@ _KNEE = 1e-3  # of the loss axis: below it is linear, so that nothing lost has a
 
 
 @dataclass(frozen=True)
-class CurvePoint:
+class LossPoint:
     """One target: what it is, the share of the source's cache that it keeps, and its predicted loss."""
 
     line: str
@@ -28,19 +28,19 @@ class CurvePoint:
     loss: float
 
 
-def points_of(rows: Iterable["Row"]) -> list[CurvePoint]:
+def points_of(rows: Iterable["Row"]) -> list[LossPoint]:
     """Return the least loss of each kind at each size, smallest cache last.
 
     Rows without a prediction are left out.
     """
-    best: dict[tuple[str, int], CurvePoint] = {}
+    best: dict[tuple[str, int], LossPoint] = {}
     for row in rows:
         if row.loss is None:
             continue
         one = row.candidate
         cache = row.candidate.plan.cache()
         elements = cache["after"]["elements_per_token_per_layer"]
-        point = CurvePoint(one.kind, one.label, elements, cache["ratio"], row.loss)
+        point = LossPoint(one.kind, one.label, elements, cache["ratio"], row.loss)
         key = (one.kind, elements)
         if key not in best or point.loss < best[key].loss:
             best[key] = point
@@ -66,7 +66,7 @@ def check_picture(file: Path) -> None:
         )
 
 
-def draw(points: Sequence[CurvePoint], unit: str, title: str, file: Path) -> None:
+def draw(points: Sequence[LossPoint], unit: str, title: str, file: Path) -> None:
     """Write a PNG with a line for each kind of target.
 
     Args:

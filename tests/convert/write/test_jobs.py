@@ -12,7 +12,7 @@ from kvfold.convert.calibration.capacity import default_jobs, fold_bytes
 from kvfold.convert.decide.plan import Plan
 from kvfold.convert.families.source import open_source
 from kvfold.convert.write import rewrite
-from kvfold.convert.write.layer_fold import FoldedLayer
+from kvfold.convert.write.layer_fold import LayerFold
 
 from ...support.tiny import make, same_bytes
 from .test_rewrite import GQA, MLA, convert
@@ -30,7 +30,7 @@ def test_layers_at_once_give_the_same_bytes(
     assert convert(source, *options, "--jobs", "1", out=tmp_path / "one").exit_code == 0
     at_once, meeting, fold = set(), threading.Barrier(2, timeout=60), rewrite.fold
 
-    def met(plan: Plan, number: int) -> FoldedLayer:
+    def met(plan: Plan, number: int) -> LayerFold:
         at_once.add(threading.current_thread().name)
         meeting.wait()  # broken unless two layers are at work
         return fold(plan, number)
