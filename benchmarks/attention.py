@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from kvfold.convert.decide.plan import make_plan
 from kvfold.convert.formats import to_trainable
+from kvfold.convert.request import FoldRequest
 from kvfold.convert.write.rewrite import rewrite
 from kvfold.core.console import show_table
 from kvfold.core.hub import resolve
@@ -79,11 +80,7 @@ def main(model: str, tokens: int, lengths: str, rounds: int, name: str) -> None:
     """Measure, print and save."""
     with tempfile.TemporaryDirectory() as work:
         fold = Path(work) / "fold"
-        rewrite(
-            make_plan(resolve(model), "mla", {"kv_budget": "25%"}, "subspace", "auto"),
-            fold,
-            "benchmarks.attention",
-        )
+        rewrite(make_plan(resolve(model), FoldRequest(model=model, to="mla", kv_budget="25%")), fold)
         lines = [
             compare(fold, tokens // int(length), int(length), rounds, Path(work))
             for length in lengths.split(",")

@@ -24,6 +24,7 @@ import torch
 
 from kvfold.checkpoints.record import sha256
 from kvfold.convert.decide.plan import make_plan
+from kvfold.convert.request import fold_request
 from kvfold.convert.write.layer_fold import fold
 
 from .convert_memory import generate, timed
@@ -45,10 +46,8 @@ NARROW = 512  # hidden size of the curves over layers and tokens
 def fold_alone(directory: Path, target: str) -> Cost:
     """Reading and folding all layers on one thread, nothing written."""
     torch.set_num_threads(1)
-    to, given = TARGETS[target]
-    options = dict(given)
-    method = options.pop("method", None)
-    plan = make_plan(directory, to, options, method, "auto")
+    to, options = TARGETS[target]
+    plan = make_plan(directory, fold_request({"model": str(directory), "to": to, **options}))
     with measured() as cost:
         for layer in plan.layers:
             fold(plan, layer.number)

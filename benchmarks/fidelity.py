@@ -24,6 +24,7 @@ from kvfold.convert.decide.plan import make_plan
 from kvfold.convert.families.source import Source, open_source
 from kvfold.convert.methods.published import PEERS
 from kvfold.convert.methods.refinement import STEPS
+from kvfold.convert.request import fold_request
 from kvfold.convert.write.rewrite import rewrite
 from kvfold.core.console import show_table
 from kvfold.core.errors import InvalidInput
@@ -89,12 +90,13 @@ class Trial:
         """Fold, evaluate and print one cell; None where the fold is refused."""
         statistics = None if steps is None else self.statistics
         try:
-            plan = make_plan(self.directory, to, options, method, "auto", statistics, steps or 0)
+            asked = {"model": str(self.directory), "to": to, "method": method, "refine": steps, **options}
+            plan = make_plan(self.directory, fold_request(asked), statistics)
         except InvalidInput as reason:
             click.echo(f"{label}: {reason}", err=True)
             return None
         out, start = self.work / "fold", time.monotonic()
-        record = rewrite(plan, out, "benchmarks.fidelity")
+        record = rewrite(plan, out)
         seconds = time.monotonic() - start
         result = evaluate(out, self.directory, self.text, self.options)
         shutil.rmtree(out)

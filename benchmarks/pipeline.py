@@ -12,6 +12,7 @@ from typing import Any
 import click
 
 from kvfold.convert.decide.plan import make_plan
+from kvfold.convert.request import fold_request
 from kvfold.convert.write.rewrite import rewrite
 from kvfold.core.errors import InvalidInput
 from kvfold.core.hub import resolve
@@ -62,11 +63,11 @@ def main(
             for budget in BUDGETS:
                 out = Path(work) / f"{to}-{budget}"
                 try:
-                    plan = make_plan(source, to, {"kv_budget": budget}, None, "auto")
+                    plan = make_plan(source, fold_request({"model": model, "to": to, "kv_budget": budget}))
                 except InvalidInput as reason:
                     click.echo(f"{to} {budget}: {reason}")
                     continue
-                rewrite(plan, out, "benchmarks.pipeline")
+                rewrite(plan, out)
                 distill(recipe(out, train, tokens, window, lr))
                 result = evaluate(Path(f"{out}-distilled"), source, content, options, out)
                 folded = evaluate(out, source, content, options)

@@ -60,7 +60,7 @@ def main(model: str, text: str, calibration: str, name: str, **options: Any) -> 
     for row in rows:
         one = row.candidate
         assert row.loss is not None, "this source's attention is not one that a loss can be predicted of"
-        losses = {"predicted": row.loss, "by weights": by_weights[str(one.options)] or 0.0}
+        losses = {"predicted": row.loss, "by weights": by_weights[one.label] or 0.0}
         for label, steps in zip(_MEASURED, (0, options["steps"]), strict=True):
             losses[label], found = _measure(row, statistics, steps, read_text(text), how)
             about |= found
@@ -76,8 +76,8 @@ def _predicted(
     bounds = Bounds(context=window, batch=1, memory=None)
     found, _ = find_candidates(source, shares, calibrated=True)
     # Containers do not change what a fold computes.
-    rows = [place(one, bounds) for one in found if one.options.get("container") != "remote"]
-    by_weights = {str(row.candidate.options): row.loss for row in predict_rows(rows, bounds, None)}
+    rows = [place(one, bounds) for one in found if one.request.container != "remote"]
+    by_weights = {row.candidate.label: row.loss for row in predict_rows(rows, bounds, None)}
     return predict_rows(rows, bounds, statistics), by_weights
 
 
@@ -89,9 +89,8 @@ def _measure(
     directory = one.plan.source.checkpoint.directory
     with tempfile.TemporaryDirectory() as work:
         out = Path(work) / "out"
-        rewrite(
-            make_plan(directory, one.to, one.options, None, "auto", statistics, steps), out, "benchmarks.plan"
-        )
+        request = one.request.model_copy(update={"refine": steps})
+        rewrite(make_plan(directory, request, statistics), out)
         result = evaluate(out, directory, text, how)
     assert result.ppl.difference is not None
     assert result.ppl.teacher is not None

@@ -27,6 +27,7 @@ from kvfold.convert.decide.plan import Plan, make_plan
 from kvfold.convert.families.source import open_source
 from kvfold.convert.methods.query_rank import query_metric
 from kvfold.convert.methods.refinement import STEPS
+from kvfold.convert.request import fold_request
 from kvfold.convert.write.rewrite import rewrite
 from kvfold.core.console import show_table
 from kvfold.core.hub import resolve
@@ -118,13 +119,14 @@ def main(
             rows[label] = {}
             for rank in [WHOLE, *ranks] if metric is None else ranks:
                 options = {"kv_budget": kv_budget, "q_lora_rank": None if rank == WHOLE else rank}
-                plan = make_plan(directory, "mla", options, None, "auto", statistics, steps)
+                request = fold_request({"model": model, "to": "mla", "refine": steps, **options})
+                plan = make_plan(directory, request, statistics)
                 with (
                     nullcontext()
                     if metric is None
                     else patch("kvfold.convert.write.layer_fold.query_metric", metric)
                 ):
-                    record = rewrite(plan, Path(work) / f"{label}-{rank}", "benchmarks.queries")
+                    record = rewrite(plan, Path(work) / f"{label}-{rank}")
                 result = evaluate(Path(work) / f"{label}-{rank}", directory, content, how)
                 rows[label][rank] = _cell(plan, record, result)
                 click.echo(f"{label} {rank}: {rows[label][rank]['lost']:.4f}", err=True)

@@ -15,6 +15,7 @@ from kvfold.convert.calibration.statistics import Statistics
 from kvfold.convert.calibration.study import study
 from kvfold.convert.decide.plan import make_plan
 from kvfold.convert.families.source import open_source
+from kvfold.convert.request import fold_request
 from kvfold.convert.write.rewrite import rewrite
 from kvfold.core.errors import InvalidInput
 from kvfold.distill.recipe.recipe import Recipe
@@ -133,10 +134,8 @@ def fold_all(grid: Grid, targets: list[str]) -> list[str]:
                 if start == BEST and statistics is None:
                     statistics = study(open_source(grid.source), length=grid.setting.window, **CALIBRATION)
                 method = PLAIN_METHODS[to] if start == PLAIN else None
-                plan = make_plan(
-                    grid.source, to, options, method, "auto", statistics if start == BEST else None
-                )
-                rewrite(plan, place, "benchmarks.recovery")
+                request = fold_request({"model": str(grid.source), "to": to, "method": method, **options})
+                rewrite(make_plan(grid.source, request, statistics if start == BEST else None), place)
             made.append(target)
         except InvalidInput as reason:
             click.echo(f"{target}: {reason}", err=True)

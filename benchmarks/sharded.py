@@ -28,6 +28,7 @@ from torch import nn
 
 from kvfold.checkpoints.directory import copy_side_files
 from kvfold.convert.decide.plan import make_plan
+from kvfold.convert.request import FoldRequest
 from kvfold.convert.write.rewrite import rewrite
 from kvfold.core.console import show_table
 from kvfold.distill.parallel.accelerator import make_accelerator
@@ -177,11 +178,8 @@ def prepare(directory: Path, gigabytes: float, hidden: int) -> None:
     layers = max(2, round((gigabytes * 1e9 / 2 - 2 * 32000 * hidden) / layer))
     generate(directory / "source", gigabytes, hidden=hidden, layers=layers)
     copy_side_files(DEMO, directory / "source")
-    rewrite(
-        make_plan(directory / "source", "gqa", {"kv_heads": 2}, "mean", "auto"),
-        directory / "fold",
-        "benchmarks.sharded",
-    )
+    request = FoldRequest(model=str(directory / "source"), to="gqa", kv_heads=2, method="mean")
+    rewrite(make_plan(directory / "source", request), directory / "fold")
     draw = random.Random(0)
     documents = [
         " ".join(draw.choices(["key", "value", "cache", "head", "fold", "rank"], k=200)) for _ in range(100)

@@ -37,6 +37,7 @@ from kvfold.convert.calibration import passes
 from kvfold.convert.calibration.study import batch_size, layout_of
 from kvfold.convert.decide.plan import make_plan
 from kvfold.convert.families.source import open_source
+from kvfold.convert.request import FoldRequest
 from kvfold.convert.write.rewrite import rewrite
 from kvfold.core.console import show_table
 from kvfold.core.hub import resolve
@@ -257,7 +258,7 @@ def main(
     setting = {"model": model, "tokens": tokens, "length": length, "threads": torch.get_num_threads()}
     with tempfile.TemporaryDirectory() as work:
         fold = Path(work) / "fold"
-        rewrite(make_plan(source, "mla", {"kv_budget": "25%"}, None, "auto"), fold, "benchmarks.training")
+        rewrite(make_plan(source, FoldRequest(model=str(source), to="mla", kv_budget="25%")), fold)
         if profile:
             found = profile_both(source, fold, tokens, length)
             for what, lists in found.items():

@@ -6,28 +6,34 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..core.console import is_first, loading, notice, show_json
-from ..core.errors import InvalidInput
-from ..core.processes import Launched, together
+from ..core.console import is_first, loading, show_json
+from ..core.processes import Launched
 from ..core.units import ByteSize
-from .algebra.target import NAMES, query_rank
+from .algebra.target import NAMES
 
 if TYPE_CHECKING:
-    from .calibration.statistics import Statistics
-    from .decide.plan import Plan
+    from ..results import Folded
+    from .request import FoldRequest
 
 DTYPES = ("auto", "float32", "bfloat16")
 
 
 @click.command("convert", cls=Launched)
-@click.argument("model")
-@click.option("--to", type=click.Choice(NAMES), required=True, help="Attention of the output.")
+@click.argument("model", required=False, metavar="MODEL")
+@click.option(
+    "--config",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="A request in YAML or JSON: `model`, and these options with `_` for `-`. The command line "
+    "overrides it.",
+)
+@click.option("--to", type=click.Choice(NAMES), help="Attention of the output (required).")
 @click.option("--kv-heads", type=int, help="GQA: key/value heads of the output.")
 @click.option(
     "--rank", metavar="N|full", help="MLA: kv_lora_rank; `full` keeps everything and saves nothing (a proof)."
 )
 @click.option(
-    "--rope-dim", type=int, help="MLA: qk_rope_head_dim, cached beside the latent; chosen when left out."
+    "--rope-dim", type=int, help="MLA: qk_rope_head_dim, cached next to the latent; chosen when left out."
 )
 @click.option(
     "--kv-budget",
@@ -43,19 +49,20 @@ DTYPES = ("auto", "float32", "bfloat16")
 @click.option(
     "--rope",
     type=click.Choice(("decoupled", "intact")),
-    help="MLA: a rotary key beside the latent (default), or keys that are rebuilt, then rotated.",
+    help="MLA: a rotary key next to the latent (default), or keys that are rebuilt, then rotated.",
 )
 @click.option(
     "--container",
     type=click.Choice(("auto", "stock", "remote")),
-    help="MLA: the DeepSeek-V3 class, or the source's class with code shipped beside the weights. Auto: "
+    help="MLA: the DeepSeek-V3 class, or the source's class with code shipped next to the weights. Auto: "
     "stock where it fits.",
 )
 @click.option(
     "--engine",
+    "engines",
     metavar="NAME,...",
-    help="What must run the output: transformers, vllm, sglang, llama.cpp. Takes the least lossy "
-    "container that all accept.",
+    help="Engines that must run the output: transformers, vllm, sglang, llama.cpp. The output takes the "
+    "least lossy container that all accept.",
 )
 @click.option(
     "--slots",
@@ -66,9 +73,9 @@ DTYPES = ("auto", "float32", "bfloat16")
 @click.option(
     "--calibration",
     metavar="self|none|FILE|DATASET",
-    help="What the loss of a fold is predicted and measured on: `self` (default), text that the model "
-    "writes; `none`, weights "
-    "alone; a text (.txt, .jsonl, .json, .parquet, also compressed, or a directory of them); a data set, "
+    help="Text on which the loss of a fold is predicted and measured: `self` (default), text that the model "
+    "writes; `none`, weights alone; a text (.txt, .jsonl, .json, .parquet, also compressed, or a "
+    "directory of them); a data set, "
     "org/name[:config[:split[:field]]]; or saved statistics (.safetensors).",
 )
 @click.option(
@@ -86,7 +93,9 @@ DTYPES = ("auto", "float32", "bfloat16")
     show_default=True,
     help="Tokens of each; no more than it was trained on.",
 )
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the calibration.")
+@click.option(
+    "--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of the calibration."
+)
 @click.option(
     "--save-statistics",
     type=click.Path(path_type=Path),
@@ -98,7 +107,7 @@ DTYPES = ("auto", "float32", "bfloat16")
     type=click.IntRange(min=0),
     metavar="STEPS",
     help="Steps by which each layer alone is fitted to the source's on the calibration text; 0: the "
-    "closed form. Default: 100.",
+    "closed form.  [default: 100]",
 )
 @click.option(
     "--method",
@@ -118,7 +127,7 @@ DTYPES = ("auto", "float32", "bfloat16")
     type=click.Choice(DTYPES),
     default="auto",
     show_default=True,
-    help="Of the output; auto: the source's.",
+    help="Dtype of the output; auto: the source's.",
 )
 @click.option(
     "--shard-size",
@@ -133,228 +142,84 @@ DTYPES = ("auto", "float32", "bfloat16")
     type=click.Choice(("full", "lint", "none")),
     default="lint",
     show_default=True,
-    help="At the end: `lint` asks the rules of `kvfold verify`, `full` also runs the output beside its "
+    help="At the end: `lint` checks the rules of `kvfold verify`, `full` also runs the output against its "
     "source.",
 )
 @click.option(
     "--jobs",
     type=click.IntRange(min=1),
-    help="Layers folded at once; by default one a core, if they fit in memory.",
+    help="Layers folded at once; by default one per core, if they fit in memory.",
 )
 @click.option("--dry-run", is_flag=True, help="Show what would be done and what it costs; write nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
-def main(
-    model: str,
-    to: str,
-    method: str | None,
-    out: Path | None,
-    revision: str | None,
-    dtype: str,
-    shard_size: int,
-    dry_run: bool,
-    as_json: bool,
-    calibration: str | None,
-    layerwise: bool | None,
-    sequences: int,
-    length: int,
-    seed: int,
-    refine: int | None,
-    save_statistics: Path | None,
-    **sizes: Any,
-) -> None:
+def main(config: Path | None, dry_run: bool, as_json: bool, **options: Any) -> None:
     """Fold the attention of MODEL (a directory or a Hub id) into a new checkpoint with a smaller KV cache.
 
-    The source is never touched and nothing is overwritten. A killed run goes on when the same command is
+    The source is never touched and nothing is overwritten. A killed run is resumed when the same command is
     given again.
     """
+    request = _read_request(config, options)
     with loading():
-        from ..checkpoints.directory import check_output
-        from ..core.hub import resolve
+        from ..api import carry_out
         from .decide.outline import show_plan
-        from .decide.plan import make_plan
-        from .methods.refinement import STEPS
+        from .decide.preparation import prepare
 
-    how, taken = (
-        (sizes.pop("verify"), sizes.pop("jobs")),
-        {"sequences": sequences, "length": length, "seed": seed},
-    )
-    with together():  # before any long work: mistakes show at once
-        directory = resolve(model, revision)
-        plan = make_plan(directory, to, sizes, method, dtype)
-        if out is not None and not dry_run:
-            check_output(out, directory)
-        calibration = choose_calibration(calibration, plan, sizes["slots"], refine, save_statistics, dry_run)
-    statistics = calibration and _study(
-        plan, calibration, out, **taken, layerwise=layerwise, save=save_statistics
-    )
-    if statistics:
-        plan = make_plan(directory, to, sizes, method, dtype, statistics, STEPS if refine is None else refine)
-    out = out or Path(default_name(model, plan.target.to_dict()))
-    if dry_run and is_first():
-        show_json(plan.to_dict()) if as_json else show_plan(plan.to_dict())
-    if dry_run:
+    if not dry_run:
+        _show(carry_out(request), as_json)
         return
-    chosen = _choices(calibration, plan.refine if statistics else None, taken, shard_size)
-    command = command_line(model, to, {**sizes, **chosen}, plan.method, revision, dtype)
-    _carry_out(plan, out, command, shard_size, model, as_json, *how)
-
-
-def _choices(
-    calibration: str | None, refine: int | None, taken: dict[str, int], shard_size: int
-) -> dict[str, Any]:
-    """What was chosen of calibration and files, as options.
-
-    `refine` is None where there are no statistics.
-    """
-    from ..checkpoints.shards import SHARD_SIZE
-
-    drawn = refine is not None and calibration and not calibration.endswith(".safetensors")
-    if calibration and Path(calibration).exists():
-        calibration = str(
-            Path(calibration).resolve()
-        )  # the command is in a record that others read elsewhere
-    size = None if shard_size == SHARD_SIZE else shard_size
-    return {"calibration": calibration, **(taken if drawn else {}), "refine": refine, "shard_size": size}
-
-
-def _study(plan: "Plan", calibration: str, out: Path | None, **how: Any) -> "Statistics | None":
-    """Statistics of a plan's source; what does not fit in memory goes beside the output meanwhile."""
-    from .calibration.study import study
-
-    return study(plan.source, calibration, work=out and out.parent, **how)
-
-
-def _carry_out(
-    plan: "Plan",
-    out: Path,
-    command: str,
-    shard_size: int,
-    model: str,
-    as_json: bool,
-    verified: str,
-    jobs: int | None,
-) -> None:
-    """Write the output, check it as far as asked, and say what it is.
-
-    Of several processes the first one alone does so.
-    """
-    from ..verification.verify import FAILED, verify
-    from .decide.engines import ENGINES
-    from .write.rewrite import rewrite
-
-    for text in plan.notices:
-        notice(text)
-    record = rewrite(
-        plan, out, command, shard_size, None if Path(model).is_dir() else model.partition("@")[0], jobs
-    )
+    plan = prepare(request, dry_run=True).plan.to_dict()
     if not is_first():
         return
-    report = None if verified == "none" else verify(out, plan.engines or ENGINES[:1], run=verified == "full")
-    checked = {} if report is None else {"verify": report.to_dict()}
-    show_json({"out": str(out), **record, **checked}) if as_json else click.echo(_summary(record, out))
-    for check in report.checks if report else ():
-        notice(f"{check.name}: {check.detail}")
-    if report and report.failures:
+    if as_json:
+        show_json(plan)
+    else:
+        show_plan(plan)
+
+
+def _read_request(config: Path | None, options: dict[str, Any]) -> "FoldRequest":
+    """Return what the options ask for; those on the command line override those in the file."""
+    from .request import fold_request, read_config
+
+    ctx = click.get_current_context()
+    default = click.core.ParameterSource.DEFAULT
+    given = {name: value for name, value in options.items() if ctx.get_parameter_source(name) != default}
+    if config is not None:
+        return read_config(config, given)
+    for parameter in ctx.command.params:
+        if parameter.name in {"model", "to"} and options[parameter.name] is None:
+            raise click.MissingParameter(ctx=ctx, param=parameter)
+    return fold_request(given)
+
+
+def _show(folded: "Folded", as_json: bool) -> None:
+    """Show what was written, in the first of several processes; exit code 3 where it fails its check."""
+    from ..verification.verify import FAILED
+
+    if not is_first():
+        return
+    out, report = folded.directory, folded.verification
+    if as_json:
+        checked = {} if report is None else {"verify": report.to_dict()}
+        show_json({"out": str(out), **folded.record, **checked})
+    else:
+        click.echo(_summary(folded))
+    if report is not None and report.failures:
         click.echo(f"Error: {out} does not pass kvfold verify: {'; '.join(report.failures)}", err=True)
         raise SystemExit(FAILED)
 
 
-def choose_calibration(
-    calibration: str | None,
-    plan: "Plan",
-    slots: str | None,
-    refine: int | None,
-    save: Path | None,
-    dry_run: bool,
-) -> str | None:
-    """What a fold is calibrated on: what the user says, else `self`; None where the fold reads no statistics.
-
-    Raises:
-        InvalidInput: the user asks for statistics that the fold would not read, or for what it cannot do
-        without them.
-    """
-    from .methods.table import check_calibrated, reads_statistics
-
-    wanted = calibration if calibration is not None or save is None else "self"
-    if refine and plan.method != "subspace":
-        raise InvalidInput(
-            f"--refine {refine} does not apply to --method {plan.method}, which is taken as published; "
-            f"leave it out"
-        )
-    if not reads_statistics(plan.method):
-        if wanted not in {None, "none"}:
-            option = "--save-statistics" if calibration is None else f"--calibration {calibration}"
-            raise InvalidInput(
-                f"{option} does not apply to --method {plan.method}, which folds by weights alone"
-            )
-        wanted = "none"
-    target = plan.target.to_dict()
-    geometry = plan.source.geometry
-    queries = target.get("q_lora_rank") in {None, query_rank(geometry, "full")}
-    kept = (target.get("slots") == "source" and queries) or target.get(
-        "num_key_value_heads"
-    ) == geometry.num_key_value_heads
-    if wanted is None and kept and not plan.folds_biases:
-        if refine:
-            raise InvalidInput(
-                f"--refine {refine} has nothing to refine where everything is kept; leave it out"
-            )
-        return None  # nor anything to choose
-    check_calibrated(plan.method, slots, calibrated=wanted != "none", biased=plan.folds_biases)
-    if wanted == "none" and refine:
-        raise InvalidInput(
-            f"--refine {refine} needs text to refine on; leave it out, or use --calibration self"
-        )
-    if wanted is None and dry_run:
-        notice("planned by weights alone, to be quick; the fold itself would use --calibration self")
-        return None
-    return "self" if wanted is None else wanted
-
-
-def _summary(record: dict[str, Any], out: Path) -> str:
-    """What was done, in a line, and what to do next."""
-    before, after = (record["cache"][side]["elements_per_token_per_layer"] for side in ("before", "after"))
-    predicted = record["predicted_loss"]
-    cost = "" if predicted is None else f", predicted loss {predicted:.4f} nats a token"
-    share = f"{record['cache']['ratio']:.1%}"
-    return (
-        f"{out}: {record['target']['name'].upper()} by {record['method']}, cache {before} -> {after} "
-        f"elements per token and "
-        f"layer ({share}){cost}\nNext: kvfold eval {shlex.quote(str(out))} --text FILE"
+def _summary(folded: "Folded") -> str:
+    """Return a line about what was done, and one about what to do next."""
+    record, cache = folded.record, folded.cache
+    before, after = (cache[side]["elements_per_token_per_layer"] for side in ("before", "after"))
+    cost = (
+        "" if folded.predicted_loss is None else f", predicted loss {folded.predicted_loss:.4f} nats a token"
     )
-
-
-def default_name(model: str, target: dict[str, Any]) -> str:
-    """`<model>-gqa-4`, `<model>-mqa`, `<model>-mla-512-64` or `<model>-mla-full`, and `-q96` for queries of
-    rank 96.
-    """
-    widths = {"gqa": ["num_key_value_heads"], "mqa": [], "mla": ["kv_lora_rank", "qk_rope_head_dim"]}[
-        target["name"]
-    ]
-    parts = ["full"] if target.get("slots") == "source" else [str(target[width]) for width in widths]
-    parts += [f"q{target['q_lora_rank']}"] if "q_lora_rank" in target else []
-    stem = Path(model).resolve().name if Path(model).is_dir() else model.partition("@")[0].rpartition("/")[2]
-    return "-".join([stem, target["name"], *parts])
-
-
-def command_line(
-    model: str, to: str, sizes: dict[str, Any], method: str, revision: str | None, dtype: str
-) -> str:
-    """The command that gives the same output again, with the choices that were made for the user."""
-    options = {
-        "to": to,
-        **sizes,
-        "method": method,
-        "revision": revision,
-        "dtype": None if dtype == "auto" else dtype,
-    }
-    given = [
-        word
-        for name, value in options.items()
-        if value is not None
-        for word in (f"--{name.replace('_', '-')}", str(value))
-    ]
-    return shlex.join(["kvfold", "convert", model, *given])
+    return (
+        f"{folded.directory}: {record['target']['name'].upper()} by {record['method']}, cache {before} -> "
+        f"{after} elements per token and layer ({cache['ratio']:.1%}){cost}\n"
+        f"Next: kvfold eval {shlex.quote(str(folded.directory))} --text FILE"
+    )
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from ..core.console import PLAIN_INTERVAL
+from ..core.console import PLAIN_INTERVAL, is_shown, report_progress
 
 Show = Callable[[int, str], None]  # takes the amount done and a note
 _A_MOMENT = 5.0  # seconds; torch's launcher checks its processes ten times per second
@@ -58,6 +58,8 @@ def progress_bar(description: str, total: int, done: int = 0) -> Iterator[Show]:
     """Yield a function that shows progress towards `total`, beginning at `done`."""
     if not is_main_process():
         yield lambda done, note: None
+    elif not is_shown():
+        yield lambda done, note: report_progress(description, done, total)
     elif sys.stderr.isatty():
         yield from _bar(description, total, done)
     else:
@@ -69,6 +71,8 @@ def stage_table(stage: str, steps: int) -> Iterator[ShowStep]:
     """Yield a function that shows the progress of a training stage, as a live table or as plain lines."""
     if not is_main_process():
         yield lambda done, values: None
+    elif not is_shown():
+        yield lambda done, values: report_progress(stage, done, steps)
     elif sys.stderr.isatty():
         yield from _table(stage, steps)
     else:

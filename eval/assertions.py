@@ -78,17 +78,36 @@ def parse(text: str, suites: Sequence[str]) -> Assertion:
         raise InvalidInput(
             f"--assert {text!r} is not a comparison with a number; write for example 'kl.mean<0.1'"
         )
-    names = tuple(ALIASES.get(match[1], match[1]).removeprefix("suites.").split("."))
-    if names[0] in SUITES:
-        if names[0] not in suites:
-            raise InvalidInput(
-                f"--assert {text!r} names the suite {names[0]}, which is not run; add it to --suite"
-            )
-        names = ("suites", *names)
-    elif names[0] not in HEAD:
-        known = ", ".join([*suites, *HEAD, *ALIASES])
-        raise InvalidInput(f"--assert {text!r}: the report has no {names[0]}; a path may begin with {known}")
+    names = _whole_path(match[1])
+    if names[0] == "suites" and names[1:2] and names[1] in SUITES and names[1] not in suites:
+        raise InvalidInput(
+            f"--assert {text!r} names the suite {names[1]}, which is not run; add it to --suite"
+        )
+    _check_start(names, suites, f"--assert {text!r}")
     return Assertion(text, names, match[2], bound)
+
+
+def look_up(path: str, report: dict[str, Any]) -> float | None:
+    """Return a number of a report by its path, such as `kl.mean`; None where it is undefined.
+
+    Raises:
+        InvalidInput: the path leads nowhere, or not to a number.
+    """
+    names = _whole_path(path)
+    _check_start(names, tuple(report["suites"]), repr(path))
+    return _value(names, report, repr(path))
+
+
+def _whole_path(text: str) -> tuple[str, ...]:
+    """Return a path from the report's root, of an alias or of a path with or without `suites.`."""
+    names = tuple(ALIASES.get(text, text).removeprefix("suites.").split("."))
+    return ("suites", *names) if names[0] in SUITES else names
+
+
+def _check_start(names: tuple[str, ...], suites: Sequence[str], label: str) -> None:
+    if names[0] not in HEAD:
+        known = ", ".join([*suites, *HEAD, *ALIASES])
+        raise InvalidInput(f"{label}: the report has no {names[0]}; a path may begin with {known}")
 
 
 def check(assertions: Sequence[Assertion], report: dict[str, Any]) -> None:
@@ -98,7 +117,10 @@ def check(assertions: Sequence[Assertion], report: dict[str, Any]) -> None:
         InvalidInput: the report has no such path, or its value is not a number.
         Unmet: at least one assertion does not hold; an undefined value never meets one.
     """
-    values = [(assertion, _value(assertion, report)) for assertion in assertions]
+    values = [
+        (assertion, _value(assertion.path, report, f"--assert {assertion.text!r}"))
+        for assertion in assertions
+    ]
     unmet = [
         f"{assertion.text} (it is {'undefined' if value is None else f'{value:.6g}'})"
         for assertion, value in values
@@ -108,9 +130,9 @@ def check(assertions: Sequence[Assertion], report: dict[str, Any]) -> None:
         raise Unmet(f"does not hold: {'; '.join(unmet)}")
 
 
-def _value(assertion: Assertion, report: dict[str, Any]) -> float | None:
+def _value(path: tuple[str, ...], report: dict[str, Any], label: str) -> float | None:
     value: Any = report
-    for depth, name in enumerate(assertion.path):
+    for depth, name in enumerate(path):
         if value is None:  # undefined in this report, and so are its parts
             return None
         if isinstance(value, list | tuple) and name.isdecimal() and int(name) < len(value):
@@ -118,10 +140,10 @@ def _value(assertion: Assertion, report: dict[str, Any]) -> float | None:
             continue
         if not isinstance(value, dict) or name not in value:
             there = ", ".join(value) if isinstance(value, dict) else "nothing"
-            place = ".".join(assertion.path[:depth]) or "the report"
-            raise InvalidInput(f"--assert {assertion.text!r}: {place} has no {name}; it has {there}")
+            place = ".".join(path[:depth]) or "the report"
+            raise InvalidInput(f"{label}: {place} has no {name}; it has {there}")
         value = value[name]
     if value is None or (isinstance(value, int | float) and not isinstance(value, bool)):
         return value
     has = f"; it has {', '.join(value)}" if isinstance(value, dict) else ""
-    raise InvalidInput(f"--assert {assertion.text!r}: {'.'.join(assertion.path)} is not a number{has}")
+    raise InvalidInput(f"{label}: {'.'.join(path)} is not a number{has}")

@@ -1,24 +1,22 @@
 """`kvfold eval`: perplexity, distance to the teacher, cache and more, measured on a checkpoint."""
 
 import os
-from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..core.console import is_first, notice, show_json, show_table
+from ..core.console import is_first, show_json, show_table
 from ..core.errors import InvalidInput
-from ..core.processes import Launched, together
+from ..core.processes import Launched
 from ..core.units import ByteSize
 from ..models.load_options import DEVICE_MAPS, DEVICES, DTYPES
 from .assertions import ALIASES, check, parse
-from .evaluation_journal import EvaluationJournal, reserved
 from .options import Options
 from .suites.catalogue import DEFAULT, SUITES, check_settings, chosen
 
 if TYPE_CHECKING:
-    from .result import Result
+    pass
 
 _SUITES = "; ".join(f"{name}: {suite.summary}" for name, suite in SUITES.items())
 
@@ -146,22 +144,21 @@ def main(
     settings = _settings(options, names)
     wanted = [parse(expression, names) for expression in assertions]
     _check_places(options)
-    if text is None and (reading := [name for name in names if SUITES[name].reads_text]):
-        raise InvalidInput(
-            f"the suites {', '.join(reading)} read a text; choose one with --text, e.g. --text stdlib"
-        )
-    with ExitStack() as stack:
-        with together():
-            reserving = (
-                reserved(out) if out is not None and is_first() else nullcontext((EvaluationJournal(), None))
-            )
-            journal, write = stack.enter_context(reserving)
-        result = _evaluate(model, teacher, (text, rows), Options(**options), names, settings, journal)
-        report = result.to_json()
-        if write is not None:
-            write(result.to_text())
+    from .request import EvalRequest, run_request
+
+    request = EvalRequest(
+        model=model,
+        teacher=teacher,
+        text=text,
+        rows=rows,
+        suites=names,
+        settings=settings,
+        options=Options(**options),
+    )
+    result = run_request(request, out)
     if not is_first():
         return
+    report = result.to_json()
     if as_json:
         show_json(report)
     else:
@@ -171,39 +168,6 @@ def main(
 
 for _suite in SUITES.values():
     main.params += _suite.options
-
-
-def _evaluate(
-    model: str,
-    teacher: str | None,
-    text: tuple[str | None, Path | None],
-    options: Options,
-    suites: tuple[str, ...],
-    settings: dict[str, Any],
-    journal: EvaluationJournal,
-) -> "Result":
-    from ..texts.corpus import read_text
-
-    with together():
-        content = None if text[0] is None else read_text(text[0], text[1])
-
-        from ..checkpoints.record import folded_parent, source_directory
-        from ..core.hub import resolve
-
-        student = resolve(model)
-        source = source_directory(student) if teacher is None else resolve(teacher)
-        if source is None:
-            notice(
-                f"{student} has no kvfold.json that names a teacher; choose one with --teacher to compare "
-                "with it"
-            )
-        parent = folded_parent(student)
-
-    from .run import evaluate
-
-    return evaluate(
-        student, source, content, options, parent, suites=suites, settings=settings, journal=journal
-    )
 
 
 def _settings(options: dict[str, Any], suites: tuple[str, ...]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from importlib import import_module
 
 from ..checkpoints.eval_json import EvalReport
+from ..core.grid import Grid
 from .suites.catalogue import SUITES
 
 
@@ -35,3 +36,7 @@ class Result(EvalReport):
                 suite = import_module(f".suites.{SUITES[name].module}", __package__)
                 rows += suite.rows(block, self.roles)
         return rows
+
+    def grid(self) -> Grid:
+        """Return the table."""
+        return Grid(self.title, self.columns, self.rows)

@@ -1,33 +1,59 @@
-"""kvfold: convert pretrained decoders to a much smaller KV cache, distil them back, measure what was
-recovered.
+"""kvfold folds the KV cache of pretrained decoders, distils them back and measures what was recovered.
 
-A checkpoint flows one way through pure steps; every stage reads model directories and writes a new one:
+A checkpoint flows one way; each function reads model directories and writes a new one:
 
-    source/ --convert--> folded/ --distill--> folded-distilled/        eval compares any of them with the
-    source
+    source/ --fold--> folded/ --train--> distilled/        evaluate compares any of them with the source
 
-Where things are (installed as kvfold.convert and so on; in the repository each folder stands at the top):
-
-    convert   targets (GQA, MQA, MLA), the algebra from weights to weights, the lazy reader and the streamed
-    writer distill   recipes, data, losses, the training loop and its exact resume
-    eval      suites: perplexity, fidelity, cache, speed, retrieval, tasks; the HTML report
-    migrate   (migrate.py itinerary.py migration.py milestones.py arrival.py here) all three, step by step
-    under a bound recipes   complete runs, one YAML a file; recipes/demo is the bundled checkpoint
-
-`kvfold.absorb(model)` lets a loaded DeepSeek-class model decode from its latent cache without expanding it.
+`plan` compares targets before anything is written, `verify` checks an output, `publish` sends it to the Hub,
+`report` draws evaluations as a page, and `absorb` lets a loaded DeepSeek-class model decode from its latent
+cache. `import kvfold` loads no torch; a function imports what it needs when it is called.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .api import evaluate as evaluate
+    from .api import fold as fold
+    from .api import plan as plan
+    from .api import publish as publish
+    from .api import report as report
+    from .api import train as train
+    from .api import verify as verify
     from .convert.formats.absorption import absorb as absorb
+    from .convert.request import GQA as GQA
+    from .convert.request import MLA as MLA
+    from .convert.request import MQA as MQA
+    from .core.errors import InvalidInput as InvalidInput
 
 __version__ = "0.1.0"
+_HOMES = {
+    **dict.fromkeys(("fold", "plan", "train", "evaluate", "verify", "publish", "report"), ".api"),
+    **dict.fromkeys(("GQA", "MQA", "MLA"), ".convert.request"),
+    "absorb": ".convert.formats.absorption",
+    "InvalidInput": ".core.errors",
+}
+__all__ = [
+    "GQA",
+    "MLA",
+    "MQA",
+    "InvalidInput",
+    "absorb",
+    "evaluate",
+    "fold",
+    "plan",
+    "publish",
+    "report",
+    "train",
+    "verify",
+]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "absorb":  # `import kvfold` alone loads no torch
-        from .convert.formats.absorption import absorb
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name], __name__), name)
 
-        return absorb
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

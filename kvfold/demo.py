@@ -115,13 +115,10 @@ def _row(name: str, result: "Result") -> tuple[str, ...]:
 
 
 def _fold(source: Path, to: str, sizes: dict[str, Any], statistics: "Statistics | None", out: Path) -> Path:
-    from .convert.cli import command_line
     from .convert.decide.plan import make_plan
+    from .convert.request import fold_request
     from .convert.write.rewrite import rewrite
 
-    plan = make_plan(source, to, sizes, None, "auto", statistics, REFINE)
-    command = command_line(
-        str(source), to, {**sizes, **CALIBRATION, "refine": plan.refine}, plan.method, None, "auto"
-    )
-    rewrite(plan, out, command, source_name="kvfold-demo")
+    request = fold_request({"model": str(source), "to": to, **sizes, **CALIBRATION, "refine": REFINE})
+    rewrite(make_plan(source, request, statistics), out, source_name="kvfold-demo")
     return out

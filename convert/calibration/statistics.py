@@ -163,6 +163,8 @@ class Statistics:
                     for n in range(about.pop("layers"))
                 )
                 return cls(layers=layers, **about)
+        except InvalidInput:
+            raise
         except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
             raise InvalidInput(
                 f"{file} holds no statistics that kvfold wrote ({type(error).__name__}: {error})"

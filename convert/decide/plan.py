@@ -28,6 +28,7 @@ from ..methods.latent import Band
 from ..methods.query_rank import planned_losses, query_notices, query_parameters
 from ..methods.refinement import STEPS
 from ..methods.slots import choose_slots
+from ..request import FoldRequest
 from .engine_choice import choose_plan
 from .engines import SERVED, are_served, containers_for, read_engines
 from .form import Form, choose_form, latent_container
@@ -70,6 +71,7 @@ class Plan:
         copies: the other output tensors, and the source tensor that each is made of.
         layers: the attention of each layer.
         notices: sentences for the user.
+        request: what the user asked for, with the choices that were made for them.
         engines: that must run the output.
     """
 
@@ -86,6 +88,7 @@ class Plan:
     copies: dict[str, Copy]
     layers: tuple[PlannedLayer, ...]
     notices: tuple[str, ...]
+    request: FoldRequest
     engines: tuple[str, ...] = ()
 
     @property
@@ -193,27 +196,14 @@ class Plan:
         }
 
 
-def make_plan(
-    directory: Path,
-    to: str,
-    options: Mapping[str, Any],
-    method: str | None,
-    dtype: str,
-    statistics: Statistics | None = None,
-    refine: int = STEPS,
-) -> Plan:
+def make_plan(directory: Path, request: FoldRequest, statistics: Statistics | None = None) -> Plan:
     """Decide a fold from what the user asked for.
 
     Args:
-        directory: the source checkpoint.
-        to: `gqa`, `mqa` or `mla`.
-        options: the size options of `target.from_options`; for MLA also `rope`, `slots` and `container`; and
-            `engine`, a comma-separated list of those that must run the output.
-        method: name of a method of the target; None takes the default.
-        dtype: `auto` (the source's), `float32` or `bfloat16`.
+        directory: the source checkpoint, which the request names.
+        request: the target with its sizes and form, the method, the dtype and the steps of refinement.
         statistics: of the source; with them MLA's slots are allocated, and a budget is divided, by predicted
             loss.
-        refine: steps by which each layer is refined where there are statistics; 0 for the closed form.
 
     Returns:
         The plan of the least lossy output format that the engines run.
@@ -222,14 +212,15 @@ def make_plan(
         InvalidInput: the source cannot be folded, or not to this target.
     """
     source = open_source(directory)
-    engines = read_engines(options.get("engine"))
-    has_size = options.get("rank") is not None or options.get("kv_budget") is not None
-    if to == "mla" and are_served(engines) and not has_size:
-        options = {**options, "rank": str(SERVING.latent)}  # the one size that every kernel is built for
-    candidates = containers_for(engines, to, options.get("container"))
+    options = request.sizes()
+    engines = read_engines(options["engine"])
+    has_size = request.rank is not None or request.kv_budget is not None
+    if request.to == "mla" and are_served(engines) and not has_size:
+        options["rank"] = str(SERVING.latent)  # the one size that every kernel is built for
+    candidates = containers_for(engines, request.to, request.container)
 
     def make(container: str) -> Plan:
-        return _plan(source, to, {**options, "container": container}, method, dtype, statistics, refine)
+        return _plan(source, request, {**options, "container": container}, statistics)
 
     choice = choose_plan(engines, candidates, make)
     notices = (*choice.reasons, *choice.plan.notices, *choice.unsaved)
@@ -237,18 +228,13 @@ def make_plan(
 
 
 def _plan(
-    source: Source,
-    to: str,
-    options: Mapping[str, Any],
-    method: str | None,
-    dtype: str,
-    statistics: Statistics | None,
-    refine: int,
+    source: Source, request: FoldRequest, options: Mapping[str, Any], statistics: Statistics | None
 ) -> Plan:
     """Return the plan of one output format.
 
     Arguments are those of `make_plan`; `options["container"]` is a format of `containers_for`.
     """
+    to = request.to
     sizes = {key: value for key, value in options.items() if key not in {"container", "slots", "engine"}}
     is_served = options["container"] == SERVED
     container_name = "stock" if is_served else options["container"]
@@ -259,8 +245,8 @@ def _plan(
         target, fixed = served_target(source, options)
     else:
         target = _target(source, to, sizes, form)
-    method = methods.check(target, method)
-    written, notices = _written_dtypes(source, form, dtype)
+    method = methods.check(target, request.method)
+    written, notices = _written_dtypes(source, form, request.dtype)
     kind = written[source.reads(0)[0]]
     target, bands, losses = choose_slots(source, target, statistics, options, method, fixed)
     losses = planned_losses(source, target, statistics, losses)
@@ -274,6 +260,10 @@ def _plan(
         predicted = sum(sum(loss.values()) for loss in losses)
     notices += container.notices(source, None if form is None else form.why)
     notices += query_notices(target, layers[0].writes)
+    refine = 0
+    if method == "subspace":
+        refine = STEPS if statistics is None or request.refine is None else request.refine
+    chosen = {"method": method, "refine": None if statistics is None else refine}
     return Plan(
         source=source,
         target=target,
@@ -283,11 +273,12 @@ def _plan(
         statistics=statistics,
         predicted=predicted,
         losses=losses or (None,) * source.layers,
-        refine=refine if method == "subspace" else 0,
+        refine=refine,
         dtype=kind,
         copies=_copies(source, container, layers, written),
         layers=layers,
         notices=tuple(notices),
+        request=request.model_copy(update=chosen),
     )
 
 

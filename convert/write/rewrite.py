@@ -22,7 +22,7 @@ import torch
 
 from ...checkpoints.directory import check_output, copy_side_files, finish
 from ...checkpoints.record import SCHEMA, describe, sha256, write_record
-from ...checkpoints.shards import SHARD_SIZE, ShardWriter
+from ...checkpoints.shards import ShardWriter
 from ...core.console import is_first, progress
 from ...core.errors import InvalidInput
 from ...core.hub import commit_of
@@ -39,23 +39,16 @@ _SYNC = 1.0  # seconds between two times that small units are forced to the disk
 Unit = Callable[[], Found]
 
 
-def rewrite(
-    plan: Plan,
-    out: Path,
-    command: str,
-    shard_size: int = SHARD_SIZE,
-    source_name: str | None = None,
-    jobs: int | None = None,
-) -> dict[str, Any]:
+def rewrite(plan: Plan, out: Path, *, source_name: str | None = None) -> dict[str, Any]:
     """Carry out a plan; of several processes each its share, on any machines that see the same directories.
+
+    The plan's request says how large a shard may be, and how many layers are at work at once, each on one
+    thread (by default `capacity.default_jobs`).
 
     Args:
         plan: what to do.
         out: the output directory; it appears only when complete, and must not exist.
-        command: how a user would ask for the same, for the record.
-        shard_size: bytes a shard at most holds.
-        source_name: what the source is called; its directory's name by default.
-        jobs: how many layers are at work at once, each on one thread; None: `capacity.default_jobs`.
+        source_name: name of the source in the record; by default its Hub id, or its directory's name.
 
     Returns:
         The record that is in the output's kvfold.json.
@@ -72,10 +65,8 @@ def rewrite(
         )
     partial = out.with_name(out.name + ".partial")
     with ExitStack() as first:
-        done = _share(
-            plan, out, partial, shard_size, jobs or default_jobs(plan.source, plan.statistics), first
-        )
-        record = _record(plan, command, source_name, done)
+        done = _share(plan, out, partial, first)
+        record = _record(plan, source_name or plan.request.source_name, done)
         if is_first():
             with _failures(plan, out):
                 _complete(plan, partial, record)
@@ -83,23 +74,21 @@ def rewrite(
     return record
 
 
-def _share(
-    plan: Plan, out: Path, partial: Path, shard_size: int, jobs: int, first: ExitStack
-) -> dict[str, Found]:
+def _share(plan: Plan, out: Path, partial: Path, first: ExitStack) -> dict[str, Found]:
     """Write this process's share of the tensors, and return what all processes found.
 
     Args:
         plan: of `rewrite`, as the other arguments.
         out: the output directory.
         partial: the directory of the half-written output.
-        shard_size: most bytes per output file.
-        jobs: layers at work at once.
         first: keeps the journal of rank 0 open until the output has its name.
     """
     rank, ranks = place()
+    shard_size = plan.request.shard_size
+    jobs = plan.request.jobs or default_jobs(plan.source, plan.statistics)
     fingerprint = plan.fingerprint(shard_size)
     specs = plan.specs
-    done = {}
+    done: dict[str, Found] = {}
     agreed = from_first(fingerprint)
     with ExitStack() as own:
         with together(), _failures(plan, out):
@@ -227,7 +216,7 @@ def _failures(plan: Plan, out: Path) -> Iterator[None]:
         raise InvalidInput(f"cannot write {out}: {reason}; the half-written output was removed") from None
 
 
-def _record(plan: Plan, command: str, source_name: str | None, done: dict[str, Found]) -> dict[str, Any]:
+def _record(plan: Plan, source_name: str | None, done: dict[str, Found]) -> dict[str, Any]:
     from ... import __version__
 
     found = [done[f"layer {layer.number}"] for layer in plan.layers]
@@ -239,7 +228,8 @@ def _record(plan: Plan, command: str, source_name: str | None, done: dict[str, F
         "schema": SCHEMA,
         "kvfold": __version__,
         "stage": "convert",
-        "command": command,
+        "command": plan.request.command,
+        "request": plan.request.essentials(),
         "source": describe(directory, source_name, commit_of(directory), hashes),
         "target": plan.target.to_dict(),
         "method": plan.method,

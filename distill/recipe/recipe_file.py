@@ -2,7 +2,7 @@
 
 import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,10 +53,38 @@ def read_recipe(file: Path, overrides: Sequence[str] = ()) -> Recipe:
     content = read_content(file)
     for override in overrides:
         _override(content, override)
+    return check_recipe(content, file.name)
+
+
+def as_recipe(recipe: str | Path | Recipe | Mapping[str, Any]) -> Recipe:
+    """Return a recipe from a YAML file, a mapping of a recipe's keys, or a recipe.
+
+    Raises:
+        InvalidInput: it is none of these, or something in it cannot be used.
+    """
+    if isinstance(recipe, Recipe):
+        return recipe
+    if isinstance(recipe, str | Path):
+        return read_recipe(Path(recipe))
+    if isinstance(recipe, Mapping):
+        return check_recipe(recipe, "recipe")
+    raise InvalidInput(f"the recipe is a {type(recipe).__name__}; it should be a file, a Recipe or a mapping")
+
+
+def check_recipe(content: Mapping[str, Any], name: str) -> Recipe:
+    """Return the recipe that plain values describe.
+
+    Args:
+        content: what a recipe's file holds.
+        name: of the file, or of what stands for it.
+
+    Raises:
+        InvalidInput: names the key, its value and what would be right.
+    """
     try:
-        return Recipe.model_validate(content)
+        return Recipe.model_validate(dict(content))
     except ValidationError as error:
-        raise InvalidInput(f"{file.name}: {_sentence(error)}") from None
+        raise InvalidInput(f"{name}: {_sentence(error)}") from None
 
 
 def read_content(file: Path) -> dict[str, Any]:

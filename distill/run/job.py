@@ -20,7 +20,7 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from ...core.console import collected_notices, notice
+from ...core.console import listening, notice
 from ...core.errors import InvalidInput
 from ...core.signals import interruptible
 from ...models.causal_lm import Described, Loaded
@@ -74,7 +74,7 @@ def distill(recipe: Recipe) -> TrainingResult:
     signals: list[int] = []
     output = recipe.output_directory
     partial = recipe.working_directory
-    with interruptible(signals), collected_notices() as notices:
+    with interruptible(signals), listening() as heard:
         record = find_result(recipe, output, partial)
         if record is None:
             student, teacher = find_models(recipe, output)
@@ -82,7 +82,7 @@ def distill(recipe: Recipe) -> TrainingResult:
             record = _distill(RunContext(recipe, accelerator, student, teacher, partial, signals), output)
         else:
             _tidy_up(_open_processes(recipe), output, partial)
-        return TrainingResult.from_record(output, record, tuple(notices))
+        return TrainingResult.from_record(output, record, tuple(heard.notices))
 
 
 def _open_processes(recipe: Recipe) -> Accelerator:

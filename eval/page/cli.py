@@ -1,12 +1,10 @@
 """`kvfold report`: evaluations as one HTML page. Importing this module loads nothing heavy, for `--help`."""
 
-from importlib.util import find_spec
 from pathlib import Path
 
 import click
 
-from ...core.console import Command, notice, show_json
-from ...core.errors import InvalidInput
+from ...core.console import Command, show_json
 
 
 @click.command("report", cls=Command)
@@ -34,23 +32,13 @@ def main(directories: tuple[Path, ...], out: Path, png: Path | None, as_json: bo
     shows the conversion from kvfold.json and the distillation from metrics.jsonl and curve.json. For each
     missing measurement it gives the command that makes it.
     """
-    from .document import check_places, compose, notices, summary, write
-    from .groups import read_groups
+    from .report_page import write_page
 
-    lacking = [name for name in ("matplotlib", "jinja2") if find_spec(name) is None]
-    if lacking:
-        raise InvalidInput(
-            f"kvfold report needs {' and '.join(lacking)}; install it: pip install 'kvfold[report]'"
-        )
-    check_places(out, png)
-    groups = read_groups(directories)
-    for sentence in notices(groups):
-        notice(sentence)
-    parts = compose(groups)
-    pictures = write(parts, out, png)
+    page = write_page(directories, out, png)
     if as_json:
-        show_json(summary(parts, out, pictures))
+        show_json(page.summary)
         return
-    charts = sum(len(section.charts) for part in parts for section in part.sections)
     size = out.stat().st_size / 1e6
-    click.echo(f"Wrote {out}: {charts} figures, {size:.1f} MB{f'; their PNGs are in {png}' if png else ''}.")
+    click.echo(
+        f"Wrote {out}: {page.figures} figures, {size:.1f} MB{f'; their PNGs are in {png}' if png else ''}."
+    )

@@ -83,6 +83,8 @@ def read_header(file: Path) -> dict[str, Entry]:
                 for name, row in header.items()
                 if name != "__metadata__"
             }
+        except InvalidInput:
+            raise
         except (ValueError, KeyError, TypeError, AttributeError):
             raise InvalidInput(f"{file} has a damaged header; download or save it again") from None
     end = max((entry.start + entry.spec.nbytes for entry in entries.values()), default=8 + length)

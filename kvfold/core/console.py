@@ -8,19 +8,26 @@ import atexit
 import errno
 import gc
 import json
+import logging
 import os
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import Any, NoReturn, TypeVar
 
 import click
 
 from .errors import InvalidInput
+from .grid import WIDTH, Grid
 
 T = TypeVar("T")
+ProgressCallback = Callable[[str, int, int], None]  # a description, items done, items in all
+LOG = logging.getLogger("kvfold")
+LOG.addHandler(logging.NullHandler())  # a library prints nothing unless its user configures logging
 _DISK = {"ENOSPC", "EDQUOT", "EFBIG", "EROFS", "EIO"}  # errors for which the system may name no file
 PLAIN_INTERVAL = 10.0  # seconds between progress lines where there is no terminal
 
@@ -42,7 +49,8 @@ class Command(click.Command):
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
-            return super().invoke(ctx)
+            with showing():
+                return super().invoke(ctx)
         except InvalidInput as mistake:
             raise _Refusal(str(mistake)) from None
         except OSError as error:  # the system's own sentence, with the name of the file
@@ -79,26 +87,93 @@ def leave(code: int = 0) -> NoReturn:
 
 
 def progress(items: Iterable[T], description: str, total: int) -> Iterator[T]:
-    """Yield `items`, showing a bar with the time left on a terminal and a plain line every few seconds
-    elsewhere (stderr).
+    """Yield `items` and report how many are done: to the listener, and on stderr inside a command.
+
+    On a terminal a command shows a bar with the time left, elsewhere a plain line every few seconds.
     """
     if not is_first():
         yield from items
+        return
+    reported = _reported(items, description, total)
+    if not is_shown():
+        yield from reported
         return
     if sys.stderr.isatty():
         from rich.console import Console
         from rich.progress import track
 
-        yield from track(items, description=description, total=total, console=Console(stderr=True))
+        yield from track(reported, description=description, total=total, console=Console(stderr=True))
         return
     start = shown = time.monotonic()
-    for done, item in enumerate(items, 1):
+    for done, item in enumerate(reported, 1):
         yield item
         now = time.monotonic()
         if now - shown >= PLAIN_INTERVAL:
             shown = now
             left = (now - start) / done * (total - done)
             print(f"{description}: {done}/{total}, {left:.0f} s left", file=sys.stderr, flush=True)
+
+
+def _reported(items: Iterable[T], description: str, total: int) -> Iterator[T]:
+    """Yield `items`, and report each to the listener when it is done."""
+    for done, item in enumerate(items, 1):
+        yield item
+        report_progress(description, done, total)
+
+
+def report_progress(description: str, done: int, total: int) -> None:
+    """Call the listener's progress function, if there is one."""
+    listener = _LISTENER.get()
+    if listener is not None and listener.progress is not None:
+        listener.progress(description, done, total)
+
+
+@dataclass(frozen=True)
+class Listener:
+    """The receiver of what a call of the Python API reports while it works.
+
+    Attributes:
+        progress: called with a description, how many items are done and how many there are.
+        notices: the sentences that were given to `notice`, in order.
+    """
+
+    progress: ProgressCallback | None
+    notices: list[str] = field(default_factory=list)
+
+
+_LISTENER: ContextVar[Listener | None] = ContextVar("kvfold_listener", default=None)
+_IS_SHOWN: ContextVar[bool] = ContextVar("kvfold_is_shown", default=False)
+
+
+@contextmanager
+def listening(progress: ProgressCallback | None = None) -> Iterator[Listener]:
+    """Yield a listener for the duration; a listener further out hears the same."""
+    outer = _LISTENER.get()
+    if progress is None and outer is not None:
+        progress = outer.progress
+    listener = Listener(progress)
+    token = _LISTENER.set(listener)
+    try:
+        yield listener
+    finally:
+        _LISTENER.reset(token)
+        if outer is not None:
+            outer.notices.extend(listener.notices)
+
+
+@contextmanager
+def showing() -> Iterator[None]:
+    """Show notices and progress on stderr for the duration, as commands do; a library prints nothing."""
+    token = _IS_SHOWN.set(True)
+    try:
+        yield
+    finally:
+        _IS_SHOWN.reset(token)
+
+
+def is_shown() -> bool:
+    """Return whether a command is running, which shows notices and progress on stderr."""
+    return _IS_SHOWN.get()
 
 
 @contextmanager
@@ -119,20 +194,12 @@ def loading() -> Iterator[None]:
 
 
 def show_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Print a table to stdout.
-
-    The first column and those without a name to the left, the others to the right.
-    """
+    """Print a table to stdout, as `Grid` aligns it."""
     from rich.console import Console
-    from rich.table import Table
 
-    table = Table(title=title, title_justify="left")
-    for index, column in enumerate(columns):
-        table.add_column(column, justify="left" if index == 0 or not column else "right", overflow="fold")
-    for row in rows:
-        table.add_row(*row)
     # A pipe has no width: never wrap there, so that the lines can be read by grep.
-    Console(width=None if sys.stdout.isatty() else 160).print(table)
+    width = None if sys.stdout.isatty() else WIDTH
+    Console(width=width).print(Grid(title, columns, list(rows)))
 
 
 def show_json(value: Any) -> None:
@@ -140,23 +207,18 @@ def show_json(value: Any) -> None:
     click.echo(json.dumps(value, indent=2, sort_keys=False))
 
 
-_collectors: list[list[str]] = []
-
-
-@contextmanager
-def collected_notices() -> Iterator[list[str]]:
-    """Collect the notices of this process for the duration; they are printed as well."""
-    collected: list[str] = []
-    _collectors.append(collected)
-    try:
-        yield collected
-    finally:
-        _collectors.remove(collected)
-
-
 def notice(text: str) -> None:
-    """Say something the user should know, on stderr, so that stdout stays machine-readable."""
-    for collected in _collectors:
-        collected.append(text)
-    if is_first():
+    """Report something that the user should know: to the listener, and on stderr or to the log.
+
+    Inside a command it goes to stderr, so that stdout stays machine-readable; otherwise to the logger
+    `kvfold`. Only the first process reports.
+    """
+    if not is_first():
+        return
+    listener = _LISTENER.get()
+    if listener is not None:
+        listener.notices.append(text)
+    if is_shown():
         click.echo(f"Note: {text}", err=True)
+    else:
+        LOG.warning(text)

@@ -1,7 +1,7 @@
 """The one exception for mistakes of the user."""
 
 
-class InvalidInput(Exception):
+class InvalidInput(ValueError):
     """An error in something that the user gave.
 
     The message is one sentence: which value is wrong, and what would be right. Commands print it and exit

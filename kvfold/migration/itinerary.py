@@ -13,6 +13,7 @@ import yaml
 from ..convert.decide.plan import make_plan
 from ..convert.families.source import Source, open_source
 from ..convert.methods.refinement import STEPS as REFINE
+from ..convert.request import FoldRequest, fold_request
 from ..core.console import notice
 from ..core.errors import InvalidInput
 from ..core.hub import resolve
@@ -128,12 +129,16 @@ def _read_steps(source: Source, to: str, shares: str | None) -> tuple[Step, ...]
             raise InvalidInput(
                 f"--steps {shares} does not apply to --to mqa, which has one size; use --to gqa for several"
             )
-        return (Step(name="mqa", sizes={}, plan=make_plan(directory, to, {}, None, "auto")),)
+        return (
+            Step(
+                name="mqa", sizes={}, plan=make_plan(directory, FoldRequest(model=str(directory), to="mqa"))
+            ),
+        )
     steps: list[Step] = []
     for share in (shares or STEPS).split(","):
         sizes = {"kv_budget": share.strip()}
         try:
-            plan = make_plan(directory, to, sizes, None, "auto")
+            plan = make_plan(directory, fold_request({"model": str(directory), "to": to, **sizes}))
             # In percent, since the directories of two steps must not begin with each other's names.
             name = show_percent(read_share(share, "--steps", "the source's cache"))
             step = Step(name=name, sizes=sizes, plan=plan)

@@ -16,9 +16,9 @@ import click
 from ..checkpoints.record import read_record
 from ..convert.calibration.statistics import Statistics
 from ..convert.calibration.study import study
-from ..convert.cli import command_line
 from ..convert.decide.plan import make_plan
 from ..convert.families.source import open_source
+from ..convert.request import FoldRequest, fold_request
 from ..convert.write.rewrite import rewrite
 from ..core.console import notice
 from ..core.errors import InvalidInput
@@ -74,16 +74,12 @@ def _identity(asked: Migration) -> dict[str, Any]:
         return dict(json.loads(file.read_text(encoding="utf-8")))
     click.echo("Verify: a fold that keeps everything against the source", err=True)
     heads = open_source(asked.source).geometry.num_key_value_heads
-    to = "gqa"
-    dtype = "auto"
-    sizes: dict[str, Any] = {"kv_heads": heads}
+    request = FoldRequest(model=asked.model, to="gqa", kv_heads=heads)
     if asked.to == "mla":
-        to = "mla"
-        dtype = "float32"
-        sizes = {"rank": "full"}
+        request = FoldRequest(model=asked.model, to="mla", rank="full", dtype="float32")
     shutil.rmtree(place, ignore_errors=True)
     try:
-        rewrite(make_plan(asked.source, to, sizes, None, dtype), place, "kvfold migrate")
+        rewrite(make_plan(asked.source, request), place)
         seen = verify(place, source=asked.source)
     except InvalidInput as reason:  # the steps' own numbers are still measured
         notice(f"a fold that keeps everything was not compared with the source: {reason}")
@@ -140,17 +136,17 @@ def _evaluate(asked: Migration, checkpoint: Path, parent: Path | None) -> dict[s
 
 
 def _fold(asked: Migration, step: Step, folded: Path) -> None:
-    """Write the fold of one size; statistics are computed once for all sizes."""
-    statistics, source = _statistics(asked), asked.source
-    plan = make_plan(source, asked.to, step.sizes, None, "auto", statistics, asked.refine)
+    """Write the fold of one size; statistics are taken once for all."""
+    statistics = _statistics(asked)
+    calibration = asked.calibration if statistics else {"calibration": "none"}
+    request = fold_request(
+        {"model": asked.model, "to": asked.to, **step.sizes, **calibration, "refine": asked.refine}
+    )
+    plan = make_plan(asked.source, request, statistics)
     for sentence in plan.notices:
         notice(sentence)
-    chosen = {**step.sizes, **(asked.calibration if statistics else {"calibration": "none"})}
-    chosen |= {"refine": plan.refine} if statistics else {}
-    command = command_line(asked.model, asked.to, chosen, plan.method, None, "auto")
-    name = None if Path(asked.model).is_dir() else asked.model.partition("@")[0]
     folded.parent.mkdir(exist_ok=True)
-    rewrite(plan, folded, command, source_name=name)
+    rewrite(plan, folded)
     broken = verify(folded, run=False).failures
     if broken:
         raise Unmet(f"the fold to {step.name} does not pass kvfold verify: {'; '.join(broken)}")

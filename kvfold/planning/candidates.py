@@ -13,6 +13,7 @@ from ..convert.decide.engine_choice import judge
 from ..convert.decide.engines import ENGINES, read_engines
 from ..convert.decide.plan import Plan, make_plan
 from ..convert.families.source import Source
+from ..convert.request import FoldRequest, fold_request
 from ..core.errors import InvalidInput
 
 SHARES = ("50%", "37.5%", "25%", "18.75%", "12.5%", "6.25%")  # of the source's cache, for MLA
@@ -23,13 +24,12 @@ class Candidate:
     """A planned target.
 
     Attributes:
-        to, options: of `plan.make_plan`, as a user would give them.
-        plan: with them.
+        request: as a user would give it.
+        plan: of the request.
         engines: for each engine nothing, where it runs the output with its smaller cache, or why it does not.
     """
 
-    to: str
-    options: Mapping[str, Any]
+    request: FoldRequest
     plan: Plan
     engines: Mapping[str, str]
 
@@ -49,7 +49,7 @@ class Candidate:
             return f"MLA {target.kv_lora_rank}, rope intact"
         if container.profile is not None:
             return f"MLA {container.profile}, serving"
-        uniform = " uniform" if self.options.get("slots") == "uniform" else ""
+        uniform = " uniform" if self.request.slots == "uniform" else ""
         return f"MLA {target.kv_lora_rank}+{target.qk_rope_head_dim}, {self.container}{uniform}"
 
     @property
@@ -67,7 +67,7 @@ class Candidate:
 
         They may divide its cache otherwise, so that other engines take it.
         """
-        return _candidate(self.plan.source, self.to, self.options, statistics)
+        return _candidate(self.plan.source, self.request, statistics)
 
 
 def find_candidates(
@@ -94,7 +94,8 @@ def find_candidates(
         budget_elements(source.geometry, share)
     for kind, to, options in _wanted(source, shares, calibrated):
         try:
-            candidate = _candidate(source, to, options if engine is None else {**options, "engine": engine})
+            named = {} if engine is None else {"engines": engine}
+            candidate = _candidate(source, _request(source, to, {**options, **named}))
         except InvalidInput as refusal:
             refused.setdefault(kind, str(refusal))
             continue
@@ -102,9 +103,7 @@ def find_candidates(
             refused.setdefault(kind, "; ".join(dict.fromkeys(candidate.engines.values())))
         elif candidate.plan.cache()["ratio"] < 1:
             had.add(kind)
-            found.setdefault(
-                (candidate.label, candidate.container, candidate.options.get("slots")), candidate
-            )
+            found.setdefault((candidate.label, candidate.container, candidate.request.slots), candidate)
     return list(found.values()), {kind: why for kind, why in refused.items() if kind not in had}
 
 
@@ -114,7 +113,7 @@ def plan_source(source: Source) -> Candidate | None:
     The result is None where it has no form in which it could be written unchanged.
     """
     try:
-        return _candidate(source, "gqa", {"kv_heads": source.geometry.num_key_value_heads})
+        return _candidate(source, _request(source, "gqa", {"kv_heads": source.geometry.num_key_value_heads}))
     except InvalidInput:
         return None
 
@@ -144,16 +143,19 @@ def _wanted(
             yield "mla decoupled", "mla", {**size, "rope": "decoupled", "container": "stock"}
         yield "mla decoupled", "mla", {**size, "rope": "decoupled", "container": "remote"}
     for engines in ("vllm", "vllm,sglang"):  # their kernels have one size
-        yield f"mla for {engines}", "mla", {"engine": engines}
+        yield f"mla for {engines}", "mla", {"engines": engines}
 
 
-def _candidate(
-    source: Source, to: str, options: Mapping[str, Any], statistics: Statistics | None = None
-) -> Candidate:
-    plan = make_plan(source.checkpoint.directory, to, options, None, "auto", statistics, refine=0)
+def _request(source: Source, to: str, options: Mapping[str, Any]) -> FoldRequest:
+    """Return the request for a fold whose layers are not refined, which is what a loss is predicted of."""
+    return fold_request({"model": str(source.checkpoint.directory), "to": to, "refine": 0, **options})
+
+
+def _candidate(source: Source, request: FoldRequest, statistics: Statistics | None = None) -> Candidate:
+    plan = make_plan(source.checkpoint.directory, request, statistics)
     found = judge(plan.config, plan.specs, ENGINES)
     against = [finding for finding in found if finding.fails or finding.effect == "saves no cache"]
     reasons = {name: "; ".join(str(one) for one in against if one.engine == name) for name in ENGINES}
     return Candidate(
-        to=to, options=options, plan=plan, engines={name: reasons[name] for name in plan.engines or ENGINES}
+        request=request, plan=plan, engines={name: reasons[name] for name in plan.engines or ENGINES}
     )

@@ -6,7 +6,6 @@ The files are chosen and checked on this machine, here and in parcel.py; upload.
 from __future__ import annotations
 
 import shlex
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +13,7 @@ import click
 
 from ..core.console import Command, notice, show_json, show_table
 from ..core.errors import InvalidInput
+from ..results import Published
 from .parcel import Publication, files_of
 
 if TYPE_CHECKING:
@@ -100,6 +100,44 @@ def _verified(directory: Path, asked: str | None) -> VerificationReport:
     return verify(directory, run=asked == "full")
 
 
+def release(
+    directory: Path, repository: str, *, private: bool, verification: str | None, dry_run: bool
+) -> Published:
+    """Check a checkpoint and upload it, unless the check fails or this is a dry run.
+
+    Args:
+        directory: the checkpoint.
+        repository: `owner/name`.
+        private: whether a new repository is private.
+        verification: `lint` or `full`; None: full where the source is at hand.
+        dry_run: whether nothing is sent.
+
+    Raises:
+        InvalidInput: the checkpoint, the name or the repository cannot be used, or the Hub cannot be reached.
+    """
+    from .upload import publish
+
+    publication = prepare(directory, repository, private)
+    report = _verified(directory, verification)
+    commit: str | None = None
+    removed: tuple[str, ...] = ()
+    if not report.failures:
+        for text in publication.notices:
+            notice(text)
+        if not dry_run:
+            done = publish(publication)
+            commit, removed = done.commit, done.removed
+    return Published(
+        repository=repository,
+        card=publication.card,
+        files=publication.sizes,
+        commit=commit,
+        removed=removed,
+        notices=publication.notices,
+        verification=report,
+    )
+
+
 @click.command("publish", cls=Command)
 @click.argument("directory", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.argument("repository", metavar="REPO")
@@ -126,48 +164,43 @@ def main(
     resumes an interrupted upload.
     """
     from ..verification.verify import FAILED
-    from .upload import publish
 
-    publication = prepare(directory, repository, private)
-    report = _verified(directory, verify)
-    if report.failures:
-        failures = "; ".join(report.failures)
+    found = release(directory, repository, private=private, verification=verify, dry_run=dry_run)
+    if found.verification.failures:
+        failures = "; ".join(found.verification.failures)
         click.echo(
             f"Error: {directory} does not pass kvfold verify, so nothing was uploaded: {failures}", err=True
         )
         raise SystemExit(FAILED)
-    for text in publication.notices:
-        notice(text)
-    shown = {
-        "repository": repository,
-        "private": private,
-        "card": publication.card,
-        "files": publication.sizes,
-    }
-    if dry_run:
-        if as_json:
-            show_json({**shown, "commit": None, "removed": [], "verify": report.to_dict()})
-        else:
-            _show(publication)
-        return
-    done = publish(publication)
     if as_json:
-        show_json({**shown, **asdict(done), "verify": report.to_dict()})
+        show_json(
+            {
+                "repository": repository,
+                "private": private,
+                "card": found.card,
+                "files": found.files,
+                "commit": found.commit,
+                "removed": found.removed,
+                "verify": found.verification.to_dict(),
+            }
+        )
+    elif dry_run:
+        _show(found, private)
     else:
-        removed = f", {', '.join(done.removed)} removed" if done.removed else ""
+        removed = f", {', '.join(found.removed)} removed" if found.removed else ""
         click.echo(
-            f"Published {directory} as {repository} at commit {done.commit}: {len(publication.sizes)} "
+            f"Published {directory} as {repository} at commit {found.commit}: {len(found.files)} "
             f"files{removed}"
         )
 
 
-def _show(publication: Publication) -> None:
-    click.echo(publication.card)
-    rows = [(name, f"{size:,}") for name, size in publication.sizes.items()]
-    show_table(f"{publication.repository} (dry run)", ("file", "bytes"), rows)
-    kind = "private repository" if publication.private else "repository"
-    size = sum(publication.sizes.values()) / 1e6
+def _show(found: Published, private: bool) -> None:
+    click.echo(found.card)
+    rows = [(name, f"{size:,}") for name, size in found.files.items()]
+    show_table(f"{found.repository} (dry run)", ("file", "bytes"), rows)
+    kind = "private repository" if private else "repository"
+    size = sum(found.files.values()) / 1e6
     click.echo(
-        f"{len(rows)} files, {size:,.1f} MB, in one commit to {publication.repository}; the {kind} is "
+        f"{len(rows)} files, {size:,.1f} MB, in one commit to {found.repository}; the {kind} is "
         f"created if it does not exist"
     )

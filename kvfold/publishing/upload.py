@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ..core.console import is_shown, report_progress
 from ..core.errors import InvalidInput
 from .parcel import WEIGHTS, Publication
 
@@ -24,7 +25,7 @@ RESUME = "run the same command again: files that arrived are not sent again"
 
 
 @dataclass(frozen=True)
-class Published:
+class Upload:
     """The result of an upload.
 
     Attributes:
@@ -36,7 +37,7 @@ class Published:
     removed: tuple[str, ...]
 
 
-def publish(publication: Publication) -> Published:
+def publish(publication: Publication) -> Upload:
     """Upload a publication; files that the repository already has are not sent again.
 
     The token is the one that huggingface_hub finds: HF_TOKEN, or the one that `hf auth login` stored.
@@ -61,7 +62,7 @@ def publish(publication: Publication) -> Published:
         if "README.md" in there:
             _check_text(api, publication)
         removed = tuple(sorted(name for name in there - publication.sizes.keys() if WEIGHTS.fullmatch(name)))
-        return Published(_upload(api, publication, removed, info.sha), removed)
+        return Upload(_upload(api, publication, removed, info.sha), removed)
 
 
 def _upload(api: HfApi, publication: Publication, removed: tuple[str, ...], parent: str | None) -> str:
@@ -88,7 +89,8 @@ def _reported(additions: list[CommitOperationAdd], sizes: dict[str, int]) -> Ite
     for number, addition in enumerate(additions, 1):
         yield addition
         sent += sizes[addition.path_in_repo]
-        if not sys.stderr.isatty():
+        report_progress("on the Hub", number, len(additions))
+        if is_shown() and not sys.stderr.isatty():
             progress = f"{number}/{len(additions)} files, {sent / 1e9:,.3f} of {total / 1e9:,.3f} GB"
             print(f"on the Hub: {progress}", file=sys.stderr, flush=True)
 
@@ -153,6 +155,8 @@ def _failures(publication: Publication) -> Iterator[None]:
 
     try:
         yield
+    except InvalidInput:
+        raise
     except LocalTokenNotFoundError:
         raise InvalidInput(
             "there is no token for the Hub; set HF_TOKEN to a token with write access, or run: hf auth login"

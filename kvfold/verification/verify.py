@@ -20,6 +20,7 @@ import click
 from ..convert.decide.engines import ENGINES
 from ..core.console import Command, notice, show_json, show_table
 from ..core.errors import InvalidInput
+from ..core.grid import Grid, Tabular
 from .fresh_process import Check, run_apart, serve
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ Precision = Literal["exact", "rounded"]
 
 
 @dataclass(frozen=True)
-class VerificationReport:
+class VerificationReport(Tabular):
     """The result of a verification.
 
     Attributes:
@@ -59,6 +60,18 @@ class VerificationReport:
         broken = [str(finding) for finding in self.findings if finding.fails]
         return broken + [f"{check.name}: {check.detail}" for check in self.checks if check.passed is False]
 
+    def grid(self) -> Grid:
+        """Return every check and broken rule, a line each."""
+        words = {True: "ok", False: "FAILS", None: "-"}
+        rows = [(check.name, words[check.passed], check.detail) for check in self.checks]
+        for finding in self.findings:
+            state = "FAILS" if finding.fails else "-"
+            rows.append((finding.engine, state, str(finding).partition(" ")[2]))
+        broken = {finding.engine for finding in self.findings}
+        rows += [(name, "ok", "no rule is broken") for name in self.engines if name not in broken]
+        rows += [("note", "-", sentence) for sentence in self.unasked]
+        return Grid(str(self.directory), ("", "", ""), rows)
+
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, for `--json`."""
         return {
@@ -70,6 +83,21 @@ class VerificationReport:
             "measured": self.measured,
             "unasked": list(self.unasked),
         }
+
+
+def check_engines(engines: Iterable[str]) -> tuple[str, ...]:
+    """Return the engines, each once.
+
+    Raises:
+        InvalidInput: one that kvfold knows no rules of.
+    """
+    names = tuple(dict.fromkeys(engines))
+    for name in names:
+        if name not in ENGINES:
+            raise InvalidInput(
+                f"{name!r} is not an engine that kvfold knows; these are: {', '.join(ENGINES)}"
+            )
+    return names
 
 
 def verify(
@@ -329,13 +357,7 @@ def _look_for_changes(directory: Path, source: Path | None) -> None:
 
 
 def _show(report: VerificationReport) -> None:
-    words = {True: "ok", False: "FAILS", None: "-"}
-    rows = [(check.name, words[check.passed], check.detail) for check in report.checks]
-    for finding in report.findings:
-        rows.append((finding.engine, "FAILS" if finding.fails else "-", str(finding).partition(" ")[2]))
-    fine = [name for name in report.engines if not any(finding.engine == name for finding in report.findings)]
-    rows += [(name, "ok", "no rule is broken") for name in fine]
-    rows += [("note", "-", sentence) for sentence in report.unasked]
-    show_table(str(report.directory), ("", "", ""), rows)
+    table = report.grid()
+    show_table(table.title, table.columns, table.rows)
     result = "passes" if not report.failures else "does not pass"
     click.echo(f"{report.directory} {result} for {', '.join(report.engines)}")

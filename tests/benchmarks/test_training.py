@@ -22,13 +22,14 @@ from benchmarks.training import (  # fmt: skip
     summarise,
 )
 from kvfold.convert.decide.plan import make_plan
+from kvfold.convert.request import FoldRequest
 from kvfold.convert.write.rewrite import rewrite
 
 
 @pytest.fixture(scope="module")
 def fold(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("training") / "fold"
-    rewrite(make_plan(DEMO, "mla", {"kv_budget": "25%"}, None, "auto"), out, "tests")
+    rewrite(make_plan(DEMO, FoldRequest(model=str(DEMO), to="mla", kv_budget="25%")), out)
     return out
 
 

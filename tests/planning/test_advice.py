@@ -132,15 +132,13 @@ def test_ranking_agrees_with_measured_perplexity(tmp_path: Path, statistics: Pat
     """GQA and MLA, decoupled and intact, together: Spearman's correlation of predicted and measured loss."""
     source, bounds = open_source(DEMO), Bounds(context=256, batch=1, memory=None)
     candidates, _ = find_candidates(source, ("50%", "25%", "12.5%"), calibrated=True)
-    wanted = [
-        one for one in candidates if "slots" not in one.options and one.options.get("container") != "remote"
-    ]
+    wanted = [one for one in candidates if one.request.slots is None and one.request.container != "remote"]
     rows = predict_rows([place(one, bounds) for one in wanted], bounds, Statistics.load(statistics))
     assert {row.candidate.kind for row in rows} == {"gqa", "mla decoupled", "mla intact"}
     assert len(rows) >= 8
     measured, text = [], read_text("stdlib")
     for number, row in enumerate(rows):
-        rewrite(row.candidate.plan, tmp_path / str(number), "test")
+        rewrite(row.candidate.plan, tmp_path / str(number))
         options = Options(window=256, max_windows=8, trust_remote_code=True)
         lost = evaluate(tmp_path / str(number), DEMO, text, options).ppl.difference
         assert lost is not None

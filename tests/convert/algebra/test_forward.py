@@ -15,6 +15,7 @@ from kvfold.convert.algebra.attention import LatentAttention
 from kvfold.convert.algebra.forward import attend
 from kvfold.convert.decide.plan import make_plan
 from kvfold.convert.families.source import Source, open_source
+from kvfold.convert.request import fold_request
 from kvfold.convert.write.layer_fold import fold_attention
 from kvfold.convert.write.rewrite import rewrite
 from kvfold.core.errors import InvalidInput
@@ -86,8 +87,8 @@ def test_the_source_is_transformers(made: Path) -> None:
     ("to", "sizes"), [("gqa", {"kv_heads": 2}), ("mla", {"kv_budget": "50%", "container": "remote"})]
 )
 def test_a_fold_is_transformers(made: Path, tmp_path: Path, to: str, sizes: dict[str, Any]) -> None:
-    plan = make_plan(made, to, sizes, None, "auto", None, 0)
-    rewrite(plan, tmp_path / "out", "a test")
+    plan = make_plan(made, fold_request({"model": str(made), "to": to, "refine": 0, **sizes}))
+    rewrite(plan, tmp_path / "out")
     slots_S = torch.tensor(
         [band.frequency for band in plan.bands for _ in range(band.slots)], dtype=torch.float64
     )

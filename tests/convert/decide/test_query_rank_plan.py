@@ -13,6 +13,7 @@ from kvfold.convert.calibration.statistics import Statistics
 from kvfold.convert.calibration.study import study
 from kvfold.convert.decide.plan import make_plan
 from kvfold.convert.families.source import open_source
+from kvfold.convert.request import fold_request
 from kvfold.convert.write.rewrite import rewrite
 
 from ...support.tiny import make
@@ -62,9 +63,10 @@ def test_losses_are_planned_and_measured(
     source, taken = studied
     measured = []
     for rank in ("8", "16", "24", "full"):
-        plan = make_plan(source, "mla", {**sizes, "q_lora_rank": rank}, None, "auto", taken, 0)
+        asked = {"model": str(source), "to": "mla", "refine": 0, "q_lora_rank": rank, **sizes}
+        plan = make_plan(source, fold_request(asked), taken)
         assert all(loss is not None for loss in plan.losses)
-        record = rewrite(plan, tmp_path / rank, "a test")
+        record = rewrite(plan, tmp_path / rank)
         measured.append([layer["measured"]["folded"] for layer in record["layers"]])
         planned = [layer["planned"]["queries"] for layer in record["layers"]]
         assert all(loss > 0 for loss in planned) == (rank != "full")

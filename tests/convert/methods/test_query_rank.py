@@ -29,6 +29,7 @@ from kvfold.convert.methods.intact import fold_joint, to_intact
 from kvfold.convert.methods.latent import to_mla
 from kvfold.convert.methods.query_rank import compress, lost_by_queries, query_metric
 from kvfold.convert.methods.refinement import LayerSample, refine
+from kvfold.convert.request import fold_request
 from kvfold.models.shipped.modeling_kvfold import KvfoldForCausalLM
 
 from ...support.tiny import make
@@ -176,7 +177,7 @@ def convert(source: Path, *options: str) -> Path:
 
 def expected(source: Path, options: dict[str, str]) -> tuple[list[Any], Tensor]:
     """A fold's layers, made step by step, and the frequencies of their pairs."""
-    plan = make_plan(source, "mla", options, None, "auto")
+    plan = make_plan(source, fold_request({"model": str(source), "to": "mla", **options}))
     opened, target = open_source(source), plan.target
     assert isinstance(target, MLA)
     assert target.q_lora_rank is not None

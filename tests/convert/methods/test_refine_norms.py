@@ -23,6 +23,7 @@ from kvfold.convert.methods.grouping import grouped
 from kvfold.convert.methods.intact import encoded, fold_joint, linearised, to_intact
 from kvfold.convert.methods.key_norms import by_value
 from kvfold.convert.methods.refinement import LayerSample, agrees, measure, refine
+from kvfold.convert.request import FoldRequest, fold_request
 from kvfold.convert.write.layer_fold import fold_attention
 from kvfold.convert.write.rewrite import rewrite
 from kvfold.planning.prediction import PredictedLosses
@@ -153,7 +154,9 @@ def test_a_whole_fold_is_refined_and_says_so(
     source = make(tmp_path / "source", family, num_key_value_heads=4)
     statistics = study(open_source(source), "self", sequences=16, length=24, seed=0)
     assert statistics is not None
-    plan = make_plan(source, to, sizes, None, "auto", statistics, 10)
+    plan = make_plan(
+        source, fold_request({"model": str(source), "to": to, "refine": 10, **sizes}), statistics
+    )
     closed, _ = fold_attention(replace(plan, refine=0), 0)
     assert isinstance(closed, Attention | IntactAttention)
     if isinstance(closed, IntactAttention):
@@ -176,7 +179,7 @@ def test_a_whole_fold_is_refined_and_says_so(
         assert before is not None
         assert after is not None
         assert after.float().equal(before.float()) == (family == "qwen3")
-    record = rewrite(plan, tmp_path / "out", "a test")
+    record = rewrite(plan, tmp_path / "out")
     losses = [layer["measured"] for layer in record["layers"]]
     assert all(0 < loss["refined"] <= loss["folded"] for loss in losses)
     assert any(loss["refined"] < loss["folded"] for loss in losses)
@@ -194,15 +197,8 @@ def test_a_fold_finds_the_heads_that_belong_together(tmp_path: Path) -> None:
             tensors[name] = tensors[name].unflatten(0, (4, -1))[[0, 1, 1, 0]].flatten(0, 1)
     save_file(tensors, file, {"format": "pt"})
     source = open_source(file.parent)
-    plan = make_plan(
-        file.parent,
-        "gqa",
-        {"kv_heads": 2},
-        None,
-        "auto",
-        study(source, "self", sequences=8, length=24, seed=0),
-        0,
-    )
+    request = FoldRequest(model=str(file.parent), to="gqa", kv_heads=2, refine=0)
+    plan = make_plan(file.parent, request, study(source, "self", sequences=8, length=24, seed=0))
     for number in range(source.layers):
         _, loss = fold_attention(plan, number)
         assert loss is not None

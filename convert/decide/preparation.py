@@ -1,0 +1,135 @@
+"""The steps before a fold: resolve the source, plan, take statistics where needed, plan again."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ...checkpoints.directory import check_output
+from ...core.console import notice
+from ...core.errors import InvalidInput
+from ...core.hub import resolve
+from ...core.processes import together
+from ..algebra.target import query_rank
+from ..calibration.study import study
+from ..methods.table import check_calibrated, reads_statistics
+from ..request import FoldRequest
+from .plan import Plan, make_plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparedFold:
+    """A fold that is ready to be written.
+
+    Attributes:
+        plan: the fold, by statistics where it reads them.
+        out: the output directory.
+    """
+
+    plan: Plan
+    out: Path
+
+
+def prepare(request: FoldRequest, *, dry_run: bool = False) -> PreparedFold:
+    """Return the plan of a request, for which statistics are taken where the fold reads them.
+
+    Args:
+        request: what the user asked for.
+        dry_run: whether nothing will be written; then weights alone decide, unless the request names a
+            calibration.
+
+    Raises:
+        InvalidInput: the source cannot be folded like this, the output exists, or the calibration is
+            unusable.
+    """
+    with together():  # before any long work, so that mistakes show at once
+        directory = resolve(request.model, request.revision)
+        plan = make_plan(directory, request)
+        if request.out is not None and not dry_run:
+            check_output(request.out, directory)
+        calibration = choose_calibration(request, plan, dry_run)
+    if calibration is not None:
+        statistics = study(
+            plan.source,
+            calibration,
+            sequences=request.sequences,
+            length=request.length,
+            seed=request.seed,
+            save=request.save_statistics,
+            layerwise=request.layerwise,
+            work=None if request.out is None else request.out.parent,
+        )
+        if statistics is not None:
+            plan = make_plan(directory, request, statistics)
+        if Path(calibration).exists():
+            calibration = str(Path(calibration).resolve())  # the record is read from other directories too
+        plan = replace(plan, request=plan.request.model_copy(update={"calibration": calibration}))
+    return PreparedFold(plan=plan, out=request.out or Path(output_name(request.model, plan.target.to_dict())))
+
+
+def choose_calibration(request: FoldRequest, plan: Plan, dry_run: bool = False) -> str | None:
+    """Return what a fold is calibrated on: the user's choice, else `self`; None where it reads no statistics.
+
+    Args:
+        request: what the user asked for.
+        plan: by weights alone.
+        dry_run: whether nothing will be written.
+
+    Raises:
+        InvalidInput: the user asks for statistics that the fold would not read, or for what it cannot do
+            without them.
+    """
+    asked, refine = request.calibration, request.refine
+    wanted = "self" if asked is None and request.save_statistics is not None else asked
+    if refine and plan.method != "subspace":
+        raise InvalidInput(
+            f"--refine {refine} does not apply to --method {plan.method}, which is taken as published; "
+            f"leave it out"
+        )
+    if not reads_statistics(plan.method):
+        if wanted not in {None, "none"}:
+            option = "--save-statistics" if asked is None else f"--calibration {asked}"
+            raise InvalidInput(
+                f"{option} does not apply to --method {plan.method}, which folds by weights alone"
+            )
+        wanted = "none"
+    if wanted is None and _keeps_everything(plan) and not plan.folds_biases:
+        if refine:
+            raise InvalidInput(
+                f"--refine {refine} has nothing to refine where everything is kept; leave it out"
+            )
+        return None
+    check_calibrated(plan.method, request.slots, calibrated=wanted != "none", biased=plan.folds_biases)
+    if wanted == "none" and refine:
+        raise InvalidInput(
+            f"--refine {refine} needs text to refine on; leave it out, or use --calibration self"
+        )
+    if wanted is None and dry_run:
+        notice("planned by weights alone, to be quick; the fold itself would use --calibration self")
+        return None
+    return "self" if wanted is None else wanted
+
+
+def _keeps_everything(plan: Plan) -> bool:
+    """Return whether a plan discards nothing of the attention, so that there is nothing to choose."""
+    target, geometry = plan.target.to_dict(), plan.source.geometry
+    if target.get("num_key_value_heads") == geometry.num_key_value_heads:
+        return True
+    keeps_queries = target.get("q_lora_rank") in {None, query_rank(geometry, "full")}
+    return target.get("slots") == "source" and keeps_queries
+
+
+def output_name(model: str, target: dict[str, Any]) -> str:
+    """Return the name of an output that the user did not name.
+
+    It is `<model>-gqa-4`, `<model>-mqa`, `<model>-mla-512-64` or `<model>-mla-full`, with `-q96` for queries
+    of rank 96.
+    """
+    widths = {"gqa": ["num_key_value_heads"], "mqa": [], "mla": ["kv_lora_rank", "qk_rope_head_dim"]}
+    parts = [str(target[width]) for width in widths[target["name"]]]
+    if target.get("slots") == "source":
+        parts = ["full"]
+    if "q_lora_rank" in target:
+        parts.append(f"q{target['q_lora_rank']}")
+    is_directory = Path(model).is_dir()
+    stem = Path(model).resolve().name if is_directory else model.partition("@")[0].rpartition("/")[2]
+    return "-".join([stem, target["name"], *parts])

@@ -1,0 +1,274 @@
+"""`FoldRequest`: everything that a user can ask of a fold, described once.
+
+The command, the Python API, `kvfold convert --config` and kvfold.json use it; `GQA`, `MQA` and `MLA` are its
+targets as Python writes them.
+"""
+
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, TypedDict
+
+from pydantic import BeforeValidator, Field
+
+from ..core.errors import InvalidInput
+from ..core.settings import Settings, read_yaml
+from ..core.units import read_size
+
+SHARD_SIZE = 5 * 10**9  # bytes
+# Names of fields in other programs and in configurations of models.
+_OTHER_NAMES = {
+    "source": "model", "model_name_or_path": "model", "target": "to", "num_key_value_heads": "kv_heads",
+    "kv_lora_rank": "rank", "qk_rope_head_dim": "rope_dim", "budget": "kv_budget", "engine": "engines",
+    "output": "out", "output_dir": "out", "max_shard_size": "shard_size", "samples": "sequences",
+    "seq_len": "length", "torch_dtype": "dtype", "threads": "jobs",
+}  # fmt: skip
+
+
+def _as_text(value: object) -> object:
+    """Return a number as the command line writes it; pydantic judges the rest."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return value
+    return str(value)
+
+
+def _as_names(value: object) -> object:
+    """Return a list of names from a list with commas; pydantic judges the rest."""
+    return tuple(name.strip() for name in value.split(",")) if isinstance(value, str) else value
+
+
+def _as_bytes(value: object) -> object:
+    """Return bytes from a text such as `500MB` or `5GB`; pydantic judges the rest."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return read_size(value, "shard_size", "bytes")
+    except InvalidInput:
+        raise ValueError("it should be a size, for example 500MB or 5GB") from None
+
+
+Number = Annotated[str, BeforeValidator(_as_text)]
+Names = Annotated[tuple[str, ...], BeforeValidator(_as_names)]
+
+
+class FoldRequest(Settings):
+    """A fold as a user asks for it. The options of `kvfold convert` have the same names and defaults."""
+
+    model: str = Field(min_length=1)
+    """The source: a directory, or a Hub id with an optional `@revision`."""
+    to: Literal["gqa", "mqa", "mla"]
+    """Attention of the output."""
+    kv_heads: int | None = None
+    """GQA: key/value heads of the output."""
+    rank: Number | None = None
+    """MLA: kv_lora_rank, or `full`, which keeps everything and saves nothing (a proof)."""
+    rope_dim: int | None = None
+    """MLA: qk_rope_head_dim, cached next to the latent; chosen when left out."""
+    kv_budget: Number | None = None
+    """GQA, MLA: cache after the fold as a share of the source's, e.g. `25%` or 0.25."""
+    q_lora_rank: Number | None = None
+    """MLA: rank of the queries, or `full`; left out, queries stay as they are."""
+    rope: Literal["decoupled", "intact"] | None = None
+    """MLA: a rotary key next to the latent, or keys that are rebuilt from the latent, then rotated."""
+    container: Literal["auto", "stock", "remote"] | None = None
+    """MLA: the DeepSeek-V3 class, or the source's class with code shipped next to the weights."""
+    engines: Names = ()
+    """Engines that must run the output: transformers, vllm, sglang, llama.cpp."""
+    slots: Literal["allocated", "uniform"] | None = None
+    """MLA: rotary slots where they save most, or on the table that stock engines compute."""
+    calibration: Annotated[str, Field(min_length=1)] | None = None
+    """`self`, `none`, a text, a data set or saved statistics; left out, `self` where statistics are read."""
+    layerwise: bool | None = None
+    """Take statistics with one layer in memory at a time; left out, when the model does not fit whole."""
+    sequences: int = Field(default=48, ge=1)
+    """Calibration sequences."""
+    length: int = Field(default=512, ge=2)
+    """Tokens of a calibration sequence, at most as many as the source has positions."""
+    seed: int = Field(default=0, ge=0)
+    """Seed of the calibration."""
+    save_statistics: Path | None = None
+    """File (.safetensors) that keeps the statistics."""
+    refine: Annotated[int, Field(ge=0)] | None = None
+    """Steps by which each layer is fitted to the source's; left out, 100; 0 is the closed form."""
+    method: str | None = None
+    """Name of a method of the target; left out, `subspace`."""
+    out: Path | None = None
+    """Output directory, which must not exist; left out, `./<model>-<target>`."""
+    revision: str | None = None
+    """Branch, tag or commit of a Hub id."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Of the output; `auto` is the source's."""
+    shard_size: Annotated[int, BeforeValidator(_as_bytes), Field(ge=1)] = SHARD_SIZE
+    """Largest size of a weight file: bytes, or a text such as `5GB`."""
+    verify: Literal["full", "lint", "none"] = "lint"
+    """At the end ask the rules of `kvfold verify` (`lint`), or also run the output next to its source."""
+    jobs: Annotated[int, Field(ge=1)] | None = None
+    """Layers folded at once; left out, one per core if they fit in memory."""
+
+    @property
+    def source_name(self) -> str | None:
+        """The source's Hub id without its revision; None for a directory, which has its own name."""
+        return None if Path(self.model).is_dir() else self.model.partition("@")[0]
+
+    def sizes(self) -> dict[str, Any]:
+        """Return the options that decide the target's sizes and form, as `make_plan` reads them."""
+        names = ("kv_heads", "rank", "rope_dim", "kv_budget", "q_lora_rank", "rope", "container", "slots")
+        return {name: getattr(self, name) for name in names} | {
+            "engine": ",".join(self.engines) if self.engines else None
+        }
+
+    def essentials(self) -> dict[str, Any]:
+        """Return what the output depends on, as plain values: the record's `request`.
+
+        Places, verification and parallel work are left out, and so is everything that has its default.
+        """
+        found: dict[str, Any] = {}
+        draws_text = self.calibration not in {None, "none"} and not self._has_saved_statistics
+        for name in _RECORDED:
+            value = getattr(self, name)
+            is_drawn = name in {"sequences", "length", "seed"}
+            if draws_text if is_drawn else value != type(self).model_fields[name].default:
+                found[name] = list(value) if isinstance(value, tuple) else value
+        return found
+
+    @property
+    def command(self) -> str:
+        """The command that writes the same output again."""
+        words = ["kvfold", "convert", self.model]
+        for name, value in self.essentials().items():
+            if name == "model":
+                continue
+            option = "--engine" if name == "engines" else f"--{name.replace('_', '-')}"
+            words += [option, ",".join(value) if isinstance(value, list) else str(value)]
+        return shlex.join(words)
+
+    @property
+    def _has_saved_statistics(self) -> bool:
+        return self.calibration is not None and self.calibration.endswith(".safetensors")
+
+
+# The fields that decide the output, in the order in which a command names them.
+_RECORDED = (
+    "model", "to", "kv_heads", "rank", "rope_dim", "kv_budget", "q_lora_rank", "rope", "container", "engines",
+    "slots", "calibration", "sequences", "length", "seed", "refine", "shard_size", "method", "revision",
+    "dtype",
+)  # fmt: skip
+
+
+def fold_request(values: Mapping[str, Any], where: str = "") -> FoldRequest:
+    """Return a checked request.
+
+    Args:
+        values: by the names of the fields of `FoldRequest`.
+        where: the name of the file that they come from.
+
+    Raises:
+        InvalidInput: names the field, its value and what would be right.
+    """
+    return FoldRequest.read(values, _OTHER_NAMES, where)
+
+
+def read_config(file: Path, overrides: Mapping[str, Any]) -> FoldRequest:
+    """Return the request in a YAML or JSON file, with some values replaced.
+
+    Raises:
+        InvalidInput: names the field, its value and what would be right.
+    """
+    values = read_yaml(file, "request")
+    return fold_request({**values, **overrides}, file.name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Wanted:
+    """A target as a user asks for it."""
+
+    to: ClassVar[str]
+
+    def options(self) -> dict[str, Any]:
+        """Return the target's fields of a `FoldRequest`."""
+        given = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {"to": self.to, **{name: value for name, value in given.items() if value is not None}}
+
+
+@dataclass(frozen=True, kw_only=True)
+class GQA(_Wanted):
+    """Grouped-query attention (arXiv 2305.13245): neighbouring key/value heads become one.
+
+    Give either `kv_heads` or `kv_budget`.
+
+    Attributes:
+        kv_heads: key/value heads of the output; a divisor of the source's.
+        kv_budget: cache after the fold as a share of the source's: `"25%"` or 0.25.
+    """
+
+    to: ClassVar[str] = "gqa"
+    kv_heads: int | None = None
+    kv_budget: str | float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MQA(_Wanted):
+    """Multi-query attention (arXiv 1911.02150): one key/value head for all query heads."""
+
+    to: ClassVar[str] = "mqa"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MLA(_Wanted):
+    """Multi-head latent attention (arXiv 2405.04434): one latent for the keys and values of all heads.
+
+    Give either `rank` or `kv_budget`; neither with `engines`, whose kernels have one size.
+
+    Attributes:
+        rank: kv_lora_rank, or `"full"`, which keeps everything and saves nothing (a proof).
+        kv_budget: cache after the fold as a share of the source's, both parts together: `"25%"` or 0.25.
+        rope_dim: qk_rope_head_dim, the width of the rotary key next to the latent; chosen when None.
+        q_lora_rank: rank of the queries, or `"full"`; None leaves them as they are. It saves weights and no
+            cache.
+        rope: `decoupled`, a rotary key of its own next to the latent; `intact`, keys that are rebuilt from
+            the latent, then rotated. None is `decoupled`.
+        slots: rotary slots where they save most (`allocated`, with statistics) or on the table that stock
+            engines compute (`uniform`); chosen when None.
+    """
+
+    to: ClassVar[str] = "mla"
+    rank: int | str | None = None
+    kv_budget: str | float | None = None
+    rope_dim: int | None = None
+    q_lora_rank: int | str | None = None
+    rope: Literal["decoupled", "intact"] | None = None
+    slots: Literal["allocated", "uniform"] | None = None
+
+
+class FoldOptions(TypedDict, total=False):
+    """The keyword arguments of `kvfold.fold` besides its target and output: fields of `FoldRequest`."""
+
+    container: Literal["auto", "stock", "remote"]
+    calibration: str | Path
+    layerwise: bool
+    sequences: int
+    length: int
+    seed: int
+    save_statistics: str | Path
+    refine: int
+    method: str
+    revision: str
+    dtype: Literal["auto", "float32", "bfloat16"]
+    shard_size: int | str
+    verify: Literal["full", "lint", "none"]
+    jobs: int
+
+
+def request_of(model: str | Path, target: GQA | MQA | MLA, **options: Any) -> FoldRequest:
+    """Return the request for a target, with other fields of `FoldRequest` by name; None leaves one out.
+
+    Raises:
+        InvalidInput: names the field, its value and what would be right.
+    """
+    if not isinstance(target, _Wanted):
+        raise InvalidInput(f"the target is {target!r}; it should be kvfold.GQA(...), MQA() or MLA(...)")
+    given = {name: value for name, value in options.items() if value is not None}
+    if isinstance(given.get("calibration"), Path):
+        given["calibration"] = str(given["calibration"])
+    return fold_request({"model": str(model), **target.options(), **given})

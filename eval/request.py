@@ -1,0 +1,171 @@
+"""A whole evaluation as a user asks for it, and its result."""
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ..checkpoints.record import folded_parent, source_directory
+from ..core.console import is_first, notice
+from ..core.errors import InvalidInput
+from ..core.hub import resolve
+from ..core.processes import together
+from ..core.settings import suggest
+from ..texts.corpus import read_text
+from .evaluation_journal import EvaluationJournal, reserved
+from .options import Options
+from .result import Result
+from .run import evaluate
+from .suites.catalogue import DEFAULT, SUITES, check_settings, chosen
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalRequest:
+    """An evaluation as a user asks for it.
+
+    Attributes:
+        model: the checkpoint, a directory or a Hub id.
+        teacher: the model to compare with; None: the source named in kvfold.json.
+        text: a protocol, a file or `stdlib`; None for suites that read none.
+        rows: a file of WikiText-2's rows, in place of the Hub's.
+        suites: names of `SUITES`.
+        settings: values of the suites' own options, by their names.
+        options: how to load and how to cut.
+    """
+
+    model: str
+    teacher: str | None = None
+    text: str | None = None
+    rows: Path | None = None
+    suites: tuple[str, ...] = DEFAULT
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    options: Options = field(default_factory=Options)
+
+    def __post_init__(self) -> None:
+        """Refuse suites that read a text where there is none."""
+        reading = [name for name in self.suites if SUITES[name].reads_text]
+        if self.text is None and reading:
+            raise InvalidInput(
+                f"the suites {', '.join(reading)} read a text; choose one with --text, e.g. --text stdlib"
+            )
+
+
+def measure(request: EvalRequest, journal: EvaluationJournal) -> Result:
+    """Return what the suites of a request find.
+
+    Args:
+        request: what to measure.
+        journal: what an interrupted evaluation of the same has measured already.
+
+    Raises:
+        InvalidInput: a checkpoint or the text cannot be used, or a suite refuses.
+    """
+    with together():
+        content = None if request.text is None else read_text(request.text, request.rows)
+        student = resolve(request.model)
+        source = source_directory(student) if request.teacher is None else resolve(request.teacher)
+        if source is None:
+            notice(
+                f"{student} has no kvfold.json that names a teacher; choose one with --teacher to compare "
+                "with it"
+            )
+        parent = folded_parent(student)
+    return evaluate(
+        student,
+        source,
+        content,
+        request.options,
+        parent,
+        suites=request.suites,
+        settings=request.settings,
+        journal=journal,
+    )
+
+
+def eval_request(
+    model: str | Path,
+    text: str | Path | None,
+    suites: Sequence[str],
+    teacher: str | Path | None,
+    given: Mapping[str, Any],
+) -> EvalRequest:
+    """Return a request from values of Python.
+
+    Args:
+        model: the checkpoint, a directory or a Hub id.
+        text: a protocol, a file or `stdlib`; None for suites that read none.
+        suites: names of `SUITES`.
+        teacher: the model to compare with; None: the source named in kvfold.json.
+        given: fields of `Options`, and the suites' own options.
+
+    Raises:
+        InvalidInput: a suite or an option is unknown, or a value is unusable.
+    """
+    names = chosen(",".join(suites))
+    known = [one.name for one in fields(Options)]
+    own = [str(option.name) for suite in SUITES.values() for option in suite.options]
+    for name in given:
+        if name not in [*known, *own]:
+            raise InvalidInput(f"unknown option {name!r}; {suggest(name, [*known, *own], {})}")
+    return EvalRequest(
+        model=str(model),
+        teacher=None if teacher is None else str(teacher),
+        text=None if text is None else str(text),
+        suites=names,
+        settings=read_settings(names, {name: given[name] for name in given if name not in known}),
+        options=Options(**{name: given[name] for name in given if name in known}),
+    )
+
+
+def read_settings(suites: tuple[str, ...], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the value of every suite's own options, read as the command reads them.
+
+    Args:
+        suites: those that are run.
+        given: values by the options' names; the others have their defaults.
+
+    Raises:
+        InvalidInput: an option belongs to no chosen suite, or its value is unusable.
+    """
+    check_settings(suites, list(given))
+    options = [option for suite in SUITES.values() for option in suite.options]
+    words = []
+    for option in options:
+        value = given.get(str(option.name))
+        if option.is_flag:
+            words += [option.opts[0]] if value else []
+        elif value is not None:
+            values = list(value) if isinstance(value, list | tuple) else [value]
+            texts = [str(one) for one in values]
+            for text in texts if option.multiple else [",".join(texts)]:
+                words += [option.opts[0], text]
+    try:
+        context = click.Command("eval", params=list(options)).make_context("eval", words)
+    except click.UsageError as mistake:
+        raise InvalidInput(mistake.format_message()) from None
+    return dict(context.params)
+
+
+def run_request(request: EvalRequest, out: Path | None = None) -> Result:
+    """Return what the suites of a request find, and write it to a file where one is named.
+
+    Args:
+        request: what to measure.
+        out: the JSON report, from which an interrupted evaluation is resumed; None for none.
+
+    Raises:
+        InvalidInput: as `measure`; or the file exists, or cannot be written.
+    """
+    with ExitStack() as stack:
+        with together():
+            reserving = (
+                reserved(out) if out is not None and is_first() else nullcontext((EvaluationJournal(), None))
+            )
+            journal, write = stack.enter_context(reserving)
+        result = measure(request, journal)
+        if write is not None:
+            write(result.to_text())
+    return result

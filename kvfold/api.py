@@ -1,0 +1,395 @@
+"""The Python API: each function builds a request, runs it and returns a result.
+
+Nothing is printed. Notices go to the result and to the logger `kvfold`; progress goes to a callback, which is
+called with a description, how many items are done and how many there are. Every mistake in what is given is
+an `InvalidInput`, a `ValueError` whose message is one sentence.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Unpack, overload
+
+from .core.console import ProgressCallback, is_first, listening, notice
+from .core.errors import InvalidInput
+from .core.units import read_size
+from .results import Folded, Measurements, Published, TrainingRun
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from .convert.request import GQA, MLA, MQA, FoldOptions, FoldRequest
+    from .distill.recipe.recipe import Recipe
+    from .planning.recommendation import Candidates
+    from .verification.verify import VerificationReport
+
+
+@overload
+def fold(
+    source: str | Path,
+    target: GQA | MQA | MLA,
+    *,
+    out: str | Path | None = None,
+    engines: Sequence[str] = (),
+    progress: ProgressCallback | None = None,
+    **options: Unpack[FoldOptions],
+) -> Folded: ...
+
+
+@overload
+def fold(
+    source: PreTrainedModel,
+    target: GQA | MQA | MLA,
+    *,
+    tokenizer: PreTrainedTokenizerBase,
+    engines: Sequence[str] = (),
+    progress: ProgressCallback | None = None,
+    **options: Unpack[FoldOptions],
+) -> PreTrainedModel: ...
+
+
+def fold(
+    source: str | Path | PreTrainedModel,
+    target: GQA | MQA | MLA,
+    *,
+    out: str | Path | None = None,
+    engines: Sequence[str] = (),
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    progress: ProgressCallback | None = None,
+    **options: Unpack[FoldOptions],
+) -> Folded | PreTrainedModel:
+    """Fold a model's attention so that its KV cache becomes smaller.
+
+    A directory or a Hub id becomes a new directory; the source is never changed and nothing is overwritten. A
+    loaded transformers model becomes another loaded model: both are written to a temporary directory on the
+    way, which takes their size twice on disk, and memory holds both at the end.
+
+    Args:
+        source: a directory, a Hub id with an optional `@revision`, or a loaded transformers model.
+        target: what the attention becomes: `GQA(...)`, `MQA()` or `MLA(...)`.
+        out: the output directory, which must not exist; by default `./<model>-<target>`. Of a loaded model
+            there is none.
+        engines: engines that must run the output: transformers, vllm, sglang, llama.cpp.
+        tokenizer: the tokenizer of a loaded model.
+        progress: called with a description, how many items are done and how many there are.
+        options: other fields of `kvfold.convert.request.FoldRequest`, such as `calibration` or `refine`.
+
+    Returns:
+        The folded checkpoint; of a loaded model the folded model, on its device and in its dtype.
+
+    Raises:
+        InvalidInput: the source cannot be folded like this, or a value is unusable.
+
+    Example:
+        >>> import kvfold
+        >>> folded = kvfold.fold(
+        ...     demo, kvfold.MLA(kv_budget="25%"), out=work / "folded",
+        ...     sequences=4, length=64, refine=0,
+        ... )
+        >>> folded.cache["ratio"]
+        0.25
+        >>> model = folded.load(dtype="bfloat16")
+    """
+    from .convert.request import request_of
+
+    if isinstance(source, str | Path):
+        if tokenizer is not None:
+            raise InvalidInput("tokenizer is for a loaded model; a directory and a Hub id have their own")
+        request = request_of(source, target, out=out, engines=tuple(engines), **options)
+        with listening(progress):
+            return carry_out(request)
+    if out is not None:
+        raise InvalidInput(f"out is {str(out)!r}; a loaded model has no output directory, so leave it out")
+    if tokenizer is None or not hasattr(source, "save_pretrained"):
+        raise InvalidInput(
+            f"the source is a {type(source).__name__}; it should be a directory, a Hub id, or a loaded "
+            f"transformers model with tokenizer=..."
+        )
+    with tempfile.TemporaryDirectory(prefix="kvfold-") as work, listening(progress):
+        directory = Path(work) / "model"
+        source.save_pretrained(directory)
+        tokenizer.save_pretrained(directory)
+        place = Path(work) / "folded"
+        folded = carry_out(request_of(directory, target, out=place, engines=tuple(engines), **options))
+        dtype = str(source.dtype).removeprefix("torch.")
+        model: PreTrainedModel = folded.load(dtype=dtype, device="cpu")
+        return model.to(source.device)
+
+
+def carry_out(request: FoldRequest) -> Folded:
+    """Fold what a request names. Of several processes each does its share, and all get the result.
+
+    Raises:
+        InvalidInput: the source cannot be folded like this, or a value is unusable.
+    """
+    from .convert.decide.engines import ENGINES
+    from .convert.decide.preparation import prepare
+    from .convert.write.rewrite import rewrite
+    from .verification.verify import verify
+
+    with listening() as heard:
+        prepared = prepare(request)
+        plan, out = prepared.plan, prepared.out
+        for text in plan.notices:
+            notice(text)
+        record = rewrite(plan, out)
+        verification = None
+        if is_first() and request.verify != "none":
+            verification = verify(out, plan.engines or ENGINES[:1], run=request.verify == "full")
+            for check in verification.checks:
+                notice(f"{check.name}: {check.detail}")
+    return Folded(
+        directory=out,
+        record=record,
+        request=plan.request,
+        notices=tuple(heard.notices),
+        verification=verification,
+    )
+
+
+def plan(
+    source: str | Path,
+    *,
+    context: int | str = "32k",
+    memory: int | str | None = None,
+    batch: int = 1,
+    engines: Sequence[str] = (),
+    progress: ProgressCallback | None = None,
+    **options: Any,
+) -> Candidates:
+    """Compare the targets that a source could be folded to, and name the one to take. Nothing is written.
+
+    Args:
+        source: a directory, or a Hub id with an optional `@revision`.
+        context: tokens of each sequence: a number, or a text such as `"32k"` (32 x 1024).
+        memory: bytes for weights, cache and activations: a number, or a text such as `"24GB"`; None:
+            unbounded.
+        batch: sequences at once.
+        engines: engines that must run the output; none: any.
+        progress: called with a description, how many items are done and how many there are.
+        options: other fields of `kvfold.planning.recommendation.PlanRequest`, such as `calibration`.
+
+    Returns:
+        The candidates, the best first. It shows itself as a table; `.chosen` is the one to take.
+
+    Raises:
+        InvalidInput: the source cannot be folded to a smaller cache, or a value is unusable.
+
+    Example:
+        >>> import kvfold
+        >>> table = kvfold.plan(demo, context=512, memory="24GB")
+        >>> table.chosen["label"], len(table) > 10
+        ('MLA 128, rope intact', True)
+    """
+    from .planning.recommendation import PlanRequest, recommend
+
+    given: dict[str, Any] = {**options, "model": str(source), "batch": batch, "engines": tuple(engines)}
+    given["context"] = read_size(context, "context", "tokens") if isinstance(context, str) else context
+    given["memory"] = read_size(memory, "memory", "bytes") if isinstance(memory, str) else memory
+    request = PlanRequest.read(given)
+    with listening(progress):
+        return recommend(request)
+
+
+def train(
+    recipe: str | Path | Recipe | Mapping[str, Any], *, progress: ProgressCallback | None = None
+) -> TrainingRun:
+    """Train a folded checkpoint against its source. A run that was stopped is resumed by the same call.
+
+    It runs in this process. For several processes use `kvfold distill --profile`.
+
+    Args:
+        recipe: a YAML file, a `Recipe`, or a mapping of a recipe's keys.
+        progress: called with a stage's name, how many steps are done and how many there are.
+
+    Returns:
+        The distilled checkpoint and its losses.
+
+    Raises:
+        InvalidInput: something in the recipe cannot be used, the training diverged, or the disk is full.
+        kvfold.core.signals.Interrupted: SIGINT or SIGTERM stopped the training; its state is saved.
+
+    Example:
+        >>> import kvfold
+        >>> data = {"source": "stdlib", "seq_len": 32}
+        >>> stage = {"name": "kl", "tokens": 128, "batch_tokens": 64, "micro_batch": 2, "lr": 1e-4}
+        >>> run = kvfold.train({
+        ...     "schema": 1, "student": str(work / "folded"), "output": str(work / "distilled"),
+        ...     "data": data, "stages": [stage], "device": "cpu",
+        ... })
+        >>> run.steps, run.directory.name
+        (2, 'distilled')
+    """
+    from .distill.parallel.launch import check_launched, is_launched
+    from .distill.recipe.recipe_file import as_recipe
+    from .distill.run.job import distill
+
+    recipe = as_recipe(recipe)
+    check_launched()
+    if recipe.profile not in {None, "cpu", "single"} and not is_launched():
+        raise InvalidInput(
+            f"profile is {recipe.profile}, which needs several processes; use kvfold distill, or leave it out"
+        )
+    if recipe.profile == "cpu":
+        recipe = recipe.model_copy(update={"device": "cpu"})
+    with listening(progress) as heard:
+        result = distill(recipe)
+    return TrainingRun(directory=result.output, report=result.to_dict(), notices=tuple(heard.notices))
+
+
+def evaluate(
+    directory: str | Path,
+    *,
+    text: str | Path | None = None,
+    suites: Sequence[str] = ("ppl", "fidelity", "cache"),
+    teacher: str | Path | None = None,
+    out: str | Path | None = None,
+    progress: ProgressCallback | None = None,
+    **options: Any,
+) -> Measurements:
+    """Measure a checkpoint on a text, with its teacher on the same windows.
+
+    Args:
+        directory: the checkpoint, a directory or a Hub id.
+        text: a protocol such as `wikitext2-gptq-2048`, a UTF-8 file, or `stdlib`; None for suites that read
+            none.
+        suites: what to measure: `ppl`, `fidelity`, `cache`, `speed`, `retrieval`, `tasks`.
+        teacher: the model to compare with; by default the source named in kvfold.json.
+        out: a file for the JSON report, from which an interrupted evaluation is resumed.
+        progress: called with a description, how many items are done and how many there are.
+        options: fields of `kvfold.eval.options.Options` (window, max_windows, device, ...), and the suites'
+            own options.
+
+    Returns:
+        What was measured. `result["kl.mean"]` is a number by its path.
+
+    Raises:
+        InvalidInput: a checkpoint or the text cannot be used, or a suite refuses.
+
+    Example:
+        >>> import kvfold
+        >>> found = kvfold.evaluate(work / "folded", text="stdlib", window=64, max_windows=2)
+        >>> 0 < found["kl.mean"] < 5, found["cache.ratio"]
+        (True, 0.25)
+    """
+    from .eval.request import eval_request, run_request
+
+    request = eval_request(directory, text, suites, teacher, options)
+    with listening(progress) as heard:
+        result = run_request(request, None if out is None else Path(out))
+    return Measurements(report=result.to_json(), table=result.grid(), notices=tuple(heard.notices))
+
+
+def verify(
+    directory: str | Path,
+    *,
+    engines: Iterable[str] = ("transformers",),
+    source: str | Path | None = None,
+    run: bool = True,
+) -> VerificationReport:
+    """Check that a checkpoint is what it claims to be, in the engines that shall run it.
+
+    Args:
+        directory: the checkpoint.
+        engines: engines whose rules are asked: transformers, vllm, sglang, llama.cpp.
+        source: what it was made of; by default as its kvfold.json says.
+        run: whether to load it next to its source too, in a process that cannot import kvfold.
+
+    Returns:
+        What was found; `.failures` is empty where the checkpoint may be used.
+
+    Raises:
+        InvalidInput: there is no checkpoint or no such engine, its source is gone, or memory is too small.
+
+    Example:
+        >>> import kvfold
+        >>> kvfold.verify(work / "folded", run=False).failures
+        []
+    """
+    from .verification.verify import check_engines
+    from .verification.verify import verify as run_checks
+
+    place = Path(directory)
+    if not place.is_dir():
+        raise InvalidInput(f"{directory} is not a directory; give the directory of a checkpoint")
+    with listening():
+        return run_checks(place, check_engines(engines), None if source is None else Path(source), run=run)
+
+
+def publish(
+    directory: str | Path,
+    repository: str,
+    *,
+    private: bool = False,
+    verify: str | None = None,
+    dry_run: bool = False,
+    progress: ProgressCallback | None = None,
+) -> Published:
+    """Publish a checkpoint as a repository of the Hub, with a model card, in one commit.
+
+    Args:
+        directory: the checkpoint, which kvfold wrote; it is not changed.
+        repository: `owner/name`.
+        private: whether a new repository is private.
+        verify: `lint` or `full`; by default full where the source is at hand.
+        dry_run: whether nothing is sent; no network is touched.
+        progress: called with a description, how many files are sent and how many there are.
+
+    Returns:
+        The card, the files and the commit.
+
+    Raises:
+        InvalidInput: the checkpoint fails its check, the name is none, or the Hub cannot be reached.
+
+    Example:
+        >>> import kvfold
+        >>> kvfold.publish(work / "folded", "me/folded", verify="lint", dry_run=True).commit is None
+        True
+    """
+    from .publishing.publish import release
+
+    place = Path(directory)
+    if not place.is_dir():
+        raise InvalidInput(f"{directory} is not a directory; give the directory of a checkpoint")
+    if verify not in {None, "lint", "full"}:
+        raise InvalidInput(f"verify is {verify!r}; it should be 'lint', 'full' or None")
+    with listening(progress):
+        found = release(place, repository, private=private, verification=verify, dry_run=dry_run)
+    if found.verification.failures:
+        failures = "; ".join(found.verification.failures)
+        raise InvalidInput(f"{directory} does not pass kvfold verify, so nothing was uploaded: {failures}")
+    return found
+
+
+def report(
+    directories: Sequence[str | Path], out: str | Path = "report.html", *, png: str | Path | None = None
+) -> Path:
+    """Write what was measured of some checkpoints as one HTML page that needs no network.
+
+    Args:
+        directories: checkpoints with an eval.json.
+        out: the page; must not exist.
+        png: a new directory for every figure as a PNG; None for none.
+
+    Returns:
+        The page.
+
+    Raises:
+        InvalidInput: a library is missing, a place is taken, or a directory holds no evaluation.
+
+    Example:
+        >>> import kvfold
+        >>> kvfold.evaluate(
+        ...     work / "folded", text="stdlib", window=64, max_windows=2, out=work / "folded" / "eval.json"
+        ... )["cache.ratio"]
+        0.25
+        >>> kvfold.report([work / "folded"], work / "report.html").name
+        'report.html'
+    """
+    from .eval.page.report_page import write_page
+
+    places = [Path(directory) for directory in directories]
+    with listening():
+        return write_page(places, Path(out), None if png is None else Path(png)).file

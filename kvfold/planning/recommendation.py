@@ -1,0 +1,282 @@
+"""`kvfold.plan`: the targets that a source could be folded to, ranked, and the one to take."""
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from ..convert.calibration.statistics import Statistics
+from ..convert.calibration.study import study
+from ..convert.families.source import Source, open_source
+from ..convert.request import FoldRequest
+from ..core.console import notice
+from ..core.errors import InvalidInput
+from ..core.grid import Grid, Tabular
+from ..core.hub import resolve
+from ..core.settings import Settings
+from ..core.units import show_bytes
+from .advice import Advice, Bounds, Row, place, predict_rows, rank, what_would_fit
+from .candidates import SHARES, Candidate, find_candidates, plan_source
+from .loss_curve import SHARES as CURVE_SHARES
+from .loss_curve import check_picture, draw, points_of
+
+_COLUMNS = (
+    "", "cache", "", "parameters", "memory", "fits", "", "bytes per token", "attention FLOPs", "engines",
+)  # fmt: skip
+
+
+class PlanRequest(Settings):
+    """A comparison of targets as a user asks for it."""
+
+    model: str = Field(min_length=1)
+    """The source: a directory, or a Hub id with an optional `@revision`."""
+    context: int = Field(default=32 * 1024, ge=1)
+    """Tokens of each sequence."""
+    batch: int = Field(default=1, ge=1)
+    """Sequences at once."""
+    memory: Annotated[int, Field(ge=1)] | None = None
+    """Bytes for weights, cache and activations; None: unbounded."""
+    goal: Literal["quality", "speed"] = "quality"
+    """`quality` puts the least predicted loss first; `speed` the fewest bytes moved for a decoded token."""
+    tolerance: float = Field(default=0.1, ge=0)
+    """With the goal `speed`: most predicted loss, nats per token."""
+    engines: tuple[str, ...] = ()
+    """Engines that must run the output; none: any."""
+    budgets: tuple[str, ...] | None = None
+    """Shares of the source's cache to try for MLA."""
+    calibration: str = "none"
+    """Text that losses are predicted on, as in a `FoldRequest`; `none` predicts from the weights alone."""
+    layerwise: bool | None = None
+    """Take statistics with one layer in memory at a time; None: when the model does not fit whole."""
+    sequences: int = Field(default=48, ge=1)
+    """Calibration sequences."""
+    length: int = Field(default=512, ge=2)
+    """Tokens of a calibration sequence."""
+    seed: int = Field(default=0, ge=0)
+    """Seed of the calibration."""
+    save_statistics: Path | None = None
+    """File (.safetensors) that keeps the statistics."""
+    curve: bool = False
+    """Also predict the loss of targets that do not fit, as a curve over the cache."""
+    png: Path | None = None
+    """Picture of the curve."""
+    revision: str | None = None
+    """Branch, tag or commit of a Hub id."""
+
+
+@dataclass(frozen=True)
+class Candidates(Tabular):
+    """The targets that a source could be folded to, the best first.
+
+    Attributes:
+        report: everything that was found, as plain values; the same as `kvfold plan --json`.
+        bounds: the memory, context and batch that they were held against.
+    """
+
+    report: dict[str, Any]
+    bounds: Bounds
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """The candidates: label, command, cache, memory in bytes, predicted loss, engines."""
+        return list(self.report["candidates"])
+
+    @property
+    def chosen(self) -> dict[str, Any] | None:
+        """The label, command and reason of the candidate to take; None where none fits."""
+        return self.report["chosen"]  # type: ignore[no-any-return]
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def grid(self) -> Grid:
+        """Return the candidates as a table, with the source in its last line."""
+        report = self.report
+        limit = "any memory" if report["memory"] is None else show_bytes(report["memory"])
+        title = (
+            f"{report['source']} ({report['family']}) at {report['context']:,} tokens x {report['batch']} "
+            f"in {limit}"
+        )
+        rows = [_cells(row) for row in report["candidates"]]
+        if report["unchanged"] is not None:
+            source = {"label": "(the source)", "predicted_loss": 0.0, "engines": {}}
+            rows.append(_cells({**report["unchanged"], **source}))
+        loss = self.loss_heading
+        return Grid(title, tuple(loss if index == 6 else name for index, name in enumerate(_COLUMNS)), rows)
+
+    @property
+    def loss_heading(self) -> str:
+        """The heading of the column of predicted losses."""
+        return "nats lost, --refine 0" if self.report["calibration"] else "error, by weights"
+
+    @property
+    def advice(self) -> str:
+        """Sentences about the candidate to take and its command, or about what would fit."""
+        chosen = self.chosen
+        if chosen is not None:
+            return f"{chosen['label']}: {chosen['reason']}\n{chosen['command']}"
+        found, bounds = self.report["would_fit"], self.bounds
+        ways = [f"--memory {-(-found['memory'] // 10**6)}MB ({found['label']})"]
+        if found["context"]:
+            ways.append(
+                f"--context {found['context']} at a batch of {bounds.batch} ({found['context_label']})"
+            )
+        if found["batch"]:
+            ways.append(f"--batch {found['batch']} at {bounds.context:,} tokens ({found['batch_label']})")
+        return f"Nothing fits. What would: {' or '.join(ways)}"
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    cache, decode = row["cache"], row["decode"]
+    loss = "" if row["predicted_loss"] is None else f"{row['predicted_loss']:.4f}"
+    return [
+        row["label"],
+        f"{cache.get('share', 1.0):.1%}",
+        show_bytes(row["memory"]["cache"]),
+        f"{row['parameters'] / 1e6:,.4g} M",
+        show_bytes(row["memory"]["total"]),
+        "yes" if row["fits"] else "no",
+        loss,
+        f"{show_bytes(decode['bytes'])} {decode['form']}",
+        f"{decode['attention_flops']:.3g}",
+        ", ".join(name for name, reason in row["engines"].items() if not reason),
+    ]
+
+
+def recommend(request: PlanRequest) -> Candidates:
+    """Return the targets of a source, ranked. Nothing is written but the statistics and picture asked for.
+
+    Raises:
+        InvalidInput: the source cannot be folded to a smaller cache, or a value of the request is unusable.
+    """
+    if request.png is not None:
+        check_picture(request.png)
+    wants_curve = request.curve or request.png is not None
+    shares = request.budgets or (CURVE_SHARES if wants_curve else SHARES)
+    source = open_source(resolve(request.model, request.revision))
+    candidates, refused = _find(source, shares, request)
+    bounds = Bounds(context=request.context, batch=request.batch, memory=request.memory)
+    rows = [place(candidate, bounds) for candidate in candidates]
+    statistics = None
+    if wants_curve or any(row.fits for row in rows):
+        statistics = _study(source, request)
+    rows = predict_rows(rows, bounds, statistics, every=wants_curve)
+    advice = rank(rows, bounds, request.goal, request.tolerance, calibrated=statistics is not None)
+    report = _report(source, advice, refused, request, statistics)
+    if wants_curve:
+        report["curve"] = _curve(rows, advice.unit, request)
+    _warn(source, request)
+    return Candidates(report, bounds)
+
+
+def _find(
+    source: Source, shares: tuple[str, ...], request: PlanRequest
+) -> tuple[list[Candidate], dict[str, str]]:
+    engine = ",".join(request.engines) or None
+    candidates, refused = find_candidates(source, shares, engine, calibrated=request.calibration != "none")
+    if not candidates:
+        reasons = "; ".join(f"{kind}: {why}" for kind, why in refused.items())
+        raise InvalidInput(
+            f"there is no target with a smaller cache for this source: "
+            f"{reasons or 'it has one key/value head'}"
+        )
+    return candidates, refused
+
+
+def _study(source: Source, request: PlanRequest) -> Statistics | None:
+    return study(
+        source,
+        request.calibration,
+        sequences=request.sequences,
+        length=request.length,
+        seed=request.seed,
+        layerwise=request.layerwise,
+        save=request.save_statistics,
+    )
+
+
+def _command(row: Row, request: PlanRequest) -> str:
+    """Return the `kvfold convert` command of a row, calibrated as here where statistics were taken."""
+    candidate = row.candidate
+    update: dict[str, Any] = {
+        "model": request.model,
+        "revision": request.revision,
+        "method": candidate.plan.method,
+        "refine": None,
+    }
+    if request.save_statistics is not None:
+        update["calibration"] = str(request.save_statistics)
+    elif request.calibration != "none":
+        taken = {name: getattr(request, name) for name in ("calibration", "sequences", "length", "seed")}
+        update.update(taken)
+    asked: FoldRequest = candidate.request.model_copy(update=update)
+    return asked.command
+
+
+def _report(
+    source: Source,
+    advice: Advice,
+    refused: dict[str, str],
+    request: PlanRequest,
+    statistics: Statistics | None,
+) -> dict[str, Any]:
+    bounds, unchanged, chosen = advice.bounds, plan_source(source), advice.chosen
+    own = None
+    if unchanged is not None:
+        whole = place(unchanged, bounds).to_dict()
+        own = {key: whole[key] for key in ("cache", "parameters", "memory", "fits", "decode")}
+    unit, calibration = "share of attention's output, by weights alone", None
+    if statistics is not None:
+        unit = "nats per token, before refinement"
+        calibration = {"text": statistics.calibration, "tokens": statistics.tokens}
+    return {
+        "source": str(source.checkpoint.directory),
+        "family": source.family.label,
+        "context": bounds.context,
+        "batch": bounds.batch,
+        "memory": bounds.memory,
+        "goal": advice.goal,
+        "unit": unit,
+        "calibration": calibration,
+        "unchanged": own,
+        "candidates": [{**row.to_dict(), "command": _command(row, request)} for row in advice.rows],
+        "refused": refused,
+        "chosen": None
+        if chosen is None
+        else {
+            "label": chosen.candidate.label,
+            "reason": advice.reason,
+            "command": _command(chosen, request),
+        },
+        "would_fit": None if chosen else what_would_fit(advice.rows, bounds),
+    }
+
+
+def _curve(rows: list[Row], unit: str, request: PlanRequest) -> list[dict[str, Any]]:
+    points = points_of(rows)
+    if request.png is not None:
+        if not points:
+            raise InvalidInput(
+                f"--png {request.png}: no loss of this source's attention can be predicted, so there "
+                f"is nothing to draw"
+            )
+        name = Path(request.model).name or request.model
+        draw(points, unit, f"predicted loss of {name}", request.png)
+    return [asdict(point) for point in points]
+
+
+def _warn(source: Source, request: PlanRequest) -> None:
+    if request.context > source.positions:
+        notice(
+            f"--context {request.context} exceeds the source's max_position_embeddings, {source.positions}"
+        )
+    if request.calibration == "none":
+        notice(
+            "losses are predicted from the weights alone; --calibration self or saved statistics rank far "
+            "better"
+        )

@@ -1,0 +1,186 @@
+"""Results of the Python API, which show themselves in a terminal and in a notebook."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from .core.grid import Grid, Tabular
+from .core.units import show_bytes
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from .convert.request import FoldRequest
+    from .verification.verify import VerificationReport
+
+
+@dataclass(frozen=True, kw_only=True)
+class Folded(Tabular):
+    """A folded checkpoint.
+
+    Attributes:
+        directory: the output.
+        record: what is in its kvfold.json.
+        request: what was asked for, with the choices that were made.
+        notices: sentences that the user should know.
+        verification: what the rules and the run at the end found; None where none was asked for.
+    """
+
+    directory: Path
+    record: dict[str, Any]
+    request: FoldRequest
+    notices: tuple[str, ...]
+    verification: VerificationReport | None
+
+    @property
+    def cache(self) -> dict[str, Any]:
+        """Cache `before` and `after` (elements per token and layer, bytes per token), and their `ratio`."""
+        return dict(self.record["cache"])
+
+    @property
+    def predicted_loss(self) -> float | None:
+        """Predicted loss in nats per token; None where weights alone decided."""
+        loss = self.record["predicted_loss"]
+        return None if loss is None else float(loss)
+
+    def load(self, dtype: str = "auto", device: str = "auto") -> Any:
+        """Return the checkpoint as a transformers model in eval mode.
+
+        It needs no remote code: kvfold's own classes load what kvfold wrote.
+
+        Args:
+            dtype: `float32` or `bfloat16`; `auto` is the checkpoint's own.
+            device: `cpu` or `cuda`; `auto` is cuda where there is one.
+
+        Raises:
+            InvalidInput: it cannot be loaded whole, or there is no such device.
+        """
+        from .models.causal_lm import load
+        from .models.load_options import LoadOptions
+
+        kind = str(self.record["dtype"]) if dtype == "auto" else dtype
+        return load(self.directory, LoadOptions(dtype=kind, device=device)).model
+
+    def grid(self) -> Grid:
+        """Return the fold in a few lines."""
+        record, cache = self.record, self.record["cache"]
+        before, after = (cache[side]["elements_per_token_per_layer"] for side in ("before", "after"))
+        size = show_bytes(cache["after"]["bytes_per_token"])
+        sizes = ", ".join(f"{key} {value}" for key, value in record["target"].items() if key != "name")
+        rows = [
+            ("source", str(record["source"]["name"])),
+            ("target", f"{record['target']['name'].upper()} ({sizes}) by {record['method']}"),
+            ("container", f"{record['container']}, {record['dtype']}"),
+            (
+                "cache",
+                f"{before} -> {after} elements per token and layer ({cache['ratio']:.1%}), {size} per token",
+            ),
+        ]
+        if self.predicted_loss is not None:
+            rows.append(("predicted loss", f"{self.predicted_loss:.4f} nats per token"))
+        rows += [("note", text) for text in self.notices]
+        return Grid(str(self.directory), ("", ""), rows)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingRun(Tabular):
+    """A finished distillation.
+
+    Attributes:
+        directory: the distilled checkpoint.
+        report: `student`, `teacher`, `steps`, `tokens`, each stage's losses, and `evaluation` where the
+            recipe has held-out text.
+        notices: sentences that the user should know.
+    """
+
+    directory: Path
+    report: dict[str, Any]
+    notices: tuple[str, ...]
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps of all stages."""
+        return int(self.report["steps"])
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that were trained on."""
+        return int(self.report["tokens"])
+
+    @property
+    def stages(self) -> list[dict[str, Any]]:
+        """Name and losses of every stage, at its `first` step and over its `last` tenth."""
+        return list(self.report["stages"])
+
+    def grid(self) -> Grid:
+        """Return every loss of every stage at both ends."""
+        rows = [
+            (stage["name"], name, f"{stage['first'][name]:.4f}", f"{stage['last'][name]:.4f}")
+            for stage in self.stages
+            for name in stage["last"]
+        ]
+        title = f"{self.steps} steps, {self.tokens:,} tokens"
+        return Grid(title, ("stage", "loss", "first step", "last tenth"), rows)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurements(Tabular):
+    """An evaluation.
+
+    Attributes:
+        report: everything that was measured, as plain values; what `kvfold eval --json` prints.
+        table: the same as a table.
+        notices: sentences that the user should know.
+    """
+
+    report: dict[str, Any]
+    table: Grid
+    notices: tuple[str, ...]
+
+    def __getitem__(self, path: str) -> float | None:
+        """Return a number by its path, as in `kvfold eval --assert`; None where it is undefined.
+
+        Args:
+            path: a short name such as `kl.mean`, or any path of the report, such as
+                `ppl.student.perplexity`.
+
+        Raises:
+            InvalidInput: the path leads nowhere, or not to a number.
+        """
+        from .eval.assertions import look_up
+
+        return look_up(path, self.report)
+
+    def grid(self) -> Grid:
+        """Return the numbers that matter most, a column for each model."""
+        return self.table
+
+
+@dataclass(frozen=True, kw_only=True)
+class Published(Tabular):
+    """A checkpoint on the Hub, or one that would go there.
+
+    Attributes:
+        repository: `owner/name`.
+        card: text of the model card.
+        files: the size of every file, in bytes, by its name.
+        commit: the commit's hash; None after a dry run.
+        removed: files that the commit removed from the repository.
+        notices: sentences that the user should know.
+        verification: what `verify` found.
+    """
+
+    repository: str
+    card: str
+    files: dict[str, int]
+    commit: str | None
+    removed: tuple[str, ...]
+    notices: tuple[str, ...]
+    verification: VerificationReport
+
+    def grid(self) -> Grid:
+        """Return the files and their sizes."""
+        state = "nothing was sent" if self.commit is None else f"commit {self.commit}"
+        rows = [(name, f"{size:,}") for name, size in self.files.items()]
+        return Grid(f"{self.repository} ({state})", ("file", "bytes"), rows)

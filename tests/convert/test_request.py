@@ -1,0 +1,215 @@
+"""`FoldRequest`: one description that the command, the Python API, a file and kvfold.json share."""
+
+import json
+import shlex
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+import click
+import pytest
+import yaml
+from annotated_types import Ge
+from click.testing import CliRunner
+
+from kvfold.checkpoints import shards
+from kvfold.checkpoints.record import read_record
+from kvfold.convert.cli import main
+from kvfold.convert.request import (
+    GQA,
+    MLA,
+    MQA,
+    SHARD_SIZE,
+    FoldOptions,
+    FoldRequest,
+    fold_request,
+    read_config,
+    request_of,
+)
+from kvfold.core.errors import InvalidInput
+
+from ..support.tiny import make, same_bytes
+
+OF_THE_COMMAND = {"config", "dry_run", "as_json"}
+FIELDS = FoldRequest.model_fields
+
+
+def choices(annotation: Any) -> set[str]:
+    """Return the texts that a field's type allows; none where it allows any."""
+    inner = [found for part in get_args(annotation) for found in choices(part)]
+    return {part for part in get_args(annotation) if isinstance(part, str)} | set(inner)
+
+
+def least(name: str) -> Any:
+    """Return the least number that a field allows, where it has a bound."""
+    parts = [*FIELDS[name].metadata]
+    for part in get_args(FIELDS[name].annotation):
+        for meta in getattr(part, "__metadata__", ()):
+            parts += getattr(meta, "metadata", [])
+    return next((part.ge for part in parts if isinstance(part, Ge)), None)
+
+
+def test_options_are_the_fields() -> None:
+    """The command declares its options lightly, and they are those of the request: names, defaults, choices."""
+    options = {str(one.name): one for one in main.params if one.name not in OF_THE_COMMAND}
+    assert options.keys() == FIELDS.keys()
+    with main.make_context("convert", []) as ctx:
+        for name, option in options.items():
+            field = FIELDS[name]
+            assert field.description, name
+            assert ctx.params[name] == (
+                None if field.is_required() or field.default == () else field.default
+            ), name
+            if isinstance(option.type, click.Choice):
+                assert set(option.type.choices) == choices(field.annotation), name
+            if isinstance(option.type, click.IntRange):
+                assert option.type.min == least(name), name
+            if isinstance(option, click.Option):
+                assert option.opts[0] == ("--engine" if name == "engines" else f"--{name.replace('_', '-')}")
+
+
+def test_python_names_are_the_fields() -> None:
+    assert get_type_hints(FoldOptions).keys() < FIELDS.keys()
+    named = {"model", "to", "out", "engines", *get_type_hints(FoldOptions)}
+    for target in (GQA, MQA, MLA):
+        own = {field.name for field in fields(target)}
+        assert own <= FIELDS.keys()
+        assert own.isdisjoint(named)
+        named_by_targets = named | own
+    assert named_by_targets | {field.name for field in fields(GQA)} == FIELDS.keys()
+    assert SHARD_SIZE == shards.SHARD_SIZE
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        FoldRequest(model="m", to="mqa"),
+        FoldRequest(model="a dir", to="gqa", kv_heads=2, method="mean", calibration="none"),
+        request_of("org/m@v1", MLA(rank=512, rope_dim=64, q_lora_rank="full"), engines=("vllm", "sglang")),
+        request_of("m", MLA(kv_budget=0.25, rope="intact"), calibration="self", seed=3, refine=0),
+        request_of("m", GQA(kv_budget="25%"), calibration="kept.safetensors", revision="main"),
+        request_of("m", MLA(kv_budget="25%", slots="uniform"), container="stock", dtype="bfloat16"),
+        request_of("m", MQA(), shard_size="500MB", calibration="text.jsonl", sequences=3, length=7),
+    ],
+)
+def test_a_command_says_what_its_request_says(request_: FoldRequest, tmp_path: Path) -> None:
+    """The printed command, and the recorded values, are read back as the same request."""
+    program, name, *words = shlex.split(request_.command)
+    assert (program, name) == ("kvfold", "convert")
+    with main.make_context("convert", words) as ctx:
+        default = click.core.ParameterSource.DEFAULT
+        given = {key: ctx.params[key] for key in FIELDS if ctx.get_parameter_source(key) != default}
+    assert fold_request(given) == request_
+    assert fold_request(json.loads(json.dumps(request_.essentials()))) == request_
+    file = tmp_path / "request.yaml"
+    file.write_text(yaml.safe_dump(request_.essentials()))
+    assert read_config(file, {}) == request_
+    assert read_config(file, {"seed": 9}).seed == 9
+
+
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        ({"model": "m"}, "to is missing: Attention of the output."),
+        ({"to": "gqa"}, "model is missing"),
+        ({"model": "m", "to": "mlaa"}, "to is 'mlaa'; it should be 'gqa', 'mqa' or 'mla'"),
+        (
+            {"model": "m", "to": "mla", "kv_budgets": "25%"},
+            "unknown name 'kv_budgets'; did you mean 'kv_budget'?",
+        ),
+        ({"model": "m", "to": "mla", "kv_lora_rank": 8}, "did you mean 'rank'?"),
+        ({"model": "m", "to": "gqa", "kv_heads": "two"}, "kv_heads is 'two'; it should be a valid integer"),
+        ({"model": "m", "to": "mla", "rank": [8]}, "rank is [8]; it should be a valid string"),
+        ({"model": "m", "to": "mla", "rank": True}, "rank is True; it should be a valid string"),
+        (
+            {"model": "m", "to": "mla", "sequences": 0},
+            "sequences is 0; it should be greater than or equal to 1",
+        ),
+        ({"model": "m", "to": "mla", "length": 1}, "length is 1; it should be greater than or equal to 2"),
+        ({"model": "m", "to": "mla", "seed": -1}, "seed is -1"),
+        ({"model": "m", "to": "mla", "refine": -1}, "refine is -1"),
+        ({"model": "m", "to": "mla", "jobs": 0}, "jobs is 0"),
+        ({"model": "m", "to": "mla", "rope": "none"}, "rope is 'none'; it should be 'decoupled' or 'intact'"),
+        (
+            {"model": "m", "to": "mla", "slots": "all"},
+            "slots is 'all'; it should be 'allocated' or 'uniform'",
+        ),
+        ({"model": "m", "to": "mla", "container": "x"}, "container is 'x'"),
+        ({"model": "m", "to": "mla", "dtype": "int8"}, "dtype is 'int8'"),
+        (
+            {"model": "m", "to": "mla", "verify": "yes"},
+            "verify is 'yes'; it should be 'full', 'lint' or 'none'",
+        ),
+        (
+            {"model": "m", "to": "mla", "shard_size": "5 apples"},
+            "it should be a size, for example 500MB or 5GB",
+        ),
+        ({"model": "m", "to": "mla", "shard_size": 0}, "shard_size is 0"),
+        ({"model": "m", "to": "mla", "engines": 3}, "engines is 3"),
+        ({"model": "m", "to": "mla", "calibration": ""}, "calibration is ''"),
+        ({"model": "", "to": "mla"}, "model is ''"),
+    ],
+)
+def test_a_mistake_is_one_sentence(values: dict[str, Any], sentence: str, tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        fold_request(values)
+    assert sentence in str(caught.value)
+    assert "\n" not in str(caught.value)
+    file = tmp_path / "request.json"
+    file.write_text(json.dumps(values))
+    result = CliRunner().invoke(main, ["--config", str(file)])
+    assert result.exit_code == 2
+    assert sentence in result.output
+    assert "request.json: " in result.output
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (None, "cannot be read"),
+        ("a: [", "is not valid YAML"),
+        ("- 1", "holds no request"),
+        ("", "holds no request"),
+    ],
+)
+def test_a_file_that_is_none(content: str | None, sentence: str, tmp_path: Path) -> None:
+    file = tmp_path / "request.yaml"
+    if content is not None:
+        file.write_text(content)
+    result = CliRunner().invoke(main, ["--config", str(file)])
+    assert result.exit_code == 2
+    assert sentence in result.output
+
+
+@pytest.mark.parametrize(("words", "missing"), [(("--to", "mqa"), "'MODEL'"), (("m",), "'--to'")])
+def test_what_is_missing_on_the_command_line(words: tuple[str, ...], missing: str) -> None:
+    result = CliRunner().invoke(main, words)
+    assert result.exit_code == 2
+    assert "Missing" in result.output
+    assert missing in result.output
+
+
+def test_a_file_gives_what_options_give(tmp_path: Path) -> None:
+    """The same bytes, whichever way a fold is asked for; an option overrides the file; the record says all."""
+    source, file = make(tmp_path / "source"), tmp_path / "request.yaml"
+    file.write_text(f"model: {source}\nto: gqa\nkv_heads: 4\ncalibration: none\nmethod: mean\n")
+    by_options = [str(source), "--to", "gqa", "--kv-heads", "2", "--calibration", "none", "--method", "mean"]
+    for words, name in (
+        ([*by_options, "--out", str(tmp_path / "options")], "options"),
+        (["--config", str(file), "--kv-heads", "2", "--out", str(tmp_path / "file")], "file"),
+    ):
+        result = CliRunner().invoke(main, words)
+        assert result.exit_code == 0, result.output
+        record = read_record(tmp_path / name)
+        assert record is not None
+        asked = {"model": str(source), "to": "gqa", "kv_heads": 2, "calibration": "none", "method": "mean"}
+        assert record["request"] == asked
+        assert record["command"] == fold_request(asked).command
+    assert same_bytes(tmp_path / "options", tmp_path / "file") == []
+
+
+def test_a_record_without_a_request_is_read(tmp_path: Path) -> None:
+    """Outputs of earlier versions have a command alone."""
+    record = {"schema": 1, "command": "kvfold convert m --to mqa", "source": {"path": "m"}, "parents": []}
+    (tmp_path / "kvfold.json").write_text(json.dumps(record))
+    assert read_record(tmp_path) == record

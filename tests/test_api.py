@@ -1,0 +1,224 @@
+"""The Python API: what `import kvfold` offers, its results, its mistakes, and that it prints nothing."""
+
+import doctest
+import json
+import logging
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import kvfold
+from kvfold import api
+from kvfold.checkpoints.record import read_record
+from kvfold.results import Folded
+
+DEMO = Path(__file__).parent.parent / "recipes" / "demo"
+FUNCTIONS = ("fold", "plan", "train", "evaluate", "verify", "publish", "report")
+SHORT: dict[str, Any] = {"sequences": 4, "length": 64, "refine": 0}
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("api")
+
+
+@pytest.fixture(scope="module")
+def folded(work: Path) -> Folded:
+    return kvfold.fold(DEMO, kvfold.MLA(kv_budget="25%"), out=work / "mla", **SHORT)
+
+
+@pytest.fixture(scope="module")
+def examples(work: Path) -> Path:
+    return work
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_examples_run(name: str, examples: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Every docstring's example, in the order of a whole way; nothing but the examples' own output is made."""
+    found = doctest.DocTestFinder(recurse=False).find(getattr(api, name), name, globs={})
+    assert sum(len(test.examples) for test in found) >= 2
+    for test in found:
+        test.globs = {"demo": DEMO, "work": examples}
+        outcome = doctest.DocTestRunner().run(test)
+        assert outcome.failed == 0
+    said = capfd.readouterr()
+    assert (said.out, said.err) == ("", "")
+
+
+def test_importing_is_light() -> None:
+    """Neither torch nor pydantic is loaded, nor anything else that takes long."""
+    code = (
+        "import sys, kvfold\n"
+        "heavy = {'torch', 'transformers', 'numpy', 'pydantic', 'rich', 'click', 'huggingface_hub', 'yaml'}\n"
+        "print(sorted(heavy & sys.modules.keys()))\n"
+        "assert issubclass(kvfold.InvalidInput, ValueError)\n"
+        "print(repr(kvfold.MLA(kv_budget='25%')), 'torch' in sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    light, target = done.stdout.splitlines()
+    assert light == "[]"
+    assert target.startswith("MLA(rank=None, kv_budget='25%'")
+    assert target.endswith("False")
+
+
+def test_the_public_names() -> None:
+    assert set(kvfold.__all__) == {*FUNCTIONS, "absorb", "GQA", "MQA", "MLA", "InvalidInput"}
+    assert set(kvfold.__all__) <= set(dir(kvfold))
+    for name in kvfold.__all__:
+        assert getattr(kvfold, name).__name__ == name
+        assert getattr(kvfold, name).__doc__
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        _ = kvfold.nothing  # type: ignore[attr-defined] # that there is none is what is tested
+    assert files(kvfold).joinpath("py.typed").is_file()
+
+
+def test_a_fold_and_its_result(folded: Folded, work: Path) -> None:
+    record = read_record(work / "mla")
+    assert json.loads(json.dumps(folded.record)) == record
+    assert folded.directory == work / "mla"
+    assert folded.cache["ratio"] == 0.25
+    assert folded.predicted_loss is not None
+    assert 0 < folded.predicted_loss < 1
+    assert folded.request.calibration == "self"
+    assert any("load the output in transformers" in text for text in folded.notices)
+    assert folded.verification is not None
+    assert folded.verification.failures == []
+    for shown in (str(folded), folded._repr_html_()):
+        assert "25.0%" in shown
+        assert "nats per token" in shown
+    assert folded._repr_html_().startswith("<table>")
+    model = folded.load(dtype="bfloat16")
+    assert model.dtype == torch.bfloat16
+    assert model(torch.arange(8)[None]).logits.isfinite().all()
+
+
+def test_the_table_of_a_plan() -> None:
+    table = kvfold.plan(DEMO, context="1k", batch=2, memory="1GB", budgets=("50%",))
+    assert table.chosen is not None
+    assert table.chosen["command"].startswith("kvfold convert ")
+    assert len(table) == len(list(table)) == len(table.rows)
+    assert all(row["label"] in table._repr_html_() for row in table)
+    assert "(the source)" in str(table)
+    nothing = kvfold.plan(DEMO, context=1024, memory="1MB")
+    assert nothing.chosen is None
+    assert nothing.advice.startswith("Nothing fits. What would: --memory ")
+
+
+def test_measurements_have_paths(folded: Folded) -> None:
+    found = kvfold.evaluate(
+        folded.directory, text="stdlib", suites=["fidelity", "cache"], window=64, max_windows=2, memory="1GB"
+    )
+    assert found["kl"] == found["kl.mean"] == found["suites.fidelity.kl.mean"]
+    assert found["kl.mean"] == found.report["suites"]["fidelity"]["kl"]["mean"]
+    assert "KL" in str(found)
+    assert "<table>" in found._repr_html_()
+    with pytest.raises(kvfold.InvalidInput, match="suites has no ppl"):
+        _ = found["ppl"]
+    with pytest.raises(kvfold.InvalidInput, match=r"suites.fidelity.kl is no number"):
+        _ = found["fidelity.kl"]
+
+
+def test_a_model_in_memory() -> None:
+    """A transformers model comes back: the same as from its directory, and the source as it was."""
+    source = AutoModelForCausalLM.from_pretrained(DEMO)
+    before = {name: weight.clone() for name, weight in source.state_dict().items()}
+    tokenizer = AutoTokenizer.from_pretrained(DEMO)
+    heads = source.config.num_key_value_heads
+    same = kvfold.fold(source, kvfold.GQA(kv_heads=heads), tokenizer=tokenizer)
+    few = kvfold.fold(source, kvfold.GQA(kv_heads=2), tokenizer=tokenizer, calibration="none")
+    assert few.config.num_key_value_heads == 2
+    assert few.dtype == same.dtype == source.dtype
+    ids_1T = torch.arange(16)[None]
+    with torch.no_grad():
+        assert torch.equal(same(ids_1T).logits, source.eval()(ids_1T).logits)
+        assert not torch.equal(few(ids_1T).logits, source(ids_1T).logits)
+    assert source.config.num_key_value_heads == heads
+    assert all(torch.equal(weight, before[name]) for name, weight in source.state_dict().items())
+
+
+def test_progress_and_notices(
+    work: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A callback hears every item of every stretch; the log has the notices; the terminal has nothing."""
+    heard: list[tuple[str, int, int]] = []
+
+    def listen(description: str, done: int, total: int) -> None:
+        heard.append((description, done, total))
+
+    with caplog.at_level(logging.WARNING, "kvfold"):
+        found = kvfold.fold(DEMO, kvfold.MLA(kv_budget="50%"), out=work / "heard", progress=listen, **SHORT)
+    for name in ("calibration text", "statistics", "fold"):
+        counts = [(done, total) for description, done, total in heard if description == name]
+        assert counts == [(n, counts[0][1]) for n in range(1, counts[0][1] + 1)], name
+    assert list(found.notices) == [record.message for record in caplog.records]
+    assert found.notices
+    said = capfd.readouterr()
+    assert (said.out, said.err) == ("", "")
+
+
+def mistakes(work: Path) -> Iterator[tuple[Any, str]]:
+    """Yield calls that cannot be done, and a part of what they say."""
+    mla, gqa = kvfold.MLA(kv_budget="25%"), kvfold.GQA(kv_heads=2)
+    anything: Any = kvfold.fold
+    yield lambda: kvfold.fold(work / "gone", mla), "is not a directory"
+    yield lambda: kvfold.fold(DEMO, kvfold.GQA()), "--to gqa takes either"
+    yield lambda: kvfold.fold(DEMO, kvfold.GQA(kv_heads=3), calibration="none"), "do not fold into 3"
+    yield lambda: kvfold.fold(DEMO, kvfold.MLA(kv_budget="250%")), "is no share of the source's cache"
+    yield lambda: anything(DEMO, "mla"), "the target is 'mla'; it should be kvfold.GQA"
+    yield lambda: anything(DEMO, mla, rnak=3), "unknown name 'rnak'; did you mean 'rank'?"
+    yield lambda: anything(DEMO, mla, sequences="many"), "sequences is 'many'"
+    yield lambda: kvfold.fold(DEMO, gqa, engines=["vlm"]), "--engine 'vlm' is not one that kvfold knows"
+    yield lambda: kvfold.fold(DEMO, gqa, out=DEMO), "exists and nothing is overwritten"
+    yield lambda: anything(DEMO, gqa, tokenizer=1), "tokenizer is for a loaded model"
+    yield lambda: anything(3, gqa), "the source is a int"
+    yield lambda: anything(torch.nn.Linear(2, 2), gqa, out="x"), "a loaded model has no output directory"
+    yield lambda: kvfold.plan(DEMO, context="many"), "context 'many' is no number of tokens"
+    yield lambda: kvfold.plan(DEMO, memory="24 apples"), "memory '24 apples' is no number of bytes"
+    yield lambda: kvfold.plan(DEMO, context=0), "context is 0"
+    yield lambda: kvfold.plan(DEMO, gaol="speed"), "unknown name 'gaol'; did you mean 'goal'?"
+    yield lambda: kvfold.train(work / "none.yaml"), "cannot be read"
+    yield lambda: kvfold.train({"schema": 1}), "recipe: "
+    yield lambda: kvfold.train(3), "the recipe is a int"  # type: ignore[arg-type] # a mistake on purpose
+    yield lambda: kvfold.evaluate(DEMO), "name one with --text"
+    yield lambda: kvfold.evaluate(DEMO, text="stdlib", suites=["pplx"]), "pplx"
+    yield (
+        lambda: kvfold.evaluate(DEMO, text="stdlib", windw=3),
+        "unknown option 'windw'; did you mean 'window'?",
+    )
+    yield lambda: kvfold.evaluate(DEMO, text="stdlib", memory="x"), "'x' is no size"
+    yield lambda: kvfold.verify(work / "gone"), "is not a directory"
+    yield lambda: kvfold.verify(DEMO, engines=["vlm"]), "'vlm' is not an engine that kvfold knows"
+    yield lambda: kvfold.publish(work / "gone", "me/x", dry_run=True), "is not a directory"
+    yield lambda: kvfold.publish(DEMO, "me/x", dry_run=True), "has no kvfold.json"
+    yield lambda: kvfold.publish(DEMO, "me/x", verify="much", dry_run=True), "verify is 'much'"
+    yield lambda: kvfold.report([work / "gone"], work / "gone.html"), "gone"
+
+
+def test_mistakes_are_one_sentence(work: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    for call, words in mistakes(work):
+        with pytest.raises(kvfold.InvalidInput) as caught:
+            call()
+        assert words in str(caught.value)
+        assert "\n" not in str(caught.value)
+    said = capfd.readouterr()
+    assert (said.out, said.err) == ("", "")
+
+
+def test_a_checkpoint_that_fails_its_check_is_not_published(folded: Folded, work: Path) -> None:
+    broken = work / "broken"
+    broken.mkdir()
+    for file in folded.directory.iterdir():
+        content = file.read_bytes()
+        if file.name == "config.json":
+            content = content.replace(b'"kv_lora_rank": 44', b'"kv_lora_rank": 43')
+        (broken / file.name).write_bytes(content)
+    assert kvfold.verify(broken, run=False).failures
+    with pytest.raises(kvfold.InvalidInput, match="does not pass kvfold verify, so nothing was uploaded"):
+        kvfold.publish(broken, "me/broken", verify="lint", dry_run=True)
