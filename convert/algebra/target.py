@@ -40,7 +40,7 @@ class Geometry:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GQA:
+class GroupedTarget:
     """Grouped-query attention (arXiv 2305.13245): neighbouring key/value heads become one."""
 
     name: ClassVar[str] = "gqa"
@@ -56,7 +56,7 @@ class GQA:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MLA:
+class LatentTarget:
     """Multi-head latent attention (arXiv 2405.04434): one latent, and one rotary key for all heads.
 
     Attributes:
@@ -95,7 +95,7 @@ class MLA:
         return {"name": self.name, **fields}
 
 
-Target = GQA | MLA
+Target = GroupedTarget | LatentTarget
 
 
 def from_options(
@@ -159,7 +159,7 @@ def _both_or_none(elements: int | None) -> str:
     return "and neither is given" if elements is None else "not both"
 
 
-def _gqa(source: Geometry, kv_heads: int | None, elements: int | None) -> GQA:
+def _gqa(source: Geometry, kv_heads: int | None, elements: int | None) -> GroupedTarget:
     heads = source.num_key_value_heads
     divisors = [n for n in range(1, heads + 1) if heads % n == 0]
     if (kv_heads is None) == (elements is None):
@@ -180,12 +180,12 @@ def _gqa(source: Geometry, kv_heads: int | None, elements: int | None) -> GQA:
         raise InvalidInput(
             f"{heads} key/value heads do not fold into {kv_heads}; choose from {_listed(divisors)}"
         )
-    return GQA(num_key_value_heads=kv_heads)
+    return GroupedTarget(num_key_value_heads=kv_heads)
 
 
 def _mla(
     source: Geometry, rank: str | None, rope_dim: int | None, elements: int | None, rotary_width: int
-) -> MLA:
+) -> LatentTarget:
     if (rank is None) == (elements is None):
         raise InvalidInput(
             f"--to mla takes either --rank N (or --rank full) or --kv-budget SHARE, {_both_or_none(elements)}"
@@ -194,7 +194,7 @@ def _mla(
     if rank == "full":
         if rope_dim is not None:
             raise InvalidInput(f"--rank full keeps all {full} rotary dimensions; leave --rope-dim out")
-        return MLA(kv_lora_rank=full, qk_rope_head_dim=full, slots="source")
+        return LatentTarget(kv_lora_rank=full, qk_rope_head_dim=full, slots="source")
     widths = range(2, full + 1, 2)
     if rope_dim is None:
         limit = min(ROPE_DIM, rotary_width)
@@ -217,7 +217,7 @@ def _mla(
             f"make the cache smaller than the source's {source.cache_elements} elements per token and "
             "layer, and --rank full keeps everything"
         )
-    return MLA(kv_lora_rank=kv_lora_rank, qk_rope_head_dim=rope_dim)
+    return LatentTarget(kv_lora_rank=kv_lora_rank, qk_rope_head_dim=rope_dim)
 
 
 def _joint(
@@ -227,7 +227,7 @@ def _joint(
     elements: int | None,
     rope: Literal["decoupled", "intact"],
     normed: bool,
-) -> MLA:
+) -> LatentTarget:
     """Return MLA whose latent is all that is cached."""
     if (rank is None) == (elements is None):
         raise InvalidInput(
@@ -239,7 +239,7 @@ def _joint(
         )
     full = source.cache_elements if normed else min(source.cache_elements, source.hidden_size)
     if rank == "full":
-        return MLA(kv_lora_rank=full, qk_rope_head_dim=0, slots="source", rope=rope)
+        return LatentTarget(kv_lora_rank=full, qk_rope_head_dim=0, slots="source", rope=rope)
     if elements is None:
         elements = int(rank) if rank is not None and rank.isascii() and rank.isdigit() else 0
         if not 1 <= elements <= full:
@@ -249,7 +249,7 @@ def _joint(
             )
     if elements < 1:
         raise InvalidInput(f"this budget is less than one element; the least would be {share_of(1, source)}")
-    return MLA(kv_lora_rank=min(elements, full), qk_rope_head_dim=0, slots="none", rope=rope)
+    return LatentTarget(kv_lora_rank=min(elements, full), qk_rope_head_dim=0, slots="none", rope=rope)
 
 
 def query_rank(source: Geometry, text: str | None) -> int | None:

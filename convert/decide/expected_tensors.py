@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..algebra.target import MLA, Geometry
+from ..algebra.target import Geometry, LatentTarget
 from ..families.family import Family
 from ..families.recognition import FAMILIES, complete, geometry_of
 from ..families.source import attention_shapes, beside_attention
@@ -90,7 +90,7 @@ def _remote(config: Mapping[str, Any], names: Collection[str]) -> dict[str, Shap
             num_key_value_heads=ours["key_heads"] if intact else heads,
             head_dim=width,
         ),
-        target=MLA(
+        target=LatentTarget(
             kv_lora_rank=config["latent_rank" if intact else "kv_lora_rank"],
             qk_rope_head_dim=0 if intact else config["qk_rope_head_dim"],
             rope=ours["form"],

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ...core.errors import InvalidInput
-from ..algebra.target import MLA
+from ..algebra.target import LatentTarget
 from ..families.recognition import intact_reason, latent_obstacle
 from ..families.source import Source
 from ..formats.blocks import folded_block
@@ -82,7 +82,9 @@ def _stock_obstacle(source: Source) -> str | None:
     return None if obstacle is None else obstacle.partition("; use --to")[0]
 
 
-def latent_container(source: Source, target: MLA, bands: tuple[Band, ...], remote: bool) -> Container:
+def latent_container(
+    source: Source, target: LatentTarget, bands: tuple[Band, ...], remote: bool
+) -> Container:
     """Return the output format of a target whose form `choose_form` chose."""
     if not remote:
         block = folded_block(source.family, source.config)

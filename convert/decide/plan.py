@@ -15,7 +15,7 @@ import torch
 from ... import __version__
 from ...checkpoints.shards import TensorSpec
 from ...core.errors import InvalidInput
-from ..algebra.target import MLA, Target, from_options
+from ..algebra.target import LatentTarget, Target, from_options
 from ..calibration.statistics import Statistics
 from ..families.source import Source, open_source
 from ..formats.container import Container
@@ -327,7 +327,12 @@ def _target(source: Source, to: str, sizes: Mapping[str, Any], form: Form | None
         rotary_width=source.rotary_width,
         normed=source.family.k_norm is not None,
     )
-    if source.mixed and isinstance(target, MLA) and target.slots == "source" and target.qk_rope_head_dim:
+    if (
+        source.mixed
+        and isinstance(target, LatentTarget)
+        and target.slots == "source"
+        and target.qk_rope_head_dim
+    ):
         # Layers without rotation cannot use slots, so their keys need room in the latent.
         rank = full_rank(geometry.hidden_size, geometry.cache_elements, normed=False)
         return replace(target, kv_lora_rank=rank)
@@ -342,7 +347,7 @@ def _container(
     MLA is written in the stock latent class or with kvfold's own code; GQA and MQA in the source's own class,
     or in its host.
     """
-    if not isinstance(target, MLA):
+    if not isinstance(target, LatentTarget):
         return grouped_container(source, target)
     if options["container"] == SERVED:
         compressed = "llama.cpp" in read_engines(options["engine"])

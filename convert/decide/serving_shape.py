@@ -12,7 +12,7 @@ from typing import Any
 
 from ...core.errors import InvalidInput
 from ..algebra.rotary import rope_parameters
-from ..algebra.target import MLA, budget_elements, check_options, query_rank, share_of
+from ..algebra.target import LatentTarget, budget_elements, check_options, query_rank, share_of
 from ..families.source import STILL, Source
 from ..formats.blocks import CENTRED_EPSILON, FoldedBlock, folded_block
 from ..formats.serving import SERVING, Profile, Served, choose_heads, find_places, nearest_bands, table
@@ -23,7 +23,7 @@ from ..methods.latent import Band, source_bands
 
 def served_target(
     source: Source, options: Mapping[str, Any], profile: Profile = SERVING
-) -> tuple[MLA, tuple[Band, ...]]:
+) -> tuple[LatentTarget, tuple[Band, ...]]:
     """Return the target that is folded for a profile, and its rotary slots.
 
     The latent is at most the profile's. Slots are those of the profile's table that the source can use.
@@ -70,10 +70,10 @@ def served_target(
             f"--rank {rank} does not fit; engines other than transformers take at most {profile.latent}"
         )
     bands = nearest_bands(source.slot_frequencies()[0], table(profile, _theta(source)), STILL)
-    return MLA(kv_lora_rank=int(rank), qk_rope_head_dim=2 * len(bands), q_lora_rank=queries), bands
+    return LatentTarget(kv_lora_rank=int(rank), qk_rope_head_dim=2 * len(bands), q_lora_rank=queries), bands
 
 
-def _whole(source: Source, profile: Profile) -> tuple[MLA, tuple[Band, ...]]:
+def _whole(source: Source, profile: Profile) -> tuple[LatentTarget, tuple[Band, ...]]:
     """Return the target that keeps everything, where the profile holds it."""
     heads = source.geometry.num_key_value_heads
     width = source.geometry.head_dim
@@ -89,7 +89,7 @@ def _whole(source: Source, profile: Profile) -> tuple[MLA, tuple[Band, ...]]:
             f"{width}, but engines other than transformers have one slot at each of "
             f"{profile.rope // 2} default frequencies; use --rank {profile.latent}"
         )
-    return MLA(kv_lora_rank=rank, qk_rope_head_dim=heads * width, slots="source"), bands
+    return LatentTarget(kv_lora_rank=rank, qk_rope_head_dim=heads * width, slots="source"), bands
 
 
 def _theta(source: Source) -> float:
@@ -102,7 +102,12 @@ def _places(source: Source, bands: tuple[Band, ...], profile: Profile) -> tuple[
 
 
 def served_container(
-    source: Source, target: MLA, bands: tuple[Band, ...], *, compressed: bool, profile: Profile = SERVING
+    source: Source,
+    target: LatentTarget,
+    bands: tuple[Band, ...],
+    *,
+    compressed: bool,
+    profile: Profile = SERVING,
 ) -> Stock:
     """Return the output format of a target from `served_target`.
 

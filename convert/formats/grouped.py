@@ -11,7 +11,7 @@ from ...checkpoints.directory import without_code
 from ...checkpoints.shards import TensorSpec
 from ..algebra.attention import Attention
 from ..algebra.forward import AnyAttention
-from ..algebra.target import GQA, Geometry
+from ..algebra.target import Geometry, GroupedTarget
 from ..families.packing import outputs, pack, shapes
 from ..families.recognition import Family
 from ..families.source import Source
@@ -35,7 +35,7 @@ class Grouped(Container):
 
     family: Family
     geometry: Geometry
-    target: GQA
+    target: GroupedTarget
     biases: frozenset[str]
     rotary_width: int
 

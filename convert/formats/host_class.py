@@ -15,7 +15,7 @@ from ...checkpoints.shards import TensorSpec
 from ...core.errors import InvalidInput
 from ..algebra.attention import Attention
 from ..algebra.forward import AnyAttention
-from ..algebra.target import GQA, Geometry
+from ..algebra.target import Geometry, GroupedTarget
 from ..families.hosts import BUFFERS, HOSTS, Host, check_for_heads
 from ..families.packing import outputs, pack, shapes
 from ..families.recognition import Family
@@ -45,7 +45,7 @@ class HostClass(Container):
     host: Host
     family: Family
     geometry: Geometry
-    target: GQA
+    target: GroupedTarget
     biases: bool
     rope: Mapping[str, Any]
 
@@ -135,7 +135,7 @@ class HostClass(Container):
         return cached_queries(self.host.family)
 
 
-def grouped_container(source: Source, target: GQA) -> Container:
+def grouped_container(source: Source, target: GroupedTarget) -> Container:
     """Return the output format of fewer key/value heads.
 
     It is the source's own class where that has key/value heads, and its host otherwise.

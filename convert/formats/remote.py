@@ -20,7 +20,7 @@ from ...models.remote_code import ARCHITECTURE, AUTO_MAP, FILES, HERE, MODEL_TYP
 from ..algebra.attention import Attention, IntactAttention, LatentAttention
 from ..algebra.forward import AnyAttention
 from ..algebra.rotary import rope_parameters
-from ..algebra.target import MLA, Geometry
+from ..algebra.target import Geometry, LatentTarget
 from ..families.recognition import Family
 from ..families.source import Source
 from .container import Container
@@ -48,7 +48,7 @@ class Remote(Container):
 
     family: Family
     geometry: Geometry
-    target: MLA
+    target: LatentTarget
     frequencies: tuple[tuple[float, ...], ...]
     tables: tuple[int, ...] = ()
     scale: float

@@ -22,7 +22,7 @@ from torch import Tensor
 from ...checkpoints.shards import TensorSpec
 from ..algebra.attention import LatentAttention
 from ..algebra.forward import AnyAttention
-from ..algebra.target import MLA, Geometry
+from ..algebra.target import Geometry, LatentTarget
 from ..families.source import Source
 from .blocks import FoldedBlock
 from .container import Container
@@ -62,7 +62,7 @@ class Stock(Container):
     is_absorbable: ClassVar[bool] = True
 
     geometry: Geometry
-    target: MLA
+    target: LatentTarget
     rope: Mapping[str, Any]
     biases: bool
     block: FoldedBlock = field(default_factory=FoldedBlock)

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..algebra.rotary import rope_parameters
-from ..algebra.target import MLA
+from ..algebra.target import LatentTarget
 from ..families.source import Source
 from .serving import NORM_EPSILON, SERVING, Served
 
@@ -45,7 +45,7 @@ def transformers_only(
     return [notice]
 
 
-def brought_to_profile(source: Source, target: MLA, served: Served) -> list[str]:
+def brought_to_profile(source: Source, target: LatentTarget, served: Served) -> list[str]:
     """Say what was changed to bring a source into the widths of other engines.
 
     The loss that this costs is measured with the rest.

@@ -16,7 +16,7 @@ from ..algebra.forward import attend_to, beside, keys_and_values
 from ..algebra.metric import LayerMetric, from_statistics, weights_only, with_bias
 from ..algebra.spectrum import spectrum
 from ..algebra.subspaces import low_rank, matrix_root
-from ..algebra.target import MLA
+from ..algebra.target import LatentTarget
 from ..calibration.statistics import LayerStatistics
 from .refinement import BATCH, LayerSample, fitting_device
 
@@ -86,7 +86,7 @@ def encoded(attention: Attention, frequencies_F: Tensor, sample: LayerSample, *,
 
 
 def to_intact(
-    attention: Attention, target: MLA, metric: LayerMetric, moment_EE: Tensor | None = None
+    attention: Attention, target: LatentTarget, metric: LayerMetric, moment_EE: Tensor | None = None
 ) -> IntactAttention:
     """Fold one layer to a latent of which keys and values are linear functions, of least error in the metric.
 
@@ -140,7 +140,7 @@ def to_intact(
 
 def fold_joint(
     attention: Attention,
-    target: MLA,
+    target: LatentTarget,
     statistics: LayerStatistics | None,
     span: int,
     seen: Encoded | None = None,

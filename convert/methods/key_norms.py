@@ -18,12 +18,12 @@ from torch import Tensor
 from ..algebra.attention import Attention
 from ..algebra.metric import LayerMetric, with_bias
 from ..algebra.rotary import complex_rows, half_rows
-from ..algebra.target import GQA
+from ..algebra.target import GroupedTarget
 
 # Least weight of a dimension relative to its pair's other: a turn must not fill one that the norm hides.
 FLOOR = 0.1
 
-Pool = Callable[[Attention, GQA, LayerMetric, Tensor], Attention]
+Pool = Callable[[Attention, GroupedTarget, LayerMetric, Tensor], Attention]
 
 
 def by_value(pool: Pool) -> Pool:
@@ -33,7 +33,9 @@ def by_value(pool: Pool) -> Pool:
         pool: a method of pool.py, whose values and output projection are taken.
     """
 
-    def pooled(attention: Attention, target: GQA, metric: LayerMetric, frequencies_F: Tensor) -> Attention:
+    def pooled(
+        attention: Attention, target: GroupedTarget, metric: LayerMetric, frequencies_F: Tensor
+    ) -> Attention:
         if target.num_key_value_heads == len(attention.k_KHD):
             return attention
         by_pool = pool(replace(attention, q_norm_NH=None, k_norm_KH=None), target, metric, frequencies_F)
@@ -42,7 +44,7 @@ def by_value(pool: Pool) -> Pool:
     return pooled
 
 
-def keys(attention: Attention, target: GQA) -> Attention:
+def keys(attention: Attention, target: GroupedTarget) -> Attention:
     """Pool each group's keys into one, and fold each head's multiple of it into W_Q.
 
     Keys are first brought to one length, because the norm hides it. The pooled key then has, per rotary pair,

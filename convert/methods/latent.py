@@ -22,7 +22,7 @@ from ..algebra.queries import fit_queries
 from ..algebra.rotary import complex_rows, half_rows, interleaved_rows
 from ..algebra.spectrum import spectrum
 from ..algebra.subspaces import leading, low_rank
-from ..algebra.target import MLA
+from ..algebra.target import LatentTarget
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +66,11 @@ def source_bands(frequencies_F: Tensor, heads: int) -> tuple[Band, ...]:
 
 
 def to_mla(
-    attention: Attention, target: MLA, frequencies_F: Tensor, bands: tuple[Band, ...], metric: LayerMetric
+    attention: Attention,
+    target: LatentTarget,
+    frequencies_F: Tensor,
+    bands: tuple[Band, ...],
+    metric: LayerMetric,
 ) -> LatentAttention:
     """Fold one layer to multi-head latent attention.
 

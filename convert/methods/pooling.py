@@ -15,14 +15,16 @@ from ..algebra.metric import LayerMetric, with_bias
 from ..algebra.queries import fit_queries
 from ..algebra.rotary import complex_rows, half_rows, interleaved_rows
 from ..algebra.subspaces import leading, low_rank
-from ..algebra.target import GQA
+from ..algebra.target import GroupedTarget
 from .key_norms import merged_norm
 
 SWEEPS = 50  # of generalised Procrustes at most
 TOLERANCE = 1e-7  # relative gain of the alignment below which the sweeps stop
 
 
-def mean(attention: Attention, target: GQA, metric: LayerMetric, frequencies_F: Tensor) -> Attention:
+def mean(
+    attention: Attention, target: GroupedTarget, metric: LayerMetric, frequencies_F: Tensor
+) -> Attention:
     """Average each group's heads: the reference (Ainslie et al., arXiv 2305.13245)."""
 
     def pool(rows: Tensor | None) -> Tensor | None:
@@ -42,7 +44,9 @@ def mean(attention: Attention, target: GQA, metric: LayerMetric, frequencies_F: 
     )
 
 
-def aligned(attention: Attention, target: GQA, metric: LayerMetric, frequencies_F: Tensor) -> Attention:
+def aligned(
+    attention: Attention, target: GroupedTarget, metric: LayerMetric, frequencies_F: Tensor
+) -> Attention:
     """Turn the heads of a group onto each other before they are averaged (after arXiv 2412.20677).
 
     Two kinds of turns leave the source unchanged: of keys by one angle per rotary pair, SO(2), which commutes
@@ -88,7 +92,9 @@ def aligned(attention: Attention, target: GQA, metric: LayerMetric, frequencies_
     )
 
 
-def subspace(attention: Attention, target: GQA, metric: LayerMetric, frequencies_F: Tensor) -> Attention:
+def subspace(
+    attention: Attention, target: GroupedTarget, metric: LayerMetric, frequencies_F: Tensor
+) -> Attention:
     """Compute the best shared key and value of each group.
 
     The part that each head needs of them is folded into W_Q and W_O. Per rotary pair a group's key is the

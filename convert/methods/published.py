@@ -35,7 +35,7 @@ from ...core.errors import InvalidInput
 from ..algebra.attention import Attention, LatentAttention
 from ..algebra.rotary import complex_rows
 from ..algebra.subspaces import low_rank
-from ..algebra.target import MLA
+from ..algebra.target import LatentTarget
 from ..calibration.statistics import LayerStatistics
 from ..families.source import STILL
 from .allocation import allocate
@@ -77,7 +77,7 @@ class Peer:
     """
 
     bands: Callable[[Layers, Tensor, Tensor], tuple[Band, ...]]
-    fold: Callable[[Attention, MLA, tuple[Band, ...], LayerStatistics | None], LatentAttention]
+    fold: Callable[[Attention, LatentTarget, tuple[Band, ...], LayerStatistics | None], LatentAttention]
     needs_statistics: bool
     rope_share: float = 1.0
     per_head: bool = False
@@ -159,7 +159,7 @@ def placed_bands(
 
 
 def svd(
-    attention: Attention, target: MLA, bands: tuple[Band, ...], statistics: LayerStatistics | None
+    attention: Attention, target: LatentTarget, bands: tuple[Band, ...], statistics: LayerStatistics | None
 ) -> LatentAttention:
     """Fold by truncated real SVDs of weights: of the keys near each slot, then of the rest of [W_K; W_V].
 
@@ -170,7 +170,7 @@ def svd(
 
 
 def transmla(
-    attention: Attention, target: MLA, bands: tuple[Band, ...], statistics: LayerStatistics | None
+    attention: Attention, target: LatentTarget, bands: tuple[Band, ...], statistics: LayerStatistics | None
 ) -> LatentAttention:
     """Fold by TransMLA (arXiv 2502.07864, section 4): merged heads, RoRoPE with FreqFold, balance, joint PCA.
 
@@ -196,7 +196,7 @@ def transmla(
 
 def mha2mla(
     attention: Attention,
-    target: MLA,
+    target: LatentTarget,
     bands: tuple[Band, ...],
     statistics: LayerStatistics | None,
     *,
@@ -248,7 +248,7 @@ def mha2mla(
 
 
 def care(
-    attention: Attention, target: MLA, bands: tuple[Band, ...], statistics: LayerStatistics | None
+    attention: Attention, target: LatentTarget, bands: tuple[Band, ...], statistics: LayerStatistics | None
 ) -> LatentAttention:
     """Fold by CARE (arXiv 2603.17946, section 3): W ≈ V_r (S_r U_rᵀ C^-½) with C^½ Wᵀ = U S Vᵀ, C shrunken.
 
@@ -275,7 +275,7 @@ def care(
 
 
 def xecomla(
-    attention: Attention, target: MLA, bands: tuple[Band, ...], statistics: LayerStatistics | None
+    attention: Attention, target: LatentTarget, bands: tuple[Band, ...], statistics: LayerStatistics | None
 ) -> LatentAttention:
     """Fold by X-EcoMLA (arXiv 2503.11132): joint SVD of [W_K; W_V], mean head as rotary key.
 

@@ -21,7 +21,7 @@ from ..algebra.attention import Attention, IntactAttention, LatentAttention
 from ..algebra.metric import LayerMetric, from_statistics, weights_only
 from ..algebra.queries import turned
 from ..algebra.subspaces import low_rank, low_rank_energy, regress
-from ..algebra.target import MLA, Target
+from ..algebra.target import LatentTarget, Target
 from .intact import gains, linearised
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ def planned_losses(
         statistics: of the source; None where nothing is predicted.
         losses: of keys and values; empty where they are not predicted.
     """
-    if statistics is None or not isinstance(target, MLA) or target.q_lora_rank is None:
+    if statistics is None or not isinstance(target, LatentTarget) or target.q_lora_rank is None:
         return losses
     kept = {"slots": 0.0, "latent": 0.0} if target.slots == "source" else {}
     found = []
@@ -139,7 +139,7 @@ def query_parameters(target: Target, writes: "Mapping[str, TensorSpec]") -> tupl
         target: the target.
         writes: the layer's output tensors by name.
     """
-    if not isinstance(target, MLA) or target.q_lora_rank is None:
+    if not isinstance(target, LatentTarget) or target.q_lora_rank is None:
         return None
     down, up = (
         spec.shape
@@ -158,7 +158,7 @@ def query_notices(target: Target, writes: "Mapping[str, TensorSpec]") -> list[st
     direct, made = query_parameters(target, writes) or (1, 0)
     if made < direct:
         return []
-    assert isinstance(target, MLA)
+    assert isinstance(target, LatentTarget)
     return [
         f"queries of q_lora_rank {target.q_lora_rank} take {made:,} weights a layer, and {direct:,} "
         f"without: this saves nothing"

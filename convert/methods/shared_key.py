@@ -12,7 +12,7 @@ from torch import Tensor
 from ..algebra.attention import Attention, LatentAttention
 from ..algebra.rotary import complex_rows, half_rows, interleaved_rows
 from ..algebra.subspaces import low_rank
-from ..algebra.target import MLA
+from ..algebra.target import LatentTarget
 from .latent import Band
 
 # Relative to the values: anything smaller is no key, but the rounding of one that the slots hold whole.
@@ -48,7 +48,7 @@ def components(attention: Attention, bands: tuple[Band, ...], input_EE: Tensor |
 def assemble(
     attention: Attention,
     rotation_KFM: Tensor,
-    target: MLA,
+    target: LatentTarget,
     compress: Callable[[Tensor], Compressed],
 ) -> LatentAttention:
     """Return the layer in another real orthonormal basis of heads' pairs.

@@ -11,7 +11,7 @@ from ..algebra.attention import Attention
 from ..algebra.metric import LayerMetric, metric_of
 from ..algebra.rotary import frequencies, rope_parameters
 from ..algebra.subspaces import low_rank_energy
-from ..algebra.target import MLA, Geometry, Target
+from ..algebra.target import Geometry, LatentTarget, Target
 from ..calibration.statistics import LayerStatistics, Statistics
 from ..families.source import Source
 from .allocation import allocate, divide, saved, unslotted
@@ -48,12 +48,12 @@ def choose_slots(
     target, bands, losses = _chosen(source, target, statistics, options, method, fixed)
     most = source.geometry.hidden_size + bool(source.biased & {"k", "v"})
     divided = (
-        isinstance(target, MLA)
+        isinstance(target, LatentTarget)
         and target.qk_rope_head_dim
         and options.get("kv_budget") is not None
         and not fixed
     )
-    if divided and isinstance(target, MLA) and target.kv_lora_rank > most:
+    if divided and isinstance(target, LatentTarget) and target.kv_lora_rank > most:
         target = replace(target, kv_lora_rank=most)
     return target, bands, losses
 
@@ -67,7 +67,7 @@ def _chosen(
     fixed: tuple[Band, ...],
 ) -> tuple[Target, tuple[Band, ...], Losses]:
     wanted = options.get("slots")
-    if isinstance(target, MLA) and fixed:
+    if isinstance(target, LatentTarget) and fixed:
         if method in PEERS:
             raise InvalidInput(
                 f"--method {method} has slots of its own, but engines other than transformers have a "
@@ -78,12 +78,12 @@ def _chosen(
             if statistics is None
             else _divided(source, target, statistics, options, fixed)
         )
-    if not isinstance(target, MLA) or not target.qk_rope_head_dim:
+    if not isinstance(target, LatentTarget) or not target.qk_rope_head_dim:
         if wanted is not None:
             raise InvalidInput(
                 f"--slots {wanted} does not apply here: there is no rotary part to divide; leave it out"
             )
-        if isinstance(target, MLA) and method in PEERS:
+        if isinstance(target, LatentTarget) and method in PEERS:
             raise InvalidInput(
                 f"--method {method} decouples the rotary part, and here there is none; leave it out"
             )
@@ -99,11 +99,11 @@ def _chosen(
 
 def _divided(
     source: Source,
-    target: MLA,
+    target: LatentTarget,
     statistics: Statistics,
     options: Mapping[str, Any],
     fixed: tuple[Band, ...] = (),
-) -> tuple[MLA, tuple[Band, ...], Losses]:
+) -> tuple[LatentTarget, tuple[Band, ...], Losses]:
     """Return a target whose slots are allocated by predicted loss.
 
     The rotary width is chosen too, where the user left both widths open.
@@ -169,8 +169,12 @@ def _widths(geometry: Geometry, elements: int) -> list[int]:
 
 
 def _by_rule(
-    source: Source, target: MLA, statistics: Statistics | None, options: Mapping[str, Any], method: str
-) -> tuple[MLA, tuple[Band, ...], Losses]:
+    source: Source,
+    target: LatentTarget,
+    statistics: Statistics | None,
+    options: Mapping[str, Any],
+    method: str,
+) -> tuple[LatentTarget, tuple[Band, ...], Losses]:
     """Return the slots of a published rule, with its own rotary width where the user left that open."""
     rule = PEERS[method]
     if options.get("slots") is not None:
@@ -192,7 +196,7 @@ def _by_rule(
     return target, rule.bands(layers, table_F, stock_S), ()
 
 
-def _any_bands(source: Source, target: MLA) -> tuple[Band, ...]:
+def _any_bands(source: Source, target: LatentTarget) -> tuple[Band, ...]:
     """Return as many slots as a target has, at the fastest frequencies.
 
     Each frequency has at most one for every key head.
@@ -203,7 +207,7 @@ def _any_bands(source: Source, target: MLA) -> tuple[Band, ...]:
     )
 
 
-def _own_width(source: Source, target: MLA, rule: Peer, *, budgeted: bool) -> MLA:
+def _own_width(source: Source, target: LatentTarget, rule: Peer, *, budgeted: bool) -> LatentTarget:
     """Return a target whose rotary part has a rule's own width.
 
     The rank is what a budget leaves next to it, or does not change.
@@ -226,7 +230,7 @@ def _own_width(source: Source, target: MLA, rule: Peer, *, budgeted: bool) -> ML
     )
 
 
-def _fixed_bands(source: Source, target: MLA) -> tuple[Band, ...]:
+def _fixed_bands(source: Source, target: LatentTarget) -> tuple[Band, ...]:
     """Return the rotary slots of a target.
 
     They are the source's own kind of table at the target's width, or a slot for every key.

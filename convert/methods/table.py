@@ -10,27 +10,27 @@ from torch import Tensor
 from ...core.errors import InvalidInput
 from ..algebra.attention import Attention, LatentAttention
 from ..algebra.metric import LayerMetric
-from ..algebra.target import GQA, MLA
+from ..algebra.target import GroupedTarget, LatentTarget
 from . import latent as factor
 from . import pooling as pool
 from .published import PEERS
 
-POOL: dict[str, Callable[[Attention, GQA, LayerMetric, Tensor], Attention]] = {
+POOL: dict[str, Callable[[Attention, GroupedTarget, LayerMetric, Tensor], Attention]] = {
     "subspace": pool.subspace,
     "aligned": pool.aligned,
     "mean": pool.mean,
 }
 FACTOR: dict[
-    str, Callable[[Attention, MLA, Tensor, tuple[factor.Band, ...], LayerMetric], LatentAttention]
+    str, Callable[[Attention, LatentTarget, Tensor, tuple[factor.Band, ...], LayerMetric], LatentAttention]
 ] = {"subspace": factor.to_mla}
 
 
-def names(target: GQA | MLA) -> tuple[str, ...]:
+def names(target: GroupedTarget | LatentTarget) -> tuple[str, ...]:
     """Return the names of the methods for a target, the default first."""
-    return (*FACTOR, *PEERS) if isinstance(target, MLA) else tuple(POOL)
+    return (*FACTOR, *PEERS) if isinstance(target, LatentTarget) else tuple(POOL)
 
 
-def check(target: GQA | MLA, method: str | None) -> str:
+def check(target: GroupedTarget | LatentTarget, method: str | None) -> str:
     """Return the method to use: the one named, or the target's default.
 
     Raises:
@@ -39,7 +39,7 @@ def check(target: GQA | MLA, method: str | None) -> str:
     known = names(target)
     if method is not None and method not in known:
         raise InvalidInput(f"--method {method} does not apply to this target; choose from {', '.join(known)}")
-    if method in PEERS and isinstance(target, MLA) and target.q_lora_rank is not None:
+    if method in PEERS and isinstance(target, LatentTarget) and target.q_lora_rank is not None:
         raise InvalidInput(
             f"--q-lora-rank does not apply to --method {method}, which is taken as published; leave it out"
         )

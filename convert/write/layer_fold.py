@@ -8,7 +8,7 @@ from torch import Tensor
 from ..algebra.attention import Attention, IntactAttention, LatentAttention
 from ..algebra.metric import UNWEIGHTED, metric_of
 from ..algebra.spectrum import LatentSpectrum
-from ..algebra.target import GQA, MLA
+from ..algebra.target import GroupedTarget, LatentTarget
 from ..calibration.statistics import LayerStatistics
 from ..decide.plan import Plan
 from ..methods import key_norms as normed
@@ -51,7 +51,7 @@ def fold_attention(
     plan: Plan, number: int
 ) -> tuple[Attention | LatentAttention | IntactAttention, Loss | None]:
     """Fold one layer of a plan's source; return it before a container names its tensors, and its loss."""
-    if isinstance(plan.target, GQA):
+    if isinstance(plan.target, GroupedTarget):
         return _pooled(plan, number, plan.target)
     if plan.container.folds_jointly:
         return _joint(plan, number, plan.target)
@@ -62,7 +62,9 @@ def _statistics(plan: Plan, number: int) -> LayerStatistics | None:
     return None if plan.statistics is None else plan.statistics.layers[number]
 
 
-def _joint(plan: Plan, number: int, target: MLA) -> tuple[IntactAttention | LatentAttention, Loss | None]:
+def _joint(
+    plan: Plan, number: int, target: LatentTarget
+) -> tuple[IntactAttention | LatentAttention, Loss | None]:
     table_F, factor = plan.source.frequencies(number)
     attention = plan.source.attention(number, factor)
     sample = _sample(plan, number, attention, table_F)
@@ -74,7 +76,7 @@ def _joint(plan: Plan, number: int, target: MLA) -> tuple[IntactAttention | Late
     return _refined(plan, attention, table_F, joint, table_F[:0], sample)
 
 
-def _latent(plan: Plan, number: int, target: MLA) -> tuple[LatentAttention, Loss | None]:
+def _latent(plan: Plan, number: int, target: LatentTarget) -> tuple[LatentAttention, Loss | None]:
     if plan.source.mixed and number not in plan.source.rotating:
         return _still(plan, number, target)
     table_F, factor = plan.source.slot_frequencies()
@@ -96,7 +98,7 @@ def _latent(plan: Plan, number: int, target: MLA) -> tuple[LatentAttention, Loss
     return _refined(plan, attention, table_F, latent, slots_S, _sample(plan, number, attention, table_F))
 
 
-def _still(plan: Plan, number: int, target: MLA) -> tuple[LatentAttention, Loss | None]:
+def _still(plan: Plan, number: int, target: LatentTarget) -> tuple[LatentAttention, Loss | None]:
     """Fold a layer that rotates nothing, among others that do.
 
     Its keys are in the latent, and the rotary key stays empty.
@@ -118,7 +120,7 @@ def _compressed(
     plan: Plan, number: int, layer: Compressible, attention: Attention, table_F: Tensor
 ) -> Compressible:
     """Compress the queries of a layer, where the target asks for it."""
-    rank = plan.target.q_lora_rank if isinstance(plan.target, MLA) else None
+    rank = plan.target.q_lora_rank if isinstance(plan.target, LatentTarget) else None
     if rank is None:
         return layer
     metric = query_metric(attention, _statistics(plan, number), plan.source.positions, table_F)
@@ -136,7 +138,7 @@ def _one(plan: Plan, input_EE: torch.Tensor | None) -> torch.Tensor | None:
     return nearest_to_one(input_EE)
 
 
-def _pooled(plan: Plan, number: int, target: GQA) -> tuple[Attention, Loss | None]:
+def _pooled(plan: Plan, number: int, target: GroupedTarget) -> tuple[Attention, Loss | None]:
     attention, (table_F, factor) = plan.source.attention(number), plan.source.nominal_frequencies(number)
     pool = methods.POOL[plan.method]
     weighs = methods.reads_statistics(plan.method)

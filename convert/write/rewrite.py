@@ -27,7 +27,7 @@ from ...core.console import is_first, progress
 from ...core.errors import InvalidInput
 from ...core.hub import commit_of
 from ...core.processes import from_first, place, together, union
-from ..algebra.target import MLA
+from ..algebra.target import LatentTarget
 from ..calibration.capacity import default_jobs
 from ..decide.plan import Plan, PlannedLayer
 from ..methods import table as methods
@@ -59,7 +59,7 @@ def rewrite(plan: Plan, out: Path, *, source_name: str | None = None) -> dict[st
     """
     with together():
         check_output(out, plan.source.checkpoint.directory)
-        slots = plan.target.slots if isinstance(plan.target, MLA) else None
+        slots = plan.target.slots if isinstance(plan.target, LatentTarget) else None
         methods.check_calibrated(
             plan.method, slots, calibrated=plan.statistics is not None, biased=plan.folds_biases
         )

@@ -229,7 +229,7 @@ def _measured(
     """Return times and memory of the source and its folds, and their outputs' distances from it."""
     import torch
 
-    from ..convert.algebra.target import GQA, MLA
+    from ..convert.algebra.target import GroupedTarget, LatentTarget
     from .reference.folding import fold
     from .reference.multi_head import MultiHeadAttention
     from .reference.trials import distances, run
@@ -252,10 +252,10 @@ def _measured(
     modules: dict[str, Any] = {"source": source}
     for groups in (n for n in range(shape.kv_heads - 1, 0, -1) if shape.kv_heads % n == 0):
         modules["MQA" if groups == 1 else f"GQA-{groups}"] = fold(
-            source, GQA(num_key_value_heads=groups), sample_BTD
+            source, GroupedTarget(num_key_value_heads=groups), sample_BTD
         )
     if bool(shape.rope) == bool(source.frequencies):
-        target = MLA(kv_lora_rank=shape.kv_rank, qk_rope_head_dim=shape.rope)
+        target = LatentTarget(kv_lora_rank=shape.kv_rank, qk_rope_head_dim=shape.rope)
         modules["MLA"] = fold(source, target, sample_BTD)
         modules["MLA, absorbed"] = modules["MLA"].absorb()
     away = {name: distances(module, source, input_BTD) for name, module in modules.items()}

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..convert.algebra.target import GQA, budget_elements
+from ..convert.algebra.target import GroupedTarget, budget_elements
 from ..convert.calibration.statistics import Statistics
 from ..convert.decide.engine_choice import judge
 from ..convert.decide.engines import ENGINES, read_engines
@@ -37,13 +37,13 @@ class Candidate:
     def kind(self) -> str:
         """Return what it shares with candidates of other sizes: `gqa`, `mla decoupled`, `mla intact`."""
         target = self.plan.target
-        return "gqa" if isinstance(target, GQA) else f"mla {target.rope}"
+        return "gqa" if isinstance(target, GroupedTarget) else f"mla {target.rope}"
 
     @property
     def label(self) -> str:
         """Return the target in a few words."""
         target, container = self.plan.target, self.plan.container
-        if isinstance(target, GQA):
+        if isinstance(target, GroupedTarget):
             return "MQA" if target.num_key_value_heads == 1 else f"GQA-{target.num_key_value_heads}"
         if target.rope == "intact":
             return f"MLA {target.kv_lora_rank}, rope intact"

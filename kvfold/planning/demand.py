@@ -8,7 +8,7 @@ attention are those of lab/reference/costs.py.
 import math
 from dataclasses import dataclass
 
-from ..convert.algebra.target import GQA
+from ..convert.algebra.target import GroupedTarget
 from ..convert.decide.plan import Plan
 from ..convert.families.source import Source
 from ..lab.reference import costs
@@ -89,7 +89,7 @@ def decoding(plan: Plan, context: int, batch: int, *, absorbed: bool = False) ->
     rebuilt = 2 * _expanded(plan, absorbed)
     moved = sum(kept) * (_cache_elements(plan) + rebuilt) * size
     cost = _costs(plan, absorbed)
-    form = "grouped" if isinstance(plan.target, GQA) else "expanded" if rebuilt else "absorbed"
+    form = "grouped" if isinstance(plan.target, GroupedTarget) else "expanded" if rebuilt else "absorbed"
     flops = sum(cost.decode(tokens) for tokens in kept)
     return Decoding(form=form, bytes=moved + _read_weights(plan) // batch, attention_flops=flops)
 
@@ -123,7 +123,7 @@ def _costs(plan: Plan, absorbed: bool) -> costs.Costs:
     hidden = geometry.hidden_size
     heads = geometry.num_attention_heads
     width = geometry.head_dim
-    if isinstance(target, GQA):
+    if isinstance(target, GroupedTarget):
         return costs.multi_head(hidden, heads, target.num_key_value_heads, width)
     if target.rope == "intact":
         return costs.intact(

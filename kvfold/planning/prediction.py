@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..convert.algebra.attention import Attention, LatentAttention
 from ..convert.algebra.forward import AnyAttention, Scoring, attend
-from ..convert.algebra.target import MLA
+from ..convert.algebra.target import LatentTarget
 from ..convert.decide.plan import Plan
 from ..convert.write.layer_fold import fold_attention
 
@@ -88,7 +88,7 @@ def _source(plan: Plan, number: int) -> tuple[Attention, Tensor, Scoring]:
 
     They are taken as layer_fold.py takes them.
     """
-    if isinstance(plan.target, MLA):
+    if isinstance(plan.target, LatentTarget):
         table_F, factor = plan.source.frequencies(number)
         return plan.source.attention(number, factor), table_F, plan.source.scoring(number)
     table_F, factor = plan.source.nominal_frequencies(number)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kvfold.convert.algebra.target import GQA, MLA
+from kvfold.convert.algebra.target import GroupedTarget, LatentTarget
 from kvfold.convert.calibration.statistics import LayerStatistics
 from kvfold.core.errors import InvalidInput
 from kvfold.lab.reference import (
@@ -166,11 +166,11 @@ def test_nothing_discarded_nothing_changed(kv_heads: int, theta: float | None, c
     Without rotation, or with a rotary width of all heads.
     """
     source, x = multi_head(kv_heads, causal=causal, theta=theta), inputs()
-    assert torch.equal(fold(source, GQA(num_key_value_heads=kv_heads))(x), source(x))
+    assert torch.equal(fold(source, GroupedTarget(num_key_value_heads=kv_heads))(x), source(x))
     if theta is None:
-        target = MLA(kv_lora_rank=2 * kv_heads * H, qk_rope_head_dim=0)
+        target = LatentTarget(kv_lora_rank=2 * kv_heads * H, qk_rope_head_dim=0)
     else:
-        target = MLA(kv_lora_rank=kv_heads * H, qk_rope_head_dim=kv_heads * H, slots="source")
+        target = LatentTarget(kv_lora_rank=kv_heads * H, qk_rope_head_dim=kv_heads * H, slots="source")
     for seen in (None, inputs(30, seed=8)):
         folded = fold(source, target, seen)
         torch.testing.assert_close(folded(x), source(x))
@@ -184,7 +184,7 @@ def test_groups_keep_their_shapes(groups: int, method: str) -> None:
     heads needs (gH, D).
     """
     source, x = multi_head(4), inputs()
-    folded = fold(source, GQA(num_key_value_heads=groups), method=method)
+    folded = fold(source, GroupedTarget(num_key_value_heads=groups), method=method)
     assert folded.k_proj.weight.shape == folded.v_proj.weight.shape == (groups * H, D)
     assert folded(x).shape == x.shape
     assert folded.cache_size() == source.cache_size() * groups // 4
@@ -209,7 +209,9 @@ def test_equal_heads_pool_without_loss() -> None:
                 )
                 getattr(getattr(theirs, name), part).copy_(rows)
     for method in ("subspace", "aligned", "mean"):
-        torch.testing.assert_close(fold(theirs, GQA(num_key_value_heads=2), method=method)(x), few(x))
+        torch.testing.assert_close(
+            fold(theirs, GroupedTarget(num_key_value_heads=2), method=method)(x), few(x)
+        )
 
 
 def test_a_sample_helps() -> None:
@@ -217,9 +219,9 @@ def test_a_sample_helps() -> None:
     source = multi_head(4)
     uneven = torch.linspace(0.02, 2, D, dtype=torch.float64)
     sample, x = inputs(60, seed=11) * uneven, inputs(60, seed=12) * uneven
-    for target in (GQA(num_key_value_heads=1), MLA(kv_lora_rank=8, qk_rope_head_dim=4)):
+    for target in (GroupedTarget(num_key_value_heads=1), LatentTarget(kv_lora_rank=8, qk_rope_head_dim=4)):
         assert distance(fold(source, target, sample), source, x) < distance(fold(source, target), source, x)
-    allocated = MLA(kv_lora_rank=8, qk_rope_head_dim=8, slots="allocated")
+    allocated = LatentTarget(kv_lora_rank=8, qk_rope_head_dim=8, slots="allocated")
     assert fold(source, allocated, sample).cache_size() == 16
 
 
@@ -229,7 +231,7 @@ def test_a_sample_of_few_directions_needs_no_more() -> None:
     x = inputs(20)[..., :3] @ torch.randn(
         3, D, generator=torch.Generator().manual_seed(13), dtype=torch.float64
     )
-    target = MLA(kv_lora_rank=3, qk_rope_head_dim=0)
+    target = LatentTarget(kv_lora_rank=3, qk_rope_head_dim=0)
     torch.testing.assert_close(fold(source, target, x)(x), source(x))
     assert distance(fold(source, target), source, x) > 0.01
 
@@ -255,11 +257,15 @@ def test_statistics_of_a_pass_serve() -> None:
     source, x = multi_head(4), inputs()
     path = halvings(source, statistics())
     assert [module.num_kv_heads for module in path] == [4, 2, 1]
-    assert torch.equal(path[1](x), fold(source, GQA(num_key_value_heads=2), statistics())(x))
-    assert not torch.equal(path[1](x), fold(source, GQA(num_key_value_heads=2))(x))
-    full = MLA(kv_lora_rank=4 * H, qk_rope_head_dim=4 * H, slots="source")
+    assert torch.equal(path[1](x), fold(source, GroupedTarget(num_key_value_heads=2), statistics())(x))
+    assert not torch.equal(path[1](x), fold(source, GroupedTarget(num_key_value_heads=2))(x))
+    full = LatentTarget(kv_lora_rank=4 * H, qk_rope_head_dim=4 * H, slots="source")
     torch.testing.assert_close(fold(source, full, statistics())(x), source(x))
-    assert 0 < distance(fold(source, MLA(kv_lora_rank=20, qk_rope_head_dim=4), statistics()), source, x) < 1
+    assert (
+        0
+        < distance(fold(source, LatentTarget(kv_lora_rank=20, qk_rope_head_dim=4), statistics()), source, x)
+        < 1
+    )
 
 
 def test_progressive_path() -> None:
@@ -279,20 +285,22 @@ def test_progressive_path() -> None:
 def test_torch_module_folds() -> None:
     torch.manual_seed(7)
     theirs, x = nn.MultiheadAttention(D, N, batch_first=True).double(), inputs()
-    torch.testing.assert_close(fold(theirs, MLA(kv_lora_rank=D, qk_rope_head_dim=0))(x), theirs(x, x, x)[0])
-    assert fold(theirs.float(), GQA(num_key_value_heads=1)).k_proj.weight.dtype == torch.float32
+    torch.testing.assert_close(
+        fold(theirs, LatentTarget(kv_lora_rank=D, qk_rope_head_dim=0))(x), theirs(x, x, x)[0]
+    )
+    assert fold(theirs.float(), GroupedTarget(num_key_value_heads=1)).k_proj.weight.dtype == torch.float32
 
 
 @pytest.mark.parametrize(
     ("target", "message"),
     [
-        (GQA(num_key_value_heads=3), "do not fold into 3; choose from 1, 2, 4"),
-        (MLA(kv_lora_rank=8, qk_rope_head_dim=3), "choose an even number from 2 to 6"),
-        (MLA(kv_lora_rank=0, qk_rope_head_dim=2), "1 or more"),
-        (MLA(kv_lora_rank=8, qk_rope_head_dim=0, rope="intact", slots="none"), "decoupled"),
+        (GroupedTarget(num_key_value_heads=3), "do not fold into 3; choose from 1, 2, 4"),
+        (LatentTarget(kv_lora_rank=8, qk_rope_head_dim=3), "choose an even number from 2 to 6"),
+        (LatentTarget(kv_lora_rank=0, qk_rope_head_dim=2), "1 or more"),
+        (LatentTarget(kv_lora_rank=8, qk_rope_head_dim=0, rope="intact", slots="none"), "decoupled"),
     ],
 )
-def test_targets_that_do_not_fit(target: GQA | MLA, message: str) -> None:
+def test_targets_that_do_not_fit(target: GroupedTarget | LatentTarget, message: str) -> None:
     with pytest.raises(InvalidInput, match=message):
         fold(multi_head(4), target)
     with pytest.raises(InvalidInput, match="Linear cannot be folded"):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ...convert.algebra.attention import Attention
 from ...convert.algebra.metric import LayerMetric, from_statistics, weights_only
 from ...convert.algebra.subspaces import matrix_root
-from ...convert.algebra.target import GQA, MLA
+from ...convert.algebra.target import GroupedTarget, LatentTarget
 from ...convert.calibration.statistics import LayerStatistics
 from ...convert.methods import table as methods
 from ...convert.methods.allocation import allocate
@@ -32,19 +32,29 @@ Seen = LayerStatistics | Tensor | None
 
 @overload
 def fold(
-    module: nn.Module, target: GQA, statistics: Seen = None, *, method: str | None = None, span: int = SPAN
+    module: nn.Module,
+    target: GroupedTarget,
+    statistics: Seen = None,
+    *,
+    method: str | None = None,
+    span: int = SPAN,
 ) -> MultiHeadAttention: ...
 
 
 @overload
 def fold(
-    module: nn.Module, target: MLA, statistics: Seen = None, *, method: str | None = None, span: int = SPAN
+    module: nn.Module,
+    target: LatentTarget,
+    statistics: Seen = None,
+    *,
+    method: str | None = None,
+    span: int = SPAN,
 ) -> MultiHeadLatentAttention: ...
 
 
 def fold(
     module: nn.Module,
-    target: GQA | MLA,
+    target: GroupedTarget | LatentTarget,
     statistics: Seen = None,
     *,
     method: str | None = None,
@@ -75,7 +85,7 @@ def fold(
     weight = source.q_proj.weight
     attention = source.weights().to(torch.float64, "cpu")
     metric = _metric(source, attention, statistics, span)
-    if isinstance(target, GQA):
+    if isinstance(target, GroupedTarget):
         folded: MultiHeadAttention | MultiHeadLatentAttention = _pooled(
             source, attention, target, metric, method
         )
@@ -106,7 +116,9 @@ def halvings(
     path = [_plain(module)]
     while path[-1].num_kv_heads % 2 == 0:
         seen = statistics if isinstance(statistics, Tensor) or len(path) == 1 else None
-        folded = fold(path[-1], GQA(num_key_value_heads=path[-1].num_kv_heads // 2), seen, method=method)
+        folded = fold(
+            path[-1], GroupedTarget(num_key_value_heads=path[-1].num_kv_heads // 2), seen, method=method
+        )
         path.append(folded if between is None else between(folded))
     return path
 
@@ -127,7 +139,11 @@ def _table(source: MultiHeadAttention) -> Tensor:
 
 
 def _pooled(
-    source: MultiHeadAttention, attention: Attention, target: GQA, metric: LayerMetric, method: str | None
+    source: MultiHeadAttention,
+    attention: Attention,
+    target: GroupedTarget,
+    metric: LayerMetric,
+    method: str | None,
 ) -> MultiHeadAttention:
     groups, heads = target.num_key_value_heads, source.num_kv_heads
     if groups < 1 or heads % groups:
@@ -145,7 +161,11 @@ def _pooled(
 
 
 def _latent(
-    source: MultiHeadAttention, attention: Attention, target: MLA, metric: LayerMetric, method: str | None
+    source: MultiHeadAttention,
+    attention: Attention,
+    target: LatentTarget,
+    metric: LayerMetric,
+    method: str | None,
 ) -> MultiHeadLatentAttention:
     if target.rope != "decoupled":
         raise InvalidInput("these modules have a rotary key next to the latent; use rope='decoupled'")
@@ -171,7 +191,9 @@ def _latent(
     return MultiHeadLatentAttention.from_weights(folded, slots, causal=source.causal)
 
 
-def _bands(attention: Attention, table_F: Tensor, target: MLA, metric: LayerMetric) -> tuple[Band, ...]:
+def _bands(
+    attention: Attention, table_F: Tensor, target: LatentTarget, metric: LayerMetric
+) -> tuple[Band, ...]:
     heads = len(attention.k_KHD)
     slots = target.qk_rope_head_dim // 2
     if target.slots == "source":

@@ -19,7 +19,7 @@ from kvfold.convert.algebra.attention import Attention
 from kvfold.convert.algebra.forward import attend
 from kvfold.convert.algebra.metric import weights_only
 from kvfold.convert.algebra.rotary import frequencies
-from kvfold.convert.algebra.target import MLA
+from kvfold.convert.algebra.target import LatentTarget
 from kvfold.convert.decide.engine_rules import lint
 from kvfold.convert.families.recognition import FAMILIES
 from kvfold.convert.families.source import STILL
@@ -186,7 +186,7 @@ def test_biases_go_into_weights_where_the_input_has_a_constant() -> None:
     table_F, _ = frequencies(ROPE["default"], 8, 512)
     bands = source_bands(table_F, 2)
     slots_S = torch.tensor([band.frequency for band in bands for _ in range(band.slots)], dtype=torch.float64)
-    target = MLA(kv_lora_rank=16, qk_rope_head_dim=16, slots="source")
+    target = LatentTarget(kv_lora_rank=16, qk_rope_head_dim=16, slots="source")
     latent = to_mla(without_value_bias(biased, one_D), target, table_F, bands, weights_only(biased, 512))
     unbiased = without_key_bias(latent, one_D)
     assert unbiased.q_rope_NR is unbiased.k_rope_R is unbiased.o_D is None

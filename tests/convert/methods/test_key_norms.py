@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kvfold.convert.algebra.attention import Attention
 from kvfold.convert.algebra.metric import weights_only
-from kvfold.convert.algebra.target import GQA
+from kvfold.convert.algebra.target import GroupedTarget
 from kvfold.convert.methods import pooling as pool
 from kvfold.convert.methods.key_norms import by_value, keys
 
@@ -65,7 +65,7 @@ def scores(layer: Attention) -> Tensor:
 def test_signs_and_lengths_are_lossless() -> None:
     source = like_heads(attention())
     for groups in (1, 2):
-        folded = keys(source, GQA(num_key_value_heads=groups))
+        folded = keys(source, GroupedTarget(num_key_value_heads=groups))
         assert folded.k_KHD.shape[0] == groups
         torch.testing.assert_close(scores(folded), scores(source))
 
@@ -73,14 +73,16 @@ def test_signs_and_lengths_are_lossless() -> None:
 def test_as_many_groups_as_heads_changes_nothing() -> None:
     source = attention()
     assert (
-        by_value(pool.subspace)(source, GQA(num_key_value_heads=KEYS), weights_only(source, 16), FREQUENCIES)
+        by_value(pool.subspace)(
+            source, GroupedTarget(num_key_value_heads=KEYS), weights_only(source, 16), FREQUENCIES
+        )
         is source
     )
 
 
 def test_no_worse_than_the_average() -> None:
     """Unlike heads: the error of the scores, over many draws."""
-    target, ours, plain = GQA(num_key_value_heads=2), 0.0, 0.0
+    target, ours, plain = GroupedTarget(num_key_value_heads=2), 0.0, 0.0
     for seed in range(20):
         source = attention(seed)
         metric = weights_only(source, 16)
@@ -92,7 +94,7 @@ def test_no_worse_than_the_average() -> None:
 
 
 def test_values_are_the_method_s() -> None:
-    source, target = attention(), GQA(num_key_value_heads=2)
+    source, target = attention(), GroupedTarget(num_key_value_heads=2)
     metric = weights_only(source, 16)
     folded, wanted = (
         method(source, target, metric, FREQUENCIES) for method in (by_value(pool.subspace), pool.subspace)
@@ -104,7 +106,7 @@ def test_values_are_the_method_s() -> None:
 def test_the_mean_is_plain() -> None:
     spanning = torch.rand(KEYS, WIDTH, dtype=torch.float64)
     source = Attention(**{**vars(attention()), "k_norm_KH": spanning})
-    folded = pool.mean(source, GQA(num_key_value_heads=2), weights_only(source, 16), FREQUENCIES)
+    folded = pool.mean(source, GroupedTarget(num_key_value_heads=2), weights_only(source, 16), FREQUENCIES)
     for rows, wanted in (
         (folded.k_KHD, source.k_KHD),
         (folded.v_KHD, source.v_KHD),
@@ -117,6 +119,6 @@ def test_the_mean_is_plain() -> None:
 def test_a_norm_over_all_heads_is_averaged() -> None:
     spanning = torch.rand(KEYS, WIDTH, dtype=torch.float64)
     source = Attention(**{**vars(attention()), "k_norm_KH": spanning})
-    folded = keys(source, GQA(num_key_value_heads=2))
+    folded = keys(source, GroupedTarget(num_key_value_heads=2))
     assert folded.k_norm_KH is not None
     torch.testing.assert_close(folded.k_norm_KH, (spanning[::2] + spanning[1::2]) / 2)

@@ -10,7 +10,7 @@ from kvfold.convert.algebra.attention import Attention, LatentAttention
 from kvfold.convert.algebra.metric import weights_only
 from kvfold.convert.algebra.rotary import complex_rows, frequencies, half_rows
 from kvfold.convert.algebra.subspaces import low_rank
-from kvfold.convert.algebra.target import GQA, MLA
+from kvfold.convert.algebra.target import GroupedTarget, LatentTarget
 from kvfold.convert.methods import latent as factor
 from kvfold.convert.methods import pooling as pool
 from kvfold.convert.methods.table import POOL
@@ -119,7 +119,7 @@ def test_equal_heads_pool_losslessly(method: str, biases: bool, x_TD: Tensor) ->
         k_KH=None if a.k_KH is None else a.k_KH[:1].expand_as(a.k_KH).clone(),
         v_KH=None if a.v_KH is None else a.v_KH[:1].expand_as(a.v_KH).clone(),
     )
-    pooled = POOL[method](equal, GQA(num_key_value_heads=2), weights_only(equal, 64), FREQUENCIES_F)
+    pooled = POOL[method](equal, GroupedTarget(num_key_value_heads=2), weights_only(equal, 64), FREQUENCIES_F)
     assert len(pooled.k_KHD) == 2
     torch.testing.assert_close(output(pooled, x_TD), output(equal, x_TD))
 
@@ -131,12 +131,14 @@ def test_heads_equal_up_to_phases_and_rotations_pool_losslessly(method: str, x_T
     # Procrustes stops when a sweep gains less than its tolerance; the subspace is a closed form.
     precision = {"rtol": 0.0, "atol": 1e-3 if method == "aligned" else 1e-9}
     torch.testing.assert_close(
-        output(POOL[method](a, GQA(num_key_value_heads=1), weights_only(a, 64), FREQUENCIES_F), x_TD),
+        output(
+            POOL[method](a, GroupedTarget(num_key_value_heads=1), weights_only(a, 64), FREQUENCIES_F), x_TD
+        ),
         output(a, x_TD),
         **precision,
     )
     lost = output(
-        pool.mean(a, GQA(num_key_value_heads=1), weights_only(a, 64), FREQUENCIES_F), x_TD
+        pool.mean(a, GroupedTarget(num_key_value_heads=1), weights_only(a, 64), FREQUENCIES_F), x_TD
     ) - output(a, x_TD)
     assert lost.norm() > 0.1 * output(a, x_TD).norm()
 
@@ -149,7 +151,9 @@ def test_methods_rank_as_published(x_TD: Tensor) -> None:
     lost = {
         name: float(
             (
-                output(fold(a, GQA(num_key_value_heads=1), weights_only(a, 64), FREQUENCIES_F), x_TD)
+                output(
+                    fold(a, GroupedTarget(num_key_value_heads=1), weights_only(a, 64), FREQUENCIES_F), x_TD
+                )
                 - output(a, x_TD)
             ).norm()
         )
@@ -163,7 +167,7 @@ def test_methods_rank_as_published(x_TD: Tensor) -> None:
 def test_a_slot_for_every_pair_is_exact(key_heads: int, biases: bool, x_TD: Tensor) -> None:
     a = layer(key_heads=key_heads, biases=biases)
     full = key_heads * H
-    target = MLA(kv_lora_rank=full, qk_rope_head_dim=full, slots="source")
+    target = LatentTarget(kv_lora_rank=full, qk_rope_head_dim=full, slots="source")
     slots_S = FREQUENCIES_F.repeat_interleave(key_heads)
     latent = factor.to_mla(a, target, FREQUENCIES_F, (), weights_only(a, 64))
     torch.testing.assert_close(latent_output(latent, slots_S, x_TD), output(a, x_TD))
@@ -174,7 +178,7 @@ def test_one_key_head_is_exact_in_its_own_slots(biases: bool, x_TD: Tensor) -> N
     """MQA needs no more than one slot a frequency and a latent as wide as the values."""
     a = layer(key_heads=1, biases=biases)
     latent = factor.to_mla(
-        a, MLA(kv_lora_rank=H, qk_rope_head_dim=H), FREQUENCIES_F, OWN, weights_only(a, 64)
+        a, LatentTarget(kv_lora_rank=H, qk_rope_head_dim=H), FREQUENCIES_F, OWN, weights_only(a, 64)
     )
     torch.testing.assert_close(latent_output(latent, FREQUENCIES_F, x_TD), output(a, x_TD))
 
@@ -183,7 +187,7 @@ def test_heads_equal_up_to_phases_need_the_cache_of_one(x_TD: Tensor) -> None:
     """The slots take every head's phase into the query, the latent every head's rotation into the output."""
     a = turned_copies(layer(), seed=6)
     latent = factor.to_mla(
-        a, MLA(kv_lora_rank=H, qk_rope_head_dim=H), FREQUENCIES_F, OWN, weights_only(a, 64)
+        a, LatentTarget(kv_lora_rank=H, qk_rope_head_dim=H), FREQUENCIES_F, OWN, weights_only(a, 64)
     )
     torch.testing.assert_close(latent_output(latent, FREQUENCIES_F, x_TD), output(a, x_TD))
 
@@ -193,7 +197,7 @@ def test_more_rank_loses_less(x_TD: Tensor) -> None:
     lost = []
     for rank in (4, 16, 32, 56):
         latent = factor.to_mla(
-            a, MLA(kv_lora_rank=rank, qk_rope_head_dim=H), FREQUENCIES_F, OWN, weights_only(a, 64)
+            a, LatentTarget(kv_lora_rank=rank, qk_rope_head_dim=H), FREQUENCIES_F, OWN, weights_only(a, 64)
         )
         lost.append(float((latent_output(latent, FREQUENCIES_F, x_TD) - output(a, x_TD)).norm()))
     assert lost == sorted(lost, reverse=True)
@@ -235,6 +239,10 @@ def test_rank_beyond_what_is_there_changes_nothing(rank: int, x_TD: Tensor) -> N
         a, k_KHD=a.k_KHD[:1].expand_as(a.k_KHD).clone(), v_KHD=a.v_KHD[:1].expand_as(a.v_KHD).clone()
     )
     latent = factor.to_mla(
-        equal, MLA(kv_lora_rank=rank, qk_rope_head_dim=H), FREQUENCIES_F, OWN, weights_only(equal, 64)
+        equal,
+        LatentTarget(kv_lora_rank=rank, qk_rope_head_dim=H),
+        FREQUENCIES_F,
+        OWN,
+        weights_only(equal, 64),
     )
     torch.testing.assert_close(latent_output(latent, FREQUENCIES_F, x_TD), output(equal, x_TD))

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvfold.convert.algebra.attention import Attention
 from kvfold.convert.algebra.rotary import complex_rows, half_rows
-from kvfold.convert.algebra.target import MLA
+from kvfold.convert.algebra.target import LatentTarget
 from kvfold.convert.decide.plan import make_plan
 from kvfold.convert.methods.published import PEERS
 from kvfold.core.errors import InvalidInput
@@ -31,7 +31,7 @@ def with_pairs(a: Attention, pairs: set[tuple[int, int]]) -> Attention:
 
 def test_mha2mla_keeps_the_pairs_that_contribute() -> None:
     a, x_XD = with_pairs(layer(key_heads=2), {(0, 1), (0, 2), (1, 0), (1, 2)}), tokens()
-    target = MLA(kv_lora_rank=2 * H, qk_rope_head_dim=8)
+    target = LatentTarget(kv_lora_rank=2 * H, qk_rope_head_dim=8)
     bands = bands_of("mha2mla", 8, (a, statistics_of(a, x_XD)))
     assert [(band.pairs, band.slots) for band in bands] == [((0,), 1), ((1,), 1), ((2,), 2)]
     torch.testing.assert_close(folded_output("mha2mla", a, target, x_XD, x_XD[:20]), output(a, x_XD[:20]))
@@ -47,7 +47,10 @@ def test_mha2mla_has_one_table_for_all_layers() -> None:
     layers = [(a, statistics_of(a, x_XD)) for a in (one, other)]
     bands = bands_of("mha2mla", 4, *layers)
     assert [(band.pairs, band.slots) for band in bands] == [((0,), 1), ((3,), 1)]
-    latents = [PEERS["mha2mla"].fold(a, MLA(kv_lora_rank=3, qk_rope_head_dim=4), bands, s) for a, s in layers]
+    latents = [
+        PEERS["mha2mla"].fold(a, LatentTarget(kv_lora_rank=3, qk_rope_head_dim=4), bands, s)
+        for a, s in layers
+    ]
     assert [bool(latent.k_rope_RD[:2].any()) for latent in latents] == [True, False]
     assert [bool(latent.k_rope_RD[2:].any()) for latent in latents] == [False, True]
 
@@ -76,7 +79,7 @@ def test_mha2mla_by_the_paper(
     values' decomposed.
     """
     a, x_TD = layer(key_heads=2, biases=biases), tokens()[:20]
-    target = MLA(kv_lora_rank=9, qk_rope_head_dim=8)
+    target = LatentTarget(kv_lora_rank=9, qk_rope_head_dim=8)
     bands = bands_of(f"mha2mla:{pairs}", 8, (a, None))
     assert [(band.pairs, band.slots) for band in bands] == [((pair,), 2) for pair in kept]
     folded = folded_output(f"mha2mla:{pairs}{ending}", a, target, tokens(), x_TD)
@@ -93,7 +96,7 @@ def test_mha2mla_by_the_paper(
 def test_mha2mla_rotates_every_pair_of_every_head(name: str) -> None:
     """At the widest rotary part the latent holds values alone."""
     a, x_XD = layer(key_heads=2), tokens()
-    target = MLA(kv_lora_rank=2 * H, qk_rope_head_dim=2 * H)
+    target = LatentTarget(kv_lora_rank=2 * H, qk_rope_head_dim=2 * H)
     torch.testing.assert_close(folded_output(name, a, target, x_XD, x_XD[:20]), output(a, x_XD[:20]))
 
 
@@ -102,7 +105,7 @@ def test_mha2mla_divides_a_cache_in_halves_unless_asked_otherwise() -> None:
 
     def division(method: str, **options: Any) -> tuple[int, int]:
         target = make_plan(DEMO, "mla", options, method, "auto").target
-        assert isinstance(target, MLA)
+        assert isinstance(target, LatentTarget)
         return target.qk_rope_head_dim, target.kv_lora_rank
 
     for method in PER_HEAD:

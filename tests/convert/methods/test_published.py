@@ -15,7 +15,7 @@ from torch import Tensor
 from kvfold.convert.algebra.attention import Attention
 from kvfold.convert.algebra.metric import with_bias
 from kvfold.convert.algebra.rotary import complex_rows, frequencies, half_rows
-from kvfold.convert.algebra.target import MLA, Geometry
+from kvfold.convert.algebra.target import Geometry, LatentTarget
 from kvfold.convert.calibration.statistics import LayerStatistics
 from kvfold.convert.families.source import open_source
 from kvfold.convert.formats.stock import Stock
@@ -72,7 +72,9 @@ def widths(name: str, key_heads: int) -> tuple[int, int, int]:
     return 2 * heads, 4 * heads, H * heads
 
 
-def folded_output(name: str, a: Attention, target: MLA, calibration_XD: Tensor, x_TD: Tensor) -> Tensor:
+def folded_output(
+    name: str, a: Attention, target: LatentTarget, calibration_XD: Tensor, x_TD: Tensor
+) -> Tensor:
     """The folded layer's output, the slots at the frequencies that the rule gave them."""
     statistics = statistics_of(a, calibration_XD)
     bands = bands_of(name, target.qk_rope_head_dim, (a, statistics))
@@ -91,7 +93,7 @@ def test_the_container_holds_it(name: str, key_heads: int, biases: bool) -> None
     a = layer(key_heads=key_heads, biases=biases)
     statistics = statistics_of(a, tokens())
     for rope_dim, rank in zip(widths(name, key_heads), (5, 2 * key_heads * H - 5, 3), strict=True):
-        target = MLA(kv_lora_rank=rank, qk_rope_head_dim=rope_dim)
+        target = LatentTarget(kv_lora_rank=rank, qk_rope_head_dim=rope_dim)
         bands = bands_of(name, rope_dim, (a, statistics))
         assert sum(band.slots for band in bands) == rope_dim // 2
         geometry = Geometry(hidden_size=D, num_attention_heads=4, num_key_value_heads=key_heads, head_dim=H)
@@ -114,7 +116,7 @@ def test_full_rank_loses_rotation_alone(
     rope_dim = widths(name, key_heads)[width]
     monkeypatch.setattr(test_methods, "FREQUENCIES_F", torch.zeros_like(FREQUENCIES_F))
     a, x_XD = layer(key_heads=key_heads, biases=biases), tokens()
-    target = MLA(kv_lora_rank=2 * key_heads * H - rope_dim, qk_rope_head_dim=rope_dim)
+    target = LatentTarget(kv_lora_rank=2 * key_heads * H - rope_dim, qk_rope_head_dim=rope_dim)
     torch.testing.assert_close(folded_output(name, a, target, x_XD, x_XD[:20]), output(a, x_XD[:20]))
 
 
@@ -122,13 +124,13 @@ def test_full_rank_loses_rotation_alone(
 def test_xecomla_splits_a_single_head(biases: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(test_methods, "FREQUENCIES_F", torch.zeros_like(FREQUENCIES_F))
     a, x_XD = layer(key_heads=1, biases=biases), tokens()
-    target = MLA(kv_lora_rank=2 * H, qk_rope_head_dim=4)
+    target = LatentTarget(kv_lora_rank=2 * H, qk_rope_head_dim=4)
     torch.testing.assert_close(folded_output("xecomla", a, target, x_XD, x_XD[:20]), output(a, x_XD[:20]))
 
 
 def test_xecomla_rotates_the_mean_head() -> None:
     a = layer()
-    target = MLA(kv_lora_rank=9, qk_rope_head_dim=4)
+    target = LatentTarget(kv_lora_rank=9, qk_rope_head_dim=4)
     latent = PEERS["xecomla"].fold(a, target, bands_of("xecomla", 4), None)
     torch.testing.assert_close(latent.k_rope_RD, a.k_KHD.mean(0)[-4:])
     torch.testing.assert_close(latent.q_rope_NRA, a.q_NHD[:, -4:])
@@ -150,7 +152,7 @@ def test_heads_equal_up_to_real_factors_need_the_cache_of_one(name: str, biases:
     z_FE = complex_rows(with_bias(a.k_KHD, a.k_KH))[0]
     k_KHE = half_rows(factors_KF[..., None] * z_FE)
     real = replace(copies, k_KHD=k_KHE[..., :D], k_KH=k_KHE[..., D] if biases else None, v_KH=None)
-    target, x_XD = MLA(kv_lora_rank=H, qk_rope_head_dim=H), tokens()
+    target, x_XD = LatentTarget(kv_lora_rank=H, qk_rope_head_dim=H), tokens()
     torch.testing.assert_close(folded_output(name, real, target, x_XD, x_XD[:20]), output(real, x_XD[:20]))
     phased = replace(copies, k_KH=None, v_KH=None)
     lost = folded_output(name, phased, target, x_XD, x_XD[:20]) - output(phased, x_XD[:20])
@@ -231,7 +233,7 @@ def plain(a: Attention, rope_dim: int, rank: int, x_XD: Tensor, x_TD: Tensor, la
 def test_by_the_paper_on_activations(name: str, latent_map: Any, rope_dim: int, biases: bool) -> None:
     a, x_XD = layer(key_heads=2, biases=biases), tokens()
     expected = plain(a, rope_dim, 7, x_XD, x_XD[:20], latent_map)
-    folded = folded_output(name, a, MLA(kv_lora_rank=7, qk_rope_head_dim=rope_dim), x_XD, x_XD[:20])
+    folded = folded_output(name, a, LatentTarget(kv_lora_rank=7, qk_rope_head_dim=rope_dim), x_XD, x_XD[:20])
     torch.testing.assert_close(folded, expected)
     assert (
         folded - output(a, x_XD[:20])
@@ -240,7 +242,7 @@ def test_by_the_paper_on_activations(name: str, latent_map: Any, rope_dim: int, 
 
 @pytest.mark.parametrize("name", [name for name, peer in PEERS.items() if not peer.needs_statistics])
 def test_rules_of_weights_alone_read_no_statistics(name: str) -> None:
-    a, target = layer(key_heads=2, biases=True), MLA(kv_lora_rank=5, qk_rope_head_dim=4)
+    a, target = layer(key_heads=2, biases=True), LatentTarget(kv_lora_rank=5, qk_rope_head_dim=4)
     statistics = (statistics_of(a, tokens()), None)
     given, none = (PEERS[name].fold(a, target, bands_of(name, 4, (a, s)), s) for s in statistics)
     assert all(
@@ -288,7 +290,7 @@ def lost_by(
 ) -> float:
     """The mean relative error of the layers' outputs."""
     table_F, attention, statistics, seen = trained
-    peer, target = PEERS[name], MLA(kv_lora_rank=rank, qk_rope_head_dim=rope_dim)
+    peer, target = PEERS[name], LatentTarget(kv_lora_rank=rank, qk_rope_head_dim=rope_dim)
     stock_S = (
         table_F.new_zeros(rope_dim // 2) if peer.per_head else table_F
     )  # of the first kind only the length is read

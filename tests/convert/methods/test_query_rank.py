@@ -20,7 +20,7 @@ from kvfold.convert.algebra.attention import Attention, IntactAttention, LatentA
 from kvfold.convert.algebra.forward import attend
 from kvfold.convert.algebra.metric import LayerMetric, weights_only
 from kvfold.convert.algebra.subspaces import low_rank
-from kvfold.convert.algebra.target import MLA
+from kvfold.convert.algebra.target import LatentTarget
 from kvfold.convert.decide.engine_rules import lint
 from kvfold.convert.decide.lint import open_written
 from kvfold.convert.decide.plan import make_plan
@@ -35,8 +35,8 @@ from kvfold.models.shipped.modeling_kvfold import KvfoldForCausalLM
 from ...support.tiny import make
 from .test_methods import FREQUENCIES_F, OWN, D, H, layer, rotate
 
-TARGET = MLA(kv_lora_rank=14, qk_rope_head_dim=H)
-INTACT = MLA(kv_lora_rank=14, qk_rope_head_dim=0, slots="none", rope="intact")
+TARGET = LatentTarget(kv_lora_rank=14, qk_rope_head_dim=H)
+INTACT = LatentTarget(kv_lora_rank=14, qk_rope_head_dim=0, slots="none", rope="intact")
 WEIGHTS = ("--to", "mla", "--calibration", "none")
 
 
@@ -179,7 +179,7 @@ def expected(source: Path, options: dict[str, str]) -> tuple[list[Any], Tensor]:
     """A fold's layers, made step by step, and the frequencies of their pairs."""
     plan = make_plan(source, fold_request({"model": str(source), "to": "mla", **options}))
     opened, target = open_source(source), plan.target
-    assert isinstance(target, MLA)
+    assert isinstance(target, LatentTarget)
     assert target.q_lora_rank is not None
     table_F, factor = opened.slot_frequencies()
     layers, slots = [], [band.frequency for band in plan.bands for _ in range(band.slots)]

@@ -12,7 +12,7 @@ from kvfold.convert.algebra.forward import Scoring, attend
 from kvfold.convert.algebra.metric import LayerMetric, from_statistics, metric_of, weights_only
 from kvfold.convert.algebra.queries import fit_queries
 from kvfold.convert.algebra.rotary import complex_rows, interleaved_rows
-from kvfold.convert.algebra.target import GQA, MLA
+from kvfold.convert.algebra.target import GroupedTarget, LatentTarget
 from kvfold.convert.calibration.statistics import LayerStatistics
 from kvfold.convert.methods import latent as factor
 from kvfold.convert.methods import pooling as pool
@@ -38,10 +38,10 @@ def test_forward_is_the_definition(biases: bool) -> None:
         attend(a, x_BTD, FREQUENCIES_F), torch.stack([output(a, x_TD) for x_TD in x_BTD])
     )
     latent = factor.to_mla(
-        a, MLA(kv_lora_rank=9, qk_rope_head_dim=H), FREQUENCIES_F, OWN, weights_only(a, 64)
+        a, LatentTarget(kv_lora_rank=9, qk_rope_head_dim=H), FREQUENCIES_F, OWN, weights_only(a, 64)
     )
     intact = to_intact(
-        a, MLA(kv_lora_rank=D, qk_rope_head_dim=0, slots="none", rope="intact"), weights_only(a, 64)
+        a, LatentTarget(kv_lora_rank=D, qk_rope_head_dim=0, slots="none", rope="intact"), weights_only(a, 64)
     )
     torch.testing.assert_close(attend(intact, x_BTD, FREQUENCIES_F), attend(a, x_BTD, FREQUENCIES_F))
     expected = torch.stack([latent_output(latent, FREQUENCIES_F, x_TD) for x_TD in x_BTD])
@@ -126,7 +126,7 @@ def test_heads_that_belong_together_are_grouped_wherever_they_are() -> None:
     moved, its_metric, gain = grouped(a, metric, 2)
     assert gain == pytest.approx(1)
     torch.testing.assert_close(attend(moved, x_BTD, FREQUENCIES_F), attend(a, x_BTD, FREQUENCIES_F))
-    target = GQA(num_key_value_heads=2)
+    target = GroupedTarget(num_key_value_heads=2)
     pooled = pool.subspace(moved, target, its_metric, FREQUENCIES_F)
     torch.testing.assert_close(attend(pooled, x_BTD, FREQUENCIES_F), attend(a, x_BTD, FREQUENCIES_F))
     in_place = attend(pool.subspace(a, target, metric, FREQUENCIES_F), x_BTD, FREQUENCIES_F)
@@ -152,7 +152,8 @@ def test_one_block_and_a_block_a_head_give_the_same_costs() -> None:
     )
     torch.testing.assert_close(merge_costs(a, whole), merge_costs(a, blocks))
     ours, theirs = (
-        pool.subspace(a, GQA(num_key_value_heads=2), metric, FREQUENCIES_F) for metric in (whole, blocks)
+        pool.subspace(a, GroupedTarget(num_key_value_heads=2), metric, FREQUENCIES_F)
+        for metric in (whole, blocks)
     )
     torch.testing.assert_close(ours.k_KHD.abs(), theirs.k_KHD.abs())
 
@@ -197,13 +198,13 @@ def test_refining_lowers_the_loss_that_it_reports(form: str) -> None:
     folded: Attention | LatentAttention | IntactAttention
     if form == "latent":
         folded = factor.to_mla(
-            a, MLA(kv_lora_rank=16, qk_rope_head_dim=H), FREQUENCIES_F, OWN, weights_only(a, 64)
+            a, LatentTarget(kv_lora_rank=16, qk_rope_head_dim=H), FREQUENCIES_F, OWN, weights_only(a, 64)
         )
     elif form == "intact":
-        target = MLA(kv_lora_rank=12, qk_rope_head_dim=0, slots="none", rope="intact")
+        target = LatentTarget(kv_lora_rank=12, qk_rope_head_dim=0, slots="none", rope="intact")
         folded = to_intact(a, target, weights_only(a, 64))
     else:
-        folded = pool.subspace(a, GQA(num_key_value_heads=2), weights_only(a, 64), FREQUENCIES_F)
+        folded = pool.subspace(a, GroupedTarget(num_key_value_heads=2), weights_only(a, 64), FREQUENCIES_F)
     result = refine(folded, FREQUENCIES_F, a, FREQUENCIES_F, taken, steps=60)
     assert result.folded == pytest.approx(error(folded, taken), rel=1e-4)
     assert result.refined == pytest.approx(error(result.layer, taken), rel=1e-4)
@@ -218,7 +219,7 @@ def test_what_cannot_be_improved_stays() -> None:
     result = refine(a, FREQUENCIES_F, a, FREQUENCIES_F, taken, steps=3)
     assert result.layer is a
     assert result.folded == result.refined < 1e-9
-    pooled = pool.mean(a, GQA(num_key_value_heads=1), weights_only(a, 64), FREQUENCIES_F)
+    pooled = pool.mean(a, GroupedTarget(num_key_value_heads=1), weights_only(a, 64), FREQUENCIES_F)
     assert measure(pooled, FREQUENCIES_F, a, FREQUENCIES_F, taken) == pytest.approx(
         error(pooled, taken), rel=1e-4
     )
@@ -261,7 +262,7 @@ def test_directions_that_calibration_never_took_are_not_free() -> None:
         query_fisher=nothing, output_fisher=nothing, distance_NT=torch.ones(4, 1, dtype=torch.float64),
         input_BTD=nothing, output_BTD=nothing,
     )  # fmt: skip
-    target = MLA(kv_lora_rank=30, qk_rope_head_dim=0, slots="none", rope="intact")
+    target = LatentTarget(kv_lora_rank=30, qk_rope_head_dim=0, slots="none", rope="intact")
     for metric in (from_statistics(taken), weights_only(a, 64)):
         folded = to_intact(a, target, metric)
         kept = torch.cat([folded.k_up_KHC, folded.v_up_KHC]) @ folded.down_CE

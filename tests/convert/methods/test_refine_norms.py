@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from kvfold.convert.algebra.attention import Attention, IntactAttention
 from kvfold.convert.algebra.forward import Scoring, attend, attend_to, keys_and_values
 from kvfold.convert.algebra.metric import weights_only
-from kvfold.convert.algebra.target import GQA, MLA
+from kvfold.convert.algebra.target import GroupedTarget, LatentTarget
 from kvfold.convert.calibration.study import study
 from kvfold.convert.decide.plan import make_plan
 from kvfold.convert.families.source import open_source
@@ -55,10 +55,12 @@ def test_norms_are_refined_through_and_stay_where_they_are_not_written(form: str
     fixed = {"q_norm_NH", "k_norm_KH"} if spans == "head" else {"q_norm_NH"}
     folded: Attention | IntactAttention
     if form == "intact":
-        target = MLA(kv_lora_rank=24, qk_rope_head_dim=0, slots="none", rope="intact")
+        target = LatentTarget(kv_lora_rank=24, qk_rope_head_dim=0, slots="none", rope="intact")
         folded = to_intact(a, target, weights_only(a, 64))
     else:
-        folded = by_value(pool.subspace)(a, GQA(num_key_value_heads=2), weights_only(a, 64), FREQUENCIES_F)
+        folded = by_value(pool.subspace)(
+            a, GroupedTarget(num_key_value_heads=2), weights_only(a, 64), FREQUENCIES_F
+        )
     result = refine(folded, FREQUENCIES_F, a, FREQUENCIES_F, taken, fixed=fixed, steps=40)
     assert result.refined == pytest.approx(measure(result.layer, FREQUENCIES_F, a, FREQUENCIES_F, taken))
     assert result.refined < 0.8 * result.folded
@@ -105,7 +107,7 @@ def test_the_moment_behind_a_norm_loses_less_than_a_linear_norm_s(spans: str) ->
         value_BSS=found.value_BSS,
     )
     for rank, share in ((2 * 4 * H, 0.0), (40, 0.5), (24, 0.9)):
-        target = MLA(kv_lora_rank=rank, qk_rope_head_dim=0, slots="none", rope="intact")
+        target = LatentTarget(kv_lora_rank=rank, qk_rope_head_dim=0, slots="none", rope="intact")
         behind, linear = (
             measure(to_intact(a, target, metric, moment_EE), FREQUENCIES_F, a, FREQUENCIES_F, taken)
             for moment_EE in (found.moment_EE, None)
@@ -138,7 +140,7 @@ def test_heads_with_norms_are_grouped() -> None:
     one = torch.ones(1, H, dtype=torch.float64)
     keys_KHD = plain.k_KHD[[0, 1, 1, 0]] * factors_K11
     a = replace(plain, k_KHD=keys_KHD, v_KHD=plain.v_KHD[[0, 1, 1, 0]], q_norm_NH=one, k_norm_KH=one)
-    x_BTD, target = normed(2, 12), GQA(num_key_value_heads=2)
+    x_BTD, target = normed(2, 12), GroupedTarget(num_key_value_heads=2)
     moved, its_metric, gain = grouped(a, weights_only(a, 64), 2)
     assert gain == pytest.approx(1)
     torch.testing.assert_close(attend(moved, x_BTD, FREQUENCIES_F), attend(a, x_BTD, FREQUENCIES_F))
@@ -160,7 +162,7 @@ def test_a_whole_fold_is_refined_and_says_so(
     closed, _ = fold_attention(replace(plan, refine=0), 0)
     assert isinstance(closed, Attention | IntactAttention)
     if isinstance(closed, IntactAttention):
-        assert isinstance(plan.target, MLA)
+        assert isinstance(plan.target, LatentTarget)
         taken, (table_F, _) = statistics.layers[0], plan.source.frequencies(0)
         part = LayerSample(
             input_BTD=taken.input_BTD,
