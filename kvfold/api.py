@@ -107,12 +107,21 @@ def fold(
             f"the source is a {type(source).__name__}; it should be a directory, a Hub id, or a loaded "
             f"transformers model with tokenizer=..."
         )
-    with tempfile.TemporaryDirectory(prefix="kvfold-") as work, listening(progress):
+    with listening(progress):
+        return _fold_loaded(source, target, tokenizer, engines=tuple(engines), **options)
+
+
+def _fold_loaded(
+    source: PreTrainedModel, target: GQA | MQA | MLA, tokenizer: PreTrainedTokenizerBase, **options: Any
+) -> PreTrainedModel:
+    """Fold a loaded model through a temporary directory."""
+    from .convert.request import request_of
+
+    with tempfile.TemporaryDirectory(prefix="kvfold-") as work:
         directory = Path(work) / "model"
         source.save_pretrained(directory)
         tokenizer.save_pretrained(directory)
-        place = Path(work) / "folded"
-        folded = carry_out(request_of(directory, target, out=place, engines=tuple(engines), **options))
+        folded = carry_out(request_of(directory, target, out=Path(work) / "folded", **options))
         dtype = str(source.dtype).removeprefix("torch.")
         model: PreTrainedModel = folded.load(dtype=dtype, device="cpu")
         return model.to(source.device)
