@@ -58,6 +58,15 @@ DTYPES = ("auto", "float32", "bfloat16")
     "stock where it fits.",
 )
 @click.option(
+    "--latent-norm",
+    type=click.Choice(("auto", "fitted", "linear")),
+    default="auto",
+    show_default=True,
+    help="MLA in the stock class: fit the latent to the class's norm, so that the output can be trained and "
+    "stored in float16, or make the norm linear by a small scale. Auto: fitted, unless that exceeds a bound "
+    "on its loss.",
+)
+@click.option(
     "--engine",
     "engines",
     metavar="NAME,...",

@@ -73,6 +73,8 @@ class FoldRequest(Settings):
     """MLA: a rotary key next to the latent, or keys that are rebuilt from the latent, then rotated."""
     container: Literal["auto", "stock", "remote"] | None = None
     """MLA: the DeepSeek-V3 class, or the source's class with code shipped next to the weights."""
+    latent_norm: Literal["auto", "fitted", "linear"] = "auto"
+    """MLA in the stock class: a norm that the latent is fitted to, or one made linear by a small scale."""
     engines: Names = ()
     """Engines that must run the output: transformers, vllm, sglang, llama.cpp."""
     slots: Literal["allocated", "uniform"] | None = None
@@ -150,9 +152,9 @@ class FoldRequest(Settings):
 
 # The fields that decide the output, in the order in which a command names them.
 _RECORDED = (
-    "model", "to", "kv_heads", "rank", "rope_dim", "kv_budget", "q_lora_rank", "rope", "container", "engines",
-    "slots", "calibration", "sequences", "length", "seed", "refine", "shard_size", "method", "revision",
-    "dtype",
+    "model", "to", "kv_heads", "rank", "rope_dim", "kv_budget", "q_lora_rank", "rope", "container",
+    "latent_norm", "engines", "slots", "calibration", "sequences", "length", "seed", "refine", "shard_size",
+    "method", "revision", "dtype",
 )  # fmt: skip
 
 
@@ -245,6 +247,7 @@ class FoldOptions(TypedDict, total=False):
     """The keyword arguments of `kvfold.fold` besides its target and output: fields of `FoldRequest`."""
 
     container: Literal["auto", "stock", "remote"]
+    latent_norm: Literal["auto", "fitted", "linear"]
     calibration: str | Path
     layerwise: bool
     sequences: int

@@ -15,6 +15,10 @@ from torch.nn.functional import pad
 
 from .spectrum import LatentSpectrum
 
+LATENT_EPSILON = (
+    1e-6  # of the norms in latent attention: fixed in transformers' class, whatever rms_norm_eps says
+)
+
 
 class _Layer:
     def to(self, dtype: torch.dtype, device: torch.device | str | None = None) -> Self:
@@ -51,8 +55,11 @@ class LatentAttention(_Layer):
     """Multi-head latent attention (arXiv 2405.04434, section 2.1).
 
     c = down x, k = [k_up c; k_rope x], v = v_up c. score = scale · (q_nope·k_nope + q_rope·k_rope); rotary
-    rows in the interleaved layout, one key for all heads. Queries are projected from x, or from q_down x
-    (equation 12 there) where that is given. `spectrum` is the spectrum that the latent was cut from.
+    rows in the interleaved layout, one key for all heads. Queries are projected from x, or from q_down x +
+    q_down_A (equation 12 there) where that is given. `spectrum` is the spectrum that the latent was cut from.
+    Where `latent_norm` is given, c is divided by its root mean square and multiplied by that weight;
+    `query_norm` does the same to what queries are projected from. While a layer is made, `level_CC` is A of
+    c / |A c| in the place of c.
     """
 
     q_nope_NPA: Tensor
@@ -63,11 +70,15 @@ class LatentAttention(_Layer):
     k_rope_RD: Tensor
     o_DNH: Tensor
     q_down_AD: Tensor | None = None
+    q_down_A: Tensor | None = None
     q_nope_NP: Tensor | None = None
     q_rope_NR: Tensor | None = None
     k_rope_R: Tensor | None = None
     o_D: Tensor | None = None
     scale: float
+    level_CC: Tensor | None = None
+    latent_norm: float | None = None
+    query_norm: float | None = None
     spectrum: LatentSpectrum | None = None
 
     def widened(self, latent: int, rope: int, nope: int, value: int, slots: Sequence[int]) -> Self:
@@ -90,6 +101,8 @@ class LatentAttention(_Layer):
             rows_of_all: Tensor = pairs.new_zeros(shape).index_copy(dim, chosen, pairs).flatten(dim, dim + 1)
             return rows_of_all
 
+        # A norm's mean is over the zeros too.
+        less = 1.0 if self.latent_norm is None else (len(self.down_CD) / latent) ** 0.5
         return replace(
             self,
             q_nope_NPA=_filled(self.q_nope_NPA, 1, nope),
@@ -97,8 +110,8 @@ class LatentAttention(_Layer):
             q_rope_NRA=placed(self.q_rope_NRA, 1),
             q_rope_NR=None if self.q_rope_NR is None else placed(self.q_rope_NR, 1),
             down_CD=_filled(self.down_CD, 0, latent),
-            k_up_NPC=_filled(_filled(self.k_up_NPC, 1, nope), 2, latent),
-            v_up_NHC=_filled(_filled(self.v_up_NHC, 1, value), 2, latent),
+            k_up_NPC=_filled(_filled(self.k_up_NPC * less, 1, nope), 2, latent),
+            v_up_NHC=_filled(_filled(self.v_up_NHC * less, 1, value), 2, latent),
             k_rope_RD=placed(self.k_rope_RD, 0),
             k_rope_R=None if self.k_rope_R is None else placed(self.k_rope_R, 0),
             o_DNH=_filled(self.o_DNH, 2, value),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from .attention import Attention, IntactAttention, LatentAttention
+from .attention import LATENT_EPSILON, Attention, IntactAttention, LatentAttention
 
 AnyAttention = Attention | LatentAttention | IntactAttention
 
@@ -165,7 +165,9 @@ def _normed(rows_BNTH: Tensor, weight_NH: Tensor | None, epsilon: float) -> Tens
 
 
 def _latent(layer: LatentAttention, input_BTD: Tensor, angle_TS: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    latent_BTC = input_BTD @ layer.down_CD.mT
+    latent_BTC = _weighted(input_BTD @ layer.down_CD.mT, layer.latent_norm)
+    if layer.level_CC is not None:
+        latent_BTC = latent_BTC / (latent_BTC @ layer.level_CC.mT).norm(dim=-1, keepdim=True)
     k_rope_BTR = input_BTD @ layer.k_rope_RD.mT
     if layer.k_rope_R is not None:
         k_rope_BTR = k_rope_BTR + layer.k_rope_R
@@ -181,7 +183,19 @@ def _latent(layer: LatentAttention, input_BTD: Tensor, angle_TS: Tensor) -> tupl
 
 
 def _query_input(layer: LatentAttention | IntactAttention, input_BTD: Tensor) -> Tensor:
-    return input_BTD if layer.q_down_AD is None else input_BTD @ layer.q_down_AD.mT
+    if layer.q_down_AD is None:
+        return input_BTD
+    query_BTA = input_BTD @ layer.q_down_AD.mT
+    if isinstance(layer, IntactAttention):
+        return query_BTA
+    return _weighted(query_BTA if layer.q_down_A is None else query_BTA + layer.q_down_A, layer.query_norm)
+
+
+def _weighted(rows_BTC: Tensor, weight: float | None) -> Tensor:
+    """RMSNorm with a constant weight; None: no norm."""
+    if weight is None:
+        return rows_BTC
+    return rows_BTC * ((rows_BTC.square().mean(-1, keepdim=True) + LATENT_EPSILON).rsqrt() * weight)
 
 
 def _project(input_BTD: Tensor, weight_NHD: Tensor, bias_NH: Tensor | None) -> Tensor:

@@ -32,6 +32,10 @@ class PlannedOutput(Protocol):
     def specs(self) -> dict[str, TensorSpec]:
         """Return shape and dtype of every tensor, by name."""
 
+    @property
+    def latent_norm(self) -> str | None:
+        """Return what the norms of a stock latent do, as `Plan.latent_norm`."""
+
 
 Output = TypeVar("Output", bound=PlannedOutput)
 
@@ -78,7 +82,7 @@ def choose_plan(
                 raise
             refused[container] = str(refusal)
             continue
-        found = judge(plan.config, plan.specs, engines)
+        found = judge(plan, engines)
         failing = [finding for finding in found if finding.fails]
         unsaved = [finding for finding in found if finding.effect == "saves no cache"]
         if not failing and (is_only or not unsaved):
@@ -89,11 +93,10 @@ def choose_plan(
     raise InvalidInput(f"no output format of this target suits {', '.join(engines)}: {'; '.join(against)}")
 
 
-def judge(
-    config: Mapping[str, Any], specs: Mapping[str, TensorSpec], engines: Sequence[str]
-) -> list[LintFinding]:
+def judge(plan: PlannedOutput, engines: Sequence[str]) -> list[LintFinding]:
     """Lint a planned output for some engines, from its config.json and the tensors' shapes."""
-    return lint_written(Written(HERE, dict(config), specs), engines)
+    written = Written(HERE, dict(plan.config), plan.specs, plan.latent_norm == "linear")
+    return lint_written(written, engines)
 
 
 def _reasons(engines: Sequence[str], container: str, refused: Mapping[str, str]) -> tuple[str, ...]:

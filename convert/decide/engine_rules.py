@@ -35,6 +35,8 @@ def _gaps(written: Written) -> str:
 
 
 def _half(written: Written) -> str:
+    if not written.is_linear:
+        return ""
     for name, spec in written.specs.items():
         if spec.dtype == torch.float16 and "self_attn" in name:
             return f"{name} is float16"
@@ -63,7 +65,15 @@ def _code(written: Written) -> str:
     return ""
 
 
+def _linear(written: Written) -> str:
+    return "its latent is linearised by a small scale" if written.is_linear else ""
+
+
 def _epsilon(written: Written) -> str:
+    if (
+        not written.is_linear
+    ):  # a norm of numbers that are no smaller than the source's does not see its epsilon
+        return ""
     epsilon = written.get("rms_norm_eps", NORM_EPSILON)
     return "" if epsilon == NORM_EPSILON else f"its rms_norm_eps is {epsilon}, not {NORM_EPSILON}"
 
@@ -200,8 +210,7 @@ RULES = (
           "what is missing is left random, without an error"),
     _rule({"transformers": _HF, "vllm": _VLLM}, _STOCK, "prints nonsense", _half,
           "a linearised latent is too small for float16; write bfloat16"),
-    _rule({"transformers": _HF, "vllm": _VLLM}, _STOCK, "note", _always("its latent is linearised by a "
-                                                                        "small scale"),
+    _rule({"transformers": _HF, "vllm": _VLLM}, _STOCK, "note", _linear,
           "float16 cannot hold it; load it as bfloat16 or float32 (vllm serve --dtype bfloat16)"),
     _rule({"transformers": _HF, "vllm": _VLLM_READ, "sglang": _SGLANG}, _STOCK, "refuses to load", _experts,
           "a number is needed even where no layer has experts"),
@@ -253,7 +262,7 @@ RULES = (
                                                                             "groups than experts"),
     _rule({"llama.cpp": _LLAMA}, _STOCK, "refuses to load", _all_rotary,
           "the loader asserts an un-rotated part"),
-    _rule({"llama.cpp": _LLAMA}, _STOCK, "note", _always("its latent is linearised by a small scale"),
+    _rule({"llama.cpp": _LLAMA}, _STOCK, "note", _linear,
           "F16 and K-quants would lose it (not run); write a bf16 GGUF"),
 )  # fmt: skip
 
@@ -262,7 +271,7 @@ def lint(directory: Path, engines: Iterable[str]) -> list[LintFinding]:
     """Apply the rules of some engines to a checkpoint, and return those that it breaks.
 
     Args:
-        directory: the checkpoint; no weight is read.
+        directory: the checkpoint; of its weights only the latent's norms are read.
         engines: of engines.ENGINES.
 
     Raises:

@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ...checkpoints.directory import Checkpoint
+from ...checkpoints.record import read_record
 from ...checkpoints.shards import TensorSpec
+from ..formats.stock import NORM_WEIGHT
 
 Effect = Literal["prints nonsense", "refuses to load", "saves no cache", "note"]
 FAILING = ("prints nonsense", "refuses to load")
@@ -20,11 +22,13 @@ class Written:
         directory: where it lies.
         config: its config.json.
         specs: shape and dtype of every tensor, by name.
+        is_linear: the norms of a stock latent are made linear by its scale.
     """
 
     directory: Path
     config: dict[str, Any]
     specs: Mapping[str, TensorSpec]
+    is_linear: bool = False
 
     @property
     def layout(self) -> str:
@@ -90,10 +94,19 @@ class LintFinding:
 
 
 def open_written(directory: Path) -> Written:
-    """Open a checkpoint for the rules; no weight is read.
+    """Open a checkpoint for the rules.
+
+    Of its weights only the latent's norms are read, where no record says what they do.
 
     Raises:
         InvalidInput: there is none that can be read.
     """
     checkpoint = Checkpoint(directory)
-    return Written(directory, checkpoint.config, {name: checkpoint.spec(name) for name in checkpoint})
+    recorded = (read_record(directory) or {}).get("latent_norm")
+    norms = (name for name in checkpoint if name.endswith("_a_layernorm.weight"))
+    is_linear = recorded == "linear"
+    if recorded is None:
+        is_linear = any(bool((checkpoint[name] == NORM_WEIGHT).any()) for name in norms)
+    return Written(
+        directory, checkpoint.config, {name: checkpoint.spec(name) for name in checkpoint}, is_linear
+    )

@@ -33,9 +33,9 @@ from .engine_choice import choose_plan
 from .engines import SERVED, are_served, containers_for, read_engines
 from .form import Form, choose_form, latent_container
 from .serving_shape import served_container, served_target
+from .stock_norm import LatentNorm, first_norm, written_dtypes
 
 CONTEXTS = (4096, 32768, 131072)  # tokens that cache sizes are shown for
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +73,9 @@ class Plan:
         notices: sentences for the user.
         request: what the user asked for, with the choices that were made for them.
         engines: that must run the output.
+        latent_norm: role of the norms in the stock latent class: `fitted`, they are norms, and the latent is
+            chosen to suit them; `linear`, its scale makes them linear; `auto`, norm_choice.py has yet to
+            choose. None in other formats.
     """
 
     source: Source
@@ -90,6 +93,7 @@ class Plan:
     notices: tuple[str, ...]
     request: FoldRequest
     engines: tuple[str, ...] = ()
+    latent_norm: LatentNorm | None = None
 
     @property
     def folds_biases(self) -> bool:
@@ -168,7 +172,7 @@ class Plan:
             layout,
             shard_size,
         ]
-        decided.append(self.statistics and self.statistics.fingerprint())
+        decided += [self.latent_norm, self.statistics and self.statistics.fingerprint()]
         return hashlib.sha256(json.dumps(decided).encode()).hexdigest()
 
     def to_dict(self) -> dict[str, Any]:
@@ -185,6 +189,7 @@ class Plan:
             "planned_loss": self.predicted,
             "container": config["architectures"][0],
             "engines": list(self.engines),
+            "latent_norm": self.latent_norm,
             "dtype": config["dtype"],
             "layers": len(self.layers),
             "cache": cache,
@@ -246,9 +251,10 @@ def _plan(
     else:
         target = _target(source, to, sizes, form)
     method = methods.check(target, request.method)
-    written, notices = _written_dtypes(source, form, request.dtype)
-    kind = written[source.reads(0)[0]]
     target, bands, losses = choose_slots(source, target, statistics, options, method, fixed)
+    norm = first_norm(form, target, method, request.latent_norm, statistics)
+    written, notices = written_dtypes(source, norm, request.dtype)
+    kind = written[source.reads(0)[0]]
     losses = planned_losses(source, target, statistics, losses)
     container = _container(source, target, bands, form, options)
     layers = tuple(
@@ -258,7 +264,7 @@ def _plan(
     predicted = None
     if losses and "latent" in losses[0]:
         predicted = sum(sum(loss.values()) for loss in losses)
-    notices += container.notices(source, None if form is None else form.why)
+    notices += container.notices(source, None if form is None else form.why, norm)
     notices += query_notices(target, layers[0].writes)
     refine = 0
     if method == "subspace":
@@ -279,6 +285,7 @@ def _plan(
         layers=layers,
         notices=tuple(notices),
         request=request.model_copy(update=chosen),
+        latent_norm=norm,
     )
 
 
@@ -354,25 +361,3 @@ def _container(
         return served_container(source, target, bands, compressed=compressed)
     assert form is not None
     return latent_container(source, target, bands, form.remote)
-
-
-def _written_dtypes(
-    source: Source, form: Form | None, dtype: str
-) -> tuple[dict[str, torch.dtype], list[str]]:
-    """Return the dtype that each source tensor is written in, and a notice where it was changed.
-
-    It is the tensor's own, unless the user or the container requires another.
-
-    Args:
-        source: the checkpoint that is read.
-        form: of MLA; None for other targets.
-        dtype: `auto`, `float32` or `bfloat16`.
-    """
-    own = {name: source.checkpoint.spec(name).dtype for name in source.checkpoint}
-    if dtype != "auto":
-        return dict.fromkeys(own, _DTYPES[dtype]), []
-    if form is not None and not form.remote and torch.float16 in own.values():
-        written = {name: torch.bfloat16 if kind == torch.float16 else kind for name, kind in own.items()}
-        notice = "float16 cannot hold the small scale of a linearised latent, so the output is bfloat16"
-        return written, [notice]
-    return own, []

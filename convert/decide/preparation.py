@@ -13,6 +13,7 @@ from ..algebra.target import query_rank
 from ..calibration.study import study
 from ..methods.table import check_calibrated, reads_statistics
 from ..request import FoldRequest
+from .norm_choice import settle_norm
 from .plan import Plan, make_plan
 
 
@@ -59,7 +60,7 @@ def prepare(request: FoldRequest, *, dry_run: bool = False) -> PreparedFold:
             work=None if request.out is None else request.out.parent,
         )
         if statistics is not None:
-            plan = make_plan(directory, request, statistics)
+            plan = settle_norm(make_plan(directory, request, statistics))
         if Path(calibration).exists():
             calibration = str(Path(calibration).resolve())  # the record is read from other directories too
         plan = replace(plan, request=plan.request.model_copy(update={"calibration": calibration}))

@@ -13,9 +13,12 @@ import torch
 from torch import Tensor
 
 from ...core.errors import InvalidInput
+from ..algebra.attention import LATENT_EPSILON
 from ..methods.latent import Band
 
-NORM_EPSILON = 1e-6  # of the latent's norm: fixed in transformers' class, whatever rms_norm_eps says
+NORM_EPSILON = (
+    LATENT_EPSILON  # of the latent's norm: fixed in transformers' class, whatever rms_norm_eps says
+)
 _SAME = 3e-7  # relative: frequencies that differ by a rounding of float32
 
 

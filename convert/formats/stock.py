@@ -1,12 +1,13 @@
 """MLA as dense `DeepseekV3ForCausalLM`: loads in unmodified transformers, no remote code.
 
-The class normalises the latent (RMSNorm with epsilon 1e-6), which a folded layer must not. So the latent is
-written so small that epsilon swamps it: RMSNorm(c) = c / sqrt(mean(c²) + 1e-6) is then c / 1e-3, a linear
-map, which the scale of the down-projection cancels. The relative error is mean(c²) · LATENT_SCALE² / 2e-6,
-about 2e-9 for a latent of unit size.
+The class normalises the latent (RMSNorm with epsilon 1e-6). A layer whose latent was fitted to that norm
+(latent_norm.py) is written as it is. Any other must not be normalised, and its latent is written so small
+that epsilon swamps it: RMSNorm(c) = c / sqrt(mean(c²) + 1e-6) is then c / 1e-3, a linear map, which the scale
+of the down-projection cancels. The relative error is mean(c²) · LATENT_SCALE² / 2e-6, about 2e-9 for a latent
+of unit size.
 
 A query bias has no place in `q_proj`; sources that have one (Qwen2) go through the query compression instead,
-with an identity as down-projection, one constant channel for the bias, and the same linearised norm.
+with an identity as down-projection, one constant channel for the bias, and a norm of the same kind.
 
 Transformers takes the class at any width; for other engines serving.py brings it into the widths that they
 take.
@@ -205,28 +206,22 @@ class Stock(Container):
         q_NQA = torch.cat([attention.q_nope_NPA, attention.q_rope_NRA], 1)
         factor = attention.scale * q_NQA.shape[1] ** 0.5
         rank, hidden = attention.down_CD.shape
+        linear = attention.latent_norm is None
+        down_CD = attention.down_CD * LATENT_SCALE if linear else attention.down_CD
         named = {
             "q_proj.weight": q_NQA.flatten(0, 1) * factor,
-            "kv_a_proj_with_mqa.weight": torch.cat([attention.down_CD * LATENT_SCALE, attention.k_rope_RD]),
-            "kv_a_layernorm.weight": torch.full((rank,), NORM_WEIGHT),
+            "kv_a_proj_with_mqa.weight": torch.cat([down_CD, attention.k_rope_RD]),
+            "kv_a_layernorm.weight": torch.full((rank,), attention.latent_norm or NORM_WEIGHT),
             "kv_b_proj.weight": torch.cat([attention.k_up_NPC, attention.v_up_NHC], 1).flatten(0, 1),
             "o_proj.weight": self.block.adds(attention.o_DNH).flatten(1),
         }
-        down_AD = torch.eye(hidden, dtype=q_NQA.dtype) if attention.q_down_AD is None else attention.q_down_AD
-        if self.query_rank is not None and not self.biases:
-            named |= _compressed_query(named.pop("q_proj.weight"), down_AD)
+        if self.query_rank is not None:
+            named |= self._query(attention, named.pop("q_proj.weight"), factor)
         if self.biases:
-            bias_NQ = torch.zeros_like(q_NQA[..., 0])
-            if attention.q_nope_NP is not None and attention.q_rope_NR is not None:
-                bias_NQ = torch.cat([attention.q_nope_NP, attention.q_rope_NR], 1)
             slot_R = (
                 torch.zeros_like(attention.k_rope_RD[:, 0])
                 if attention.k_rope_R is None
                 else attention.k_rope_R
-            )
-            del named["q_proj.weight"]
-            named |= _compressed_query(
-                torch.cat([q_NQA, bias_NQ[..., None]], -1).flatten(0, 1) * factor, down_AD
             )
             named["kv_a_proj_with_mqa.bias"] = torch.cat([slot_R.new_zeros(rank), slot_R])
             named["o_proj.bias"] = (
@@ -234,16 +229,40 @@ class Stock(Container):
             )
         return {_PREFIX.format(layer=layer) + name: tensor for name, tensor in named.items()}
 
+    def _query(self, attention: LatentAttention, q_QA: Tensor, factor: float) -> dict[str, Tensor]:
+        """Return the query compression of one layer, from its queries' rows (Q, A), which hold the factor
+        on the scores.
+        """
+        if attention.query_norm is not None:
+            assert attention.q_down_AD is not None
+            named = {
+                "q_a_proj.weight": attention.q_down_AD,
+                "q_a_layernorm.weight": torch.full((q_QA.shape[1],), attention.query_norm),
+                "q_b_proj.weight": q_QA,
+            }
+            return named if attention.q_down_A is None else {**named, "q_a_proj.bias": attention.q_down_A}
+        down_AD = attention.q_down_AD
+        if down_AD is None:
+            down_AD = torch.eye(q_QA.shape[1], dtype=q_QA.dtype)
+        if self.biases:
+            bias_Q = q_QA.new_zeros(len(q_QA))
+            if attention.q_nope_NP is not None and attention.q_rope_NR is not None:
+                bias_Q = torch.cat([attention.q_nope_NP, attention.q_rope_NR], 1).flatten() * factor
+            q_QA = torch.cat([q_QA, bias_Q[:, None]], 1)
+        return _compressed_query(q_QA, down_AD)
+
     def copies(self, name: str, spec: TensorSpec) -> dict[str, Copy]:
         """Return what a tensor that is not attention becomes."""
         return self.block.copies(name, spec)
 
-    def notices(self, source: Source, why: str | None) -> list[str]:
+    def notices(self, source: Source, why: str | None, norm: str | None) -> list[str]:
         """Return which engines run the output, or what was changed for them."""
         if self.served is not None:
             return brought_to_profile(source, self.target, self.served)
         config = {**source.config, **self.block.config(source.config)}
-        return transformers_only(config, self.rope["rope_type"], self.cached, biased=self.biases)
+        return transformers_only(
+            config, self.rope["rope_type"], self.cached, biased=self.biases, linear=norm == "linear"
+        )
 
 
 def _compressed_query(q_QE: Tensor, down_AD: Tensor) -> dict[str, Tensor]:

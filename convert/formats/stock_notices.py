@@ -11,7 +11,7 @@ from .serving import NORM_EPSILON, SERVING, Served
 
 
 def transformers_only(
-    config: Mapping[str, Any], rope_type: str, cached: tuple[int, int], *, biased: bool
+    config: Mapping[str, Any], rope_type: str, cached: tuple[int, int], *, biased: bool, linear: bool
 ) -> list[str]:
     """Say which engines would drop or misread an output without an error, and why.
 
@@ -20,6 +20,7 @@ def transformers_only(
         rope_type: of the output's rotary slots.
         cached: widths of latent and rotary key.
         biased: the output's attention has biases.
+        linear: the norm of its latent is made linear, for one epsilon.
     """
     both: list[str] = []
     only_vllm: list[str] = []
@@ -27,7 +28,7 @@ def transformers_only(
         both.append("it has attention biases")
     if rope_type != "default":
         both.append("its rotary slots have a frequency table of their own")
-    if config.get("rms_norm_eps") != NORM_EPSILON:
+    if linear and config.get("rms_norm_eps") != NORM_EPSILON:
         both.append(f"its rms_norm_eps is {config.get('rms_norm_eps')}, not {NORM_EPSILON}")
     if config["tie_word_embeddings"]:
         only_vllm.append("its head is tied to the embedding")

@@ -39,6 +39,7 @@ _MATRICES = {
     "down_CE",
     "k_rope_RD",
     "q_down_AD",
+    "level_CC",
 }  # and all with heads; other tensors of two dimensions are biases
 
 

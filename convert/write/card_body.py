@@ -14,6 +14,16 @@ if TYPE_CHECKING:
 CONTEXTS = (4096, 32768, 131072)  # tokens at which the cache's size is shown, as in kvfold convert --dry-run
 # The first release of transformers whose cache keeps a latent instead of expanded keys and values.
 LATENT_SINCE = "5.15"
+_FITTED = (
+    "Train it further like its source, with `transformers.Trainer`, TRL or PEFT. For LoRA, "
+    "`target_modules` are `all-linear`, "
+    "or of `q_proj`, `q_a_proj`, `q_b_proj`, `kv_a_proj_with_mqa`, `kv_b_proj`, `o_proj` and the "
+    "projections of the MLP."
+)
+_LINEAR = (
+    "Train it further with `kvfold distill` only: the norm of its latent is linear by a small "
+    "scale, which optimizers destroy."
+)
 _KINDS = {
     "gqa": "grouped-query attention (GQA)",
     "mqa": "multi-query attention (MQA)",
@@ -167,6 +177,8 @@ def _loading(written: Written, place: str) -> list[str]:
         parts.append(f"### {name}")
         if not failing:
             parts.append(_how(engine, written, place))
+        if engine == "transformers" and written.layout == "stock":
+            parts.append(_LINEAR if written.is_linear else _FITTED)
         if found:
             parts.append(_reasons(failing or found))
         if not failing and engine != "transformers":

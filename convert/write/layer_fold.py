@@ -16,9 +16,18 @@ from ..methods import table as methods
 from ..methods.biases import nearest_to_one, without_key_bias, without_query_bias, without_value_bias
 from ..methods.grouping import GAIN, grouped
 from ..methods.intact import encoded, fold_joint
+from ..methods.latent_norm import in_level_basis, with_latent_norm, with_query_norm
 from ..methods.published import PEERS
 from ..methods.query_rank import Compressible, compress, query_metric
-from ..methods.refinement import Layer, LayerSample, agrees, measure, refine
+from ..methods.refinement import (
+    HELD_BACK,
+    Layer,
+    LayerSample,
+    agrees,
+    fitting_device,
+    measure,
+    refine,
+)
 
 Loss = dict[str, float]
 
@@ -95,7 +104,11 @@ def _latent(plan: Plan, number: int, target: LatentTarget) -> tuple[LatentAttent
         )
         latent = without_key_bias(latent, one_D)
         latent = _compressed(plan, number, latent, without_query_bias(attention, one_D), table_F)
-    return _refined(plan, attention, table_F, latent, slots_S, _sample(plan, number, attention, table_F))
+    latent = _levelled(plan, number, latent, attention)
+    latent, loss = _refined(
+        plan, attention, table_F, latent, slots_S, _sample(plan, number, attention, table_F)
+    )
+    return _in_level_basis(latent, attention), loss
 
 
 def _still(plan: Plan, number: int, target: LatentTarget) -> tuple[LatentAttention, Loss | None]:
@@ -113,7 +126,38 @@ def _still(plan: Plan, number: int, target: LatentTarget) -> tuple[LatentAttenti
     latent = _compressed(
         plan, number, without_key_bias(latent, one_D), without_query_bias(attention, one_D), table_F
     )
-    return _refined(plan, attention, table_F, latent, table_F[:0], _sample(plan, number, attention, table_F))
+    latent = _levelled(plan, number, latent, attention)
+    latent, loss = _refined(
+        plan, attention, table_F, latent, table_F[:0], _sample(plan, number, attention, table_F)
+    )
+    return _in_level_basis(latent, attention), loss
+
+
+def _levelled(plan: Plan, number: int, layer: LatentAttention, attention: Attention) -> LatentAttention:
+    """Return the layer with the norms of the stock class, where the plan has them fitted."""
+    taken = _statistics(plan, number)
+    if plan.latent_norm != "fitted":
+        return layer
+    assert taken is not None, "make_plan asked for statistics"
+    device, sequences = fitting_device(), len(taken.input_BTD)
+    input_BTD = held_BTD = taken.input_BTD
+    if sequences > 1:
+        held = max(1, sequences // HELD_BACK)
+        input_BTD, held_BTD = taken.input_BTD.split([sequences - held, held])
+    input_XD, held_XD = (rows.flatten(0, 1).to(device, torch.float64) for rows in (input_BTD, held_BTD))
+    layer = with_latent_norm(layer.to(torch.float64, device), input_XD, held_XD)
+    if plan.container.query_rank is not None:
+        size = float(attention.q_NHD.square().mean().sqrt())
+        layer = with_query_norm(layer, input_XD, held_XD, size, biased=plan.container.holds_biases)
+    return layer.to(torch.float64, "cpu")
+
+
+def _in_level_basis(layer: LatentAttention, attention: Attention) -> LatentAttention:
+    """Return the layer as the stock class has it, with projections as large as the source's."""
+    if layer.level_CC is None:
+        return layer
+    size = float(torch.cat([attention.k_KHD.flatten(), attention.v_KHD.flatten()]).square().mean().sqrt())
+    return in_level_basis(layer, size)
 
 
 def _compressed(
@@ -208,5 +252,10 @@ def _refined(
     # A norm of single heads serves as many as there are, and is passed on; so is one of all queries, whose
     # number stays.
     fixed = {"q_norm_NH"} if plan.source.family.norm_spans == "heads" else {"q_norm_NH", "k_norm_KH"}
+    if isinstance(layer, LatentAttention) and layer.query_norm is not None and layer.q_down_AD is not None:
+        # A rescaled input is no projection to learn.
+        fixed |= (
+            {"q_down_AD", "q_down_A"} if layer.q_down_AD.shape[1] <= len(layer.q_down_AD) else {"q_down_A"}
+        )
     result = refine(layer, slots_S, attention, table_F, sample, fixed=fixed, steps=steps)
     return result.layer, {"folded": result.folded, "refined": result.refined}

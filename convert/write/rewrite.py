@@ -29,6 +29,7 @@ from ...core.hub import commit_of
 from ...core.processes import from_first, place, together, union
 from ..algebra.target import LatentTarget
 from ..calibration.capacity import default_jobs
+from ..decide.norm_choice import settle_norm
 from ..decide.plan import Plan, PlannedLayer
 from ..methods import table as methods
 from .fold_journal import FoldJournal, Found, first_journal, other_journal, unneeded
@@ -63,6 +64,7 @@ def rewrite(plan: Plan, out: Path, *, source_name: str | None = None) -> dict[st
         methods.check_calibrated(
             plan.method, slots, calibrated=plan.statistics is not None, biased=plan.folds_biases
         )
+    plan = settle_norm(plan)
     partial = out.with_name(out.name + ".partial")
     with ExitStack() as first:
         done = _share(plan, out, partial, first)
@@ -239,6 +241,7 @@ def _record(plan: Plan, source_name: str | None, done: dict[str, Found]) -> dict
         "predicted_loss": sum(loss["refined"] for loss in losses if loss) if all(losses) else plan.predicted,
         "layers": [{"planned": planned, **layer} for planned, layer in zip(plan.losses, found, strict=True)],
         "container": plan.config["architectures"][0],
+        **({} if plan.latent_norm is None else {"latent_norm": plan.latent_norm}),
         "engines": list(plan.engines),
         "dtype": plan.config["dtype"],
         "cache": plan.cache(),

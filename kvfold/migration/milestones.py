@@ -16,6 +16,7 @@ import click
 from ..checkpoints.record import read_record
 from ..convert.calibration.statistics import Statistics
 from ..convert.calibration.study import study
+from ..convert.decide.norm_choice import settle_norm
 from ..convert.decide.plan import make_plan
 from ..convert.families.source import open_source
 from ..convert.request import FoldRequest, fold_request
@@ -143,6 +144,7 @@ def _fold(asked: Migration, step: Step, folded: Path) -> None:
         {"model": asked.model, "to": asked.to, **step.sizes, **calibration, "refine": asked.refine}
     )
     plan = make_plan(asked.source, request, statistics)
+    plan = settle_norm(plan)
     for sentence in plan.notices:
         notice(sentence)
     folded.parent.mkdir(exist_ok=True)

@@ -153,7 +153,7 @@ def _request(source: Source, to: str, options: Mapping[str, Any]) -> FoldRequest
 
 def _candidate(source: Source, request: FoldRequest, statistics: Statistics | None = None) -> Candidate:
     plan = make_plan(source.checkpoint.directory, request, statistics)
-    found = judge(plan.config, plan.specs, ENGINES)
+    found = judge(plan, ENGINES)
     against = [finding for finding in found if finding.fails or finding.effect == "saves no cache"]
     reasons = {name: "; ".join(str(one) for one in against if one.engine == name) for name in ENGINES}
     return Candidate(

@@ -1,0 +1,102 @@
+"""The choice between a fitted and a linear latent norm, measured on calibration tokens that no fit has
+seen.
+"""
+
+from dataclasses import replace
+
+import torch
+
+from ...checkpoints.shards import TensorSpec
+from ...core.console import is_first
+from ...core.errors import InvalidInput
+from ...core.processes import from_first, together
+from ..write.layer_fold import fold_attention
+from .plan import Plan
+from .stock_norm import NOT_IN_HALF
+
+# How much more a fitted norm may lose by the closed form, of which refinement recovers most (LOG.md): nats
+# per token summed over all layers, or a share of the loss with a linear norm, whichever is more.
+NATS, SHARE = 0.005, 0.15
+LAYERS = 4  # measured at most; their losses are scaled up to all layers
+
+
+def settle_norm(plan: Plan) -> Plan:
+    """Return the plan with its latent norm chosen; a plan that has no choice is returned as it is.
+
+    Every process of a distributed run gets what the first one measured.
+
+    Raises:
+        InvalidInput: a fitted norm was asked for, and there is nothing to fit it on.
+    """
+    if plan.latent_norm != "auto":
+        return plan
+    with together():
+        if plan.statistics is None:
+            raise InvalidInput(
+                "--latent-norm fitted needs the tokens of a calibration; use --calibration self, or "
+                "--latent-norm linear"
+            )
+        found = measure_norms(plan) if is_first() else None
+    found = from_first(found)
+    if found is None:
+        return _with_linear_norm(
+            plan, "the latent's norm is linear: this layer's loss cannot be measured on calibration text"
+        )
+    linear, fitted = found
+    costs = (
+        f"it raises the loss of the closed form on held-back calibration tokens from {linear:.4f} to "
+        f"{fitted:.4f} nats"
+    )
+    if fitted > linear + max(NATS, SHARE * linear):
+        return _with_linear_norm(
+            plan, f"the latent's norm is linear, because a fitted one would cost more than the bound: {costs}"
+        )
+    return replace(
+        plan,
+        latent_norm="fitted",
+        notices=(*plan.notices, f"the latent's norm is fitted: {costs}, before refinement"),
+    )
+
+
+def measure_norms(plan: Plan) -> tuple[float, float] | None:
+    """Return the loss of a plan's closed form with linear and with fitted norms, nats per token on held-back
+    tokens.
+
+    Returns:
+        None where the attention is not one that `forward.attend` computes.
+    """
+    count = plan.source.layers
+    numbers = torch.linspace(0, count - 1, min(count, LAYERS)).round().int().tolist()
+    sums = []
+    for norm in ("linear", "fitted"):
+        taken = replace(plan, latent_norm=norm, refine=0)
+        losses = [fold_attention(taken, number)[1] for number in numbers]
+        if any(loss is None for loss in losses):
+            return None
+        sums.append(sum(loss["folded"] for loss in losses if loss) * count / len(numbers))
+    return sums[0], sums[1]
+
+
+def _with_linear_norm(plan: Plan, reason: str) -> Plan:
+    """Return the plan with linear norms, in dtypes that hold them.
+
+    Args:
+        reason: sentence for the user.
+    """
+
+    def held(spec: TensorSpec) -> TensorSpec:
+        return replace(spec, dtype=torch.bfloat16) if spec.dtype == torch.float16 else spec
+
+    layers = tuple(
+        replace(layer, writes={name: held(spec) for name, spec in layer.writes.items()})
+        for layer in plan.layers
+    )
+    halved = [NOT_IN_HALF] if torch.float16 in {spec.dtype for spec in plan.specs.values()} else []
+    return replace(
+        plan,
+        latent_norm="linear",
+        dtype=torch.bfloat16 if plan.dtype == torch.float16 else plan.dtype,
+        layers=layers,
+        copies={name: replace(copy, spec=held(copy.spec)) for name, copy in plan.copies.items()},
+        notices=(*plan.notices, reason, *halved),
+    )

@@ -1,0 +1,246 @@
+"""A latent whose basis suits an RMSNorm.
+
+The fit, the fold of its basis into weights, and outputs that hold it.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from kvfold.convert.algebra.attention import LatentAttention
+from kvfold.convert.algebra.forward import attend
+from kvfold.convert.cli import main
+from kvfold.convert.decide.engine_rules import lint
+from kvfold.convert.formats.stock import NORM_WEIGHT
+from kvfold.convert.methods.latent_norm import (
+    feature_shares,
+    fit_form,
+    in_level_basis,
+    level_basis,
+    variation,
+    with_latent_norm,
+    with_query_norm,
+)
+from tests.support.tiny import make
+
+FOLD = ("--to", "mla", "--container", "stock", "--sequences", "6", "--length", "48", "--refine", "3")
+
+
+def drawn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def normed(tokens: int, width: int, *, seed: int = 0, least: float = 0.2) -> tuple[Tensor, Tensor]:
+    """Tokens of unequal features behind an RMSNorm, and its weight."""
+    raw = drawn(tokens, width, seed=seed) * torch.linspace(least, 3, width, dtype=torch.float64)
+    weight = drawn(width, seed=9).abs() + 0.3
+    return raw / raw.square().mean(-1, keepdim=True).sqrt() * weight, weight
+
+
+def layer(
+    width: int = 12, rank: int = 5, heads: int = 2, head: int = 4, *, bias: bool = False
+) -> LatentAttention:
+    shapes = {
+        "q_nope_NPA": (heads, head, width), "q_rope_NRA": (heads, 2, width), "down_CD": (rank, width),
+        "k_up_NPC": (heads, head, rank), "v_up_NHC": (heads, head, rank), "k_rope_RD": (2, width),
+        "o_DNH": (width, heads, head),
+    }  # fmt: skip
+    shapes |= {"q_nope_NP": (heads, head), "q_rope_NR": (heads, 2)} if bias else {}
+    weights = {name: drawn(*shape, seed=n) / 3 for n, (name, shape) in enumerate(shapes.items())}
+    return LatentAttention(**weights, scale=0.5)
+
+
+def convert(source: Path, out: Path, *arguments: str) -> str:
+    result = CliRunner().invoke(main, [str(source), *arguments, "--out", str(out)])
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_shares_of_features_undo_the_weight_of_a_norm() -> None:
+    input_XD, weight_D = normed(400, 10)
+    torch.testing.assert_close(feature_shares(input_XD), 1 / (10 * weight_D.square()), rtol=1e-5, atol=0)
+
+
+def test_the_form_is_the_least_squares_solution() -> None:
+    latent_XC = drawn(300, 4) * torch.tensor([1.0, 0.9, 1.2, 0.8])
+    pairs = torch.tensor([(i, j) for i in range(4) for j in range(i, 4)])
+    products_XP = latent_XC[:, pairs[:, 0]] * latent_XC[:, pairs[:, 1]]
+    solution_P = torch.linalg.lstsq(products_XP, torch.ones(300, 1, dtype=torch.float64)).solution[:, 0]
+    wanted_CC = torch.zeros(4, 4, dtype=torch.float64)
+    wanted_CC[pairs[:, 0], pairs[:, 1]] += solution_P / 2
+    wanted_CC[pairs[:, 1], pairs[:, 0]] += solution_P / 2
+    found_CC = fit_form(latent_XC, latent_XC, torch.eye(4, dtype=torch.float64) / 4)
+    torch.testing.assert_close(found_CC, wanted_CC, rtol=1e-3, atol=1e-3)
+
+
+def test_the_search_ends_where_held_back_tokens_stop_gaining() -> None:
+    few_XC, held_XC = drawn(30, 8), drawn(500, 8, seed=1)
+    start_CC = torch.eye(8, dtype=torch.float64) / 8
+
+    def error(form_CC: Tensor) -> float:
+        return float((((held_XC @ form_CC) * held_XC).sum(-1) - 1).square().mean())
+
+    overfitted = error(fit_form(few_XC, few_XC, start_CC))
+    assert error(fit_form(few_XC, held_XC, start_CC)) <= error(start_CC) < overfitted
+
+
+def test_a_latent_that_holds_the_whole_input_gets_equal_lengths() -> None:
+    input_XD, _ = normed(500, 10, least=1.0)
+    down_CD = drawn(10, 10, seed=3)
+    basis_CC = level_basis(down_CD, input_XD[:400], input_XD[400:], feature_shares(input_XD))
+    assert variation(input_XD @ down_CD.mT) > 0.1
+    assert variation(input_XD @ (basis_CC @ down_CD).mT) < 1e-4
+
+
+def test_a_part_of_the_input_gets_nearly_equal_lengths() -> None:
+    input_XD, _ = normed(2000, 24)
+    energy_D, basis_DD = torch.linalg.eigh(input_XD.mT @ input_XD / 2000)
+    down_CD = (basis_DD / energy_D.sqrt()).mT[12:]
+    basis_CC = level_basis(down_CD, input_XD[:1500], input_XD[1500:], feature_shares(input_XD))
+    assert variation(input_XD[1500:] @ (basis_CC @ down_CD).mT) < 0.85 * variation(
+        input_XD[1500:] @ down_CD.mT
+    )
+
+
+@pytest.mark.parametrize("widths", [(5, 2, 4, 4), (16, 8, 6, 7)])
+def test_the_basis_folds_into_the_weights(widths: tuple[int, int, int, int]) -> None:
+    input_XD, _ = normed(300, 12)
+    levelled = with_latent_norm(layer(), input_XD[:250], input_XD[250:])
+    folded = in_level_basis(levelled, 0.2).widened(*widths, [0])
+    input_BTD, slots_S = (
+        input_XD[:20][None],
+        torch.tensor([0.3, *[0.0] * (widths[1] // 2 - 1)], dtype=torch.float64),
+    )
+    wanted_BTD = attend(levelled, input_BTD, slots_S[:1])
+    torch.testing.assert_close(attend(folded, input_BTD, slots_S), wanted_BTD, rtol=1e-3, atol=1e-3)
+    assert folded.latent_norm in {2.0**n for n in range(-8, 9)}
+    assert float(in_level_basis(levelled, 0.2).down_CD.square().mean().sqrt()) == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("compressed", [False, True])
+def test_queries_pass_a_norm(bias: bool, compressed: bool) -> None:
+    input_XD, _ = normed(300, 12, least=1.0)
+    plain = layer(bias=bias)
+    if compressed:  # to no fewer numbers, so that the lengths can be made equal
+        back_AD = torch.linalg.inv(rows_AD := drawn(12, 12, seed=8))
+        changed = {"q_nope_NPA": plain.q_nope_NPA @ back_AD, "q_rope_NRA": plain.q_rope_NRA @ back_AD}
+        plain = LatentAttention(**{**vars(plain), **changed, "q_down_AD": rows_AD})
+    made = with_query_norm(plain, input_XD[:250], input_XD[250:], 0.05, biased=bias)
+    assert made.q_nope_NP is made.q_rope_NR is None
+    slots_S = torch.tensor([0.3], dtype=torch.float64)
+    wanted_BTD = attend(plain, input_XD[:20][None], slots_S)
+    torch.testing.assert_close(attend(made, input_XD[:20][None], slots_S), wanted_BTD, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_an_output_with_fitted_norms(tmp_path: Path, family: str) -> None:
+    source = make(tmp_path / "source", family, hidden_size=64, num_key_value_heads=4)
+    convert(
+        source, tmp_path / "out", *FOLD, "--kv-budget", "50%", "--latent-norm", "fitted", "--verify", "full"
+    )
+    assert json.loads((tmp_path / "out" / "kvfold.json").read_text())["latent_norm"] == "fitted"
+    tensors, theirs = (
+        load_file(tmp_path / "out" / "model.safetensors"),
+        load_file(source / "model.safetensors"),
+    )
+    for name, tensor in tensors.items():
+        if name.endswith("_a_layernorm.weight"):
+            assert float(tensor.max()) == float(tensor.min()) < NORM_WEIGHT
+        elif any(part in name for part in ("kv_a_proj", "kv_b_proj", "q_a_proj.weight", "q_b_proj")):
+            size = theirs["model.layers.0.self_attn.v_proj.weight"].square().mean().sqrt()
+            assert size / 10 < tensor.square().mean().sqrt() < size * 10, name
+    assert not [one for one in lint(tmp_path / "out", ["transformers"]) if "linearised" in one.sentence]
+    assert not [
+        one
+        for one in lint(tmp_path / "out", ["vllm", "sglang", "llama.cpp"])
+        if "rms_norm_eps" in one.sentence
+    ]
+    assert "`target_modules`" in (tmp_path / "out" / "README.md").read_text()
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    half = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float16)
+    tokens = torch.arange(40)[None]
+    with torch.no_grad():
+        exact, rounded = (one(tokens).logits.float().log_softmax(-1) for one in (model, half))
+    assert (rounded - exact).abs().mean() < 0.01
+
+
+def test_a_float16_source_stays_float16(tmp_path: Path) -> None:
+    source = make(tmp_path / "source", dtype=torch.float16)
+    output = convert(source, tmp_path / "out", *FOLD, "--kv-budget", "25%", "--latent-norm", "fitted")
+    assert "float16 cannot hold" not in output
+    assert {tensor.dtype for tensor in load_file(tmp_path / "out" / "model.safetensors").values()} == {
+        torch.float16
+    }
+
+
+def test_a_fitted_output_for_engines(tmp_path: Path) -> None:
+    """In the widths of other engines: what is zero in the latent takes no part, but counts in the mean."""
+    source = make(
+        tmp_path / "source", hidden_size=64, num_attention_heads=8, num_key_value_heads=8, head_dim=64
+    )
+    arguments = (*FOLD, "--engine", "vllm", "--rank", "48", "--latent-norm", "fitted")
+    convert(source, tmp_path / "out", *arguments)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (config["kv_lora_rank"], config["qk_rope_head_dim"]) == (512, 64)
+    assert not [one for one in lint(tmp_path / "out", ["transformers", "vllm"]) if one.fails]
+
+
+def test_the_choice_is_recorded_and_said(tmp_path: Path) -> None:
+    source = make(tmp_path / "source")
+    said = {}
+    for norm in ("auto", "linear"):
+        said[norm] = convert(source, tmp_path / norm, *FOLD, "--kv-budget", "25%", "--latent-norm", norm)
+    record = json.loads((tmp_path / "auto" / "kvfold.json").read_text())
+    assert f"the latent's norm is {record['latent_norm']}" in said["auto"]
+    assert json.loads((tmp_path / "linear" / "kvfold.json").read_text())["latent_norm"] == "linear"
+    assert "latent's norm" not in said["linear"]
+
+
+def test_a_bound_that_is_missed_gives_a_linear_norm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvfold.convert.decide.norm_choice.NATS", -1e9)
+    monkeypatch.setattr("kvfold.convert.decide.norm_choice.SHARE", -1e9)
+    source = make(tmp_path / "source", dtype=torch.float16)
+    output = convert(source, tmp_path / "out", *FOLD, "--kv-budget", "25%")
+    assert "the latent's norm is linear, because" in output
+    assert "float16 cannot hold" in output
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
+    assert all(
+        bool((tensor == NORM_WEIGHT).all()) for name, tensor in tensors.items() if "kv_a_layernorm" in name
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--to", "gqa", "--kv-heads", "2", "--latent-norm", "fitted"), "applies only to latent attention"),
+        (
+            ("--to", "mla", "--kv-budget", "25%", "--container", "remote", "--latent-norm", "linear"),
+            "applies only to latent",
+        ),
+        (
+            ("--to", "mla", "--kv-budget", "25%", "--calibration", "none", "--latent-norm", "fitted"),
+            "needs the tokens",
+        ),
+        (("--to", "mla", "--rank", "full", "--latent-norm", "fitted"), "needs the tokens"),
+    ],
+)
+def test_a_norm_that_cannot_be_had(tmp_path: Path, arguments: tuple[str, ...], words: str) -> None:
+    source = make(tmp_path / "source")
+    result = CliRunner().invoke(main, [str(source), *arguments, "--out", str(tmp_path / "out")])
+    assert result.exit_code == 2
+    assert words in result.output
+
+
+def test_weights_alone_and_full_rank_keep_a_linear_norm(tmp_path: Path) -> None:
+    source = make(tmp_path / "source")
+    for number, size in enumerate((("--kv-budget", "25%", "--calibration", "none"), ("--rank", "full"))):
+        convert(source, tmp_path / str(number), "--to", "mla", *size)
+        assert json.loads((tmp_path / str(number) / "kvfold.json").read_text())["latent_norm"] == "linear"
