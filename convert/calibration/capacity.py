@@ -1,4 +1,4 @@
-"""How much memory the statistics and the fold of a source take, and how much there is."""
+"""Memory that the statistics and the fold of a source take, and memory that is free."""
 
 import math
 import os
@@ -17,15 +17,16 @@ _BASE = 6 * 10**8  # bytes of the libraries, and of the logits that exist at onc
 
 @dataclass(frozen=True)
 class Need:
-    """Bytes that parts of a run take.
+    """Bytes that the parts of a run take.
 
     Attributes:
         weights: all weights, float32.
-        layer, rest: one decoder layer's, and what is in none.
-        activations: what autograd keeps of one batch through all layers.
+        layer: the weights of one decoder layer.
+        rest: the weights outside all decoder layers.
+        activations: the tensors that autograd keeps of one batch through all layers.
         statistics: the sums of all layers.
-        cached: a sequence's keys and values in all layers.
-        layers: how many there are.
+        cached: the keys and values of one sequence in all layers.
+        layers: the number of layers.
     """
 
     weights: int
@@ -38,26 +39,28 @@ class Need:
 
     @property
     def whole(self) -> int:
-        """With the whole model in memory.
+        """Bytes of a run with the whole model in memory.
 
-        A pass over one batch, or the cache of as many sequences, which is less.
+        It passes over one batch, or holds the cache of as many sequences, which is smaller.
         """
         return _BASE + self.weights + self.activations + self.statistics
 
     @classmethod
     def of(cls, source: Source, *, sequences: int, length: int) -> "Need":
-        """Estimates from the shapes, for batches of so many sequences of so many tokens."""
-        checkpoint, geometry, layers = source.checkpoint, source.geometry, source.layers
+        """Estimate the need of a source from its shapes, for batches of `sequences` times `length` tokens."""
+        checkpoint = source.checkpoint
+        geometry = source.geometry
+        layers = source.layers
         weights = _FLOAT * sum(math.prod(checkpoint.spec(name).shape) for name in checkpoint)
         stem = source.family.projections(0)["o"].partition(".0.")[0]
         inside = _FLOAT * sum(
             math.prod(checkpoint.spec(name).shape) for name in checkpoint if name.startswith(f"{stem}.")
         )
-        hidden, heads, width = geometry.hidden_size, geometry.num_attention_heads, geometry.head_dim
-        keys, feed_forward = (
-            geometry.num_key_value_heads * width,
-            source.config.get("intermediate_size") or 4 * hidden,
-        )
+        hidden = geometry.hidden_size
+        heads = geometry.num_attention_heads
+        width = geometry.head_dim
+        keys = geometry.num_key_value_heads * width
+        feed_forward = source.config.get("intermediate_size") or 4 * hidden
         # Counted in a Llama layer: norms and residuals keep 5 D, heads 4 N·H, the MLP 3 of its width, the
         # softmax two maps.
         token = 5 * hidden + 4 * heads * width + 3 * feed_forward + 2 * heads * length
@@ -74,36 +77,38 @@ class Need:
             layers=layers,
         )
 
-    def sequences_beside(self, weights: int, wanted: int, *, loaded: bool = False) -> int:
-        """How many sequences of the wanted ones can be written at once, at least one.
+    def fitting_sequences(self, weights: int, wanted: int, *, loaded: bool = False) -> int:
+        """Return the number of sequences that can be written at once, at least one.
 
         Args:
-            weights: bytes in memory beside their cache.
-            wanted: the most.
-            loaded: whether those weights are there already.
+            weights: bytes of weights in memory next to the cache.
+            wanted: the most sequences.
+            loaded: True if those weights are in memory already.
         """
         return max(1, min(wanted, (free_bytes() - (0 if loaded else weights)) // self.cached))
 
-    def layers_beside(self, sequences: int) -> int:
-        """How many layers' weights can stay in memory beside that many sequences' cache."""
+    def fitting_layers(self, sequences: int) -> int:
+        """Return the number of layers whose weights fit in memory next to the cache of the sequences."""
         free = free_bytes() - self.rest - self.layer - sequences * self.cached
         return max(0, min(self.layers, free // self.layer))
 
 
 def fold_bytes(source: Source, sample: tuple[int, int] | None = None) -> int:
-    """Bytes that folding one layer takes at most: its attention as it was and as it will be, and the largest
-    decomposition.
+    """Return an upper estimate of the bytes that folding one layer takes.
+
+    It counts the attention before and after, and the largest decomposition.
 
     Args:
         source: the checkpoint.
-        sample: sequences that the layer is measured and refined on, and the tokens of each; None without
-            statistics.
+        sample: the number of sequences that the layer is measured and refined on, and the tokens of each;
+            None without statistics.
     """
-    geometry, (sequences, length) = source.geometry, sample or (0, 0)
+    geometry = source.geometry
+    sequences, length = sample or (0, 0)
     attention = sum(math.prod(source.checkpoint.spec(name).shape) for name in source.reads(0))
     side = max(geometry.hidden_size, geometry.num_key_value_heads * geometry.head_dim)
-    # Refining keeps inputs and wanted outputs, and of a step's sequences what autograd needs: some rows and
-    # three maps a head.
+    # Refinement keeps inputs and target outputs. For the sequences of a step, autograd needs some rows and
+    # three maps per head.
     rows = 2 * sequences * length * geometry.hidden_size
     heads = geometry.num_attention_heads
     step = (
@@ -115,15 +120,14 @@ def fold_bytes(source: Source, sample: tuple[int, int] | None = None) -> int:
 
 
 def default_jobs(source: Source, statistics: Statistics | None) -> int:
-    """How many layers to fold at once.
+    """Return the number of layers to fold at once.
 
-    One a thread that torch would use, as many as fit in the free memory.
+    It is one per thread that torch would use, limited by the free memory.
     """
     import torch
 
     sample = None if statistics is None else (*statistics.layers[0].input_BTD.shape[:2],)
-    beside = int(
-        os.environ.get("LOCAL_WORLD_SIZE", "1")
-    )  # processes of a launcher that share this machine's memory
-    fitting = min(free_bytes(), system_bytes()) // beside // fold_bytes(source, sample)
+    # Processes of a launcher that share the memory of this machine.
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    fitting = min(free_bytes(), system_bytes()) // processes // fold_bytes(source, sample)
     return max(1, min(torch.get_num_threads(), source.layers, fitting))

@@ -1,7 +1,7 @@
-"""Text that the source model writes by itself, for statistics to be taken on.
+"""Text that the source model writes by itself, on which statistics are collected.
 
-Drawn at temperature 1 it has, by definition, the distribution on which the model's predictions are right.
-Measured (method.md, section 2) 24 to 48 such sequences are as good as the training corpus.
+Text drawn at temperature 1 has, by definition, the distribution on which the model's predictions are right.
+In measurements, 24 to 48 such sequences are as good as the training corpus.
 """
 
 from collections.abc import Iterator
@@ -15,28 +15,30 @@ from ...core.console import progress
 from ...core.errors import InvalidInput
 from ...core.processes import check_enough, gather_rows, place, together
 
-BLOCK = 256  # tokens of the vocabulary that are drawn together first
+BLOCK = 256  # tokens of the vocabulary per block; a draw selects a block first
 
 
 def sample_from(
     model: Any, *, sequences: int, length: int, bos: int | None, seed: int, batch_size: int
 ) -> Tensor:
-    """Text that a model writes by itself, at temperature 1, as token ids (sequences, length), int64, on the
-    CPU.
+    """Sample text from a model at temperature 1.
+
+    Under `torch.distributed` each rank writes its part, and every rank returns the whole.
 
     Args:
         model: a transformers causal language model in eval mode.
-        sequences, length: how many, and tokens in each, the first included.
-        bos: what every sequence begins with; None: a first token drawn from the whole vocabulary.
-        seed: the same seed gives the same text, whatever the batch size, but for rounding.
+        sequences: the number of sequences.
+        length: tokens per sequence, the first included.
+        bos: the first token of every sequence; None to draw one from the whole vocabulary.
+        seed: the same seed gives the same text for every batch size, apart from rounding.
         batch_size: sequences that are written at once.
 
-    Under `torch.distributed` each rank writes its share, and all return the whole.
+    Returns:
+        Token ids (sequences, length), int64, on the CPU.
 
     Raises:
         InvalidInput: the model takes no text of this length, its probabilities are NaN, or there are fewer
-        sequences than
-            processes.
+            sequences than processes.
     """
     check_length(model, length)
     check_enough(sequences)
@@ -51,15 +53,17 @@ def sample_from(
 
 
 def _continue(model: Any, chance_BT: Tensor, bos: int | None) -> Iterator[Tensor]:
-    """One batch of text, token by token over the model's own cache; yields ids (B,) on the CPU."""
+    """Yield one batch of text, token by token, as ids (B,) on the CPU; the model uses its own cache."""
     vocabulary = model.get_output_embeddings().weight.shape[0]
     first_B = (chance_BT[:, 0] * vocabulary).long() if bos is None else torch.full((len(chance_BT),), bos)
     yield first_B
-    last_B, cache = first_B.to(model.device), None
+    last_B = first_B.to(model.device)
+    cache = None
     for chance_B in chance_BT[:, 1:].to(model.device).T:
         with torch.no_grad():
             output = model(input_ids=last_B[:, None], past_key_values=cache, use_cache=True, logits_to_keep=1)
-            cache, p_BV = output.past_key_values, output.logits[:, -1].softmax(-1)
+            cache = output.past_key_values
+            p_BV = output.logits[:, -1].softmax(-1)
         if not p_BV.isfinite().all():
             raise InvalidInput(
                 "the source predicts NaN, so it can write no calibration text; check its weights"
@@ -69,23 +73,26 @@ def _continue(model: Any, chance_BT: Tensor, bos: int | None) -> Iterator[Tensor
 
 
 def draw(p_XV: Tensor, chance_X: Tensor) -> Tensor:
-    """Token ids (X,) drawn from probabilities, one uniform number in [0, 1) each (float64): the inverse of
-    the distribution.
+    """Draw token ids (X,) from probabilities by inverting their distribution.
 
-    First a block of the vocabulary is drawn, then a token in it by what the block leaves of the number:
-    cumulating all tokens in float64 would take a twentieth of the time that a narrow model takes for its
-    statistics.
+    A block of the vocabulary is drawn first, then a token in it by the rest of the number. Cumulating all
+    tokens in float64 would take a twentieth of the time that a narrow model takes for its statistics.
+
+    Args:
+        p_XV: probabilities.
+        chance_X: uniform numbers in [0, 1), float64.
     """
     vocabulary = p_XV.shape[1]
     p_XLW = pad(p_XV, (0, -vocabulary % BLOCK)).unflatten(1, (-1, BLOCK))
     block_X, rest_X = _invert(p_XLW.sum(-1), chance_X)
     inside_X, _ = _invert(p_XLW[torch.arange(len(p_XV), device=p_XV.device), block_X], rest_X)
-    return (block_X * BLOCK + inside_X).clamp(max=vocabulary - 1)  # there, with NaN for weights
+    return (block_X * BLOCK + inside_X).clamp(max=vocabulary - 1)  # above it with NaN as weights
 
 
 def _invert(p_XC: Tensor, chance_X: Tensor) -> tuple[Tensor, Tensor]:
-    """The choices (X,) at some places of the cumulated weights, and at which share, in [0, 1), of its own
-    weight each is.
+    """Return the choices (X,) at given proportions of the cumulated weights.
+
+    The second result (X,) is the position of each within its own weight, in [0, 1).
     """
     below_XC = p_XC.cumsum(-1, dtype=torch.float64)
     aim_X1 = chance_X[:, None] * below_XC[:, -1:]
@@ -96,9 +103,14 @@ def _invert(p_XC: Tensor, chance_X: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def check_length(model: Any, length: int) -> None:
-    """Refuse sequences that are too short to hold attention, or longer than the model takes."""
+    """Check that sequences are long enough for attention and no longer than the model takes.
+
+    Raises:
+        InvalidInput: they are not.
+    """
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or length
     if not 2 <= length <= limit:
         raise InvalidInput(
-            f"calibration sequences of {length} tokens: the source takes between 2 and {limit}"
+            f"calibration sequences of {length} tokens: the source takes between 2 and {limit}; choose a "
+            "length in between"
         )

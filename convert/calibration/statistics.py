@@ -1,9 +1,9 @@
-"""What a source model does on tokens, in one streaming pass: the numbers from which the cost of a fold is
-predicted.
+"""Statistics of a source model on tokens, from which the cost of a fold is predicted.
 
-A fold that changes the key rows by Δ costs about ½ tr(G Δ C Δᵀ) nats a token (K-FAC, arXiv 1503.05671), with
+They are collected in one streaming pass. A fold that changes the key rows by Δ costs about
+½ tr(G Δ C Δᵀ) nats per token (K-FAC, arXiv 1503.05671), with
 C the second moment of the attention's input and G that of the gradient of the log likelihood at the keys;
-values likewise. Labels are drawn from the model itself, so that G is the true Fisher. How they are reduced is
+values likewise. Labels are drawn from the model itself, so that G is the true Fisher. The reduction is
 in moments.py; the passes are in passes.py (the whole model in memory) and layerwise.py (one layer).
 
 Legend: attention.py; E = D + 1, the input with the constant 1 as its last entry; T tokens of a sequence and
@@ -34,22 +34,22 @@ _METADATA = "kvfold.statistics"  # key of the file's metadata
 
 @dataclass(frozen=True, kw_only=True)
 class LayerStatistics:
-    """One layer's means over tokens, float64, on the CPU, and a sample of what it reads.
+    """Means of one layer over tokens, float64, on the CPU, and a sample of its inputs.
 
     Attributes:
-        input_EE: C = E[x̃ x̃ᵀ], x̃ = [x; 1] with x the input of the q, k and v projections: the last row is
-        the mean. query_NHH: E[q qᵀ] of every query head, bias included.
-        key_fisher: G_K (K·H, K·H), E[g gᵀ] with g the gradient of a sequence's log likelihood, nats, at one
-            token's keys.
+        input_EE: C = E[x̃ x̃ᵀ], x̃ = [x; 1] with x the input of the q, k and v projections; the last row is
+            the mean.
+        query_NHH: E[q qᵀ] of every query head, bias included.
+        key_fisher: G_K (K·H, K·H), E[g gᵀ] with g the gradient of a sequence's log likelihood, nats, at the
+            keys of one token.
         value_fisher: G_V, the same at the values.
-        query_fisher: G_Q (N, H, H), the same at every query head; heads together gain nothing over that
-            (LOG.md).
-        distance_NT: how a query head's attention p spreads over distances Δ = query - key position: the mass
-        of p(1-p), which
-            is what an error in a score moves; rows sum to 1.
+        query_fisher: G_Q (N, H, H), the same at every query head. All heads together gain nothing over
+            that (LOG.md).
+        distance_NT: the distribution of a query head's attention p over distances Δ = query - key position:
+            the mass of p(1-p), which an error in a score moves. Rows sum to 1.
         output_fisher: the same as G_K at the attention's output, (D, D).
         input_BTD: the first sequences' inputs of the projections, bfloat16; at most 32768 tokens.
-        output_BTD: what the attention gave for the first of them, bfloat16.
+        output_BTD: the outputs of the attention for the first of them, bfloat16.
     """
 
     input_EE: Tensor
@@ -71,9 +71,9 @@ class LayerStatistics:
         return LayerStatistics(**{name: tensor.clone() for name, tensor in vars(self).items()})
 
     def parked(self, work: Path) -> "LayerStatistics":
-        """The same numbers, read from nameless files in a directory when they are used.
+        """Return the same numbers in unnamed files of a directory, read when they are used.
 
-        All layers' may exceed memory.
+        The numbers of all layers together may exceed memory.
         """
         mapped = {}
         with tempfile.TemporaryDirectory(dir=work) as name:
@@ -88,13 +88,13 @@ class LayerStatistics:
 
 @dataclass(frozen=True, kw_only=True)
 class Statistics:
-    """Statistics of all layers, and where they come from.
+    """Statistics of all layers, and their origin.
 
     Attributes:
         layers: in the model's order.
-        tokens: how many tokens were read.
+        tokens: the number of tokens that were read.
         calibration: `self`, `text:<name>`, ...
-        seed: of the tokens' and the labels' draw.
+        seed: the seed of the draw of tokens and labels.
     """
 
     layers: tuple[LayerStatistics, ...]
@@ -103,7 +103,7 @@ class Statistics:
     seed: int
 
     def save(self, file: Path, run: str = "") -> None:
-        """Write a safetensors file, which must not exist; it appears only when complete.
+        """Write a safetensors file, which must not exist; it appears only once it is complete.
 
         Args:
             file: the file.
@@ -137,7 +137,7 @@ class Statistics:
             raise InvalidInput(f"cannot write the statistics {file}: {error}") from None
 
     def fingerprint(self) -> str:
-        """SHA-256, hexadecimal, of all numbers and of where they come from."""
+        """SHA-256, hexadecimal, of all numbers and of their origin."""
         digest = hashlib.sha256(json.dumps([self.tokens, self.calibration, self.seed]).encode())
         for layer in self.layers:
             for tensor in vars(layer).values():
@@ -146,10 +146,10 @@ class Statistics:
 
     @classmethod
     def load(cls, file: Path) -> "Statistics":
-        """Read what `save` wrote.
+        """Read statistics that `save` wrote.
 
         Raises:
-            InvalidInput: the file is missing, damaged or something else.
+            InvalidInput: the file is missing or damaged, or holds no statistics.
         """
         try:
             with safe_open(file, "pt") as stored:

@@ -169,7 +169,7 @@ def _reused(file: Path, run: str, work: Path | None) -> Statistics:
 
 
 def _written(source: Source, model: Any, need: Need, *, sequences: int, length: int, seed: int) -> Tensor:
-    """Text that the source writes, as many sequences at once as fit beside it."""
+    """Sample text from the source, with as many sequences at once as fit in memory."""
     settings: dict[str, Any] = {
         "sequences": sequences,
         "length": length,
@@ -178,10 +178,10 @@ def _written(source: Source, model: Any, need: Need, *, sequences: int, length: 
     }
     if not isinstance(model, LayeredModel):
         return sample_from(
-            model, batch_size=need.sequences_beside(need.weights, sequences, loaded=True), **settings
+            model, batch_size=need.fitting_sequences(need.weights, sequences, loaded=True), **settings
         )
-    batch = need.sequences_beside(need.layer + need.rest, sequences)
-    kept = need.layers_beside(batch)
+    batch = need.fitting_sequences(need.layer + need.rest, sequences)
+    kept = need.fitting_layers(batch)
     times = -(-sequences // batch) * length
     notice(
         f"the source is larger than memory and writes {sequences} sequences of its own: "
@@ -194,7 +194,7 @@ def _written(source: Source, model: Any, need: Need, *, sequences: int, length: 
 
 
 def _name(calibration: str) -> str:
-    """What the record calls the text."""
+    """Return the name of the text in the record."""
     return (
         calibration
         if calibration == "self"

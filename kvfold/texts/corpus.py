@@ -1,8 +1,7 @@
-"""Texts by name: files, the source text of the running interpreter's standard library, WikiText-2 by a named
-protocol.
+"""Evaluation texts by name: files, the source text of the standard library, WikiText-2 by a named protocol.
 
-The standard library is split once and for all: the modules of `HELD_OUT` are evaluation text, everything else
-is training text. Nothing here ever mixes the two.
+The standard library is that of the running interpreter. The modules of `HELD_OUT` are evaluation text, and
+all others are training text. No function here mixes the two.
 """
 
 import hashlib
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from ..core.errors import InvalidInput
+from ..core.untrusted import printable
 
 # Single-file modules present in CPython 3.11 to 3.14.
 HELD_OUT = (
@@ -21,7 +21,7 @@ HELD_OUT = (
     "queue", "random", "sched", "shelve", "shlex", "statistics", "tarfile", "textwrap", "timeit", "uuid",
     "wave", "zipapp",
 )  # fmt: skip
-# Not the library itself: other people's packages, tests (some quote the modules they test), build leftovers.
+# Not the library itself: installed packages, tests (some quote the modules they test), build leftovers.
 _EXCLUDED = {
     "site-packages",
     "dist-packages",
@@ -37,7 +37,12 @@ _EXCLUDED = {
 
 @dataclass(frozen=True)
 class Size:
-    """How long a text was before it was respelled: what its loss is divided by."""
+    """Length of a text before it was respelled, by which its loss is divided.
+
+    Attributes:
+        words: words, as lm-evaluation-harness counts them.
+        bytes: bytes in UTF-8.
+    """
 
     words: int
     bytes: int
@@ -45,14 +50,14 @@ class Size:
 
 @dataclass(frozen=True)
 class Text:
-    """Named documents, and how they are to be read.
+    """Named documents, and the way to read them.
 
     Attributes:
-        name: what a report calls the text, e.g. `stdlib` or `wikitext2-gptq-2048`.
-        documents: the text, one string a document.
-        cut: how it becomes windows, see windows.py.
-        window: tokens of a window where the name fixes them.
-        original: the size that counts where that is not the documents'.
+        name: the text's name in a report, e.g. `stdlib` or `wikitext2-gptq-2048`.
+        documents: the text, one string per document.
+        cut: the rule by which it becomes windows; see windows.py.
+        window: tokens per window, if the name fixes them.
+        original: the size to divide by, if it is not that of the documents.
     """
 
     name: str
@@ -68,20 +73,24 @@ class Text:
 
     @property
     def sha256(self) -> str:
-        """Hexadecimal SHA-256 of `joined` in UTF-8: which text a number was measured on."""
+        """Hexadecimal SHA-256 of `joined` in UTF-8, which identifies the text of a measurement."""
         return hashlib.sha256(self.joined.encode()).hexdigest()
 
 
 def read_text(text: str, rows: Path | None = None) -> Text:
-    """The evaluation text a user named.
+    """Read the evaluation text that a user named.
 
     Args:
         text: `stdlib` (the held-out modules of the running interpreter), `wikitext2-gptq-N`,
             `lm-eval:wikitext`, or the path of a UTF-8 text file, with or without `text:` before it.
-        rows: a file with WikiText-2's rows, in place of the Hub's.
+        rows: a file with the rows of WikiText-2, read instead of those on the Hub.
+
+    Returns:
+        The text with its name and protocol.
 
     Raises:
-        InvalidInput: the file is missing, is not UTF-8 or holds only white space; WikiText-2 cannot be had.
+        InvalidInput: the file is missing, is not UTF-8 or holds only white space; WikiText-2 cannot
+            be obtained.
     """
     if match := re.fullmatch(r"wikitext2-gptq-(\d+)", text):
         return _gptq(text, int(match[1]), rows)
@@ -116,7 +125,7 @@ def _harness(name: str, rows: Path | None) -> Text:
 def _file(path: Path, text: str) -> Text:
     if not path.is_file():
         raise InvalidInput(
-            f"{text} is not a file; --text takes a UTF-8 text file or the word stdlib, "
+            f"{printable(text)} is not a file; --text takes a UTF-8 text file or the word stdlib, "
             f"wikitext2-gptq-2048 or lm-eval:wikitext"
         )
     try:
@@ -125,17 +134,18 @@ def _file(path: Path, text: str) -> Text:
         )  # line ends as they are: what is scored and hashed is the file
     except UnicodeDecodeError as error:
         raise InvalidInput(
-            f"{text} is not UTF-8 text (byte {error.start}); convert it, e.g. with iconv -t UTF-8"
+            f"{printable(text)} is not UTF-8 text (byte {error.start}); convert it, e.g. with iconv -t UTF-8"
         ) from None
     if not content.strip():
-        raise InvalidInput(f"{text} holds no text; an evaluation needs at least one window of it")
+        raise InvalidInput(f"{printable(text)} holds no text; an evaluation needs at least one window of it")
     return Text(f"text:{path.name}", (content,))
 
 
 def stdlib_documents(held_out: bool) -> tuple[str, ...]:
-    """Source files of the standard library in a fixed order.
+    """Return source files of the standard library in a fixed order.
 
-    The evaluation part (`held_out`) or the training part.
+    Args:
+        held_out: True for the evaluation part, False for the training part.
     """
     root = Path(sysconfig.get_path("stdlib"))
     if held_out:

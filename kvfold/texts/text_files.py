@@ -162,20 +162,25 @@ class BoundedStream(io.BufferedIOBase):
         self._limit = limit
 
     def readable(self) -> bool:
+        """Return True."""
         return True
 
     def seekable(self) -> bool:
+        """Return True if the stream can seek."""
         return bool(self._stream.seekable())
 
     def tell(self) -> int:
+        """Return the position in bytes."""
         return int(self._stream.tell())
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """Move to a position within the limit and return it."""
         position = int(self._stream.seek(offset, whence))
         self._check(position)
         return position
 
     def read(self, size: int | None = -1) -> bytes:
+        """Return up to `size` bytes, or all."""
         most = self._limit + 1 - self.tell()
         wanted = most if size is None or size < 0 else min(size, most)
         content = bytes(self._stream.read(wanted))
@@ -183,9 +188,11 @@ class BoundedStream(io.BufferedIOBase):
         return content
 
     def read1(self, size: int = -1) -> bytes:
+        """Return up to `size` bytes."""
         return self.read(size if size > 0 else io.DEFAULT_BUFFER_SIZE)
 
     def readline(self, size: int | None = -1) -> bytes:
+        """Return one line of bytes, or its first `size` bytes."""
         most = self._limit + 1 - self.tell()
         wanted = most if size is None or size < 0 else min(size, most)
         content = bytes(self._stream.readline(wanted))
@@ -193,6 +200,7 @@ class BoundedStream(io.BufferedIOBase):
         return content
 
     def close(self) -> None:
+        """Close the stream."""
         if not self.closed:
             self._stream.close()
         super().close()

@@ -1,7 +1,7 @@
-"""The test part of WikiText-2 (arXiv 1609.07843) as two protocols of the field read it.
+"""The test part of WikiText-2 (arXiv 1609.07843), read by two protocols of the field.
 
-`wikitext2-gptq-N` joins the rows of the data set with empty lines. `lm-eval:wikitext` reads articles, in
-plain spelling: lm-evaluation-harness scores those, and divides by the words and bytes that they had before.
+`wikitext2-gptq-N` joins the rows of the data set with empty lines. `lm-eval:wikitext` reads articles in
+plain spelling: lm-evaluation-harness scores those, and divides by words and bytes of the original.
 """
 
 import re
@@ -17,10 +17,10 @@ _ABSENT = "give its rows as a JSON file with --rows FILE"
 
 
 def read_rows(file: Path | None) -> list[str]:
-    """The rows of the data set, an empty string where a line is empty.
+    """Return the rows of the data set, with an empty string for an empty line.
 
     Args:
-        file: a JSON object `{"text": [rows]}` or a list of rows; None: from the Hub, through the cache of
+        file: a JSON object `{"text": [rows]}` or a list of rows; None to read the Hub through the cache of
             `datasets`.
 
     Raises:
@@ -50,11 +50,10 @@ def _download() -> list[str]:
 
 
 def articles(rows: list[str]) -> tuple[str, ...]:
-    """Articles as lm-evaluation-harness's data set has them: each begins at its title, a heading of the first
-    level.
+    """Return the articles of lm-evaluation-harness's data set, each from its title, a first-level heading.
 
-    The data set has lost the blank that stands in every empty line of the original file; it is counted in
-    bytes.
+    The rows lack the blank that every empty line of the original file holds. It is restored, since bytes are
+    counted.
     """
     lines = "".join(row or " \n" for row in rows).split("\n")
     starts = [number for number, line in enumerate(lines) if _is_title(line)]
@@ -67,7 +66,7 @@ def _is_title(line: str) -> bool:
     return joined.startswith("= ") and joined.endswith(" =")
 
 
-# In this order; what stands first is a regular expression where it has a group.
+# Replacements in this order; a pattern is a plain string or a regular expression.
 _SPELLING = (
     ("s '", "s'"),
     (re.compile(r"/' [0-9]/"), "/'[0-9]/"),
@@ -84,9 +83,9 @@ _SPELLING = (
 
 
 def plain_spelling(article: str) -> str:
-    """An article without the blanks that the data set puts around its punctuation.
+    """Return an article without the blanks that the data set puts around punctuation.
 
-    Lm-evaluation-harness's own rules.
+    The rules are those of lm-evaluation-harness.
     """
     for found, put in _SPELLING:
         article = article.replace(found, put) if isinstance(found, str) else found.sub(put, article)
@@ -94,5 +93,5 @@ def plain_spelling(article: str) -> str:
 
 
 def words(article: str) -> int:
-    """How many words lm-evaluation-harness counts in an article as the data set has it."""
+    """Return the number of words that lm-evaluation-harness counts in an article as the data set has it."""
     return len(re.split(r"\s+", article))
