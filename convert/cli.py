@@ -169,7 +169,7 @@ def main(config: Path | None, dry_run: bool, as_json: bool, **options: Any) -> N
     """
     request = _read_request(config, options)
     with loading():
-        from ..api import carry_out
+        from ..fold_run import carry_out
         from .decide.outline import show_plan
         from .decide.preparation import prepare
 

@@ -7,12 +7,11 @@ an `InvalidInput`, a `ValueError` whose message is one sentence.
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack, overload
 
-from .core.console import ProgressCallback, is_first, listening, notice
+from .core.console import ProgressCallback, listening
 from .core.errors import InvalidInput
 from .core.units import read_size
 from .results import Folded, Measurements, Published, TrainingRun
@@ -20,7 +19,7 @@ from .results import Folded, Measurements, Published, TrainingRun
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from .convert.request import GQA, MLA, MQA, FoldOptions, FoldRequest
+    from .convert.request import GQA, MLA, MQA, FoldOptions
     from .distill.recipe.recipe import Recipe
     from .planning.recommendation import Candidates
     from .verification.verify import VerificationReport
@@ -93,6 +92,7 @@ def fold(
         >>> model = folded.load(dtype="bfloat16")
     """
     from .convert.request import request_of
+    from .fold_run import carry_out, fold_loaded
 
     if isinstance(source, str | Path):
         if tokenizer is not None:
@@ -108,54 +108,7 @@ def fold(
             f"transformers model with tokenizer=..."
         )
     with listening(progress):
-        return _fold_loaded(source, target, tokenizer, engines=tuple(engines), **options)
-
-
-def _fold_loaded(
-    source: PreTrainedModel, target: GQA | MQA | MLA, tokenizer: PreTrainedTokenizerBase, **options: Any
-) -> PreTrainedModel:
-    """Fold a loaded model through a temporary directory."""
-    from .convert.request import request_of
-
-    with tempfile.TemporaryDirectory(prefix="kvfold-") as work:
-        directory = Path(work) / "model"
-        source.save_pretrained(directory)
-        tokenizer.save_pretrained(directory)
-        folded = carry_out(request_of(directory, target, out=Path(work) / "folded", **options))
-        dtype = str(source.dtype).removeprefix("torch.")
-        model: PreTrainedModel = folded.load(dtype=dtype, device="cpu")
-        return model.to(source.device)
-
-
-def carry_out(request: FoldRequest) -> Folded:
-    """Fold what a request names. Of several processes each does its share, and all get the result.
-
-    Raises:
-        InvalidInput: the source cannot be folded like this, or a value is unusable.
-    """
-    from .convert.decide.engines import ENGINES
-    from .convert.decide.preparation import prepare
-    from .convert.write.rewrite import rewrite
-    from .verification.verify import verify
-
-    with listening() as heard:
-        prepared = prepare(request)
-        plan, out = prepared.plan, prepared.out
-        for text in plan.notices:
-            notice(text)
-        record = rewrite(plan, out)
-        verification = None
-        if is_first() and request.verify != "none":
-            verification = verify(out, plan.engines or ENGINES[:1], run=request.verify == "full")
-            for check in verification.checks:
-                notice(f"{check.name}: {check.detail}")
-    return Folded(
-        directory=out,
-        record=record,
-        request=plan.request,
-        notices=tuple(heard.notices),
-        verification=verification,
-    )
+        return fold_loaded(source, target, tokenizer, engines=tuple(engines), **options)
 
 
 def plan(

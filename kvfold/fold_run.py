@@ -1,0 +1,75 @@
+"""The execution of a fold request, for the Python API and the command."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .core.console import is_first, listening, notice
+from .results import Folded
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from .convert.request import GQA, MLA, MQA, FoldRequest
+
+
+def fold_loaded(
+    source: PreTrainedModel, target: GQA | MQA | MLA, tokenizer: PreTrainedTokenizerBase, **options: Any
+) -> PreTrainedModel:
+    """Fold a loaded model through a temporary directory.
+
+    Args:
+        source: the model.
+        target: what its attention becomes.
+        tokenizer: the model's tokenizer.
+        options: fields of `FoldRequest`.
+
+    Returns:
+        The folded model, on the source's device and in its dtype.
+
+    Raises:
+        InvalidInput: the source cannot be folded like this, or a value is unusable.
+    """
+    from .convert.request import request_of
+
+    with tempfile.TemporaryDirectory(prefix="kvfold-") as work:
+        directory = Path(work) / "model"
+        source.save_pretrained(directory)
+        tokenizer.save_pretrained(directory)
+        folded = carry_out(request_of(directory, target, out=Path(work) / "folded", **options))
+        dtype = str(source.dtype).removeprefix("torch.")
+        model: PreTrainedModel = folded.load(dtype=dtype, device="cpu")
+        return model.to(source.device)
+
+
+def carry_out(request: FoldRequest) -> Folded:
+    """Fold what a request names. Of several processes each does its share, and all get the result.
+
+    Raises:
+        InvalidInput: the source cannot be folded like this, or a value is unusable.
+    """
+    from .convert.decide.engines import ENGINES
+    from .convert.decide.preparation import prepare
+    from .convert.write.rewrite import rewrite
+    from .verification.verify import verify
+
+    with listening() as heard:
+        prepared = prepare(request)
+        plan, out = prepared.plan, prepared.out
+        for text in plan.notices:
+            notice(text)
+        record = rewrite(plan, out)
+        verification = None
+        if is_first() and request.verify != "none":
+            verification = verify(out, plan.engines or ENGINES[:1], run=request.verify == "full")
+            for check in verification.checks:
+                notice(f"{check.name}: {check.detail}")
+    return Folded(
+        directory=out,
+        record=record,
+        request=plan.request,
+        notices=tuple(heard.notices),
+        verification=verification,
+    )
