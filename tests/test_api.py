@@ -121,7 +121,7 @@ def test_measurements_have_paths(folded: Folded) -> None:
     assert "<table>" in found._repr_html_()
     with pytest.raises(kvfold.InvalidInput, match="suites has no ppl"):
         _ = found["ppl"]
-    with pytest.raises(kvfold.InvalidInput, match=r"suites.fidelity.kl is no number"):
+    with pytest.raises(kvfold.InvalidInput, match=r"suites.fidelity.kl is not a number"):
         _ = found["fidelity.kl"]
 
 
@@ -174,19 +174,19 @@ def mistakes(work: Path) -> Iterator[tuple[Any, str]]:
     yield lambda: anything(DEMO, "mla"), "the target is 'mla'; it should be kvfold.GQA"
     yield lambda: anything(DEMO, mla, rnak=3), "unknown name 'rnak'; did you mean 'rank'?"
     yield lambda: anything(DEMO, mla, sequences="many"), "sequences is 'many'"
-    yield lambda: kvfold.fold(DEMO, gqa, engines=["vlm"]), "--engine 'vlm' is not one that kvfold knows"
+    yield lambda: kvfold.fold(DEMO, gqa, engines=["vlm"]), "--engine 'vlm' is unknown; choose from"
     yield lambda: kvfold.fold(DEMO, gqa, out=DEMO), "exists and nothing is overwritten"
     yield lambda: anything(DEMO, gqa, tokenizer=1), "tokenizer is for a loaded model"
     yield lambda: anything(3, gqa), "the source is a int"
-    yield lambda: anything(torch.nn.Linear(2, 2), gqa, out="x"), "a loaded model has no output directory"
-    yield lambda: kvfold.plan(DEMO, context="many"), "context 'many' is no number of tokens"
-    yield lambda: kvfold.plan(DEMO, memory="24 apples"), "memory '24 apples' is no number of bytes"
+    yield lambda: anything(torch.nn.Linear(2, 2), gqa, out="x"), "a loaded model has no output"
+    yield lambda: kvfold.plan(DEMO, context="many"), "context 'many' is not a number of tokens"
+    yield lambda: kvfold.plan(DEMO, memory="24 apples"), "memory '24 apples' is not a number of bytes"
     yield lambda: kvfold.plan(DEMO, context=0), "context is 0"
     yield lambda: kvfold.plan(DEMO, gaol="speed"), "unknown name 'gaol'; did you mean 'goal'?"
     yield lambda: kvfold.train(work / "none.yaml"), "cannot be read"
     yield lambda: kvfold.train({"schema": 1}), "recipe: "
     yield lambda: kvfold.train(3), "the recipe is a int"  # type: ignore[arg-type] # a mistake on purpose
-    yield lambda: kvfold.evaluate(DEMO), "name one with --text"
+    yield lambda: kvfold.evaluate(DEMO), "choose one with --text"
     yield lambda: kvfold.evaluate(DEMO, text="stdlib", suites=["pplx"]), "pplx"
     yield (
         lambda: kvfold.evaluate(DEMO, text="stdlib", windw=3),
@@ -194,7 +194,7 @@ def mistakes(work: Path) -> Iterator[tuple[Any, str]]:
     )
     yield lambda: kvfold.evaluate(DEMO, text="stdlib", memory="x"), "'x' is no size"
     yield lambda: kvfold.verify(work / "gone"), "is not a directory"
-    yield lambda: kvfold.verify(DEMO, engines=["vlm"]), "'vlm' is not an engine that kvfold knows"
+    yield lambda: kvfold.verify(DEMO, engines=["vlm"]), "'vlm' is unknown; choose from"
     yield lambda: kvfold.publish(work / "gone", "me/x", dry_run=True), "is not a directory"
     yield lambda: kvfold.publish(DEMO, "me/x", dry_run=True), "has no kvfold.json"
     yield lambda: kvfold.publish(DEMO, "me/x", verify="much", dry_run=True), "verify is 'much'"

@@ -85,21 +85,6 @@ class VerificationReport(Tabular):
         }
 
 
-def check_engines(engines: Iterable[str]) -> tuple[str, ...]:
-    """Return the engines, each once.
-
-    Raises:
-        InvalidInput: one that kvfold knows no rules of.
-    """
-    names = tuple(dict.fromkeys(engines))
-    for name in names:
-        if name not in ENGINES:
-            raise InvalidInput(
-                f"{name!r} is not an engine that kvfold knows; these are: {', '.join(ENGINES)}"
-            )
-    return names
-
-
 def verify(
     directory: Path, engines: Iterable[str] = ENGINES[:1], source: Path | None = None, *, run: bool = True
 ) -> VerificationReport:
