@@ -101,7 +101,7 @@ def fold(
         with listening(progress):
             return carry_out(request)
     if out is not None:
-        raise InvalidInput(f"out is {str(out)!r}; a loaded model has no output directory, so leave it out")
+        raise InvalidInput(f"out is {str(out)!r}; leave it out, since a loaded model has no output")
     if tokenizer is None or not hasattr(source, "save_pretrained"):
         raise InvalidInput(
             f"the source is a {type(source).__name__}; it should be a directory, a Hub id, or a loaded "
@@ -270,14 +270,15 @@ def verify(
         >>> kvfold.verify(work / "folded", run=False).failures
         []
     """
-    from .verification.verify import check_engines
+    from .convert.decide.engines import read_engines
     from .verification.verify import verify as run_checks
 
     place = Path(directory)
     if not place.is_dir():
         raise InvalidInput(f"{directory} is not a directory; give the directory of a checkpoint")
+    names = read_engines(",".join(engines))
     with listening():
-        return run_checks(place, check_engines(engines), None if source is None else Path(source), run=run)
+        return run_checks(place, names, None if source is None else Path(source), run=run)
 
 
 def publish(

@@ -1,7 +1,4 @@
-"""`kvfold demo`.
-
-The whole way once, on the bundled checkpoint, in a few minutes on a laptop and without a network.
-"""
+"""`kvfold demo`: fold, distil and evaluate the bundled checkpoint, in a few minutes and without a network."""
 
 import tempfile
 import time
@@ -31,7 +28,7 @@ TARGETS: dict[str, dict[str, Any]] = {
 @click.option(
     "--out",
     type=click.Path(path_type=Path),
-    help="Where to put the checkpoints. Default: a new temporary directory.",
+    help="Directory for the checkpoints.  [default: a new temporary directory]",
 )
 @click.option(
     "--tokens", default="350k", show_default=True, help="Length of the distillation, e.g. 100k or 1M."
@@ -57,7 +54,8 @@ def main(out: Path | None, tokens: str, as_json: bool) -> None:
         check_output(out)
         out.mkdir(parents=True)
     work = out or Path(tempfile.mkdtemp(prefix="kvfold-demo-"))
-    text, options = read_text("stdlib"), Options(window=WINDOW, max_windows=WINDOWS)
+    text = read_text("stdlib")
+    options = Options(window=WINDOW, max_windows=WINDOWS)
     with resources.as_file(resources.files("kvfold") / "recipes" / "demo") as source:
         statistics = study(open_source(source), **CALIBRATION)
         folded = {
@@ -110,8 +108,13 @@ def main(out: Path | None, tokens: str, as_json: bool) -> None:
 def _row(name: str, result: "Result") -> tuple[str, ...]:
     share = result.ppl.recovered_share.value
     assert result.fidelity is not None
-    kl, recovered = f"{result.fidelity.kl.mean:.3f}", "" if share is None else f"{share:.1%}"
-    return name, f"{result.cache.ratio:.1%}", f"{result.ppl.student.perplexity:.2f}", kl, recovered
+    return (
+        name,
+        f"{result.cache.ratio:.1%}",
+        f"{result.ppl.student.perplexity:.2f}",
+        f"{result.fidelity.kl.mean:.3f}",
+        "" if share is None else f"{share:.1%}",
+    )
 
 
 def _fold(source: Path, to: str, sizes: dict[str, Any], statistics: "Statistics | None", out: Path) -> Path:

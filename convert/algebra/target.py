@@ -278,7 +278,7 @@ def _halvings(width: int, limit: int) -> int:
 
 
 def budget_elements(source: Geometry, budget: str) -> int:
-    """Elements per token and layer that a share of the source's cache is."""
+    """Return the elements per token and layer that a share of the source's cache amounts to."""
     return int(source.cache_elements * read_share(budget, "--kv-budget", "the source's cache"))
 
 

@@ -1,6 +1,6 @@
-"""From what the user said of calibration to statistics of a source.
+"""Statistics of a source as the user asks for them: read from a file, or taken on a text.
 
-Read back, or taken on text of its own or another.
+The text is the source's own or another.
 """
 
 import hashlib
@@ -32,13 +32,13 @@ from .moments import Layout
 from .self_text import sample_from
 from .statistics import RUN_DIGITS, Statistics, read_run
 
-# Read at once. On a CPU more takes no less time, but memory in proportion; an accelerator wants more at once.
+# Read at once. On a CPU more saves no time and takes memory in proportion; an accelerator wants more.
 CPU_TOKENS, SEQUENCES = 512, 8
 _SAMPLED = 1024  # elements of each tensor, by which a source is recognised
 
 
 def batch_size(length: int) -> int:
-    """How many sequences of so many tokens statistics read at once."""
+    """Return how many sequences of `length` tokens are read at once."""
     return max(1, CPU_TOKENS // length) if device().type == "cpu" else SEQUENCES
 
 
@@ -53,26 +53,24 @@ def study(
     layerwise: bool | None = None,
     work: Path | None = None,
 ) -> Statistics | None:
-    """Statistics of a source, or None for weights only.
+    """Return the statistics of a source, or None where weights alone are used.
 
     Args:
         source: the checkpoint.
         calibration: `none`; `self`, text sampled from the model at temperature 1; a text as
             `documents.check_calibration` takes it; or a .safetensors file of statistics saved earlier.
-        sequences: how many sequences are read.
-        length: tokens of each, cut to the model's positions; distances beyond it are not seen.
+        sequences: number of sequences that are read.
+        length: tokens per sequence, at most the model's positions; greater distances are not seen.
         seed: of the text and the labels.
-        save: where to keep the statistics, so that other folds of this source need not take them again.
-        layerwise: whether the model is read layer by layer, in the memory of one; None: when it does not fit
-            as a whole.
-        work: where what goes between layers is kept meanwhile, unless TMPDIR is set; the current directory by
-            default.
+        save: a file that keeps the statistics for other folds of this source.
+        layerwise: whether one layer at a time is in memory; None: when the model does not fit whole.
+        work: the directory for activations between layers, unless TMPDIR is set; by default the current one.
 
     Raises:
         InvalidInput: there is no such file, it is of another model, or a statistic is not finite.
     """
     with together():
-        saved = _settled(source, calibration, save)
+        saved = _read_saved(source, calibration, save)
         if saved is not None or calibration == "none":
             return saved
         length = min(length, source.positions)
@@ -92,9 +90,13 @@ def study(
             return _reused(save, run, work)
         model = LayeredModel(source.checkpoint) if layerwise else load_model(directory)
     if calibration == "self":
-        tokens = _written(source, model, need, sequences=sequences, length=length, seed=seed)
-    how: dict[str, Any] = {"layout": layout_of(source), "batch_size": batch_size(length), "seed": seed}
-    how["calibration"] = _name(calibration)
+        tokens = _sample(source, model, need, sequences=sequences, length=length, seed=seed)
+    how: dict[str, Any] = {
+        "layout": layout_of(source),
+        "batch_size": batch_size(length),
+        "seed": seed,
+        "calibration": _name(calibration),
+    }
     if isinstance(model, LayeredModel):
         statistics = by_layer.collect(model, tokens, **how, work=_place(work))
     else:
@@ -105,15 +107,15 @@ def study(
 
 
 def _place(work: Path | None) -> Path:
-    """A directory that exists: TMPDIR where it is set, else the one asked for or the nearest above it."""
+    """Return a directory that exists: TMPDIR where it is set, else `work` or the nearest one above it."""
     if "TMPDIR" in os.environ:
         return Path(tempfile.gettempdir())
     place = (work or Path()).absolute()
     return next(path for path in (place, *place.parents) if path.is_dir())
 
 
-def _settled(source: Source, calibration: str, save: Path | None) -> Statistics | None:
-    """Saved statistics, where the user names them; mistakes that need no model show here."""
+def _read_saved(source: Source, calibration: str, save: Path | None) -> Statistics | None:
+    """Return saved statistics, where the user names them; refuse mistakes that need no model to be seen."""
     if calibration == "none":
         if save is not None:
             raise InvalidInput(
@@ -131,7 +133,7 @@ def _settled(source: Source, calibration: str, save: Path | None) -> Statistics 
             raise InvalidInput(
                 f"--save-statistics has nothing to save: {calibration} holds saved statistics already"
             )
-        return _fitting(Statistics.load(Path(calibration)), source, calibration)
+        return _check_source(Statistics.load(Path(calibration)), source, calibration)
     if calibration != "self":
         check_calibration(calibration)
     return None
@@ -154,7 +156,7 @@ def _run(source: Source, asked: list[Any]) -> str:
 
 
 def _reused(file: Path, run: str, work: Path | None) -> Statistics:
-    """Return the statistics that an earlier run of the same command has saved before it was killed.
+    """Return the statistics that an earlier run of the same command saved before it was killed.
 
     Raises:
         InvalidInput: the file holds other statistics.
@@ -168,8 +170,8 @@ def _reused(file: Path, run: str, work: Path | None) -> Statistics:
     return replace(statistics, layers=tuple(layer.parked(_place(work)) for layer in statistics.layers))
 
 
-def _written(source: Source, model: Any, need: Need, *, sequences: int, length: int, seed: int) -> Tensor:
-    """Sample text from the source, with as many sequences at once as fit in memory."""
+def _sample(source: Source, model: Any, need: Need, *, sequences: int, length: int, seed: int) -> Tensor:
+    """Return text that the source writes, as many sequences at once as fit next to it in memory."""
     settings: dict[str, Any] = {
         "sequences": sequences,
         "length": length,
@@ -195,29 +197,23 @@ def _written(source: Source, model: Any, need: Need, *, sequences: int, length: 
 
 def _name(calibration: str) -> str:
     """Return the name of the text in the record."""
-    return (
-        calibration
-        if calibration == "self"
-        else f"text:{Path(calibration).name if Path(calibration).exists() else calibration}"
-    )
+    if calibration == "self":
+        return calibration
+    return f"text:{Path(calibration).name if Path(calibration).exists() else calibration}"
 
 
 def layout_of(source: Source) -> Layout:
-    """Where the quantities of a source are in its transformers model."""
+    """Return where the quantities of a source are in its transformers model."""
     # A checkpoint of the bare model leaves the prefix out; the module has it all the same.
-    family, geometry = (
-        replace(source.family, prefix=family_of(source.checkpoint.config).prefix),
-        source.geometry,
-    )
+    family = replace(source.family, prefix=family_of(source.checkpoint.config).prefix)
+    geometry = source.geometry
     order_H = half_order(family, geometry.head_dim, source.rotary_width)
 
     def heads(role: str, output_BTC: Tensor) -> dict[str, Tensor]:
         output_CBT = output_BTC.movedim(-1, 0)
-        rows = (
-            split(output_CBT, family, geometry)
-            if role == "qkv"
-            else (output_CBT.unflatten(0, (-1, geometry.head_dim)),)
-        )
+        rows: tuple[Tensor, ...] = (output_CBT.unflatten(0, (-1, geometry.head_dim)),)
+        if role == "qkv":
+            rows = split(output_CBT, family, geometry)
         found = dict(zip(role, rows, strict=True))
         return {
             one: (rows_IHBT if one == "v" else rows_IHBT[:, order_H]).permute(2, 3, 0, 1)
@@ -227,7 +223,8 @@ def layout_of(source: Source) -> Layout:
     return Layout(projections=family.projections, split=heads)
 
 
-def _fitting(statistics: Statistics, source: Source, file: str) -> Statistics:
+def _check_source(statistics: Statistics, source: Source, file: str) -> Statistics:
+    """Return the statistics, or refuse those of a model of another shape."""
     geometry = source.geometry
     found = (
         len(statistics.layers),
