@@ -170,7 +170,7 @@ def mistakes(work: Path) -> Iterator[tuple[Any, str]]:
     yield lambda: kvfold.fold(work / "gone", mla), "is not a directory"
     yield lambda: kvfold.fold(DEMO, kvfold.GQA()), "--to gqa takes either"
     yield lambda: kvfold.fold(DEMO, kvfold.GQA(kv_heads=3), calibration="none"), "do not fold into 3"
-    yield lambda: kvfold.fold(DEMO, kvfold.MLA(kv_budget="250%")), "is no share of the source's cache"
+    yield lambda: kvfold.fold(DEMO, kvfold.MLA(kv_budget="250%")), "is not a share of the source's cache"
     yield lambda: anything(DEMO, "mla"), "the target is 'mla'; it should be kvfold.GQA"
     yield lambda: anything(DEMO, mla, rnak=3), "unknown name 'rnak'; did you mean 'rank'?"
     yield lambda: anything(DEMO, mla, sequences="many"), "sequences is 'many'"

@@ -91,19 +91,25 @@ def study(
         model = LayeredModel(source.checkpoint) if layerwise else load_model(directory)
     if calibration == "self":
         tokens = _sample(source, model, need, sequences=sequences, length=length, seed=seed)
-    how: dict[str, Any] = {
-        "layout": layout_of(source),
-        "batch_size": batch_size(length),
-        "seed": seed,
-        "calibration": _name(calibration),
-    }
-    if isinstance(model, LayeredModel):
-        statistics = by_layer.collect(model, tokens, **how, work=_place(work))
-    else:
-        statistics = passes.collect(model, tokens, **how)
+    statistics = _collect(source, model, tokens, calibration=_name(calibration), seed=seed, work=work)
     if save is not None and is_first():
         statistics.save(save, run)
     return statistics
+
+
+def _collect(
+    source: Source, model: Any, tokens: Tensor, *, calibration: str, seed: int, work: Path | None
+) -> Statistics:
+    """Take statistics on some tokens, with the whole model or one layer at a time."""
+    how: dict[str, Any] = {
+        "layout": layout_of(source),
+        "batch_size": batch_size(tokens.shape[-1]),
+        "seed": seed,
+        "calibration": calibration,
+    }
+    if isinstance(model, LayeredModel):
+        return by_layer.collect(model, tokens, **how, work=_place(work))
+    return passes.collect(model, tokens, **how)
 
 
 def _place(work: Path | None) -> Path:
