@@ -41,6 +41,24 @@ def main(out: Path | None, tokens: str, as_json: bool) -> None:
     on modules of that library which it has not seen.
     """
     from .checkpoints.directory import check_output
+
+    start = time.monotonic()
+    if out is not None:
+        check_output(out)
+        out.mkdir(parents=True)
+    work = out or Path(tempfile.mkdtemp(prefix="kvfold-demo-"))
+    results, text_hash = _run(work, tokens)
+    seconds = round(time.monotonic() - start)
+    if as_json:
+        measured = {name: result.to_json() for name, result in results.items()}
+        show_json({"seconds": seconds, "out": str(work), **measured})
+        return
+    _show(results, text_hash)
+    click.echo(f"Checkpoints are in {work}; {seconds} s.\n{_conclusion(results['mla, distilled'])}")
+
+
+def _run(work: Path, tokens: str) -> tuple[dict[str, "Result"], str]:
+    """Fold, distil and evaluate in a directory; return the evaluations by name, and the hash of their text."""
     from .convert.calibration.study import study
     from .convert.families.source import open_source
     from .distill.recipe.recipe_file import read_recipe
@@ -49,11 +67,6 @@ def main(out: Path | None, tokens: str, as_json: bool) -> None:
     from .eval.run import evaluate
     from .texts.corpus import read_text
 
-    start = time.monotonic()
-    if out is not None:
-        check_output(out)
-        out.mkdir(parents=True)
-    work = out or Path(tempfile.mkdtemp(prefix="kvfold-demo-"))
     text = read_text("stdlib")
     options = Options(window=WINDOW, max_windows=WINDOWS)
     with resources.as_file(resources.files("kvfold") / "recipes" / "demo") as source:
@@ -70,38 +83,34 @@ def main(out: Path | None, tokens: str, as_json: bool) -> None:
         )
         distill(read_recipe(source / "distill.yaml", settings))
         results = {to: evaluate(path, source, text, options) for to, path in folded.items()}
-        results["mla, distilled"] = last = evaluate(distilled, source, text, options, folded["mla"])
-    seconds = round(time.monotonic() - start)
-    if as_json:
-        show_json(
-            {
-                "seconds": seconds,
-                "out": str(work),
-                **{name: result.to_json() for name, result in results.items()},
-            }
-        )
-        return
-    teacher, parent, ratio = last.ppl.teacher, last.ppl.parent, last.cache.ratio
-    assert teacher is not None
-    assert parent is not None
+        results["mla, distilled"] = evaluate(distilled, source, text, options, folded["mla"])
+    return results, text.sha256
+
+
+def _show(results: dict[str, "Result"], text_hash: str) -> None:
+    """Print a row for the source and one for each evaluation."""
+    last = results["mla, distilled"]
+    assert last.ppl.teacher is not None
     assert last.protocol is not None
     rows = [
-        ("source (mha)", "100.0%", f"{teacher.perplexity:.2f}", "0", ""),
+        ("source (mha)", "100.0%", f"{last.ppl.teacher.perplexity:.2f}", "0", ""),
         *(_row(*item) for item in results.items()),
     ]
     columns = ("", "cache", "perplexity", "KL to source, nats", "recovered")
-    show_table(f"{last.protocol.name}, text sha256 {text.sha256[:16]}", columns, rows)
-    share = last.ppl.recovered_share
-    recovered = (
-        f"recovered {share.value:.1%} of the loss"
-        if share.value is not None
-        else f"recovered share {share.reason}"
-    )
-    click.echo(
-        f"Checkpoints are in {work}; {seconds} s.\n"
-        f"MLA at {ratio:.0%} of the cache: perplexity {teacher.perplexity:.2f} (source), "
-        f"{parent.perplexity:.2f} (folded), "
-        f"{last.ppl.student.perplexity:.2f} (distilled): {recovered}."
+    show_table(f"{last.protocol.name}, text sha256 {text_hash[:16]}", columns, rows)
+
+
+def _conclusion(last: "Result") -> str:
+    """Return the perplexities of source, fold and student, and the recovered share, in one line."""
+    teacher, parent, share = last.ppl.teacher, last.ppl.parent, last.ppl.recovered_share
+    assert teacher is not None
+    assert parent is not None
+    recovered = f"recovered share {share.reason}"
+    if share.value is not None:
+        recovered = f"recovered {share.value:.1%} of the loss"
+    return (
+        f"MLA at {last.cache.ratio:.0%} of the cache: perplexity {teacher.perplexity:.2f} (source), "
+        f"{parent.perplexity:.2f} (folded), {last.ppl.student.perplexity:.2f} (distilled): {recovered}."
     )
 
 
