@@ -8,7 +8,6 @@ lose on calibration text, planned what slots, latent and queries are expected to
 
 import tempfile
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -104,13 +103,11 @@ def main(
 ) -> None:
     """Print and save nats lost by every metric at every rank."""
     directory = resolve(model)
-    source, content, how = (
-        open_source(directory),
-        read_text(text),
-        Options(window=window, max_windows=max_windows),
-    )
+    source = open_source(directory)
     statistics = study(source, "self", sequences=sequences, length=length, seed=0)
     ranks = [str(int(source.geometry.hidden_size * part)) for part in share]
+    content = read_text(text)
+    how = Options(window=window, max_windows=max_windows)
     rows: dict[str, dict[str, dict[str, Any]]] = {}
     with tempfile.TemporaryDirectory() as work:
         for label, (metric, steps) in METRICS.items():
@@ -121,13 +118,9 @@ def main(
                 options = {"kv_budget": kv_budget, "q_lora_rank": None if rank == WHOLE else rank}
                 request = fold_request({"model": model, "to": "mla", "refine": steps, **options})
                 plan = make_plan(directory, request, statistics)
-                with (
-                    nullcontext()
-                    if metric is None
-                    else patch("kvfold.convert.write.layer_fold.query_metric", metric)
-                ):
-                    record = rewrite(plan, Path(work) / f"{label}-{rank}")
-                result = evaluate(Path(work) / f"{label}-{rank}", directory, content, how)
+                out = Path(work) / f"{label}-{rank}"
+                record = _rewrite(plan, out, metric)
+                result = evaluate(out, directory, content, how)
                 rows[label][rank] = _cell(plan, record, result)
                 click.echo(f"{label} {rank}: {rows[label][rank]['lost']:.4f}", err=True)
     assert result.ppl.teacher is not None
@@ -151,14 +144,18 @@ def main(
         f"lost by q_lora_rank"
     )
     show_table(title, ("", *columns), shown)
-    click.echo(
-        "Spearman with nats lost: {predicted:.3f} of predicted loss, {planned:.3f} of planned".format(
-            **agreement
-        )
-    )
-    click.echo(
-        f"saved in {save(f'queries-{name}', {**protocol, **about, 'spearman': agreement, 'rows': rows})}"
-    )
+    spearman = "{predicted:.3f} of predicted loss, {planned:.3f} of planned".format(**agreement)
+    click.echo(f"Spearman with nats lost: {spearman}")
+    saved = save(f"queries-{name}", {**protocol, **about, "spearman": agreement, "rows": rows})
+    click.echo(f"saved in {saved}")
+
+
+def _rewrite(plan: Plan, out: Path, metric: Any) -> dict[str, Any]:
+    """Write a fold whose queries are compressed in a metric; None is the product's own."""
+    if metric is None:
+        return rewrite(plan, out)
+    with patch("kvfold.convert.write.layer_fold.query_metric", metric):
+        return rewrite(plan, out)
 
 
 def _cell(plan: Plan, record: dict[str, Any], result: Result) -> dict[str, Any]:

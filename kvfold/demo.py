@@ -58,7 +58,7 @@ def main(out: Path | None, tokens: str, as_json: bool) -> None:
 
 
 def _run(work: Path, tokens: str) -> tuple[dict[str, "Result"], str]:
-    """Fold, distil and evaluate in a directory; return the evaluations by name, and the hash of their text."""
+    """Fold, distil and evaluate in a directory; return the evaluations by name and the hash of the text."""
     from .convert.calibration.study import study
     from .convert.families.source import open_source
     from .distill.recipe.recipe_file import read_recipe

@@ -172,22 +172,9 @@ def test_mistakes(tmp_path: Path) -> None:
         assert result.exit_code == 2, options
         assert sentence in result.output
         assert not (tmp_path / "out").exists()
+    words = [str(source), "--to", "gqa", "--kv-heads", "2", "--method", "mean"]
     for option in (("--calibration", "self"), ("--save-statistics", "x.safetensors")):
-        gqa = CliRunner().invoke(
-            main,
-            [
-                str(source),
-                "--to",
-                "gqa",
-                "--kv-heads",
-                "2",
-                "--method",
-                "mean",
-                *option,
-                "--out",
-                str(tmp_path / "out"),
-            ],
-        )
+        gqa = CliRunner().invoke(main, [*words, *option, "--out", str(tmp_path / "out")])
         assert gqa.exit_code == 2
         assert (
             f"{' '.join(option[: 2 if option[1] == 'self' else 1])} does not apply to --method mean"
