@@ -30,9 +30,9 @@ def predictions(
 
 
 def log_probabilities(of: Predictions, temperature: float = 1.0, width: int | None = None) -> Tensor:
-    logits = functional.linear(of.hidden_TD, of.weight_VD, of.bias_V) * of.scale
-    if of.soft_cap:
-        logits = of.soft_cap * torch.tanh(logits / of.soft_cap)
+    logits = functional.linear(of.hidden_TD, of.weight_VD, of.bias_V) * of.form.scale
+    if of.form.soft_cap:
+        logits = of.form.soft_cap * torch.tanh(logits / of.form.soft_cap)
     return torch.log_softmax(logits[:, :width] / temperature, -1)
 
 
