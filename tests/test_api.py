@@ -192,7 +192,7 @@ def mistakes(work: Path) -> Iterator[tuple[Any, str]]:
         lambda: kvfold.evaluate(DEMO, text="stdlib", windw=3),
         "unknown option 'windw'; did you mean 'window'?",
     )
-    yield lambda: kvfold.evaluate(DEMO, text="stdlib", memory="x"), "'x' is no size"
+    yield lambda: kvfold.evaluate(DEMO, text="stdlib", memory="x"), "'x' is not a size"
     yield lambda: kvfold.verify(work / "gone"), "is not a directory"
     yield lambda: kvfold.verify(DEMO, engines=["vlm"]), "'vlm' is unknown; choose from"
     yield lambda: kvfold.publish(work / "gone", "me/x", dry_run=True), "is not a directory"

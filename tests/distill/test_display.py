@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from kvfold.core.console import listening, showing
 from kvfold.distill import display
 from kvfold.distill.display import SHOWN, duration, shown, stage_table
 from kvfold.distill.run.job import distill
@@ -48,7 +49,7 @@ def test_a_terminal_has_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "160")
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(sys, "stderr", terminal := Terminal())
-    with stage_table("kl", 86) as show:
+    with showing(), stage_table("kl", 86) as show:
         show(12, VALUES)
     for text in (
         "step",
@@ -69,7 +70,7 @@ def test_elsewhere_there_are_lines(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(display, "PLAIN_INTERVAL", 0.0)
-    with stage_table("kl", 86) as show:
+    with showing(), stage_table("kl", 86) as show:
         show(12, VALUES)
     line = capsys.readouterr().err
     assert line.startswith(
@@ -83,7 +84,7 @@ def test_other_processes_say_nothing(
 ) -> None:
     monkeypatch.setattr(display, "PLAIN_INTERVAL", 0.0)
     monkeypatch.setenv("RANK", "1")
-    with stage_table("kl", 86) as show:
+    with showing(), stage_table("kl", 86) as show:
         show(12, VALUES)
     assert capsys.readouterr().err == ""
 
@@ -98,7 +99,8 @@ def test_a_run_shows_what_it_logs(
     held = tmp_path / "held.txt"
     held.write_text(" ".join(map(str, range(300))), encoding="utf-8")
     section = {"source": str(held), "every": 2, "windows": 4}
-    distill(make_recipe(losses={"kl": 0.5, "ce": 0.1}, tokens=576, evaluate=section))
+    with showing():
+        distill(make_recipe(losses={"kl": 0.5, "ce": 0.1}, tokens=576, evaluate=section))
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("kl: ")]
     assert len(lines) == 3
     for line, logged in zip(lines, metrics(tmp_path / "out"), strict=True):
@@ -117,3 +119,19 @@ def test_the_time_of_evaluations_is_not_the_trainings(
     told = Metrics(tmp_path / "metrics.jsonl", "kl", tokens=50)
     told.leave_out(98)
     assert told.append(Progress(tokens=150), {})["tokens_per_second"] == 50
+
+
+def test_a_library_shows_nothing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Outside a command the steps go to whoever listens, and to no terminal."""
+    monkeypatch.setattr(display, "PLAIN_INTERVAL", 0.0)
+    heard: list[tuple[str, int, int]] = []
+
+    def listen(description: str, done: int, total: int) -> None:
+        heard.append((description, done, total))
+
+    with listening(listen), stage_table("kl", 86) as show:
+        show(12, VALUES)
+    with stage_table("kl", 86) as show:
+        show(13, VALUES)
+    assert heard == [("kl", 12, 86)]
+    assert capsys.readouterr().err == ""

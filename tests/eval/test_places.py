@@ -61,13 +61,13 @@ def test_one_at_a_time_gives_the_same_numbers_and_holds_one_model(
 
 
 def test_models_that_do_not_fit_together_are_loaded_apart(
-    mha: Path, other: Path, text: Text, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    mha: Path, other: Path, text: Text, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     size = sum((path / "model.safetensors").stat().st_size for path in (mha, other))
     for free, apart in ((size, False), (size - 1, True)):
         monkeypatch.setattr(subject_module, "free_bytes", lambda free=free: free)
         assert Subject({"student": mha, "teacher": other}, PLAIN, text).one_at_a_time is apart
-        assert ("they are loaded one at a time" in capsys.readouterr().err) is apart
+        assert ("they are loaded one at a time" in caplog.text) is apart
         assert not Subject(
             {"student": mha, "teacher": other}, Options(**WINDOW, one_at_a_time=False), text
         ).one_at_a_time

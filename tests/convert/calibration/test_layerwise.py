@@ -152,7 +152,7 @@ def modes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_chosen_by_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, modes: list[str], capsys: Any
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, modes: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     """Too little memory for the whole model: layer by layer, with the same result.
 
@@ -166,7 +166,7 @@ def test_chosen_by_memory(
     for module in (study_module, __import__("kvfold.convert.calibration.capacity", fromlist=["free_bytes"])):
         monkeypatch.setattr(module, "free_bytes", lambda: need.rest + need.layer + 2 * need.cached)
     smaller = study(source, "self", **text, work=tmp_path / "not" / "there")
-    assert "larger than memory" in capsys.readouterr().err
+    assert "larger than memory" in caplog.text
     forced = study(source, "self", **text, layerwise=False)
     assert modes == ["whole", "layerwise", "whole"]
     assert fits is not None

@@ -72,7 +72,7 @@ def test_the_assistant_may_speak_first(tokenizer: Any, template: str) -> None:
 
 
 def test_conversations_that_a_template_refuses_are_left_out(
-    tmp_path: Path, tokenizer: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, tokenizer: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One does not stop a run, which says which it is.
 
@@ -84,7 +84,7 @@ def test_conversations_that_a_template_refuses_are_left_out(
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"talk": row}) + "\n" for row in rows[:3]))
     data = Data(source=str(tmp_path / "a.jsonl"), messages_field="talk", seq_len=32)
     write_tokens(tmp_path / "tokens.bin", data, tokenizer, 100, vocabulary=258)
-    said = capsys.readouterr().err
+    said = caplog.text
     assert (
         'begins with {"role": "assistant", "content": "a"}: the user speaks first: 1 of 3 read'
         in " ".join(said.split())
@@ -183,14 +183,14 @@ def test_windows_are_filled_with_what_fits() -> None:
 
 
 def test_long_and_silent_conversations(
-    tmp_path: Path, tokenizer: Any, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, tokenizer: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     tokenizer.chat_template = PLAIN
     rows = [say("q", "a" * 50), say("q" * 60, "a"), say("q"), say("q", "a")]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"talk": row}) + "\n" for row in rows))
     data = Data(source=str(tmp_path / "a.jsonl"), messages_field="talk", seq_len=32)
     write_tokens(tmp_path / "tokens.bin", data, tokenizer, 100, vocabulary=258)
-    said = capsys.readouterr().err
+    said = caplog.text
     assert "a.jsonl: conversations cut to data.seq_len 32: 2 of 4 read" in said
     assert "a.jsonl: conversations left out, without a word of the assistant's: 2 of 4 read" in said
     windows = open_windows(tmp_path / "tokens.bin", data)

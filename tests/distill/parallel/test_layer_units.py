@@ -236,14 +236,14 @@ def damage(directory: Path, what: str) -> str:
 
 @pytest.mark.parametrize("what", ["quantised", "pickled", "missing", "misshapen"])
 def test_what_cannot_be_read_by_the_unit_is_loaded_whole_and_said(
-    what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    what: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Whoever loads it whole refuses what is not there: random numbers in its place would be the worst."""
     directory = make(tmp_path / "model", "llama")
     save_tokenizer(directory)
     reason = damage(directory, what)
     assert open_in_units(directory, torch.float32) is None
-    message = capsys.readouterr().err
+    message = caplog.text
     assert f"every process loads {directory} whole before it keeps its shards of it" in message
     assert reason in message
 

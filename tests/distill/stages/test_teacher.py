@@ -78,7 +78,7 @@ def like_source(teacher: Path, student: Path, tmp_path: Path) -> Path:
 
 
 def test_shared_is_the_same_teacher_in_the_memory_of_its_attention(
-    teacher: Path, online: Online, like_source: Path, capsys: pytest.CaptureFixture[str]
+    teacher: Path, online: Online, like_source: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     student = load_student(like_source, 32, CPU)
     shared = load_shared(teacher, False, CPU, student, ATTENTION)
@@ -86,10 +86,7 @@ def test_shared_is_the_same_teacher_in_the_memory_of_its_attention(
     assert own == {shared.model.get_parameter(name).untyped_storage().data_ptr() for name in ATTENTION}
     both = storages(student.model) | storages(shared.model)
     assert sum(both.values()) == sum(storages(student.model).values()) + 8 * 4 * 32 * 32
-    assert (
-        "student and teacher share 20,704 weights; the teacher has 8,192 of its own"
-        in capsys.readouterr().err
-    )
+    assert "student and teacher share 20,704 weights; the teacher has 8,192 of its own" in caplog.text
     mine, its = shared.predictions(batch()), online.predictions(batch())
     assert torch.equal(mine.hidden_TD, its.hidden_TD)
     assert torch.equal(mine.weight_VD, its.weight_VD)

@@ -93,13 +93,13 @@ def test_the_curve_is_drawn(make_recipe: MakeRecipe, held: Path) -> None:
 
 
 def test_without_matplotlib_there_are_the_numbers(
-    make_recipe: MakeRecipe, held: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    make_recipe: MakeRecipe, held: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("kvfold.distill.watch.perplexity_curve.find_spec", lambda name: None)
     out = distill(make_recipe(tokens=192, evaluate={"source": str(held), "windows": 4})).output
     assert not (out / "curve.png").exists()
     assert len(json.loads((out / "curve.json").read_text())["points"]) == 2
-    assert "pip install 'kvfold[report]'" in capsys.readouterr().err
+    assert "pip install 'kvfold[report]'" in caplog.text
 
 
 def test_the_best_weights_can_be_the_output(make_recipe: MakeRecipe, held: Path, tmp_path: Path) -> None:

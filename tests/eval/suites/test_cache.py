@@ -105,11 +105,8 @@ def test_a_class_without_a_row_promises_nothing() -> None:
 
 
 def test_a_cache_other_than_promised_is_told(
-    mha: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    mha: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("kvfold.eval.suites.cache.predicted", lambda config: 16)
     caches(mha)
-    assert (
-        "holds 64 elements per token and layer in transformers, but 16 by its config.json"
-        in capsys.readouterr().err
-    )
+    assert "holds 64 elements per token and layer in transformers, but 16 by its config.json" in caplog.text
