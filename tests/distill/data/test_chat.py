@@ -200,7 +200,7 @@ def test_long_and_silent_conversations(
 def test_mistakes_about_chat_are_named(tmp_path: Path, tokenizer: Any) -> None:
     talks = [say("q", "a", "q", "a")]
     for template, rows, message in (
-        (None, talks, "has no chat template, which says how a conversation is written"),
+        (None, talks, "has no chat template, which defines how a conversation is written"),
         (
             FORGETFUL,
             talks,

@@ -192,7 +192,7 @@ def test_rows_of_parquet_are_counted(tmp_path: Path) -> None:
     ("source", "content", "message"),
     [
         ("held.txt", "", "held.txt holds no text; an evaluation needs"),
-        ("held.txt", "a few words", "held.txt has 11 tokens, a window of 32 takes 31"),
+        ("held.txt", "a few words", "held.txt has 11 tokens, but a window of 32 takes 31 of them"),
         ("held.jsonl", lines(3, "body"), "has no field 'text'; evaluate.text_field can be body"),
         ("nowhere", None, "evaluate.source nowhere is not a file; name a text, or stdlib"),
         ("held.txt", "TRAIN", "is trained on: "),
