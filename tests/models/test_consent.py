@@ -3,6 +3,7 @@
 A canary that no command may let sing, and what each command says.
 """
 
+import hashlib
 import json
 import os
 import shutil
@@ -19,8 +20,10 @@ from kvfold.convert.formats.remote import AUTO_MAP, FILES, HERE
 from kvfold.core.errors import InvalidInput
 from kvfold.distill.recipe.recipe import Recipe
 from kvfold.distill.run.job import distill
-from kvfold.models.causal_lm import load_model, load_tokenizer
+from kvfold.models.causal_lm import load, load_model, load_tokenizer
 from kvfold.models.code_files import clean_copy, foreign_code
+from kvfold.models.load_options import LoadOptions
+from kvfold.models.remote_code import EARLIER, carries_own_code
 from kvfold.verification.verify import verify
 
 from ..distill.conftest import save_tokenizer
@@ -296,3 +299,20 @@ def test_what_kvfold_wrote_is_its_own(made: Path, tmp_path: Path) -> None:
             (directory / name / "left.pyc").write_bytes(b"")
         assert foreign_code(directory) == ""
         assert verify(directory).failures == []
+
+
+def test_an_output_of_an_earlier_version_runs_this_versions_classes(
+    made: Path, tmp_path: Path, sung: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files that are known from an earlier version are not executed: kvfold's own stand for them."""
+    output = tmp_path / "earlier"
+    shutil.copytree(made / "remote", output)
+    file = output / "layers_kvfold.py"
+    file.write_text(canary(sung) + file.read_text())
+    assert not carries_own_code(output)
+    digest = hashlib.sha256(file.read_bytes()).hexdigest()
+    monkeypatch.setitem(EARLIER, file.name, (*EARLIER[file.name], digest))
+    assert carries_own_code(output)
+    assert foreign_code(output) == ""
+    assert type(load(output, LoadOptions(device="cpu")).model).__name__ == "KvfoldForCausalLM"
+    assert not sung.exists()
