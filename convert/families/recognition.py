@@ -4,7 +4,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...core.errors import InvalidInput
+from ...core.untrusted import shorten
 from ..algebra.target import Geometry
+from .config_fields import LARGEST, is_size
 from .family import Block, Family
 from .rows import FAMILIES
 
@@ -29,6 +31,7 @@ _ENCODERS = {
     "xlm-roberta", "bart", "mbart", "marian", "t5", "mt5", "umt5", "pegasus", "clip", "siglip", "vit",
     "whisper",
 }  # fmt: skip
+_PARTIAL = {"phi", "phi3", "stablelm", "glm", "glm4", "gpt_neox"}  # whose classes may rotate a part of a head
 _LATENT = {"deepseek_v2", "deepseek_v3", "youtu", "minicpm3"}
 
 
@@ -108,8 +111,11 @@ def geometry_of(config: Mapping[str, Any]) -> Geometry:
         optional = optional or (
             key == "intermediate_size" and FAMILIES[config["model_type"]].defaults[key] is None
         )
-        if not (optional and value is None) and (not isinstance(value, int) or value < 1):
-            raise InvalidInput(f"config.json has {key} {value!r}, where a positive number is needed")
+        if not (optional and value is None) and not is_size(value):
+            raise InvalidInput(
+                f"config.json has {key} {shorten(value)}, where a positive number of at most {LARGEST} "
+                "is needed"
+            )
     hidden = config["hidden_size"]
     heads = config["num_attention_heads"]
     kv_heads = config.get("num_key_value_heads") or heads
@@ -129,11 +135,17 @@ def rotary_width(family: Family, config: Mapping[str, Any], head_dim: int) -> in
     """Return how many of a head's dimensions rotate; these are the first ones.
 
     Raises:
-        InvalidInput: an odd number, or more than there are.
+        InvalidInput: an odd number, more than there are, or a part where the class rotates whole heads.
     """
     if family.rotary is None:
         return 0
-    width = config.get("rotary_dim") or int(head_dim * (partial_factor(config) or 1.0))
+    share = partial_factor(config)
+    if share not in {None, 1.0} and config["model_type"] not in _PARTIAL:
+        raise InvalidInput(
+            f"config.json has partial_rotary_factor {share}, but {family.architecture} of transformers "
+            "rotates whole heads; leave it out"
+        )
+    width = config.get("rotary_dim") or int(head_dim * (share or 1.0))
     if width % 2 or not 0 <= width <= head_dim:
         raise InvalidInput(
             f"config.json has {width} rotary dimensions; it needs an even number of at most {head_dim}"

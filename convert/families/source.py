@@ -10,10 +10,13 @@ from torch import Tensor
 
 from ...checkpoints.directory import Checkpoint
 from ...core.errors import InvalidInput
+from ...models.expected_weights import check_weights
 from ..algebra.attention import Attention
 from ..algebra.forward import Scoring
-from ..algebra.rotary import FIXED, frequencies, longrope_factor, rope_parameters
+from ..algebra.rotary import FIXED, frequencies, longrope_factor
 from ..algebra.target import Geometry
+from .config_fields import check_fields, check_ids, check_lists
+from .layer_rotation import check_rotation, fixed_rotation, layer_rope
 from .packing import outputs, shapes, unpack
 from .recognition import Family, complete, family_of, geometry_of, rotary_width, rotated
 
@@ -229,22 +232,6 @@ def _positive(config: Mapping[str, Any], name: str) -> float:
     return float(config[name])
 
 
-def layer_rope(config: dict[str, Any], layer: int) -> dict[str, Any]:
-    """Return a layer's rope parameters, from a complete config.
-
-    Layers of two kinds may have different ones.
-    """
-    kinds = config.get("layer_types") or []
-    kind = kinds[layer] if layer < len(kinds) else "full_attention"
-    nested = config.get("rope_parameters")
-    if isinstance(nested, dict) and isinstance(nested.get(kind), dict):
-        return rope_parameters({**config, "rope_parameters": nested[kind]})
-    local = config.get("rope_local_base_freq")
-    if kind == "sliding_attention" and local and not nested:
-        return rope_parameters({"rope_theta": local})
-    return rope_parameters(config)
-
-
 def open_source(directory: Path) -> Source:
     """Open the checkpoint in a directory.
 
@@ -256,11 +243,14 @@ def open_source(directory: Path) -> Source:
             f"{directory} is already folded by kvfold; fold the source named in its kvfold.json instead"
         )
     checkpoint = Checkpoint(directory)
+    check_fields(checkpoint.config)
     family = family_of(checkpoint.config)
     if family.embedding in checkpoint and family.prefix + family.embedding not in checkpoint:
         family = replace(family, prefix="")  # saved as the bare model, as the first GPT-2 checkpoints are
     config = complete(family, checkpoint.config)
     geometry = geometry_of(config)
+    check_lists(config)
+    check_ids(checkpoint.config, config["vocab_size"])
     biases = _biases(checkpoint, family, geometry, config["num_hidden_layers"])
     _check_whole(checkpoint, family, config)
     if config["tie_word_embeddings"] and has_own_head(
@@ -268,7 +258,7 @@ def open_source(directory: Path) -> Source:
     ):
         config["tie_word_embeddings"] = False
     width = rotary_width(family, config, geometry.head_dim)
-    return Source(
+    source = Source(
         checkpoint=checkpoint,
         config=config,
         family=family,
@@ -276,6 +266,10 @@ def open_source(directory: Path) -> Source:
         biases=biases,
         rotary_width=width,
     )
+    ours = fixed_rotation(config, source.rotating, width) if width else {}
+    tables = check_weights(checkpoint, family.prefix + family.o.partition(".{layer}")[0])
+    check_rotation(ours, tables, width, family.architecture)
+    return source
 
 
 def has_own_head(checkpoint: Checkpoint, head: str, embedding: str) -> bool:

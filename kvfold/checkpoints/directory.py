@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..core.errors import InvalidInput
 from ..core.files import rename_whole
+from ..core.untrusted import read_json
 from .shards import INDEX, Entry, TensorSpec, is_finite, pieces, read_flat, read_header
 
 PIECE = 1 << 20  # elements in which a tensor is copied: a piece fits in the processor's caches
@@ -129,12 +130,7 @@ def read_config(directory: Path) -> dict[str, Any]:
     path = directory / "config.json"
     if not path.is_file():
         raise InvalidInput(f"{directory} has no config.json; give the directory of a Hugging Face checkpoint")
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise InvalidInput(f"{path} is not valid JSON: {error}") from None
-    if not isinstance(config, dict):
-        raise InvalidInput(f"{path} holds no JSON object")
+    config: dict[str, Any] = read_json(path)
     return config
 
 
@@ -152,12 +148,9 @@ def _entries(directory: Path) -> dict[str, Entry]:
         if not files:
             raise InvalidInput(_no_weights(directory))
         return read_header(files[0])
-    try:
-        weight_map: dict[str, str] = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"].items())
-        if not all(isinstance(file, str) for file in weight_map.values()):
-            raise TypeError
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise InvalidInput(f"{index} is damaged: it has no weight_map") from None
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(map(_is_file_name, weight_map.values())):
+        raise InvalidInput(f"{index} is damaged: it has no weight_map")
     entries: dict[str, Entry] = {}
     for name in sorted(set(weight_map.values())):
         if not (directory / name).is_file():
@@ -172,6 +165,23 @@ def _entries(directory: Path) -> dict[str, Entry]:
     if wrong:
         raise InvalidInput(f"{index} disagrees with its shards about {wrong[0]} ({len(wrong)} such tensors)")
     return {name: entries[name] for name in weight_map}
+
+
+def _is_file_name(value: Any) -> bool:
+    return isinstance(value, str) and value not in {"", ".", ".."} and not set(value) & set("/\\\0")
+
+
+def check_safetensors(directory: Path) -> None:
+    """Check that a directory has weights that are read without running code.
+
+    Args:
+        directory: a model directory.
+
+    Raises:
+        InvalidInput: it has no safetensors; for a pickle the error names the command that converts it.
+    """
+    if not any(directory.glob("*.safetensors")):
+        raise InvalidInput(_no_weights(directory))
 
 
 def _no_weights(directory: Path) -> str:

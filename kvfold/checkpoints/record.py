@@ -11,6 +11,7 @@ from typing import Any
 
 from ..core.errors import InvalidInput
 from ..core.hub import resolve
+from ..core.untrusted import read_json, shorten
 
 FILE = "kvfold.json"
 SCHEMA = 1
@@ -28,20 +29,42 @@ def read_record(directory: Path) -> dict[str, Any] | None:
     path = directory / FILE
     if not path.is_file():
         return None
-    try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-        schema = record["schema"]
-        if schema == SCHEMA and not (
-            isinstance(record["source"]["path"], str) and isinstance(record["parents"], list)
-        ):
-            raise TypeError
-    except (ValueError, TypeError, KeyError):
-        raise InvalidInput(f"{path} is damaged: it is not a record written by kvfold") from None
+    record: dict[str, Any] = read_json(path)
+    schema = record.get("schema")
+    if schema == SCHEMA:
+        fault = _fault(record)
+        if fault:
+            raise InvalidInput(f"{path} is damaged: it is not a record written by kvfold, since {fault}")
     if schema != SCHEMA:
         raise InvalidInput(
-            f"{path} has schema {schema}, this kvfold reads schema {SCHEMA}; use the version that wrote it"
+            f"{path} has schema {shorten(schema)}, this kvfold reads schema {SCHEMA}; use the version that "
+            "wrote it"
         )
-    return dict(record)
+    return record
+
+
+def _fault(record: Mapping[str, Any]) -> str:
+    """Return what is wrong with the fields that every record has; empty if they are all right."""
+    source, parents = record.get("source"), record.get("parents")
+    if not isinstance(record.get("stage"), str):
+        return "it has no stage"
+    if not isinstance(source, dict):
+        return "it has no source"
+    for field in ("name", "path"):
+        if not isinstance(source.get(field), str):
+            return f"source.{field} is missing or no text"
+    if not isinstance(source.get("revision"), str | None):
+        return "source.revision is no text"
+    files = source.get("files", {})
+    if not isinstance(files, dict) or not all(isinstance(value, str) for value in files.values()):
+        return "source.files is no table of hashes"
+    if not isinstance(parents, list):
+        return "it has no list of parents"
+    for parent in parents:
+        named = isinstance(parent, dict) and isinstance(parent.get("stage"), str)
+        if not named or not isinstance(parent.get("path"), str):
+            return "a parent has no stage or no path"
+    return ""
 
 
 def write_record(directory: Path, record: dict[str, Any]) -> None:
@@ -70,7 +93,7 @@ def source_directory(directory: Path, option: str = "--teacher") -> Path | None:
     source = record["source"]
     if Path(source["path"]).is_dir():
         return Path(source["path"])
-    if source["revision"] is not None:
+    if source.get("revision") is not None:
         return resolve(source["name"], source["revision"])
     raise InvalidInput(
         f"the source of {directory}, {source['path']}, does not exist any more; name it with {option}"

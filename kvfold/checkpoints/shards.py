@@ -17,12 +17,16 @@ import torch
 from torch import Tensor
 
 from ..core.errors import InvalidInput
+from ..core.untrusted import parse_json, printable, shorten
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _ALIGNMENT = 8  # bytes; the header is padded so that tensor data starts aligned
 SHARD_SIZE = 5 * 10**9  # default for the most bytes of a weight file
 INDEX = "model.safetensors.index.json"
+HEADER_LIMIT = 10**8  # bytes; the safetensors library reads no longer header
+_COUNT_LIMIT = 2**62  # of elements or bytes, so that sums and products fit into 64 bits
+_DIMENSIONS = 64
 
 
 @dataclass(frozen=True)
@@ -65,8 +69,9 @@ def read_header(file: Path) -> dict[str, Entry]:
         file: the file.
 
     Raises:
-        InvalidInput: the file is truncated or damaged, or holds a dtype that is not a plain floating point
-            one, as quantised weights have.
+        InvalidInput: the file is truncated or damaged: tensors overlap or leave bytes unused, a name occurs
+            twice, or a shape is none; or it holds a dtype that is not a plain floating point one, as
+            quantised weights have.
     """
     size = file.stat().st_size
     with file.open("rb") as stream:
@@ -76,36 +81,69 @@ def read_header(file: Path) -> dict[str, Entry]:
             raise InvalidInput(
                 f"{file} is truncated or no safetensors file: its header does not fit its {size} bytes"
             )
-        try:
-            header = json.loads(stream.read(length))
-            entries = {
-                name: _entry(file, 8 + length, name, row)
-                for name, row in header.items()
-                if name != "__metadata__"
-            }
-        except InvalidInput:
-            raise
-        except (ValueError, KeyError, TypeError, AttributeError):
-            raise InvalidInput(f"{file} has a damaged header; download or save it again") from None
+        if length > HEADER_LIMIT:
+            raise InvalidInput(
+                f"{file} has a header of {length} bytes; safetensors allows at most {HEADER_LIMIT}"
+            )
+        content = stream.read(length)
+    header = parse_json(content, f"the header of {file}", HEADER_LIMIT, unique_keys=True, constants=False)
+    metadata = header.pop("__metadata__", {})
+    if not content.startswith(b"{") or not _is_text_map(metadata):
+        raise InvalidInput(f"{file} has a damaged header; download or save it again")
+    entries = {name: _entry(file, 8 + length, name, row) for name, row in header.items()}
     end = max((entry.start + entry.spec.nbytes for entry in entries.values()), default=8 + length)
     if end != size:
         raise InvalidInput(
             f"{file} is truncated: its header describes {end} bytes, it has {size}; download or save it again"
         )
+    _check_gapless(file, 8 + length, entries)
     return entries
 
 
-def _entry(file: Path, data: int, name: str, row: dict[str, Any]) -> Entry:
-    begin, end = (int(offset) for offset in row["data_offsets"])
-    if row["dtype"] not in DTYPES:
+def _is_text_map(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(text, str) for text in value.values())
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _COUNT_LIMIT
+
+
+def _entry(file: Path, data: int, name: str, row: Any) -> Entry:
+    """Return a tensor's place from its row of the header, whose data begin at byte `data` of the file."""
+    damaged = f"{file} has a damaged header at {printable(name)}"
+    if not isinstance(row, dict):
+        raise InvalidInput(f"{damaged}: it holds no object; download or save it again")
+    kind, shape, offsets = (row.get(field) for field in ("dtype", "shape", "data_offsets"))
+    if not isinstance(kind, str) or kind not in DTYPES:
         raise InvalidInput(
-            f"{file.name} holds {name} as {row['dtype']}; kvfold folds float weights ({', '.join(DTYPES)}), "
-            "so convert the unquantised checkpoint without such tensors"
+            f"{file.name} holds {printable(name)} as {kind}; kvfold folds float weights "
+            f"({', '.join(DTYPES)}), so convert the unquantised checkpoint without such tensors"
         )
-    spec = TensorSpec(DTYPES[str(row["dtype"])], tuple(row["shape"]))
-    if end - begin != spec.nbytes:
-        raise ValueError(name)
-    return Entry(file, data + begin, spec)
+    if not isinstance(shape, list) or not all(map(_is_count, shape)) or len(shape) > _DIMENSIONS:
+        raise InvalidInput(f"{damaged}: its shape is {shorten(shape)}; download or save it again")
+    if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_is_count, offsets)):
+        raise InvalidInput(f"{damaged}: its data_offsets are {shorten(offsets)}; download or save it again")
+    spec = TensorSpec(DTYPES[kind], tuple(shape))
+    if math.prod(size for size in shape if size) >= _COUNT_LIMIT or offsets[1] - offsets[0] != spec.nbytes:
+        raise InvalidInput(
+            f"{damaged}: shape {shorten(shape)} as {kind} does not have the {offsets[1] - offsets[0]} bytes "
+            "of its data_offsets; download or save it again"
+        )
+    return Entry(file, data + offsets[0], spec)
+
+
+def _check_gapless(file: Path, data: int, entries: Mapping[str, Entry]) -> None:
+    """Check that each tensor begins where the one before it ends."""
+    position = data
+    for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].spec.nbytes)):
+        if entry.start != position:
+            fault = (
+                "overlaps the tensor before it" if entry.start < position else "has unused bytes before it"
+            )
+            raise InvalidInput(
+                f"{file} has a damaged header: {printable(name)} {fault}; download or save it again"
+            )
+        position += entry.spec.nbytes
 
 
 def read_flat(entry: Entry, first: int, count: int) -> Tensor:

@@ -26,6 +26,12 @@ def printable(name: str | Path) -> str:
     return _UNPRINTABLE.sub(lambda match: ascii(match[0])[1:-1], str(name))
 
 
+def shorten(value: Any, width: int = 80) -> str:
+    """Return a value of a file as Python writes it, on one line and of at most `width` characters."""
+    text = printable(repr(value))
+    return text if len(text) <= width else f"{text[: width - 4]} ..."
+
+
 def read_json(
     path: Path,
     limit_bytes: int = LIMIT_BYTES,

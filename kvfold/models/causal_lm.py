@@ -5,20 +5,30 @@ Every failure to read one is reported here, in one sentence.
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from textwrap import shorten
 from typing import Any
 
 import torch
 
+from ..checkpoints.directory import check_safetensors
 from ..core.errors import InvalidInput
+from ..core.untrusted import read_json
+from .load_failures import loading_failures, no_progress_bars
 from .load_options import LoadOptions
 from .remote_code import carries_own_code, is_remote, source_config
 
 _SAMPLE = 10_000  # characters on which two tokenizers must agree
+# Objects of JSON in which transformers looks for a tokenizer.
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+)
+_TOKENIZER_BYTES = 2**28
 
 
 class _Configured(ABC):
@@ -158,6 +168,9 @@ def load_tokenizer(directory: Path, *, trust_remote_code: bool = False) -> Any:
     """
     from transformers import AutoTokenizer
 
+    for name in _TOKENIZER_FILES:
+        if (directory / name).is_file():
+            read_json(directory / name, _TOKENIZER_BYTES)
     with loading_failures(directory, "tokenizer"):
         config = {"config": source_config(directory)} if carries_own_code(directory) else {}
         return AutoTokenizer.from_pretrained(
@@ -198,11 +211,13 @@ def _own_class() -> Any:
 
 
 def _read_weights(loader: Any, directory: Path, *, hide_progress: bool, **options: Any) -> Any:
-    """Call a class's `from_pretrained` and check that it found every weight."""
+    """Call a class's `from_pretrained` and check that it found every weight; pickles are never read."""
+    check_safetensors(directory)
     with loading_failures(directory, "model"), no_progress_bars() if hide_progress else nullcontext():
         model, info = loader.from_pretrained(
             directory,
             local_files_only=True,
+            use_safetensors=True,
             output_loading_info=True,
             ignore_mismatched_sizes=True,
             **options,
@@ -288,53 +303,6 @@ def _check_directory(directory: Path, options: LoadOptions) -> tuple[bool, bool]
             "--trust-remote-code, or convert the source again"
         )
     return own, options.trust_remote_code and not own
-
-
-@contextmanager
-def loading_failures(directory: Path, part: str) -> Iterator[None]:
-    """Turn a failure of transformers to read a directory into a sentence.
-
-    Args:
-        directory: the checkpoint.
-        part: `model` or `tokenizer`.
-
-    Raises:
-        InvalidInput: names the directory, the exception and its reason.
-    """
-    from huggingface_hub.errors import StrictDataclassError
-    from safetensors import SafetensorError
-
-    try:
-        yield
-    except InvalidInput:
-        raise
-    except (
-        OSError,
-        ValueError,
-        KeyError,
-        ImportError,
-        RuntimeError,
-        SafetensorError,
-        StrictDataclassError,
-    ) as error:
-        reason = shorten(str(error), 200, placeholder=" ...")
-        raise InvalidInput(
-            f"the {part} of {directory} cannot be loaded ({type(error).__name__}): {reason}"
-        ) from error
-
-
-@contextmanager
-def no_progress_bars() -> Iterator[None]:
-    """Hide the progress bars of transformers for the duration."""
-    from transformers.utils import logging
-
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
 
 
 def check_comparable(ours: Loaded | Described, theirs: Loaded | Described, text: str) -> None:

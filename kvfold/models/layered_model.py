@@ -10,8 +10,9 @@ from torch import nn
 
 from ..checkpoints.directory import Checkpoint
 from ..core.errors import InvalidInput
-from .causal_lm import build_empty, device, loading_failures, no_progress_bars, untie
+from .causal_lm import build_empty, device, untie
 from .decoder import layer_list
+from .load_failures import loading_failures, no_progress_bars
 
 
 class LayeredModel:

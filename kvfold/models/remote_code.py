@@ -4,11 +4,12 @@ A remote output is loaded by kvfold's own classes, which are the same files: no 
 """
 
 import hashlib
-import json
 import shutil
 from pathlib import Path
 from typing import Any
 
+from ..checkpoints.directory import read_config
+from ..core.errors import InvalidInput
 from . import shipped
 
 FILES = (
@@ -85,9 +86,8 @@ def ship(source: Path, out: Path) -> None:
 def is_remote(directory: Path) -> bool:
     """Return whether a checkpoint is a remote output, by the model type in its config.json."""
     try:
-        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-        return bool(config.get("model_type") == MODEL_TYPE)
-    except (OSError, ValueError, AttributeError):
+        return bool(read_config(directory).get("model_type") == MODEL_TYPE)
+    except InvalidInput:  # of which whoever loads it says more
         return False
 
 
@@ -98,7 +98,7 @@ def source_config(directory: Path) -> Any:
     """
     from transformers import CONFIG_MAPPING
 
-    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    config = read_config(directory)
     kind = config["kvfold"]["source_model_type"]
     return CONFIG_MAPPING[kind](vocab_size=config["vocab_size"])
 

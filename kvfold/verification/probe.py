@@ -25,7 +25,12 @@ def load(directory: str, dtype: str, trust: bool) -> tuple[Any, list[str]]:
     from transformers import AutoModelForCausalLM
 
     model, info = AutoModelForCausalLM.from_pretrained(
-        directory, dtype=dtype, trust_remote_code=trust, local_files_only=True, output_loading_info=True
+        directory,
+        dtype=dtype,
+        trust_remote_code=trust,
+        local_files_only=True,
+        use_safetensors=True,
+        output_loading_info=True,
     )
     return model.to("cuda" if torch.cuda.is_available() else "cpu").eval(), sorted(info["missing_keys"])
 

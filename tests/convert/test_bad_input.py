@@ -37,6 +37,14 @@ def break_header(source: Path) -> None:
     path.write_bytes(struct.pack("<Q", 20) + b"{ this is no header }" + path.read_bytes())
 
 
+def add_mlp_biases(source: Path) -> None:
+    edit_config(source, mlp_bias=True)
+    tensors = load_file(source / "model.safetensors")
+    for name in [name for name in tensors if ".mlp." in name]:
+        tensors[name.replace(".weight", ".bias")] = torch.zeros(len(tensors[name]))
+    save_file(tensors, source / "model.safetensors")
+
+
 def pickle_only(source: Path) -> None:
     torch.save(load_file(source / "model.safetensors"), source / "pytorch_model.bin")
     (source / "model.safetensors").unlink()
@@ -115,9 +123,13 @@ CASES: dict[str, tuple[Callable[[Path], None], tuple[str, ...], str]] = {
     "method of another target": (nothing, (*MLA, "--method", "mean"), "choose from subspace"),
     "shard size": (nothing, (*MLA, "--shard-size", "many"), "write for example 500MB or 5GB"),
     "no config": (lambda source: (source / "config.json").unlink(), MLA, "has no config.json"),
-    "config no JSON": (lambda source: (source / "config.json").write_text("{"), MLA, "is not valid JSON"),
+    "config no JSON": (
+        lambda source: (source / "config.json").write_text("{"),
+        MLA,
+        "config.json is not JSON",
+    ),
     "truncated": (truncate, MLA, "is truncated: its header describes"),
-    "damaged header": (break_header, MLA, "has a damaged header"),
+    "damaged header": (break_header, MLA, "the header of"),
     "pickle": (pickle_only, MLA, "save_pretrained("),
     "no weights": (lambda source: (source / "model.safetensors").unlink(), MLA, "has no safetensors weights"),
     "missing tensor": (
@@ -141,7 +153,7 @@ CASES: dict[str, tuple[Callable[[Path], None], tuple[str, ...], str]] = {
         STOCK,
         "sliding_window 64 is shorter",
     ),
-    "mlp bias": (config_with(mlp_bias=True), STOCK, "mlp_bias is true"),
+    "mlp bias": (add_mlp_biases, STOCK, "mlp_bias is true"),
     "default window": (
         config_with(model_type="mistral", architectures=None, max_position_embeddings=8192),
         STOCK,
@@ -165,10 +177,10 @@ CASES: dict[str, tuple[Callable[[Path], None], tuple[str, ...], str]] = {
         MLA,
         "rope parameters that make no frequencies",
     ),
-    "more slots than rotate": (
+    "half of a head in a class that rotates all": (
         config_with(partial_rotary_factor=0.5),
-        ("--to", "mla", "--rank", "16", "--rope-dim", "8", "--calibration", "none"),
-        "4 dimensions of a head rotate",
+        MLA,
+        "partial_rotary_factor 0.5, but LlamaForCausalLM of transformers rotates whole heads",
     ),
     "dynamic rope": (
         config_with(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
@@ -296,3 +308,12 @@ def test_things_that_are_no_model(tmp_path: Path) -> None:
         result = CliRunner().invoke(main, [model, *MLA])
         assert result.exit_code == 2
         assert sentence in result.output
+
+
+def test_no_more_slots_than_rotate(tmp_path: Path) -> None:
+    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+    source = make(tmp_path / "source", "phi3", rope_parameters=rope)
+    options = ["--to", "mla", "--rank", "16", "--rope-dim", "8", "--calibration", "none", "--dry-run"]
+    result = CliRunner().invoke(main, [str(source), *options])
+    assert result.exit_code == 2, result.output
+    assert "2 dimensions of a head rotate" in result.output

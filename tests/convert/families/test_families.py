@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from kvfold.convert.algebra.attention import Attention
+from kvfold.convert.families.layer_rotation import layer_rope
 from kvfold.convert.families.packing import pack, unpack
 from kvfold.convert.families.recognition import FAMILIES, complete, geometry_of, rotary_width, rotated
-from kvfold.convert.families.source import Source, layer_rope, open_source
+from kvfold.convert.families.source import Source, open_source
 from kvfold.core.errors import InvalidInput
 
 from ...support.tiny import make

@@ -1,0 +1,174 @@
+"""The fields of config.json that kvfold or its outputs' classes read, each with the values it may have.
+
+A config.json may be damaged or hostile. The first field with a value of no meaning is refused by name.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from ...core.errors import InvalidInput
+from ...core.untrusted import printable, shorten
+
+LARGEST = 2**31 - 1  # of sizes, positions and ids
+_ROPE = ("rope_parameters", "rope_scaling")
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return abs(value) <= 1e300 and math.isfinite(value)
+
+
+def _is_positive(value: Any) -> bool:
+    return _is_number(value) and value > 0
+
+
+def is_size(value: Any) -> bool:
+    """Return whether a value is a whole number from 1 to `LARGEST`."""
+    return _is_whole(value) and 0 < value <= LARGEST
+
+
+def _is_share(value: Any) -> bool:
+    return _is_number(value) and 0 < value <= 1
+
+
+def _is_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(text, str) for text in value)
+
+
+def _are_positive(value: Any) -> bool:
+    return isinstance(value, list) and all(_is_positive(number) for number in value)
+
+
+_Check = tuple[str, Callable[[Any], bool]]  # the words for the values that are right, and the test
+_SIZE: _Check = (f"a whole number from 1 to {LARGEST}", is_size)
+_POSITIVE: _Check = ("a positive number", _is_positive)
+_COUNT: _Check = (f"a whole number from 0 to {LARGEST}", lambda value: value == 0 or is_size(value))
+_NUMBER: _Check = ("a finite number", _is_number)
+_FLAG: _Check = ("true or false", lambda value: isinstance(value, bool))
+_TEXT: _Check = ("a string", lambda value: isinstance(value, str))
+_SHARE: _Check = ("a number above 0 and at most 1", _is_share)
+
+# A field may also be absent or null; sizes that must be there are checked by `geometry_of`.
+_FIELDS: dict[str, _Check] = {
+    **dict.fromkeys(("n_inner", "ffn_dim", "ffn_hidden_size", "moe_intermediate_size"), _SIZE),
+    **dict.fromkeys(("sliding_window_pattern", "no_rope_layer_interval", "num_local_experts"), _SIZE),
+    **dict.fromkeys(("num_experts_per_tok", "original_max_position_embeddings"), _SIZE),
+    **dict.fromkeys(("rotary_dim", "max_window_layers"), _COUNT),
+    **dict.fromkeys(("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon"), _POSITIVE),
+    **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"), _POSITIVE),
+    **dict.fromkeys(("query_pre_attn_scalar", "attention_multiplier", "logits_scaling"), _POSITIVE),
+    **dict.fromkeys(("rope_theta", "rope_local_base_freq", "rotary_emb_base"), _POSITIVE),
+    **dict.fromkeys(("embedding_multiplier", "residual_multiplier", "logit_scale"), _NUMBER),
+    **dict.fromkeys(("partial_rotary_factor", "rotary_pct"), _SHARE),
+    **dict.fromkeys(("initializer_range", "attention_dropout", "resid_pdrop"), _NUMBER),
+    **dict.fromkeys(("use_cache", "tie_word_embeddings", "attention_bias", "mlp_bias"), _FLAG),
+    **dict.fromkeys(("use_sliding_window", "is_encoder_decoder", "use_qkv_bias", "bias"), _FLAG),
+    **dict.fromkeys(("scale_attn_weights", "scale_attn_by_inverse_layer_idx"), _FLAG),
+    **dict.fromkeys(("use_parallel_residual", "alibi", "multi_query"), _FLAG),
+    **dict.fromkeys(("model_type", "hidden_act", "activation_function", "dtype", "torch_dtype"), _TEXT),
+    "architectures": ("a list of strings", _is_texts),
+    "sliding_window": _COUNT,
+}
+_ROPE_FIELDS: dict[str, _Check] = {
+    **dict.fromkeys(("rope_type", "type"), _TEXT),
+    **dict.fromkeys(("rope_theta", "factor", "low_freq_factor", "high_freq_factor"), _POSITIVE),
+    **dict.fromkeys(("beta_fast", "beta_slow", "attention_factor"), _POSITIVE),
+    **dict.fromkeys(("mscale", "mscale_all_dim", "llama_4_scaling_beta"), _NUMBER),
+    "original_max_position_embeddings": _SIZE,
+    "partial_rotary_factor": _SHARE,
+    "truncate": _FLAG,
+    **dict.fromkeys(("short_factor", "long_factor"), ("a list of positive numbers", _are_positive)),
+}
+_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+def check_fields(config: Mapping[str, Any]) -> None:
+    """Check the values of a config.json.
+
+    Args:
+        config: as it is on disk.
+
+    Raises:
+        InvalidInput: names the first field whose value is wrong, and what would be right.
+    """
+    _check_table(config, _FIELDS, "")
+    for field in _ROPE:
+        for path, rope in _rope_objects(config.get(field), field):
+            _check_rope(rope, path)
+
+
+def check_lists(config: Mapping[str, Any]) -> None:
+    """Check the fields of a config.json that sizes in it bound: token ids, and lists with an entry per layer.
+
+    Args:
+        config: a complete one, with sizes that are numbers.
+
+    Raises:
+        InvalidInput: names the first field whose value is wrong, and what would be right.
+    """
+    layers = config["num_hidden_layers"]
+    kinds = config.get("layer_types")
+    if kinds is not None and not (_is_texts(kinds) and len(kinds) == layers):
+        raise _wrong("layer_types", kinds, f"a list of {layers} strings, one per layer,")
+    turned = config.get("no_rope_layers")
+    if turned is not None and not (
+        isinstance(turned, list) and len(turned) == layers and all(value in (0, 1) for value in turned)
+    ):
+        raise _wrong("no_rope_layers", turned, f"a list of {layers} times 0 or 1, one per layer,")
+
+
+def check_ids(config: Mapping[str, Any], vocabulary: int) -> None:
+    """Check the token ids in a config.json.
+
+    Args:
+        config: as it is on disk.
+        vocabulary: the number of embeddings.
+
+    Raises:
+        InvalidInput: names the first id that is none.
+    """
+    for field in _IDS:
+        value = config.get(field)
+        ids = value if field == "eos_token_id" and isinstance(value, list) else [value]
+        for one in ids:
+            # -1 stands for no padding in checkpoints of the first Llama.
+            if one is None or (field == "pad_token_id" and _is_whole(one) and one == -1):
+                continue
+            if not _is_whole(one) or not 0 <= one < vocabulary:
+                raise _wrong(field, value, f"a token id from 0 to {vocabulary - 1}")
+
+
+def _check_table(values: Mapping[str, Any], table: Mapping[str, _Check], path: str) -> None:
+    for field, (wanted, is_right) in table.items():
+        value = values.get(field)
+        if value is not None and not is_right(value):
+            raise _wrong(path + field, value, wanted)
+
+
+def _rope_objects(value: Any, path: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield the rope parameters in a field, by their path: one object, or one for each kind of layer."""
+    if value is None:
+        return
+    if not isinstance(value, dict):
+        raise _wrong(path, value, "an object")
+    if value and all(isinstance(inner, dict) for inner in value.values()):
+        yield from ((f"{path}.{printable(kind)}", inner) for kind, inner in value.items())
+    else:
+        yield path, value
+
+
+def _check_rope(rope: Mapping[str, Any], path: str) -> None:
+    _check_table(rope, _ROPE_FIELDS, f"{path}.")
+    low, high = rope.get("low_freq_factor"), rope.get("high_freq_factor")
+    if low is not None and high is not None and low >= high:
+        raise _wrong(f"{path}.low_freq_factor", low, f"a number below high_freq_factor {high}")
+
+
+def _wrong(path: str, value: Any, wanted: str) -> InvalidInput:
+    return InvalidInput(f"config.json has {path} {shorten(value)}, where {wanted} is needed")

@@ -1,0 +1,95 @@
+"""The rotary embedding of each layer by config.json, and as transformers' class computes it."""
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from ...core.errors import InvalidInput
+from ...models.expected_weights import RotaryTable
+from ..algebra.rotary import FIXED, frequencies, rope_parameters
+
+
+def layer_rope(config: Mapping[str, Any], layer: int) -> dict[str, Any]:
+    """Return a layer's rope parameters, from a complete config.
+
+    Layers of two kinds may have different ones.
+    """
+    kind = _kind(config, layer)
+    nested = config.get("rope_parameters")
+    if isinstance(nested, dict) and isinstance(nested.get(kind), dict):
+        return rope_parameters({**config, "rope_parameters": nested[kind]})
+    local = config.get("rope_local_base_freq")
+    if kind == "sliding_attention" and local and not nested:
+        return rope_parameters({"rope_theta": local})
+    return rope_parameters(dict(config))
+
+
+def _kind(config: Mapping[str, Any], layer: int) -> str:
+    """Return a layer's kind of attention."""
+    kinds = config.get("layer_types") or []
+    return str(kinds[layer]) if layer < len(kinds) else "full_attention"
+
+
+def fixed_rotation(
+    config: Mapping[str, Any], layers: Iterable[int], width: int
+) -> dict[str, RotaryTable | None]:
+    """Return the rotary frequencies that a config.json defines, by kind of layer.
+
+    Args:
+        config: a complete one.
+        layers: those that rotate.
+        width: rotary dimensions of a head.
+
+    Returns:
+        For each kind its table; None where the length of the input decides.
+
+    Raises:
+        InvalidInput: the rope parameters make no frequencies.
+    """
+    tables: dict[str, RotaryTable | None] = {}
+    for layer in layers:
+        kind = _kind(config, layer)
+        if kind not in tables:
+            rope = layer_rope(config, layer)
+            tables[kind] = None
+            if rope["rope_type"] in FIXED:
+                tables[kind] = RotaryTable(*frequencies(rope, width, config["max_position_embeddings"]))
+    return tables
+
+
+def check_rotation(
+    ours: Mapping[str, RotaryTable | None], theirs: Mapping[str, RotaryTable], width: int, name: str
+) -> None:
+    """Check that the class rotates as config.json says.
+
+    A class may ignore a field of config.json that kvfold reads, such as rotary_dim.
+
+    Args:
+        ours: from `fixed_rotation`.
+        theirs: the tables of the class, under an empty name where all layers are alike.
+        width: rotary dimensions of a head.
+        name: of the class.
+
+    Raises:
+        InvalidInput: it does not.
+    """
+    for kind, table in ours.items():
+        other = theirs.get(kind) or theirs.get("")
+        if other is None:
+            continue
+        rotated = 2 * len(other.frequencies_F)
+        if rotated != width:
+            raise InvalidInput(
+                f"config.json has {width} rotary dimensions per head, but {name} of transformers rotates "
+                f"{rotated}; correct rotary_dim"
+            )
+        if table is None:
+            continue
+        is_same = torch.allclose(table.frequencies_F, other.frequencies_F.double(), rtol=1e-4, atol=0)
+        if not is_same or not math.isclose(table.factor, other.factor, rel_tol=1e-4):
+            raise InvalidInput(
+                f"config.json has rope parameters from which {name} of transformers computes other "
+                "frequencies than their rope_type defines; correct rope_parameters"
+            )

@@ -1,0 +1,214 @@
+"""Damaged and hostile sources: each is refused in one sentence, with exit code 2 and nothing written."""
+
+import json
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from safetensors.torch import load_file, save_file
+
+from kvfold.checkpoints.shards import INDEX
+from kvfold.cli import main
+
+from ..support.tiny import ROPE, make
+
+MLA = ("--to", "mla", "--rank", "24", "--rope-dim", "4", "--calibration", "none")
+DEEP = "[" * 100_000
+GATE = "model.layers.0.mlp.gate_proj.weight"
+Damage = Callable[[Path], object]
+
+
+def config(**changes: Any) -> Damage:
+    """Change fields of config.json."""
+
+    def damage(source: Path) -> None:
+        file = source / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+    return damage
+
+
+def rope(**changes: Any) -> Damage:
+    """Change the rope parameters of config.json."""
+    return config(rope_parameters={**ROPE["llama3"], **changes})
+
+
+def weights(change: Callable[[dict[str, torch.Tensor]], object]) -> Damage:
+    """Change the weights."""
+
+    def damage(source: Path) -> None:
+        tensors = load_file(source / "model.safetensors")
+        change(tensors)
+        save_file(tensors, source / "model.safetensors")
+
+    return damage
+
+
+def header(change: Callable[[dict[str, Any]], object]) -> Damage:
+    """Change the header of the weights; what it returns, if anything, is the new header's text."""
+
+    def damage(source: Path) -> None:
+        file = source / "model.safetensors"
+        content = file.read_bytes()
+        (length,) = struct.unpack("<Q", content[:8])
+        rows = json.loads(content[8 : 8 + length])
+        changed = change(rows)
+        text = changed if isinstance(changed, str) else json.dumps(rows)
+        file.write_bytes(struct.pack("<Q", len(text)) + text.encode() + content[8 + length :])
+
+    return damage
+
+
+def written(name: str, text: str) -> Damage:
+    """Write a file."""
+    return lambda source: (source / name).write_text(text)
+
+
+def shifted(rows: dict[str, Any]) -> None:
+    """Have a tensor overlap the one before it."""
+    first, second = sorted((row for row in rows.values() if "shape" in row), key=_begin)[:2]
+    size = second["data_offsets"][1] - second["data_offsets"][0]
+    begin = first["data_offsets"][1] - 8
+    second["data_offsets"] = [begin, begin + size]
+
+
+def _begin(row: dict[str, Any]) -> int:
+    return int(row["data_offsets"][0])
+
+
+def doubled(rows: dict[str, Any]) -> str:
+    return f'{json.dumps(rows)[:-1]}, "{GATE}": {json.dumps(rows[GATE])}}}'
+
+
+def first_row(**fields: Any) -> Damage:
+    return header(lambda rows: rows[GATE].update(fields))
+
+
+def transposed(tensors: dict[str, torch.Tensor]) -> None:
+    tensors[GATE] = tensors[GATE].T.contiguous()
+
+
+HEADERS: dict[str, tuple[Damage, str]] = {
+    "overlap": (header(shifted), "overlaps the tensor before it"),
+    "hole": (header(lambda rows: rows.pop(GATE)), "has unused bytes before it"),
+    "duplicate": (header(doubled), f"has the key '{GATE}' twice"),
+    "negative shape": (first_row(shape=[-48, -32]), "its shape is [-48, -32]"),
+    "float shape": (first_row(shape=[48.0, 32]), "its shape is [48.0, 32]"),
+    "true shape": (first_row(shape=[True, 1536]), "its shape is [True, 1536]"),
+    "shape in words": (first_row(shape="48, 32"), "its shape is '48, 32'"),
+    "huge shape": (first_row(shape=[0, 2**61, 2**61]), "of its data_offsets"),
+    "no offsets": (first_row(data_offsets=None), "its data_offsets are None"),
+    "dtype list": (first_row(dtype=["F32"]), "holds model.layers.0.mlp.gate_proj.weight as ['F32']"),
+    "row no object": (header(lambda rows: rows.update({GATE: 7})), "it holds no object"),
+    "metadata no object": (header(lambda rows: rows.update(__metadata__=[1])), "has a damaged header"),
+    "deep": (header(lambda rows: f'{{"a": {DEEP}'), "levels deep"),
+    "list": (header(lambda rows: "[]"), "holds a list"),
+    "NaN": (header(lambda rows: '{"a": NaN}'), "NaN"),
+}
+WEIGHTS: dict[str, tuple[Damage, str]] = {
+    "vocabulary": (config(vocab_size=99), "has shape (97, 32), but config.json implies (99, 32)"),
+    "wide MLP": (config(intermediate_size=40), "has shape (32, 48), but config.json implies (32, 40)"),
+    "transposed": (weights(transposed), f"{GATE} of "),
+    "norm": (
+        weights(lambda tensors: tensors.update({"model.norm.weight": torch.ones(33)})),
+        "model.norm.weight of ",
+    ),
+    "head": (
+        weights(lambda tensors: tensors.update({"lm_head.weight": torch.ones(97, 31)})),
+        "lm_head.weight of ",
+    ),
+    "biases missing": (
+        config(model_type="qwen2", architectures=["Qwen2ForCausalLM"]),
+        "has no model.layers.0.self_attn.k_proj.bias, which a Qwen2ForCausalLM has",
+    ),
+    "layers unused": (config(num_hidden_layers=1), "has model.layers.1."),
+    "norms of another class": (
+        config(model_type="olmo", architectures=["OlmoForCausalLM"]),
+        "has model.layers.0.input_layernorm.weight, which a OlmoForCausalLM with this config.json ignores",
+    ),
+}
+FIELDS: dict[str, tuple[Damage, str]] = {
+    "id beyond": (config(eos_token_id=97), "eos_token_id 97, where a token id from 0 to 96"),
+    "id negative": (config(bos_token_id=-5), "bos_token_id -5"),
+    "id in a list": (config(eos_token_id=[1, "a"]), "eos_token_id [1, 'a']"),
+    "id no number": (config(pad_token_id=1.5), "pad_token_id 1.5"),
+    "cache in words": (config(use_cache="x"), "use_cache 'x', where true or false"),
+    "layer types": (config(layer_types=7), "layer_types 7, where a list of 2 strings"),
+    "too few layer types": (config(layer_types=["full_attention"]), "layer_types ['full_attention']"),
+    "rope type list": (rope(rope_type=["llama3"]), "rope_parameters.rope_type ['llama3']"),
+    "rope unknown": (rope(rope_type="spiral"), "spiral"),
+    "rope in a list": (config(rope_parameters=[1]), "rope_parameters [1], where an object"),
+    "theta infinite": (rope(rope_theta=float("inf")), "rope_theta inf"),
+    "theta zero": (rope(rope_theta=0), "rope_theta 0"),
+    "factor in words": (rope(factor="8"), "rope_parameters.factor '8'"),
+    "factor missing": (config(rope_parameters={"rope_type": "linear", "rope_theta": 1e4}), "factor"),
+    "low above high": (
+        rope(low_freq_factor=5.0),
+        "low_freq_factor 5.0, where a number below high_freq_factor",
+    ),
+    "part of a head": (rope(partial_rotary_factor=0.5), "partial_rotary_factor 0.5, but LlamaForCausalLM"),
+    "rotary width": (config(rotary_dim=4), "4 rotary dimensions per head, but LlamaForCausalLM"),
+    "no part of a head": (config(partial_rotary_factor=[0.5]), "partial_rotary_factor [0.5]"),
+    "positions": (config(max_position_embeddings=10**30), f"max_position_embeddings {10**30}"),
+    "layers true": (config(num_hidden_layers=True), "num_hidden_layers True"),
+    "epsilon": (config(rms_norm_eps=-1), "rms_norm_eps -1"),
+    "kind list": (config(model_type=["llama"]), "model_type ['llama'], where a string"),
+    "activation": (config(hidden_act="nope"), "cannot be loaded (KeyError)"),
+    "interval zero": (config(sliding_window_pattern=0), "sliding_window_pattern 0"),
+    "deep": (written("config.json", f'{{"a": {DEEP}'), "levels deep"),
+    "deep index": (written(INDEX, f'{{"weight_map": {DEEP}'), "levels deep"),
+    "index elsewhere": (written(INDEX, '{"weight_map": {"a": "../source/model.safetensors"}}'), "is damaged"),
+    "generation list": (written("generation_config.json", "[]"), "generation_config.json holds a list"),
+    "generation deep": (written("generation_config.json", DEEP), "levels deep"),
+}
+CASES = {
+    f"{name}: {case}": given
+    for name, table in {"header": HEADERS, "weights": WEIGHTS, "field": FIELDS}.items()
+    for case, given in table.items()
+}
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint to copy and damage."""
+    return make(tmp_path_factory.mktemp("good") / "source")
+
+
+def check_refused(result: Result, sentence: str) -> None:
+    assert result.exit_code == 2, result.output
+    assert sentence in result.output
+    assert "Traceback" not in result.output
+    assert result.output.startswith("Error: ")
+    assert result.output.count("\n") == 1
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_damaged_source_is_refused(good: Path, tmp_path: Path, case: str) -> None:
+    damage, sentence = CASES[case]
+    source = Path(shutil.copytree(good, tmp_path / "source"))
+    damage(source)
+    result = CliRunner().invoke(main, ["convert", str(source), *MLA, "--out", str(tmp_path / "out")])
+    check_refused(result, sentence)
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_query_scale_of_zero_is_refused(tmp_path: Path) -> None:
+    source = make(tmp_path / "source", "gemma2")
+    config(query_pre_attn_scalar=0)(source)
+    result = CliRunner().invoke(
+        main, ["convert", str(source), "--to", "mqa", "--calibration", "none", "--dry-run"]
+    )
+    check_refused(result, "query_pre_attn_scalar 0, where a positive number is needed")
+
+
+def test_buffers_of_earlier_versions_are_let_through(good: Path, tmp_path: Path) -> None:
+    source = Path(shutil.copytree(good, tmp_path / "source"))
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    weights(lambda tensors: tensors.update({name: torch.ones(4)}))(source)
+    result = CliRunner().invoke(main, ["convert", str(source), *MLA, "--dry-run"])
+    assert result.exit_code == 0, result.output
