@@ -29,6 +29,7 @@ SIDE_CONFIGS = (
     "generation_config.json",
 )  # fmt: skip
 NAMES_CODE = ("auto_map", "custom_pipelines")
+_WHOLE = "model.safetensors"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
@@ -50,6 +51,7 @@ class Checkpoint(Mapping[str, Tensor]):
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.config = read_config(directory)
+        check_safetensors(directory)
         self._entries = _entries(directory)
 
     def __getitem__(self, name: str) -> Tensor:
@@ -135,19 +137,16 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 
 def _entries(directory: Path) -> dict[str, Entry]:
+    if (directory / _WHOLE).is_file():
+        # As in transformers: an index, or files such as another framework's, next to it are not read.
+        return read_header(directory / _WHOLE)
     index = directory / INDEX
     if not index.is_file():
         files = sorted(directory.glob("*.safetensors"))
-        if (directory / "model.safetensors") in files:
-            # Other files next to it, such as adapters, are not loaded.
-            files = [directory / "model.safetensors"]
-        if len(files) > 1:
-            raise InvalidInput(
-                f"{directory} has {len(files)} safetensors files but no {INDEX} that says what is in them"
-            )
-        if not files:
-            raise InvalidInput(_no_weights(directory))
-        return read_header(files[0])
+        raise InvalidInput(
+            f"{directory} has {len(files)} safetensors files but neither {_WHOLE} nor {INDEX} that says what "
+            "is in them"
+        )
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(map(_is_file_name, weight_map.values())):
         raise InvalidInput(f"{index} is damaged: it has no weight_map")
@@ -172,14 +171,25 @@ def _is_file_name(value: Any) -> bool:
 
 
 def check_safetensors(directory: Path) -> None:
-    """Check that a directory has weights that are read without running code.
+    """Check that a directory has safetensors, and that transformers reads no other weights.
 
     Args:
         directory: a model directory.
 
     Raises:
-        InvalidInput: it has no safetensors; for a pickle the error names the command that converts it.
+        InvalidInput: it has no safetensors (for a pickle the error names the command that converts it), or an
+            adapter, or config.json names other weights.
     """
+    if read_config(directory).get("transformers_weights") is not None:
+        raise InvalidInput(
+            f"{directory / 'config.json'} has transformers_weights, which names other weights than {_WHOLE}; "
+            "remove the field"
+        )
+    if (directory / "adapter_config.json").exists():
+        raise InvalidInput(
+            f"{directory} has an adapter (adapter_config.json), which transformers adds to the weights; "
+            "merge it into them, or remove the file"
+        )
     if not any(directory.glob("*.safetensors")):
         raise InvalidInput(_no_weights(directory))
 

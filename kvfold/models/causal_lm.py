@@ -296,6 +296,7 @@ def _check_directory(directory: Path, options: LoadOptions) -> tuple[bool, bool]
         raise InvalidInput(f"{directory} is not a directory; name a Hugging Face model directory")
     if not (directory / "config.json").is_file():
         raise InvalidInput(f"{directory} has no config.json; name the directory that holds the model")
+    check_safetensors(directory)
     own = carries_own_code(directory)
     if is_remote(directory) and not (own or options.trust_remote_code):
         raise InvalidInput(

@@ -1,6 +1,8 @@
 """Damaged and hostile sources: each is refused in one sentence, with exit code 2 and nothing written."""
 
 import json
+import os
+import pickle
 import shutil
 import struct
 from collections.abc import Callable
@@ -12,6 +14,7 @@ import torch
 from click.testing import CliRunner, Result
 from safetensors.torch import load_file, save_file
 
+from kvfold import recipes
 from kvfold.checkpoints.shards import INDEX
 from kvfold.cli import main
 
@@ -67,6 +70,16 @@ def header(change: Callable[[dict[str, Any]], object]) -> Damage:
 def written(name: str, text: str) -> Damage:
     """Write a file."""
     return lambda source: (source / name).write_text(text)
+
+
+def indexed(text: str) -> Damage:
+    """Name the weights as a shard, with an index of this content."""
+
+    def damage(source: Path) -> None:
+        (source / "model.safetensors").rename(source / "model-00001-of-00001.safetensors")
+        (source / INDEX).write_text(text)
+
+    return damage
 
 
 def shifted(rows: dict[str, Any]) -> None:
@@ -161,8 +174,12 @@ FIELDS: dict[str, tuple[Damage, str]] = {
     "activation": (config(hidden_act="nope"), "cannot be loaded (KeyError)"),
     "interval zero": (config(sliding_window_pattern=0), "sliding_window_pattern 0"),
     "deep": (written("config.json", f'{{"a": {DEEP}'), "levels deep"),
-    "deep index": (written(INDEX, f'{{"weight_map": {DEEP}'), "levels deep"),
-    "index elsewhere": (written(INDEX, '{"weight_map": {"a": "../source/model.safetensors"}}'), "is damaged"),
+    "deep index": (indexed(f'{{"weight_map": {DEEP}'), "levels deep"),
+    "index elsewhere": (indexed('{"weight_map": {"a": "../source/a.safetensors"}}'), "is damaged"),
+    "index of lists": (indexed('{"weight_map": {"a": ["b"]}}'), "is damaged"),
+    "no index": (lambda source: (source / "model.safetensors").rename(source / "a.safetensors"), "neither"),
+    "other weights": (config(transformers_weights="adapter_model.bin"), "transformers_weights"),
+    "adapter": (written("adapter_config.json", "{}"), "has an adapter"),
     "generation list": (written("generation_config.json", "[]"), "generation_config.json holds a list"),
     "generation deep": (written("generation_config.json", DEEP), "levels deep"),
 }
@@ -183,8 +200,9 @@ def check_refused(result: Result, sentence: str) -> None:
     assert result.exit_code == 2, result.output
     assert sentence in result.output
     assert "Traceback" not in result.output
-    assert result.output.startswith("Error: ")
-    assert result.output.count("\n") == 1
+    lines = [line for line in result.output.splitlines() if not line.startswith("Note: ")]
+    assert len(lines) == 1, result.output
+    assert lines[0].startswith("Error: ")
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -212,3 +230,71 @@ def test_buffers_of_earlier_versions_are_let_through(good: Path, tmp_path: Path)
     weights(lambda tensors: tensors.update({name: torch.ones(4)}))(source)
     result = CliRunner().invoke(main, ["convert", str(source), *MLA, "--dry-run"])
     assert result.exit_code == 0, result.output
+
+
+def pickled(source: Path) -> None:
+    """Have the weights in a pickle that leaves a trace if it is read."""
+    (source / "model.safetensors").unlink()
+    (source / "pytorch_model.bin").write_bytes(pickle.dumps(Trace(str(source / "trace"))))
+
+
+class Trace:
+    """An object whose pickle makes a directory where it is read."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (self.path,)
+
+
+EVALUATED: dict[str, tuple[Damage, str]] = {
+    "pickle": (pickled, "holds pickled weights"),
+    "other weights": (config(transformers_weights="adapter_model.bin"), "transformers_weights"),
+    "adapter": (written("adapter_config.json", '{"peft_type": "LORA"}'), "has an adapter"),
+    "deep config": (written("config.json", f'{{"a": {DEEP}'), "levels deep"),
+    "layer types": (config(layer_types=7), "cannot be loaded"),
+    "tokenizer null": (written("tokenizer.json", "null"), "tokenizer.json holds nothing"),
+    "tokenizer list": (written("tokenizer.json", "[]"), "tokenizer.json holds a list"),
+    "tokenizer deep": (written("tokenizer.json", DEEP), "levels deep"),
+    "tokenizer empty": (written("tokenizer.json", "{}"), "the tokenizer of"),
+    "model of no kind": (
+        written("tokenizer.json", '{"version": "1.0", "added_tokens": [], "model": {"type": "Nope"}}'),
+        "the tokenizer of",
+    ),
+    "tokenizer class": (written("tokenizer_config.json", '{"tokenizer_class": 7}'), "the tokenizer of"),
+    "special tokens": (written("special_tokens_map.json", "[]"), "special_tokens_map.json holds a list"),
+    "record without stage": (
+        written(
+            "kvfold.json", json.dumps({"schema": 1, "source": {"name": "a", "path": "b"}, "parents": []})
+        ),
+        "it has no stage",
+    ),
+    "record without a source's name": (
+        written(
+            "kvfold.json",
+            json.dumps({"schema": 1, "stage": "convert", "source": {"path": "b"}, "parents": []}),
+        ),
+        "source.name is missing",
+    ),
+    "record deep": (written("kvfold.json", DEEP), "levels deep"),
+    "record a list": (written("kvfold.json", "[]"), "kvfold.json holds a list"),
+}
+
+
+@pytest.mark.parametrize("case", EVALUATED)
+@pytest.mark.parametrize("role", ["model", "teacher"])
+def test_an_evaluation_refuses_it(tmp_path: Path, case: str, role: str) -> None:
+    damage, sentence = EVALUATED[case]
+    if role == "teacher" and case.startswith("record"):
+        pytest.skip("a teacher's record is not read")
+    demo = Path(recipes.__file__).parent / "demo"
+    source = Path(shutil.copytree(demo, tmp_path / "source"))
+    damage(source)
+    (tmp_path / "text.txt").write_text("a few words of a text " * 40)
+    arguments = [str(source)] if role == "model" else [str(demo), "--teacher", str(source)]
+    options = ["--text", str(tmp_path / "text.txt"), "--window", "8", "--device", "cpu"]
+    result = CliRunner().invoke(main, ["eval", *arguments, *options])
+    check_refused(result, sentence)
+    assert not (source / "trace").exists()
+    assert {path.name for path in tmp_path.iterdir()} == {"source", "text.txt"}
