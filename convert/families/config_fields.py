@@ -52,6 +52,7 @@ _COUNT: _Check = (f"a whole number from 0 to {LARGEST}", lambda value: value == 
 _NUMBER: _Check = ("a finite number", _is_number)
 _FLAG: _Check = ("true or false", lambda value: isinstance(value, bool))
 _TEXT: _Check = ("a string", lambda value: isinstance(value, str))
+_RATE: _Check = ("a number from 0 to 1", lambda value: _is_number(value) and 0 <= value <= 1)
 _SHARE: _Check = ("a number above 0 and at most 1", _is_share)
 
 # A field may also be absent or null; sizes that must be there are checked by `geometry_of`.
@@ -66,12 +67,13 @@ _FIELDS: dict[str, _Check] = {
     **dict.fromkeys(("rope_theta", "rope_local_base_freq", "rotary_emb_base"), _POSITIVE),
     **dict.fromkeys(("embedding_multiplier", "residual_multiplier", "logit_scale"), _NUMBER),
     **dict.fromkeys(("partial_rotary_factor", "rotary_pct"), _SHARE),
-    **dict.fromkeys(("initializer_range", "attention_dropout", "resid_pdrop"), _NUMBER),
+    **dict.fromkeys(("attention_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop"), _RATE),
     **dict.fromkeys(("use_cache", "tie_word_embeddings", "attention_bias", "mlp_bias"), _FLAG),
     **dict.fromkeys(("use_sliding_window", "is_encoder_decoder", "use_qkv_bias", "bias"), _FLAG),
     **dict.fromkeys(("scale_attn_weights", "scale_attn_by_inverse_layer_idx"), _FLAG),
     **dict.fromkeys(("use_parallel_residual", "alibi", "multi_query"), _FLAG),
     **dict.fromkeys(("model_type", "hidden_act", "activation_function", "dtype", "torch_dtype"), _TEXT),
+    "initializer_range": _NUMBER,
     "architectures": ("a list of strings", _is_texts),
     "sliding_window": _COUNT,
 }

@@ -47,17 +47,16 @@ class Source:
 
     @property
     def stored_config(self) -> dict[str, Any]:
-        """Return config.json as it is on disk, but for a tied head.
+        """Return config.json as it is on disk, except for a missing architecture and a tied head.
 
         A head with numbers of its own is not called tied.
         """
         stored = self.checkpoint.config
-        tied = complete(self.family, stored)["tie_word_embeddings"]
-        return (
-            {**stored, "tie_word_embeddings": False}
-            if tied and not self.config["tie_word_embeddings"]
-            else stored
-        )
+        if not stored.get("architectures"):
+            stored = {**stored, "architectures": [self.family.architecture]}
+        if complete(self.family, stored)["tie_word_embeddings"] and not self.config["tie_word_embeddings"]:
+            return {**stored, "tie_word_embeddings": False}
+        return stored
 
     @property
     def layers(self) -> int:

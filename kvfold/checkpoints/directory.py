@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..core.errors import InvalidInput
 from ..core.files import rename_whole
-from ..core.untrusted import read_json
+from ..core.untrusted import read_json, shorten
 from .shards import INDEX, Entry, TensorSpec, is_finite, pieces, read_flat, read_header
 
 PIECE = 1 << 20  # elements in which a tensor is copied: a piece fits in the processor's caches
@@ -29,6 +29,8 @@ SIDE_CONFIGS = (
     "generation_config.json",
 )  # fmt: skip
 NAMES_CODE = ("auto_map", "custom_pipelines")
+_LISTED = ("num_hidden_layers", "n_layer", "num_layers", "num_labels")  # transformers makes lists this long
+_LIST_LIMIT = 10_000
 _WHOLE = "model.safetensors"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
@@ -127,12 +129,18 @@ def read_config(directory: Path) -> dict[str, Any]:
         directory: the directory.
 
     Raises:
-        InvalidInput: there is none, or it is not a JSON object.
+        InvalidInput: there is none, it is not a JSON object, or a count in it would fill the memory.
     """
     path = directory / "config.json"
     if not path.is_file():
         raise InvalidInput(f"{directory} has no config.json; give the directory of a Hugging Face checkpoint")
     config: dict[str, Any] = read_json(path)
+    for field in _LISTED:
+        count = config.get(field)
+        if isinstance(count, int | float) and not 0 <= count <= _LIST_LIMIT:
+            raise InvalidInput(
+                f"{path} has {field} {shorten(count)}, where a number from 0 to {_LIST_LIMIT} is needed"
+            )
     return config
 
 

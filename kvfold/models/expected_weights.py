@@ -97,7 +97,6 @@ def _load_shapes(checkpoint: Checkpoint) -> tuple[Any, dict[str, Any]]:
             name: torch.empty(spec.shape, dtype=spec.dtype, device="meta") for name, spec in specs.items()
         },
         device_map="meta",
-        attn_implementation="eager",
         output_loading_info=True,
         ignore_mismatched_sizes=True,
     )

@@ -168,6 +168,8 @@ FIELDS: dict[str, tuple[Damage, str]] = {
     "rotary width": (config(rotary_dim=4), "4 rotary dimensions per head, but LlamaForCausalLM"),
     "no part of a head": (config(partial_rotary_factor=[0.5]), "partial_rotary_factor [0.5]"),
     "positions": (config(max_position_embeddings=10**30), f"max_position_embeddings {10**30}"),
+    "layers": (config(num_hidden_layers=2**31), f"num_hidden_layers {2**31}"),
+    "labels": (config(num_labels=10**30), f"num_labels {10**30}"),
     "layers true": (config(num_hidden_layers=True), "num_hidden_layers True"),
     "epsilon": (config(rms_norm_eps=-1), "rms_norm_eps -1"),
     "kind list": (config(model_type=["llama"]), "model_type ['llama'], where a string"),
@@ -252,6 +254,7 @@ EVALUATED: dict[str, tuple[Damage, str]] = {
     "pickle": (pickled, "holds pickled weights"),
     "other weights": (config(transformers_weights="adapter_model.bin"), "transformers_weights"),
     "adapter": (written("adapter_config.json", '{"peft_type": "LORA"}'), "has an adapter"),
+    "labels": (config(num_labels=10**30), f"num_labels {10**30}"),
     "deep config": (written("config.json", f'{{"a": {DEEP}'), "levels deep"),
     "layer types": (config(layer_types=7), "cannot be loaded"),
     "tokenizer null": (written("tokenizer.json", "null"), "tokenizer.json holds nothing"),
@@ -298,3 +301,13 @@ def test_an_evaluation_refuses_it(tmp_path: Path, case: str, role: str) -> None:
     check_refused(result, sentence)
     assert not (source / "trace").exists()
     assert {path.name for path in tmp_path.iterdir()} == {"source", "text.txt"}
+
+
+@pytest.mark.parametrize("value", [None, []])
+def test_an_output_names_its_class(good: Path, tmp_path: Path, value: Any) -> None:
+    source = Path(shutil.copytree(good, tmp_path / "source"))
+    config(architectures=value)(source)
+    options = ["--to", "gqa", "--kv-heads", "4", "--calibration", "none", "--out", str(tmp_path / "out")]
+    result = CliRunner().invoke(main, ["convert", str(source), *options])
+    assert result.exit_code == 0, result.output
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
