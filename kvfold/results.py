@@ -168,6 +168,7 @@ class Published(Tabular):
         commit: the commit's hash; None after a dry run.
         removed: files that the commit removed from the repository.
         notices: sentences that the user should know.
+        left_out: the entries of the directory that are not part of a checkpoint, with a reason.
         verification: what `verify` found.
     """
 
@@ -177,6 +178,7 @@ class Published(Tabular):
     commit: str | None
     removed: tuple[str, ...]
     notices: tuple[str, ...]
+    left_out: dict[str, str]
     verification: VerificationReport
 
     def grid(self) -> Grid:

@@ -4,7 +4,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ...checkpoints.directory import check_output
+from ...checkpoints.card import read_card
+from ...checkpoints.directory import check_output, check_side_files
 from ...core.console import notice
 from ...core.errors import InvalidInput
 from ...core.hub import resolve
@@ -45,6 +46,8 @@ def prepare(request: FoldRequest, *, dry_run: bool = False) -> PreparedFold:
     with together():  # before any long work, so that mistakes show at once
         directory = resolve(request.model, request.revision)
         plan = make_plan(directory, request)
+        check_side_files(directory)
+        read_card(directory)  # of which the output's card takes the licence
         if request.out is not None and not dry_run:
             check_output(request.out, directory)
         calibration = choose_calibration(request, plan, dry_run)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...checkpoints import license
+from ...checkpoints.card import FILE, read_card
 from ...checkpoints.eval_json import EvalSummary
 from ...core.errors import InvalidInput
 from .card_body import card_body
@@ -18,7 +19,6 @@ from .card_body import card_body
 if TYPE_CHECKING:
     from huggingface_hub import EvalResult, ModelCard
 
-FILE = "README.md"
 _MARK = re.compile(r"\n<!-- written by kvfold ([0-9a-f]{16}): an edited card is kept as it is -->\s*\Z")
 
 
@@ -54,7 +54,7 @@ def make_card(
     """
     from huggingface_hub import ModelCard
 
-    card, known = _existing(directory), metadata(directory, record)
+    card, known = read_card(directory), metadata(directory, record)
     if card is None or written_by_kvfold(card.text):
         body = card_body(directory, record, source_name(record["source"]), title, place, evaluation)
         card = ModelCard("---\n{}\n---\n") if card is None else card
@@ -64,7 +64,7 @@ def make_card(
     for field, value in known.items():
         if data.get(field) is None and not (licensed and field in license.FIELDS):
             data[field] = value
-    tags = data.get("tags")
+    tags = data.get("tags") or []
     data["tags"] = list(dict.fromkeys([*([tags] if isinstance(tags, str) else tags), *known["tags"]]))
     if evaluation is not None:
         results = _results(evaluation)
@@ -91,8 +91,8 @@ def metadata(directory: Path, record: dict[str, Any]) -> dict[str, Any]:
         *(["latent-attention"] if target == "mla" else []),
     ]
     try:
-        theirs = _existing(source)
-    except InvalidInput:  # the source's card is only read for its licence
+        theirs = read_card(source)
+    except InvalidInput:  # the source may have changed since the fold; its card is only read for its licence
         theirs = None
     return {
         **license.license_of(directory, source, [] if theirs is None else [theirs.data.to_dict()]),
@@ -138,26 +138,6 @@ def without_metadata(text: str) -> str:
 
 def _digest(body: str) -> str:
     return hashlib.sha256(body.strip().encode()).hexdigest()[:16]
-
-
-def _existing(directory: Path) -> ModelCard | None:
-    """Return the card in a directory; None where there is none."""
-    import yaml
-    from huggingface_hub import ModelCard
-
-    path = directory / FILE
-    if not path.is_file():
-        return None
-    try:
-        text = path.read_bytes().decode("utf-8-sig")
-        card = ModelCard(text if text.lstrip().startswith("---") else f"---\n{{}}\n---\n{text}")
-        card.data.to_dict()
-    except (ValueError, TypeError, AttributeError, yaml.YAMLError) as error:
-        reason = " ".join(str(error).split())
-        raise InvalidInput(
-            f"{path} cannot be read as a model card ({reason}); fix the YAML between its lines of ---"
-        ) from None
-    return card
 
 
 def _results(evaluation: EvalSummary) -> list[EvalResult]:

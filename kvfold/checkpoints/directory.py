@@ -15,6 +15,7 @@ from ..core.errors import InvalidInput
 from ..core.files import rename_whole
 from ..core.untrusted import read_json, shorten
 from .shards import INDEX, Entry, TensorSpec, is_finite, pieces, read_flat, read_header
+from .side_files import matching
 
 PIECE = 1 << 20  # elements in which a tensor is copied: a piece fits in the processor's caches
 SIDE_FILES = (
@@ -277,21 +278,46 @@ def copy_side_files(source: Path, out: Path) -> None:
     Args:
         source: a model directory.
         out: the directory to copy to.
+
+    Raises:
+        InvalidInput: as of `side_files`, or a configuration among them is not JSON.
     """
-    for path in sorted(path for pattern in SIDE_FILES for path in source.glob(pattern)):
-        if path.is_file() or path.is_symlink():
-            shutil.copyfile(path, out / path.name)
-            if path.name in SIDE_CONFIGS:
-                _drop_code(out / path.name)
+    for path in side_files(source):
+        shutil.copyfile(path, out / path.name)
+        if path.name in SIDE_CONFIGS:
+            _drop_code(out / path.name)
+
+
+def side_files(source: Path) -> list[Path]:
+    """Return the files that travel with the weights, sorted.
+
+    Args:
+        source: a model directory.
+
+    Raises:
+        InvalidInput: one of them is a link to somewhere else, is not a regular file, or is too large.
+    """
+    return matching(source, SIDE_FILES)
+
+
+def check_side_files(source: Path) -> None:
+    """Refuse a model directory whose other files than the weights cannot be copied, before any work.
+
+    Args:
+        source: a model directory.
+
+    Raises:
+        InvalidInput: as of `copy_side_files`.
+    """
+    for path in side_files(source):
+        if path.name in SIDE_CONFIGS:
+            read_json(path, name=str(path), top=None)
 
 
 def _drop_code(file: Path) -> None:
     """Rewrite a JSON file without the fields that name code; a file that has none keeps its bytes."""
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-        kept = without_code(content)
-    except (ValueError, RecursionError):
-        return  # transformers cannot read it either
+    content = read_json(file, name=file.name, top=None)
+    kept = without_code(content)
     if kept != content:
         file.write_text(json.dumps(kept, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 

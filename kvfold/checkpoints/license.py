@@ -5,6 +5,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from .side_files import is_readable
+
 FIELDS = ("license", "license_name", "license_link")
 # Beginnings of common licence texts, with the identifiers that the Hub uses.
 _TEXTS = (
@@ -30,16 +32,24 @@ def license_of(directory: Path, source: Path, cards: Iterable[Mapping[str, Any]]
         cards: metadata of the output's own card, and of the source's.
     """
     for fields in (*cards, _config(source)):
-        if fields.get("license"):
-            return {field: fields[field] for field in FIELDS if fields.get(field)}
+        if _is_named(fields.get("license")):
+            return {field: fields[field] for field in FIELDS if _is_named(fields.get(field))}
     for place in (directory, source):
         for file in sorted(place.glob("LICENSE*")):
-            return _named(file)
+            if is_readable(file, place):
+                return _named(file)
     return {}
 
 
+def _is_named(value: Any) -> bool:
+    """Return whether a field of a licence holds what the Hub accepts there: a text, or a list of texts."""
+    texts = value if isinstance(value, list) else [value]
+    return bool(texts) and all(isinstance(text, str) and text for text in texts)
+
+
 def _named(file: Path) -> dict[str, Any]:
-    head = file.read_bytes()[:2000].decode("utf-8", errors="replace")
+    with file.open("rb") as stream:
+        head = stream.read(2000).decode("utf-8", errors="replace")
     for text, name in _TEXTS:
         if text.search(head):
             return {"license": name}

@@ -1,15 +1,43 @@
-"""The content of a publication: a card, and every file of a directory except hidden files and pickles."""
+"""The content of a publication: a card, and the files that a checkpoint consists of, by their names."""
 
 import os
 import re
 import zipfile
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path, PurePosixPath
+from urllib.parse import unquote
 
+from ..checkpoints.directory import SIDE_FILES, Checkpoint
+from ..checkpoints.shards import INDEX
+from ..checkpoints.side_files import LIMIT_BYTES, flaw_of
 from ..core.errors import InvalidInput
+from ..core.untrusted import printable
+from ..models.remote_code import FILES as CODE
+from ..models.remote_code import carries_own_code
 
 WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")  # the names that transformers loads
-_PICKLED = {".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".joblib"}
+_NEEDED = ("config.json", "kvfold.json")
+_OTHERS = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    # All that travels with weights, without the pattern that the file of a secret token matches too.
+    *(pattern for pattern in SIDE_FILES if pattern != "*token*.json"),
+    "additional_chat_templates/*.jinja",
+    "video_preprocessor_config.json",
+    "eval.json",
+    "eval-*.json",
+    "report.html",
+    "report.json",
+    "metrics.jsonl",
+    "curve.json",
+    "curve.png",
+)
+_IMAGES = {".png", ".jpg", ".jpeg", ".gif", ".webp", ".svg"}
+# In a card: ![words](place "title") and <img src="place">.
+_IMAGE = re.compile(r"!\[[^\]\n]{0,500}\]\(\s{0,9}<?([^)>\s]+)|<img\s[^>]{0,500}?src\s?=\s?[\"']([^\"'>\n]+)")
 
 
 @dataclass(frozen=True)
@@ -23,6 +51,7 @@ class Publication:
         card: content of README.md.
         files: all other files, relative to the directory, with their bytes.
         notices: sentences for the user.
+        left_out: the entries of the directory that are not sent, with a reason.
     """
 
     directory: Path
@@ -31,6 +60,7 @@ class Publication:
     card: str
     files: dict[str, int]
     notices: tuple[str, ...]
+    left_out: dict[str, str] = field(default_factory=dict)
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -38,41 +68,96 @@ class Publication:
         return {"README.md": len(self.card.encode()), **self.files}
 
 
-def files_of(directory: Path) -> dict[str, int]:
-    """Return the bytes of every file to send, by its name in the repository.
+def choose_files(directory: Path, card: str) -> tuple[dict[str, int], dict[str, str]]:
+    """Choose the files of a checkpoint to send; README.md is not among them, since it is made from the card.
 
-    README.md is not among them, since it is made from the card.
+    Args:
+        directory: the checkpoint.
+        card: the text of its card, which may show images.
+
+    Returns:
+        The bytes of every file to send, by its name in the repository; and why each other entry of the
+        directory is left out, by its name. The name of a directory ends with a slash.
 
     Raises:
-        InvalidInput: a file is a pickle, is half-written or cannot be read.
+        InvalidInput: a file that is needed is a link to somewhere else or cannot be read; a file to send is a
+            pickle; or a file is half-written.
     """
-    found = {}
-    for path in sorted(directory.rglob("*")):
-        name = path.relative_to(directory)
-        if any(part.startswith(".") or part == "__pycache__" for part in name.parts) or path.is_dir():
+    needed = {*_weights(directory), *_NEEDED, *(CODE if carries_own_code(directory) else ())}
+    images = _images(card)
+    files: dict[str, int] = {}
+    left_out: dict[str, str] = {}
+    for entry in sorted(directory.iterdir()):
+        if entry.name == "README.md":
             continue
-        if not path.is_file() or not os.access(path, os.R_OK):
-            raise InvalidInput(f"{path} cannot be read; remove it, or make it readable")
-        if path.suffix == ".partial":
-            raise InvalidInput(f"{path} is half-written; finish what writes it, or remove it")
-        if _is_pickle(path):
-            raise InvalidInput(
-                f"{path} is a pickle, which can run code when loaded; only safetensors are published: "
-                f"remove it"
-            )
-        found[name.as_posix()] = path.stat().st_size
-    found.pop("README.md", None)
-    return found
+        if entry.suffix == ".partial" and not entry.is_dir():
+            raise InvalidInput(f"{printable(entry)} is half-written; finish what writes it, or remove it")
+        for path in _files_in(entry):
+            name = path.relative_to(directory).as_posix()
+            is_needed = name in needed
+            if not (is_needed or name in images or any(fnmatchcase(name, other) for other in _OTHERS)):
+                left_out[f"{entry.name}/" if entry.is_dir() else name] = "not part of a checkpoint"
+                continue
+            flaw = flaw_of(path, directory, None if is_needed else LIMIT_BYTES)
+            if flaw and is_needed:
+                raise InvalidInput(f"{printable(path)} {flaw}; put the file itself there")
+            if flaw:
+                left_out[name] = flaw
+                continue
+            files[name] = _sendable_size(path)
+    return files, left_out
+
+
+def _weights(directory: Path) -> set[str]:
+    """Return the names of the weight files that the checkpoint consists of, and of their index.
+
+    Raises:
+        InvalidInput: they are damaged, or not files of the directory itself.
+    """
+    files = Checkpoint(directory).files
+    for path in files:
+        if path.parent != directory:
+            raise InvalidInput(f"{printable(path)} is not in {printable(directory)}; move the weights there")
+    return {INDEX, *(path.name for path in files)}
+
+
+def _images(card: str) -> set[str]:
+    """Return the names of the files that a card shows."""
+    places = {unquote(place or other).removeprefix("./") for place, other in _IMAGE.findall(card)}
+    return {place for place in places if PurePosixPath(place).suffix.lower() in _IMAGES}
+
+
+def _files_in(entry: Path) -> list[Path]:
+    """Return an entry of a directory, or all that is inside it if it is a directory itself."""
+    if not entry.is_dir():
+        return [entry]
+    if entry.is_symlink():
+        return [entry]  # it is left out by its name, and nothing in it is looked at
+    return sorted(path for path in entry.rglob("*") if path.is_symlink() or not path.is_dir())
+
+
+def _sendable_size(path: Path) -> int:
+    """Return the bytes of a file that is sent.
+
+    Raises:
+        InvalidInput: it cannot be read, or is a pickle.
+    """
+    if not os.access(path, os.R_OK):
+        raise InvalidInput(f"{printable(path)} cannot be read; remove it, or make it readable")
+    if _is_pickle(path):
+        raise InvalidInput(
+            f"{printable(path)} is a pickle, which can run code when loaded; only safetensors are published: "
+            f"remove it"
+        )
+    return path.stat().st_size
 
 
 def _is_pickle(path: Path) -> bool:
-    """Return whether a file is a pickle, by its name or its content.
+    """Return whether a file is a pickle, by its content.
 
     Pickles of protocol 2 and later begin with their protocol; torch stores one in a zip file with its
     tensors.
     """
-    if path.suffix.lower() in _PICKLED:
-        return True
     with path.open("rb") as file:
         head = file.read(4)
     if head[:1] == b"\x80" and head[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05"):

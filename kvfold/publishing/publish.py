@@ -13,26 +13,28 @@ import click
 
 from ..core.console import Command, notice, show_json, show_table
 from ..core.errors import InvalidInput
+from ..core.untrusted import printable
 from ..results import Published
-from .parcel import Publication, files_of
 
 if TYPE_CHECKING:
     from ..verification.verify import VerificationReport
+    from .parcel import Publication
 
 
 def prepare(directory: Path, repository: str, private: bool = False) -> Publication:
     """Return the publication of a checkpoint, without using the network.
 
     Raises:
-        InvalidInput: the repository's name is invalid, kvfold did not write the checkpoint, it holds pickles,
-            or its card or its eval.json cannot be read.
+        InvalidInput: the repository's name is invalid, kvfold did not write the checkpoint, a file of it
+            cannot be sent, or its card or its eval.json cannot be read.
     """
+    from ..checkpoints.card import FILE as CARD
     from ..checkpoints.eval_json import FILE as EVALUATION
     from ..checkpoints.eval_json import read_summary
     from ..checkpoints.record import FILE as RECORD
     from ..checkpoints.record import read_record
-    from ..convert.write.model_card import FILE as CARD
     from ..convert.write.model_card import make_card
+    from .parcel import Publication, choose_files
 
     _check_name(repository)
     record = read_record(directory)
@@ -40,9 +42,9 @@ def prepare(directory: Path, repository: str, private: bool = False) -> Publicat
         raise InvalidInput(
             f"{directory} has no {RECORD}: kvfold publishes what kvfold convert or distill wrote"
         )
-    files = files_of(directory)
     evaluation = read_summary(directory)
     card = make_card(directory, record, repository.partition("/")[2], repository, evaluation)
+    files, left_out = choose_files(directory, str(card))
     notices = []
     if evaluation is None:
         there = " after removing the eval.json that is there" if (directory / EVALUATION).exists() else ""
@@ -61,7 +63,7 @@ def prepare(directory: Path, repository: str, private: bool = False) -> Publicat
             f"the source was a directory; name its Hub id as `base_model:` in the metadata of "
             f"{directory / CARD}"
         )
-    return Publication(directory, repository, private, str(card), files, tuple(notices))
+    return Publication(directory, repository, private, str(card), files, tuple(notices), left_out)
 
 
 def _check_name(repository: str) -> None:
@@ -134,6 +136,7 @@ def release(
         commit=commit,
         removed=removed,
         notices=publication.notices,
+        left_out=publication.left_out,
         verification=report,
     )
 
@@ -161,7 +164,8 @@ def main(
     commit with a model card made from kvfold.json and, where there is one, DIRECTORY/eval.json (written by
     `kvfold eval --out DIRECTORY/eval.json`). A README.md of your own keeps its text. kvfold.json and
     eval.json are uploaded unchanged, including the paths in them. DIRECTORY is not changed. The same command
-    resumes an interrupted upload.
+    resumes an interrupted upload. Only the files that a checkpoint consists of are uploaded; the others are
+    listed as left out.
     """
     from ..verification.verify import FAILED
 
@@ -179,6 +183,7 @@ def main(
                 "private": private,
                 "card": found.card,
                 "files": found.files,
+                "left_out": found.left_out,
                 "commit": found.commit,
                 "removed": found.removed,
                 "verify": found.verification.to_dict(),
@@ -192,12 +197,16 @@ def main(
             f"Published {directory} as {repository} at commit {found.commit}: {len(found.files)} "
             f"files{removed}"
         )
+        if found.left_out:
+            click.echo(f"Left out: {', '.join(map(printable, found.left_out))}")
 
 
 def _show(found: Published, private: bool) -> None:
     click.echo(found.card)
     rows = [(name, f"{size:,}") for name, size in found.files.items()]
     show_table(f"{found.repository} (dry run)", ("file", "bytes"), rows)
+    if found.left_out:
+        show_table("Left out", ("file", ""), list(found.left_out.items()))
     kind = "private repository" if private else "repository"
     size = sum(found.files.values()) / 1e6
     click.echo(

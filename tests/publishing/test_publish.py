@@ -287,8 +287,7 @@ def test_a_name_that_is_none(folded: Path, name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "data", "sentence"),
     [
-        ("optimizer.pt", b"", "is a pickle"),
-        ("state/notes.dat", b"\x80\x04K\x01.", "is a pickle"),
+        ("tokenizer.model", b"\x80\x04K\x01.", "is a pickle"),
         ("kvfold.json", None, "has no kvfold.json"),
         ("model-00001-of-*", None, "lacks the shard"),
         ("eval.json.partial", b"{}", "is half-written"),
