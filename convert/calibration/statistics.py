@@ -16,20 +16,37 @@ import json
 import tempfile
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from ...checkpoints.shards import is_finite
 from ...core.errors import InvalidInput
 from ...core.files import whole_file
+from ...core.untrusted import parse_json, printable
 
 SCHEMA = 3
 # With so many digits the header grows by 64 bytes. So tensors keep the alignment that they have in a file
 # without a run, and with it the last bit of what is computed from them.
 RUN_DIGITS = 49
 _METADATA = "kvfold.statistics"  # key of the file's metadata
+_METADATA_BYTES = 2**16
+_MOST_LAYERS = 10_000  # no model has a tenth of it
+_SAMPLES = ("input_BTD", "output_BTD")  # bfloat16; all else is float64
+_DIMENSIONS = {
+    "input_EE": 2,
+    "query_NHH": 3,
+    "key_fisher": 2,
+    "value_fisher": 2,
+    "query_fisher": 3,
+    "distance_NT": 2,
+    "output_fisher": 2,
+    "input_BTD": 3,
+    "output_BTD": 3,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,23 +169,103 @@ class Statistics:
             InvalidInput: the file is missing or damaged, or holds no statistics.
         """
         try:
+            if not file.is_file():
+                raise FileNotFoundError(f"{file} is not a regular file")
             with safe_open(file, "pt") as stored:
-                about = json.loads((stored.metadata() or {})[_METADATA])
-                if about.pop("schema") != SCHEMA:
-                    raise InvalidInput(f"{file} holds statistics of another kvfold; collect them again")
-                about.pop("run", None)
-                names = [field.name for field in fields(LayerStatistics)]
-                layers = tuple(
-                    LayerStatistics(**{name: stored.get_tensor(f"{n}.{name}") for name in names})
-                    for n in range(about.pop("layers"))
-                )
-                return cls(layers=layers, **about)
+                about = _read_origin(stored.metadata(), file)
+                held = set(stored.keys())
+                layers = tuple(_read_layer(stored, held, n, file) for n in range(about.pop("layers")))
         except InvalidInput:
             raise
-        except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
+        except (OSError, SafetensorError, ValueError) as error:
+            reason = " ".join(str(error).split())
             raise InvalidInput(
-                f"{file} holds no statistics that kvfold wrote ({type(error).__name__}: {error})"
+                f"{file} holds no statistics that kvfold wrote ({type(error).__name__}: {reason})"
             ) from None
+        found = cls(layers=layers, **about)
+        found.check(file, *found.sizes())
+        return found
+
+    def sizes(self) -> tuple[int, int, int, int]:
+        """Return D, N, K·H and H as the first layer has them."""
+        first = self.layers[0]
+        heads, width = first.query_NHH.shape[:2]
+        return first.output_fisher.shape[0], heads, first.key_fisher.shape[0], width
+
+    def check(self, file: Path, hidden: int, heads: int, keys: int, width: int) -> None:
+        """Check shape, dtype and finiteness of every tensor of every layer.
+
+        Args:
+            file: the file that holds the statistics, for the error.
+            hidden: D, the hidden size.
+            heads: N, the number of query heads.
+            keys: K·H, the width of all key heads.
+            width: H, the width of a head.
+
+        Raises:
+            InvalidInput: a tensor is of another shape or dtype, or holds NaN or infinite values.
+        """
+        samples, length = self.layers[0].input_BTD.shape[:2]
+        rest = self.layers[0].output_BTD.shape[0]
+        for n, layer in enumerate(self.layers):
+            wanted = {
+                "input_EE": (hidden + 1, hidden + 1),
+                "query_NHH": (heads, width, width),
+                "key_fisher": (keys, keys),
+                "value_fisher": (keys, keys),
+                "query_fisher": (heads, width, width),
+                "distance_NT": (heads, length),
+                "output_fisher": (hidden, hidden),
+                "input_BTD": (samples, length, hidden),
+                "output_BTD": (rest, length, hidden),
+            }
+            for name, shape in wanted.items():
+                tensor = getattr(layer, name)
+                if tuple(tensor.shape) != shape or 0 in shape:
+                    raise InvalidInput(
+                        f"{file} holds {n}.{name} of shape {tuple(tensor.shape)}, expected {shape}; "
+                        "collect the statistics again"
+                    )
+                if not is_finite(tensor):
+                    raise InvalidInput(
+                        f"{file} holds NaN or infinite values in {n}.{name}, expected finite ones; "
+                        "collect the statistics again"
+                    )
+
+
+def _read_origin(metadata: dict[str, str] | None, file: Path) -> dict[str, Any]:
+    """Return the origin of statistics and the number of layers, from a file's metadata."""
+    text = (metadata or {}).get(_METADATA)
+    if text is None:
+        raise ValueError(f"its metadata has no {_METADATA}")
+    about = parse_json(text, f"the metadata of {printable(file)}", _METADATA_BYTES)
+    if about.get("schema") != SCHEMA:
+        raise InvalidInput(f"{file} holds statistics of another kvfold; collect them again")
+    wanted = {"tokens": int, "calibration": str, "seed": int, "layers": int}
+    for name, kind in wanted.items():
+        if type(about.get(name)) is not kind:
+            raise ValueError(f"{name} in its metadata is not of type {kind.__name__}")
+    if not (about["tokens"] > 0 and 0 < about["layers"] <= _MOST_LAYERS):
+        raise ValueError("tokens and layers in its metadata are out of range")
+    return {name: about[name] for name in wanted}
+
+
+def _read_layer(stored: Any, held: set[str], layer: int, file: Path) -> LayerStatistics:
+    """Return one layer's tensors of a file; their shapes are still to be checked."""
+    tensors = {}
+    for name in (field.name for field in fields(LayerStatistics)):
+        key = f"{layer}.{name}"
+        if key not in held:
+            raise ValueError(f"it lacks {key}")
+        tensor = stored.get_tensor(key)
+        wanted = torch.bfloat16 if name in _SAMPLES else torch.float64
+        if tensor.dtype != wanted or tensor.ndim != _DIMENSIONS[name]:
+            raise InvalidInput(
+                f"{file} holds {key} as {tensor.ndim}-dimensional {tensor.dtype}, expected "
+                f"{_DIMENSIONS[name]}-dimensional {wanted}; collect the statistics again"
+            )
+        tensors[name] = tensor
+    return LayerStatistics(**tensors)
 
 
 def read_run(file: Path) -> str:
@@ -177,9 +274,11 @@ def read_run(file: Path) -> str:
     Args:
         file: a file of statistics, or anything else.
     """
+    if not file.is_file():
+        return ""
     try:
         with safe_open(file, "pt") as stored:
-            about = json.loads((stored.metadata() or {})[_METADATA])
+            about = parse_json((stored.metadata() or {}).get(_METADATA, "{}"), file.name, _METADATA_BYTES)
             return str(about.get("run", ""))
-    except (OSError, SafetensorError, KeyError, AttributeError, ValueError, RecursionError):
+    except (OSError, SafetensorError, ValueError):
         return ""

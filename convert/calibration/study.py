@@ -232,15 +232,15 @@ def layout_of(source: Source) -> Layout:
 def _check_source(statistics: Statistics, source: Source, file: str) -> Statistics:
     """Return the statistics, or refuse those of a model of another shape."""
     geometry = source.geometry
-    found = (
-        len(statistics.layers),
-        statistics.layers[0].input_EE.shape[0] - 1,
-        *statistics.layers[0].query_NHH.shape[:2],
-    )
+    hidden, heads, keys, width = statistics.sizes()
+    found = (len(statistics.layers), hidden, heads, width)
     wanted = (source.layers, geometry.hidden_size, geometry.num_attention_heads, geometry.head_dim)
     if found != wanted:
         raise InvalidInput(
             f"{file} holds statistics of a model with (layers, hidden_size, heads, head_dim) {found}, the "
             f"source has {wanted}"
         )
+    kept = geometry.num_key_value_heads * geometry.head_dim
+    if keys != kept:
+        raise InvalidInput(f"{file} holds 0.key_fisher of shape {(keys, keys)}, expected {(kept, kept)}")
     return statistics
