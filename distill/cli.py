@@ -72,12 +72,7 @@ def explain(recipe: Path, overrides: tuple[str, ...], processes: int | None, as_
     if as_json:
         show_json(result)
         return
-    from rich.markup import escape  # brackets are text here, not styles
-
-    rows = [
-        tuple(map(escape, (key["key"], _written(key["value"]), key["from"], key["meaning"])))
-        for key in result["keys"]
-    ]
+    rows = [(key["key"], _written(key["value"]), key["from"], key["meaning"]) for key in result["keys"]]
     show_table("Every key", ("key", "", "from", ""), rows)
     show_table("Stages", STAGE_COLUMNS, [_stage_row(stage) for stage in result["stages"]])
     for stage in result["stages"]:

@@ -87,11 +87,12 @@ def shown(values: Mapping[str, float]) -> list[tuple[str, str]]:
 
 def _bar(description: str, total: int, done: int) -> Iterator[Show]:
     from rich.console import Console
+    from rich.markup import escape
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
     with Progress(*columns, TextColumn("{task.fields[note]}"), console=Console(stderr=True)) as bar:
-        task = bar.add_task(description, total=total, completed=done, note="")
+        task = bar.add_task(escape(description), total=total, completed=done, note="")
         yield lambda done, note: bar.update(task, completed=done, note=note)
 
 
@@ -105,10 +106,11 @@ def _table(stage: str, steps: int) -> Iterator[ShowStep]:
 
 def _render(stage: str, done: int, steps: int, values: Mapping[str, float]) -> Any:
     from rich.table import Table
+    from rich.text import Text  # a stage's name is no markup
 
     cells = [("stage", stage), ("step", f"{done:,}/{steps:,}"), *shown(values)]
     table = Table(*(heading for heading, _ in cells))
-    table.add_row(*(text for _, text in cells))
+    table.add_row(*(Text(text) for _, text in cells))
     return table
 
 

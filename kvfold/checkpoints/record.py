@@ -11,10 +11,12 @@ from typing import Any
 
 from ..core.errors import InvalidInput
 from ..core.hub import resolve
-from ..core.untrusted import read_json, shorten
+from ..core.untrusted import printable, read_json, shorten
+from .recorded import Recorded
 
 FILE = "kvfold.json"
 SCHEMA = 1
+_LIMIT_BYTES = 2**26  # a record with the spectrum of every layer has some MB
 
 
 def read_record(directory: Path) -> dict[str, Any] | None:
@@ -29,42 +31,36 @@ def read_record(directory: Path) -> dict[str, Any] | None:
     path = directory / FILE
     if not path.is_file():
         return None
-    record: dict[str, Any] = read_json(path)
+    damaged = f"{printable(path)} is damaged: it is not a record written by kvfold"
+    record: dict[str, Any] = read_json(path, _LIMIT_BYTES)
     schema = record.get("schema")
-    if schema == SCHEMA:
-        fault = _fault(record)
-        if fault:
-            raise InvalidInput(f"{path} is damaged: it is not a record written by kvfold, since {fault}")
+    if type(schema) is not int:
+        raise InvalidInput(f"{damaged} (schema: found {type(schema).__name__}, expected a number)")
     if schema != SCHEMA:
         raise InvalidInput(
             f"{path} has schema {shorten(schema)}, this kvfold reads schema {SCHEMA}; use the version that "
             "wrote it"
         )
+    _check_fields(record, damaged)
     return record
 
 
-def _fault(record: Mapping[str, Any]) -> str:
-    """Return what is wrong with the fields that every record has; empty if they are all right."""
-    source, parents = record.get("source"), record.get("parents")
-    if not isinstance(record.get("stage"), str):
-        return "it has no stage"
-    if not isinstance(source, dict):
-        return "it has no source"
-    for field in ("name", "path"):
-        if not isinstance(source.get(field), str):
-            return f"source.{field} is missing or no text"
-    if not isinstance(source.get("revision"), str | None):
-        return "source.revision is no text"
-    files = source.get("files", {})
-    if not isinstance(files, dict) or not all(isinstance(value, str) for value in files.values()):
-        return "source.files is no table of hashes"
-    if not isinstance(parents, list):
-        return "it has no list of parents"
-    for parent in parents:
-        named = isinstance(parent, dict) and isinstance(parent.get("stage"), str)
-        if not named or not isinstance(parent.get("path"), str):
-            return "a parent has no stage or no path"
-    return ""
+def _check_fields(record: dict[str, Any], damaged: str) -> None:
+    """Check the fields of a record that kvfold reads."""
+    from pydantic import TypeAdapter, ValidationError
+
+    try:
+        # As JSON, so that the strict types take objects and lists; a lone surrogate has no UTF-8.
+        TypeAdapter(Recorded).validate_json(json.dumps(record), strict=True)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = printable(".".join(map(str, first["loc"])))[:100]
+        raise InvalidInput(f"{damaged} ({where}: {first['msg']})") from None
+    lacking = [name for name in ("target", "cache") if not record.get(name)]
+    if record["stage"] == "convert" and lacking:
+        raise InvalidInput(f"{damaged} ({lacking[0]}: a fold has one)")
+    if record.get("target") and not isinstance(record["target"].get("name"), str):
+        raise InvalidInput(f"{damaged} (target.name: expected a text)")
 
 
 def write_record(directory: Path, record: dict[str, Any]) -> None:

@@ -17,12 +17,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from io import TextIOWrapper
 from typing import Any, NoReturn, TypeVar
 
 import click
 
 from .errors import InvalidInput
 from .grid import WIDTH, Grid
+from .untrusted import printable
 
 T = TypeVar("T")
 ProgressCallback = Callable[[str, int, int], None]  # a description, items done, items in all
@@ -42,23 +44,35 @@ class _Refusal(click.ClickException):
 
 
 class Command(click.Command):
-    """A click command whose `InvalidInput` ends as `Error.
+    """A click command whose `InvalidInput` ends as one line with exit code 2, without a traceback.
 
-    <sentence>` with exit code 2, without a traceback.
+    The line is `Error: <sentence>`. Characters that stdout cannot encode are printed as escapes.
     """
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse the arguments; refuse one that is not UTF-8, which no record or page could hold."""
+        for argument in args:
+            if any("\ud800" <= character <= "\udfff" for character in argument):
+                raise _Refusal(
+                    f"the argument {printable(argument)} is not UTF-8; rename the file or the directory"
+                )
+        return super().parse_args(ctx, args)
+
     def invoke(self, ctx: click.Context) -> Any:
+        """Run the command, and report what it cannot do as one sentence."""
+        if isinstance(sys.stdout, TextIOWrapper):
+            sys.stdout.reconfigure(errors="backslashreplace")
         try:
             with showing():
                 return super().invoke(ctx)
         except InvalidInput as mistake:
-            raise _Refusal(str(mistake)) from None
+            raise _Refusal(printable(str(mistake))) from None
         except OSError as error:  # the system's own sentence, with the name of the file
             if error.filename is None and errno.errorcode.get(error.errno or 0) in _DISK:
                 raise _Refusal(f"a file cannot be written: {error.strerror}") from None
             if error.filename is None:
                 raise
-            raise _Refusal(f"{error.filename}: {error.strerror}") from None
+            raise _Refusal(printable(f"{error.filename}: {error.strerror}")) from None
 
 
 def run_as_process(command: click.Command) -> None:
@@ -219,6 +233,6 @@ def notice(text: str) -> None:
     if listener is not None:
         listener.notices.append(text)
     if is_shown():
-        click.echo(f"Note: {text}", err=True)
+        click.echo(f"Note: {printable(text)}", err=True)
     else:
         LOG.warning(text)

@@ -6,7 +6,9 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from html import escape
 from io import StringIO
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
+
+from .untrusted import printable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -33,12 +35,15 @@ class Grid:
     def __rich__(self) -> Table:
         """Return the table as rich draws it."""
         from rich.table import Table
+        from rich.text import Text
 
-        table = Table(title=self.title, title_justify="left")
+        # As `Text` nothing in a name is markup; a name may hold brackets, or codes that move the cursor.
+        table = Table(title=Text(_shown(self.title), style="table.title"), title_justify="left")
         for index, column in enumerate(self.columns):
-            table.add_column(column, justify="left" if self._is_left(index) else "right", overflow="fold")
+            justify: Literal["left", "right"] = "left" if self._is_left(index) else "right"
+            table.add_column(Text(_shown(column)), justify=justify, overflow="fold")
         for row in self.rows:
-            table.add_row(*row)
+            table.add_row(*(Text(_shown(cell)) for cell in row))
         return table
 
     def __str__(self) -> str:
@@ -62,6 +67,11 @@ class Grid:
 
     def _is_left(self, index: int) -> bool:
         return index == 0 or not self.columns[index]
+
+
+def _shown(cell: str) -> str:
+    """Return a text as a table shows it: its own line breaks, and other control characters as escapes."""
+    return "\n".join(map(printable, str(cell).split("\n")))
 
 
 class Tabular(ABC):

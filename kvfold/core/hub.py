@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 from .errors import InvalidInput
+from .untrusted import printable
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?(@[\w./-]+)?")
 # Everything that a checkpoint needs, without pickles; the card, for its licence.
@@ -40,13 +41,26 @@ def resolve(model: str, revision: str | None = None) -> Path:
     if path.is_dir():
         if revision is not None:
             raise InvalidInput(f"--revision {revision} applies to a Hub id, but {model} is a directory")
-        return path.resolve()
+        return check_name(path.resolve())
     if path.exists():
         raise InvalidInput(f"{model} is a file; give the directory that holds config.json")
     if model.startswith(("/", ".", "~")) or not _HUB_ID.fullmatch(model):
         raise InvalidInput(f"{model} is not a directory, and not a Hub id of the form org/name")
     name, _, pinned = model.partition("@")
     return _download(name, revision or pinned or None)
+
+
+def check_name(path: Path) -> Path:
+    """Return a path that a record can hold: one in UTF-8.
+
+    Raises:
+        InvalidInput: it is not in UTF-8.
+    """
+    try:
+        str(path).encode("utf-8")
+    except UnicodeEncodeError:
+        raise InvalidInput(f"the path {printable(path)} is not UTF-8; rename the directory") from None
+    return path
 
 
 def commit_of(directory: Path) -> str | None:

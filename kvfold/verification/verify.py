@@ -193,7 +193,8 @@ def _greedy(gap: float) -> str:
 
 def _claimed(record: dict[str, Any] | None) -> int | None:
     """Return the elements per token and layer that the record says are cached."""
-    return None if record is None else int(record["cache"]["after"]["elements_per_token_per_layer"])
+    cache = (record or {}).get("cache")
+    return None if cache is None else int(cache["after"]["elements_per_token_per_layer"])
 
 
 def _cache(layers: list[list[float]], record: dict[str, Any] | None, written: Written) -> Check:
@@ -261,7 +262,7 @@ def _lossless(record: dict[str, Any] | None, written: Written, source: Path) -> 
     biased = [
         any("attn" in name and name.endswith(".bias") for name in model.specs) for model in (stored, written)
     ]
-    if record["target"]["slots"] != "source" or biased == [
+    if record["target"].get("slots") != "source" or biased == [
         True,
         False,
     ]:  # biases that went into weights are approximated

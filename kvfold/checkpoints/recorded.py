@@ -1,0 +1,82 @@
+"""The fields of kvfold.json that kvfold reads back; other fields are kept as they are.
+
+A field that is added later needs a default, so that records of earlier versions can still be read.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+Plain = str | int | float | bool | None
+
+
+class RecordPart:
+    """The base of parts of a record: numbers are finite."""
+
+    __pydantic_config__: ClassVar = {"allow_inf_nan": False}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordedSource(RecordPart):
+    """The checkpoint that an output was made from, see `record.describe`."""
+
+    name: str
+    path: str
+    revision: str | None = None
+    files: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordedParent(RecordPart):
+    """A checkpoint on the way from the source to the output."""
+
+    stage: str
+    path: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordedSize(RecordPart):
+    """The size of a cache."""
+
+    elements_per_token_per_layer: int
+    bytes_per_token: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordedCache(RecordPart):
+    """The size of the cache of the source and of the output."""
+
+    before: RecordedSize
+    after: RecordedSize
+    ratio: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordedCalibration(RecordPart):
+    """The origin of statistics."""
+
+    text: str
+    tokens: int
+    seed: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recorded(RecordPart):
+    """The content of kvfold.json."""
+
+    schema: int
+    stage: str
+    source: RecordedSource
+    parents: list[RecordedParent]
+    kvfold: str = ""
+    command: str = ""
+    target: dict[str, Plain | list[Plain]] = field(default_factory=dict)
+    method: str = ""
+    calibration: RecordedCalibration | None = None
+    predicted_loss: float | None = None
+    layers: list[dict[str, Any]] = field(default_factory=list)
+    container: str = ""
+    engines: list[str] = field(default_factory=list)
+    dtype: str = ""
+    cache: RecordedCache | None = None
+    notices: list[str] = field(default_factory=list)
+    distill: dict[str, Any] = field(default_factory=dict)
