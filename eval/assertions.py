@@ -6,12 +6,13 @@ Importing this module loads nothing heavy.
 import operator
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, fields, is_dataclass
+from types import UnionType
+from typing import Any, get_args, get_type_hints
 
 import click
 
-from ..checkpoints.eval_json import HEAD
+from ..checkpoints.eval_json import BLOCKS, HEAD, EvalReport
 from ..core.errors import InvalidInput
 from .suites.catalogue import SUITES
 
@@ -33,6 +34,7 @@ ALIASES = {
     "cache.elements": "cache.student.elements_per_token_per_layer",
 }
 _OPERATORS = {"<=": operator.le, ">=": operator.ge, "==": operator.eq, "<": operator.lt, ">": operator.gt}
+_NUMBERS = (int, float)
 _FORM = re.compile(r"\s*([A-Za-z_][\w.]*)\s*(<=|>=|==|<|>)\s*(\S+)\s*")
 
 
@@ -84,6 +86,7 @@ def parse(text: str, suites: Sequence[str]) -> Assertion:
             f"--assert {text!r} names the suite {names[1]}, which is not run; add it to --suite"
         )
     _check_start(names, suites, f"--assert {text!r}")
+    _check_path(names, f"--assert {text!r}")
     return Assertion(text, names, match[2], bound)
 
 
@@ -108,6 +111,42 @@ def _check_start(names: tuple[str, ...], suites: Sequence[str], label: str) -> N
     if names[0] not in HEAD:
         known = ", ".join([*suites, *HEAD, *ALIASES])
         raise InvalidInput(f"{label}: the report has no {names[0]}; a path may begin with {known}")
+
+
+def _check_path(names: tuple[str, ...], label: str) -> None:
+    """Refuse a path that no report has, before anything is measured.
+
+    Below keys that depend on the run, such as the names of tasks, a path is checked in the report itself.
+    """
+    kind: Any = EvalReport
+    for depth, name in enumerate(names):
+        place = ".".join(names[:depth]) or "the report"
+        if names[:depth] == ("suites",):
+            if name not in BLOCKS:
+                raise InvalidInput(f"{label}: there is no suite {name}; the suites are {', '.join(BLOCKS)}")
+            kind = BLOCKS[name]
+        elif is_dataclass(kind):
+            known = get_type_hints(kind)
+            if name not in {each.name for each in fields(kind)}:
+                there = ", ".join(each.name for each in fields(kind))
+                raise InvalidInput(f"{label}: {place} has no {name}; it has {there}")
+            kind = known[name]
+        elif kind in _NUMBERS or kind in (str, bool):
+            raise InvalidInput(f"{label}: {place} is a single value and has no {name}")
+        else:
+            return
+        kind = _without_none(kind)
+    if is_dataclass(kind):
+        there = ", ".join(each.name for each in fields(kind))
+        raise InvalidInput(f"{label}: {'.'.join(names)} is not a number; it has {there}")
+    if kind in (str, bool):
+        raise InvalidInput(f"{label}: {'.'.join(names)} is not a number")
+
+
+def _without_none(kind: Any) -> Any:
+    """Return the type of a value that is there, of a type that may also be None."""
+    kinds = [each for each in get_args(kind) if each is not type(None)]
+    return kinds[0] if isinstance(kind, UnionType) and len(kinds) == 1 else kind
 
 
 def check(assertions: Sequence[Assertion], report: dict[str, Any]) -> None:

@@ -5,6 +5,7 @@ a kill has cut off is dropped. The report itself appears as `out` when it is who
 another evaluation with the same `out` away.
 """
 
+import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -14,8 +15,10 @@ from typing import Any
 
 from ..core.errors import InvalidInput
 from ..core.files import PREFIX, locked, write_whole
+from ..core.untrusted import parse_json
 
 _SCHEMA = 1
+_LIMIT_BYTES = 2**28  # the scores of every window of a long text have some MB
 _HEAD = b'{"kvfold_eval": '  # how the first line begins
 
 
@@ -58,7 +61,12 @@ class EvaluationJournal:
                 f"{self._file} is of an interrupted evaluation with another {', '.join(differing)}; "
                 "repeat its command to resume it, or move it away"
             )
-        self.parts = {line["part"]: line["value"] for line in lines[1:]}
+        # Of a line that was changed since, or has no hash, the part is measured again.
+        self.parts = {
+            line["part"]: line["value"]
+            for line in lines[1:]
+            if line.get("sha256") == _digest(line["part"], line["value"])
+        }
 
     def part(self, name: str, measure: Callable[[], Any]) -> Any:
         """Return the value of a part, which is measured unless it is finished already.
@@ -84,8 +92,9 @@ class EvaluationJournal:
         Raises:
             InvalidInput: the file cannot be written, for example because the disk is full.
         """
-        line = json.dumps({"part": name, "value": value}, allow_nan=False)
-        self.parts[name] = json.loads(line)["value"]
+        self.parts[name] = json.loads(json.dumps(value, allow_nan=False))
+        digest = _digest(name, self.parts[name])
+        line = json.dumps({"part": name, "value": self.parts[name], "sha256": digest})
         if self._file is not None:
             with _reporting(self._file), self._file.open("a", encoding="utf-8") as file:
                 file.write(line + "\n")
@@ -137,6 +146,11 @@ def reserved(out: Path) -> Iterator[tuple[EvaluationJournal, Callable[[str], Non
                 partial.unlink()
 
 
+def _digest(name: str, value: Any) -> str:
+    """Return the hexadecimal SHA-256 of a part, as JSON gives it back."""
+    return hashlib.sha256(json.dumps([name, value]).encode()).hexdigest()
+
+
 def _has_no_part(partial: Path) -> bool:
     try:
         return partial.is_file() and len(list(_read_lines(partial))) < 2
@@ -150,16 +164,20 @@ def _read_lines(file: Path) -> Iterator[dict[str, Any]]:
     Raises:
         InvalidInput: the file is something else.
     """
-    content = file.read_bytes() if file.is_file() else b""
+    foreign = InvalidInput(f"{file} exists; move it, or name another file")
+    content = b""
+    if file.is_file():
+        with file.open("rb") as stream:
+            content = stream.read(_LIMIT_BYTES + 1)
     whole = content[: content.rfind(b"\n") + 1]
-    if content and not content.startswith(_HEAD):
-        raise InvalidInput(f"{file} exists; move it, or name another file")
+    if len(content) > _LIMIT_BYTES or (content and not content.startswith(_HEAD)):
+        raise foreign
     try:
-        lines = [json.loads(line) for line in whole.splitlines()]
-    except (ValueError, RecursionError):
-        lines = [None]
-    if not all(isinstance(line, dict) for line in lines):
-        raise InvalidInput(f"{file} exists; move it, or name another file")
+        lines = [parse_json(line, "a line") for line in whole.split(b"\n") if line]
+    except InvalidInput:
+        raise foreign from None
+    if not all(isinstance(line.get("part"), str) and "value" in line for line in lines[1:]):
+        raise foreign
     if len(whole) < len(content):
         with file.open("r+b") as opened:
             opened.truncate(len(whole))

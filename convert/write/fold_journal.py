@@ -6,6 +6,7 @@ many processes it runs.
 """
 
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -17,10 +18,12 @@ from ...checkpoints.record import FILE as RECORD
 from ...checkpoints.shards import INDEX
 from ...core.errors import InvalidInput
 from ...core.files import locked, remove_own, replace_text
+from ...core.untrusted import LIMIT_BYTES, parse_json
 
 JOURNAL = "journal.jsonl"
 LOCK = "lock"
 Found = dict[str, Any]  # about a unit, as the journal and kvfold.json have it
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 _HEAD = re.compile(r'"[0-9a-f]{64}"\n')
 # Every name that a conversion writes. Anything else in `<out>.partial` was put there by someone else.
 _NAMES = re.compile(
@@ -180,14 +183,42 @@ def _read(file: Path, fingerprint: str) -> dict[str, Found] | None:
     """Return what a journal of this plan tells; None if there is none, or it is of another plan."""
     if not file.is_file():
         return None
+    if file.stat().st_size > LIMIT_BYTES:
+        return None  # no fold has so many units
     text = file.read_text(encoding="utf-8", errors="replace")
     lines = text[: text.rfind("\n") + 1].splitlines()  # a kill may have cut the last line short
     if lines[:1] != [json.dumps(fingerprint)]:
         return None
     try:
-        return {str(name): dict(value) for name, value in map(json.loads, lines[1:])}
-    except (ValueError, TypeError, RecursionError):
+        found = [parse_json(line, "a line", top=list) for line in lines[1:]]
+    except InvalidInput:
         return None  # no run of kvfold wrote these lines: everything is folded again
+    return {unit[0]: unit[1] for unit in found} if all(map(_is_unit, found)) else None
+
+
+def _is_unit(line: list[Any]) -> bool:
+    """Return whether a line of a journal says about a unit what this version writes there."""
+    if len(line) != 2 or not isinstance(line[0], str) or not isinstance(line[1], dict):
+        return False
+    name, found = line
+    if name.startswith("file "):
+        return isinstance(found.get("sha256"), str) and _SHA256.fullmatch(found["sha256"]) is not None
+    if not name.startswith("layer "):
+        return True
+    return (
+        found.keys() >= {"measured", "spectrum"}
+        and _are_numbers(found["measured"])
+        and isinstance(found["spectrum"], dict | None)
+    )
+
+
+def _are_numbers(losses: Any) -> bool:
+    """Return whether the losses of a layer are finite numbers by name, or were not measured."""
+    if not isinstance(losses, dict):
+        return losses is None
+    return "refined" in losses and all(
+        type(loss) in {int, float} and math.isfinite(loss) for loss in losses.values()
+    )
 
 
 def _check_claimable(partial: Path) -> None:

@@ -14,6 +14,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from ...core.errors import InvalidInput
+from ...core.untrusted import read_json
 from ..display import is_main_process, progress_bar
 from ..recipe.data_section import SELF, Data, TextSource
 from .chat import chat_pieces
@@ -25,7 +26,9 @@ def open_windows(file: Path, data: Data) -> TrainingWindows:
     """Return the windows of tokens that `write_tokens` wrote, memory-mapped."""
     tokens = np.memmap(file, dtype=np.int32, mode="r")
     marks = np.memmap(file.with_name("marks.bin"), dtype=np.uint8, mode="r")
-    lengths = json.loads(file.with_name("tokens.json").read_text(encoding="utf-8"))["tokens"]
+    lengths = _read_lengths(file.with_name("tokens.json"))
+    if sum(lengths) > min(len(tokens), len(marks)):
+        raise InvalidInput(f"{file} is shorter than tokens.json says; remove {file.parent} to start over")
     ends = np.cumsum(lengths).tolist()
     places = [slice(end - length, end) for end, length in zip(ends, lengths, strict=True)]
     return TrainingWindows([Stream(tokens[place], marks[place]) for place in places], data)
@@ -73,12 +76,20 @@ def holds_same(file: Path, data: Data, before: int, after: int) -> bool:
     lengths = file.with_name("tokens.json")
     if not file.exists() or any(source.source == SELF for source in data.sources):
         return False
-    held = json.loads(lengths.read_text(encoding="utf-8"))["tokens"]
+    held = _read_lengths(lengths)
     # The same number is wanted, or everything that there is was wanted, and still is.
     return all(
         old == new or (length < old and length <= new)
         for length, old, new in zip(held, _wanted(data, before), _wanted(data, after), strict=True)
     )
+
+
+def _read_lengths(file: Path) -> list[int]:
+    """Return the number of tokens that are stored of each source."""
+    lengths = read_json(file).get("tokens")
+    if not isinstance(lengths, list) or not all(type(length) is int and length >= 0 for length in lengths):
+        raise InvalidInput(f"{file} is damaged; remove {file.parent} to start over")
+    return lengths
 
 
 def _wanted(data: Data, windows: int) -> list[int]:

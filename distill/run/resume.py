@@ -198,5 +198,5 @@ def _tensors(stream: BinaryIO, size: int) -> list[tuple[int, int]]:
         rows = json.loads(stream.read(min(length, size) - 8)).items()
         places = [row["data_offsets"] for name, row in rows if name != "__metadata__"]
         return [(0, length), *((length + int(begin), length + int(end)) for begin, end in sorted(places))]
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return [(0, size)]

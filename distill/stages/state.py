@@ -16,7 +16,7 @@ import shutil
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from ...checkpoints.directory import finish
 from ...checkpoints.shards import ShardWriter, TensorSpec
 from ...core.console import notice
 from ...core.errors import InvalidInput
+from ...core.untrusted import read_json
 from ..parallel.tensors import full_tensor, local_part, named_weights
 from .weights import adapted, is_adapter, merged
 
@@ -173,8 +174,18 @@ def newest(directory: Path) -> Path | None:
 
 
 def read_progress(state: Path) -> Progress:
-    """Return the point that the run had reached."""
-    return Progress(**json.loads((state / "progress.json").read_text(encoding="utf-8")))
+    """Return the point that the run had reached.
+
+    Raises:
+        InvalidInput: no run wrote the file.
+    """
+    content = read_json(state / "progress.json")
+    kinds = {each.name: type(getattr(Progress(), each.name)) for each in fields(Progress)}
+    if content.keys() != kinds.keys() or any(type(content[name]) is not kinds[name] for name in kinds):
+        raise InvalidInput(
+            f"{state} is no training state of kvfold; remove {state.parent.parent} to start over"
+        )
+    return Progress(**content)
 
 
 @torch.no_grad()
@@ -209,7 +220,7 @@ def saved(directory: Path) -> list[Path]:
 def is_whole(state: Path) -> bool:
     """Return whether all files of a saved state are as they were written."""
     try:
-        hashes: dict[str, str] = json.loads((state / _MANIFEST).read_text(encoding="utf-8"))
+        hashes: dict[str, str] = read_json(state / _MANIFEST)
         return all(_sha256(state / name) == expected for name, expected in hashes.items())
     except (OSError, ValueError):
         return False

@@ -5,13 +5,15 @@ import math
 import resource
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ...core.errors import InvalidInput
 from ...core.files import replace_text
+from ...core.untrusted import parse_json, read_json_lines
 from ..recipe.recipe import Recipe
 from ..stages.state import Progress
 
@@ -63,20 +65,20 @@ def read_lines(file: Path) -> list[dict[str, Any]]:
     """Return the objects of a file of JSON lines; none if there is no file."""
     if not file.exists():
         return []
-    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    return read_json_lines(file, "remove the directory that holds it to start over")
 
 
 def _is_whole(line: str) -> bool:
     try:
-        return line.endswith("\n") and "step" in json.loads(line)
-    except (ValueError, TypeError):  # not JSON, or not an object
+        return line.endswith("\n") and type(parse_json(line, "a line").get("step")) is int
+    except InvalidInput:  # not JSON, or not an object
         return False
 
 
 def trim_metrics(file: Path, steps: int) -> None:
     """Drop the lines of steps that will be done again, and incomplete lines."""
     if file.exists():
-        lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
+        lines = file.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
         kept = [line for line in lines if _is_whole(line) and json.loads(line)["step"] <= steps]
         replace_text(file, "".join(kept))
 
@@ -90,13 +92,23 @@ def summarise(file: Path, recipe: Recipe) -> dict[str, Any]:
     lines = read_lines(file)
     stages = []
     for stage in recipe.stages:
-        own = [line for line in lines if line["stage"] == stage.name]
+        own = [line for line in lines if line.get("stage") == stage.name]
         tail = own[-math.ceil(len(own) / 10) :]
         losses = [name for name, weight in stage.losses.items() if weight]
+        if not own or not all(_has_numbers(line, losses) for line in (own[0], *tail)):
+            raise InvalidInput(
+                f"{file} is damaged: it lacks the losses of stage {stage.name}; "
+                f"remove {file.parent} to start over"
+            )
         first = {name: own[0][name] for name in losses}
         last = {name: sum(line[name] for line in tail) / len(tail) for name in losses}
         stages.append({"name": stage.name, "steps": recipe.steps(stage), "first": first, "last": last})
     return {"steps": lines[-1]["step"], "tokens": lines[-1]["tokens"], "stages": stages}
+
+
+def _has_numbers(line: Mapping[str, Any], names: Sequence[str]) -> bool:
+    """Return whether a line has these values, steps and tokens, as numbers."""
+    return all(type(line.get(name)) in {int, float} for name in (*names, "step", "tokens"))
 
 
 def peak_memory() -> float:

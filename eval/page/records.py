@@ -4,10 +4,10 @@ The files are read without importing the code that wrote them, so a page needs n
 not show are ignored.
 """
 
-import json
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from math import isfinite
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,6 +18,7 @@ from ...checkpoints.eval_json import FILE, EvalReport, parsed, read_json, read_r
 from ...checkpoints.record import FILE as RECORD
 from ...checkpoints.record import read_record
 from ...core.errors import InvalidInput
+from ...core.untrusted import read_json_lines
 
 EXTRA = "eval-*.json"  # suites that were measured later: a report is never overwritten
 _REMEDY = "move it away and make it again"
@@ -168,16 +169,15 @@ def _read_losses(path: Path) -> tuple[tuple[int, float], ...]:
     if not path.is_file():
         return ()
     found = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            values = json.loads(line)
-            loss = values.get("kl", values.get("forward_kl"))
-            if loss is not None:
-                found.append((int(values["tokens"]), float(loss)))
-        except (ValueError, TypeError, KeyError, AttributeError):
+    for values in read_json_lines(path, "move it away"):
+        loss, tokens = values.get("kl", values.get("forward_kl")), values.get("tokens")
+        if loss is None:
+            continue
+        if type(tokens) is not int or type(loss) not in {int, float} or not isfinite(loss):
             raise InvalidInput(
-                f"{path} is damaged: it is not a training log written by kvfold; move it away"
-            ) from None
+                f"{path} is damaged: tokens and losses of a training log are finite numbers; move it away"
+            )
+        found.append((tokens, float(loss)))
     return tuple(found)
 
 

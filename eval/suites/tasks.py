@@ -27,6 +27,7 @@ from ...checkpoints.quality_blocks import (
 from ...core.console import progress
 from ...core.errors import InvalidInput
 from ...core.files import write_whole
+from ...core.untrusted import read_json
 from ..estimate import LEVEL, estimate
 from ..subject import Subject
 from . import harness
@@ -122,7 +123,7 @@ def _answers(subject: Subject, role: str, name: str) -> dict[str, Any]:
     if not file.is_file():
         _keep(file, {"asked": asked, "found": run()})
     try:
-        kept = json.loads(file.read_text(encoding="utf-8"))
+        kept = read_json(file)
         found: dict[str, Any] = kept["found"]
         if kept["asked"] != asked:
             raise ValueError

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from ..core import untrusted
 from ..core.errors import InvalidInput
 from .cost_blocks import CacheBlock, SpeedBlock
 from .quality_blocks import (
@@ -275,12 +276,17 @@ def read_json(path: Path, remedy: str) -> Any:
     """Read a JSON file.
 
     Raises:
-        InvalidInput: it is not valid JSON.
+        InvalidInput: it is not valid JSON, is too large or nests too deeply.
     """
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:
-        raise InvalidInput(f"{path} is not valid JSON; {remedy}") from None
+        content = untrusted.read_json(path, name="it", top=None)
+        json.dumps(content, ensure_ascii=False).encode()  # a lone surrogate cannot be shown on a page
+    except UnicodeEncodeError:
+        raise InvalidInput(f"{path} is not valid JSON (it holds half a character); {remedy}") from None
+    except InvalidInput as mistake:
+        reason = str(mistake).partition(";")[0]
+        raise InvalidInput(f"{path} is not valid JSON ({reason}); {remedy}") from None
+    return content
 
 
 def _parse_report(content: Mapping[str, Any], path: Path, directory: Path) -> EvalReport:

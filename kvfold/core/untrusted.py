@@ -125,6 +125,29 @@ def parse_json(
     return value
 
 
+def read_json_lines(path: Path, remedy: str, limit_bytes: int = 2**30) -> list[dict[str, Any]]:
+    """Read a file of one JSON object per line that may be damaged or hostile.
+
+    Args:
+        path: a regular file, or a link to one.
+        remedy: the advice in errors.
+        limit_bytes: the largest file that is read.
+
+    Returns:
+        The objects.
+
+    Raises:
+        InvalidInput: the file cannot be read or exceeds the limit, or a line is not a JSON object.
+    """
+    name = printable(path)
+    content = _decode(_read_bytes(path, limit_bytes, name), limit_bytes, name)
+    try:
+        return [parse_json(line, "a line") for line in content.split("\n") if line]
+    except InvalidInput as mistake:
+        reason = str(mistake).partition(";")[0]
+        raise InvalidInput(f"{name} is damaged: {reason}; {remedy}") from None
+
+
 def read_yaml(
     path: Path,
     limit_bytes: int = LIMIT_BYTES,

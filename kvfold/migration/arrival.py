@@ -11,6 +11,7 @@ from ..checkpoints.directory import check_output, finish, link_or_copy
 from ..core.console import notice
 from ..core.errors import InvalidInput
 from ..core.files import replace_text
+from ..core.untrusted import read_json
 from .request import RECORD, SCHEMA, Migration, write_json
 
 UNMET = ".unmet"  # suffix of an output that does not hold the bound
@@ -24,7 +25,7 @@ def find_report(asked: Migration) -> dict[str, Any] | None:
     file = asked.out / "report.json"
     if not file.is_file() or not (asked.partial / RECORD).is_file():
         return None
-    report: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    report: dict[str, Any] = read_json(file)
     return report if report.get("until") == asked.bound.text else None
 
 

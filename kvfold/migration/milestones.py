@@ -23,6 +23,7 @@ from ..convert.request import FoldRequest, fold_request
 from ..convert.write.rewrite import rewrite
 from ..core.console import notice
 from ..core.errors import InvalidInput
+from ..core.untrusted import read_json
 from ..distill.run.job import distill
 from ..eval.assertions import Unmet, check
 from ..eval.evaluation_journal import reserved
@@ -72,7 +73,7 @@ def _identity(asked: Migration) -> dict[str, Any]:
     """
     file, place = asked.partial / "identity.json", asked.partial / "identity"
     if file.exists():
-        return dict(json.loads(file.read_text(encoding="utf-8")))
+        return dict(read_json(file))
     click.echo("Verify: a fold that keeps everything against the source", err=True)
     heads = open_source(asked.source).geometry.num_key_value_heads
     request = FoldRequest(model=asked.model, to="gqa", kv_heads=heads)
@@ -132,7 +133,7 @@ def _evaluate(asked: Migration, checkpoint: Path, parent: Path | None) -> dict[s
         with reserved(file) as (journal, write):
             result = evaluate(checkpoint, asked.source, asked.text, asked.options, parent, journal=journal)
             write(json.dumps(result.to_json(), indent=2, allow_nan=False) + "\n")
-    report: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    report: dict[str, Any] = read_json(file)
     return report
 
 

@@ -17,6 +17,7 @@ from ..convert.decide.plan import Plan
 from ..convert.families.source import open_source
 from ..core.errors import InvalidInput
 from ..core.files import PREFIX, locked, remove_own, replace_text
+from ..core.untrusted import read_json
 from ..distill.recipe.recipe import Recipe, differences
 from ..eval.assertions import Assertion
 from ..eval.options import Options
@@ -177,10 +178,10 @@ def _remove(partial: Path) -> str:
 
 def _read(record: Path) -> dict[str, Any]:
     try:
-        content = json.loads(record.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError):
+        content: dict[str, Any] = read_json(record)
+    except InvalidInput:
         raise InvalidInput(f"{record} is damaged; remove {record.parent} to start again") from None
-    return content if isinstance(content, dict) else {}
+    return content
 
 
 def _check_same(record: Path, asked: Migration) -> None:

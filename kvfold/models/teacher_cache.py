@@ -28,6 +28,7 @@ from torch.nn.functional import linear
 
 from ..core.errors import InvalidInput
 from ..core.files import locked, replace_text, save_whole
+from ..core.untrusted import read_json
 from .head import HeadForm, head_form
 
 T = TypeVar("T")
@@ -200,11 +201,9 @@ class TeacherCache:
             self._check_unused()
             return None
         try:
-            manifest = json.loads(file.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            manifest = None
-        if not isinstance(manifest, dict):
-            raise InvalidInput(f"{self._name} is no cache of a teacher; name another directory")
+            manifest: dict[str, Any] = read_json(file)
+        except InvalidInput:
+            raise InvalidInput(f"{self._name} is no cache of a teacher; name another directory") from None
         if "kvfold_teacher_cache" in manifest:
             raise InvalidInput(
                 f"{self._name} was made by an earlier version of kvfold; name another directory"

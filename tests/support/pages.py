@@ -163,9 +163,13 @@ def record(name: str = "mla", stage: str = "convert") -> dict[str, Any]:
         "source": {"name": "source", "path": "/nowhere", "revision": None, "files": {}},
         "parents": [],
         "command": f"kvfold convert source --to {name}",
-        "calibration": {"text": "self"},
+        "calibration": {"text": "self", "tokens": 4096, "seed": 0},
         "target": {"name": name, **sizes[name]},
-        "cache": {"ratio": 0.25},
+        "cache": {
+            "before": {"elements_per_token_per_layer": 64, "bytes_per_token": 1024},
+            "after": {"elements_per_token_per_layer": 16, "bytes_per_token": 256},
+            "ratio": 0.25,
+        },
         "layers": [layer] * LAYERS,
     }
 
