@@ -8,7 +8,7 @@ VLLM_VENV := .venv-vllm
 # Without an NVIDIA GPU the release that is known to come as a plain CPU build; with one, whatever suits it.
 TORCH ?= $(if $(shell command -v nvidia-smi 2>/dev/null),torch,torch==2.13.0)
 
-.PHONY: demo test test-vllm check install
+.PHONY: demo test hostile test-vllm check install
 
 install: $(VENV)/.installed
 
@@ -27,6 +27,10 @@ demo: install
 
 test: install $(VENV)/.kernels
 	$(BIN)/python -m pytest --numprocesses 2
+
+# Damaged and hostile files; `make test` runs a short form of it.
+hostile: install
+	KVFOLD_HOSTILE=all $(BIN)/python -m pytest --numprocesses 2 tests/hostile
 
 test-vllm: $(VLLM_VENV)/.installed
 	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m benchmarks.vllm

@@ -5,6 +5,7 @@ pipes that never begin. Only regular files of the checkpoint itself are opened.
 """
 
 import stat
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from ..core.errors import InvalidInput
@@ -57,12 +58,16 @@ def matching(directory: Path, patterns: tuple[str, ...]) -> list[Path]:
 
     Args:
         directory: the checkpoint.
-        patterns: as of `Path.glob`. Directories do not count.
+        patterns: as of `fnmatch`. Directories do not count.
 
     Raises:
         InvalidInput: one of them is not a regular file of the checkpoint, or is too large.
     """
-    found = sorted({path for pattern in patterns for path in directory.glob(pattern) if not path.is_dir()})
+    found = [
+        path
+        for path in sorted(directory.iterdir())  # glob would not see a link to nothing
+        if not path.is_dir() and any(fnmatchcase(path.name, pattern) for pattern in patterns)
+    ]
     for path in found:
         flaw = flaw_of(path, directory)
         if flaw:

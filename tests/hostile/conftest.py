@@ -88,7 +88,9 @@ def contents(root: Path) -> dict[str, tuple[int, str]]:
         mode = path.lstat().st_mode
         content = ""
         if stat.S_ISREG(mode):
-            content = hashlib.sha256(path.read_bytes()).hexdigest()
+            content = str(path.stat().st_size)
+            if path.stat().st_size < 2**20:
+                content = hashlib.sha256(path.read_bytes()).hexdigest()
         elif stat.S_ISLNK(mode):
             content = os.readlink(path)
         found[str(path.relative_to(root))] = (stat.S_IFMT(mode), content)
