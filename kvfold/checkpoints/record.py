@@ -56,9 +56,6 @@ def _check_fields(record: dict[str, Any], damaged: str) -> None:
         first = error.errors()[0]
         where = printable(".".join(map(str, first["loc"])))[:100]
         raise InvalidInput(f"{damaged} ({where}: {first['msg']})") from None
-    lacking = [name for name in ("target", "cache") if not record.get(name)]
-    if record["stage"] == "convert" and lacking:
-        raise InvalidInput(f"{damaged} ({lacking[0]}: a fold has one)")
     if record.get("target") and not isinstance(record["target"].get("name"), str):
         raise InvalidInput(f"{damaged} (target.name: expected a text)")
 

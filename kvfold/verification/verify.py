@@ -248,7 +248,7 @@ def _lossless(record: dict[str, Any] | None, written: Written, source: Path) -> 
 
     It is None where something was discarded or trained.
     """
-    if record is None or record["stage"] != "convert":
+    if record is None or record["stage"] != "convert" or not (record.get("target") and record.get("cache")):
         return None
     from ..convert.algebra.target import query_rank
     from ..convert.decide.lint import open_written

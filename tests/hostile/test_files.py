@@ -272,8 +272,6 @@ RECORDS: dict[str, Callable[[dict[str, Any]], object]] = {
     "stage is a number": put("stage", value=7),
     "cache is a text": put("cache", value="x"),
     "cache is text inside": put("cache", "after", "bytes_per_token", value="9"),
-    "no cache": without("cache"),
-    "no target": without("target"),
     "target has no name": without("target", "name"),
     "parents hold numbers": put("parents", value=[1]),
     "revision is a list": put("source", "revision", value=[]),
