@@ -271,14 +271,14 @@ EVALUATED: dict[str, tuple[Damage, str]] = {
         written(
             "kvfold.json", json.dumps({"schema": 1, "source": {"name": "a", "path": "b"}, "parents": []})
         ),
-        "it has no stage",
+        "stage: Field required",
     ),
     "record without a source's name": (
         written(
             "kvfold.json",
             json.dumps({"schema": 1, "stage": "convert", "source": {"path": "b"}, "parents": []}),
         ),
-        "source.name is missing",
+        "source.name: Field required",
     ),
     "record deep": (written("kvfold.json", DEEP), "levels deep"),
     "record a list": (written("kvfold.json", "[]"), "kvfold.json holds a list"),
