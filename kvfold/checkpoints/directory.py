@@ -147,9 +147,10 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 
 def _entries(directory: Path) -> dict[str, Entry]:
-    if (directory / _WHOLE).is_file():
+    whole = directory / _WHOLE
+    if whole.is_file() or (whole.is_symlink() and not whole.exists()):  # a broken link is an error of its own
         # As in transformers: an index, or files such as another framework's, next to it are not read.
-        return read_header(directory / _WHOLE)
+        return read_header(whole)
     index = directory / INDEX
     if not index.is_file():
         files = sorted(directory.glob("*.safetensors"))

@@ -228,7 +228,7 @@ def test_shards_that_disagree_with_their_index(tmp_path: Path) -> None:
     (source / files[1]).unlink()
     refused(f"lacks the shard {files[1]}")
     (source / INDEX).unlink()
-    refused("safetensors files but no")
+    refused("safetensors files but neither model.safetensors nor")
 
 
 def test_a_link_to_nowhere_is_one_sentence(tmp_path: Path) -> None:

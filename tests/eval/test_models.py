@@ -76,7 +76,9 @@ def test_a_damaged_checkpoint_is_refused_in_one_line(make: Make, file: str, cont
     (directory / file).unlink()
     if content is not None:
         (directory / file).write_text(content)
-    with pytest.raises(InvalidInput, match=r"cannot be loaded|has no safetensors weights|is not JSON") as caught:
+    with pytest.raises(
+        InvalidInput, match=r"cannot be loaded|has no safetensors weights|is not JSON"
+    ) as caught:
         load(directory, CPU)
     assert "\n" not in str(caught.value)
 
