@@ -199,7 +199,7 @@ def conversation(messages: list[dict[str, Any]], tokenizer: Any, name: str) -> P
             for start, end in turns:
                 is_spoken[start:end] = True
             spoken = is_spoken[[start for start, _ in encoded["offset_mapping"]]]
-    except Refused:
+    except InvalidInput:
         raise
     except (TemplateError, TypeError, ValueError, IndexError) as error:
         reason = shorten(str(error), 200, placeholder=" ...")

@@ -232,6 +232,8 @@ def _read_bytes(path: Path, limit_bytes: int, name: str) -> bytes:
     except OSError as error:
         reason = error.strerror or type(error).__name__
         raise InvalidInput(f"{name} cannot be read: {reason}; name a file that can be") from None
+    except InvalidInput:
+        raise
     except ValueError:  # a null character in the path
         raise InvalidInput(f"{name} cannot be read: no file has such a name") from None
 

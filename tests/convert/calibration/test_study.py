@@ -166,7 +166,7 @@ def test_mistakes(tmp_path: Path) -> None:
             ("--calibration", str(other), "--save-statistics", "x.safetensors"),
             "holds saved statistics already",
         ),
-        (("--calibration", str(tmp_path / "empty")), "holds no file that calibration text can be"),
+        (("--calibration", str(tmp_path / "empty")), "is a directory that holds no file of a known kind"),
     ):
         result = convert(source, "--rank", "9", *options, out=tmp_path / "out")
         assert result.exit_code == 2, options
