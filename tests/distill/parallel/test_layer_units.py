@@ -244,7 +244,7 @@ def test_what_cannot_be_read_by_the_unit_is_loaded_whole_and_said(
     reason = damage(directory, what)
     assert open_in_units(directory, torch.float32) is None
     message = caplog.text
-    assert f"every process loads {directory} whole before it keeps its shards of it" in message
+    assert f"every process loads the whole of {directory} before it keeps its shards" in message
     assert reason in message
 
 
