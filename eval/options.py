@@ -8,7 +8,7 @@ from ..models.load_options import LoadOptions
 
 @dataclass(frozen=True, kw_only=True)
 class Options(LoadOptions):
-    """How to load the models and how to cut the text.
+    """Options that load the models and cut the text.
 
     Attributes:
         window: tokens per window, BOS included, at least 2; None: as many as fit every model, up to 2048.

@@ -1,4 +1,1 @@
-"""What a source computes on text.
-
-Its calibration text, its model in transformers, moments kept layer by layer.
-"""
+"""Calibration: the text that a source writes or is given, and the statistics of each layer on it."""

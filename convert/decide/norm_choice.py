@@ -1,6 +1,4 @@
-"""The choice between a fitted and a linear latent norm, measured on calibration tokens that no fit has
-seen.
-"""
+"""The choice between a fitted and a linear latent norm, measured on tokens that no fit has seen."""
 
 from dataclasses import replace
 
@@ -59,11 +57,11 @@ def settle_norm(plan: Plan) -> Plan:
 
 
 def measure_norms(plan: Plan) -> tuple[float, float] | None:
-    """Return the loss of a plan's closed form with linear and with fitted norms, nats per token on held-back
-    tokens.
+    """Measure a plan's closed form with linear and with fitted norms.
 
     Returns:
-        None where the attention is not one that `forward.attend` computes.
+        Both losses on held-back tokens, in nats per token; None where `forward.attend` does not compute the
+        attention.
     """
     count = plan.source.layers
     numbers = torch.linspace(0, count - 1, min(count, LAYERS)).round().int().tolist()
@@ -81,6 +79,7 @@ def _with_linear_norm(plan: Plan, reason: str) -> Plan:
     """Return the plan with linear norms, in dtypes that hold them.
 
     Args:
+        plan: the fold.
         reason: sentence for the user.
     """
 

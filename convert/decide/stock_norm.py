@@ -1,6 +1,4 @@
-"""What the norms in the stock latent class do, as far as it is known before a layer is folded, and the
-dtypes that hold it.
-"""
+"""The role of the norms in the stock latent class before a layer is folded, and the dtypes that hold it."""
 
 from typing import Literal
 
@@ -20,7 +18,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 def first_norm(
     form: Form | None, target: Target, method: str, wanted: LatentNorm | None, statistics: Statistics | None
 ) -> LatentNorm | None:
-    """Return what the norms of the output do, as far as it can be told before a layer is folded.
+    """Return the role of the norms of the output, as far as it is known before a layer is folded.
 
     Raises:
         InvalidInput: the user asks for it where there is no such norm, or nothing to fit it on.
@@ -46,9 +44,9 @@ def first_norm(
 def written_dtypes(
     source: Source, norm: LatentNorm | None, dtype: str
 ) -> tuple[dict[str, torch.dtype], list[str]]:
-    """The dtype that each source tensor is written in.
+    """Return the dtype that each source tensor is written in, and a notice where it was changed.
 
-    Its own, except where the user or the container wants another.
+    It is the tensor's own, unless the user or the container requires another.
     """
     own = {name: source.checkpoint.spec(name).dtype for name in source.checkpoint}
     if dtype != "auto":

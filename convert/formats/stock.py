@@ -230,8 +230,9 @@ class Stock(Container):
         return {_PREFIX.format(layer=layer) + name: tensor for name, tensor in named.items()}
 
     def _query(self, attention: LatentAttention, q_QA: Tensor, factor: float) -> dict[str, Tensor]:
-        """Return the query compression of one layer, from its queries' rows (Q, A), which hold the factor
-        on the scores.
+        """Return the query compression of one layer from its queries' rows (Q, A).
+
+        The rows hold the factor on the scores.
         """
         if attention.query_norm is not None:
             assert attention.q_down_AD is not None

@@ -1,13 +1,11 @@
-"""A basis of the latent in which every token has nearly the same length, so that an RMSNorm of the latent
-changes little.
+"""A basis of the latent in which every token has nearly the same length, so that a norm changes little.
 
-For any invertible A the maps (A down, up A⁻¹) and (down, up) are the same. With a norm between them, the map
-of a token c changes by the factor 1/|A c|. So A is chosen with M = AᵀA of least E[(cᵀ M c - 1)²]. Such an M
-exists, because the input of
-attention is normed itself: its features x_i have shares d_i with Σ d_i x_i² = 1 for every token. The search
-for M starts at
-the form that these shares give the latent, and ends where tokens that were held back stop gaining: with a
-rank of hundreds there are more numbers in M than tokens. All algebra is in float64.
+For any invertible A the maps (A down, up A⁻¹) and (down, up) are the same. With an RMSNorm between them, the
+map of a token c changes by the factor 1/|A c|. So A is chosen with M = AᵀA of least E[(cᵀ M c - 1)²]. Such an
+M exists, because the input of attention is normed itself: its features x_i have shares d_i with Σ d_i x_i² = 1
+for every token. The search for M starts at the form that these shares give the latent, and ends where tokens
+that were held back stop gaining: with a rank of hundreds there are more numbers in M than tokens. All algebra
+is in float64.
 
 Legend: attention.py; X tokens.
 """
@@ -119,8 +117,7 @@ def with_latent_norm(layer: LatentAttention, input_XD: Tensor, held_XD: Tensor) 
 
 
 def in_level_basis(layer: LatentAttention, size: float) -> LatentAttention:
-    """Return the same function with an RMSNorm of the latent itself, in the basis where that is what
-    `level_CC` says.
+    """Return the same function with an RMSNorm of the latent itself, in the basis of `level_CC`.
 
     Args:
         layer: with `level_CC`, float64.
@@ -152,7 +149,10 @@ def with_query_norm(
     Where that is the layer's input, which is normed, it is rescaled so that the norm changes next to nothing.
 
     Args:
-        layer, input_XD, held_XD, size: as of `with_latent_norm`, here of the queries' projections.
+        layer: the layer, float64.
+        input_XD: inputs of its attention on the tokens of the fit, float64.
+        held_XD: the same of held-back tokens.
+        size: root mean square that the queries' down-projection gets.
         biased: whether one more feature, a constant, takes the place of the queries' biases.
     """
     shares_D = feature_shares(input_XD)
@@ -195,7 +195,7 @@ def _lengths(form_CC: Tensor, latent_XC: Tensor) -> Tensor:
 
 
 def _gradient(latent_XC: Tensor, value_X: Tensor) -> Tensor:
-    """E[value c cᵀ]."""
+    """Return E[value c cᵀ]."""
     return (latent_XC * value_X[:, None]).mT @ latent_XC / len(latent_XC)
 
 
@@ -204,13 +204,13 @@ def _error(form_CC: Tensor, latent_XC: Tensor) -> float:
 
 
 def _scaled(form_CC: Tensor, latent_XC: Tensor) -> Tensor:
-    """The multiple of a form that gives lengths nearest to 1."""
+    """Return the multiple of a form that gives lengths nearest to 1."""
     length_X = _lengths(form_CC, latent_XC)
     return form_CC * (length_X.sum() / length_X.square().sum())
 
 
 def _whitening(latent_XC: Tensor) -> Tensor:
-    """W (C, C) with E[W c (W c)ᵀ] = 1, but for directions that hardly a token has."""
+    """Return W (C, C) with E[W c (W c)ᵀ] = 1, but for directions that hardly a token has."""
     energy_C, basis_CC = torch.linalg.eigh(latent_XC.mT @ latent_XC / len(latent_XC))
     white_CC: Tensor = basis_CC.mT / energy_C.clamp(min=_LEAST * energy_C[-1]).sqrt()[:, None]
     return white_CC
@@ -223,7 +223,7 @@ def _pseudo_inverse(gram_CC: Tensor) -> Tensor:
 
 
 def _root(form_CC: Tensor) -> Tensor:
-    """M^½, with the eigenvalues of M floored."""
+    """Return M^½, with the eigenvalues of M floored."""
     value_C, basis_CC = torch.linalg.eigh(form_CC)
     root_CC: Tensor = (basis_CC * value_C.clamp(min=FLOOR / len(value_C)).sqrt()) @ basis_CC.mT
     return root_CC
@@ -234,5 +234,5 @@ def _rms(rows: Tensor) -> float:
 
 
 def _power_of_two(value: float) -> float:
-    """The nearest, which every dtype keeps."""
+    """Return the nearest power of two, which every dtype keeps."""
     return float(2.0 ** torch.tensor(value).log2().round())

@@ -58,8 +58,8 @@ class Stage(RecipeSection):
     name: str = Field(pattern=r"^\w[\w.+-]*$")
     """Name of the stage in the metrics: letters, digits and `_.+-`."""
     mode: Literal["auto", "end_to_end", "layerwise", "stream"] = "auto"
-    """How the student runs. `end_to_end`: as a whole. `layerwise`: the attention of each layer on the
-    teacher's inputs. `stream`: the same, with one layer in memory at a time. `auto`: `layerwise` if the only
+    """Way in which the student runs. `end_to_end`: as a whole. `layerwise`: the attention of each layer on
+    the teacher's inputs. `stream`: the same, with one layer in memory at a time. `auto`: `layerwise` if the only
     loss is `attention_output`, otherwise `end_to_end`."""
     tokens: Tokens
     """Tokens to train on, rounded up to whole optimizer steps."""
@@ -196,7 +196,7 @@ class Recipe(RecipeSection):
     compile: bool = False
     """Compile each layer with torch.compile, in stages whose losses read only the predictions."""
     profile: Profile | None = None
-    """How processes divide the run, as `kvfold distill --profile`."""
+    """Division of the run among processes, as `kvfold distill --profile`."""
 
     @field_validator("output")
     @classmethod

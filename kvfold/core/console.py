@@ -1,5 +1,4 @@
-"""What every command shares: mistakes become one line and exit code 2, long work shows progress, results
-become tables.
+"""Parts of every command: mistakes as one line with exit code 2, progress of long work, results as tables.
 
 No heavy import here: `--help` goes through this module.
 """
@@ -35,7 +34,7 @@ PLAIN_INTERVAL = 10.0  # seconds between progress lines where there is no termin
 
 
 def is_first() -> bool:
-    """Whether this process speaks for all that a launcher started."""
+    """Return whether this process speaks for all processes of the launcher."""
     return os.environ.get("RANK", "0") == "0"
 
 
@@ -86,12 +85,11 @@ def run_as_process(command: click.Command) -> None:
 
 
 def leave(code: int = 0) -> NoReturn:
-    """End this process without taking the interpreter apart, after what was registered for its end and what
-    it printed.
+    """End this process without taking the interpreter apart.
 
-    gloo's threads outlive their group as long as a device mesh refers to it. One that lets go of a tensor
-    while the interpreter is taken apart aborts the process, and a launcher takes a run that is whole for one
-    that failed.
+    Functions that were registered for the end run first, and printed text is flushed. gloo's threads outlive
+    their group as long as a device mesh refers to it. One that releases a tensor while the interpreter is
+    taken apart aborts the process, and the launcher reports a finished run as failed.
     """
     threading._shutdown()  # type: ignore[attr-defined] # threads that are no daemons end first, as they do in any process
     atexit._run_exitfuncs()

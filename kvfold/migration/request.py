@@ -152,7 +152,9 @@ def _check_claimable(partial: Path) -> None:
         elif record.stat().st_size:
             ours = _MARK in _read(record)
     if not ours:
-        raise InvalidInput(f"{partial} exists and is not an unfinished migration; move it, or name another --out")
+        raise InvalidInput(
+            f"{partial} exists and is not an unfinished migration; move it, or name another --out"
+        )
 
 
 def _is_first(path: Path) -> bool:

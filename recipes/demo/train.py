@@ -1,10 +1,8 @@
-"""How the bundled checkpoint was made: `python -m kvfold.recipes.demo.train OUT` (about an hour on two
-cores).
+"""The training of the bundled checkpoint: `python -m kvfold.recipes.demo.train OUT`, an hour on two cores.
 
 A Llama with multi-head attention (8 heads, 8 key/value heads) and a byte-level BPE vocabulary of 2,048,
 trained on the source text of CPython's standard library, which every machine that runs Python has. The
-modules of `kvfold.texts.corpus.HELD_OUT`
-are never seen: they are the demo's evaluation text.
+modules of `kvfold.texts.corpus.HELD_OUT` are never seen: they are the demo's evaluation text.
 """
 
 import math
@@ -25,7 +23,7 @@ WARM_UP = 200
 
 
 def train_tokenizer(documents: tuple[str, ...]) -> "object":
-    """A byte-level BPE tokenizer of `VOCABULARY` entries; `<s>` starts every text."""
+    """Return a byte-level BPE tokenizer of `VOCABULARY` entries; `<s>` starts every text."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -46,7 +44,7 @@ def train_tokenizer(documents: tuple[str, ...]) -> "object":
 
 
 def windows(stream: Tensor, generator: torch.Generator) -> Tensor:
-    """A batch of `BATCH` windows (B, CONTEXT + 1) of the token stream, at random places."""
+    """Return a batch of `BATCH` windows (B, CONTEXT + 1) of the token stream, at random places."""
     starts = torch.randint(0, len(stream) - CONTEXT - 1, (BATCH,), generator=generator)
     return torch.stack([stream[start : start + CONTEXT + 1] for start in starts.tolist()])
 

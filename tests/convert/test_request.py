@@ -210,6 +210,12 @@ def test_a_file_gives_what_options_give(tmp_path: Path) -> None:
 
 def test_a_record_without_a_request_is_read(tmp_path: Path) -> None:
     """Outputs of earlier versions have a command alone."""
-    record = {"schema": 1, "command": "kvfold convert m --to mqa", "source": {"path": "m"}, "parents": []}
+    record = {
+        "schema": 1,
+        "stage": "convert",
+        "command": "kvfold convert m --to mqa",
+        "source": {"name": "m", "path": "m", "revision": None, "files": {}},
+        "parents": [],
+    }
     (tmp_path / "kvfold.json").write_text(json.dumps(record))
     assert read_record(tmp_path) == record

@@ -12,6 +12,7 @@ from kvfold.convert.algebra.rotary import complex_rows, half_rows
 from kvfold.convert.algebra.target import LatentTarget
 from kvfold.convert.decide.plan import make_plan
 from kvfold.convert.methods.published import PEERS
+from kvfold.convert.request import fold_request
 from kvfold.core.errors import InvalidInput
 
 from . import test_methods
@@ -104,7 +105,8 @@ def test_mha2mla_divides_a_cache_in_halves_unless_asked_otherwise() -> None:
     """The bundled checkpoint caches 256 numbers: 8 key heads of 16 dimensions, twice."""
 
     def division(method: str, **options: Any) -> tuple[int, int]:
-        target = make_plan(DEMO, "mla", options, method, "auto").target
+        request = fold_request({"model": str(DEMO), "to": "mla", "method": method, **options})
+        target = make_plan(DEMO, request).target
         assert isinstance(target, LatentTarget)
         return target.qk_rope_head_dim, target.kv_lora_rank
 
