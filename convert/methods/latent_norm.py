@@ -1,11 +1,11 @@
 """A basis of the latent in which every token has nearly the same length, so that a norm changes little.
 
-For any invertible A the maps (A down, up A⁻¹) and (down, up) are the same. With an RMSNorm between them, the
-map of a token c changes by the factor 1/|A c|. So A is chosen with M = AᵀA of least E[(cᵀ M c - 1)²]. Such an
-M exists, because the input of attention is normed itself: its features x_i have shares d_i with Σ d_i x_i² = 1
-for every token. The search for M starts at the form that these shares give the latent, and ends where tokens
-that were held back stop gaining: with a rank of hundreds there are more numbers in M than tokens. All algebra
-is in float64.
+For any invertible A the maps (A down, up A⁻¹) and (down, up) are the same. With an RMSNorm between them,
+the map of a token c changes by the factor 1/|A c|. So A is chosen with M = AᵀA of least E[(cᵀ M c - 1)²].
+Such an M exists, because the input of attention is normed itself: its features x_i have shares d_i with Σ
+d_i x_i² = 1 for every token. The search for M starts at the form that these shares give the latent, and
+ends where tokens that were held back stop gaining: with a rank of hundreds there are more numbers in M than
+tokens. All algebra is in float64.
 
 Legend: attention.py; X tokens.
 """

@@ -84,8 +84,8 @@ class Data(RecipeSection):
     template. Only the assistant's words are trained on. null: documents are text."""
     packing: Packing = "documents"
     """Way in which documents are packed into windows. `documents`: each ends with EOS and attends only to
-    itself, and a conversation is never split between two windows. `stream`: documents follow each other, and attention
-    crosses from one to the next."""
+    itself, and a conversation is never split between two windows. `stream`: documents follow each other, and
+    attention crosses from one to the next."""
     seq_len: int = Field(ge=2)
     """Tokens per window."""
     seed: int = Field(default=0, ge=0)

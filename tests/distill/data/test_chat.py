@@ -213,7 +213,7 @@ def test_mistakes_about_chat_are_named(tmp_path: Path, tokenizer: Any) -> None:
         ),
         (PLAIN, ["text"], "the field 'talk' holds no conversations, which are lists of {role, content}"),
         (PLAIN, [[{"from": "human", "value": "q"}]], "holds no conversations"),
-        (PLAIN, [say("q"), say("r")], "none of its 2 conversations has a word of an assistant's"),
+        (PLAIN, [say("q"), say("r")], "none of its 2 conversations has a word of the assistant's"),
     ):
         (tmp_path / "a.jsonl").write_text("".join(json.dumps({"talk": row}) + "\n" for row in rows))
         tokenizer.chat_template = template
