@@ -15,18 +15,25 @@ REPORT = {
     "schema": 2,
     "device": "cpu",
     "teacher": None,
-    "suites": {"ppl": {"rows": [1, 2.5], "share": None, "on": True}},
+    "suites": {
+        "ppl": {
+            "student": {"dtype": "float32", "perplexity": 2.5, "window_nll": [1, 2.5]},
+            "teacher": None,
+            "parent": None,
+            "ratio": None,
+        }
+    },
 }
 
 
 @pytest.mark.parametrize(
     "text",
     [
-        "ppl.rows.1<3",
-        "ppl.rows.1<=2.5",
-        "suites.ppl.rows.1>2",
-        "ppl.rows.0 >= 1",
-        "ppl.rows.1==2.5",
+        "ppl.student.window_nll.1<3",
+        "ppl.student.perplexity<=2.5",
+        "suites.ppl.student.perplexity>2",
+        "ppl.student.window_nll.0 >= 1",
+        "ppl.student.perplexity==2.5",
         "schema == 2",
     ],
 )
@@ -37,11 +44,11 @@ def test_what_holds_is_silent(text: str) -> None:
 @pytest.mark.parametrize(
     ("text", "shown"),
     [
-        ("ppl.rows.1<2.5", "it is 2.5"),
-        ("ppl.rows.1>1e9", "it is 2.5"),
-        ("ppl.rows.0==2", "it is 1"),
-        ("ppl.share<1", "it is undefined"),
-        ("ppl.share.of.a.part<1", "it is undefined"),
+        ("ppl.student.perplexity<2.5", "it is 2.5"),
+        ("ppl.student.window_nll.1>1e9", "it is 2.5"),
+        ("ppl.student.window_nll.0==2", "it is 1"),
+        ("ppl.ratio.mean<1", "it is undefined"),
+        ("ppl.teacher.perplexity<1", "it is undefined"),
     ],
 )
 def test_what_does_not_hold_says_what_it_is(text: str, shown: str) -> None:
@@ -54,13 +61,13 @@ def test_what_does_not_hold_says_what_it_is(text: str, shown: str) -> None:
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("ppl.row.1<2", "suites.ppl has no row; it has rows, share, on"),
-        ("ppl.rows.7<2", "suites.ppl.rows has no 7; it has nothing"),
+        ("ppl.row.1<2", "suites.ppl has no row; it has student, teacher, parent"),
+        ("ppl.student.window_nll.7<2", "suites.ppl.student.window_nll has no 7; it has nothing"),
         ("nothing.x<2", "the report has no nothing; a path may begin with"),
-        ("ppl<2", "suites.ppl has no student; it has rows, share, on"),
-        ("suites.ppl<2", "suites.ppl is not a number; it has rows, share, on"),
+        ("ppl.student<2", "suites.ppl.student is not a number; it has dtype, perplexity"),
+        ("suites.ppl<2", "suites.ppl is not a number; it has student, teacher, parent"),
         ("device==2", "device is not a number"),
-        ("ppl.on==1", "suites.ppl.on is not a number"),
+        ("ppl.student.dtype==1", "suites.ppl.student.dtype is not a number"),
     ],
 )
 def test_a_path_that_leads_nowhere_says_what_there_is(text: str, sentence: str) -> None:

@@ -6,17 +6,24 @@
 import hashlib
 import json
 import os
+import shutil
 import stat
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import CliRunner
 
 from kvfold.cli import main
+from kvfold.convert.calibration.statistics import LayerStatistics, Statistics
+
+from ..support.tiny import make
 
 IS_THOROUGH = os.environ.get("KVFOLD_HOSTILE") == "all"
+GQA = ("--to", "gqa", "--kv-heads", "2")
+WEIGHTS = (*GQA, "--calibration", "none")
 REFUSED = (2, 3)  # exit codes of a refusal, and of a check that fails
 
 
@@ -109,3 +116,44 @@ def scene(tmp_path: Path) -> Scene:
     root = tmp_path / "scene"
     root.mkdir()
     return Scene(root, tmp_path / "canary")
+
+
+@pytest.fixture(scope="module")
+def originals(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A source, a fold of it, and statistics of it."""
+    root = tmp_path_factory.mktemp("originals")
+    source = make(root / "source")
+    (source / "README.md").write_text("---\nlicense: mit\n---\n# tiny\n")
+    done = CliRunner().invoke(main, ["convert", str(source), *WEIGHTS, "--out", str(root / "fold")])
+    assert done.exit_code == 0, done.output
+    layers = tuple(layer_statistics() for _ in range(2))
+    Statistics(layers=layers, tokens=32, calibration="self", seed=0).save(root / "taken.safetensors")
+    return root
+
+
+def layer_statistics() -> LayerStatistics:
+    def moment(*shape: int) -> torch.Tensor:
+        factor = torch.randn(*shape, dtype=torch.float64)
+        return factor @ factor.mT / shape[-1]
+
+    return LayerStatistics(
+        input_EE=moment(33, 33),
+        query_NHH=moment(8, 8, 8),
+        key_fisher=moment(64, 64),
+        value_fisher=moment(64, 64),
+        query_fisher=moment(8, 8, 8),
+        distance_NT=torch.full((8, 16), 1 / 16, dtype=torch.float64),
+        output_fisher=moment(32, 32),
+        input_BTD=torch.randn(2, 16, 32, dtype=torch.bfloat16),
+        output_BTD=torch.randn(1, 16, 32, dtype=torch.bfloat16),
+    )
+
+
+@pytest.fixture
+def source(originals: Path, scene: Scene) -> Path:
+    return Path(shutil.copytree(originals / "source", scene.root / "source"))
+
+
+@pytest.fixture
+def fold(originals: Path, source: Path, scene: Scene) -> Path:
+    return Path(shutil.copytree(originals / "fold", scene.root / "fold"))

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,57 +14,12 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from kvfold.cli import main
-from kvfold.convert.calibration.statistics import LayerStatistics, Statistics
 
 from ..support.pages import record, write_checkpoint
-from ..support.tiny import make
-from .conftest import IS_THOROUGH, Scene, edit_json
+from .conftest import GQA, WEIGHTS, Scene, edit_json
 
-GQA = ("--to", "gqa", "--kv-heads", "2")
-WEIGHTS = (*GQA, "--calibration", "none")
 SECRET = "the secret key"
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="links, pipes and names of bytes")
-
-
-@pytest.fixture(scope="module")
-def originals(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A source, a fold of it, and statistics of it."""
-    root = tmp_path_factory.mktemp("originals")
-    source = make(root / "source")
-    (source / "README.md").write_text("---\nlicense: mit\n---\n# tiny\n")
-    done = CliRunner().invoke(main, ["convert", str(source), *WEIGHTS, "--out", str(root / "fold")])
-    assert done.exit_code == 0, done.output
-    layers = tuple(layer_statistics() for _ in range(2))
-    Statistics(layers=layers, tokens=32, calibration="self", seed=0).save(root / "taken.safetensors")
-    return root
-
-
-def layer_statistics() -> LayerStatistics:
-    def moment(*shape: int) -> torch.Tensor:
-        factor = torch.randn(*shape, dtype=torch.float64)
-        return factor @ factor.mT / shape[-1]
-
-    return LayerStatistics(
-        input_EE=moment(33, 33),
-        query_NHH=moment(8, 8, 8),
-        key_fisher=moment(64, 64),
-        value_fisher=moment(64, 64),
-        query_fisher=moment(8, 8, 8),
-        distance_NT=torch.full((8, 16), 1 / 16, dtype=torch.float64),
-        output_fisher=moment(32, 32),
-        input_BTD=torch.randn(2, 16, 32, dtype=torch.bfloat16),
-        output_BTD=torch.randn(1, 16, 32, dtype=torch.bfloat16),
-    )
-
-
-@pytest.fixture
-def source(originals: Path, scene: Scene) -> Path:
-    return Path(shutil.copytree(originals / "source", scene.root / "source"))
-
-
-@pytest.fixture
-def fold(originals: Path, source: Path, scene: Scene) -> Path:
-    return Path(shutil.copytree(originals / "fold", scene.root / "fold"))
 
 
 def outside(path: Path) -> None:
@@ -355,50 +309,3 @@ def test_names_that_are_not_utf_8(scene: Scene, source: Path) -> None:
     scene.refused("convert", place, *WEIGHTS, "--out", scene.root / "out", says="UTF-8")
     place = place.rename(scene.root / "source")
     scene.refused("convert", place, *WEIGHTS, "--out", scene.root / os.fsdecode(b"o\xff"), says="UTF-8")
-
-
-class TestMutations:
-    """Random changes of the bytes of files: a command accepts the result, or refuses it in one sentence."""
-
-    EXAMPLES = 1000 if IS_THOROUGH else 8
-
-    @pytest.mark.parametrize("file", ["model.safetensors", "config.json", "kvfold.json", "taken.safetensors"])
-    def test_bytes(self, originals: Path, scene: Scene, fold: Path, source: Path, file: str) -> None:
-        hypothesis = pytest.importorskip("hypothesis")
-        from hypothesis import strategies as st
-
-        place = {"kvfold.json": fold, "taken.safetensors": scene.root}.get(file, source) / file
-        if file == "taken.safetensors":
-            shutil.copyfile(originals / file, place)
-        whole = place.read_bytes()
-        is_tensors = place.suffix == ".safetensors"
-        end = 8 + int.from_bytes(whole[:8], "little") if is_tensors else len(whole)
-        words: dict[str, tuple[str | Path, ...]] = {
-            "kvfold.json": ("verify", fold, "--lint"),
-            "taken.safetensors": ("convert", source, *GQA, "--calibration", place, "--dry-run"),
-        }
-        change = st.tuples(
-            st.integers(0, end - 1),
-            st.integers(0, 3),
-            st.one_of(
-                st.binary(max_size=4),
-                st.sampled_from([b"[", b"{", b'"', b"null", b"-1", b"1e999", b"NaN", b"\xff", b"[" * 5000]),
-            ),
-        )
-
-        @hypothesis.settings(
-            max_examples=self.EXAMPLES,
-            deadline=None,
-            derandomize=not IS_THOROUGH,
-            database=None,
-            suppress_health_check=list(hypothesis.HealthCheck),
-        )
-        @hypothesis.given(st.lists(change, min_size=1, max_size=3))
-        def mutate(changes: list[tuple[int, int, bytes]]) -> None:
-            content = whole
-            for start, length, new in changes:
-                content = content[:start] + new + content[start + length :]
-            place.write_bytes(content)
-            scene.survived(*words.get(file, ("convert", source, *WEIGHTS, "--dry-run")))
-
-        mutate()

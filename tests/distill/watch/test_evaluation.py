@@ -282,7 +282,7 @@ def test_eval_finds_the_states_that_a_run_has_kept(
     """And a run finds those of an evaluation: one directory serves both."""
     section = {"source": str(held), "windows": 4}
     cache = tmp_path / "cache"
-    out = Path(distill(make_recipe(tokens=384, evaluate=section, teacher_cache=str(cache)))["output"])
+    out = distill(make_recipe(tokens=384, evaluate=section, teacher_cache=str(cache))).output
     text, options = read_text(str(held)), {"window": 32, "max_windows": 4, "device": "cpu"}
     monkeypatch.setattr(stored_teacher, "last_hidden", None)  # the teacher must not run
     found = evaluate(out, teacher, text, Options(**options, teacher_cache=cache)).fidelity
