@@ -34,20 +34,18 @@ def folded(work: Path) -> Folded:
     return kvfold.fold(DEMO, kvfold.MLA(kv_budget="25%"), out=work / "mla", **SHORT)
 
 
-@pytest.fixture(scope="module")
-def examples(work: Path) -> Path:
-    return work
+def test_examples_run(work: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Every docstring's example, one after the other, since later ones read what earlier ones wrote.
 
-
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_examples_run(name: str, examples: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Every docstring's example, in the order of a whole way; nothing but the examples' own output is made."""
-    found = doctest.DocTestFinder(recurse=False).find(getattr(api, name), name, globs={})
-    assert sum(len(test.examples) for test in found) >= 2
-    for test in found:
-        test.globs = {"demo": DEMO, "work": examples}
-        outcome = doctest.DocTestRunner().run(test)
-        assert outcome.failed == 0
+    Nothing but the examples' own output is printed.
+    """
+    for name in FUNCTIONS:
+        found = doctest.DocTestFinder(recurse=False).find(getattr(api, name), name, globs={})
+        assert sum(len(test.examples) for test in found) >= 2, name
+        for test in found:
+            test.globs = {"demo": DEMO, "work": work}
+            outcome = doctest.DocTestRunner().run(test)
+            assert outcome.failed == 0, name
     said = capfd.readouterr()
     assert (said.out, said.err) == ("", "")
 
