@@ -109,8 +109,10 @@ def _whole_path(text: str) -> tuple[str, ...]:
 
 def _check_start(names: tuple[str, ...], suites: Sequence[str], label: str) -> None:
     if names[0] not in HEAD:
-        known = ", ".join([*suites, *HEAD, *ALIASES])
-        raise InvalidInput(f"{label}: the report has no {names[0]}; a path may begin with {known}")
+        raise InvalidInput(
+            f"{label}: the report has no {names[0]}; a path may begin with {', '.join([*suites, *HEAD])}, "
+            f"and the short names are {', '.join(ALIASES)}"
+        )
 
 
 def _check_path(names: tuple[str, ...], label: str) -> None:
