@@ -12,7 +12,21 @@ TORCH ?= $(if $(shell command -v nvidia-smi 2>/dev/null),torch,torch==2.13.0)
 LOCK ?=
 LOWEST_VENV := .venv-lowest
 
-.PHONY: demo test test-lowest hostile test-vllm check install
+DOCS_VENV := .venv-docs
+
+# MLX on a CPU. On Apple silicon `MLX="mlx mlx-lm"`.
+MLX ?= "mlx[cpu]==0.32.4" "mlx-lm==0.32.2"
+MLX_VENV := .venv-mlx
+# llama.cpp as the source package of its Python binding carries it; `make test-llamacpp LLAMA_CPP=DIR` takes another.
+LLAMA_PACKAGE ?= llama-cpp-python==0.3.36
+LLAMA_CPP ?= .llama.cpp/source
+LLAMA_VENV := .venv-llamacpp
+
+# `make gpu`: Python with a CUDA build of torch; the minutes of each of the four parts.
+GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
+MINUTES ?= 9
+
+.PHONY: demo docs test test-lowest hostile kills test-vllm test-mlx test-llamacpp check install gpu
 
 install: $(VENV)/.installed
 
@@ -34,12 +48,27 @@ $(VENV)/.kernels: pyproject.toml | install
 demo: install
 	$(BIN)/kvfold demo
 
+# The site of the documentation, build/site/index.html. It fails on a broken link, an option without help, or an error in a browser.
+docs: install $(DOCS_VENV)/.installed
+	$(BIN)/python -m docs.make.site --builder $(DOCS_VENV)/bin/zensical
+	$(BIN)/python -m pytest tests/docs/test_site_browser.py
+
+$(DOCS_VENV)/.installed: requirements/docs.txt
+	$(PYTHON) -m venv $(DOCS_VENV)
+	$(DOCS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes --requirement requirements/docs.txt
+	touch $@
+
 test: install $(VENV)/.kernels
 	$(BIN)/python -m pytest --numprocesses 2
 
-# Damaged and hostile files; `make test` runs a short form of it.
+# Damaged and hostile files; `make test` runs a short form of it. The second command resumes where it was stopped (.hostile/).
 hostile: install
 	KVFOLD_HOSTILE=all $(BIN)/python -m pytest --numprocesses 2 tests/hostile
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.hostile
+
+# Every command stopped at many moments and given again.
+kills: install
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.kills
 
 # Tests of every part with the lowest versions that pyproject.toml declares.
 test-lowest: $(LOWEST_VENV)/.installed
@@ -53,10 +82,45 @@ $(LOWEST_VENV)/.installed: pyproject.toml requirements/lowest.txt
 	$(LOWEST_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
 	touch $@
 
+test-mlx: $(MLX_VENV)/.installed
+	OMP_NUM_THREADS=1 $(MLX_VENV)/bin/python -m benchmarks.mlx
+	OMP_NUM_THREADS=1 $(MLX_VENV)/bin/python -m benchmarks.mlx_rules
+
+$(MLX_VENV)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(MLX_VENV)
+	$(MLX_VENV)/bin/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
+	$(MLX_VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(MLX) --editable .
+	touch $@
+
+test-llamacpp: $(LLAMA_VENV)/.installed $(LLAMA_CPP)/build/bin/llama-quantize
+	OMP_NUM_THREADS=1 $(LLAMA_VENV)/bin/python -m benchmarks.llama_cpp --llama-cpp $(LLAMA_CPP)
+
+$(LLAMA_VENV)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(LLAMA_VENV)
+	$(LLAMA_VENV)/bin/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
+	$(LLAMA_VENV)/bin/python -m pip install --quiet --disable-pip-version-check gguf sentencepiece --editable .
+	touch $@
+
+# The build takes a quarter of an hour on one core; it needs cmake and a C++ compiler.
+.llama.cpp/source/build/bin/llama-quantize:
+	mkdir -p .llama.cpp/source
+	$(PYTHON) -m pip download --quiet --no-deps --no-binary :all: --dest .llama.cpp "$(LLAMA_PACKAGE)"
+	tar --extract --file .llama.cpp/llama_cpp_python-*.tar.gz --directory .llama.cpp/source --strip-components 3 \
+		--wildcards '*/vendor/llama.cpp/*'
+	cmake -S .llama.cpp/source -B .llama.cpp/source/build -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=OFF -DLLAMA_BUILD_TESTS=OFF \
+		-DLLAMA_BUILD_SERVER=OFF -DLLAMA_BUILD_APP=OFF -DLLAMA_BUILD_UI=OFF -DLLAMA_USE_PREBUILT_UI=OFF -DLLAMA_OPENSSL=OFF
+	cmake --build .llama.cpp/source/build --target llama-perplexity llama-completion llama-quantize
+
+# All that waits for a GPU, into benchmarks/results; see benchmarks/README.md, "The GPU day". It installs nothing.
+gpu:
+	$(GPU_PYTHON) -m benchmarks.gpu all --minutes $(MINUTES); status=$$?; \
+		$(GPU_PYTHON) -m benchmarks.gpu summary && exit $$status
+
 test-vllm: $(VLLM_VENV)/.installed
 	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m benchmarks.vllm
+	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m benchmarks.vllm_http
 
-# The registry's torchvision, torchaudio and torchcodec are CUDA builds: beside a CPU torch they fail to import, and with them
+# The registry's torchvision, torchaudio and torchcodec are CUDA builds: next to a CPU torch they fail to import, and with them
 # whatever imports them where they are there.
 $(VLLM_VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VLLM_VENV)

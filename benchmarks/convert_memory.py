@@ -2,7 +2,7 @@
 benchmarks.convert_memory`.
 
 A conversion runs as a process of its own; its peak resident set is what the operating system says of it.
-Copying the same directory is timed beside it, since conversion should cost little more than reading and
+Copying the same directory is timed as well, since conversion should cost little more than reading and
 writing. 16 GB take 32 GB of disk.
 """
 
@@ -137,7 +137,7 @@ def main(
 
 
 def measure(root: Path, gigabytes: float, targets: tuple[str, ...], jobs: int) -> Iterator[dict[str, Any]]:
-    """What a copy and every conversion of a checkpoint of this size take."""
+    """Measure a copy and every conversion of a checkpoint of this size."""
     source, out = root / "source", root / "out"
     source.mkdir()
     # In a process of its own: a child's peak counts from what its parent held when it was forked.

@@ -1,7 +1,7 @@
 """Conversion against the disk: `python -m benchmarks.convert_speed`, and its cost curves with `--curves`.
 
 A generated checkpoint is copied and converted by turns, each time as a process of its own; the folds alone,
-on one thread, are timed beside them. Every number is a median of one run, and ratios are of numbers of the
+on one thread, are timed next to them. Every number is a median of one run, and ratios are of numbers of the
 same run.
 """
 

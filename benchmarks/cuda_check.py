@@ -95,7 +95,7 @@ def run(fold: Fold, source: Path, out: Path, device: str, kernels: list[str]) ->
 def rounding(
     directory: Path, precise_STV: Tensor, text_ST: Tensor, device: str, kernel: str
 ) -> dict[str, float]:
-    """How far a checkpoint in bfloat16 under an attention implementation is from itself in float32."""
+    """Return the divergence of a checkpoint in bfloat16, with an attention kernel, from itself in float32."""
     model = load(directory, torch.bfloat16, device, kernel)
     seen = compared(logits(model, text_ST), precise_STV, text_ST)
     kept = {name: seen[name] for name in ("kl", "same_top1", "max_difference")}
@@ -103,7 +103,7 @@ def rounding(
 
 
 def _precise(fold: Fold, seen: dict[str, Any], deviation: float) -> list[str]:
-    """What is wrong in float32."""
+    """Return the failures in float32."""
     wrong = []
     if fold.exact and not seen["max_difference"] <= EXACT * deviation:
         wrong.append(f"logits are {seen['max_difference']:.1e} from the source's")
@@ -117,7 +117,7 @@ def _precise(fold: Fold, seen: dict[str, Any], deviation: float) -> list[str]:
 
 
 def _rounded(seen: dict[str, float], cost: float, deviation: float) -> list[str]:
-    """What is wrong in bfloat16, where rounding costs the source a divergence `cost`."""
+    """Return the failures in bfloat16, where rounding costs the source a divergence `cost`."""
     wrong = []
     if not seen["kl"] <= max(ROUNDED * cost, FLOOR):
         wrong.append(f"KL {seen['kl']:.1e} to itself in float32, where rounding costs the source {cost:.1e}")

@@ -185,8 +185,8 @@ def run(
         if not fitting or (len(cells) == 1 and len(fitting) < len(models)):
             needed = sum(shape.peak_bytes(kind, batch * context, dtype) for kind in kinds) / 1e9
             raise click.UsageError(
-                f"{batch} x {context} tokens need {needed:.1f} GB beside the weights; allow --memory-gb "
-                f"{needed + 0.1:.1f}"
+                f"{batch} x {context} tokens need {needed:.1f} GB in addition to the weights; "
+                f"allow --memory-gb {needed + 0.1:.1f}"
             )
         found.append(measure(fitting, clocks, shape, (context, batch), options["rounds"], options["seconds"]))
         click.echo(f"{batch} x {context}: {found[-1]['ms_per_token']}", err=True)
@@ -209,6 +209,7 @@ _POSITIVE = click.IntRange(min=1)
 @click.option("--batch", type=_POSITIVE, default=1, show_default=True, help="Sequences.")
 @click.option("--layers", type=_POSITIVE, default=4, show_default=True)
 @click.option("--heads", type=_POSITIVE, default=32, show_default=True)
+@click.option("--groups", type=_POSITIVE, help="Key heads of the normed kinds; by default all heads.")
 @click.option("--head-dim", type=click.IntRange(min=2), default=128, show_default=True)
 @click.option("--rank", type=_POSITIVE, default=512, show_default=True, help="Width of the latent.")
 @click.option(
@@ -234,8 +235,8 @@ _POSITIVE = click.IntRange(min=1)
 @click.option("--name", help="Results go to benchmarks/results/decode-NAME.json.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def main(
-    context: int, batch: int, layers: int, heads: int, head_dim: int, rank: int, rope: int,
-    kinds: tuple[str, ...],
+    context: int, batch: int, layers: int, heads: int, groups: int | None, head_dim: int, rank: int,
+    rope: int, kinds: tuple[str, ...],
     sweep: bool, name: str | None, as_json: bool, **options: Any,
 ) -> None:  # fmt: skip
     """Print time per decoded token in attention, and how much faster decoding from the latent is."""
@@ -247,7 +248,7 @@ def main(
             "--clock cpu adds up the time of threads, and does not see a GPU's; set OMP_NUM_THREADS=1, or "
             "use wall"
         )
-    shape = Shape(layers=layers, heads=heads, head_dim=head_dim, rank=rank, rope=rope)
+    shape = Shape(layers=layers, heads=heads, head_dim=head_dim, rank=rank, rope=rope, groups=groups)
     found = run(shape, SWEEP if sweep else ((context, batch),), tuple(dict.fromkeys(kinds)), options)
     if as_json:
         click.echo(json.dumps({**found, "machine": machine()}))

@@ -1,6 +1,6 @@
 """Random one-shape models for decode.py, and caches that are full without a prefill.
 
-All have the hidden size and heads of the source, and next to nothing beside attention.
+All have the hidden size and heads of the source, and next to nothing apart from attention.
 """
 
 from collections.abc import Callable
@@ -17,26 +17,30 @@ from kvfold.models.shipped.modeling_kvfold import KvfoldForCausalLM
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """Widths of a stack: `heads` of `head_dim` in the source; `rank` and `rope` cached by its fold."""
+    """Widths of a stack: `heads` of `head_dim` in the source; `rank` and `rope` cached by its fold.
+
+    Sources with key norms have `groups` key heads, by default as many as heads; other sources have as many.
+    """
 
     layers: int
     heads: int
     head_dim: int
     rank: int
     rope: int
+    groups: int | None = None
 
     def cached(self, kind: str) -> tuple[tuple[int, int], tuple[int, int]]:
         """Heads and width of the two tensors that a layer caches."""
         if kind == "mha":
             return (self.heads, self.head_dim), (self.heads, self.head_dim)
-        return (1, self.rank), (1, 3 if kind == "intact" else self.rope)
+        return (1, self.rank), (1, 3 if kind.endswith("intact") else self.rope)
 
     def bytes_per_token(self, kind: str, dtype: torch.dtype) -> int:
         """Of the cache of one layer."""
         return int(sum(heads * width for heads, width in self.cached(kind)) * dtype.itemsize)
 
     def peak_bytes(self, kind: str, tokens: int, dtype: torch.dtype) -> int:
-        """About what a decoding step needs beside weights.
+        """Estimate the bytes that a decoding step needs in addition to the weights.
 
         The cache, a layer of it grown, what is expanded and its copy.
         """
@@ -73,12 +77,14 @@ def _expanded(shape: Shape) -> Any:
     return DeepseekV3ForCausalLM(DeepseekV3Config(**_common(shape), **widths, **heads, **dense))
 
 
-def _remote(shape: Shape, form: str) -> Any:
+def _remote(shape: Shape, form: str, *, normed: bool = False) -> Any:
+    """The source's class with kvfold's attention; `normed`: Qwen3's instead of Llama's."""
+    groups = (shape.groups or shape.heads) if normed else shape.heads
     pairs = (shape.rope if form == "decoupled" else shape.head_dim) // 2
     kvfold_fields = {
         "form": form,
-        "source_model_type": "llama",
-        "source_architecture": "LlamaForCausalLM",
+        "source_model_type": "qwen3" if normed else "llama",
+        "source_architecture": "Qwen3ForCausalLM" if normed else "LlamaForCausalLM",
         "attention": "model.layers.{layer}.self_attn",
         "frequencies": [[1e4 ** (-pair / pairs) for pair in range(pairs)]],
         "tables": [],
@@ -86,8 +92,11 @@ def _remote(shape: Shape, form: str) -> Any:
         "biases": [],
     }
     written = {**_common(shape), "model_type": "kvfold", "v_head_dim": shape.head_dim, "q_lora_rank": None}
+    if normed or form == "intact":
+        kvfold_fields |= {"head_dim": shape.head_dim, "key_heads": groups}
+    if normed:
+        kvfold_fields |= {"norm_widths": [shape.head_dim, shape.head_dim]}
     if form == "intact":
-        kvfold_fields |= {"head_dim": shape.head_dim, "key_heads": shape.heads}
         written |= {"latent_rank": shape.rank, "head_dim": shape.head_dim}
     else:
         written |= {
@@ -105,6 +114,8 @@ KINDS: dict[str, Callable[[Shape], Any]] = {
     "absorbed": _expanded,
     "remote": lambda shape: _remote(shape, "decoupled"),
     "intact": lambda shape: _remote(shape, "intact"),
+    "normed": lambda shape: _remote(shape, "decoupled", normed=True),
+    "normed-intact": lambda shape: _remote(shape, "intact", normed=True),
 }
 
 
@@ -127,7 +138,7 @@ def fill(
             torch.randn(batch, heads, context, width, dtype=dtype, device=device)
             for heads, width in shape.cached(kind)
         ]
-        if kind == "intact":
+        if kind.endswith("intact"):
             made[1] = (
                 made[1].zero_() if layer == 0 else made[1][..., :0]
             )  # digits of positions, by the first layer

@@ -7,7 +7,6 @@ would take batch size x window x vocabulary x 4 bytes a model.
 """
 
 import multiprocessing
-import resource
 import time
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import psutil  # type: ignore[import-untyped]
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from kvfold.core.system_calls import peak_resident_bytes
 from kvfold.eval.scores import Live, score
 from kvfold.eval.windows import TextWindows
 from kvfold.models.causal_lm import Loaded
@@ -47,7 +47,7 @@ def measure(vocabulary: int, windows: int, window: int, batch_size: int, answer:
     start = time.monotonic()
     score(sources, read, batch_size)
     seconds = time.monotonic() - start
-    peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # kilobytes on Linux
+    peak = peak_resident_bytes()
     answer.put(
         {
             "before_mb": before // 10**6,

@@ -7,10 +7,10 @@ of others have settings: each is swept at each budget, and its row is its best o
 text itself, which favours them.
 """
 
+import json
 import shutil
 import tempfile
-import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,18 +24,23 @@ from kvfold.convert.decide.plan import make_plan
 from kvfold.convert.families.source import Source, open_source
 from kvfold.convert.methods.published import PEERS
 from kvfold.convert.methods.refinement import STEPS
+from kvfold.convert.methods.shared_key import DECOMPOSITIONS
 from kvfold.convert.request import fold_request
 from kvfold.convert.write.rewrite import rewrite
 from kvfold.core.console import show_table
 from kvfold.core.errors import InvalidInput
 from kvfold.core.hub import resolve
 from kvfold.eval.options import Options
+from kvfold.eval.result import Result
 from kvfold.eval.run import evaluate
+from kvfold.eval.suites.catalogue import DEFAULT
 from kvfold.texts.corpus import Text, read_text
 
-from .machine import save
+from .machine import RESULTS, save
+from .phases import Phases
 
 BUDGETS = ("50%", "25%", "12.5%")
+SAME = 1e-6  # relative difference of perplexities up to which two runs measured one thing
 Fold = tuple[
     str, str, dict[str, str], int | None
 ]  # target, method, further options, refinement; None: by weights alone
@@ -49,6 +54,13 @@ FOLDS: dict[str, Fold] = {
     "mla uniform, closed form": ("mla", "subspace", {"slots": "uniform"}, 0),
     "mla, closed form": ("mla", "subspace", {}, 0),
     "mla": ("mla", "subspace", {}, STEPS),
+    "mla, linear norm": ("mla", "subspace", {"latent_norm": "linear"}, STEPS),
+    "mla --rope decoupled, own code": (
+        "mla",
+        "subspace",
+        {"rope": "decoupled", "container": "remote"},
+        STEPS,
+    ),
     "mla --rope intact, closed form": ("mla", "subspace", {"rope": "intact"}, 0),
     "mla --rope intact": ("mla", "subspace", {"rope": "intact"}, STEPS),
 }
@@ -73,6 +85,8 @@ class Trial:
         text: that the folds are evaluated on.
         options: of the evaluation.
         work: a directory for folds.
+        suites, settings: of the evaluation, and the suites' own options.
+        further: returns what a cell keeps of an evaluation in addition.
         protocol: what was read, and the source's perplexity on it; filled by the first measurement.
     """
 
@@ -82,6 +96,9 @@ class Trial:
     text: Text
     options: Options
     work: Path
+    suites: tuple[str, ...] = DEFAULT
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    further: Callable[[Result], Cell] = lambda _: {}
     protocol: dict[str, Any] = field(default_factory=dict)
 
     def measure(
@@ -89,16 +106,16 @@ class Trial:
     ) -> Cell | None:
         """Fold, evaluate and print one cell; None where the fold is refused."""
         statistics = None if steps is None else self.statistics
+        phases, out = Phases(), self.work / "fold"
         try:
             asked = {"model": str(self.directory), "to": to, "method": method, "refine": steps, **options}
-            plan = make_plan(self.directory, fold_request(asked), statistics)
+            plan = phases.run("plan", lambda: make_plan(self.directory, fold_request(asked), statistics))
         except InvalidInput as reason:
             click.echo(f"{label}: {reason}", err=True)
             return None
-        out, start = self.work / "fold", time.monotonic()
-        record = rewrite(plan, out)
-        seconds = time.monotonic() - start
-        result = evaluate(out, self.directory, self.text, self.options)
+        shutil.rmtree(out, ignore_errors=True)  # of a stopped measurement
+        record = phases.run("fold", lambda: rewrite(plan, out))
+        result = phases.run("evaluate", lambda: self._evaluate(out))
         shutil.rmtree(out)
         lost = result.ppl.difference
         assert lost is not None
@@ -113,8 +130,14 @@ class Trial:
             "standard_error": lost.standard_error,
             "predicted": record["predicted_loss"],
             "target": plan.target.to_dict(),
-            "fold_seconds": round(seconds, 1),
+            **phases.found,
+            **self.further(result),
         }
+
+    def _evaluate(self, out: Path) -> Result:
+        return evaluate(
+            out, self.directory, self.text, self.options, suites=self.suites, settings=self.settings
+        )
 
 
 def widths(method: str, geometry: Geometry, budget: str, shares: Iterable[float]) -> list[int]:
@@ -125,33 +148,41 @@ def widths(method: str, geometry: Geometry, budget: str, shares: Iterable[float]
     return [width for width in sorted(found) if 0 < width < elements]
 
 
-def sweep(trial: Trial, rule: str, budget: str) -> Cell | None:
+def sweep(trial: Trial, rule: str, budget: str, shares: Iterable[float] = SHARES) -> Cell | None:
     """The cell of a rule's best setting, with all that were tried; None where it has none.
 
-    Every setting is tried at widths of SHARES, the best one also at shares an eighth to either side.
+    Every setting is tried at widths of `shares`; the best of pairs per head also at shares an eighth to
+    either side. Rules of merged heads are then tried with more pairs folded, and with keys half and twice
+    as large.
     """
     geometry, tried = trial.source.geometry, dict[tuple[str, int], Cell]()
 
     def attempt(method: str, shares: Iterable[float]) -> None:
         for width in widths(method, geometry, budget, shares):
             if (method, width) not in tried:
-                options = {"kv_budget": budget, "rope_dim": width}
-                cell = trial.measure(
-                    f"--method {method} --rope-dim {width}, {budget}", "mla", method, options, 0
-                )
-                if cell is not None:
-                    tried[method, width] = cell
+                attempt_at(width, [method])
+
+    def attempt_at(width: int, methods: Iterable[str]) -> None:
+        for method in methods:
+            options = {"kv_budget": budget, "rope_dim": width}
+            cell = trial.measure(f"--method {method} --rope-dim {width}, {budget}", "mla", method, options, 0)
+            if cell is not None:
+                tried[method, width] = cell
 
     def best() -> tuple[str, int]:
         return min(tried, key=lambda setting: float(tried[setting]["lost"]))
 
     for method in PEERS:
         if method.partition(":")[0] == rule:
-            attempt(method, SHARES)
+            attempt(method, shares)
     if not tried:
         return None
     method, width = best()
-    if PEERS[method].per_head:
+    if rule in DECOMPOSITIONS:  # FreqFold's search, then the balance
+        attempt_at(width, [f"{rule}:fold{multiple}" for multiple in (2, 4, 8)])
+        fold, width = best()
+        attempt_at(width, [f"{fold}:balance{weight}" for weight in (0.5, 2)])
+    elif PEERS[method].per_head:
         share = width / budget_elements(geometry, budget)
         attempt(method, (share - 0.125, share + 0.125))
     every = {
@@ -177,6 +208,12 @@ def measure(trial: Trial, label: str, budget: str) -> Cell | None:
 @click.option("--length", default=256, show_default=True, help="Tokens of each.")
 @click.option("--calibration", default="self", show_default=True, help="As for kvfold convert.")
 @click.option("--only", multiple=True, help="A row's label; all rows by default.")
+@click.option(
+    "--budget", "budgets", multiple=True, help="A share of the cache; 50%, 25% and 12.5% by default."
+)
+@click.option(
+    "--update", is_flag=True, help="Keep the other cells of the results, if the source scores alike."
+)
 @click.option("--window", default=256, show_default=True)
 @click.option("--max-windows", type=int)
 @click.option("--name", required=True, help="Results go to benchmarks/results/fidelity-NAME.json.")
@@ -187,6 +224,8 @@ def main(
     length: int,
     calibration: str,
     only: tuple[str, ...],
+    budgets: tuple[str, ...],
+    update: bool,
     window: int,
     max_windows: int | None,
     name: str,
@@ -203,14 +242,57 @@ def main(
             options=Options(window=window, max_windows=max_windows, teacher_cache=Path(work) / "teacher"),
             work=Path(work),
         )
-        cells = {label: {budget: measure(trial, label, budget) for budget in BUDGETS} for label in labels}
+        cells = {
+            label: {budget: measure(trial, label, budget) for budget in budgets or BUDGETS}
+            for label in labels
+        }
     rows = {
         label: {budget: cell for budget, cell in row.items() if cell is not None}
         for label, row in cells.items()
     }
     result = {**trial.protocol, "calibration": [calibration, sequences, length], "rows": rows}
+    if update:
+        result = updated(name, result)
+    saved = save(f"fidelity-{name}", result)
     show(result)
-    click.echo(f"saved in {save(f'fidelity-{name}', result)}")
+    click.echo(f"saved in {saved}")
+
+
+def updated(name: str, result: dict[str, Any]) -> dict[str, Any]:
+    """Put new cells into the results of an earlier run on the same windows.
+
+    A cell of a swept rule keeps every setting that either run tried, and is the best of them.
+
+    Raises:
+        InvalidInput: the earlier run read another text or other windows, was calibrated otherwise, or its
+            source scored differently.
+    """
+    earlier = json.loads((RESULTS / f"fidelity-{name}.json").read_text(encoding="utf-8"))
+    for key in ("protocol", "text_sha256", "calibration"):
+        if earlier[key] != result[key]:
+            raise InvalidInput(f"fidelity-{name}.json has {key} {earlier[key]}, and this run {result[key]}")
+    scores = earlier["source_perplexity"], result["source_perplexity"]
+    if abs(scores[0] / scores[1] - 1) > SAME:
+        raise InvalidInput(
+            f"fidelity-{name}.json has a source of perplexity {scores[0]}, and this run {scores[1]}"
+        )
+    rows = {label: dict(row) for label, row in earlier["rows"].items()}
+    for label, row in result["rows"].items():
+        for budget, cell in row.items():
+            rows.setdefault(label, {})[budget] = better(rows.get(label, {}).get(budget), cell)
+    order = [label for label in (*FOLDS, *RULES) if label in rows]
+    kept = {key: value for key, value in earlier.items() if key != "machine"}
+    return {**kept, "rows": {label: rows[label] for label in order}}
+
+
+def better(earlier: Cell | None, cell: Cell) -> Cell:
+    """Return the cell of a rule after two sweeps, or the new cell of a fold that has no settings."""
+    if earlier is None or "settings" not in earlier or "settings" not in cell:
+        return cell
+    every = {**earlier["settings"], **cell["settings"]}
+    best = min(every, key=lambda setting: float(every[setting]["lost"]))
+    taken = cell if best in cell["settings"] else earlier
+    return {**taken, "settings": every}
 
 
 def show(result: Mapping[str, Any]) -> None:
@@ -228,10 +310,7 @@ def show(result: Mapping[str, Any]) -> None:
     show_table(title, ("", *BUDGETS), cells)
     swept = [label for label in rows if label in RULES]
     if swept:
-        best = [
-            (label, *(rows[label][b]["setting"] if b in rows[label] else "" for b in BUDGETS))
-            for label in swept
-        ]
+        best = [(label, *(rows[label].get(b, {}).get("setting", "") for b in BUDGETS)) for label in swept]
         show_table("the best setting of each published rule", ("", *BUDGETS), best)
     for budget in BUDGETS:
         others = {label: rows[label][budget]["lost"] for label in swept if budget in rows[label]}

@@ -25,6 +25,7 @@ HEAD = 64  # the narrowest head that engines have every kernel for
 
 _SMALL: dict[str, Any] = {"equal_heads": True, "hidden_size": 64, "head_dim": HEAD}
 _WIDE: dict[str, Any] = {"equal_heads": True, "hidden_size": 256, "intermediate_size": 1024}
+_DERIVED: dict[str, Any] = {"equal_heads": True, "hidden_size": 8 * HEAD}  # head_dim is a quotient
 SOURCES: dict[str, dict[str, Any]] = {
     "llama": {"family": "llama", **_SMALL, "rms_norm_eps": 1e-5},
     "llama, linear rope": {"family": "llama", **_SMALL, "rope": "linear"},
@@ -32,6 +33,13 @@ SOURCES: dict[str, dict[str, Any]] = {
     "qwen3": {"family": "qwen3", **_SMALL},
     "gpt_neox": {"family": "gpt_neox", **_WIDE},
     "gpt2": {"family": "gpt2", **_WIDE, "n_inner": 1024},
+    "gemma2": {"family": "gemma2", **_SMALL, "query_pre_attn_scalar": HEAD},
+    "phi3": {"family": "phi3", **_DERIVED},
+    "mixtral": {"family": "mixtral", **_SMALL},
+    "olmo2": {"family": "olmo2", **_DERIVED},
+    "granite": {"family": "granite", **_DERIVED},
+    "glm4": {"family": "glm4", **_SMALL},
+    "smollm3": {"family": "smollm3", **_DERIVED},
 }
 
 
@@ -53,12 +61,13 @@ class Fold:
 
     @property
     def rope_intact(self) -> bool:
-        """Whether its cache holds positions where others hold values."""
+        """Return whether its cache holds positions where others hold values."""
         return "--rope intact" in self.options
 
 
 _STOCK = "--to mla --rank 512 --engine vllm --container stock"
 _REMOTE = "--to mla --rank 512 --engine vllm --container remote"
+FITTED = "--latent-norm fitted --length 128 --sequences 8 --refine 0"  # wants statistics of a text
 _INTACT = "--to mla --rank full --rope intact"
 FOLDS = (
     Fold(source="llama", options="--to gqa --kv-heads 2"),
@@ -69,8 +78,10 @@ FOLDS = (
     Fold(source="demo", options="--to gqa --kv-heads 2", exact=False),
     Fold(source="llama", options=_STOCK),
     Fold(source="demo", options=_STOCK, exact=False),
+    Fold(source="demo", options=f"{_STOCK} {FITTED}", exact=False),
     Fold(source="llama", options=_REMOTE),
     Fold(source="qwen2", options=_REMOTE),
+    Fold(source="qwen3", options=_REMOTE, exact=False),
     Fold(source="llama, linear rope", options=_REMOTE, exact=False),
     Fold(source="demo", options=_REMOTE, exact=False),
     Fold(source="qwen3", options=_INTACT),
@@ -78,14 +89,23 @@ FOLDS = (
 )
 
 
-def make_folds(root: Path, only: str = "") -> Iterator[tuple[Fold, Path, Path]]:
-    """Each of FOLDS with the directories of its source and of its output, made when it is asked for.
+FAMILIES = tuple(
+    Fold(source=name, options="--to gqa --kv-heads 2")
+    for name in ("gemma2", "phi3", "mixtral", "olmo2", "granite", "glm4", "smollm3")
+)
+
+
+def make_folds(
+    root: Path, only: str = "", folds: tuple[Fold, ...] = FOLDS
+) -> Iterator[tuple[Fold, Path, Path]]:
+    """Each of some folds with the directories of its source and of its output, made when it is asked for.
 
     Args:
         root: where they are made.
         only: words that a fold's source or options must contain.
+        folds: to make.
     """
-    for number, fold in enumerate(FOLDS):
+    for number, fold in enumerate(folds):
         if only not in f"{fold.source} {fold.options}":
             continue
         source, out = root / fold.source.replace(", ", "-").replace(" ", "-"), root / f"fold-{number}"
@@ -94,7 +114,8 @@ def make_folds(root: Path, only: str = "") -> Iterator[tuple[Fold, Path, Path]]:
                 widen(DEMO, source, HEAD)
             else:
                 make(source, **SOURCES[fold.source])
-        arguments = [str(source), *fold.options.split(), "--calibration", "none", "--out", str(out)]
+        calibration = [] if FITTED in fold.options else ["--calibration", "none"]
+        arguments = [str(source), *fold.options.split(), *calibration, "--out", str(out)]
         convert.main(arguments, standalone_mode=False)
         yield fold, source, out
 

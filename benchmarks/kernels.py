@@ -2,10 +2,10 @@
 benchmarks.kernels`.
 
 With a GPU: one decoded token, times by replaying CUDA graphs, medians of rounds in turn, over as many layers'
-caches as the processor's own cache cannot hold. Without one the kernel is compiled for GPUs all the same, for
-what a compiler can tell: registers that did not suffice (spilled bytes) and shared memory (a processor of an
-A100 has 163 KB, of an H100 227, of most others 99). Both are of bfloat16 and 32 rows, as of 32 heads and one
-token.
+caches as the processor's own cache cannot hold, next to FlashAttention over the source's keys and values.
+Without one the kernel is compiled for GPUs all the same, for what a compiler can tell: registers that did not
+suffice (spilled bytes) and shared memory (a processor of an A100 has 163 KB, of an H100 227, of most others
+99). Both are of bfloat16 and 32 rows, as of 32 heads and one token.
 """
 
 import json
@@ -13,12 +13,15 @@ import re
 import statistics
 import subprocess
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import click
 import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from kvfold.core.console import Command
@@ -29,14 +32,14 @@ from .machine import save
 
 HEADS, HEAD = 32, 128  # of the source: Llama-2-7B's
 WIDTHS = ((512, 64), (384, 64), (256, 32), (1024, 64))  # rank and rotary width
-CELLS = tuple((context, batch) for context in (8192, 32768) for batch in (1, 8))
+CELLS = tuple((context, batch) for context in (8192, 32768, 131072) for batch in (1, 8, 64))
 CAPABILITIES = (80, 86, 90)
 FRESH = 2**28  # bytes of cache that one round reads: several times the largest second-level cache
 ROUNDS, REPLAYS = 7, 10
 
 
 def compiled(capability: int, rank: int, rope: int, masked: bool, tile: int, stages: int) -> dict[str, Any]:
-    """What the compiler says of the kernel for one generation of GPUs, which need not be there."""
+    """Return the compiler's report on the kernel for one generation of GPUs, which need not be present."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -96,7 +99,7 @@ def _resources(binary: bytes, reader: Path) -> dict[str, int]:
 
 
 def replayed(call: Callable[[], Any]) -> Callable[[], float]:
-    """A function that runs a recorded graph of `call` and returns its milliseconds."""
+    """Return a function that replays a recorded graph of `call` and returns its milliseconds."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -119,43 +122,143 @@ def replayed(call: Callable[[], Any]) -> Callable[[], float]:
     return run
 
 
-@torch.no_grad()
-def measured(rank: int, rope: int, context: int, batch: int) -> dict[str, Any]:
-    """Milliseconds a layer of the kernel, of plain products and of the source's attention.
+def called(call: Callable[[], Any]) -> Callable[[], float]:
+    """Return a function that calls `call` once on a CPU and returns its milliseconds."""
 
-    And the share of copying's speed.
+    def run() -> float:
+        start = time.perf_counter()
+        call()
+        return (time.perf_counter() - start) * 1e3
+
+    return run
+
+
+def flash(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Compute attention by torch's FlashAttention, which is for GPUs only; by what there is on a CPU."""
+    if not query.is_cuda:
+        return scaled_dot_product_attention(query, key, value)
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        return scaled_dot_product_attention(query, key, value)
+
+
+def source_calls(
+    batch: int, context: int, heads: int, groups: int, fresh: int, options: dict[str, Any]
+) -> tuple[Callable[[], Any], int, int]:
+    """Return attention to as many layers' caches as a round reads, their number, and a layer's bytes.
+
+    The query heads of a group are rows that attend to the same keys: without a mask it is the same function,
+    and the cache is read once.
     """
-    options: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
+    size = 2 * batch * groups * context * HEAD * 2
+    layers = max(1, fresh // size)
+    query = torch.randn(batch, groups, heads // groups, HEAD, **options)
+    caches = [
+        tuple(torch.randn(batch, groups, context, HEAD, **options) for _ in range(2)) for _ in range(layers)
+    ]
+    return lambda: [flash(query, *cache) for cache in caches], layers, size
+
+
+@torch.no_grad()
+def measured(
+    rank: int, rope: int, context: int, batch: int, *, device: str = "cuda", heads: int = HEADS,
+    fresh: int = FRESH,
+) -> dict[str, Any]:  # fmt: skip
+    """Return milliseconds per layer of the kernel, of plain products and of the source's FlashAttention.
+
+    The source has as many key/value heads as heads (`mha`), or a quarter (`gqa`); one that does not fit
+    into the GPU's memory is left out. Speeds are in bytes of cache; shares are of a copy's speed, which
+    counts bytes read and written.
+    """
+    options: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
+    clock = replayed if device == "cuda" else called
     size = batch * context * (rank + rope) * 2
-    layers = max(1, FRESH // size)
-    query, turned = (
-        torch.randn(batch, HEADS, 1, rank, **options),
-        torch.randn(batch, HEADS, 1, rope, **options),
-    )
+    layers = max(1, fresh // size)
+    query = torch.randn(batch, heads, 1, rank, **options)
+    turned = torch.randn(batch, heads, 1, rope, **options)
+    scale = (HEAD + rope) ** -0.5
     caches = [
         (torch.randn(batch, context, rank, **options), torch.randn(batch, context, rope, **options))
         for _ in range(layers)
     ]
-    key, value = (torch.randn(batch, HEADS, context, HEAD, **options) for _ in range(2))
-    copied = torch.randn(FRESH // 2, **options), torch.empty(FRESH // 2, **options)
-    scale = (HEAD + rope) ** -0.5
-    calls: dict[str, Callable[[], Any]] = {
-        "fused": lambda: [kernels.latent_sums(query, turned, *cache, None, scale) for cache in caches],
-        "plain": lambda: [kernels.plain(query, turned, *cache, None, scale) for cache in caches],
-        "mha": lambda: scaled_dot_product_attention(query[..., :HEAD].contiguous(), key, value),
-        "copy": lambda: copied[1].copy_(copied[0]),
-    }
-    runs = {name: replayed(call) for name, call in calls.items()}
+    copied = torch.randn(fresh // 2, **options), torch.empty(fresh // 2, **options)
+    runs = {"copy": clock(lambda: copied[1].copy_(copied[0]))}
+    if device == "cuda":
+        runs["fused"] = clock(
+            lambda: [kernels.latent_sums(query, turned, *cache, None, scale) for cache in caches]
+        )
+    runs["plain"] = clock(lambda: [kernels.plain(query, turned, *cache, None, scale) for cache in caches])
+    counts = {"fused": (layers, size), "plain": (layers, size)}
+    for name, groups in (("gqa", heads // 4), ("mha", heads)):
+        need = max(fresh, 2 * batch * groups * context * HEAD * 2)
+        if device == "cuda" and need > 0.9 * torch.cuda.mem_get_info()[0]:
+            continue
+        call, *counts[name] = source_calls(batch, context, heads, groups, fresh, options)  # type: ignore[assignment]
+        runs[name] = clock(call)
     taken = [{name: run() for name, run in runs.items()} for _ in range(ROUNDS)]
     found = {name: statistics.median(one[name] for one in taken) for name in runs}
-    speed = {name: layers * size / found[name] / 1e6 for name in ("fused", "plain")}
-    chosen = kernels._chosen.get((query.device, query.dtype, rank, rope, False, None))
+    spread = {name: max(one[name] for one in taken) / min(one[name] for one in taken) for name in runs}
+    copy_speed = 2 * fresh / found["copy"] / 1e6
+    timed = {name: count for name, count in counts.items() if name in runs}
+    speeds = {name: count * bytes_ / found[name] / 1e6 for name, (count, bytes_) in timed.items()}
     return {
-        "rank": rank, "rope": rope, "context": context, "batch": batch, "tile_and_stages": chosen,
-        "ms_per_layer": {"fused": found["fused"] / layers, "plain": found["plain"] / layers,
-                         "mha": found["mha"]},
-        "cache_gb_per_s": speed, "copy_gb_per_s": 2 * FRESH / found["copy"] / 1e6,
-        "share_of_copy": speed["fused"] * found["copy"] * 1e6 / (2 * FRESH),
+        "rank": rank, "rope": rope, "context": context, "batch": batch, "heads": heads,
+        "tile_and_stages": kernels._chosen.get(_key(query, rank, rope, heads)),
+        "bytes_per_token": {name: bytes_ // (batch * context) for name, (_, bytes_) in timed.items()},
+        "ms_per_layer": {name: found[name] / count for name, (count, _) in timed.items()},
+        "cache_gb_per_s": speeds, "copy_gb_per_s": copy_speed,
+        "share_of_copy": {name: speed / copy_speed for name, speed in speeds.items()},
+        "slowest_over_fastest_round": spread,
+    }  # fmt: skip
+
+
+def _key(query: Tensor, rank: int, rope: int, rows: int, mask: Tensor | None = None) -> tuple[Any, ...]:
+    """Return the key under which the kernel keeps its choice of tiles."""
+    return query.device, query.dtype, rank, rope, rows <= 16, None if mask is None else mask.dtype
+
+
+@torch.no_grad()
+def agreement(
+    rank: int, rope: int, heads: int, length: int, mask: str, dtype: torch.dtype, device: str = "cuda"
+) -> dict[str, Any]:
+    """Compare the kernel with plain products in float64.
+
+    Args:
+        rank: of the latents.
+        rope: rotary width.
+        heads: of the queries.
+        length: new tokens.
+        mask: `none`, `boolean` or `added`; each row sees the first of 777 latents, and others at random.
+        dtype: of all tensors.
+        device: `cuda`; `cpu` compares plain products of that dtype instead, for tests.
+
+    Returns:
+        The relative error, the tolerance of the kernel's first use, the tiles chosen (null: it is not used)
+        and whether it passes.
+    """
+    generator = torch.Generator(device).manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device=device).to(dtype)
+
+    query, turned = normal(2, heads, length, rank), normal(2, heads, length, rope)
+    latent, key = normal(2, 777, rank), normal(2, 777, rope)
+    kept = torch.rand(2, 1, length, 777, generator=generator, device=device) > 0.3
+    kept[..., 0] = True
+    added = torch.zeros(kept.shape, dtype=dtype, device=device).masked_fill(~kept, torch.finfo(dtype).min)
+    given = {"none": None, "boolean": kept, "added": added}[mask]
+    scale = (rank + rope) ** -0.5
+    compute = kernels.latent_sums if device == "cuda" else kernels.plain
+    found = compute(query, turned, latent, key, given, scale)
+    precise = [one.double() for one in (query, turned, latent, key)]
+    expected = kernels.plain(*precise, None if given is None else kept, scale)  # type: ignore[arg-type]
+    error = float((found.double() - expected).norm() / expected.norm())
+    chosen = kernels._chosen.get(_key(query, rank, rope, heads * length, given))
+    tolerance = kernels.TOLERANCE[dtype]
+    passes = error <= tolerance and (chosen is not None or device == "cpu")  # not, of NaN
+    return {
+        "rank": rank, "rope": rope, "rows": heads * length, "mask": mask,
+        "dtype": str(dtype).removeprefix("torch."), "error": error, "tolerance": tolerance,
+        "tile_and_stages": chosen, "passes": passes,
     }  # fmt: skip
 
 

@@ -2,15 +2,15 @@
 128256 --hidden 4096`.
 
 Forward and reverse KL, forward and backward pass, with gradients of hidden states and head: kvfold's chunked
-form at several chunk sizes, and the dense form, which is what torch.nn.functional gives. Weights are float32,
-computed with in bfloat16 by autocast on a GPU. Every run is a process of its own; the kinds alternate, and
-medians are kept. Memory is the peak above the hidden states and heads of student and teacher; both gradients
-are in it. Seconds are the clock's on a GPU, and the processor's on a CPU, where other work on the machine
-must not count.
+form at several chunk sizes, the dense form, which is what torch.nn.functional gives, and on a GPU Liger's
+fused form where it is installed. Weights are float32, computed with in bfloat16 by autocast on a GPU. Every
+run is a process of its own; the kinds alternate, and medians are kept. Memory is the peak above the hidden
+states and heads of student and teacher; both gradients are in it. Seconds are the clock's on a GPU, and the
+processor's on a CPU, where other work on the machine must not count.
 """
 
+import importlib.util
 import json
-import resource
 import statistics
 import subprocess
 import sys
@@ -23,13 +23,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import kl_div, linear, log_softmax
 
+from kvfold.core.system_calls import peak_resident_bytes
 from kvfold.distill.losses import LOSSES
 from kvfold.distill.losses.chunks import chunk_elements
 from kvfold.distill.losses.predictions import Predictions
 
 from .machine import machine, save
 
-DENSE = "dense"
+DENSE, LIGER = "dense", "liger"
 
 
 def dense(name: str, student: Predictions, teacher: Predictions) -> Tensor:
@@ -39,6 +40,19 @@ def dense(name: str, student: Predictions, teacher: Predictions) -> Tensor:
         log_p_TV = log_softmax(linear(teacher.hidden_TD, teacher.weight_VD).float(), -1)
     ours, theirs = (log_q_TV, log_p_TV) if name == "kl" else (log_p_TV, log_q_TV)
     return kl_div(ours, theirs, reduction="sum", log_target=True)
+
+
+def liger(name: str, student: Predictions, teacher: Predictions) -> Tensor:
+    """Return Liger's fused loss; its beta 0 is forward KL, 1 is reverse KL (H hidden states, W head)."""
+    from liger_kernel.transformers import LigerFusedLinearJSD
+
+    student_H, student_W, teacher_H, teacher_W = (
+        tensor.bfloat16()
+        for tensor in (student.hidden_TD, student.weight_VD, teacher.hidden_TD, teacher.weight_VD)
+    )
+    fused = LigerFusedLinearJSD(jsd_beta=0.0 if name == "kl" else 1.0)
+    mean: Tensor = fused(student_H, student_W, teacher_H, teacher_W)
+    return mean * len(student_H)
 
 
 def run(name: str, kind: str, sizes: tuple[int, int, int], device: str) -> dict[str, float]:
@@ -66,6 +80,8 @@ def run(name: str, kind: str, sizes: tuple[int, int, int], device: str) -> dict[
         with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
             if kind == DENSE:
                 loss = dense(name, student, teacher)
+            elif kind == LIGER:
+                loss = liger(name, student, teacher)
             else:
                 loss, _ = LOSSES[name](student, teacher, labels_T, chunk=max(1, int(kind) // vocabulary))
         (loss / tokens).backward()
@@ -86,7 +102,7 @@ def _held(device: str) -> int:
 def _peak(device: str) -> int:
     if device == "cuda":
         return torch.cuda.max_memory_allocated()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return peak_resident_bytes()
 
 
 @click.command()
@@ -123,6 +139,10 @@ def main(
     cells = [("kl", kind) for kind in (DENSE, *of_chunks)] + [
         ("reverse_kl", kind) for kind in (DENSE, str(default))
     ]
+    if device == "cuda" and importlib.util.find_spec("liger_kernel"):
+        cells += [("kl", LIGER), ("reverse_kl", LIGER)]
+    elif device == "cuda":
+        click.echo("liger-kernel is not installed here: its fused losses were not run", err=True)
     runs: dict[tuple[str, str], list[dict[str, float]]] = {cell: [] for cell in cells}
     command = [sys.executable, "-m", "benchmarks.losses", "--device", device]
     command += [
@@ -163,8 +183,8 @@ def _rows(runs: dict[tuple[str, str], list[dict[str, float]]]) -> list[dict[str,
         rows.append(
             {
                 "loss": loss,
-                "kind": kind if kind == DENSE else "chunked",
-                "chunk_logits": None if kind == DENSE else int(kind),
+                "kind": kind if kind in (DENSE, LIGER) else "chunked",
+                "chunk_logits": None if kind in (DENSE, LIGER) else int(kind),
                 "seconds": round(statistics.median(one["seconds"] for one in own), 3),
                 "times_dense": round(statistics.median(ratios), 2),
                 "peak_mb": round(statistics.median(one["peak_bytes"] for one in own) / 1e6, 1),

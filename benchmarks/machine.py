@@ -12,7 +12,7 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def machine() -> dict[str, Any]:
-    """Processor, cores, memory and versions."""
+    """Return processor, cores, memory and versions."""
     info = Path("/proc/cpuinfo")
     names = [
         line.partition(":")[2].strip()
@@ -30,7 +30,7 @@ def machine() -> dict[str, Any]:
 
 
 def save(name: str, result: dict[str, Any]) -> Path:
-    """Write a result to benchmarks/results/<name>.json, beside the machine it was measured on."""
+    """Write a result to benchmarks/results/<name>.json, together with the machine it was measured on."""
     path = RESULTS / f"{name}.json"
     path.write_text(json.dumps({"machine": machine(), **result}, indent=2) + "\n", encoding="utf-8")
     return path

@@ -1,9 +1,10 @@
-"""What compressed queries lose: `python -m benchmarks.queries MODEL --text FILE`, metrics by q_lora_rank at
+"""The loss of compressed queries: `python -m benchmarks.queries MODEL --text FILE`, metrics by q_lora_rank at
 one cache.
 
-The source is scored in the same run on the same windows; numbers are nats a token above it, paired by window.
-`none` is the same fold with its queries whole. Predicted is the sum of what each layer alone was measured to
-lose on calibration text, planned what slots, latent and queries are expected to lose before that.
+The source is scored in the same run on the same windows; numbers are nats per token above it, paired by
+window. `none` is the same fold with its queries whole. Predicted is the sum of the losses that were measured
+on calibration text for each layer alone, planned what slots, latent and queries are expected to lose before
+that.
 """
 
 import tempfile

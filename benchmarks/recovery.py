@@ -161,7 +161,7 @@ def show(rows: list[Row]) -> None:
 @click.option("--tuning-tokens", help="Of a run that tries a learning rate. Default: --tokens.")
 @click.option("--batch-tokens", default=4096, show_default=True, help="Of an optimizer step.")
 @click.option("--window", default=256, show_default=True, help="Tokens of a window.")
-@click.option("--evaluations", default=8, show_default=True, help="Of a run, beside that of its start.")
+@click.option("--evaluations", default=8, show_default=True, help="Of a run, apart from that of its start.")
 @click.option("--windows", default=32, show_default=True, help="Of the evaluation text.")
 @click.option("--seeds", default="0,1,2", show_default=True, help="Of the order of the data.")
 @click.option("--only", multiple=True, type=click.Choice(list(TARGETS)), help="A target; all by default.")

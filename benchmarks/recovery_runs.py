@@ -70,7 +70,7 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What all runs of a grid have in common; part of its results."""
+    """The settings that all runs of a grid share; part of its results."""
 
     model: str
     text: str
@@ -85,17 +85,19 @@ class Setting:
 
 @dataclass(frozen=True)
 class Grid:
-    """Where a grid's things are.
+    """The places of a grid's files.
 
     Attributes:
-        setting: what its runs have in common.
+        setting: the settings that its runs share.
         source: the checkpoint.
         work: directory of texts, folds and unfinished runs.
+        keeps_teacher: whether the teacher's hidden states are kept on the disk for the other runs of a seed.
     """
 
     setting: Setting
     source: Path
     work: Path
+    keeps_teacher: bool = True
 
     def fold(self, target: str, start: str) -> Path:
         """Directory of a start."""
@@ -120,9 +122,14 @@ def split(setting: Setting, work: Path) -> None:
         (work / f"{name}.txt").write_text(part, encoding="utf-8")
 
 
-def fold_all(grid: Grid, targets: list[str]) -> list[str]:
-    """Make the folds that are not there yet; returns the targets that the source has."""
-    statistics: Statistics | None = None
+def fold_all(grid: Grid, targets: list[str], statistics: Statistics | None = None) -> list[str]:
+    """Make the folds that are not there yet; return the targets that the source has.
+
+    Args:
+        grid: the runs.
+        targets: of TARGETS.
+        statistics: of the source; None: taken where a fold reads them, as CALIBRATION says.
+    """
     made = []
     for target in targets:
         to, options = TARGETS[target]
@@ -178,7 +185,7 @@ def make_recipe(grid: Grid, run: Run) -> Recipe:
             "schema": 1,
             "student": str(grid.fold(run.target, run.start)),
             "teacher": str(grid.source),
-            "teacher_cache": str(cache),
+            "teacher_cache": str(cache) if grid.keeps_teacher else None,
             "output": str(
                 work / "runs" / slug(run.label + "".join(f" {rate:g}" for rate in run.rates.values()))
             ),

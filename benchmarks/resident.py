@@ -126,7 +126,7 @@ def compare(root: Path, steps: int, repeats: int, size: dict[str, int]) -> Itera
 
 
 def commands_of(root: Path, steps: int, size: dict[str, int]) -> dict[str, list[str]]:
-    """What is run, by name."""
+    """Return the commands to run, by name."""
     rank = ["--rank", str(size["rank"])]
     taken = ["--sequences", str(size["sequences"]), "--length", str(size["length"])]
     convert = [

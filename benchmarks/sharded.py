@@ -5,8 +5,8 @@ A generated teacher and its pooled copy are loaded and sharded (FSDP 2, gloo) in
 of the two alone, both, and in a whole run of two steps that saves its state and writes a checkpoint. `whole`
 loads a model whole in every process and then keeps the shards, as is still done where a model cannot be read
 by the unit; `by unit` is what kvfold does. Memory is what a process holds above what it held before it loaded
-anything, without the pages of files, which the system may take back; it is looked at every 5 ms. Beside a run
-stands what `kvfold distill explain` predicts for it.
+anything, without the pages of files, which the system may take back; it is looked at every 5 ms. Next to a
+run stands what `kvfold distill explain` predicts for it.
 """
 
 import json
@@ -50,7 +50,7 @@ LENGTH, STEPS = 128, 2
 
 
 class Around(nn.Module):
-    """What stands around a student in a stage."""
+    """The surroundings of a student in a stage."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

@@ -11,7 +11,6 @@ twice on the way. Where other work shares the cores, CPU seconds tell.
 import json
 import multiprocessing
 import os
-import resource
 import statistics
 import subprocess
 import sys
@@ -29,6 +28,7 @@ from kvfold.convert.calibration import layerwise, passes
 from kvfold.convert.calibration.study import batch_size, layout_of
 from kvfold.convert.families.source import open_source
 from kvfold.core.hub import resolve
+from kvfold.core.system_calls import peak_resident_bytes
 from kvfold.models.causal_lm import load_model
 from kvfold.models.layered_model import LayeredModel
 
@@ -81,9 +81,7 @@ def measured() -> Iterator[dict[str, float]]:
 
 def peak_mb() -> float:
     """This process's peak resident megabytes so far."""
-    return (
-        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024) / 1e6
-    )
+    return peak_resident_bytes() / 1e6
 
 
 def load_plain(directory: Path) -> Any:

@@ -1,130 +1,135 @@
-"""Training of outputs with ordinary tools, and their rounding: `python -m benchmarks.trainable MODEL --text A
+"""Training and rounding of outputs with ordinary tools: `python -m benchmarks.trainable MODEL --text A
 --eval-text B`.
 
-The source and its folds with a fitted and with a linear latent norm, and with code of their own, are trained
-for ten steps by AdamW with clipped gradients, by `transformers.Trainer` with gradient checkpointing, and by
-PEFT's LoRA on all linear layers. Losses are on the same held-out windows before and after. Rounding is the
-mean change of log-probabilities against float32.
+The source and its folds with a fitted latent norm, and at one size with a linear one and with code of their
+own, are trained for ten steps by AdamW with clipped gradients, by `transformers.Trainer` with gradient
+checkpointing, and by PEFT's LoRA on all linear layers. Losses are on the same held-out windows before and
+after. Rounding is the mean change of log-probabilities against float32.
 """
 
+import json
+import re
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import click
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from kvfold.convert.calibration.statistics import Statistics
 from kvfold.convert.calibration.study import study
 from kvfold.convert.decide.plan import make_plan
 from kvfold.convert.families.source import open_source
-from kvfold.convert.methods.refinement import STEPS
+from kvfold.convert.methods.refinement import STEPS as REFINE
+from kvfold.convert.request import fold_request
 from kvfold.convert.write.rewrite import rewrite
 from kvfold.core.console import show_table
 from kvfold.core.hub import resolve
 from kvfold.texts.documents import read_sequences
 
 from .machine import save
+from .rounded_weights import ROUNDINGS, rounding_errors
+from .ways_of_training import BATCH, STEPS, WAYS, held_out_loss
 
-FOLDS = {
-    "fitted": {"container": "stock", "latent_norm": "fitted"},
-    "linear": {"container": "stock", "latent_norm": "linear"},
-    "remote": {"container": "remote"},
-}
-STEPS_TRAINED, BATCH, CLIP = 10, 8, 1.0
-RATES = (1e-4, 2e-4)
-LORA_RATE = 2e-4
+FITTED = {"container": "stock", "latent_norm": "fitted"}
+OTHERS = {"linear": {"container": "stock", "latent_norm": "linear"}, "remote": {"container": "remote"}}
+WITHIN = 0.02  # nats that a fold's gain in training may fall behind its source's
+ROUNDED = 4  # held-out windows
 
-
-def load(directory: Path, dtype: torch.dtype = torch.float32) -> Any:
-    """Return a checkpoint's model, as a user of transformers loads it."""
-    return AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, trust_remote_code=True)
+Row = dict[str, float]
 
 
-@torch.no_grad()
-def held_out_loss(model: Any, tokens_BT: Tensor) -> float:
-    """Return the cross entropy of a model, nats per token."""
-    model.eval()
-    parts = [float(model(part, labels=part).loss) * len(part) for part in tokens_BT.split(BATCH)]
-    return sum(parts) / len(tokens_BT)
+def load(directory: Path) -> Any:
+    """Return a checkpoint's model in float32, as a user of transformers loads it."""
+    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, trust_remote_code=True)
 
 
-def train_plainly(model: Any, tokens_BT: Tensor, rate: float) -> Any:
-    """Train all weights by AdamW for one pass over the windows, gradients clipped; return the model."""
-    model.train()
-    weights = [weight for weight in model.parameters() if weight.requires_grad]
-    optimizer = torch.optim.AdamW(weights, lr=rate)
-    for part in tokens_BT.split(BATCH):
-        model(part, labels=part).loss.backward()
-        torch.nn.utils.clip_grad_norm_(weights, CLIP)
-        optimizer.step()
-        optimizer.zero_grad()
-    return model
-
-
-class _Windows(Dataset[dict[str, Tensor]]):
-    def __init__(self, tokens_BT: Tensor) -> None:
-        self._tokens_BT = tokens_BT
-
-    def __len__(self) -> int:
-        return len(self._tokens_BT)
-
-    def __getitem__(self, number: int) -> dict[str, Tensor]:
-        return {"input_ids": self._tokens_BT[number], "labels": self._tokens_BT[number]}
-
-
-def train_by_trainer(model: Any, tokens_BT: Tensor, rate: float) -> Any:
-    """Train by `transformers.Trainer` with gradient checkpointing; return the model."""
-    with tempfile.TemporaryDirectory() as work:
-        arguments = TrainingArguments(
-            output_dir=work, max_steps=len(tokens_BT) // BATCH, per_device_train_batch_size=BATCH,
-            learning_rate=rate,
-            lr_scheduler_type="constant", max_grad_norm=CLIP, gradient_checkpointing=True,
-            use_cpu=not torch.cuda.is_available(), report_to=[], save_strategy="no", logging_strategy="no",
-            disable_tqdm=True, seed=0,
-        )  # fmt: skip
-        Trainer(model=model, args=arguments, train_dataset=_Windows(tokens_BT)).train()
-    return model
-
-
-def train_adapters(model: Any, tokens_BT: Tensor, rate: float) -> Any:
-    """Train LoRA adapters on all linear layers by AdamW; return the model with the adapters merged."""
-    from peft import LoraConfig, get_peft_model
-
-    torch.manual_seed(0)
-    adapted = get_peft_model(
-        model, LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
-    )
-    return train_plainly(adapted, tokens_BT, rate).merge_and_unload()
-
-
-WAYS: dict[str, tuple[Callable[[Any, Tensor, float], Any], float]] = {
-    **{f"AdamW {rate:g}": (train_plainly, rate) for rate in RATES},
-    **{f"Trainer {rate:g}": (train_by_trainer, rate) for rate in RATES},
-    f"LoRA {LORA_RATE:g}": (train_adapters, LORA_RATE),
-}
-
-
-@torch.no_grad()
-def rounding(directory: Path, dtype: torch.dtype, tokens_BT: Tensor) -> float:
-    """Return the mean |change| of log-probabilities that a dtype makes, nats."""
-    exact, rounded = (
-        load(directory, kind)(tokens_BT).logits.float().log_softmax(-1) for kind in (torch.float32, dtype)
-    )
-    return float((rounded - exact).abs().mean())
-
-
-def measure(directory: Path, train_BT: Tensor, held_BT: Tensor) -> dict[str, float]:
-    """Return one checkpoint's losses before and after every way of training, and its rounding."""
+def measure(directory: Path, train_BT: Tensor, held_BT: Tensor) -> Row:
+    """Return one checkpoint's losses before and after every way of training, and its rounding errors."""
     found = {"before": held_out_loss(load(directory), held_BT)}
     for way, (train, rate) in WAYS.items():
         found[way] = held_out_loss(train(load(directory), train_BT, rate), held_BT)
-    for dtype in (torch.float16, torch.bfloat16):
-        found[f"{str(dtype).removeprefix('torch.')} rounding"] = rounding(directory, dtype, held_BT[:4])
-    return found
+    return found | rounding_errors(lambda: load(directory), held_BT[:ROUNDED])
+
+
+def behind(row: Row, source: Row) -> float:
+    """Return by how much a fold gained less than its source in the way that suits it worst, nats."""
+    return max((row[way] - row["before"]) - (source[way] - source["before"]) for way in WAYS)
+
+
+def rounds_worse(row: Row, source: Row) -> float:
+    """Return a fold's rounding error over its source's, in the rounding that suits it worst."""
+    return max(row[name] / source[name] for name in ROUNDINGS)
+
+
+def labels(budgets: Sequence[str], contrast: str | None) -> dict[str, dict[str, Any]]:
+    """Return the options of every row by its label; the source has none.
+
+    Args:
+        budgets: of the folds with a fitted norm.
+        contrast: the budget at which the other folds are measured.
+    """
+    rows: dict[str, dict[str, Any]] = {"source": {}}
+    rows |= {f"fitted {budget}": {**FITTED, "kv_budget": budget} for budget in budgets}
+    if contrast is not None:
+        rows |= {f"{label} {contrast}": {**form, "kv_budget": contrast} for label, form in OTHERS.items()}
+    return rows
+
+
+def measure_row(
+    directory: Path,
+    work: Path,
+    label: str,
+    options: dict[str, Any],
+    statistics: Callable[[], Statistics],
+    refine: int,
+    train_BT: Tensor,
+    held_BT: Tensor,
+) -> Row:
+    """Return one row; what an earlier run left in `work`, its fold or all of it, is not made again.
+
+    Args:
+        directory: the source.
+        work: where folds and rows are kept.
+        label: of the row.
+        options: of the fold.
+        statistics: returns those of the source.
+        refine: steps of refinement.
+        train_BT: windows to train on.
+        held_BT: windows to measure on.
+    """
+    place = work / re.sub(r"\W+", "_", label).strip("_")
+    file = work / f"{place.name}.json"
+    if file.exists():
+        return dict(json.loads(file.read_text()))
+    row: Row = {}
+    if options:
+        if not place.exists():
+            asked = {"model": str(directory), "to": "mla", "dtype": "float32", "refine": refine, **options}
+            rewrite(make_plan(directory, fold_request(asked), statistics()), place)
+        row["predicted"] = json.loads((place / "kvfold.json").read_text())["predicted_loss"]
+    row |= measure(place if options else directory, train_BT, held_BT)
+    file.write_text(json.dumps(row))
+    click.echo(f"{label}: {row}", err=True)
+    return row
+
+
+def show(rows: dict[str, Row]) -> None:
+    """Print the rows, and whether every fold with a fitted norm can be trained as its source can."""
+    columns = ("before", *WAYS, *ROUNDINGS)
+    table = [(label, *(f"{row[column]:.4f}" for column in columns)) for label, row in rows.items()]
+    show_table(f"held-out loss after {STEPS} steps, and rounding errors", ("", *columns), table)
+    for label, row in rows.items():
+        if label != "source":
+            worst = behind(row, rows["source"])
+            click.echo(
+                f"{label}: falls {max(worst, 0):.4f} nats behind the source ({WITHIN} are allowed); rounds "
+                f"at most {rounds_worse(row, rows['source']):.2f} times as badly"
+            )
 
 
 @click.command()
@@ -132,15 +137,19 @@ def measure(directory: Path, train_BT: Tensor, held_BT: Tensor) -> dict[str, flo
 @click.option("--text", required=True, help="Training text, as for kvfold convert --calibration.")
 @click.option("--eval-text", required=True, help="Held-out text, likewise.")
 @click.option("--calibration", default="self", show_default=True, help="As for kvfold convert.")
-@click.option("--kv-budget", multiple=True, default=["25%"], show_default=True)
+@click.option("--kv-budget", multiple=True, default=["50%", "25%", "12.5%"], show_default=True)
 @click.option(
-    "--window",
-    default=256,
-    show_default=True,
-    help="Tokens of every window, of calibration and training too.",
+    "--contrast", default="25%", show_default=True, help="Budget of a linear norm and of own code; none."
 )
-@click.option("--windows", default=64, show_default=True, help="Held-out windows.")
-@click.option("--refine", default=STEPS, show_default=True, help="As for kvfold convert.")
+@click.option("--window", default=256, show_default=True, help="Tokens of a window.")
+@click.option("--windows", default=32, show_default=True, help="Held-out windows.")
+@click.option("--refine", default=REFINE, show_default=True, help="As for kvfold convert.")
+@click.option("--only", multiple=True, help="A row's label; all rows by default.")
+@click.option(
+    "--work",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Directory that keeps folds and rows for a later run; a temporary one by default.",
+)
 @click.option("--name", required=True, help="Results go to benchmarks/results/trainable-NAME.json.")
 def main(
     model: str,
@@ -148,35 +157,42 @@ def main(
     eval_text: str,
     calibration: str,
     kv_budget: tuple[str, ...],
+    contrast: str,
     window: int,
     windows: int,
     refine: int,
+    only: tuple[str, ...],
+    work: Path | None,
     name: str,
 ) -> None:
     """Print and save what training and rounding make of a source and its folds."""
     directory = resolve(model)
     tokenizer = AutoTokenizer.from_pretrained(directory)
-    train_BT = read_sequences(text, tokenizer, sequences=STEPS_TRAINED * BATCH, length=window, seed=0)
+    train_BT = read_sequences(text, tokenizer, sequences=STEPS * BATCH, length=window, seed=0)
     held_BT = read_sequences(eval_text, tokenizer, sequences=windows, length=window, seed=0)
-    statistics = study(open_source(directory), calibration, sequences=48, length=window, seed=0)
-    rows = {"source": measure(directory, train_BT, held_BT)}
-    with tempfile.TemporaryDirectory() as work:
-        for budget in kv_budget:
-            for label, options in FOLDS.items():
-                out = Path(work) / f"{label}-{budget}"
-                plan = make_plan(
-                    directory, "mla", {"kv_budget": budget, **options}, None, "float32", statistics, refine
-                )
-                record = rewrite(plan, out, "benchmarks.trainable")
-                row = {"predicted": record["predicted_loss"], **measure(out, train_BT, held_BT)}
-                rows[f"{label} {budget}"] = row
-                click.echo(f"{label} {budget}: {row}", err=True)
-    columns = [column for column in rows[f"fitted {kv_budget[0]}"] if column != "predicted"]
-    table = [(label, *(f"{row[column]:.4f}" for column in columns)) for label, row in rows.items()]
-    show_table(f"held-out loss after {STEPS_TRAINED} steps", ("", *columns), table)
+    wanted = labels(kv_budget, None if contrast == "none" else contrast)
+    with tempfile.TemporaryDirectory() as temporary:
+        place = work or Path(temporary)
+        place.mkdir(parents=True, exist_ok=True)
+
+        @cache
+        def statistics() -> Statistics:
+            return study(open_source(directory), calibration, sequences=48, length=window, seed=0)
+
+        rows = {
+            label: measure_row(directory, place, label, options, statistics, refine, train_BT, held_BT)
+            for label, options in wanted.items()
+            if not only or label in only
+        }
+    if "source" not in rows:
+        return
+    show(rows)
     about = {
+        "model": Path(model).name,
         "text": Path(text).name,
         "eval_text": Path(eval_text).name,
+        "steps": STEPS,
+        "batch": BATCH,
         "window": window,
         "windows": windows,
         "refine": refine,

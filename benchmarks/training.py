@@ -2,7 +2,7 @@
 
 The same student (MODEL folded to MLA at a quarter of its cache, by its weights alone) is trained on the same
 tokens by plain fine-tuning, which is transformers' own cross entropy and torch's AdamW and has no teacher,
-and by kvfold's KL with a teacher beside it, with one that shares the student's frozen weights, and with its
+and by kvfold's KL with a separate teacher, with one that shares the student's frozen weights, and with its
 hidden states read from a disk. Two sets of weights: all, and the attention alone, without which nothing can
 be shared. Every run is a process of its own, the kinds take turns, and medians are kept. Seconds are the
 processor's on a CPU, where other work on the machine must not count; memory is the peak above what the
@@ -18,7 +18,6 @@ instead.
 """
 
 import json
-import resource
 import statistics
 import subprocess
 import sys
@@ -41,6 +40,7 @@ from kvfold.convert.request import FoldRequest
 from kvfold.convert.write.rewrite import rewrite
 from kvfold.core.console import show_table
 from kvfold.core.hub import resolve
+from kvfold.core.system_calls import peak_resident_bytes
 from kvfold.distill.data.order import Stream, TrainingWindows
 from kvfold.distill.data.token_documents import SCORED
 from kvfold.distill.parallel.accelerator import make_accelerator
@@ -166,6 +166,8 @@ def run(recipe: Recipe, teacher: Path) -> dict[str, float]:
     clock = time.monotonic if on_gpu else time.process_time
     step = fine_tuning(recipe) if recipe.teacher == PLAIN else distilling(recipe, teacher)
     step(0)
+    if on_gpu:
+        torch.cuda.synchronize()  # the first step's update may still run
     start = clock()
     for number in range(1, STEPS):
         step(number)
@@ -174,7 +176,7 @@ def run(recipe: Recipe, teacher: Path) -> dict[str, float]:
     seconds = (clock() - start) / (STEPS - 1)
     if on_gpu:
         return {"seconds": seconds, "peak_bytes": torch.cuda.max_memory_allocated()}
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    peak = peak_resident_bytes()
     return {"seconds": seconds, "peak_bytes": peak - before}
 
 

@@ -10,12 +10,13 @@ from ..core.console import is_first, loading, show_json
 from ..core.processes import Launched
 from ..core.units import ByteSize
 from .algebra.target import NAMES
+from .decide.engines import ENGINES
 
 if TYPE_CHECKING:
     from ..results import Folded
     from .request import FoldRequest
 
-DTYPES = ("auto", "float32", "bfloat16")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 @click.command("convert", cls=Launched)
@@ -70,8 +71,8 @@ DTYPES = ("auto", "float32", "bfloat16")
     "--engine",
     "engines",
     metavar="NAME,...",
-    help="Engines that must run the output: transformers, vllm, sglang, llama.cpp. The output takes the "
-    "least lossy container that all accept.",
+    help=f"Engines that must run the output: {', '.join(ENGINES)}. The output takes the least lossy "
+    "container that all accept.",
 )
 @click.option(
     "--slots",
@@ -98,9 +99,7 @@ DTYPES = ("auto", "float32", "bfloat16")
 @click.option(
     "--length",
     type=click.IntRange(min=2),
-    default=512,
-    show_default=True,
-    help="Tokens of each; no more than it was trained on.",
+    help="Tokens of each; by default 512, or as many as the source was trained on, if that shows.",
 )
 @click.option(
     "--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of the calibration."
@@ -136,7 +135,18 @@ DTYPES = ("auto", "float32", "bfloat16")
     type=click.Choice(DTYPES),
     default="auto",
     show_default=True,
-    help="Dtype of the output; auto: the source's.",
+    help="Dtype of the output; auto: the source's, and bfloat16 for what is dequantised. float16 is refused "
+    "where a weight is larger than 65,504, and takes a fitted latent norm.",
+)
+@click.option(
+    "--dequantize",
+    is_flag=True,
+    help="Write all weights of a quantised source unquantised; otherwise only attention is.",
+)
+@click.option(
+    "--text-only",
+    is_flag=True,
+    help="Write the folded text tower of a multimodal model alone, as a causal language model.",
 )
 @click.option(
     "--shard-size",

@@ -13,8 +13,9 @@ from typing import Annotated, Any, ClassVar, Literal, TypedDict
 from pydantic import BeforeValidator, Field
 
 from ..core.errors import InvalidInput
-from ..core.settings import Settings, read_yaml
+from ..core.settings import Settings
 from ..core.units import read_size
+from ..core.untrusted import read_yaml
 
 SHARD_SIZE = 5 * 10**9  # bytes
 # Names of fields in other programs and in configurations of models.
@@ -76,7 +77,7 @@ class FoldRequest(Settings):
     latent_norm: Literal["auto", "fitted", "linear"] = "auto"
     """MLA in the stock class: a norm that the latent is fitted to, or one made linear by a small scale."""
     engines: Names = ()
-    """Engines that must run the output: transformers, vllm, sglang, llama.cpp."""
+    """Engines that must run the output: transformers, vllm, sglang, llama.cpp, mlx and others."""
     slots: Literal["allocated", "uniform"] | None = None
     """MLA: rotary slots where they save most, or on the table that stock engines compute."""
     calibration: Annotated[str, Field(min_length=1)] | None = None
@@ -85,8 +86,8 @@ class FoldRequest(Settings):
     """Take statistics with one layer in memory at a time; left out, when the model does not fit whole."""
     sequences: int = Field(default=48, ge=1)
     """Calibration sequences."""
-    length: int = Field(default=512, ge=2)
-    """Tokens of a calibration sequence, at most as many as the source has positions."""
+    length: Annotated[int, Field(ge=2)] | None = None
+    """Tokens of a calibration sequence; left out, 512, or fewer where the source was trained on fewer."""
     seed: int = Field(default=0, ge=0)
     """Seed of the calibration."""
     save_statistics: Path | None = None
@@ -99,8 +100,12 @@ class FoldRequest(Settings):
     """Output directory, which must not exist; left out, `./<model>-<target>`."""
     revision: str | None = None
     """Branch, tag or commit of a Hub id."""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Of the output; `auto` is the source's."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Of the output; `auto` is the source's, and bfloat16 for what is dequantised."""
+    text_only: bool = False
+    """Of a multimodal checkpoint, write the folded text tower alone, as a causal language model."""
+    dequantize: bool = False
+    """Write the weights of a quantised source unquantised; otherwise only its attention is."""
     shard_size: Annotated[int, BeforeValidator(_as_bytes), Field(ge=1)] = SHARD_SIZE
     """Largest size of a weight file: bytes, or a text such as `5GB`."""
     verify: Literal["full", "lint", "none"] = "lint"
@@ -130,7 +135,8 @@ class FoldRequest(Settings):
         for name in _RECORDED:
             value = getattr(self, name)
             is_drawn = name in {"sequences", "length", "seed"}
-            if draws_text if is_drawn else value != type(self).model_fields[name].default:
+            kept = draws_text if is_drawn else value != type(self).model_fields[name].default
+            if kept and value is not None:
                 found[name] = list(value) if isinstance(value, tuple) else value
         return found
 
@@ -142,7 +148,9 @@ class FoldRequest(Settings):
             if name == "model":
                 continue
             option = "--engine" if name == "engines" else f"--{name.replace('_', '-')}"
-            words += [option, ",".join(value) if isinstance(value, list) else str(value)]
+            words.append(option)
+            if value is not True:
+                words.append(",".join(value) if isinstance(value, list) else str(value))
         return shlex.join(words)
 
     @property
@@ -154,7 +162,7 @@ class FoldRequest(Settings):
 _RECORDED = (
     "model", "to", "kv_heads", "rank", "rope_dim", "kv_budget", "q_lora_rank", "rope", "container",
     "latent_norm", "engines", "slots", "calibration", "sequences", "length", "seed", "refine", "shard_size",
-    "method", "revision", "dtype",
+    "method", "revision", "dtype", "dequantize",
 )  # fmt: skip
 
 
@@ -177,7 +185,7 @@ def read_config(file: Path, overrides: Mapping[str, Any]) -> FoldRequest:
     Raises:
         InvalidInput: names the field, its value and what would be right.
     """
-    values = read_yaml(file, "request")
+    values = read_yaml(file)
     return fold_request({**values, **overrides}, file.name)
 
 
@@ -257,7 +265,9 @@ class FoldOptions(TypedDict, total=False):
     refine: int
     method: str
     revision: str
-    dtype: Literal["auto", "float32", "bfloat16"]
+    dtype: Literal["auto", "float32", "bfloat16", "float16"]
+    dequantize: bool
+    text_only: bool
     shard_size: int | str
     verify: Literal["full", "lint", "none"]
     jobs: int

@@ -9,7 +9,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from ..core.untrusted import parse_json
 
 _SCHEMA = 1
 _LIMIT_BYTES = 2**28  # the scores of every window of a long text have some MB
+_REPORT = "report"  # the last part: hexadecimal SHA-256 of the report that is about to be written
 _HEAD = b'{"kvfold_eval": '  # how the first line begins
 
 
@@ -61,12 +62,7 @@ class EvaluationJournal:
                 f"{self._file} is of an interrupted evaluation with another {', '.join(differing)}; "
                 "repeat its command to resume it, or move it away"
             )
-        # Of a line that was changed since, or has no hash, the part is measured again.
-        self.parts = {
-            line["part"]: line["value"]
-            for line in lines[1:]
-            if line.get("sha256") == _digest(line["part"], line["value"])
-        }
+        self.parts = _parts(lines)
 
     def part(self, name: str, measure: Callable[[], Any]) -> Any:
         """Return the value of a part, which is measured unless it is finished already.
@@ -124,6 +120,10 @@ def reserved(out: Path) -> Iterator[tuple[EvaluationJournal, Callable[[str], Non
     with ExitStack() as stack:
         with _reporting(out, "--out "):
             if out.exists() or out.is_symlink():
+                if partial.is_file() and not partial.is_symlink() and out.is_file():
+                    with locked(lock, busy):
+                        _remove_finished(partial, out)
+                        lock.unlink(missing_ok=True)
                 raise InvalidInput(f"--out {out} exists; name another file")
             if not out.parent.is_dir():
                 raise InvalidInput(f"--out {out}: there is no directory {out.parent}")
@@ -135,6 +135,7 @@ def reserved(out: Path) -> Iterator[tuple[EvaluationJournal, Callable[[str], Non
         journal = EvaluationJournal(partial)
 
         def write(report: str) -> None:
+            journal.keep(_REPORT, hashlib.sha256(report.encode()).hexdigest())
             with _reporting(out, "--out "):
                 write_whole(out, report)
                 partial.unlink(missing_ok=True)
@@ -146,9 +147,25 @@ def reserved(out: Path) -> Iterator[tuple[EvaluationJournal, Callable[[str], Non
                 partial.unlink()
 
 
+def _remove_finished(partial: Path, out: Path) -> None:
+    """Remove the journal of exactly this report, which a kill right after the report was written has left."""
+    with suppress(InvalidInput):  # the file is not a journal, and stays
+        if _parts(list(_read_lines(partial))).get(_REPORT) == hashlib.sha256(out.read_bytes()).hexdigest():
+            partial.unlink(missing_ok=True)
+
+
 def _digest(name: str, value: Any) -> str:
     """Return the hexadecimal SHA-256 of a part, as JSON gives it back."""
     return hashlib.sha256(json.dumps([name, value]).encode()).hexdigest()
+
+
+def _parts(lines: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the parts of a journal's lines, without those that were changed since or have no hash."""
+    return {
+        line["part"]: line["value"]
+        for line in lines[1:]
+        if line.get("sha256") == _digest(line["part"], line["value"])
+    }
 
 
 def _has_no_part(partial: Path) -> bool:

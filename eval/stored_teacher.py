@@ -92,6 +92,7 @@ def fill(
             found[batches[start][row]] = hidden_TD.cpu()
         if start == wanted[-1] or sum(state.nbytes for state in found.values()) >= teacher_cache.FILE_BYTES:
             kept = [key for key in found if cache.missing([key])]
-            cache.write(kept, torch.stack([found[key] for key in kept]))
-            cache.refresh()
+            if kept:  # none is, if the directory had lost only its head
+                cache.write(kept, torch.stack([found[key] for key in kept]))
+                cache.refresh()
             found.clear()

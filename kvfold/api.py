@@ -70,7 +70,7 @@ def fold(
         target: what the attention becomes: `GQA(...)`, `MQA()` or `MLA(...)`.
         out: the output directory, which must not exist; by default `./<model>-<target>`. Of a loaded model
             there is none.
-        engines: engines that must run the output: transformers, vllm, sglang, llama.cpp.
+        engines: engines that must run the output: transformers, vllm, sglang, llama.cpp, mlx and others.
         tokenizer: the tokenizer of a loaded model.
         progress: called with a description, how many items are done and how many there are.
         options: other fields of `kvfold.convert.request.FoldRequest`, such as `calibration` or `refine`.
@@ -255,7 +255,7 @@ def verify(
 
     Args:
         directory: the checkpoint.
-        engines: engines whose rules are asked: transformers, vllm, sglang, llama.cpp.
+        engines: engines whose rules are asked: transformers, vllm, sglang, llama.cpp, mlx and others.
         source: what it was made of; by default as its kvfold.json says.
         run: whether to load it next to its source too, in a process that cannot import kvfold.
 

@@ -13,6 +13,7 @@ from .lab.cli import main as lab
 from .migration.cli import main as migrate
 from .planning.cli import main as plan
 from .publishing.publish import main as publish
+from .verification.engine_table import main as engines
 from .verification.verify import main as verify
 
 
@@ -25,7 +26,20 @@ def main() -> None:
     """
 
 
-for command in (convert, distill, evaluate, verify, publish, demo, families, lab, plan, report, migrate):
+for command in (
+    convert,
+    distill,
+    evaluate,
+    verify,
+    publish,
+    demo,
+    families,
+    engines,
+    lab,
+    plan,
+    report,
+    migrate,
+):
     main.add_command(command)
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .core.console import is_first, listening, notice
+from .core.errors import InvalidInput
 from .results import Folded
 
 if TYPE_CHECKING:
@@ -50,6 +51,21 @@ def carry_out(request: FoldRequest) -> Folded:
     Raises:
         InvalidInput: the source cannot be folded like this, or a value is unusable.
     """
+    from .convert.towers.tower import find_tower
+    from .core.hub import resolve
+
+    tower = find_tower(resolve(request.model, request.revision))
+    if tower is not None:
+        from .tower_run import fold_tower
+
+        return fold_tower(request, tower, _fold)
+    if request.text_only:
+        raise InvalidInput(f"--text-only does not apply to {request.model}, which is no multimodal model")
+    return _fold(request)
+
+
+def _fold(request: FoldRequest) -> Folded:
+    """Fold a causal language model; arguments and result are those of `carry_out`."""
     from .convert.decide.engines import ENGINES
     from .convert.decide.preparation import prepare
     from .convert.write.rewrite import rewrite

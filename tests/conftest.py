@@ -1,4 +1,4 @@
-"""What every test shares."""
+"""Environment of every test."""
 
 import os
 

@@ -89,6 +89,25 @@ def test_no_module_imports_itself_by_a_detour() -> None:
         visit(name, ())
 
 
+def test_tests_share_helpers_in_support_alone() -> None:
+    """A test module imports `tests/support`, and the conftest.py of its own folder or of one above it."""
+    tests, wrong = ROOT / "tests", []
+    for file in sorted(tests.rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.ImportFrom) or not (
+                node.level or (node.module or "").startswith("tests")
+            ):
+                continue
+            folder = [file.parent, *file.parents][node.level] if node.level else ROOT
+            names = [node.module] if node.module else [alias.name for alias in node.names]
+            for name in names:
+                target = folder.joinpath(*name.split("."))
+                is_own = target.name == "conftest" and target.parent in file.parents
+                if not is_own and tests / "support" not in (target, *target.parents):
+                    wrong.append(f"{file.relative_to(ROOT)}: {target.relative_to(ROOT)}")
+    assert not wrong, "\n".join(wrong)
+
+
 def test_public_classes_have_names_of_their_own() -> None:
     homes: dict[str, list[str]] = {}
     for name, file in FILES.items():
@@ -121,7 +140,20 @@ def test_folders_fit_on_a_screen() -> None:
 
 @pytest.mark.parametrize(
     "command",
-    ["", "convert", "distill", "eval", "verify", "publish", "demo", "families", "plan", "report", "migrate"],
+    [
+        "",
+        "convert",
+        "distill",
+        "eval",
+        "verify",
+        "publish",
+        "demo",
+        "families",
+        "engines",
+        "plan",
+        "report",
+        "migrate",
+    ],
 )
 def test_help_loads_nothing_heavy(command: str) -> None:
     arguments = [*command.split(), "--help"]

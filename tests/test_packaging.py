@@ -1,4 +1,4 @@
-"""What is installed is what is in the repository.
+"""The installed files are those of the repository.
 
 A wheel holds every module, the demo checkpoint and the three commands.
 """

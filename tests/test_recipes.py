@@ -16,7 +16,8 @@ from kvfold.distill.cli import main as distill
 from kvfold.distill.recipe.recipe_file import read_recipe
 from kvfold.distill.run.explain import explain
 
-from .distill.conftest import save_tokenizer, text
+from .support.documents import write_documents
+from .support.tokenizers import save_tokenizer
 
 ROOT = Path(__file__).parent.parent / "recipes"
 NAMES = sorted(file.stem for file in ROOT.glob("*.yaml"))
@@ -33,7 +34,6 @@ MODELS: dict[str, tuple[str, dict[str, Any], list[str]]] = {
     "smollm-135m-gqa": ("llama", {"hidden_size": 72, "num_attention_heads": 9, "num_key_value_heads": 3}, []),
     "pythia-160m-gqa": ("gpt_neox", {"hidden_size": 96, "num_attention_heads": 12}, []),
 }
-__all__ = ["text"]
 
 
 def commands(name: str) -> Iterator[list[str]]:
@@ -77,7 +77,7 @@ def test_it_can_be_explained(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_it_runs(name: str, text: Path, tmp_path: Path) -> None:
+def test_it_runs(name: str, tmp_path: Path) -> None:
     """Two steps a stage, with an evaluation; the output loads in its own class."""
     family, sizes, smaller = MODELS[name]
     torch.manual_seed(0)
@@ -96,13 +96,14 @@ def test_it_runs(name: str, text: Path, tmp_path: Path) -> None:
             "pad_token": "end",
         }
         (tmp_path / "source" / "tokenizer_config.json").write_text(json.dumps(own), encoding="utf-8")
+    write_documents(tmp_path / "text.jsonl")
     (tmp_path / "held.txt").write_text(" ".join(str(number**3) for number in range(99)), encoding="utf-8")
     command, _ = commands(name)
     quick = ["--sequences", "2", "--length", "16", "--refine", "2", *smaller]
     run(["convert", str(tmp_path / "source"), *command[2:], *quick, "--out", str(tmp_path / "student")])
     settings = {
         "student": tmp_path / "student", "output": tmp_path / "out", "data.name": "null", "data.seq_len": 32,
-        "data.source": text, "evaluate.source": tmp_path / "held.txt", "evaluate.windows": 4,
+        "data.source": tmp_path / "text.jsonl", "evaluate.source": tmp_path / "held.txt", "evaluate.windows": 4,
         "device": "cpu", "precision": "fp32",
         "stages.0.tokens": 256, "stages.0.batch_tokens": 128, "stages.0.micro_batch": 2,
     }  # fmt: skip

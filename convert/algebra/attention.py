@@ -2,7 +2,8 @@
 
 Legend: D hidden size, N query heads, K key/value heads, H head dim, F = H/2 rotary pairs, C latent rank, P
 width of the un-rotated part of a latent query or key, S rotary slots, R = 2S, A width of what queries are
-projected from: D, or less where they are compressed. Linear maps act on column vectors: k = k_KHD x + k_KH.
+projected from: D, or less where they are compressed, E = 2KH features of a token. Linear maps act on column
+vectors: k = k_KHD x + k_KH.
 """
 
 from collections.abc import Sequence
@@ -57,7 +58,7 @@ class LatentAttention(_Layer):
     c = down x, k = [k_up c; k_rope x], v = v_up c. score = scale · (q_nope·k_nope + q_rope·k_rope); rotary
     rows in the interleaved layout, one key for all heads. Queries are projected from x, or from q_down x +
     q_down_A (equation 12 there) where that is given. `spectrum` is the spectrum that the latent was cut from.
-    Where `latent_norm` is given, c is divided by its root mean square and multiplied by that weight;
+    Where `latent_norm_C` is given, c is divided by its root mean square and multiplied by that weight;
     `query_norm` does the same to what queries are projected from. While a layer is made, `level_CC` is A of
     c / |A c| in the place of c.
     """
@@ -77,7 +78,7 @@ class LatentAttention(_Layer):
     o_D: Tensor | None = None
     scale: float
     level_CC: Tensor | None = None
-    latent_norm: float | None = None
+    latent_norm_C: Tensor | None = None
     query_norm: float | None = None
     spectrum: LatentSpectrum | None = None
 
@@ -102,7 +103,9 @@ class LatentAttention(_Layer):
             return rows_of_all
 
         # A norm's mean is over the zeros too.
-        less = 1.0 if self.latent_norm is None else (len(self.down_CD) / latent) ** 0.5
+        norm_C, less = self.latent_norm_C, 1.0
+        if norm_C is not None:
+            norm_C, less = pad(norm_C, (0, latent - len(norm_C)), value=1.0), (len(norm_C) / latent) ** 0.5
         return replace(
             self,
             q_nope_NPA=_filled(self.q_nope_NPA, 1, nope),
@@ -115,12 +118,32 @@ class LatentAttention(_Layer):
             k_rope_RD=placed(self.k_rope_RD, 0),
             k_rope_R=None if self.k_rope_R is None else placed(self.k_rope_R, 0),
             o_DNH=_filled(self.o_DNH, 2, value),
+            latent_norm_C=norm_C,
         )
 
 
 def _filled(tensor: Tensor, dim: int, width: int) -> Tensor:
     """Append zeros to a dimension, up to a width."""
     return pad(tensor, (0, 0) * (tensor.ndim - 1 - dim) + (0, width - tensor.shape[dim]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class NormedLatentAttention(LatentAttention):
+    """Latent attention of a layer that normalises its queries and keys.
+
+    Keys are no linear functions of x there, but they are linear functions of the features f = [norm(k); v] of
+    their token, with k = k_KHD x + k_KH, v = v_KHD x and the un-rotated norm(k). So `down_CD` and `k_rope_RD`
+    read f, with D = E = 2KH. Queries are q_nope_NPA q' and q_rope_NRA q', with A = H and q' = norm(q_NHA x +
+    q_NH) of their head; where `q_down_AD` is given, q_down_AD x stands for x in this.
+    """
+
+    q_NHA: Tensor
+    k_KHD: Tensor
+    v_KHD: Tensor
+    q_NH: Tensor | None = None
+    k_KH: Tensor | None = None
+    q_norm_NH: Tensor | None = None
+    k_norm_KH: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

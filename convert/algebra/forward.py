@@ -10,7 +10,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from .attention import LATENT_EPSILON, Attention, IntactAttention, LatentAttention
+from .attention import (
+    LATENT_EPSILON,
+    Attention,
+    IntactAttention,
+    LatentAttention,
+    NormedLatentAttention,
+)
 
 AnyAttention = Attention | LatentAttention | IntactAttention
 
@@ -47,7 +53,13 @@ class Scoring:
 PLAIN = Scoring()  # softmax over all that came before
 
 
-def attend(layer: AnyAttention, input_BTD: Tensor, frequencies_F: Tensor, scoring: Scoring = PLAIN) -> Tensor:
+def attend(
+    layer: AnyAttention,
+    input_BTD: Tensor,
+    frequencies_F: Tensor,
+    scoring: Scoring = PLAIN,
+    gain_BT: Tensor | None = None,
+) -> Tensor:
     """Compute causal attention over whole sequences, without a cache.
 
     Args:
@@ -55,23 +67,25 @@ def attend(layer: AnyAttention, input_BTD: Tensor, frequencies_F: Tensor, scorin
         input_BTD: the normed residual stream, positions 0 ... T-1.
         frequencies_F: radians per token of the rotary pairs, or of the slots (LatentAttention).
         scoring: of the source, in the dtype and on the device of the input.
+        gain_BT: factor on the latent of each token, of a LatentAttention.
 
     Returns:
         The output projection's result (B, T, D).
     """
     if isinstance(layer, LatentAttention):
-        q_BNTH, k_BNTH, v_BNTH = _latent(layer, input_BTD, _angles(input_BTD, frequencies_F))
+        angle_TS = _angles(input_BTD, frequencies_F)
+        q_BNTH, k_BNTH, v_BNTH = _latent(layer, input_BTD, angle_TS, scoring.norm_epsilon, gain_BT)
         return _output(layer, _mix(q_BNTH, k_BNTH, v_BNTH, layer.scale, scoring))
     k_BKTH, v_BKTH = keys_and_values(layer, input_BTD, scoring.norm_epsilon)
     return attend_to(layer, input_BTD, k_BKTH, v_BKTH, frequencies_F, scoring)
 
 
 def keys_and_values(
-    layer: Attention | IntactAttention, input_BTD: Tensor, norm_epsilon: float = 0.0
+    layer: Attention | IntactAttention | NormedLatentAttention, input_BTD: Tensor, norm_epsilon: float = 0.0
 ) -> tuple[Tensor, Tensor]:
     """Return keys behind their norm and before rotation, and values, (B, K, T, H).
 
-    Those of latent attention are rebuilt.
+    Those of intact rotation are rebuilt; those of normed latent attention are the ones that it encodes.
     """
     if isinstance(layer, IntactAttention) and layer.k_KHD is None:
         latent_BTC = input_BTD @ layer.down_CE.mT
@@ -81,14 +95,15 @@ def keys_and_values(
     assert layer.k_KHD is not None
     assert layer.v_KHD is not None
     k_BKTH = _normed(_project(input_BTD, layer.k_KHD, layer.k_KH), layer.k_norm_KH, norm_epsilon)
-    v_BKTH = _project(input_BTD, layer.v_KHD, layer.v_KH)
-    if isinstance(layer, Attention):
+    biased = None if isinstance(layer, NormedLatentAttention) else layer.v_KH
+    v_BKTH = _project(input_BTD, layer.v_KHD, biased)
+    if not isinstance(layer, IntactAttention):
         return k_BKTH, v_BKTH
-    latent_BTC = beside(k_BKTH, v_BKTH) @ layer.down_CE.mT
+    latent_BTC = concatenate(k_BKTH, v_BKTH) @ layer.down_CE.mT
     return _project(latent_BTC, layer.k_up_KHC, None), _project(latent_BTC, layer.v_up_KHC, None)
 
 
-def beside(*parts_BKTH: Tensor) -> Tensor:
+def concatenate(*parts_BKTH: Tensor) -> Tensor:
     """Join all heads of keys, of values, or of both in this order to one vector per token.
 
     The result is (B, T, KH) or (B, T, 2KH).
@@ -164,22 +179,41 @@ def _normed(rows_BNTH: Tensor, weight_NH: Tensor | None, epsilon: float) -> Tens
     return rows_BNTH * (rows_BNTH.square().mean(spans, keepdim=True) + epsilon).rsqrt() * weight_NH[:, None]
 
 
-def _latent(layer: LatentAttention, input_BTD: Tensor, angle_TS: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    latent_BTC = _weighted(input_BTD @ layer.down_CD.mT, layer.latent_norm)
+def _latent(
+    layer: LatentAttention, input_BTD: Tensor, angle_TS: Tensor, epsilon: float, gain_BT: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return queries, keys and values of latent attention, (B, N, T, P+R) twice and (B, N, T, H)."""
+    if isinstance(layer, NormedLatentAttention):
+        encoded_BTD = concatenate(*keys_and_values(layer, input_BTD, epsilon))
+    else:
+        encoded_BTD = input_BTD
+    latent_BTC = _weighted(encoded_BTD @ layer.down_CD.mT, layer.latent_norm_C)
     if layer.level_CC is not None:
         latent_BTC = latent_BTC / (latent_BTC @ layer.level_CC.mT).norm(dim=-1, keepdim=True)
-    k_rope_BTR = input_BTD @ layer.k_rope_RD.mT
+    if gain_BT is not None:
+        latent_BTC = latent_BTC * gain_BT[..., None]
+    k_rope_BTR = encoded_BTD @ layer.k_rope_RD.mT
     if layer.k_rope_R is not None:
         k_rope_BTR = k_rope_BTR + layer.k_rope_R
     k_nope_BNTP = torch.einsum("btc,npc->bntp", latent_BTC, layer.k_up_NPC)
     v_BNTH = torch.einsum("btc,nhc->bnth", latent_BTC, layer.v_up_NHC)
-    query_BTA = _query_input(layer, input_BTD)
-    q_nope_BNTP = _project(query_BTA, layer.q_nope_NPA, layer.q_nope_NP)
-    q_rope_BNTR = _turned(_project(query_BTA, layer.q_rope_NRA, layer.q_rope_NR), angle_TS, interleaved=True)
+    q_nope_BNTP, q_rope_BNTR = _latent_queries(layer, _query_input(layer, input_BTD), epsilon)
+    q_rope_BNTR = _turned(q_rope_BNTR, angle_TS, interleaved=True)
     k_rope_BNTR = _turned(k_rope_BTR[:, None], angle_TS, interleaved=True).expand(
         -1, len(layer.q_rope_NRA), -1, -1
     )
     return torch.cat([q_nope_BNTP, q_rope_BNTR], -1), torch.cat([k_nope_BNTP, k_rope_BNTR], -1), v_BNTH
+
+
+def _latent_queries(layer: LatentAttention, query_BTA: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    """Return the un-rotated and the rotary part of queries, before rotation."""
+    if isinstance(layer, NormedLatentAttention):
+        q_BNTH = _normed(_project(query_BTA, layer.q_NHA, layer.q_NH), layer.q_norm_NH, epsilon)
+        return q_BNTH @ layer.q_nope_NPA.mT, q_BNTH @ layer.q_rope_NRA.mT
+    return (
+        _project(query_BTA, layer.q_nope_NPA, layer.q_nope_NP),
+        _project(query_BTA, layer.q_rope_NRA, layer.q_rope_NR),
+    )
 
 
 def _query_input(layer: LatentAttention | IntactAttention, input_BTD: Tensor) -> Tensor:
@@ -191,8 +225,8 @@ def _query_input(layer: LatentAttention | IntactAttention, input_BTD: Tensor) ->
     return _weighted(query_BTA if layer.q_down_A is None else query_BTA + layer.q_down_A, layer.query_norm)
 
 
-def _weighted(rows_BTC: Tensor, weight: float | None) -> Tensor:
-    """RMSNorm with a constant weight; None: no norm."""
+def _weighted(rows_BTC: Tensor, weight: Tensor | float | None) -> Tensor:
+    """RMSNorm with a weight, or one for each feature; None: no norm."""
     if weight is None:
         return rows_BTC
     return rows_BTC * ((rows_BTC.square().mean(-1, keepdim=True) + LATENT_EPSILON).rsqrt() * weight)

@@ -20,7 +20,9 @@ from .attention import Attention
 SPAN = 4096  # distances that the prior over attention distances reaches, at most
 DECAY = 1.5  # exponent of that prior; of 1, 1.25, 1.5, 2 and 3 the least total loss on two models (LOG.md)
 
-SHRINKAGE = 1e-3  # of the input's moment towards its mean; from 1e-6 to 1e-2 nothing else changes (LOG.md)
+SHRINKAGE = (
+    1e-3  # of the input's moment towards its diagonal; from 1e-6 to 1e-2 nothing else changes (LOG.md)
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,7 +136,10 @@ def from_statistics(layer: LayerStatistics) -> LayerMetric:
     """Return the metric of a layer with statistics, in nats but for the factor ½ that all terms share."""
     input_EE = layer.input_EE.clone()
     # Directions that the calibration text never took are not free: other text takes them.
-    input_EE.diagonal()[:-1] += SHRINKAGE * layer.input_EE.diagonal()[:-1].mean()
+    # Each channel by its own size, which a norm's weight may have made anything; silent ones by a usual one.
+    size_D = input_EE.diagonal()[:-1]
+    usual = size_D[size_D > 0].log().mean().exp()
+    size_D += SHRINKAGE * torch.where(size_D > 0, size_D, usual)
     return LayerMetric(
         input_EE=input_EE,
         key_BSS=layer.key_fisher[None],

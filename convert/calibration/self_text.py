@@ -5,6 +5,7 @@ In measurements, 24 to 48 such sequences are as good as the training corpus.
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,9 +19,30 @@ from ...core.processes import check_enough, gather_rows, place, together
 BLOCK = 256  # tokens of the vocabulary per block; a draw selects a block first
 
 
+@dataclass(frozen=True)
+class OwnText:
+    """Text that a model wrote.
+
+    Attributes:
+        tokens_BT: ids, int64, on the CPU.
+        entropy_BT: entropy of the prediction that each token but the first was drawn from, nats; float32.
+    """
+
+    tokens_BT: Tensor
+    entropy_BT: Tensor
+
+
 def sample_from(
     model: Any, *, sequences: int, length: int, bos: int | None, seed: int, batch_size: int
 ) -> Tensor:
+    """Return the tokens of `write_text`, which has the same arguments."""
+    how: dict[str, Any] = {"sequences": sequences, "length": length, "bos": bos}
+    return write_text(model, **how, seed=seed, batch_size=batch_size).tokens_BT
+
+
+def write_text(
+    model: Any, *, sequences: int, length: int, bos: int | None, seed: int, batch_size: int
+) -> OwnText:
     """Sample text from a model at temperature 1.
 
     Under `torch.distributed` each rank writes its part, and every rank returns the whole.
@@ -32,9 +54,6 @@ def sample_from(
         bos: the first token of every sequence; None to draw one from the whole vocabulary.
         seed: the same seed gives the same text for every batch size, apart from rounding.
         batch_size: sequences that are written at once.
-
-    Returns:
-        Token ids (sequences, length), int64, on the CPU.
 
     Raises:
         InvalidInput: the model takes no text of this length, its probabilities are NaN, or there are fewer
@@ -48,15 +67,23 @@ def sample_from(
     with together():
         steps = (step for batch in batches for step in _continue(model, batch, bos))
         columns = list(progress(steps, "calibration text", len(batches) * length))
-        texts = [torch.stack(columns[at : at + length], 1) for at in range(0, len(columns), length)]
-    return gather_rows(torch.cat(texts), sequences)
+
+        def rows(part: int) -> Tensor:
+            parts = [column[part] for column in columns]
+            return torch.cat([torch.stack(parts[at : at + length], 1) for at in range(0, len(parts), length)])
+
+    return OwnText(gather_rows(rows(0), sequences), gather_rows(rows(1)[:, 1:].contiguous(), sequences))
 
 
-def _continue(model: Any, chance_BT: Tensor, bos: int | None) -> Iterator[Tensor]:
-    """Yield one batch of text, token by token, as ids (B,) on the CPU; the model uses its own cache."""
+def _continue(model: Any, chance_BT: Tensor, bos: int | None) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield one batch of text, token by token; the model uses its own cache.
+
+    Yields:
+        Ids (B,) and the entropy of each one's prediction (B,), on the CPU.
+    """
     vocabulary = model.get_output_embeddings().weight.shape[0]
     first_B = (chance_BT[:, 0] * vocabulary).long() if bos is None else torch.full((len(chance_BT),), bos)
-    yield first_B
+    yield first_B, torch.zeros(len(first_B))
     last_B = first_B.to(model.device)
     cache = None
     for chance_B in chance_BT[:, 1:].to(model.device).T:
@@ -69,7 +96,7 @@ def _continue(model: Any, chance_BT: Tensor, bos: int | None) -> Iterator[Tensor
                 "the source predicts NaN, so it can write no calibration text; check its weights"
             )
         last_B = draw(p_BV, chance_B)
-        yield last_B.cpu()
+        yield last_B.cpu(), torch.special.entr(p_BV).sum(-1, dtype=torch.float32).cpu()
 
 
 def draw(p_XV: Tensor, chance_X: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ...checkpoints.shards import is_finite
 from ...core.errors import InvalidInput
-from ...core.files import whole_file
+from ...core.files import PREFIX, whole_file
 from ...core.untrusted import parse_json, printable
 
 SCHEMA = 3
@@ -93,7 +93,7 @@ class LayerStatistics:
         The numbers of all layers together may exceed memory.
         """
         mapped = {}
-        with tempfile.TemporaryDirectory(dir=work) as name:
+        with tempfile.TemporaryDirectory(dir=work, prefix=PREFIX) as name:
             for key, tensor in vars(self).items():
                 file = Path(name) / key
                 file.write_bytes(tensor.contiguous().view(torch.uint8).numpy().data)
@@ -118,6 +118,11 @@ class Statistics:
     tokens: int
     calibration: str
     seed: int
+
+    def origin(self) -> dict[str, Any]:
+        """Return the text, the number of tokens, the tokens of a sequence and the seed, for the record."""
+        length = self.layers[0].input_BTD.shape[1]
+        return {"text": self.calibration, "tokens": self.tokens, "length": length, "seed": self.seed}
 
     def save(self, file: Path, run: str = "") -> None:
         """Write a safetensors file, which must not exist; it appears only once it is complete.

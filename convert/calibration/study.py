@@ -29,7 +29,8 @@ from . import layerwise as by_layer
 from . import passes
 from .capacity import Need
 from .moments import Layout
-from .self_text import sample_from
+from .reach import default_length, reach
+from .self_text import OwnText, write_text
 from .statistics import RUN_DIGITS, Statistics, read_run
 
 # Read at once. On a CPU more saves no time and takes memory in proportion; an accelerator wants more.
@@ -47,7 +48,7 @@ def study(
     calibration: str,
     *,
     sequences: int,
-    length: int,
+    length: int | None = None,
     seed: int,
     save: Path | None = None,
     layerwise: bool | None = None,
@@ -60,41 +61,92 @@ def study(
         calibration: `none`; `self`, text sampled from the model at temperature 1; a text as
             `documents.check_calibration` takes it; or a .safetensors file of statistics saved earlier.
         sequences: number of sequences that are read.
-        length: tokens per sequence, at most the model's positions; greater distances are not seen.
+        length: tokens per sequence, at most the model's positions; greater distances are not seen. None:
+            `reach.default_length`, or less where the source's own text breaks down before.
         seed: of the text and the labels.
         save: a file that keeps the statistics for other folds of this source.
         layerwise: whether one layer at a time is in memory; None: when the model does not fit whole.
         work: the directory for activations between layers, unless TMPDIR is set; by default the current one.
 
     Raises:
-        InvalidInput: there is no such file, it is of another model, or a statistic is not finite.
+        InvalidInput: there is no such file, it is of another model, a statistic is not finite, or another run
+            saves other statistics as `save` in the meantime.
     """
     with together():
         saved = _read_saved(source, calibration, save)
         if saved is not None or calibration == "none":
             return saved
-        length = min(length, source.positions)
+        chosen = length is None
+        length = default_length(source) if length is None else min(length, source.positions)
         need = Need.of(source, sequences=min(batch_size(length), sequences), length=length)
         if layerwise is None:
             layerwise = need.whole > free_bytes()
         directory = source.checkpoint.directory
         run = ""
         if calibration != "self":
-            tokens = read_sequences(
-                calibration, load_tokenizer(directory), sequences=sequences, length=length, seed=seed
-            )
+            tokens = _read_text(source, calibration, sequences=sequences, length=length, seed=seed)
         if save is not None:
             text = "self" if calibration == "self" else hashlib.sha256(tokens.numpy().tobytes()).hexdigest()
-            run = _run(source, [text, _name(calibration), sequences, length, seed])
+            asked = [text, _name(calibration), sequences, length, seed]
+            run = _run(source, [*asked, "at most"] if chosen and calibration == "self" else asked)
         if save is not None and save.exists():
             return _reused(save, run, work)
         model = LayeredModel(source.checkpoint) if layerwise else load_model(directory)
     if calibration == "self":
-        tokens = _sample(source, model, need, sequences=sequences, length=length, seed=seed)
+        written = _sample(source, model, need, sequences=sequences, length=length, seed=seed)
+        tokens = _within_reach(written, chosen)
     statistics = _collect(source, model, tokens, calibration=_name(calibration), seed=seed, work=work)
     if save is not None and is_first():
-        statistics.save(save, run)
+        _keep(statistics, save, run)
     return statistics
+
+
+def _read_text(source: Source, text: str, *, sequences: int, length: int, seed: int) -> Tensor:
+    """Return tokens of a text (sequences, length), each an id that the source has an embedding for."""
+    directory = source.checkpoint.directory
+    tokens = read_sequences(text, load_tokenizer(directory), sequences=sequences, length=length, seed=seed)
+    largest, vocabulary = int(tokens.max()), source.config["vocab_size"]
+    if largest >= vocabulary:
+        raise InvalidInput(
+            f"the tokenizer of {directory} writes the id {largest}, but the model has {vocabulary} "
+            "embeddings; use the model's own tokenizer"
+        )
+    return tokens
+
+
+def _keep(statistics: Statistics, file: Path, run: str) -> None:
+    """Save statistics, unless another run of the same command has saved the same ones in the meantime.
+
+    Raises:
+        InvalidInput: the file cannot be written, or holds other statistics.
+    """
+    if file.exists() and read_run(file) == run[:RUN_DIGITS]:
+        if Statistics.load(file).fingerprint() != statistics.fingerprint():
+            raise InvalidInput(
+                f"another run has saved {file} with other numbers in the meantime; run this command again to "
+                f"use them"
+            )
+        notice(f"another run has saved {file} in the meantime; it holds the same statistics")
+        return
+    statistics.save(file, run)
+
+
+def _within_reach(text: OwnText, chosen: bool) -> Tensor:
+    """Return the tokens of a text up to where its predictions break down, and report where that is.
+
+    Args:
+        text: that the source wrote.
+        chosen: whether its length was left to kvfold; otherwise it stays.
+    """
+    length, end = text.tokens_BT.shape[1], reach(text.entropy_BT)
+    if end is None:
+        return text.tokens_BT
+    found = f"the source's own text breaks down from position {end} on, where its entropy jumps"
+    if not chosen:
+        notice(f"{found}; it was probably trained on {end} tokens: leave out --length {length}, or use less")
+        return text.tokens_BT
+    notice(f"{found}; calibration sequences have {end} tokens, not {length} (--length overrides this)")
+    return text.tokens_BT[:, :end].contiguous()
 
 
 def _collect(
@@ -176,7 +228,7 @@ def _reused(file: Path, run: str, work: Path | None) -> Statistics:
     return replace(statistics, layers=tuple(layer.parked(_place(work)) for layer in statistics.layers))
 
 
-def _sample(source: Source, model: Any, need: Need, *, sequences: int, length: int, seed: int) -> Tensor:
+def _sample(source: Source, model: Any, need: Need, *, sequences: int, length: int, seed: int) -> OwnText:
     """Return text that the source writes, as many sequences at once as fit next to it in memory."""
     settings: dict[str, Any] = {
         "sequences": sequences,
@@ -185,7 +237,7 @@ def _sample(source: Source, model: Any, need: Need, *, sequences: int, length: i
         "seed": seed,
     }
     if not isinstance(model, LayeredModel):
-        return sample_from(
+        return write_text(
             model, batch_size=need.fitting_sequences(need.weights, sequences, loaded=True), **settings
         )
     batch = need.fitting_sequences(need.layer + need.rest, sequences)
@@ -198,7 +250,7 @@ def _sample(source: Source, model: Any, need: Need, *, sequences: int, length: i
         f"read twice"
     )
     with model.streamed(kept) as whole:
-        return sample_from(whole, batch_size=batch, **settings)
+        return write_text(whole, batch_size=batch, **settings)
 
 
 def _name(calibration: str) -> str:

@@ -6,6 +6,7 @@ tensor shapes.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 from ...checkpoints.shards import TensorSpec
@@ -14,6 +15,7 @@ from ...models.remote_code import HERE
 from .engine_rules import lint_written
 from .engines import SERVED
 from .lint import LintFinding, Written
+from .rules.engine_pairs import UNKNOWN
 
 _FORMS = {
     "remote": "code of its own (--container remote)",
@@ -36,6 +38,10 @@ class PlannedOutput(Protocol):
     def latent_norm(self) -> str | None:
         """Return what the norms of a stock latent do, as `Plan.latent_norm`."""
 
+    @property
+    def tokenizer(self) -> Path:
+        """Return the directory of the tokenizer that the output gets."""
+
 
 Output = TypeVar("Output", bound=PlannedOutput)
 
@@ -47,7 +53,7 @@ class EngineChoice(Generic[Output]):
     Attributes:
         plan: the plan.
         reasons: which format was chosen and which were not, in sentences.
-        unsaved: the engines that run it without a smaller cache, in sentences.
+        unsaved: the engines that run it without a smaller cache, or of which it is not known, in sentences.
     """
 
     plan: Output
@@ -85,6 +91,7 @@ def choose_plan(
         found = judge(plan, engines)
         failing = [finding for finding in found if finding.fails]
         unsaved = [finding for finding in found if finding.effect == "saves no cache"]
+        unsaved += [finding for finding in found if finding.effect == UNKNOWN]
         if not failing and (is_only or not unsaved):
             reasons = _reasons(engines, container, refused)
             return EngineChoice(plan=plan, reasons=reasons, unsaved=tuple(map(str, unsaved)))
@@ -95,7 +102,7 @@ def choose_plan(
 
 def judge(plan: PlannedOutput, engines: Sequence[str]) -> list[LintFinding]:
     """Lint a planned output for some engines, from its config.json and the tensors' shapes."""
-    written = Written(HERE, dict(plan.config), plan.specs, plan.latent_norm == "linear")
+    written = Written(HERE, dict(plan.config), plan.specs, plan.latent_norm == "linear", plan.tokenizer)
     return lint_written(written, engines)
 
 

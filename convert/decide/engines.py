@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from ...core.errors import InvalidInput
 
-ENGINES = ("transformers", "vllm", "sglang", "llama.cpp")
+ENGINES = ("transformers", "vllm", "sglang", "llama.cpp", "mlx", "tensorrt-llm", "tgi")
 SERVED = "serving"  # the stock class in the widths that engines have kernels for
 
 

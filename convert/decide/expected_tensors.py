@@ -12,7 +12,7 @@ import torch
 from ..algebra.target import Geometry, LatentTarget
 from ..families.family import Family
 from ..families.recognition import FAMILIES, complete, geometry_of
-from ..families.source import attention_shapes, beside_attention
+from ..families.source import attention_shapes, names_outside_attention
 from ..formats.remote import Remote
 
 Shape = tuple[int, ...] | None
@@ -65,7 +65,7 @@ def _stock(config: Mapping[str, Any]) -> dict[str, Shape]:
     dense = layers[: config.get("first_k_dense_replace") or 0]
     # The other layers are Llama's; experts, which kvfold does not write, are not looked for.
     rest = replace(FAMILIES["llama"], layer_tensors=FAMILIES["llama"].layer_tensors[:2])
-    names = beside_attention(rest, {"tie_word_embeddings": False, **config})
+    names = names_outside_attention(rest, {"tie_word_embeddings": False, **config})
     names += [f"model.layers.{n}.mlp.{part}_proj.weight" for n in dense for part in ("gate", "up", "down")]
     attention = {
         f"model.layers.{n}.self_attn.{name}": shape for n in layers for name, shape in shapes.items()
@@ -87,7 +87,7 @@ def _remote(config: Mapping[str, Any], names: Collection[str]) -> dict[str, Shap
         geometry=Geometry(
             hidden_size=whole["hidden_size"],
             num_attention_heads=heads,
-            num_key_value_heads=ours["key_heads"] if intact else heads,
+            num_key_value_heads=ours.get("key_heads", heads),
             head_dim=width,
         ),
         target=LatentTarget(
@@ -101,7 +101,7 @@ def _remote(config: Mapping[str, Any], names: Collection[str]) -> dict[str, Shap
         nope_width=0 if intact else config["qk_nope_head_dim"],
         biases=frozenset("k" if role == "kv" else role for role in ours["biases"]),
     )
-    shapes: dict[str, Shape] = dict.fromkeys(beside_attention(family, whole))
+    shapes: dict[str, Shape] = dict.fromkeys(names_outside_attention(family, whole))
     for layer in range(whole["num_hidden_layers"]):
         shapes |= {name: spec.shape for name, spec in container.specs(layer, torch.float32).items()}
     return shapes
@@ -113,7 +113,7 @@ def _grouped(family: Family, config: Mapping[str, Any], names: Collection[str]) 
     whole = complete(family, config)
     geometry = geometry_of(whole)
     biases = {role for role, name in family.projections(0).items() if f"{name}.bias" in names}
-    shapes: dict[str, Shape] = dict.fromkeys(beside_attention(family, whole))
+    shapes: dict[str, Shape] = dict.fromkeys(names_outside_attention(family, whole))
     for layer in range(whole["num_hidden_layers"]):
         shapes |= dict(attention_shapes(family, geometry, layer, biases))
     return shapes

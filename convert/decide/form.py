@@ -1,4 +1,4 @@
-"""Which form and which container MLA takes.
+"""The form and the container of MLA.
 
 Sources that the stock class cannot hold need kvfold's own attention.
 """
@@ -14,11 +14,9 @@ from ..formats.blocks import folded_block
 from ..formats.container import Container
 from ..formats.remote import Remote
 from ..formats.stock import Stock
+from ..methods.key_regression import NO_FULL_RANK
 from ..methods.latent import Band
 from ..methods.slots import slot_rope
-
-CONTAINERS = ("auto", "stock", "remote")
-ROPES = ("decoupled", "intact")
 
 
 @dataclass(frozen=True)
@@ -29,11 +27,13 @@ class Form:
         rope: `decoupled`, a rotary key next to the latent; `intact`, keys rotated after they are rebuilt.
         remote: whether the output needs the code that is shipped with it.
         why: the reason, where it was not the user's choice.
+        norm: role of the latent's norms, as `Plan.latent_norm`; in kvfold's own code any makes them real.
     """
 
     rope: Literal["decoupled", "intact"]
     remote: bool
     why: str | None = None
+    norm: str | None = None
 
 
 def choose_form(source: Source, rope: str | None, container: str) -> Form:
@@ -54,7 +54,7 @@ def choose_form(source: Source, rope: str | None, container: str) -> Form:
             "none; leave it out"
         )
     intact = rope == "intact" or forced is not None
-    obstacle = "rotation is left intact" if intact else _stock_obstacle(source)
+    obstacle = "rotation is left intact" if intact else _stock_obstacle(source, container)
     if container == "stock" and obstacle is not None:
         raise InvalidInput(f"--container stock cannot hold this source: {obstacle}; use --container remote")
     remote = container == "remote" or obstacle is not None
@@ -69,24 +69,25 @@ def _needs_intact(source: Source, container: str) -> str | None:
     Layers without rotation would leave a rotary key empty. Only the stock class, which offers nothing else,
     is worth that waste.
     """
-    if source.family.k_norm is not None:  # no question then of tables, which may depend on the input's length
-        return intact_reason(source.family, biased=False, unlike=False)
     layers = source.rotating if container == "stock" else range(source.layers)
     unlike = source.rotary_width and len({str(source.frequencies(layer)) for layer in layers}) > 1
     return intact_reason(source.family, biased=bool(source.biases), unlike=bool(unlike))
 
 
-def _stock_obstacle(source: Source) -> str | None:
-    """Return why the stock class cannot hold a source; None when it can."""
-    obstacle = latent_obstacle(source.config)
+def _stock_obstacle(source: Source, container: str) -> str | None:
+    """Return why the stock class cannot hold a source; None when it can.
+
+    Key norms are regressed on the layer's input where the user names the class, or an engine takes no other.
+    """
+    obstacle = latent_obstacle(source.config, regressed=container == "stock")
     return None if obstacle is None else obstacle.partition("; use --to")[0]
 
 
-def latent_container(
-    source: Source, target: LatentTarget, bands: tuple[Band, ...], remote: bool
-) -> Container:
+def latent_container(source: Source, target: LatentTarget, bands: tuple[Band, ...], form: Form) -> Container:
     """Return the output format of a target whose form `choose_form` chose."""
-    if not remote:
+    if not form.remote:
+        if source.norms and target.slots == "source":
+            raise InvalidInput(NO_FULL_RANK)
         block = folded_block(source.family, source.config)
         rope = slot_rope(source, bands)
         return Stock(
@@ -96,6 +97,7 @@ def latent_container(
             biases=bool(source.biases),
             block=block,
             mixed=source.mixed,
+            unread=source.norms,
         )
     _, factor = source.frequencies(0)
     slots = tuple(band.frequency for band in bands for _ in range(band.slots))
@@ -115,4 +117,6 @@ def latent_container(
         scale=source.scale(0) * factor**2,
         nope_width=0 if bands and target.slots == "source" else source.geometry.head_dim,
         biases=source.biases | (frozenset("qkv") if "qkv" in source.biases else frozenset()),
+        fitted=form.norm is not None,
+        reordered=source.reordered,
     )

@@ -5,12 +5,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from ...checkpoints.directory import Checkpoint
+from ...checkpoints.quantised.packed_checkpoint import open_checkpoint
 from ...checkpoints.record import read_record
 from ...checkpoints.shards import TensorSpec
+from ...models.remote_code import MODEL_TYPE, check_form
 from ..formats.stock import NORM_WEIGHT
+from .rules.evidence import Evidence
 
-Effect = Literal["prints nonsense", "refuses to load", "saves no cache", "note"]
+Effect = Literal["prints nonsense", "refuses to load", "saves no cache", "not known", "note"]
 FAILING = ("prints nonsense", "refuses to load")
 
 
@@ -19,23 +21,25 @@ class Written:
     """A checkpoint as rules see it.
 
     Attributes:
-        directory: where it lies.
+        directory: its place.
         config: its config.json.
         specs: shape and dtype of every tensor, by name.
         is_linear: the norms of a stock latent are made linear by its scale.
+        tokenizer: the directory of its tokenizer; None where that is not to be judged.
     """
 
     directory: Path
     config: dict[str, Any]
     specs: Mapping[str, TensorSpec]
     is_linear: bool = False
+    tokenizer: Path | None = None
 
     @property
     def layout(self) -> str:
         """Return `stock`, `decoupled` or `intact` where attention is latent; otherwise `grouped`."""
         kind = self.config.get("model_type")
-        if kind == "kvfold":
-            return str(self.config.get("kvfold", {}).get("form"))
+        if kind == MODEL_TYPE:
+            return str(self.config["kvfold"]["form"])
         return "stock" if kind == "deepseek_v3" else "grouped"
 
     def get(self, field: str, default: Any = 0) -> Any:
@@ -60,28 +64,35 @@ class Rule:
     """One way to go wrong.
 
     Attributes:
-        engines: which go wrong by it, each with the version it was learned on, and how.
+        engines: which go wrong by it, each with its evidence.
         layouts: of what it is asked.
         effect: what happens; notes and lost savings do not fail a checkpoint.
+        condition: when it happens, in words for a table; empty where it always does.
         found: what of the checkpoint breaks the rule, in words; empty when nothing does.
         why: what the engine does with it.
     """
 
-    engines: Mapping[str, str]
+    engines: Mapping[str, Evidence]
     layouts: tuple[str, ...]
     effect: Effect
+    condition: str
     found: Callable[[Written], str]
     why: str
 
 
 @dataclass(frozen=True)
 class LintFinding:
-    """A broken rule: engine, effect, a sentence, and what the rule was learned on."""
+    """A broken rule: engine, effect, a sentence, and the rule's evidence; None where there is none."""
 
     engine: str
     effect: Effect
     sentence: str
-    learned: str
+    evidence: Evidence | None = None
+
+    @property
+    def learned(self) -> str:
+        """Return the version that the rule was learned on, and whether it was run or read."""
+        return "no evidence" if self.evidence is None else str(self.evidence)
 
     @property
     def fails(self) -> bool:
@@ -90,7 +101,7 @@ class LintFinding:
 
     def __str__(self) -> str:
         happens = "" if self.effect == "note" else f" {self.effect}"
-        return f"{self.engine}{happens}: {self.sentence} (learned on {self.learned})"
+        return f"{self.engine}{happens}: {self.sentence} ({self.learned})"
 
 
 def open_written(directory: Path) -> Written:
@@ -101,12 +112,13 @@ def open_written(directory: Path) -> Written:
     Raises:
         InvalidInput: there is none that can be read.
     """
-    checkpoint = Checkpoint(directory)
+    checkpoint = open_checkpoint(directory)
+    if checkpoint.config.get("model_type") == MODEL_TYPE:
+        check_form(directory, checkpoint.config)
     recorded = (read_record(directory) or {}).get("latent_norm")
     norms = (name for name in checkpoint if name.endswith("_a_layernorm.weight"))
     is_linear = recorded == "linear"
     if recorded is None:
         is_linear = any(bool((checkpoint[name] == NORM_WEIGHT).any()) for name in norms)
-    return Written(
-        directory, checkpoint.config, {name: checkpoint.spec(name) for name in checkpoint}, is_linear
-    )
+    specs = {name: checkpoint.spec(name) for name in checkpoint}
+    return Written(directory, checkpoint.config, specs, is_linear, directory)

@@ -30,9 +30,10 @@ def settle_norm(plan: Plan) -> Plan:
         return plan
     with together():
         if plan.statistics is None:
+            option = "fitted" if plan.request.latent_norm == "fitted" else "auto with --dtype float16"
             raise InvalidInput(
-                "--latent-norm fitted needs the tokens of a calibration; use --calibration self, or "
-                "--latent-norm linear"
+                f"--latent-norm {option} needs the tokens of a calibration to fit a norm; use --calibration "
+                "self, or --latent-norm linear in another dtype"
             )
         found = measure_norms(plan) if is_first() else None
     found = from_first(found)
@@ -47,7 +48,9 @@ def settle_norm(plan: Plan) -> Plan:
     )
     if fitted > linear + max(NATS, SHARE * linear):
         return _with_linear_norm(
-            plan, f"the latent's norm is linear, because a fitted one would cost more than the bound: {costs}"
+            plan,
+            f"the latent's norm is linear, because a fitted one would cost more than {NATS} nats and "
+            f"{SHARE:.0%} of the loss: {costs}",
         )
     return replace(
         plan,

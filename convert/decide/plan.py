@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from ... import __version__
+from ...checkpoints.quantised.unconverted import OutputModules
 from ...checkpoints.shards import TensorSpec
 from ...core.errors import InvalidInput
 from ..algebra.target import LatentTarget, Target, from_options
@@ -21,7 +22,6 @@ from ..families.source import Source, open_source
 from ..formats.container import Container
 from ..formats.copies import Copy
 from ..formats.host_class import grouped_container
-from ..formats.serving import SERVING
 from ..methods import table as methods
 from ..methods.intact import full_rank
 from ..methods.latent import Band
@@ -32,6 +32,9 @@ from ..request import FoldRequest
 from .engine_choice import choose_plan
 from .engines import SERVED, are_served, containers_for, read_engines
 from .form import Form, choose_form, latent_container
+from .profile_choice import plan_profiles, served_notices
+from .quantised_output import output_modules, quantised_fields, quantised_notices, with_stored_parts
+from .rope_choice import choose_rope
 from .serving_shape import served_container, served_target
 from .stock_norm import LatentNorm, first_norm, written_dtypes
 
@@ -73,9 +76,9 @@ class Plan:
         notices: sentences for the user.
         request: what the user asked for, with the choices that were made for them.
         engines: that must run the output.
-        latent_norm: role of the norms in the stock latent class: `fitted`, they are norms, and the latent is
-            chosen to suit them; `linear`, its scale makes them linear; `auto`, norm_choice.py has yet to
-            choose. None in other formats.
+        latent_norm: role of the latent's norms: `fitted`, they are norms, and the latent is chosen to suit
+            them; `linear`, its scale makes them linear in the stock class; `auto`, norm_choice.py has yet to
+            choose. None in other formats, and in kvfold's own code where its epsilon makes them linear.
     """
 
     source: Source
@@ -94,6 +97,11 @@ class Plan:
     request: FoldRequest
     engines: tuple[str, ...] = ()
     latent_norm: LatentNorm | None = None
+
+    @property
+    def tokenizer(self) -> Path:
+        """Return the directory of the tokenizer, which the output gets as it is."""
+        return self.source.checkpoint.directory
 
     @property
     def folds_biases(self) -> bool:
@@ -129,7 +137,13 @@ class Plan:
             "architectures": [self.container.architecture],
             **config,
             "dtype": str(self.dtype).removeprefix("torch."),
+            **quantised_fields(source, self.modules),
         }
+
+    @property
+    def modules(self) -> OutputModules | None:
+        """Return the modules of an output with quantised weights; None where it has none."""
+        return output_modules(self.source, (layer.writes for layer in self.layers), self.copies)
 
     def cache(self) -> dict[str, Any]:
         """Return the size of the cache per token, before and after, in elements and in the output's dtype."""
@@ -150,7 +164,7 @@ class Plan:
         taken = self.statistics
         if taken is None:
             return None
-        return {"text": taken.calibration, "tokens": taken.tokens, "seed": taken.seed}
+        return taken.origin()
 
     def fingerprint(self, shard_size: int) -> str:
         """Return a hash of the source and of everything that is decided here.
@@ -220,52 +234,69 @@ def make_plan(directory: Path, request: FoldRequest, statistics: Statistics | No
     options = request.sizes()
     engines = read_engines(options["engine"])
     has_size = request.rank is not None or request.kv_budget is not None
-    if request.to == "mla" and are_served(engines) and not has_size:
-        options["rank"] = str(SERVING.latent)  # the one size that every kernel is built for
-    candidates = containers_for(engines, request.to, request.container)
 
     def make(container: str) -> Plan:
-        return _plan(source, request, {**options, "container": container}, statistics)
+        def planned(chosen: Mapping[str, Any]) -> Plan:
+            return _plan(source, request, {**chosen, "container": container}, statistics)
 
-    choice = choose_plan(engines, candidates, make)
-    notices = (*choice.reasons, *choice.plan.notices, *choice.unsaved)
+        if request.to != "mla" or not are_served(engines) or (has_size and container != SERVED):
+            return planned(options)
+        plan, reason = plan_profiles(source, options, engines, planned)
+        return replace(plan, notices=(*plan.notices, *reason))
+
+    choice = choose_plan(engines, containers_for(engines, request.to, request.container), make)
+    told = served_notices(choice.plan.target, source.geometry, choice.plan.container.cached, engines)
+    notices = (*choice.reasons, *choice.plan.notices, *choice.unsaved, *told)
     return replace(choice.plan, engines=engines, notices=notices)
 
 
 def _plan(
     source: Source, request: FoldRequest, options: Mapping[str, Any], statistics: Statistics | None
 ) -> Plan:
-    """Return the plan of one output format.
+    """Return the plan of one output format: `options["container"]`, of `containers_for`."""
 
-    Arguments are those of `make_plan`; `options["container"]` is a format of `containers_for`.
-    """
+    def make(rope: str | None) -> Plan:
+        return _plan_of_form(source, request, {**options, "rope": rope}, statistics)
+
+    if request.to != "mla" or options.get("rope") is not None or source.family.k_norm is None:
+        return make(options.get("rope"))
+    return choose_rope(source, options, make)
+
+
+def _plan_of_form(
+    source: Source, request: FoldRequest, options: Mapping[str, Any], statistics: Statistics | None
+) -> Plan:
+    """Return the plan of one output format and form; arguments are those of `_plan`."""
     to = request.to
-    sizes = {key: value for key, value in options.items() if key not in {"container", "slots", "engine"}}
+    sizes = {key: options[key] for key in options.keys() - {"container", "slots", "engine", "profile"}}
     is_served = options["container"] == SERVED
     container_name = "stock" if is_served else options["container"]
     form = _form(source, to, sizes.get("rope"), container_name, options.get("slots"))
     target: Target
     fixed: tuple[Band, ...] = ()
     if is_served:
-        target, fixed = served_target(source, options)
+        target, fixed = served_target(source, options, options["profile"])
     else:
         target = _target(source, to, sizes, form)
     method = methods.check(target, request.method)
     target, bands, losses = choose_slots(source, target, statistics, options, method, fixed)
-    norm = first_norm(form, target, method, request.latent_norm, statistics)
-    written, notices = written_dtypes(source, norm, request.dtype)
+    norm = first_norm(source, form, target, request.latent_norm, statistics, request.dtype)
+    written, notices = written_dtypes(source, norm, request.dtype, dequantize=request.dequantize)
     kind = written[source.reads(0)[0]]
     losses = planned_losses(source, target, statistics, losses)
+    form = form and replace(form, norm=norm)
     container = _container(source, target, bands, form, options)
     layers = tuple(
-        PlannedLayer(number=layer, reads=source.reads(layer), writes=container.specs(layer, kind))
-        for layer in range(source.layers)
+        PlannedLayer(number=n, reads=(*source.reads(n), *container.norms(n)), writes=container.specs(n, kind))
+        for n in range(source.layers)
     )
     predicted = None
     if losses and "latent" in losses[0]:
         predicted = sum(sum(loss.values()) for loss in losses)
     notices += container.notices(source, None if form is None else form.why, norm)
     notices += query_notices(target, layers[0].writes)
+    copies = _copies(source, container, layers, written, keeps=not request.dequantize)
+    notices += quantised_notices(source, copies, str(kind).removeprefix("torch."))
     refine = 0
     if method == "subspace":
         refine = STEPS if statistics is None or request.refine is None else request.refine
@@ -281,7 +312,7 @@ def _plan(
         losses=losses or (None,) * source.layers,
         refine=refine,
         dtype=kind,
-        copies=_copies(source, container, layers, written),
+        copies=copies,
         layers=layers,
         notices=tuple(notices),
         request=request.model_copy(update=chosen),
@@ -294,14 +325,20 @@ def _copies(
     container: Container,
     layers: tuple[PlannedLayer, ...],
     written: Mapping[str, torch.dtype],
+    *,
+    keeps: bool,
 ) -> dict[str, Copy]:
-    """Return the output tensors that are not attention, which no method makes."""
+    """Return the output tensors that are not attention, which no method makes.
+
+    Quantised ones keep their stored parts if `keeps` is true.
+    """
     attention = {name for layer in layers for name in layer.reads}
     copies: dict[str, Copy] = {}
     for name in source.checkpoint:
         if name not in attention:
             spec = TensorSpec(written[name], source.checkpoint.spec(name).shape)
-            copies |= container.copies(name, spec)
+            made = container.copies(name, spec)
+            copies |= with_stored_parts(source, name, made) if keeps else made
     return copies
 
 
@@ -358,6 +395,6 @@ def _container(
         return grouped_container(source, target)
     if options["container"] == SERVED:
         compressed = "llama.cpp" in read_engines(options["engine"])
-        return served_container(source, target, bands, compressed=compressed)
+        return served_container(source, target, bands, compressed=compressed, profile=options["profile"])
     assert form is not None
-    return latent_container(source, target, bands, form.remote)
+    return latent_container(source, target, bands, form)

@@ -90,11 +90,12 @@ def choose_calibration(request: FoldRequest, plan: Plan, dry_run: bool = False) 
             f"leave it out"
         )
     if not reads_statistics(plan.method):
-        if wanted not in {None, "none"}:
-            option = "--save-statistics" if asked is None else f"--calibration {asked}"
+        if request.save_statistics is not None:
             raise InvalidInput(
-                f"{option} does not apply to --method {plan.method}, which folds by weights alone"
+                f"--save-statistics does not apply to --method {plan.method}, which folds by weights alone"
             )
+        if wanted not in {None, "none"}:
+            notice(f"--calibration {asked} is ignored: --method {plan.method} folds by weights alone")
         wanted = "none"
     if wanted is None and _keeps_everything(plan) and not plan.folds_biases:
         if refine:

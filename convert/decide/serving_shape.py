@@ -15,9 +15,11 @@ from ..algebra.rotary import rope_parameters
 from ..algebra.target import LatentTarget, budget_elements, check_options, query_rank, share_of
 from ..families.source import STILL, Source
 from ..formats.blocks import CENTRED_EPSILON, FoldedBlock, folded_block
-from ..formats.serving import SERVING, Profile, Served, choose_heads, find_places, nearest_bands, table
+from ..formats.serving import find_places, nearest_bands, table
+from ..formats.serving_widths import SERVING, Profile, Served, choose_heads
 from ..formats.stock import Stock
 from ..methods.intact import full_rank
+from ..methods.key_regression import NO_FULL_RANK
 from ..methods.latent import Band, source_bands
 
 
@@ -55,8 +57,8 @@ def served_target(
     size = source.geometry.cache_elements
     if profile.cached >= size:
         raise InvalidInput(
-            f"engines other than transformers cache {profile} elements of a latent, and the source's "
-            f"cache has only {size}; use --to gqa, or --engine transformers"
+            f"MLA saves nothing in engines other than transformers: they cache at least {profile} elements "
+            f"of a latent, and the source's cache has only {size}; use --to gqa, or --engine transformers"
         )
     if budget is not None and budget_elements(source.geometry, budget) < profile.cached:
         raise InvalidInput(
@@ -121,6 +123,8 @@ def served_container(
     Raises:
         InvalidInput: heads, biases or epsilon that the profile has no place for.
     """
+    if source.norms and target.slots == "source":
+        raise InvalidInput(NO_FULL_RANK)
     if "o" in source.biased:
         raise InvalidInput(
             "the source's attention output has a bias, which the latent class of engines other than "
@@ -147,6 +151,7 @@ def served_container(
             compressed=compressed and target.q_lora_rank is None,
         ),
         mixed=source.mixed,
+        unread=source.norms,
     )
 
 

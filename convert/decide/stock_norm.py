@@ -1,9 +1,10 @@
-"""The role of the norms in the stock latent class before a layer is folded, and the dtypes that hold it."""
+"""The role of a latent's norms before a layer is folded, and the dtypes that hold it."""
 
 from typing import Literal
 
 import torch
 
+from ...checkpoints.quantised.packed_checkpoint import QuantisedCheckpoint
 from ...core.errors import InvalidInput
 from ..algebra.target import LatentTarget, Target
 from ..calibration.statistics import Statistics
@@ -12,43 +13,83 @@ from .form import Form
 
 LatentNorm = Literal["fitted", "linear", "auto"]
 NOT_IN_HALF = "float16 cannot hold the small scale of a linearised latent, so the output is bfloat16"
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def first_norm(
-    form: Form | None, target: Target, method: str, wanted: LatentNorm | None, statistics: Statistics | None
+    source: Source,
+    form: Form | None,
+    target: Target,
+    wanted: LatentNorm,
+    statistics: Statistics | None,
+    dtype: str,
 ) -> LatentNorm | None:
     """Return the role of the norms of the output, as far as it is known before a layer is folded.
 
+    Args:
+        source: the checkpoint.
+        form: of MLA; None for other targets.
+        target: the output's.
+        wanted: what the user asks for.
+        statistics: of the source; None before they are taken, and where weights alone decide.
+        dtype: what the user asks for.
+
+    Returns:
+        None where there is no norm, and in kvfold's own code where it is not asked for: that norm's epsilon
+        makes it linear at any scale.
+
     Raises:
-        InvalidInput: the user asks for it where there is no such norm, or nothing to fit it on.
+        InvalidInput: the user asks for it where there is no such norm, or in a dtype that cannot hold it.
     """
-    if form is None or form.remote:
-        if wanted not in (None, "auto"):
+    has_none = form is None or form.rope == "intact" or (form.remote and source.family.k_norm is not None)
+    if has_none or (form is not None and form.remote and wanted == "linear"):
+        if wanted != "auto":
             raise InvalidInput(
-                f"--latent-norm {wanted} applies only to latent attention in the stock class (--to mla "
-                f"--container stock); "
-                "leave it out"
+                f"--latent-norm {wanted} applies only to latent attention with a norm: --to mla --rope "
+                f"decoupled of a source without key norms, linear only with --container stock; leave it out"
             )
         return None
+    assert form is not None
+    if form.remote and wanted == "auto":
+        return None
     assert isinstance(target, LatentTarget)
-    if wanted == "fitted" and statistics is None:
-        return "auto"  # of a plan before its statistics are there
+    if dtype == "float16":
+        if wanted == "linear":
+            raise InvalidInput(
+                "--latent-norm linear has a scale that --dtype float16 cannot hold; use --dtype bfloat16, or "
+                "leave --latent-norm out"
+            )
+        wanted = "fitted"
+    if wanted == "fitted":
+        return "fitted" if statistics is not None else "auto"  # of a plan before its statistics are there
     if statistics is None or wanted == "linear":
         return "linear"
-    if wanted == "fitted":
-        return "fitted"
     return "linear" if target.slots in {"source", "rule"} else "auto"
 
 
 def written_dtypes(
-    source: Source, norm: LatentNorm | None, dtype: str
+    source: Source, norm: LatentNorm | None, dtype: str, *, dequantize: bool = False
 ) -> tuple[dict[str, torch.dtype], list[str]]:
     """Return the dtype that each source tensor is written in, and a notice where it was changed.
 
-    It is the tensor's own, unless the user or the container requires another.
+    It is the tensor's own, unless the user or the container requires another. Dequantised weights are
+    bfloat16. Where a source's other weights stay quantised, only attention takes another dtype.
+
+    Args:
+        source: the checkpoint.
+        norm: role of the norms of the output.
+        dtype: `auto`, or the dtype that the user asks for.
+        dequantize: whether no weight stays quantised.
     """
-    own = {name: source.checkpoint.spec(name).dtype for name in source.checkpoint}
+    checkpoint = source.checkpoint
+    own = {name: checkpoint.spec(name).dtype for name in checkpoint}
+    if isinstance(checkpoint, QuantisedCheckpoint):
+        chosen = _DTYPES.get(dtype, torch.bfloat16)
+        if dequantize or dtype != "auto":
+            return dict.fromkeys(own, chosen), []
+        attention = {name for layer in range(source.layers) for name in source.reads(layer)}
+        changed = attention | checkpoint.packed.keys()
+        return own | dict.fromkeys(changed, chosen), []
     if dtype != "auto":
         return dict.fromkeys(own, _DTYPES[dtype]), []
     if norm == "linear" and torch.float16 in own.values():

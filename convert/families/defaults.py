@@ -6,6 +6,8 @@ families gives a family's other names.
 
 from typing import Any
 
+from .newer_defaults import NEWER_DEFAULTS
+
 # fmt: off
 _SIZES: dict[str, Any] = {
     "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
@@ -145,5 +147,6 @@ DEFAULTS: dict[str, dict[str, Any]] = {
                "num_attention_heads": 71,
                "tie_word_embeddings": True, "alibi": False, "multi_query": True,
                "new_decoder_architecture": False},
+    **NEWER_DEFAULTS,
 }
 # fmt: on

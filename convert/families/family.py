@@ -22,6 +22,7 @@ class Block:
     """The differences of a family's layers from Llama's by constants that weights can take up.
 
     Attributes:
+        norm_flag: config field without which there are no such norms.
         norm_shift: added to every norm's weight (Gemma).
         embedding_root: embeddings are multiplied by the root of the hidden size (Gemma).
         embedding, residual, logits: config fields of factors: on embeddings, on what a layer adds, under the
@@ -92,6 +93,7 @@ class Family:
     q_norm: str | None = None
     k_norm: str | None = None
     norm_spans: Literal["head", "heads"] = "head"
+    norm_flag: str | None = None
     norm_shift: float = 0.0
     rotary: Literal["half", "interleaved"] | None = "half"
     unrotated: str | None = None

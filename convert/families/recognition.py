@@ -1,6 +1,7 @@
 """The family of a checkpoint, the meaning of its config.json, and obstacles to a latent cache."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from ...core.errors import InvalidInput
@@ -9,6 +10,7 @@ from ..algebra.target import Geometry
 from .config_fields import LARGEST, is_size
 from .family import Block, Family
 from .rows import FAMILIES
+from .unfolded import UNFOLDED
 
 __all__ = [
     "FAMILIES",
@@ -19,6 +21,7 @@ __all__ = [
     "family_of",
     "geometry_of",
     "intact_reason",
+    "is_multimodal",
     "latent_obstacle",
     "rotary_width",
     "rotated",
@@ -31,7 +34,8 @@ _ENCODERS = {
     "xlm-roberta", "bart", "mbart", "marian", "t5", "mt5", "umt5", "pegasus", "clip", "siglip", "vit",
     "whisper",
 }  # fmt: skip
-_PARTIAL = {"phi", "phi3", "stablelm", "glm", "glm4", "gpt_neox"}  # whose classes may rotate a part of a head
+# Model types whose classes may rotate a part of a head.
+_PARTIAL = {"phi", "phi3", "stablelm", "glm", "glm4", "gpt_neox", "nemotron", "glm4_moe", "minimax_m2"}
 _LATENT = {"deepseek_v2", "deepseek_v3", "youtu", "minicpm3"}
 
 
@@ -39,9 +43,8 @@ def family_of(config: Mapping[str, Any]) -> Family:
     """Return the family of a checkpoint.
 
     Raises:
-        InvalidInput: an encoder, a quantised checkpoint, latent attention already, another head than a
-        language model's, a
-            family that kvfold does not know, or a variant of one that it does not fold.
+        InvalidInput: an encoder, latent attention already, another head than a language model's, a family
+            that kvfold does not know, or a variant of one that it does not fold.
     """
     kind = str(config.get("model_type"))
     known = ", ".join(sorted(FAMILIES))
@@ -49,8 +52,15 @@ def family_of(config: Mapping[str, Any]) -> Family:
         raise InvalidInput(
             f"model_type {kind} is an encoder model, which kvfold cannot fold; it folds decoders: {known}"
         )
+    if is_multimodal(config):
+        raise InvalidInput(
+            f"model_type {kind} is a multimodal model, which `kvfold convert` folds in its place without "
+            "--dry-run; for other commands write its text tower alone with `kvfold convert --text-only`"
+        )
     if kind in _LATENT:
         raise InvalidInput(f"model_type {kind} already has latent attention; kvfold folds {known}")
+    if kind in UNFOLDED:
+        raise InvalidInput(f"model_type {kind} cannot be folded: {UNFOLDED[kind]}; kvfold folds {known}")
     if kind not in FAMILIES:
         raise InvalidInput(f"model_type {kind!r} is unknown; kvfold folds {known}")
     family = FAMILIES[kind]
@@ -60,21 +70,22 @@ def family_of(config: Mapping[str, Any]) -> Family:
             f"config.json has architectures {architectures}; kvfold folds causal language models: "
             f"{family.architecture}"
         )
-    if config.get("quantization_config"):
-        quantised = config["quantization_config"]
-        method = (
-            quantised.get("quant_method", "an unknown method") if isinstance(quantised, dict) else quantised
-        )
-        raise InvalidInput(
-            f"the checkpoint is quantised ({method}); fold the unquantised one, then quantise the result"
-        )
     for field, allowed in family.needs.items():
         value = config.get(field, family.defaults.get(field))
         if value not in allowed:
             raise InvalidInput(
                 f"config.json has {field} {value!r}; kvfold folds {family.label} where it is {allowed[-1]}"
             )
+    if family.norm_flag is not None and not config.get(family.norm_flag, family.defaults[family.norm_flag]):
+        return replace(family, q_norm=None, k_norm=None)
     return family
+
+
+def is_multimodal(config: Mapping[str, Any]) -> bool:
+    """Return whether a config.json describes a model that reads more than text."""
+    return any(key in config for key in ("vision_config", "audio_config")) and (
+        config.get("model_type") not in FAMILIES
+    )
 
 
 def complete(family: Family, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -176,13 +187,16 @@ def check_for_latent(config: Mapping[str, Any]) -> None:
         raise InvalidInput(obstacle)
 
 
-def latent_obstacle(config: Mapping[str, Any]) -> str | None:
+def latent_obstacle(config: Mapping[str, Any], *, regressed: bool = False) -> str | None:
     """Return why the stock latent class cannot hold a checkpoint, and a way out; None when it can.
 
     Args:
         config: a complete one.
+        regressed: key norms are no obstacle, because linear functions stand for them.
     """
     family = FAMILIES[config["model_type"]]
+    if regressed:
+        family = replace(family, q_norm=None, k_norm=None)
     for reason in stock_reasons(family):
         return f"the stock MLA class cannot hold {family.label}: {reason}; use --to gqa or --to mqa"
     window = config.get("sliding_window")
@@ -216,8 +230,6 @@ def intact_reason(family: Family, *, biased: bool, unlike: bool) -> str | None:
         biased: whether its attention has biases.
         unlike: whether its layers have unlike rotary embeddings.
     """
-    if family.k_norm is not None:
-        return "it normalises its keys, which are no linear function of its hidden states"
     if family.sinks is not None and biased:
         return "its attention has sinks, so that biases of keys and values are no constants"
     return "its layers have unlike rotary embeddings" if unlike else None

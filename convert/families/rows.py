@@ -5,32 +5,21 @@ from typing import Any
 
 from .defaults import DEFAULTS
 from .family import Block, Family
-
-_EXPERTS = "its MLPs are mixtures of experts"
-_LAYERNORM = "it has LayerNorm with a mean and a bias, and an MLP without a gate"
-_ADDED = "it normalises what a layer adds to the residual stream"
-_PARALLEL = "its attention and MLP read one norm in parallel"
-
-
-def _layer(*names: str, at: str = "layers.{layer}.") -> tuple[str, ...]:
-    """Return names of a layer's tensors."""
-    return tuple(at + name for name in names)
-
-
-def _affine(*names: str) -> tuple[str, ...]:
-    """Return weight and bias of each module."""
-    return tuple(f"{name}.{part}" for name in names for part in ("weight", "bias"))
-
-
-_GATED = ("mlp.gate_proj.weight", "mlp.up_proj.weight", "mlp.down_proj.weight")
-_FUSED_GATE = ("mlp.gate_up_proj.weight", "mlp.down_proj.weight")
-_NORMS = ("input_layernorm.weight", "post_attention_layernorm.weight")
-_AFTER = ("post_attention_layernorm.weight", "post_feedforward_layernorm.weight")
-_SANDWICH = (*_NORMS, "pre_feedforward_layernorm.weight", "post_feedforward_layernorm.weight")
-_QK_NORM: dict[str, Any] = {
-    "q_norm": "layers.{layer}.self_attn.q_norm.weight",
-    "k_norm": "layers.{layer}.self_attn.k_norm.weight",
-}
+from .newer_rows import NEWER
+from .row_parts import (
+    ADDED,
+    AFTER,
+    EXPERTS,
+    FUSED_GATE,
+    GATED,
+    LAYERNORM,
+    NORMS,
+    PARALLEL,
+    QK_NORM,
+    SANDWICH,
+    affine,
+    layer_names,
+)
 
 _GPT_NAMES = {
     "hidden_size": "n_embd", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head",
@@ -56,30 +45,30 @@ _ROWS = {
     "mixtral": Family(
         label="Mixtral",
         architecture="MixtralForCausalLM",
-        layer_tensors=_layer(*_NORMS, "block_sparse_moe.gate.weight"),
-        block=_EXPERTS,
+        layer_tensors=layer_names(*NORMS, "block_sparse_moe.gate.weight"),
+        block=EXPERTS,
     ),
     "qwen2": Family(label="Qwen2", architecture="Qwen2ForCausalLM"),
     "qwen2_moe": Family(
         label="Qwen2-MoE",
         architecture="Qwen2MoeForCausalLM",
-        layer_tensors=_layer(*_NORMS),
-        block=_EXPERTS,
+        layer_tensors=layer_names(*NORMS),
+        block=EXPERTS,
     ),
-    "qwen3": Family(label="Qwen3", architecture="Qwen3ForCausalLM", **_QK_NORM),
+    "qwen3": Family(label="Qwen3", architecture="Qwen3ForCausalLM", **QK_NORM),
     "qwen3_moe": Family(
         label="Qwen3-MoE",
         architecture="Qwen3MoeForCausalLM",
-        **_QK_NORM,
-        layer_tensors=_layer(*_NORMS),
-        block=_EXPERTS,
+        **QK_NORM,
+        layer_tensors=layer_names(*NORMS),
+        block=EXPERTS,
     ),
     "gpt_oss": Family(
         label="gpt-oss",
         architecture="GptOssForCausalLM",
         sinks="layers.{layer}.self_attn.sinks",
-        layer_tensors=_layer(*_NORMS, "self_attn.sinks", "mlp.router.weight"),
-        block=_EXPERTS,
+        layer_tensors=layer_names(*NORMS, "self_attn.sinks", "mlp.router.weight"),
+        block=EXPERTS,
     ),
     "gemma": Family(
         label="Gemma",
@@ -91,60 +80,60 @@ _ROWS = {
         architecture="Gemma2ForCausalLM",
         scale=("query_pre_attn_scalar", -0.5),
         soft_cap="attn_logit_softcapping",
-        layer_tensors=_layer(*_SANDWICH, *_GATED),
-        block=_ADDED,
+        layer_tensors=layer_names(*SANDWICH, *GATED),
+        block=ADDED,
     ),
     "gemma3_text": Family(
         label="Gemma 3",
         architecture="Gemma3ForCausalLM",
         needs={"use_bidirectional_attention": (None, False)},
         names={"sliding_window_pattern": "_sliding_window_pattern"},
-        **_QK_NORM,
+        **QK_NORM,
         norm_shift=1.0,
         scale=("query_pre_attn_scalar", -0.5),
         soft_cap="attn_logit_softcapping",
-        layer_tensors=_layer(*_SANDWICH, *_GATED),
-        block=_ADDED,
+        layer_tensors=layer_names(*SANDWICH, *GATED),
+        block=ADDED,
     ),
     "phi": Family(
         label="Phi-1, Phi-2",
         architecture="PhiForCausalLM",
         needs={"qk_layernorm": (None, False)},
         o="layers.{layer}.self_attn.dense",
-        layer_tensors=_layer(*_affine("input_layernorm", "mlp.fc1", "mlp.fc2")),
-        model_tensors=_affine("final_layernorm"),
-        block=_PARALLEL,
+        layer_tensors=layer_names(*affine("input_layernorm", "mlp.fc1", "mlp.fc2")),
+        model_tensors=affine("final_layernorm"),
+        block=PARALLEL,
     ),
     "phi3": Family(
         label="Phi-3, Phi-4-mini",
         architecture="Phi3ForCausalLM",
         qkv="layers.{layer}.self_attn.qkv_proj",
-        layer_tensors=_layer(*_NORMS, *_FUSED_GATE),
+        layer_tensors=layer_names(*NORMS, *FUSED_GATE),
         block=Block(gate_up=True),
     ),
     "olmo": Family(
         label="OLMo",
         architecture="OlmoForCausalLM",
         needs={"clip_qkv": (None,)},
-        layer_tensors=_layer(*_GATED),
+        layer_tensors=layer_names(*GATED),
         model_tensors=(),
         block=Block(centred=True),
     ),
     "olmo2": Family(
         label="OLMo 2",
         architecture="Olmo2ForCausalLM",
-        **_QK_NORM,
+        **QK_NORM,
         norm_spans="heads",
-        layer_tensors=_layer(*_AFTER, *_GATED),
-        block=_ADDED,
+        layer_tensors=layer_names(*AFTER, *GATED),
+        block=ADDED,
     ),
     "olmo3": Family(
         label="OLMo 3",
         architecture="Olmo3ForCausalLM",
-        **_QK_NORM,
+        **QK_NORM,
         norm_spans="heads",
-        layer_tensors=_layer(*_AFTER, *_GATED),
-        block=_ADDED,
+        layer_tensors=layer_names(*AFTER, *GATED),
+        block=ADDED,
     ),
     "granite": Family(
         label="Granite",
@@ -163,50 +152,50 @@ _ROWS = {
         label="StableLM",
         architecture="StableLmForCausalLM",
         needs={"qk_layernorm": (None, False)},
-        layer_tensors=_layer(*_affine("input_layernorm"), *_GATED),
-        model_tensors=_affine("norm"),
+        layer_tensors=layer_names(*affine("input_layernorm"), *GATED),
+        model_tensors=affine("norm"),
         block="it has LayerNorm with a mean and a bias",
     ),
     "starcoder2": Family(
         label="Starcoder2",
         architecture="Starcoder2ForCausalLM",
-        layer_tensors=_layer(
-            *_affine("input_layernorm", "post_attention_layernorm"), "mlp.c_fc.weight", "mlp.c_proj.weight"
+        layer_tensors=layer_names(
+            *affine("input_layernorm", "post_attention_layernorm"), "mlp.c_fc.weight", "mlp.c_proj.weight"
         ),
-        model_tensors=_affine("norm"),
-        block=_LAYERNORM,
+        model_tensors=affine("norm"),
+        block=LAYERNORM,
     ),
     "glm": Family(
         label="GLM",
         architecture="GlmForCausalLM",
         rotary="interleaved",
-        layer_tensors=_layer(*_NORMS, *_FUSED_GATE),
+        layer_tensors=layer_names(*NORMS, *FUSED_GATE),
         block=Block(gate_up=True),
     ),
     "glm4": Family(
         label="GLM-4",
         architecture="Glm4ForCausalLM",
         rotary="interleaved",
-        layer_tensors=_layer(
-            *_NORMS, "post_self_attn_layernorm.weight", "post_mlp_layernorm.weight", *_FUSED_GATE
+        layer_tensors=layer_names(
+            *NORMS, "post_self_attn_layernorm.weight", "post_mlp_layernorm.weight", *FUSED_GATE
         ),
-        block=_ADDED,
+        block=ADDED,
     ),
     "cohere": Family(
         label="Cohere",
         architecture="CohereForCausalLM",
         needs={"use_qk_norm": (None, False)},
         rotary="interleaved",
-        layer_tensors=_layer("input_layernorm.weight", *_GATED),
-        block=_PARALLEL,
+        layer_tensors=layer_names("input_layernorm.weight", *GATED),
+        block=PARALLEL,
     ),
     "cohere2": Family(
         label="Cohere 2",
         architecture="Cohere2ForCausalLM",
         rotary="interleaved",
         unrotated="layer_types",
-        layer_tensors=_layer("input_layernorm.weight", *_GATED),
-        block=_PARALLEL,
+        layer_tensors=layer_names("input_layernorm.weight", *GATED),
+        block=PARALLEL,
     ),
     "gpt_neox": Family(
         label="GPT-NeoX, Pythia",
@@ -218,13 +207,13 @@ _ROWS = {
         fused="grouped",
         kv_heads=None,
         host="falcon",
-        layer_tensors=_layer(
-            *_affine("input_layernorm", "post_attention_layernorm", "mlp.dense_h_to_4h", "mlp.dense_4h_to_h")
+        layer_tensors=layer_names(
+            *affine("input_layernorm", "post_attention_layernorm", "mlp.dense_h_to_4h", "mlp.dense_4h_to_h")
         ),
         embedding="embed_in.weight",
-        model_tensors=_affine("final_layer_norm"),
+        model_tensors=affine("final_layer_norm"),
         head="embed_out.weight",
-        block=_PARALLEL,
+        block=PARALLEL,
     ),
     "gpt2": Family(
         label="GPT-2",
@@ -239,9 +228,9 @@ _ROWS = {
         scale_by_layer="scale_attn_by_inverse_layer_idx",
         kv_heads=None,
         host="gpt_bigcode",
-        layer_tensors=_layer(*_affine("ln_1", "ln_2", "mlp.c_fc", "mlp.c_proj"), at="h.{layer}."),
+        layer_tensors=layer_names(*affine("ln_1", "ln_2", "mlp.c_fc", "mlp.c_proj"), at="h.{layer}."),
         embedding="wte.weight",
-        model_tensors=("wpe.weight", *_affine("ln_f")),
+        model_tensors=("wpe.weight", *affine("ln_f")),
         block="it has no rotation, and LayerNorm with a mean and a bias",
     ),
     "gptj": Family(
@@ -252,10 +241,10 @@ _ROWS = {
         **_own("h.{layer}.attn"),
         rotary="interleaved",
         kv_heads=None,
-        layer_tensors=_layer(*_affine("ln_1", "mlp.fc_in", "mlp.fc_out"), at="h.{layer}."),
+        layer_tensors=layer_names(*affine("ln_1", "mlp.fc_in", "mlp.fc_out"), at="h.{layer}."),
         embedding="wte.weight",
-        model_tensors=_affine("ln_f"),
-        block=_PARALLEL,
+        model_tensors=affine("ln_f"),
+        block=PARALLEL,
     ),
     "opt": Family(
         label="OPT",
@@ -265,7 +254,7 @@ _ROWS = {
         **_own("layers.{layer}.self_attn"),
         rotary=None,
         kv_heads=None,
-        layer_tensors=_layer("fc1.weight", "fc2.weight"),
+        layer_tensors=layer_names("fc1.weight", "fc2.weight"),
         model_tensors=("embed_positions.weight",),
         block="it has no rotation, and LayerNorm with a mean and a bias",
     ),
@@ -279,11 +268,11 @@ _ROWS = {
         o="h.{layer}.self_attention.dense",
         fused="grouped",
         kv_heads="num_kv_heads",
-        layer_tensors=_layer("mlp.dense_h_to_4h.weight", "mlp.dense_4h_to_h.weight", at="h.{layer}."),
+        layer_tensors=layer_names("mlp.dense_h_to_4h.weight", "mlp.dense_4h_to_h.weight", at="h.{layer}."),
         embedding="word_embeddings.weight",
-        model_tensors=_affine("ln_f"),
-        block=_PARALLEL,
+        model_tensors=affine("ln_f"),
+        block=PARALLEL,
         caches_queries=True,
     ),
 }
-FAMILIES = {kind: replace(row, defaults=DEFAULTS[kind]) for kind, row in _ROWS.items()}
+FAMILIES = {kind: replace(row, defaults=DEFAULTS[kind]) for kind, row in (_ROWS | NEWER).items()}

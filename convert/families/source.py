@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ...checkpoints.directory import Checkpoint
+from ...checkpoints.quantised.packed_checkpoint import QuantisedCheckpoint, open_checkpoint
 from ...core.errors import InvalidInput
 from ...models.expected_weights import check_weights
 from ..algebra.attention import Attention
@@ -17,7 +18,7 @@ from ..algebra.rotary import FIXED, frequencies, longrope_factor
 from ..algebra.target import Geometry
 from .config_fields import check_fields, check_ids, check_lists
 from .layer_rotation import check_rotation, fixed_rotation, layer_rope
-from .packing import outputs, shapes, unpack
+from .packing import half_order, outputs, shapes, unpack
 from .recognition import Family, complete, family_of, geometry_of, rotary_width, rotated
 
 # A pair that does not rotate has this frequency: longrope factors can say it, and its angle is nothing at any
@@ -72,6 +73,18 @@ class Source:
     def biased(self) -> frozenset[str]:
         """Return which of q, k, v and o have a bias, fused or not."""
         return frozenset("qkv") | self.biases & {"o"} if "qkv" in self.biases else self.biases
+
+    @property
+    def norms(self) -> tuple[str, ...]:
+        """Return the names of query and key norms, in which `{layer}` stands for the layer's number."""
+        names = (self.family.q_norm, self.family.k_norm)
+        return tuple(self.family.prefix + name for name in names if name is not None)
+
+    @property
+    def reordered(self) -> bool:
+        """Return whether a head's dimensions are in another order in `attention` than in the checkpoint."""
+        order_H = half_order(self.family, self.geometry.head_dim, self.rotary_width)
+        return not torch.equal(order_H, torch.arange(self.geometry.head_dim))
 
     @property
     def rotating(self) -> tuple[int, ...]:
@@ -241,7 +254,7 @@ def open_source(directory: Path) -> Source:
         raise InvalidInput(
             f"{directory} is already folded by kvfold; fold the source named in its kvfold.json instead"
         )
-    checkpoint = Checkpoint(directory)
+    checkpoint = open_checkpoint(directory)
     check_fields(checkpoint.config)
     family = family_of(checkpoint.config)
     if family.embedding in checkpoint and family.prefix + family.embedding not in checkpoint:
@@ -266,6 +279,8 @@ def open_source(directory: Path) -> Source:
         rotary_width=width,
     )
     ours = fixed_rotation(config, source.rotating, width) if width else {}
+    if isinstance(checkpoint, QuantisedCheckpoint):
+        checkpoint.check_values()
     tables = check_weights(checkpoint, family.prefix + family.o.partition(".{layer}")[0])
     check_rotation(ours, tables, width, family.architecture)
     return source
@@ -289,12 +304,12 @@ def _check_whole(checkpoint: Checkpoint, family: Family, config: dict[str, Any])
 
     Transformers would fill a gap with random numbers.
     """
-    for name in beside_attention(family, config):
+    for name in names_outside_attention(family, config):
         if name not in checkpoint:
             raise InvalidInput(f"{checkpoint.directory} has no {name}, which a {family.label} checkpoint has")
 
 
-def beside_attention(family: Family, config: Mapping[str, Any]) -> list[str]:
+def names_outside_attention(family: Family, config: Mapping[str, Any]) -> list[str]:
     """Return the names of a whole checkpoint's tensors apart from attention; the config is complete."""
     names = [
         family.prefix + name.format(layer=n)

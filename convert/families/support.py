@@ -13,6 +13,11 @@ import click
 from ...core.console import Command, show_json, show_table
 from .hosts import HOSTS
 from .recognition import FAMILIES, Family, complete, intact_reason, rotated, stock_reasons
+from .unfolded import verdict
+
+# Nats per token of predicted loss that decoupled rotation may cost over intact rotation, at the same cache,
+# where keys are normalised and the user leaves the form open.
+LIMIT = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +88,11 @@ def _heads(family: Family, target: str) -> Support:
 def _latent(family: Family, config: Mapping[str, Any]) -> Support:
     reasons = stock_reasons(family)
     if reasons:
-        return Support(target="mla", container="stock", status="no", why=reasons[0])
+        regressed = family.k_norm is not None and not stock_reasons(replace(family, k_norm=None))
+        why = (
+            "it normalises its keys: approximate, by statistics, below full rank" if regressed else reasons[0]
+        )
+        return Support(target="mla", container="stock", status="no", why=why)
     windowed = config.get("sliding_window") and config.get("use_sliding_window", True)
     mixed = len({rotated(family, config, layer) for layer in range(config["num_hidden_layers"])}) > 1
     notes = {
@@ -117,10 +126,17 @@ def _remote(family: Family, config: Mapping[str, Any]) -> Support:
 
     The form is that of form.choose_form.
     """
-    turned = {rotated(family, config, layer) for layer in range(config["num_hidden_layers"])}
-    # Families with sinks have biases; whose layers turn by unlike tables, normalise their keys.
-    reason = intact_reason(family, biased=True, unlike=family.rotary is not None and len(turned) > 1)
+    from .layer_rotation import layer_rope  # which imports torch
+
+    tables = {
+        (rotated(family, config, layer), str(layer_rope(config, layer)))
+        for layer in range(config["num_hidden_layers"])
+    }
+    # Families with sinks have biases.
+    reason = intact_reason(family, biased=True, unlike=family.rotary is not None and len(tables) > 1)
     form = "decoupled" if reason is None else f"intact: {reason}"
+    if reason is None and family.k_norm is not None:
+        form = f"intact: with statistics decoupled, where that loses at most {LIMIT} nats more"
     return Support(
         target="mla", container="remote", architecture="KvfoldForCausalLM", status="exact", why=form
     )
@@ -128,12 +144,18 @@ def _remote(family: Family, config: Mapping[str, Any]) -> Support:
 
 @click.command("families", cls=Command)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
-def main(as_json: bool) -> None:
+@click.option(
+    "--all", "every", is_flag=True, help="Show every causal language model of the installed transformers."
+)
+def main(as_json: bool, every: bool) -> None:
     """Show which families can be folded to what, in which container, and how exactly.
 
     `exact` means that where a fold discards nothing (as many groups as heads, full rank), the logits are the
     source's.
     """
+    if every:
+        _show_every(as_json)
+        return
     table = {kind: support(kind) for kind in sorted(FAMILIES, key=lambda kind: FAMILIES[kind].label.lower())}
     if as_json:
         cells: dict[str, dict[str, Any]] = {kind: {} for kind in table}
@@ -148,6 +170,21 @@ def main(as_json: bool) -> None:
         "MLA needs rotary frequencies that do not depend on the length, and no window below "
         "max_position_embeddings."
     )
+    from ...checkpoints.quantised.schemes import SCHEMES  # which imports torch
+
+    read = "; ".join(f"{method}: {scheme.reads}" for method, scheme in SCHEMES.items())
+    click.echo(f"Quantised sources are read, and all but their attention keeps its bytes. {read}.")
+
+
+def _show_every(as_json: bool) -> None:
+    """Show all model types of transformers' causal language models, with `supported` or a reason."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    found = {kind: verdict(kind, FAMILIES) for kind in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)}
+    if as_json:
+        show_json(found)
+        return
+    show_table("causal language models of transformers", ("model_type", ""), list(found.items()))
 
 
 def _lines(row: tuple[Support, ...]) -> list[tuple[str, str, str]]:

@@ -16,7 +16,7 @@ from ...checkpoints.shards import TensorSpec
 from ..algebra.forward import AnyAttention
 from ..families.source import Source
 from .copies import Copy, unchanged
-from .serving import Profile
+from .serving_widths import Profile
 
 
 class Container(ABC):
@@ -102,6 +102,10 @@ class Container(ABC):
             attention: of the form that this container writes; its dtype is kept.
             layer: number of the layer.
         """
+
+    def norms(self, layer: int) -> tuple[str, ...]:
+        """Return a layer's norms that are replaced too, in addition to what `Source.reads` names."""
+        return ()
 
     def copies(self, name: str, spec: TensorSpec) -> dict[str, Copy]:
         """Return what a tensor that is not attention becomes; by default it passes through."""

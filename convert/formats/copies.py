@@ -16,6 +16,7 @@ class Copy:
         source: the source tensor's name.
         spec: the output's shape and dtype.
         change: from the one (float64) to the other; None: the bytes pass through in pieces.
+        part: name of a stored part of a quantised tensor, whose bytes pass; None for the tensor itself.
         by_rows: the change is one of rows, each by itself: what is large need not be in memory at once.
     """
 
@@ -23,6 +24,7 @@ class Copy:
     spec: TensorSpec
     change: Callable[[Tensor], Tensor] | None = None
     by_rows: bool = False
+    part: str | None = None
 
 
 def unchanged(name: str, spec: TensorSpec, renamed: str | None = None) -> dict[str, Copy]:

@@ -17,7 +17,7 @@ from ...checkpoints.directory import without_code
 from ...checkpoints.shards import TensorSpec
 from ...core.errors import InvalidInput
 from ...models.remote_code import ARCHITECTURE, AUTO_MAP, FILES, HERE, MODEL_TYPE
-from ..algebra.attention import Attention, IntactAttention, LatentAttention
+from ..algebra.attention import Attention, IntactAttention, LatentAttention, NormedLatentAttention
 from ..algebra.forward import AnyAttention
 from ..algebra.rotary import rope_parameters
 from ..algebra.target import Geometry, LatentTarget
@@ -41,6 +41,9 @@ class Remote(Container):
         scale: factor on the scores.
         nope_width: un-rotated width of a decoupled query.
         biases: the roles (of q, k, v, o) that have one in the source.
+        fitted: the norms of latent and queries are real ones, which the layers were fitted to; otherwise
+            they are the identity.
+        reordered: a head's dimensions are in another order than in the source, and so must norms be.
     """
 
     kind: ClassVar[str] = "remote"
@@ -54,6 +57,8 @@ class Remote(Container):
     scale: float
     nope_width: int = 0
     biases: frozenset[str]
+    fitted: bool = False
+    reordered: bool = False
 
     @property
     def architecture(self) -> str:
@@ -86,6 +91,11 @@ class Remote(Container):
         return not self.target.qk_rope_head_dim
 
     @property
+    def query_rank(self) -> int | None:
+        """Return q_lora_rank where the queries' norm is a real one."""
+        return self.target.q_lora_rank if self.fitted else None
+
+    @property
     def _place(self) -> str:
         """Return the module whose tensors are replaced; `{layer}` stands for the layer's number."""
         return (self.family.prefix + self.family.o).rpartition(".")[0]
@@ -108,7 +118,8 @@ class Remote(Container):
             return tuple(sorted(inner | (self.biases & {"q", "o"})))
         # A value bias is a constant of the output; a key bias of the un-rotated part is one that softmax does
         # not see.
-        wanted = {"q": "q" in self.biases, "kv": "k" in self.biases, "o": bool({"v", "o"} & self.biases)}
+        key = "k" if self._normed else "kv"
+        wanted = {"q": "q" in self.biases, key: "k" in self.biases, "o": bool({"v", "o"} & self.biases)}
         return tuple(role for role, there in wanted.items() if there)
 
     def config(self, source: Mapping[str, Any]) -> dict[str, Any]:
@@ -133,15 +144,22 @@ class Remote(Container):
             "q_lora_rank": self.target.q_lora_rank,
         }
         if self._intact:
-            heads = {"head_dim": self.geometry.head_dim, "key_heads": self.geometry.num_key_value_heads}
+            ours |= {"head_dim": self.geometry.head_dim, "key_heads": self.geometry.num_key_value_heads}
+        elif self._normed:
+            ours |= {"head_dim": self.geometry.head_dim, "key_heads": self.geometry.num_key_value_heads}
+            spans = self.family.norm_spans == "heads"
+            heads = self.geometry.num_attention_heads, self.geometry.num_key_value_heads
+            ours["norm_widths"] = [self.geometry.head_dim * (count if spans else 1) for count in heads]
+        if self._intact:
             # Not `kv_lora_rank`: engines take that for keys that a latent gives without rotation.
-            return {**written, "latent_rank": self.target.kv_lora_rank, "kvfold": {**ours, **heads}}
+            return {**written, "latent_rank": self.target.kv_lora_rank, "kvfold": ours}
         widths = {
             "kv_lora_rank": self.target.kv_lora_rank,
             "qk_rope_head_dim": self.target.qk_rope_head_dim,
             "qk_nope_head_dim": self.nope_width,
         }
-        return {**written, **widths, **self._cached_head(source), "kvfold": ours}
+        norm = {"latent_norm": "fitted"} if self.fitted else {}
+        return {**written, **widths, **self._cached_head(source), "kvfold": {**ours, **norm}}
 
     def _growth(self, source: Mapping[str, Any]) -> dict[str, list[float]]:
         """Return the rate and length by which queries grow with their position, in families where they do."""
@@ -188,15 +206,17 @@ class Remote(Container):
                 "o": ("o_proj", hidden, heads * width),
             }
             weights[""] = ("kv_a_proj", rank, rows if self._normed else hidden)
-            if self._normed:
-                weights |= {"k": ("k_proj", groups * width, hidden), "v": ("v_proj", groups * width, hidden)}
         else:
             weights = {
-                **self._query_weights(heads * (self.nope_width + rope)),
-                "kv": ("kv_a_proj_with_mqa", rank + rope, hidden),
+                **self._query_weights(heads * (width if self._normed else self.nope_width + rope)),
+                "kv": ("kv_a_proj_with_mqa", rank + rope, 2 * groups * width if self._normed else hidden),
                 "": ("kv_b_proj", heads * (self.nope_width + width), rank),
                 "o": ("o_proj", hidden, heads * width),
             }
+            if self._normed:
+                weights["slots"] = ("q_rope_proj", heads * rope, width)
+        if self._normed:
+            weights |= {"k": ("k_proj", groups * width, hidden), "v": ("v_proj", groups * width, hidden)}
         shapes: dict[str, tuple[int, ...]] = {}
         for role, (name, rows, columns) in weights.items():
             shapes[f"{name}.weight"] = (rows, columns)
@@ -212,7 +232,10 @@ class Remote(Container):
             f"{self._place.format(layer=layer)}.{name}": TensorSpec(dtype, shape)
             for name, shape in shapes.items()
         }
-        return specs | {name: TensorSpec(dtype, (groups * width,)) for name in self._written_norms(layer)}
+        spans = self.family.norm_spans == "heads"
+        lengths = {"q": heads if spans else 1, "k": groups if spans else 1}
+        norms = {name: lengths[which] * width for which, name in self._written_norms(layer).items()}
+        return specs | {name: TensorSpec(dtype, (length,)) for name, length in norms.items()}
 
     def _query_weights(self, rows: int) -> dict[str, tuple[str, int, int]]:
         """Return name, rows and columns of the weights that make the queries, by role."""
@@ -222,10 +245,18 @@ class Remote(Container):
             return {"q": ("q_proj", rows, hidden)}
         return {"q_a": ("q_a_proj", rank, hidden), "q": ("q_b_proj", rows, rank)}
 
-    def _written_norms(self, layer: int) -> tuple[str, ...]:
-        """Return the norms that are read with the attention; the others pass through."""
-        name = self.family.norm("k", layer)
-        return (name,) if name is not None and self.family.norm_spans == "heads" else ()
+    def norms(self, layer: int) -> tuple[str, ...]:
+        """Return a layer's norms that are replaced too, in addition to what `Source.reads` names."""
+        written = self._written_norms(layer)
+        return tuple(
+            name for which, name in written.items() if which == "q" or self.family.norm_spans == "head"
+        )
+
+    def _written_norms(self, layer: int) -> dict[str, str]:
+        """Return the norms that are read with the attention, by `q` and `k`; the others pass through."""
+        written = {"k": self.family.norm_spans == "heads" or self.reordered, "q": self.reordered}
+        names = {"k": self.family.norm("k", layer), "q": self.family.norm("q", layer)}
+        return {which: name for which, name in names.items() if name is not None and written[which]}
 
     def tensors(self, attention: AnyAttention, layer: int) -> dict[str, Tensor]:
         """Return one folded layer's attention under the names and in the layout of the class."""
@@ -239,21 +270,22 @@ class Remote(Container):
         )
         place = self._place.format(layer=layer)
         written = {f"{place}.{name}": tensor for name, tensor in named.items()}
-        if isinstance(attention, IntactAttention) and attention.k_norm_KH is not None:
-            written |= {
-                name: attention.k_norm_KH.flatten() - self.family.norm_shift
-                for name in self._written_norms(layer)
-            }
+        if isinstance(attention, IntactAttention | NormedLatentAttention):
+            weights = {"q": attention.q_norm_NH, "k": attention.k_norm_KH}
+            for which, name in self._written_norms(layer).items():
+                weight = weights[which]
+                assert weight is not None, "the family has both norms"
+                written[name] = weight.flatten() - self.family.norm_shift
         return written
 
     def _decoupled(self, attention: LatentAttention, factor: float) -> dict[str, Tensor]:
-        rank = len(attention.down_CD)
+        rank, norm_C = len(attention.down_CD), attention.latent_norm_C
         query = "q_proj" if attention.q_down_AD is None else "q_b_proj"
+        q_NMA = torch.cat([attention.q_nope_NPA, attention.q_rope_NRA], 1)
         named = {
-            f"{query}.weight": torch.cat([attention.q_nope_NPA, attention.q_rope_NRA], 1).flatten(0, 1)
-            * factor,
+            f"{query}.weight": q_NMA.flatten(0, 1) * factor,
             "kv_a_proj_with_mqa.weight": torch.cat([attention.down_CD, attention.k_rope_RD]),
-            "kv_a_norm.weight": torch.full((rank,), LATENT_NORM_WEIGHT),
+            "kv_a_norm.weight": torch.full((rank,), LATENT_NORM_WEIGHT) if norm_C is None else norm_C,
             "kv_b_proj.weight": torch.cat([attention.k_up_NPC, attention.v_up_NHC], 1).flatten(0, 1),
             "o_proj.weight": attention.o_DNH.flatten(1),
         }
@@ -261,7 +293,7 @@ class Remote(Container):
             compressed = len(attention.q_down_AD)
             named |= {
                 "q_a_proj.weight": attention.q_down_AD,
-                "q_a_norm.weight": torch.full((compressed,), LATENT_NORM_WEIGHT),
+                "q_a_norm.weight": torch.full((compressed,), attention.query_norm or LATENT_NORM_WEIGHT),
             }
             if attention.k_rope_R is not None:
                 named["q_a_proj.bias"] = attention.q_down_AD.new_zeros(compressed)
@@ -275,7 +307,7 @@ class Remote(Container):
             )
         if attention.o_D is not None:
             named["o_proj.bias"] = attention.o_D
-        return named
+        return named | (_features(attention, query) if isinstance(attention, NormedLatentAttention) else {})
 
     def _rebuilt(self, attention: IntactAttention, factor: float) -> dict[str, Tensor]:
         query = "q_proj" if attention.q_down_AD is None else "q_b_proj"
@@ -305,3 +337,21 @@ class Remote(Container):
         """Return that the output's code must be trusted, and why it has code of its own."""
         because = "" if why is None else f": {why}"
         return [f"the output brings its own code, so loading it needs trust_remote_code=True{because}"]
+
+
+def _features(attention: NormedLatentAttention, query: str) -> dict[str, Tensor]:
+    """Return the tensors of a decoupled layer with key norms that others have not, or have otherwise.
+
+    Args:
+        attention: the layer.
+        query: name of the projection to queries.
+    """
+    named: dict[str, Tensor | None] = {
+        f"{query}.weight": attention.q_NHA.flatten(0, 1),
+        f"{query}.bias": None if attention.q_NH is None else attention.q_NH.flatten(),
+        "q_rope_proj.weight": attention.q_rope_NRA.flatten(0, 1),
+        "k_proj.weight": attention.k_KHD.flatten(0, 1),
+        "k_proj.bias": None if attention.k_KH is None else attention.k_KH.flatten(),
+        "v_proj.weight": attention.v_KHD.flatten(0, 1),
+    }
+    return {name: tensor for name, tensor in named.items() if tensor is not None}

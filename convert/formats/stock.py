@@ -9,8 +9,8 @@ of unit size.
 A query bias has no place in `q_proj`; sources that have one (Qwen2) go through the query compression instead,
 with an identity as down-projection, one constant channel for the bias, and a norm of the same kind.
 
-Transformers takes the class at any width; for other engines serving.py brings it into the widths that they
-take.
+Transformers takes the class at any width; for other engines decide/serving_shape.py brings it into
+widths that they take.
 """
 
 from collections.abc import Mapping
@@ -28,8 +28,8 @@ from ..families.source import Source
 from .blocks import FoldedBlock
 from .container import Container
 from .copies import Copy
-from .serving import NORM_EPSILON, Profile, Served
-from .stock_notices import brought_to_profile, transformers_only
+from .serving_widths import NORM_EPSILON, Profile, Served
+from .stock_notices import KEY_NORMS, brought_to_profile, transformers_only
 
 NORM_WEIGHT = 2.0**14  # a power of two, so that bf16 keeps it
 LATENT_SCALE = NORM_EPSILON**0.5 / NORM_WEIGHT
@@ -57,6 +57,7 @@ class Stock(Container):
         block: how the rest of a layer becomes the class's.
         served: the widths that other engines take; None for transformers, which takes any.
         mixed: some layers rotate nothing, so that all of their keys are in the latent.
+        unread: query and key norms that the class has not; `{layer}` stands for the layer's number.
     """
 
     kind: ClassVar[str] = "stock"
@@ -69,6 +70,7 @@ class Stock(Container):
     block: FoldedBlock = field(default_factory=FoldedBlock)
     served: Served | None = None
     mixed: bool = False
+    unread: tuple[str, ...] = ()
 
     @property
     def architecture(self) -> str:
@@ -206,12 +208,12 @@ class Stock(Container):
         q_NQA = torch.cat([attention.q_nope_NPA, attention.q_rope_NRA], 1)
         factor = attention.scale * q_NQA.shape[1] ** 0.5
         rank, hidden = attention.down_CD.shape
-        linear = attention.latent_norm is None
-        down_CD = attention.down_CD * LATENT_SCALE if linear else attention.down_CD
+        norm_C = attention.latent_norm_C
+        down_CD = attention.down_CD * LATENT_SCALE if norm_C is None else attention.down_CD
         named = {
             "q_proj.weight": q_NQA.flatten(0, 1) * factor,
             "kv_a_proj_with_mqa.weight": torch.cat([down_CD, attention.k_rope_RD]),
-            "kv_a_layernorm.weight": torch.full((rank,), attention.latent_norm or NORM_WEIGHT),
+            "kv_a_layernorm.weight": torch.full((rank,), NORM_WEIGHT) if norm_C is None else norm_C,
             "kv_b_proj.weight": torch.cat([attention.k_up_NPC, attention.v_up_NHC], 1).flatten(0, 1),
             "o_proj.weight": self.block.adds(attention.o_DNH).flatten(1),
         }
@@ -252,16 +254,21 @@ class Stock(Container):
             q_QA = torch.cat([q_QA, bias_Q[:, None]], 1)
         return _compressed_query(q_QA, down_AD)
 
+    def norms(self, layer: int) -> tuple[str, ...]:
+        """Return a layer's norms that are replaced too, in addition to what `Source.reads` names."""
+        return tuple(name.format(layer=layer) for name in self.unread)
+
     def copies(self, name: str, spec: TensorSpec) -> dict[str, Copy]:
         """Return what a tensor that is not attention becomes."""
         return self.block.copies(name, spec)
 
     def notices(self, source: Source, why: str | None, norm: str | None) -> list[str]:
         """Return which engines run the output, or what was changed for them."""
+        regressed = [KEY_NORMS] if self.unread else []
         if self.served is not None:
-            return brought_to_profile(source, self.target, self.served)
+            return regressed + brought_to_profile(source, self.target, self.served)
         config = {**source.config, **self.block.config(source.config)}
-        return transformers_only(
+        return regressed + transformers_only(
             config, self.rope["rope_type"], self.cached, biased=self.biases, linear=norm == "linear"
         )
 

@@ -7,7 +7,12 @@ from typing import Any
 from ..algebra.rotary import rope_parameters
 from ..algebra.target import LatentTarget
 from ..families.source import Source
-from .serving import NORM_EPSILON, SERVING, Served
+from .serving_widths import NORM_EPSILON, PROFILES, Served
+
+KEY_NORMS = (
+    "the source normalises its queries and keys, and the stock class does not: linear functions of the "
+    "layer's input stand for them, which costs part of the loss; --container remote keeps the norms"
+)
 
 
 def transformers_only(
@@ -32,8 +37,8 @@ def transformers_only(
         both.append(f"its rms_norm_eps is {config.get('rms_norm_eps')}, not {NORM_EPSILON}")
     if config["tie_word_embeddings"]:
         only_vllm.append("its head is tied to the embedding")
-    if cached != (SERVING.latent, SERVING.rope):
-        only_vllm.append("its latent is {}+{} wide, not {}".format(*cached, SERVING))
+    if cached not in [(profile.latent, profile.rope) for profile in PROFILES]:
+        only_vllm.append("its latent is {}+{} wide, not {}".format(*cached, " or ".join(map(str, PROFILES))))
     if not both and not only_vllm:
         return []
     engines = "vLLM and SGLang" if both else "vLLM"

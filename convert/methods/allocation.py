@@ -1,4 +1,4 @@
-"""Where rotary slots are worth most, and how to divide a budget between slots and latent.
+"""Allocation of rotary slots to frequencies, and of a budget to slots and latent.
 
 Both are answered by predicted losses in one unit (nats, where the metric comes from data): a component left
 without a slot loses what the mean over distances loses of its rotation; the latent loses the energy of the

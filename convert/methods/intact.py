@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..algebra.attention import Attention, IntactAttention, LatentAttention
-from ..algebra.forward import attend_to, beside, keys_and_values
+from ..algebra.forward import attend_to, concatenate, keys_and_values
 from ..algebra.metric import LayerMetric, from_statistics, weights_only, with_bias
 from ..algebra.spectrum import spectrum
 from ..algebra.subspaces import low_rank, matrix_root
@@ -20,7 +20,7 @@ from ..algebra.target import LatentTarget
 from ..calibration.statistics import LayerStatistics
 from .refinement import BATCH, LayerSample, fitting_device
 
-_RIDGE = 1e-4  # of the mean energy: what the linear model of a norm cannot see still costs something
+RIDGE = 1e-4  # of the mean energy: what the linear model of a norm cannot see still costs something
 
 
 def full_rank(hidden_size: int, rows: int, normed: bool) -> int:
@@ -75,7 +75,8 @@ def encoded(attention: Attention, frequencies_F: Tensor, sample: LayerSample, *,
                 for rows in keys_and_values(source, input_BTD, scoring.norm_epsilon)
             )
             score = (attend_to(source, input_BTD, k_BKTH, v_BKTH, frequencies_F, scoring) * error_BTD).sum()
-        seen = beside(k_BKTH, v_BKTH).detach(), *map(beside, torch.autograd.grad(score, (k_BKTH, v_BKTH)))
+        gradients = torch.autograd.grad(score, (k_BKTH, v_BKTH))
+        seen = concatenate(k_BKTH, v_BKTH).detach(), *map(concatenate, gradients)
         for total_EE, rows_BTE in zip(sums, seen, strict=True):
             rows_XE = rows_BTE.flatten(0, 1)
             total_EE += (rows_XE.mT @ rows_XE).to("cpu", torch.float64)
@@ -107,7 +108,7 @@ def to_intact(
         if moment_EE is None:
             moment_EE = (rows_CE if input_EE is None else rows_CE @ input_EE) @ rows_CE.mT
         rows_CE = torch.eye(len(rows_CE), dtype=rows_CE.dtype)
-        moment_EE = moment_EE + moment_EE.diagonal().mean() * _RIDGE * rows_CE
+        moment_EE = moment_EE + moment_EE.diagonal().mean() * RIDGE * rows_CE
     else:
         moment_EE = input_EE
     rank = target.kv_lora_rank

@@ -106,7 +106,7 @@ def to_mla(
         k_rope_RD=parts.k_rope_RE[..., :width],
         k_rope_R=None if attention.k_KH is None else parts.k_rope_RE[..., -1],
         o_DNH=attention.o_DNH,
-        o_D=_output_bias(attention),
+        o_D=output_bias(attention),
         scale=attention.scale,
         spectrum=spectrum(energy_M),
     )
@@ -273,12 +273,12 @@ def _exact(attention: Attention) -> LatentAttention:
         k_rope_RD=slots(attention.k_KHD),
         k_rope_R=None if attention.k_KH is None else slots(attention.k_KH[..., None]).squeeze(-1),
         o_DNH=attention.o_DNH,
-        o_D=_output_bias(attention),
+        o_D=output_bias(attention),
         scale=attention.scale,
     )
 
 
-def _output_bias(attention: Attention) -> Tensor | None:
+def output_bias(attention: Attention) -> Tensor | None:
     """Return the output's bias with the value bias, a constant because attention weights sum to one."""
     if attention.v_KH is None:
         return attention.o_D

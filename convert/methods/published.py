@@ -8,10 +8,10 @@ both:
 | svd | first real principal component of its pairs' weights | truncated SVD of the weights |
 | transmla | the same of its pairs' activations | PCA of activations, keys scaled like values |
 | mha2mla | one pair of one key head, unchanged | truncated SVD of the weights, jointly or of each alone |
-| care | as transmla | SVD of C^½ W, C shrunken, keys and values in their own scale |
+| care, no-sqrt-care, transmla-care | as transmla | shared_key.py |
 | xecomla | mean over heads of the last rows of W_K | truncated SVD of the weights, rotated rows included |
 
-One container holds them: one slot table and one rank for all layers, queries whole, no norm on the latent.
+One container holds them: one slot table and one rank for all layers, no norm on the latent.
 Where a rule has more, its docstring says what is left out. None damps what it does not rotate. Statistics are
 the source's.
 
@@ -24,9 +24,11 @@ constant 1; M = K·F pairs of all heads, T = M - S of them without a slot; B = 2
 keys, then values.
 """
 
+import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -34,27 +36,23 @@ from torch import Tensor
 from ...core.errors import InvalidInput
 from ..algebra.attention import Attention, LatentAttention
 from ..algebra.rotary import complex_rows
-from ..algebra.subspaces import low_rank
 from ..algebra.target import LatentTarget
 from ..calibration.statistics import LayerStatistics
 from ..families.source import STILL
 from .allocation import allocate
 from .latent import Band, uniform_bands
 from .shared_key import (
+    DECOMPOSITIONS,
     Compressed,
     affine,
     assemble,
-    balance,
     components,
-    projected,
+    folded_bands,
+    merged_heads,
     split,
     truncated,
-    unweighted,
     written,
 )
-
-# Share of C's mean diagonal that CARE's published code adds to C's diagonal for this decomposition.
-CARE_DAMPING = 0.1
 
 Layers = Callable[[], Iterable[tuple[Attention, LayerStatistics | None]]]
 
@@ -74,6 +72,8 @@ class Peer:
         per_head: every key head caches rotary pairs of its own, so that the rotary part is up to all key
             heads wide. Callers that choose qk_rope_head_dim give it half of the cache, and every head the
             same number of pairs.
+        queries: on what `q_lora_rank` of them is decomposed, a truncated SVD of W_Q or a PCA of its outputs;
+            None where the rule leaves them as they are.
     """
 
     bands: Callable[[Layers, Tensor, Tensor], tuple[Band, ...]]
@@ -81,6 +81,7 @@ class Peer:
     needs_statistics: bool
     rope_share: float = 1.0
     per_head: bool = False
+    queries: Literal["weights", "activations"] | None = None
 
 
 def stock_bands(layers: Layers, frequencies_F: Tensor, stock_S: Tensor) -> tuple[Band, ...]:
@@ -98,28 +99,6 @@ def stock_bands(layers: Layers, frequencies_F: Tensor, stock_S: Tensor) -> tuple
             "which is the most that this method fills; make --rope-dim smaller"
         )
     return uniform_bands(frequencies_F, stock_S)
-
-
-def folded_bands(layers: Layers, frequencies_F: Tensor, stock_S: Tensor) -> tuple[Band, ...]:
-    """Group F/S neighbouring pairs at the frequency of the fastest of them.
-
-    This is FreqFold (TransMLA, arXiv 2502.07864, section 4). The published search doubles the number of
-    folded pairs from F/S on, while perplexity on the test text falls. This is its first step: nothing here is
-    tuned on a text that is evaluated.
-
-    Raises:
-        InvalidInput: the number of slots does not divide the number of pairs.
-    """
-    pairs = len(frequencies_F)
-    slots = len(stock_S)
-    if pairs % slots:
-        fitting = ", ".join(str(2 * n) for n in range(1, pairs + 1) if pairs % n == 0)
-        raise InvalidInput(
-            f"{2 * slots} rotary dimensions do not divide the head dimension {2 * pairs} into the equal "
-            f"shares that FreqFold "
-            f"needs; these would: --rope-dim {fitting}"
-        )
-    return uniform_bands(frequencies_F, frequencies_F[:: pairs // slots])
 
 
 def ranked_bands(layers: Layers, frequencies_F: Tensor, stock_S: Tensor) -> tuple[Band, ...]:
@@ -167,31 +146,6 @@ def svd(
     """
     rotation_KFM = components(attention, bands, None)
     return assemble(attention, rotation_KFM, target, lambda rows_BE: truncated(rows_BE, target.kv_lora_rank))
-
-
-def transmla(
-    attention: Attention, target: LatentTarget, bands: tuple[Band, ...], statistics: LayerStatistics | None
-) -> LatentAttention:
-    """Fold by TransMLA (arXiv 2502.07864, section 4): merged heads, RoRoPE with FreqFold, balance, joint PCA.
-
-    Heads of a grouped source are merged to one latent [K; V] that each query reads through its own head's
-    block. RoRoPE: over all heads' pairs that a slot serves, one real orthogonal map of real and imaginary
-    parts alike diagonalises E[Re Reᵀ + Im Imᵀ] of key activations; the leading components rotate, the others
-    stop. Balance: un-rotated keys are divided by the ratio α of the mean norms of key and value columns. PCA:
-    of the activations [k/α; v], uncentred, biases included.
-
-    Left out: fresh activations for the PCA from the model whose rotation was removed. As in the paper, all
-    value columns count in α; the published code skips some. Its damping of the PCAs changes no eigenvector.
-    """
-    assert statistics is not None
-    input_EE = statistics.input_EE
-
-    def pca(rows_BE: Tensor) -> Compressed:
-        scale_B1 = balance(rows_BE, attention.v_KHD[..., 0].numel(), input_EE)[:, None]
-        down_CE, up_BC, _ = low_rank(rows_BE * scale_B1, unweighted(rows_BE), input_EE, target.kv_lora_rank)
-        return projected(down_CE, up_BC / scale_B1)
-
-    return assemble(attention, components(attention, bands, input_EE), target, pca)
 
 
 def mha2mla(
@@ -247,33 +201,6 @@ def mha2mla(
     return assemble(attention, rotation_KFM, target, compress)
 
 
-def care(
-    attention: Attention, target: LatentTarget, bands: tuple[Band, ...], statistics: LayerStatistics | None
-) -> LatentAttention:
-    """Fold by CARE (arXiv 2603.17946, section 3): W ≈ V_r (S_r U_rᵀ C^-½) with C^½ Wᵀ = U S Vᵀ, C shrunken.
-
-    The slots are TransMLA's. Its published way to true MLA takes TransMLA's steps up to z = [k/α; v], then C
-    = E[z zᵀ] with `CARE_DAMPING` of its mean diagonal added, and for W the map A = diag(α, 1) from z to keys
-    and values, up to isometries. So V holds the eigenvectors of A C A, and the map on [k; v] is the
-    projection V_r V_rᵀ; neither root nor inverse need be computed.
-
-    Left out: its greedy ranks, which differ by layer (this is the uniform CARE-U), and recalibration after
-    every layer.
-    """
-    assert statistics is not None
-    input_EE = statistics.input_EE
-
-    def covariance_aware(rows_BE: Tensor) -> Compressed:
-        scale_B = balance(rows_BE, attention.v_KHD[..., 0].numel(), input_EE)
-        moment_BB = rows_BE @ input_EE @ rows_BE.mT
-        damping = CARE_DAMPING * (moment_BB.diagonal() * scale_B.square()).mean()
-        vectors_BB = torch.linalg.eigh(moment_BB + torch.diag(damping / scale_B.square()))[1].flip(-1)
-        up_BC = vectors_BB[:, : target.kv_lora_rank]
-        return projected(up_BC.mT @ rows_BE, up_BC)
-
-    return assemble(attention, components(attention, bands, input_EE), target, covariance_aware)
-
-
 def xecomla(
     attention: Attention, target: LatentTarget, bands: tuple[Band, ...], statistics: LayerStatistics | None
 ) -> LatentAttention:
@@ -306,6 +233,16 @@ def xecomla(
     )
 
 
+def _merged_heads(name: str, multiple: int = 1, weight: float = 1.0) -> Peer:
+    """Return a rule of shared_key.py with its settings."""
+
+    def bands(layers: Layers, frequencies_F: Tensor, stock_S: Tensor) -> tuple[Band, ...]:
+        return folded_bands(frequencies_F, len(stock_S), multiple)
+
+    fold = partial(merged_heads, decompose=DECOMPOSITIONS[name], weight=weight)
+    return Peer(bands, fold, needs_statistics=True, queries="activations")
+
+
 # The pairs of a head that rotate, numbered from the fastest, given how many do and how many there are.
 PLACES: dict[str, Callable[[int, int], Iterable[int]]] = {
     "high": lambda each, pairs: range(each),
@@ -329,11 +266,41 @@ def _mha2mla() -> dict[str, Peer]:
 
 PEERS: dict[str, Peer] = {
     "svd": Peer(stock_bands, svd, needs_statistics=False),
-    "transmla": Peer(folded_bands, transmla, needs_statistics=True),
+    **{name: _merged_heads(name) for name in DECOMPOSITIONS},
     **_mha2mla(),
-    "care": Peer(folded_bands, care, needs_statistics=True),
-    "xecomla": Peer(stock_bands, xecomla, needs_statistics=False, rope_share=0.5),
+    "xecomla": Peer(stock_bands, xecomla, needs_statistics=False, rope_share=0.5, queries="weights"),
 }
+_SETTING = re.compile(r"(fold|balance)(\d{1,3}(?:\.\d{1,3})?)")
+
+
+def peer(method: str) -> Peer | None:
+    """Return the rule of a name with its settings; None where the name is of no published rule.
+
+    Args:
+        method: a name of `PEERS`, or one of `DECOMPOSITIONS` with settings: `transmla:fold2:balance0.5`.
+
+    Raises:
+        InvalidInput: a rule that has no such setting.
+    """
+    if method in PEERS:
+        return PEERS[method]
+    name, *settings = method.split(":")
+    if name not in PEERS:
+        return None
+    found = {part[1]: float(part[2]) for part in map(_SETTING.fullmatch, settings) if part is not None}
+    multiple, weight = found.get("fold", 1.0), found.get("balance", 1.0)
+    is_known = name in DECOMPOSITIONS and len(found) == len(settings)
+    if not is_known or multiple not in (1, 2, 4, 8, 16, 32, 64) or not weight > 0:
+        settings_of = {
+            "mha2mla": "mha2mla takes :high, :low or :uniform, then :split",
+            **dict.fromkeys(
+                DECOMPOSITIONS, f"{name} takes :foldN with N 1, 2, 4, ... 64, and :balanceR, R > 0"
+            ),
+        }
+        raise InvalidInput(
+            f"--method {method} is no setting of {name}; {settings_of.get(name, 'it has none: leave it out')}"
+        )
+    return _merged_heads(name, int(multiple), weight)
 
 
 def _contributions(attention: Attention, statistics: LayerStatistics | None) -> Tensor:
@@ -347,3 +314,29 @@ def _contributions(attention: Attention, statistics: LayerStatistics | None) -> 
     real_NF, imaginary_NF = statistics.query_NHH.diagonal(dim1=1, dim2=2).chunk(2, -1)
     contribution_KF: Tensor = key_KF * (real_NF + imaginary_NF).sqrt().unflatten(0, (len(key_KF), -1)).sum(1)
     return contribution_KF
+
+
+def with_few_queries(
+    rule: Peer,
+    attention: Attention,
+    target: LatentTarget,
+    bands: tuple[Band, ...],
+    statistics: LayerStatistics | None,
+) -> LatentAttention:
+    """Fold one layer by a rule, its queries by `target.q_lora_rank`, where the target has one.
+
+    Queries are projected onto a basis: the leading eigenvectors of their second moment over all heads
+    (TransMLA), or the leading left singular vectors of W_Q (X-EcoMLA). Biases stay exact.
+    """
+    rank = target.q_lora_rank
+    if rank is None:
+        return rule.fold(attention, target, bands, statistics)
+    rows_BD = attention.q_NHD.flatten(0, 1)
+    moment_BB = rows_BD @ rows_BD.mT
+    if rule.queries == "activations":
+        assert statistics is not None
+        rows_BE = affine(attention.q_NHD, attention.q_NH).flatten(0, 1)
+        moment_BB = rows_BE @ statistics.input_EE @ rows_BE.mT
+    basis_BA = torch.linalg.eigh(moment_BB)[1].flip(-1)[:, :rank]
+    through = replace(attention, q_NHD=basis_BA.unflatten(0, attention.q_NHD.shape[:2]))
+    return replace(rule.fold(through, target, bands, statistics), q_down_AD=basis_BA.mT @ rows_BD)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
-from ..algebra.attention import Attention, IntactAttention, LatentAttention
+from ..algebra.attention import Attention, IntactAttention, LatentAttention, NormedLatentAttention
 from ..algebra.metric import LayerMetric, from_statistics, weights_only
 from ..algebra.queries import turned
 from ..algebra.subspaces import low_rank, low_rank_energy, regress
@@ -59,9 +59,9 @@ def compress(layer: Compressible, source: Attention, metric: LayerMetric, rank: 
         rows_XA = regress(rows_NMD.flatten(0, 1), down_AD, moment_DD)
         return rows_XA.view(*rows_NMD.shape[:2], len(down_AD))
 
-    changed: dict[str, Any] = {
-        name: through(getattr(layer, name)) for name in _QUERIES if hasattr(layer, name)
-    }
+    # Those of normed latent attention are projected before the parts of each head are made of them.
+    names = ("q_NHA",) if isinstance(layer, NormedLatentAttention) else _QUERIES
+    changed: dict[str, Any] = {name: through(getattr(layer, name)) for name in names if hasattr(layer, name)}
     return replace(layer, q_down_AD=down_AD, **changed)
 
 

@@ -28,6 +28,7 @@ BATCH = 8  # sequences in a step
 # the steps.
 RATE = 0.12
 SHARES = (1.0, 0.75, 0.5, 0.25)  # of the way from the closed form to what was fitted
+DRAWS = 4  # for the weights of tokens' lengths: with one draw they scatter, and the fit follows that
 HELD_BACK = 8  # one sequence of so many measures the fit and takes no part in it
 # relative error, much of it the sample's rounding, up to which this package's forward is the source's
 AGREEMENT = 0.02
@@ -150,6 +151,40 @@ def measure(
     """
     device = fitting_device()
     return _Loss(source, frequencies_F, slots_S, sample, device).measure(folded.to(torch.float32, device))
+
+
+@torch.enable_grad()
+def length_weights(
+    layer: LatentAttention, slots_S: Tensor, sample: LayerSample, draws: int = DRAWS
+) -> Tensor:
+    """Return how much an error in the length of each token's latent costs (B, T), float64, on the CPU.
+
+    It is the second derivative of the loss by a factor on that latent: the diagonal of Jᵀ G J, estimated by
+    a few draws from a normal distribution with covariance G for each token's output.
+
+    Args:
+        layer: without a latent norm.
+        slots_S: angular frequencies of its slots.
+        sample: of the source's inputs.
+        draws: number of draws.
+    """
+    device = fitting_device()
+    folded, scoring = layer.to(torch.float32, device), sample.scoring.to(torch.float32, device)
+    energy_D, basis_DD = torch.linalg.eigh(sample.fisher_DD.to(torch.float64))
+    root_DD = (basis_DD * energy_D.clamp(min=0).sqrt()).to(device, torch.float32)
+    generator = torch.Generator().manual_seed(0)
+    weights = []
+    for part_BTD in sample.input_BTD.split(BATCH):
+        gain_BT = torch.ones(part_BTD.shape[:2], device=device, requires_grad=True)
+        given_BTD = attend(folded, part_BTD.to(device, torch.float32), slots_S, scoring, gain_BT)
+        weight_BT = torch.zeros_like(gain_BT)
+        for draw in range(draws):
+            drawn_BTD = torch.randn(given_BTD.shape, generator=generator).to(device) @ root_DD.mT
+            product = (given_BTD * drawn_BTD).sum()
+            (slope_BT,) = torch.autograd.grad(product, gain_BT, retain_graph=draw + 1 < draws)
+            weight_BT += slope_BT.square() / draws
+        weights.append(weight_BT.to("cpu", torch.float64))
+    return torch.cat(weights)
 
 
 def fitting_device() -> torch.device:

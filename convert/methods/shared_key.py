@@ -1,5 +1,22 @@
 """Parts that the published rules share: key heads merged to one, in a real basis that gives some pairs slots.
 
+TransMLA and the rules that were built on it differ in how they decompose the merged heads.
+Keys of all heads are rotated pair by pair to their principal components (RoRoPE), of which some rotate and
+the others stop; the latter are balanced with the values, and the stack z = [k/α; v] is decomposed. The
+published converters share everything but the last step:
+
+| name | the map on z |
+|---|---|
+| transmla | the projection onto the leading eigenvectors of E[z zᵀ] |
+| care | V_r (S_r U_rᵀ C^-½) with C^½ Wᵀ = U S Vᵀ, C = E[z zᵀ] shrunken |
+| no-sqrt-care | the same with C in the place of C^½ |
+| transmla-care | the projection onto the left singular vectors of C⁴ Wᵀ |
+
+W is the map from z to keys and values; up to isometries it is A = diag(α, 1).
+
+Settings follow a name behind colons: `:fold2`, `:fold4`, ... multiplies the number of neighbouring pairs that
+share a decomposition (FreqFold), and `:balance0.5` multiplies the size that keys get next to values.
+
 Legend: published.py; A the real and the imaginary part of a pair.
 """
 
@@ -9,10 +26,12 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
+from ...core.errors import InvalidInput
 from ..algebra.attention import Attention, LatentAttention
 from ..algebra.rotary import complex_rows, half_rows, interleaved_rows
 from ..algebra.subspaces import low_rank
 from ..algebra.target import LatentTarget
+from ..calibration.statistics import LayerStatistics
 from .latent import Band
 
 # Relative to the values: anything smaller is no key, but the rounding of one that the slots hold whole.
@@ -167,3 +186,136 @@ def affine(rows_KHD: Tensor, bias_KH: Tensor | None) -> Tensor:
     """Return rows with one more column for the input 1: the bias, or zero."""
     constant_KH = rows_KHD.new_zeros(rows_KHD.shape[:-1]) if bias_KH is None else bias_KH
     return torch.cat([rows_KHD, constant_KH[..., None]], -1)
+
+
+# Shares of C's mean diagonal that CARE's published code adds to C's diagonal, by decomposition.
+CARE_DAMPING, DAMPING = 0.1, 0.01
+POWER = 4  # of C in transmla-care, as published
+
+# From rows (B, E), their scales next to each other (B,), C at the input (E, E) and a rank.
+Decomposition = Callable[[Tensor, Tensor, Tensor, int], Compressed]
+
+
+def folded_bands(frequencies_F: Tensor, slots: int, multiple: int = 1) -> tuple[Band, ...]:
+    """Group neighbouring pairs, whose components turn as the pairs at even steps in the group do.
+
+    This is FreqFold (TransMLA, arXiv 2502.07864, section 4). It takes as many pairs for a slot as there are,
+    F/S, times a multiple. The published search doubles that while perplexity on the test text falls; nothing
+    here is tuned on a text that is evaluated.
+
+    Args:
+        frequencies_F: of the source's pairs.
+        slots: S.
+        multiple: of F/S.
+
+    Raises:
+        InvalidInput: the pairs do not divide into equal groups of that size.
+    """
+    pairs = len(frequencies_F)
+    if pairs % slots:
+        fitting = ", ".join(str(2 * n) for n in range(1, pairs + 1) if pairs % n == 0)
+        raise InvalidInput(
+            f"{2 * slots} rotary dimensions do not divide the head dimension {2 * pairs} into the equal "
+            f"shares that FreqFold needs; these would: --rope-dim {fitting}"
+        )
+    step = pairs // slots
+    width = step * multiple
+    if pairs % width:
+        raise InvalidInput(
+            f"fold{multiple} groups {width} rotary pairs, and {pairs} do not divide into such groups; "
+            "choose a smaller fold"
+        )
+    return tuple(
+        Band(frequency=float(frequencies_F[first + at]), pairs=tuple(range(first, first + width)), slots=1)
+        for first in range(0, pairs, width)
+        for at in range(0, width, step)
+    )
+
+
+def merged_heads(
+    attention: Attention,
+    target: LatentTarget,
+    bands: tuple[Band, ...],
+    statistics: LayerStatistics | None,
+    *,
+    decompose: Decomposition,
+    weight: float = 1.0,
+) -> LatentAttention:
+    """Fold by TransMLA's steps (arXiv 2502.07864, section 4): merged heads, RoRoPE, balance, decomposition.
+
+    Heads of a grouped source are merged to one latent [K; V] that each query reads through its own head's
+    block. RoRoPE: over all heads' pairs that a slot serves, one real orthogonal map of real and imaginary
+    parts alike diagonalises E[Re Reᵀ + Im Imᵀ] of key activations; the leading components rotate, the others
+    stop. Balance: un-rotated keys are divided by the ratio α of the mean norms of key and value columns.
+
+    Left out: fresh activations for the decomposition from the model whose rotation was removed, or from the
+    layers folded before, and ranks that differ by layer. As in the paper, all value columns count in α; the
+    published code skips some. Its damping of the PCAs changes no eigenvector.
+
+    Args:
+        attention: of the source.
+        target: widths of the latent and the rotary key.
+        bands: the slots.
+        statistics: of the layer.
+        decompose: the last step, of `DECOMPOSITIONS`.
+        weight: size of the keys next to the values, `balance_kv_ratio` of the published code.
+    """
+    assert statistics is not None
+    input_EE, values = statistics.input_EE, attention.v_KHD[..., 0].numel()
+
+    def compress(rows_BE: Tensor) -> Compressed:
+        scale_B = balance(rows_BE, values, input_EE)
+        scale_B[:-values] *= weight
+        return decompose(rows_BE, scale_B, input_EE, target.kv_lora_rank)
+
+    return assemble(attention, components(attention, bands, input_EE), target, compress)
+
+
+def pca(rows_BE: Tensor, scale_B: Tensor, input_EE: Tensor, rank: int) -> Compressed:
+    """Project z onto the leading eigenvectors of E[z zᵀ], uncentred, biases included."""
+    down_CE, up_BC, _ = low_rank(rows_BE * scale_B[:, None], unweighted(rows_BE), input_EE, rank)
+    return projected(down_CE, up_BC / scale_B[:, None])
+
+
+def care(rows_BE: Tensor, scale_B: Tensor, input_EE: Tensor, rank: int) -> Compressed:
+    """Decompose by CARE (arXiv 2603.17946, section 3): the uniform CARE-U.
+
+    V holds the eigenvectors of A C A, and the map on [k; v] is the projection V_r V_rᵀ; neither root nor
+    inverse need be computed.
+    """
+    moment_BB = rows_BE @ input_EE @ rows_BE.mT
+    damping = CARE_DAMPING * (moment_BB.diagonal() * scale_B.square()).mean()
+    vectors_BB = torch.linalg.eigh(moment_BB + torch.diag(damping / scale_B.square()))[1].flip(-1)
+    return projected(vectors_BB[:, :rank].mT @ rows_BE, vectors_BB[:, :rank])
+
+
+def no_sqrt_care(rows_BE: Tensor, scale_B: Tensor, input_EE: Tensor, rank: int) -> Compressed:
+    """Decompose as CARE with C in the place of its root: V holds the left singular vectors of A C."""
+    weighted_BB = _moment(rows_BE, scale_B, input_EE) / scale_B[:, None]
+    up_BC = torch.linalg.svd(weighted_BB)[0][:, :rank]
+    return projected(up_BC.mT @ rows_BE, up_BC)
+
+
+def transmla_care(rows_BE: Tensor, scale_B: Tensor, input_EE: Tensor, rank: int) -> Compressed:
+    """Project z onto the left singular vectors of C⁴ A, as CARE's published code does for TransMLA."""
+    moment_BB = _moment(rows_BE, scale_B, input_EE)
+    moment_BB = moment_BB / moment_BB.diagonal().mean()
+    powered_BB = torch.linalg.matrix_power(moment_BB, POWER) / scale_B
+    basis_BC = torch.linalg.svd(powered_BB)[0][:, :rank]
+    return projected(basis_BC.mT @ (rows_BE * scale_B[:, None]), basis_BC / scale_B[:, None])
+
+
+def _moment(rows_BE: Tensor, scale_B: Tensor, input_EE: Tensor) -> Tensor:
+    """Return C = E[z zᵀ], shrunken as the published code does."""
+    scaled_BE = rows_BE * scale_B[:, None]
+    moment_BB: Tensor = scaled_BE @ input_EE @ scaled_BE.mT
+    moment_BB.diagonal().add_(DAMPING * moment_BB.diagonal().mean())
+    return moment_BB
+
+
+DECOMPOSITIONS: dict[str, Decomposition] = {
+    "transmla": pca,
+    "care": care,
+    "no-sqrt-care": no_sqrt_care,
+    "transmla-care": transmla_care,
+}

@@ -1,4 +1,4 @@
-"""Where the rotary slots of MLA are, and how config.json says so to a stock engine."""
+"""The frequencies of the rotary slots of MLA, and their notation in config.json for stock engines."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -15,8 +15,10 @@ from ..algebra.target import Geometry, LatentTarget, Target
 from ..calibration.statistics import LayerStatistics, Statistics
 from ..families.source import Source
 from .allocation import allocate, divide, saved, unslotted
+from .features import features_of, lost_intact
+from .key_regression import regressed
 from .latent import Band, lost_by_slots, source_bands, uniform_bands
-from .published import PEERS, Peer
+from .published import Peer, peer
 
 Losses = tuple[dict[str, float], ...]  # predicted, of every layer; empty where nothing is predicted
 
@@ -68,7 +70,7 @@ def _chosen(
 ) -> tuple[Target, tuple[Band, ...], Losses]:
     wanted = options.get("slots")
     if isinstance(target, LatentTarget) and fixed:
-        if method in PEERS:
+        if peer(method) is not None:
             raise InvalidInput(
                 f"--method {method} has slots of its own, but engines other than transformers have a "
                 "fixed table; choose another method"
@@ -83,18 +85,40 @@ def _chosen(
             raise InvalidInput(
                 f"--slots {wanted} does not apply here: there is no rotary part to divide; leave it out"
             )
-        if isinstance(target, LatentTarget) and method in PEERS:
+        if isinstance(target, LatentTarget) and peer(method) is not None:
             raise InvalidInput(
                 f"--method {method} decouples the rotary part, and here there is none; leave it out"
             )
+        if isinstance(target, LatentTarget) and statistics is not None and target.slots == "none":
+            return target, (), _lost_intact(source, statistics, target.kv_lora_rank)
         return target, (), ()
+    if peer(method) is not None and source.family.k_norm is not None:
+        raise InvalidInput(
+            f"--method {method} has no place for the key norms of {source.family.label}; leave it out"
+        )
     if target.slots == "source":
         return target, _fixed_bands(source, target), ()
-    if method in PEERS:
-        return _by_rule(source, target, statistics, options, method)
+    rule = peer(method)
+    if rule is not None:
+        return _by_rule(source, target, statistics, options, method, rule)
     if statistics is None:
         return target, _fixed_bands(source, target), ()
     return _divided(source, target, statistics, options)
+
+
+def _lost_intact(source: Source, statistics: Statistics, rank: int) -> Losses:
+    """Predict the loss of latents behind key norms whose rotation is left intact.
+
+    Nothing is predicted for other sources.
+    """
+    if source.family.k_norm is None:
+        return ()
+    losses = []
+    for layer, taken in enumerate(statistics.layers):
+        table_F, factor = source.frequencies(layer)
+        features = features_of(source, layer, source.attention(layer, factor), table_F, taken)
+        losses.append({"slots": 0.0, "latent": lost_intact(*features, rank)})
+    return tuple(losses)
 
 
 def _divided(
@@ -112,8 +136,13 @@ def _divided(
 
     def layers() -> Iterator[tuple[Attention, LayerMetric]]:
         for layer in source.rotating:
-            attention = source.attention(layer, factor)
-            yield attention, metric_of(statistics.layers[layer], attention, source.positions)
+            attention, taken = source.attention(layer, factor), statistics.layers[layer]
+            if attention.k_norm_KH is not None and options["container"] in {"stock", "serving"}:
+                yield regressed(source, layer, attention, table_F, taken)
+            elif attention.k_norm_KH is None:
+                yield attention, metric_of(taken, attention, source.positions)
+            else:
+                yield features_of(source, layer, attention, table_F, taken)
 
     elements = target.kv_lora_rank + target.qk_rope_head_dim
     kind: Literal["uniform", "allocated"] = "uniform" if fixed else options.get("slots") or "allocated"
@@ -174,9 +203,9 @@ def _by_rule(
     statistics: Statistics | None,
     options: Mapping[str, Any],
     method: str,
+    rule: Peer,
 ) -> tuple[LatentTarget, tuple[Band, ...], Losses]:
     """Return the slots of a published rule, with its own rotary width where the user left that open."""
-    rule = PEERS[method]
     if options.get("slots") is not None:
         raise InvalidInput(f"--slots does not apply to --method {method}, which has a rule of its own")
     if options.get("rope_dim") is None:

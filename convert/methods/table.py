@@ -13,7 +13,7 @@ from ..algebra.metric import LayerMetric
 from ..algebra.target import GroupedTarget, LatentTarget
 from . import latent as factor
 from . import pooling as pool
-from .published import PEERS
+from .published import PEERS, peer
 
 POOL: dict[str, Callable[[Attention, GroupedTarget, LayerMetric, Tensor], Attention]] = {
     "subspace": pool.subspace,
@@ -37,9 +37,10 @@ def check(target: GroupedTarget | LatentTarget, method: str | None) -> str:
         InvalidInput: the target has no such method, or the method leaves queries alone.
     """
     known = names(target)
-    if method is not None and method not in known:
+    rule = peer(method) if method is not None and isinstance(target, LatentTarget) else None
+    if method is not None and method not in known and rule is None:
         raise InvalidInput(f"--method {method} does not apply to this target; choose from {', '.join(known)}")
-    if method in PEERS and isinstance(target, LatentTarget) and target.q_lora_rank is not None:
+    if rule is not None and isinstance(target, LatentTarget) and target.q_lora_rank and not rule.queries:
         raise InvalidInput(
             f"--q-lora-rank does not apply to --method {method}, which is taken as published; leave it out"
         )
@@ -48,7 +49,8 @@ def check(target: GroupedTarget | LatentTarget, method: str | None) -> str:
 
 def reads_statistics(method: str) -> bool:
     """Return whether a method makes use of statistics."""
-    return method == "subspace" or (method in PEERS and PEERS[method].needs_statistics)
+    rule = peer(method)
+    return method == "subspace" or (rule is not None and rule.needs_statistics)
 
 
 def check_calibrated(method: str, slots: str | None, *, calibrated: bool, biased: bool = False) -> None:
@@ -65,7 +67,8 @@ def check_calibrated(method: str, slots: str | None, *, calibrated: bool, biased
     """
     if calibrated:
         return
-    if method in PEERS and PEERS[method].needs_statistics:
+    rule = peer(method)
+    if rule is not None and rule.needs_statistics:
         raise InvalidInput(f"--method {method} needs statistics; use --calibration self, or a text")
     if biased:
         raise InvalidInput(

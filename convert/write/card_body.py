@@ -14,11 +14,9 @@ if TYPE_CHECKING:
 CONTEXTS = (4096, 32768, 131072)  # tokens at which the cache's size is shown, as in kvfold convert --dry-run
 # The first release of transformers whose cache keeps a latent instead of expanded keys and values.
 LATENT_SINCE = "5.15"
-_FITTED = (
+_TRAINING = (
     "Train it further like its source, with `transformers.Trainer`, TRL or PEFT. For LoRA, "
-    "`target_modules` are `all-linear`, "
-    "or of `q_proj`, `q_a_proj`, `q_b_proj`, `kv_a_proj_with_mqa`, `kv_b_proj`, `o_proj` and the "
-    "projections of the MLP."
+    "`target_modules` are `all-linear`, or some of {}."
 )
 _LINEAR = (
     "Train it further with `kvfold distill` only: the norm of its latent is linear by a small "
@@ -29,7 +27,13 @@ _KINDS = {
     "mqa": "multi-query attention (MQA)",
     "mla": "latent attention (MLA)",
 }
-_ENGINES = {"transformers": "transformers", "vllm": "vLLM", "sglang": "SGLang", "llama.cpp": "llama.cpp"}
+_ENGINES = {
+    "transformers": "transformers",
+    "vllm": "vLLM",
+    "sglang": "SGLang",
+    "llama.cpp": "llama.cpp",
+    "mlx": "MLX",
+}
 
 
 def card_body(
@@ -177,13 +181,21 @@ def _loading(written: Written, place: str) -> list[str]:
         parts.append(f"### {name}")
         if not failing:
             parts.append(_how(engine, written, place))
-        if engine == "transformers" and written.layout == "stock":
-            parts.append(_LINEAR if written.is_linear else _FITTED)
+        if engine == "transformers" and written.layout in {"stock", "decoupled", "intact"}:
+            parts.append(_LINEAR if written.is_linear else _TRAINING.format(_projections(written)))
         if found:
             parts.append(_reasons(failing or found))
         if not failing and engine != "transformers":
             parts.append("kvfold did not run the model there; no rule that it knows forbids it.")
     return parts
+
+
+def _projections(written: Written) -> str:
+    """Return the names of the attention's projections, as adapters take them."""
+    place = next(name.rpartition("kv_b_proj")[0] for name in written.specs if ".kv_b_proj." in name)
+    inside = [name.removeprefix(place) for name in written.specs if name.startswith(place)]
+    parts = [name.partition(".")[0] for name in inside]
+    return ", ".join(f"`{part}`" for part in dict.fromkeys(parts) if "proj" in part)
 
 
 def _reasons(findings: Sequence[LintFinding]) -> str:
@@ -205,14 +217,17 @@ def _how(engine: str, written: Written, place: str) -> str:
         )
         return (
             f"```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer{since}\n\n"
-            f'tokenizer = AutoTokenizer.from_pretrained("{place}")\n'
+            f'tokenizer = AutoTokenizer.from_pretrained("{place}"{trust})\n'
             f'model = AutoModelForCausalLM.from_pretrained("{place}", dtype="auto"{trust})\n```'
         )
     trust = " --trust-remote-code" if own_code else ""
     command = {
-        "vllm": f"vllm serve {place}{trust}",
+        "vllm": f"vllm serve {place}{trust}\n"
+        "# with the CPU package of vLLM, which has no such command: python -m "
+        f"vllm.entrypoints.openai.api_server --model {place}{trust}",
         "sglang": f"python -m sglang.launch_server --model-path {place}{trust}",
         "llama.cpp": "python convert_hf_to_gguf.py DIRECTORY --outtype bf16",
+        "mlx": f"mlx_lm.generate --model {place} --prompt 'Once upon a time'",
     }[engine]
     return f"```console\n$ {command}\n```"
 

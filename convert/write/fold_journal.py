@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ...checkpoints.directory import SIDE_FILES
+from ...checkpoints.quantised.schemes import MODELOPT_FILE
 from ...checkpoints.record import FILE as RECORD
 from ...checkpoints.shards import INDEX
 from ...core.errors import InvalidInput
@@ -30,7 +31,7 @@ _NAMES = re.compile(
     r"(lock|journal)(-\d+)?(\.jsonl)?(\.partial)?"
     r"|model(-\d{5}-of-\d{5,})?\.safetensors|\w+_kvfold\.py"
 )
-_OTHERS = (INDEX, "config.json", RECORD, "README.md", *SIDE_FILES)
+_OTHERS = (INDEX, "config.json", MODELOPT_FILE, RECORD, "README.md", *SIDE_FILES)
 
 
 class FoldJournal:
@@ -135,6 +136,30 @@ def other_journal(partial: Path, fingerprint: str, rank: int) -> Iterator[FoldJo
         yield FoldJournal(partial / f"journal-{rank}.jsonl", fingerprint, {})
 
 
+@contextmanager
+def only_unnamed(partial: Path) -> Iterator[bool]:
+    """Say whether a directory holds a finished output that has no journal any more, and keep other runs out.
+
+    A run that is killed right before it gives its output the final name leaves that.
+
+    Args:
+        partial: the directory.
+
+    Raises:
+        InvalidInput: another run is at work there.
+    """
+    if (
+        partial.is_symlink()
+        or not (partial / RECORD).is_file()
+        or (partial / JOURNAL).exists()
+        or _strange(partial)
+    ):
+        yield False
+        return
+    with locked(partial / LOCK, _busy(partial)):
+        yield True
+
+
 def unneeded(partial: Path) -> list[Path]:
     """Return the journals and locks, which do not belong to a finished output.
 
@@ -180,7 +205,7 @@ def _lines(found: Mapping[str, Found]) -> str:
 
 
 def _read(file: Path, fingerprint: str) -> dict[str, Found] | None:
-    """Return what a journal of this plan tells; None if there is none, or it is of another plan."""
+    """Return what a journal of this plan records; None if there is none, or it is of another plan."""
     if not file.is_file():
         return None
     if file.stat().st_size > LIMIT_BYTES:

@@ -4,8 +4,11 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
-from ..algebra.attention import Attention, IntactAttention, LatentAttention
+from ...core.errors import InvalidInput
+from ..algebra.attention import Attention, IntactAttention, LatentAttention, NormedLatentAttention
+from ..algebra.input_scale import channel_scales, through_channels, with_channels
 from ..algebra.metric import UNWEIGHTED, metric_of
 from ..algebra.spectrum import LatentSpectrum
 from ..algebra.target import GroupedTarget, LatentTarget
@@ -14,17 +17,20 @@ from ..decide.plan import Plan
 from ..methods import key_norms as normed
 from ..methods import table as methods
 from ..methods.biases import nearest_to_one, without_key_bias, without_query_bias, without_value_bias
-from ..methods.grouping import GAIN, grouped
+from ..methods.features import features_of, with_features
+from ..methods.grouping import GAIN, arrangements, reordered
 from ..methods.intact import encoded, fold_joint
-from ..methods.latent_norm import in_level_basis, with_latent_norm, with_query_norm
-from ..methods.published import PEERS
+from ..methods.key_regression import regressed
+from ..methods.latent_norm import LatentTokens, in_level_basis, with_latent_norm, with_query_norm
+from ..methods.layer_sample import sample_of
+from ..methods.published import peer, with_few_queries
 from ..methods.query_rank import Compressible, compress, query_metric
 from ..methods.refinement import (
     HELD_BACK,
     Layer,
     LayerSample,
-    agrees,
     fitting_device,
+    length_weights,
     measure,
     refine,
 )
@@ -59,43 +65,81 @@ def fold(plan: Plan, number: int) -> LayerFold:
 def fold_attention(
     plan: Plan, number: int
 ) -> tuple[Attention | LatentAttention | IntactAttention, Loss | None]:
-    """Fold one layer of a plan's source; return it before a container names its tensors, and its loss."""
+    """Fold one layer of a plan's source; return it before a container names its tensors, and its loss.
+
+    Raises:
+        InvalidInput: the statistics hold values that cannot be decomposed, such as those of a damaged file.
+    """
+    try:
+        return _fold_attention(plan, number)
+    except LinAlgError:
+        raise InvalidInput(
+            f"the statistics of layer {number} cannot be decomposed, because their values are extreme; take "
+            "them again, with --calibration self or another text"
+        ) from None
+
+
+def _fold_attention(
+    plan: Plan, number: int
+) -> tuple[Attention | LatentAttention | IntactAttention, Loss | None]:
+    layer: Attention | LatentAttention | IntactAttention
     if isinstance(plan.target, GroupedTarget):
-        return _pooled(plan, number, plan.target)
-    if plan.container.folds_jointly:
-        return _joint(plan, number, plan.target)
-    return _latent(plan, number, plan.target)
+        layer, loss = _pooled(plan, number, plan.target)
+    elif plan.container.folds_jointly:
+        layer, loss = _joint(plan, number, plan.target)
+    else:
+        layer, loss = _latent(plan, number, plan.target)
+    scale_D = _scales(plan, number)
+    return layer if scale_D is None else with_channels(layer, 1 / scale_D), loss
+
+
+def _scales(plan: Plan, number: int) -> Tensor | None:
+    """Return the sizes of a layer's input channels, by which it is folded; None for methods of others."""
+    if plan.statistics is None or plan.method != "subspace":
+        return None
+    return channel_scales(plan.statistics.layers[number])
 
 
 def _statistics(plan: Plan, number: int) -> LayerStatistics | None:
-    return None if plan.statistics is None else plan.statistics.layers[number]
+    if plan.statistics is None:
+        return None
+    taken, scale_D = plan.statistics.layers[number], _scales(plan, number)
+    return taken if scale_D is None else through_channels(taken, scale_D)
+
+
+def _attention(plan: Plan, number: int, rotary_factor: float = 1.0) -> Attention:
+    attention, scale_D = plan.source.attention(number, rotary_factor), _scales(plan, number)
+    return attention if scale_D is None else with_channels(attention, scale_D)
 
 
 def _joint(
     plan: Plan, number: int, target: LatentTarget
 ) -> tuple[IntactAttention | LatentAttention, Loss | None]:
     table_F, factor = plan.source.frequencies(number)
-    attention = plan.source.attention(number, factor)
+    attention = _attention(plan, number, factor)
     sample = _sample(plan, number, attention, table_F)
     seen = None if sample is None or attention.k_norm_KH is None else encoded(attention, table_F, sample)
     joint = fold_joint(attention, target, _statistics(plan, number), plan.source.positions, seen)
     joint = _compressed(plan, number, joint, attention, table_F)
     if isinstance(joint, IntactAttention):
         return _refined(plan, attention, table_F, joint, table_F, sample)
-    return _refined(plan, attention, table_F, joint, table_F[:0], sample)
+    joint = _levelled(plan, number, joint, attention, table_F[:0], sample)
+    joint, loss = _refined(plan, attention, table_F, joint, table_F[:0], sample)
+    return _in_level_basis(joint, attention), loss
 
 
 def _latent(plan: Plan, number: int, target: LatentTarget) -> tuple[LatentAttention, Loss | None]:
     if plan.source.mixed and number not in plan.source.rotating:
         return _still(plan, number, target)
     table_F, factor = plan.source.slot_frequencies()
-    attention = plan.source.attention(number, factor)
+    attention = _attention(plan, number, factor)
     statistics = _statistics(plan, number)
-    slots_S = torch.tensor(
-        [band.frequency for band in plan.bands for _ in range(band.slots)], dtype=torch.float64
-    )
-    if target.slots == "rule":
-        latent = PEERS[plan.method].fold(attention, target, plan.bands, statistics)
+    if attention.k_norm_KH is not None:
+        fold_normed = _over_features if plan.container.kind == "remote" else _regressed
+        return fold_normed(plan, number, target, attention, table_F)
+    rule = peer(plan.method)
+    if rule is not None and target.slots == "rule":
+        latent = with_few_queries(rule, attention, target, plan.bands, statistics)
     else:
         metric = metric_of(statistics, attention, plan.source.positions)
         one_D = _one(plan, metric.input_EE)
@@ -104,11 +148,45 @@ def _latent(plan: Plan, number: int, target: LatentTarget) -> tuple[LatentAttent
         )
         latent = without_key_bias(latent, one_D)
         latent = _compressed(plan, number, latent, without_query_bias(attention, one_D), table_F)
-    latent = _levelled(plan, number, latent, attention)
-    latent, loss = _refined(
-        plan, attention, table_F, latent, slots_S, _sample(plan, number, attention, table_F)
-    )
+    slots_S, sample = _slots(plan), _sample(plan, number, attention, table_F)
+    latent = _levelled(plan, number, latent, attention, slots_S, sample)
+    latent, loss = _refined(plan, attention, table_F, latent, slots_S, sample)
     return _in_level_basis(latent, attention), loss
+
+
+def _over_features(
+    plan: Plan, number: int, target: LatentTarget, attention: Attention, table_F: Tensor
+) -> tuple[LatentAttention, Loss | None]:
+    """Fold a layer with key norms, whose latent and slots are computed from its features."""
+    statistics = _statistics(plan, number)
+    featured, metric = features_of(plan.source, number, attention, table_F, statistics)
+    folded = methods.FACTOR["subspace"](featured, target, table_F, plan.bands, metric)
+    latent = _compressed(plan, number, with_features(folded, attention), attention, table_F)
+    sample = _sample(plan, number, attention, table_F)
+    return _refined(plan, attention, table_F, latent, _slots(plan), sample)
+
+
+def _regressed(
+    plan: Plan, number: int, target: LatentTarget, attention: Attention, table_F: Tensor
+) -> tuple[LatentAttention, Loss | None]:
+    """Fold a layer with key norms for a class that has none."""
+    statistics = _statistics(plan, number)
+    assert statistics is not None, "rewrite asked for statistics"
+    plain, metric = regressed(plan.source, number, attention, table_F, statistics)
+    one_D = _one(plan, statistics.input_EE)
+    latent = methods.FACTOR["subspace"](without_value_bias(plain, one_D), target, table_F, plan.bands, metric)
+    latent = _compressed(plan, number, without_key_bias(latent, one_D), plain, table_F)
+    slots_S, sample = _slots(plan), _sample(plan, number, attention, table_F)
+    latent = _levelled(plan, number, latent, plain, slots_S, sample)
+    latent, loss = _refined(plan, attention, table_F, latent, slots_S, sample)
+    return _in_level_basis(latent, plain), loss
+
+
+def _slots(plan: Plan) -> Tensor:
+    """Return the frequencies of the rotary slots, (S,)."""
+    return torch.tensor(
+        [band.frequency for band in plan.bands for _ in range(band.slots)], dtype=torch.float64
+    )
 
 
 def _still(plan: Plan, number: int, target: LatentTarget) -> tuple[LatentAttention, Loss | None]:
@@ -116,7 +194,7 @@ def _still(plan: Plan, number: int, target: LatentTarget) -> tuple[LatentAttenti
 
     Its keys are in the latent, and the rotary key stays empty.
     """
-    attention = plan.source.attention(number)
+    attention = _attention(plan, number)
     statistics = _statistics(plan, number)
     one_D = _one(plan, None if statistics is None else statistics.input_EE)
     valued = without_value_bias(attention, one_D)
@@ -126,30 +204,47 @@ def _still(plan: Plan, number: int, target: LatentTarget) -> tuple[LatentAttenti
     latent = _compressed(
         plan, number, without_key_bias(latent, one_D), without_query_bias(attention, one_D), table_F
     )
-    latent = _levelled(plan, number, latent, attention)
-    latent, loss = _refined(
-        plan, attention, table_F, latent, table_F[:0], _sample(plan, number, attention, table_F)
-    )
+    sample = _sample(plan, number, attention, table_F)
+    latent = _levelled(plan, number, latent, attention, table_F[:0], sample)
+    latent, loss = _refined(plan, attention, table_F, latent, table_F[:0], sample)
     return _in_level_basis(latent, attention), loss
 
 
-def _levelled(plan: Plan, number: int, layer: LatentAttention, attention: Attention) -> LatentAttention:
-    """Return the layer with the norms of the stock class, where the plan has them fitted."""
+def _levelled(
+    plan: Plan,
+    number: int,
+    layer: LatentAttention,
+    attention: Attention,
+    slots_S: Tensor,
+    sample: LayerSample | None,
+) -> LatentAttention:
+    """Return the layer with real norms, where the plan has them fitted."""
     taken = _statistics(plan, number)
     if plan.latent_norm != "fitted":
         return layer
     assert taken is not None, "make_plan asked for statistics"
-    device, sequences = fitting_device(), len(taken.input_BTD)
-    input_BTD = held_BTD = taken.input_BTD
-    if sequences > 1:
-        held = max(1, sequences // HELD_BACK)
-        input_BTD, held_BTD = taken.input_BTD.split([sequences - held, held])
-    input_XD, held_XD = (rows.flatten(0, 1).to(device, torch.float64) for rows in (input_BTD, held_BTD))
-    layer = with_latent_norm(layer.to(torch.float64, device), input_XD, held_XD)
+    tokens = _tokens(taken.input_BTD, None if sample is None else length_weights(layer, slots_S, sample))
+    layer = with_latent_norm(layer.to(torch.float64, fitting_device()), tokens)
     if plan.container.query_rank is not None:
         size = float(attention.q_NHD.square().mean().sqrt())
-        layer = with_query_norm(layer, input_XD, held_XD, size, biased=plan.container.holds_biases)
+        given = tokens.input_XD.shape[1] if layer.q_down_AD is None else len(layer.q_down_AD)
+        # One more number than there are is a constant, in the place of biases.
+        biased = plan.container.query_rank > given
+        layer = with_query_norm(layer, tokens.unweighted(), size, biased=biased)
     return layer.to(torch.float64, "cpu")
+
+
+def _tokens(input_BTD: Tensor, weight_BT: Tensor | None) -> LatentTokens:
+    """Return a layer's inputs as tokens to fit a norm on, with as many held back as in refinement."""
+    sequences = len(input_BTD)
+    held = max(1, sequences // HELD_BACK) if sequences > 1 else 0
+
+    def parts(rows: Tensor) -> list[Tensor]:
+        rows = rows.to(fitting_device(), torch.float64)
+        split = rows.split([sequences - held, held]) if held else (rows, rows)
+        return [part.flatten(0, 1) for part in split]
+
+    return LatentTokens.of(*parts(input_BTD), *([] if weight_BT is None else parts(weight_BT)))
 
 
 def _in_level_basis(layer: LatentAttention, attention: Attention) -> LatentAttention:
@@ -183,23 +278,25 @@ def _one(plan: Plan, input_EE: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def _pooled(plan: Plan, number: int, target: GroupedTarget) -> tuple[Attention, Loss | None]:
-    attention, (table_F, factor) = plan.source.attention(number), plan.source.nominal_frequencies(number)
+    attention, (table_F, factor) = _attention(plan, number), plan.source.nominal_frequencies(number)
     pool = methods.POOL[plan.method]
     weighs = methods.reads_statistics(plan.method)
     metric = metric_of(_statistics(plan, number), attention, plan.source.positions) if weighs else UNWEIGHTED
     if attention.k_norm_KH is not None and plan.method != "mean":
         pool = normed.by_value(pool)
     sample = _sample(plan, number, attention, table_F, factor)
-    pooled = pool(attention, target, metric, table_F)
-    if plan.method == "subspace" and _is_movable(plan, attention, sample):
-        moved, its_metric, gain = grouped(attention, metric, target.num_key_value_heads)
-        if gain > (0 if sample else GAIN):
-            other = pool(moved, target, its_metric, table_F)
-            # The predicted gain is of second order and by pairs: where it can be measured, that decides.
-            if sample is None or _loss(other, attention, table_F, sample) < _loss(
-                pooled, attention, table_F, sample
-            ):
-                pooled = other
+    if plan.method != "subspace" or not _is_movable(plan, attention, sample):
+        pooled = pool(attention, target, metric, table_F)
+        return _refined(plan, attention, table_F, pooled, table_F, sample)
+    orders = arrangements(attention, metric, target.num_key_value_heads)
+    if sample is None:
+        order, gain = orders[0]
+        moved = reordered(attention, metric, order) if gain > GAIN else (attention, metric)
+        return pool(moved[0], target, moved[1], table_F), None
+    # The predicted gain is of second order and by pairs: where it can be measured, that decides.
+    ways = (reordered(attention, metric, order) for order, _ in orders)
+    folds = [pool(moved, target, its_metric, table_F) for moved, its_metric in ways]
+    pooled = min(folds, key=lambda fold: _loss(fold, attention, table_F, sample)) if folds[1:] else folds[0]
     return _refined(plan, attention, table_F, pooled, table_F, sample)
 
 
@@ -221,20 +318,8 @@ def _loss(pooled: Attention, attention: Attention, table_F: Tensor, sample: Laye
 def _sample(
     plan: Plan, number: int, attention: Attention, table_F: Tensor, rotary_factor: float = 1.0
 ) -> LayerSample | None:
-    """Return the sample that a layer is measured and refined on.
-
-    The result is None where this package's forward pass does not compute what the source does.
-    """
-    taken = _statistics(plan, number)
-    if taken is None:
-        return None
-    sample = LayerSample(
-        input_BTD=taken.input_BTD,
-        output_BTD=taken.output_BTD,
-        fisher_DD=taken.output_fisher,
-        scoring=plan.source.scoring(number, rotary_factor),
-    )
-    return sample if agrees(attention, table_F, sample) else None
+    """Return the sample that a layer is measured and refined on; None where there is none."""
+    return sample_of(plan.source, _statistics(plan, number), number, attention, table_F, rotary_factor)
 
 
 def _refined(
@@ -252,6 +337,8 @@ def _refined(
     # A norm of single heads serves as many as there are, and is passed on; so is one of all queries, whose
     # number stays.
     fixed = {"q_norm_NH"} if plan.source.family.norm_spans == "heads" else {"q_norm_NH", "k_norm_KH"}
+    if isinstance(layer, NormedLatentAttention):
+        fixed |= {"q_nope_NPA"}  # the identity, which is not written
     if isinstance(layer, LatentAttention) and layer.query_norm is not None and layer.q_down_AD is not None:
         # A rescaled input is no projection to learn.
         fixed |= (

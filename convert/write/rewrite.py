@@ -21,7 +21,9 @@ from typing import Any
 import torch
 
 from ...checkpoints.directory import check_output, copy_side_files, finish
-from ...checkpoints.record import SCHEMA, describe, sha256, write_record
+from ...checkpoints.quantised.packed_checkpoint import QuantisedCheckpoint
+from ...checkpoints.quantised.schemes import MODELOPT_FILE
+from ...checkpoints.record import SCHEMA, changed_since, describe, read_record, sha256, write_record
 from ...checkpoints.shards import ShardWriter
 from ...core.console import is_first, progress
 from ...core.errors import InvalidInput
@@ -32,7 +34,7 @@ from ..calibration.capacity import default_jobs
 from ..decide.norm_choice import settle_norm
 from ..decide.plan import Plan, PlannedLayer
 from ..methods import table as methods
-from .fold_journal import FoldJournal, Found, first_journal, other_journal, unneeded
+from .fold_journal import FoldJournal, Found, first_journal, only_unnamed, other_journal, unneeded
 from .layer_fold import fold
 from .model_card import write_card
 
@@ -64,8 +66,18 @@ def rewrite(plan: Plan, out: Path, *, source_name: str | None = None) -> dict[st
         methods.check_calibrated(
             plan.method, slots, calibrated=plan.statistics is not None, biased=plan.folds_biases
         )
+        if plan.container.kind == "stock" and plan.source.norms and plan.statistics is None:
+            raise InvalidInput(
+                "norms of queries and keys can be replaced for the stock class by statistics only; use "
+                "--calibration self, or --container remote"
+            )
     plan = settle_norm(plan)
     partial = out.with_name(out.name + ".partial")
+    with together():
+        finished = _name_finished(plan, partial, out) if is_first() else None
+    finished = from_first(finished)
+    if finished is not None:
+        return finished
     with ExitStack() as first:
         done = _share(plan, out, partial, first)
         record = _record(plan, source_name or plan.request.source_name, done)
@@ -74,6 +86,23 @@ def rewrite(plan: Plan, out: Path, *, source_name: str | None = None) -> dict[st
                 _complete(plan, partial, record)
                 finish(partial, out, unneeded(partial))
     return record
+
+
+def _name_finished(plan: Plan, partial: Path, out: Path) -> dict[str, Any] | None:
+    """Give an output that an earlier run of the same request has finished its name.
+
+    Returns:
+        Its record; None if there is no such output.
+    """
+    with only_unnamed(partial) as is_finished:
+        record = read_record(partial) if is_finished else None
+        if record is None or record.get("request") != json.loads(json.dumps(plan.request.essentials())):
+            return None
+        if changed_since(record, plan.source.checkpoint.directory):
+            return None
+        with _failures(plan, out):
+            finish(partial, out, unneeded(partial))
+        return record
 
 
 def _share(plan: Plan, out: Path, partial: Path, first: ExitStack) -> dict[str, Found]:
@@ -185,6 +214,11 @@ def _write_layer(plan: Plan, layer: PlannedLayer, writer: ShardWriter) -> Found:
 
 def _write_copy(plan: Plan, name: str, writer: ShardWriter) -> Found:
     copy, checkpoint = plan.copies[name], plan.source.checkpoint
+    if copy.part is not None:
+        assert isinstance(checkpoint, QuantisedCheckpoint)
+        for first, piece in checkpoint.stored.stream(copy.part):
+            writer.write(name, piece, first)
+        return {}
     if copy.change is not None and not copy.by_rows:
         writer.write(name, copy.change(checkpoint[copy.source].to(torch.float64)))
         return {}
@@ -202,8 +236,19 @@ def _complete(plan: Plan, partial: Path, record: dict[str, Any]) -> None:
     for file in plan.container.files:
         shutil.copyfile(file, partial / file.name)
     (partial / "config.json").write_text(json.dumps(plan.config, indent=2) + "\n", encoding="utf-8")
+    _write_modelopt(plan, partial)
     write_record(partial, record)
     write_card(partial, record)
+
+
+def _write_modelopt(plan: Plan, partial: Path) -> None:
+    """Write the second place of ModelOpt's configuration, where the source has it."""
+    checkpoint, modules = plan.source.checkpoint, plan.modules
+    if modules is None or not isinstance(checkpoint, QuantisedCheckpoint):
+        return
+    content = checkpoint.modelopt_file_for(modules)
+    if content is not None:
+        (partial / MODELOPT_FILE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 @contextmanager

@@ -102,7 +102,7 @@ def take_sample(source: TextSource) -> SourceSample | None:
     """
     key = "messages_field" if source.messages_field else "text_field"
     if source.source == "stdlib":
-        from ...texts.corpus import stdlib_documents
+        from ...texts.standard_library import stdlib_documents
 
         documents = list(stdlib_documents(held_out=False))
         values = documents[:_DOCUMENTS]

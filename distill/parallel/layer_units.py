@@ -17,6 +17,7 @@ from safetensors import safe_open
 from torch import nn
 
 from ...checkpoints.directory import Checkpoint
+from ...checkpoints.quantised.packed_checkpoint import open_checkpoint
 from ...convert.formats import to_trainable
 from ...core.console import notice
 from ...core.errors import InvalidInput
@@ -44,14 +45,12 @@ class LayerUnits:
         opened: whether linearised norms are opened for training, see `to_trainable`.
 
     Raises:
-        InvalidInput: transformers cannot build the model, or the checkpoint is quantised, has no safetensors,
-            or lacks a weight.
+        InvalidInput: transformers cannot build the model, or the checkpoint has no safetensors or lacks a
+            weight.
     """
 
     def __init__(self, directory: Path, dtype: torch.dtype, *, opened: bool = False) -> None:
-        checkpoint = Checkpoint(directory)
-        if checkpoint.config.get("quantization_config"):
-            raise InvalidInput("its weights are quantised")
+        checkpoint = open_checkpoint(directory)
         self.model = skeleton(checkpoint, dtype, opened=opened)
         self.loaded = Loaded(directory, describe(directory, LoadOptions()).tokenizer, self.model)
         self.saved_weights: Path | None = None

@@ -2,8 +2,9 @@
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
+from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
+from ...core.settings import Settings
 from ...texts.document_rows import DocumentSource
 
 SELF = "self"  # text that the teacher writes
@@ -11,13 +12,7 @@ Packing = Literal["documents", "stream"]
 _TWO_FIELDS = "text_field and messages_field are both given; documents are either text or conversations"
 
 
-class RecipeSection(BaseModel):
-    """A part of a recipe: immutable, without unknown keys."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
-
-
-class TextSource(RecipeSection):
+class TextSource(Settings):
     """One text of a mixture, or only its name. A key that is missing here is taken from `data`."""
 
     source: str
@@ -65,7 +60,7 @@ OneOrMore = Annotated[
 ]
 
 
-class Data(RecipeSection):
+class Data(Settings):
     """The source of the text, and how it is cut into windows."""
 
     source: OneOrMore

@@ -10,8 +10,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
+from ...core.settings import Settings
 from ...core.units import parse_tokens
-from .data_section import SELF, Data, RecipeSection
+from .data_section import SELF, Data
 from .watch_section import Evaluate, TrackerName
 
 SHARED = "shared"  # value of `teacher`: one copy of the weights that student and teacher have in common
@@ -34,7 +35,7 @@ ScheduleName = Literal["cosine", "wsd", "constant"]
 Tokens = Annotated[int, BeforeValidator(parse_tokens), Field(ge=1)]
 
 
-class Lora(RecipeSection):
+class Lora(Settings):
     """Low-rank adapters (arXiv 2106.09685), which are merged into the weights at the end of a stage."""
 
     rank: int = Field(default=16, ge=1)
@@ -52,7 +53,7 @@ class Lora(RecipeSection):
 _LAYERWISE: tuple[LossName, ...] = ("attention_output",)
 
 
-class Stage(RecipeSection):
+class Stage(Settings):
     """One stretch of training, with a fresh optimizer."""
 
     name: str = Field(pattern=r"^\w[\w.+-]*$")
@@ -138,7 +139,7 @@ class Stage(RecipeSection):
         return "layerwise" if self.learnt == list(_LAYERWISE) else "end_to_end"
 
 
-class Save(RecipeSection):
+class Save(Settings):
     """Training states, from which a stopped run resumes."""
 
     every: int = Field(default=500, ge=1)
@@ -149,7 +150,7 @@ class Save(RecipeSection):
     """If true, each stage but the last writes its model as a checkpoint in `<output>/stages/NAME`."""
 
 
-class Recipe(RecipeSection):
+class Recipe(Settings):
     """A whole run."""
 
     version: Literal[1] = Field(alias="schema")

@@ -4,12 +4,12 @@ from typing import Literal
 
 from pydantic import Field
 
-from .data_section import RecipeSection
+from ...core.settings import Settings
 
 TrackerName = Literal["tensorboard", "wandb", "trackio"]  # keys of the table in trackers.py
 
 
-class Evaluate(RecipeSection):
+class Evaluate(Settings):
     """Evaluation on text that the run does not train on.
 
     It takes place before the first step, while the run trains, and at the end of each stage. Stages with

@@ -16,7 +16,7 @@ from ...core.signals import ignored
 from ..stages.state import saved
 
 _LOCK = "lock"  # held while a run is at work; it also marks a directory that kvfold made
-# Everything that a run puts there. The lock is removed last, so that an interrupted removal can be told from
+# Everything that a run puts there. The lock is removed last, so that an interrupted removal differs from
 # a directory that kvfold did not make.
 _WRITTEN = ("tokens.bin", "marks.bin", "tokens.json", "metrics.jsonl", "evaluations.jsonl")
 _FILES = (*_WRITTEN, *(f"{name}.partial" for name in _WRITTEN))
@@ -115,6 +115,9 @@ def _strange(partial: Path) -> str | None:
     if partial.is_symlink() or not partial.is_dir():
         return "it is not a directory"
     names = {path.name for path in partial.iterdir()}
+    for name in sorted(names & {*_FILES, _LOCK}):
+        if (partial / name).exists() and not (partial / name).is_file():
+            return f"its {name} is not a regular file"
     if not names or (names <= _NAMES and (partial / _LOCK).is_file()):
         return None
     return f"it holds {min(names - _NAMES or names)}"

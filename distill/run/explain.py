@@ -7,16 +7,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ...checkpoints.directory import Checkpoint, check_output
+from ...checkpoints.directory import check_output
+from ...checkpoints.quantised.packed_checkpoint import open_checkpoint
 from ...checkpoints.record import source_directory
 from ...core.errors import InvalidInput
+from ...core.untrusted import read_yaml
 from ...models.causal_lm import describe
 from ...models.load_options import LoadOptions
 from ...texts.sources import check_source
 from ..data.samples import check_texts
 from ..parallel.launch import SHARDED
 from ..recipe.recipe import SHARED, Recipe, Stage, flatten
-from ..recipe.recipe_file import describe_key, read_content, read_recipe
+from ..recipe.recipe_file import describe_key, read_recipe
 from ..stages.weights import check_peft
 from ..watch.held_out import check_held_out
 from ..watch.trackers import check_trackers
@@ -67,7 +69,7 @@ def check_places(recipe: Recipe) -> list[str]:
     if any(stage.train == "lora" for stage in recipe.stages):
         check_peft()
     for directory in filter(None, (student, teacher)):
-        Checkpoint(directory)  # reads the places of all tensors in its files
+        open_checkpoint(directory)  # reads the places of all tensors in its files
     if student and teacher:
         check_stages(recipe, student, teacher, sharded=recipe.profile in SHARDED)
     for source in recipe.data.sources:
@@ -133,7 +135,7 @@ def explain(file: Path, overrides: Sequence[str] = (), processes: int | None = N
             named for a profile with one.
     """
     recipe = read_recipe(file, overrides)
-    keys = _keys(recipe, read_content(file), overrides)
+    keys = _keys(recipe, read_yaml(file), overrides)
     footprints, note = _footprints(recipe, _processes(recipe, processes))
     stages = [
         {

@@ -4,7 +4,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from ...checkpoints.directory import Checkpoint, copy_side_files, finish, link_or_copy
+from ...checkpoints.directory import copy_side_files, finish, link_or_copy
+from ...checkpoints.quantised.packed_checkpoint import open_checkpoint
 from ...checkpoints.record import distilled_record, write_record
 from ...convert.write.model_card import write_card
 from ...models.code_files import copy_config
@@ -13,7 +14,7 @@ from ..recipe.recipe import Stage
 from ..stages import state
 from ..stages.student import publish
 from ..watch.evaluation import ChosenWeights
-from ..watch.metrics import read_lines
+from ..watch.evaluation_lines import read_evaluations
 from ..watch.perplexity_curve import write_curve
 from ..watch.trackers import directory_of
 from .context import RunContext
@@ -31,7 +32,7 @@ def write_output(run: RunContext, record: dict[str, Any], chosen: ChosenWeights 
     """
     final = _checkpoint(run, run.partial / "final", chosen)
     shutil.copyfile(run.partial / "metrics.jsonl", final / "metrics.jsonl")
-    history = read_lines(run.partial / "evaluations.jsonl")
+    history = read_evaluations(run.partial / "evaluations.jsonl")
     if history:
         write_curve(final, history)
     if run.recipe.trackers:
@@ -74,7 +75,7 @@ def _checkpoint(run: RunContext, directory: Path, chosen: ChosenWeights | None) 
 
 def _copy(start: Path, directory: Path) -> None:
     """Copy the weights that stages in memory started from, byte for byte."""
-    for file in (*Checkpoint(start).files, *start.glob("*.safetensors.index.json")):
+    for file in (*open_checkpoint(start).files, *start.glob("*.safetensors.index.json")):
         shutil.copyfile(file, directory / file.name)
     copy_config(start, directory)
     copy_side_files(start, directory)

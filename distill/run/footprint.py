@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...checkpoints.directory import Checkpoint
+from ...checkpoints.quantised.packed_checkpoint import open_checkpoint
 from ...models.decoder import decoder_layers
 from ...models.layered_model import LayeredModel
 from ..losses.chunks import chunk_elements
@@ -53,7 +53,7 @@ def skeleton(directory: Path) -> Any:
     Raises:
         InvalidInput: transformers cannot build it.
     """
-    return LayeredModel(Checkpoint(directory), attention=None).model
+    return LayeredModel(open_checkpoint(directory), attention=None).model
 
 
 def footprint(
@@ -97,8 +97,8 @@ def footprint(
         device = torch.device("cuda" if _has_gpu(recipe) else "cpu")
         memory["logits"] = 4 * _LOGITS * min(chunk_elements(device), tokens * _vocabulary(student))
     if shards > 1:
-        beside = memory["activations"] + memory["logits"]
-        memory["gathered"] = _gathered_bytes(recipe, stage, student, teacher, bf16, keeps_layers, beside)
+        released = memory["activations"] + memory["logits"]
+        memory["gathered"] = _gathered_bytes(recipe, stage, student, teacher, bf16, keeps_layers, released)
     has_experts = any("expert" in name for name, _ in student.named_modules())
     flops = None if has_experts else _flops(recipe, stage, student, teacher)
     return Footprint(weights, trained, memory, flops)
@@ -141,11 +141,11 @@ def _teacher_bytes(recipe: Recipe, stage: Stage, student: Any, teacher: Any, bf1
 
 
 def _gathered_bytes(
-    recipe: Recipe, stage: Stage, student: Any, teacher: Any, bf16: bool, keeps_layers: bool, beside: int
+    recipe: Recipe, stage: Stage, student: Any, teacher: Any, bf16: bool, keeps_layers: bool, released: int
 ) -> int:
-    """Return the most bytes that are whole at once in a step of sharded models, in addition to `beside`.
+    """Return the most bytes that are whole at once in a step of sharded models, in addition to `released`.
 
-    `beside` counts the bytes that are free again when the gradients of the weights around the layers are
+    `released` counts the bytes that are free again when the gradients of the weights around the layers are
     exchanged.
     """
     size = 2 if bf16 else 4
@@ -160,7 +160,7 @@ def _gathered_bytes(
         weight for weight in student.parameters() if weight.requires_grad and id(weight) not in inside
     ]
     exchanged = 4 * 2 * sum(weight.numel() for weight in changed)
-    return around + at_work + theirs + max(0, exchanged - beside)
+    return around + at_work + theirs + max(0, exchanged - released)
 
 
 def _size(module: nn.Module) -> int:

@@ -37,8 +37,9 @@ from ..stages.stream import Streaming, describe_student, stream_stage
 from ..stages.student import open_student
 from ..stages.teacher import Online, Teacher, open_teacher
 from ..watch.evaluation import TrainingEvaluation, best_kept, summary
+from ..watch.evaluation_lines import read_evaluations
 from ..watch.held_out import check_held_out, check_unseen, open_held_out
-from ..watch.metrics import Metrics, read_lines, summarise, trim_metrics
+from ..watch.metrics import Metrics, summarise, trim_metrics
 from ..watch.trackers import check_trackers, directory_of, tracking
 from .claim import claimed, tidy
 from .context import RunContext
@@ -118,7 +119,7 @@ def _distill(run: RunContext, output: Path) -> dict[str, Any]:
         record = {"student": str(run.student), "teacher": str(run.teacher), "models": progress.models}
         record |= summarise(partial / "metrics.jsonl", recipe)
         chosen = best_kept(partial, recipe.evaluate)
-        history = read_lines(partial / "evaluations.jsonl")
+        history = read_evaluations(partial / "evaluations.jsonl")
         if recipe.evaluate and history:
             record["evaluation"] = summary(history, chosen)
         accelerator.wait_for_everyone()  # before rank 0 moves the metrics that the others still read

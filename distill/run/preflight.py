@@ -5,6 +5,8 @@ from typing import Any
 
 import torch
 
+from ...checkpoints.card import read_card
+from ...checkpoints.directory import check_side_files
 from ...core.errors import InvalidInput
 from ...models.decoder import Decoder
 from ..losses import LOSSES
@@ -27,10 +29,13 @@ def check_stages(recipe: Recipe, student: Path, teacher: Path, *, sharded: bool)
         sharded: whether stages of the whole student divide models among processes.
 
     Raises:
-        InvalidInput: as of `stream.describe_student`; or, with the name of the stage, as of
-            `teacher.check_whole`, `weights.find_trained`, `align.adds`, `align.check_inside`,
-            `objective.check_layers` and the losses themselves.
+        InvalidInput: as of `directory.check_side_files` and `stream.describe_student`; or, with the name of
+            the stage, as of `teacher.check_whole`, `weights.find_trained`, `align.adds`,
+            `align.check_inside`, `objective.check_layers` and the losses themselves.
     """
+    for directory in (student, teacher):
+        check_side_files(directory)
+        read_card(directory)  # of which the output's card takes the licence
     # It also refuses remote code, which building a model would ask about.
     describe_student(student, teacher, recipe.data.seq_len)
     try:

@@ -17,6 +17,7 @@ from pydantic import ValidationError
 
 from ...checkpoints.directory import check_output
 from ...checkpoints.record import read_record, source_directory
+from ...checkpoints.shards import HEADER_LIMIT
 from ...core.console import notice
 from ...core.errors import InvalidInput
 from ...core.hub import resolve
@@ -26,6 +27,15 @@ from ..stages import state
 from ..stages.state import Progress
 from .claim import is_ours
 
+_RESULT = {
+    "recipe",
+    "models",
+    "student",
+    "teacher",
+    "steps",
+    "tokens",
+    "stages",
+}  # of a finished run's record
 _STAGE = re.compile(r"stages\[(\d+)\]")
 # Bytes read at both ends and in the middle of every tensor; folds of one source differ in few tensors.
 _SAMPLE = 2**12
@@ -86,7 +96,7 @@ def find_result(recipe: Recipe, output: Path, partial: Path) -> dict[str, Any] |
     """
     if output.is_dir() and is_ours(partial):
         record = (read_record(output) or {}).get("distill", {})
-        is_same = "models" in record and not differences(record["recipe"], recipe.resolved())
+        is_same = record.keys() >= _RESULT and not differences(record["recipe"], recipe.resolved())
         if is_same and record["models"] == fingerprints(*find_models(recipe, output)):
             return {key: value for key, value in record.items() if key != "recipe"}
     with as_settings():
@@ -195,7 +205,7 @@ def _tensors(stream: BinaryIO, size: int) -> list[tuple[int, int]]:
     """
     try:
         length = 8 + int.from_bytes(stream.read(8), "little")
-        rows = json.loads(stream.read(min(length, size) - 8)).items()
+        rows = json.loads(stream.read(max(0, min(length, size, HEADER_LIMIT) - 8))).items()
         places = [row["data_offsets"] for name, row in rows if name != "__metadata__"]
         return [(0, length), *((length + int(begin), length + int(end)) for begin, end in sorted(places))]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):

@@ -221,7 +221,11 @@ def is_whole(state: Path) -> bool:
     """Return whether all files of a saved state are as they were written."""
     try:
         hashes: dict[str, str] = read_json(state / _MANIFEST)
-        return all(_sha256(state / name) == expected for name, expected in hashes.items())
+        files = {state / name: expected for name, expected in hashes.items()}
+        # A pipe has no end, and a link leads to what this run did not write.
+        if any(file.is_symlink() or not file.is_file() for file in files):
+            return False
+        return all(_sha256(file) == expected for file, expected in files.items())
     except (OSError, ValueError):
         return False
 

@@ -23,8 +23,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from ...checkpoints.directory import Checkpoint, copy_side_files, finish
-from ...checkpoints.shards import SHARD_SIZE, ShardWriter
+from ...checkpoints.directory import copy_side_files, finish
+from ...checkpoints.quantised.packed_checkpoint import copy_stored, open_checkpoint, stored_specs
+from ...checkpoints.shards import SHARD_SIZE, ShardWriter, TensorSpec
 from ...convert.formats import to_published, to_trainable
 from ...core.errors import InvalidInput
 from ...core.files import save_whole
@@ -133,7 +134,7 @@ class _Side:
     """The student or the teacher, with the weights that are in use."""
 
     def __init__(self, directory: Path, given: Streaming) -> None:
-        self.layered = LayeredModel(Checkpoint(directory), attention=None)
+        self.layered = LayeredModel(open_checkpoint(directory), attention=None)
         self.decoder = Decoder(self.layered.model)
         if given.recipe.data.packing == "documents":
             with self.layered.streamed(kept=0) as model:
@@ -248,7 +249,7 @@ def _enter(given: Streaming, teacher: _Side) -> None:
 
 def _write(given: Streaming, out: Path) -> None:
     """Write the student as it was, with the aligned layers; all or nothing."""
-    stored = Checkpoint(given.student)
+    stored = open_checkpoint(given.student)
     aligned = {
         name: file for file in sorted(given.work.glob("layer-*.safetensors")) for name in load_file(file)
     }
@@ -260,10 +261,14 @@ def _write(given: Streaming, out: Path) -> None:
     partial = out.with_name(out.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    with ShardWriter(partial, {name: stored.spec(name) for name in stored}, SHARD_SIZE) as writer:
-        for name in stored:
-            tensor = load_file(aligned[name])[name] if name in aligned else stored[name]
-            writer.write(name, tensor.to(stored.spec(name).dtype))
+    others = [name for name in stored if name not in aligned]
+    specs: dict[str, TensorSpec] = {}
+    for name in stored:
+        specs |= {name: stored.spec(name)} if name in aligned else stored_specs(stored, [name])
+    with ShardWriter(partial, specs, SHARD_SIZE) as writer:
+        copy_stored(stored, others, writer)
+        for name, file in aligned.items():
+            writer.write(name, load_file(file)[name].to(stored.spec(name).dtype))
     (partial / "config.json").write_bytes((given.student / "config.json").read_bytes())
     copy_side_files(given.student, partial)
     ship(given.student, partial)

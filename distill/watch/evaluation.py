@@ -29,8 +29,9 @@ from ..recipe.watch_section import Evaluate
 from ..stages import state
 from ..stages.state import Progress
 from ..stages.teacher import Teacher
+from .evaluation_lines import read_evaluations
 from .held_out import HeldOut
-from .metrics import append_line, read_lines
+from .metrics import append_line
 
 # The results of `StageWork.measure`: sums over a batch's scored tokens.
 MEASURES = ("ce", "teacher_ce", "forward_kl", "same_top1")
@@ -68,7 +69,7 @@ class TrainingEvaluation:
 
     def history(self) -> list[dict[str, Any]]:
         """Return the lines of all evaluations so far."""
-        return read_lines(self.file)
+        return read_evaluations(self.file)
 
     def start(self, measure: Measure, stage: str, progress: Progress) -> None:
         """Evaluate the student before it is trained, and the teacher; once per run. All processes call it."""
@@ -202,7 +203,7 @@ def best_kept(partial: Path, settings: Evaluate | None) -> ChosenWeights | None:
     It is None where the recipe does not ask for it, and, with a notice, where those weights are no longer
     whole.
     """
-    best = best_of(read_lines(partial / "evaluations.jsonl"))
+    best = best_of(read_evaluations(partial / "evaluations.jsonl"))
     if settings is None or settings.keep != "best" or best is None:
         return None
     if _is_start(best):

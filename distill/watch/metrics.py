@@ -2,8 +2,6 @@
 
 import json
 import math
-import resource
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,9 +11,12 @@ import torch
 
 from ...core.errors import InvalidInput
 from ...core.files import replace_text
-from ...core.untrusted import parse_json, read_json_lines
+from ...core.system_calls import peak_resident_bytes
+from ...core.untrusted import parse_json, read_bytes, read_json_lines
 from ..recipe.recipe import Recipe
 from ..stages.state import Progress
+
+_LIMIT_BYTES = 2**30  # of a file of lines; a million steps take some 300 MB
 
 
 class Metrics:
@@ -78,7 +79,7 @@ def _is_whole(line: str) -> bool:
 def trim_metrics(file: Path, steps: int) -> None:
     """Drop the lines of steps that will be done again, and incomplete lines."""
     if file.exists():
-        lines = file.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+        lines = read_bytes(file, _LIMIT_BYTES).decode("utf-8", errors="replace").splitlines(keepends=True)
         kept = [line for line in lines if _is_whole(line) and json.loads(line)["step"] <= steps]
         replace_text(file, "".join(kept))
 
@@ -115,5 +116,4 @@ def peak_memory() -> float:
     """Return the most memory that this process has used, in GiB: of the GPU if there is one."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         return round(torch.cuda.max_memory_allocated() / 2**30, 3)
-    unit = 1 if sys.platform == "darwin" else 2**10  # bytes in what getrusage counts
-    return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30, 3)
+    return round(peak_resident_bytes() / 2**30, 3)

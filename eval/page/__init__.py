@@ -1,6 +1,6 @@
 """`kvfold report`: what was found of some checkpoints as one HTML page and as pictures.
 
-records.py   what lies in a checkpoint's directory, as data
+records.py   the files of a checkpoint's directory, as data
 groups.py    which checkpoints may be compared
 canvas.py    colours, and matplotlib's figures as SVG and PNG
 quality.py depth.py runs.py   the figures

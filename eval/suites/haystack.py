@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ...core.errors import InvalidInput
-from ...texts.corpus import stdlib_documents
+from ...texts.standard_library import stdlib_documents
 
 KINDS = ("passkey", "multikey")
 CANDIDATES = 10

@@ -31,7 +31,15 @@ SIDE_CONFIGS = (
     "generation_config.json",
 )  # fmt: skip
 NAMES_CODE = ("auto_map", "custom_pipelines")
-_LISTED = ("num_hidden_layers", "n_layer", "num_layers", "num_labels")  # transformers makes lists this long
+# transformers makes lists this long.
+_LISTED = (
+    "num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_labels", "num_experts",
+    "num_local_experts", "n_routed_experts", "moe_num_experts",
+)  # fmt: skip
+# Fields by which config.json chooses an implementation. Every other value makes transformers look for a
+# kernel, which it may download and run.
+_CHOOSES = ("attn_implementation", "experts_implementation")
+_BUILT_IN = {None, "eager", "sdpa", "flex_attention", "batched_mm", "grouped_mm"}
 _LIST_LIMIT = 10_000
 _WHOLE = "model.safetensors"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
@@ -42,6 +50,8 @@ class Checkpoint(Mapping[str, Tensor]):
 
     Args:
         directory: the directory.
+        packed: whether its tensors may have the dtypes of quantised weights; the class that makes float
+            tensors of them is `QuantisedCheckpoint`.
 
     Attributes:
         directory: the directory.
@@ -52,11 +62,11 @@ class Checkpoint(Mapping[str, Tensor]):
             that converts it); a shard is missing or truncated; the index disagrees with its shards.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, packed: bool = False) -> None:
         self.directory = directory
         self.config = read_config(directory)
         check_safetensors(directory)
-        self._entries = _entries(directory)
+        self._entries = _entries(directory, packed)
 
     def __getitem__(self, name: str) -> Tensor:
         entry = self._entries[name]
@@ -74,6 +84,10 @@ class Checkpoint(Mapping[str, Tensor]):
     def spec(self, name: str) -> TensorSpec:
         """Return the shape and dtype of a tensor, without reading it."""
         return self._entries[name].spec
+
+    def read(self, name: str, dtype: torch.dtype) -> Tensor:
+        """Return a tensor in a dtype."""
+        return self[name].to(dtype)
 
     def stream(self, name: str, by_rows: bool = False) -> Iterator[tuple[int, Tensor]]:
         """Yield a tensor in flat pieces, so that memory does not depend on its size.
@@ -137,37 +151,64 @@ def read_config(directory: Path) -> dict[str, Any]:
     if not path.is_file():
         raise InvalidInput(f"{directory} has no config.json; give the directory of a Hugging Face checkpoint")
     config: dict[str, Any] = read_json(path)
-    for field in _LISTED:
-        count = config.get(field)
-        if isinstance(count, int | float) and not 0 <= count <= _LIST_LIMIT:
+    for field, value in _fields(config):
+        if field in _LISTED and isinstance(value, int | float) and not 0 <= value <= _LIST_LIMIT:
             raise InvalidInput(
-                f"{path} has {field} {shorten(count)}, where a number from 0 to {_LIST_LIMIT} is needed"
+                f"{path} has {field} {shorten(value)}, where a number from 0 to {_LIST_LIMIT} is needed"
+            )
+        name = field.removeprefix("_").removesuffix("_internal")
+        if name in _CHOOSES and not (isinstance(value, str | None) and value in _BUILT_IN):
+            raise InvalidInput(
+                f"{path} has {field} {shorten(value)}, for which transformers may download and run a kernel; "
+                "remove the field"
             )
     return config
 
 
-def _entries(directory: Path) -> dict[str, Entry]:
+def _fields(value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield all fields of a JSON value with their values, at any depth."""
+    pending = [value]
+    while pending:
+        value = pending.pop()
+        if isinstance(value, dict):
+            yield from value.items()
+            pending += value.values()
+        elif isinstance(value, list):
+            pending += value
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """Return the safetensors files that transformers reads, sorted: one, or those that the index names.
+
+    Args:
+        directory: a model directory.
+
+    Raises:
+        InvalidInput: there is neither, the index is damaged, or a file is missing or not a regular one.
+    """
     whole = directory / _WHOLE
     if whole.is_file() or (whole.is_symlink() and not whole.exists()):  # a broken link is an error of its own
         # As in transformers: an index, or files such as another framework's, next to it are not read.
-        return read_header(whole)
-    index = directory / INDEX
-    if not index.is_file():
+        return [whole]
+    if whole.exists():
+        raise InvalidInput(f"{whole} is not a regular file; put the weights there, or remove it")
+    if not (directory / INDEX).is_file():
         files = sorted(directory.glob("*.safetensors"))
         raise InvalidInput(
             f"{directory} has {len(files)} safetensors files but neither {_WHOLE} nor {INDEX} that says what "
             "is in them"
         )
-    weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(map(_is_file_name, weight_map.values())):
-        raise InvalidInput(f"{index} is damaged: it has no weight_map")
+    return [directory / name for name in sorted(set(_weight_map(directory).values()))]
+
+
+def _entries(directory: Path, packed: bool) -> dict[str, Entry]:
+    files = weight_files(directory)
+    if files == [directory / _WHOLE]:
+        return read_header(files[0], packed=packed)
+    index, weight_map = directory / INDEX, _weight_map(directory)
     entries: dict[str, Entry] = {}
-    for name in sorted(set(weight_map.values())):
-        if not (directory / name).is_file():
-            raise InvalidInput(
-                f"{directory} lacks the shard {name} that its index names; download or save it again"
-            )
-        entries |= read_header(directory / name)
+    for file in files:
+        entries |= read_header(file, packed=packed)
     wrong = sorted(
         name for name, file in weight_map.items() if name not in entries or entries[name].file.name != file
     )
@@ -175,6 +216,20 @@ def _entries(directory: Path) -> dict[str, Entry]:
     if wrong:
         raise InvalidInput(f"{index} disagrees with its shards about {wrong[0]} ({len(wrong)} such tensors)")
     return {name: entries[name] for name in weight_map}
+
+
+def _weight_map(directory: Path) -> dict[str, str]:
+    """Return the names of the shards by tensor, from the index; all shards exist."""
+    index = directory / INDEX
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(map(_is_file_name, weight_map.values())):
+        raise InvalidInput(f"{index} is damaged: it has no weight_map")
+    for name in sorted(set(weight_map.values())):
+        if not (directory / name).is_file():
+            raise InvalidInput(
+                f"{directory} lacks the shard {name} that its index names; download or save it again"
+            )
+    return weight_map
 
 
 def _is_file_name(value: Any) -> bool:

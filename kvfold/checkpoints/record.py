@@ -56,7 +56,7 @@ def _check_fields(record: dict[str, Any], damaged: str) -> None:
         first = error.errors()[0]
         where = printable(".".join(map(str, first["loc"])))[:100]
         raise InvalidInput(f"{damaged} ({where}: {first['msg']})") from None
-    if record.get("target") and not isinstance(record["target"].get("name"), str):
+    if "target" in record and not isinstance(record["target"].get("name"), str):
         raise InvalidInput(f"{damaged} (target.name: expected a text)")
 
 

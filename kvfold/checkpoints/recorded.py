@@ -4,7 +4,9 @@ A field that is added later needs a default, so that records of earlier versions
 """
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Field
 
 Plain = str | int | float | bool | None
 
@@ -37,8 +39,8 @@ class RecordedParent(RecordPart):
 class RecordedSize(RecordPart):
     """The size of a cache."""
 
-    elements_per_token_per_layer: int
-    bytes_per_token: int
+    elements_per_token_per_layer: Annotated[int, Field(gt=0)]
+    bytes_per_token: Annotated[int, Field(gt=0)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +49,7 @@ class RecordedCache(RecordPart):
 
     before: RecordedSize
     after: RecordedSize
-    ratio: float
+    ratio: Annotated[float, Field(gt=0)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +59,20 @@ class RecordedCalibration(RecordPart):
     text: str
     tokens: int
     seed: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordedTraining(RecordPart):
+    """A distillation: its recipe and its result."""
+
+    recipe: dict[str, Any] = field(default_factory=dict)
+    models: dict[str, str] = field(default_factory=dict)
+    student: str = ""
+    teacher: str = ""
+    steps: int = 0
+    tokens: int = 0
+    stages: list[dict[str, Any]] = field(default_factory=list)
+    evaluation: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,4 +95,5 @@ class Recorded(RecordPart):
     dtype: str = ""
     cache: RecordedCache | None = None
     notices: list[str] = field(default_factory=list)
-    distill: dict[str, Any] = field(default_factory=dict)
+    distill: RecordedTraining = field(default_factory=RecordedTraining)
+    latent_norm: str | None = None

@@ -17,10 +17,16 @@ import torch
 from torch import Tensor
 
 from ..core.errors import InvalidInput
+from ..core.system_calls import open_bytes, read_at, reserve, write_at
 from ..core.untrusted import parse_json, printable, shorten
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+# Of quantised weights, their scales and their tables.
+PACKED_DTYPES = {
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
+}  # fmt: skip
+_NAMES = {dtype: name for name, dtype in (DTYPES | PACKED_DTYPES).items()}
 _ALIGNMENT = 8  # bytes; the header is padded so that tensor data starts aligned
 SHARD_SIZE = 5 * 10**9  # default for the most bytes of a weight file
 INDEX = "model.safetensors.index.json"
@@ -62,16 +68,17 @@ class Entry:
     spec: TensorSpec
 
 
-def read_header(file: Path) -> dict[str, Entry]:
+def read_header(file: Path, *, packed: bool = False) -> dict[str, Entry]:
     """Return the place of each tensor of a safetensors file, by name, without reading the tensors.
 
     Args:
         file: the file.
+        packed: whether it may hold the dtypes of quantised weights.
 
     Raises:
         InvalidInput: the file is truncated or damaged: tensors overlap or leave bytes unused, a name occurs
-            twice, or a shape is none; or it holds a dtype that is not a plain floating point one, as
-            quantised weights have.
+            twice, or a shape is none; or it holds a dtype that is not a plain floating point one, nor one
+            of quantised weights where these are allowed.
     """
     size = file.stat().st_size
     with file.open("rb") as stream:
@@ -90,7 +97,8 @@ def read_header(file: Path) -> dict[str, Entry]:
     metadata = header.pop("__metadata__", {})
     if not content.startswith(b"{") or not _is_text_map(metadata):
         raise InvalidInput(f"{file} has a damaged header; download or save it again")
-    entries = {name: _entry(file, 8 + length, name, row) for name, row in header.items()}
+    dtypes = DTYPES | PACKED_DTYPES if packed else DTYPES
+    entries = {name: _entry(file, 8 + length, name, row, dtypes) for name, row in header.items()}
     end = max((entry.start + entry.spec.nbytes for entry in entries.values()), default=8 + length)
     if end != size:
         raise InvalidInput(
@@ -108,22 +116,22 @@ def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _COUNT_LIMIT
 
 
-def _entry(file: Path, data: int, name: str, row: Any) -> Entry:
+def _entry(file: Path, data: int, name: str, row: Any, dtypes: Mapping[str, torch.dtype]) -> Entry:
     """Return a tensor's place from its row of the header, whose data begin at byte `data` of the file."""
     damaged = f"{file} has a damaged header at {printable(name)}"
     if not isinstance(row, dict):
         raise InvalidInput(f"{damaged}: it holds no object; download or save it again")
     kind, shape, offsets = (row.get(field) for field in ("dtype", "shape", "data_offsets"))
-    if not isinstance(kind, str) or kind not in DTYPES:
+    if not isinstance(kind, str) or kind not in dtypes:
         raise InvalidInput(
-            f"{file.name} holds {printable(name)} as {kind}; kvfold folds float weights "
-            f"({', '.join(DTYPES)}), so convert the unquantised checkpoint without such tensors"
+            f"{file.name} holds {printable(name)} as {shorten(kind)}; kvfold folds float weights "
+            f"({', '.join(DTYPES)}), and others only where config.json has a quantization_config"
         )
     if not isinstance(shape, list) or not all(map(_is_count, shape)) or len(shape) > _DIMENSIONS:
         raise InvalidInput(f"{damaged}: its shape is {shorten(shape)}; download or save it again")
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_is_count, offsets)):
         raise InvalidInput(f"{damaged}: its data_offsets are {shorten(offsets)}; download or save it again")
-    spec = TensorSpec(DTYPES[kind], tuple(shape))
+    spec = TensorSpec(dtypes[kind], tuple(shape))
     if math.prod(size for size in shape if size) >= _COUNT_LIMIT or offsets[1] - offsets[0] != spec.nbytes:
         raise InvalidInput(
             f"{damaged}: shape {shorten(shape)} as {kind} does not have the {offsets[1] - offsets[0]} bytes "
@@ -176,8 +184,13 @@ def read_flat(entry: Entry, first: int, count: int) -> Tensor:
 def is_finite(tensor: Tensor) -> bool:
     """Return whether no element of a tensor is NaN or infinite.
 
-    Both show in the least and the greatest element, which are found at the speed of memory.
+    Both show in the least and the greatest element, which are found at the speed of memory. Integers are
+    finite.
     """
+    if not tensor.dtype.is_floating_point:
+        return True
+    if tensor.dtype.itemsize == 1:
+        tensor = tensor.to(torch.float32)
     return not tensor.numel() or all(bool(extreme.isfinite()) for extreme in tensor.aminmax())
 
 
@@ -258,16 +271,14 @@ class ShardWriter:
             begin, _ = rows[name]["data_offsets"]
             self._entries[name] = Entry(file, start + begin, spec)
         prefix = struct.pack("<Q", len(header)) + header
-        descriptor = os.open(file, os.O_RDWR | (os.O_CREAT if allocate else 0), 0o644)
+        descriptor = open_bytes(file, create=allocate)
         self.resumed &= (
-            os.fstat(descriptor).st_size == start + end and os.pread(descriptor, start, 0) == prefix
+            os.fstat(descriptor).st_size == start + end and read_at(descriptor, start, 0) == prefix
         )
         if not allocate:
             return descriptor
-        os.pwrite(descriptor, prefix, 0)
-        os.truncate(descriptor, start + end)
-        if hasattr(os, "posix_fallocate"):  # not on macOS: there a full disk shows only when it is reached
-            os.posix_fallocate(descriptor, 0, start + end)
+        write_at(descriptor, prefix, 0)
+        reserve(descriptor, start + end)
         return descriptor
 
     def write(self, name: str, tensor: Tensor, first: int = 0) -> None:
@@ -292,7 +303,7 @@ class ShardWriter:
         data = memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
         offset, file = entry.start + first * entry.spec.dtype.itemsize, self._files[str(entry.file)]
         while data:
-            done = os.pwrite(file, data, offset)
+            done = write_at(file, data, offset)
             data, offset = data[done:], offset + done
         self._dirty.add(file)  # last: another thread may be in `sync`
 

@@ -43,6 +43,35 @@ def flaw_of(path: Path, directory: Path, limit_bytes: int | None = LIMIT_BYTES) 
     return ""
 
 
+def check_readable(directory: Path, patterns: tuple[str, ...]) -> None:
+    """Refuse files of a checkpoint that would stop or fill this process if they were read.
+
+    Unlike the files that are copied, these may be links to anywhere.
+
+    Args:
+        directory: the checkpoint.
+        patterns: the files' names, as of `fnmatch`. Directories and links to nothing do not count.
+
+    Raises:
+        InvalidInput: one of them is not a regular file, or is too large.
+    """
+    for path in sorted(directory.iterdir()):
+        if not any(fnmatchcase(path.name, pattern) for pattern in patterns):
+            continue
+        if not path.exists() or path.is_dir():
+            continue
+        found = path.stat()
+        if not stat.S_ISREG(found.st_mode):
+            raise InvalidInput(
+                f"{printable(path)} is not a regular file; put the file itself there, or remove it"
+            )
+        if found.st_size > LIMIT_BYTES:
+            raise InvalidInput(
+                f"{printable(path)} has {found.st_size:,} bytes, more than the {LIMIT_BYTES:,} that such a "
+                "file may have; remove it"
+            )
+
+
 def is_readable(path: Path, directory: Path) -> bool:
     """Return whether a file exists and is a regular file of a checkpoint, of a reasonable size.
 

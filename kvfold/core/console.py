@@ -72,6 +72,11 @@ class Command(click.Command):
             if error.filename is None:
                 raise
             raise _Refusal(printable(f"{error.filename}: {error.strerror}")) from None
+        except click.UsageError:
+            raise
+        except click.ClickException as mistake:  # a check that fails, which may name a file
+            kind = type("_Failure", (click.ClickException,), {"exit_code": mistake.exit_code})
+            raise kind(printable(mistake.message)) from None
 
 
 def run_as_process(command: click.Command) -> None:

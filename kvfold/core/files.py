@@ -1,6 +1,6 @@
 """Files and directories that appear whole or not at all, and locks that keep two runs apart.
 
-Two kinds of place are told apart. Next to a file of the user, a temporary name could be the user's too: there
+There are two kinds of place. Next to a file of the user, a temporary name could be the user's too: there
 `whole_file` and `whole_directory` write into a new private directory. Inside a working directory that kvfold
 has claimed, every name is kvfold's: there `replace_text` and `save_whole` write `<name>.partial`, so that
 what a killed run leaves is replaced by the next one.
@@ -17,12 +17,14 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from .errors import InvalidInput
+from .system_calls import MOVES_OPEN_FILES, sync_path
 
 if TYPE_CHECKING:
     from filelock import BaseFileLock
     from torch import Tensor
 
 PREFIX = ".kvfold-"  # of the private directories; only a kill leaves one behind
+_held: dict[Path, "BaseFileLock"] = {}  # locks of this process by file
 _ATTEMPTS = 5  # to get a lock whose file another process removes at the same time
 
 
@@ -48,7 +50,7 @@ def whole_file(file: Path, *, replace: bool = False) -> Iterator[Path]:
     with _private_directory(file) as place:
         temporary = place / file.name
         yield temporary
-        _sync(temporary)
+        sync_path(temporary)
         _check_free(file, replace)
         temporary.replace(file)
 
@@ -106,8 +108,9 @@ def rename_whole(partial: Path, directory: Path, unneeded: Iterable[Path] = ()) 
     unneeded = list(unneeded)
     for path in [*partial.iterdir(), partial]:
         if path not in unneeded:
-            _sync(path)
+            sync_path(path)
     _check_free(directory, replace=False)
+    _release_held(partial)
     for path in unneeded:
         path.unlink(missing_ok=True)
     partial.rename(directory)
@@ -163,6 +166,7 @@ def remove_own(directory: Path, is_own: Callable[[Path], bool]) -> list[Path]:
     """
     if directory.is_symlink() or not directory.is_dir():
         return []
+    _release_held(directory)
     left = []
     for path in sorted(directory.iterdir()):
         if is_own(path):
@@ -192,15 +196,24 @@ def locked(file: Path, busy: str | None) -> Iterator[None]:
     """
     if not _may_be_lock(file):
         raise InvalidInput(f"{file} exists and is not a lock of kvfold; move it")
-    lock = _acquire(file, busy)
+    lock = _held[file] = _acquire(file, busy)
     try:
         yield
     finally:
+        _held.pop(file, None)
         stays = file.exists()
         lock.release()
         if stays:  # some versions of filelock remove the file on release, others do not
             with suppress(OSError):
                 file.touch()
+
+
+def _release_held(directory: Path) -> None:
+    """Release this process's locks in a directory that is about to move or go, where open files cannot."""
+    if MOVES_OPEN_FILES:
+        return
+    for file in [file for file in _held if directory in file.parents]:
+        _held.pop(file).release()
 
 
 def _acquire(file: Path, busy: str | None) -> "BaseFileLock":
@@ -251,14 +264,3 @@ def _unfinished(file: Path) -> Path:
     unfinished = file.with_name(f"{file.name}.partial")
     unfinished.unlink(missing_ok=True)  # a killed run left it; it might be a link
     return unfinished
-
-
-def _sync(path: Path) -> None:
-    """Force a file or a directory to the disk."""
-    if path.is_dir() and os.name == "nt":
-        return  # Windows opens no directories
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

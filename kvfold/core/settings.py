@@ -2,14 +2,13 @@
 
 import difflib
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Self
 
-import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from .errors import InvalidInput
+from .untrusted import shorten
 
 
 class Settings(BaseModel):
@@ -19,7 +18,11 @@ class Settings(BaseModel):
 
     @classmethod
     def read(
-        cls, values: Mapping[str, Any], other_names: Mapping[str, str] = MappingProxyType({}), where: str = ""
+        cls,
+        values: Mapping[str, Any],
+        other_names: Mapping[str, str] = MappingProxyType({}),
+        where: str = "",
+        sections: "Mapping[str, type[Settings]]" = MappingProxyType({}),
     ) -> Self:
         """Return checked settings.
 
@@ -27,6 +30,7 @@ class Settings(BaseModel):
             values: by the names of the fields.
             other_names: names that other programs give to some of the fields.
             where: the name of the file that the values come from.
+            sections: the settings that are fields of these ones, by dotted name without indices.
 
         Raises:
             InvalidInput: names the field, its value and what would be right.
@@ -34,48 +38,73 @@ class Settings(BaseModel):
         try:
             return cls.model_validate(dict(values))
         except ValidationError as error:
-            sentence = _sentence(error, cls, other_names)
+            noun = "key" if where else "name"
+            sentence = _sentence(error, {"": cls, **sections}, other_names, noun)
             raise InvalidInput(f"{where}: {sentence}" if where else sentence) from None
 
 
-def read_yaml(file: Path, what: str) -> dict[str, Any]:
-    """Return the mapping that a YAML or JSON file holds.
+def names_of(settings: type[Settings]) -> list[str]:
+    """Return the names of all fields as a user writes them."""
+    return [field.alias or name for name, field in settings.model_fields.items()]
+
+
+def description_of(settings: type[Settings], name: str) -> str:
+    """Return the meaning of a field, on one line."""
+    fields = dict(zip(names_of(settings), settings.model_fields.values(), strict=True))
+    return " ".join((fields[name].description or "").split())
+
+
+def suggest(
+    name: str, known: Iterable[str], other_names: Mapping[str, str], belongs_in: str | None = None
+) -> str:
+    """Return half a sentence about an unknown name.
 
     Args:
-        file: the file.
-        what: what it should hold, for the sentence.
+        name: the unknown name.
+        known: the names that would be right.
+        other_names: names that other programs give to some of them.
+        belongs_in: a place that has such a name.
 
-    Raises:
-        InvalidInput: it cannot be read, or holds no mapping.
+    Returns:
+        The known name nearest to `name`, or else the place, or else all known names.
     """
-    try:
-        content = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidInput(f"{file} cannot be read: {getattr(error, 'strerror', None) or error}") from None
-    except yaml.YAMLError as error:
-        raise InvalidInput(f"{file} is not valid YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(content, dict):
-        raise InvalidInput(f"{file} holds no {what}; it should be a mapping of names to values")
-    return content
-
-
-def suggest(name: str, known: Iterable[str], other_names: Mapping[str, str]) -> str:
-    """Return half a sentence that names the known name nearest to `name`, or all of them."""
     known = list(known)
     names = {other: own for other, own in other_names.items() if own in known}
     names |= {own: own for own in known}
     match = difflib.get_close_matches(name, names, n=1)
-    return f"did you mean {names[match[0]]!r}?" if match else f"known: {', '.join(known)}"
+    if match:
+        return f"did you mean {names[match[0]]!r}?"
+    return f"it belongs in {belongs_in}" if belongs_in else f"known: {', '.join(known)}"
 
 
-def _sentence(error: ValidationError, settings: type[Settings], other_names: Mapping[str, str]) -> str:
-    """Return the worst mistake; an unknown name comes first, since it is why another one is missing."""
-    worst = min(error.errors(), key=lambda found: found["type"] != "extra_forbidden")
-    name = ".".join(map(str, worst["loc"]))
-    if worst["type"] == "extra_forbidden":
-        return f"unknown name {name!r}; {suggest(name, settings.model_fields, other_names)}"
-    if worst["type"] == "missing":
-        description = settings.model_fields[name].description or ""
-        return f"{name} is missing: {' '.join(description.split())}"
-    reason = worst["msg"].removeprefix("Value error, ").replace("Input should", "it should")
-    return f"{name} is {worst['input']!r}; {reason}" if name else reason
+def _sentence(
+    errors: ValidationError,
+    sections: Mapping[str, type[Settings]],
+    other_names: Mapping[str, str],
+    noun: str,
+) -> str:
+    """Return the worst mistake; an unknown name comes first, since it is often why another one is missing."""
+    error = min(errors.errors(), key=lambda found: found["type"] != "extra_forbidden")
+    location = error["loc"][:-2] if "[key]" in error["loc"] else error["loc"]
+    location = tuple(part for part in location if not str(part).startswith("<"))  # tags of unions
+    *parents, name = location or ("",)
+    place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location)
+    place = place.removeprefix(".")
+    section = ".".join(part for part in parents if isinstance(part, str))
+    if error["type"] == "extra_forbidden":
+        where = f" in {place.rpartition('.')[0]}" if parents else ""
+        homes = [other for other, settings in sections.items() if other and name in names_of(settings)]
+        known = names_of(sections[section])
+        hint = suggest(str(name), known, other_names, homes[0] if homes else None)
+        return f"unknown {noun} {shorten(name)}{where}; {hint}"
+    if error["type"] == "missing":
+        return f"{place} is missing: {description_of(sections[section], str(name))}"
+    reason = {
+        "model_type": "it should be a mapping of keys to values",
+        "value_error": error["msg"].removeprefix("Value error, "),
+        "string_pattern_mismatch": "it should consist of letters, digits and _.+-, as a file name",
+        "too_short": "it should have at least one entry",
+    }.get(error["type"], error["msg"].replace("Input should", "it should"))
+    if error["type"] == "value_error" and isinstance(error["input"], dict):  # a mistake in a whole section
+        return f"{place}: {reason}" if place else reason
+    return f"{place} is {shorten(error['input'], 200)}; {reason}" if place else reason

@@ -222,6 +222,23 @@ def parse_yaml(
     return value
 
 
+def read_bytes(path: Path, limit_bytes: int) -> bytes:
+    """Return the content of a regular file of limited size.
+
+    Args:
+        path: the file, or a link to one.
+        limit_bytes: the most bytes.
+
+    Raises:
+        InvalidInput: it cannot be read, is not a regular file, or is larger.
+    """
+    name = printable(path)
+    content = _read_bytes(path, limit_bytes, name)
+    if len(content) > limit_bytes:
+        raise InvalidInput(f"{name} has more than {limit_bytes} bytes, the most that is read; shorten it")
+    return content
+
+
 def _read_bytes(path: Path, limit_bytes: int, name: str) -> bytes:
     """Return the content of a regular file; of a larger one than the limit only what shows that it is."""
     try:

@@ -65,6 +65,7 @@ class Shape:
     type=click.Choice(["float32", "bfloat16", "float16", "fp8"]),
     default="bfloat16",
     show_default=True,
+    help="Number format of the cache.",
 )
 @click.option(
     "--measure", is_flag=True, help="Also run them: time, memory, and how far folds are from the source."

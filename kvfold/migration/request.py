@@ -163,7 +163,7 @@ def _is_first(path: Path) -> bool:
 
 
 def _remove(partial: Path) -> str:
-    """Remove what a run wrote, the record last, by which an interrupted removal is told from foreign files.
+    """Remove what a run wrote, the record last, by which an interrupted removal differs from foreign files.
 
     Returns:
         Names of what was left; empty if there is nothing, and the directory is gone.

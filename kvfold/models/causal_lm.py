@@ -12,12 +12,16 @@ from typing import Any
 
 import torch
 
-from ..checkpoints.directory import check_safetensors
+from ..checkpoints.directory import SIDE_FILES, check_safetensors, read_config
+from ..checkpoints.quantised.packed_checkpoint import is_quantised
+from ..checkpoints.side_files import check_readable
 from ..core.errors import InvalidInput
-from ..core.untrusted import read_json
+from ..core.untrusted import read_json, shorten
+from .dequantised import from_dequantised, without_quantisation
+from .expected_weights import check_found, check_loadable
 from .load_failures import loading_failures, no_progress_bars
 from .load_options import LoadOptions
-from .remote_code import carries_own_code, is_remote, source_config
+from .remote_code import carries_own_code, check_form, is_remote, source_config
 
 _SAMPLE = 10_000  # characters on which two tokenizers must agree
 # Objects of JSON in which transformers looks for a tokenizer.
@@ -107,7 +111,7 @@ def load(directory: Path, options: LoadOptions) -> Loaded:
     from .fused_attention import level
 
     own, trusted = _check_directory(directory, options)
-    tokenizer = load_tokenizer(directory, trust_remote_code=trusted)
+    tokenizer = describe(directory, options).tokenizer
     model = _read_weights(
         _own_class() if own else AutoModelForCausalLM,
         directory,
@@ -136,7 +140,26 @@ def describe(directory: Path, options: LoadOptions) -> Described:
     reader = _own_class().config_class if own else AutoConfig
     with loading_failures(directory, "model"):
         config = reader.from_pretrained(directory, local_files_only=True, trust_remote_code=trusted)
+    config = without_quantisation(config)
+    if not trusted:
+        _check_class(directory, config)
     return Described(directory, tokenizer, config)
+
+
+def _check_class(directory: Path, config: Any) -> None:
+    """Check the weights of a checkpoint against the class of its configuration."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        check_loadable(directory, config, MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])
+    elif isinstance(config, _own_class().config_class):
+        check_form(directory, read_config(directory))
+        check_loadable(directory, config, _own_class())
+    else:
+        raise InvalidInput(
+            f"{directory} is no causal language model of transformers (model_type {config.model_type}); "
+            "name one"
+        )
 
 
 def load_model(directory: Path) -> Any:
@@ -168,14 +191,22 @@ def load_tokenizer(directory: Path, *, trust_remote_code: bool = False) -> Any:
     """
     from transformers import AutoTokenizer
 
+    check_readable(directory, SIDE_FILES)
     for name in _TOKENIZER_FILES:
         if (directory / name).is_file():
             read_json(directory / name, _TOKENIZER_BYTES)
     with loading_failures(directory, "tokenizer"):
         config = {"config": source_config(directory)} if carries_own_code(directory) else {}
-        return AutoTokenizer.from_pretrained(
+        tokenizer = AutoTokenizer.from_pretrained(
             directory, local_files_only=True, trust_remote_code=trust_remote_code, **config
         )
+    longest = tokenizer.model_max_length
+    if isinstance(longest, bool) or not isinstance(longest, int | float):
+        raise InvalidInput(
+            f"{directory} has model_max_length {shorten(longest)} in tokenizer_config.json, where a "
+            "number is needed"
+        )
+    return tokenizer
 
 
 def build_empty(directory: Path, attention: str | None, dtype: torch.dtype) -> Any:
@@ -199,8 +230,12 @@ def build_empty(directory: Path, attention: str | None, dtype: torch.dtype) -> A
     with loading_failures(directory, "model"):
         if carries_own_code(directory):
             own = _own_class()
-            return own._from_config(own.config_class.from_pretrained(directory), **options)
+            config = without_quantisation(own.config_class.from_pretrained(directory))
+            _check_class(directory, config)
+            return own._from_config(config, **options)
         config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+        config = without_quantisation(config)
+        _check_class(directory, config)
         return level(AutoModelForCausalLM.from_config(config, trust_remote_code=False, **options))
 
 
@@ -213,21 +248,15 @@ def _own_class() -> Any:
 def _read_weights(loader: Any, directory: Path, *, hide_progress: bool, **options: Any) -> Any:
     """Call a class's `from_pretrained` and check that it found every weight; pickles are never read."""
     check_safetensors(directory)
+    options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
     with loading_failures(directory, "model"), no_progress_bars() if hide_progress else nullcontext():
-        model, info = loader.from_pretrained(
-            directory,
-            local_files_only=True,
-            use_safetensors=True,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,
-            **options,
-        )
-    # transformers fills a weight that it does not find with random numbers and only warns.
-    absent = sorted({*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])})
-    if absent:
-        raise InvalidInput(
-            f"{directory} cannot be loaded: {len(absent)} weights are missing or misshapen, e.g. {absent[0]}"
-        )
+        if is_quantised(directory):
+            model, info = from_dequantised(loader, directory, **options)
+        else:
+            model, info = loader.from_pretrained(
+                directory, local_files_only=True, use_safetensors=True, **options
+            )
+    check_found(directory, info)
     return model
 
 

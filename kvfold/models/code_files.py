@@ -9,8 +9,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ..checkpoints.directory import NAMES_CODE, SIDE_CONFIGS, Checkpoint, read_config, without_code
+from ..checkpoints.directory import NAMES_CODE, SIDE_CONFIGS, read_config, without_code
+from ..checkpoints.quantised.packed_checkpoint import open_checkpoint
+from ..checkpoints.quantised.schemes import MODELOPT_FILE
 from ..checkpoints.shards import INDEX
+from ..core.untrusted import read_json
 from .remote_code import AUTO_MAP, FILES, HERE, carries_own_code, is_remote
 
 CONFIGS = ("config.json", *SIDE_CONFIGS)
@@ -50,11 +53,12 @@ def _shown(named: Any) -> str:
 
 
 def _named_code(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yield the fields of a JSON file that name code, at any depth, with their values."""
-    try:
-        pending = [json.loads(path.read_text(encoding="utf-8"))] if path.is_file() else []
-    except (ValueError, RecursionError):
-        return  # transformers cannot read it either
+    """Yield the fields of a JSON file that name code, at any depth, with their values.
+
+    Raises:
+        InvalidInput: the file cannot be read. transformers may read it all the same, names of code included.
+    """
+    pending = [read_json(path, top=None)] if path.is_file() else []
     while pending:
         value = pending.pop()
         if isinstance(value, dict):
@@ -93,7 +97,8 @@ def clean_copy(directory: Path) -> Iterator[Path]:
     Raises:
         InvalidInput: it is no checkpoint.
     """
-    weights = [*Checkpoint(directory).files, *(path for path in [directory / INDEX] if path.is_file())]
+    weights = [*open_checkpoint(directory).files]
+    weights += [path for path in (directory / INDEX, directory / MODELOPT_FILE) if path.is_file()]
     with tempfile.TemporaryDirectory(prefix="kvfold-") as place:
         clean = Path(place)
         config = {**without_code(read_config(directory)), "auto_map": dict(AUTO_MAP)}

@@ -1,6 +1,6 @@
 """Decoder layers of a transformers causal language model: where they are, and how the model calls them.
 
-Nothing here knows the names of a family. The layers are the list whose length the configuration tells, and
+Nothing here knows the names of a family. The layers are the list whose length the configuration gives, and
 attention modules are known by the names of their classes. The arguments of a layer other than the hidden
 states (masks, positions, rotary tables, under whatever names) are taken from the model's own calls.
 

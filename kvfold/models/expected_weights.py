@@ -11,11 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
-from ..checkpoints.directory import Checkpoint
+from ..checkpoints.directory import Checkpoint, weight_files
+from ..checkpoints.quantised.packed_checkpoint import is_quantised, open_checkpoint
+from ..core.console import notice
 from ..core.errors import InvalidInput
 from ..core.untrusted import printable, read_json
+from .dequantised import without_quantisation
 from .load_failures import loading_failures, no_progress_bars, no_warnings
 
 # Buffers that older versions of transformers saved, and that no class reads any more.
@@ -35,6 +39,8 @@ class RotaryTable:
     factor: float
 
 
+_TABLES = 2**32  # bytes; 131,072 positions of GPT-J's largest model take 1 GB
+_loadable: dict[Path, list[tuple[Path, int, int]]] = {}  # what was checked, by directory
 _checked: dict[Path, tuple[Any, dict[str, RotaryTable]]] = {}  # rotary tables by directory, with its identity
 
 
@@ -53,7 +59,7 @@ def check_weights(checkpoint: Checkpoint, layers: str) -> dict[str, RotaryTable]
 
     Raises:
         InvalidInput: transformers refuses the configuration, a weight is missing or has another shape, or a
-            layer has one that the class ignores.
+            layer has one that the class ignores. A notice names ignored weights elsewhere.
     """
     identity = checkpoint.identity()
     known = _checked.get(checkpoint.directory)
@@ -73,10 +79,16 @@ def check_weights(checkpoint: Checkpoint, layers: str) -> dict[str, RotaryTable]
         raise InvalidInput(
             f"{directory} has no {name}, which a {type(model).__name__} has; download or save it again"
         )
-    for name in _ignored(found["unexpected_keys"], layers):
+    inside, outside = _ignored(found["unexpected_keys"], layers)
+    for name in inside:
         raise InvalidInput(
             f"{directory} has {printable(name)}, which a {type(model).__name__} with this config.json "
             "ignores; correct config.json, or remove the weight"
+        )
+    if outside:
+        notice(
+            f"{directory} has {len(outside)} weights outside its layers that a {type(model).__name__} "
+            f"ignores, e.g. {printable(outside[0])}; the output keeps them as they are"
         )
     _checked[directory] = identity, tables
     return tables
@@ -86,21 +98,121 @@ def _load_shapes(checkpoint: Checkpoint) -> tuple[Any, dict[str, Any]]:
     """Load a checkpoint onto the meta device; return the model and transformers' report."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
-    config = AutoConfig.from_pretrained(checkpoint.directory, local_files_only=True, trust_remote_code=False)
+    config = without_quantisation(
+        AutoConfig.from_pretrained(checkpoint.directory, local_files_only=True, trust_remote_code=False)
+    )
+    check_names(checkpoint.directory, config)
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise InvalidInput(f"{checkpoint.directory} is no causal language model of transformers; name one")
+    kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     specs = {name: checkpoint.spec(name) for name in checkpoint}
-    model, found = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].from_pretrained(
+    tensors = {name: torch.empty(spec.shape, dtype=spec.dtype, device="meta") for name, spec in specs.items()}
+    return _load_on_meta(kind, config, checkpoint.directory, tensors)
+
+
+def _load_on_meta(
+    kind: Any, config: Any, directory: Path, tensors: dict[str, Tensor]
+) -> tuple[Any, dict[str, Any]]:
+    check_tables(kind, config, directory)
+    model, found = kind.from_pretrained(
         None,
         config=config,
-        state_dict={
-            name: torch.empty(spec.shape, dtype=spec.dtype, device="meta") for name, spec in specs.items()
-        },
+        state_dict=tensors,
         device_map="meta",
         output_loading_info=True,
         ignore_mismatched_sizes=True,
     )
     return model, found
+
+
+def check_loadable(directory: Path, config: Any, kind: Any) -> None:
+    """Check that a model can be loaded without memory for more than its files hold.
+
+    transformers fills weights that are missing or misshapen with random numbers, of whatever size config.json
+    names; and it computes tables of positions.
+
+    Args:
+        directory: the checkpoint; weights of any dtype.
+        config: of transformers, for the unquantised model.
+        kind: the model's class.
+
+    Raises:
+        InvalidInput: a weight is missing or misshapen, or a table is larger than the weights.
+    """
+    files = weight_files(directory)
+    state = [
+        (file, file.stat().st_size, file.stat().st_mtime_ns) for file in (directory / "config.json", *files)
+    ]
+    if _loadable.get(directory) == state:
+        return
+    with loading_failures(directory, "model"), no_progress_bars(), no_warnings():
+        check_names(directory, config)
+        if is_quantised(directory):
+            checkpoint = open_checkpoint(directory)
+            shapes = {name: checkpoint.spec(name).shape for name in checkpoint}
+        else:
+            shapes = {}
+            for file in files:
+                with safe_open(file, "pt") as stored:
+                    shapes |= {name: stored.get_slice(name).get_shape() for name in stored.keys()}  # noqa: SIM118
+        tensors = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+        _, found = _load_on_meta(kind, config, directory, tensors)
+    check_found(directory, found)
+    _loadable[directory] = state
+
+
+def check_found(directory: Path, found: dict[str, Any]) -> None:
+    """Check transformers' report of a load.
+
+    Raises:
+        InvalidInput: a weight is missing or misshapen.
+    """
+    # transformers fills a weight that it does not find with random numbers and only warns.
+    absent = sorted({*found["missing_keys"], *(key for key, *_ in found["mismatched_keys"])})
+    if absent:
+        raise InvalidInput(
+            f"{directory} cannot be loaded: {len(absent)} weights are missing or misshapen, e.g. {absent[0]}"
+        )
+
+
+def check_tables(kind: Any, config: Any, directory: Path) -> None:
+    """Check that the tables that a class computes from a configuration, such as sinusoids, are not huge.
+
+    Args:
+        kind: the model's class.
+        config: of transformers.
+        directory: the checkpoint.
+
+    Raises:
+        InvalidInput: they take more than `_TABLES` bytes, and more than the weights.
+    """
+    with torch.device("meta"):
+        model = kind._from_config(config)
+    needed = sum(buffer.numel() * buffer.element_size() for buffer in model.buffers())
+    stored = sum(file.stat().st_size for file in weight_files(directory))
+    if needed > max(_TABLES, stored):
+        positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+        raise InvalidInput(
+            f"a {kind.__name__} of config.json in {directory} computes tables of {needed / 1e9:,.0f} GB for "
+            f"max_position_embeddings {positions}; correct config.json"
+        )
+
+
+def check_names(directory: Path, config: Any) -> None:
+    """Check that no field of config.json takes the place of a method of its class.
+
+    transformers sets every field as an attribute.
+
+    Raises:
+        InvalidInput: names the first such field.
+    """
+    for part in (config, config.get_text_config() if callable(config.get_text_config) else config):
+        for name in vars(part):
+            if callable(getattr(type(part), name, None)):
+                raise InvalidInput(
+                    f"config.json of {printable(directory)} has {printable(name)}, which is the name of a "
+                    f"method of {type(part).__name__}; remove the field"
+                )
 
 
 def _rotary_tables(model: Any) -> dict[str, RotaryTable]:
@@ -127,7 +239,9 @@ def _check_generation(directory: Path) -> None:
             GenerationConfig.from_pretrained(directory, local_files_only=True)
 
 
-def _ignored(names: Iterable[str], layers: str) -> list[str]:
-    """Return those of a checkpoint's unexpected weights that are in a decoder layer, sorted."""
-    inside = re.compile(rf"(^|\.){re.escape(layers.rpartition('.')[2])}\.\d+\.")
-    return sorted(name for name in names if inside.search(name) and not _BUFFERS.search(name))
+def _ignored(names: Iterable[str], layers: str) -> tuple[list[str], list[str]]:
+    """Return a checkpoint's unexpected weights: those in a decoder layer, and the others, each sorted."""
+    place = re.compile(rf"(^|\.){re.escape(layers.rpartition('.')[2])}\.\d+\.")
+    ignored = sorted(name for name in names if not _BUFFERS.search(name))
+    inside = [name for name in ignored if place.search(name)]
+    return inside, [name for name in ignored if name not in inside]

@@ -1,6 +1,5 @@
 """A checkpoint as a transformers model that holds the weights of only those layers that are at work."""
 
-import ctypes
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -10,6 +9,7 @@ from torch import nn
 
 from ..checkpoints.directory import Checkpoint
 from ..core.errors import InvalidInput
+from ..core.system_calls import trim_memory
 from .causal_lm import build_empty, device, untie
 from .decoder import layer_list
 from .load_failures import loading_failures, no_progress_bars
@@ -132,7 +132,7 @@ class LayeredModel:
             yield
         finally:
             _to_meta(modules)
-            _trim_memory()
+            trim_memory()
             if tied:
                 ends["head"].weight = ends["embedding"].weight
 
@@ -144,7 +144,7 @@ class LayeredModel:
     def drop(self, number: int) -> None:
         """Drop the weights of a decoder layer."""
         _to_meta(list(self.blocks[number].modules()))
-        _trim_memory()
+        trim_memory()
 
     @contextmanager
     def streamed(self, kept: int) -> Iterator[Any]:
@@ -179,6 +179,10 @@ class LayeredModel:
     def check_complete(self) -> None:
         """Check by names and shapes alone that the checkpoint holds every parameter.
 
+        `check_weights` checks a source, of a class that transformers has, with a model of its own. This check
+        covers outputs too, whose class may travel with them, and uses the model that will be loaded: names
+        and tied weights of the two are the same by construction.
+
         Raises:
             InvalidInput: one is missing, or has another shape.
         """
@@ -209,7 +213,7 @@ class LayeredModel:
     def _load(self, names: list[str]) -> None:
         """Read tensors of the checkpoint into the model."""
         with loading_failures(self._checkpoint.directory, "model"):
-            self._convert({name: self._checkpoint[name] for name in names}, device())
+            self._convert({name: self._checkpoint.read(name, self._dtype) for name in names}, device())
 
     def _convert(self, tensors: dict[str, torch.Tensor], place: torch.device | str) -> Any:
         """Put tensors where transformers would, renamed and joined as it does; return its report."""
@@ -255,13 +259,3 @@ def _to_meta(modules: list[Any]) -> None:
                 module._parameters[name] = nn.Parameter(
                     torch.empty_like(parameter, device="meta"), requires_grad=False
                 )
-
-
-def _trim_memory() -> None:
-    """Have the C library return freed memory to the system.
-
-    Glibc keeps blocks of a few MB, and layer after layer they add up.
-    """
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)

@@ -10,7 +10,7 @@ DEVICE_MAPS = ("one", "auto")
 
 @dataclass(frozen=True, kw_only=True)
 class LoadOptions:
-    """Where and in which precision a model is loaded.
+    """The device and precision that a model is loaded with.
 
     Attributes:
         device: one of `DEVICES`; `auto` is cuda where there is one.

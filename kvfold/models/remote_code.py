@@ -4,12 +4,15 @@ A remote output is loaded by kvfold's own classes, which are the same files: no 
 """
 
 import hashlib
+import math
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ..checkpoints.directory import read_config
 from ..core.errors import InvalidInput
+from ..core.untrusted import shorten
 from . import shipped
 
 FILES = (
@@ -21,12 +24,14 @@ FILES = (
     "layers_kvfold.py",
 )
 MODEL_TYPE = "kvfold"
+FORMS = ("decoupled", "intact")
 ARCHITECTURE = "KvfoldForCausalLM"
 AUTO_MAP = {
     "AutoConfig": "configuration_kvfold.KvfoldConfig",
     "AutoModel": "modeling_kvfold.KvfoldModel",
     "AutoModelForCausalLM": f"modeling_kvfold.{ARCHITECTURE}",
 }
+_LARGEST = 2**20  # bytes of a file of kvfold's code
 HERE = Path(shipped.__path__[0])  # the directory of the files
 # SHA-256 of the files of earlier versions. They compute the same with this version's classes, which stand for
 # them; a test loads an output that has them.
@@ -35,10 +40,13 @@ EARLIER = {
         "f0c00bbc4d9bf45db06af3b3be174cb0a137dce6b9da28664bc1007e9772afeb",
         "734f4300d7726e5bfa457ac6118b6ca9ebba408a1af8ff69c1059c53345aceab",
         "20d8244877c7da9fe2cf1489e745fa4c6f5fbc7fa35432d548f5a8e400da2308",
+        "b90debb0806315fd4361bf46cbdf4c36d90bc53712e13f8a928f9c52484a66f8",
+        "83bcb2ecf6c5f143d4b7ef87da272f23e9cb0a4aa545197452e38dd5018190a8",
     ),
     "modeling_kvfold.py": (
         "9ab10afe71cbf1927eca4d13b0689f5fa79044661f642167e33588fd90d249f8",
         "3a1092541fa14a4d6051f02a528050d87356f2cc07cef7ffaf2e7b19148f9e48",
+        "f7506da34d5e60e497436ebaeda5cb02e1918fa31c2d5904e277d7c189747e6b",
     ),
     "attention_kvfold.py": (
         "3fdace985e99c6d5f0fd7879793e69c5074f9ee12d7af81fb3770bc9639e43c7",
@@ -47,6 +55,8 @@ EARLIER = {
         "edce1f680c32e8f734582a18f9db2faa4360307fb94142747fa8bfa1a7903698",
         "207e9061dc42cc56c749890ab308dc5387a5ac024e1710756a456182de5d439b",
         "f237c652309e90e0d56b8a818d876f95e9ac805082b547ba595ecd9c6b6b82fe",
+        "67c9622c492cdb4fc49534e1861b3f7696bdab6878826c559370cdcfd3c3e2c4",
+        "0877863919b375f1c06feabe340326b038121bc3ddf6c55503a2ae23c04322ce",
     ),
     "decoding_kvfold.py": (
         "abbbcc40d24a7365b8bc9e6161056155f63bb3d8177601df6f204e5a67df7e93",
@@ -56,17 +66,22 @@ EARLIER = {
         "68321ee73913a5381a383045c7a7d6e2ee9dc9d8c4f9b16876c82c7c492bb531",
         "0db11902822362a3ada128a9a586b92269d38105242742e29d3e4e4a1330416e",
         "2e18fdf8ea1017c13c1b5ee3d997048b68b1bdcb075a73b86cc724310367d1de",
+        "51cf08192a5dd735d9da51e71c4beecdc952296647d9dd7a9501694670104305",
     ),
     "kernels_kvfold.py": (
         "e12b98291658197ebab3367d5700f829745e9ba78597c13d31c75af578a4e579",
         "0ec17d0613279d182122bafe651474accf0a2ad120edc86bad8f36accc550096",
         "5cf3eaef9a860438b64dbda6555a819ee78bbc2d78d16c6b54b80062b6c4ec8c",
         "77fb964976906f6423e37e4d5b66be06615758317439ce131699e2d8ffe7f943",
+        "261c756d1767b2dad89f4ac28fcae9e46302aba7a1b9b2664dfbbb6ce841fb66",
+        "ddddf2de0a2e910ce74715de21ccc20cfe4b136e2e2337ef73f817ec56a742ad",
     ),
     "layers_kvfold.py": (
         "22917650276d235a55ceae2895b074eb860dfea05bb03550f778af4af3f1a873",
         "4c93afe4711106ae925e3d9698de82cf2c9e7af2c3ee79ee4139af85bc794ac0",
         "5c91ca52969d9c9136970c0bf264c44bd491842d67944f96a4cd6e8f0b6f774e",
+        "0fc0f680d21b8145c0785944e29dfde4396f4159b7a51e9777a92f29e24b2763",
+        "2eea250b16042d1a2f0ddf7304a42a2185a49428d2807dab96944497b2c249e8",
     ),
 }
 
@@ -89,6 +104,59 @@ def is_remote(directory: Path) -> bool:
         return bool(read_config(directory).get("model_type") == MODEL_TYPE)
     except InvalidInput:  # of which whoever loads it says more
         return False
+
+
+def check_form(directory: Path, config: Mapping[str, Any]) -> None:
+    """Check the fields of a remote output's config.json that its shapes and weights do not reveal.
+
+    Args:
+        directory: of the output, for errors.
+        config: content of its config.json.
+
+    Raises:
+        InvalidInput: names the field, its value and what would be right.
+    """
+    ours = config.get("kvfold")
+    if not isinstance(ours, dict):
+        raise InvalidInput(
+            f"{directory} has kvfold {shorten(ours)} in config.json, where an object is needed"
+        )
+    layers = config.get("num_hidden_layers", 1)
+    if type(layers) is not int or layers < 1:
+        raise InvalidInput(
+            f"{directory} has num_hidden_layers {shorten(layers)} in config.json, where a positive number is "
+            "needed"
+        )
+    form, tables, numbers = ours.get("form"), ours.get("frequencies"), ours.get("tables", [])
+    if form not in FORMS:
+        raise InvalidInput(
+            f"{directory} has kvfold.form {shorten(form)} in config.json; it is {' or '.join(FORMS)}"
+        )
+    if not isinstance(tables, list) or not tables or not all(map(_is_table, tables)):
+        raise InvalidInput(
+            f"{directory} has kvfold.frequencies {shorten(tables)} in config.json, where lists of finite "
+            "numbers are needed"
+        )
+    width = config.get("qk_rope_head_dim") if form == "decoupled" else None
+    if len({len(table) for table in tables}) > 1 or (
+        isinstance(width, int) and any(2 * len(table) != width for table in tables)
+    ):
+        raise InvalidInput(
+            f"{directory} has tables of {', '.join(str(len(table)) for table in tables[:4])} frequencies in "
+            f"config.json and qk_rope_head_dim {width}; each table needs half as many"
+        )
+    known = range(len(tables))
+    if not isinstance(numbers, list) or not all(type(one) is int and one in known for one in numbers):
+        raise InvalidInput(
+            f"{directory} has kvfold.tables {shorten(numbers)} in config.json, where numbers below "
+            f"{len(tables)} are needed"
+        )
+
+
+def _is_table(value: Any) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(one, int | float) and not isinstance(one, bool) and math.isfinite(one) for one in value
+    )
 
 
 def source_config(directory: Path) -> Any:
@@ -117,4 +185,6 @@ def _is_own(directory: Path, name: str) -> bool:
 
 
 def _digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
+    if not path.is_file() or path.stat().st_size > _LARGEST:
+        return ""
+    return hashlib.sha256(path.read_bytes()).hexdigest()

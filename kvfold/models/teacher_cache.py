@@ -26,9 +26,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.functional import linear
 
+from ..checkpoints.shards import is_finite
 from ..core.errors import InvalidInput
 from ..core.files import locked, replace_text, save_whole
-from ..core.untrusted import read_json
+from ..core.untrusted import printable, read_json
 from .head import HeadForm, head_form
 
 T = TypeVar("T")
@@ -98,14 +99,35 @@ class TeacherCache:
         manifest = self._read_manifest()
         if manifest is None or not (self.directory / _HEAD).is_file():
             return
+        if not {"scale", "soft_cap"} <= manifest.keys():
+            raise InvalidInput(f"{self._name}: its {_MANIFEST} is damaged; remove the directory")
         self._form = HeadForm(manifest["scale"], manifest["soft_cap"])
         for path in sorted(self.directory.glob("hidden-*.safetensors")):
             if path in self._files:
                 continue
-            file = safe_open(path, framework="pt")
-            self._files[path] = file.get_slice("hidden")  # type: ignore[no-untyped-call]
-            for row, key in enumerate(file.get_tensor("keys")):  # type: ignore[no-untyped-call]
+            self._files[path], keys = self._open(path)
+            for row, key in enumerate(keys):
                 self._places.setdefault(bytes(key.tolist()), (path, row))
+
+    def _open(self, path: Path) -> tuple[Any, Tensor]:
+        """Return the hidden states of a file, which are read in part when they are used, and its keys."""
+        if not path.is_file():
+            raise InvalidInput(f"{self._name}: {path.name} is not a regular file; remove it")
+        try:
+            file = safe_open(path, framework="pt")
+            states = file.get_slice("hidden")  # type: ignore[no-untyped-call]
+            keys: Tensor = file.get_tensor("keys")  # type: ignore[no-untyped-call]
+        except (OSError, SafetensorError) as error:
+            reason = printable(" ".join(str(error).split()))[:200]
+            raise InvalidInput(f"{self._name}: {path.name} is damaged ({reason}); remove it") from None
+        shape = states.get_shape()
+        is_right = len(shape) == 3 and shape[0] == len(keys) and shape[2] > 0
+        if not is_right or keys.dtype != torch.uint8 or keys.shape[1:] != (_KEY,):
+            raise InvalidInput(
+                f"{self._name}: {path.name} is damaged (its tensors have not the shapes of hidden states and "
+                "keys); remove it"
+            )
+        return states, keys
 
     def missing(self, keys: Iterable[bytes]) -> list[bytes]:
         """Return the keys of windows that are not stored, each once, in order."""
@@ -171,6 +193,11 @@ class TeacherCache:
         for key in keys:
             path, row = self._places[key]
             states.append(self._files[path][row])
+        if not all(state.shape == states[0].shape and is_finite(state) for state in states):
+            raise InvalidInput(
+                f"{self._name} holds hidden states that are not finite or differ in shape; name another "
+                "directory"
+            )
         return torch.stack(states)
 
     def check_holds(self, keys: Iterable[bytes]) -> None:
@@ -185,9 +212,25 @@ class TeacherCache:
     def head(self, device: torch.device) -> tuple[Tensor, Tensor | None, HeadForm]:
         """Return the head's weight (V, D) and bias (V,) on a device, and the form of the logits."""
         if not self._head:
-            tensors = load_file(self.directory / _HEAD)
+            tensors = self._read_head()
             self._head = {name: tensor.to(device) for name, tensor in tensors.items()}
         return self._head["weight"], self._head.get("bias"), self._form
+
+    def _read_head(self) -> dict[str, Tensor]:
+        try:
+            tensors = load_file(self.directory / _HEAD)
+        except (OSError, SafetensorError) as error:
+            reason = printable(" ".join(str(error).split()))[:200]
+            raise InvalidInput(
+                f"{self._name}: {_HEAD} is damaged ({reason}); name another directory"
+            ) from None
+        weight, bias = tensors.get("weight"), tensors.get("bias")
+        is_right = weight is not None and weight.ndim == 2 and weight.is_floating_point()
+        if weight is not None and bias is not None:
+            is_right = is_right and bias.shape == weight.shape[:1]
+        if not is_right or not all(map(is_finite, tensors.values())):
+            raise InvalidInput(f"{self._name}: {_HEAD} holds no output embedding; name another directory")
+        return tensors
 
     def logits(self, hidden_CD: Tensor) -> Tensor:
         """Return the teacher's logits (C, V) of hidden states, on their device and in the teacher's dtype."""
@@ -215,6 +258,9 @@ class TeacherCache:
                 raise InvalidInput(
                     f"{self._name} was made with another {key}{values}; name another directory"
                 )
+        numbers = (manifest.get("scale"), manifest.get("soft_cap", 0))
+        if type(numbers[0]) not in {int, float} or type(numbers[1]) not in {int, float, type(None)}:
+            raise InvalidInput(f"{self._name} has a damaged {_MANIFEST}; name another directory")
         return manifest
 
     def _check_unused(self) -> None:

@@ -1,4 +1,4 @@
-"""Which target to fold to.
+"""Recommendation of a target.
 
 Those that fit a memory at a context and batch, by predicted loss or by what decoding moves.
 """
@@ -8,9 +8,10 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from ..convert.calibration.statistics import Statistics
+from ..convert.decide.per_rank import Ranks, source_elements
 from ..core.console import progress
 from .candidates import Candidate
-from .demand import Decoding, Demand, absorbs, decoding, demand, parameters
+from .demand import ALONE, Decoding, Demand, absorbs, decoding, demand, held, parameters
 from .prediction import NATS, SHARE, PredictedLosses
 
 _MOST = 2**40  # tokens or sequences that a search goes up to
@@ -24,12 +25,14 @@ class Bounds:
     Attributes:
         context: tokens of a sequence.
         batch: sequences at once.
-        memory: bytes for weights, cache and activations; None: any.
+        memory: bytes for weights, cache and activations, of each rank; None: any.
+        ranks: that serve the model.
     """
 
     context: int
     batch: int
     memory: int | None
+    ranks: Ranks = ALONE
 
     def hold(self, needed: Demand) -> bool:
         """Return whether a demand is within the memory."""
@@ -45,6 +48,8 @@ class Row:
         demand, decoding: what it takes there.
         fits: whether that is within the bounds.
         loss: predicted, in the unit of the advice; None where it was not or cannot be predicted.
+        held: elements per token and layer on one rank.
+        saves: these are fewer than of the source.
     """
 
     candidate: Candidate
@@ -52,6 +57,8 @@ class Row:
     decoding: Decoding
     fits: bool
     loss: float | None = None
+    held: int = 0
+    saves: bool = True
 
     def to_dict(self) -> dict[str, Any]:
         """Return the row as plain values."""
@@ -65,6 +72,7 @@ class Row:
             "class": one.plan.config["architectures"][0],
             "engines": dict(one.engines),
             "cache": {**cache["after"], "share": cache["ratio"]},
+            "rank": {"elements_per_token_per_layer": self.held, "saves": self.saves},
             "parameters": parameters(one.plan),
             "memory": {**asdict(self.demand), "total": self.demand.total},
             "fits": self.fits,
@@ -100,9 +108,17 @@ class Advice:
 def place(candidate: Candidate, bounds: Bounds) -> Row:
     """Evaluate a candidate at given bounds, in the best engine that runs it, without a prediction."""
     absorbed = absorbs(candidate.plan, candidate.served_by)
-    needed = demand(candidate.plan, bounds.context, bounds.batch, absorbed=absorbed)
-    cost = decoding(candidate.plan, bounds.context, bounds.batch, absorbed=absorbed)
-    return Row(candidate=candidate, demand=needed, decoding=cost, fits=bounds.hold(needed))
+    needed = demand(candidate.plan, bounds.context, bounds.batch, absorbed=absorbed, ranks=bounds.ranks)
+    cost = decoding(candidate.plan, bounds.context, bounds.batch, absorbed=absorbed, ranks=bounds.ranks)
+    here = held(candidate.plan, bounds.ranks)
+    return Row(
+        candidate=candidate,
+        demand=needed,
+        decoding=cost,
+        fits=bounds.hold(needed),
+        held=here,
+        saves=here < source_elements(candidate.plan.source.geometry, bounds.ranks),
+    )
 
 
 def predict_rows(
@@ -148,23 +164,38 @@ def rank(rows: Sequence[Row], bounds: Bounds, goal: Goal, tolerance: float, *, c
         held = [row.loss is not None and row.loss <= tolerance for row in fitting]
         within = [row for row, inside in zip(fitting, held, strict=True) if inside]
         if goal == "speed" and within:
-            within.sort(key=lambda row: (row.decoding.bytes, *_by_loss(row)))
+            within.sort(key=lambda row: (not row.saves, row.decoding.bytes, *_by_loss(row)))
             fitting = [*within, *(row for row, inside in zip(fitting, held, strict=True) if not inside)]
         reason = _reason(fitting, within, goal, tolerance, unit)
     return Advice(bounds=bounds, goal=goal, unit=unit, rows=(*fitting, *others), reason=reason)
 
 
-def _by_loss(row: Row) -> tuple[bool, float, int, bool, int]:
-    """Sort by least loss; then by the larger cache, no code of its own, and fewer bytes moved."""
+def _by_loss(row: Row) -> tuple[bool, bool, float, int, bool, int]:
+    """Sort by least loss; then by the larger cache, no code of its own, and fewer bytes moved.
+
+    A target of which a rank holds no less than of the source comes after all others.
+    """
     kept = -int(row.candidate.plan.cache()["after"]["elements_per_token_per_layer"])
     loss = row.loss or 0.0
     own_code = row.candidate.container == "remote"
-    return row.loss is None, loss, kept if row.loss is None else 0, own_code, row.decoding.bytes
+    return (
+        not row.saves,
+        row.loss is None,
+        loss,
+        kept if row.loss is None else 0,
+        own_code,
+        row.decoding.bytes,
+    )
 
 
 def _reason(fitting: Sequence[Row], within: Sequence[Row], goal: Goal, tolerance: float, unit: str) -> str:
     best = fitting[0]
     count = len(fitting)
+    if not best.saves:
+        return (
+            f"none of the {count} that fit takes less of a rank than the source does; keep the source, or "
+            f"raise --dcp"
+        )
     if best.loss is None:
         return f"the largest cache of the {count} that fit; for this attention no loss can be predicted"
     lost = (
@@ -224,7 +255,8 @@ def _largest(candidate: Candidate, change: Callable[[int], Bounds]) -> int:
 
     def fits(size: int) -> bool:
         bounds = change(size)
-        return bounds.hold(demand(candidate.plan, bounds.context, bounds.batch, absorbed=absorbed))
+        needed = demand(candidate.plan, bounds.context, bounds.batch, absorbed=absorbed, ranks=bounds.ranks)
+        return bounds.hold(needed)
 
     if not fits(1):
         return 0

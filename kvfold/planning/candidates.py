@@ -12,7 +12,9 @@ from ..convert.calibration.statistics import Statistics
 from ..convert.decide.engine_choice import judge
 from ..convert.decide.engines import ENGINES, read_engines
 from ..convert.decide.plan import Plan, make_plan
+from ..convert.decide.rules.engine_pairs import UNKNOWN
 from ..convert.families.source import Source
+from ..convert.formats.serving_widths import PROFILES
 from ..convert.request import FoldRequest, fold_request
 from ..core.errors import InvalidInput
 
@@ -142,8 +144,9 @@ def _wanted(
         if calibrated and rotary:
             yield "mla decoupled", "mla", {**size, "rope": "decoupled", "container": "stock"}
         yield "mla decoupled", "mla", {**size, "rope": "decoupled", "container": "remote"}
-    for engines in ("vllm", "vllm,sglang"):  # their kernels have one size
-        yield f"mla for {engines}", "mla", {"engines": engines}
+    for engines in ("vllm", "vllm,sglang"):  # their kernels have two sizes
+        for profile in PROFILES:
+            yield f"mla for {engines}", "mla", {"engines": engines, "rank": str(profile.latent)}
 
 
 def _request(source: Source, to: str, options: Mapping[str, Any]) -> FoldRequest:
@@ -154,7 +157,7 @@ def _request(source: Source, to: str, options: Mapping[str, Any]) -> FoldRequest
 def _candidate(source: Source, request: FoldRequest, statistics: Statistics | None = None) -> Candidate:
     plan = make_plan(source.checkpoint.directory, request, statistics)
     found = judge(plan, ENGINES)
-    against = [finding for finding in found if finding.fails or finding.effect == "saves no cache"]
+    against = [finding for finding in found if finding.fails or finding.effect in ("saves no cache", UNKNOWN)]
     reasons = {name: "; ".join(str(one) for one in against if one.engine == name) for name in ENGINES}
     return Candidate(
         request=request, plan=plan, engines={name: reasons[name] for name in plan.engines or ENGINES}

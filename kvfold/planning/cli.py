@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ..convert.decide.engines import ENGINES
 from ..core.console import Command, notice, show_json, show_table
 from ..core.units import read_size
 
@@ -26,6 +27,22 @@ UNFIT = 3  # exit code where nothing fits: an answer, and no mistake
 @click.option("--batch", type=click.IntRange(min=1), default=1, show_default=True, help="Sequences at once.")
 @click.option(
     "--memory", metavar="SIZE", help="For weights, cache and activations: 24GB or 24GiB. Default: unbounded."
+)
+@click.option(
+    "--tp",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    metavar="N",
+    help="Tensor-parallel ranks; memory and cache are then those of one rank.",
+)
+@click.option(
+    "--dcp",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    metavar="M",
+    help="Ranks of decode context parallelism among them.",
 )
 @click.option(
     "--quality", "goal", flag_value="quality", default="quality", help="Least predicted loss first (default)."
@@ -47,7 +64,7 @@ UNFIT = 3  # exit code where nothing fits: an answer, and no mistake
     "--engine",
     "engines",
     metavar="NAME,...",
-    help="Engines that must run it: transformers, vllm, sglang, llama.cpp. Default: any.",
+    help=f"Engines that must run it: {', '.join(ENGINES)}. Default: any.",
 )
 @click.option(
     "--budgets", metavar="SHARE,...", help="Shares of the source's cache to try for MLA, e.g. 50%,25%."
@@ -66,7 +83,9 @@ UNFIT = 3  # exit code where nothing fits: an answer, and no mistake
 @click.option(
     "--sequences", type=click.IntRange(min=1), default=48, show_default=True, help="Calibration sequences."
 )
-@click.option("--length", type=click.IntRange(min=2), default=512, show_default=True, help="Tokens of each.")
+@click.option(
+    "--length", type=click.IntRange(min=2), help="Tokens of each; by default as kvfold convert has it."
+)
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the calibration.")
 @click.option(
     "--save-statistics",

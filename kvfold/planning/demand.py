@@ -9,12 +9,14 @@ import math
 from dataclasses import dataclass
 
 from ..convert.algebra.target import GroupedTarget
+from ..convert.decide.per_rank import Ranks, rank_elements
 from ..convert.decide.plan import Plan
 from ..convert.families.source import Source
 from ..lab.reference import costs
 
 CHUNK = 2048  # tokens of a prompt that are computed at once at most
 _LOGIT = 4  # bytes
+ALONE = Ranks()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,19 +57,22 @@ class Decoding:
     attention_flops: int
 
 
-def demand(plan: Plan, context: int, batch: int, *, absorbed: bool = False) -> Demand:
-    """Return the memory that a planned output takes.
+def demand(plan: Plan, context: int, batch: int, *, absorbed: bool = False, ranks: Ranks = ALONE) -> Demand:
+    """Return the memory that a planned output takes on one rank.
+
+    Weights are divided over the ranks, activations are not; per_rank.py says what each holds of the cache.
 
     Args:
         plan: the output; the cache is kept in its dtype.
         context: tokens of each sequence.
         batch: sequences at once.
         absorbed: whether it runs in an engine that absorbs the stock class's latent.
+        ranks: that serve it.
     """
     size = plan.dtype.itemsize
     config = plan.source.config
     geometry = plan.source.geometry
-    token = _cache_elements(plan) * size
+    token = held(plan, ranks) * size
     hidden = geometry.hidden_size
     heads = geometry.num_attention_heads * geometry.head_dim
     feed_forward = config.get("intermediate_size") or 4 * hidden
@@ -76,22 +81,29 @@ def demand(plan: Plan, context: int, batch: int, *, absorbed: bool = False) -> D
         rows * (4 * hidden + 2 * heads + 3 * feed_forward) * size + batch * int(config["vocab_size"]) * _LOGIT
     )
     return Demand(
-        weights=sum(spec.nbytes for spec in plan.specs.values()),
+        weights=sum(spec.nbytes for spec in plan.specs.values()) // ranks.tensor,
         cache=batch * token * sum(_kept(plan.source, context)),
         activations=alive + batch * context * _expanded(plan, absorbed) * size,
     )
 
 
-def decoding(plan: Plan, context: int, batch: int, *, absorbed: bool = False) -> Decoding:
-    """Return the cost of a decoded token; arguments are those of `demand`."""
+def decoding(
+    plan: Plan, context: int, batch: int, *, absorbed: bool = False, ranks: Ranks = ALONE
+) -> Decoding:
+    """Return the cost of a decoded token; arguments are those of `demand`.
+
+    Bytes are those of one rank, arithmetic is that of all.
+    """
     size = plan.dtype.itemsize
     kept = _kept(plan.source, context)
     rebuilt = 2 * _expanded(plan, absorbed)
-    moved = sum(kept) * (_cache_elements(plan) + rebuilt) * size
+    moved = sum(kept) * (held(plan, ranks) + rebuilt) * size
     cost = _costs(plan, absorbed)
     form = "grouped" if isinstance(plan.target, GroupedTarget) else "expanded" if rebuilt else "absorbed"
     flops = sum(cost.decode(tokens) for tokens in kept)
-    return Decoding(form=form, bytes=moved + _read_weights(plan) // batch, attention_flops=flops)
+    return Decoding(
+        form=form, bytes=moved + _read_weights(plan) // (batch * ranks.tensor), attention_flops=flops
+    )
 
 
 def absorbs(plan: Plan, engines: tuple[str, ...]) -> bool:
@@ -104,8 +116,10 @@ def _kept(source: Source, context: int) -> list[int]:
     return [min(context, source.window(layer) or context) for layer in range(source.layers)]
 
 
-def _cache_elements(plan: Plan) -> int:
-    return int(plan.cache()["after"]["elements_per_token_per_layer"])
+def held(plan: Plan, ranks: Ranks = ALONE) -> int:
+    """Return the elements per token and layer that one rank holds of an output's cache."""
+    cached = int(plan.cache()["after"]["elements_per_token_per_layer"])
+    return rank_elements(plan.target, plan.source.geometry, cached, ranks)
 
 
 def _expanded(plan: Plan, absorbed: bool) -> int:

@@ -3,7 +3,7 @@
 It is done the same way for every target. With statistics the measure is that of kvfold.json: ½ E[(ô - o)ᵀ G
 (ô - o)] at the attention's output on held-back calibration inputs, in nats per token, summed over layers. By
 weights alone it is the squared error of that output as a share of its square, on inputs drawn from a normal
-distribution, mean over layers. That only ranks, and has no unit of loss.
+distribution, mean over layers. That only ranks, and has no unit of loss, and is of linear latent norms.
 
 Legend: attention.py; B sequences, T tokens, S slots.
 """
@@ -17,6 +17,7 @@ from torch import Tensor
 from ..convert.algebra.attention import Attention, LatentAttention
 from ..convert.algebra.forward import AnyAttention, Scoring, attend
 from ..convert.algebra.target import LatentTarget
+from ..convert.decide.norm_choice import settle_norm
 from ..convert.decide.plan import Plan
 from ..convert.write.layer_fold import fold_attention
 
@@ -39,17 +40,22 @@ class PredictedLosses:
         Args:
             plan: its `refine` says what is predicted: the closed form, or what refinement leaves.
         """
+        if plan.latent_norm == "auto":
+            plan = settle_norm(plan)  # as `kvfold convert` does, whose loss this predicts
+        norm = "fitted" if plan.latent_norm == "fitted" else None  # a linear one computes what no norm does
         # Without slots, what is folded depends on the container too (fold.fold_attention).
         form = None if plan.bands else plan.container.architecture
-        key = (str(plan.target.to_dict()), plan.method, plan.bands, form, plan.folds_biases, plan.refine)
+        how = (plan.method, plan.bands, form, norm, plan.folds_biases, plan.refine)
+        key = (str(plan.target.to_dict()), *how)
         if key not in self.known:
             self.known[key] = _predict(plan)
         return self.known[key]
 
 
 def _predict(plan: Plan) -> float | None:
-    if plan.statistics is None and plan.folds_biases:
-        return None  # biases go into weights by statistics only
+    regresses = plan.container.kind == "stock" and plan.source.family.k_norm is not None
+    if plan.statistics is None and (plan.folds_biases or regresses):
+        return None  # biases and key norms go into weights by statistics only
     losses = []
     for number in range(plan.source.layers):
         lost = _measured(plan, number) if plan.statistics is not None else _share(plan, number)

@@ -1,6 +1,6 @@
 """`kvfold.plan`: the targets that a source could be folded to, ranked, and the one to take."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -9,7 +9,9 @@ from pydantic import Field
 
 from ..convert.calibration.statistics import Statistics
 from ..convert.calibration.study import study
+from ..convert.decide.per_rank import Ranks, source_elements
 from ..convert.families.source import Source, open_source
+from ..convert.formats.serving_widths import PROFILES
 from ..convert.request import FoldRequest
 from ..core.console import notice
 from ..core.errors import InvalidInput
@@ -37,7 +39,11 @@ class PlanRequest(Settings):
     batch: int = Field(default=1, ge=1)
     """Sequences at once."""
     memory: Annotated[int, Field(ge=1)] | None = None
-    """Bytes for weights, cache and activations; None: unbounded."""
+    """Bytes for weights, cache and activations, of each rank; None: unbounded."""
+    tp: int = Field(default=1, ge=1)
+    """Ranks of tensor parallelism that serve the model."""
+    dcp: int = Field(default=1, ge=1)
+    """Of these, ranks of decode context parallelism, which divides the tokens of repeated heads."""
     goal: Literal["quality", "speed"] = "quality"
     """`quality` puts the least predicted loss first; `speed` the fewest bytes moved for a decoded token."""
     tolerance: float = Field(default=0.1, ge=0)
@@ -52,8 +58,8 @@ class PlanRequest(Settings):
     """Take statistics with one layer in memory at a time; None: when the model does not fit whole."""
     sequences: int = Field(default=48, ge=1)
     """Calibration sequences."""
-    length: int = Field(default=512, ge=2)
-    """Tokens of a calibration sequence."""
+    length: Annotated[int, Field(ge=2)] | None = None
+    """Tokens of a calibration sequence; left out, as in a `FoldRequest`."""
     seed: int = Field(default=0, ge=0)
     """Seed of the calibration."""
     save_statistics: Path | None = None
@@ -102,12 +108,23 @@ class Candidates(Tabular):
             f"{report['source']} ({report['family']}) at {report['context']:,} tokens x {report['batch']} "
             f"in {limit}"
         )
+        if self.bounds.ranks.tensor > 1:
+            title += f", TP {report['tp']}" + (f" with DCP {report['dcp']}" if report["dcp"] > 1 else "")
         rows = [_cells(row) for row in report["candidates"]]
         if report["unchanged"] is not None:
             source = {"label": "(the source)", "predicted_loss": 0.0, "engines": {}}
             rows.append(_cells({**report["unchanged"], **source}))
-        loss = self.loss_heading
-        return Grid(title, tuple(loss if index == 6 else name for index, name in enumerate(_COLUMNS)), rows)
+        columns = [self.loss_heading if index == 6 else name for index, name in enumerate(_COLUMNS)]
+        if self.bounds.ranks.tensor > 1:
+            columns.append("elements per rank")
+            of_rank = [row["rank"]["elements_per_token_per_layer"] for row in self._all()]
+            rows = [[*cells, str(held)] for cells, held in zip(rows, of_rank, strict=True)]
+        return Grid(title, tuple(columns), rows)
+
+    def _all(self) -> list[dict[str, Any]]:
+        """Return the candidates and the source."""
+        unchanged = self.report["unchanged"]
+        return [*self.report["candidates"], *([] if unchanged is None else [unchanged])]
 
     @property
     def loss_heading(self) -> str:
@@ -159,8 +176,11 @@ def recommend(request: PlanRequest) -> Candidates:
     wants_curve = request.curve or request.png is not None
     shares = request.budgets or (CURVE_SHARES if wants_curve else SHARES)
     source = open_source(resolve(request.model, request.revision))
+    ranks = Ranks(tensor=request.tp, context=request.dcp)
+    ranks.check(source.geometry)
+    _tell_small(source)
     candidates, refused = _find(source, shares, request)
-    bounds = Bounds(context=request.context, batch=request.batch, memory=request.memory)
+    bounds = Bounds(context=request.context, batch=request.batch, memory=request.memory, ranks=ranks)
     rows = [place(candidate, bounds) for candidate in candidates]
     statistics = None
     if wants_curve or any(row.fits for row in rows):
@@ -171,6 +191,7 @@ def recommend(request: PlanRequest) -> Candidates:
     if wants_curve:
         report["curve"] = _curve(rows, advice.unit, request)
     _warn(source, request)
+    _tell_ranks(source, rows, ranks)
     return Candidates(report, bounds)
 
 
@@ -229,7 +250,7 @@ def _report(
     own = None
     if unchanged is not None:
         whole = place(unchanged, bounds).to_dict()
-        own = {key: whole[key] for key in ("cache", "parameters", "memory", "fits", "decode")}
+        own = {key: whole[key] for key in ("cache", "rank", "parameters", "memory", "fits", "decode")}
     unit, calibration = "share of attention's output, by weights alone", None
     if statistics is not None:
         unit = "nats per token, before refinement"
@@ -240,6 +261,8 @@ def _report(
         "context": bounds.context,
         "batch": bounds.batch,
         "memory": bounds.memory,
+        "tp": bounds.ranks.tensor,
+        "dcp": bounds.ranks.context,
         "goal": advice.goal,
         "unit": unit,
         "calibration": calibration,
@@ -280,3 +303,38 @@ def _warn(source: Source, request: PlanRequest) -> None:
             "losses are predicted from the weights alone; --calibration self or saved statistics rank far "
             "better"
         )
+
+
+def _tell_small(source: Source) -> None:
+    """Say that a source's cache is too small for latent attention in engines that serve."""
+    size = source.geometry.cache_elements
+    too_wide = [profile for profile in PROFILES if profile.cached >= size]
+    if too_wide:
+        words = " and ".join(f"{profile} ({profile.cached})" for profile in too_wide)
+        which = (
+            "MLA for serving saves nothing"
+            if len(too_wide) == len(PROFILES)
+            else f"MLA at {words} saves nothing"
+        )
+        notice(
+            f"{which} here: the source caches {size} elements per token and layer, and the latents that "
+            f"engines serve take {' or '.join(f'{profile.cached}' for profile in PROFILES)}"
+        )
+
+
+def _tell_ranks(source: Source, rows: Sequence[Row], ranks: Ranks) -> None:
+    """Say of which targets a rank holds no less than of the source."""
+    if ranks.tensor == 1:
+        return
+    own = source_elements(source.geometry, ranks)
+    wider = [row for row in rows if not row.saves]
+    if not wider:
+        return
+    heads = source.geometry.num_key_value_heads
+    latents = sorted({row.held for row in wider if row.candidate.kind != "gqa"})
+    held = f"; of latents {latents[0]} to {latents[-1]}, since every rank repeats them" if latents else ""
+    notice(
+        f"at TP {ranks.tensor} with DCP {ranks.context} a rank holds {own} elements per token and layer of "
+        f"the source (GQA-{heads}){held}: {len(wider)} of the {len(rows)} targets save nothing there, and "
+        f"GQA is the better one; --dcp, up to --tp, divides a latent's tokens"
+    )

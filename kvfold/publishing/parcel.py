@@ -8,7 +8,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 from urllib.parse import unquote
 
-from ..checkpoints.directory import SIDE_FILES, Checkpoint
+from ..checkpoints.directory import SIDE_FILES
+from ..checkpoints.quantised.packed_checkpoint import open_checkpoint
 from ..checkpoints.shards import INDEX
 from ..checkpoints.side_files import LIMIT_BYTES, flaw_of
 from ..core.errors import InvalidInput
@@ -114,7 +115,7 @@ def _weights(directory: Path) -> set[str]:
     Raises:
         InvalidInput: they are damaged, or not files of the directory itself.
     """
-    files = Checkpoint(directory).files
+    files = open_checkpoint(directory).files
     for path in files:
         if path.parent != directory:
             raise InvalidInput(f"{printable(path)} is not in {printable(directory)}; move the weights there")

@@ -173,7 +173,8 @@ def main(
     if found.verification.failures:
         failures = "; ".join(found.verification.failures)
         click.echo(
-            f"Error: {directory} does not pass kvfold verify, so nothing was uploaded: {failures}", err=True
+            printable(f"Error: {directory} does not pass kvfold verify, so nothing was uploaded: {failures}"),
+            err=True,
         )
         raise SystemExit(FAILED)
     if as_json:

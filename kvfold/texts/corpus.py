@@ -1,38 +1,16 @@
-"""Evaluation texts by name: files, the source text of the standard library, WikiText-2 by a named protocol.
-
-The standard library is that of the running interpreter. The modules of `HELD_OUT` are evaluation text, and
-all others are training text. No function here mixes the two.
-"""
+"""Evaluation texts by name: files, the standard library, WikiText-2 by a named protocol."""
 
 import hashlib
 import re
-import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from ..core.errors import InvalidInput
 from ..core.untrusted import printable
+from .standard_library import stdlib_documents
 
-# Single-file modules present in CPython 3.11 to 3.14.
-HELD_OUT = (
-    "argparse", "calendar", "configparser", "csv", "difflib", "fractions", "graphlib", "heapq", "mailbox",
-    "plistlib",
-    "queue", "random", "sched", "shelve", "shlex", "statistics", "tarfile", "textwrap", "timeit", "uuid",
-    "wave", "zipapp",
-)  # fmt: skip
-# Not the library itself: installed packages, tests (some quote the modules they test), build leftovers.
-_EXCLUDED = {
-    "site-packages",
-    "dist-packages",
-    "test",
-    "tests",
-    "idle_test",
-    "__pycache__",
-    "lib2to3",
-    "ensurepip",
-    "_pyrepl",
-}
+_LARGEST = 2**30  # bytes of a text
 
 
 @dataclass(frozen=True)
@@ -128,10 +106,13 @@ def _file(path: Path, text: str) -> Text:
             f"{printable(text)} is not a file; --text takes a UTF-8 text file or the word stdlib, "
             f"wikitext2-gptq-2048 or lm-eval:wikitext"
         )
+    if path.stat().st_size > _LARGEST:
+        raise InvalidInput(
+            f"{printable(text)} has {path.stat().st_size:,} bytes; an evaluation reads a text of at most "
+            f"{_LARGEST:,}, so name a part of it"
+        )
     try:
-        content = path.read_bytes().decode(
-            "utf-8"
-        )  # line ends as they are: what is scored and hashed is the file
+        content = path.read_bytes().decode("utf-8")  # with its line ends, since the file is scored and hashed
     except UnicodeDecodeError as error:
         raise InvalidInput(
             f"{printable(text)} is not UTF-8 text (byte {error.start}); convert it, e.g. with iconv -t UTF-8"
@@ -139,25 +120,3 @@ def _file(path: Path, text: str) -> Text:
     if not content.strip():
         raise InvalidInput(f"{printable(text)} holds no text; an evaluation needs at least one window of it")
     return Text(f"text:{path.name}", (content,))
-
-
-def stdlib_documents(held_out: bool) -> tuple[str, ...]:
-    """Return source files of the standard library in a fixed order.
-
-    Args:
-        held_out: True for the evaluation part, False for the training part.
-    """
-    root = Path(sysconfig.get_path("stdlib"))
-    if held_out:
-        return tuple((root / f"{module}.py").read_text(encoding="utf-8") for module in HELD_OUT)
-    files = sorted(
-        path.relative_to(root)
-        for path in root.rglob("*.py")
-        if not _EXCLUDED.intersection(path.relative_to(root).parts)
-        and "config-" not in str(path.relative_to(root))
-    )
-    held = {Path(f"{module}.py") for module in HELD_OUT}
-    texts = (
-        (root / file).read_text(encoding="utf-8", errors="replace") for file in files if file not in held
-    )
-    return tuple(text for text in texts if text.strip())

@@ -1,12 +1,14 @@
 """Rows of files and data sets, as `datasets` reads them, where a crash of its readers cannot end the run.
 
 The readers of Parquet, of compressed files and of JSON are other people's native code, and some content makes
-them crash. A process of its own reads such files. Plain text, and JSON of moderate size that proves harmless,
-are read in this process, which saves the seconds that another one takes to start.
+them crash. A process of its own reads such files, and everything from the Hub. Plain text, and JSON of
+moderate size that proves harmless, are read in this process, which saves the second that another one takes to
+start.
 """
 
 import glob
 import lzma
+import os
 import pickle
 import subprocess
 import sys
@@ -20,7 +22,7 @@ from typing import Any, Literal
 from ..core.errors import InvalidInput
 from ..core.untrusted import parse_json, printable
 from . import text_files
-from .corpus import stdlib_documents
+from .standard_library import stdlib_documents
 from .text_files import builder_of, compression, find_files
 
 BATCH = 64  # documents read at once
@@ -58,7 +60,19 @@ class DocumentSource:
 
 @dataclass(frozen=True)
 class RowsRequest:
-    """Arguments of `datasets.load_dataset`, and how its rows are taken."""
+    """Arguments of `datasets.load_dataset`, and how its rows are taken.
+
+    Attributes:
+        name: a builder of `datasets` for files, `stdlib`, or a data set's `org/name`.
+        config: the configuration of a data set; for `stdlib` the name of the field.
+        files: the files; none for a data set on the Hub.
+        split: the split.
+        seed: of the shuffle buffer; None for the order in which rows are stored.
+        batch: rows of each dictionary.
+        least_expansion: bytes to which any compressed file may expand.
+        is_downloaded: whether a data set is read from the cache of `datasets`, after a download if that is
+            needed; otherwise its rows are streamed.
+    """
 
     name: str
     config: str | None
@@ -67,6 +81,7 @@ class RowsRequest:
     seed: int | None
     batch: int
     least_expansion: int
+    is_downloaded: bool = False
 
 
 class NoDocuments(InvalidInput):
@@ -85,10 +100,11 @@ def read_batches(source: DocumentSource, seed: int | None, batch: int = BATCH) -
         InvalidInput: the source cannot be read, or its rows lack the field.
     """
     request = _request(source, seed, batch)
-    if request.files and not all(_is_harmless(Path(file)) for file in request.files):
-        batches = _read_apart(request, source)
-    else:
+    is_ours = request.name == "stdlib" or bool(request.files)
+    if is_ours and all(_is_harmless(Path(file)) for file in request.files):
         batches = _read_here(request, source)
+    else:
+        batches = _read_apart(request, source)
     for columns in batches:
         if source.field not in columns:
             raise InvalidInput(
@@ -96,6 +112,22 @@ def read_batches(source: DocumentSource, seed: int | None, batch: int = BATCH) -
                 f"{source.field_option} can be {', '.join(columns)}"
             )
         yield columns
+
+
+def read_downloaded(source: DocumentSource) -> Iterator[Mapping[str, Any]]:
+    """Yield the rows of a data set on the Hub as dictionaries of columns, in their order.
+
+    They are read from the cache of `datasets`, after a download if that is needed.
+
+    Args:
+        source: names a data set as `org/name`.
+
+    Raises:
+        InvalidInput: there is neither cache nor network, or the data set is damaged.
+    """
+    least = text_files.LEAST_EXPANSION
+    request = RowsRequest(source.place, source.config, (), source.split, None, BATCH, least, True)
+    return _read_apart(request, source)
 
 
 def _request(source: DocumentSource, seed: int | None, batch: int) -> RowsRequest:
@@ -110,7 +142,7 @@ def _request(source: DocumentSource, seed: int | None, batch: int) -> RowsReques
 
 def open_rows(request: RowsRequest) -> Iterator[Mapping[str, Any]]:
     """Yield batches of rows in this process; errors are those of `datasets`."""
-    from datasets import Dataset, load_dataset, logging
+    from datasets import Dataset, disable_progress_bars, load_dataset, logging
 
     logging.set_verbosity(logging.CRITICAL)  # it raises what it logs about a damaged file
     if request.name == "stdlib":
@@ -120,7 +152,9 @@ def open_rows(request: RowsRequest) -> Iterator[Mapping[str, Any]]:
         patterns = [glob.escape(file) for file in request.files]
         data = load_dataset(request.name, data_files=patterns, split="train", streaming=True, **whole)
     else:
-        data = load_dataset(request.name, request.config, split=request.split, streaming=True)
+        disable_progress_bars()
+        streaming = not request.is_downloaded
+        data = load_dataset(request.name, request.config, split=request.split, streaming=streaming)
     if request.seed is not None:
         data = data.shuffle(seed=request.seed, buffer_size=SHUFFLE_BUFFER)
     yield from data.iter(batch_size=request.batch)
@@ -158,9 +192,17 @@ def _read_apart(request: RowsRequest, source: DocumentSource) -> Iterator[Mappin
     """Yield batches that a process of its own reads; a crash of it is a mistake of the file's."""
     # The child finds this kvfold and `datasets` where this process does.
     code = f"import sys; sys.path[:] = {sys.path!r}; from kvfold.texts.reader_process import main; main()"
+    environment = {
+        **os.environ,
+        "USE_TORCH": "0",
+    }  # rows are plain values, and importing torch takes a second
     with TemporaryFile() as said:
         child = subprocess.Popen(
-            [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=said
+            [sys.executable, "-c", code],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=said,
+            env=environment,
         )
         assert child.stdin
         assert child.stdout

@@ -13,10 +13,11 @@ from torch import Tensor
 from ..core.errors import InvalidInput
 from ..core.untrusted import parse_json, printable
 from .document_rows import DocumentSource, read_batches
-from .text_files import can_open, exists, find_files, is_data_set, kind, open_text
+from .text_files import can_open, compression, exists, find_files, is_data_set, kind, open_text
 
 _BLOCK = 16  # characters of a plain text, for each token of a sequence, that are tokenised at once
 _PLAIN = {".txt", ".jsonl"}
+_LARGEST = 2**32  # bytes of a plain text, which is read whole
 _OPTION = "--calibration"
 _DATA_SET_PARTS = 4  # org/name, configuration, split, field
 
@@ -93,6 +94,11 @@ def _read_whole(file: Path, block: int) -> list[str]:
     """Return all documents of a .jsonl file, or all blocks of a .txt file."""
     name = printable(file)
     documents: list[str] = []
+    if not compression(file) and file.stat().st_size > _LARGEST:
+        raise InvalidInput(
+            f"{name} has {file.stat().st_size:,} bytes; a calibration reads the file whole and takes at most "
+            f"{_LARGEST:,}, so name a part of it"
+        )
     try:
         with open_text(file) as stream:
             if kind(file) == ".txt":

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from ..core.errors import InvalidInput
 from ..core.untrusted import printable, read_json
+from .document_rows import DocumentSource, read_downloaded
 
 HUB = ("Salesforce/wikitext", "wikitext-2-raw-v1", "test")
 ROWS = 4358
@@ -38,15 +39,12 @@ def read_rows(file: Path | None) -> list[str]:
 
 
 def _download() -> list[str]:
-    import datasets
-
     name, configuration, split = HUB
-    datasets.disable_progress_bars()
+    source = DocumentSource(name, config=configuration, split=split, option="")
     try:
-        return list(datasets.load_dataset(name, configuration, split=split)["text"])
-    except (OSError, ValueError, RuntimeError) as error:  # no network, not in the cache, or gone from the Hub
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise InvalidInput(f"{name} cannot be had ({reason}); {_ABSENT}") from None
+        return [row for columns in read_downloaded(source) for row in columns["text"]]
+    except InvalidInput as mistake:
+        raise InvalidInput(f"{mistake}; {_ABSENT}") from None
 
 
 def articles(rows: list[str]) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Runs of a checkpoint in a process that cannot import kvfold, and a comparison of vLLM with transformers."""
+"""Runs of a checkpoint in a process that cannot import kvfold, and engines' answers held against them."""
 
 import json
 import os
@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 NEAR = 1e-3  # by which log-probabilities in another engine may differ, float32
+PROBES = {"vllm": "probe_vllm.py", "mlx": "probe_mlx.py"}
+MODULES = {"vllm": "vllm", "mlx": "mlx_lm"}  # by which an engine is found
 ROUNDED = 0.05  # by which they may on average in 16 bits, where wrong ones are nats apart
 
 
@@ -26,7 +28,7 @@ class Check:
 
 
 def run_apart(script: str, asked: dict[str, Any]) -> dict[str, Any]:
-    """Run probe.py or probe_vllm.py in a fresh process, with an empty cache of modules.
+    """Run a probe (probe.py, probe_vllm.py, ...) in a fresh process, with an empty cache of modules.
 
     Returns:
         Its answer; `{"failed": why}` where it has none.
@@ -50,12 +52,13 @@ def run_apart(script: str, asked: dict[str, Any]) -> dict[str, Any]:
 
 
 def serve(
-    asked: dict[str, Any], answers: dict[str, Any], claimed: int | None
+    engine: str, asked: dict[str, Any], answers: dict[str, Any], claimed: int | None
 ) -> tuple[list[Check], dict[str, Any]]:
-    """Run a checkpoint in vLLM.
+    """Run a checkpoint in an engine.
 
     Args:
-        asked: of probe_vllm.py: `directory`, `dtype`, `trust`, `latent`.
+        engine: of PROBES.
+        asked: of its probe: `directory`, `dtype`, `trust`, `latent`.
         answers: of probe.py, on the same checkpoint.
         claimed: elements per token and layer that the record says are cached.
 
@@ -63,25 +66,23 @@ def serve(
         The checks, and their numbers: version, dtype, differences of log-probabilities in nats, equal tokens,
         elements cached.
     """
-    served = run_apart(
-        "probe_vllm.py", {**asked, **{name: answers[name] for name in ("text", "prompt", "steps")}}
-    )
-    return compare_served(served, answers, claimed)
+    given = {**asked, **{name: answers[name] for name in ("text", "prompt", "steps")}}
+    return compare_served(run_apart(PROBES[engine], given), answers, claimed, engine)
 
 
 def compare_served(
-    served: dict[str, Any], answers: dict[str, Any], claimed: int | None
+    served: dict[str, Any], answers: dict[str, Any], claimed: int | None, engine: str = "vllm"
 ) -> tuple[list[Check], dict[str, Any]]:
-    """Compare what probe_vllm.py measured with what probe.py measured.
+    """Compare what an engine's probe measured with what probe.py measured.
 
     Arguments and result are those of `serve`.
     """
     if "failed" in served:
-        return [Check("vllm", False, served["failed"])], {}
+        return [Check(engine, False, served["failed"])], {}
     if "lacking" in served:
         return [
             Check(
-                "vllm",
+                engine,
                 None,
                 f"{served['version']} was not run: no kernel for this CPU has {served['lacking']}",
             )
@@ -91,11 +92,11 @@ def compare_served(
     for name in ("own", "source"):
         if name in answers:
             numbers[name] = _differences(served, answers[name])
-    return [*_held(numbers, served, answers["own"]), _allocated(size, claimed)], numbers
+    return [*_held(numbers, served, answers["own"], engine), _allocated(size, claimed, engine)], numbers
 
 
 def _differences(served: dict[str, Any], answers: dict[str, Any]) -> dict[str, float]:
-    """Return how far vLLM's answers are from those of transformers, for the checkpoint or its source."""
+    """Return how far an engine's answers are from those of transformers, for the checkpoint or its source."""
     gaps = [abs(a - b) for a, b in _pairs(served["log_probs"], answers["log_probs"])]
     tokens = _pairs(served["tokens"], answers["tokens"])
     return {
@@ -110,8 +111,8 @@ def _pairs(ours: list[list[float]], theirs: list[list[float]]) -> list[tuple[flo
     return [pair for one, other in zip(ours, theirs, strict=True) for pair in zip(one, other, strict=True)]
 
 
-def _held(numbers: dict[str, Any], served: dict[str, Any], own: dict[str, Any]) -> list[Check]:
-    """Compare vLLM's log-probabilities and greedy tokens with transformers'."""
+def _held(numbers: dict[str, Any], served: dict[str, Any], own: dict[str, Any], engine: str) -> list[Check]:
+    """Compare an engine's log-probabilities and greedy tokens with transformers'."""
     found = numbers["own"]
     most, mean = found["max_difference"], found["mean_difference"]
     words = (
@@ -123,14 +124,14 @@ def _held(numbers: dict[str, Any], served: dict[str, Any], own: dict[str, Any]) 
         # Rounding chooses between equally probable tokens, and all that follow differ then: reported, not
         # judged.
         return [
-            Check("vllm", mean <= ROUNDED, f"{words}, {mean:.1e} on average"),
-            Check("vllm greedy", None, tokens),
+            Check(engine, mean <= ROUNDED, f"{words}, {mean:.1e} on average"),
+            Check(f"{engine} greedy", None, tokens),
         ]
     rows = zip(served["tokens"], own["tokens"], own["leads"], strict=True)
     leads = [_lead(*row) for row in rows]
     told = "" if max(leads) == 0 else f", where they part the best one leads by {max(leads):.1e}"
     near = most <= NEAR and mean <= NEAR  # the mean shows NaN, which a maximum may ignore
-    return [Check("vllm", near, words), Check("vllm greedy", max(leads) <= 2 * NEAR, tokens + told)]
+    return [Check(engine, near, words), Check(f"{engine} greedy", max(leads) <= 2 * NEAR, tokens + told)]
 
 
 def _lead(ours: list[int], theirs: list[int], leads: list[float]) -> float:
@@ -138,14 +139,14 @@ def _lead(ours: list[int], theirs: list[int], leads: list[float]) -> float:
     return next((lead for a, b, lead in zip(ours, theirs, leads, strict=True) if a != b), 0.0)
 
 
-def _allocated(size: float, claimed: int | None) -> Check:
-    """Compare what vLLM allocates with the record.
+def _allocated(size: float, claimed: int | None, engine: str) -> Check:
+    """Compare what an engine caches with the record.
 
-    What vLLM caches in full it computes correctly, so a lost saving does not fail.
+    What it caches in full it computes correctly, so a lost saving does not fail.
     """
     words = f"{size:g} elements per token and layer"
     return Check(
-        "vllm cache",
+        f"{engine} cache",
         True if size == claimed else None,
         words + (f", kvfold.json claims {claimed}" if claimed else ""),
     )

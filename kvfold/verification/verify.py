@@ -8,10 +8,9 @@ holds kvfold's files instead (code_files.py).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -21,7 +20,9 @@ from ..convert.decide.engines import ENGINES
 from ..core.console import Command, notice, show_json, show_table
 from ..core.errors import InvalidInput
 from ..core.grid import Grid, Tabular
-from .fresh_process import Check, run_apart, serve
+from .engine_runs import run_llama_cpp, started_engines
+from .fresh_process import PROBES, Check, run_apart, serve
+from .llama_programs import LlamaCpp
 
 if TYPE_CHECKING:
     from ..convert.decide.lint import LintFinding, Written
@@ -86,32 +87,38 @@ class VerificationReport(Tabular):
 
 
 def verify(
-    directory: Path, engines: Iterable[str] = ENGINES[:1], source: Path | None = None, *, run: bool = True
+    directory: Path,
+    engines: Iterable[str] = ENGINES[:1],
+    source: Path | None = None,
+    *,
+    run: bool = True,
+    llama_cpp: Path | None = None,
 ) -> VerificationReport:
     """Apply the rules of some engines, and run a checkpoint and its source in transformers.
+
+    The engines that can be started here run it too: vLLM and MLX where they are installed, llama.cpp where
+    its directory is given.
 
     Args:
         directory: the checkpoint.
         engines: of ENGINES.
         source: the checkpoint that it was made from; None takes the one in its kvfold.json.
         run: load it; otherwise only the rules are applied.
+        llama_cpp: directory of llama.cpp, with its converter and its programs.
 
     Raises:
-        InvalidInput: there is no checkpoint, its source is missing, or memory does not hold either of them.
+        InvalidInput: there is no checkpoint, its source is missing, memory does not hold either of them, or
+            llama.cpp is not where it should be.
     """
+    from ..checkpoints.quantised.packed_checkpoint import is_quantised
     from ..convert.decide.engine_rules import lint
     from ..models.code_files import foreign_code
 
     asked = tuple(dict.fromkeys(engines))
     findings = tuple(lint(directory, asked))
-    starts_vllm = run and find_spec("vllm") is not None
-    unasked = []
-    if "vllm" in asked and not starts_vllm:
-        why = "is not installed here" if run else "was not started"
-        unasked.append(f"vllm {why}: only its rules were applied")
-    for engine in asked:
-        if engine not in ("transformers", "vllm"):
-            unasked.append(f"{engine} is never started: only its rules were applied")
+    started, unasked = started_engines(asked, findings, llama_cpp, run=run)
+    if run and is_quantised(directory):
+        unasked.append("its quantised weights were run dequantised to bfloat16, without the vendor's kernels")
     code = foreign_code(directory)
     if code:
         foreign = Check("code", False, f"{code}, so the checkpoint was not run")
@@ -119,19 +126,19 @@ def verify(
     if not run:
         unasked.append("the checkpoint was not run")
         return VerificationReport(directory, asked, findings, (), {}, tuple(unasked))
-    refused = any(found.engine == "vllm" and found.fails for found in findings)
-    if starts_vllm and refused:
-        unasked.append("vllm was not started: a broken rule already says how that would fail")
-    serves = "vllm" in asked and starts_vllm and not refused
-    checks, measured = _run(directory, source, serves)
+    llama = None if llama_cpp is None or "llama.cpp" not in started else LlamaCpp.at(llama_cpp)
+    checks, measured = _run(directory, source, started, llama)
     return VerificationReport(directory, asked, findings, tuple(checks), measured, tuple(unasked))
 
 
-def _run(directory: Path, source: Path | None, serving: bool) -> tuple[list[Check], dict[str, Any]]:
+def _run(
+    directory: Path, source: Path | None, started: Sequence[str], llama: LlamaCpp | None
+) -> tuple[list[Check], dict[str, Any]]:
     """Run the checkpoint, and return the checks and their numbers."""
     from ..checkpoints.record import read_record, source_directory
     from ..convert.decide.lint import open_written
     from ..models.code_files import clean_copy
+    from ..models.dequantised_copy import dequantised_copy
     from ..models.remote_code import is_remote
 
     record = read_record(directory)
@@ -140,46 +147,45 @@ def _run(directory: Path, source: Path | None, serving: bool) -> tuple[list[Chec
         "seed", 0
     ) + 1  # held back: other text than it was calibrated on
     written = open_written(directory)
-    asked: dict[str, Any] = {"seed": seed, "answers": serving, "source": source and str(source.resolve())}
+    probed = [engine for engine in started if engine in PROBES]
+    asked: dict[str, Any] = {"seed": seed, "answers": bool(probed), "source": None}
     asked |= _size(written, source)
     with ExitStack() as stack:
         remote = is_remote(directory)
         place = stack.enter_context(clean_copy(directory)) if remote else directory.resolve()
+        place = stack.enter_context(dequantised_copy(place))
+        if source is not None:
+            asked["source"] = str(stack.enter_context(dequantised_copy(source.resolve())))
         asked |= {"directory": str(place), "trust": remote}  # the copy's code is kvfold's own
         seen = run_apart("probe.py", asked)
         if "failed" in seen:
             return [Check("loads", False, seen["failed"].replace(str(place), str(directory)))], {}
-        return _judge(written, record, source, seen, asked if serving else None)
+        latent = written.layout in {"stock", "decoupled"}
+        checks = _judge(written, record, source, seen)
+        answers = seen.pop("answers", None)
+        for engine in probed if answers is not None else ():
+            found, seen[engine] = serve(engine, {**asked, "latent": latent}, answers, _claimed(record))
+            checks += found
+        if llama is not None and seen["finite"]:
+            whole = None if asked["source"] is None else Path(asked["source"])
+            found, seen["llama.cpp"] = run_llama_cpp(llama, place, whole, _claimed(record))
+            checks += found
+        return checks, seen
 
 
 def _judge(
-    written: Written,
-    record: dict[str, Any] | None,
-    source: Path | None,
-    seen: dict[str, Any],
-    serving: dict[str, Any] | None,
-) -> tuple[list[Check], dict[str, Any]]:
-    """Return the checks of what probe.py measured; run vLLM too where it was asked for."""
-    checks = [
-        Check(
-            "loads",
-            not seen["missing"],
-            f"as {seen['class']}, " + (_first(seen["missing"]) or "no weight is missing"),
-        ),
-        Check(
-            "finite", seen["finite"], "logits are finite" if seen["finite"] else "logits are NaN or infinite"
-        ),
-    ]
+    written: Written, record: dict[str, Any] | None, source: Path | None, seen: dict[str, Any]
+) -> list[Check]:
+    """Return the checks of what probe.py measured."""
+    loaded = f"as {seen['class']}, " + (_first(seen["missing"]) or "no weight is missing")
+    finite = "logits are finite" if seen["finite"] else "logits are NaN or infinite"
+    checks = [Check("loads", not seen["missing"], loaded), Check("finite", seen["finite"], finite)]
     if not seen["finite"]:
-        return checks, seen
+        return checks
     gap = seen["greedy_gap"]
     checks.append(Check("cache", gap <= TIE * seen.get("logit_deviation", 1.0), _greedy(gap)))
     checks.append(_cache(seen["cache"], record, written))
-    if serving is not None:
-        latent = written.layout in {"stock", "decoupled"}
-        found, seen["vllm"] = serve({**serving, "latent": latent}, seen.pop("answers"), _claimed(record))
-        checks += found
-    return checks + ([] if source is None else [_distance(seen, _lossless(record, written, source))]), seen
+    return checks + ([] if source is None else [_distance(seen, _lossless(record, written, source))])
 
 
 def _first(missing: list[str]) -> str:
@@ -310,18 +316,32 @@ def _size(written: Written, source: Path | None) -> dict[str, Any]:
     type=click.Path(exists=True, file_okay=False, path_type=Path),
     help="The checkpoint that it was made from.  [default: kvfold.json]",
 )
+@click.option(
+    "--llama-cpp",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    metavar="DIR",
+    help="llama.cpp, with convert_hf_to_gguf.py and its built programs: runs --engine llama.cpp.",
+)
 @click.option("--lint", "static", is_flag=True, help="Apply the rules alone; load nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
-def main(directory: Path, engines: tuple[str, ...], source: Path | None, static: bool, as_json: bool) -> None:
+def main(
+    directory: Path,
+    engines: tuple[str, ...],
+    source: Path | None,
+    llama_cpp: Path | None,
+    static: bool,
+    as_json: bool,
+) -> None:
     """Check that the checkpoint in DIRECTORY is what it claims to be, in the engines that are to run it.
 
     First, each engine's rules are applied to the written files: they find what it would drop, misread or
     refuse. Then the checkpoint runs in transformers, in a process that cannot import kvfold. It
     compares predictions with the source's, decoding with and without the cache, and the live cache with
-    kvfold.json. With `--engine vllm`, where vLLM is installed, the same text and tokens are run there too.
-    Exit code 3 where something fails.
+    kvfold.json. With `--engine vllm` or `--engine mlx`, where these are installed, the same text and tokens
+    are run there too, and with `--engine llama.cpp --llama-cpp DIR` in llama.cpp. Exit code 3 where something
+    fails.
     """
-    report = verify(directory, engines, source, run=not static)
+    report = verify(directory, engines, source, run=not static, llama_cpp=llama_cpp)
     if as_json:
         show_json(report.to_dict())
     else:

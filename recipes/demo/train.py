@@ -2,7 +2,7 @@
 
 A Llama with multi-head attention (8 heads, 8 key/value heads) and a byte-level BPE vocabulary of 2,048,
 trained on the source text of CPython's standard library, which every machine that runs Python has. The
-modules of `kvfold.texts.corpus.HELD_OUT` are never seen: they are the demo's evaluation text.
+modules of `kvfold.texts.standard_library.HELD_OUT` are never seen: they are the demo's evaluation text.
 """
 
 import math
@@ -13,7 +13,7 @@ import click
 import torch
 from torch import Tensor
 
-from ...texts.corpus import stdlib_documents
+from ...texts.standard_library import stdlib_documents
 
 VOCABULARY = 2048
 CONTEXT = 256

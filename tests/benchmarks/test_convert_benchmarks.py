@@ -1,4 +1,4 @@
-"""What the benchmarks of conversion compute from their measurements, and the procedure that kvfold is
+"""The numbers that the benchmarks of conversion derive from measurements, and the procedure that kvfold is
 compared with.
 """
 
@@ -49,7 +49,7 @@ def test_ratios_are_of_one_round() -> None:
 
 
 def test_resident_procedure_is_exact_at_full_rank(tmp_path: Path) -> None:
-    """What it decomposes is what the projections gave: all components together are the source's weights."""
+    """It decomposes the outputs of the projections: all components together are the source's weights."""
     source, out = tmp_path / "source", tmp_path / "out"
     source.mkdir()
     generate(source, 0, hidden=128, layers=2)

@@ -50,7 +50,7 @@ def test_one_object(dtype: str) -> None:
     [
         (["--context", "0"], "context"),
         (["--rope", "3"], "--rope 3 is odd"),
-        (["--memory-gb", "0.000001"], "need .* GB beside the weights"),
+        (["--memory-gb", "0.000001"], "need .* GB in addition to the weights"),
         (["--kind", "mla"], "'mla' is not one of"),
     ],
 )

@@ -9,7 +9,7 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
-from benchmarks import cuda_check, vllm
+from benchmarks import cuda_check, engine_rows, vllm
 from benchmarks.folds import DEMO, FOLDS, Fold, make_folds, widen
 from kvfold.core.errors import InvalidInput
 from kvfold.verification.fresh_process import Check
@@ -108,8 +108,8 @@ def test_what_vllm_says_is_judged(
     if measured is None and not cache:
         checks = (Check("loads", False, "no kernel"),)
     report = VerificationReport(made[2], ("vllm",), (), checks, numbers, ("vllm was not started",))
-    monkeypatch.setattr(vllm, "verify", lambda *_: report)
-    failures = vllm.run(replace(made[0], **fold), made[1], made[2])["failures"]
+    monkeypatch.setattr(engine_rows, "verify", lambda *_: report)
+    failures = engine_rows.run_fold(replace(made[0], **fold), made[1], made[2], "vllm")["failures"]
     assert (words in failures[0]) if words else failures == []
 
 

@@ -55,7 +55,7 @@ def test_plain_fine_tuning_is_cross_entropy_of_the_same_student(fold: Path) -> N
 
 
 def test_a_cached_teacher_teaches_the_same(fold: Path, tmp_path: Path) -> None:
-    own = tmp_path / "fold"  # the cache lies beside it
+    own = tmp_path / "fold"  # the cache is next to it
     own.symlink_to(fold)
     online, written, cached = (
         distilling(make_recipe(DEMO, own, "all", how, tokens=256, length=64), DEMO)

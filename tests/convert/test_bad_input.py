@@ -139,15 +139,29 @@ CASES: dict[str, tuple[Callable[[Path], None], tuple[str, ...], str]] = {
     ),
     "wrong shape": (config_with(num_key_value_heads=4), MLA, "but config.json implies"),
     "missing size": (config_with(num_attention_heads=None), MLA, "config.json has num_attention_heads None"),
-    "unknown family": (config_with(model_type="mamba"), MLA, "is unknown; kvfold folds cohere, "),
+    "unknown family": (
+        config_with(model_type="mamba"),
+        MLA,
+        "cannot be folded: it has no attention; kvfold folds ",
+    ),
     "encoder": (config_with(model_type="bert"), MLA, "is an encoder model"),
     "latent already": (config_with(model_type="deepseek_v3"), MLA, "already has latent attention"),
     "quantised": (
         config_with(quantization_config={"quant_method": "gptq"}),
         MLA,
-        "the checkpoint is quantised (gptq)",
+        "has a quantization_config (gptq), but no quantised weight",
     ),
-    "int8 weights": (quantise, MLA, "as I8; kvfold folds float weights"),
+    "unknown quantisation": (
+        config_with(quantization_config={"quant_method": "quip"}),
+        MLA,
+        "quantised by 'quip', which kvfold does not read; it reads fp8, mxfp4, compressed-tensors",
+    ),
+    "quantisation in words": (
+        config_with(quantization_config="gptq"),
+        MLA,
+        "quantization_config 'gptq', where an object with one of the methods fp8",
+    ),
+    "int8 weights": (quantise, MLA, "as 'I8'; kvfold folds float weights"),
     "sliding window": (
         config_with(model_type="mistral", architectures=["MistralForCausalLM"], sliding_window=64),
         STOCK,
@@ -241,7 +255,7 @@ def test_a_link_to_nowhere_is_one_sentence(tmp_path: Path) -> None:
     assert "model.safetensors: No such file" in result.output
 
 
-def test_other_safetensors_beside_the_model_are_left_alone(tmp_path: Path) -> None:
+def test_other_safetensors_next_to_the_model_are_left_alone(tmp_path: Path) -> None:
     source = make(tmp_path / "source")
     save_file({"x": torch.zeros(1)}, source / "adapter_model.safetensors")
     assert CliRunner().invoke(main, [str(source), *MLA, "--out", str(tmp_path / "out")]).exit_code == 0

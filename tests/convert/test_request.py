@@ -115,7 +115,7 @@ def test_a_command_says_what_its_request_says(request_: FoldRequest, tmp_path: P
         ({"model": "m", "to": "mlaa"}, "to is 'mlaa'; it should be 'gqa', 'mqa' or 'mla'"),
         (
             {"model": "m", "to": "mla", "kv_budgets": "25%"},
-            "unknown name 'kv_budgets'; did you mean 'kv_budget'?",
+            "'kv_budgets'; did you mean 'kv_budget'?",
         ),
         ({"model": "m", "to": "mla", "kv_lora_rank": 8}, "did you mean 'rank'?"),
         ({"model": "m", "to": "gqa", "kv_heads": "two"}, "kv_heads is 'two'; it should be a valid integer"),
@@ -167,9 +167,9 @@ def test_a_mistake_is_one_sentence(values: dict[str, Any], sentence: str, tmp_pa
     ("content", "sentence"),
     [
         (None, "cannot be read"),
-        ("a: [", "is not valid YAML"),
-        ("- 1", "holds no request"),
-        ("", "holds no request"),
+        ("a: [", "is not YAML"),
+        ("- 1", "holds a list; give a mapping of YAML"),
+        ("", "holds nothing; give a mapping of YAML"),
     ],
 )
 def test_a_file_that_is_none(content: str | None, sentence: str, tmp_path: Path) -> None:

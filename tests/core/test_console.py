@@ -1,4 +1,4 @@
-"""What every command shares."""
+"""Behaviour that all commands share."""
 
 import gc
 import os
@@ -66,7 +66,7 @@ run_as_process(main)
 
 @pytest.mark.parametrize("code", [0, 2])
 def test_one_of_several_processes_ends_before_the_interpreter_is_taken_apart(code: int) -> None:
-    """What it printed and what was registered for its end is there, and its exit code is the command's."""
+    """Its output and the work registered for its end are there, and its exit code is the command's."""
     command, environment = (
         [sys.executable, "-c", ENDING, "--code", str(code)],
         os.environ | {"PYTHONUNBUFFERED": ""},

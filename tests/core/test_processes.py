@@ -168,7 +168,7 @@ def test_layers_are_shared_by_processes(tmp_path: Path) -> None:
 
 
 def test_killed_processes_are_gone_on_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What each has written stays written, whatever the number of processes that go on."""
+    """Their finished work is kept, whatever the number of processes that resume."""
     source, out, whole = make(tmp_path / "source", num_hidden_layers=6), tmp_path / "out", tmp_path / "whole"
     command = [str(source), "--to", "mla", "--rank", "24", "--calibration", "none", "--jobs", "1", "--out"]
     assert CliRunner().invoke(main, [*command, str(whole)]).exit_code == 0

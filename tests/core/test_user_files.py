@@ -4,16 +4,19 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
 
+from kvfold.convert.calibration import study
 from kvfold.convert.calibration.statistics import RUN_DIGITS, Statistics, read_run
 from kvfold.convert.cli import main as convert_main
 from kvfold.convert.write import rewrite
 from kvfold.core.errors import InvalidInput
+from kvfold.core.files import write_whole
 from kvfold.eval.evaluation_journal import EvaluationJournal, reserved
 
 from ..support.tiny import make, same_bytes
@@ -190,6 +193,54 @@ def test_a_run_killed_after_its_statistics_resumes_with_them(
     assert len(Statistics.load(file).layers) == 2
 
 
+def test_two_runs_that_save_the_same_statistics_both_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second run starts and ends while the first takes its statistics."""
+    source, file = make(tmp_path / "source"), tmp_path / "s.safetensors"
+    options, collect = (*SELF, "--save-statistics", str(file)), study._collect
+    second: tuple[str, ...] = ()
+
+    def overtaken(*given: Any, **named: Any) -> Statistics:
+        monkeypatch.setattr(study, "_collect", collect)
+        assert convert(source, *options, *second, out=tmp_path / "second").exit_code == 0
+        return collect(*given, **named)
+
+    monkeypatch.setattr(study, "_collect", overtaken)
+    first = convert(source, *options, out=tmp_path / "first")
+    assert first.exit_code == 0, first.output
+    assert "another run has saved" in first.stderr
+    assert "it holds the same statistics" in first.stderr
+    assert same_bytes(tmp_path / "first", tmp_path / "second") == []
+    file.unlink()
+    (tmp_path / "second").rename(tmp_path / "earlier")
+    second = ("--seed", "1")  # another command, whose file is not accepted and not overwritten
+    monkeypatch.setattr(study, "_collect", overtaken)
+    refused = convert(source, *options, out=tmp_path / "third")
+    assert refused.exit_code == 2
+    assert "s.safetensors exists, and nothing is overwritten" in refused.output
+    assert Statistics.load(file).seed == 1
+    assert not (tmp_path / "third").exists()
+
+
+def test_statistics_that_another_run_saved_with_other_numbers_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, file = make(tmp_path / "source"), tmp_path / "s.safetensors"
+    options, save = (*SELF, "--save-statistics", str(file)), study._keep
+
+    def late(statistics: Statistics, place: Path, run: str) -> None:
+        replace(statistics, tokens=statistics.tokens + 1).save(place, run)  # as another machine's may differ
+        save(statistics, place, run)
+
+    monkeypatch.setattr(study, "_keep", late)
+    refused = convert(source, *options, out=tmp_path / "out")
+    assert refused.exit_code == 2
+    assert "s.safetensors with other numbers" in refused.output
+    resumed = convert(source, *options, out=tmp_path / "out")
+    assert resumed.exit_code == 0, resumed.output  # with these numbers, as the sentence says
+
+
 def test_statistics_are_saved_next_to_a_users_partial_file(tmp_path: Path) -> None:
     (tmp_path / "s.safetensors.partial").write_text("mine")
     options = (*SELF, "--save-statistics", str(tmp_path / "s.safetensors"))
@@ -207,6 +258,31 @@ def test_an_evaluation_leaves_the_users_names_alone(tmp_path: Path) -> None:
         write("{}")
     assert (out.read_text(), elsewhere.read_text()) == ("{}", "mine")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["e.json", "e.json.new", "elsewhere"]
+
+
+@pytest.mark.parametrize("report", ["{}", '{"of": "another evaluation"}'])
+def test_a_journal_that_a_kill_left_next_to_its_report_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, report: str
+) -> None:
+    """The next start removes it, unless it does not belong to this very report."""
+    out = tmp_path / "e.json"
+
+    def killed(file: Path, content: str) -> None:
+        write_whole(file, content)
+        raise KeyboardInterrupt
+
+    with reserved(out) as (journal, write):
+        journal.begin({})
+        journal.keep("ppl/student", 1)
+        monkeypatch.setattr("kvfold.eval.evaluation_journal.write_whole", killed)
+        with pytest.raises(KeyboardInterrupt):
+            write("{}")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["e.json", "e.json.partial"]
+    out.write_text(report)
+    with pytest.raises(InvalidInput, match="exists; name another file"), reserved(out):
+        pytest.fail("the report exists")
+    left = ["e.json"] if report == "{}" else ["e.json", "e.json.partial"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == left
 
 
 def test_a_second_evaluation_of_one_out_says_so(tmp_path: Path) -> None:

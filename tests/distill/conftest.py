@@ -1,34 +1,28 @@
 """A teacher, its pooled copy and a text, all tiny: what every test here trains on."""
 
-import json
 import os
-import random
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from kvfold.checkpoints.record import describe, write_record
 from kvfold.distill.recipe.recipe import Recipe
+
+from ..support.distillation import weights
+from ..support.documents import write_documents
+from ..support.tokenizers import save_tokenizer
 
 MakeRecipe = Callable[..., Recipe]
 
 # Matrices this small lose by threads, and the same number of them gives the same bits in child processes.
 torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"
-
-
-def save_tokenizer(directory: Path, last: str = "end") -> None:
-    """Bytes as tokens, `<s>` at their head, and one more entry."""
-    entries = ["<s>", *sorted(pre_tokenizers.ByteLevel.alphabet()), last]
-    tokenizer = Tokenizer(models.BPE(vocab={entry: index for index, entry in enumerate(entries)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>").save_pretrained(directory)
 
 
 @pytest.fixture(scope="session")
@@ -73,15 +67,23 @@ def student(teacher: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
+def float32_models(student: Path, teacher: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """A student in float32, so that a missing all-reduce cannot hide in rounding; its head is tied."""
+    directory = tmp_path_factory.mktemp("models") / "float32"
+    shutil.copytree(student, directory)
+    save_file(
+        {name: tensor.float() for name, tensor in weights(student).items()},
+        directory / "model.safetensors",
+        {"format": "pt"},
+    )
+    return {"student": str(directory), "teacher": str(teacher)}
+
+
+@pytest.fixture(scope="session")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """60 documents of about 300 characters, as jsonl."""
-    draw = random.Random(0)
-    words = ["key", "value", "cache", "head", "fold", "rank", "layer", "query", "token", "window"]
-    documents = [" ".join(draw.choices(words, k=60)) for _ in range(60)]
     file = tmp_path_factory.mktemp("data") / "text.jsonl"
-    file.write_text(
-        "".join(json.dumps({"text": document}) + "\n" for document in documents), encoding="utf-8"
-    )
+    write_documents(file)
     return file
 
 

@@ -1,4 +1,4 @@
-"""What is shown while a stage trains.
+"""The display of a stage in training.
 
 A table on a terminal, lines elsewhere, the same numbers as in metrics.jsonl.
 """
@@ -16,8 +16,8 @@ from kvfold.distill.run.job import distill
 from kvfold.distill.stages.state import Progress
 from kvfold.distill.watch.metrics import Metrics
 
+from ..support.distillation import metrics
 from .conftest import MakeRecipe
-from .run.test_job import metrics
 
 VALUES = {
     "loss": 0.25, "forward_kl": 0.125, "same_top1": 0.5, "eval_perplexity": 12.3456, "recovered_share": 0.417,

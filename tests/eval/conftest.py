@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, DeepseekV3Config, LlamaConfig, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, DeepseekV3Config, LlamaConfig
 
 from kvfold.eval.suites import harness
 from kvfold.texts.corpus import Text
+
+from ..support.tokenizers import save_tokenizer
 
 Make = Callable[..., Path]
 VOCABULARY = 258
@@ -45,15 +46,6 @@ LATENT = {
     "moe_intermediate_size": 48,
     "num_nextn_predict_layers": 0,
 }
-
-
-def save_tokenizer(directory: Path, bos: str | None, last: str) -> None:
-    """Bytes as tokens, BOS at their head if there is one, and one more entry."""
-    entries = [*([bos] if bos else []), *sorted(pre_tokenizers.ByteLevel.alphabet()), last]
-    tokenizer = Tokenizer(models.BPE(vocab={entry: index for index, entry in enumerate(entries)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=bos).save_pretrained(directory)
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""What --assert compares, and what it refuses."""
+"""The comparisons of --assert, and its refusals."""
 
 import pytest
 

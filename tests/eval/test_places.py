@@ -1,4 +1,4 @@
-"""Where weights and hidden states lie changes no number.
+"""The place of weights and hidden states changes no number.
 
 One at a time, from a teacher's cache, from the disk.
 """
@@ -24,7 +24,8 @@ from kvfold.models import teacher_cache
 from kvfold.models.causal_lm import Loaded, load
 from kvfold.texts.corpus import Text
 
-from .conftest import SHAPE, Make, save_tokenizer
+from ..support.tokenizers import save_tokenizer
+from .conftest import SHAPE, Make
 
 WINDOW = {"device": "cpu", "window": 32, "batch_size": 4}
 PLAIN = Options(**WINDOW)
@@ -175,7 +176,7 @@ def test_a_capped_head_is_kept_with_its_cap(text: Text, tmp_path: Path) -> None:
         shape = {"num_key_value_heads": 2, "head_dim": 8, "final_logit_softcapping": 2.0}
         paths.append(tmp_path / str(seed))
         Gemma2ForCausalLM(Gemma2Config(**SHAPE | shape)).save_pretrained(paths[-1])
-        save_tokenizer(paths[-1], "<s>", "end")
+        save_tokenizer(paths[-1])
     cached = evaluate(*paths, text, Options(**WINDOW, teacher_cache=tmp_path / "states"), suites=SCORED)
     assert cached.suites == evaluate(*paths, text, PLAIN, suites=SCORED).suites
 

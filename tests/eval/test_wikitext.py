@@ -13,17 +13,14 @@ from kvfold.eval.options import Options
 from kvfold.eval.run import evaluate
 from kvfold.eval.windows import cut, window_length
 from kvfold.models.causal_lm import describe
+from kvfold.texts import document_rows
 from kvfold.texts.corpus import Text, read_text
 from kvfold.texts.wikitext import articles, plain_spelling, read_rows, words
 
+from ..support.task_runs import ROWS
 from .conftest import Make
 
 CPU = Options(device="cpu")
-ROWS = [
-    "", " = First tale = \n", "", " He said ( twice ) that 1 @,@ 000 foxes @-@ like ones ' ran ' . \n", "",
-    " = = A part = = \n", "", ' The " héros " went , then came 20 ° back ; it rained [ a lot ] . \n' * 3, "",
-    " = Second tale = \n", "", " Short . \n",
-]  # fmt: skip
 
 
 @pytest.fixture
@@ -99,7 +96,7 @@ def test_word_perplexity_is_lm_evaluation_harnesss_own(
 def harness(
     directory: Path, file: Path, monkeypatch: pytest.MonkeyPatch, window: int | None
 ) -> dict[str, Any]:
-    """What the harness's own task `wikitext` finds, on our articles in place of its data set's."""
+    """Return the results of the harness's own task `wikitext`, on our articles in place of its data set's."""
     import lm_eval
     import yaml
     from lm_eval.api.task import ConfigurableTask
@@ -281,20 +278,24 @@ def test_rows_are_for_wikitext_2_only(rows: Path) -> None:
 def test_without_a_file_the_rows_are_the_hubs(monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets
 
-    def load_dataset(name: str, configuration: str, split: str) -> Any:
-        assert (name, configuration, split) == ("Salesforce/wikitext", "wikitext-2-raw-v1", "test")
+    asked: list[Any] = []
+
+    def load_dataset(name: str, configuration: str, *, split: str, streaming: bool) -> Any:
+        asked.append((name, configuration, split, streaming))
         return datasets.Dataset.from_dict({"text": ROWS})
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    monkeypatch.setattr(document_rows, "_read_apart", lambda request, _: document_rows.open_rows(request))
     assert read_text("wikitext2-gptq-64").documents == tuple(ROWS)
+    assert asked == [("Salesforce/wikitext", "wikitext-2-raw-v1", "test", False)]
 
-    def unreachable(*arguments: Any, **options: Any) -> None:
-        raise ConnectionError("Couldn't reach it\nand more")
 
-    monkeypatch.setattr(datasets, "load_dataset", unreachable)
+def test_the_hub_cannot_be_reached(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    monkeypatch.delenv("HF_DATASETS_CACHE", raising=False)
     with pytest.raises(
-        InvalidInput,
-        match=r"^Salesforce/wikitext cannot be had \(Couldn't reach it\); give its rows .* --rows",
+        InvalidInput, match=r"^Salesforce/wikitext cannot be read: .*; give its rows .* --rows"
     ):
         read_text("lm-eval:wikitext")
 

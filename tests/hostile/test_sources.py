@@ -255,6 +255,10 @@ EVALUATED: dict[str, tuple[Damage, str]] = {
     "other weights": (config(transformers_weights="adapter_model.bin"), "transformers_weights"),
     "adapter": (written("adapter_config.json", '{"peft_type": "LORA"}'), "has an adapter"),
     "labels": (config(num_labels=10**30), f"num_labels {10**30}"),
+    "experts": (config(num_local_experts=10**9), f"num_local_experts {10**9}"),
+    "method": (config(save_pretrained=7), "has save_pretrained, which is the name of a method"),
+    "wide": (config(intermediate_size=2**30), "weights are missing or misshapen"),
+    "vocabulary": (config(vocab_size=2**30), "weights are missing or misshapen"),
     "deep config": (written("config.json", f'{{"a": {DEEP}'), "levels deep"),
     "layer types": (config(layer_types=7), "cannot be loaded"),
     "tokenizer null": (written("tokenizer.json", "null"), "tokenizer.json holds nothing"),
@@ -301,6 +305,81 @@ def test_an_evaluation_refuses_it(tmp_path: Path, case: str, role: str) -> None:
     check_refused(result, sentence)
     assert not (source / "trace").exists()
     assert {path.name for path in tmp_path.iterdir()} == {"source", "text.txt"}
+
+
+KERNELS: dict[str, Any] = {
+    "name": {"attn_implementation": "org/evil"},
+    "private name": {"_attn_implementation": "kernels-community/flash-attn2"},
+    "internal name": {"_attn_implementation_internal": "org/evil@main:attend"},
+    "by part": {"attn_implementation": {"": "org/evil"}},
+    "inside": {"text_config": {"_attn_implementation": "org/evil"}},
+    "in a list": {"per_layer_config": [{"attn_implementation": "org/evil"}]},
+    "experts": {"_experts_implementation": "org/evil"},
+    "not installed": {"_attn_implementation": "flash_attention_3"},
+}
+
+
+@pytest.mark.parametrize("case", KERNELS)
+def test_no_kernel_is_downloaded(
+    good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    """transformers would download and import a kernel that a config.json names, if `kernels` is installed."""
+    from transformers import modeling_utils
+
+    def download(*_: Any, **__: Any) -> None:
+        (tmp_path / "canary").touch()
+
+    monkeypatch.setattr(modeling_utils, "is_kernels_available", lambda *_: True)
+    monkeypatch.setattr(modeling_utils, "lazy_import_flash_attention", download)
+    source = Path(shutil.copytree(good, tmp_path / "source"))
+    config(**KERNELS[case])(source)
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        json.dumps(
+            {"schema": 1, "student": str(source), "teacher": str(source), "output": str(tmp_path / "out")}
+        )
+    )
+    for words in (
+        ["convert", source, *MLA, "--out", tmp_path / "out"],
+        ["eval", source, "--text", "stdlib"],
+        ["verify", source],
+        ["publish", source, "org/x", "--dry-run"],
+        ["distill", recipe],
+        ["distill", recipe, "--explain"],
+        ["plan", source, "--calibration", "none"],
+    ):
+        result = CliRunner().invoke(main, [str(word) for word in words])
+        assert result.exit_code == 2, (words, result.output)
+        assert "Traceback" not in result.output
+    check_refused(CliRunner().invoke(main, ["eval", str(source), "--text", "stdlib"]), "a kernel; remove the")
+    assert not (tmp_path / "canary").exists()
+
+
+@pytest.mark.parametrize("family", ["gptj", "gpt_neo"])
+def test_tables_of_positions_are_bounded(tmp_path: Path, family: str) -> None:
+    sizes = (
+        {"num_layers": 2, "num_heads": 4, "attention_types": [[["global"], 2]]} if family == "gpt_neo" else {}
+    )
+    source = make(tmp_path / "source", family, **sizes)
+    name = "max_position_embeddings" if family == "gpt_neo" else "n_positions"
+    positions = 2**18 if family == "gpt_neo" else 2**31 - 1  # gpt_neo's table is a square
+    config(**{name: positions, "max_position_embeddings": positions})(source)
+    demo = Path(recipes.__file__).parent / "demo"
+    shutil.copyfile(demo / "tokenizer.json", source / "tokenizer.json")
+    shutil.copyfile(demo / "tokenizer_config.json", source / "tokenizer_config.json")
+    check_refused(CliRunner().invoke(main, ["eval", str(source), "--text", "stdlib"]), "computes tables of")
+    if family == "gptj":
+        words = ["convert", str(source), "--to", "mqa", "--calibration", "none", "--dry-run"]
+        check_refused(CliRunner().invoke(main, words), "computes tables of")
+
+
+def test_weights_that_the_class_ignores_are_kept_and_named(good: Path, tmp_path: Path) -> None:
+    source, out = Path(shutil.copytree(good, tmp_path / "source")), tmp_path / "out"
+    weights(lambda tensors: tensors.update({"score.weight": torch.ones(3, 32)}))(source)
+    result = CliRunner().invoke(main, ["convert", str(source), *MLA, "--out", str(out)])
+    assert result.exit_code == 0, result.output
+    assert "1 weights outside its layers that a LlamaForCausalLM ignores, e.g. score.weight" in result.stderr
+    assert torch.equal(load_file(out / "model.safetensors")["score.weight"], torch.ones(3, 32))
 
 
 @pytest.mark.parametrize("value", [None, []])

@@ -110,7 +110,7 @@ def test_documented_shapes() -> None:
 
 
 def test_quoted_figures() -> None:
-    """Which of them are wrong: half the heads are half the cache, and a rotary key is shared, not divided."""
+    """Wrong figures are among them: half the heads are half the cache, and a rotary key is shared, not divided."""
     wrong = [claim.claim for claim in costs.claims() if not claim.holds]
     assert wrong == ["cache of GQA-4 as a share of 8 heads'"]
     assert not divided_rope_key().holds

@@ -1,4 +1,4 @@
-"""What is made of a module.
+"""Modules made from other modules.
 
 Experts, latents that read, and folds, each equal to its source where nothing is discarded.
 """
@@ -19,7 +19,7 @@ from kvfold.lab.reference import (
     halvings,
 )
 
-from .test_reference import B, D, H, N, T, inputs, latent, multi_head
+from ..support.reference_modules import B, D, H, N, T, inputs, latent, multi_head
 
 
 def reader(*, self_attention: bool = False, d_input: int | None = None) -> LatentQueryAttention:

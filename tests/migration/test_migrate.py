@@ -15,42 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
 
-from kvfold.cli import main
 from kvfold.core.errors import InvalidInput
 from kvfold.distill.stages.state import newest
 from kvfold.migration import milestones
 from kvfold.migration.itinerary import read_bound
-from kvfold.migration.request import write_json
-from kvfold.texts.corpus import stdlib_documents
 
+from ..support.migrations import DEMO, arguments, interrupt, invoke, unproven
 from ..support.tiny import make
-
-DEMO = Path(__file__).parents[2] / "recipes" / "demo"
-IDENTITY = {"checked": False, "reason": "another test is about it"}
-
-
-@pytest.fixture(scope="module")
-def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place = tmp_path_factory.mktemp("texts")
-    (place / "train.txt").write_text("\n".join(stdlib_documents(held_out=False)[:3])[:20000])
-    (place / "held.txt").write_text(stdlib_documents(held_out=True)[0][:4000])
-    return place
-
-
-def arguments(texts: Path, out: Path, bound: str = "ppl<9x", **changed: str) -> list[str]:
-    options = {
-        "to": "gqa", "steps": "50%,0.125", "text": str(texts / "held.txt"), "train": str(texts / "train.txt"),
-        "tokens-per-step": "2k", "window": "32", "max-windows": "4", "sequences": "2", "refine": "1",
-        "until": bound,
-        "out": str(out), "set": "evaluate=null", **changed,
-    }  # fmt: skip
-    return ["migrate", str(DEMO), *(word for name, value in options.items() for word in (f"--{name}", value))]
-
-
-def run(words: list[str]) -> Result:
-    return CliRunner().invoke(main, words)
 
 
 def ratios(report: dict[str, Any]) -> dict[str, float]:
@@ -61,7 +33,7 @@ def ratios(report: dict[str, Any]) -> dict[str, float]:
 def whole(texts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A migration that nothing interrupts, and that keeps its steps."""
     out = tmp_path_factory.mktemp("whole") / "out"
-    done = run([*arguments(texts, out), "--json", "--keep-steps"])
+    done = invoke([*arguments(texts, out), "--json", "--keep-steps"])
     assert done.exit_code == 0, done.output
     assert json.loads(done.stdout) == json.loads((out / "report.json").read_text())
     return out
@@ -91,25 +63,12 @@ def test_records_name_the_places_where_things_are(whole: Path) -> None:
         assert ".partial" not in (whole / name).read_text(), name
 
 
-def unproven(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Spare migrations the proof, which another test is about."""
-    monkeypatch.setattr(
-        milestones,
-        "_identity",
-        lambda asked: write_json(asked.partial / "identity.json", IDENTITY) or IDENTITY,
-    )
-
-
 def stopped(words: list[str], monkeypatch: pytest.MonkeyPatch, at: str, stop: Any) -> None:
     """Begin a migration, without its proof, that ends where `milestones.<at>` is `stop`."""
     unproven(monkeypatch)
     with monkeypatch.context() as patch:
         patch.setattr(milestones, at, stop)
-        assert run(words).exit_code == 1
-
-
-def interrupt(*_: Any) -> None:
-    raise KeyboardInterrupt
+        assert invoke(words).exit_code == 1
 
 
 def test_a_killed_run_goes_on_to_the_same_bytes(
@@ -124,10 +83,10 @@ def test_a_killed_run_goes_on_to_the_same_bytes(
         os.kill(started.pid, signal.SIGKILL)
     assert started.returncode == -signal.SIGKILL
     assert not out.exists()
-    other = run([*words, "--seed", "1"])
+    other = invoke([*words, "--seed", "1"])
     assert other.exit_code == 2
     assert "was begun with another calibration.seed (was 0)" in other.output
-    done = run(words)
+    done = invoke(words)
     assert done.exit_code == 0, done.output
     assert "resuming after step" in done.stderr
     assert (out / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
@@ -149,7 +108,7 @@ def test_what_is_done_is_not_done_again_and_the_bound_may_change(
     for name in ("study", "rewrite", "distill"):
         monkeypatch.setattr(milestones, name, None)
     between = sum(expected.values()) / 2
-    done = run([*arguments(texts, out, f"ppl<{between:.6f}x"), "--json"])
+    done = invoke([*arguments(texts, out, f"ppl<{between:.6f}x"), "--json"])
     assert done.exit_code == 0, done.output
     report = json.loads(done.stdout)
     assert ratios(report) == expected
@@ -164,7 +123,7 @@ def test_where_no_step_holds_the_first_has_a_name_that_tells(
     monkeypatch.chdir(tmp_path)
     words = arguments(texts, Path("öut"), "ppl<0.5x", calibration="none", to="mla")
     del words[words.index("--refine") : words.index("--refine") + 2]
-    done = run([*words, "--json"])
+    done = invoke([*words, "--json"])
     assert done.exit_code == 3
     assert "no step holds ppl<0.5x; the nearest one, 50%, is in" in done.stderr
     report = json.loads(done.stdout)
@@ -175,14 +134,14 @@ def test_where_no_step_holds_the_first_has_a_name_that_tells(
     for name in ("kvfold.json", "eval.json", "report.json"):
         assert ".partial" not in (tmp_path / "öut.unmet" / name).read_text(), name
     shutil.rmtree("öut.partial")
-    again = run(words)
+    again = invoke(words)
     assert again.exit_code == 2
     assert "öut.unmet exists without" in again.stderr
     assert "from which another bound could resume; move or remove it, or name another --out" in again.stderr
 
 
 def test_dry_run_writes_nothing(tmp_path: Path) -> None:
-    done = run(
+    done = invoke(
         [
             "migrate",
             str(DEMO),
@@ -217,11 +176,11 @@ def test_steps_that_a_source_cannot_take_are_left_out(tmp_path: Path) -> None:
         "--dry-run",
         "--json",
     ]
-    done = run(words)
+    done = invoke(words)
     assert [step["step"] for step in json.loads(done.stdout)["steps"]] == ["50%", "25%"]
     assert "no step of 12.5%: a budget of" in done.stderr
     alone = make(tmp_path / "alone", num_key_value_heads=1)
-    refused = run([word.replace(str(source), str(alone)) for word in words])
+    refused = invoke([word.replace(str(source), str(alone)) for word in words])
     assert refused.exit_code == 2
     assert "Error: a budget of" in refused.stderr
 
@@ -269,14 +228,14 @@ def test_wrong_bounds(text: str) -> None:
     ],
 )
 def test_mistakes(texts: Path, tmp_path: Path, changed: dict[str, str], sentence: str) -> None:
-    done = run(arguments(texts, **{"out": tmp_path / "out", **changed}))  # type: ignore[arg-type]
+    done = invoke(arguments(texts, **{"out": tmp_path / "out", **changed}))  # type: ignore[arg-type]
     assert done.exit_code == 2, done.output
     assert sentence in done.stderr
     assert not list(tmp_path.iterdir())
 
 
 def test_text_that_is_trained_on_is_refused(texts: Path, tmp_path: Path) -> None:
-    done = run(arguments(texts, tmp_path / "out", train=str(texts / "held.txt")))
+    done = invoke(arguments(texts, tmp_path / "out", train=str(texts / "held.txt")))
     assert done.exit_code == 2
     assert "is trained on" in done.stderr
 
@@ -285,19 +244,19 @@ def test_a_damaged_note_and_another_run_are_told(texts: Path, tmp_path: Path) ->
     partial = tmp_path / "out.partial"
     partial.mkdir()
     (partial / "asked.json").write_text("{")
-    damaged = run(arguments(texts, tmp_path / "out"))
+    damaged = invoke(arguments(texts, tmp_path / "out"))
     assert (damaged.exit_code, "asked.json is damaged; remove" in damaged.stderr) == (2, True)
     (partial / "asked.json").write_text('{"kvfold_migrate": 1}')
     with (partial / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        second = run(arguments(texts, tmp_path / "out"))
+        second = invoke(arguments(texts, tmp_path / "out"))
     assert (second.exit_code, "another run is at work" in second.stderr) == (2, True)
 
 
 def test_a_strangers_directory_is_left_alone(texts: Path, tmp_path: Path) -> None:
     (tmp_path / "out.partial").mkdir()
     (tmp_path / "out.partial" / "mine").touch()
-    done = run(arguments(texts, tmp_path / "out"))
+    done = invoke(arguments(texts, tmp_path / "out"))
     assert done.exit_code == 2
     assert "is not an unfinished migration" in done.stderr
     assert (tmp_path / "out.partial" / "mine").exists()
@@ -305,5 +264,5 @@ def test_a_strangers_directory_is_left_alone(texts: Path, tmp_path: Path) -> Non
 
 def test_several_processes_are_refused(texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    done = run(arguments(texts, tmp_path / "out"))
+    done = invoke(arguments(texts, tmp_path / "out"))
     assert (done.exit_code, "runs in one process" in done.stderr) == (2, True)

@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import shutil
+import subprocess
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -26,10 +27,11 @@ from kvfold.models.load_options import LoadOptions
 from kvfold.models.remote_code import EARLIER, carries_own_code
 from kvfold.verification.verify import verify
 
-from ..distill.conftest import save_tokenizer
 from ..support.tiny import make
+from ..support.tokenizers import save_tokenizer
 
 SIZES = {"num_key_value_heads": 4, "vocab_size": 258}
+ROOT = Path(__file__).parents[2]
 TEXT = "A cache of keys and values grows with every token. " * 40
 
 
@@ -140,7 +142,7 @@ def generate(directory: Path, sung: Path) -> None:
     add(directory, "custom_generate/generate.py", sung, "def generate(model, **_):\n    pass\n")
 
 
-def beside(directory: Path, sung: Path) -> None:
+def adjacent(directory: Path, sung: Path) -> None:
     add(directory, "evil.py", sung)
 
 
@@ -162,7 +164,7 @@ def linked(directory: Path, sung: Path) -> None:
 TRICKS: tuple[Callable[[Path, Path], None], ...] = (
     mapped, mapped_in_part, mapped_besides, mapped_as_a_list, mapped_elsewhere, nested, pipelines, tokenizer,
     processor,
-    generate, beside, package, altered, linked,
+    generate, adjacent, package, altered, linked,
 )  # fmt: skip
 
 
@@ -299,6 +301,24 @@ def test_what_kvfold_wrote_is_its_own(made: Path, tmp_path: Path) -> None:
             (directory / name / "left.pyc").write_bytes(b"")
         assert foreign_code(directory) == ""
         assert verify(directory).failures == []
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="no history of the files here")
+def test_every_form_that_was_ever_committed_is_known() -> None:
+    """A change of a shipped file adds the digest of the form before to EARLIER."""
+    folder = "kvfold/models/shipped"
+
+    def git(*words: str) -> bytes:
+        return subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, check=True).stdout
+
+    for name in EARLIER:
+        digests = set()
+        for commit in (
+            git("log", "--diff-filter=AM", "--format=%H", "--", f"{folder}/{name}").decode().split()
+        ):
+            digests.add(hashlib.sha256(git("show", f"{commit}:{folder}/{name}")).hexdigest())
+        now = hashlib.sha256((ROOT / folder / name).read_bytes()).hexdigest()
+        assert digests <= {*EARLIER[name], now}, name
 
 
 def test_an_output_of_an_earlier_version_runs_this_versions_classes(

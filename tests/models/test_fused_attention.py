@@ -20,10 +20,10 @@ from kvfold.models.causal_lm import load
 from kvfold.models.fused_attention import level
 from kvfold.models.shipped.layers_kvfold import LEVEL
 
-from ..convert.formats.test_absorb import IDS, MASK, tiny
-from ..convert.formats.test_remote_forms import convert
-from ..distill.conftest import save_tokenizer
+from ..support.folds import fold_latent
+from ..support.latent_decoding import IDS, MASK, latent_model
 from ..support.tiny import make
+from ..support.tokenizers import save_tokenizer
 
 FUSED = "_scaled_dot_product_flash_attention_for_cpu"
 CALLS: dict[str, dict[str, Any]] = {
@@ -34,7 +34,7 @@ CALLS: dict[str, dict[str, Any]] = {
 
 
 class Calls(TorchDispatchMode):
-    """What torch is called with, by name."""
+    """The arguments of calls of torch, by name."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,14 +69,14 @@ def check(ours: Any, plain: Any, call: str) -> None:
 
 def fold(source: Path, container: str) -> Any:
     """A fold as `distill` and `eval` load it."""
-    out = convert(source, "--kv-budget", "50%", "--container", container)
+    out = fold_latent(source, "--kv-budget", "50%", "--container", container)
     return load(out, Options(device="cpu", dtype="float32")).model
 
 
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("name", ["v3", "v2"])
 def test_stock_models_compute_the_same(name: str, call: str) -> None:
-    check(level(tiny(name, v_head_dim=16)), tiny(name, v_head_dim=16), call)
+    check(level(latent_model(name, v_head_dim=16)), latent_model(name, v_head_dim=16), call)
 
 
 @pytest.mark.parametrize("call", CALLS)
@@ -103,7 +103,7 @@ def test_losses_see_values_as_wide_as_they_are(tmp_path: Path) -> None:
 
 
 def test_prefill_of_an_absorbed_model_is_fused() -> None:
-    model = kvfold.absorb(tiny(v_head_dim=16))
+    model = kvfold.absorb(latent_model(v_head_dim=16))
     with Calls() as calls, torch.no_grad():
         cache = model(input_ids=IDS, use_cache=True).past_key_values
     assert FUSED in calls.names
@@ -116,8 +116,8 @@ def test_prefill_of_an_absorbed_model_is_fused() -> None:
 def test_what_is_not_meant_stays_as_it_is(tmp_path: Path) -> None:
     llama = AutoModelForCausalLM.from_pretrained(make(tmp_path / "llama", "llama"))
     assert level(llama).config._attn_implementation == "sdpa"
-    eager = tiny()
+    eager = latent_model()
     eager.set_attn_implementation("eager")
     assert level(eager).config._attn_implementation == "eager"
-    level(tiny()).save_pretrained(tmp_path / "saved")
+    level(latent_model()).save_pretrained(tmp_path / "saved")
     assert LEVEL not in json.dumps(json.loads((tmp_path / "saved" / "config.json").read_text()))

@@ -265,7 +265,11 @@ def test_losses_are_predicted_through_norms_bounds_sinks_and_windows(
     losses = {row["label"]: row["predicted_loss"] for row in rows}
     assert {"GQA-2", "MQA"} < set(losses)
     assert 0 < losses["GQA-2"] < losses["MQA"]
-    assert all(loss is not None and math.isfinite(loss) for loss in losses.values())
+    # Key norms go into the class that engines serve by statistics only.
+    unknown = {label for label, loss in losses.items() if loss is None}
+    assert not any(name in label for label in unknown for name in ("GQA", "MQA", "intact"))
+    assert not unknown or calibration == "none"
+    assert all(loss is None or math.isfinite(loss) for loss in losses.values())
 
 
 def test_curve_and_picture(tmp_path: Path, statistics: Path) -> None:

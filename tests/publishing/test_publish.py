@@ -112,7 +112,7 @@ def run(
 
 
 def local(*words: str) -> tuple[int, str, str]:
-    """What needs no server, in this process."""
+    """Run the part that needs no server, in this process."""
     done = CliRunner().invoke(main, ["publish", *words, "--verify", "lint"])
     return done.exit_code, done.stdout, done.stderr
 
@@ -320,7 +320,7 @@ def test_what_verify_refuses_is_not_published(folded: Path, tmp_path: Path) -> N
     assert "does not pass kvfold verify, so nothing was uploaded" in err
 
 
-def test_it_is_run_beside_its_source_where_that_is_at_hand(folded: Path, tmp_path: Path) -> None:
+def test_it_is_run_next_to_its_source_where_that_is_at_hand(folded: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(folded, tmp_path / "copy")
     record = json.loads((copy / "kvfold.json").read_text())
     record["source"]["path"] = str(tmp_path / "gone")

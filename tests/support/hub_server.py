@@ -29,7 +29,7 @@ class Repository:
 
 @dataclass
 class Hub:
-    """What the server holds, and what it saw.
+    """The content of the server, and the requests it received.
 
     Attributes:
         repositories: by name.

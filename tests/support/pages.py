@@ -1,10 +1,23 @@
 """Checkpoints' directories as a report reads them: JSON alone, no weights."""
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import pytest
+from click.testing import CliRunner, Result
+
+from kvfold.cli import main
+
 LAYERS = 3
+_LACKING = [name for name in ("matplotlib", "jinja2") if find_spec(name) is None]
+NEEDS_EXTRA = pytest.mark.skipif(bool(_LACKING), reason=f"the extra `report` is not installed: {_LACKING}")
+
+
+def run_report(*arguments: Any) -> Result:
+    """Run `kvfold report` in this process."""
+    return CliRunner().invoke(main, ["report", *map(str, arguments)])
 
 
 def estimate(mean: float, error: float = 0.01) -> dict[str, float]:
@@ -43,7 +56,7 @@ def cached(elements: int) -> dict[str, Any]:
 
 
 def suites(perplexity: float, elements: int, kl: float = 0.1, parent: float | None = None) -> dict[str, Any]:
-    """What the default suites find of a checkpoint whose source has perplexity 10 and 64 elements."""
+    """Return results of the default suites for a checkpoint whose source has perplexity 10 and 64 elements."""
     ratio = estimate(perplexity / 10)
     recovered = {"value": 0.75, "reason": None} if parent else {"value": None, "reason": "no folded parent"}
     return {

@@ -42,8 +42,9 @@ SIZES = {
 }
 
 
-# What a family's tiny checkpoint has beside SIZES: the part that tells it from Llama is always in use.
+# The settings of a family's tiny checkpoint in addition to SIZES; the part that sets it apart from Llama is always in use.
 _EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+_ROUTED = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1}
 _MIXED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 9}
 _THETAS = {
     kind: {"rope_type": "default", "rope_theta": theta}
@@ -78,13 +79,40 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "gpt2": {"n_inner": 48},
     "gptj": {"n_inner": 48, "rotary_dim": 4},
     "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
+    "helium": {"head_dim": 4},
+    "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16},
+    "hyperclovax": {"attention_multiplier": 0.3},
+    "nemotron": {"rope_parameters": {**ROPE["default"], "partial_rotary_factor": 0.5}},
+    "granitemoe": {"num_local_experts": 4, "num_experts_per_tok": 2, "attention_multiplier": 0.3},
+    "granitemoeshared": {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "attention_multiplier": 0.3,
+        "shared_intermediate_size": 16,
+    },
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
+    "flex_olmo": {"num_experts": 4, "num_experts_per_tok": 2},
+    "dots1": {**_EXPERTS, **_ROUTED, "n_shared_experts": 1, "first_k_dense_replace": 1},
+    "glm4_moe": {
+        **_EXPERTS,
+        **_ROUTED,
+        "use_qk_norm": True,
+        "rope_parameters": {**ROPE["default"], "partial_rotary_factor": 0.5},
+    },
+    "minimax_m2": {"num_local_experts": 4, "num_experts_per_tok": 2, "rotary_dim": 8},
+    "phimoe": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "hy_v3": {**_EXPERTS, "num_experts": 4},
+    "solar_open": {**_EXPERTS, **_ROUTED},
+    "vaultgemma": {**_MIXED, "query_pre_attn_scalar": 5, "attn_logit_softcapping": 2.0},
+    "aria_text": {"moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 1},
+    "mellum": {**_EXPERTS, **_MIXED, "num_experts": 4, "rope_parameters": _THETAS},
     "falcon": {"new_decoder_architecture": True, "num_kv_heads": 8, "ffn_hidden_size": 48, "bias": True},
 }
 # Classes that have no head_dim of their own.
 _DERIVED = {
     "qwen2", "qwen2_moe", "phi3", "phi", "olmo", "olmo2", "olmo3", "granite", "smollm3", "stablelm",
     "starcoder2", "cohere",
-    "gpt_neox", "gpt2", "gptj", "opt", "falcon",
+    "gpt_neox", "gpt2", "gptj", "opt", "falcon", "olmoe", "flex_olmo",
 }  # fmt: skip
 
 

@@ -13,9 +13,11 @@ import torch
 
 from kvfold.core.errors import InvalidInput
 from kvfold.models.causal_lm import load_model, load_tokenizer
+from kvfold.texts import document_rows
 from kvfold.texts.documents import check_calibration, read_sequences
 
 from ..support.tiny import make
+from ..support.tokenizers import characters
 
 TAKEN: dict[str, Any] = {"sequences": 4, "length": 10, "seed": 0}
 
@@ -49,16 +51,6 @@ def test_read_sequences(tmp_path: Path) -> None:
     }.items():
         with pytest.raises(InvalidInput, match=reason):
             read_sequences(tmp_path / name, tokenizer, sequences=1, length=2, seed=0)
-
-
-def characters() -> Any:
-    """A tokenizer of eight letters and BOS."""
-    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    tokenizer = Tokenizer(models.WordLevel({letter: n for n, letter in enumerate(["<s>", *"abcdefgh"])}))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>")
 
 
 def test_every_kind_of_file_holds_the_same(tmp_path: Path) -> None:
@@ -126,6 +118,7 @@ def test_data_set_is_asked_for_by_its_parts(monkeypatch: pytest.MonkeyPatch) -> 
         return datasets.Dataset.from_dict({"content": ["ab" * 50]}).to_iterable_dataset()
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    monkeypatch.setattr(document_rows, "_read_apart", lambda request, _: document_rows.open_rows(request))
     assert read_sequences("org/name:small:test:content", characters(), **TAKEN).shape == (4, 10)
     with pytest.raises(InvalidInput, match="field 'text'; FIELD of org/name::train:FIELD can be content"):
         read_sequences("org/name", characters(), **TAKEN)

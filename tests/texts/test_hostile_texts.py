@@ -13,11 +13,12 @@ import pytest
 
 from kvfold.core.errors import InvalidInput
 from kvfold.texts import text_files
+from kvfold.texts.document_rows import read_downloaded
 from kvfold.texts.documents import check_calibration, read_sequences
 from kvfold.texts.sources import DocumentSource, check_source, first_rows, local_files, read_texts
 from kvfold.texts.text_files import BoundedStream, ExpandsTooFar
 
-from .test_documents import characters
+from ..support.tokenizers import characters
 
 GOOD = '{"text": "' + "abcdefgh" * 20 + '"}\n'
 DEEP = b"[" * 100_000
@@ -170,3 +171,23 @@ def test_a_reader_that_is_left_early_ends(tmp_path: Path) -> None:
     rows.close()
     time.sleep(0.1)
     assert not [child for child in psutil.Process().children() if "reader_process" in str(child.cmdline())]
+
+
+def test_data_sets_of_the_hub_are_read_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A crash on a data set, for which a module in the place of `datasets` stands, does not end this process."""
+    (tmp_path / "datasets.py").write_text(
+        "import os, signal\n"
+        "Dataset = None\n"
+        "def load_dataset(*given, **named):\n"
+        "    os.kill(os.getpid(), signal.SIGSEGV)\n"
+        "class logging:\n"
+        "    CRITICAL, set_verbosity = 50, staticmethod(lambda level: None)\n"
+        "def disable_progress_bars(): pass\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for rows in (
+        lambda: next(read_texts(DocumentSource("org/name"), seed=0)),
+        lambda: list(read_downloaded(DocumentSource("org/name"))),
+    ):
+        with pytest.raises(InvalidInput, match="org/name cannot be read: its reader crashed on it"):
+            rows()

@@ -13,7 +13,7 @@ import pytest
 from kvfold.texts.documents import read_sequences
 from kvfold.texts.sources import DocumentSource, first_rows, read_texts
 
-from .test_documents import characters
+from ..support.tokenizers import characters
 
 # By file: of calibration windows with the seeds 0 and 3, of training documents with both, of the first rows.
 RECORDED = {

@@ -17,7 +17,7 @@ from ...convert.algebra.target import GroupedTarget, LatentTarget
 from ...convert.calibration.statistics import LayerStatistics
 from ...convert.methods import table as methods
 from ...convert.methods.allocation import allocate
-from ...convert.methods.grouping import GAIN, grouped
+from ...convert.methods.grouping import GAIN, arrangements, reordered
 from ...convert.methods.intact import full_rank, to_intact, unrotated
 from ...convert.methods.latent import Band, saved_by_slots, source_bands, uniform_bands
 from ...convert.methods.shared_key import affine
@@ -153,9 +153,9 @@ def _pooled(
         raise InvalidInput(f"heads of width {source.head_dim} have no rotary pairs; the width must be even")
     name = methods.check(target, method)
     if name == "subspace":
-        moved, its_metric, gain = grouped(attention, metric, groups)
+        order, gain = arrangements(attention, metric, groups)[0]
         if gain > GAIN:
-            attention, metric = moved, its_metric
+            attention, metric = reordered(attention, metric, order)
     pooled = methods.POOL[name](attention, target, metric, _table(source))
     return MultiHeadAttention.from_weights(pooled, source.frequencies, causal=source.causal)
 

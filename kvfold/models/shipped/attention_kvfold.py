@@ -16,7 +16,8 @@
 Both cache a latent of `rank` numbers per token instead of keys and values:
 
     decoupled   c = down x; k = [k_up c; k_rope], v = v_up c;
-                cached are c and the rotary key k_rope, which all heads share
+                cached are c and the rotary key k_rope, which all heads share;
+                where the source normalises keys, [norm(k); v] of the token is in the place of x for both
     intact      c = down x, or down [norm(k); v] where the source normalises keys;
                 k = rotate(k_up c), v = v_up c; cached is c
 
@@ -34,6 +35,7 @@ from torch import Tensor, nn
 from .decoding_kvfold import absorbing_is_less, attend, attend_rotated, is_plain, rebuilding_is_less, tells
 from .layers_kvfold import (
     ALL_ATTENTION_FUNCTIONS,
+    KvfoldHeadwiseLinear,
     KvfoldLatentRMSNorm,
     KvfoldRotaryEmbedding,
     Positions,
@@ -41,6 +43,7 @@ from .layers_kvfold import (
     function_of,
     places,
     rotate,
+    sized,
     turns,
 )
 
@@ -54,6 +57,12 @@ class _FoldedAttention(nn.Module):
     """
 
     o_proj: nn.Linear
+    k_proj: nn.Linear
+    v_proj: nn.Linear
+    q_norm: Any
+    k_norm: Any
+    head_dim: int
+    norm_spans_heads: bool
 
     def __init__(self, config: Any, layer: int, stock: Any) -> None:
         # Not super(): the stock class is among the bases, and must not build its projections.
@@ -96,6 +105,20 @@ class _FoldedAttention(nn.Module):
         first = pairs * numbers[self.layer_idx] if numbers else 0
         return tables[..., first : first + pairs]
 
+    def _heads(self, rows_BTE: Tensor, norm: Any) -> Tensor:
+        """Return projected rows as heads (B, T, heads, H), normalised over the width of the norm."""
+        # By name: vLLM takes a norm of a projection for the latent's, and follows positional arguments only.
+        heads_BTNH = torch.unflatten(input=rows_BTE, dim=-1, sizes=(-1, self.head_dim))
+        if norm is not None and self.norm_spans_heads:
+            heads_BTNH, norm = norm(heads_BTNH.flatten(2)).unflatten(-1, (-1, self.head_dim)), None
+        normed_BTNH: Tensor = heads_BTNH if norm is None else norm(heads_BTNH)
+        return normed_BTNH
+
+    def _features(self, hidden_states: Tensor) -> Tensor:
+        """Return normed keys and values of all heads (B, T, 2KH)."""
+        key_BTE = self._heads(self.k_proj(hidden_states), self.k_norm).flatten(2)
+        return torch.cat([key_BTE, self.v_proj(hidden_states)], dim=-1)
+
     def _linear(self, role: str, inputs: int, outputs: int) -> nn.Linear:
         return nn.Linear(inputs, outputs, bias=role in self.config.kvfold["biases"])
 
@@ -109,6 +132,15 @@ def _adapt(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[st
     return args, kwargs
 
 
+def _encode(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Add the features of new tokens to a call of a decoupled layer with key norms.
+
+    They are an argument because vLLM knows a latent by a projection of an argument of `forward`.
+    """
+    hidden_states = args[0] if args else kwargs["hidden_states"]
+    return args, {**kwargs, "features": module._features(hidden_states)}
+
+
 class KvfoldDecoupledAttention(_FoldedAttention):
     """Multi-head latent attention (arXiv 2405.04434) with any table of rotary frequencies."""
 
@@ -119,15 +151,27 @@ class KvfoldDecoupledAttention(_FoldedAttention):
         self.kv_lora_rank, self.q_lora_rank = config.kv_lora_rank, config.q_lora_rank
         self.qk_nope_head_dim, self.qk_rope_head_dim = config.qk_nope_head_dim, config.qk_rope_head_dim
         self.qk_head_dim, self.v_head_dim = self.qk_nope_head_dim + self.qk_rope_head_dim, config.v_head_dim
+        encoded, query = hidden, heads * self.qk_head_dim
+        self.k_norm = None
+        if getattr(stock, "k_norm", None) is not None:
+            norms = zip((stock.q_norm, stock.k_norm), config.kvfold["norm_widths"], strict=True)
+            self.q_norm, self.k_norm = (sized(norm, width) for norm, width in norms)
+            self.norm_spans_heads = config.kvfold["norm_widths"][1] != config.kvfold["head_dim"]
+            self.head_dim, groups = config.kvfold["head_dim"], config.kvfold["key_heads"]
+            encoded, query = 2 * groups * self.head_dim, heads * self.head_dim
+            self.k_proj = self._linear("k", hidden, groups * self.head_dim)
+            self.v_proj = self._linear("v", hidden, groups * self.head_dim)
+            self.register_forward_pre_hook(_encode, with_kwargs=True)
+            self.q_rope_proj = KvfoldHeadwiseLinear(heads, self.head_dim, self.qk_rope_head_dim)
         if self.q_lora_rank is None:
-            self.q_proj = self._linear("q", hidden, heads * self.qk_head_dim)
+            self.q_proj = self._linear("q", hidden, query)
         else:
             # With a bias, which is zero, where the key has one: vLLM merges the two down-projections.
             self.q_a_proj = self._linear("kv", hidden, self.q_lora_rank)
-            self.q_a_norm = KvfoldLatentRMSNorm(self.q_lora_rank)
-            self.q_b_proj = self._linear("q", self.q_lora_rank, heads * self.qk_head_dim)
-        self.kv_a_proj_with_mqa = self._linear("kv", hidden, self.kv_lora_rank + self.qk_rope_head_dim)
-        self.kv_a_norm = KvfoldLatentRMSNorm(self.kv_lora_rank)
+            self.q_a_norm = KvfoldLatentRMSNorm(config, self.q_lora_rank)
+            self.q_b_proj = self._linear("q", self.q_lora_rank, query)
+        self.kv_a_proj_with_mqa = self._linear("kv", encoded, self.kv_lora_rank + self.qk_rope_head_dim)
+        self.kv_a_norm = KvfoldLatentRMSNorm(config, self.kv_lora_rank)
         self.kv_b_proj = nn.Linear(
             self.kv_lora_rank, heads * (self.qk_nope_head_dim + self.v_head_dim), bias=False
         )
@@ -149,21 +193,29 @@ class KvfoldDecoupledAttention(_FoldedAttention):
         position_embeddings: tuple[Any, ...] | None = None,
         attention_mask: Any = None,
         past_key_values: Any = None,
+        features: Any = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """As every attention module of transformers.
 
-        (B, T, D) to (B, T, D) and, where they are computed, the weights.
+        (B, T, D) to (B, T, D) and, where they are computed, the weights. `features` come from `_encode`.
         """
         batch, length = hidden_states.shape[:-1]
         if self.q_lora_rank is None:
             query_BTE = self.q_proj(hidden_states)
         else:
             query_BTE = self.q_b_proj(self.q_a_norm(self.q_a_proj(hidden_states)))
-        query_BNTQ = query_BTE.view(batch, length, -1, self.qk_head_dim).transpose(1, 2)
+        if self.k_norm is not None:
+            query_BNTQ = self._parts(self._heads(query_BTE, self.q_norm).transpose(1, 2))
+        else:
+            query_BNTQ = query_BTE.view(batch, length, -1, self.qk_head_dim).transpose(1, 2)
         query_BNTQ = self._grown(query_BNTQ, kwargs.get("position_ids"))
-        compressed_BTE = self.kv_a_proj_with_mqa(hidden_states)
-        latent_BTC, rope_BTR = compressed_BTE.split([self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)
+        compressed_BTE = self.kv_a_proj_with_mqa(hidden_states if self.k_norm is None else features)
+        # Slices, because vLLM cannot follow unpacking where it does not know the shape of an argument.
+        latent_BTC, rope_BTR = (
+            compressed_BTE[..., : self.kv_lora_rank],
+            compressed_BTE[..., self.kv_lora_rank :],
+        )
         latent_B1SC = self.kv_a_norm(latent_BTC).unsqueeze(1)
         rope_B1SR = rope_BTR.unsqueeze(1)
         if self.qk_rope_head_dim:
@@ -191,6 +243,10 @@ class KvfoldDecoupledAttention(_FoldedAttention):
             **kwargs,
         )
         return self.o_proj(output_BTNV.reshape(batch, length, -1)), weights
+
+    def _parts(self, query_BNTH: Tensor) -> Tensor:
+        """Return the un-rotated and the rotary part (B, N, T, P+R) of normed queries."""
+        return torch.cat([query_BNTH[..., : self.qk_nope_head_dim], self.q_rope_proj(query_BNTH)], dim=-1)
 
     def _absorbs(self, length: int, seen: int, mask: Any) -> bool:
         """Return whether to attend in the latent."""
@@ -232,6 +288,7 @@ class KvfoldIntactAttention(_FoldedAttention):
         kinds = getattr(config, "layer_types", None) or [None] * config.num_hidden_layers
         self.home = kinds.index(kinds[layer]) if self.rotary is None else layer
         self.q_norm, self.k_norm = getattr(stock, "q_norm", None), getattr(stock, "k_norm", None)
+        self.norm_spans_heads = self.k_norm is not None and self.k_norm.weight.shape[-1] != self.head_dim
         self.q_lora_rank = config.q_lora_rank
         if self.q_lora_rank is None:
             self.q_proj = self._linear("q", hidden, heads * self.head_dim)
@@ -247,19 +304,10 @@ class KvfoldIntactAttention(_FoldedAttention):
         self.kv_b_proj = self._linear("kv", config.latent_rank, groups * (self.head_dim + self.v_head_dim))
         self.o_proj = self._linear("o", heads * self.v_head_dim, hidden)
 
-    def _heads(self, rows_BTE: Tensor, norm: Any) -> Tensor:
-        """Return projected rows as heads (B, T, heads, H), normalised over the width of the norm."""
-        if norm is not None and norm.weight.shape[-1] != self.head_dim:
-            rows_BTE, norm = norm(rows_BTE), None
-        heads_BTNH = rows_BTE.unflatten(-1, (-1, self.head_dim))
-        normed_BTNH: Tensor = heads_BTNH if norm is None else norm(heads_BTNH)
-        return normed_BTNH
-
     def _encode(self, hidden_states: Tensor) -> Tensor:
         """Return the latent (B, 1, T, C)."""
         if self.k_norm is not None:
-            key_BTE = self._heads(self.k_proj(hidden_states), self.k_norm).flatten(2)
-            hidden_states = torch.cat([key_BTE, self.v_proj(hidden_states)], dim=-1)
+            hidden_states = self._features(hidden_states)
         latent_BTC: Tensor = self.kv_a_proj(hidden_states)
         return latent_BTC.unsqueeze(1)
 

@@ -26,6 +26,7 @@ compiled for GPUs, but not run on one. KVFOLD_FUSED=0 in the environment leaves 
 Legend: attention_kvfold.py; M = N·T rows that read the same cache.
 """
 
+import hashlib
 import os
 import warnings
 from typing import Any
@@ -270,7 +271,11 @@ def _processors(device: torch.device) -> int:
     return count
 
 
-@torch.library.custom_op("kvfold::latent_sums", mutates_args=())
+# Each output brings a copy of this file: with one name, the operation that was imported last would serve all.
+_OPERATION = f"kvfold::latent_sums_{hashlib.sha256(__name__.encode()).hexdigest()[:16]}"
+
+
+@torch.library.custom_op(_OPERATION, mutates_args=())
 def latent_sums(
     query_BNTC: Tensor,
     turned_BNTR: Tensor,

@@ -34,6 +34,7 @@ if not hasattr(ALL_ATTENTION_FUNCTIONS, "get_interface"):  # transformers 4
 
 LATENT_NORM_EPSILON = 2.0**28
 LATENT_NORM_WEIGHT = 2.0**14
+FITTED_NORM_EPSILON = 1e-6
 
 
 def turns(position_BS: Tensor, frequencies_F: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -119,13 +120,15 @@ class KvfoldLatentRMSNorm(nn.Module):
     """The identity in the form of an RMSNorm: c · weight / sqrt(mean(c²) + epsilon), epsilon = weight² ≫ c².
 
     vLLM knows latent attention by a norm between down- and up-projection, and keeps the latent compressed
-    only then. The relative error is mean(c²) / 2^29.
+    only then. The relative error is mean(c²) / 2^29. Where the configuration says that latents are fitted to
+    their norm, it is an RMSNorm of the usual epsilon.
     """
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, config: Any, rank: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.full((rank,), LATENT_NORM_WEIGHT))
-        self.variance_epsilon = LATENT_NORM_EPSILON
+        fitted = config.kvfold.get("latent_norm") == "fitted"
+        self.weight = nn.Parameter(torch.full((rank,), 1.0 if fitted else LATENT_NORM_WEIGHT))
+        self.variance_epsilon = FITTED_NORM_EPSILON if fitted else LATENT_NORM_EPSILON
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """(..., C) to (..., C)."""
@@ -134,6 +137,26 @@ class KvfoldLatentRMSNorm(nn.Module):
         variance = hidden_states.pow(2).mean(-1, keepdim=True)
         hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
         return (self.weight * hidden_states).to(dtype)
+
+
+def sized(norm: Any, width: int) -> Any:
+    """Return a norm of the source's width; the stock class makes it by that of the cache."""
+    epsilon = norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps
+    return norm if norm.weight.shape[-1] == width else norm.__class__(width, eps=epsilon)
+
+
+class KvfoldHeadwiseLinear(nn.Module):
+    """A linear map of its own for each head."""
+
+    def __init__(self, heads: int, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(heads * outputs, inputs))
+        self.heads = heads
+
+    def forward(self, rows_BNTH: Tensor) -> Tensor:
+        """(B, N, T, H) to (B, N, T, R)."""
+        up_NRH: Tensor = self.weight.unflatten(0, (self.heads, -1))
+        return rows_BNTH @ up_NRH.mT
 
 
 def softmax(scores_BNTS: Tensor, mask: Tensor | None, module: Any) -> Tensor:

@@ -29,7 +29,7 @@ IDS = torch.randint(97, (6, 16), generator=torch.Generator().manual_seed(0))
 TEXT: dict[str, Any] = {"sequences": 3, "length": 8, "bos": 1, "seed": 7, "batch_size": 3}
 # A quarter of a head rotates: heads wide enough to have one.
 WIDE = {family: {"num_attention_heads": 4, "num_key_value_heads": 4} for family in ("stablelm", "gpt_neox")}
-# Beside every family: shards, another dtype, a tied head, a rotary table of its own, a window.
+# In addition to every family: shards, another dtype, a tied head, a rotary table of its own, a window.
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     **{family: (family, WIDE.get(family, {})) for family in FAMILIES},
     "llama, tied shards": (
@@ -70,7 +70,7 @@ def test_equals_the_whole_model(tmp_path: Path, variant: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_quantities_are_those_of_the_fold(tmp_path: Path, family: str) -> None:
-    """What the hooks see is in the layout of `Source.attention`.
+    """The tensors that the hooks see are in the layout of `Source.attention`.
 
     W_Q C W_Qᵀ is E[q qᵀ], whatever is fused or interleaved.
     """
@@ -139,7 +139,7 @@ def test_what_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.fixture
 def modes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Which mode each study took."""
+    """Record the mode that each study took."""
     seen: list[str] = []
     whole, by_layer = passes.collect, layerwise.collect
     monkeypatch.setattr(

@@ -173,13 +173,16 @@ def test_mistakes(tmp_path: Path) -> None:
         assert sentence in result.output
         assert not (tmp_path / "out").exists()
     words = [str(source), "--to", "gqa", "--kv-heads", "2", "--method", "mean"]
-    for option in (("--calibration", "self"), ("--save-statistics", "x.safetensors")):
-        gqa = CliRunner().invoke(main, [*words, *option, "--out", str(tmp_path / "out")])
-        assert gqa.exit_code == 2
-        assert (
-            f"{' '.join(option[: 2 if option[1] == 'self' else 1])} does not apply to --method mean"
-            in gqa.output
-        )
+    saving = CliRunner().invoke(
+        main, [*words, "--save-statistics", "x.safetensors", "--out", str(tmp_path / "out")]
+    )
+    assert saving.exit_code == 2
+    assert "--save-statistics does not apply to --method mean" in saving.output
+    ignoring = CliRunner().invoke(main, [*words, "--calibration", "self", "--out", str(tmp_path / "mean")])
+    assert ignoring.exit_code == 0
+    assert "--calibration self is ignored: --method mean folds by weights alone" in ignoring.output
+    record = json.loads((tmp_path / "mean" / "kvfold.json").read_text())
+    assert record["calibration"] is None
     for options, sentence in (
         (("--calibration", "none", "--refine", "3"), "--refine 3 needs text to refine on"),
         (("--calibration", "none", "--slots", "allocated"), "--slots allocated needs statistics"),
@@ -202,7 +205,7 @@ def test_what_is_calibrated_when_nothing_is_said(tmp_path: Path) -> None:
     source, short = make(tmp_path / "source"), ("--sequences", "2", "--length", "8")
     said = convert(source, "--rank", "9", *short, out=tmp_path / "mla")
     record = json.loads(said.stdout)
-    assert record["calibration"] == {"text": "self", "tokens": 16, "seed": 0}
+    assert record["calibration"] == {"text": "self", "tokens": 16, "length": 8, "seed": 0}
     assert "--calibration self --sequences 2 --length 8 --seed 0" in record["command"]
     again = tmp_path / "again"
     command = [*shlex.split(record["command"])[2:], "--out", str(again)]

@@ -14,10 +14,10 @@ from safetensors.torch import load_file
 
 from kvfold.cli import main
 from kvfold.convert.decide.engines import containers_for
-from kvfold.convert.formats.serving import SERVING
+from kvfold.convert.formats.serving_widths import SERVING
 
+from ...support.folds import FOR_ALL, WEIGHTS, WIDE, attempt, failing
 from ...support.tiny import make, same_bytes
-from ..formats.test_serving import FOR_ALL, WEIGHTS, WIDE, convert, failing
 
 
 @pytest.fixture(scope="module")
@@ -32,20 +32,19 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ((), "DeepseekV3ForCausalLM", ""),
         (("--engine", "transformers"), "DeepseekV3ForCausalLM", ""),
         (("--engine", "vllm"), "KvfoldForCausalLM", "for vllm the output is code of its own"),
-        (("--engine", "vllm,sglang"), "DeepseekV3ForCausalLM", "was not taken: sglang saves no cache"),
+        (("--engine", "vllm,sglang"), "DeepseekV3ForCausalLM", "was not taken: sglang refuses to load"),
         (
             ("--engine", "vllm", "--container", "stock"),
             "DeepseekV3ForCausalLM",
             "the stock class for serving",
         ),
-        (("--engine", "sglang", "--container", "remote"), "KvfoldForCausalLM", "sglang saves no cache"),
     ],
 )
 def test_the_least_lossy_container_that_all_accept(
     wide: Path, tmp_path: Path, options: tuple[str, ...], architecture: str, sentence: str
 ) -> None:
     """And it says why; without the option, or for transformers alone, nothing changes."""
-    code, text = convert(wide, tmp_path / "out", "--to", "mla", "--rank", "512", *WEIGHTS, *options)
+    code, text = attempt(wide, tmp_path / "out", "--to", "mla", "--rank", "512", *WEIGHTS, *options)
     assert code == 0, text
     record = json.loads((tmp_path / "out" / "kvfold.json").read_text())
     assert record["container"] == architecture
@@ -64,32 +63,33 @@ def test_a_plan_says_it_and_the_recorded_command_repeats_it(wide: Path, tmp_path
     assert plan["cache"]["after"]["elements_per_token_per_layer"] == SERVING.cached
     assert any("stock class for serving" in told for told in plan["notices"])
     assert "sglang, vllm" in CliRunner().invoke(main, ["convert", *asked, "--dry-run"]).output
-    convert(wide, tmp_path / "one", *asked[1:])
+    attempt(wide, tmp_path / "one", *asked[1:])
     command = json.loads((tmp_path / "one" / "kvfold.json").read_text())["command"]
     again = CliRunner().invoke(main, [*shlex.split(command)[1:], "--out", str(tmp_path / "two")])
     assert again.exit_code == 0, again.output
     assert same_bytes(tmp_path / "one", tmp_path / "two") == []
 
 
-def test_narrower_latents_are_filled_up(wide: Path, tmp_path: Path) -> None:
-    """The cache is then as large as at 512+64, which is said and recorded."""
-    code, text = convert(
-        wide, tmp_path / "out", "--to", "mla", "--rank", "100", "--engine", "sglang", *WEIGHTS
+@pytest.mark.parametrize(("rank", "cached"), [("300", 576), ("100", 320)])
+def test_narrower_latents_are_filled_up(wide: Path, tmp_path: Path, rank: str, cached: int) -> None:
+    """The cache is then as large as the narrowest profile's that holds it, which is said and recorded."""
+    code, text = attempt(
+        wide, tmp_path / "out", "--to", "mla", "--rank", rank, "--engine", "sglang", *WEIGHTS
     )
     assert code == 0, text
-    assert "100+64 wide and padded with zeros" in text
-    assert "cache 1024 -> 576" in text
+    assert f"{rank}+64 wide and padded with zeros" in text
+    assert f"cache 1024 -> {cached}" in text
     down = load_file(tmp_path / "out" / "model.safetensors")[
         "model.layers.0.self_attn.kv_a_proj_with_mqa.weight"
     ]
-    assert down.shape == (576, 64)
-    assert not down[100:512].any()
+    assert down.shape == (cached, 64)
+    assert not down[int(rank) : cached - 64].any()
 
 
 def test_heads_for_engines(tmp_path: Path) -> None:
     """GQA in the source's own class runs wherever that does; what an engine would not load is refused."""
     source = make(tmp_path / "source")
-    code, text = convert(
+    code, text = attempt(
         source, tmp_path / "out", "--to", "gqa", "--kv-heads", "2", "--engine", FOR_ALL, *WEIGHTS
     )
     assert code == 0, text
@@ -97,7 +97,7 @@ def test_heads_for_engines(tmp_path: Path) -> None:
     source = make(
         tmp_path / "neox", "gpt_neox", hidden_size=64, num_attention_heads=4
     )  # an MLP that is not four times as wide
-    code, text = convert(
+    code, text = attempt(
         source, tmp_path / "no", "--to", "gqa", "--kv-heads", "2", "--engine", "vllm", *WEIGHTS
     )
     assert code == 2
@@ -107,10 +107,10 @@ def test_heads_for_engines(tmp_path: Path) -> None:
 MLA_ = ("--to", "mla", *WEIGHTS, "--engine")
 # name -> (family, how the source is made, options, a part of the sentence)
 REFUSED: dict[str, tuple[str, dict[str, Any], tuple[str, ...], str]] = {
-    "unknown engine": ("llama", WIDE, (*MLA_, "vllm,tgi"), "--engine 'tgi' is unknown"),
+    "unknown engine": ("llama", WIDE, (*MLA_, "vllm,ollama"), "--engine 'ollama' is unknown"),
     "no engine": ("llama", WIDE, (*MLA_, ""), "choose from: transformers, vllm"),
     "small source": ("llama", {}, (*MLA_, "sglang"), "the source's cache has only 128; use --to gqa"),
-    "small budget": ("llama", WIDE, (*MLA_, "sglang", "--kv-budget", "50%"), "the least would be 56.25%"),
+    "small budget": ("llama", WIDE, (*MLA_, "sglang", "--kv-budget", "25%"), "the least would be 31.25%"),
     "rank": ("llama", WIDE, (*MLA_, "sglang", "--rank", "513"), "--rank 513 does not fit"),
     "rank in words": ("llama", WIDE, (*MLA_, "sglang", "--rank", "ten"), "--rank ten does not fit"),
     "two sizes": ("llama", WIDE, (*MLA_, "sglang", "--rank", "512", "--kv-budget", "60%"), "not both"),
@@ -129,11 +129,11 @@ REFUSED: dict[str, tuple[str, dict[str, Any], tuple[str, ...], str]] = {
     "activation": ("gemma", WIDE, (*MLA_, "sglang", "--container", "stock"), "hidden_act is "
                                                                              "gelu_pytorch_tanh"),
     "epsilon": ("llama", {**WIDE, "rms_norm_eps": 0.0}, (*MLA_, "sglang"), "rms_norm_eps 0.0"),
-    "key norms": ("qwen3", WIDE, (*MLA_, "sglang", "--container", "stock"), "--container stock cannot "
-                                                                            "hold this"),
-    "nothing saved": ("qwen3", WIDE, (*MLA_, "vllm"), "vllm saves no cache: its keys are rotated after "
+    "nothing saved": ("qwen3", WIDE, (*MLA_, "vllm", "--rope", "intact"), "vllm saves no cache: its keys are rotated after "
                                                       "they are rebuilt"),
     "container": ("llama", WIDE, (*MLA_, "llama.cpp", "--container", "remote"), "llama.cpp refuses to load"),
+    "expanded keys": ("llama", WIDE, (*MLA_, "sglang", "--container", "remote"), "sglang refuses to load"),
+    "expanded cache": ("llama", WIDE, (*MLA_, "tgi,vllm", "--container", "auto"), "tgi saves no cache"),
     "heads in a container": (
         "llama", WIDE, ("--to", "mqa", "--engine", "vllm", "--container", "stock", *WEIGHTS),
         "--container stock does not apply"
@@ -144,7 +144,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], tuple[str, ...], str]] = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_be_had_is_refused(case: str, tmp_path: Path) -> None:
     family, settings, options, sentence = REFUSED[case]
-    code, text = convert(make(tmp_path / "source", family, **settings), tmp_path / "out", *options)
+    code, text = attempt(make(tmp_path / "source", family, **settings), tmp_path / "out", *options)
     assert code == 2, text
     assert text.splitlines()[-1].startswith("Error: ")
     assert sentence in text

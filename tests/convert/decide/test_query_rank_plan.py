@@ -16,8 +16,8 @@ from kvfold.convert.families.source import open_source
 from kvfold.convert.request import fold_request
 from kvfold.convert.write.rewrite import rewrite
 
+from ...support.folds import WEIGHTS
 from ...support.tiny import make
-from ..methods.test_query_rank import WEIGHTS
 
 
 def test_a_plan_says_what_it_saves(tmp_path: Path) -> None:
@@ -26,7 +26,7 @@ def test_a_plan_says_what_it_saves(tmp_path: Path) -> None:
     The cache is as without.
     """
     source = make(tmp_path / "source")
-    command = ["convert", str(source), *WEIGHTS, "--kv-budget", "50%", "--dry-run"]
+    command = ["convert", str(source), "--to", "mla", *WEIGHTS, "--kv-budget", "50%", "--dry-run"]
 
     def plan(*options: str) -> dict[str, Any]:
         result = CliRunner().invoke(main, [*command, *options, "--json"])

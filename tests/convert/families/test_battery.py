@@ -151,7 +151,7 @@ print(json.dumps(report))
 
 
 def options_of(kind: str, target: str) -> dict[str, Any]:
-    """What a tiny checkpoint must be like for its class to hold the target."""
+    """Return the settings that a tiny checkpoint needs for its class to hold the target."""
     windows = (
         {"sliding_window": 512} if target == "mla" and kind == "ministral" else {}
     )  # as long as its positions
@@ -166,7 +166,7 @@ def convert(source: Path, out: Path, options: tuple[str, ...]) -> tuple[int, str
 
 @pytest.fixture(scope="module")
 def battery(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], list[dict[str, Any]]]:
-    """What one fresh process saw of all outputs: importing transformers takes seconds."""
+    """Return the observations of one fresh process on all outputs: importing transformers takes seconds."""
     root = tmp_path_factory.mktemp("battery")
     cases: list[tuple[tuple[str, str], Path, Path]] = []
     for kind in FAMILIES:

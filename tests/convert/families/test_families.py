@@ -1,17 +1,21 @@
 """Every row of the table of families says what transformers' own class does: its attention, its defaults."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from torch import Tensor
 
+from kvfold.cli import main as kvfold
 from kvfold.convert.algebra.attention import Attention
 from kvfold.convert.families.layer_rotation import layer_rope
 from kvfold.convert.families.packing import pack, unpack
 from kvfold.convert.families.recognition import FAMILIES, complete, geometry_of, rotary_width, rotated
 from kvfold.convert.families.source import Source, open_source
+from kvfold.convert.families.unfolded import UNFOLDED, verdict
 from kvfold.core.errors import InvalidInput
 
 from ...support.tiny import make
@@ -41,7 +45,7 @@ def turned(y_NTH: Tensor, frequency_F: Tensor, factor: float) -> Tensor:
 
 
 def attend(x_TD: Tensor, attention: Attention, source: Source, layer: int) -> Tensor:
-    """What the layer's attention adds, from the tensors and properties that kvfold reads.
+    """Return the output of the layer's attention, from the tensors and properties that kvfold reads.
 
     The definition, in float64.
     """
@@ -121,7 +125,7 @@ def test_packing_is_undone(tmp_path: Path, family: str) -> None:
 
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_defaults_are_those_of_the_configuration_class(kind: str) -> None:
-    """What config.json leaves out means what transformers takes it to mean."""
+    """A field that config.json leaves out has the value that transformers gives it."""
     from transformers import AutoConfig
 
     family, said = FAMILIES[kind], AutoConfig.for_model(kind).to_dict()
@@ -142,6 +146,20 @@ def test_defaults_are_those_of_the_configuration_class(kind: str) -> None:
         assert rotated(family, ours, layer) == rotated(family, theirs, layer)
         if "sliding_window_pattern" in family.defaults:
             assert ours["layer_types"][layer] == theirs["layer_types"][layer]
+
+
+def test_every_causal_language_model_of_transformers_is_examined() -> None:
+    """Each has a row or a reason, not both; `--all` prints them, and a class of tomorrow is not examined."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    kinds = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    assert kinds <= FAMILIES.keys() | UNFOLDED.keys()
+    assert not FAMILIES.keys() & UNFOLDED.keys()
+    printed = json.loads(CliRunner().invoke(kvfold, ["families", "--all", "--json"]).stdout)
+    assert printed.keys() == kinds
+    assert printed["llama"] == "supported"
+    assert printed["mamba"] == "it has no attention"
+    assert verdict("of-tomorrow", FAMILIES) == "not examined"
 
 
 # name -> (family, what config.json says, a part of the sentence)

@@ -24,18 +24,18 @@ from kvfold.models.shipped.attention_kvfold import FORMS
 from kvfold.models.shipped.layers_kvfold import LEVEL
 from kvfold.models.shipped.modeling_kvfold import KvfoldForCausalLM
 
+from ...support.folds import fold_latent
+from ...support.latent_decoding import IDS, counted, latent_model
 from ...support.tiny import make
-from ..formats.test_absorb import IDS, counted, tiny
-from ..formats.test_remote_forms import convert
 
 MODELS = ("decoupled", "intact", "absorbed")
 
 
 def made(name: str, directory: Path, family: str = "llama", **options: Any) -> Any:
     if name == "absorbed":
-        return kvfold.absorb(tiny(v_head_dim=16))
+        return kvfold.absorb(latent_model(v_head_dim=16))
     source = make(directory / family, family, num_key_value_heads=4)
-    fold = convert(source, "--kv-budget", "50%", "--container", "remote", "--rope", name)
+    fold = fold_latent(source, "--kv-budget", "50%", "--container", "remote", "--rope", name)
     return KvfoldForCausalLM.from_pretrained(fold, dtype=torch.float32, **options).eval()
 
 
@@ -75,7 +75,7 @@ def test_hooks_that_move_no_weights_do_not_count(tmp_path: Path, monkeypatch: py
 
 def test_a_model_of_deepseeks_may_be_absorbed_in_half_precision_and_offloaded() -> None:
     model = kvfold.absorb(
-        accelerate.cpu_offload(tiny(v_head_dim=16).half(), execution_device=torch.device("cpu"))
+        accelerate.cpu_offload(latent_model(v_head_dim=16).half(), execution_device=torch.device("cpu"))
     )
     assert by_token(model).isfinite().all()
 
@@ -120,17 +120,17 @@ def test_caps_and_sinks_count_in_prefill_by_sdpa_too(form: str, family: str, tmp
 
 
 def test_what_holds_a_model_is_levelled_with_it() -> None:
-    holder = nn.Sequential(tiny(v_head_dim=16))
+    holder = nn.Sequential(latent_model(v_head_dim=16))
     assert kvfold.absorb(holder)[0].config._attn_implementation == LEVEL
 
 
 def test_a_linearised_latent_in_float16_is_refused(tmp_path: Path) -> None:
-    fold = convert(make(tmp_path / "source"), "--kv-budget", "50%", "--container", "stock")
+    fold = fold_latent(make(tmp_path / "source"), "--kv-budget", "50%", "--container", "stock")
     with pytest.raises(
         InvalidInput, match=r"layers\.0\.self_attn has a linearised latent.* in bfloat16 or float32"
     ):
         kvfold.absorb(AutoModelForCausalLM.from_pretrained(fold, dtype=torch.float16))
-    kvfold.absorb(tiny().half())  # DeepSeek's own norms are
+    kvfold.absorb(latent_model().half())  # DeepSeek's own norms are
 
 
 @pytest.mark.parametrize("form", FORMS)

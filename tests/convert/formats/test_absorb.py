@@ -7,25 +7,17 @@ Legend: kvfold/models/shipped/attention_kvfold.py.
 import copy
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.attention.flex_attention import create_block_mask
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
-    DeepseekV2Config,
-    DeepseekV2ForCausalLM,
-    DeepseekV3Config,
     DeepseekV3ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
-    StaticCache,
 )
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 
@@ -35,122 +27,25 @@ from kvfold.convert.formats import absorption as absorbed
 from kvfold.core.errors import InvalidInput
 from kvfold.models.shipped import decoding_kvfold
 
+from ...support.latent_decoding import (
+    IDS,
+    MODELS,
+    SIZES,
+    WAYS,
+    Largest,
+    chunks,
+    counted,
+    generate,
+    latent_model,
+    steps,
+)
 from ...support.tiny import make
-
-YARN = {
-    "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64,
-    "mscale": 0.7,
-    "mscale_all_dim": 0.7, "beta_fast": 32, "beta_slow": 1,
-}  # fmt: skip
-SIZES: dict[str, Any] = {
-    "vocab_size": 97, "hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4, "q_lora_rank": None, "kv_lora_rank": 32, "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 16,
-    "v_head_dim": 24, "max_position_embeddings": 256, "first_k_dense_replace": 2, "n_routed_experts": 4,
-    "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "n_shared_experts": 1,
-    "moe_intermediate_size": 16,
-    "eos_token_id": None, "bos_token_id": 1, "pad_token_id": 0, "initializer_range": 0.3,
-}  # fmt: skip
-MODELS: dict[str, tuple[int, dict[str, Any]]] = {
-    "v3": (3, {}),
-    "v3, halves": (3, {"rope_interleave": False, "attention_bias": True}),
-    "v3, compressed queries, experts, yarn": (
-        3,
-        {"q_lora_rank": 24, "first_k_dense_replace": 1, "rope_parameters": YARN},
-    ),
-    "v2": (2, {}),
-    "v2, compressed queries, experts": (
-        2,
-        {"q_lora_rank": 24, "first_k_dense_replace": 1, "attention_bias": True},
-    ),
-}
-IDS = torch.arange(2 * 40).reshape(2, 40) ** 2 * 7 % 97
-MASK = torch.ones_like(IDS)
-MASK[0, :5] = 0
-
-
-def tiny(name: str = "v3", **settings: Any) -> Any:
-    """A random model, with norms that are not ones."""
-    torch.manual_seed(0)
-    version, own = MODELS[name]
-    config, model = {
-        2: (DeepseekV2Config, DeepseekV2ForCausalLM),
-        3: (DeepseekV3Config, DeepseekV3ForCausalLM),
-    }[version]
-    made = model(config(**{**SIZES, **own, **settings})).eval()
-    for parameter in made.parameters():
-        if parameter.ndim == 1:
-            nn.init.normal_(parameter, 1.0, 0.3)
-    return made
-
-
-def generate(model: Any, batch: int = 2, **options: Any) -> list[list[int]]:
-    """Twelve greedy tokens after a prompt."""
-    plain = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
-    tokens: list[list[int]] = model.generate(IDS[:batch, :20], **plain, **options).tolist()
-    return tokens
-
-
-def chunks(model: Any, mask: Tensor = MASK, cache: Any = None) -> Tensor:
-    """Logits of IDS, read in pieces through a cache; the first row is padded on the left."""
-    found = []
-    for first, last in ((0, 30), (30, 33), (33, 34), (34, 40)):
-        step = {
-            "attention_mask": mask[:, :last],
-            "position_ids": (mask.cumsum(1) - 1).clamp(min=0)[:, first:last],
-        }
-        with torch.no_grad():
-            output = model(input_ids=IDS[:, first:last], past_key_values=cache, use_cache=True, **step)
-        cache = output.past_key_values
-        found.append(output.logits)
-    return torch.cat(found, 1)
-
-
-@contextmanager
-def counted(monkeypatch: pytest.MonkeyPatch, module: Any = absorbed) -> Iterator[list[tuple[int, int]]]:
-    """(new tokens, cached tokens) of every call of `attend`."""
-    taken: list[tuple[int, int]] = []
-    attend = module.attend
-
-    def spy(query: Tensor, latent: Tensor, *rest: Any) -> Any:
-        taken.append((query.shape[2], latent.shape[2]))
-        return attend(query, latent, *rest)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(module, "attend", spy)
-        yield taken
-
-
-class Largest(TorchDispatchMode):
-    """The most elements of any tensor that an operation makes; views are not counted."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.elements = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        for tensor in made if isinstance(made, (tuple, list)) else (made,):
-            if isinstance(tensor, Tensor) and not func.is_view:
-                self.elements = max(self.elements, tensor.numel())
-        return made
-
-
-WAYS: dict[str, dict[str, Any]] = {
-    "dynamic cache": {},
-    "static cache": {"cache_implementation": "static"},
-    "padded on the left": {"attention_mask": MASK[:, :20]},
-    "padded, static": {"attention_mask": MASK[:, :20], "cache_implementation": "static"},
-    "beams": {"num_beams": 3},
-    "prompt lookup": {"prompt_lookup_num_tokens": 4, "batch": 1},
-}
 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", MODELS)
 def test_the_tokens_are_the_same(name: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = tiny(name)
+    model = latent_model(name)
     expected = generate(model, **WAYS[way])
     assert len(set(expected[0][20:])) > 2, "a model that repeats itself would hide a mistake"
     with counted(monkeypatch) as taken:
@@ -160,7 +55,7 @@ def test_the_tokens_are_the_same(name: str, way: str, monkeypatch: pytest.Monkey
 
 
 def test_assisted_decoding_absorbs_several_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, assistant = tiny(), tiny(num_hidden_layers=1)
+    model, assistant = latent_model(), latent_model(num_hidden_layers=1)
     options = {"assistant_model": assistant, "batch": 1}
     expected = generate(model, **options)
     with counted(monkeypatch) as taken:
@@ -172,7 +67,7 @@ def test_assisted_decoding_absorbs_several_tokens(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_in_pieces(name: str, implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of several tokens at once, on a padded batch, for each kind of mask."""
-    model = tiny(name)
+    model = latent_model(name)
     model.set_attn_implementation(implementation)
     expected = chunks(model)[:, 5:]
     with counted(monkeypatch) as taken:
@@ -184,7 +79,7 @@ def test_padding_on_the_right() -> None:
     """A row that ended earlier is masked at its end; what is decoded after it does not see that."""
     mask = torch.ones_like(IDS)
     mask[0, 30:33] = 0
-    model = tiny()
+    model = latent_model()
     expected = chunks(model, mask)
     assert (expected - chunks(model, torch.ones_like(IDS)))[0, 33:].abs().max() > 1e-3
     torch.testing.assert_close(chunks(kvfold.absorb(model), mask), expected, atol=2e-5, rtol=1e-4)
@@ -192,7 +87,7 @@ def test_padding_on_the_right() -> None:
 
 def test_masks_of_other_attention_functions() -> None:
     """Of flash attention: padding alone, for one token. Of flex attention: a function of places."""
-    module = kvfold.absorb(tiny()).model.layers[0].self_attn
+    module = kvfold.absorb(latent_model()).model.layers[0].self_attn
     query, latent, rope, up_NEC = (
         torch.randn(2, *shape) for shape in ((4, 3, 24), (1, 9, 32), (1, 9, 8), (2, 40, 32))
     )
@@ -218,29 +113,16 @@ def test_masks_of_other_attention_functions() -> None:
 
 
 def test_bfloat16_rounds_no_more_than_the_stock_order() -> None:
-    exact, model = chunks(tiny())[:, 5:], tiny().bfloat16()
+    exact, model = chunks(latent_model())[:, 5:], latent_model().bfloat16()
     stock = (chunks(model)[:, 5:] - exact).square().mean().sqrt()
     ours = (chunks(kvfold.absorb(model))[:, 5:] - exact).square().mean().sqrt()
     assert ours < 1.25 * stock
 
 
-def steps(model: Any, step: Any) -> Tensor:
-    """Logits of three decoding steps with a static cache."""
-    cache, found = StaticCache(config=model.config, max_cache_len=48), []
-    with torch.no_grad():
-        model(input_ids=IDS[:, :20], past_key_values=cache)
-        for token in range(20, 23):
-            position = torch.full((2, 1), token)
-            found.append(
-                step(input_ids=IDS[:, token : token + 1], past_key_values=cache, position_ids=position).logits
-            )
-    return torch.cat(found, 1)
-
-
 @pytest.mark.parametrize("name", ["v3", "v2"])
 def test_one_graph_of_a_decoding_step(name: str) -> None:
     """torch.compile finds no break in it, and nothing that depends on data; CUDA graphs need the same."""
-    model = kvfold.absorb(tiny(name))
+    model = kvfold.absorb(latent_model(name))
     torch._dynamo.reset()
     torch.testing.assert_close(
         steps(model, torch.compile(model, fullgraph=True, backend="eager")), steps(model, model)
@@ -252,10 +134,10 @@ def test_nothing_of_the_expansions_size_is_made() -> None:
 
     The stock class makes keys and values of all heads.
     """
-    ids, model = torch.randint(97, (2, 100)), tiny()
+    ids, model = torch.randint(97, (2, 100)), latent_model()
     cached = 2 * 101 * SIZES["kv_lora_rank"]
     found = []
-    for one in (model, kvfold.absorb(tiny())):
+    for one in (model, kvfold.absorb(latent_model())):
         cache = one(input_ids=ids, use_cache=True).past_key_values
         with Largest() as largest, torch.no_grad():
             one(input_ids=ids[:, :1], past_key_values=cache)
@@ -290,7 +172,7 @@ def test_keys_of_grouped_heads_are_not_repeated() -> None:
 
 
 def test_what_is_saved_and_trained_is_the_stock_model(tmp_path: Path) -> None:
-    stock, model = tiny(), kvfold.absorb(kvfold.absorb(tiny()))
+    stock, model = latent_model(), kvfold.absorb(kvfold.absorb(latent_model()))
     model.save_pretrained(tmp_path)
     again = DeepseekV3ForCausalLM.from_pretrained(tmp_path).eval()
     assert type(again.model.layers[0].self_attn) is DeepseekV3Attention
@@ -338,7 +220,7 @@ def test_what_cannot_be_absorbed_is_refused() -> None:
         match=r"a Linear has no latent attention.*DeepseekV2ForCausalLM or DeepseekV3ForCausalLM",
     ):
         kvfold.absorb(nn.Linear(2, 2))
-    quantised = tiny()
+    quantised = latent_model()
     attention = quantised.model.layers[1].self_attn
     attention.kv_b_proj = type("Quantised", (nn.Linear,), {})(32, 160)
     with pytest.raises(

@@ -78,7 +78,7 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, object]]:
-    """What the fresh process saw, for all cases at once: importing transformers takes seconds."""
+    """Return the observations of the fresh process, for all cases at once: importing transformers takes seconds."""
     root = tmp_path_factory.mktemp("exact")
     pairs = []
     for case, (family, settings, options) in CASES.items():

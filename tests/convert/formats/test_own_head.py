@@ -75,7 +75,7 @@ def test_transformers_keeps_a_head_that_is_not_the_embeddings(tmp_path: Path) ->
 
 @pytest.mark.parametrize("fold", FOLDS)
 def test_every_container_keeps_it(fold: str, tmp_path: Path) -> None:
-    """What keeps everything is exact against the source as transformers loads it, and `verify` holds it to
+    """A fold that keeps everything is exact against the source as transformers loads it, and `verify` holds it to
     that.
     """
     family, settings, options = FOLDS[fold]

@@ -18,8 +18,8 @@ from kvfold.models.shipped import attention_kvfold, decoding_kvfold
 from kvfold.models.shipped.attention_kvfold import KvfoldDecoupledAttention, KvfoldIntactAttention
 from kvfold.models.shipped.modeling_kvfold import KvfoldForCausalLM
 
+from ...support.latent_decoding import WAYS, Largest, chunks, generate, steps
 from ...support.tiny import make
-from .test_absorb import WAYS, Largest, chunks, generate, steps
 
 # Heads of their own; grouped heads and biases; normed keys and two kinds of layers; a bounded score; sinks,
 # with which weights do not sum to one.

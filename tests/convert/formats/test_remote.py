@@ -1,4 +1,4 @@
-"""The remote container: a stock model with kvfold's attention, loaded by code that travels beside the
+"""The remote container: a stock model with kvfold's attention, loaded by code that travels next to the
 weights.
 
 One process that cannot import kvfold loads every case: importing transformers takes seconds.
@@ -99,7 +99,7 @@ CASES: dict[str, tuple[str, dict[str, Any], tuple[str, ...], int]] = {
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """What the fresh process saw, for all cases at once."""
+    """Return the observations of the fresh process, for all cases at once."""
     root = tmp_path_factory.mktemp("remote")
     pairs = []
     for case, (family, settings, options, _) in CASES.items():

@@ -23,18 +23,10 @@ from kvfold.models.causal_lm import load
 from kvfold.models.shipped.attention_kvfold import KvfoldDecoupledAttention
 from kvfold.models.shipped.modeling_kvfold import KvfoldForCausalLM
 
+from ...support.folds import fold_latent
 from ...support.tiny import make
 
 IDS = torch.arange(2 * 40).reshape(2, 40) ** 2 * 7 % 97
-
-
-def convert(source: Path, *options: str) -> Path:
-    out = source.with_name("-".join([source.name, *options[1::2]]).replace("%", ""))
-    main(
-        [str(source), "--to", "mla", "--calibration", "none", *options, "--out", str(out)],
-        standalone_mode=False,
-    )
-    return out
 
 
 def loaded(directory: Path, **options: Any) -> Any:
@@ -50,8 +42,8 @@ def logits(model: Any) -> Tensor:
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 def test_a_decoupled_latent_is_what_the_stock_class_computes(tmp_path: Path, family: str) -> None:
     source = make(tmp_path / "source", family, num_key_value_heads=4)
-    stock = convert(source, "--kv-budget", "50%", "--container", "stock")
-    remote = convert(source, "--kv-budget", "50%", "--container", "remote")
+    stock = fold_latent(source, "--kv-budget", "50%", "--container", "stock")
+    remote = fold_latent(source, "--kv-budget", "50%", "--container", "remote")
     expected = logits(AutoModelForCausalLM.from_pretrained(stock, dtype=torch.float32).eval())
     assert (expected - logits(AutoModelForCausalLM.from_pretrained(source).eval())).abs().max() > 1e-3
     torch.testing.assert_close(logits(loaded(remote)), expected, atol=1e-5, rtol=0)
@@ -60,7 +52,7 @@ def test_a_decoupled_latent_is_what_the_stock_class_computes(tmp_path: Path, fam
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 def test_an_intact_latent_is_the_source_with_projections_of_low_rank(tmp_path: Path, family: str) -> None:
     source = make(tmp_path / "source", family, num_key_value_heads=4)
-    out = convert(source, "--kv-budget", "25%", "--rope", "intact")
+    out = fold_latent(source, "--kv-budget", "25%", "--rope", "intact")
     dense, state = AutoModelForCausalLM.from_pretrained(source).eval(), load_file(out / "model.safetensors")
     exact = logits(dense)
     for number, layer in enumerate(dense.model.layers):
@@ -90,7 +82,7 @@ def folded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         tmp_path_factory.mktemp("forms") / "source", "qwen2", num_key_value_heads=2, hidden_size=128
     )
     rope = request.param.partition(",")[0]
-    return convert(
+    return fold_latent(
         source, "--kv-budget", "50%", "--container", "remote", "--rope", rope, *FORMS[request.param]
     )
 
@@ -164,7 +156,7 @@ def test_absorbing_the_up_projections_changes_nothing(folded: Path, monkeypatch:
 
 
 def test_code_that_is_not_ours_does_not_run(folded: Path) -> None:
-    """What kvfold shipped is loaded by kvfold's own classes; a changed file is refused, not run."""
+    """Code that kvfold shipped is loaded by kvfold's own classes; a changed file is refused, not run."""
     words = Tokenizer(WordLevel({"a": 0}, unk_token="a"))
     words.save(str(folded / "tokenizer.json"))
     assert load(folded, Options(device="cpu")).model.config.model_type == "kvfold"
@@ -179,8 +171,8 @@ def test_code_that_is_not_ours_does_not_run(folded: Path) -> None:
 @pytest.mark.parametrize(
     ("family", "options", "words"),
     [
-        ("qwen3", ("--rope", "decoupled"), "normalises its keys"),
-        ("qwen3", ("--container", "stock"), "--container remote"),
+        ("gemma3_text", ("--rope", "decoupled"), "unlike rotary embeddings"),
+        ("qwen3", ("--rope", "decoupled", "--method", "transmla"), "no place for the key norms"),
         ("llama", ("--container", "stock", "--rope", "intact"), "--container remote"),
         ("llama", ("--rope", "intact", "--rope-dim", "4"), "no rotary key"),
         ("llama", ("--rope", "intact", "--rank", "33"), "1 to 32"),

@@ -11,35 +11,26 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
 from safetensors.torch import load_file
 
-from kvfold.cli import main
 from kvfold.convert.algebra.attention import Attention
 from kvfold.convert.algebra.forward import attend
 from kvfold.convert.algebra.metric import weights_only
 from kvfold.convert.algebra.rotary import frequencies
 from kvfold.convert.algebra.target import LatentTarget
-from kvfold.convert.decide.engine_rules import lint
 from kvfold.convert.families.recognition import FAMILIES
 from kvfold.convert.families.source import STILL
 from kvfold.convert.families.support import Support, support
-from kvfold.convert.formats.serving import SERVING, find_places, nearest_bands, table
+from kvfold.convert.formats.serving import find_places, nearest_bands, table
+from kvfold.convert.formats.serving_widths import SERVING
 from kvfold.convert.methods.biases import nearest_to_one, without_key_bias, without_value_bias
 from kvfold.convert.methods.latent import source_bands, to_mla, uniform_bands
 
+from ...support.folds import FOR_ALL, WEIGHTS, WIDE, attempt, failing
 from ...support.tiny import ROPE, make
 
-WEIGHTS = ("--calibration", "none")
 FULL = ("--to", "mla", "--rank", "full", *WEIGHTS)
-FOR_ALL = "vllm,sglang,llama.cpp"
 ONE_HEAD = {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64}
-WIDE = {
-    "hidden_size": 64,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-}  # a cache of 1024
 # name -> (family, how the source is made, engines): each has one key head whose pairs are all in the stock
 # table
 EXACT: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -70,23 +61,13 @@ print(json.dumps(report))
 """
 
 
-def convert(source: Path, out: Path, *options: str) -> tuple[int, str]:
-    result = CliRunner().invoke(main, ["convert", str(source), *options, "--out", str(out)])
-    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
-    return result.exit_code, result.output
-
-
-def failing(directory: Path, engines: str) -> list[str]:
-    return [str(finding) for finding in lint(directory, engines.split(",")) if finding.fails]
-
-
 @pytest.fixture(scope="module")
 def exact(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, dict[str, Any]]]:
     """Outputs at full rank, and what one fresh process saw of them."""
     root = tmp_path_factory.mktemp("serving")
     for name, (family, settings, engines) in EXACT.items():
         make(root / f"{name}-source", family, **{**ONE_HEAD, **settings})
-        code, text = convert(
+        code, text = attempt(
             root / f"{name}-source", root / name, *FULL, "--container", "stock", "--engine", engines
         )
         assert code == 0, text
@@ -105,7 +86,7 @@ def exact(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, dic
 
 @pytest.mark.parametrize("name", EXACT)
 def test_full_rank_is_the_source(name: str, exact: tuple[Path, dict[str, dict[str, Any]]]) -> None:
-    """Zeros beside the weights, another epsilon, a written head, an identity before the queries.
+    """Zeros next to the weights, another epsilon, a written head, an identity before the queries.
 
     The same logits.
     """
@@ -132,7 +113,7 @@ def test_a_power_of_two_scales_the_stream_without_rounding(tmp_path: Path) -> No
     source = make(
         tmp_path / "source", rms_norm_eps=4e-6, tie_word_embeddings=True, dtype=torch.bfloat16, **ONE_HEAD
     )
-    code, text = convert(source, tmp_path / "out", *FULL, "--container", "stock", "--engine", "vllm")
+    code, text = attempt(source, tmp_path / "out", *FULL, "--container", "stock", "--engine", "vllm")
     assert code == 0, text
     assert "a power of two" in text
     before, after = load_file(source / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
@@ -143,7 +124,7 @@ def test_a_power_of_two_scales_the_stream_without_rounding(tmp_path: Path) -> No
 
 
 def test_slots_of_the_stock_table() -> None:
-    """Where the source has the default table, the nearest slot is the uniform rule's.
+    """With the default table in the source, the nearest slot is the uniform rule's.
 
     Elsewhere no other slot is nearer.
     """
@@ -213,7 +194,7 @@ def test_biases_are_folded_by_statistics(tmp_path: Path) -> None:
         "--refine",
         "0",
     )
-    code, text = convert(source, tmp_path / "out", *options)
+    code, text = attempt(source, tmp_path / "out", *options)
     assert code == 0, text
     assert "biases of queries, keys and values go into their weights" in text
     assert "predicted loss" in text
@@ -241,7 +222,7 @@ def test_the_table_is_true(kind: str, tmp_path: Path) -> None:
     options += (
         ("--length", "32", "--sequences", "4", "--refine", "0") if biased and cell.status != "no" else WEIGHTS
     )
-    code, text = convert(source, tmp_path / "out", *options)
+    code, text = attempt(source, tmp_path / "out", *options)
     assert code == (2 if cell.status == "no" else 0), text
     if cell.status != "no":
         assert failing(tmp_path / "out", "vllm,sglang") == []

@@ -1,4 +1,4 @@
-"""What each method does to weights, without any file: identities and orderings on random layers."""
+"""Methods as functions of weights, without any file: identities and orderings on random layers."""
 
 from dataclasses import replace
 
@@ -6,106 +6,28 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvfold.convert.algebra.attention import Attention, LatentAttention
 from kvfold.convert.algebra.metric import weights_only
-from kvfold.convert.algebra.rotary import complex_rows, frequencies, half_rows
 from kvfold.convert.algebra.subspaces import low_rank
 from kvfold.convert.algebra.target import GroupedTarget, LatentTarget
 from kvfold.convert.methods import latent as factor
 from kvfold.convert.methods import pooling as pool
 from kvfold.convert.methods.table import POOL
 
-D, H = 40, 8
-FREQUENCIES_F, _ = frequencies({"rope_type": "default", "rope_theta": 100.0}, H, 64)
-OWN = factor.uniform_bands(FREQUENCIES_F, FREQUENCIES_F)
-
-
-def layer(seed: int = 0, heads: int = 4, key_heads: int = 4, biases: bool = False) -> Attention:
-    """A random layer, float64."""
-    random = torch.Generator().manual_seed(seed)
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=random, dtype=torch.float64) * 0.3
-
-    return Attention(
-        q_NHD=draw(heads, H, D),
-        k_KHD=draw(key_heads, H, D),
-        v_KHD=draw(key_heads, H, D),
-        o_DNH=draw(D, heads, H),
-        q_NH=draw(heads, H) if biases else None,
-        k_KH=draw(key_heads, H) if biases else None,
-        v_KH=draw(key_heads, H) if biases else None,
-        scale=H**-0.5,
-    )
-
-
-def rotate(rows_BTH: Tensor, frequencies: Tensor, interleaved: bool) -> Tensor:
-    """RoPE by its definition: pair l of position m turns by m f_l."""
-    pairs = rows_BTH.unflatten(-1, (-1, 2)).unbind(-1) if interleaved else rows_BTH.chunk(2, -1)
-    angle_TF = torch.arange(rows_BTH.shape[-2], dtype=torch.float64)[:, None] * frequencies
-    turned = torch.complex(*pairs) * torch.polar(torch.ones_like(angle_TF), angle_TF)
-    return torch.cat([turned.real, turned.imag], -1)
-
-
-def attend(q_NTH: Tensor, k_NTH: Tensor, v_NTH: Tensor, scale: float) -> Tensor:
-    """Causal softmax attention, (N, T, H)."""
-    scores = scale * q_NTH @ k_NTH.mT
-    future = torch.ones_like(scores).triu(1).bool()
-    return scores.masked_fill(future, -torch.inf).softmax(-1) @ v_NTH
-
-
-def output(a: Attention, x_TD: Tensor) -> Tensor:
-    """What the layer adds to the residual stream, (T, D)."""
-    queries = len(a.q_NHD) // len(a.k_KHD)
-
-    def rows(weight: Tensor, bias: Tensor | None) -> Tensor:
-        out = torch.einsum("nhd,td->nth", weight, x_TD)
-        return out if bias is None else out + bias[:, None]
-
-    q = rotate(rows(a.q_NHD, a.q_NH), FREQUENCIES_F, interleaved=False)
-    k = rotate(rows(a.k_KHD, a.k_KH), FREQUENCIES_F, interleaved=False).repeat_interleave(queries, 0)
-    out = torch.einsum(
-        "dnh,nth->td", a.o_DNH, attend(q, k, rows(a.v_KHD, a.v_KH).repeat_interleave(queries, 0), a.scale)
-    )
-    return out if a.o_D is None else out + a.o_D
-
-
-def latent_output(a: LatentAttention, slots_S: Tensor, x_TD: Tensor) -> Tensor:
-    """The same of latent attention, by its definition."""
-    q_nope = torch.einsum("npd,td->ntp", a.q_nope_NPA, x_TD) + (
-        0 if a.q_nope_NP is None else a.q_nope_NP[:, None]
-    )
-    q_rope = torch.einsum("nrd,td->ntr", a.q_rope_NRA, x_TD) + (
-        0 if a.q_rope_NR is None else a.q_rope_NR[:, None]
-    )
-    k_rope = x_TD @ a.k_rope_RD.mT + (0 if a.k_rope_R is None else a.k_rope_R)
-    latent_TC = x_TD @ a.down_CD.mT
-    q = torch.cat([q_nope, rotate(q_rope, slots_S, interleaved=True)], -1)
-    shared = rotate(k_rope, slots_S, interleaved=True).expand(len(q), -1, -1)
-    k = torch.cat([torch.einsum("npc,tc->ntp", a.k_up_NPC, latent_TC), shared], -1)
-    out = torch.einsum(
-        "dnh,nth->td", a.o_DNH, attend(q, k, torch.einsum("nhc,tc->nth", a.v_up_NHC, latent_TC), a.scale)
-    )
-    return out if a.o_D is None else out + a.o_D
+from ...support.layers import (
+    FREQUENCIES_F,
+    OWN,
+    D,
+    H,
+    latent_output,
+    layer,
+    output,
+    turned_copies,
+)
 
 
 @pytest.fixture
 def x_TD() -> Tensor:
     return torch.randn(20, D, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
-
-
-def turned_copies(a: Attention, seed: int) -> Attention:
-    """The first key/value head in every place, each time turned by other phases and another rotation."""
-    random = torch.Generator().manual_seed(seed)
-    keys, values = [], []
-    for _ in a.k_KHD:
-        angle_F = torch.rand(H // 2, generator=random, dtype=torch.float64) * 6
-        keys.append(
-            half_rows(torch.polar(torch.ones_like(angle_F), angle_F)[:, None] * complex_rows(a.k_KHD[0]))
-        )
-        rotation_HH = torch.linalg.qr(torch.randn(H, H, generator=random, dtype=torch.float64))[0]
-        values.append(rotation_HH @ a.v_KHD[0])
-    return replace(a, k_KHD=torch.stack(keys), v_KHD=torch.stack(values))
 
 
 @pytest.mark.parametrize("method", POOL)
@@ -126,7 +48,7 @@ def test_equal_heads_pool_losslessly(method: str, biases: bool, x_TD: Tensor) ->
 
 @pytest.mark.parametrize("method", ["aligned", "subspace"])
 def test_heads_equal_up_to_phases_and_rotations_pool_losslessly(method: str, x_TD: Tensor) -> None:
-    """What the mean cannot do: training leaves each head's phases and value basis arbitrary."""
+    """The mean cannot do this: training leaves each head's phases and value basis arbitrary."""
     a = turned_copies(layer(heads=8), seed=3)
     # Procrustes stops when a sweep gains less than its tolerance; the subspace is a closed form.
     precision = {"rtol": 0.0, "atol": 1e-3 if method == "aligned" else 1e-9}

@@ -15,9 +15,9 @@ from kvfold.convert.methods.published import PEERS
 from kvfold.convert.request import fold_request
 from kvfold.core.errors import InvalidInput
 
-from . import test_methods
-from .test_methods import FREQUENCIES_F, H, layer, output
-from .test_published import DEMO, PER_HEAD, F, bands_of, folded_output, statistics_of, tokens
+from ...support import layers
+from ...support.layers import FREQUENCIES_F, H, layer, output
+from ...support.published_rules import DEMO, PER_HEAD, F, bands_of, folded_output, statistics_of, tokens
 
 
 def with_pairs(a: Attention, pairs: set[tuple[int, int]]) -> Attention:
@@ -89,7 +89,7 @@ def test_mha2mla_by_the_paper(
     k_KHD = a.k_KHD.clone()
     k_KHD[:, still] = rows_BD[: -2 * H].unflatten(0, (2, -1))
     approximated = replace(a, k_KHD=k_KHD, v_KHD=rows_BD[-2 * H :].unflatten(0, (2, -1)))
-    monkeypatch.setattr(test_methods, "FREQUENCIES_F", FREQUENCIES_F.where(~still[:F], 0.0))
+    monkeypatch.setattr(layers, "FREQUENCIES_F", FREQUENCIES_F.where(~still[:F], 0.0))
     torch.testing.assert_close(folded, output(approximated, x_TD))
 
 

@@ -14,73 +14,36 @@ from torch import Tensor
 
 from kvfold.convert.algebra.attention import Attention
 from kvfold.convert.algebra.metric import with_bias
-from kvfold.convert.algebra.rotary import complex_rows, frequencies, half_rows
+from kvfold.convert.algebra.rotary import complex_rows, half_rows
 from kvfold.convert.algebra.target import Geometry, LatentTarget
 from kvfold.convert.calibration.statistics import LayerStatistics
 from kvfold.convert.families.source import open_source
 from kvfold.convert.formats.stock import Stock
-from kvfold.convert.methods.latent import Band
-from kvfold.convert.methods.published import CARE_DAMPING, PEERS
+from kvfold.convert.methods.published import PEERS, peer, with_few_queries
+from kvfold.convert.methods.shared_key import CARE_DAMPING, DAMPING, POWER
 from kvfold.core.errors import InvalidInput
 
-from . import test_methods
-from .test_methods import FREQUENCIES_F, D, H, attend, latent_output, layer, output, rotate, turned_copies
+from ...support import layers
+from ...support.layers import FREQUENCIES_F, D, H, attend, latent_output, layer, output, rotate, turned_copies
+from ...support.published_rules import (
+    DEMO,
+    PER_HEAD,
+    F,
+    bands_of,
+    folded_output,
+    rule,
+    statistics_of,
+    tokens,
+)
 
-PER_HEAD = [name for name, peer in PEERS.items() if peer.per_head]
-MERGED = ["svd", "transmla", "care", *PER_HEAD]
-F = H // 2
-DEMO = Path(__file__).parents[3] / "recipes" / "demo"
+MERGED = ["svd", "transmla", "care", "no-sqrt-care", "transmla-care", *PER_HEAD]
 Trained = tuple[Tensor, list[Attention], list[LayerStatistics], list[Tensor]]
-
-
-def statistics_of(a: Attention, x_XD: Tensor) -> LayerStatistics:
-    """What the rules read, by definition; the rest is empty, so that no rule can read it unnoticed."""
-    x_XE = torch.cat([x_XD, torch.ones_like(x_XD[:, :1])], 1)
-    bias = torch.zeros(a.q_NHD.shape[:2], dtype=torch.float64) if a.q_NH is None else a.q_NH
-    q_NXH = torch.einsum("nhe,xe->nxh", with_bias(a.q_NHD, bias), x_XE)
-    none = torch.zeros(0, dtype=torch.float64)
-    return LayerStatistics(
-        input_EE=x_XE.mT @ x_XE / len(x_XE),
-        query_NHH=q_NXH.mT @ q_NXH / len(x_XE),
-        key_fisher=none,
-        value_fisher=none,
-        query_fisher=none,
-        distance_NT=none,
-        output_fisher=none,
-        input_BTD=none,
-        output_BTD=none,
-    )
-
-
-def tokens(seed: int = 9, count: int = 200) -> Tensor:
-    """Inputs with a mean and unequal directions, so that covariance, second moment and identity are three
-    things.
-    """
-    random = torch.Generator().manual_seed(seed)
-    x_XD = torch.randn(count, D, generator=random, dtype=torch.float64)
-    return x_XD * torch.linspace(0.1, 2, D, dtype=torch.float64) + 0.3
-
-
-def bands_of(name: str, rope_dim: int, *layers: tuple[Attention, LayerStatistics | None]) -> tuple[Band, ...]:
-    stock_S, _ = frequencies({"rope_type": "default", "rope_theta": 100.0}, rope_dim, 64)
-    return PEERS[name].bands(lambda: layers, FREQUENCIES_F, stock_S)
 
 
 def widths(name: str, key_heads: int) -> tuple[int, int, int]:
     """Three rotary widths that a rule fills, the widest last."""
     heads = key_heads if PEERS[name].per_head else 1
     return 2 * heads, 4 * heads, H * heads
-
-
-def folded_output(
-    name: str, a: Attention, target: LatentTarget, calibration_XD: Tensor, x_TD: Tensor
-) -> Tensor:
-    """The folded layer's output, the slots at the frequencies that the rule gave them."""
-    statistics = statistics_of(a, calibration_XD)
-    bands = bands_of(name, target.qk_rope_head_dim, (a, statistics))
-    slots_S = torch.tensor([band.frequency for band in bands for _ in range(band.slots)], dtype=torch.float64)
-    still = 0.0 if test_methods.FREQUENCIES_F.max() == 0 else 1.0
-    return latent_output(PEERS[name].fold(a, target, bands, statistics), slots_S * still, x_TD)
 
 
 @pytest.mark.parametrize("name", PEERS)
@@ -112,9 +75,9 @@ def test_the_container_holds_it(name: str, key_heads: int, biases: bool) -> None
 def test_full_rank_loses_rotation_alone(
     name: str, key_heads: int, biases: bool, width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where nothing turns, slots and remainder add up to the source."""
+    """If nothing turns, slots and remainder add up to the source."""
     rope_dim = widths(name, key_heads)[width]
-    monkeypatch.setattr(test_methods, "FREQUENCIES_F", torch.zeros_like(FREQUENCIES_F))
+    monkeypatch.setattr(layers, "FREQUENCIES_F", torch.zeros_like(FREQUENCIES_F))
     a, x_XD = layer(key_heads=key_heads, biases=biases), tokens()
     target = LatentTarget(kv_lora_rank=2 * key_heads * H - rope_dim, qk_rope_head_dim=rope_dim)
     torch.testing.assert_close(folded_output(name, a, target, x_XD, x_XD[:20]), output(a, x_XD[:20]))
@@ -122,7 +85,7 @@ def test_full_rank_loses_rotation_alone(
 
 @pytest.mark.parametrize("biases", [False, True])
 def test_xecomla_splits_a_single_head(biases: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(test_methods, "FREQUENCIES_F", torch.zeros_like(FREQUENCIES_F))
+    monkeypatch.setattr(layers, "FREQUENCIES_F", torch.zeros_like(FREQUENCIES_F))
     a, x_XD = layer(key_heads=1, biases=biases), tokens()
     target = LatentTarget(kv_lora_rank=2 * H, qk_rope_head_dim=4)
     torch.testing.assert_close(folded_output("xecomla", a, target, x_XD, x_XD[:20]), output(a, x_XD[:20]))
@@ -145,7 +108,7 @@ def test_xecomla_rotates_the_mean_head() -> None:
 @pytest.mark.parametrize("name", ["svd", "transmla", "care"])
 @pytest.mark.parametrize("biases", [False, True])
 def test_heads_equal_up_to_real_factors_need_the_cache_of_one(name: str, biases: bool) -> None:
-    """What a real basis can do, and what it cannot: heads whose keys differ in phase besides."""
+    """The ability and the limit of a real basis: heads whose keys differ in phase besides."""
     a = layer(biases=biases)
     copies = turned_copies(a, seed=6)
     factors_KF = torch.linspace(-2, 1.5, len(a.k_KHD) * F, dtype=torch.float64).view(-1, F)
@@ -179,9 +142,44 @@ def covariance_svd(z_XB: Tensor, ratio: float, keys: int, rank: int) -> Tensor:
     return torch.linalg.inv(w_BB) @ vt[:rank].mT @ torch.diag(s[:rank]) @ u[:, :rank].mT @ inverse_BB
 
 
-def plain(a: Attention, rope_dim: int, rank: int, x_XD: Tensor, x_TD: Tensor, latent_map: Any) -> Tensor:
-    """TransMLA's steps one after another on activations; the tokens calibrate and are the input."""
-    heads, fold = len(a.k_KHD), H // rope_dim
+def whole_covariance(z_XB: Tensor, ratio: float, keys: int, rank: int) -> Tensor:
+    """The map of no-sqrt-care: C in the place of its root."""
+    moment_BB = shrunken(z_XB)
+    w_BB = torch.diag(torch.tensor([ratio] * keys + [1.0] * (z_XB.shape[1] - keys), dtype=torch.float64))
+    u, s, vt = torch.linalg.svd(moment_BB @ w_BB)
+    down_RB = torch.diag(s[:rank]) @ u[:, :rank].mT @ torch.linalg.inv(moment_BB)
+    return torch.linalg.inv(w_BB) @ vt[:rank].mT @ down_RB
+
+
+def powered(z_XB: Tensor, ratio: float, keys: int, rank: int) -> Tensor:
+    """The projection of transmla-care."""
+    moment_BB = shrunken(z_XB)
+    w_BB = torch.diag(torch.tensor([ratio] * keys + [1.0] * (z_XB.shape[1] - keys), dtype=torch.float64))
+    basis_BR = torch.linalg.svd(torch.linalg.matrix_power(moment_BB, POWER) @ w_BB)[0][:, :rank]
+    return basis_BR @ basis_BR.mT
+
+
+def shrunken(z_XB: Tensor) -> Tensor:
+    moment_BB = z_XB.mT @ z_XB
+    return moment_BB + DAMPING * moment_BB.diagonal().mean() * torch.eye(len(moment_BB), dtype=torch.float64)
+
+
+def plain(
+    a: Attention,
+    rope_dim: int,
+    rank: int,
+    x_XD: Tensor,
+    x_TD: Tensor,
+    latent_map: Any,
+    multiple: int = 1,
+    weight: float = 1.0,
+) -> Tensor:
+    """TransMLA's steps one after another on activations; the tokens calibrate and are the input.
+
+    A group of `multiple` times the pairs of a slot keeps as many components, at its pairs' frequencies.
+    """
+    heads, step = len(a.k_KHD), H // rope_dim
+    fold = step * multiple
 
     def rows(weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
         return torch.einsum("khd,td->tkh", weight, x) + (0 if bias is None else bias)
@@ -193,8 +191,8 @@ def plain(a: Attention, rope_dim: int, rank: int, x_XD: Tensor, x_TD: Tensor, la
         basis = torch.linalg.svd(stacked, full_matrices=True)[2].mT.unflatten(0, (heads, fold))
         place = torch.zeros(heads, F, basis.shape[-1], dtype=torch.float64)
         place[:, first : first + fold] = basis
-        rope.append(place[..., 0])
-        nope += list(place.unbind(-1)[1:])
+        rope += list(place.unbind(-1)[:multiple])
+        nope += list(place.unbind(-1)[multiple:])
 
     def turned(x: Tensor, basis: list[Tensor]) -> Tensor:
         """Keys in a basis: (T, 2, components)."""
@@ -208,7 +206,7 @@ def plain(a: Attention, rope_dim: int, rank: int, x_XD: Tensor, x_TD: Tensor, la
 
     keys = 2 * len(nope)
     norms = latent(x_XD).norm(dim=0)
-    ratio = float(norms[:keys].mean() / norms[keys:].mean())
+    ratio = float(norms[:keys].mean() / norms[keys:].mean()) / weight
     scale = torch.ones(keys + heads * H, dtype=torch.float64)
     scale[:keys] = 1 / ratio
     kept = latent(x_TD) * scale @ latent_map(latent(x_XD) * scale, ratio, keys, rank).mT / scale
@@ -220,14 +218,22 @@ def plain(a: Attention, rope_dim: int, rank: int, x_XD: Tensor, x_TD: Tensor, la
         )
         for part, basis in (("rope", rope), ("nope", nope))
     }
-    k_rope = rotate(turned(x_TD, rope).flatten(1), FREQUENCIES_F[::fold], interleaved=False)
-    q_all = torch.cat([q["nope"], rotate(q["rope"], FREQUENCIES_F[::fold], interleaved=False)], -1)
+    k_rope = rotate(turned(x_TD, rope).flatten(1), FREQUENCIES_F[::step], interleaved=False)
+    q_all = torch.cat([q["nope"], rotate(q["rope"], FREQUENCIES_F[::step], interleaved=False)], -1)
     k_all = torch.cat([kept[:, :keys], k_rope], 1).expand(len(q_all), -1, -1)
     v = kept[:, keys:].unflatten(1, (heads, H)).transpose(0, 1).repeat_interleave(group, 0)
     return torch.einsum("dnh,nth->td", a.o_DNH, attend(q_all, k_all, v, a.scale))
 
 
-@pytest.mark.parametrize(("name", "latent_map"), [("transmla", pca), ("care", covariance_svd)])
+MAPS = [
+    ("transmla", pca),
+    ("care", covariance_svd),
+    ("no-sqrt-care", whole_covariance),
+    ("transmla-care", powered),
+]
+
+
+@pytest.mark.parametrize(("name", "latent_map"), MAPS)
 @pytest.mark.parametrize("rope_dim", [4, 8])
 @pytest.mark.parametrize("biases", [False, True])
 def test_by_the_paper_on_activations(name: str, latent_map: Any, rope_dim: int, biases: bool) -> None:
@@ -238,6 +244,53 @@ def test_by_the_paper_on_activations(name: str, latent_map: Any, rope_dim: int, 
     assert (
         folded - output(a, x_XD[:20])
     ).norm() > 0.1 * expected.norm()  # the rank is one at which something is lost
+
+
+@pytest.mark.parametrize(("multiple", "weight"), [(2, 1.0), (1, 0.5), (2, 4.0)])
+def test_settings_of_merged_heads(multiple: int, weight: float) -> None:
+    """FreqFold over more pairs, and another balance of keys and values."""
+    a, x_XD = layer(key_heads=2), tokens()
+    target = LatentTarget(kv_lora_rank=7, qk_rope_head_dim=4)
+    expected = plain(a, 4, 7, x_XD, x_XD[:20], pca, multiple, weight)
+    folded = folded_output(f"transmla:fold{multiple}:balance{weight:g}", a, target, x_XD, x_XD[:20])
+    torch.testing.assert_close(folded, expected)
+    usual = folded_output("transmla", a, target, x_XD, x_XD[:20])
+    assert (folded - usual).norm() > 0.01 * usual.norm()
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("transmla:fold3", "takes :foldN"),
+        ("care:balance0", "takes :foldN"),
+        ("transmla:fold2:fold4", "takes :foldN"),
+        ("mha2mla:fold2", "takes :high"),
+        ("xecomla:fold2", "it has none"),
+    ],
+)
+def test_settings_that_a_rule_does_not_have(name: str, sentence: str) -> None:
+    with pytest.raises(InvalidInput, match=sentence):
+        peer(name)
+
+
+@pytest.mark.parametrize("name", ["transmla", "xecomla"])
+@pytest.mark.parametrize("biases", [False, True])
+def test_queries_of_full_rank_change_nothing_and_fewer_are_the_best(name: str, biases: bool) -> None:
+    a, x_XD = layer(key_heads=2, biases=biases), tokens()
+    statistics, rank = statistics_of(a, x_XD), 4
+    bands = bands_of(name, 4, (a, statistics))
+
+    def queries(count: int | None) -> Tensor:
+        target = LatentTarget(kv_lora_rank=9, qk_rope_head_dim=4, q_lora_rank=count)
+        folded = with_few_queries(rule(name), a, target, bands, statistics)
+        x_XA = x_XD if folded.q_down_AD is None else x_XD @ folded.q_down_AD.mT
+        return torch.einsum("npa,xa->xnp", folded.q_nope_NPA, x_XA)
+
+    torch.testing.assert_close(queries(len(a.q_NHD) * H), queries(None))
+    if name == "transmla" and not biases:
+        lost = float((queries(rank) - queries(None)).square().sum())
+        energies = torch.linalg.svdvals(queries(None).flatten(1)).square()
+        assert lost == pytest.approx(float(energies[rank:].sum()))
 
 
 @pytest.mark.parametrize("name", [name for name, peer in PEERS.items() if not peer.needs_statistics])
@@ -306,7 +359,7 @@ def lost_by(
 
 def test_on_a_trained_model_they_rank_as_published(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the bundled checkpoint at half and at a quarter of its cache, each rule with its own division."""
-    monkeypatch.setattr(test_methods, "FREQUENCIES_F", trained[0])
+    monkeypatch.setattr(layers, "FREQUENCIES_F", trained[0])
     half, quarter = (
         {
             name: lost_by(name, *(of_heads if peer.per_head else shared), trained)

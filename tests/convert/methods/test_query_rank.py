@@ -32,8 +32,8 @@ from kvfold.convert.methods.refinement import LayerSample, refine
 from kvfold.convert.request import fold_request
 from kvfold.models.shipped.modeling_kvfold import KvfoldForCausalLM
 
+from ...support.layers import FREQUENCIES_F, OWN, D, H, layer, rotate
 from ...support.tiny import make
-from .test_methods import FREQUENCIES_F, OWN, D, H, layer, rotate
 
 TARGET = LatentTarget(kv_lora_rank=14, qk_rope_head_dim=H)
 INTACT = LatentTarget(kv_lora_rank=14, qk_rope_head_dim=0, slots="none", rope="intact")

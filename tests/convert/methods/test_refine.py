@@ -1,4 +1,4 @@
-"""What follows the closed form: fitted queries, heads grouped by loss, layers refined alone."""
+"""Steps after the closed form: fitted queries, heads grouped by loss, layers refined alone."""
 
 from dataclasses import replace
 from itertools import permutations
@@ -16,19 +16,12 @@ from kvfold.convert.algebra.target import GroupedTarget, LatentTarget
 from kvfold.convert.calibration.statistics import LayerStatistics
 from kvfold.convert.methods import latent as factor
 from kvfold.convert.methods import pooling as pool
-from kvfold.convert.methods.grouping import arrange, grouped, merge_costs
+from kvfold.convert.methods.grouping import arrange, arrangements, merge_costs, reordered
 from kvfold.convert.methods.intact import to_intact
 from kvfold.convert.methods.refinement import HELD_BACK, LayerSample, agrees, measure, refine
 
-from .test_methods import FREQUENCIES_F, OWN, D, H, latent_output, layer, output, rotate, turned_copies
-
-
-def normed(sequences: int, length: int, seed: int = 0, dims: int = D) -> Tensor:
-    """Inputs of unit mean square, most of which lies in so many directions."""
-    random = torch.Generator().manual_seed(seed)
-    x = torch.randn(sequences, length, D, generator=random, dtype=torch.float64)
-    x = x @ torch.diag(torch.where(torch.arange(D) < dims, 1.0, 0.1).double())
-    return x / x.square().mean(-1, keepdim=True).sqrt()
+from ...support.layers import FREQUENCIES_F, OWN, D, H, latent_output, layer, output, rotate
+from ...support.refined_layers import normed, sample, scattered, teacher
 
 
 @pytest.mark.parametrize("biases", [False, True])
@@ -91,7 +84,7 @@ def _turn_back(rows_HD: Tensor, table_F: Tensor, at: Tensor, root_DD: Tensor, in
 
 
 def test_queries_find_their_own_keys_again() -> None:
-    """Where the slots hold a head's keys in any other complex basis, nothing is lost and the latent is not
+    """If the slots hold a head's keys in any other complex basis, nothing is lost and the latent is not
     read.
     """
     a = layer(heads=2, key_heads=1)
@@ -108,23 +101,14 @@ def test_queries_find_their_own_keys_again() -> None:
     torch.testing.assert_close(scores, own @ rotate(x_TD @ a.k_KHD[0].mT, FREQUENCIES_F, False).mT)
 
 
-def scattered() -> tuple[Attention, list[int]]:
-    """Four heads, of which the first and the last, and the second and the third, are turned copies of each
-    other.
-    """
-    one, other = turned_copies(layer(seed=1), seed=2), turned_copies(layer(seed=3), seed=4)
-    a = layer()
-    k_KHD = torch.stack([one.k_KHD[0], other.k_KHD[0], other.k_KHD[1], one.k_KHD[1]])
-    v_KHD = torch.stack([one.v_KHD[0], other.v_KHD[0], other.v_KHD[1], one.v_KHD[1]])
-    return replace(a, k_KHD=k_KHD, v_KHD=v_KHD), [0, 3, 1, 2]
-
-
 def test_heads_that_belong_together_are_grouped_wherever_they_are() -> None:
     a, order = scattered()
     metric, x_BTD = weights_only(a, 64), normed(2, 12)
-    assert arrange(merge_costs(a, metric), 2) == order
-    moved, its_metric, gain = grouped(a, metric, 2)
+    assert arrange(merge_costs(a, metric), 2)[0] == order
+    best, gain = arrangements(a, metric, 2)[0]
+    assert best == order
     assert gain == pytest.approx(1)
+    moved, its_metric = reordered(a, metric, order)
     torch.testing.assert_close(attend(moved, x_BTD, FREQUENCIES_F), attend(a, x_BTD, FREQUENCIES_F))
     target = GroupedTarget(num_key_value_heads=2)
     pooled = pool.subspace(moved, target, its_metric, FREQUENCIES_F)
@@ -135,8 +119,7 @@ def test_heads_that_belong_together_are_grouped_wherever_they_are() -> None:
 
 def test_a_reordered_metric_is_the_metric_of_the_reordered_layer() -> None:
     a, order = scattered()
-    moved, its_metric, _ = grouped(a, weights_only(a, 64), 2)
-    assert order != [0, 1, 2, 3]
+    moved, its_metric = reordered(a, weights_only(a, 64), order)
     torch.testing.assert_close(its_metric.key_BSS, weights_only(moved, 64).key_BSS)
     torch.testing.assert_close(its_metric.value_BSS, weights_only(moved, 64).value_BSS)
 
@@ -166,23 +149,24 @@ def test_swaps_find_the_best_order_of_few_heads() -> None:
     def cost(order: tuple[int, ...]) -> float:
         return sum(float(costs_KK[order[i], order[i + 1]]) for i in range(0, 6, 2))
 
-    assert cost(tuple(arrange(costs_KK, 3))) == pytest.approx(min(map(cost, permutations(range(6)))))
-    assert arrange(torch.zeros(6, 6, dtype=torch.float64), 3) == list(range(6))
+    found = [cost(tuple(order)) for order in arrange(costs_KK, 3)]
+    assert found[0] == pytest.approx(min(map(cost, permutations(range(6)))))
+    assert found == sorted(found)
+    assert arrange(torch.zeros(6, 6, dtype=torch.float64), 3)[0] == list(range(6))
 
 
-def teacher() -> Attention:
-    """Heads that are turned copies of each other, plus noise."""
-    copies, noise = turned_copies(layer(), seed=4), layer(seed=5)
-    return replace(copies, k_KHD=copies.k_KHD + 0.2 * noise.k_KHD, v_KHD=copies.v_KHD + 0.2 * noise.v_KHD)
+def test_the_best_groups_do_not_depend_on_the_order_of_the_heads() -> None:
+    costs_KK = torch.rand(12, 12, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    costs_KK = costs_KK + costs_KK.mT
+    moved = torch.randperm(12, generator=torch.Generator().manual_seed(2))
 
+    def groups(order: list[int]) -> set[frozenset[int]]:
+        return {frozenset(order[first : first + 3]) for first in range(0, 12, 3)}
 
-def sample(x_BTD: Tensor) -> LayerSample:
-    root_DD = torch.randn(D, D, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
-    return LayerSample(
-        input_BTD=x_BTD,
-        output_BTD=attend(teacher(), x_BTD[:1], FREQUENCIES_F),
-        fisher_DD=root_DD @ root_DD.mT / D,
-    )
+    before = [groups(order) for order in arrange(costs_KK, 4)]
+    after = [groups([int(moved[head]) for head in order]) for order in arrange(costs_KK[moved][:, moved], 4)]
+    assert len(before) > 1
+    assert after == before
 
 
 def error(folded: Attention | LatentAttention | IntactAttention, taken: LayerSample) -> float:

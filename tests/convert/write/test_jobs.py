@@ -14,8 +14,8 @@ from kvfold.convert.families.source import open_source
 from kvfold.convert.write import rewrite
 from kvfold.convert.write.layer_fold import LayerFold
 
+from ...support.folds import GQA, MLA, convert
 from ...support.tiny import make, same_bytes
-from .test_rewrite import GQA, MLA, convert
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import pytest
 from click.testing import CliRunner
 from huggingface_hub import ModelCard
 from pydantic import TypeAdapter
+from safetensors.torch import load_file
 
 from kvfold.checkpoints.eval_json import EvalSummary, read_summary
 from kvfold.checkpoints.record import read_record, write_record
@@ -87,6 +88,7 @@ def remade(directory: Path, evaluation: EvalSummary | None = None) -> ModelCard:
 def test_a_converted_checkpoint_has_a_card(outputs: dict[str, Path], layout: str) -> None:
     directory = outputs[layout]
     card, record = card_of(directory), json.loads((directory / "kvfold.json").read_text())
+    weights = load_file(directory / "model.safetensors")
     assert written_by_kvfold(card.text)
     assert (card.data["license"], card.data["library_name"], card.data["pipeline_tag"]) == (
         "mit",
@@ -104,21 +106,28 @@ def test_a_converted_checkpoint_has_a_card(outputs: dict[str, Path], layout: str
         == ("--trust-remote-code" in card.text)
         == (layout == "remote")
     )
+    place = "model.layers.0.self_attn."
+    parts = {name.removeprefix(place).partition(".")[0] for name in weights if name.startswith(place)}
+    names = {name for name in parts if name.endswith(("_proj", "_mqa"))}
+    named = all(f"`{name}`" in card.text for name in names)
+    assert named == (layout == "remote"), (
+        "not where training destroys the output, nor for the source's own names"
+    )
 
 
 def test_the_card_says_of_each_engine_what_the_rules_say(outputs: dict[str, Path]) -> None:
     from kvfold.convert.decide.engine_rules import lint
-    from kvfold.convert.decide.engines import ENGINES
 
     commands = {
         "transformers": "from_pretrained",
         "vllm": "vllm serve .",
         "sglang": "--model-path .",
         "llama.cpp": "convert_hf",
+        "mlx": "mlx_lm.generate",
     }
     refused = 0
     for directory in outputs.values():
-        sections = dict(zip(ENGINES, card_of(directory).text.split("\n### ")[1:], strict=True))
+        sections = dict(zip(commands, card_of(directory).text.split("\n### ")[1:], strict=True))
         for engine, section in sections.items():
             failing = [finding for finding in lint(directory, [engine]) if finding.fails]
             assert (commands[engine] in section) == (not failing), (directory, engine)

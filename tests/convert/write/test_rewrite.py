@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from click.testing import CliRunner, Result
+from click.testing import CliRunner
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -20,16 +21,8 @@ from kvfold.convert.cli import main
 from kvfold.convert.write import rewrite
 from kvfold.convert.write.fold_journal import JOURNAL
 
+from ...support.folds import GQA, MLA, convert
 from ...support.tiny import make, same_bytes
-
-GQA = ("--to", "gqa", "--kv-heads", "2", "--calibration", "none")
-MLA = ("--to", "mla", "--rank", "24", "--rope-dim", "4", "--calibration", "none")
-
-
-def convert(source: Path | str, *options: str, out: Path | None = None) -> Result:
-    """Run the command; `out` defaults to a sibling of the source."""
-    out = out or Path(source).with_name("out")
-    return CliRunner().invoke(main, [str(source), *options, "--out", str(out)])
 
 
 def weights(directory: Path) -> dict[str, torch.Tensor]:
@@ -156,6 +149,21 @@ def test_a_killed_run_leaves_no_output_and_is_resumed(
     assert convert(source, *MLA, out=out).exit_code == 0
     assert folded == [2, 3], "the finished layers were folded again"
     assert same_bytes(out, whole) == []
+
+
+def test_an_output_that_lacks_only_its_name_gets_it(tmp_path: Path) -> None:
+    """A kill between the removal of the journal and the renaming leaves that."""
+    source, out = make(tmp_path / "source"), tmp_path / "out"
+    words = [str(source), *GQA, "--calibration", "none", "--out", str(out)]
+    assert CliRunner().invoke(main, words).exit_code == 0
+    whole = Path(shutil.copytree(out, tmp_path / "whole"))
+    out.rename(tmp_path / "out.partial")
+    other = CliRunner().invoke(main, [*words, "--shard-size", "20KB"])
+    assert other.exit_code == 2
+    assert "not a half-written output" in other.stderr
+    assert CliRunner().invoke(main, words).exit_code == 0
+    assert same_bytes(out, whole) == []
+    assert not (tmp_path / "out.partial").exists()
 
 
 def test_a_run_killed_with_other_shards_is_not_resumed(tmp_path: Path) -> None:

@@ -15,11 +15,9 @@ from kvfold.distill.data.token_documents import SCORED, START, Piece
 from kvfold.distill.data.token_store import open_windows, write_tokens
 from kvfold.distill.recipe.data_section import Data
 
-from ..conftest import save_tokenizer
+from ...support.conversations import PLAIN, PROMPT, TURN, say
+from ...support.tokenizers import save_tokenizer
 
-TURN = "{% for m in messages %}[{{ m['role'] }}]"
-PROMPT = "{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
-PLAIN = "<s>" + TURN + "{{ m['content'] }};" + PROMPT
 MARKED = (
     "<s>" + TURN + "{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }};{% endgeneration %}"
     "{% else %}{{ m['content'] }};{% endif %}" + PROMPT
@@ -29,14 +27,6 @@ FORGETFUL = "<s>" + TURN + "{% if loop.last or m['role'] == 'user' %}{{ m['conte
 STRICT = (
     "{% if messages[0]['role'] != 'user' %}{{ raise_exception('the user speaks first') }}{% endif %}" + PLAIN
 )
-
-
-def say(*contents: str) -> list[dict[str, str]]:
-    """A conversation that the user begins."""
-    return [
-        {"role": ("user", "assistant")[index % 2], "content": content}
-        for index, content in enumerate(contents)
-    ]
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from kvfold.distill.data.token_documents import SCORED, START
 from kvfold.distill.data.token_store import open_windows, write_tokens
 from kvfold.distill.recipe.data_section import Data
 
-from ..conftest import save_tokenizer
+from ...support.tokenizers import save_tokenizer
 
 
 def stream(length: int, first: int = 0) -> Stream:
@@ -102,7 +102,7 @@ def test_positions_start_again_and_nothing_is_predicted_across_a_boundary() -> N
 
 
 def write(tmp_path: Path, data: Data, tokenizer: Any, windows: int = 10**4, teacher: Any = None) -> Stream:
-    """What is written of a source."""
+    """Write the tokens of a source."""
     for name in ("tokens.bin", "marks.bin", "tokens.json"):
         (tmp_path / name).unlink(missing_ok=True)
     write_tokens(tmp_path / "tokens.bin", data, tokenizer, windows, teacher, vocabulary=len(tokenizer))

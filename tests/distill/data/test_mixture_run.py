@@ -19,9 +19,8 @@ from kvfold.core.signals import Interrupted
 from kvfold.distill.data import token_documents as documents
 from kvfold.distill.run.job import distill
 
+from ...support.distillation import metrics, same_bits, stop_at
 from ..conftest import MakeRecipe
-from ..run.test_job import metrics
-from ..run.test_resume import same_bits, stop_at
 
 
 def test_the_teacher_writes_once(

@@ -20,8 +20,8 @@ from kvfold.distill.data.samples import take_sample
 from kvfold.distill.recipe.data_section import TextSource
 from kvfold.distill.run.job import distill
 
+from ...support.conversations import PLAIN, say
 from ..conftest import MakeRecipe
-from .test_chat import PLAIN, say
 
 
 def lines(count: int, field: str = "text") -> str:

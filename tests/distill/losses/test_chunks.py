@@ -1,4 +1,4 @@
-"""What forming gradients chunk by chunk promises beside the right numbers.
+"""Gradients that are formed chunk by chunk, apart from their values.
 
 Memory, precision, and being asked in odd ways.
 """
@@ -19,7 +19,7 @@ from kvfold.distill.losses.chunks import CHUNK_ELEMENTS_ELSEWHERE
 from kvfold.distill.losses.predictions import Predictions
 from kvfold.models.head import HeadForm
 
-from .test_losses import LABELS, VOCABULARY, D, T, V, check_gradients, dense, predictions
+from ...support.dense_losses import LABELS, VOCABULARY, D, T, V, check_gradients, dense, predictions
 
 
 class Largest(TorchDispatchMode):

@@ -15,7 +15,8 @@ from kvfold.eval.options import Options
 from kvfold.eval.run import evaluate
 from kvfold.texts.corpus import read_text
 
-from ..conftest import MakeRecipe, save_tokenizer
+from ...support.tokenizers import save_tokenizer
+from ..conftest import MakeRecipe
 
 
 @pytest.mark.parametrize("cached", [False, True])

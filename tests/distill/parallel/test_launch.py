@@ -27,7 +27,7 @@ class Replaced(Exception):
 
 @pytest.fixture
 def executed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What would have been executed: command and environment."""
+    """Record the command and environment instead of executing it."""
     seen: list[Any] = []
 
     def execve(file: str, command: list[str], environment: dict[str, str]) -> None:

@@ -2,7 +2,6 @@
 ties or computes.
 """
 
-import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,7 +30,8 @@ from kvfold.distill.stages.weights import set_trainable
 
 from ...support.pair import do_as_pair
 from ...support.tiny import make
-from ..conftest import MakeRecipe, save_tokenizer
+from ...support.tokenizers import save_tokenizer
+from ..conftest import MakeRecipe
 
 CPU = torch.device("cpu")
 # What transformers does on the way: ties, buffers of its own, transposed and fused tensors, experts stacked,
@@ -127,7 +127,7 @@ def test_folds_are_opened_for_training_as_when_loaded_whole(
 
 @pytest.mark.parametrize("with_adapters", [True, False])
 def test_a_saved_state_replaces_the_checkpoint(with_adapters: bool, latent: Path, tmp_path: Path) -> None:
-    """Adapters are drawn as they are beside real weights, and read where the state has them."""
+    """Adapters are drawn as they are next to real weights, and read where the state has them."""
     pytest.importorskip("peft")
     stage = Stage.model_validate(
         {"name": "kl", "tokens": 64, "lr": 1e-3, "train": "lora", "losses": {"kl": 1.0}}
@@ -216,12 +216,7 @@ def make_deepseek(directory: Path) -> Path:
 
 def damage(directory: Path, what: str) -> str:
     """Make a checkpoint one that cannot be read by the unit; returns what is said of it."""
-    config = json.loads((directory / "config.json").read_text())
     tensors = load_file(directory / "model.safetensors")
-    if what == "quantised":
-        config["quantization_config"] = {"quant_method": "fp8"}
-        (directory / "config.json").write_text(json.dumps(config))
-        return "its weights are quantised"
     if what == "pickled":
         torch.save(tensors, directory / "pytorch_model.bin")
         (directory / "model.safetensors").unlink()
@@ -234,7 +229,7 @@ def damage(directory: Path, what: str) -> str:
     return f"1 weights are missing or misshapen, e.g. {name}"
 
 
-@pytest.mark.parametrize("what", ["quantised", "pickled", "missing", "misshapen"])
+@pytest.mark.parametrize("what", ["pickled", "missing", "misshapen"])
 def test_what_cannot_be_read_by_the_unit_is_loaded_whole_and_said(
     what: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -290,7 +285,7 @@ def bytes_in(*models: nn.Module) -> int:
 
 
 class Around(nn.Module):
-    """What stands around a student in a stage."""
+    """The surroundings of a student in a stage."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()

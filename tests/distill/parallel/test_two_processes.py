@@ -1,7 +1,6 @@
 """Two processes compute what one computes, whether each has the whole student or a shard of it."""
 
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,42 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from safetensors.torch import save_file
 
-from kvfold.distill.recipe.recipe import Recipe
 from kvfold.distill.run.job import distill
 
+from ...support.distillation import KILLED, launch, metrics, weights
 from ..conftest import MakeRecipe
-from ..run.test_job import metrics, weights
-from ..run.test_resume import KILLED
 
 STAGE = {"losses": {"kl": 0.5, "ce": 0.5}, "tokens": 576, "micro_batch": 2, "lr": 1e-4, "batch_tokens": 192}
 # Wrapped twice, and frozen weights thawed in between.
 STAGES = [{**STAGE, "name": "first", "train": "attention"}, {**STAGE, "name": "second"}]
-
-
-def launch(recipe: Recipe, profile: str) -> int:
-    """Run a recipe in two processes as the command does; returns the exit code."""
-    file = Path(recipe.output).with_suffix(".yaml")
-    file.write_text(yaml.safe_dump(recipe.resolved()), encoding="utf-8")
-    extra = ["--num_processes", "2", "--main_process_port", "0"]
-    command = [sys.executable, "-m", "kvfold.distill", str(file), "--profile", profile, "--", *extra]
-    return subprocess.run(
-        command, check=False, capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    ).returncode
-
-
-@pytest.fixture(scope="module")
-def models(student: Path, teacher: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """A student in float32, so that a missing all-reduce cannot hide in rounding; its head is tied."""
-    directory = tmp_path_factory.mktemp("models") / "float32"
-    shutil.copytree(student, directory)
-    save_file(
-        {name: tensor.float() for name, tensor in weights(student).items()},
-        directory / "model.safetensors",
-        {"format": "pt"},
-    )
-    return {"student": str(directory), "teacher": str(teacher)}
 
 
 def check_equal(one: Path, other: Path, student: str) -> None:
@@ -61,17 +33,17 @@ def check_equal(one: Path, other: Path, student: str) -> None:
 
 
 @pytest.fixture
-def alone(make_recipe: MakeRecipe, tmp_path: Path, models: dict[str, str]) -> Path:
-    """What one process makes of the stages."""
-    distill(make_recipe(output=str(tmp_path / "alone"), stages=STAGES, **models))
+def alone(make_recipe: MakeRecipe, tmp_path: Path, float32_models: dict[str, str]) -> Path:
+    """Run the stages in one process."""
+    distill(make_recipe(output=str(tmp_path / "alone"), stages=STAGES, **float32_models))
     return tmp_path / "alone"
 
 
 def test_copies_in_two_processes_equal_one(
-    make_recipe: MakeRecipe, tmp_path: Path, models: dict[str, str], alone: Path
+    make_recipe: MakeRecipe, tmp_path: Path, float32_models: dict[str, str], alone: Path
 ) -> None:
-    assert launch(make_recipe(output=str(tmp_path / "together"), stages=STAGES, **models), "ddp") == 0
-    check_equal(alone, tmp_path / "together", models["student"])
+    assert launch(make_recipe(output=str(tmp_path / "together"), stages=STAGES, **float32_models), "ddp") == 0
+    check_equal(alone, tmp_path / "together", float32_models["student"])
 
 
 @pytest.mark.parametrize(("before", "profile"), [(2, None), (1, "zero2")])
@@ -80,14 +52,16 @@ def test_a_killed_run_goes_on_with_another_number_of_processes(
     profile: str | None,
     make_recipe: MakeRecipe,
     tmp_path: Path,
-    models: dict[str, str],
+    float32_models: dict[str, str],
     alone: Path,
 ) -> None:
     """In the middle of the second stage, with its optimizer at work.
 
     From shards to the whole, and from the whole to shards.
     """
-    recipe = make_recipe(output=str(tmp_path / "together"), stages=STAGES, save={"every": 1}, **models)
+    recipe = make_recipe(
+        output=str(tmp_path / "together"), stages=STAGES, save={"every": 1}, **float32_models
+    )
     (tmp_path / "killed.py").write_text(KILLED, encoding="utf-8")
     file = tmp_path / "recipe.yaml"
     file.write_text(yaml.safe_dump(recipe.resolved()), encoding="utf-8")
@@ -112,4 +86,4 @@ def test_a_killed_run_goes_on_with_another_number_of_processes(
         distill(recipe)
     else:
         assert launch(recipe, profile) == 0
-    check_equal(alone, tmp_path / "together", models["student"])
+    check_equal(alone, tmp_path / "together", float32_models["student"])

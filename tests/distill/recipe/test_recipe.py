@@ -143,7 +143,7 @@ def test_a_short_recipe_is_enough(tmp_path: Path) -> None:
         ),
         ("schema: 1", "schema: 2", r"schema is 2; it should be 1"),
         ("{source: stdlib, seq_len: 128}", "stdlib", r"data is 'stdlib'; it should be a mapping"),
-        ("stages:", "stages: [", r"is not valid YAML"),
+        ("stages:", "stages: [", r"is not YAML"),
     ],
 )
 def test_mistakes_are_named(tmp_path: Path, before: str, after: str, message: str) -> None:

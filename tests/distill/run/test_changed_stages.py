@@ -17,9 +17,8 @@ from kvfold.distill.run.resume import _check_changes
 from kvfold.distill.stages.state import Progress
 from kvfold.distill.stages.stream import stream_stage
 
+from ...support.distillation import STAGES, metrics, same_bits, stop_at
 from ..conftest import MakeRecipe
-from .test_job import metrics
-from .test_resume import STAGES, same_bits, stop_at
 
 FIRST, SECOND = STAGES  # of five steps each
 SAME = ("step", "stage", "grad_norm")
@@ -139,7 +138,7 @@ def test_a_stage_that_left_a_checkpoint_may_not_change(make_recipe: MakeRecipe, 
 def test_other_tokens_are_refused_where_they_change_the_order_of_the_text(
     make_recipe: MakeRecipe, tokens: int
 ) -> None:
-    """How many windows a source has decides their permutation, of which the first stage has read a part."""
+    """The number of windows of a source decides their permutation, of which the first stage has read a part."""
     stop(make_recipe(stages=STAGES), 3)
     with pytest.raises(
         InvalidInput, match=rf"reads {30 + tokens // 32} windows of text, but .* was started with 60, which"

@@ -1,4 +1,4 @@
-"""The working directory beside the output.
+"""The working directory next to the output.
 
 What is not kvfold's is not touched, and a refused recipe leaves nothing.
 """
@@ -18,8 +18,9 @@ from kvfold.distill.cli import main
 from kvfold.distill.run import export
 from kvfold.distill.run.job import distill
 
-from ..conftest import MakeRecipe, save_tokenizer
-from .test_resume import stop_at
+from ...support.distillation import stop_at
+from ...support.tokenizers import save_tokenizer
+from ..conftest import MakeRecipe
 
 
 def content(directory: Path) -> dict[str, bytes | None]:
@@ -45,7 +46,7 @@ def test_the_directory_of_somebody_else_is_left_alone(
     before = content(tmp_path)
     with pytest.raises(
         InvalidInput,
-        match=r"out\.partial exists and is not an unfinished run of kvfold \(it holds .*\); move it",
+        match=r"out\.partial exists and is not an unfinished run of kvfold \((it holds .*|its lock is .*)\); move it",
     ):
         distill(make_recipe())
     assert content(tmp_path) == before

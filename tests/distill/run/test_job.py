@@ -1,17 +1,14 @@
 """A whole distillation: what it writes, what it leaves alone, what it refuses."""
 
 import fcntl
-import json
 import math
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from click.testing import CliRunner
-from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
 
@@ -21,16 +18,9 @@ from kvfold.core.errors import InvalidInput
 from kvfold.distill.data.order import TrainingWindows
 from kvfold.distill.run.job import distill
 
-from ..conftest import MakeRecipe, save_tokenizer
-
-
-def weights(directory: str | Path) -> dict[str, Tensor]:
-    tensors: dict[str, Tensor] = load_file(Path(directory) / "model.safetensors")
-    return tensors
-
-
-def metrics(directory: str | Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (Path(directory) / "metrics.jsonl").read_text().splitlines()]
+from ...support.distillation import metrics, weights
+from ...support.tokenizers import save_tokenizer
+from ..conftest import MakeRecipe
 
 
 def test_kl_falls_and_the_output_is_a_checkpoint_like_the_student(

@@ -26,9 +26,8 @@ from kvfold.distill.cli import main
 from kvfold.distill.recipe.recipe import Recipe
 from kvfold.distill.run.job import distill
 
+from ...support.distillation import metrics, write_recipe
 from ..conftest import MakeRecipe
-from .test_job import metrics
-from .test_resume import write
 
 # What Python tells of before it does it, with the position among its arguments of the directory that a path
 # starts from.
@@ -42,7 +41,7 @@ ALIGN = {**STAGE, "losses": {"attention_output": 1.0}, "train": "attention"}
 
 
 def kind_of(event: str, arguments: Sequence[Any], work: Path) -> str | None:
-    """What is about to be done where, without numbers and stages' names.
+    """Return the operation that is about to be done and its place, without numbers and stages' names.
 
     None for what changes nothing or is elsewhere.
     """
@@ -98,7 +97,7 @@ def run_to_the_end(recipe: Recipe, work: Path, told: Path) -> list[str]:
     context.set_forkserver_preload(
         [__name__, "transformers.models.llama.modeling_llama", "datasets", "matplotlib.pyplot"]
     )
-    file = write(recipe, told.with_name("recipe.yaml"))
+    file = write_recipe(recipe, told.with_name("recipe.yaml"))
     kinds: list[str] = []
     code = None
     while code != 0:

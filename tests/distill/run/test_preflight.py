@@ -1,4 +1,4 @@
-"""What cannot be trained is told before anything is.
+"""A run that cannot train is refused before it begins.
 
 By the run before its first stage, by `validate` and by `explain`.
 """
@@ -26,7 +26,8 @@ from kvfold.distill.run.job import distill
 from kvfold.distill.run.preflight import check_stages
 from kvfold.distill.stages.weights import find_trained
 
-from ..conftest import MakeRecipe, save_tokenizer
+from ...support.tokenizers import save_tokenizer
+from ..conftest import MakeRecipe
 
 FIRST: dict[str, Any] = {
     "name": "first",
@@ -155,7 +156,7 @@ def test_a_launcher_that_shards_is_asked_itself(
 
 
 def test_the_output_embedding_gets_no_adapter_whatever_its_name() -> None:
-    """Losses read its weight: an adapter beside it would never be trained."""
+    """Losses read its weight: an adapter next to it would never be trained."""
     pytest.importorskip("peft")
     config = GPTNeoXConfig(
         vocab_size=32,

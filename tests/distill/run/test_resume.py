@@ -12,13 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from click.testing import CliRunner
 from safetensors.torch import save_file
 
 from kvfold.core.errors import InvalidInput
 from kvfold.distill.cli import main
-from kvfold.distill.recipe.recipe import Recipe
 from kvfold.distill.run import claim, loop
 from kvfold.distill.run.job import distill
 from kvfold.distill.run.resume import fingerprint
@@ -26,45 +24,8 @@ from kvfold.distill.stages import state
 from kvfold.distill.stages.state import Progress
 from kvfold.distill.watch.metrics import trim_metrics
 
+from ...support.distillation import KILLED, STAGES, metrics, same_bits, stop_at, weights, write_recipe
 from ..conftest import MakeRecipe
-from .test_job import metrics, weights
-
-STAGES: list[dict[str, Any]] = [
-    {"name": "first", "tokens": 960, "lr": 1e-2, "batch_tokens": 192, "train": "attention"},
-    {"name": "second", "tokens": 960, "lr": 1e-3, "batch_tokens": 192, "schedule": "wsd"},
-]
-KILLED = """
-import os, signal, sys
-from kvfold.distill.run import loop
-from kvfold.distill.cli import main
-step, advance = int(sys.argv.pop()), loop.advance
-def advance_or_die(*arguments):
-    progress = advance(*arguments)
-    return os.kill(os.getpid(), signal.SIGKILL) if progress.total_steps == step else progress
-loop.advance = advance_or_die
-main()
-"""
-
-
-def write(recipe: Recipe, file: Path) -> Path:
-    file.write_text(yaml.safe_dump(recipe.resolved()), encoding="utf-8")
-    return file
-
-
-def same_bits(one: Path, other: Path) -> bool:
-    return (one / "model.safetensors").read_bytes() == (other / "model.safetensors").read_bytes()
-
-
-def stop_at(monkeypatch: pytest.MonkeyPatch, step: int, signum: int) -> None:
-    advance = loop.advance
-
-    def advance_and_signal(*arguments: object) -> Progress:
-        progress = advance(*arguments)  # type: ignore[arg-type]
-        if progress.total_steps == step:
-            os.kill(os.getpid(), signum)
-        return progress
-
-    monkeypatch.setattr(loop, "advance", advance_and_signal)
 
 
 @pytest.fixture
@@ -77,7 +38,7 @@ def test_killed_and_resumed_gives_the_same_bits(
     make_recipe: MakeRecipe, tmp_path: Path, uninterrupted: Path
 ) -> None:
     recipe = make_recipe(stages=STAGES, save={"every": 2})
-    command = [sys.executable, "-c", KILLED, str(write(recipe, tmp_path / "recipe.yaml"))]
+    command = [sys.executable, "-c", KILLED, str(write_recipe(recipe, tmp_path / "recipe.yaml"))]
     for step in ("3", "8"):  # in the first stage, and again in the second
         assert subprocess.run([*command, step], check=False).returncode == -signal.SIGKILL
         assert not (tmp_path / "out").exists()
@@ -98,7 +59,10 @@ def test_a_signal_saves_at_the_next_step(
     signum: int,
     code: int,
 ) -> None:
-    file, before = write(make_recipe(stages=STAGES), tmp_path / "recipe.yaml"), signal.getsignal(signum)
+    file, before = (
+        write_recipe(make_recipe(stages=STAGES), tmp_path / "recipe.yaml"),
+        signal.getsignal(signum),
+    )
     with monkeypatch.context() as patch:
         stop_at(patch, 3, signum)
         result = CliRunner().invoke(main, [str(file)])
@@ -115,8 +79,11 @@ def test_a_signal_saves_at_the_next_step(
 def test_a_signal_in_the_last_step_of_a_stage_is_heard(
     make_recipe: MakeRecipe, tmp_path: Path, uninterrupted: Path, monkeypatch: pytest.MonkeyPatch, step: int
 ) -> None:
-    """When its sums are formed already: what is trained is saved, and the next start goes on behind it."""
-    file, stage = write(make_recipe(stages=STAGES), tmp_path / "recipe.yaml"), STAGES[step // 5 - 1]["name"]
+    """Its sums are formed already: the trained weights are saved, and the next start resumes after it."""
+    file, stage = (
+        write_recipe(make_recipe(stages=STAGES), tmp_path / "recipe.yaml"),
+        STAGES[step // 5 - 1]["name"],
+    )
     with monkeypatch.context() as patch:
         stop_at(patch, step, signal.SIGTERM)
         result = CliRunner().invoke(main, [str(file)])
@@ -131,7 +98,7 @@ def test_a_signal_in_the_last_step_of_a_stage_is_heard(
 def test_a_second_signal_does_not_wait_for_the_step(
     make_recipe: MakeRecipe, tmp_path: Path, uninterrupted: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = write(make_recipe(stages=STAGES, save={"every": 2}), tmp_path / "recipe.yaml")
+    file = write_recipe(make_recipe(stages=STAGES, save={"every": 2}), tmp_path / "recipe.yaml")
     with monkeypatch.context() as patch:
         for _ in range(2):
             stop_at(patch, 4, signal.SIGINT)
@@ -148,7 +115,7 @@ def test_a_second_signal_does_not_wait_for_the_step(
 def test_a_run_that_was_killed_when_its_output_stood_has_ended(
     make_recipe: MakeRecipe, student: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file, partial = write(make_recipe(tokens=384), tmp_path / "recipe.yaml"), tmp_path / "out.partial"
+    file, partial = write_recipe(make_recipe(tokens=384), tmp_path / "recipe.yaml"), tmp_path / "out.partial"
 
     def die(*_: object) -> None:
         (partial / "tokens.bin").unlink()

@@ -31,13 +31,11 @@ from kvfold.models.decoder import Decoder
 from kvfold.models.remote_code import is_remote
 from kvfold.models.shipped.modeling_kvfold import KvfoldForCausalLM
 
+from ...support.distillation import KILLED, launch, metrics, weights, write_recipe
 from ...support.tiny import make
-from ..conftest import MakeRecipe, save_tokenizer
-from ..parallel.test_two_processes import launch, models
-from ..run.test_job import metrics, weights
-from ..run.test_resume import KILLED, write
+from ...support.tokenizers import save_tokenizer
+from ..conftest import MakeRecipe
 
-__all__ = ["models"]  # a fixture
 TOKENS = 24
 ALIGN: dict[str, Any] = {"name": "align", "losses": {"attention_output": 1.0}, "train": "attention"}
 
@@ -164,7 +162,7 @@ def test_calls_and_captures_leave_a_model_as_it_was(tmp_path: Path) -> None:
 
 @contextmanager
 def graph_bytes() -> Iterator[list[int]]:
-    """What graphs hold for their backward pass, in bytes: now, and at most."""
+    """Count the bytes that graphs hold for their backward pass: now, and at most."""
     held = [0, 0]
 
     class Kept:
@@ -245,21 +243,23 @@ def test_alignment_goes_with_the_other_settings(
 
 
 def test_two_processes_and_a_kill_change_nothing(
-    make_recipe: MakeRecipe, models: dict[str, str], tmp_path: Path
+    make_recipe: MakeRecipe, float32_models: dict[str, str], tmp_path: Path
 ) -> None:
     """With a teacher on disk for the second stage, which both processes write."""
     stage = {**ALIGN, "tokens": 576, "lr": 1e-3, "batch_tokens": 192, "micro_batch": 2}
     kl = {"name": "kl", "tokens": 192, "lr": 1e-4, "batch_tokens": 192, "train": "attention"}
     alone, again, together = (tmp_path / name for name in ("alone", "again", "together"))
-    distill(make_recipe(stages=[stage, kl], output=str(alone), **models))
+    distill(make_recipe(stages=[stage, kl], output=str(alone), **float32_models))
     cache = {"teacher_cache": str(tmp_path / "cache")}
-    assert launch(make_recipe(stages=[stage, kl], output=str(together), **models, **cache), "ddp") == 0
+    assert (
+        launch(make_recipe(stages=[stage, kl], output=str(together), **float32_models, **cache), "ddp") == 0
+    )
     torch.testing.assert_close(weights(together), weights(alone), rtol=0, atol=2e-6)
     for mine, theirs in zip(metrics(together), metrics(alone), strict=True):
         assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
 
-    recipe = make_recipe(stages=[stage, kl], output=str(again), save={"every": 1}, **models)
-    command = [sys.executable, "-c", KILLED, str(write(recipe, tmp_path / "recipe.yaml")), "2"]
+    recipe = make_recipe(stages=[stage, kl], output=str(again), save={"every": 1}, **float32_models)
+    command = [sys.executable, "-c", KILLED, str(write_recipe(recipe, tmp_path / "recipe.yaml")), "2"]
     assert subprocess.run(command, check=False, capture_output=True).returncode == -signal.SIGKILL
     distill(recipe)
     mine, other = weights(again), weights(alone)

@@ -1,4 +1,4 @@
-"""What a stage trains, how its layers are run, what it leaves behind."""
+"""The weights that a stage trains, the modes of its layers, and its output."""
 
 import signal
 from pathlib import Path
@@ -12,9 +12,9 @@ from kvfold.core.errors import InvalidInput
 from kvfold.distill.run import loop
 from kvfold.distill.run.job import distill
 
-from ..conftest import MakeRecipe, save_tokenizer
-from ..run.test_job import metrics, weights
-from ..run.test_resume import same_bits, stop_at
+from ...support.distillation import metrics, same_bits, stop_at, weights
+from ...support.tokenizers import save_tokenizer
+from ..conftest import MakeRecipe
 
 LORA = {"train": "lora", "lora": {"rank": 4, "alpha": 8}}
 
@@ -62,7 +62,7 @@ def test_a_stage_of_adapters_goes_on_in_the_same_bits(
 ) -> None:
     """Stopped inside the second of two such stages.
 
-    The first's are merged, the second's lie beside the weights.
+    The first's are merged, the second's are stored next to the weights.
     """
     pytest.importorskip("peft")
     stages = [

@@ -21,8 +21,8 @@ from kvfold.distill.run.job import distill
 from kvfold.distill.stages import stream
 from kvfold.distill.stages.boundaries import Boundaries
 
+from ...support.distillation import metrics, weights
 from ..conftest import MakeRecipe
-from ..run.test_job import metrics, weights
 
 STAGE: dict[str, Any] = {
     "name": "align", "losses": {"attention_output": 1.0}, "train": "attention", "tokens": 576, "lr": 1e-2,

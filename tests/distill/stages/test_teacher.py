@@ -1,4 +1,4 @@
-"""Teachers: beside the student, sharing memory with it, or on disk; all of them give the same predictions."""
+"""Teachers: next to the student, sharing memory with it, or on disk; all of them give the same predictions."""
 
 import json
 import shutil
@@ -33,8 +33,9 @@ from kvfold.models import teacher_cache
 from kvfold.models.causal_lm import Loaded
 from kvfold.models.teacher_cache import TeacherCache
 
-from ..conftest import MakeRecipe, save_tokenizer
-from ..run.test_job import metrics, weights
+from ...support.distillation import metrics, weights
+from ...support.tokenizers import save_tokenizer
+from ..conftest import MakeRecipe
 
 CPU = torch.device("cpu")
 ATTENTION = {f"model.layers.{layer}.self_attn.{role}_proj.weight" for layer in (0, 1) for role in "qkvo"}

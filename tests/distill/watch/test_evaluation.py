@@ -33,10 +33,8 @@ from kvfold.eval.run import evaluate
 from kvfold.eval.windows import TextWindows
 from kvfold.texts.corpus import Text, read_text
 
+from ...support.distillation import launch, metrics, stop_at, weights
 from ..conftest import MakeRecipe
-from ..parallel.test_two_processes import launch
-from ..run.test_job import metrics, weights
-from ..run.test_resume import stop_at
 
 
 def history(directory: Path) -> list[dict[str, Any]]:

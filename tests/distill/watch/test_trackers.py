@@ -12,12 +12,12 @@ from kvfold.distill.run.job import distill
 from kvfold.distill.stages import state
 from kvfold.distill.watch import trackers
 
+from ...support.distillation import metrics
 from ..conftest import MakeRecipe
-from ..run.test_job import metrics
 
 
 def scalars(directory: Path, tag: str) -> dict[int, float]:
-    """What TensorBoard would draw."""
+    """Read the scalars that TensorBoard would draw."""
     accumulator = pytest.importorskip(
         "tensorboard.backend.event_processing.event_accumulator", reason="pip install tensorboard"
     )

@@ -3,7 +3,6 @@
 No errors, it sorts, it changes colours, it fits a phone and paper.
 """
 
-import shutil
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,10 +13,10 @@ from click.testing import CliRunner
 
 from kvfold.cli import main
 
+from ...support.browser import CHROMIUM, DRIVER, ask, external_requests, open_chromium, show
 from ...support.pages import suites, write_checkpoint, write_example
 
-webdriver: Any = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
-CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
+pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
 _LACKING = [name for name in ("matplotlib", "jinja2") if find_spec(name) is None]
 pytestmark = [
     pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="chromium and chromedriver are not installed"),
@@ -25,17 +24,6 @@ pytestmark = [
 ]
 
 ENTER = "\ue007"  # as WebDriver names keys
-
-# Root has no sandbox, a container a small /dev/shm; the others keep Chromium from looking for a network.
-FLAGS = [
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-dev-shm-usage",
-    "--no-first-run",
-    "--disable-sync",
-]
-FLAGS += ["--disable-quic", "--disable-background-networking", "--disable-component-update"]
 
 
 @pytest.fixture(scope="module")
@@ -53,26 +41,8 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    options = webdriver.ChromeOptions()
-    options.binary_location = CHROMIUM or ""
-    for flag in [*FLAGS, f"--user-data-dir={tmp_path_factory.mktemp('profile')}"]:
-        options.add_argument(flag)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
-    yield driver
-    driver.quit()
-
-
-def show(chromium: Any, page: Path, width: int = 1200, scheme: str = "light", media: str = "screen") -> None:
-    size = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": width < 600}
-    chromium.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-    features = [{"name": "prefers-color-scheme", "value": scheme}]
-    chromium.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": media, "features": features})
-    chromium.get(page.as_uri())
-
-
-def ask(chromium: Any, script: str) -> Any:
-    return chromium.execute_script(f"return {script}")
+    with open_chromium(tmp_path_factory.mktemp("profile")) as driver:
+        yield driver
 
 
 def first_column(chromium: Any) -> list[str]:
@@ -87,12 +57,7 @@ def first_column(chromium: Any) -> list[str]:
 def test_it_opens_without_errors_or_requests(chromium: Any, page: Path) -> None:
     show(chromium, page)
     assert chromium.get_log("browser") == []
-    asked = [
-        entry["message"]
-        for entry in chromium.get_log("performance")
-        if '"Network.requestWillBeSent"' in entry["message"]
-    ]
-    assert [message for message in asked if '"url":"http' in message] == []
+    assert external_requests(chromium) == []
     drawn = ask(
         chromium,
         "[...document.querySelectorAll('svg')].map((svg) => svg.getBoundingClientRect()).map((r) => "

@@ -9,12 +9,11 @@ import re
 import shlex
 import warnings
 from html.parser import HTMLParser
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import CliRunner
 
 from kvfold.checkpoints.eval_json import BLOCKS
 from kvfold.cli import main
@@ -22,20 +21,15 @@ from kvfold.eval.page.canvas import LIGHT
 from kvfold.eval.page.groups import labels, read_groups
 from kvfold.eval.page.quality import bounds
 
-from ...support.pages import report, suites, write_checkpoint, write_example
+from ...support.pages import NEEDS_EXTRA, report, run_report, suites, write_checkpoint, write_example
 from ..conftest import Make
 
-_LACKING = [name for name in ("matplotlib", "jinja2") if find_spec(name) is None]
-pytestmark = pytest.mark.skipif(bool(_LACKING), reason=f"the extra `report` is not installed: {_LACKING}")
+pytestmark = NEEDS_EXTRA
 DASH = "\N{EN DASH}"  # for what is not known
 
 
-def run(*arguments: Any) -> Result:
-    return CliRunner().invoke(main, ["report", *map(str, arguments)])
-
-
 def page_of(tmp_path: Path, *directories: Path) -> str:
-    result = run(*directories, "--out", tmp_path / "page.html")
+    result = run_report(*directories, "--out", tmp_path / "page.html")
     assert result.exit_code == 0, result.output
     return (tmp_path / "page.html").read_text(encoding="utf-8")
 
@@ -44,7 +38,7 @@ def page_of(tmp_path: Path, *directories: Path) -> str:
 def example(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any], Path]:
     """A page with everything on it, what --json says of it, and the directory of its pictures."""
     root = tmp_path_factory.mktemp("example")
-    result = run(*write_example(root), "--out", root / "page", "--png", root / "png", "--json")
+    result = run_report(*write_example(root), "--out", root / "page", "--png", root / "png", "--json")
     assert result.exit_code == 0, result.output
     return (root / "page").read_text(encoding="utf-8"), json.loads(result.stdout), root / "png"
 
@@ -126,7 +120,7 @@ def test_the_page_shows_what_the_files_hold(example: tuple[str, dict[str, Any], 
 
 
 def test_a_real_conversion_and_evaluation_are_read(make: Make, tmp_path: Path) -> None:
-    """What convert and eval write is what a page takes, and the numbers are the same."""
+    """A page takes the files that convert and eval write, and the numbers are the same."""
     source, folded, text = make(num_key_value_heads=4), tmp_path / "folded", tmp_path / "text"
     text.write_text("key value cache head fold " * 40)
     arguments = [
@@ -193,7 +187,7 @@ def test_the_figures_follow_the_pages_colours(example: tuple[str, dict[str, Any]
 def test_the_same_files_give_the_same_page(tmp_path: Path) -> None:
     directory = write_checkpoint(tmp_path / "fold")
     pages = [
-        run(directory, "--out", tmp_path / name).exit_code or (tmp_path / name).read_bytes()
+        run_report(directory, "--out", tmp_path / name).exit_code or (tmp_path / name).read_bytes()
         for name in ("a", "b")
     ]
     assert pages[0] == pages[1] != 0
@@ -216,7 +210,7 @@ def test_pictures_of_every_figure(example: tuple[str, dict[str, Any], Path]) -> 
 
 def test_what_is_missing_is_named_with_a_command_that_parses(tmp_path: Path) -> None:
     directory = write_checkpoint(tmp_path / "a fold", {"ppl": suites(12.0, 16)["ppl"]})
-    result = run(directory, "--out", tmp_path / "page", "--json")
+    result = run_report(directory, "--out", tmp_path / "page", "--json")
     missing = {
         entry["what"].partition(":")[0]: entry["command"]
         for entry in json.loads(result.stdout)["groups"][0]["missing"]
@@ -232,7 +226,7 @@ def test_what_is_missing_is_named_with_a_command_that_parses(tmp_path: Path) -> 
             assert set(context.params["suite"].split(",")) <= BLOCKS.keys()
 
 
-def test_suites_measured_later_stand_beside_it(tmp_path: Path) -> None:
+def test_suites_measured_later_stand_next_to_it(tmp_path: Path) -> None:
     directory = write_checkpoint(tmp_path / "fold", {"ppl": suites(12.0, 16)["ppl"]})
     more = report(directory, {"cache": suites(12.0, 16)["cache"], "ppl": suites(99.0, 16)["ppl"]}, text=None)
     (directory / "eval-cache.json").write_text(json.dumps(more))
@@ -243,7 +237,7 @@ def test_suites_measured_later_stand_beside_it(tmp_path: Path) -> None:
         ("on another text", {"protocol": report(directory, {}, text="another")["protocol"]}),
     ):
         (directory / "eval-cache.json").write_text(json.dumps(more | change))
-        result = run(directory, "--out", tmp_path / "again")
+        result = run_report(directory, "--out", tmp_path / "again")
         assert (result.exit_code, words in result.output) == (2, True), result.output
 
 
@@ -256,13 +250,13 @@ def test_only_what_is_comparable_stands_together(tmp_path: Path) -> None:
         ["one", "two"],
         ["other"],
     ]
-    result = run(one, two, other, "--out", tmp_path / "a")
+    result = run_report(one, two, other, "--out", tmp_path / "a")
     assert "different sources" in result.stderr
     assert (tmp_path / "a").read_text().count("Folded from ") == 2
-    assert "same text" in run(one, text, "--out", tmp_path / "b").stderr
-    result = run(one, alone, "--out", tmp_path / "c")
+    assert "same text" in run_report(one, text, "--out", tmp_path / "b").stderr
+    result = run_report(one, alone, "--out", tmp_path / "c")
     assert "The source of alone is unknown" in result.stderr
-    assert run(one, two, "--out", tmp_path / "d").stderr == ""
+    assert run_report(one, two, "--out", tmp_path / "d").stderr == ""
 
 
 def test_the_source_itself_may_be_given(tmp_path: Path) -> None:
@@ -279,7 +273,7 @@ def test_names_of_any_kind(tmp_path: Path) -> None:
     directories = [write_checkpoint(tmp_path / "of" / name) for name in names]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        result = run(*directories, "--out", tmp_path / "page", "--png", tmp_path / "png")
+        result = run_report(*directories, "--out", tmp_path / "page", "--png", tmp_path / "png")
     assert result.exit_code == 0, result.output
     text = (tmp_path / "page").read_text(encoding="utf-8")
     assert "<b>&\"'" not in text

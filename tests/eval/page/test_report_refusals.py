@@ -9,11 +9,9 @@ import pytest
 from kvfold.core.errors import InvalidInput
 from kvfold.eval.page.groups import read_groups
 
-from ...support.pages import record, write_checkpoint
-from .test_report_html import pytestmark as needs_the_extra
-from .test_report_html import run
+from ...support.pages import NEEDS_EXTRA, record, run_report, write_checkpoint
 
-pytestmark = needs_the_extra
+pytestmark = NEEDS_EXTRA
 
 
 def damage(directory: Path, file: str, content: str) -> Path:
@@ -43,7 +41,9 @@ def damage(directory: Path, file: str, content: str) -> Path:
     ],
 )
 def test_damaged_files_are_refused(tmp_path: Path, file: str, content: str, words: str) -> None:
-    result = run(damage(write_checkpoint(tmp_path / "fold"), file, content), "--out", tmp_path / "page")
+    result = run_report(
+        damage(write_checkpoint(tmp_path / "fold"), file, content), "--out", tmp_path / "page"
+    )
     assert (result.exit_code, result.stdout) == (2, "")
     assert words in result.output
     assert not (tmp_path / "page").exists()
@@ -53,7 +53,7 @@ def test_damaged_files_are_refused(tmp_path: Path, file: str, content: str, word
 def test_numbers_that_are_none_are_refused(tmp_path: Path, change: str) -> None:
     directory = write_checkpoint(tmp_path / "fold")
     text = re.sub(r'"perplexity": [\d.]+', change, (directory / "eval.json").read_text(), count=1)
-    result = run(damage(directory, "eval.json", text), "--out", tmp_path / "page")
+    result = run_report(damage(directory, "eval.json", text), "--out", tmp_path / "page")
     assert result.exit_code == 2
     assert "perplexity" in result.output
 
@@ -76,7 +76,7 @@ def test_places_that_are_taken_or_wrong(tmp_path: Path) -> None:
         ((moved, "--out", tmp_path / "new"), "was measured on"),
         ((fold, "--out", "/proc/new"), "cannot be written"),
     ):
-        result = run(*arguments)
+        result = run_report(*arguments)
         assert result.exit_code == 2, arguments
         assert words in result.output
     assert taken.read_text() == "mine"

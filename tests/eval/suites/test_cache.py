@@ -14,7 +14,8 @@ from kvfold.eval.run import evaluate
 from kvfold.eval.suites.cache import CacheSize, count, predicted
 from kvfold.models.causal_lm import load
 
-from ..conftest import SHAPE, save_tokenizer
+from ...support.tokenizers import save_tokenizer
+from ..conftest import SHAPE
 
 CPU = Options(device="cpu")
 
@@ -52,7 +53,7 @@ def test_half_precision_halves_the_bytes(make: Callable[..., Path]) -> None:
     assert (found.bytes_per_token, found.dtype) == (2 * found.elements_per_token, "bfloat16")
 
 
-def test_what_fits_is_counted_beside_the_weights_in_the_checkpoints_own_precision(
+def test_what_fits_is_counted_next_to_the_weights_in_the_checkpoints_own_precision(
     make: Callable[..., Path],
 ) -> None:
     directory = make(dtype=torch.bfloat16)
@@ -74,7 +75,7 @@ def test_the_ratio_is_the_students_share_of_the_teachers_cache(make: Callable[..
 def test_layers_with_a_sliding_window_stop_growing(tmp_path: Path) -> None:
     config = MistralConfig(**SHAPE | {"sliding_window": 10})
     MistralForCausalLM(config).save_pretrained(tmp_path)
-    save_tokenizer(tmp_path, "<s>", "end")
+    save_tokenizer(tmp_path)
     size = count(load(tmp_path, CPU))
     assert size.elements_per_token_per_layer == 64
     assert size.layers == ((64, 9), (64, 9))  # transformers keeps one token less than the window

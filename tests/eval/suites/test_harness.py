@@ -15,8 +15,8 @@ from kvfold.eval.cli import main
 from kvfold.eval.suites import harness, tasks
 from kvfold.models.causal_lm import load
 
+from ...support.task_runs import CPU, run_tasks
 from ..conftest import Make
-from .test_tasks import CPU, run
 
 lm_eval = pytest.importorskip("lm_eval", reason="pip install 'kvfold[eval]' for the suite tasks")
 
@@ -25,26 +25,26 @@ def test_what_a_model_scored_is_kept_by_its_hash(
     mha: Path, other: Path, own_tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache = tmp_path / "kept"
-    first = run(mha, other, own_tasks, "kv_one", task_cache=cache)
+    first = run_tasks(mha, other, own_tasks, "kv_one", task_cache=cache)
     assert len(list(cache.iterdir())) == 2
     asked = spy(monkeypatch)
-    assert run(mha, other, own_tasks, "kv_one", task_cache=cache) == first
+    assert run_tasks(mha, other, own_tasks, "kv_one", task_cache=cache) == first
     assert asked == []
     moved = shutil.copytree(other, tmp_path / "elsewhere")
-    assert run(mha, moved, own_tasks, "kv_one", task_cache=cache) == first
+    assert run_tasks(mha, moved, own_tasks, "kv_one", task_cache=cache) == first
     assert asked == []
     weights = load_file(moved / "model.safetensors")
     save_file(
         {name: value + 0.01 for name, value in weights.items()}, moved / "model.safetensors", {"format": "pt"}
     )
-    run(mha, moved, own_tasks, "kv_one", task_cache=cache)
+    run_tasks(mha, moved, own_tasks, "kv_one", task_cache=cache)
     assert asked == ["kv_one"]
-    run(mha, other, own_tasks, "kv_one", task_cache=cache, limit=3)
+    run_tasks(mha, other, own_tasks, "kv_one", task_cache=cache, limit=3)
     assert asked == ["kv_one"] * 3
     for file in cache.iterdir():
         file.write_text("{}")
     with pytest.raises(InvalidInput, match="is not what kvfold has written there; move it away"):
-        run(mha, other, own_tasks, "kv_one", task_cache=cache)
+        run_tasks(mha, other, own_tasks, "kv_one", task_cache=cache)
 
 
 def spy(monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -91,14 +91,14 @@ def test_tasks_are_listed_once_for_all(mha: Path, own_tasks: Path, monkeypatch: 
     made = []
     manager = lm_eval.tasks.TaskManager
     monkeypatch.setattr(lm_eval.tasks, "TaskManager", lambda **given: made.append(given) or manager(**given))
-    run(mha, None, own_tasks, "kv_one,kv_two")
+    run_tasks(mha, None, own_tasks, "kv_one,kv_two")
     assert [given["include_defaults"] for given in made] == [
         False,
         True,
     ]  # the group may be of tasks that are not there
     (own_tasks / "both.yaml").unlink()
     harness._list.cache_clear()
-    run(mha, None, own_tasks, "kv_one,kv_two")
+    run_tasks(mha, None, own_tasks, "kv_one,kv_two")
     assert [given["include_defaults"] for given in made[2:]] == [False]
 
 
@@ -115,7 +115,7 @@ def test_logits_that_are_not_numbers_are_refused(make: Make, own_tasks: Path) ->
     weights["model.norm.weight"].fill_(math.nan)
     save_file(weights, broken / "model.safetensors", {"format": "pt"})
     with pytest.raises(InvalidInput, match="not numbers in document 0 of kv_one"):
-        run(broken, None, own_tasks, "kv_one")
+        run_tasks(broken, None, own_tasks, "kv_one")
 
 
 @pytest.mark.parametrize(
@@ -137,14 +137,14 @@ def test_mistakes_are_one_sentence(
     )
     (own_tasks / "absent.yaml").write_text(one.replace("kv_one", "absent"))
     with pytest.raises(InvalidInput, match=sentence):
-        run(mha, None, own_tasks, names)
+        run_tasks(mha, None, own_tasks, names)
 
 
 def test_places_that_are_none_are_one_sentence(mha: Path, own_tasks: Path) -> None:
     with pytest.raises(InvalidInput, match=r"--task-path .*kv_one\.yaml is not a directory"):
-        run(mha, None, own_tasks / "kv_one.yaml", "kv_one")
+        run_tasks(mha, None, own_tasks / "kv_one.yaml", "kv_one")
     with pytest.raises(InvalidInput, match=r"--task-cache .*kv_one\.yaml is no directory"):
-        run(mha, None, own_tasks, "kv_one", task_cache=own_tasks / "kv_one.yaml")
+        run_tasks(mha, None, own_tasks, "kv_one", task_cache=own_tasks / "kv_one.yaml")
 
 
 def test_without_the_harness_a_sentence_says_how_to_get_it(
@@ -152,7 +152,7 @@ def test_without_the_harness_a_sentence_says_how_to_get_it(
 ) -> None:
     monkeypatch.setattr(harness.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(InvalidInput, match=r"not installed; pip install 'kvfold\[eval\]'"):
-        run(mha, None, own_tasks, "kv_one")
+        run_tasks(mha, None, own_tasks, "kv_one")
 
 
 def test_the_preset_is_of_tasks_that_the_harness_has() -> None:

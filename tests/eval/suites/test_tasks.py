@@ -1,4 +1,4 @@
-"""Tasks of our own, from files beside the test.
+"""Tasks of our own, from files next to the test.
 
 The numbers are the harness's, and what is paired is paired right.
 """
@@ -14,24 +14,14 @@ import pytest
 import torch
 from scipy import stats  # type: ignore[import-untyped]
 
-from kvfold.checkpoints.quality_blocks import TasksBlock
-from kvfold.eval.options import Options
 from kvfold.eval.run import evaluate
 from kvfold.eval.suites.tasks import flips, paired_bootstrap
 from kvfold.texts.corpus import read_text
 from kvfold.texts.wikitext import articles
 
-from ..test_wikitext import ROWS
+from ...support.task_runs import CPU, ROWS, run_tasks
 
 lm_eval: ModuleType = pytest.importorskip("lm_eval", reason="pip install 'kvfold[eval]' for the suite tasks")
-CPU = Options(device="cpu")
-
-
-def run(student: Path, teacher: Path | None, path: Path, names: str, **settings: Any) -> TasksBlock:
-    given = {"tasks": names, "task_path": path, **settings}
-    found = evaluate(student, teacher, None, CPU, suites=("tasks",), settings=given).suites["tasks"]
-    assert isinstance(found, TasksBlock)
-    return found
 
 
 def right(directory: Path, file: Path) -> tuple[list[float], list[float]]:
@@ -61,7 +51,7 @@ def right(directory: Path, file: Path) -> tuple[list[float], list[float]]:
 def test_accuracies_are_those_of_whole_forward_passes_paired_by_document(
     mha: Path, other: Path, own_tasks: Path
 ) -> None:
-    found = run(mha, other, own_tasks, "kv_one").tasks["kv_one"]
+    found = run_tasks(mha, other, own_tasks, "kv_one").tasks["kv_one"]
     (ours, ours_norm), (theirs, theirs_norm) = (
         right(model, own_tasks / "kv_one.json") for model in (mha, other)
     )
@@ -108,7 +98,7 @@ def test_word_perplexity_of_the_harness_is_that_of_our_protocol(
 def test_a_group_is_all_its_documents_and_agrees_with_the_harness(
     mha: Path, other: Path, own_tasks: Path
 ) -> None:
-    found = run(mha, other, own_tasks, "kv_both,kv_one,kv_two")
+    found = run_tasks(mha, other, own_tasks, "kv_both,kv_one,kv_two")
     one, two, both = (found.tasks[name].metrics["acc"] for name in ("kv_one", "kv_two", "kv_both"))
     assert found.tasks["kv_both"].samples == 29
     assert both.student.mean == pytest.approx((24 * one.student.mean + 5 * two.student.mean) / 29)
@@ -173,10 +163,10 @@ def test_the_paired_bootstrap_is_that_of_the_differences_and_the_same_twice() ->
 
 
 def test_a_limit_reads_the_first_documents_and_examples_are_asked_for(mha: Path, own_tasks: Path) -> None:
-    found = run(mha, None, own_tasks, "kv_one", limit=4)
+    found = run_tasks(mha, None, own_tasks, "kv_one", limit=4)
     assert (found.limit, found.tasks["kv_one"].samples) == (4, 4)
     assert found.tasks["kv_one"].metrics["acc"].student.mean == np.mean(
         right(mha, own_tasks / "kv_one.json")[0][:4]
     )
     assert "kv_one, acc, 0-shot, only the first 4" in [row[0] for row in found.rows(("student",))]
-    assert run(mha, None, own_tasks, "kv_one", fewshot=1).tasks["kv_one"].shots == 1
+    assert run_tasks(mha, None, own_tasks, "kv_one", fewshot=1).tasks["kv_one"].shots == 1

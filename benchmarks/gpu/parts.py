@@ -1,0 +1,65 @@
+"""One call of a part: its device, its source and its time."""
+
+from pathlib import Path
+
+import click
+import torch
+
+from kvfold.core.errors import InvalidInput
+
+from .distil import distil
+from .fold import fold
+from .kernel import kernel
+from .ledger import Ledger
+from .parcel import pack
+from .sizes import SIZES
+from .source import SPENT, train
+from .summary import table
+from .text import write_text
+
+
+def run_part(part: str, out: Path, work: Path, seconds: float, source: Path | None, toy: bool) -> int:
+    """Measure what is missing of a part, print its table and return the number of rows that failed.
+
+    Args:
+        part: its name.
+        out: directory of the result.
+        work: directory of everything else.
+        seconds: of this call.
+        source: a checkpoint to be folded; None: the one that the part `train` made.
+        toy: whether sizes are those of a test.
+
+    Raises:
+        InvalidInput: torch sees no GPU, or there is no source.
+    """
+    if not toy and not torch.cuda.is_available():
+        raise InvalidInput(
+            "torch sees no CUDA device here; --toy runs the same at the sizes of a test on this CPU"
+        )
+    device, sizes = ("cpu", SIZES["toy"]) if toy else ("cuda", SIZES["full"])
+    torch.manual_seed(0)
+    ledger = Ledger(part, sizes.name, work, out, seconds)
+    if part == "kernel":
+        kernel(ledger, sizes, device)
+    elif part == "train":
+        train(ledger, sizes, work, device, min(SPENT * seconds, sizes.most_seconds))
+        if (work / "twin").exists():
+            pack(work / "twin", out)
+    else:
+        directory = source or work / "source"
+        if not (directory / "config.json").exists():
+            raise InvalidInput(
+                f"{directory} has no checkpoint; run the part train first, or name one with --source"
+            )
+        write_text(work, sizes)
+        measure = fold if part == "fold" else distil
+        measure(ledger, sizes, work, directory, device)
+    ledger.write()
+    click.echo(table(part, ledger.rows))
+    click.echo(
+        f"{part}: {len(ledger.rows)} rows, {len(ledger.not_run)} not run, {len(ledger.failed)} failed, in "
+        f"{out / f'gpu-{part}.json'}"
+    )
+    for label, reason in [*ledger.not_run.items(), *ledger.failed.items()]:
+        click.echo(f"  {label}: {reason}")
+    return len(ledger.failed)

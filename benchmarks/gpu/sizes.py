@@ -1,0 +1,194 @@
+"""Sizes of every part: `FULL` for a data-centre GPU, `TOY` for tests on a CPU."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from kvfold.convert.methods.refinement import STEPS
+
+from ..fidelity import FOLDS, RULES
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceSizes:
+    """One model to be trained.
+
+    Attributes:
+        config: fields of `LlamaConfig` that are not `vocab_size`.
+        micro_batch: windows of a forward pass, halved where they do not fit.
+        step_windows: windows of an optimizer step.
+        rate: peak learning rate.
+    """
+
+    config: dict[str, Any]
+    micro_batch: int
+    step_windows: int
+    rate: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """Sizes of a whole day.
+
+    Attributes:
+        name: `full` or `toy`; results of the two are never mixed.
+        checks: words that folds of `benchmarks.cuda_check` must contain.
+        agreements: rank and rotary width of correctness checks.
+        speeds: rank, rotary width, context and batch of timings, the most important first.
+        fresh: bytes of cache that a timing reads at least.
+        heads: attention heads of timings.
+        steps: context and batch of whole decoding steps.
+        step_shape: layers, heads, head dim, rank and rotary width of the models of these steps.
+        text_bytes: bytes of training text.
+        vocabulary: of the tokenizer.
+        window: tokens of a training window, and positions of the sources.
+        sources: by name; the first is folded and distilled.
+        shares: of the time of training, by name of source.
+        most_seconds: of training.
+        calibration: sequences and tokens of each.
+        budgets: shares of the cache, the most important first.
+        folds: labels of rows, the most important first: of `benchmarks.fidelity`.
+        rule_shares: rotary widths at which published rules are tried, as shares.
+        refine_steps: steps of refined folds.
+        windows: evaluation windows, and tokens of each.
+        retrieval: settings of the suite `retrieval`.
+        recovery: sizes of `benchmarks.recovery`'s runs.
+        cells: target, start and recipe of distillations.
+        kinds: kinds of `benchmarks.training`.
+        step_tokens: tokens of a timed training step, and of a window.
+        losses: options of `benchmarks.losses`.
+    """
+
+    name: str
+    checks: str
+    agreements: tuple[tuple[int, int], ...]
+    speeds: tuple[tuple[int, int, int, int], ...]
+    fresh: int
+    heads: int
+    steps: tuple[tuple[int, int], ...]
+    step_shape: dict[str, int]
+    text_bytes: int
+    vocabulary: int
+    window: int
+    sources: dict[str, SourceSizes]
+    shares: dict[str, float]
+    most_seconds: float
+    calibration: tuple[int, int]
+    budgets: tuple[str, ...]
+    folds: tuple[str, ...]
+    rule_shares: tuple[float, ...]
+    refine_steps: int
+    windows: tuple[int, int]
+    retrieval: dict[str, Any]
+    recovery: dict[str, int]
+    cells: tuple[tuple[str, str, str], ...]
+    kinds: tuple[tuple[str, str], ...]
+    step_tokens: tuple[int, int]
+    losses: tuple[str, ...]
+
+
+_CONTEXTS = (32768, 8192, 131072)
+_BATCHES = (8, 1, 64)
+_WIDTHS = ((512, 64), (256, 64), (384, 64), (1024, 64))
+_FIRST = ("mla", "gqa", "mla, closed form", "gqa, closed form", "gqa mean", *RULES, "mla --rope intact")
+_ORDER = tuple(dict.fromkeys((*_FIRST, *FOLDS)))
+
+FULL = Sizes(
+    name="full",
+    checks="",
+    agreements=(
+        (512, 64), (16, 0), (24, 8), (64, 32), (128, 32), (192, 64), (256, 0), (256, 32), (384, 64),
+        (576, 64), (768, 64), (1024, 64), (256, 256), (1024, 256),
+    ),
+    speeds=tuple(
+        (*width, context, batch) for width in _WIDTHS for context in _CONTEXTS for batch in _BATCHES
+    ),
+    fresh=2**28,
+    heads=32,
+    steps=((32768, 8), (8192, 1)),
+    step_shape={"layers": 4, "heads": 32, "head_dim": 128, "rank": 512, "rope": 64},
+    text_bytes=160 * 10**6,
+    vocabulary=16384,
+    window=4096,
+    sources={
+        # 206 M parameters; 8 key/value heads of 64, so that 12.5 % of the cache is one head
+        "source": SourceSizes(
+            config={
+                "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 16,
+                "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 64,
+            },
+            micro_batch=4, step_windows=8, rate=8e-4,
+        ),
+        # 19 M parameters, 38 MB in bfloat16
+        "twin": SourceSizes(
+            config={
+                "hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 8,
+                "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 64,
+            },
+            micro_batch=8, step_windows=16, rate=2e-3,
+        ),
+    },
+    shares={"source": 0.8, "twin": 0.2},
+    most_seconds=3600.0,
+    calibration=(48, 2048),
+    budgets=("25%", "12.5%", "50%"),
+    folds=_ORDER,
+    rule_shares=(0.25, 0.5),
+    refine_steps=STEPS,
+    windows=(32, 4096),
+    retrieval={"retrieval_lengths": "1024,4096", "retrieval_samples": 4},
+    recovery={"tokens": 2**22, "batch_tokens": 32768, "window": 2048, "evaluations": 8, "windows": 32},
+    cells=(
+        ("mla 12.5%", "best", "kl"), ("mla 12.5%", "plain", "ce"), ("mla 12.5%", "best", "align+kl"),
+        ("mla 12.5%", "best", "ce"), ("mla 12.5%", "plain", "kl"), ("mla 25%", "best", "kl"),
+        ("mla 25%", "plain", "ce"), ("gqa 1 head", "best", "kl"), ("gqa 1 head", "plain", "ce"),
+    ),
+    kinds=(
+        ("all", "plain"), ("all", "online"), ("attention", "plain"), ("attention", "online"),
+        ("attention", "shared"),
+    ),
+    step_tokens=(32768, 4096),
+    losses=(
+        "--tokens", "8192", "--vocabulary", "128256", "--hidden", "4096", "--repeats", "1", "--chunks", "27",
+    ),
+)  # fmt: skip
+
+TOY = Sizes(
+    name="toy",
+    checks="gpt2 --to mqa",
+    agreements=((24, 8),),
+    speeds=((32, 8, 64, 2),),
+    fresh=2**12,
+    heads=4,
+    steps=((16, 2),),
+    step_shape={"layers": 1, "heads": 2, "head_dim": 8, "rank": 8, "rope": 4},
+    text_bytes=200_000,
+    vocabulary=320,
+    window=256,
+    sources={
+        name: SourceSizes(
+            config={
+                "hidden_size": size, "intermediate_size": 2 * size, "num_hidden_layers": 2,
+                "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8,
+            },
+            micro_batch=2, step_windows=2, rate=3e-3,
+        )
+        for name, size in (("source", 32), ("twin", 16))
+    },
+    shares={"source": 0.6, "twin": 0.4},
+    most_seconds=1.5,
+    calibration=(4, 64),
+    budgets=("25%",),
+    folds=("gqa mean", "mla", "mla svd"),
+    rule_shares=(0.5,),
+    refine_steps=2,
+    windows=(2, 64),
+    retrieval={
+        "retrieval_lengths": "200", "retrieval_samples": 1, "retrieval_depths": 1, "retrieval_keys": 2,
+    },
+    recovery={"tokens": 1024, "batch_tokens": 512, "window": 64, "evaluations": 2, "windows": 2},
+    cells=(("mla 25%", "plain", "kl"),),
+    kinds=(("all", "plain"), ("all", "online")),
+    step_tokens=(128, 32),
+    losses=("--tokens", "32", "--vocabulary", "64", "--hidden", "16", "--repeats", "1", "--chunks", "10"),
+)  # fmt: skip
+SIZES = {sizes.name: sizes for sizes in (FULL, TOY)}

@@ -1,0 +1,216 @@
+"""The cases: which file is damaged, in which way, and which command then reads it."""
+
+import os
+import random
+import socket
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from .hostile_mutations import CARD_FILE, CODE_FILE, JSON_FILE, LINES_FILE, TENSOR_FILE, TEXT_FILE, Mutation
+from .hostile_scene import CALIBRATED, EVALUATED, GQA, LOSSLESS, MLA
+
+# Commands by name. A word that begins with @ is a place in the scene.
+_TEXT = ("--text", "@text.txt", *EVALUATED)
+_ROWS = ("--text", "wikitext2-gptq-16", "--rows", "@rows.json")
+_SOURCE = ("convert", "@source", *GQA)
+_WRITTEN = ("--out", "@out")
+COMMANDS: dict[str, tuple[str, ...]] = {
+    "convert gqa": ("convert", "@source", *GQA, *LOSSLESS, "--out", "@out"),
+    "convert mla": ("convert", "@source", *MLA, *LOSSLESS, "--out", "@out"),
+    "convert sharded": ("convert", "@sharded", *GQA, *LOSSLESS, "--out", "@out"),
+    "convert calibrated": (*_SOURCE, "--calibration", "@text.jsonl", *CALIBRATED, *_WRITTEN),
+    "convert statistics": (*_SOURCE, "--calibration", "@taken.safetensors", "--refine", "0", *_WRITTEN),
+    "convert parquet": (*_SOURCE, "--calibration", "@text.parquet", *CALIBRATED, *_WRITTEN),
+    "convert gz": (*_SOURCE, "--calibration", "@text.jsonl.gz", *CALIBRATED, *_WRITTEN),
+    "convert config": ("convert", "--config", "@request.yaml", "--out", "@out"),
+    "plan": ("plan", "@source", "--calibration", "none", "--json"),
+    "plan statistics": ("plan", "@source", "--calibration", "@taken.safetensors", "--json"),
+    "eval source": ("eval", "@source", "--text", "@text.txt", "--suite", "ppl", *EVALUATED[2:], "--json"),
+    "eval sharded": ("eval", "@sharded", "--text", "@text.txt", "--suite", "ppl", *EVALUATED[2:], "--json"),
+    "eval fold": ("eval", "@fold", *_TEXT, "--json"),
+    "eval remote": ("eval", "@remote", *_TEXT, "--json"),
+    "eval resumed": ("eval", "@fold", *_TEXT, "--out", "@e.json"),
+    "eval cache": ("eval", "@distilled", *_TEXT, "--teacher-cache", "@cache", "--json"),
+    "eval rows": ("eval", "@fold", *_ROWS, *EVALUATED, "--json"),
+    "distill": ("distill", "@recipe.yaml"),
+    "distill validate": ("distill", "validate", "@recipe.yaml"),
+    "verify fold": ("verify", "@fold", "--lint"),
+    "verify remote": ("verify", "@remote", "--lint"),
+    "publish fold": ("publish", "@fold", "org/x", "--dry-run", "--verify", "lint", "--json"),
+    "publish remote": ("publish", "@remote", "org/x", "--dry-run", "--verify", "lint", "--json"),
+    "publish distilled": ("publish", "@distilled", "org/x", "--dry-run", "--verify", "lint", "--json"),
+    "report": ("report", "@fold", "@distilled", "--out", "@page.html"),
+}  # fmt: skip
+# Unfinished work that a command is meant to find; of the others none is there.
+RESUMED = {"resume convert": "convert gqa", "eval resumed": "eval resumed", "resume distill": "distill"}
+UNFINISHED = ("out.partial", "trained.partial", "e.json.partial", ".kvfold-e.json.lock")
+_CHECKPOINTS = ("convert gqa", "convert mla", "plan", "eval source", "eval fold", "distill")
+_FOLDS = ("eval fold", "distill", "verify fold", "publish fold")
+
+# Files, how their content is changed, and the commands that read them.
+FILES: dict[str, tuple[tuple[Mutation, ...], tuple[str, ...]]] = {
+    "source/config.json": (JSON_FILE, (*_CHECKPOINTS, "convert statistics")),
+    "source/model.safetensors": (TENSOR_FILE, _CHECKPOINTS),
+    "source/tokenizer.json": (JSON_FILE, ("eval source", "eval fold", "convert calibrated", "distill")),
+    "source/tokenizer_config.json": (
+        JSON_FILE,
+        ("convert gqa", "eval source", "convert calibrated", "distill"),
+    ),
+    "source/generation_config.json": (JSON_FILE, ("convert gqa", "convert mla", "eval source", "distill")),
+    "source/README.md": (CARD_FILE, ("convert gqa", "distill")),
+    "sharded/model.safetensors.index.json": (JSON_FILE, ("convert sharded", "eval sharded")),
+    "fold/config.json": (JSON_FILE, _FOLDS),
+    "fold/model.safetensors": (TENSOR_FILE, _FOLDS),
+    "fold/kvfold.json": (JSON_FILE, (*_FOLDS, "report")),
+    "fold/README.md": (CARD_FILE, ("publish fold", "distill")),
+    "fold/eval.json": (JSON_FILE, ("report", "publish fold")),
+    "fold/tokenizer.json": (JSON_FILE, ("eval fold", "distill")),
+    "fold/generation_config.json": (JSON_FILE, ("publish fold", "distill")),
+    "remote/config.json": (JSON_FILE, ("eval remote", "verify remote", "publish remote")),
+    "remote/kvfold.json": (JSON_FILE, ("eval remote", "publish remote")),
+    "remote/modeling_kvfold.py": (CODE_FILE, ("eval remote", "verify remote", "publish remote")),
+    "distilled/kvfold.json": (JSON_FILE, ("report", "publish distilled", "eval cache")),
+    "distilled/metrics.jsonl": (LINES_FILE, ("report",)),
+    "distilled/curve.json": (JSON_FILE, ("report",)),
+    "taken.safetensors": (TENSOR_FILE, ("convert statistics", "plan statistics")),
+    "cache/manifest.json": (JSON_FILE, ("eval cache",)),
+    "cache/head.safetensors": (TENSOR_FILE, ("eval cache",)),
+    "cache/hidden": (TENSOR_FILE, ("eval cache",)),
+    "text.jsonl": (LINES_FILE, ("convert calibrated", "distill")),
+    "text.parquet": (TEXT_FILE, ("convert parquet",)),
+    "text.jsonl.gz": (TEXT_FILE, ("convert gz",)),
+    "text.txt": (TEXT_FILE, ("eval fold",)),
+    "rows.json": (JSON_FILE, ("eval rows",)),
+    "recipe.yaml": (CARD_FILE[1:], ("distill validate", "distill")),
+    "request.yaml": (CARD_FILE[2:], ("convert config",)),
+    "out.partial/journal.jsonl": (LINES_FILE, ("resume convert",)),
+    "e.json.partial": (LINES_FILE, ("eval resumed",)),
+    "trained.partial/tokens.json": (JSON_FILE, ("resume distill",)),
+    "trained.partial/metrics.jsonl": (LINES_FILE, ("resume distill",)),
+    "trained.partial/evaluations.jsonl": (LINES_FILE, ("resume distill",)),
+    "trained.partial/state/step/progress.json": (JSON_FILE, ("resume distill",)),
+    "trained.partial/state/step/manifest.json": (JSON_FILE, ("resume distill",)),
+    "trained.partial/state/step/weights.safetensors": (TENSOR_FILE, ("resume distill",)),
+    "trained.partial/state/step/optimizer.safetensors": (TENSOR_FILE, ("resume distill",)),
+}
+# A file becomes something else. The scene's secret must be read by none of them.
+KINDS: dict[str, Callable[[Path], object]] = {
+    "absent": lambda path: None,
+    "directory": lambda path: path.mkdir(),
+    "outside": lambda path: path.symlink_to(
+        os.path.relpath(path.parents[_depth(path)] / "secret.key", path.parent)
+    ),
+    "zeros": lambda path: path.symlink_to("/dev/zero"),
+    "terminal": lambda path: path.symlink_to("/dev/stdin"),
+    "nothing": lambda path: path.symlink_to("nothing"),
+    "circle": lambda path: path.symlink_to(path.name),
+    "pipe": lambda path: os.mkfifo(path),
+    "socket": lambda path: _socket(path),
+    "holes": lambda path: _holes(path),
+}
+NAMES = (
+    "[bold]x", "[", "a\x1b[31mb", "a\nb", ":smile:", "-x", "--help", "a b", "é漢", os.fsdecode(b"a\xff"),
+    "$(touch canary)", "a::b", "*", "?", "~", "x" * 200, "a;b", "con", "a'b", 'a"b', "%s", "{0}", "..a",
+    ".hidden", "a\tb", "@main",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    """One damaged file and one command.
+
+    Attributes:
+        file: the damaged file, by its name in `FILES`.
+        command: the name of the command.
+        number: which of the cases of this file and command; it seeds the damage.
+        kind: what the file becomes, of `KINDS`; empty for other content; `name` for another directory's name;
+            `sound` for no damage.
+    """
+
+    file: str
+    command: str
+    number: int
+    kind: str = ""
+
+    @property
+    def key(self) -> str:
+        """The case in one word."""
+        return f"{self.file}|{self.command}|{self.kind}{self.number}"
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """The words of the command."""
+        return COMMANDS[RESUMED.get(self.command, self.command)]
+
+
+def cases(count: int, seed: int) -> Iterator[Case]:
+    """Yield every file as every kind with every command, then `count` changes of content, evenly divided."""
+    pairs = [(file, command) for file, (_, commands) in FILES.items() for command in commands]
+    for file, command in pairs:
+        for kind in KINDS:
+            if kind == "holes" and file.startswith("text.json") and command == "distill":
+                continue  # 16 GB of one line, which a process of its own reads in minutes
+            yield Case(file, command, 0, kind)
+    for number in range(len(NAMES)):
+        for command, place in (
+            ("convert gqa", "source"),
+            ("eval fold", "fold"),
+            ("verify fold", "fold"),
+            ("publish fold", "fold"),
+        ):
+            yield Case(place, command, number, "name")
+    for number in range(count):
+        file, command = pairs[number % len(pairs)]
+        yield Case(file, command, seed * 10**6 + number // len(pairs))
+
+
+def damage(case: Case, scene: Path) -> tuple[str, ...]:
+    """Damage the file of a case in a scene.
+
+    Returns:
+        The words of its command, with places.
+    """
+    words = case.words
+    if case.kind == "name":
+        name = NAMES[case.number]
+        (scene / case.file).rename(scene / name)
+        words = tuple(f"@{name}" if word == f"@{case.file}" else word for word in words)
+        return tuple(str(scene / word[1:]) if word.startswith("@") else word for word in words)
+    if case.kind == "sound":
+        return tuple(str(scene / word[1:]) if word.startswith("@") else word for word in words)
+    path = place_of(case.file, scene)
+    content = path.read_bytes()
+    path.unlink()  # it may be a link to the sound file
+    if case.kind:
+        KINDS[case.kind](path)
+    else:
+        draw = random.Random(case.key)
+        path.write_bytes(draw.choice(FILES[case.file][0])(content, draw))
+    return tuple(str(scene / word[1:]) if word.startswith("@") else word for word in words)
+
+
+def place_of(file: str, scene: Path) -> Path:
+    """Return the path of a file, of which some parts have numbers in their names."""
+    path = scene
+    for part in file.split("/"):
+        found = path / part
+        path = found if found.exists() else sorted(path.glob(f"{part}-*"))[-1]
+    return path
+
+
+def _depth(path: Path) -> int:
+    return next(number for number, parent in enumerate(path.parents) if (parent / "secret.key").exists())
+
+
+def _socket(path: Path) -> None:
+    here = os.getcwd()
+    os.chdir(path.parent)  # an address of a socket is short
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(path.name)
+    os.chdir(here)
+
+
+def _holes(path: Path) -> None:
+    with path.open("wb") as stream:
+        stream.truncate(2**34)  # none of it is stored

@@ -1,0 +1,217 @@
+"""One case: a scene with a damaged file, one command on it in this process, and what must hold afterwards."""
+
+import json
+import math
+import os
+import shutil
+import time
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from click.testing import CliRunner, Result
+
+from kvfold.cli import main
+from kvfold.models.causal_lm import load
+from kvfold.models.load_options import LoadOptions
+
+from .hostile_cases import RESUMED, UNFINISHED, Case, damage
+from .hostile_mutations import CANARY_CODE, SCRIPT
+from .hostile_scene import SECRET
+
+REFUSED = (2, 3)  # exit codes of a refusal, and of a check that fails
+_CHANGING = ("out.partial", "trained.partial", "e.json.partial", ".kvfold-e.json.lock")
+_OUTPUTS = ("out", "trained", "e.json", "page.html")
+_LOSSLESS = ("convert gqa", "convert mla", "convert sharded", "convert config", "resume convert")
+_TOLERANCE = 1e-3  # of the largest logit; folds that lose nothing are within 1e-5 of it in float32
+
+
+@dataclass
+class Outcome:
+    """A case that was run.
+
+    Attributes:
+        key: the case's.
+        code: exit code; None where an exception came through.
+        sentence: the last line of stderr.
+        faults: what should not be; empty where all is right.
+        seconds: of CPU time.
+    """
+
+    key: str
+    code: int | None
+    sentence: str
+    faults: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+def lay_out(originals: Path, scene: Path, case: Case) -> None:
+    """Put the sound files into a scene: what no command may write as links, the rest as copies."""
+    shutil.rmtree(scene, ignore_errors=True)
+    scene.mkdir()
+    for entry in originals.iterdir():
+        if entry.name in UNFINISHED and case.command not in RESUMED:
+            continue
+        written = entry.name in UNFINISHED or entry.name == "cache"
+        copy = shutil.copy2 if written else os.link
+        if entry.is_dir():
+            shutil.copytree(entry, scene / entry.name, copy_function=copy)
+        else:
+            copy(entry, scene / entry.name)
+    place = case.file.split("/")[0]
+    if place in ("source", "fold", "remote") and not case.command.startswith(("verify", "publish")):
+        (scene / place / "evil.py").write_text(CANARY_CODE)  # verify and publish refuse any code
+
+
+def run_case(case: Case, originals: Path, scene: Path) -> Outcome:
+    """Damage a file, run the command, and judge what it did.
+
+    Args:
+        case: the case.
+        originals: the sound files, from `hostile_scene.build` with the path `scene`.
+        scene: replaced.
+    """
+    begun = time.process_time()
+    os.chdir("/")  # the scene is replaced
+    lay_out(originals, scene, case)
+    words = damage(case, scene)
+    before = contents(scene)
+    os.chdir(scene)
+    result = CliRunner().invoke(main, list(words))
+    faults = [*_faults_of_end(result), *_faults_of_files(case, result, before, contents(scene))]
+    if result.exit_code == 0 and not faults:
+        faults += [f"not right: {fault}" for fault in _wrong(case, result, scene)]
+    lines = result.stderr.splitlines()
+    seconds = time.process_time() - begun
+    code = result.exit_code if isinstance(result.exception, SystemExit | None) else None
+    return Outcome(case.key, code, lines[-1][:300] if lines else "", faults, round(seconds, 3))
+
+
+def contents(root: Path) -> dict[str, tuple[int, ...]]:
+    """Return what shows a change of any entry of a directory; nothing is opened or followed."""
+    found = {}
+    for place, directories, files in os.walk(root):
+        for name in (*directories, *files):
+            path = os.path.join(place, name)
+            about = os.lstat(path)
+            same = (about.st_mode, about.st_ino)
+            is_directory = name in directories
+            found[os.path.relpath(path, root)] = (
+                same if is_directory else (*same, about.st_size, about.st_mtime_ns)
+            )
+    return found
+
+
+def _faults_of_end(result: Result) -> Iterator[str]:
+    if not isinstance(result.exception, SystemExit | None):
+        told = "".join(traceback.format_exception(result.exception)[-2:]).strip()
+        yield f"traceback: {told}"[-1500:]
+        return
+    if "Traceback" in result.stderr:
+        yield "a traceback on stderr"
+    if SECRET in result.output:
+        yield "the secret was shown"
+    if result.exit_code == 0:
+        return
+    if result.exit_code not in REFUSED:
+        yield f"exit code {result.exit_code}"
+    lines = result.stderr.splitlines()
+    errors = [line for line in lines if line.startswith("Error: ")]
+    if result.exit_code == 3 and not lines and "does not pass" in result.stdout:
+        return  # of verify, which shows a table
+    if not errors or errors != lines[-1:]:
+        yield f"not one sentence: {result.stderr[-500:]}"
+    elif len(errors[0]) > 2000:
+        yield f"a sentence of {len(errors[0])} characters"
+    elif any(not character.isprintable() for character in errors[0]):
+        yield f"unprintable characters in the sentence: {errors[0]!r}"
+
+
+def _faults_of_files(
+    case: Case, result: Result, before: dict[str, Any], after: dict[str, Any]
+) -> Iterator[str]:
+    if "canary" in after:
+        yield "CODE WAS RUN"
+    allowed = ("cache",) if case.command == "eval cache" else ()
+    if case.command in RESUMED:
+        allowed += _CHANGING
+    if result.exit_code == 0:
+        allowed += _OUTPUTS
+    if "trained.partial/state" in after:  # a run that ends after its first step keeps its state
+        allowed += ("trained.partial",)
+    for name in sorted(before.keys() | after.keys()):
+        if before.get(name) != after.get(name) and name.split("/")[0] not in allowed:
+            change = "left" if name not in before else "removed" if name not in after else "changed"
+            yield f"{change} {name!r}"
+
+
+def _wrong(case: Case, result: Result, scene: Path) -> Iterator[str]:
+    """Yield what is wrong with the result of a command that ended well."""
+    if (scene / "page.html").exists() and SCRIPT in (scene / "page.html").read_text(encoding="utf-8"):
+        yield "the page holds a script of a file"
+    if "--json" in case.words:
+        try:
+            report = json.loads(result.stdout)
+        except ValueError:
+            yield "no JSON on stdout"
+            return
+        if case.command.startswith("eval"):
+            yield from (
+                f"{path} is {number}" for path, number in _numbers(report) if not math.isfinite(number)
+            )
+    if case.command.startswith(("convert", "resume convert")):
+        yield from _wrong_fold(case, scene)
+    if (scene / "trained").exists():
+        yield from _not_loaded(scene / "trained")[1]
+
+
+def _numbers(value: Any, path: str = "") -> Iterator[tuple[str, float]]:
+    if isinstance(value, float):
+        yield path, value
+    elif isinstance(value, dict | list):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, inner in items:
+            yield from _numbers(inner, f"{path}.{key}")
+
+
+def _wrong_fold(case: Case, scene: Path) -> Iterator[str]:
+    out = scene / "out"
+    model, problems = _not_loaded(out)
+    yield from problems
+    source = Path(json.loads((out / "kvfold.json").read_text(encoding="utf-8"))["source"]["path"])
+    theirs, problems = _not_loaded(source)
+    yield from (f"its source: {problem}" for problem in problems)
+    if model is None or theirs is None:
+        return
+    ids = torch.arange(3, 15)[None] % min(model.config.vocab_size, theirs.config.vocab_size)
+    with torch.inference_mode():
+        one, other = (each(ids, use_cache=False).logits for each in (model, theirs))
+    if not one.isfinite().all() and other.isfinite().all():
+        yield "its logits are not finite"
+    if case.command in _LOSSLESS and not case.file.endswith(".safetensors") and one.shape == other.shape:
+        error = float((one - other).abs().max() / other.abs().max())
+        if not error < _TOLERANCE:
+            yield f"its logits differ from its source's by {error:.2g}"
+
+
+def _not_loaded(directory: Path) -> tuple[Any, list[str]]:
+    """Load a checkpoint as a user would; return the model, or why it cannot be loaded."""
+    from transformers import AutoModelForCausalLM
+
+    if "auto_map" in json.loads((directory / "config.json").read_text(encoding="utf-8")):
+        return load(directory, LoadOptions(device="cpu")).model, []
+    try:
+        model, told = AutoModelForCausalLM.from_pretrained(
+            directory,
+            trust_remote_code=False,
+            local_files_only=True,
+            output_loading_info=True,
+            dtype=torch.float32,
+        )
+    except Exception as error:  # whatever transformers raises is the finding
+        return None, [f"transformers refuses {directory.name}: {type(error).__name__}: {error}"[:500]]
+    absent = [*told["missing_keys"], *told["mismatched_keys"]]
+    return model, [f"transformers misses {absent[0]}"] if absent else []

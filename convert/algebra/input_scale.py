@@ -1,0 +1,74 @@
+"""The scale of each channel of a layer's input, which must not decide how the layer is folded.
+
+The norm before attention can make a channel as large as it likes, and the projections take that back: the
+function is the same. Energies of keys and values do not notice. Two things would: shrinkage of the input's
+moment, and steps of refinement, which are as large as a tensor is on the whole. So a layer is folded with
+channels of about equal size, and its result is written for the channels as they are.
+
+Scales are powers of two, so that no number is rounded.
+
+Legend: attention.py; E = D and the constant 1.
+"""
+
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from ..calibration.statistics import LayerStatistics
+from .attention import Attention, IntactAttention, LatentAttention, NormedLatentAttention
+
+Layer = TypeVar("Layer", bound=Attention | LatentAttention | IntactAttention)
+
+
+def channel_scales(statistics: LayerStatistics) -> Tensor:
+    """Return the size of every input channel (D,), relative to their geometric mean; 1 for silent channels.
+
+    Args:
+        statistics: of the layer.
+    """
+    size_D = statistics.input_EE.diagonal()[:-1].clamp(min=0).sqrt()
+    log_D = torch.where(size_D > 0, size_D, torch.nan).log2()
+    exponent_D = (log_D - log_D.nanmean()).nan_to_num(0.0)
+    return torch.exp2(exponent_D.round())
+
+
+def with_channels(layer: Layer, scale_D: Tensor) -> Layer:
+    """Return the layer for an input whose channels are divided by these scales.
+
+    Args:
+        layer: any layer of attention.
+        scale_D: factor on the columns of its input projections.
+    """
+    if isinstance(layer, Attention):
+        names = ["q_NHD", "k_KHD", "v_KHD"]
+    else:
+        names = ["q_down_AD"]
+        if isinstance(layer, IntactAttention | NormedLatentAttention):
+            names += ["k_KHD", "v_KHD"]
+        if isinstance(layer, IntactAttention) and layer.k_KHD is None:
+            names += ["down_CE"]
+        if not isinstance(layer, IntactAttention | NormedLatentAttention):
+            names += ["down_CD", "k_rope_RD"]
+        if layer.q_down_AD is None:
+            has_queries = isinstance(layer, IntactAttention | NormedLatentAttention)
+            names += ["q_NHA"] if has_queries else ["q_nope_NPA", "q_rope_NRA"]
+    found = ((name, getattr(layer, name)) for name in names)
+    changed: dict[str, Any] = {name: rows * scale_D for name, rows in found if rows is not None}
+    return replace(layer, **changed)
+
+
+def through_channels(statistics: LayerStatistics, scale_D: Tensor) -> LayerStatistics:
+    """Return the statistics for an input whose channels are divided by these scales.
+
+    Args:
+        statistics: of the layer.
+        scale_D: powers of two.
+    """
+    scale_E = torch.cat([scale_D, scale_D.new_ones(1)])
+    return replace(
+        statistics,
+        input_EE=statistics.input_EE / scale_E / scale_E[:, None],
+        input_BTD=statistics.input_BTD / scale_D.to(statistics.input_BTD.dtype),
+    )

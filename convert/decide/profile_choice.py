@@ -1,0 +1,157 @@
+"""The choice between the serving profiles: 512+64 and 256+64, or the user's widths where engines take any."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
+
+from ...core.errors import InvalidInput
+from ..algebra.target import Geometry, LatentTarget, Target, budget_elements, from_options
+from ..families.source import Source
+from ..formats.serving_widths import NARROW, NORM_EPSILON, PROFILES, SERVING, Profile
+from .per_rank import rank_notices
+from .rules.engine_pairs import HARDWARE
+
+# Nats per token by which the narrow profile may be predicted to lose more than the wide one, whose cache is
+# 1.8 times as large: a tenth of what `kvfold plan --speed` tolerates.
+NARROW_COST = 0.01
+_ANY_WIDTH = {"transformers", "mlx"}
+
+
+class PredictedPlan(Protocol):
+    """The part of a plan that the choice reads."""
+
+    @property
+    def predicted(self) -> float | None:
+        """Return the expected loss, nats per token; None without statistics."""
+
+
+Output = TypeVar("Output", bound=PredictedPlan)
+
+
+def profiles_for(source: Source, options: Mapping[str, Any], engines: Sequence[str]) -> tuple[Profile, ...]:
+    """Return the profiles that the options and the source's cache leave, the widest first.
+
+    Args:
+        source: the checkpoint.
+        options: of `plan.make_plan`.
+        engines: that must run the output.
+
+    Raises:
+        InvalidInput: the sizes do not fit the source, where engines take any width.
+    """
+    rank, budget = options.get("rank"), options.get("kv_budget")
+    size = source.geometry.cache_elements
+    if rank == "full":
+        return (SERVING,)
+    if set(engines) <= _ANY_WIDTH and (rank is None) != (budget is None):
+        return (_own(source, options),)
+    smaller = [profile for profile in PROFILES if profile.cached < size]
+    if budget is not None:
+        smaller = [one for one in smaller if one.cached <= budget_elements(source.geometry, budget)][:1]
+    elif rank is not None and rank.isascii() and rank.isdigit():
+        smaller = [profile for profile in smaller if int(rank) <= profile.latent][-1:]
+    fits_narrow = rank is None or not rank.isdigit() or int(rank) <= NARROW.latent
+    return tuple(smaller) or (NARROW if fits_narrow else SERVING,)  # which is refused with the reason
+
+
+def _own(source: Source, options: Mapping[str, Any]) -> Profile:
+    """Return the widths that the user asks for as a profile."""
+    target = from_options(
+        source.geometry,
+        "mla",
+        rank=options.get("rank"),
+        rope_dim=options.get("rope_dim"),
+        kv_budget=options.get("kv_budget"),
+        rotary_width=source.rotary_width,
+    )
+    assert isinstance(target, LatentTarget)
+    width = source.geometry.head_dim
+    return Profile(
+        latent=target.kv_lora_rank,
+        rope=target.qk_rope_head_dim,
+        heads=((width, width),),
+        epsilon=NORM_EPSILON,
+    )
+
+
+def choose_profile(
+    profiles: Sequence[Profile], make: Callable[[Profile], Output]
+) -> tuple[Output, Profile, str]:
+    """Plan each profile, and return the plan to take, its profile, and the reason.
+
+    The narrow one is taken where it is predicted to cost at most NARROW_COST more; without a prediction the
+    wide one is.
+
+    Raises:
+        InvalidInput: the source fits none.
+    """
+    made: list[tuple[Output, Profile]] = []
+    refusal: InvalidInput | None = None
+    for profile in profiles:
+        try:
+            made.append((make(profile), profile))
+        except InvalidInput as reason:
+            refusal = refusal or reason
+    if not made:
+        assert refusal is not None, "there is at least one profile"
+        raise refusal
+    wide, narrow = made[0], made[-1]
+    if wide is narrow:
+        return *wide, ""
+    losses = wide[0].predicted, narrow[0].predicted
+    if losses[0] is None or losses[1] is None:
+        return (
+            *wide,
+            f"{wide[1]} was taken without a prediction of losses; --rank {narrow[1].latent} takes "
+            + (f"{narrow[1]}, whose cache is smaller"),
+        )
+    told = f"predicted losses are {losses[0]:.4f} nats with {wide[1]} and {losses[1]:.4f} with {narrow[1]}"
+    if losses[1] <= losses[0] + NARROW_COST:
+        return *narrow, f"{told}: {narrow[1]} was taken; --rank {wide[1].latent} takes {wide[1]}"
+    return *wide, f"{told}: {wide[1]} was taken; --rank {narrow[1].latent} takes {narrow[1]}"
+
+
+def plan_profiles(
+    source: Source,
+    options: Mapping[str, Any],
+    engines: Sequence[str],
+    make: Callable[[Mapping[str, Any]], Output],
+) -> tuple[Output, tuple[str, ...]]:
+    """Plan the profiles that fit, and return the plan to take with the reason, if there was a choice.
+
+    Args:
+        source: the checkpoint.
+        options: of `plan.make_plan`.
+        engines: that must run the output.
+        make: returns the plan of options with a `profile`, and with its rank where they have no size.
+
+    Raises:
+        InvalidInput: the source fits no profile.
+    """
+    has_size = options.get("rank") is not None or options.get("kv_budget") is not None
+
+    def in_profile(profile: Profile) -> Output:
+        size = {} if has_size else {"rank": str(profile.latent)}
+        return make({**options, **size, "profile": profile})
+
+    plan, _, reason = choose_profile(profiles_for(source, options, engines), in_profile)
+    return plan, (reason,) if reason else ()
+
+
+def served_notices(
+    target: Target, geometry: Geometry, cached: tuple[int, int], engines: Sequence[str]
+) -> tuple[str, ...]:
+    """Say how ranks and hardware of the named engines take a latent; nothing of other targets."""
+    if not isinstance(target, LatentTarget):
+        return ()
+    return (*rank_notices(target, geometry, sum(cached), engines), *kernel_notices(cached, engines))
+
+
+def kernel_notices(cached: tuple[int, int], engines: Sequence[str]) -> tuple[str, ...]:
+    """Say which kernels the engines have for 256+64, which not all hardware has."""
+    if cached != (NARROW.latent, NARROW.rope):
+        return ()
+    rows = [row for row in HARDWARE if row.engine in engines]
+    if not rows:
+        return ()
+    words = "; ".join(f"{row.engine} on {row.hardware}: {row.narrow} ({row.evidence})" for row in rows)
+    return (f"kernels for {NARROW}: {words}",)

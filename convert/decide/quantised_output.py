@@ -1,0 +1,105 @@
+"""The part of a quantised source that stays quantised: which tensors keep their bytes, and what is listed.
+
+Attention is dequantised, folded and written unquantised. Every other quantised tensor that a container
+passes through keeps its stored parts. One that a container must change is written unquantised too.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from ...checkpoints.quantised.packed_checkpoint import QuantisedCheckpoint
+from ...checkpoints.quantised.packed_tensor import module_of
+from ...checkpoints.quantised.schemes import SCHEMES
+from ...checkpoints.quantised.unconverted import OutputModules
+from ...checkpoints.shards import TensorSpec
+from ..families.source import Source
+from ..formats.copies import Copy
+
+
+def with_stored_parts(source: Source, name: str, copies: Mapping[str, Copy]) -> dict[str, Copy]:
+    """Return the output tensors made of one of the source's, stored as in the source where that can be.
+
+    Args:
+        source: the checkpoint.
+        name: of its tensor.
+        copies: the output tensors that a container makes of it, unquantised.
+    """
+    checkpoint = source.checkpoint
+    if not isinstance(checkpoint, QuantisedCheckpoint) or name not in checkpoint.packed:
+        return dict(copies)
+    if any(copy.change is not None for copy in copies.values()):
+        return dict(copies)
+    stored = checkpoint.stored
+    parts: dict[str, Copy] = {}
+    for renamed in copies:
+        for part in checkpoint.packed[name].names:
+            to = module_of(renamed) + part.removeprefix(module_of(name))
+            parts[to] = Copy(source=name, spec=stored.spec(part), part=part)
+    return parts
+
+
+def output_modules(
+    source: Source, attention: Iterable[Mapping[str, TensorSpec]], copies: Mapping[str, Copy]
+) -> OutputModules | None:
+    """Return the modules of an output with quantised weights; None where it has none.
+
+    Args:
+        source: the checkpoint.
+        attention: the tensors that each layer's attention is written as.
+        copies: the other output tensors.
+    """
+    checkpoint = source.checkpoint
+    kept = {copy.source: copy.part for copy in copies.values() if copy.part is not None}
+    if not isinstance(checkpoint, QuantisedCheckpoint) or not kept:
+        return None
+    matrices = {name: spec for specs in attention for name, spec in specs.items()}
+    matrices |= {name: copy.spec for name, copy in copies.items() if copy.part is None}
+    embedding = module_of(source.family.embedding)
+    plain = {
+        module_of(name): None
+        for name, spec in matrices.items()
+        if name.endswith(".weight") and len(spec.shape) > 1 and not module_of(name).endswith(embedding)
+    }
+    packed = []
+    for name, copy in copies.items():
+        if copy.part is not None and copy.part == checkpoint.packed[copy.source].names[0]:
+            ending = copy.part.removeprefix(module_of(copy.source))
+            packed.append(name.removesuffix(ending))
+    there = {*plain, *packed, *(module_of(name) for name in copies)}
+    gone = {module_of(name) for layer in range(source.layers) for name in source.reads(layer)} - there
+    return OutputModules(plain=tuple(plain), packed=tuple(packed), gone=gone)
+
+
+def quantised_fields(source: Source, modules: OutputModules | None) -> dict[str, Any]:
+    """Return the quantization_config of an output's config.json, where it has one."""
+    checkpoint = source.checkpoint
+    if modules is None or not isinstance(checkpoint, QuantisedCheckpoint):
+        return {}
+    if not checkpoint.stored.config.get("quantization_config"):
+        return {}  # it stands in a file of its own
+    return {"quantization_config": checkpoint.quantization_for(modules)}
+
+
+def quantised_notices(source: Source, copies: Mapping[str, Copy], dtype: str) -> list[str]:
+    """Return what became of the quantised tensors of a source, in sentences."""
+    checkpoint = source.checkpoint
+    if not isinstance(checkpoint, QuantisedCheckpoint):
+        return []
+    attention = {name for layer in range(source.layers) for name in source.reads(layer)}
+    kept = {copy.source for copy in copies.values() if copy.part is not None}
+    changed = [name for name in checkpoint.packed if name not in attention and name not in kept]
+    if not kept:
+        return [f"the source is quantised ({checkpoint.method}); the output is not: it is {dtype} throughout"]
+    what = "is" if attention & checkpoint.packed.keys() else "was not quantised and is"
+    notices = [
+        f"the source is quantised ({checkpoint.method}): folded attention {what} written in {dtype}, and "
+        f"{len(kept)} other weights keep their bytes"
+    ]
+    note = SCHEMES[checkpoint.method].note
+    notices += [note] if note else []
+    if changed:
+        notices.append(
+            f"{len(changed)} weights apart from attention, such as {changed[0]}, change in the output's "
+            f"class, so they are written in {dtype}"
+        )
+    return notices

@@ -1,0 +1,60 @@
+"""The form of MLA for sources that normalise their keys, where the user leaves it open.
+
+Both forms hold such a source. Intact rotation loses less and decodes more slowly: every step rebuilds all
+keys, and engines such as vLLM then cache keys and values whole.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, Protocol, TypeVar
+
+from ...core.errors import InvalidInput
+from ..families.source import Source
+from ..families.support import LIMIT
+from .engines import are_served, read_engines
+
+
+class Predicting(Protocol):
+    """The part of a plan that the choice reads."""
+
+    @property
+    def predicted(self) -> float | None:
+        """Return the predicted loss, nats per token."""
+
+    @property
+    def notices(self) -> tuple[str, ...]:
+        """Return sentences for the user."""
+
+
+Output = TypeVar("Output", bound=Any)
+
+
+def choose_rope(source: Source, options: Mapping[str, Any], make: Callable[[str | None], Output]) -> Output:
+    """Return the plan of one of the two forms, with a notice that says which and why.
+
+    Args:
+        source: one with key norms.
+        options: of `plan.make_plan`.
+        make: returns the plan of a form, or raises InvalidInput.
+    """
+    if options.get("rope_dim") is not None or options.get("slots") is not None:
+        return make("decoupled")
+    if options["container"] == "stock":
+        return make(None)
+    if are_served(read_engines(options.get("engine"))):
+        return make("decoupled")
+    intact = make("intact")
+    if intact.predicted is None:
+        return intact
+    try:
+        decoupled = make("decoupled")
+    except InvalidInput:  # its layers have unlike tables, or its slots have no place in the budget
+        return intact
+    cost = decoupled.predicted - intact.predicted
+    chosen = decoupled if cost <= LIMIT else intact
+    other = "intact" if chosen is decoupled else "decoupled"
+    sentence = (
+        f"rotation is {chosen.target.rope}: decoupled is predicted to lose {cost:.4f} nats per token more "
+        f"than intact, and the limit is {LIMIT}; --rope {other} takes the other"
+    )
+    return replace(chosen, notices=(*chosen.notices, sentence))

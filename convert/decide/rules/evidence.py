@@ -1,0 +1,67 @@
+"""Evidence of the rules: where each was run, or the file of an engine's source that it was read in."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evidence:
+    """One observation of an engine.
+
+    Attributes:
+        kind: `run`, the engine was executed; `read`, its source or its threads were read.
+        version: name and version, or commit, of the engine.
+        date: of the run or of the reading, `YYYY-MM` or `YYYY-MM-DD`.
+        proof: the command that was run, or the file or thread that was read.
+    """
+
+    kind: Literal["run", "read"]
+    version: str
+    date: str
+    proof: str
+
+    def __str__(self) -> str:
+        return f"{self.version}, {self.kind}"
+
+
+def run(version: str, date: str, command: str) -> Evidence:
+    """Return the evidence of a command that was run."""
+    return Evidence(kind="run", version=version, date=date, proof=command)
+
+
+def read(version: str, date: str, where: str) -> Evidence:
+    """Return the evidence of a file, or a thread, that was read."""
+    return Evidence(kind="read", version=version, date=date, proof=where)
+
+
+HF = run("transformers 5.23.0", "2026-11", "kvfold verify DIR")
+HF4 = run("transformers 4.57.6", "2026-11", "AutoModelForCausalLM.from_pretrained(DIR)")
+HF4_STATIC = run("transformers 4.57.6", "2026-11", "generate(cache_implementation='static')")
+_VLLM = "vLLM 0.32.0 on a CPU"
+VLLM = run(_VLLM, "2026-11-21", "python -m benchmarks.vllm")
+VLLM_BROKEN = run(_VLLM, "2026-11", "vllm.LLM(DIR), on small outputs that break this by hand")
+VLLM_READ = read("vLLM 0.32.0", "2026-11", "vllm/model_executor/models/deepseek_v2.py")
+VLLM_WIDTHS = read("vLLM 0.32.0", "2026-11-22", "vllm/v1/attention/backends/mla/*.py")
+VLLM_PREFILL = read("vLLM 0.32.0", "2026-11", "vllm/v1/attention/backends/mla/prefill; vllm#48855")
+SGLANG = read("SGLang 0.5.23", "2026-11", "sglang/srt/models/deepseek_v2.py")
+SGLANG_REGISTRY = read("SGLang 0.5.23", "2026-11-22", "sglang/srt/models/registry.py, model_loader/utils.py")
+SGLANG_BACKEND = read(
+    "SGLang 0.5.23", "2026-11-22", "sglang/srt/models/transformers.py, layers/radix_attention.py"
+)
+LLAMA = read("llama.cpp 0c1e570", "2026-11-22", "conversion/deepseek.py, src/models/deepseek2.cpp")
+LLAMA_CLASSES = read("llama.cpp 0c1e570", "2026-11-22", "conversion/*.py")
+LLAMA_RUN = run("llama.cpp 0.5.0-dev, 0c1e570, on a CPU", "2026-11-22", "python -m benchmarks.llama_cpp")
+LLAMA_CUDA = read("llama.cpp", "2026-11", "llama.cpp#22205")
+_MLX = "mlx-lm 0.32.2 with mlx[cpu] 0.32.4"
+MLX = run(_MLX, "2026-11-22", "python -m benchmarks.mlx")
+MLX_BROKEN = run(_MLX, "2026-11-22", "python -m benchmarks.mlx_rules")
+MLX_READ = read("mlx-lm 0.32.2", "2026-11-22", "mlx_lm/models/deepseek_v3.py")
+MLX_CLASSES = read("mlx-lm 0.32.2", "2026-11-22", "mlx_lm/models, mlx_lm/utils.py")
+TENSORRT = read("TensorRT-LLM 065ff9e", "2026-11-22", "tensorrt_llm/_torch/models/_arch_index.py")
+TENSORRT_NARROW = read("TensorRT-LLM", "2026-11", "TensorRT-LLM#12266 (AutoDeploy)")
+TGI = read(
+    "TGI f190bc1",
+    "2026-11-22",
+    "server/text_generation_server/models/custom_modeling/flash_deepseek_v3_modeling.py",
+)
+TGI_OTHERS = read("TGI 00dede8", "2026-11-22", "server/text_generation_server/models/__init__.py")

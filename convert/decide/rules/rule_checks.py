@@ -1,0 +1,296 @@
+"""Conditions of the rules: functions that say what of a written checkpoint breaks one, or nothing."""
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ....core.errors import InvalidInput
+from ....core.untrusted import read_json
+from ....models.remote_code import AUTO_MAP, FILES
+from ...formats.serving_widths import NARROW, NORM_EPSILON, SERVING
+from ..expected_tensors import expected_tensors
+from ..lint import Written
+from .known_classes import CLASSES
+
+# Widths of the cache that vLLM's latent attention takes, and (nope, rope, value) widths of a head on
+# CUDA.
+CACHED = (320, 512, 576)
+_WIDE = (SERVING.latent, SERVING.rope)
+_NARROW = (NARROW.latent, NARROW.rope)
+_MLX_LAYERS = 61  # its loader takes every tensor below model.layers.61 for a further prediction head's
+# mlx-lm's classes without sliding windows, which the sources of these families may have.
+_MLX_WHOLE = {"gemma2", "mixtral", "phi3", "starcoder2", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"}
+_PREFILL = (*((nope, SERVING.rope, value) for nope, value in SERVING.heads), (256, 0, 256))
+
+
+def gaps(written: Written) -> str:
+    """Find a tensor that config.json promises and the files lack, or hold in another shape."""
+    wanted = expected_tensors(written.config, written.specs)
+    missing = sorted(name for name in wanted if name not in written.specs)
+    if missing:
+        return f"there is no {missing[0]} ({len(missing)} such tensors)"
+    for name in sorted(wanted):
+        shape = wanted[name]
+        if shape and written.specs[name].shape != shape:
+            return f"{name} has shape {written.specs[name].shape}, not {shape}"
+    return ""
+
+
+def half(written: Written) -> str:
+    """Find a float16 tensor next to a linear latent norm."""
+    if not written.is_linear:
+        return ""
+    for name, spec in written.specs.items():
+        if spec.dtype == torch.float16 and "self_attn" in name:
+            return f"{name} is float16"
+    return ""
+
+
+def twins(written: Written) -> str:
+    """Find a file of transformers 5 in which transformers 4 would read other rotary frequencies."""
+    new = written.config.get("rope_parameters")
+    if not isinstance(new, dict) or "rope_theta" not in new:
+        return ""
+    other_theta = written.get("rope_theta", 1e4) != new["rope_theta"]
+    is_scaled = new.get("rope_type", "default") != "default"
+    if other_theta or (is_scaled and not written.config.get("rope_scaling")):
+        return "its rotary settings stand in rope_parameters only"
+    return ""
+
+
+def code(written: Written) -> str:
+    """Find a shipped file, or its name in auto_map, that is missing."""
+    for name in FILES:
+        if not (written.directory / name).is_file():
+            return f"it lacks {name}"
+    for name in AUTO_MAP:
+        if name not in (written.config.get("auto_map") or {}):
+            return f"its auto_map has no {name}"
+    return ""
+
+
+def linear(written: Written) -> str:
+    """Find a latent norm that is linear by a small scale."""
+    return "its latent is linearised by a small scale" if written.is_linear else ""
+
+
+def epsilon(written: Written) -> str:
+    """Find an epsilon that is not the linear norm's."""
+    if not written.is_linear:  # a norm of numbers no smaller than the source's does not see its epsilon
+        return ""
+    epsilon = written.get("rms_norm_eps", NORM_EPSILON)
+    return "" if epsilon == NORM_EPSILON else f"its rms_norm_eps is {epsilon}, not {NORM_EPSILON}"
+
+
+def biases(written: Written) -> str:
+    """Find a bias in the attention."""
+    for name in written.specs:
+        if ".self_attn." in name and name.endswith(".bias"):
+            return f"its attention has biases, e.g. {name}"
+    return ""
+
+
+def rope(written: Written) -> str:
+    """Find a rotary table that is not the default."""
+    kind = written.rope.get("rope_type", "default")
+    return "" if kind == "default" else f"its rope_type is {kind}"
+
+
+def halves(written: Written) -> str:
+    """Find rotary pairs that are not neighbours."""
+    if written.get("rope_interleave", True):
+        return ""
+    return "its rotary pairs are halves apart (rope_interleave false)"
+
+
+def activation(written: Written) -> str:
+    """Find an activation other than silu."""
+    activation = written.get("hidden_act", "silu")
+    return "" if activation == "silu" else f"its hidden_act is {activation}"
+
+
+def headless(written: Written) -> str:
+    """Find a checkpoint without a head of its own."""
+    if "lm_head.weight" in written.specs:
+        return ""
+    return "its head is tied to the embedding, so there is no lm_head.weight"
+
+
+def norm(written: Written) -> str:
+    """Find layers without the norm of the latent."""
+    count = sum(name.endswith("kv_a_layernorm.weight") for name in written.specs)
+    return "" if count >= written.get("num_hidden_layers") else "layers have no kv_a_layernorm.weight"
+
+
+def width(written: Written) -> str:
+    """Find a cache whose width vLLM's latent attention does not take."""
+    latent, rope = written.cached
+    return "" if latent + rope in CACHED else f"what it caches is {latent}+{rope} wide, not {SERVING}"
+
+
+def unusual(written: Written) -> str:
+    """Find a width that vLLM takes, but few of its kernels do."""
+    return "" if width(written) else other(written)
+
+
+def other(written: Written) -> str:
+    """Find a cache that is not 512+64 wide."""
+    if written.cached == _WIDE:
+        return ""
+    latent, rope = written.cached
+    return f"what it caches is {latent}+{rope} wide, not {SERVING}"
+
+
+def prefill(written: Written) -> str:
+    """Find heads that no prefill kernel of vLLM's takes."""
+    head = tuple(int(written.get(field)) for field in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
+    if head in _PREFILL:
+        return ""
+    known = ", ".join("-".join(map(str, widths)) for widths in _PREFILL)
+    return f"its heads are {'-'.join(map(str, head))} wide (nope-rope-value), not {known}"
+
+
+def advertised(written: Written) -> str:
+    """Find a head_dim that is not the width of the cache."""
+    width = sum(written.cached)
+    head = written.config.get("head_dim")
+    return "" if head == width else f"its head_dim is {head}, not kv_lora_rank + qk_rope_head_dim = {width}"
+
+
+def experts(written: Written) -> str:
+    """Find a number of experts that is null."""
+    return "" if isinstance(written.config.get("n_routed_experts"), int) else "its n_routed_experts is null"
+
+
+def expert_groups(written: Written) -> str:
+    """Find as many groups of experts as experts."""
+    groups = written.get("n_group", 1)
+    experts = written.get("n_routed_experts")
+    return "" if groups < experts else f"its n_group {groups} is not below its n_routed_experts {experts}"
+
+
+def all_rotary(written: Written) -> str:
+    """Find heads without an un-rotated part."""
+    return "" if written.get("qk_nope_head_dim") else "its qk_nope_head_dim is 0"
+
+
+def whole_query(written: Written) -> str:
+    """Find queries that are not compressed, in as many layers as llama.cpp wants them compressed."""
+    if written.config.get("q_lora_rank"):
+        return ""
+    layers = written.get("num_hidden_layers")
+    vocabulary = written.get("vocab_size")
+    if layers in (26, 27) or (layers, vocabulary) == (48, 128256):
+        return ""
+    return f"it has {layers} layers and no q_lora_rank"
+
+
+def named_rank(written: Written) -> str:
+    """Find an intact latent under the name of a decoupled one."""
+    return "its config.json has kv_lora_rank" if "kv_lora_rank" in written.config else ""
+
+
+def expanded(written: Written) -> str:
+    """Find Falcon's new decoder."""
+    return "its class is Falcon's new decoder" if written.get("new_decoder_architecture", False) else ""
+
+
+def falcon_mlp(written: Written) -> str:
+    """Find a Falcon whose MLP is not four times as wide as the residual stream."""
+    width = written.get("ffn_hidden_size")
+    hidden = written.get("hidden_size")
+    if not expanded(written) or width in (0, 4 * hidden):
+        return ""
+    return f"its ffn_hidden_size is {width}, not {4 * hidden}"
+
+
+def narrow(written: Written) -> str:
+    """Find a cache that is 256+64 wide."""
+    return "what it caches is 256+64 wide" if written.cached == _NARROW else ""
+
+
+def untold_kernel(written: Written) -> str:
+    """Find a width that no CUDA kernel of llama.cpp's flash attention has."""
+    return "" if written.cached in (_WIDE, _NARROW) else other(written)
+
+
+def deep(written: Written) -> str:
+    """Find more layers than mlx-lm's loader keeps."""
+    layers = written.get("num_hidden_layers")
+    return f"it has {layers} layers" if layers > _MLX_LAYERS else ""
+
+
+def unlisted(engine: str) -> Callable[[Written], str]:
+    """Return a condition: the engine has no class for the checkpoint's."""
+
+    def found(written: Written) -> str:
+        return "" if written.get("model_type", "") in CLASSES[engine] else _class(written)
+
+    return found
+
+
+def unlisted_but(engine: str, *others: str) -> Callable[[Written], str]:
+    """Return the condition of `unlisted`, but for some classes."""
+    return lambda written: "" if written.get("model_type", "") in others else unlisted(engine)(written)
+
+
+def windowed(written: Written) -> str:
+    """Find a sliding window in a class that has none in mlx-lm."""
+    window = written.get("sliding_window")
+    used = written.get("use_sliding_window", True) and 0 < window < written.get("max_position_embeddings", 1)
+    if not used or written.get("model_type", "") not in _MLX_WHOLE:
+        return ""
+    return f"its attention has a window of {window} tokens"
+
+
+def falcon(written: Written) -> str:
+    """Find a Falcon."""
+    return _class(written) if written.get("model_type", "") == "falcon" else ""
+
+
+def biased_falcon(written: Written) -> str:
+    """Find a Falcon with biases, as GPT-NeoX is written."""
+    return "its class is Falcon with biases" if falcon(written) and written.get("bias", False) else ""
+
+
+def _class(written: Written) -> str:
+    return f"its class is {(written.get('architectures', None) or [written.get('model_type', 'unknown')])[0]}"
+
+
+def sentencepiece(written: Written) -> str:
+    """Find a tokenizer that is not a byte-level BPE; a checkpoint without a readable one is not judged."""
+    if written.tokenizer is None:
+        return ""
+    file = written.tokenizer / "tokenizer.json"
+    if file.is_file():
+        level = _is_byte_level(file, file.stat().st_mtime_ns)
+        return "its tokenizer.json is no byte-level BPE" if level is False else ""
+    has_pieces = (written.tokenizer / "tokenizer.model").is_file()
+    return "its tokenizer is a SentencePiece model" if has_pieces else ""
+
+
+_TOKENIZER_BYTES = 2**28
+
+
+@cache
+def _is_byte_level(file: Path, _changed: int) -> bool | None:
+    """Return whether a tokenizer.json holds a byte-level BPE; None where it is no tokenizer."""
+    try:
+        found = read_json(file, _TOKENIZER_BYTES)
+    except InvalidInput:  # not a JSON object, or too large
+        return None
+    model = found.get("model") if isinstance(found, dict) else None
+    if not isinstance(model, dict):
+        return None
+    return model.get("type") == "BPE" and "ByteLevel" in _types(found.get("pre_tokenizer"))
+
+
+def _types(step: Any) -> set[str]:
+    """Return the types of a step of a tokenizer and of the steps in it."""
+    if not isinstance(step, dict):
+        return set()
+    inner = [_types(one) for one in step.get("pretokenizers") or ()]
+    return {str(step.get("type"))}.union(*inner)

@@ -1,0 +1,157 @@
+"""More rows of the table of families: those that were added in 2026."""
+
+from .family import Family
+from .row_parts import AFTER, EXPERTS, GATED, LAYERNORM, NORMS, QK_NORM, affine, layer_names
+
+NEWER = {
+    "arcee": Family(
+        label="Arcee",
+        architecture="ArceeForCausalLM",
+        layer_tensors=layer_names(*NORMS, *GATED[1:]),
+        block="its MLP has no gate",
+    ),
+    "helium": Family(label="Helium", architecture="HeliumForCausalLM", rotary="interleaved"),
+    "seed_oss": Family(label="Seed-OSS", architecture="SeedOssForCausalLM"),
+    "ernie4_5": Family(
+        label="Ernie 4.5",
+        architecture="Ernie4_5ForCausalLM",
+        rotary="interleaved",
+        needs={"use_bias": (None, False)},
+    ),
+    "ernie4_5_moe": Family(
+        label="Ernie 4.5 MoE",
+        architecture="Ernie4_5_MoeForCausalLM",
+        rotary="interleaved",
+        layer_tensors=layer_names(*NORMS),
+        block=EXPERTS,
+    ),
+    "hyperclovax": Family(
+        label="HyperCLOVA X",
+        architecture="HyperCLOVAXForCausalLM",
+        scale=("attention_multiplier", 1.0),
+        block="it scales and may normalise what a layer adds to the residual stream",
+    ),
+    "jais2": Family(
+        label="Jais 2",
+        architecture="Jais2ForCausalLM",
+        layer_tensors=layer_names(*affine("input_layernorm", "post_attention_layernorm"), *GATED[1:]),
+        model_tensors=affine("norm"),
+        block=LAYERNORM,
+    ),
+    "nemotron": Family(
+        label="Nemotron",
+        architecture="NemotronForCausalLM",
+        layer_tensors=layer_names(*affine("input_layernorm", "post_attention_layernorm"), *GATED[1:]),
+        model_tensors=affine("norm"),
+        block=LAYERNORM,
+    ),
+    "granitemoe": Family(
+        label="Granite MoE",
+        architecture="GraniteMoeForCausalLM",
+        scale=("attention_multiplier", 1.0),
+        layer_tensors=layer_names(*NORMS),
+        block=EXPERTS,
+    ),
+    "granitemoeshared": Family(
+        label="Granite MoE, shared expert",
+        architecture="GraniteMoeSharedForCausalLM",
+        scale=("attention_multiplier", 1.0),
+        layer_tensors=layer_names(*NORMS),
+        block=EXPERTS,
+    ),
+    "olmoe": Family(
+        label="OLMoE",
+        architecture="OlmoeForCausalLM",
+        needs={"clip_qkv": (None,)},
+        **QK_NORM,
+        norm_spans="heads",
+        layer_tensors=layer_names(*NORMS, "mlp.gate.weight"),
+        block=EXPERTS,
+    ),
+    "flex_olmo": Family(
+        label="FlexOlmo",
+        architecture="FlexOlmoForCausalLM",
+        **QK_NORM,
+        norm_spans="heads",
+        layer_tensors=layer_names(*AFTER, "mlp.gate.weight"),
+        block=EXPERTS,
+    ),
+    "dots1": Family(
+        label="dots.llm1",
+        architecture="Dots1ForCausalLM",
+        **QK_NORM,
+        layer_tensors=layer_names(*NORMS),
+        block=EXPERTS,
+    ),
+    "glm4_moe": Family(
+        label="GLM-4.5 and later",
+        architecture="Glm4MoeForCausalLM",
+        **QK_NORM,
+        norm_flag="use_qk_norm",
+        layer_tensors=layer_names(*NORMS),
+        block=EXPERTS,
+    ),
+    "apertus": Family(
+        label="Apertus",
+        architecture="ApertusForCausalLM",
+        **QK_NORM,
+        layer_tensors=layer_names("attention_layernorm.weight", "feedforward_layernorm.weight", *GATED[1:]),
+        block="its MLP has no gate",
+    ),
+    "minimax_m2": Family(
+        label="MiniMax M2",
+        architecture="MiniMaxM2ForCausalLM",
+        **QK_NORM,
+        norm_spans="heads",
+        layer_tensors=layer_names(*NORMS),
+        block=EXPERTS,
+    ),
+    "phimoe": Family(
+        label="Phi-3.5-MoE",
+        architecture="PhimoeForCausalLM",
+        layer_tensors=layer_names(*affine("input_layernorm", "post_attention_layernorm")),
+        model_tensors=affine("norm"),
+        block=EXPERTS,
+    ),
+    "hy_v3": Family(
+        label="Hunyuan 3",
+        architecture="HYV3ForCausalLM",
+        **QK_NORM,
+        layer_tensors=layer_names(*NORMS),
+        block=EXPERTS,
+    ),
+    "solar_open": Family(
+        label="Solar Open",
+        architecture="SolarOpenForCausalLM",
+        layer_tensors=layer_names(*NORMS),
+        block=EXPERTS,
+    ),
+    "vaultgemma": Family(
+        label="VaultGemma",
+        architecture="VaultGemmaForCausalLM",
+        norm_shift=1.0,
+        scale=("query_pre_attn_scalar", -0.5),
+        soft_cap="attn_logit_softcapping",
+        layer_tensors=layer_names("input_layernorm.weight", "pre_feedforward_layernorm.weight", *GATED),
+        block="it bounds its logits",
+    ),
+    "aria_text": Family(
+        label="Aria, text",
+        architecture="AriaTextForCausalLM",
+        layer_tensors=layer_names(*NORMS),
+        block=EXPERTS,
+    ),
+    "mellum": Family(
+        label="Mellum",
+        architecture="MellumForCausalLM",
+        **QK_NORM,
+        layer_tensors=layer_names(*NORMS),
+        block=EXPERTS,
+    ),
+    "internlm3": Family(
+        label="InternLM 3", architecture="LlamaForCausalLM", block="its class is chosen by name"
+    ),
+    "iquestcoder": Family(
+        label="IQuest-Coder", architecture="LlamaForCausalLM", block="its class is chosen by name"
+    ),
+}

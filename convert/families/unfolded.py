@@ -1,0 +1,89 @@
+"""Model types of transformers' causal language models that kvfold does not fold, each with the reason.
+
+Read in transformers 5.23. `kvfold families --all` prints them. A model type in neither this table nor that of
+families is reported as not examined.
+"""
+
+from collections.abc import Iterable
+
+NOT_EXAMINED = "not examined"
+
+_ENCODER = "it is an encoder, which reads a whole text at once"
+_SEQUENCE = "it is a part of an encoder-decoder model, whose decoder also attends to an encoder"
+_LATENT = "its attention is latent already"
+_NO_ATTENTION = "it has no attention"
+_HYBRID = "some of its layers have no attention, and folding only the others is not implemented"
+_GATED = "it gates each dimension of the attention's output, so values cannot change their basis"
+_PARTLY = "which of its layers rotate depends on two fields, and no row describes that"
+_DISTANCE = "its scores have a bias for each distance, and its class one key head per query head"
+_ALL_HEADS = "its class has one key head per query head, and no row describes its attention"
+_AFTER_ROTATION = "it normalises queries and keys after rotation"
+_SHARED = "its layers share keys and values, or differ in their widths"
+_SELECTED = "it selects the tokens that it attends to by an index of its own"
+_WHOLE = "it is a multimodal model"
+_UNDESCRIBED = "no row describes its attention"
+
+
+def _all(reason: str, kinds: Iterable[str]) -> dict[str, str]:
+    return dict.fromkeys(kinds, reason)
+
+
+UNFOLDED: dict[str, str] = {
+    **_all(_ENCODER, (
+        "bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie",
+        "megatron-bert", "rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm",
+        "xlm-roberta", "xlm-roberta-xl", "xlnet", "xmod", "reformer",
+    )),
+    **_all(_SEQUENCE, (
+        "bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "marian", "mbart", "musicgen",
+        "musicgen_melody", "mvp", "pegasus", "plbart", "prophetnet", "trocr", "whisper",
+    )),
+    **_all(_LATENT, (
+        "axk1", "axk2", "bailing_hybrid", "deepseek_v2", "deepseek_v3", "deepseek_v32", "deepseek_v4",
+        "glm4_moe_lite", "glm_moe_dsa", "hy_v4", "kimi_linear", "longcat_flash", "minicpm3", "youtu",
+    )),
+    **_all(_NO_ATTENTION, ("falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm")),
+    **_all(_HYBRID, (
+        "bamba", "falcon_h1", "granitemoehybrid", "jamba", "lfm2", "lfm2_moe", "lfm3", "minimax",
+        "nemotron_h", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text",
+        "qwen3_next", "qwen4_exp", "qwen4_exp_text", "recurrent_gemma", "zamba", "zamba2",
+    )),
+    **_all(_GATED, ("afmoe", "beam", "hrm_text", "laguna")),
+    **_all(_PARTLY, (
+        "cohere2_moe", "exaone4", "exaone_moe", "flint", "granite_swa", "granitemoe_swa", "kolibri1",
+    )),
+    **_all(_DISTANCE, ("bloom", "mpt")),
+    **_all(_ALL_HEADS, (
+        "biogpt", "codegen", "cpmant", "ctrl", "gpt_neo", "gpt_neox_japanese", "modernbert-decoder",
+        "openai-gpt", "persimmon", "xglm",
+    )),
+    **_all(_AFTER_ROTATION, ("hunyuan_v1_dense", "hunyuan_v1_moe", "llama4_text", "nanochat")),
+    **_all(_SHARED, (
+        "dots3_note", "dots3_note_text", "gemma3n", "gemma3n_text", "gemma4", "gemma4_assistant",
+        "gemma4_text",
+        "gemma4_unified", "gemma4_unified_assistant", "gemma4_unified_text", "mimo_v2_flash",
+    )),
+    **_all(_SELECTED, ("minimax_m3_vl_text",)),
+    **_all(_WHOLE, (
+        "emu3", "fuyu", "gemma3", "git", "got_ocr2", "llama4", "mllama", "moshi", "moss_transcribe_diarize",
+        "phi4_multimodal",
+    )),
+    **_all(_UNDESCRIBED, ("blt", "cohere_compass_text", "cwm", "inkling2_text", "inkling_text", "zaya")),
+    "bitnet": "its projections are ternary",
+    "dbrx": "its attention settings are in a config of their own, and its projections may be clamped",
+    "diffllama": "its attention is the difference of two",
+    "doge": "its attention mask is computed from the values",
+    "gpt-sw3": "its checkpoints have model_type gpt2, which can be folded",
+    "gpt_bigcode": "it has one key/value head already",
+    "jetmoe": "its heads are experts, of which each token takes some",
+}  # fmt: skip
+
+
+def verdict(kind: str, folded: Iterable[str]) -> str:
+    """Return `supported`, or the reason why a model type is not folded.
+
+    Args:
+        kind: a model type.
+        folded: the model types that have a row.
+    """
+    return "supported" if kind in folded else UNFOLDED.get(kind, NOT_EXAMINED)

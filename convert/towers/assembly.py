@@ -1,0 +1,78 @@
+"""A folded text tower, put back in its place in the whole multimodal checkpoint.
+
+All other tensors keep their bytes.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from ...checkpoints.directory import (
+    Checkpoint,
+    check_output,
+    copy_side_files,
+    finish,
+    read_config,
+    without_code,
+)
+from ...checkpoints.record import describe, write_record
+from ...checkpoints.shards import ShardWriter
+from ...core.hub import commit_of
+from ..request import FoldRequest
+from ..write.model_card import write_card
+from .tower import Tower
+
+# Fields of config.json that a fold may write otherwise although it did not change the model.
+_KEPT = {"architectures", "model_type", "dtype", "torch_dtype", "transformers_version", "tie_word_embeddings"}
+
+
+def put_back(tower: Tower, folded: Path, out: Path, request: FoldRequest) -> dict[str, Any]:
+    """Write the whole checkpoint with a folded tower, and return its record.
+
+    Args:
+        tower: where the tower's tensors are in the whole checkpoint.
+        folded: the folded tower, in the tower's own class.
+        out: the new directory.
+        request: what the user asked for.
+
+    Raises:
+        InvalidInput: the directory exists or cannot be written.
+    """
+    check_output(out, tower.directory)
+    partial = out.with_name(out.name + ".partial")
+    partial.mkdir(parents=True, exist_ok=True)
+    whole, part = Checkpoint(tower.directory), Checkpoint(folded)
+    specs = {
+        name: part.spec(tower.names[name]) if name in tower.names else whole.spec(name) for name in whole
+    }
+    with ShardWriter(partial, specs, request.shard_size) as writer:
+        for name in whole:
+            place = part.stream(tower.names[name]) if name in tower.names else whole.stream(name)
+            for first, piece in place:
+                writer.write(name, piece, first)
+    copy_side_files(tower.directory, partial)
+    config = _config(tower, read_config(folded))
+    (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    record: dict[str, Any] = json.loads((folded / "kvfold.json").read_text(encoding="utf-8"))
+    record |= {
+        "source": describe(tower.directory, request.source_name, commit_of(tower.directory)),
+        "command": request.command,
+        "request": request.essentials(),
+        "container": (config.get("architectures") or [config["model_type"]])[0],
+        "parents": [{"stage": "source", "path": str(tower.directory.resolve())}],
+    }
+    write_record(partial, record)
+    write_card(partial, record)
+    finish(partial, out)
+    return record
+
+
+def _config(tower: Tower, folded: dict[str, Any]) -> dict[str, Any]:
+    """Return config.json of the whole checkpoint, with what the fold changed in the tower's."""
+    changed = {
+        key: value for key, value in folded.items() if key not in _KEPT and value != tower.config.get(key)
+    }
+    config: dict[str, Any] = without_code(read_config(tower.directory))
+    if isinstance(config.get("text_config"), dict):
+        return {**config, "text_config": {**config["text_config"], **changed}}
+    return {**config, **changed}

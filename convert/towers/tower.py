@@ -1,0 +1,166 @@
+"""The text tower of a multimodal checkpoint, taken out as a causal language model.
+
+A tower is a decoder of a family that has a row. Its tensors keep their bytes; only their names change.
+"""
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...checkpoints.directory import Checkpoint, check_output, copy_side_files, finish, read_config
+from ...checkpoints.shards import ShardWriter
+from ...core.errors import InvalidInput
+from ..families.family import Family
+from ..families.recognition import FAMILIES, is_multimodal
+
+# Model types of towers that compute, on text, what another model type computes. Sections of M-RoPE have the
+# same position on text, and one table of frequencies.
+_SAME_AS = {
+    "qwen2_vl_text": "qwen2",
+    "qwen2_5_vl_text": "qwen2",
+    "qwen3_vl_text": "qwen3",
+    "qwen3_vl_moe_text": "qwen3_moe",
+}
+_OTHERS = ("vision", "visual", "audio")  # parts of the names of modules that are no text tower
+_HEADS = ("lm_head.weight", "language_model.lm_head.weight")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tower:
+    """The text tower of a multimodal checkpoint.
+
+    Attributes:
+        directory: the whole checkpoint.
+        model_type: of the causal language model that the tower is.
+        config: its config.json, as that model's.
+        names: for each tensor of the tower its name in the causal language model.
+    """
+
+    directory: Path
+    model_type: str
+    config: dict[str, Any]
+    names: dict[str, str]
+
+
+def find_tower(directory: Path) -> Tower | None:
+    """Return the text tower of a checkpoint; None where it is no multimodal one.
+
+    Raises:
+        InvalidInput: a multimodal checkpoint without a text tower, or one of a family without a row.
+    """
+    config = read_config(directory)
+    if not is_multimodal(config):
+        return None
+    kind = str(config.get("model_type"))
+    if config.get("is_encoder_decoder"):
+        raise InvalidInput(f"model_type {kind} is an encoder-decoder model, which kvfold cannot fold")
+    text = _text_config(directory, kind)
+    named = str(text.get("model_type"))
+    model_type = _SAME_AS.get(named, named)
+    if model_type not in FAMILIES:
+        raise InvalidInput(
+            f"the text tower of {kind} is of model_type {named}, which kvfold cannot fold; "
+            "`kvfold families --all` says why"
+        )
+    names = _names(directory, list(Checkpoint(directory)), FAMILIES[model_type])
+    tied = "lm_head.weight" not in names.values()
+    tower_config = _causal_config(model_type, {**text, "tie_word_embeddings": tied}, config)
+    return Tower(directory=directory, model_type=model_type, config=tower_config, names=names)
+
+
+def is_written(tower: Tower, out: Path) -> bool:
+    """Return whether a directory holds a tower that `write_tower` wrote whole.
+
+    Args:
+        tower: the tower.
+        out: the directory, which may be anything.
+    """
+    if not (out / "config.json").is_file():
+        return False
+    whole, there = Checkpoint(tower.directory), Checkpoint(out)
+    if read_config(out) != json.loads(json.dumps(tower.config)) or set(there) != set(tower.names.values()):
+        return False
+    return all(there.spec(name) == whole.spec(stored) for stored, name in tower.names.items())
+
+
+def write_tower(tower: Tower, out: Path, shard_size: int) -> None:
+    """Write a tower alone, as a checkpoint of a causal language model.
+
+    Args:
+        tower: the tower.
+        out: the new directory.
+        shard_size: most bytes of a weight file.
+
+    Raises:
+        InvalidInput: the directory exists or cannot be written.
+    """
+    check_output(out, tower.directory)
+    partial = out.with_name(out.name + ".partial")
+    partial.mkdir(parents=True, exist_ok=True)
+    whole = Checkpoint(tower.directory)
+    specs = {name: whole.spec(stored) for stored, name in tower.names.items()}
+    with ShardWriter(partial, specs, shard_size) as writer:
+        for stored, name in tower.names.items():
+            for first, piece in whole.stream(stored):
+                writer.write(name, piece, first)
+    copy_side_files(tower.directory, partial)
+    (partial / "config.json").write_text(json.dumps(tower.config, indent=2) + "\n", encoding="utf-8")
+    finish(partial, out)
+
+
+def _text_config(directory: Path, kind: str) -> dict[str, Any]:
+    """Return the configuration of the text tower, with all defaults of its own class."""
+    from transformers import AutoConfig
+
+    try:
+        whole = AutoConfig.from_pretrained(directory)
+        text = whole.get_text_config(decoder=True)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise InvalidInput(f"config.json of {directory} cannot be read by transformers: {reason}") from None
+    if text is whole or "num_hidden_layers" not in text.to_dict():
+        raise InvalidInput(
+            f"model_type {kind} has no text tower: its config.json has no text_config with "
+            "num_hidden_layers; kvfold folds the decoder of text"
+        )
+    found: dict[str, Any] = text.to_dict()
+    return found
+
+
+def _names(directory: Path, stored: Iterable[str], family: Family) -> dict[str, str]:
+    """Return the tower's tensors by their names in the whole checkpoint."""
+    names = list(stored)
+    ending = f"{family.o.format(layer=0)}.weight"
+    found = {
+        name.removesuffix(ending)
+        for name in names
+        if name.endswith(ending) and not any(other in name for other in _OTHERS)
+    }
+    if len(found) != 1:
+        raise InvalidInput(
+            f"{directory} has {len(found)} text towers, where one is needed: tensors whose names end in "
+            f"{ending}"
+        )
+    prefix = found.pop()
+    inside = {name: family.prefix + name.removeprefix(prefix) for name in names if name.startswith(prefix)}
+    inside = {name: ours for name, ours in inside.items() if not any(other in ours for other in _OTHERS)}
+    return inside | {name: family.head for name in names if name in _HEADS}
+
+
+def _causal_config(model_type: str, text: Mapping[str, Any], whole: Mapping[str, Any]) -> dict[str, Any]:
+    """Return config.json of the tower as a causal language model."""
+    from transformers import CONFIG_MAPPING
+
+    rope = text.get("rope_parameters")
+    kept = {key: value for key, value in text.items() if key not in {"model_type", "architectures"}}
+    if isinstance(rope, dict):
+        plain = {key: value for key, value in rope.items() if not key.startswith("mrope")}
+        if plain.get("rope_type") == "mrope":
+            plain["rope_type"] = "default"
+        kept["rope_parameters"] = plain
+    dtype = kept.get("dtype") or whole.get("dtype") or whole.get("torch_dtype")
+    made: dict[str, Any] = CONFIG_MAPPING[model_type](**kept).to_dict()
+    made |= {"architectures": [FAMILIES[model_type].architecture], "model_type": model_type}
+    return made | ({"dtype": str(dtype)} if dtype else {})

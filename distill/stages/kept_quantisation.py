@@ -1,0 +1,62 @@
+"""The quantised weights of a student that training left as they were: they keep their bytes.
+
+A quantised student is trained with its dequantised weights, float32. What a stage does not train is then
+still exactly what its stored parts stand for.
+"""
+
+import json
+from collections.abc import Callable, Collection, Set
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...checkpoints.directory import Checkpoint, read_config
+from ...checkpoints.quantised.packed_checkpoint import QuantisedCheckpoint
+from ...checkpoints.quantised.packed_tensor import module_of
+from ...checkpoints.quantised.schemes import MODELOPT_FILE
+from ...checkpoints.quantised.unconverted import OutputModules
+
+
+def unchanged(stored: Checkpoint, trained: Collection[str], read: Callable[[str], Tensor]) -> set[str]:
+    """Return the quantised tensors of a student that a training state has as they were.
+
+    Args:
+        stored: the student.
+        trained: names of the state's tensors.
+        read: returns one of them.
+    """
+    if not isinstance(stored, QuantisedCheckpoint):
+        return set()
+    return {
+        name
+        for name in stored.packed
+        if name in trained and torch.equal(read(name).to(torch.float32), stored[name])
+    }
+
+
+def correct_config(stored: Checkpoint, kept: Set[str], directory: Path) -> None:
+    """Correct the quantization_config of a written student, which has its start's.
+
+    Args:
+        stored: the checkpoint that the student started from.
+        kept: its quantised tensors that keep their bytes.
+        directory: that was written.
+    """
+    if not isinstance(stored, QuantisedCheckpoint):
+        return
+    changed = [module_of(name) for name in stored.packed if name not in kept]
+    modules = OutputModules(plain=tuple(changed), packed=tuple(map(module_of, kept)), gone=())
+    config = read_config(directory)
+    config.pop("quantization_config", None)
+    if kept and stored.stored.config.get("quantization_config"):
+        config["quantization_config"] = stored.quantization_for(modules)
+    _write(directory / "config.json", config)
+    content = stored.modelopt_file_for(modules)
+    if kept and content is not None:
+        _write(directory / MODELOPT_FILE, content)
+
+
+def _write(file: Path, content: dict[str, Any]) -> None:
+    file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

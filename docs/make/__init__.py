@@ -1,0 +1,1 @@
+"""Commands that make the documentation: the site, its generated pages, and its figures."""

@@ -1,0 +1,127 @@
+"""A quantised tensor in its stored parts, and the checks of their names, shapes and dtypes.
+
+Legend: R rows (output features), C columns (input features).
+"""
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ...core.errors import InvalidInput
+from ..shards import TensorSpec
+
+Shape = tuple[int, ...]
+Parts = Mapping[str, Tensor]
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+POWERS = (torch.float8_e8m0fnu, torch.uint8)  # scales that are powers of two: an exponent per byte
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedTensor:
+    """A tensor of the unquantised model that is stored in parts.
+
+    Attributes:
+        shape: of the unquantised tensor.
+        parts: names of the stored tensors by role; the first one holds the numbers, the others scale them.
+        unpack: from the parts, a first row and a number of rows to these rows of the tensor, float32.
+        step: `unpack` takes multiples of so many rows, except at the end.
+        scales: roles whose values must be finite.
+        ranges: roles whose values must be at least the first number and below the second.
+        others: names of stored tensors that belong to the module and do not change the weight.
+    """
+
+    shape: Shape
+    parts: Mapping[str, str]
+    unpack: Callable[[Parts, int, int], Tensor]
+    step: int = 1
+    scales: tuple[str, ...] = ()
+    ranges: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    others: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Return every stored tensor of it."""
+        return (*self.parts.values(), *self.others)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredTensors:
+    """The tensors of a quantised checkpoint as they are stored.
+
+    Attributes:
+        directory: of the checkpoint.
+        specs: shapes and dtypes by name.
+        read: returns a tensor by its name.
+    """
+
+    directory: Path
+    specs: Mapping[str, TensorSpec]
+    read: Callable[[str], Tensor]
+
+    def ending(self, suffix: str) -> list[str]:
+        """Return the names with an ending, without it."""
+        return [name.removesuffix(suffix) for name in self.specs if name.endswith(suffix)]
+
+    def require(
+        self, name: str, owner: str, shapes: Collection[Shape], dtypes: Collection[torch.dtype]
+    ) -> str:
+        """Return a part's name after checking that it is stored as its tensor needs it.
+
+        Args:
+            name: of the part.
+            owner: of the tensor that needs it.
+            shapes: that it may have; empty: any.
+            dtypes: that it may have.
+
+        Raises:
+            InvalidInput: it is missing, or has another shape or dtype.
+        """
+        found = self.specs.get(name)
+        if found is None:
+            raise InvalidInput(
+                f"{self.directory} has no {name}, without which the quantised {owner} cannot be read; "
+                "download or save it again"
+            )
+        if found.dtype not in dtypes:
+            kinds = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+            raise InvalidInput(
+                f"{name} of {self.directory} is {str(found.dtype).removeprefix('torch.')}, where the "
+                f"quantised {owner} needs {kinds}; download or save it again"
+            )
+        if shapes and found.shape not in shapes:
+            wanted = " or ".join(map(str, dict.fromkeys(shapes)))
+            raise InvalidInput(
+                f"{name} of {self.directory} has shape {found.shape}, where the quantised {owner} needs "
+                f"{wanted}; correct quantization_config, or download it again"
+            )
+        return name
+
+    def shape(self, name: str, dimensions: int) -> Shape:
+        """Return a tensor's shape, which must have so many dimensions.
+
+        Raises:
+            InvalidInput: it has another number of them.
+        """
+        found = self.specs[name].shape
+        if len(found) != dimensions:
+            raise InvalidInput(
+                f"{name} of {self.directory} has shape {found}, where a quantised weight has {dimensions} "
+                "dimensions; download or save it again"
+            )
+        return found
+
+
+def as_scale(stored: Tensor) -> Tensor:
+    """Return scales as float32; bytes are exponents of two (E8M0), and 255 is NaN."""
+    if stored.dtype == torch.uint8:
+        stored = stored.view(torch.float8_e8m0fnu)
+    return stored.to(torch.float32)
+
+
+def module_of(name: str) -> str:
+    """Return the module that a weight belongs to, or its own name where it is not called `weight`."""
+    return name.removesuffix(".weight")

@@ -1,0 +1,137 @@
+"""Weights of one byte per number with a scale per tensor, row, group of columns or block.
+
+FP8 checkpoints of DeepSeek and Qwen store `weight_scale_inv` per block, those of other tools `weight_scale`;
+either is multiplied with the numbers.
+
+Legend: R rows, C columns; leading dimensions (experts) may precede them.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...core.errors import InvalidInput
+from ...core.untrusted import shorten
+from .packed_tensor import FLOATS, FP8, POWERS, PackedTensor, Parts, Shape, StoredTensors, as_scale
+
+_SCALES = ("_scale_inv", "_scale")  # endings of a scale's name after the weight's
+
+
+def scaled(
+    stored: StoredTensors,
+    name: str,
+    scale: str,
+    grid: tuple[int, int],
+    *,
+    zero: str | None = None,
+    zero_range: tuple[int, int] = (-128, 128),
+) -> PackedTensor:
+    """Return a weight of bytes that scales of a grid multiply.
+
+    Args:
+        stored: the tensors as they are stored.
+        name: of the weight, (..., R, C), whose dtype has been looked at.
+        scale: name of the scales, one per field of the grid; or one for the tensor, or one per row.
+        grid: rows and columns that share a scale.
+        zero: name of the numbers that stand for zero, of the scales' shape.
+        zero_range: their least value, and the first one above the greatest.
+
+    Raises:
+        InvalidInput: the scales are missing, or have another shape or dtype.
+    """
+    shape = stored.specs[name].shape
+    shapes = _shapes(stored, name, grid)
+    counts = shapes[0]
+    parts = {"weight": name, "scale": stored.require(scale, name, shapes, (*FLOATS, *POWERS[:1]))}
+    if zero is not None:
+        kept = {torch.int8, torch.int32, stored.specs[name].dtype}
+        parts["zero"] = stored.require(zero, name, [stored.specs[scale].shape], sorted(kept, key=str))
+
+    def unpack(found: Parts, first: int, count: int) -> Tensor:
+        chunk = slice(first, first + count)
+        numbers = found["weight"][chunk].to(torch.float32)
+        for role in ("zero", "scale"):
+            if role in found:
+                table = as_scale(found[role]).reshape(counts)
+                if len(shape) > 2:
+                    table = table[chunk]
+                else:
+                    table = table[first // grid[0] : -(-(first + count) // grid[0])]
+                _apply(numbers, table, grid, subtract=role == "zero")
+        return numbers
+
+    return PackedTensor(
+        shape=shape,
+        parts=parts,
+        unpack=unpack,
+        step=grid[0] if len(shape) == 2 and grid[0] < shape[0] else 1,
+        scales=("scale",),
+        ranges={} if zero is None else {"zero": zero_range},
+    )
+
+
+def _shapes(stored: StoredTensors, name: str, grid: tuple[int, int]) -> list[Shape]:
+    """Return the shapes that scales of a grid may be stored in; the first one has a value for every field."""
+    shape = stored.specs[name].shape
+    if len(shape) < 2:
+        raise InvalidInput(
+            f"{name} of {stored.directory} is quantised with shape {shape}, where a matrix is needed; "
+            "download or save it again"
+        )
+    rows, columns = shape[-2:]
+    counts = (*shape[:-2], -(-rows // grid[0]), -(-columns // grid[1]))
+    if grid[1] < columns:
+        return [counts]
+    # Per row or per tensor, for which tools write one dimension or two.
+    shapes: list[Shape] = [counts, counts[:-1]]
+    if counts[-2] == 1:
+        shapes += [counts[:-2], (1,), (1, 1)] if len(shape) == 2 else [counts[:-2]]
+    return shapes
+
+
+def _apply(numbers: Tensor, table: Tensor, grid: tuple[int, int], *, subtract: bool) -> None:
+    """Multiply numbers (..., R, C) with a table of one value per field of a grid, or subtract, in place."""
+    columns = numbers.shape[-1]
+    for index in range(table.shape[-2]):
+        rows = numbers[..., index * grid[0] : (index + 1) * grid[0], :]
+        values = table[..., index, :]
+        if grid[1] < columns:
+            values = values.repeat_interleave(grid[1], -1)[..., :columns]
+        if subtract:
+            rows -= values[..., None, :]
+        else:
+            rows *= values[..., None, :]
+
+
+def find_fp8(stored: StoredTensors, config: Mapping[str, Any]) -> dict[str, PackedTensor]:
+    """Return the FP8 weights of `quant_method: fp8`, with scales per block or per tensor.
+
+    Raises:
+        InvalidInput: the configuration names no block that can be, or a scale is missing or misshapen.
+    """
+    block = config.get("weight_block_size")
+    if block is not None and not (
+        isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block)
+    ):
+        raise InvalidInput(
+            f"{stored.directory} has weight_block_size {shorten(block)}, where two positive numbers "
+            "are needed"
+        )
+    found: dict[str, PackedTensor] = {}
+    for name, spec in stored.specs.items():
+        if spec.dtype in FP8:
+            scale = next((name + end for end in _SCALES if name + end in stored.specs), name + _SCALES[0])
+            grid = tuple(block) if block else _whole(stored, name, scale)
+            found[name] = scaled(stored, name, scale, grid)
+    return found
+
+
+def _whole(stored: StoredTensors, name: str, scale: str) -> tuple[int, int]:
+    """Return the grid of a weight without blocks: one scale per row, or one for the tensor."""
+    shape = stored.specs[name].shape
+    found = stored.specs.get(scale)
+    rows, columns = shape[-2:] if len(shape) > 1 else (1, 1)
+    by_row = found is not None and rows > 1 and found.shape in {(*shape[:-2], rows), (*shape[:-2], rows, 1)}
+    return (1 if by_row else rows), columns

@@ -1,0 +1,96 @@
+"""System calls that not every platform has, with what stands in for them.
+
+Linux and macOS have them all. Windows has no `pread`, `pwrite` and `resource`, opens files as text unless it
+is asked for bytes, and neither renames nor removes what is open.
+
+No heavy import here: `--help` goes through this module.
+"""
+
+import ctypes
+import os
+import sys
+import threading
+
+MOVES_OPEN_FILES = os.name != "nt"
+SYNCS_DIRECTORIES = os.name != "nt"
+_BINARY = getattr(os, "O_BINARY", 0)
+_at_a_time = threading.Lock()  # a descriptor has one position for all threads
+
+
+def open_bytes(file: str | os.PathLike[str], *, create: bool = False) -> int:
+    """Return a descriptor to read and write a file's bytes.
+
+    Args:
+        file: the file.
+        create: make it if it does not exist.
+
+    Raises:
+        OSError: it cannot be opened.
+    """
+    return os.open(file, os.O_RDWR | _BINARY | (os.O_CREAT if create else 0), 0o644)
+
+
+def read_at(descriptor: int, size: int, offset: int) -> bytes:
+    """Return up to `size` bytes of a file from `offset` on; several threads may call this at once."""
+    if hasattr(os, "pread"):
+        return os.pread(descriptor, size, offset)
+    with _at_a_time:
+        os.lseek(descriptor, offset, os.SEEK_SET)
+        return os.read(descriptor, size)
+
+
+def write_at(descriptor: int, data: bytes | memoryview, offset: int) -> int:
+    """Write bytes to a file from `offset` on, and return how many; several threads may call this at once."""
+    if hasattr(os, "pwrite"):
+        return os.pwrite(descriptor, data, offset)
+    with _at_a_time:
+        os.lseek(descriptor, offset, os.SEEK_SET)
+        return os.write(descriptor, data)
+
+
+def reserve(descriptor: int, size: int) -> None:
+    """Give a file its size, and its space on the disk where the system can reserve it.
+
+    Elsewhere (macOS, Windows) a full disk shows only when it is reached.
+    """
+    os.ftruncate(descriptor, size)
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(descriptor, 0, size)
+
+
+def sync_path(path: str | os.PathLike[str]) -> None:
+    """Force a file, or the names in a directory, to the disk."""
+    is_directory = os.path.isdir(path)
+    if is_directory and not SYNCS_DIRECTORIES:
+        return
+    # Windows syncs only what is open for writing.
+    flags = os.O_RDONLY if SYNCS_DIRECTORIES else os.O_RDWR | _BINARY
+    descriptor = os.open(path, flags)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def peak_resident_bytes() -> int:
+    """Return the most memory that this process has used so far."""
+    try:
+        import resource
+    except ImportError:
+        import psutil  # type: ignore[import-untyped]
+
+        used = psutil.Process().memory_info()
+        return int(getattr(used, "peak_wset", used.rss))
+    unit = 1 if sys.platform == "darwin" else 2**10  # bytes in what getrusage counts
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def trim_memory() -> None:
+    """Have the C library return freed memory to the system.
+
+    Glibc keeps blocks of a few MB, and layer after layer they add up. Other libraries have no such call.
+    """
+    if os.name == "posix":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim is not None:
+            trim(0)

@@ -1,0 +1,119 @@
+"""Models of quantised checkpoints, loaded without the vendor's kernels.
+
+Each weight is dequantised when it is needed, so that memory holds the unquantised model and one packed
+tensor.
+"""
+
+import threading
+from pathlib import Path
+from types import EllipsisType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..checkpoints.quantised.packed_checkpoint import QuantisedCheckpoint
+from ..core.errors import InvalidInput
+
+
+class _LazyWeight:
+    """A tensor of a checkpoint that transformers reads like a slice of a safetensors file."""
+
+    def __init__(self, weights: "LazyWeights", name: str) -> None:
+        self._weights = weights
+        self._name = name
+        spec = weights.checkpoint.spec(name)
+        self.dtype = spec.dtype
+        self.shape = spec.shape
+
+    def get_shape(self) -> list[int]:
+        return list(self.shape)
+
+    def __getitem__(self, index: EllipsisType) -> Tensor:
+        return self._weights.read(self._name)
+
+
+class LazyWeights:
+    """The tensors of a quantised checkpoint for a model in one dtype.
+
+    Args:
+        checkpoint: the source of the tensors.
+        dtype: that quantised tensors are read in; others keep theirs.
+
+    Attributes:
+        checkpoint: the same.
+        failure: the first error of reading one, which transformers passes over.
+    """
+
+    def __init__(self, checkpoint: QuantisedCheckpoint, dtype: torch.dtype) -> None:
+        self.checkpoint = checkpoint
+        self.failure: InvalidInput | None = None
+        self._dtype = dtype
+        self._lock = threading.Lock()  # transformers reads in several threads; one tensor is unpacked at once
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return every tensor by its name; none is read yet."""
+        return {name: _LazyWeight(self, name) for name in self.checkpoint}
+
+    def read(self, name: str) -> Tensor:
+        """Return a tensor.
+
+        Raises:
+            InvalidInput: it holds NaN or infinite values, or its file has become shorter.
+        """
+        try:
+            if name not in self.checkpoint.packed:
+                return self.checkpoint[name]
+            with self._lock:
+                return self.checkpoint.read(name, self._dtype)
+        except InvalidInput as error:
+            self.failure = self.failure or error
+            raise
+
+
+def from_dequantised(loader: Any, directory: Path, **options: Any) -> tuple[Any, dict[str, Any]]:
+    """Load a quantised checkpoint into the unquantised model.
+
+    Args:
+        loader: `AutoModelForCausalLM`, or the class to load.
+        directory: the checkpoint.
+        options: of `from_pretrained`.
+
+    Returns:
+        The model, and transformers' report of missing and misshapen weights.
+
+    Raises:
+        InvalidInput: the checkpoint needs code of its own, or a weight is damaged.
+    """
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+    if options.pop("trust_remote_code"):
+        raise InvalidInput(
+            f"{directory} is quantised and has code of its own, which kvfold cannot load together; fold it "
+            "with --dequantize first"
+        )
+    is_auto = loader is AutoModelForCausalLM
+    reader = AutoConfig if is_auto else loader.config_class
+    config = without_quantisation(reader.from_pretrained(directory, local_files_only=True))
+    if is_auto and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise InvalidInput(f"{directory} is no causal language model of transformers; name one")
+    chosen = options.get("dtype")
+    if not isinstance(chosen, torch.dtype):
+        chosen = config.dtype or torch.bfloat16 if chosen in (None, "auto") else getattr(torch, str(chosen))
+    weights = LazyWeights(QuantisedCheckpoint(directory), chosen)
+    model, info = (MODEL_FOR_CAUSAL_LM_MAPPING[type(config)] if is_auto else loader).from_pretrained(
+        None, config=config, state_dict=weights.state_dict(), **{**options, "dtype": chosen}
+    )
+    if weights.failure is not None:
+        raise weights.failure
+    model.config.name_or_path = str(directory)
+    if (directory / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(directory, local_files_only=True)
+    return model, info
+
+
+def without_quantisation(config: Any) -> Any:
+    """Return a transformers configuration of the unquantised model; the argument is changed."""
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    return config

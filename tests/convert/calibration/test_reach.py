@@ -1,0 +1,113 @@
+"""How long calibration sequences are when the user does not say."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from kvfold import MQA, fold
+from kvfold.checkpoints.record import read_record
+from kvfold.convert.calibration.reach import LENGTH, default_length, reach
+from kvfold.convert.families.source import open_source
+from tests.support.tiny import make
+
+BROKEN = 64  # the position from which the source of `broken` predicts next to nothing
+
+
+def entropies(mean_T: torch.Tensor, sequences: int = 24) -> torch.Tensor:
+    noise_BT = torch.randn(sequences, len(mean_T), generator=torch.Generator().manual_seed(0))
+    return mean_T + noise_BT + 0.3 * noise_BT[:, :1]
+
+
+@pytest.mark.parametrize("end", [64, 128, 256])
+def test_a_jump_is_found(end: int) -> None:
+    mean_T = torch.full((512,), 4.0)
+    mean_T[end:] += 0.6
+    assert reach(entropies(mean_T)) == end
+
+
+@pytest.mark.parametrize(
+    "mean_T",
+    [
+        torch.full((512,), 4.0),
+        torch.linspace(4, 3, 512),
+        0.7 - 0.5 * torch.exp(-torch.arange(512) / 60.0),  # a text that begins with a phrase
+        1 + 0.2 * torch.arange(1, 513).log2(),
+    ],
+    ids=["flat", "falling", "rising to a level", "rising as a logarithm"],
+)
+def test_text_that_changes_slowly_is_whole(mean_T: torch.Tensor) -> None:
+    assert reach(entropies(mean_T)) is None
+
+
+def test_one_sequence_shows_nothing() -> None:
+    assert reach(torch.cat([torch.ones(1, 256), torch.full((1, 256), 9.0)], 1)) is None
+
+
+@pytest.mark.parametrize(
+    ("rope", "stated", "length"),
+    [
+        ("default", None, LENGTH),
+        ("default", 200, 200),
+        ("default", 10**30, LENGTH),
+        ("default", "unknown", LENGTH),
+        ("llama3", None, 64),
+        ("yarn", None, 32),
+    ],
+)
+def test_files_say_what_a_source_was_trained_on(
+    tmp_path: Path, rope: str, stated: object, length: int
+) -> None:
+    source = make(tmp_path / "source", rope=rope, max_position_embeddings=1024)
+    if stated is not None:
+        (source / "tokenizer_config.json").write_text(json.dumps({"model_max_length": stated}))
+    assert default_length(open_source(source)) == length
+
+
+@pytest.fixture(scope="module")
+def broken(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A source whose positions from `BROKEN` on drown what it knows."""
+    source = make(tmp_path_factory.mktemp("broken") / "source", "gpt2", max_position_embeddings=256)
+    file = source / "model.safetensors"
+    tensors = load_file(file)
+    words_VD = tensors["transformer.wte.weight"] * 30
+    loud_D, still_D = torch.linalg.svd(words_VD)[2][[0, -1]]
+    tensors["transformer.wte.weight"] = words_VD
+    tensors["transformer.wpe.weight"][:BROKEN] = 1e3 * loud_D
+    tensors["transformer.wpe.weight"][BROKEN:] = 1e3 * still_D
+    tensors["transformer.ln_f.weight"].fill_(1.0)
+    tensors["transformer.ln_f.bias"].zero_()
+    save_file(tensors, file, metadata={"format": "pt"})
+    return source
+
+
+def test_calibration_stops_where_the_sources_own_text_breaks_down(tmp_path: Path, broken: Path) -> None:
+    folded = fold(broken, MQA(), out=tmp_path / "out", sequences=4, refine=0)
+    record = read_record(folded.directory)
+    assert record is not None
+    assert record["calibration"]["length"] == BROKEN
+    assert record["calibration"]["tokens"] == 4 * BROKEN
+    assert any(f"from position {BROKEN} on" in notice for notice in folded.notices)
+    assert "--length" not in record["command"]
+    again = fold(broken, MQA(), out=tmp_path / "again", sequences=4, refine=0)
+    files = [(made.directory / "model.safetensors").read_bytes() for made in (folded, again)]
+    assert files[0] == files[1]
+
+
+def test_a_length_that_is_named_stays_and_is_reported(tmp_path: Path, broken: Path) -> None:
+    folded = fold(broken, MQA(), out=tmp_path / "out", sequences=4, refine=0, length=200)
+    record = read_record(folded.directory)
+    assert record is not None
+    assert record["calibration"]["length"] == 200
+    assert any("leave out --length 200" in notice for notice in folded.notices)
+
+
+def test_a_sound_source_is_read_whole(tmp_path: Path) -> None:
+    source = make(tmp_path / "source", "gpt2", max_position_embeddings=128)
+    folded = fold(source, MQA(), out=tmp_path / "out", sequences=4, refine=0)
+    record = read_record(folded.directory)
+    assert record is not None
+    assert record["calibration"]["length"] == 128
+    assert not any("breaks down" in notice for notice in folded.notices)

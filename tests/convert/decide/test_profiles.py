@@ -1,0 +1,140 @@
+"""The serving profiles 512+64 and 256+64: which is taken, what a rank holds, and that nothing is lost where
+nothing has to be.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from kvfold.convert.algebra.target import Geometry, GroupedTarget, LatentTarget
+from kvfold.convert.decide.per_rank import Ranks, rank_elements, rank_notices, source_elements
+from kvfold.convert.decide.profile_choice import NARROW_COST, choose_profile
+from kvfold.convert.formats.serving_widths import NARROW, PROFILES, SERVING, Profile
+from kvfold.core.errors import InvalidInput
+
+from ...support.folds import WEIGHTS, attempt, failing
+from ...support.tiny import make
+
+# A cache of 512: 512+64 saves nothing, 256+64 does. Equal heads have one head's keys and values.
+BETWEEN = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 64}
+GOOD = {**BETWEEN, "equal_heads": True, "rms_norm_eps": 4e-6, "tie_word_embeddings": True}
+
+
+@pytest.mark.parametrize("engine", ["vllm,sglang", "mlx", "llama.cpp"])
+def test_a_source_between_the_profiles_loses_nothing_at_256(engine: str, tmp_path: Path) -> None:
+    """Without a size: 256+64, the only one that saves, with the source's logits in the stock class."""
+    source = make(tmp_path / "source", **GOOD)
+    code, text = attempt(source, tmp_path / "out", "--to", "mla", "--engine", engine, *WEIGHTS)
+    assert code == 0, text
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (config["kv_lora_rank"], config["qk_rope_head_dim"]) == (256, 64)
+    assert "cache 512 -> 320" in text
+    assert failing(tmp_path / "out", engine) == []
+    kernels = [line for line in text.splitlines() if "kernels for 256+64" in line]
+    assert len(kernels) == 1
+    assert ("Unsupported block size" in kernels[0]) == ("vllm" in engine)
+    ids = torch.arange(2 * 300).reshape(2, 300) ** 2 * 7 % 97
+    with torch.no_grad():
+        ours, theirs = (
+            AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32)(ids).logits
+            for place in (tmp_path / "out", source)
+        )
+    assert (ours - theirs).abs().max() < 5e-5 * max(1.0, float(theirs.std()))
+
+
+def test_widths_of_ones_own_where_an_engine_takes_any(tmp_path: Path) -> None:
+    """MLX: the budget's widths, on the default table, with a head of its own."""
+    source = make(tmp_path / "source", **GOOD)
+    code, text = attempt(
+        source, tmp_path / "out", "--to", "mla", "--kv-budget", "50%", "--engine", "mlx", *WEIGHTS
+    )
+    assert code == 0, text
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["kv_lora_rank"] + config["qk_rope_head_dim"] == 256
+    assert config["rope_parameters"]["rope_type"] == "default"
+    assert failing(tmp_path / "out", "mlx,transformers") == []
+    assert any("not 512+64" in line for line in failing(tmp_path / "out", "vllm"))
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """A plan of which only the predicted loss matters."""
+
+    predicted: float | None
+
+
+@pytest.mark.parametrize(
+    ("wide", "narrow", "taken"),
+    [
+        (0.1, 0.1 + 0.9 * NARROW_COST, NARROW),
+        (0.1, 0.1 + 1.1 * NARROW_COST, SERVING),
+        (None, None, SERVING),
+        (0.1, None, SERVING),
+    ],
+)
+def test_the_narrow_profile_is_taken_where_it_costs_little(
+    wide: float | None, narrow: float | None, taken: Profile
+) -> None:
+    losses = {SERVING: Predicted(wide), NARROW: Predicted(narrow)}
+    plan, profile, reason = choose_profile(PROFILES, losses.__getitem__)
+    assert profile is taken
+    assert plan is losses[taken]
+    assert f"{taken} was taken" in reason
+    other = next(one for one in PROFILES if one is not taken)
+    assert f"--rank {other.latent} takes {other}" in reason
+
+
+def test_a_profile_that_does_not_hold_the_source_is_passed_over() -> None:
+    def plan(profile: Profile) -> Predicted:
+        if profile is NARROW:
+            raise InvalidInput("its heads are too wide")
+        return Predicted(0.5)
+
+    assert choose_profile(PROFILES, plan)[1:] == (SERVING, "")
+    with pytest.raises(InvalidInput, match="too wide"):
+        choose_profile((NARROW,), plan)
+
+
+LLAMA_70B = Geometry(hidden_size=8192, num_attention_heads=64, num_key_value_heads=8, head_dim=128)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "context", "source", "latent", "grouped"),
+    [
+        (1, 1, 2048, 576, 1024),
+        (4, 1, 512, 576, 256),
+        (8, 1, 256, 576, 256),
+        (8, 8, 256, 72, 128),
+        (16, 2, 128, 288, 128),
+    ],
+)
+def test_what_a_rank_holds(tensor: int, context: int, source: int, latent: int, grouped: int) -> None:
+    """Llama-3-70B: at TP 8 GQA-8 holds 256 elements, MLA 576, and 72 with DCP 8."""
+    ranks = Ranks(tensor=tensor, context=context)
+    ranks.check(LLAMA_70B)
+    assert source_elements(LLAMA_70B, ranks) == source
+    mla = LatentTarget(kv_lora_rank=512, qk_rope_head_dim=64)
+    assert rank_elements(mla, LLAMA_70B, 576, ranks) == latent
+    assert rank_elements(GroupedTarget(num_key_value_heads=4), LLAMA_70B, 1024, ranks) == grouped
+
+
+@pytest.mark.parametrize(
+    ("tensor", "context", "words"), [(3, 1, "--tp 3"), (8, 3, "--dcp 3"), (2, 4, "--dcp 4")]
+)
+def test_ranks_that_cannot_be(tensor: int, context: int, words: str) -> None:
+    with pytest.raises(InvalidInput, match=words):
+        Ranks(tensor=tensor, context=context).check(LLAMA_70B)
+
+
+def test_a_latent_that_ranks_repeat_is_told() -> None:
+    mla = LatentTarget(kv_lora_rank=512, qk_rope_head_dim=64)
+    (told,) = rank_notices(mla, LLAMA_70B, 576, ("vllm",))
+    assert "576 elements" in told
+    assert "512 of the source at TP 4" in told
+    assert "72 at TP 8 with DCP 8" in told
+    assert rank_notices(mla, LLAMA_70B, 576, ("mlx",)) == ()
+    assert rank_notices(GroupedTarget(num_key_value_heads=4), LLAMA_70B, 1024, ("vllm",)) == ()

@@ -1,0 +1,186 @@
+"""Outputs whose latent norm is a real one: in every container and width they compute what was folded.
+
+Where a latent holds the whole input of the attention, which is normed, every token can have the same length
+in it: then a real norm changes nothing, and the output can be held against one with a linear norm.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+import kvfold
+from kvfold.convert.cli import main
+from kvfold.convert.formats.stock import NORM_WEIGHT
+from kvfold.convert.write import rewrite
+from kvfold.core.errors import InvalidInput
+
+from ...support.tiny import make, same_bytes
+
+CALIBRATED = ("--to", "mla", "--sequences", "6", "--length", "48", "--refine", "0")
+FITTED = (*CALIBRATED, "--latent-norm", "fitted")
+IDS = torch.arange(2 * 24).reshape(2, 24) ** 2 * 7 % 97
+
+
+def convert(source: Path, out: Path, *options: str) -> Result:
+    return CliRunner().invoke(main, [str(source), *options, "--out", str(out)])
+
+
+def converted(source: Path, out: Path, *options: str) -> Path:
+    result = convert(source, out, *options)
+    assert result.exit_code == 0, result.output
+    return out
+
+
+def load(directory: Path, dtype: torch.dtype = torch.float32) -> Any:
+    return AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, trust_remote_code=True).eval()
+
+
+@torch.no_grad()
+def logits(model: Any) -> Tensor:
+    found: Tensor = model(IDS, use_cache=False).logits.float()
+    return found
+
+
+def norms(directory: Path, ending: str) -> list[Tensor]:
+    found = [t for name, t in load_file(directory / "model.safetensors").items() if name.endswith(ending)]
+    assert found
+    return found
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("llama", ("--container", "stock")),
+        ("llama", ("--container", "stock", "--q-lora-rank", "full")),
+        ("llama", ("--container", "remote")),
+        ("llama", ("--container", "remote", "--q-lora-rank", "full")),
+        ("qwen2", ("--container", "remote", "--rope", "decoupled", "--q-lora-rank", "full")),
+    ],
+)
+def test_a_norm_that_the_latent_suits_changes_nothing(
+    tmp_path: Path, family: str, options: tuple[str, ...]
+) -> None:
+    source = make(tmp_path / "source", family)
+    sizes = ("--rank", "32", "--rope-dim", "4", *options)
+    out = converted(source, tmp_path / "out", *FITTED, *sizes)
+    other = () if "remote" in options else ("--latent-norm", "linear")
+    linear = converted(source, tmp_path / "linear", *CALIBRATED, *sizes, *other)
+    prefixes = ("kv_a", "q_a") if "--q-lora-rank" in options else ("kv_a",)
+    ending = "_norm.weight" if "remote" in options else "_layernorm.weight"
+    for prefix in prefixes:
+        assert all(bool((norm < NORM_WEIGHT / 8).all()) for norm in norms(out, prefix + ending))
+        assert all(bool((norm == NORM_WEIGHT).all()) for norm in norms(linear, prefix + ending))
+    assert json.loads((out / "kvfold.json").read_text())["latent_norm"] == "fitted"
+    wanted, fitted, without = (logits(load(path)) for path in (source, out, linear))
+    assert (fitted - without).abs().mean() < 0.05 * (wanted - without).abs().mean() + 1e-4
+    half = logits(load(out, torch.float16))
+    assert (half - fitted).abs().mean() < 0.01
+
+
+@pytest.mark.parametrize("container", ["stock", "remote"])
+def test_decoding_from_the_cache_reads_normed_latents(tmp_path: Path, container: str) -> None:
+    source = make(tmp_path / "source")
+    options = ("--kv-budget", "25%", "--q-lora-rank", "20", "--container", container)
+    model = load(converted(source, tmp_path / "out", *FITTED, *options))
+    if container == "stock":
+        model = kvfold.absorb(model)
+    with torch.no_grad():
+        first = model(IDS[:, :20], use_cache=True)
+        rest = [first.logits]
+        for at in range(20, 24):
+            step = model(IDS[:, at : at + 1], past_key_values=first.past_key_values, use_cache=True)
+            rest.append(step.logits)
+    torch.testing.assert_close(torch.cat(rest, 1), logits(model), rtol=0, atol=1e-4)
+
+
+def test_a_fitted_output_is_absorbed_in_float16(tmp_path: Path) -> None:
+    source = make(tmp_path / "source")
+    sizes = ("--kv-budget", "25%", "--container", "stock")
+    fitted = converted(source, tmp_path / "fitted", *FITTED, *sizes)
+    linear = converted(source, tmp_path / "linear", *CALIBRATED, *sizes, "--latent-norm", "linear")
+    half = kvfold.absorb(load(fitted, torch.float16))
+    assert (logits(half) - logits(load(fitted))).abs().mean() < 0.01
+    with pytest.raises(InvalidInput, match="linearised latent"):
+        kvfold.absorb(load(linear, torch.float16))
+
+
+def test_a_fitted_output_for_serving_computes_what_was_folded(tmp_path: Path) -> None:
+    """Zeros fill the latent up to 256, and the mean square of the norm is over them too."""
+    source = make(tmp_path / "source", hidden_size=64, head_dim=64)
+    options = ("--engine", "vllm", "--rank", "64", "--container", "stock", "--sequences", "24")
+    found = []
+    for norm in ("fitted", "linear"):
+        out = converted(source, tmp_path / norm, *CALIBRATED, "--latent-norm", norm, *options)
+        config = json.loads((out / "config.json").read_text())
+        assert (config["kv_lora_rank"], config["qk_rope_head_dim"]) == (256, 64)
+        found.append(logits(load(out)))
+    lost = (found[1] - logits(load(source))).abs().mean()
+    assert (found[0] - found[1]).abs().mean() < 0.05 * lost + 1e-4
+
+
+@pytest.mark.parametrize("container", ["stock", "remote"])
+def test_an_interrupted_fold_resumes_to_the_same_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, container: str
+) -> None:
+    source = make(tmp_path / "source")
+    options = (*FITTED, "--kv-budget", "25%", "--container", container, "--refine", "2", "--jobs", "1")
+    whole, fold = converted(source, tmp_path / "whole", *options), rewrite.fold
+
+    def stop(plan: Any, number: int) -> Any:
+        if number == 1:
+            raise KeyboardInterrupt
+        return fold(plan, number)
+
+    monkeypatch.setattr(rewrite, "fold", stop)
+    assert convert(source, tmp_path / "out", *options).exit_code != 0
+    assert (tmp_path / "out.partial").is_dir()
+    monkeypatch.setattr(rewrite, "fold", fold)
+    assert same_bytes(converted(source, tmp_path / "out", *options), whole) == []
+
+
+def test_a_choice_resumes_to_the_same_bits(tmp_path: Path) -> None:
+    """`auto` measures anew, and takes the same norm."""
+    source = make(tmp_path / "source")
+    options = (*CALIBRATED, "--kv-budget", "25%")
+    one, other = (converted(source, tmp_path / name, *options) for name in ("one", "other"))
+    assert same_bytes(one, other) == []
+
+
+def test_float16_takes_a_fitted_norm(tmp_path: Path) -> None:
+    source = make(tmp_path / "source", dtype=torch.bfloat16)
+    out = converted(source, tmp_path / "out", *CALIBRATED, "--kv-budget", "25%", "--dtype", "float16")
+    tensors = load_file(out / "model.safetensors")
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.float16}
+    record = json.loads((out / "kvfold.json").read_text())
+    assert (record["latent_norm"], record["dtype"]) == ("fitted", "float16")
+    heads = converted(
+        source, tmp_path / "heads", "--to", "mqa", "--calibration", "none", "--dtype", "float16"
+    )
+    assert {t.dtype for t in load_file(heads / "model.safetensors").values()} == {torch.float16}
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--latent-norm", "linear", "--dtype", "float16"), "has a scale that --dtype float16 cannot hold"),
+        (("--calibration", "none", "--dtype", "float16"), "auto with --dtype float16 needs the tokens"),
+        (("--rope", "intact", "--latent-norm", "fitted"), "applies only to latent attention with a norm"),
+        (
+            ("--container", "remote", "--calibration", "none", "--latent-norm", "fitted"),
+            "fitted needs the tokens",
+        ),
+    ],
+)
+def test_norms_that_cannot_be_had(tmp_path: Path, options: tuple[str, ...], words: str) -> None:
+    source = make(tmp_path / "source")
+    result = convert(source, tmp_path / "out", "--to", "mla", "--kv-budget", "25%", *options)
+    assert result.exit_code == 2
+    assert words in result.output
+    assert not list(tmp_path.glob("out*"))

@@ -1,0 +1,113 @@
+"""Multimodal checkpoints: the text tower is folded in its place, or written alone."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click import ClickException
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+from kvfold.convert.cli import main
+from kvfold.models.shipped.modeling_kvfold import KvfoldForCausalLM
+
+from ...support.tiny import make
+from ...support.towers import TOWERS, make_multimodal
+
+
+@pytest.fixture(scope="module", params=TOWERS)
+def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_multimodal(tmp_path_factory.mktemp("towers") / request.param, request.param)
+
+
+def fold(source: Path, name: str, *options: str) -> Path:
+    out = source.with_name(f"{source.name}-{name}")
+    main([str(source), *options, "--calibration", "none", "--out", str(out)], standalone_mode=False)
+    return out
+
+
+def logits(directory: Path, inputs: dict[str, Any]) -> Tensor:
+    model = AutoModelForImageTextToText.from_pretrained(directory, dtype=torch.float32).eval()
+    with torch.no_grad():
+        out: Tensor = model(**inputs).logits
+    return out
+
+
+def test_equal_heads_pool_losslessly_with_an_image(source: Path) -> None:
+    out, inputs = fold(source, "gqa", "--to", "gqa", "--kv-heads", "2"), TOWERS[source.name][1]()
+    expected = logits(source, inputs)
+    torch.testing.assert_close(logits(out, inputs), expected, atol=5e-6, rtol=0)
+    other = {**inputs, "pixel_values": inputs["pixel_values"].flip(-1)}
+    assert (logits(source, other) - expected).abs().max() > 1e-4, "the image changes nothing"
+    before, after = (load_file(directory / "model.safetensors") for directory in (source, out))
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        folded = "vision" not in name and "visual" not in name and ".self_attn." in name
+        assert folded or torch.equal(after[name].view(torch.uint8), tensor.view(torch.uint8)), name
+    record = json.loads((out / "kvfold.json").read_text())
+    assert record["source"]["path"] == str(source.resolve())
+    assert record["cache"]["ratio"] == 0.5
+    assert sorted(path.name for path in source.parent.glob(f"{source.name}-gqa*")) == [out.name]
+
+
+def test_the_tower_alone_is_a_causal_language_model(source: Path) -> None:
+    out = fold(source, "mla", "--to", "mla", "--rank", "full", "--container", "remote", "--text-only")
+    ids = torch.arange(20)[None] * 3 % 80
+    expected = logits(source, {"input_ids": ids})
+    tower = out.with_name(out.name + ".tower")
+    stock = AutoModelForCausalLM.from_pretrained(tower, dtype=torch.float32).eval()
+    with torch.no_grad():
+        torch.testing.assert_close(stock(ids).logits, expected, atol=5e-6, rtol=0)
+        folded = KvfoldForCausalLM.from_pretrained(out, dtype=torch.float32).eval()
+        torch.testing.assert_close(folded(ids).logits, expected, atol=5e-6, rtol=0)
+    assert not any("vision" in name or "visual" in name for name in load_file(out / "model.safetensors"))
+
+
+def test_directories_of_the_user_stay(tmp_path: Path) -> None:
+    """A directory in the way is refused and kept; a tower of an earlier run is used, and kept too."""
+    source = make_multimodal(tmp_path / "llava", "llava")
+    for name in ("llava-gqa.text", "llava-gqa.tower"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "mine").write_text("mine")
+        with pytest.raises(ClickException, match="exists and nothing is overwritten"):
+            fold(source, "gqa", "--to", "mqa")
+        assert (tmp_path / name / "mine").read_text() == "mine"
+        (tmp_path / name / "mine").unlink()
+        (tmp_path / name).rmdir()
+    out = fold(source, "alone", "--to", "mqa", "--text-only")
+    weights = (tmp_path / "llava-alone.tower" / "model.safetensors").stat()
+    shutil.rmtree(out)
+    fold(source, "alone", "--to", "mqa")
+    assert (tmp_path / "llava-alone.tower" / "model.safetensors").stat() == weights
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "words"),
+    [
+        ({}, ("--to", "mla", "--rank", "full"), "no place in a multimodal class"),
+        ({}, ("--to", "mqa", "--dtype", "bfloat16"), "keep their bytes"),
+        ({}, ("--to", "mqa", "--dry-run"), "is a multimodal model"),
+        ({"text_config": {"model_type": "mamba"}}, ("--to", "mqa"), "model_type mamba, which kvfold cannot"),
+        ({"is_encoder_decoder": True}, ("--to", "mqa"), "an encoder-decoder model"),
+        ({"model_type": "clip"}, ("--to", "mqa"), "has no text tower|cannot fold"),
+    ],
+)
+def test_what_cannot_be_is_refused(
+    tmp_path: Path, change: dict[str, Any], options: tuple[str, ...], words: str
+) -> None:
+    """One sentence, before anything is written."""
+    source = make_multimodal(tmp_path / "llava", "llava")
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | change))
+    with pytest.raises(ClickException, match=words):
+        fold(source, "out", *options)
+    assert [path.name for path in tmp_path.iterdir()] == ["llava"]
+
+
+def test_a_text_model_has_no_tower_to_take_out(tmp_path: Path) -> None:
+    with pytest.raises(ClickException, match="which is no multimodal model"):
+        fold(make(tmp_path / "llama", "llama"), "out", "--to", "mqa", "--text-only")

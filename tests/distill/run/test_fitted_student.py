@@ -1,0 +1,72 @@
+"""A student with a real latent norm: it is trained as it is, and a stopped run ends in the same bits."""
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from safetensors.torch import load_file
+from torch import nn
+
+from kvfold.convert.cli import main as convert
+from kvfold.convert.formats.linear_norm import LinearNorm
+from kvfold.convert.formats.stock import NORM_WEIGHT
+from kvfold.core.signals import Interrupted
+from kvfold.distill.run import loop
+from kvfold.distill.run.job import distill
+
+from ..conftest import MakeRecipe
+
+
+@pytest.fixture
+def fitted(teacher: Path, text: Path, tmp_path: Path) -> Path:
+    out = tmp_path / "fitted"
+    options = (
+        "--to", "mla", "--kv-budget", "50%", "--container", "stock", "--latent-norm", "fitted",
+        "--calibration", str(text), "--sequences", "6", "--length", "48", "--refine", "2",
+    )  # fmt: skip
+    result = CliRunner().invoke(convert, [str(teacher), *options, "--out", str(out)])
+    assert result.exit_code == 0, result.output
+    return out
+
+
+def test_it_is_trained_as_it_is_and_resumes_to_the_same_bits(
+    make_recipe: MakeRecipe, fitted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained: list[nn.Module] = []
+    advance, save_state = loop.advance, loop.save_state
+
+    def watched(context: Any, *arguments: Any) -> None:
+        trained.append(context.student)
+        save_state(context, *arguments)
+
+    monkeypatch.setattr(loop, "save_state", watched)
+    whole = distill(make_recipe(student=str(fitted), output=str(tmp_path / "whole"), lr=1e-3))
+    assert trained
+    assert not any(isinstance(module, LinearNorm) for module in trained[0].modules())
+    (stage,) = whole.stages
+    assert stage["last"]["kl"] < 0.8 * stage["first"]["kl"]
+    before, after = (load_file(directory / "model.safetensors") for directory in (fitted, whole.output))
+    norms = [name for name in before if name.endswith("kv_a_layernorm.weight")]
+    assert norms
+    for name in norms:
+        assert float(before[name].max()) < NORM_WEIGHT / 8
+        assert not after[name].equal(before[name])
+
+    def stopped(*arguments: Any) -> Any:
+        progress = advance(*arguments)
+        if progress.total_steps == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return progress
+
+    monkeypatch.setattr(loop, "advance", stopped)
+    recipe = make_recipe(student=str(fitted), lr=1e-3)
+    with pytest.raises(Interrupted):
+        distill(recipe)
+    monkeypatch.setattr(loop, "advance", advance)
+    resumed = distill(recipe)
+    assert (resumed.output / "model.safetensors").read_bytes() == (
+        whole.output / "model.safetensors"
+    ).read_bytes()

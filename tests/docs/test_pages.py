@@ -1,0 +1,182 @@
+"""Everything that README and docs show runs as written, but on less text.
+
+Blocks that need a GPU, the Hub or another program are marked with the reason; their commands are parsed.
+"""
+
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+from click.testing import CliRunner
+
+import kvfold
+from kvfold.cli import main
+from kvfold.distill.recipe.recipe_file import read_recipe
+
+from ..support.shown_code import PAGES, ROOT, Block, all_blocks, check_words, kvfold_words
+
+SHORTER = {
+    "convert": ["--sequences", "2", "--length", "32", "--refine", "0"],
+    "distill": ["--set", "stages.0.tokens=4k", "--set", "data.seq_len=64"],
+    "eval": ["--max-windows", "2"],
+    "migrate": ["--tokens-per-step", "4k", "--sequences", "2", "--length", "32", "--refine", "0"],
+}
+BLOCKS = all_blocks()
+COMMANDS = [(block, *command) for block in BLOCKS if block.kind == "console" for command in block.commands()]
+
+
+def compare(shown: list[str], output: str, place: str) -> None:
+    """Check that the lines that a page shows come out in this order; `...` stands for any others.
+
+    Spaces and the frames of tables do not count.
+    """
+    lines = iter(" ".join(re.sub("[│┃]", " ", line).split()) for line in output.splitlines())
+    for line in shown:
+        if line.strip() != "...":
+            assert any(" ".join(line.split()) == found for found in lines), f"{place}: {line}\n\n{output}"
+
+
+def run(block: Block, command: str, shown: list[str]) -> None:
+    words = kvfold_words(command)
+    assert words is not None
+    extra = [] if block.compared or "--dry-run" in words else SHORTER.get(words[0], [])
+    if words[:2] in (["distill", "explain"], ["distill", "validate"]):
+        extra = []
+    result = CliRunner().invoke(main, [*words, *extra])
+    assert result.exit_code == 0, (block.page, words, result.output)
+    if block.compared:
+        compare(shown, result.output, f"{block.page}: {command}")
+
+
+def test_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(ROOT / "recipes", "recipes")
+    done: set[str] = set()
+    for block, command, shown in COMMANDS:
+        if block.reason is None and command not in done and kvfold_words(command):
+            run(block, command, shown)
+            done.add(command)
+    assert len(done) >= 7
+
+
+def test_commands_that_do_not_run_are_right() -> None:
+    """Options of kvfold exist, and so do make's targets, benchmarks and files of recipes."""
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for block, command, _ in COMMANDS:
+        place = f"{block.page}: {command}"
+        words = kvfold_words(command)
+        assert words or block.reason or command.startswith(("make ", "git ", "cd ")), f"{place}: never run"
+        if words:
+            try:
+                check_words(words)
+            except click.ClickException as mistake:
+                raise AssertionError(f"{place}: {mistake.format_message()}") from None
+        for module in re.findall(r"-m (benchmarks\.\w+)", command):
+            assert (ROOT / module.replace(".", "/")).with_suffix(".py").is_file(), place
+        for target in re.findall(r"^make ([\w-]+)", command):
+            assert f"\n{target}:" in makefile, place
+        for file in re.findall(r"recipes/[\w./-]+", command):
+            assert (ROOT / file).exists(), place
+
+
+def test_options_in_sentences_exist() -> None:
+    """`kvfold X --option` in a sentence names a command and options that exist."""
+    for page in PAGES:
+        for found in re.findall(r"(?<!`)`kvfold ([^`\n]+)`(?!`)", (ROOT / page).read_text(encoding="utf-8")):
+            words = found.split()
+            if words[0] in main.commands:
+                known = {name for parameter in main.commands[words[0]].params for name in parameter.opts}
+                known |= {
+                    name for parameter in main.commands[words[0]].params for name in parameter.secondary_opts
+                }
+                given = {word.partition("=")[0] for word in words if word.startswith("--") and word != "--"}
+                assert given <= known | {"--help", "--processes"}, f"{page}: {found}"
+            else:
+                assert not words[0].isalpha() or words[0].isupper(), f"{page}: kvfold {found}"
+
+
+def test_python_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The blocks of a page share their names; each runs as written, but on less text."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(ROOT / "recipes", "recipes")
+    fold, evaluate = kvfold.fold, kvfold.evaluate
+
+    def fold_less(*arguments: Any, **options: Any) -> Any:
+        return fold(*arguments, **{**options, "sequences": 2, "length": 32, "refine": 0})
+
+    def evaluate_less(*arguments: Any, **options: Any) -> Any:
+        return evaluate(*arguments, **{**options, "max_windows": 1})
+
+    monkeypatch.setattr(kvfold, "fold", fold_less, raising=False)
+    monkeypatch.setattr(kvfold, "evaluate", evaluate_less, raising=False)
+    names: dict[str, dict[str, Any]] = {page: {} for page in PAGES}
+    for block in BLOCKS:
+        if block.kind == "python" and block.reason is None:
+            exec(compile(block.text, block.page, "exec"), names[block.page])
+        elif block.kind == "python":
+            compile(block.text, block.page, "exec")
+    assert names["README.md"]["folded"].directory.is_dir()
+    assert names["README.md"]["report"]["kl.mean"] > 0
+
+
+def test_recipes_in_pages_are_valid(tmp_path: Path) -> None:
+    for number, block in enumerate(block for block in BLOCKS if block.kind == "yaml"):
+        if block.text.startswith("schema: 1"):
+            file = tmp_path / f"{number}.yaml"
+            file.write_text(block.text, encoding="utf-8")
+            assert read_recipe(file).stages
+
+
+def test_links_lead_somewhere() -> None:
+    from docs.make.site import GENERATED
+
+    for page in (*PAGES, "CONTRIBUTING.md", "benchmarks/README.md"):
+        for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", (ROOT / page).read_text(encoding="utf-8")):
+            made = page.startswith("docs/") and link in GENERATED
+            assert made or (ROOT / page).parent.joinpath(link).exists(), f"{page}: {link}"
+
+
+def test_readme_fits_on_a_few_screens() -> None:
+    assert (ROOT / "README.md").read_text(encoding="utf-8").count("\n") <= 150
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    from docs.make.site import GENERATED
+
+    navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").split("\nnav:")[1]
+    listed = re.findall(r": (\S+\.md)$", navigation, re.M)
+    assert sorted(listed) == sorted({*GENERATED, *(path.name for path in (ROOT / "docs").glob("*.md"))})
+
+
+def test_folders_of_the_layout_are_there() -> None:
+    """Every folder in the table of CONTRIBUTING exists, and every package of convert is named."""
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"^\| `([\w/]+)/`", text, re.M))
+    assert all((ROOT / name).is_dir() for name in named)
+    packages = {f"convert/{path.parent.name}" for path in (ROOT / "convert").glob("*/__init__.py")}
+    assert packages <= named
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [*sorted((ROOT / "recipes").glob("*.yaml")), ROOT / "recipes/demo/distill.yaml"],
+    ids=lambda path: str(path.relative_to(ROOT)),
+)
+def test_shipped_recipes_are_valid(recipe: Path) -> None:
+    read = read_recipe(recipe, ())
+    assert read.stages
+    result = CliRunner().invoke(main, ["distill", str(recipe), "--dry-run"])
+    assert result.exit_code == 0, result.output
+
+
+def test_demo_checkpoint_is_small_and_as_described() -> None:
+    from kvfold.checkpoints.directory import Checkpoint
+
+    demo = ROOT / "recipes" / "demo"
+    assert sum(path.stat().st_size for path in demo.iterdir() if path.is_file()) < 6_000_000
+    checkpoint = Checkpoint(demo)
+    assert 1e6 < sum(checkpoint[name].numel() for name in checkpoint) < 2e6
+    assert checkpoint.config["num_key_value_heads"] == checkpoint.config["num_attention_heads"] == 8

@@ -1,0 +1,106 @@
+"""A sample of the cases of `python -m benchmarks.hostile`, and of the stops of `python -m benchmarks.kills`."""
+
+import os
+import random
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from benchmarks.hostile_cases import COMMANDS, FILES, RESUMED, Case, cases
+from benchmarks.hostile_scene import GQA, LOSSLESS, build
+from benchmarks.hostile_worker import run_case
+from benchmarks.interrupted import bits, counting, finish, start, stopping
+from kvfold.cli import main
+
+pytestmark = pytest.mark.skipif(os.name == "nt", reason="links, pipes and signals")
+SAMPLE = 32
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Path]]:
+    """Sound files, and the directory in which they were made and in which cases run."""
+    root, here = tmp_path_factory.mktemp("sound"), Path.cwd()
+    build(root / "scene")
+    (root / "scene").rename(root / "originals")
+    yield root / "originals", root / "scene"
+    os.chdir(here)
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_a_sample_of_the_cases(sound: tuple[Path, Path], part: int) -> None:
+    drawn = random.Random(part).sample(list(cases(3000, seed=7)), SAMPLE // 4)
+    wrong = {case.key: outcome.faults for case in drawn if (outcome := run_case(case, *sound)).faults}
+    assert not wrong
+
+
+# Cases that were not right when all were run first.
+FOUND = (
+    Case("remote/config.json", "publish remote", 5),
+    Case("remote/config.json", "eval remote", 30),
+    Case("taken.safetensors", "plan statistics", 8),
+    Case("source/model.safetensors", "convert mla", 10),
+    Case("source/tokenizer_config.json", "eval source", 17),
+    Case("source/tokenizer_config.json", "convert calibrated", 13),
+    Case("cache/manifest.json", "eval cache", 2),
+    Case("remote/config.json", "verify remote", 34),
+    Case("trained.partial/state/step/progress.json", "resume distill", 0, "pipe"),
+    Case("trained.partial/state/step/weights.safetensors", "resume distill", 0, "zeros"),
+)
+
+
+@pytest.mark.parametrize("case", FOUND, ids=lambda case: case.key)
+def test_cases_that_were_found(sound: tuple[Path, Path], case: Case) -> None:
+    outcome = run_case(case, *sound)
+    assert not outcome.faults, outcome
+
+
+@pytest.mark.parametrize("command", sorted({*COMMANDS, *RESUMED} - {"distill", "plan statistics", "report"}))
+def test_undamaged_files_are_accepted(sound: tuple[Path, Path], command: str) -> None:
+    """Otherwise the cases would show nothing."""
+    outcome = run_case(Case("", command, 0, "sound"), *sound)
+    assert outcome.code == 0, outcome
+    assert not outcome.faults
+
+
+def test_every_command_that_reads_files_has_cases() -> None:
+    asked = {words[0] for words in COMMANDS.values()}
+    others = {
+        "demo",
+        "engines",
+        "families",
+        "lab",
+        "migrate",
+    }  # migrate consists of convert, distill and eval
+    assert set(main.commands) - asked == others
+    read = {command for _, commands in FILES.values() for command in commands}
+    assert read == {*COMMANDS, *RESUMED}
+
+
+@pytest.mark.parametrize("means", ["SIGKILL", "SIGTERM", "full disk"])
+def test_a_stopped_fold_ends_in_the_same_bits(sound: tuple[Path, Path], tmp_path: Path, means: str) -> None:
+    work, told = tmp_path / "work", tmp_path / "operations"
+    words = [
+        "convert",
+        str(sound[0] / "sharded"),
+        *GQA,
+        *LOSSLESS,
+        "--shard-size",
+        "20KB",
+        "--out",
+        f"{work}/out",
+    ]
+    work.mkdir()
+    assert finish(start(words, work, counting(told), {}), work).code == 0
+    whole, operations = bits(work), told.read_text().splitlines()
+    (work / "out").rename(tmp_path / "whole")
+    at = len(operations) // 2
+    ended = finish(start(words, work, stopping(at, means), {}), work)
+    assert (
+        ended.code
+        in {"SIGKILL": (-signal.SIGKILL,), "SIGTERM": (-signal.SIGTERM, 143), "full disk": (2,)}[means]
+    )
+    assert not (work / "out").exists()
+    assert finish(start(words, work, None, {}), work).code == 0
+    assert bits(work) == whole

@@ -1,0 +1,44 @@
+"""Runs of `kvfold migrate` on the demonstration checkpoint."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from kvfold.cli import main
+from kvfold.migration import milestones
+from kvfold.migration.request import write_json
+
+DEMO = Path(__file__).parents[2] / "recipes" / "demo"
+IDENTITY = {"checked": False, "reason": "another test is about it"}
+
+
+def arguments(texts: Path, out: Path, bound: str = "ppl<9x", **changed: str) -> list[str]:
+    """Return a short migration's command line, with options replaced or added."""
+    options = {
+        "to": "gqa", "steps": "50%,0.125", "text": str(texts / "held.txt"), "train": str(texts / "train.txt"),
+        "tokens-per-step": "2k", "window": "32", "max-windows": "4", "sequences": "2", "refine": "1",
+        "until": bound,
+        "out": str(out), "set": "evaluate=null", **changed,
+    }  # fmt: skip
+    return ["migrate", str(DEMO), *(word for name, value in options.items() for word in (f"--{name}", value))]
+
+
+def invoke(words: list[str]) -> Result:
+    """Run `kvfold` in this process."""
+    return CliRunner().invoke(main, words)
+
+
+def unproven(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Spare migrations the proof, which another test is about."""
+    monkeypatch.setattr(
+        milestones,
+        "_identity",
+        lambda asked: write_json(asked.partial / "identity.json", IDENTITY) or IDENTITY,
+    )
+
+
+def interrupt(*_: Any) -> None:
+    """Stand in for a function that the user interrupts."""
+    raise KeyboardInterrupt

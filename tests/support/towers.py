@@ -1,0 +1,136 @@
+"""Tiny multimodal checkpoints with an image in their input."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_TEXT = {
+    "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8, "max_position_embeddings": 512,
+    "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+}  # fmt: skip
+_CLIP = {
+    "model_type": "clip_vision_model", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "image_size": 8, "patch_size": 4, "projection_dim": 16,
+}  # fmt: skip
+_MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
+_IMAGE = 90
+_QWEN_IDS = {
+    "image_token_id": _IMAGE, "video_token_id": 91, "vision_start_token_id": 92, "vision_end_token_id": 93,
+}  # fmt: skip
+_QWEN_VISION = {
+    "depth": 2, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 32,
+    "patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2,
+}  # fmt: skip
+
+
+def _ids(images: int) -> Tensor:
+    text = torch.arange(12) ** 2 * 7 % 80 + 3
+    return torch.cat([text[:4], torch.full((images,), _IMAGE), text[4:]])[None]
+
+
+def _pixels(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
+
+
+def _qwen(images: int) -> dict[str, Any]:
+    kinds = (_ids(images) == _IMAGE).int()
+    return {
+        "input_ids": _ids(images),
+        "pixel_values": _pixels(16, 3 * 2 * 4 * 4),
+        "image_grid_thw": torch.tensor([[1, 4, 4]]),
+        "mm_token_type_ids": kinds,
+    }
+
+
+def _gemma() -> dict[str, Any]:
+    return {
+        "input_ids": _ids(4),
+        "pixel_values": _pixels(1, 3, 8, 8),
+        "token_type_ids": (_ids(4) == _IMAGE).int(),
+    }
+
+
+# model_type -> (configuration, input with an image)
+TOWERS: dict[str, tuple[dict[str, Any], Callable[[], dict[str, Any]]]] = {
+    "llava": (
+        {"text_config": {**_TEXT, "model_type": "llama"}, "vision_config": _CLIP, "image_token_index": _IMAGE},
+        lambda: {"input_ids": _ids(4), "pixel_values": _pixels(1, 3, 8, 8)},
+    ),
+    "mistral3": (
+        {
+            "text_config": {**_TEXT, "model_type": "mistral", "sliding_window": None},
+            "vision_config": {
+                "model_type": "pixtral", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
+                "num_attention_heads": 2, "image_size": 16, "patch_size": 4, "head_dim": 8,
+            },
+            "image_token_index": _IMAGE, "spatial_merge_size": 2,
+        },
+        lambda: {
+            "input_ids": _ids(4), "pixel_values": _pixels(1, 3, 16, 16), "image_sizes": torch.tensor([[16, 16]]),
+        },
+    ),
+    "gemma3": (
+        {
+            "text_config": {
+                **_TEXT, "model_type": "gemma3_text", "query_pre_attn_scalar": 5, "sliding_window": 9,
+                "layer_types": ["sliding_attention", "full_attention"],
+                "rope_parameters": {
+                    kind: {"rope_type": "default", "rope_theta": theta}
+                    for kind, theta in (("sliding_attention", 1e3), ("full_attention", 1e4))
+                },
+            },
+            "vision_config": {**_CLIP, "model_type": "siglip_vision_model"},
+            "mm_tokens_per_image": 4, "image_token_index": _IMAGE, "image_token_id": _IMAGE,
+            "boi_token_index": 91, "eoi_token_index": 92,
+        },
+        _gemma,
+    ),
+    "qwen2_5_vl": (
+        {
+            "text_config": {
+                **{key: value for key, value in _TEXT.items() if key != "head_dim"}, "rope_parameters": _MROPE,
+            },
+            "vision_config": {**_QWEN_VISION, "window_size": 8, "fullatt_block_indexes": [1]},
+            **_QWEN_IDS,
+        },
+        lambda: _qwen(4),
+    ),
+    "qwen3_vl": (
+        {
+            "text_config": {**_TEXT, "rope_parameters": _MROPE},
+            "vision_config": {
+                **_QWEN_VISION, "num_position_embeddings": 16, "deepstack_visual_indexes": [0],
+            },
+            **_QWEN_IDS,
+        },
+        lambda: _qwen(4),
+    ),
+}  # fmt: skip
+
+
+def make_multimodal(directory: Path, kind: str) -> Path:
+    """Save a random multimodal checkpoint whose text tower has equal key/value heads."""
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    torch.manual_seed(0)
+    model = AutoModelForImageTextToText.from_config(AutoConfig.for_model(kind, **TOWERS[kind][0]))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            # The projection of Gemma 3 is zero in a new model.
+            written = name.endswith("mm_input_projection_weight") or "attn" in name or "attention" in name
+            if parameter.ndim == 1:
+                parameter.normal_(1.0 if "norm" in name or "ln" in name else 0.0, 0.3)
+            elif written:
+                parameter.normal_(0, 0.2)
+            tower = "language_model" in name
+            if tower and any(f".{part}_proj." in name for part in "kv"):
+                rows = parameter.unflatten(0, (4, -1))
+                rows.copy_(rows[:1].clone().expand_as(rows))
+    model.save_pretrained(directory)
+    (directory / "tokenizer.json").write_text('{"made": "by the test"}')
+    return directory
