@@ -1,17 +1,20 @@
 """The number formats that engines store a cache in, as rounding on any device.
 
 Values are written once and read at every later step, so what a format loses is decided when they are written:
-`stored` returns what a read gives back.
+`stored` returns what a read gives back. This module loads no torch before that, because `--help` names formats.
 """
 
-from dataclasses import dataclass
+from __future__ import annotations
 
-import torch
-from torch import Tensor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from .errors import InvalidInput
 
-_FLOATS = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_FLOATS = {"fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}  # by their names in torch
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # magnitudes of four bits (OCP Microscaling, section 5.3.3)
 
 
@@ -52,11 +55,13 @@ class CacheDtype:
             >>> cache_dtype("fp8_e4m3").stored(torch.tensor([0.3, 1000.0]))
             tensor([  0.3125, 448.0000])
         """
+        import torch
+
         if self.name == "bfloat16":
             return values.bfloat16().to(values.dtype)
         given = values.float()
         if self.name in _FLOATS:
-            kind = _FLOATS[self.name]
+            kind = getattr(torch, _FLOATS[self.name])
             most = torch.finfo(kind).max
             read = (given / scale).clamp(-most, most).to(kind).float() * scale
         elif self.name == "nvfp4":
@@ -94,6 +99,8 @@ def cache_dtype(name: str) -> CacheDtype:
 
 def _nvfp4(values: Tensor, scale: float) -> Tensor:
     """Round to four bits with an e4m3 scale per 16 numbers; a last group may be shorter."""
+    import torch
+
     width = values.shape[-1]
     padded = torch.nn.functional.pad(values, (0, -width % 16)).unflatten(-1, (-1, 16))
     largest = torch.finfo(torch.float8_e4m3fn).max
