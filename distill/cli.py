@@ -244,10 +244,12 @@ def _show_plan(recipe: "Recipe", as_json: bool) -> None:
         {
             "name": stage.name,
             "steps": recipe.steps(stage),
-            "tokens": recipe.steps(stage) * recipe.step_windows(stage) * recipe.data.seq_len,
+            "tokens": recipe.steps(stage) * recipe.step_tokens(stage),
         }
         for stage in recipe.stages
     ]
+    for sentence in recipe.few_steps():
+        notice(sentence)
     if as_json:
         show_json({"recipe": recipe.resolved(), "stages": stages})
         return

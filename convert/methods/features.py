@@ -15,11 +15,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..algebra.attention import Attention, LatentAttention, NormedLatentAttention
-from ..algebra.metric import LayerMetric, from_statistics, weights_only
+from ..algebra.metric import LayerMetric
 from ..algebra.subspaces import low_rank_energy
 from ..calibration.statistics import LayerStatistics
 from ..families.source import Source
-from .intact import RIDGE, Encoded, behind_norms, encoded, linearised
+from .intact import RIDGE, Encoded, encoded, linearised, metric_behind_norms
 from .latent import output_bias
 from .layer_sample import sample_of
 
@@ -70,12 +70,7 @@ def feature_metric(
         seen: features on a sample; where there is none, norms count as the linear maps that they are on
             average.
     """
-    if statistics is None:
-        metric = weights_only(linearised(attention, None), span)
-    elif seen is None:
-        metric = behind_norms(from_statistics(statistics), attention)
-    else:
-        metric = replace(from_statistics(statistics), key_BSS=seen.key_BSS, value_BSS=seen.value_BSS)
+    metric = metric_behind_norms(attention, statistics, span, seen)
     if seen is None:
         plain = linearised(attention, metric.input_EE)
         rows_ED = torch.cat([plain.k_KHD, plain.v_KHD]).flatten(0, 1)

@@ -139,6 +139,17 @@ def to_intact(
     )
 
 
+def metric_behind_norms(
+    attention: Attention, statistics: LayerStatistics | None, span: int, seen: Encoded | None
+) -> LayerMetric:
+    """Return the metric of a layer that may have key norms; arguments as in `fold_joint`."""
+    if statistics is None:
+        return weights_only(linearised(attention, None), span)
+    if seen is None:
+        return behind_norms(from_statistics(statistics), attention)
+    return replace(from_statistics(statistics), key_BSS=seen.key_BSS, value_BSS=seen.value_BSS)
+
+
 def fold_joint(
     attention: Attention,
     target: LatentTarget,
@@ -155,12 +166,7 @@ def fold_joint(
         span: max_position_embeddings.
         seen: of a layer with key norms, where there is a sample of it.
     """
-    if statistics is None:
-        metric = weights_only(linearised(attention, None), span)
-    elif seen is None:
-        metric = behind_norms(from_statistics(statistics), attention)
-    else:
-        metric = replace(from_statistics(statistics), key_BSS=seen.key_BSS, value_BSS=seen.value_BSS)
+    metric = metric_behind_norms(attention, statistics, span, seen)
     folded = to_intact(attention, target, metric, None if seen is None else seen.moment_EE)
     return folded if target.rope == "intact" else unrotated(folded)
 

@@ -73,8 +73,8 @@ def _check_division(recipe: Recipe, processes: int) -> None:
         if windows % processes:
             enough = math.ceil(windows / processes) * processes * recipe.data.seq_len
             raise InvalidInput(
-                f"batch_tokens {stage.batch_tokens} of stage {stage.name} is {windows} windows, which cannot "
-                f"be divided evenly among {processes} processes; use batch_tokens {enough}"
+                f"batch_tokens {recipe.step_tokens(stage)} of stage {stage.name} is {windows} windows, which "
+                f"cannot be divided evenly among {processes} processes; use batch_tokens {enough}"
             )
 
 

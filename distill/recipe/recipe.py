@@ -49,6 +49,11 @@ class Lora(Settings):
     of the attention."""
 
 
+# With the batch left to kvfold. A stage of 4 steps recovered 3 % of what a fold lost, half its tokens in 50
+# steps 8 % (LOG.md, 2026-11-22).
+_STEPS, _LARGEST_BATCH = 100, 65536
+FEW_STEPS = 50
+
 # Losses that are compared on the teacher's inputs, not on the student's.
 _LAYERWISE: tuple[LossName, ...] = ("attention_output",)
 
@@ -75,8 +80,9 @@ class Stage(Settings):
     """Position of `jsd` between forward KL (0) and reverse KL (1)."""
     lr: float = Field(gt=0)
     """Peak learning rate of AdamW."""
-    batch_tokens: Tokens = 65536
-    """Tokens per optimizer step over all processes, rounded down to whole windows."""
+    batch_tokens: Tokens | None = None
+    """Tokens per optimizer step over all processes, rounded down to whole windows. null: as many as leave the
+    stage at least 100 steps, up to 65536; windows are then a power of two."""
     micro_batch: int = Field(default=4, ge=1)
     """Windows per forward pass of one process. It changes memory and speed, not the result."""
     train: WeightSet = "all"
@@ -231,7 +237,7 @@ class Recipe(Settings):
                     f"stages[{index}].train is all, but teacher: shared keeps one copy of the weights that "
                     "no stage trains; write train: attention there, or leave teacher out"
                 )
-            if stage.batch_tokens < self.data.seq_len:
+            if stage.batch_tokens is not None and stage.batch_tokens < self.data.seq_len:
                 raise ValueError(
                     f"stages[{index}].batch_tokens is {stage.batch_tokens}, which is less than one window of "
                     f"data.seq_len {self.data.seq_len} tokens; use at least {self.data.seq_len}"
@@ -240,11 +246,36 @@ class Recipe(Settings):
 
     def step_windows(self, stage: Stage) -> int:
         """Return the windows per optimizer step, over all processes."""
-        return stage.batch_tokens // self.data.seq_len
+        if stage.batch_tokens is not None:
+            return stage.batch_tokens // self.data.seq_len
+        most = min(_LARGEST_BATCH, stage.tokens // _STEPS) // self.data.seq_len
+        return 2 ** (most.bit_length() - 1) if most else 1
+
+    def step_tokens(self, stage: Stage) -> int:
+        """Return the tokens per optimizer step, over all processes."""
+        return self.step_windows(stage) * self.data.seq_len
 
     def steps(self, stage: Stage) -> int:
         """Return the number of optimizer steps of a stage."""
-        return math.ceil(stage.tokens / (self.step_windows(stage) * self.data.seq_len))
+        return math.ceil(stage.tokens / self.step_tokens(stage))
+
+    def few_steps(self) -> list[str]:
+        """Return a sentence for every stage with so few optimizer steps that it will recover little."""
+        found = []
+        for stage in self.stages:
+            steps, most = self.steps(stage), stage.tokens // FEW_STEPS // self.data.seq_len
+            if steps >= FEW_STEPS:
+                continue
+            remedy = (
+                f"batch_tokens {most * self.data.seq_len} or less would give it {FEW_STEPS}"
+                if most
+                else f"{FEW_STEPS} steps of one window take {FEW_STEPS * self.data.seq_len} tokens"
+            )
+            found.append(
+                f"stage {stage.name} has {steps} optimizer steps of {self.step_tokens(stage)} tokens, which "
+                f"recover little; {remedy}"
+            )
+        return found
 
     @property
     def output_directory(self) -> Path:
@@ -263,8 +294,11 @@ class Recipe(Settings):
         return sum(self.steps(stage) * self.step_windows(stage) for stage in self.stages)
 
     def resolved(self) -> dict[str, Any]:
-        """Return every key with its value, as plain JSON values."""
-        return self.model_dump(mode="json", by_alias=True)
+        """Return every key with its value, as plain JSON values; a batch left to kvfold is a number here."""
+        values = self.model_dump(mode="json", by_alias=True)
+        for stage, entry in zip(self.stages, values["stages"], strict=True):
+            entry["batch_tokens"] = stage.batch_tokens or self.step_tokens(stage)
+        return values
 
 
 def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:

@@ -78,7 +78,7 @@ def check_places(recipe: Recipe) -> list[str]:
     sentences, tokens = check_texts(recipe, described)
     if recipe.evaluate:
         check_held_out(recipe, described, tokens)
-    return sentences
+    return [*recipe.few_steps(), *sentences]
 
 
 def models_of(recipe: Recipe) -> tuple[Path | None, Path | None]:
@@ -145,8 +145,8 @@ def explain(file: Path, overrides: Sequence[str] = (), processes: int | None = N
             "train": stage.train,
             "lr": stage.lr,
             "steps": recipe.steps(stage),
-            "step_tokens": recipe.step_windows(stage) * recipe.data.seq_len,
-            "tokens": recipe.steps(stage) * recipe.step_windows(stage) * recipe.data.seq_len,
+            "step_tokens": recipe.step_tokens(stage),
+            "tokens": recipe.steps(stage) * recipe.step_tokens(stage),
             "footprint": found,
         }
         for stage, found in zip(recipe.stages, footprints, strict=True)
@@ -218,7 +218,7 @@ def _footprint(recipe: Recipe, stage: Stage, student: Path, teacher: Path, proce
     found = footprint(
         recipe, stage, skeleton(student), skeleton(teacher), bf16, shards, keeps_layers=keeps_layers
     )
-    tokens = recipe.steps(stage) * recipe.step_windows(stage) * recipe.data.seq_len
+    tokens = recipe.steps(stage) * recipe.step_tokens(stage)
     seconds = None
     if found.flops is not None:
         seconds = found.flops * tokens / matmul_rate(recipe, bf16) / processes

@@ -114,6 +114,8 @@ def _distill(run: RunContext, output: Path) -> dict[str, Any]:
                 trim_metrics(partial / name, progress.total_steps)
             if found:
                 notice(f"resuming after step {progress.total_steps}, saved in {found}")
+            for sentence in recipe.few_steps():
+                notice(sentence)
         with tracking(accelerator, recipe, progress.total_steps):
             _run_stages(run, progress, found)
         record = {"student": str(run.student), "teacher": str(run.teacher), "models": progress.models}

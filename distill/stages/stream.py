@@ -79,7 +79,7 @@ class Streaming:
     @property
     def tokens(self) -> int:
         """The tokens of the stage."""
-        return self.steps * self.recipe.step_windows(self.stage) * self.recipe.data.seq_len
+        return self.steps * self.recipe.step_tokens(self.stage)
 
     @property
     def steps(self) -> int:

@@ -105,6 +105,7 @@ class TrainingEvaluation:
             )
         if self.accelerator.is_main_process:
             append_line(self.file, line)
+            _warn_of_a_worse(line, history)
         self.accelerator.wait_for_everyone()
         return {name: line[key] for name, key in _METRICS.items() if line[key] is not None}
 
@@ -231,6 +232,18 @@ def summary(history: list[dict[str, Any]], kept: ChosenWeights | None) -> dict[s
         "kept": which,
         **{key: line[key] for key in ("step", "perplexity", "kl", "same_top1", "recovered_share")},
     }
+
+
+def _warn_of_a_worse(line: dict[str, Any], history: list[dict[str, Any]]) -> None:
+    """Give notice of the first evaluation of a run that finds the student worse than it started."""
+    if not history or any(before["perplexity"] > history[0]["perplexity"] for before in history[1:]):
+        return
+    if line["perplexity"] > history[0]["perplexity"]:
+        notice(
+            f"after step {line['step']} the perplexity of the held-out text is {line['perplexity']:.5g}, and "
+            f"it was {history[0]['perplexity']:.5g} before training; if it stays above, the lr of stage "
+            f"{line['stage']} is too high"
+        )
 
 
 def _is_start(line: dict[str, Any]) -> bool:

@@ -95,7 +95,7 @@ class StageReport:
         seconds = self._clock[-1] - self._clock[0]
         if steps and seconds:
             recipe = self._context.recipe
-            tokens = recipe.step_windows(self._stage) * recipe.data.seq_len
+            tokens = recipe.step_tokens(self._stage)
             self._known |= {"tokens_per_second": tokens * steps / seconds}
             self._known |= {"seconds_left": (self._steps - progress.step) * seconds / steps}
         return self._known

@@ -52,9 +52,49 @@ def test_a_short_recipe_is_enough(tmp_path: Path) -> None:
     recipe = read_recipe(write(tmp_path, GOOD))
     assert recipe.stages[0].tokens == 5_000_000
     assert recipe.stages[0].lr == 5e-5
-    assert recipe.steps(recipe.stages[0]) == 77
-    assert recipe.windows == 77 * 512
-    assert Recipe.model_validate(recipe.resolved()) == recipe
+    assert recipe.steps(recipe.stages[0]) == 153
+    assert recipe.windows == 153 * 256
+    assert recipe.resolved()["stages"][0]["batch_tokens"] == 256 * 128
+    again = Recipe.model_validate(recipe.resolved())
+    assert again.resolved() == recipe.resolved()
+    assert (again.windows, again.few_steps()) == (recipe.windows, [])
+
+
+@pytest.mark.parametrize(
+    ("tokens", "step_tokens", "steps"),
+    [
+        ("200k", 1024, 196),
+        ("100k", 512, 196),
+        ("2M", 16384, 123),
+        ("20M", 65536, 306),
+        ("6k", 128, 47),
+        ("1", 128, 1),
+    ],
+)
+def test_the_batch_follows_from_the_tokens(tokens: str, step_tokens: int, steps: int, tmp_path: Path) -> None:
+    recipe = read_recipe(write(tmp_path, GOOD.replace("5M", tokens)))
+    assert recipe.step_tokens(recipe.stages[0]) == step_tokens
+    assert recipe.steps(recipe.stages[0]) == steps
+
+
+@pytest.mark.parametrize(
+    ("stage", "sentence"),
+    [
+        (
+            "tokens: 200k, batch_tokens: 65536",
+            "stage kl has 4 optimizer steps of 65536 tokens, which recover little; batch_tokens 3968 or less would "
+            "give it 50",
+        ),
+        (
+            "tokens: 6k",
+            "stage kl has 47 optimizer steps of 128 tokens, which recover little; 50 steps of one window take 6400 "
+            "tokens",
+        ),
+    ],
+)
+def test_few_steps_are_told(stage: str, sentence: str, tmp_path: Path) -> None:
+    recipe = read_recipe(write(tmp_path, GOOD.replace("tokens: 5M", stage)))
+    assert recipe.few_steps() == [sentence]
 
 
 @pytest.mark.parametrize(
@@ -182,7 +222,7 @@ def test_a_dry_run_shows_the_resolved_recipe(tmp_path: Path) -> None:
     assert result.exit_code == 0
     shown = yaml.safe_load(result.stdout.split("Stages")[0])
     assert shown["stages"][0]["tokens"] == 5_000_000
-    assert "5,046,272" in result.stdout
+    assert "5,013,504" in result.stdout
 
 
 def test_token_numbers() -> None:

@@ -130,6 +130,13 @@ def test_the_start_stays_where_nothing_beats_it(
     done = CliRunner().invoke(main, [str(file)])
     assert done.exit_code == 0, done.output
     assert "no trained weights are better than the start on held-out text" in done.stderr
+    worse = [
+        line
+        for line in done.stderr.splitlines()
+        if "if it stays above, the lr of stage kl is too high" in line
+    ]
+    assert len(worse) == 1
+    assert "after step 1 the perplexity of the held-out text is " in worse[0]
     assert "(after step 0)" in done.stdout
     out = tmp_path / "out"
     for name in ("model.safetensors", "config.json", "tokenizer.json"):
