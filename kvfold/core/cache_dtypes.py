@@ -1,7 +1,7 @@
 """The number formats that engines store a cache in, as rounding on any device.
 
 Values are written once and read at every later step, so what a format loses is decided when they are written:
-`stored` returns what a read gives back. This module loads no torch before that, because `--help` names formats.
+`stored` returns what a read gives back. Before that, this module loads no torch: `--help` names formats.
 """
 
 from __future__ import annotations
