@@ -16,7 +16,11 @@ from kvfold.verification.fresh_process import NEAR, ROUNDED
 from kvfold.verification.verify import verify
 
 from .folds import FOLDS, Fold, make_folds
-from .machine import save
+from .saved_rows import SavedRows
+
+UPDATE = click.option(
+    "--update", is_flag=True, help="Keep saved rows, run the other folds, and save after each of them."
+)
 
 
 def run_fold(fold: Fold, source: Path, out: Path, engine: str, near: float = NEAR) -> dict[str, Any]:
@@ -76,35 +80,58 @@ def _held(answer: dict[str, float], other: str, dtype: str, near: float) -> list
 
 
 def run_folds(
-    engine: str, folds: Iterable[Fold], only: str, near: float, saved: str, packages: Iterable[str]
+    engine: str,
+    folds: Iterable[Fold],
+    only: str,
+    near: float,
+    name: str,
+    packages: Iterable[str],
+    *,
+    update: bool = False,
 ) -> None:
     """Run folds, print their table, and save it where all were run and none failed.
 
     Args:
         engine: that runs them.
         folds: to run.
-        only: words that a fold's source or options must contain; then nothing is saved.
+        only: words that a fold's source or options must contain; then nothing is saved without `update`.
         near: of `run_fold`.
-        saved: name of the file in benchmarks/results.
+        name: of the file in benchmarks/results.
         packages: whose versions are saved with it.
+        update: keep saved rows and save each new one that does not fail; without `only`, run no fold that has
+            a row.
     """
+    versions = {package: version(package) for package in (*packages, "transformers")}
+    saved = SavedRows(name, {"versions": versions}, update=update)
+    chosen = [fold for fold in folds if only in f"{fold.source} {fold.options}"]
+    if not chosen:
+        names = ", ".join(fold.source for fold in FOLDS)
+        raise InvalidInput(f"--only {only!r} names no fold; these are: {names}")
+    if update and not only:
+        chosen = [fold for fold in chosen if saved.find("rows", **_key(fold)) is None]
     rows = []
     with tempfile.TemporaryDirectory() as work:
-        for fold, source, out in make_folds(Path(work), only, tuple(folds)):
+        for fold, source, out in make_folds(Path(work), folds=tuple(chosen)):
             rows.append(run_fold(fold, source, out, engine, near))
             words = "; ".join(rows[-1]["failures"]) or "ok"
             click.echo(f"{len(rows)} {fold.source} {fold.options}: {words}", err=True)
-    if not rows:
-        names = ", ".join(fold.source for fold in FOLDS)
-        raise InvalidInput(f"--only {only!r} names no fold; these are: {names}")
+            if not rows[-1]["failures"]:
+                saved.put("rows", rows[-1], *_key(fold))
+                if update:
+                    saved.write()
     _show(rows, engine)
     failed = sum(bool(row["failures"]) for row in rows)
-    if not only and not failed:
-        versions = {name: version(name) for name in (*packages, "transformers")}
-        click.echo(f"saved in {save(saved, {'versions': versions, 'rows': rows})}")
+    if not only and not update and not failed:
+        saved.write()
+    if update or not (only or failed):
+        click.echo(f"saved in {saved.path}")
     click.echo(f"{len(rows) - failed} passed, {failed} failed")
     if failed:
         raise SystemExit(1)
+
+
+def _key(fold: Fold) -> dict[str, str]:
+    return {"source": fold.source, "options": fold.options}
 
 
 def _show(rows: list[dict[str, Any]], engine: str) -> None:

@@ -13,7 +13,7 @@ import click
 from kvfold.core.console import Command
 from kvfold.core.errors import InvalidInput
 
-from .engine_rows import run_folds
+from .engine_rows import UPDATE, run_folds
 from .folds import FAMILIES, FOLDS, Fold
 
 NEAR = 3e-5  # nats, float32: what sums in another order cost on these folds
@@ -39,13 +39,14 @@ def folds() -> tuple[Fold, ...]:
     "--only",
     metavar="WORDS",
     default="",
-    help="Folds whose source or options contain these words; saves nothing.",
+    help="Folds whose source or options contain these words; saves nothing without --update.",
 )
-def main(only: str) -> None:
+@UPDATE
+def main(only: str, update: bool) -> None:
     """Run every fold, print the table, and save it in benchmarks/results/mlx-cpu.json."""
     if find_spec("mlx_lm") is None:
         raise InvalidInput("MLX is not installed in this environment; `make test-mlx` makes one of its own")
-    run_folds("mlx", folds(), only, NEAR, "mlx-cpu", ("mlx", "mlx-lm"))
+    run_folds("mlx", folds(), only, NEAR, "mlx-cpu", ("mlx", "mlx-lm"), update=update)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from kvfold.core.console import Command
 from kvfold.core.errors import InvalidInput
 from kvfold.verification.fresh_process import NEAR
 
-from .engine_rows import run_folds
+from .engine_rows import UPDATE, run_folds
 from .folds import FAMILIES, FOLDS
 
 
@@ -26,16 +26,17 @@ from .folds import FAMILIES, FOLDS
     "--only",
     metavar="WORDS",
     default="",
-    help="Folds whose source or options contain these words; saves nothing.",
+    help="Folds whose source or options contain these words; saves nothing without --update.",
 )
-def main(only: str) -> None:
+@UPDATE
+def main(only: str, update: bool) -> None:
     """Serve every fold, print the table, and save it in benchmarks/results/vllm-cpu.json (vllm-cuda.json on
     a GPU).
     """
     if find_spec("vllm") is None:
         raise InvalidInput("vLLM is not installed in this environment; `make test-vllm` makes one of its own")
     saved = "vllm-cuda" if torch.cuda.is_available() else "vllm-cpu"
-    run_folds("vllm", (*FOLDS, *FAMILIES), only, NEAR, saved, packages_distributions()["vllm"])
+    run_folds("vllm", (*FOLDS, *FAMILIES), only, NEAR, saved, packages_distributions()["vllm"], update=update)
 
 
 if __name__ == "__main__":

@@ -32,8 +32,9 @@ from kvfold.core.errors import InvalidInput
 from kvfold.verification.fresh_process import NEAR
 from kvfold.verification.probe_vllm import ENVIRONMENT
 
+from .engine_rows import UPDATE
 from .folds import DEMO, HEAD, widen
-from .machine import save
+from .saved_rows import SavedRows
 
 POSITIONS = 256  # of the bundled checkpoint
 PIECE = 32  # tokens that are computed at once
@@ -148,15 +149,21 @@ def measure(address: str, model: Any) -> dict[str, Any]:
 
 
 @click.command(cls=Command)
-def main() -> None:
+@UPDATE
+def main(update: bool) -> None:
     """Serve the folds, print the table, and save it in benchmarks/results/vllm-http-cpu.json."""
     if find_spec("vllm") is None:
         raise InvalidInput("vLLM is not installed in this environment; `make test-vllm` makes one of its own")
+    versions = {name: version(name) for name in (*packages_distributions()["vllm"], "transformers")}
+    settings = {"piece": PIECE, "lengths": list(LENGTHS), "positions": POSITIONS}
+    saved = SavedRows("vllm-http-cpu", {"versions": versions, "settings": settings}, update=update)
     rows = []
     with tempfile.TemporaryDirectory() as place, torch.no_grad():
         root = Path(place)
         source = widen(DEMO, root / "source", HEAD)
         for name, options in FOLDS.items():
+            if saved.find("rows", fold=name, options=options) is not None:
+                continue
             out = root / name.replace(" ", "-")
             convert.main([str(source), *options.split(), "--out", str(out)], standalone_mode=False)
             latent, remote = "MLA" in name, "remote" in name
@@ -166,6 +173,10 @@ def main() -> None:
             passed = found["batch"] <= NEAR and set(found["prefix"]) == {found["tokens"]}
             rows.append({"fold": name, "options": options, **found, "passed": passed})
             click.echo(f"{name}: {rows[-1]}", err=True)
+            if passed:
+                saved.put("rows", rows[-1], "fold")
+                if update:
+                    saved.write()
     cells = [
         (
             row["fold"],
@@ -178,11 +189,8 @@ def main() -> None:
     show_table("vLLM over HTTP", ("", "log-probabilities", "greedy tokens, twice", ""), cells)
     if not all(row["passed"] for row in rows):
         raise SystemExit(1)
-    versions = {name: version(name) for name in (*packages_distributions()["vllm"], "transformers")}
-    settings = {"piece": PIECE, "lengths": LENGTHS, "positions": POSITIONS}
-    click.echo(
-        f"saved in {save('vllm-http-cpu', {'versions': versions, 'settings': settings, 'rows': rows})}"
-    )
+    saved.write()
+    click.echo(f"saved in {saved.path}")
 
 
 if __name__ == "__main__":

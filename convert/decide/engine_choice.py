@@ -13,7 +13,7 @@ from ...checkpoints.shards import TensorSpec
 from ...core.errors import InvalidInput
 from ...models.remote_code import HERE
 from .engine_rules import lint_written
-from .engines import SERVED
+from .engines import ENGINES, SERVED, are_served
 from .lint import LintFinding, Written
 from .rules.engine_pairs import UNKNOWN
 
@@ -102,8 +102,39 @@ def choose_plan(
 
 def judge(plan: PlannedOutput, engines: Sequence[str]) -> list[LintFinding]:
     """Lint a planned output for some engines, from its config.json and the tensors' shapes."""
-    written = Written(HERE, dict(plan.config), plan.specs, plan.latent_norm == "linear", plan.tokenizer)
-    return lint_written(written, engines)
+    return lint_written(_written(plan), engines)
+
+
+def _written(plan: PlannedOutput) -> Written:
+    return Written(HERE, dict(plan.config), plan.specs, plan.latent_norm == "linear", plan.tokenizer)
+
+
+def unfit(plan: PlannedOutput, engines: Sequence[str]) -> dict[str, list[LintFinding]]:
+    """Return for each engine the findings by which it does not run an output with its smaller cache."""
+    found = judge(plan, engines)
+    against = [finding for finding in found if finding.fails or finding.effect in ("saves no cache", UNKNOWN)]
+    return {engine: [finding for finding in against if finding.engine == engine] for engine in engines}
+
+
+def engine_notices(plan: PlannedOutput, engines: Sequence[str]) -> tuple[str, ...]:
+    """Say which engines run a stock latent output, and what keeps the others from it.
+
+    Args:
+        plan: the output.
+        engines: that must run it; where one of them has kernels for few widths, nothing is said.
+    """
+    if are_served(engines) or _written(plan).layout != "stock":
+        return ()
+    against = unfit(plan, ENGINES)
+    running = [engine for engine in ENGINES if not against[engine]]
+    others: dict[str, list[str]] = {}
+    for engine in ENGINES:
+        if against[engine]:
+            others.setdefault(against[engine][0].sentence.partition("; ")[0], []).append(engine)
+    if not others:
+        return ()
+    reasons = "; ".join(f"{' and '.join(names)} ({why})" for why, names in others.items())
+    return (f"load the output in {', '.join(running)}; others would not run it right: {reasons}",)
 
 
 def _reasons(engines: Sequence[str], container: str, refused: Mapping[str, str]) -> tuple[str, ...]:

@@ -104,8 +104,9 @@ _VLLM = (
           check.falcon_mlp, "Falcon's MLP has four times the hidden size there"),
 )  # fmt: skip
 _SGLANG = (
-    _rule({"sglang": seen.SGLANG}, _STOCK, "note", "what it caches is not 512+64 wide", check.other,
-          "Triton pads it to a power of two, and some fused kernels (trtllm_mla) take 512+64 only"),
+    _rule({"sglang": seen.SGLANG_WIDTHS}, _STOCK, "note", "what it caches is not 512+64 wide", check.other,
+          "Triton pads it to a power of two (--attention-backend triton); of the defaults, an H100's "
+          "FlashAttention-3 wants a latent of 256 or more, and other fused kernels (trtllm_mla) want 512+64"),
     _always({"sglang": seen.SGLANG_BACKEND}, ("decoupled",), "refuses to load", _CODE,
             "its transformers backend views the expanded keys as head_dim wide, which is the cache's width "
             "here, and crashes"),
@@ -158,8 +159,11 @@ _MLX = (
 _OTHERS = (
     _rule({"tensorrt-llm": seen.TENSORRT}, _GROUPED, UNKNOWN, "a class that is not in its index",
           check.unlisted("tensorrt-llm"), "its PyTorch backend has no such class; AutoDeploy was not read"),
-    _rule({"tensorrt-llm": seen.TENSORRT_NARROW}, _STOCK, "note", "what it caches is 256+64 wide",
-          check.narrow, "AutoDeploy takes 256+64"),
+    _rule({"tensorrt-llm": seen.TENSORRT_WIDTHS}, _STOCK, "refuses to load",
+          "what it caches is neither 512+64 nor 256+64 wide", check.untold_kernel,
+          "its PyTorch backend asserts 512+64, and AutoDeploy takes these two only"),
+    _rule({"tensorrt-llm": seen.TENSORRT_WIDTHS}, _STOCK, "note", "what it caches is 256+64 wide",
+          check.narrow, "AutoDeploy takes 256+64; its PyTorch backend asserts 512+64"),
     _rule({"tgi": seen.TGI}, _STOCK, "refuses to load", "the head is tied", check.headless,
           "its configuration refuses tie_word_embeddings"),
     _rule({"tgi": seen.TGI}, _STOCK, "refuses to load", "attention has biases", check.biases,
@@ -187,7 +191,7 @@ def lint_written(written: Written, engines: Iterable[str]) -> list[LintFinding]:
     """Apply the rules of some engines to an open or planned checkpoint; see `lint`."""
     found = []
     for engine in engines:
-        if PAIRS[written.layout, engine] is None:
+        if PAIRS[written.output, engine] is None:
             words = "kvfold has neither run such an output there nor read the engine's source for it"
             found.append(LintFinding(engine, UNKNOWN, words))
         for rule in RULES:

@@ -10,6 +10,7 @@ from ...checkpoints.record import read_record
 from ...checkpoints.shards import TensorSpec
 from ...models.remote_code import MODEL_TYPE, check_form
 from ..formats.stock import NORM_WEIGHT
+from .rules.engine_pairs import output_of
 from .rules.evidence import Evidence
 
 Effect = Literal["prints nonsense", "refuses to load", "saves no cache", "not known", "note"]
@@ -41,6 +42,11 @@ class Written:
         if kind == MODEL_TYPE:
             return str(self.config["kvfold"]["form"])
         return "stock" if kind == "deepseek_v3" else "grouped"
+
+    @property
+    def output(self) -> str:
+        """Return the kind of output, of `engine_pairs.OUTPUTS`."""
+        return output_of(self.layout, self.cached)
 
     def get(self, field: str, default: Any = 0) -> Any:
         """Return a field of config.json; a null counts as absent."""

@@ -29,7 +29,7 @@ from ..methods.query_rank import planned_losses, query_notices, query_parameters
 from ..methods.refinement import STEPS
 from ..methods.slots import choose_slots
 from ..request import FoldRequest
-from .engine_choice import choose_plan
+from .engine_choice import choose_plan, engine_notices
 from .engines import SERVED, are_served, containers_for, read_engines
 from .form import Form, choose_form, latent_container
 from .profile_choice import plan_profiles, served_notices
@@ -161,10 +161,7 @@ class Plan:
 
     def calibration(self) -> dict[str, Any] | None:
         """Return the text, tokens and seed of the statistics; None where only weights are used."""
-        taken = self.statistics
-        if taken is None:
-            return None
-        return taken.origin()
+        return None if self.statistics is None else self.statistics.origin()
 
     def fingerprint(self, shard_size: int) -> str:
         """Return a hash of the source and of everything that is decided here.
@@ -246,6 +243,7 @@ def make_plan(directory: Path, request: FoldRequest, statistics: Statistics | No
 
     choice = choose_plan(engines, containers_for(engines, request.to, request.container), make)
     told = served_notices(choice.plan.target, source.geometry, choice.plan.container.cached, engines)
+    told += engine_notices(choice.plan, engines)
     notices = (*choice.reasons, *choice.plan.notices, *choice.unsaved, *told)
     return replace(choice.plan, engines=engines, notices=notices)
 
@@ -293,7 +291,7 @@ def _plan_of_form(
     predicted = None
     if losses and "latent" in losses[0]:
         predicted = sum(sum(loss.values()) for loss in losses)
-    notices += container.notices(source, None if form is None else form.why, norm)
+    notices += container.notices(source, None if form is None else form.why)
     notices += query_notices(target, layers[0].writes)
     copies = _copies(source, container, layers, written, keeps=not request.dequantize)
     notices += quantised_notices(source, copies, str(kind).removeprefix("torch."))

@@ -8,12 +8,11 @@ from ..algebra.target import Geometry, LatentTarget, Target, budget_elements, fr
 from ..families.source import Source
 from ..formats.serving_widths import NARROW, NORM_EPSILON, PROFILES, SERVING, Profile
 from .per_rank import rank_notices
-from .rules.engine_pairs import HARDWARE
+from .rules.engine_pairs import HARDWARE, takes_any_width
 
 # Nats per token by which the narrow profile may be predicted to lose more than the wide one, whose cache is
 # 1.8 times as large: a tenth of what `kvfold plan --speed` tolerates.
 NARROW_COST = 0.01
-_ANY_WIDTH = {"transformers", "mlx"}
 
 
 class PredictedPlan(Protocol):
@@ -42,7 +41,7 @@ def profiles_for(source: Source, options: Mapping[str, Any], engines: Sequence[s
     size = source.geometry.cache_elements
     if rank == "full":
         return (SERVING,)
-    if set(engines) <= _ANY_WIDTH and (rank is None) != (budget is None):
+    if all(map(takes_any_width, engines)) and (rank is None) != (budget is None):
         return (_own(source, options),)
     smaller = [profile for profile in PROFILES if profile.cached < size]
     if budget is not None:

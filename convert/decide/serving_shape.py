@@ -21,6 +21,8 @@ from ..formats.stock import Stock
 from ..methods.intact import full_rank
 from ..methods.key_regression import NO_FULL_RANK
 from ..methods.latent import Band, source_bands
+from .engines import ENGINES
+from .rules.engine_pairs import takes_any_width
 
 
 def served_target(
@@ -43,7 +45,7 @@ def served_target(
         value = options.get(option)
         if value not in (None, {"slots": "uniform", "rope_dim": profile.rope}[option]):
             raise InvalidInput(
-                f"--{option.replace('_', '-')} {value} does not fit: engines other than transformers take "
+                f"--{option.replace('_', '-')} {value} does not fit: the serving profile {profile} takes "
                 f"{profile.rope} rotary dimensions at the default frequencies; leave it out"
             )
     budget = options.get("kv_budget")
@@ -57,19 +59,20 @@ def served_target(
     size = source.geometry.cache_elements
     if profile.cached >= size:
         raise InvalidInput(
-            f"MLA saves nothing in engines other than transformers: they cache at least {profile} elements "
-            f"of a latent, and the source's cache has only {size}; use --to gqa, or --engine transformers"
+            f"MLA saves nothing in the serving profiles: they cache at least {profile} elements of a latent, "
+            f"and the source's cache has only {size}; use --to gqa, or --engine "
+            + " or ".join(filter(takes_any_width, ENGINES))
         )
     if budget is not None and budget_elements(source.geometry, budget) < profile.cached:
         raise InvalidInput(
             f"--kv-budget {budget} is {budget_elements(source.geometry, budget)} elements per token "
-            f"and layer, but engines other than transformers cache {profile}; the least would be "
+            f"and layer, but the narrowest serving profile caches {profile}; the least would be "
             f"{share_of(profile.cached, source.geometry)}"
         )
     rank = str(profile.latent) if rank is None else rank
     if not (rank.isascii() and rank.isdigit() and 1 <= int(rank) <= profile.latent):
         raise InvalidInput(
-            f"--rank {rank} does not fit; engines other than transformers take at most {profile.latent}"
+            f"--rank {rank} does not fit; the serving profile {profile} takes at most {profile.latent}"
         )
     bands = nearest_bands(source.slot_frequencies()[0], table(profile, _theta(source)), STILL)
     return LatentTarget(kv_lora_rank=int(rank), qk_rope_head_dim=2 * len(bands), q_lora_rank=queries), bands
@@ -88,7 +91,7 @@ def _whole(source: Source, profile: Profile) -> tuple[LatentTarget, tuple[Band, 
     if rank > profile.latent or _places(source, bands, profile) is None:
         raise InvalidInput(
             f"--rank full needs a slot for each rotary pair of {heads} key/value heads of width "
-            f"{width}, but engines other than transformers have one slot at each of "
+            f"{width}, but the serving profile {profile} has one slot at each of "
             f"{profile.rope // 2} default frequencies; use --rank {profile.latent}"
         )
     return LatentTarget(kv_lora_rank=rank, qk_rope_head_dim=heads * width, slots="source"), bands

@@ -111,12 +111,11 @@ class Container(ABC):
         """Return what a tensor that is not attention becomes; by default it passes through."""
         return unchanged(name, spec)
 
-    def notices(self, source: Source, why: str | None, norm: str | None) -> list[str]:
+    def notices(self, source: Source, why: str | None) -> list[str]:
         """Return what a user should know before loading the output, in sentences.
 
         Args:
             source: the checkpoint that was folded.
             why: the reason for the form, where it was not the user's choice.
-            norm: what the norms of a stock latent do, as `Plan.latent_norm`; None in other formats.
         """
         return []

@@ -87,7 +87,7 @@ class Grouped(Container):
         }
         return named | ({norm: weight} if norm is not None and weight is not None else {})
 
-    def notices(self, source: Source, why: str | None, norm: str | None) -> list[str]:
+    def notices(self, source: Source, why: str | None) -> list[str]:
         """Return a warning where transformers' class caches every query head, folded or not."""
         return cached_queries(self.family)
 

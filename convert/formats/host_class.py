@@ -130,7 +130,7 @@ class HostClass(Container):
             }
         return unchanged(name, spec, renamed)
 
-    def notices(self, source: Source, why: str | None, norm: str | None) -> list[str]:
+    def notices(self, source: Source, why: str | None) -> list[str]:
         """Return a warning where transformers' class caches every query head, folded or not."""
         return cached_queries(self.host.family)
 

@@ -333,7 +333,7 @@ class Remote(Container):
             named["kv_b_proj.bias"] = torch.cat(both, 1).flatten()
         return named | {f"{name}.bias": bias.flatten() for name, bias in biases.items() if bias is not None}
 
-    def notices(self, source: Source, why: str | None, norm: str | None) -> list[str]:
+    def notices(self, source: Source, why: str | None) -> list[str]:
         """Return that the output's code must be trusted, and why it has code of its own."""
         because = "" if why is None else f": {why}"
         return [f"the output brings its own code, so loading it needs trust_remote_code=True{because}"]

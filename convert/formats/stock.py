@@ -29,7 +29,7 @@ from .blocks import FoldedBlock
 from .container import Container
 from .copies import Copy
 from .serving_widths import NORM_EPSILON, Profile, Served
-from .stock_notices import KEY_NORMS, brought_to_profile, transformers_only
+from .stock_notices import KEY_NORMS, brought_to_profile
 
 NORM_WEIGHT = 2.0**14  # a power of two, so that bf16 keeps it
 LATENT_SCALE = NORM_EPSILON**0.5 / NORM_WEIGHT
@@ -262,15 +262,12 @@ class Stock(Container):
         """Return what a tensor that is not attention becomes."""
         return self.block.copies(name, spec)
 
-    def notices(self, source: Source, why: str | None, norm: str | None) -> list[str]:
-        """Return which engines run the output, or what was changed for them."""
+    def notices(self, source: Source, why: str | None) -> list[str]:
+        """Return what was changed to hold the source, or for the engines that must run the output."""
         regressed = [KEY_NORMS] if self.unread else []
-        if self.served is not None:
-            return regressed + brought_to_profile(source, self.target, self.served)
-        config = {**source.config, **self.block.config(source.config)}
-        return regressed + transformers_only(
-            config, self.rope["rope_type"], self.cached, biased=self.biases, linear=norm == "linear"
-        )
+        if self.served is None:
+            return regressed
+        return regressed + brought_to_profile(source, self.target, self.served)
 
 
 def _compressed_query(q_QE: Tensor, down_AD: Tensor) -> dict[str, Tensor]:

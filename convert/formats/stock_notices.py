@@ -1,54 +1,16 @@
-"""Notices about outputs in the stock latent class: which engines run them, and what changed for that."""
+"""Notices about outputs in the stock latent class: what was changed to hold a source in it."""
 
 import math
-from collections.abc import Mapping
-from typing import Any
 
 from ..algebra.rotary import rope_parameters
 from ..algebra.target import LatentTarget
 from ..families.source import Source
-from .serving_widths import NORM_EPSILON, PROFILES, Served
+from .serving_widths import Served
 
 KEY_NORMS = (
     "the source normalises its queries and keys, and the stock class does not: linear functions of the "
     "layer's input stand for them, which costs part of the loss; --container remote keeps the norms"
 )
-
-
-def transformers_only(
-    config: Mapping[str, Any], rope_type: str, cached: tuple[int, int], *, biased: bool, linear: bool
-) -> list[str]:
-    """Say which engines would drop or misread an output without an error, and why.
-
-    Args:
-        config: the source's complete configuration, with the fields that the output changes.
-        rope_type: of the output's rotary slots.
-        cached: widths of latent and rotary key.
-        biased: the output's attention has biases.
-        linear: the norm of its latent is made linear, for one epsilon.
-    """
-    both: list[str] = []
-    only_vllm: list[str] = []
-    if biased:
-        both.append("it has attention biases")
-    if rope_type != "default":
-        both.append("its rotary slots have a frequency table of their own")
-    if linear and config.get("rms_norm_eps") != NORM_EPSILON:
-        both.append(f"its rms_norm_eps is {config.get('rms_norm_eps')}, not {NORM_EPSILON}")
-    if config["tie_word_embeddings"]:
-        only_vllm.append("its head is tied to the embedding")
-    if cached not in [(profile.latent, profile.rope) for profile in PROFILES]:
-        only_vllm.append("its latent is {}+{} wide, not {}".format(*cached, " or ".join(map(str, PROFILES))))
-    if not both and not only_vllm:
-        return []
-    engines = "vLLM and SGLang" if both else "vLLM"
-    notice = (
-        f"load the output in transformers; {engines} would not run it right, because "
-        f"{', '.join(both or only_vllm)}"
-    )
-    if both and only_vllm:
-        notice += f"; vLLM also because {', '.join(only_vllm)}"
-    return [notice]
 
 
 def brought_to_profile(source: Source, target: LatentTarget, served: Served) -> list[str]:

@@ -5,7 +5,7 @@ from itertools import groupby
 from typing import Any
 
 from kvfold.convert.decide.engines import ENGINES
-from kvfold.convert.decide.rules.engine_pairs import LAYOUTS
+from kvfold.convert.decide.rules.engine_pairs import OUTPUTS
 from kvfold.convert.decide.rules.known_classes import CLASSES
 from kvfold.convert.families.recognition import FAMILIES
 from kvfold.convert.families.support import Support, support
@@ -44,7 +44,7 @@ RULES_INTRODUCTION = """## Rules of the engines
 Engines drop, ignore or reinterpret fields without an error. A rule applies to outputs that have the
 property in its second column. [Serve](serve.md) has the kernels by hardware.
 """
-_LATENT = ("stock", "decoupled", "intact")
+_LATENT = [output for output in OUTPUTS if output != "grouped"]
 
 
 def support_page() -> str:
@@ -77,8 +77,8 @@ def _cell(cell: Support, own: str) -> str:
     return f"{cell} as `{cell.architecture}`" if rehosted else str(cell)
 
 
-def _latent(layout: str) -> tuple[str, ...]:
-    return f"**{LAYOUTS[layout]}**", *(verdict(layout, engine) for engine in ENGINES)
+def _latent(output: str) -> tuple[str, ...]:
+    return f"**{OUTPUTS[output].label}**", *(verdict(output, engine) for engine in ENGINES)
 
 
 def _classes(kind: str) -> tuple[str, ...]:

@@ -9,10 +9,9 @@ from typing import Any
 
 from ..convert.algebra.target import GroupedTarget, budget_elements
 from ..convert.calibration.statistics import Statistics
-from ..convert.decide.engine_choice import judge
+from ..convert.decide.engine_choice import unfit
 from ..convert.decide.engines import ENGINES, read_engines
 from ..convert.decide.plan import Plan, make_plan
-from ..convert.decide.rules.engine_pairs import UNKNOWN
 from ..convert.families.source import Source
 from ..convert.formats.serving_widths import PROFILES
 from ..convert.request import FoldRequest, fold_request
@@ -156,9 +155,6 @@ def _request(source: Source, to: str, options: Mapping[str, Any]) -> FoldRequest
 
 def _candidate(source: Source, request: FoldRequest, statistics: Statistics | None = None) -> Candidate:
     plan = make_plan(source.checkpoint.directory, request, statistics)
-    found = judge(plan, ENGINES)
-    against = [finding for finding in found if finding.fails or finding.effect in ("saves no cache", UNKNOWN)]
-    reasons = {name: "; ".join(str(one) for one in against if one.engine == name) for name in ENGINES}
-    return Candidate(
-        request=request, plan=plan, engines={name: reasons[name] for name in plan.engines or ENGINES}
-    )
+    against = unfit(plan, plan.engines or ENGINES)
+    reasons = {engine: "; ".join(map(str, findings)) for engine, findings in against.items()}
+    return Candidate(request=request, plan=plan, engines=reasons)

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import click
 
 from ..convert.decide.engines import ENGINES
 from ..core.console import Command, show_json, show_table
-
-if TYPE_CHECKING:
-    from ..convert.decide.lint import Rule
 
 NAMES = {
     "transformers": "transformers",
@@ -25,32 +23,55 @@ NAMES = {
 }
 
 
-def verdict(layout: str, engine: str) -> str:
+def verdict(output: str, engine: str) -> str:
     """Return what an engine does with a kind of output, in a few words.
 
     Args:
-        layout: of `engine_pairs.LAYOUTS`.
+        output: of `engine_pairs.OUTPUTS`.
         engine: of ENGINES.
 
     Returns:
         `run` or `read`, if an output that breaks no rule runs there, and how that is known; `no`; `saves no
         cache`; `not known`.
     """
+    from ..convert.decide.lint import FAILING
     from ..convert.decide.rules.engine_pairs import PAIRS, UNKNOWN
 
-    evidence = PAIRS[layout, engine]
+    evidence = PAIRS[output, engine]
     if evidence is None:
         return UNKNOWN
-    effects = [rule.effect for rule in _rules(layout, engine) if not rule.condition]
-    if any(effect in ("prints nonsense", "refuses to load") for effect in effects):
+    effects = _effects(output, engine)
+    if any(effect in FAILING for effect in effects):
         return "no"
     return f"saves no cache ({evidence.kind})" if "saves no cache" in effects else evidence.kind
 
 
-def _rules(layout: str, engine: str) -> list[Rule]:
+def _effects(output: str, engine: str) -> list[str]:
+    """Return the effects of the rules that a kind of output breaks by what it is and by its widths."""
     from ..convert.decide.engine_rules import RULES
+    from ..convert.decide.lint import Written
+    from ..convert.decide.rules.engine_pairs import OUTPUTS
+    from ..convert.decide.rules.rule_checks import OF_WIDTHS
 
-    return [rule for rule in RULES if engine in rule.engines and layout in rule.layouts]
+    _, layout, (latent, rope) = OUTPUTS[output]
+    example = Written(Path(), {"kv_lora_rank": latent, "qk_rope_head_dim": rope}, {})
+    return [
+        rule.effect
+        for rule in RULES
+        if engine in rule.engines and layout in rule.layouts
+        if not rule.condition or (rule.found in OF_WIDTHS and rule.found(example))
+    ]
+
+
+def runs_table() -> str:
+    """Return what each engine does with each kind of output as a Markdown table, as README.md holds it."""
+    _, columns, rows = _tables(engine_table())[0]
+    return _in_markdown(columns, rows)
+
+
+def _in_markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
 
 
 def engine_table(engines: Sequence[str] = ENGINES) -> dict[str, Any]:
@@ -61,15 +82,15 @@ def engine_table(engines: Sequence[str] = ENGINES) -> dict[str, Any]:
         condition, effect, reason, evidence. `hardware`: kernels for 512+64 and 256+64.
     """
     from ..convert.decide.engine_rules import RULES
-    from ..convert.decide.rules.engine_pairs import HARDWARE, LAYOUTS, PAIRS
+    from ..convert.decide.rules.engine_pairs import HARDWARE, LAYOUTS, OUTPUTS, PAIRS
 
     pairs = []
-    for layout, output in LAYOUTS.items():
+    for key, (label, *_) in OUTPUTS.items():
         for engine in engines:
-            evidence = PAIRS[layout, engine]
+            evidence = PAIRS[key, engine]
             proof = None if evidence is None else asdict(evidence)
             pairs.append(
-                {"output": output, "engine": engine, "verdict": verdict(layout, engine), "evidence": proof}
+                {"output": label, "engine": engine, "verdict": verdict(key, engine), "evidence": proof}
             )
     rules = [
         {
@@ -94,14 +115,14 @@ def markdown() -> str:
     """Return the three tables in Markdown, as docs/serve.md holds them."""
     parts = []
     for title, columns, rows in _tables(engine_table()):
-        lines = [columns, ["---"] * len(columns), *rows]
-        body = ["| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines]
-        parts.append("\n".join([f"{title}:", "", *body]))
+        parts.append(f"{title}:\n\n{_in_markdown(columns, rows)}")
     return "\n\n".join(parts) + "\n"
 
 
 def _tables(found: dict[str, Any]) -> list[tuple[str, list[str], list[list[str]]]]:
     """Return the title, the columns and the rows of each table."""
+    from ..convert.decide.rules.engine_pairs import LAYOUTS
+
     engines = list(dict.fromkeys(pair["engine"] for pair in found["pairs"]))
     verdicts = {(pair["output"], pair["engine"]): pair["verdict"] for pair in found["pairs"]}
     outputs = list(dict.fromkeys(pair["output"] for pair in found["pairs"]))
@@ -113,7 +134,7 @@ def _tables(found: dict[str, Any]) -> list[tuple[str, list[str], list[list[str]]
     rules = [
         [
             NAMES[rule["engine"]],
-            "all" if len(rule["outputs"]) == len(outputs) else "; ".join(rule["outputs"]),
+            "all" if len(rule["outputs"]) == len(LAYOUTS) else "; ".join(rule["outputs"]),
             rule["condition"] or "always",
             rule["effect"],
             rule["why"],

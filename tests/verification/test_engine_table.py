@@ -1,5 +1,5 @@
-"""`kvfold engines`: every kind of output has a verdict in every engine, every rule its evidence, and
-docs/serve.md holds the same tables."""
+"""`kvfold engines`: every kind of output has a verdict in every engine, every rule its evidence, and plans,
+`kvfold verify`, docs/serve.md and README.md say the same."""
 
 import json
 from pathlib import Path
@@ -8,35 +8,105 @@ import pytest
 from click.testing import CliRunner
 
 from kvfold.cli import main
-from kvfold.convert.decide.engine_rules import RULES, lint_written
+from kvfold.convert.decide.engine_choice import unfit
+from kvfold.convert.decide.engine_rules import RULES, lint, lint_written
 from kvfold.convert.decide.engines import ENGINES
-from kvfold.convert.decide.lint import Written
-from kvfold.convert.decide.rules.engine_pairs import HARDWARE, LAYOUTS, PAIRS, UNKNOWN
+from kvfold.convert.decide.lint import FAILING, Written, open_written
+from kvfold.convert.decide.plan import make_plan
+from kvfold.convert.decide.rules.engine_pairs import (
+    HARDWARE,
+    LAYOUTS,
+    OUTPUTS,
+    PAIRS,
+    UNKNOWN,
+    takes_any_width,
+)
 from kvfold.convert.decide.rules.known_classes import CLASSES
 from kvfold.convert.families.recognition import FAMILIES
-from kvfold.verification.engine_table import engine_table, markdown, verdict
+from kvfold.convert.request import fold_request
+from kvfold.verification.engine_table import engine_table, markdown, runs_table, verdict
+
+from ..support.folds import WEIGHTS, WIDE, attempt
+from ..support.tiny import make
 
 
 def test_every_output_has_a_verdict_in_every_engine() -> None:
-    assert set(PAIRS) == {(layout, engine) for layout in LAYOUTS for engine in ENGINES}
+    assert set(PAIRS) == {(output, engine) for output in OUTPUTS for engine in ENGINES}
     assert {row.engine for row in HARDWARE} <= set(ENGINES)
-    for layout, engine in PAIRS:
-        words = verdict(layout, engine)
+    assert {output.layout for output in OUTPUTS.values()} == set(LAYOUTS)
+    for output, engine in PAIRS:
+        words = verdict(output, engine)
         assert words in {"run", "read", "no", UNKNOWN, "saves no cache (run)", "saves no cache (read)"}
-        assert (words == UNKNOWN) == (PAIRS[layout, engine] is None)
+        assert (words == UNKNOWN) == (PAIRS[output, engine] is None)
 
 
 @pytest.mark.parametrize("engine", ENGINES[2:])  # the rules of the first two also read tensors
 def test_an_unconditional_rule_agrees_with_the_verdict(engine: str) -> None:
     """A rule without a condition is found in whatever checkpoint; what is not known is said of each."""
-    for layout in LAYOUTS:
+    for key, (_, layout, (latent, rope)) in OUTPUTS.items():
         kind = {"stock": "deepseek_v3", "grouped": "llama"}.get(layout, "kvfold")
-        written = Written(Path(), {"model_type": kind, "kvfold": {"form": layout}}, {})
+        widths = {"kv_lora_rank": latent, "qk_rope_head_dim": rope}
+        written = Written(Path(), {"model_type": kind, "kvfold": {"form": layout}, **widths}, {})
+        assert written.output == key
         unknown = [found for found in lint_written(written, [engine]) if found.effect == UNKNOWN]
-        assert bool(unknown) == (verdict(layout, engine) == UNKNOWN)
+        assert bool(unknown) == (verdict(key, engine) == UNKNOWN)
         for rule in RULES:
             if engine in rule.engines and layout in rule.layouts and not rule.condition:
                 assert rule.found(written)
+
+
+def test_engines_with_a_kernel_for_any_width() -> None:
+    assert list(filter(takes_any_width, ENGINES)) == ["transformers", "mlx"]
+
+
+SIZES = {"512+64": ("--rank", "512"), "256+64": ("--rank", "256"), "other widths": ("--kv-budget", "6.25%")}
+GRID = {
+    **{f"stock {name}": ("--engine", "llama.cpp,vllm", "--container", "stock", *SIZES[name])
+       for name in ("512+64", "256+64")},
+    "stock other widths": ("--engine", "mlx", *SIZES["other widths"]),
+    "decoupled other widths": ("--container", "remote", "--rope", "decoupled", *SIZES["other widths"]),
+    **{f"decoupled {name}": ("--engine", "vllm", "--container", "remote", *SIZES[name])
+       for name in ("512+64", "256+64")},
+    "intact": ("--container", "remote", "--rope", "intact", *SIZES["other widths"]),
+}  # fmt: skip
+# Of an output in other widths for MLX, which wants no compressed queries: llama.cpp wants them.
+BY_ANOTHER_RULE = {("stock other widths", "llama.cpp")}
+
+
+@pytest.mark.parametrize("kind", GRID)
+def test_plans_files_and_the_table_agree(kind: str, tmp_path: Path) -> None:
+    """The table says `no` exactly of outputs that the plan and the written files are refused for."""
+    source = make(tmp_path / "source", **WIDE)
+    options = ("--to", "mla", *WEIGHTS, *GRID[kind])
+    assert attempt(source, tmp_path / "out", *options)[0] == 0
+    assert open_written(tmp_path / "out").output == kind
+    asked = dict(zip(options[::2], options[1::2], strict=True))
+    named = {name.removeprefix("--").replace("-", "_"): value for name, value in asked.items()}
+    engines = named.pop("engine", None)
+    request = fold_request({"model": str(source), **named, **({"engines": engines} if engines else {})})
+    planned = unfit(make_plan(source, request), ENGINES)
+    for engine in ENGINES:
+        written = lint(tmp_path / "out", [engine])
+        refused = {one.effect for one in written if one.effect in (*FAILING, "saves no cache", UNKNOWN)}
+        assert {finding.effect for finding in planned[engine]} == refused
+        if (kind, engine) not in BY_ANOTHER_RULE:
+            words = verdict(kind, engine)
+            assert (words not in ("run", "read")) == bool(refused), (engine, words, refused)
+            assert (words == "no") == any(effect in FAILING for effect in refused)
+
+
+def test_a_fold_for_no_engine_says_which_engines_run_it(tmp_path: Path) -> None:
+    source = make(tmp_path / "source", **WIDE)
+    code, text = attempt(source, tmp_path / "out", "--to", "mla", "--kv-budget", "6.25%", "--slots", "uniform",
+                         "--rope", "decoupled", "--container", "stock", *WEIGHTS)  # fmt: skip
+    assert code == 0, text
+    told = next(line for line in text.splitlines() if "load the output in" in line)
+    running, others = told.partition("load the output in ")[2].split("; others would not run it right: ")
+    for engine in ENGINES:
+        findings = lint(tmp_path / "out", [engine])
+        fits = all(one.effect == "note" for one in findings)
+        assert (engine in running.split(", ")) == fits
+        assert fits or engine in others
 
 
 def test_classes_are_those_of_families() -> None:
@@ -78,6 +148,8 @@ def test_the_command_prints_what_the_docs_hold() -> None:
     """After a change of a rule: `python -c "from kvfold.verification.engine_table import markdown; ..."`."""
     docs = (Path(__file__).parents[2] / "docs" / "serve.md").read_text(encoding="utf-8")
     assert markdown() in docs
+    assert runs_table() in docs
+    assert runs_table() in (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
     result = CliRunner().invoke(main, ["engines", "--json"])
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)

@@ -2,48 +2,96 @@
 
 from typing import Final, NamedTuple
 
+from ...formats.serving_widths import PROFILES
+from ..engines import ENGINES
 from . import evidence as seen
 from .evidence import Evidence
 
 UNKNOWN: Final = "not known"
-# The kinds of output, by `Written.layout`.
+OTHER_WIDTHS: Final = "other widths"
+_SERVED = {(profile.latent, profile.rope): str(profile) for profile in PROFILES}
+_BY_WIDTHS = ("stock", "decoupled")  # layouts that engines run in some widths and not in others
+
+# The layouts of outputs, as `Written.layout`.
 LAYOUTS = {
     "grouped": "GQA, MQA",
     "stock": "MLA stock",
     "decoupled": "MLA remote",
     "intact": "MLA remote, rope intact",
 }
-# (kind of output, engine) -> evidence that the rules for it rest on; None: not known.
-PAIRS: dict[tuple[str, str], Evidence | None] = {
-    ("grouped", "transformers"): seen.HF,
-    ("grouped", "vllm"): seen.VLLM,
-    ("grouped", "sglang"): seen.SGLANG_REGISTRY,
-    ("grouped", "llama.cpp"): seen.LLAMA_RUN,
-    ("grouped", "mlx"): seen.MLX,
-    ("grouped", "tensorrt-llm"): seen.TENSORRT,
-    ("grouped", "tgi"): None,
-    ("stock", "transformers"): seen.HF,
-    ("stock", "vllm"): seen.VLLM,
-    ("stock", "sglang"): seen.SGLANG,
-    ("stock", "llama.cpp"): seen.LLAMA_RUN,
-    ("stock", "mlx"): seen.MLX,
-    ("stock", "tensorrt-llm"): seen.TENSORRT,
-    ("stock", "tgi"): seen.TGI,
-    ("decoupled", "transformers"): seen.HF,
-    ("decoupled", "vllm"): seen.VLLM,
-    ("decoupled", "sglang"): seen.SGLANG_BACKEND,
-    ("decoupled", "llama.cpp"): seen.LLAMA_CLASSES,
-    ("decoupled", "mlx"): seen.MLX_BROKEN,
-    ("decoupled", "tensorrt-llm"): None,
-    ("decoupled", "tgi"): None,
-    ("intact", "transformers"): seen.HF,
-    ("intact", "vllm"): seen.VLLM,
-    ("intact", "sglang"): seen.SGLANG_BACKEND,
-    ("intact", "llama.cpp"): seen.LLAMA_CLASSES,
-    ("intact", "mlx"): seen.MLX_BROKEN,
-    ("intact", "tensorrt-llm"): None,
-    ("intact", "tgi"): None,
+
+
+class Output(NamedTuple):
+    """A kind of output.
+
+    Attributes:
+        label: for tables.
+        layout: of LAYOUTS.
+        cached: widths of the latent and the rotary key of an example; zeros where no rule reads them.
+    """
+
+    label: str
+    layout: str
+    cached: tuple[int, int] = (0, 0)
+
+
+def output_of(layout: str, cached: tuple[int, int]) -> str:
+    """Return the kind of an output, a key of OUTPUTS.
+
+    Args:
+        layout: of LAYOUTS.
+        cached: widths of the latent and the rotary key.
+    """
+    if layout not in _BY_WIDTHS:
+        return layout
+    return f"{layout} {_SERVED.get(cached, OTHER_WIDTHS)}"
+
+
+def _outputs() -> dict[str, Output]:
+    """Return every kind of output by its key, in the order of tables."""
+    found = {}
+    for layout, label in LAYOUTS.items():
+        if layout not in _BY_WIDTHS:
+            found[layout] = Output(label, layout)
+            continue
+        for cached, widths in {**_SERVED, (48, 16): OTHER_WIDTHS}.items():
+            found[output_of(layout, cached)] = Output(f"{label}, {widths}", layout, cached)
+    return found
+
+
+OUTPUTS = _outputs()
+# For each kind of output the evidence that the rules for it rest on, by engine in the order of ENGINES;
+# None: not known.
+_EVIDENCE: dict[str, tuple[Evidence | None, ...]] = {
+    "grouped": (seen.HF, seen.VLLM, seen.SGLANG_REGISTRY, seen.LLAMA_RUN, seen.MLX, seen.TENSORRT, None),
+    "stock 512+64": (
+        seen.HF, seen.VLLM, seen.SGLANG, seen.LLAMA_RUN, seen.MLX, seen.TENSORRT, seen.TGI,
+    ),
+    "stock 256+64": (
+        seen.HF, seen.VLLM_WIDTHS, seen.SGLANG, seen.LLAMA_RUN, seen.MLX, seen.TENSORRT_WIDTHS, seen.TGI,
+    ),
+    "stock other widths": (
+        seen.HF, seen.VLLM_BROKEN, seen.SGLANG, seen.LLAMA, seen.MLX, seen.TENSORRT_WIDTHS, seen.TGI,
+    ),
+    "decoupled 512+64": (
+        seen.HF, seen.VLLM, seen.SGLANG_BACKEND, seen.LLAMA_CLASSES, seen.MLX_BROKEN, None, None,
+    ),
+    "decoupled 256+64": (
+        seen.HF, seen.VLLM_WIDTHS, seen.SGLANG_BACKEND, seen.LLAMA_CLASSES, seen.MLX_BROKEN, None, None,
+    ),
+    "decoupled other widths": (
+        seen.HF, seen.VLLM_BROKEN, seen.SGLANG_BACKEND, seen.LLAMA_CLASSES, seen.MLX_BROKEN, None, None,
+    ),
+    "intact": (
+        seen.HF, seen.VLLM, seen.SGLANG_BACKEND, seen.LLAMA_CLASSES, seen.MLX_BROKEN, None, None,
+    ),
+}  # fmt: skip
+PAIRS = {
+    (output, engine): found
+    for output, row in _EVIDENCE.items()
+    for engine, found in zip(ENGINES, row, strict=True)
 }
+_ANY_WIDTH = "any width"
 
 
 class Kernels(NamedTuple):
@@ -71,8 +119,17 @@ HARDWARE = (
             "FlashInfer MLA by its check of heads, Triton MLA", seen.VLLM_WIDTHS),
     Kernels("sglang", "any GPU", "Triton, FlashInfer, FlashMLA, trtllm_mla", "Triton, padded to 512",
             seen.SGLANG),
-    Kernels("llama.cpp", "CPU", "any width", "any width", seen.LLAMA_RUN),
+    Kernels("llama.cpp", "CPU", _ANY_WIDTH, _ANY_WIDTH, seen.LLAMA_RUN),
     Kernels("llama.cpp", "CUDA", "flash attention 576/512", "flash attention 320/256", seen.LLAMA_CUDA),
-    Kernels("mlx", "CPU", "any width", "any width", seen.MLX),
-    Kernels("tensorrt-llm", "any GPU", "its DeepSeek-V3 class", "AutoDeploy", seen.TENSORRT_NARROW),
+    Kernels("mlx", "CPU", _ANY_WIDTH, _ANY_WIDTH, seen.MLX),
+    Kernels("tensorrt-llm", "any GPU", "its DeepSeek-V3 class, AutoDeploy", "AutoDeploy alone",
+            seen.TENSORRT_WIDTHS),
 )  # fmt: skip
+
+
+def takes_any_width(engine: str) -> bool:
+    """Return whether an engine has kernels for latents of any width on all hardware that is known here."""
+    rows = [row for row in HARDWARE if row.engine == engine]
+    return engine == "transformers" or (
+        bool(rows) and all(row.wide == row.narrow == _ANY_WIDTH for row in rows)
+    )

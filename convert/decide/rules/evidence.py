@@ -44,6 +44,11 @@ VLLM_READ = read("vLLM 0.32.0", "2026-11", "vllm/model_executor/models/deepseek_
 VLLM_WIDTHS = read("vLLM 0.32.0", "2026-11-22", "vllm/v1/attention/backends/mla/*.py")
 VLLM_PREFILL = read("vLLM 0.32.0", "2026-11", "vllm/v1/attention/backends/mla/prefill; vllm#48855")
 SGLANG = read("SGLang 0.5.23", "2026-11", "sglang/srt/models/deepseek_v2.py")
+SGLANG_WIDTHS = read(
+    "SGLang 0.5",
+    "2026-11-22",
+    "sglang/srt/layers/attention/triton_ops, server_args.py; flash-attention, hopper/flash_api.cpp",
+)
 SGLANG_REGISTRY = read("SGLang 0.5.23", "2026-11-22", "sglang/srt/models/registry.py, model_loader/utils.py")
 SGLANG_BACKEND = read(
     "SGLang 0.5.23", "2026-11-22", "sglang/srt/models/transformers.py, layers/radix_attention.py"
@@ -58,7 +63,11 @@ MLX_BROKEN = run(_MLX, "2026-11-22", "python -m benchmarks.mlx_rules")
 MLX_READ = read("mlx-lm 0.32.2", "2026-11-22", "mlx_lm/models/deepseek_v3.py")
 MLX_CLASSES = read("mlx-lm 0.32.2", "2026-11-22", "mlx_lm/models, mlx_lm/utils.py")
 TENSORRT = read("TensorRT-LLM 065ff9e", "2026-11-22", "tensorrt_llm/_torch/models/_arch_index.py")
-TENSORRT_NARROW = read("TensorRT-LLM", "2026-11", "TensorRT-LLM#12266 (AutoDeploy)")
+TENSORRT_WIDTHS = read(
+    "TensorRT-LLM eea41b7",
+    "2026-11-22",
+    "cpp/tensorrt_llm/common/attentionOp.cpp; TensorRT-LLM#12266 (AutoDeploy)",
+)
 TGI = read(
     "TGI f190bc1",
     "2026-11-22",

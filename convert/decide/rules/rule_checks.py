@@ -217,6 +217,11 @@ def untold_kernel(written: Written) -> str:
     return "" if written.cached in (_WIDE, _NARROW) else other(written)
 
 
+# Conditions that ask for the widths of the cache alone: with the rules that always hold, they decide what an
+# engine does with a kind of output.
+OF_WIDTHS = (width, unusual, other, narrow, untold_kernel)
+
+
 def deep(written: Written) -> str:
     """Find more layers than mlx-lm's loader keeps."""
     layers = written.get("num_hidden_layers")
