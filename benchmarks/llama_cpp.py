@@ -23,8 +23,9 @@ from kvfold.verification.llama_programs import LlamaCpp, LlamaFailure, read_base
 from kvfold.verification.verify import verify
 from tests.support.tiny import make
 
+from .engine_rows import UPDATE
 from .folds import DEMO, HEAD, SOURCES, widen
-from .machine import save
+from .saved_rows import SavedRows
 
 GOAL = 1.5  # times what the source loses by a type of weights; LOG.md says by how much it is missed
 MOST = 5.0  # times that fails: a linear norm loses hundreds of times as much
@@ -129,16 +130,30 @@ def compare_types(llama: LlamaCpp, root: Path) -> list[dict[str, Any]]:
     help="Source of llama.cpp with llama-perplexity, llama-completion and llama-quantize built.",
 )  # fmt: skip
 @click.option(
-    "--only", metavar="WORDS", default="", help="Folds whose source contains these words; saves nothing."
+    "--only",
+    metavar="WORDS",
+    default="",
+    help="Folds whose source contains these words, or `types`; saves nothing without --update.",
 )
-def main(home: Path, only: str) -> None:
+@UPDATE
+def main(home: Path, only: str, update: bool) -> None:
     """Run every fold, print the tables, and save them in benchmarks/results/llama-cpp-cpu.json."""
     llama = LlamaCpp.at(home)
+    saved = SavedRows("llama-cpp-cpu", {"version": llama.version}, update=update)
+    again = bool(only) or not update  # otherwise what has a row is not run
     rows: list[dict[str, Any]] = []
+    types: list[dict[str, Any]] = []
+
+    def keep(section: str, row: dict[str, Any], *key: str) -> None:
+        if not row["failures"]:
+            saved.put(section, row, *key)
+            if update:
+                saved.write()
+
     with tempfile.TemporaryDirectory() as place:
         root = Path(place)
         for number, (name, options) in enumerate((*FOLDS, *REFUSED)):
-            if only not in name:
+            if only not in name or not (again or saved.find("rows", source=name, options=options) is None):
                 continue
             source = make_source(name, root / name)
             out = fold(source, options, root / f"fold-{number}")
@@ -147,12 +162,17 @@ def main(home: Path, only: str) -> None:
             else:
                 rows.append(checked(llama, name, options, source, out))
             click.echo(f"{name} {options}: {'; '.join(rows[-1]['failures']) or 'ok'}", err=True)
-        types = [] if only else compare_types(llama, root)
+            keep("rows", rows[-1], "source", "options")
+        if only in ("", "types") and (again or saved.find("types") is None):
+            types = compare_types(llama, root)
+            for row in types:
+                keep("types", row, "model")
     _show(rows, types)
     failed = sum(bool(row["failures"]) for row in (*rows, *types))
-    if not only and not failed:
-        saved = save("llama-cpp-cpu", {"version": llama.version, "rows": rows, "types": types})
-        click.echo(f"saved in {saved}")
+    if not only and not update and not failed:
+        saved.write()
+    if update or not (only or failed):
+        click.echo(f"saved in {saved.path}")
     click.echo(f"{len(rows) + len(types) - failed} passed, {failed} failed")
     if failed:
         raise SystemExit(1)
