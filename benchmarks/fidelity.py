@@ -108,7 +108,9 @@ class Trial:
         statistics = None if steps is None else self.statistics
         phases, out = Phases(), self.work / "fold"
         try:
-            asked = {"model": str(self.directory), "to": to, "method": method, "refine": steps, **options}
+            asked = {"model": str(self.directory), "to": to, "method": method, **options}
+            if steps is not None:
+                asked |= {"effort": "best", "refine": steps}
             plan = phases.run("plan", lambda: make_plan(self.directory, fold_request(asked), statistics))
         except InvalidInput as reason:
             click.echo(f"{label}: {reason}", err=True)

@@ -11,11 +11,17 @@ from ..core.processes import Launched
 from ..core.units import ByteSize
 from .algebra.target import NAMES
 from .decide.engines import ENGINES
+from .efforts import EFFORTS
 
 if TYPE_CHECKING:
     from ..results import Folded
     from .request import FoldRequest
 
+_EFFORTS = "; ".join(
+    f"{name}: {row.sequences} sequences, "
+    + (f"{row.steps} steps of {row.batch} of them" if row.steps else "the closed form")
+    for name, row in EFFORTS.items()
+)
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -94,8 +100,13 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
     help="Take statistics with one layer in memory at a time; by default when the model does not fit whole.",
 )
 @click.option(
-    "--sequences", type=click.IntRange(min=1), default=48, show_default=True, help="Calibration sequences."
+    "--effort",
+    type=click.Choice(tuple(EFFORTS)),
+    default="default",
+    show_default=True,
+    help=f"Time against quality. {_EFFORTS}.",
 )
+@click.option("--sequences", type=click.IntRange(min=1), help="Calibration sequences; overrides --effort.")
 @click.option(
     "--length",
     type=click.IntRange(min=2),
@@ -115,7 +126,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
     type=click.IntRange(min=0),
     metavar="STEPS",
     help="Steps by which each layer alone is fitted to the source's on the calibration text; 0: the "
-    "closed form.  [default: 100]",
+    "closed form. Overrides --effort.",
 )
 @click.option(
     "--method",

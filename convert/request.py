@@ -6,7 +6,7 @@ targets as Python writes them.
 
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypedDict
 
@@ -16,6 +16,7 @@ from ..core.errors import InvalidInput
 from ..core.settings import Settings
 from ..core.units import read_size
 from ..core.untrusted import read_yaml
+from .efforts import EFFORTS, Effort
 
 SHARD_SIZE = 5 * 10**9  # bytes
 # Names of fields in other programs and in configurations of models.
@@ -84,8 +85,10 @@ class FoldRequest(Settings):
     """`self`, `none`, a text, a data set or saved statistics; left out, `self` where statistics are read."""
     layerwise: bool | None = None
     """Take statistics with one layer in memory at a time; left out, when the model does not fit whole."""
-    sequences: int = Field(default=48, ge=1)
-    """Calibration sequences."""
+    effort: Literal["quick", "default", "best"] = "default"
+    """How much text is read and how far layers are refined: a row of `efforts.EFFORTS`."""
+    sequences: Annotated[int, Field(ge=1)] | None = None
+    """Calibration sequences; left out, as `effort` says."""
     length: Annotated[int, Field(ge=2)] | None = None
     """Tokens of a calibration sequence; left out, 512, or fewer where the source was trained on fewer."""
     seed: int = Field(default=0, ge=0)
@@ -93,7 +96,7 @@ class FoldRequest(Settings):
     save_statistics: Path | None = None
     """File (.safetensors) that keeps the statistics."""
     refine: Annotated[int, Field(ge=0)] | None = None
-    """Steps by which each layer is fitted to the source's; left out, 100; 0 is the closed form."""
+    """Steps by which each layer is fitted to the source's; left out, as `effort` says; 0: closed form."""
     method: str | None = None
     """Name of a method of the target; left out, `subspace`."""
     out: Path | None = None
@@ -117,6 +120,15 @@ class FoldRequest(Settings):
     def source_name(self) -> str | None:
         """The source's Hub id without its revision; None for a directory, which has its own name."""
         return None if Path(self.model).is_dir() else self.model.partition("@")[0]
+
+    @property
+    def taken(self) -> Effort:
+        """The sequences and steps of the fold: those that are given, else those of its effort."""
+        effort = EFFORTS[self.effort]
+        given: dict[str, Any] = {"sequences": self.sequences, "steps": self.refine}
+        taken = replace(effort, **{key: n for key, n in given.items() if n is not None})
+        # `--refine 0` is the closed form alone, unless the effort has no steps anyway.
+        return taken if taken.steps or not effort.steps else replace(taken, solve=False)
 
     def sizes(self) -> dict[str, Any]:
         """Return the options that decide the target's sizes and form, as `make_plan` reads them."""
@@ -161,8 +173,8 @@ class FoldRequest(Settings):
 # The fields that decide the output, in the order in which a command names them.
 _RECORDED = (
     "model", "to", "kv_heads", "rank", "rope_dim", "kv_budget", "q_lora_rank", "rope", "container",
-    "latent_norm", "engines", "slots", "calibration", "sequences", "length", "seed", "refine", "shard_size",
-    "method", "revision", "dtype", "dequantize",
+    "latent_norm", "engines", "slots", "calibration", "effort", "sequences", "length", "seed", "refine",
+    "shard_size", "method", "revision", "dtype", "dequantize",
 )  # fmt: skip
 
 
@@ -258,6 +270,7 @@ class FoldOptions(TypedDict, total=False):
     latent_norm: Literal["auto", "fitted", "linear"]
     calibration: str | Path
     layerwise: bool
+    effort: Literal["quick", "default", "best"]
     sequences: int
     length: int
     seed: int

@@ -217,7 +217,7 @@ def evaluate(
         directory: the checkpoint, a directory or a Hub id.
         text: a protocol such as `wikitext2-gptq-2048`, a UTF-8 file, or `stdlib`; None for suites that read
             none.
-        suites: what to measure: `ppl`, `fidelity`, `cache`, `speed`, `retrieval`, `tasks`.
+        suites: what to measure: `ppl`, `fidelity`, `cache`, `speed`, `retrieval`, `ruler`, `tasks`.
         teacher: the model to compare with; by default the source named in kvfold.json.
         out: a file for the JSON report, from which an interrupted evaluation is resumed.
         progress: called with a description, how many items are done and how many there are.

@@ -131,6 +131,8 @@ def _fold(source: Path, to: str, sizes: dict[str, Any], statistics: "Statistics 
     from .convert.request import fold_request
     from .convert.write.rewrite import rewrite
 
-    request = fold_request({"model": str(source), "to": to, **sizes, **CALIBRATION, "refine": REFINE})
+    request = fold_request(
+        {"model": str(source), "to": to, **sizes, **CALIBRATION, "effort": "best", "refine": REFINE}
+    )
     rewrite(make_plan(source, request, statistics), out, source_name="kvfold-demo")
     return out

@@ -83,6 +83,25 @@ def _stock_obstacle(source: Source, container: str) -> str | None:
     return None if obstacle is None else obstacle.partition("; use --to")[0]
 
 
+def wanted_form(
+    source: Source, to: str, rope: str | None, container: str | None, slots: str | None
+) -> Form | None:
+    """Return the form of MLA; None for other targets, which have none.
+
+    Raises:
+        InvalidInput: `slots` or `container` is given for another target.
+    """
+    if to == "mla":
+        return choose_form(source, rope, container or "auto")
+    if slots is not None:
+        raise InvalidInput(f"--slots {slots} does not apply to --to {to}, which has no rotary slots")
+    if container not in {None, "auto"}:
+        raise InvalidInput(
+            f"--container {container} does not apply to --to {to}, which is written in the source's own class"
+        )
+    return None
+
+
 def latent_container(source: Source, target: LatentTarget, bands: tuple[Band, ...], form: Form) -> Container:
     """Return the output format of a target whose form `choose_form` chose."""
     if not form.remote:

@@ -70,7 +70,8 @@ def measure_norms(plan: Plan) -> tuple[float, float] | None:
     numbers = torch.linspace(0, count - 1, min(count, LAYERS)).round().int().tolist()
     sums = []
     for norm in ("linear", "fitted"):
-        taken = replace(plan, latent_norm=norm, refine=0)
+        closed = replace(plan.effort, solve=False)
+        taken = replace(plan, latent_norm=norm, refine=0, effort=closed)
         losses = [fold_attention(taken, number)[1] for number in numbers]
         if any(loss is None for loss in losses):
             return None

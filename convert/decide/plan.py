@@ -15,9 +15,9 @@ import torch
 from ... import __version__
 from ...checkpoints.quantised.unconverted import OutputModules
 from ...checkpoints.shards import TensorSpec
-from ...core.errors import InvalidInput
 from ..algebra.target import LatentTarget, Target, from_options
 from ..calibration.statistics import Statistics
+from ..efforts import Effort
 from ..families.source import Source, open_source
 from ..formats.container import Container
 from ..formats.copies import Copy
@@ -26,12 +26,11 @@ from ..methods import table as methods
 from ..methods.intact import full_rank
 from ..methods.latent import Band
 from ..methods.query_rank import planned_losses, query_notices, query_parameters
-from ..methods.refinement import STEPS
 from ..methods.slots import choose_slots
 from ..request import FoldRequest
 from .engine_choice import choose_plan, engine_notices
 from .engines import SERVED, are_served, containers_for, read_engines
-from .form import Form, choose_form, latent_container
+from .form import Form, latent_container, wanted_form
 from .profile_choice import plan_profiles, served_notices
 from .quantised_output import output_modules, quantised_fields, quantised_notices, with_stored_parts
 from .rope_choice import choose_rope
@@ -70,6 +69,7 @@ class Plan:
         predicted: expected loss of MLA's division of the cache, in nats per token; None without statistics.
         losses: the same by layer and part: `slots` (rotation that the slots lose), `latent` and `queries`.
         refine: number of steps by which each layer is refined where there are statistics.
+        effort: sequences in each of these steps, and draws for the weights of lengths.
         dtype: of the attention's tensors.
         copies: the other output tensors, and the source tensor that each is made of.
         layers: the attention of each layer.
@@ -90,6 +90,7 @@ class Plan:
     predicted: float | None
     losses: tuple[dict[str, float] | None, ...]
     refine: int
+    effort: Effort
     dtype: torch.dtype
     copies: dict[str, Copy]
     layers: tuple[PlannedLayer, ...]
@@ -178,6 +179,7 @@ class Plan:
             self.target.to_dict(),
             self.method,
             self.refine,
+            asdict(self.effort),
             [asdict(band) for band in self.bands],
             self.config,
             layout,
@@ -269,7 +271,7 @@ def _plan_of_form(
     sizes = {key: options[key] for key in options.keys() - {"container", "slots", "engine", "profile"}}
     is_served = options["container"] == SERVED
     container_name = "stock" if is_served else options["container"]
-    form = _form(source, to, sizes.get("rope"), container_name, options.get("slots"))
+    form = wanted_form(source, to, sizes.get("rope"), container_name, options.get("slots"))
     target: Target
     fixed: tuple[Band, ...] = ()
     if is_served:
@@ -295,10 +297,13 @@ def _plan_of_form(
     notices += query_notices(target, layers[0].writes)
     copies = _copies(source, container, layers, written, keeps=not request.dequantize)
     notices += quantised_notices(source, copies, str(kind).removeprefix("torch."))
-    refine = 0
-    if method == "subspace":
-        refine = STEPS if statistics is None or request.refine is None else request.refine
-    chosen = {"method": method, "refine": None if statistics is None else refine}
+    taken = request.taken
+    refine = taken.steps if method == "subspace" else 0
+    chosen = {
+        "method": method,
+        "sequences": taken.sequences,
+        "refine": None if statistics is None else refine,
+    }
     return Plan(
         source=source,
         target=target,
@@ -309,6 +314,7 @@ def _plan_of_form(
         predicted=predicted,
         losses=losses or (None,) * source.layers,
         refine=refine,
+        effort=taken,
         dtype=kind,
         copies=copies,
         layers=layers,
@@ -338,23 +344,6 @@ def _copies(
             made = container.copies(name, spec)
             copies |= with_stored_parts(source, name, made) if keeps else made
     return copies
-
-
-def _form(source: Source, to: str, rope: str | None, container: str | None, slots: str | None) -> Form | None:
-    """Return the form of MLA; None for other targets, which have none.
-
-    Raises:
-        InvalidInput: `slots` or `container` is given for another target.
-    """
-    if to == "mla":
-        return choose_form(source, rope, container or "auto")
-    if slots is not None:
-        raise InvalidInput(f"--slots {slots} does not apply to --to {to}, which has no rotary slots")
-    if container not in {None, "auto"}:
-        raise InvalidInput(
-            f"--container {container} does not apply to --to {to}, which is written in the source's own class"
-        )
-    return None
 
 
 def _target(source: Source, to: str, sizes: Mapping[str, Any], form: Form | None) -> Target:

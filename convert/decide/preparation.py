@@ -55,7 +55,7 @@ def prepare(request: FoldRequest, *, dry_run: bool = False) -> PreparedFold:
         statistics = study(
             plan.source,
             calibration,
-            sequences=request.sequences,
+            sequences=request.taken.sequences,
             length=request.length,
             seed=request.seed,
             save=request.save_statistics,
@@ -107,6 +107,11 @@ def choose_calibration(request: FoldRequest, plan: Plan, dry_run: bool = False) 
     if wanted == "none" and refine:
         raise InvalidInput(
             f"--refine {refine} needs text to refine on; leave it out, or use --calibration self"
+        )
+    if wanted == "none" and request.effort != "default":
+        raise InvalidInput(
+            f"--effort {request.effort} has no effect without calibration text; leave it out, or use "
+            "--calibration self"
         )
     if wanted is None and dry_run:
         notice("planned by weights alone, to be quick; the fold itself would use --calibration self")

@@ -223,7 +223,8 @@ def _levelled(
     if plan.latent_norm != "fitted":
         return layer
     assert taken is not None, "make_plan asked for statistics"
-    tokens = _tokens(taken.input_BTD, None if sample is None else length_weights(layer, slots_S, sample))
+    weight_BT = None if sample is None else length_weights(layer, slots_S, sample, plan.effort.draws)
+    tokens = _tokens(taken.input_BTD, weight_BT)
     layer = with_latent_norm(layer.to(torch.float64, fitting_device()), tokens)
     if plan.container.query_rank is not None:
         size = float(attention.q_NHD.square().mean().sqrt())
@@ -333,7 +334,7 @@ def _refined(
     """Refine a layer where that is possible, and return it with its loss."""
     if sample is None:
         return layer, None
-    steps = plan.refine if plan.method == "subspace" else 0
+    is_refined = plan.method == "subspace"
     # A norm of single heads serves as many as there are, and is passed on; so is one of all queries, whose
     # number stays.
     fixed = {"q_norm_NH"} if plan.source.family.norm_spans == "heads" else {"q_norm_NH", "k_norm_KH"}
@@ -344,5 +345,15 @@ def _refined(
         fixed |= (
             {"q_down_AD", "q_down_A"} if layer.q_down_AD.shape[1] <= len(layer.q_down_AD) else {"q_down_A"}
         )
-    result = refine(layer, slots_S, attention, table_F, sample, fixed=fixed, steps=steps)
+    result = refine(
+        layer,
+        slots_S,
+        attention,
+        table_F,
+        sample,
+        fixed=fixed,
+        steps=plan.refine if is_refined else 0,
+        batch=plan.effort.batch,
+        solve=is_refined and plan.effort.solve,
+    )
     return result.layer, {"folded": result.folded, "refined": result.refined}

@@ -134,12 +134,13 @@ def _needles(group: Group) -> PageSection:
             words = "found" if is_exact else f"right key likeliest of {found.candidates}"
             drawn = runs.needles(needles, needles.accuracy if is_exact else needles.choice)
             charts += _charts((f"needles-{kind}-{slug}", f"{kind}, % {words}: {label}", drawn))
-    table = tables.retrieval(group)
+    found_tables = [table for table in (tables.retrieval(group), tables.ruler(group)) if table is not None]
     return PageSection(
         "Needles in long texts",
-        "Keys hidden in a long text: the percentage of prompts at which the key was found.",
+        "Keys hidden in a long text: the percentage of prompts at which the key was found. RULER: the share "
+        "of the wanted strings in generated answers.",
         tuple(charts),
-        () if table is None else (table,),
+        tuple(found_tables),
         _lacking(group, _without(group, "retrieval", RetrievalBlock), "needles", "--suite retrieval"),
     )
 

@@ -9,6 +9,7 @@ from ...checkpoints.quality_blocks import (
     NeedleMap,
     PerplexityBlock,
     RetrievalBlock,
+    RulerBlock,
     TasksBlock,
 )
 from .groups import Group
@@ -202,6 +203,21 @@ def _needle_cells(found: NeedleMap | None) -> tuple[TableCell, TableCell]:
     return _percent(_mean(found.accuracy)), _percent(_mean(found.choice))
 
 
+def ruler(group: Group) -> Table | None:
+    """Return the scores of RULER's tasks by length; None where none were measured."""
+    columns = ("checkpoint", "task", "tokens", "score", "source")
+    rows = []
+    for one in group.everyone:
+        found = one.report.block("ruler", RulerBlock)
+        for task in found.tasks if found else ():
+            assert found is not None
+            for number, length in enumerate(found.lengths):
+                theirs = found.teacher.accuracy[task][number] if found.teacher else None
+                cells = (_percent(found.student.accuracy[task][number]), _percent_or_none(theirs))
+                rows.append((_name(one), _words(task), _count(length), *cells))
+    return Table("RULER", columns, tuple(rows)) if rows else None
+
+
 def tasks(group: Group) -> Table | None:
     """Return the primary metric of every task; None where no task was run."""
     columns = (
@@ -250,6 +266,10 @@ def _count(value: int | None) -> TableCell:
 
 def _percent(value: float) -> TableCell:
     return TableCell(f"{value:.0%}", value)
+
+
+def _percent_or_none(value: float | None) -> TableCell:
+    return TableCell() if value is None else _percent(value)
 
 
 def _estimate(value: Estimate | None) -> TableCell:

@@ -142,6 +142,38 @@ SUITES = {
             ),
         ),
     ),
+    "ruler": Suite(
+        module="ruler",
+        summary="generated tasks of RULER over long texts",
+        options=(
+            click.Option(
+                ["--ruler-lengths"],
+                metavar="N,N",
+                help="ruler: tokens per prompt and answer.  [default: half and all of the models' positions, "
+                "at most 4096]",
+            ),
+            click.Option(
+                ["--ruler-tasks"],
+                metavar="NAME,NAME",
+                help="ruler: niah_single, niah_multikey, niah_multivalue, niah_multiquery, vt, cwe, fwe.  "
+                "[default: all]",
+            ),
+            click.Option(
+                ["--ruler-samples"],
+                type=_FROM_ONE,
+                default=10,
+                show_default=True,
+                help="ruler: prompts per task and length.",
+            ),
+            click.Option(
+                ["--ruler-seed"],
+                type=int,
+                default=0,
+                show_default=True,
+                help="ruler: seed of the prompts.",
+            ),
+        ),
+    ),
     "tasks": Suite(
         module="tasks",
         summary="benchmarks of lm-evaluation-harness",

@@ -55,10 +55,14 @@ class NeedlePrompt:
 
 
 @cache
-def prose() -> tuple[str, ...]:
-    """Return sentences without digits from docstrings of the held-out modules of the standard library."""
+def prose(held_out: bool = True) -> tuple[str, ...]:
+    """Return sentences without digits from docstrings of the standard library, each once.
+
+    Args:
+        held_out: True for the held-out modules, which the suites use; False for the modules to train on.
+    """
     strings = []
-    for document in stdlib_documents(held_out=True):
+    for document in stdlib_documents(held_out):
         for node in ast.walk(ast.parse(document)):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
                 strings.append(ast.get_docstring(node) or "")
@@ -108,7 +112,7 @@ class Haystack:
                 f"{length - room} tokens in {self._path}; use {length - room} or more"
             )
         depths = [depth, *(draw.random() for _ in needles[1:])]
-        body = _hide(self._filling(draw, room), sorted(zip(depths, needles, strict=True)), room)
+        body = hide(self._filling(draw, room), sorted(zip(depths, needles, strict=True)), room)
         return NeedlePrompt((*self._head, *body, *stem), (*self._head, *stem), keys[0], candidates)
 
     def least(self) -> int:
@@ -162,7 +166,7 @@ class Haystack:
         return list(self._tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
 
 
-def _hide(sentences: Sequence[list[int]], needles: Sequence[tuple[float, list[int]]], room: int) -> list[int]:
+def hide(sentences: Sequence[list[int]], needles: Sequence[tuple[float, list[int]]], room: int) -> list[int]:
     """Return the sentences with each needle at the sentence boundary nearest to its depth.
 
     Args:

@@ -20,6 +20,7 @@ from .quality_blocks import (
     PerplexityBlock,
     RecoveredLoss,
     RetrievalBlock,
+    RulerBlock,
     SuiteBlock,
     TasksBlock,
 )
@@ -33,6 +34,7 @@ BLOCKS: dict[str, type[SuiteBlock]] = {
     "cache": CacheBlock,
     "speed": SpeedBlock,
     "retrieval": RetrievalBlock,
+    "ruler": RulerBlock,
     "tasks": TasksBlock,
 }
 T = TypeVar("T")

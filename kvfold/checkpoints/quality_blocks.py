@@ -1,4 +1,4 @@
-"""The blocks of eval.json that say how good a checkpoint is: perplexity, fidelity, retrieval and tasks.
+"""The blocks of eval.json that say how good a checkpoint is: perplexity, fidelity, long texts and tasks.
 
 Next to `cost_blocks.py`, these classes are the only description of what a suite of `kvfold eval` writes. The
 suites return them, `eval_json.py` writes and reads them, and the report page and the model card show them.
@@ -221,6 +221,57 @@ class RetrievalBlock(SuiteBlock):
     teacher: dict[str, NeedleMap] | None
     parent: dict[str, NeedleMap] | None
     difference: dict[str, NeedleDifference] | None
+
+
+@dataclass(frozen=True)
+class RulerScores:
+    """The scores of one model, 0 to 1: the proportion of the wanted strings that an answer contains.
+
+    Attributes:
+        overall: mean over all tasks and lengths.
+        by_length: mean over all tasks at each length.
+        by_task: mean over all lengths, by task.
+        accuracy: by task, the mean at each length.
+    """
+
+    overall: Estimate
+    by_length: tuple[Estimate, ...]
+    by_task: dict[str, Estimate]
+    accuracy: dict[str, tuple[float, ...]]
+
+
+@dataclass(frozen=True)
+class RulerBlock(SuiteBlock):
+    """The block of the suite `ruler`.
+
+    Attributes:
+        tasks: names of the tasks.
+        lengths: tokens of prompt and answer.
+        samples: prompts per task and length.
+        seed: seed of the prompts.
+        filler_sha256: hash of the prose between the needles.
+        student, teacher, parent: the models.
+        difference: student - teacher on the same prompts, over all of them; None without a teacher.
+    """
+
+    tasks: tuple[str, ...]
+    lengths: tuple[int, ...]
+    samples: int
+    seed: int
+    filler_sha256: str
+    student: RulerScores
+    teacher: RulerScores | None
+    parent: RulerScores | None
+    difference: Estimate | None
+
+    def __post_init__(self) -> None:
+        for one in (self.student, self.teacher, self.parent):
+            if one is None:
+                continue
+            if set(one.by_task) != set(self.tasks) or set(one.accuracy) != set(self.tasks):
+                raise ValueError("the scores of a model need one entry per task")
+            if any(len(row) != len(self.lengths) for row in (one.by_length, *one.accuracy.values())):
+                raise ValueError("the scores of a task need one number per length")
 
 
 @dataclass(frozen=True)

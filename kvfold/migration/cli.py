@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..convert.algebra.target import NAMES
+from ..convert.efforts import EFFORTS
 from ..core.console import Command, show_json, show_table
 from ..core.errors import InvalidInput
 from ..eval.assertions import Unmet
@@ -59,12 +60,13 @@ if TYPE_CHECKING:
 @click.option("--max-windows", type=click.IntRange(min=2), help="Evaluate on at most this many windows.")
 @click.option("--calibration", default="self", show_default=True, help="As for `kvfold convert`.")
 @click.option(
-    "--sequences",
-    type=click.IntRange(min=1),
-    default=48,
+    "--effort",
+    type=click.Choice(tuple(EFFORTS)),
+    default="default",
     show_default=True,
-    help="Number of calibration sequences.",
+    help="Of every fold, as for `kvfold convert`.",
 )
+@click.option("--sequences", type=click.IntRange(min=1), help="Calibration sequences; overrides --effort.")
 @click.option("--refine", type=click.IntRange(min=0), metavar="STEPS", help="As for `kvfold convert`.")
 @click.option(
     "--seed",

@@ -11,8 +11,8 @@ from typing import Any
 import yaml
 
 from ..convert.decide.plan import make_plan
+from ..convert.efforts import EFFORTS
 from ..convert.families.source import Source, open_source
-from ..convert.methods.refinement import STEPS as REFINE
 from ..convert.request import FoldRequest, fold_request
 from ..core.console import notice
 from ..core.errors import InvalidInput
@@ -99,9 +99,10 @@ def read_request(
             f"--refine {given['refine']} needs text to refine on; leave it out, or use --calibration self"
         )
     length = min(512, window)  # as `kvfold convert` does it
+    effort = EFFORTS[given["effort"]]
     taken = {
         "calibration": calibration,
-        "sequences": given["sequences"],
+        "sequences": effort.sequences if given["sequences"] is None else given["sequences"],
         "length": length,
         "seed": given["seed"],
     }
@@ -114,7 +115,8 @@ def read_request(
         text=content,
         options=Options(window=window, max_windows=max_windows),
         calibration=taken,
-        refine=REFINE if given["refine"] is None else given["refine"],
+        effort=given["effort"],
+        refine=effort.steps if given["refine"] is None else given["refine"],
         recipe=_read_recipe(source, text, window, out, given),
         out=out,
         keep_steps=given["keep_steps"],

@@ -142,7 +142,14 @@ def _fold(asked: Migration, step: Step, folded: Path) -> None:
     statistics = _statistics(asked)
     calibration = asked.calibration if statistics else {"calibration": "none"}
     request = fold_request(
-        {"model": asked.model, "to": asked.to, **step.sizes, **calibration, "refine": asked.refine}
+        {
+            "model": asked.model,
+            "to": asked.to,
+            **step.sizes,
+            **calibration,
+            "effort": asked.effort,
+            "refine": asked.refine,
+        }
     )
     plan = make_plan(asked.source, request, statistics)
     plan = settle_norm(plan)

@@ -63,6 +63,7 @@ class Migration:
         text: held-out text.
         options: how the text is read.
         calibration: the arguments of `study`.
+        effort: of the folds.
         refine: steps of the fold's refinement.
         recipe: of every step's distillation; student and output are filled in.
         out: the output.
@@ -77,6 +78,7 @@ class Migration:
     text: Text
     options: Options
     calibration: dict[str, Any]
+    effort: str
     refine: int
     recipe: Recipe
     out: Path
@@ -101,6 +103,7 @@ class Migration:
             "window": self.options.window,
             "max_windows": self.options.max_windows,
             "calibration": self.calibration,
+            "effort": self.effort,
             "refine": self.refine,
             "recipe": {
                 key: value for key, value in recipe.items() if key not in {"student", "output", "save"}

@@ -201,15 +201,46 @@ def test_refining_lowers_the_loss_that_it_reports(form: str) -> None:
 def test_what_cannot_be_improved_stays() -> None:
     a, taken = teacher(), sample(normed(2, 24))
     result = refine(a, FREQUENCIES_F, a, FREQUENCIES_F, taken, steps=3)
+    assert result.refined <= result.folded < 1e-9
+    result = refine(a, FREQUENCIES_F, a, FREQUENCIES_F, taken, steps=3, solve=False)
     assert result.layer is a
     assert result.folded == result.refined < 1e-9
     pooled = pool.mean(a, GroupedTarget(num_key_value_heads=1), weights_only(a, 64), FREQUENCIES_F)
     assert measure(pooled, FREQUENCIES_F, a, FREQUENCIES_F, taken) == pytest.approx(
         error(pooled, taken), rel=1e-4
     )
-    measured = refine(pooled, FREQUENCIES_F, a, FREQUENCIES_F, taken, steps=0)
+    measured = refine(pooled, FREQUENCIES_F, a, FREQUENCIES_F, taken, steps=0, solve=False)
     assert measured.layer is pooled
     assert measured.refined == measured.folded == pytest.approx(error(pooled, taken), rel=1e-4)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_the_output_projection_is_solved_for(biased: bool) -> None:
+    """Where only it is wrong it is found again; elsewhere it has the error of a solver, but for the ridge."""
+    a, taken = teacher(), sample(normed(16, 24))
+    if biased:
+        taken = replace(taken, output_BTD=taken.output_BTD + 1)
+        a = replace(a, o_D=torch.ones(D, dtype=torch.float64))
+    noise = torch.randn(a.o_DNH.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    wrong = replace(a, o_DNH=a.o_DNH + 0.3 * noise)
+    result = refine(wrong, FREQUENCIES_F, a, FREQUENCIES_F, taken, steps=0)
+    assert result.refined < 1e-4 * result.folded
+    pooled = pool.mean(a, GroupedTarget(num_key_value_heads=2), weights_only(a, 64), FREQUENCIES_F)
+    solved = refine(pooled, FREQUENCIES_F, a, FREQUENCIES_F, taken, steps=0).layer
+    width = a.o_DNH[0].numel()
+    unit = replace(
+        pooled, o_DNH=torch.eye(width, dtype=torch.float64).view(width, *a.o_DNH.shape[1:]), o_D=None
+    )
+    used_BTD = taken.input_BTD[taken.used]
+    mixed_XW = attend(unit, used_BTD, FREQUENCIES_F).flatten(0, 1)
+    wanted_XD = attend(replace(a, o_D=None), used_BTD, FREQUENCIES_F).flatten(0, 1)
+    best_WD = torch.linalg.lstsq(mixed_XW, wanted_XD).solution
+
+    def left(o_WD: Tensor) -> float:
+        return float((mixed_XW @ o_WD - wanted_XD).square().sum())
+
+    assert left(best_WD) <= left(solved.o_DNH.flatten(1).mT) < 1.1 * left(best_WD)
+    assert left(solved.o_DNH.flatten(1).mT) < 0.9 * left(pooled.o_DNH.flatten(1).mT)
 
 
 def test_only_attention_that_the_forward_computes_is_refined() -> None:

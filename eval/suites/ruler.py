@@ -1,0 +1,172 @@
+"""The suite `ruler`: generated tasks over long texts, the same prompts for every model.
+
+The tasks are those of RULER that need no download (ruler_tasks.py). An answer is generated greedily; its
+score is the share of the wanted strings that it contains.
+
+Legend: B prompts of a batch.
+"""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from functools import partial
+from itertools import groupby
+from typing import Any
+
+import torch
+
+from ...checkpoints.quality_blocks import RulerBlock, RulerScores
+from ...core.console import progress
+from ...core.errors import InvalidInput
+from ...models.finite import refuse
+from ..estimate import estimate, paired_difference
+from ..subject import Subject
+from .decoding import greedy, read
+from .haystack import prose
+from .ruler_tasks import TASKS, RulerPrompt, RulerTasks, score
+from .speed import numbers
+
+SAMPLES, LONGEST = 10, 4096
+
+Found = dict[str, list[list[float]]]  # by task, the scores of each prompt at each length
+
+
+def rows(found: RulerBlock, roles: tuple[str, ...]) -> list[list[str]]:
+    """Return the lines of the table, each a label and one cell per role."""
+    scores: list[RulerScores] = [getattr(found, role) for role in roles]
+    lines = [["ruler, mean of all tasks", *(str(one.overall) for one in scores)]]
+    for number, length in enumerate(found.lengths):
+        lines.append([f"  at {length} tokens", *(str(one.by_length[number]) for one in scores)])
+    for task in found.tasks:
+        lines.append([f"  {task}", *(str(one.by_task[task]) for one in scores)])
+    if found.difference is not None:
+        blank = [""] * (len(roles) - 1)
+        lines.append(["  all tasks, - teacher's", str(found.difference), *blank])
+    return lines
+
+
+def check(settings: Mapping[str, Any]) -> None:
+    """Check the lists of lengths and tasks.
+
+    Raises:
+        InvalidInput: a length is no whole number, or a task is unknown.
+    """
+    if settings.get("ruler_lengths") is not None:
+        numbers("--ruler-lengths", settings["ruler_lengths"])
+    _tasks(settings)
+
+
+def measure(subject: Subject) -> RulerBlock:
+    """Give every model the same prompts.
+
+    Raises:
+        InvalidInput: a length exceeds a model's positions or has no room for a task, or logits are not
+            finite.
+    """
+    settings, student = subject.settings, subject.described("student")
+    seed, samples = settings.get("ruler_seed", 0), settings.get("ruler_samples", SAMPLES)
+    tasks, lengths = _tasks(settings), _lengths(subject)
+    generator = RulerTasks(student.path, student.tokenizer)
+    prompts = {
+        (task, length): [generator.sample(task, length, f"{seed}/{n}") for n in range(samples)]
+        for task in tasks
+        for length in lengths
+    }
+    units = [(role, *unit) for role in subject.roles for unit in prompts]
+    found: dict[str, Found] = {role: {task: [] for task in tasks} for role in subject.roles}
+    for role, task, length in progress(units, "RULER", len(units)):
+        ask = partial(_ask, subject, role, prompts[task, length])
+        found[role][task].append(subject.part(f"ruler/{role}/{task}/{length}", ask))
+    difference = None
+    if "teacher" in found:
+        difference = paired_difference(_all(found["student"]), _all(found["teacher"]))
+    scores = {role: _scores(values, len(lengths)) for role, values in found.items()}
+    return RulerBlock(
+        tasks=tasks,
+        lengths=tuple(lengths),
+        samples=samples,
+        seed=seed,
+        filler_sha256=hashlib.sha256("\n".join(prose()).encode()).hexdigest(),
+        student=scores["student"],
+        teacher=scores.get("teacher"),
+        parent=scores.get("parent"),
+        difference=difference,
+    )
+
+
+@torch.inference_mode()
+def _ask(subject: Subject, role: str, prompts: Sequence[RulerPrompt]) -> list[float]:
+    """Return the score of each prompt; prompts of one length are read together."""
+    loaded, size = subject.load(role), subject.options.batch_size
+    order = sorted(range(len(prompts)), key=lambda number: len(prompts[number].ids))
+    found = [0.0] * len(prompts)
+    for _, same in groupby(order, key=lambda number: len(prompts[number].ids)):
+        numbers_B = list(same)
+        for start in range(0, len(numbers_B), size):
+            batch = numbers_B[start : start + size]
+            ids_BP = torch.tensor([prompts[number].ids for number in batch], device=loaded.device)
+            logits_BKV, cache = read(loaded, ids_BP, last=1)
+            for row, finite in enumerate(logits_BKV.isfinite().all(-1).all(-1).tolist()):
+                if not finite:
+                    raise refuse(role, loaded, ids_BP[row : row + 1], row)
+            generated = []
+            for _ in range(max(prompts[number].steps for number in batch)):
+                generated.append(greedy(logits_BKV))
+                logits_BKV, cache = read(loaded, generated[-1].to(loaded.device), cache, last=1)
+            answers_BT = torch.cat(generated, 1)
+            for number, answer_T in zip(batch, answers_BT, strict=True):
+                prompt = prompts[number]
+                found[number] = score(loaded.tokenizer.decode(answer_T[: prompt.steps]), prompt.answers)
+    return found
+
+
+def _scores(found: Found, lengths: int) -> RulerScores:
+    def at(number: int) -> list[float]:
+        return [value for rows in found.values() for value in rows[number]]
+
+    return RulerScores(
+        overall=estimate(_all(found)),
+        by_length=tuple(estimate(at(number)) for number in range(lengths)),
+        by_task={task: estimate([value for row in rows for value in row]) for task, rows in found.items()},
+        accuracy={
+            task: tuple(sum(row) / len(row) for row in rows)
+            for task, rows in found.items()
+        },
+    )  # fmt: skip
+
+
+def _all(found: Found) -> list[float]:
+    return [value for rows in found.values() for row in rows for value in row]
+
+
+def _tasks(settings: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the tasks in the table's order; all by default."""
+    given = settings.get("ruler_tasks")
+    if given is None:
+        return tuple(TASKS)
+    asked = [name.strip() for name in given.split(",")]
+    for name in asked:
+        if name not in TASKS:
+            raise InvalidInput(
+                f"--ruler-tasks {given}: {name or 'nothing'} is not a task; known are {', '.join(TASKS)}"
+            )
+    return tuple(name for name in TASKS if name in asked)
+
+
+def _lengths(subject: Subject) -> list[int]:
+    """Return the lengths asked for; by default half and all of every model's positions, up to `LONGEST`."""
+    limits = [
+        (positions, subject.paths[role])
+        for role in subject.roles
+        if (positions := subject.described(role).positions)
+    ]
+    longest, path = min(limits, default=(LONGEST, None), key=lambda limit: limit[0])
+    asked = subject.settings.get("ruler_lengths")
+    if asked is None:
+        most = min(longest, LONGEST)
+        return [most // 2, most]
+    lengths = numbers("--ruler-lengths", asked)
+    if path is not None and lengths[-1] > longest:
+        raise InvalidInput(
+            f"--ruler-lengths {lengths[-1]} exceeds the {longest} positions of {path}; use {longest} or fewer"
+        )
+    return lengths
