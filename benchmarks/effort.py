@@ -5,6 +5,7 @@ own calibration text. `--before DIR` is a checkout of an earlier revision, whose
 same run. Published rules are run with as much text as the default effort.
 """
 
+import json
 import os
 import shutil
 import sys
@@ -22,7 +23,7 @@ from kvfold.eval.run import evaluate
 from kvfold.texts.corpus import read_text
 
 from .convert_memory import timed
-from .machine import save
+from .machine import RESULTS, save
 
 TARGETS = {
     "gqa 50%": ["--to", "gqa", "--kv-budget", "50%"],
@@ -66,6 +67,7 @@ def fold(model: Path, options: list[str], out: Path, checkout: Path | None) -> R
 @click.option("--only", "targets", type=click.Choice(tuple(TARGETS)), multiple=True)
 @click.option("--kind", "wanted", multiple=True, help="A label, such as '--effort quick'; all by default.")
 @click.option("--before", type=click.Path(path_type=Path), help="A checkout of an earlier revision.")
+@click.option("--update", is_flag=True, help="Keep the other rows of the results.")
 @click.option("--name", required=True, help="Results go to benchmarks/results/effort-NAME.json.")
 def main(
     model: str,
@@ -75,16 +77,20 @@ def main(
     targets: tuple[str, ...],
     wanted: tuple[str, ...],
     before: Path | None,
+    update: bool,
     name: str,
 ) -> None:
     """Print and save what every effort costs and loses."""
     directory, content = resolve(model), read_text(text)
+    kept = RESULTS / f"effort-{name}.json"
     rows: dict[str, dict[str, Row]] = {}
+    if update and kept.exists():
+        rows = json.loads(kept.read_text(encoding="utf-8"))["rows"]
     about: dict[str, Any] = {"threads": os.environ.get("OMP_NUM_THREADS")}
     with tempfile.TemporaryDirectory() as work:
         options = Options(window=window, max_windows=max_windows, teacher_cache=Path(work) / "teacher")
         for target in targets or TARGETS:
-            rows[target] = {}
+            rows.setdefault(target, {})
             for label, added in kinds(target, before).items():
                 if wanted and label not in wanted:
                     continue

@@ -105,6 +105,11 @@ class Plan:
         return self.source.checkpoint.directory
 
     @property
+    def solves(self) -> bool:
+        """Return whether output projections are solved for; a closed form does so if it is its effort."""
+        return self.effort.solve and (self.refine > 0 or self.effort.steps == 0)
+
+    @property
     def folds_biases(self) -> bool:
         """Return whether biases must go into weights, because the output has no place for them."""
         return bool(self.source.biases) and not self.container.holds_biases

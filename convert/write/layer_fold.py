@@ -354,6 +354,6 @@ def _refined(
         fixed=fixed,
         steps=plan.refine if is_refined else 0,
         batch=plan.effort.batch,
-        solve=is_refined and plan.effort.solve,
+        solve=is_refined and plan.solves,
     )
     return result.layer, {"folded": result.folded, "refined": result.refined}
