@@ -24,6 +24,7 @@ ALIASES = {
     "kl.p90": "fidelity.kl_percentiles.p90.mean",
     "kl.p99": "fidelity.kl_percentiles.p99.mean",
     "kl.max": "fidelity.kl_max",
+    "kl.added": "storage.kl.mean",
     "top1": "fidelity.same_top1.mean",
     "ppl": "ppl.student.perplexity",
     "ppl.ratio": "ppl.ratio.mean",

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ..core.cache_dtypes import CACHE_DTYPES
 from ..core.console import is_first, show_json, show_table
 from ..core.errors import InvalidInput
 from ..core.processes import Launched
@@ -13,7 +14,7 @@ from ..core.units import ByteSize
 from ..models.load_options import DEVICE_MAPS, DEVICES, DTYPES
 from .assertions import ALIASES, check, parse
 from .options import Options
-from .suites.catalogue import DEFAULT, SUITES, check_settings, chosen
+from .suites.catalogue import DEFAULT, SUITES, check_settings, chosen, with_storage
 
 if TYPE_CHECKING:
     pass
@@ -107,6 +108,12 @@ _SUITES = "; ".join(f"{name}: {suite.summary}" for name, suite in SUITES.items()
     metavar="DIR",
     help="Keep the teacher's hidden states in DIR, for this student and others.",
 )
+@click.option(
+    "--cache-dtype",
+    type=click.Choice(list(CACHE_DTYPES)),
+    help="Store the student's cache in this number format: each token is rounded when it is written and read "
+    "rounded at every later step. Also measures the student without it. It leaves the teacher as it is.",
+)
 @click.option("--trust-remote-code", is_flag=True, help="Allow Python files of the checkpoints to run.")
 @click.option(
     "--assert",
@@ -140,7 +147,7 @@ def main(
     probable, the KV cache of the running models and, for a distilled checkpoint, the share of the
     conversion's loss that was recovered.
     """
-    names = chosen(suite)
+    names = with_storage(chosen(suite), options["cache_dtype"])
     settings = _settings(options, names)
     wanted = [parse(expression, names) for expression in assertions]
     _check_places(options)

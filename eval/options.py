@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..core.cache_dtypes import cache_dtype
 from ..models.load_options import LoadOptions
 
 
@@ -18,6 +19,9 @@ class Options(LoadOptions):
         one_at_a_time: whether models are in memory one after the other; None: when they do not fit together.
         teacher_cache: directory that keeps the teacher's last hidden states, so that it need not run for the
             next student.
+        cache_dtype: the number format that the student's cache is stored in, one of
+            `kvfold.core.cache_dtypes.CACHE_DTYPES`; None: as the model computes. The teacher and the parent
+            keep theirs.
     """
 
     window: int | None = None
@@ -26,3 +30,9 @@ class Options(LoadOptions):
     batch_size: int = 8
     one_at_a_time: bool | None = None
     teacher_cache: Path | None = None
+    cache_dtype: str | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse an unknown number format."""
+        if self.cache_dtype is not None:
+            cache_dtype(self.cache_dtype)

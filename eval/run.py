@@ -14,7 +14,7 @@ from .evaluation_journal import EvaluationJournal
 from .options import Options
 from .result import Result
 from .subject import Subject, versions
-from .suites.catalogue import DEFAULT, SUITES
+from .suites.catalogue import DEFAULT, SUITES, with_storage
 
 
 def evaluate(
@@ -47,6 +47,7 @@ def evaluate(
         InvalidInput: a checkpoint cannot be loaded, two checkpoints cannot be compared, the text does not
             suit the windows, a model's logits are not finite, or a suite refuses its settings.
     """
+    suites = with_storage(suites, options.cache_dtype)
     measures = _measures(suites, settings or {})
     paths = {"student": student, "teacher": teacher, "parent": parent}
     given = {role: path for role, path in paths.items() if path is not None}
@@ -71,6 +72,7 @@ def evaluate(
         suites={name: found[name] for name in suites if name in found},
         device=subject.device,
         versions=versions(),
+        cache_dtype=options.cache_dtype,
     )
 
 

@@ -5,10 +5,11 @@ tokens of all windows in order, C tokens of a chunk, D hidden size, V vocabulary
 """
 
 import base64
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -27,6 +28,14 @@ T = TypeVar("T")
 # Logits of a model at once: 128 MiB in float32, and about five times that while two models are compared.
 CHUNK = 2**25
 _PROBE = 16  # tokens on which logits from the last hidden states are compared with the model's own
+# The student as it computes where its cache is stored in a number format otherwise (Options.cache_dtype).
+UNQUANTISED = "unquantised"
+# The KL(first || second) that are taken, by the end of their measures' names.
+_PAIRS = {
+    "": ("teacher", "student"),
+    "_added": (UNQUANTISED, "student"),
+    "_unquantised": ("teacher", UNQUANTISED),
+}
 
 
 class LogitSource(Protocol):
@@ -46,20 +55,34 @@ class LogitSource(Protocol):
 
 
 class Live:
-    """A model in memory."""
+    """A model in memory.
 
-    def __init__(self, loaded: Loaded, windows: TextWindows) -> None:
+    Args:
+        loaded: the model.
+        windows: the windows that it reads.
+        around: returns a context in which the model runs.
+    """
+
+    def __init__(
+        self,
+        loaded: Loaded,
+        windows: TextWindows,
+        around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
         """Check on a few tokens that the model's logits are its head applied to its last hidden states.
 
         Raises:
             InvalidInput: they differ.
         """
-        check_head(loaded, windows.ids_NW[:1, :_PROBE])
+        self._around = around
+        with around():
+            check_head(loaded, windows.ids_NW[:1, :_PROBE])
         self.loaded, self.path, self.vocabulary = loaded, loaded.path, loaded.vocabulary
 
     def hidden(self, first: int, ids_BW: Tensor) -> Tensor:
         """Return the last hidden states (B, T, D); the last id of a window is only predicted."""
-        return last_hidden(self.loaded, ids_BW[:, :-1])
+        with self._around():
+            return last_hidden(self.loaded, ids_BW[:, :-1])
 
     def logits(self, hidden_CD: Tensor) -> Tensor:
         """Return logits (C, V) in the model's dtype."""
@@ -67,7 +90,8 @@ class Live:
 
     def refusal(self, role: str, ids_1W: Tensor, window: int) -> InvalidInput:
         """Return an error that names the first module with values that are not finite."""
-        return refuse(role, self.loaded, ids_1W[:, :-1], window)
+        with self._around():
+            return refuse(role, self.loaded, ids_1W[:, :-1], window)
 
 
 @dataclass(frozen=True)
@@ -80,6 +104,9 @@ class Scores:
         nll: negative log likelihood (S,) in nats, by role of the model.
         kl_S: KL(teacher || student) in nats; None without a teacher.
         same_S: 1 where student and teacher find the same token most probable, else 0; None without a teacher.
+        others: the same measures (S,) of other pairs: `kl_added` and `same_added` of the student without and
+            with its cache in a number format, `kl_unquantised` and `same_unquantised` of the teacher and the
+            student without it.
     """
 
     window_S: Tensor
@@ -87,6 +114,7 @@ class Scores:
     nll: dict[str, Tensor]
     kl_S: Tensor | None
     same_S: Tensor | None
+    others: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property
     def counts(self) -> list[float]:
@@ -103,12 +131,14 @@ def gather(windows: TextWindows, measures: Mapping[str, Tensor]) -> Scores:
 
     Args:
         windows: the windows that were scored.
-        measures: one NLL per role, and `kl` and `same` where there is a teacher.
+        measures: as from `score`.
     """
     window_S, target_S = windows.scored_NT.nonzero(as_tuple=True)
     found = {name: value.double() for name, value in measures.items()}
     kl_S, same_S = found.pop("kl", None), found.pop("same", None)
-    return Scores(window_S, target_S + 1, found, kl_S, same_S)
+    paired = [f"{kind}{end}" for end in _PAIRS for kind in ("kl", "same")]
+    others = {name: found.pop(name) for name in paired if name in found}
+    return Scores(window_S, target_S + 1, found, kl_S, same_S, others)
 
 
 def pending(
@@ -139,7 +169,7 @@ def score(
     Several processes share the batches, and each returns the numbers of all.
 
     Args:
-        sources: by role: `student`, and `teacher` and `parent` where they are measured.
+        sources: by role: `student`, and `teacher`, `parent` and `UNQUANTISED` where they are measured.
         windows: the windows that they read.
         batch_size: B.
         roles: the roles to return; None: those of the sources. A role needs no source where nothing is left
@@ -148,7 +178,8 @@ def score(
         journal: the record of finished batches.
 
     Returns:
-        Measures (S,) in float32: one NLL per role, and `kl` and `same` where there are student and teacher.
+        Measures (S,) in float32: one NLL per role, `kl` and `same` where there are student and teacher, and
+        the same of the other pairs of roles; see `Scores.others`.
 
     Raises:
         InvalidInput: a model gives a logit that is not finite.
@@ -198,17 +229,18 @@ def _score_batch(
             chunks.setdefault(role, []).append(
                 -logp_CV.gather(1, wanted_S[part, None].to(logp_CV.device))[:, 0]
             )
-            if role in ("student", "teacher") and "teacher" in sources:
+            if any(role in pair and sources.keys() >= set(pair) for pair in _PAIRS.values()):
                 compared[role] = logp_CV
-        if len(compared) == 2:
-            _compare(compared["teacher"].to(compared["student"].device), compared["student"], chunks)
+        for end, (known, other) in _PAIRS.items():
+            if compared.keys() >= {known, other}:
+                _compare(compared[known].to(compared[other].device), compared[other], chunks, end)
     return {measure: torch.cat(parts).float().cpu() for measure, parts in chunks.items()}
 
 
-def _compare(teacher_CV: Tensor, student_CV: Tensor, chunks: dict[str, list[Tensor]]) -> None:
+def _compare(teacher_CV: Tensor, student_CV: Tensor, chunks: dict[str, list[Tensor]], end: str = "") -> None:
     teacher_CV, student_CV = common_vocabulary(teacher_CV, student_CV)
-    chunks.setdefault("kl", []).append(token_kl(teacher_CV, student_CV))
-    chunks.setdefault("same", []).append(teacher_CV.argmax(-1) == student_CV.argmax(-1))
+    chunks.setdefault(f"kl{end}", []).append(token_kl(teacher_CV, student_CV))
+    chunks.setdefault(f"same{end}", []).append(teacher_CV.argmax(-1) == student_CV.argmax(-1))
 
 
 def common_vocabulary(ours_CV: Tensor, theirs_CV: Tensor) -> tuple[Tensor, Tensor]:

@@ -3,7 +3,8 @@
 import gc
 import json
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
@@ -16,15 +17,17 @@ from .. import __version__
 from ..checkpoints.eval_json import MeasuredCheckpoint
 from ..checkpoints.identity import checkpoint, hashes_of
 from ..checkpoints.record import changed_since, read_record
+from ..core.cache_dtypes import cache_dtype
 from ..core.console import notice
 from ..core.memory import free_bytes
 from ..core.processes import from_first, together
 from ..models.causal_lm import Described, Loaded, check_comparable, describe, load, place_of
+from ..models.stored_cache import StoredCache
 from ..models.teacher_cache import TeacherCache, identify
 from ..texts.corpus import Text
 from .evaluation_journal import EvaluationJournal
 from .options import Options
-from .scores import Live, LogitSource, Scores, gather, pending, score
+from .scores import UNQUANTISED, Live, LogitSource, Scores, gather, pending, score
 from .stored_teacher import OPTION, StoredTeacher, fill
 from .windows import TextWindows, cut, window_length
 
@@ -48,6 +51,8 @@ class Subject:
         text: the text to read; None where no suite reads one.
         settings: values of the suites' own options, by option name.
         one_at_a_time: only one model may be in memory; call `load` for each use and keep no reference.
+        stored: the loaded student's cache in `options.cache_dtype`; None where that is None or nothing is
+            loaded.
     """
 
     def __init__(
@@ -68,6 +73,7 @@ class Subject:
         self.roles = tuple(paths)
         self.device, self._dtype = place_of(options)
         self._loaded: dict[str, Loaded] = {}
+        self.stored: StoredCache | None = None
         self._journal = journal or EvaluationJournal()
         with together():
             self._described = {role: describe(path, options) for role, path in paths.items()}
@@ -100,14 +106,26 @@ class Subject:
     def load(self, role: str) -> Loaded:
         """Return the model, loaded once and kept; with `one_at_a_time` the others are released first.
 
+        The student's cache is in `options.cache_dtype` wherever the model runs, except in `unquantised`.
+
         Raises:
-            InvalidInput: it cannot be loaded whole.
+            InvalidInput: it cannot be loaded whole, or its cache cannot be stored in that format.
         """
         if role not in self._loaded:
             if self.one_at_a_time:
                 self._release()
-            self._loaded[role] = load(self.paths[role], self.options)
+            loaded = self._loaded[role] = load(self.paths[role], self.options)
+            if role == "student" and self.options.cache_dtype is not None:
+                self.stored = StoredCache(loaded.model, cache_dtype(self.options.cache_dtype))
         return self._loaded[role]
+
+    @contextmanager
+    def unquantised(self) -> Iterator[Loaded]:
+        """Load the student and let it keep its cache as it computes it, for the duration."""
+        loaded = self.load("student")
+        assert self.stored is not None, "there is no other cache than this one"
+        with self.stored.off():
+            yield loaded
 
     def part(self, name: str, measure: Callable[[], Any]) -> Any:
         """Return the value of a part of the evaluation, from the journal or else from `measure`.
@@ -158,10 +176,11 @@ class Subject:
         Raises:
             InvalidInput: a model's logits are not finite, or kvfold cannot form them.
         """
-        groups = [self.roles]
+        roles = self.roles if self.options.cache_dtype is None else (*self.roles, UNQUANTISED)
+        groups = [roles]
         if self.one_at_a_time:
-            groups = [("parent",)] if "parent" in self.roles else []
-            groups.append(tuple(role for role in self.roles if role != "parent"))
+            groups = [("parent",)] if "parent" in roles else []
+            groups.append(tuple(role for role in roles if role != "parent"))
         measures: dict[str, torch.Tensor] = {}
         with tempfile.TemporaryDirectory(prefix="kvfold-teacher-") as spare:
             for group in groups:
@@ -178,7 +197,9 @@ class Subject:
                 sources["teacher"] = self._stored_teacher(directory, own)
         with together():
             for role in roles if own else ():
-                if role not in sources:
+                if role == UNQUANTISED:
+                    sources[role] = Live(self.load("student"), windows, self.unquantised)
+                elif role not in sources:
                     sources[role] = Live(self.load(role), windows)
         return score(sources, windows, size, roles=roles, journal=self._journal)
 
@@ -222,6 +243,7 @@ class Subject:
 
     def _release(self) -> None:
         self._loaded.clear()
+        self.stored = None
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()

@@ -110,10 +110,11 @@ def _measured(record: dict[str, Any], evaluation: EvalSummary | None) -> list[st
     if evaluation is None:
         return ["## Quality", words or "The quality was not measured."]
     protocol, fidelity = evaluation.protocol, evaluation.fidelity
+    stored = "" if evaluation.cache_dtype is None else f", its cache in {evaluation.cache_dtype}"
     models = [
         ("source", evaluation.teacher),
         ("before distillation", evaluation.parent),
-        ("this model", evaluation.student),
+        (f"this model{stored}", evaluation.student),
     ]
     rows = [_row(name, model) for name, model in models if model is not None]
     paragraphs = [

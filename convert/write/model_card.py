@@ -144,6 +144,7 @@ def _results(evaluation: EvalSummary) -> list[EvalResult]:
     from huggingface_hub import EvalResult
 
     protocol = evaluation.protocol
+    stored = {} if evaluation.cache_dtype is None else {"cache_dtype": evaluation.cache_dtype}
     values = {"perplexity": ("Perplexity", evaluation.student.perplexity)}
     if evaluation.fidelity is not None:
         values["kl_divergence"] = ("KL to the source, nats a token", evaluation.fidelity.kl.mean)
@@ -157,6 +158,7 @@ def _results(evaluation: EvalSummary) -> list[EvalResult]:
                 "text_sha256": protocol.text_sha256,
                 "window": protocol.window,
                 "windows": protocol.windows,
+                **stored,
             },
             metric_type=kind,
             metric_name=name,

@@ -75,6 +75,7 @@ class Found:
         layers: layers of the fold.
         losses: tokens trained on and KL on the training batch, nats per token, of logged steps.
         curve: evaluations during training.
+        formats: those of eval-*.json whose cache was stored in another number format than that of eval.json.
     """
 
     directory: Path
@@ -84,6 +85,7 @@ class Found:
     layers: tuple[RecordedLayer, ...]
     losses: tuple[tuple[int, float], ...]
     curve: TrainingCurve | None
+    formats: tuple[EvalReport, ...] = ()
 
     @property
     def cache_ratio(self) -> float | None:
@@ -121,6 +123,7 @@ def read_found(directory: Path, label: str) -> Found:
             f"{directory} has no {FILE}; measure it: {command(directory, '--text stdlib', FILE)}"
         )
     report = read_report(directory / FILE, directory)
+    formats = []
     for extra in sorted(directory.glob(EXTRA)):
         more = read_report(extra, directory)
         if more.checkpoint.identity != report.checkpoint.identity:
@@ -132,7 +135,10 @@ def read_found(directory: Path, label: str) -> Found:
                 f"{extra} was measured on another text than {directory / FILE}, or in other windows; move "
                 f"it away"
             )
-        report = _merged(report, more)
+        if more.cache_dtype == report.cache_dtype:
+            report = _merged(report, more)
+        else:
+            formats.append(more)
     record = read_record(directory)
     layers = (record or {}).get("layers", [])
     return Found(
@@ -143,6 +149,7 @@ def read_found(directory: Path, label: str) -> Found:
         layers=parsed(tuple[RecordedLayer, ...], layers, directory / RECORD, _REMEDY, ("layers",)),
         losses=_read_losses(directory / "metrics.jsonl"),
         curve=_read_curve(directory / "curve.json"),
+        formats=tuple(formats),
     )
 
 

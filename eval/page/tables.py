@@ -104,6 +104,8 @@ def target(one: Found) -> str:
     sizes = {"kv_lora_rank": "rank", "qk_rope_head_dim": "rotary", "num_key_value_heads": "heads"}
     words = ", ".join(f"{word} {found[key]}" for key, word in sizes.items() if found.get(key))
     stage = ", distilled" if (one.record or {}).get("stage") == "distill" else ""
+    if one.report.cache_dtype is not None:
+        stage += f", cache in {one.report.cache_dtype}"
     return f"{name} ({words}){stage}" if words else name + stage
 
 

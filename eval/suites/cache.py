@@ -1,7 +1,7 @@
 """The suite `cache`: the size of a token in the KV cache, by config.json and in the running model."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -30,6 +30,7 @@ class CacheSize:
         dtype: dtype of the cache, as the model was loaded (a CPU run loads float32 by default).
         lengths: the two sequence lengths whose difference was taken, so that constant parts cancel.
         layers: for each layer its elements per token and the most tokens that it keeps, None for all.
+        quantised: for each layer its bytes per token in the number format of `--cache-dtype`; None without.
     """
 
     elements_per_token_per_layer: float
@@ -38,6 +39,14 @@ class CacheSize:
     dtype: str
     lengths: tuple[int, int]
     layers: tuple[tuple[float, int | None], ...]
+    quantised: tuple[float, ...] | None = None
+
+    def bytes(self, tokens: int, itemsize: int) -> int:
+        """Return the bytes of a sequence's cache, of `itemsize` bytes a number where it is not quantised."""
+        if self.quantised is None:
+            return round(self.elements(tokens) * itemsize)
+        kept = (min(tokens, most or tokens) for _, most in self.layers)
+        return round(sum(each * count for each, count in zip(self.quantised, kept, strict=True)))
 
     def elements(self, tokens: int) -> float:
         """Return the elements of a sequence's cache; a sliding window limits a layer's."""
@@ -63,11 +72,23 @@ def rows(found: CacheBlock, roles: tuple[str, ...]) -> list[list[str]]:
             *(f"{model.bytes_per_token:,.10g}" for model in models),
         ],
     ]
+    if found.student.quantised_bytes_per_token is not None:
+        others = [""] * (len(roles) - 1)
+        label = f"cache, bytes/token ({found.student.cache_dtype} and its scales)"
+        lines.append([label, f"{found.student.quantised_bytes_per_token:,.10g}", *others])
+    stored = found.student.stored_dtype
+    if found.student.cache_dtype is not None:
+        stored = (
+            f"{found.student.cache_dtype}; of the others {stored}" if roles[1:] else found.student.cache_dtype
+        )
     for number, context in enumerate(found.student.contexts):
         sizes = [model.contexts[number] for model in models]
         name = f"{context.tokens // 1024}k tokens"
         lines.append(
-            [f"cache of {name} ({found.student.stored_dtype})", *(_human(size.bytes) for size in sizes)]
+            [
+                f"cache of {name} ({stored})",
+                *(_human(size.bytes) for size in sizes),
+            ]
         )
         if found.memory is not None:
             lines.append(
@@ -131,7 +152,12 @@ def predicted(config: Mapping[str, Any]) -> int | None:
 
 
 def _count(subject: Subject, role: str) -> dict[str, Any]:
-    return asdict(count(subject.load(role)))
+    size = count(subject.load(role))
+    if role == "student" and subject.stored is not None:
+        layers = [each for each in subject.stored.bytes_per_token if each is not None]
+        assert len(layers) == len(size.layers), "a layer wrote no cache"
+        size = replace(size, quantised=tuple(layers))
+    return asdict(size)
 
 
 def _model(subject: Subject, role: str, size: CacheSize, memory: int | None) -> ModelCache:
@@ -142,7 +168,7 @@ def _model(subject: Subject, role: str, size: CacheSize, memory: int | None) -> 
     weights = sum(file.stat().st_size for file in path.glob("*.safetensors"))
     contexts = []
     for tokens in CONTEXTS:
-        each = round(size.elements(tokens) * itemsize)
+        each = size.bytes(tokens, itemsize)
         contexts.append(
             CacheAtLength(tokens, each, None if memory is None else max(0, memory - weights) // each)
         )
@@ -163,6 +189,8 @@ def _model(subject: Subject, role: str, size: CacheSize, memory: int | None) -> 
         stored_dtype=stored,
         weight_bytes=weights,
         contexts=tuple(contexts),
+        cache_dtype=None if size.quantised is None else subject.options.cache_dtype,
+        quantised_bytes_per_token=None if size.quantised is None else sum(size.quantised),
     )
 
 

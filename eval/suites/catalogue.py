@@ -10,7 +10,7 @@ is
 - `check(settings)`, which is optional, refuses bad values of the suite's options before a model is loaded.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,6 +50,12 @@ SUITES = {
     ),
     "fidelity": Suite(
         module="fidelity", summary="KL to the teacher, same top-1, Δp", reads_text=True, on_all_ranks=True
+    ),
+    "storage": Suite(
+        module="storage",
+        summary="loss added by --cache-dtype, which chooses this suite",
+        reads_text=True,
+        on_all_ranks=True,
     ),
     "cache": Suite(
         module="cache",
@@ -229,6 +235,34 @@ def chosen(names: str) -> tuple[str, ...]:
             f"{', '.join(SUITES)}"
         )
     return tuple(name for name in SUITES if name in asked)
+
+
+def with_storage(names: Sequence[str], cache_dtype: str | None) -> tuple[str, ...]:
+    """Return the suites that are run where the student's cache is in a number format, or in none.
+
+    Args:
+        names: the suites that are asked for, in the table's order.
+        cache_dtype: the format; None for none.
+
+    Returns:
+        Them, and `storage` where there is a format and a suite that reads the text.
+
+    Raises:
+        InvalidInput: a suite has no meaning with a format, or none without.
+    """
+    if cache_dtype is None:
+        if "storage" in names:
+            raise InvalidInput(
+                "--suite storage measures a number format of the cache; add --cache-dtype NAME"
+            )
+        return tuple(names)
+    if "speed" in names:
+        raise InvalidInput(
+            "--suite speed times the cache as the model computes it, and --cache-dtype only rounds; leave "
+            "one of them out"
+        )
+    reading = any(SUITES[name].reads_text for name in names)
+    return tuple(name for name in SUITES if name in names or (name == "storage" and reading))
 
 
 def check_settings(names: Collection[str], given: Collection[str]) -> None:

@@ -31,7 +31,7 @@ def rows(found: FidelityBlock, roles: tuple[str, ...]) -> list[list[str]]:
     }
     lines = [
         ("KL(teacher || student), nats", str(found.kl)),
-        *((f"KL {name}", _short(found.kl_percentiles[key])) for name, key in told.items()),
+        *((f"KL {name}", short(found.kl_percentiles[key])) for name, key in told.items()),
         ("KL maximum", f"{found.kl_max:.4g}"),
         ("same top-1", str(found.same_top1)),
         ("Δp of the next token, RMS", str(found.delta_p_rms)),
@@ -126,5 +126,6 @@ def _by_position(scores: Scores) -> tuple[PositionBucket, ...]:
     return tuple(buckets)
 
 
-def _short(value: Estimate) -> str:
+def short(value: Estimate) -> str:
+    """Return an estimate with four digits that are not leading zeros."""
     return f"{value.mean:.4g}" + ("" if value.standard_error is None else f" ± {value.standard_error:.2g}")

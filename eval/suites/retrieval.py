@@ -11,6 +11,7 @@ Legend: B prompts of a batch, C candidates.
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -20,6 +21,7 @@ from ...checkpoints.quality_blocks import Grid, NeedleDifference, NeedleMap, Nee
 from ...core.console import progress
 from ...core.errors import InvalidInput
 from ..estimate import LEVEL, estimate, paired_difference
+from ..scores import UNQUANTISED
 from ..subject import Subject
 from .answers import answer, rank
 from .haystack import CANDIDATES, KINDS, Haystack, NeedlePrompt, prose
@@ -42,6 +44,11 @@ def rows(found: RetrievalBlock, roles: tuple[str, ...]) -> list[list[str]]:
         if found.difference:
             lines.append(["  generated right, - teacher's", str(found.difference[kind].accuracy), *blank])
             lines.append(["  likeliest, - teacher's", str(found.difference[kind].choice), *blank])
+        if found.added:
+            lines.append(
+                ["  generated right, - without --cache-dtype", str(found.added[kind].accuracy), *blank]
+            )
+            lines.append(["  likeliest, - without --cache-dtype", str(found.added[kind].choice), *blank])
     return lines
 
 
@@ -69,10 +76,9 @@ def measure(subject: Subject) -> RetrievalBlock:
         for kind in KINDS
         for length in _lengths(subject, haystack)
     }
-    units = [(role, *unit) for role in subject.roles for unit in prompts]
-    found: dict[str, dict[str, list[dict[str, Any]]]] = {
-        role: {kind: [] for kind in KINDS} for role in subject.roles
-    }
+    roles = subject.roles if subject.options.cache_dtype is None else (*subject.roles, UNQUANTISED)
+    units = [(role, *unit) for role in roles for unit in prompts]
+    found: dict[str, dict[str, list[dict[str, Any]]]] = {role: {kind: [] for kind in KINDS} for role in roles}
     for role, kind, length in progress(units, "Retrieval", len(units)):
         ask = partial(_ask, subject, role, prompts[kind, length])
         found[role][kind].append(subject.part(f"retrieval/{role}/{kind}/{length}", ask))
@@ -88,20 +94,24 @@ def measure(subject: Subject) -> RetrievalBlock:
         student=maps["student"],
         teacher=maps.get("teacher"),
         parent=maps.get("parent"),
-        difference={kind: _difference(found, kind) for kind in KINDS} if "teacher" in found else None,
+        difference=_differences(found, "teacher"),
+        unquantised=maps.get(UNQUANTISED),
+        added=_differences(found, UNQUANTISED),
     )
 
 
 def _ask(subject: Subject, role: str, prompts: Sequence[NeedlePrompt]) -> dict[str, Any]:
     """Return for each prompt 1 or 0 for right digits, and the rank of the right key."""
-    loaded, size = subject.load(role), subject.options.batch_size
+    running = subject.unquantised() if role == UNQUANTISED else nullcontext(subject.load(role))
+    size = subject.options.batch_size
     exact: list[int] = []
     ranks: list[float] = []
-    for start in range(0, len(prompts), size):
-        batch = prompts[start : start + size]
-        answers, score_BC = answer(loaded, batch, role)
-        exact += [int(digits == sample.key) for digits, sample in zip(answers, batch, strict=True)]
-        ranks += rank(score_BC).tolist()
+    with running as loaded:
+        for start in range(0, len(prompts), size):
+            batch = prompts[start : start + size]
+            answers, score_BC = answer(loaded, batch, role)
+            exact += [int(digits == sample.key) for digits, sample in zip(answers, batch, strict=True)]
+            ranks += rank(score_BC).tolist()
     return {"exact": exact, "rank": ranks}
 
 
@@ -150,8 +160,15 @@ def _map(lengths: tuple[int, ...], depths: tuple[float, ...], rows: Sequence[Map
     )
 
 
+def _differences(
+    found: Mapping[str, Mapping[str, Sequence[Mapping[str, Any]]]], other: str
+) -> dict[str, NeedleDifference] | None:
+    """Return student - another role by kind of needle; None where that role was not asked."""
+    return {kind: _difference(found, kind, other) for kind in KINDS} if other in found else None
+
+
 def _difference(
-    found: Mapping[str, Mapping[str, Sequence[Mapping[str, Any]]]], kind: str
+    found: Mapping[str, Mapping[str, Sequence[Mapping[str, Any]]]], kind: str, other: str
 ) -> NeedleDifference:
     def all_of(role: str, name: str) -> list[float]:
         return [each for row in found[role][kind] for each in row[name]]
@@ -160,8 +177,8 @@ def _difference(
         return [float(each == 1) for each in all_of(role, "rank")]
 
     return NeedleDifference(
-        paired_difference(all_of("student", "exact"), all_of("teacher", "exact")),
-        paired_difference(right("student"), right("teacher")),
+        paired_difference(all_of("student", "exact"), all_of(other, "exact")),
+        paired_difference(right("student"), right(other)),
     )
 
 

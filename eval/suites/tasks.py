@@ -118,6 +118,8 @@ def _answers(subject: Subject, role: str, name: str) -> dict[str, Any]:
         "dtype": subject.dtype(role),
         "device": subject.device,
     }
+    if role == "student" and subject.options.cache_dtype is not None:
+        asked["cache_dtype"] = subject.options.cache_dtype
     key = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()
     file = settings["task_cache"] / f"{name.replace('/', '_')}-{key[:32]}.json"
     if not file.is_file():

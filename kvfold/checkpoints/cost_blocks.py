@@ -38,7 +38,11 @@ class ModelCache:
         predicted_bytes_per_token: by config.json, in `stored_dtype`, all layers.
         stored_dtype: dtype of the weights in the checkpoint, which is what a server keeps its cache in.
         weight_bytes: size of the checkpoint's weights.
-        contexts: the caches of long sequences, in `stored_dtype`, from the measured growth.
+        contexts: the caches of long sequences, in `cache_dtype` or else `stored_dtype`, from the measured
+            growth.
+        cache_dtype: the number format that the cache is stored in by `--cache-dtype`; None where it is stored
+            as it is computed.
+        quantised_bytes_per_token: bytes of a token in `cache_dtype`, its scales included, all layers.
     """
 
     elements_per_token_per_layer: float
@@ -50,6 +54,8 @@ class ModelCache:
     stored_dtype: str
     weight_bytes: int
     contexts: tuple[CacheAtLength, ...]
+    cache_dtype: str | None = None
+    quantised_bytes_per_token: float | None = None
 
     def __post_init__(self) -> None:
         check_positive("elements_per_token_per_layer", self.elements_per_token_per_layer)

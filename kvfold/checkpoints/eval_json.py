@@ -21,6 +21,7 @@ from .quality_blocks import (
     RecoveredLoss,
     RetrievalBlock,
     RulerBlock,
+    StorageBlock,
     SuiteBlock,
     TasksBlock,
 )
@@ -31,6 +32,7 @@ ROLES = ("student", "teacher", "parent")
 BLOCKS: dict[str, type[SuiteBlock]] = {
     "ppl": PerplexityBlock,
     "fidelity": FidelityBlock,
+    "storage": StorageBlock,
     "cache": CacheBlock,
     "speed": SpeedBlock,
     "retrieval": RetrievalBlock,
@@ -96,6 +98,7 @@ class EvalReport(FiniteNumbers):
             suites are kept as plain values.
         device: where it ran.
         versions: of kvfold, torch and transformers.
+        cache_dtype: the number format that the student's cache was stored in; None: as it computes.
     """
 
     schema: int
@@ -106,6 +109,7 @@ class EvalReport(FiniteNumbers):
     suites: dict[str, Any]
     device: str
     versions: dict[str, str]
+    cache_dtype: str | None = None
 
     def block(self, name: str, kind: type[B]) -> B | None:
         """Return the block of a suite; None where it was not measured or does not apply."""
@@ -184,6 +188,7 @@ class EvalSummary(FiniteNumbers):
     parent: ModelSummary | None = None
     fidelity: FidelitySummary | None = None
     recovered_share: RecoveredLoss = field(default_factory=RecoveredLoss)
+    cache_dtype: str | None = None
 
 
 def read_report(path: Path, directory: Path) -> EvalReport:
@@ -248,6 +253,7 @@ def summarise(report: EvalReport) -> EvalSummary | None:
         parent=models["parent"],
         fidelity=None if fidelity is None else FidelitySummary(fidelity.kl, fidelity.same_top1),
         recovered_share=scores.recovered_share,
+        cache_dtype=report.cache_dtype,
     )
 
 

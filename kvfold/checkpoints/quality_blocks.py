@@ -147,6 +147,32 @@ class FidelityBlock(SuiteBlock):
 
 
 @dataclass(frozen=True)
+class StorageBlock(SuiteBlock):
+    """The block of the suite `storage`: what the number format of the student's cache adds to its loss.
+
+    Both sides are the student on the same windows, with its cache in the format and as it computes.
+
+    Attributes:
+        cache_dtype: the format.
+        kl: KL(without || with), mean over tokens, nats.
+        kl_max: the largest KL of a token.
+        same_top1: proportion of tokens at which both find the same next token most probable.
+        nll: NLL with - without, paired by window, nats per token.
+        unquantised_nll: NLL without, nats per token.
+        kl_to_teacher: KL(teacher || with) - KL(teacher || without), paired by window, nats; None without a
+            teacher.
+    """
+
+    cache_dtype: str
+    kl: Estimate
+    kl_max: float
+    same_top1: Estimate
+    nll: Estimate
+    unquantised_nll: Estimate
+    kl_to_teacher: Estimate | None
+
+
+@dataclass(frozen=True)
 class NeedleMeans:
     """Means over all prompts of a kind; the fields are those of `NeedleMap`."""
 
@@ -194,7 +220,7 @@ class NeedleMap:
 
 @dataclass(frozen=True)
 class NeedleDifference:
-    """Student - teacher on the same prompts."""
+    """Student - another model on the same prompts."""
 
     accuracy: Estimate
     choice: Estimate
@@ -211,6 +237,8 @@ class RetrievalBlock(SuiteBlock):
         filler_sha256: hash of the prose between the needles.
         student, teacher, parent: the models, one map per kind of needle.
         difference: by kind of needle; None without a teacher.
+        unquantised: the student without the number format of `--cache-dtype`; None where there is none.
+        added: the student - the same without that format, by kind of needle.
     """
 
     candidates: int
@@ -221,6 +249,8 @@ class RetrievalBlock(SuiteBlock):
     teacher: dict[str, NeedleMap] | None
     parent: dict[str, NeedleMap] | None
     difference: dict[str, NeedleDifference] | None
+    unquantised: dict[str, NeedleMap] | None = None
+    added: dict[str, NeedleDifference] | None = None
 
 
 @dataclass(frozen=True)

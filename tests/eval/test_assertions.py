@@ -85,5 +85,6 @@ def test_what_is_no_comparison_is_refused(text: str) -> None:
 
 def test_every_alias_leads_to_a_number(make: Make, text: Text) -> None:
     teacher, parent, student = make(initializer_range=0.02), make(), make(seed=1)
-    report = evaluate(student, teacher, text, Options(device="cpu", window=32), parent).to_json()
-    check([parse(f"{alias}>-1e9", DEFAULT) for alias in ALIASES], report)
+    options = Options(device="cpu", window=32, cache_dtype="int8")
+    report = evaluate(student, teacher, text, options, parent).to_json()
+    check([parse(f"{alias}>-1e9", (*DEFAULT, "storage")) for alias in ALIASES], report)

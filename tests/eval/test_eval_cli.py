@@ -173,7 +173,7 @@ def test_an_assertion_that_does_not_hold_exits_3_after_the_report(
         (["--dtype", "float8"], "'float8' is not one of 'auto', 'float32', 'bfloat16'"),
         (["--teacher", "./absent"], "./absent is not a directory"),
         (["--out", "/absent/eval.json"], "there is no directory /absent"),
-        (["--suite", "pl"], "--suite pl: pl is not a suite; known are ppl, fidelity, cache"),
+        (["--suite", "pl"], "--suite pl: pl is not a suite; known are ppl, fidelity, storage"),
         (["--suite", ","], "--suite ,: nothing is not a suite"),
         (
             ["--suite", "ppl", "--memory", "1GB"],

@@ -32,6 +32,7 @@ SCHEMA = create_model(
     suites=(dict[str, Any], ...),
     device=(str, ...),
     versions=(dict[str, str], ...),
+    cache_dtype=(str | None, ...),
 )
 
 
@@ -51,6 +52,7 @@ def test_the_report_follows_its_schema_with_and_without_a_teacher(mha: Path, oth
         evaluate(mha, other, text, OPTIONS, other),
         evaluate(mha, None, text, OPTIONS),
         evaluate(mha, None, Text("short", (text.joined[:31],)), OPTIONS),  # a single window
+        evaluate(mha, other, text, Options(device="cpu", window=32, cache_dtype="nvfp4"), other),
     ):
         report = result.to_json()
         check_schema(report)
@@ -63,7 +65,8 @@ def test_the_table_has_a_cell_for_each_model_in_every_line(mha: Path, other: Pat
         (other, ["", "student", "teacher", "parent"]),
         (None, ["", "student", "teacher"]),
     ):
-        result = evaluate(mha, other, text, OPTIONS, parent, settings={"memory": 10**9})
+        options = Options(device="cpu", window=32, cache_dtype="int8")
+        result = evaluate(mha, other, text, options, parent, settings={"memory": 10**9})
         assert result.columns == columns
         assert {len(row) for row in result.rows} == {len(columns)}
         assert all(isinstance(cell, str) for row in result.rows for cell in row)

@@ -149,6 +149,12 @@ def test_measurements_are_metadata_and_a_table(outputs: dict[str, Path]) -> None
     assert 'from_pretrained("org/tiny"' in card.text
 
 
+def test_a_card_says_in_which_format_the_cache_was(outputs: dict[str, Path]) -> None:
+    card = remade(outputs["stock"], SUMMARY.validate_python({**EVALUATION, "cache_dtype": "int4"}))
+    assert "| this model, its cache in int4 | 12.5 | 64 | float32 |" in card.text
+    assert {result.dataset_args["cache_dtype"] for result in card.data.eval_results} == {"int4"}
+
+
 def test_a_users_text_is_kept_and_metadata_is_merged(outputs: dict[str, Path], tmp_path: Path) -> None:
     copy = shutil.copytree(outputs["stock"], tmp_path / "copy")
     text = "\n# Mine\r\n\n---\nA rule, and *my* words.\n"
