@@ -147,13 +147,14 @@ def main(
 
 def _supervise(todo: list[Case], state: Path) -> None:
     """Make the sound files, and run the cases that are left in forked processes."""
-    from .hostile_scene import build
+    from .hostile_scene import build, extend
 
     scene = PLACE / f"kvfold-hostile-{os.getpid()}" / "scene"
     originals = scene.with_name("originals")
     begun = time.monotonic()
     try:
         build(scene)
+        extend(scene)
         scene.rename(originals)
         while left := [case for case in todo if case.key not in read_state(state)]:
             click.echo(f"{len(left)} of {len(todo)} cases left, {time.monotonic() - begun:.0f} s", err=True)

@@ -1,5 +1,7 @@
 """The cases: which file is damaged, in which way, and which command then reads it."""
 
+import hashlib
+import json
 import os
 import random
 import socket
@@ -8,13 +10,24 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .hostile_mutations import CARD_FILE, CODE_FILE, JSON_FILE, LINES_FILE, TENSOR_FILE, TEXT_FILE, Mutation
-from .hostile_scene import CALIBRATED, EVALUATED, GQA, LOSSLESS, MLA
+from .hostile_scene import CALIBRATED, EVALUATED, GQA, LOSSLESS, MIGRATION, MLA
 
 # Commands by name. A word that begins with @ is a place in the scene.
 _TEXT = ("--text", "@text.txt", *EVALUATED)
 _ROWS = ("--text", "wikitext2-gptq-16", "--rows", "@rows.json")
 _SOURCE = ("convert", "@source", *GQA)
 _WRITTEN = ("--out", "@out")
+_MIGRATED = (
+    "migrate",
+    "@source",
+    *MIGRATION,
+    "--text",
+    "@text.txt",
+    "--train",
+    "@text.jsonl",
+    "--out",
+    "@moved",
+)
 COMMANDS: dict[str, tuple[str, ...]] = {
     "convert gqa": ("convert", "@source", *GQA, *LOSSLESS, "--out", "@out"),
     "convert mla": ("convert", "@source", *MLA, *LOSSLESS, "--out", "@out"),
@@ -41,18 +54,44 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "publish remote": ("publish", "@remote", "org/x", "--dry-run", "--verify", "lint", "--json"),
     "publish distilled": ("publish", "@distilled", "org/x", "--dry-run", "--verify", "lint", "--json"),
     "report": ("report", "@fold", "@distilled", "--out", "@page.html"),
+    "verify run": ("verify", "@fold"),
+    "eval latent": ("eval", "@latent", *_TEXT, "--json"),
+    "migrate plan": (*_MIGRATED, "--dry-run", "--json"),
+    "migrate": _MIGRATED,
+    "distill stages": ("distill", "@stages.yaml"),
+    "api fold": ("api", "fold", "@source", "@out"),
+    "api plan": ("api", "plan", "@source"),
+    "api evaluate": ("api", "evaluate", "@fold", "@text.txt"),
+    "api verify": ("api", "verify", "@fold"),
+    "api publish": ("api", "publish", "@fold"),
+    "api report": ("api", "report", "@fold", "@distilled", "@page.html"),
+    "api train": ("api", "train", "@recipe.yaml"),
+    "api absorb": ("api", "absorb", "@latent"),
 }  # fmt: skip
 # Unfinished work that a command is meant to find; of the others none is there.
-RESUMED = {"resume convert": "convert gqa", "eval resumed": "eval resumed", "resume distill": "distill"}
-UNFINISHED = ("out.partial", "trained.partial", "e.json.partial", ".kvfold-e.json.lock")
+RESUMED = {
+    "resume convert": "convert gqa", "eval resumed": "eval resumed", "resume distill": "distill",
+    "resume forged": "distill", "resume stages": "distill stages", "resume migrate": "migrate",
+}  # fmt: skip
+UNFINISHED = (
+    "out.partial", "trained.partial", "e.json.partial", ".kvfold-e.json.lock", "aligned.partial",
+    "moved.partial",
+)  # fmt: skip
+# Commands that take seconds, with the most changes of content that each of their files gets.
+SLOW = {"verify run": 10, "resume migrate": 10, "resume stages": 16, "migrate plan": 16}
 _CHECKPOINTS = ("convert gqa", "convert mla", "plan", "eval source", "eval fold", "distill")
 _FOLDS = ("eval fold", "distill", "verify fold", "publish fold")
+_API = ("api fold", "api plan")
+_API_OF_FOLDS = ("api evaluate", "api verify", "api publish")
 
 # Files, how their content is changed, and the commands that read them.
 FILES: dict[str, tuple[tuple[Mutation, ...], tuple[str, ...]]] = {
-    "source/config.json": (JSON_FILE, (*_CHECKPOINTS, "convert statistics")),
-    "source/model.safetensors": (TENSOR_FILE, _CHECKPOINTS),
-    "source/tokenizer.json": (JSON_FILE, ("eval source", "eval fold", "convert calibrated", "distill")),
+    "source/config.json": (JSON_FILE, (*_CHECKPOINTS, "convert statistics", *_API, "migrate plan")),
+    "source/model.safetensors": (TENSOR_FILE, (*_CHECKPOINTS, *_API, "migrate plan")),
+    "source/tokenizer.json": (
+        JSON_FILE,
+        ("eval source", "eval fold", "convert calibrated", "distill", "api train"),
+    ),
     "source/tokenizer_config.json": (
         JSON_FILE,
         ("convert gqa", "eval source", "convert calibrated", "distill"),
@@ -60,11 +99,11 @@ FILES: dict[str, tuple[tuple[Mutation, ...], tuple[str, ...]]] = {
     "source/generation_config.json": (JSON_FILE, ("convert gqa", "convert mla", "eval source", "distill")),
     "source/README.md": (CARD_FILE, ("convert gqa", "distill")),
     "sharded/model.safetensors.index.json": (JSON_FILE, ("convert sharded", "eval sharded")),
-    "fold/config.json": (JSON_FILE, _FOLDS),
-    "fold/model.safetensors": (TENSOR_FILE, _FOLDS),
-    "fold/kvfold.json": (JSON_FILE, (*_FOLDS, "report")),
+    "fold/config.json": (JSON_FILE, (*_FOLDS, *_API_OF_FOLDS, "verify run")),
+    "fold/model.safetensors": (TENSOR_FILE, (*_FOLDS, "api evaluate", "verify run")),
+    "fold/kvfold.json": (JSON_FILE, (*_FOLDS, "report", *_API_OF_FOLDS, "verify run")),
     "fold/README.md": (CARD_FILE, ("publish fold", "distill")),
-    "fold/eval.json": (JSON_FILE, ("report", "publish fold")),
+    "fold/eval.json": (JSON_FILE, ("report", "publish fold", "api report")),
     "fold/tokenizer.json": (JSON_FILE, ("eval fold", "distill")),
     "fold/generation_config.json": (JSON_FILE, ("publish fold", "distill")),
     "remote/config.json": (JSON_FILE, ("eval remote", "verify remote", "publish remote")),
@@ -80,19 +119,32 @@ FILES: dict[str, tuple[tuple[Mutation, ...], tuple[str, ...]]] = {
     "text.jsonl": (LINES_FILE, ("convert calibrated", "distill")),
     "text.parquet": (TEXT_FILE, ("convert parquet",)),
     "text.jsonl.gz": (TEXT_FILE, ("convert gz",)),
-    "text.txt": (TEXT_FILE, ("eval fold",)),
+    "text.txt": (TEXT_FILE, ("eval fold", "api evaluate")),
     "rows.json": (JSON_FILE, ("eval rows",)),
-    "recipe.yaml": (CARD_FILE[1:], ("distill validate", "distill")),
+    "recipe.yaml": (CARD_FILE[1:], ("distill validate", "distill", "api train")),
     "request.yaml": (CARD_FILE[2:], ("convert config",)),
     "out.partial/journal.jsonl": (LINES_FILE, ("resume convert",)),
     "e.json.partial": (LINES_FILE, ("eval resumed",)),
     "trained.partial/tokens.json": (JSON_FILE, ("resume distill",)),
     "trained.partial/metrics.jsonl": (LINES_FILE, ("resume distill",)),
     "trained.partial/evaluations.jsonl": (LINES_FILE, ("resume distill",)),
-    "trained.partial/state/step/progress.json": (JSON_FILE, ("resume distill",)),
+    "trained.partial/state/step/progress.json": (JSON_FILE, ("resume distill", "resume forged")),
     "trained.partial/state/step/manifest.json": (JSON_FILE, ("resume distill",)),
-    "trained.partial/state/step/weights.safetensors": (TENSOR_FILE, ("resume distill",)),
-    "trained.partial/state/step/optimizer.safetensors": (TENSOR_FILE, ("resume distill",)),
+    "trained.partial/state/step/weights.safetensors": (TENSOR_FILE, ("resume distill", "resume forged")),
+    "trained.partial/state/step/optimizer.safetensors": (TENSOR_FILE, ("resume distill", "resume forged")),
+    "trained.partial/tokens.bin": (TEXT_FILE, ("resume distill",)),
+    "trained.partial/marks.bin": (TEXT_FILE, ("resume distill",)),
+    "aligned.partial/stages/stream.stream/boundary/step": (TENSOR_FILE, ("resume stages",)),
+    "aligned.partial/stages/stream.stream/layer-00000.safetensors": (TENSOR_FILE, ("resume stages",)),
+    "aligned.partial/stages/stream.stream/layer-00000.json": (JSON_FILE, ("resume stages",)),
+    "moved.partial/asked.json": (JSON_FILE, ("resume migrate",)),
+    "moved.partial/identity.json": (JSON_FILE, ("resume migrate",)),
+    "moved.partial/statistics.safetensors": (TENSOR_FILE, ("resume migrate",)),
+    "moved.partial/distilled/50%/eval.json": (JSON_FILE, ("resume migrate",)),
+    "moved.partial/distilled/50%/kvfold.json": (JSON_FILE, ("resume migrate",)),
+    "moved.partial/folded/50%/config.json": (JSON_FILE, ("resume migrate",)),
+    "latent/config.json": (JSON_FILE, ("eval latent", "api absorb")),
+    "latent/model.safetensors": (TENSOR_FILE, ("eval latent", "api absorb")),
 }
 # A file becomes something else. The scene's secret must be read by none of them.
 KINDS: dict[str, Callable[[Path], object]] = {
@@ -162,6 +214,8 @@ def cases(count: int, seed: int) -> Iterator[Case]:
             yield Case(place, command, number, "name")
     for number in range(count):
         file, command = pairs[number % len(pairs)]
+        if number // len(pairs) >= SLOW.get(command, number):
+            continue
         yield Case(file, command, seed * 10**6 + number // len(pairs))
 
 
@@ -187,6 +241,8 @@ def damage(case: Case, scene: Path) -> tuple[str, ...]:
     else:
         draw = random.Random(case.key)
         path.write_bytes(draw.choice(FILES[case.file][0])(content, draw))
+    if case.command == "resume forged":
+        _forge(path)
     return tuple(str(scene / word[1:]) if word.startswith("@") else word for word in words)
 
 
@@ -195,8 +251,21 @@ def place_of(file: str, scene: Path) -> Path:
     path = scene
     for part in file.split("/"):
         found = path / part
-        path = found if found.exists() else sorted(path.glob(f"{part}-*"))[-1]
+        if not found.exists():
+            found = sorted(entry for entry in path.glob(f"{part}-*") if entry.suffix != ".partial")[-1]
+        path = found
     return path
+
+
+def _forge(path: Path) -> None:
+    """Let the manifest of a training state say that a file of it is as it was written."""
+    manifest = path.with_name("manifest.json")
+    if not path.is_file() or path.stat().st_size > 2**24 or path.is_symlink():
+        return
+    hashes = json.loads(manifest.read_text(encoding="utf-8"))
+    manifest.unlink()  # it may be a link to the sound file
+    hashes[path.name] = hashlib.sha256(path.read_bytes()).hexdigest()
+    manifest.write_text(json.dumps(hashes), encoding="utf-8")
 
 
 def _depth(path: Path) -> int:

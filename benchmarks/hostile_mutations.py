@@ -107,7 +107,7 @@ def change_value(value: Any, draw: random.Random) -> Any:
 
 
 def _places(value: Any) -> Any:
-    pending = [value]
+    pending = [value] if isinstance(value, dict | list) else []
     while pending:
         holder = pending.pop()
         keys = range(len(holder)) if isinstance(holder, list) else list(holder)
@@ -155,6 +155,8 @@ def change_length(content: bytes, draw: random.Random) -> bytes:
 def change_numbers(content: bytes, draw: random.Random) -> bytes:
     """Write NaN, infinities or arbitrary bytes into the tensors of a safetensors file."""
     start = 8 + struct.unpack("<Q", content[:8])[0]
+    if len(content) < start + 4:
+        return content + b"\x00"
     place = start + 4 * draw.randrange((len(content) - start) // 4)
     new = draw.choice(
         (

@@ -18,6 +18,10 @@ from tests.support.tiny import make
 GQA = ("--to", "gqa", "--kv-heads", "2")
 MLA = ("--to", "mla", "--rank", "full")
 LOSSLESS = ("--calibration", "none")
+MIGRATION = (
+    "--to", "gqa", "--until", "ppl<9x", "--steps", "50%,25%", "--tokens-per-step", "64", "--window", "16",
+    "--max-windows", "2", "--sequences", "2", "--refine", "0", "--set", "evaluate=null",
+)  # fmt: skip
 EVALUATED = ("--suite", "ppl,fidelity", "--window", "16", "--max-windows", "2", "--device", "cpu")
 CALIBRATED = ("--sequences", "2", "--length", "16", "--refine", "0")
 SECRET = "the secret key"
@@ -37,6 +41,7 @@ def build(scene: Path) -> None:
     run("convert", scene / "source", *GQA, *LOSSLESS, "--out", scene / "fold")
     remote = ("--to", "mla", "--kv-budget", "50%", "--container", "remote")
     run("convert", scene / "source", *remote, *LOSSLESS, "--out", scene / "remote")
+    run("convert", scene / "source", *MLA, *LOSSLESS, "--out", scene / "latent")
     taken = (
         "--calibration",
         scene / "text.jsonl",
@@ -66,7 +71,14 @@ def build(scene: Path) -> None:
     stop_at(
         "e.json", "eval", scene / "fold", "--text", scene / "text.txt", *EVALUATED, "--out", scene / "e.json"
     )
-    stop_at("trained", "distill", scene / "recipe.yaml")
+    stop_at("step-00000003", "distill", scene / "recipe.yaml")  # two states are whole
+
+
+def extend(scene: Path) -> None:
+    """Add what takes seconds to make: a streamed stage and a migration, both stopped on the way."""
+    stop_at("layer-00001.safetensors", "distill", _stages(scene))
+    texts = ("--text", scene / "text.txt", "--train", scene / "text.jsonl")
+    stop_at("moved", "migrate", scene / "source", *MIGRATION, *texts, "--out", scene / "moved")
 
 
 def run(*words: Any) -> None:
@@ -144,7 +156,7 @@ def save_tokenizer(directory: Path) -> None:
 
 
 def _recipe(scene: Path) -> None:
-    stage = {"name": "kl", "tokens": 64, "batch_tokens": 32, "micro_batch": 2, "lr": 1e-3}
+    stage = {"name": "kl", "tokens": 96, "batch_tokens": 32, "micro_batch": 2, "lr": 1e-3}
     recipe = {
         "schema": 1, "student": str(scene / "fold"), "output": str(scene / "trained"),
         "data": {"source": str(scene / "text.jsonl"), "seq_len": 16}, "stages": [stage],
@@ -154,6 +166,17 @@ def _recipe(scene: Path) -> None:
     (scene / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     request = {"model": str(scene / "source"), "to": "gqa", "kv_heads": 2, "calibration": "none"}
     (scene / "request.yaml").write_text(yaml.safe_dump(request))
+
+
+def _stages(scene: Path) -> Path:
+    """Write a recipe that begins with a streamed stage."""
+    recipe = yaml.safe_load((scene / "recipe.yaml").read_text())
+    align = {"tokens": 64, "batch_tokens": 32, "micro_batch": 2, "lr": 1e-3, "train": "attention"}
+    stream = {**align, "name": "stream", "mode": "stream", "losses": {"attention_output": 1.0}}
+    recipe |= {"output": str(scene / "aligned"), "stages": [stream, *recipe["stages"]]}
+    file = scene / "stages.yaml"
+    file.write_text(yaml.safe_dump(recipe))
+    return file
 
 
 def recipe_of_all_stages(scene: Path, work: Path) -> Path:

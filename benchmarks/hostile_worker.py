@@ -7,25 +7,27 @@ import shutil
 import time
 import traceback
 from collections.abc import Iterator
+from contextvars import Context
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from click.testing import CliRunner, Result
 
 from kvfold.cli import main
 from kvfold.models.causal_lm import load
 from kvfold.models.load_options import LoadOptions
 
+from .hostile_api import api
 from .hostile_cases import RESUMED, UNFINISHED, Case, damage
 from .hostile_mutations import CANARY_CODE, SCRIPT
 from .hostile_scene import SECRET
 
 REFUSED = (2, 3)  # exit codes of a refusal, and of a check that fails
-_CHANGING = ("out.partial", "trained.partial", "e.json.partial", ".kvfold-e.json.lock")
-_OUTPUTS = ("out", "trained", "e.json", "page.html")
-_LOSSLESS = ("convert gqa", "convert mla", "convert sharded", "convert config", "resume convert")
+_OUTPUTS = ("out", "trained", "aligned", "moved", "e.json", "page.html")
+_LOSSLESS = ("api fold", "convert gqa", "convert mla", "convert sharded", "convert config", "resume convert")
 _TOLERANCE = 1e-3  # of the largest logit; folds that lose nothing are within 1e-5 of it in float32
 
 
@@ -80,7 +82,10 @@ def run_case(case: Case, originals: Path, scene: Path) -> Outcome:
     words = damage(case, scene)
     before = contents(scene)
     os.chdir(scene)
-    result = CliRunner().invoke(main, list(words))
+    is_api = words[0] == "api"
+    command, given = (api, words[1:]) if is_api else (main, words)
+    # In a fresh context, since a command that runs all cases is itself one that shows notices.
+    result = Context().run(CliRunner().invoke, command, list(given))
     faults = [*_faults_of_end(result), *_faults_of_files(case, result, before, contents(scene))]
     if result.exit_code == 0 and not faults:
         faults += [f"not right: {fault}" for fault in _wrong(case, result, scene)]
@@ -114,6 +119,9 @@ def _faults_of_end(result: Result) -> Iterator[str]:
         yield "a traceback on stderr"
     if SECRET in result.output:
         yield "the secret was shown"
+    control = {letter for letter in result.output if not letter.isprintable()} - {"\n"}
+    if control:
+        yield f"control characters are printed: {sorted(control)}"
     if result.exit_code == 0:
         return
     if result.exit_code not in REFUSED:
@@ -137,15 +145,23 @@ def _faults_of_files(
         yield "CODE WAS RUN"
     allowed = ("cache",) if case.command == "eval cache" else ()
     if case.command in RESUMED:
-        allowed += _CHANGING
+        allowed += UNFINISHED
     if result.exit_code == 0:
         allowed += _OUTPUTS
+    if result.exit_code == 0 and case.file == "recipe.yaml":
+        allowed += (_asked_output(Path.cwd()),)
     if "trained.partial/state" in after:  # a run that ends after its first step keeps its state
         allowed += ("trained.partial",)
     for name in sorted(before.keys() | after.keys()):
         if before.get(name) != after.get(name) and name.split("/")[0] not in allowed:
             change = "left" if name not in before else "removed" if name not in after else "changed"
             yield f"{change} {name!r}"
+
+
+def _asked_output(scene: Path) -> str:
+    """Return the name of the output that a damaged recipe asks for."""
+    output = yaml.safe_load((scene / "recipe.yaml").read_text(encoding="utf-8"))["output"]
+    return os.path.relpath(output, scene).split("/")[0]
 
 
 def _wrong(case: Case, result: Result, scene: Path) -> Iterator[str]:
@@ -162,7 +178,9 @@ def _wrong(case: Case, result: Result, scene: Path) -> Iterator[str]:
             yield from (
                 f"{path} is {number}" for path, number in _numbers(report) if not math.isfinite(number)
             )
-    if case.command.startswith(("convert", "resume convert")):
+    if case.command.startswith("api") and result.output:
+        yield f"the API prints {result.output[:300]!r}"
+    if case.command.startswith(("convert", "resume convert", "api fold")):
         yield from _wrong_fold(case, scene)
     if (scene / "trained").exists():
         yield from _not_loaded(scene / "trained")[1]

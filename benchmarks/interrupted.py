@@ -38,7 +38,7 @@ _SPEED = re.compile(rb'"(tokens_per_second|peak_memory_gib|seconds)": [0-9.e+-]+
 
 @dataclass(frozen=True)
 class End:
-    """How a process ended: exit code (negative for a signal) and the last line of what it said."""
+    """The end of a process: its exit code (negative for a signal), and the last line of its output."""
 
     code: int
     said: str

@@ -1,4 +1,4 @@
-"""What rounding makes of a checkpoint's log-probabilities: half precision, and weights of 8 and 4 bits.
+"""The effect of rounding on a checkpoint's log-probabilities: half precision, and weights of 8 and 4 bits.
 
 Weights of 8 and 4 bits are rounded and computed with in float32, so that the error is that of the weights
 alone. It shows what a quantiser leaves of a checkpoint without any engine's kernels.

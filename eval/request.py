@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from pydantic import TypeAdapter, ValidationError
 
 from ..checkpoints.record import folded_parent, source_directory
 from ..core.console import is_first, notice
@@ -14,12 +15,17 @@ from ..core.errors import InvalidInput
 from ..core.hub import resolve
 from ..core.processes import together
 from ..core.settings import suggest
+from ..core.untrusted import shorten
+from ..models.load_options import DEVICE_MAPS, DEVICES, DTYPES
 from ..texts.corpus import read_text
 from .evaluation_journal import EvaluationJournal, reserved
 from .options import Options
 from .result import Result
 from .run import evaluate
 from .suites.catalogue import DEFAULT, SUITES, check_settings, chosen
+
+_LEAST = {"window": 2, "max_windows": 1, "batch_size": 1, "cpu_memory": 1}
+_CHOICES = {"device": DEVICES, "dtype": DTYPES, "device_map": DEVICE_MAPS}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,8 +122,27 @@ def eval_request(
         text=None if text is None else str(text),
         suites=names,
         settings=read_settings(names, {name: given[name] for name in given if name not in known}),
-        options=Options(**{name: given[name] for name in given if name in known}),
+        options=_read_options({name: given[name] for name in given if name in known}),
     )
+
+
+def _read_options(given: Mapping[str, Any]) -> Options:
+    """Return options whose values are what the command would accept."""
+    try:
+        options = TypeAdapter(Options).validate_python(dict(given))
+    except ValidationError as error:
+        name, first = error.errors()[0]["loc"][0], error.errors()[0]
+        reason = first["msg"].replace("Input should", "it should")
+        raise InvalidInput(f"{name} is {shorten(first['input'])}; {reason}") from None
+    for name, least in _LEAST.items():
+        value = getattr(options, name)
+        if value is not None and value < least:
+            raise InvalidInput(f"{name} is {shorten(value)}; it should be at least {least}")
+    for name, choices in _CHOICES.items():
+        value = getattr(options, name)
+        if value not in choices:
+            raise InvalidInput(f"{name} is {shorten(value)}; it should be one of {', '.join(choices)}")
+    return options
 
 
 def read_settings(suites: tuple[str, ...], given: Mapping[str, Any]) -> dict[str, Any]:

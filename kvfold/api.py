@@ -11,9 +11,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack, overload
 
-from .core.console import ProgressCallback, listening
+from .arguments import names_of, optional_path, optional_text, path_of, text_of
+from .core.console import ProgressCallback, calling
 from .core.errors import InvalidInput
 from .core.units import read_size
+from .core.untrusted import shorten
 from .results import Folded, Measurements, Published, TrainingRun
 
 if TYPE_CHECKING:
@@ -94,12 +96,12 @@ def fold(
     from .convert.request import request_of
     from .fold_run import carry_out, fold_loaded
 
+    names = names_of(engines, "engines")
     if isinstance(source, str | Path):
         if tokenizer is not None:
             raise InvalidInput("tokenizer is for a loaded model; a directory and a Hub id have their own")
-        request = request_of(source, target, out=out, engines=tuple(engines), **options)
-        with listening(progress):
-            return carry_out(request)
+        with calling(progress):
+            return carry_out(request_of(source, target, out=out, engines=names, **options))
     if out is not None:
         raise InvalidInput(f"out is {str(out)!r}; leave it out, since a loaded model has no output")
     if tokenizer is None or not hasattr(source, "save_pretrained"):
@@ -107,8 +109,8 @@ def fold(
             f"the source is a {type(source).__name__}; it should be a directory, a Hub id, or a loaded "
             f"transformers model with tokenizer=..."
         )
-    with listening(progress):
-        return fold_loaded(source, target, tokenizer, engines=tuple(engines), **options)
+    with calling(progress):
+        return fold_loaded(source, target, tokenizer, engines=names, **options)
 
 
 def plan(
@@ -145,13 +147,16 @@ def plan(
         >>> table.chosen["label"], len(table) > 10
         ('MLA 128, rope intact', True)
     """
+    from .convert.decide.engines import read_engines
     from .planning.recommendation import PlanRequest, recommend
 
-    given: dict[str, Any] = {**options, "model": str(source), "batch": batch, "engines": tuple(engines)}
+    given: dict[str, Any] = {**options, "model": text_of(source, "source"), "batch": batch}
+    names = names_of(engines, "engines")
+    given["engines"] = read_engines(",".join(names)) if names else ()
     given["context"] = read_size(context, "context", "tokens") if isinstance(context, str) else context
     given["memory"] = read_size(memory, "memory", "bytes") if isinstance(memory, str) else memory
     request = PlanRequest.read(given)
-    with listening(progress):
+    with calling(progress):
         return recommend(request)
 
 
@@ -196,7 +201,7 @@ def train(
         )
     if recipe.profile == "cpu":
         recipe = recipe.model_copy(update={"device": "cpu"})
-    with listening(progress) as heard:
+    with calling(progress) as heard:
         result = distill(recipe)
     return TrainingRun(directory=result.output, report=result.to_dict(), notices=tuple(heard.notices))
 
@@ -238,9 +243,14 @@ def evaluate(
     """
     from .eval.request import eval_request, run_request
 
-    request = eval_request(directory, text, suites, teacher, options)
-    with listening(progress) as heard:
-        result = run_request(request, None if out is None else Path(out))
+    model, file, named = (
+        text_of(directory, "directory"),
+        optional_path(out, "out"),
+        names_of(suites, "suites"),
+    )
+    words, other = optional_text(text, "text"), optional_text(teacher, "teacher")
+    with calling(progress) as heard:
+        result = run_request(eval_request(model, words, named, other, options), file)
     return Measurements(report=result.to_json(), table=result.grid(), notices=tuple(heard.notices))
 
 
@@ -273,12 +283,12 @@ def verify(
     from .convert.decide.engines import read_engines
     from .verification.verify import verify as run_checks
 
-    place = Path(directory)
-    if not place.is_dir():
-        raise InvalidInput(f"{directory} is not a directory; give the directory of a checkpoint")
-    names = read_engines(",".join(engines))
-    with listening():
-        return run_checks(place, names, None if source is None else Path(source), run=run)
+    place = path_of(directory, "directory")
+    names = read_engines(",".join(names_of(engines, "engines")))
+    with calling():
+        if not place.is_dir():
+            raise InvalidInput(f"{directory} is not a directory; give the directory of a checkpoint")
+        return run_checks(place, names, optional_path(source, "source"), run=run)
 
 
 def publish(
@@ -313,13 +323,13 @@ def publish(
     """
     from .publishing.publish import release
 
-    place = Path(directory)
-    if not place.is_dir():
-        raise InvalidInput(f"{directory} is not a directory; give the directory of a checkpoint")
+    place, name = path_of(directory, "directory"), text_of(repository, "repository")
     if verify not in {None, "lint", "full"}:
         raise InvalidInput(f"verify is {verify!r}; it should be 'lint', 'full' or None")
-    with listening(progress):
-        found = release(place, repository, private=private, verification=verify, dry_run=dry_run)
+    with calling(progress):
+        if not place.is_dir():
+            raise InvalidInput(f"{directory} is not a directory; give the directory of a checkpoint")
+        found = release(place, name, private=private, verification=verify, dry_run=dry_run)
     if found.verification.failures:
         failures = "; ".join(found.verification.failures)
         raise InvalidInput(f"{directory} does not pass kvfold verify, so nothing was uploaded: {failures}")
@@ -353,6 +363,10 @@ def report(
     """
     from .eval.page.report_page import write_page
 
-    places = [Path(directory) for directory in directories]
-    with listening():
-        return write_page(places, Path(out), None if png is None else Path(png)).file
+    if isinstance(directories, str | Path):
+        directories = [directories]
+    if not isinstance(directories, Sequence):
+        raise InvalidInput(f"directories is {shorten(directories)}; it should be a list of paths")
+    places = [path_of(directory, "a directory") for directory in directories]
+    with calling():
+        return write_page(places, path_of(out, "out"), optional_path(png, "png")).file

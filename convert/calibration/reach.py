@@ -1,4 +1,4 @@
-"""How far a source's predictions hold: what its files say it was trained on, and what its own text shows.
+"""The reach of a source's predictions: the length that its files name, and the one that its own text shows.
 
 A model can have more positions than it was trained on. Beyond those its text falls apart: on text that it
 writes itself, its uncertainty jumps, where it otherwise rises slowly or falls. Statistics of such positions

@@ -50,6 +50,7 @@ def prepare(request: FoldRequest, *, dry_run: bool = False) -> PreparedFold:
         read_card(directory)  # of which the output's card takes the licence
         if request.out is not None and not dry_run:
             check_output(request.out, directory)
+        _check_statistics_place(request, directory)
         calibration = choose_calibration(request, plan, dry_run)
     if calibration is not None:
         statistics = study(
@@ -68,6 +69,14 @@ def prepare(request: FoldRequest, *, dry_run: bool = False) -> PreparedFold:
             calibration = str(Path(calibration).resolve())  # the record is read from other directories too
         plan = replace(plan, request=plan.request.model_copy(update={"calibration": calibration}))
     return PreparedFold(plan=plan, out=request.out or Path(output_name(request.model, plan.target.to_dict())))
+
+
+def _check_statistics_place(request: FoldRequest, source: Path) -> None:
+    """Refuse to keep statistics inside the source or the output."""
+    kept = request.save_statistics
+    for place in (source, request.out):
+        if kept is not None and place is not None and kept.resolve().is_relative_to(place.resolve()):
+            raise InvalidInput(f"--save-statistics {kept} is {place} or inside it; name a file elsewhere")
 
 
 def choose_calibration(request: FoldRequest, plan: Plan, dry_run: bool = False) -> str | None:

@@ -12,6 +12,7 @@ from typing import Any
 from ...checkpoints.directory import Checkpoint, check_output, copy_side_files, finish, read_config
 from ...checkpoints.shards import ShardWriter
 from ...core.errors import InvalidInput
+from ...models.load_failures import loading_failures
 from ..families.family import Family
 from ..families.recognition import FAMILIES, is_multimodal
 
@@ -66,7 +67,8 @@ def find_tower(directory: Path) -> Tower | None:
         )
     names = _names(directory, list(Checkpoint(directory)), FAMILIES[model_type])
     tied = "lm_head.weight" not in names.values()
-    tower_config = _causal_config(model_type, {**text, "tie_word_embeddings": tied}, config)
+    with loading_failures(directory, "config.json"):
+        tower_config = _causal_config(model_type, {**text, "tie_word_embeddings": tied}, config)
     return Tower(directory=directory, model_type=model_type, config=tower_config, names=names)
 
 
@@ -114,18 +116,15 @@ def _text_config(directory: Path, kind: str) -> dict[str, Any]:
     """Return the configuration of the text tower, with all defaults of its own class."""
     from transformers import AutoConfig
 
-    try:
-        whole = AutoConfig.from_pretrained(directory)
+    with loading_failures(directory, "config.json"):
+        whole = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
         text = whole.get_text_config(decoder=True)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise InvalidInput(f"config.json of {directory} cannot be read by transformers: {reason}") from None
-    if text is whole or "num_hidden_layers" not in text.to_dict():
+        found: dict[str, Any] = text.to_dict()
+    if text is whole or "num_hidden_layers" not in found:
         raise InvalidInput(
             f"model_type {kind} has no text tower: its config.json has no text_config with "
             "num_hidden_layers; kvfold folds the decoder of text"
         )
-    found: dict[str, Any] = text.to_dict()
     return found
 
 

@@ -21,14 +21,36 @@ from .chat import chat_pieces
 from .order import Stream, TrainingWindows, windows_per_source
 from .token_documents import SCORED, Piece, Pieces, check_ids, text_pieces, written_pieces
 
+_PART = 2**24  # tokens that are looked at together
 
-def open_windows(file: Path, data: Data) -> TrainingWindows:
-    """Return the windows of tokens that `write_tokens` wrote, memory-mapped."""
-    tokens = np.memmap(file, dtype=np.int32, mode="r")
-    marks = np.memmap(file.with_name("marks.bin"), dtype=np.uint8, mode="r")
+
+def open_windows(file: Path, data: Data, vocabulary: int | None = None) -> TrainingWindows:
+    """Return the windows of tokens that `write_tokens` wrote, memory-mapped.
+
+    Args:
+        file: tokens.bin.
+        data: the sources and how they are cut.
+        vocabulary: number of token ids that the student has an embedding for, against which all tokens are
+            held; None for those that were just written.
+
+    Raises:
+        InvalidInput: the files are not what `write_tokens` writes for these sources.
+    """
+    remedy = f"remove {file.parent} to start over"
+    marked = file.with_name("marks.bin")
     lengths = _read_lengths(file.with_name("tokens.json"))
-    if sum(lengths) > min(len(tokens), len(marks)):
-        raise InvalidInput(f"{file} is shorter than tokens.json says; remove {file.parent} to start over")
+    if len(lengths) != len(data.sources) or min(lengths) <= data.seq_len:
+        raise InvalidInput(f"{file.with_name('tokens.json')} is not of this recipe's texts; {remedy}")
+    for place, size in ((file, np.dtype(np.int32).itemsize), (marked, 1)):
+        if not place.is_file() or place.stat().st_size != sum(lengths) * size:
+            raise InvalidInput(f"{place} does not have the {sum(lengths)} tokens of tokens.json; {remedy}")
+    tokens = np.memmap(file, dtype=np.int32, mode="r")
+    marks = np.memmap(marked, dtype=np.uint8, mode="r")
+    if vocabulary is not None:
+        for start in range(0, len(tokens), _PART):
+            part = tokens[start : start + _PART]
+            if part.min() < 0 or part.max() >= vocabulary:
+                raise InvalidInput(f"{file} holds a token that the student has no embedding for; {remedy}")
     ends = np.cumsum(lengths).tolist()
     places = [slice(end - length, end) for end, length in zip(ends, lengths, strict=True)]
     return TrainingWindows([Stream(tokens[place], marks[place]) for place in places], data)

@@ -5,11 +5,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from ...core.errors import InvalidInput
 from ...core.settings import Settings, description_of, names_of
-from ...core.untrusted import read_yaml
+from ...core.untrusted import parse_yaml, read_yaml
 from .data_section import Data, TextSource
 from .recipe import Lora, Recipe, Save, Stage
 from .watch_section import Evaluate
@@ -92,10 +90,10 @@ def _override(content: dict[str, Any], override: str) -> None:
     try:
         for part in parents:
             place = place[int(part)] if isinstance(place, list) else place.setdefault(part, {})
-        place[int(last) if isinstance(place, list) else last] = yaml.safe_load(value)
+        place[int(last) if isinstance(place, list) else last] = parse_yaml(value, f"--set {key}", top=None)
+    except InvalidInput:
+        raise
     except (ValueError, IndexError, TypeError, AttributeError):
         raise InvalidInput(
             f"--set {key}: the recipe has no such key; lists are numbered from 0, as in stages.0.lr"
         ) from None
-    except yaml.YAMLError:
-        raise InvalidInput(f"--set {key}: {value!r} is not a YAML value") from None

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
+from ...checkpoints.own_files import TRACKERS, remove_own_tree, strange_files
 from ...core.errors import InvalidInput
 from ...core.files import locked
 from ...core.signals import ignored
@@ -20,7 +21,7 @@ _LOCK = "lock"  # held while a run is at work; it also marks a directory that kv
 # a directory that kvfold did not make.
 _WRITTEN = ("tokens.bin", "marks.bin", "tokens.json", "metrics.jsonl", "evaluations.jsonl")
 _FILES = (*_WRITTEN, *(f"{name}.partial" for name in _WRITTEN))
-_DIRECTORIES = ("state", "stages", "best", "trackers", "final")
+_DIRECTORIES = ("state", "stages", "best", TRACKERS, "final")
 _DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO}
 _FULL = {os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)}
 _NAMES = {*_FILES, *_DIRECTORIES, _LOCK}
@@ -116,16 +117,20 @@ def _strange(partial: Path) -> str | None:
         return "it is not a directory"
     names = {path.name for path in partial.iterdir()}
     for name in sorted(names & {*_FILES, _LOCK}):
-        if (partial / name).exists() and not (partial / name).is_file():
+        if (partial / name).is_symlink() or ((partial / name).exists() and not (partial / name).is_file()):
             return f"its {name} is not a regular file"
-    if not names or (names <= _NAMES and (partial / _LOCK).is_file()):
+    if not names:
         return None
-    return f"it holds {min(names - _NAMES or names)}"
+    if not names <= _NAMES or not (partial / _LOCK).is_file():
+        return f"it holds {min(names - _NAMES or names)}"
+    inside = (path for name in _DIRECTORIES for path in strange_files(partial / name))
+    found = next(inside, None)
+    return None if found is None else f"it holds {found.relative_to(partial)}"
 
 
 def _empty(partial: Path) -> None:
     for name in _DIRECTORIES:
-        shutil.rmtree(partial / name, ignore_errors=True)
+        remove_own_tree(partial / name)
     for name in _FILES:
         (partial / name).unlink(missing_ok=True)
 

@@ -212,7 +212,7 @@ def _windows(run: RunContext, student: Loaded | Described, teacher: Any) -> Trai
     if is_missing:
         write_tokens(tokens, data, student.tokenizer, count, teacher, vocabulary=student.vocabulary)
     run.accelerator.wait_for_everyone()
-    windows = open_windows(tokens, data)
+    windows = open_windows(tokens, data, None if is_missing else student.vocabulary)
     if is_missing:
         for sentence in windows.repeated(count):
             notice(sentence)

@@ -7,6 +7,7 @@ from its output if that exists already, or from nothing.
 import hashlib
 import json
 import re
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -121,6 +122,9 @@ def last_progress(
         return Progress(recipe=recipe.resolved(), models=models), None
     progress = state.read_progress(found)
     _check_changes(progress, recipe, partial)
+    stages = recipe.stages
+    if progress.stage >= len(stages) or progress.step > recipe.steps(stages[progress.stage]):
+        raise InvalidInput(f"{found} is no training state of this recipe; remove {partial} to start over")
     for role, directory in (("student", student), ("teacher", teacher)):
         if progress.models.get(role, models[role]) != models[role]:
             raise InvalidInput(
@@ -139,7 +143,7 @@ def _check_changes(progress: Progress, recipe: Recipe, partial: Path) -> None:
     try:
         before = Recipe.model_validate(progress.recipe)
     except ValidationError:  # from another version, with other keys
-        _refuse(changed, len(progress.recipe["stages"]) + len(recipe.stages), partial)
+        _refuse(changed, sys.maxsize, partial)
         raise
     _refuse(changed, max(_begun(one, partial) for one in (before, recipe)), partial)
     if not holds_same(partial / "tokens.bin", recipe.data, before.windows, recipe.windows):

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -33,9 +34,25 @@ class Boundaries:
         hidden_WSD = torch.cat([hidden_BSD.float().cpu() for hidden_BSD in hidden])
         save_whole({"hidden": hidden_WSD}, place / f"step-{step:05d}.safetensors")
 
-    def read(self, number: int, step: int) -> Tensor:
-        """Return the hidden states (W, S, D) of a step, float32, on the CPU."""
-        return load_file(self._place(number) / f"step-{step:05d}.safetensors")["hidden"]
+    def read(self, number: int, step: int, shape: tuple[int, ...]) -> Tensor:
+        """Return the hidden states of a step, float32, on the CPU.
+
+        Args:
+            number: of the boundary.
+            step: of the stage.
+            shape: (W, S, D), which they must have.
+
+        Raises:
+            InvalidInput: the file is missing or damaged.
+        """
+        file = self._place(number) / f"step-{step:05d}.safetensors"
+        try:
+            hidden_WSD = load_file(file).get("hidden")
+        except (OSError, SafetensorError):
+            hidden_WSD = None
+        if hidden_WSD is None or tuple(hidden_WSD.shape) != shape or hidden_WSD.dtype != torch.float32:
+            raise InvalidInput(f"{file} is damaged; remove {self._work} to begin the stage again")
+        return hidden_WSD
 
     def remove(self, number: int) -> None:
         """Remove a boundary."""

@@ -25,7 +25,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from ...checkpoints.directory import finish
-from ...checkpoints.shards import ShardWriter, TensorSpec
+from ...checkpoints.shards import ShardWriter, TensorSpec, is_finite, read_header
 from ...core.console import notice
 from ...core.errors import InvalidInput
 from ...core.untrusted import read_json
@@ -35,6 +35,9 @@ from .weights import adapted, is_adapter, merged
 _MANIFEST = "manifest.json"
 WEIGHTS = "weights.safetensors"
 _MOMENTS = "optimizer.safetensors"
+_PROGRESS = "progress.json"
+_FILES = {WEIGHTS, _MOMENTS, _PROGRESS}
+_KEYS = {"step", "exp_avg", "exp_avg_sq"}  # AdamW's, of each weight
 
 
 @dataclass(frozen=True)
@@ -139,7 +142,7 @@ def _write(directory: Path, progress: Progress, gathered: Gathered) -> None:
         }
         for file, name, tensor in gathered:
             writers[file].write(name, tensor)
-    (directory / "progress.json").write_text(json.dumps(asdict(progress), indent=2) + "\n", encoding="utf-8")
+    (directory / _PROGRESS).write_text(json.dumps(asdict(progress), indent=2) + "\n", encoding="utf-8")
     hashes = {file.name: _sha256(file) for file in sorted(directory.iterdir())}
     (directory / _MANIFEST).write_text(json.dumps(hashes, indent=2) + "\n", encoding="utf-8")
 
@@ -179,12 +182,12 @@ def read_progress(state: Path) -> Progress:
     Raises:
         InvalidInput: no run wrote the file.
     """
-    content = read_json(state / "progress.json")
+    content = read_json(state / _PROGRESS)
     kinds = {each.name: type(getattr(Progress(), each.name)) for each in fields(Progress)}
     if content.keys() != kinds.keys() or any(type(content[name]) is not kinds[name] for name in kinds):
-        raise InvalidInput(
-            f"{state} is no training state of kvfold; remove {state.parent.parent} to start over"
-        )
+        raise _no_state(state)
+    if any(value < 0 for value in content.values() if isinstance(value, int)):
+        raise _no_state(state)
     return Progress(**content)
 
 
@@ -193,21 +196,38 @@ def restore_weights(state: Path, model: nn.Module) -> None:
     """Copy the saved weights into a model that is not sharded yet.
 
     Adapters keep their weights if the state was saved before they existed.
+
+    Raises:
+        InvalidInput: the state lacks a weight, or has it in another shape.
     """
+    entries = read_header(state / WEIGHTS)
     with safe_open(state / WEIGHTS, framework="pt") as file:
-        names = set(file.keys())
         for name, parameter in named_weights(model):
-            if name in names or not is_adapter(name):
-                parameter.copy_(file.get_tensor(name))
+            if name not in entries and is_adapter(name):
+                continue
+            if name not in entries or entries[name].spec.shape != tuple(parameter.shape):
+                raise _no_state(state)
+            parameter.copy_(file.get_tensor(name))
 
 
 def restore_optimizer(state: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Give a fresh optimizer over the same weights its saved moments."""
+    """Give a fresh optimizer over the same weights its saved moments.
+
+    Raises:
+        InvalidInput: they are not those of the weights.
+    """
     parameters = dict(named_weights(model))
     with safe_open(state / _MOMENTS, framework="pt") as file:
         for name in file.keys():  # noqa: SIM118 - safe_open gives no iterator
             key, _, parameter_name = name.partition(".")
+            if parameter_name not in parameters or key not in _KEYS:
+                raise _no_state(state)
             parameter, value = parameters[parameter_name], file.get_tensor(name)
+            shape = () if key == "step" else tuple(parameter.shape)
+            if tuple(value.shape) != shape or value.dtype != torch.float32 or not is_finite(value):
+                raise _no_state(state)
+            if key != "exp_avg" and value.numel() and float(value.min()) < 0:
+                raise _no_state(state)
             # AdamW counts its steps on the CPU.
             optimizer.state[parameter][key] = value if key == "step" else local_part(value, parameter)
 
@@ -223,11 +243,20 @@ def is_whole(state: Path) -> bool:
         hashes: dict[str, str] = read_json(state / _MANIFEST)
         files = {state / name: expected for name, expected in hashes.items()}
         # A pipe has no end, and a link leads to what this run did not write.
-        if any(file.is_symlink() or not file.is_file() for file in files):
+        if hashes.keys() != _FILES or any(file.is_symlink() or not file.is_file() for file in files):
             return False
+        for name in (WEIGHTS, _MOMENTS):
+            read_header(state / name)
         return all(_sha256(file) == expected for file, expected in files.items())
     except (OSError, ValueError):
         return False
+
+
+def _no_state(state: Path) -> InvalidInput:
+    return InvalidInput(
+        f"{state} is no training state of this run; remove it to resume from the one before it, or "
+        f"{state.parent.parent} to start over"
+    )
 
 
 def _sha256(file: Path) -> str:

@@ -25,11 +25,12 @@ from torch import Tensor
 
 from ...checkpoints.directory import copy_side_files, finish
 from ...checkpoints.quantised.packed_checkpoint import copy_stored, open_checkpoint, stored_specs
-from ...checkpoints.shards import SHARD_SIZE, ShardWriter, TensorSpec
+from ...checkpoints.shards import SHARD_SIZE, ShardWriter, TensorSpec, read_header
 from ...convert.formats import to_published, to_trainable
 from ...core.errors import InvalidInput
 from ...core.files import save_whole
 from ...core.signals import Interrupted
+from ...core.untrusted import read_json
 from ...models.causal_lm import Described, check_comparable, describe
 from ...models.decoder import Decoder
 from ...models.layered_model import LayeredModel
@@ -86,6 +87,11 @@ class Streaming:
         """The optimizer steps of the stage, the same for every layer."""
         return self.recipe.steps(self.stage)
 
+    def shape(self, side: "_Side") -> tuple[int, int, int]:
+        """Return the shape (W, S, D) of a step's hidden states."""
+        width = side.layered.model.config.get_text_config().hidden_size
+        return self.recipe.step_windows(self.stage), self.recipe.data.seq_len, width
+
     def micro_batches(self, step: int) -> Iterator[Batch]:
         """Yield the micro-batches of a step, in order."""
         count, size = self.recipe.step_windows(self.stage), self.stage.micro_batch
@@ -115,7 +121,7 @@ def stream_stage(given: Streaming, out: Path, begun: Callable[[], None]) -> list
         student, teacher = _Side(given.student, given), _Side(given.teacher, given)
         given.boundaries.check_room(given.tokens, teacher.layered.model.config.get_text_config().hidden_size)
         change, layers = adds(student.decoder, teacher.decoder), len(teacher.decoder)
-        done = len(list(given.work.glob("layer-*.safetensors")))
+        done = _finished(given, layers)
         if done == 0:
             _enter(given, teacher)
         begun()
@@ -181,7 +187,7 @@ class _Layer:
     def _accumulate(self, step: int) -> tuple[float, float]:
         """Form the gradient of a step, store the output of the layer; return Σ ‖ŷ - y‖² and Σ ‖y‖²."""
         given, number = self._given, self._number
-        inputs_WSD = given.boundaries.read(number, step)
+        inputs_WSD = given.boundaries.read(number, step, given.shape(self._teacher))
         totals = torch.zeros(2)
         outputs = []
         start = 0
@@ -239,6 +245,29 @@ class _Layer:
         self._given.boundaries.remove(number)
 
 
+def _finished(given: Streaming, layers: int) -> int:
+    """Return the number of layers that an earlier start has finished.
+
+    Raises:
+        InvalidInput: their files are not what `_Layer` writes.
+    """
+    stored = open_checkpoint(given.student)
+    files = sorted(given.work.glob("layer-*.safetensors"))
+    for number, file in enumerate(files):
+        try:
+            entries = read_header(file) if file.is_file() else {}
+            errors = _read_errors(given, number)
+        except InvalidInput:
+            entries, errors = {}, []
+        same = all(
+            name not in stored or stored.spec(name).shape == entries[name].spec.shape for name in entries
+        )
+        is_next = file.name == f"layer-{number:05d}.safetensors" and number < layers
+        if not (entries and same and is_next and len(errors) == given.steps):
+            raise InvalidInput(f"{file} is damaged; remove {given.work} to begin the stage again")
+    return len(files)
+
+
 def _enter(given: Streaming, teacher: _Side) -> None:
     """Store the embedded tokens."""
     with teacher.layered.rest(without="head"):
@@ -276,9 +305,14 @@ def _write(given: Streaming, out: Path) -> None:
 
 
 def _losses(given: Streaming, layers: int) -> list[dict[str, float]]:
-    files = [given.work / f"layer-{number:05d}.json" for number in range(layers)]
-    errors = [json.loads(file.read_text(encoding="utf-8")) for file in files]
+    errors = [_read_errors(given, number) for number in range(layers)]
     return [step_losses(list(of_step)) for of_step in zip(*errors, strict=True)]
+
+
+def _read_errors(given: Streaming, number: int) -> list[float]:
+    """Return the error of a finished layer in every step; none where the file does not hold numbers."""
+    errors = read_json(given.work / f"layer-{number:05d}.json", top=list)
+    return errors if all(type(error) in {int, float} for error in errors) else []
 
 
 def describe_student(student: Path, teacher: Path, seq_len: int) -> Described:

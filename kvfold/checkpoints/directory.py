@@ -221,9 +221,12 @@ def _entries(directory: Path, packed: bool) -> dict[str, Entry]:
 def _weight_map(directory: Path) -> dict[str, str]:
     """Return the names of the shards by tensor, from the index; all shards exist."""
     index = directory / INDEX
-    weight_map = read_json(index).get("weight_map")
+    content = read_json(index)
+    weight_map = content.get("weight_map")
     if not isinstance(weight_map, dict) or not all(map(_is_file_name, weight_map.values())):
         raise InvalidInput(f"{index} is damaged: it has no weight_map")
+    if not isinstance(content.get("metadata"), dict):
+        raise InvalidInput(f"{index} has no object in metadata, which transformers needs; save it again")
     for name in sorted(set(weight_map.values())):
         if not (directory / name).is_file():
             raise InvalidInput(

@@ -13,6 +13,7 @@ from ..core.errors import InvalidInput
 from ..core.hub import resolve
 from ..core.untrusted import printable, read_json, shorten
 from .recorded import Recorded
+from .side_files import flaw_of
 
 FILE = "kvfold.json"
 SCHEMA = 1
@@ -152,7 +153,9 @@ def describe(
     files = sorted(
         path
         for path in directory.iterdir()
-        if path.is_file() and path.suffix in {".safetensors", ".json", ".jinja"}
+        # Weights may be linked from anywhere; of another file elsewhere not even a hash is published.
+        if (path.suffix == ".safetensors" and path.is_file())
+        or (path.suffix in {".json", ".jinja"} and path.is_file() and not flaw_of(path, directory, None))
     )
     hashes = {path.name: (known or {}).get(path.name) or sha256(path) for path in files}
     return {

@@ -109,4 +109,4 @@ def _roots(directory: Path) -> list[Path]:
     own = directory.resolve()
     if commit_of(own) is None:
         return [own]
-    return [own, (own.parent.parent / "blobs").resolve()]
+    return [own, own.parent.parent / "blobs"]  # not where a link of that name leads

@@ -21,7 +21,7 @@ from typing import Any, NoReturn, TypeVar
 
 import click
 
-from .errors import InvalidInput
+from .errors import InvalidInput, bounded
 from .grid import WIDTH, Grid
 from .untrusted import printable
 
@@ -62,21 +62,32 @@ class Command(click.Command):
         if isinstance(sys.stdout, TextIOWrapper):
             sys.stdout.reconfigure(errors="backslashreplace")
         try:
-            with showing():
+            with showing(), explaining():
                 return super().invoke(ctx)
         except InvalidInput as mistake:
             raise _Refusal(printable(str(mistake))) from None
-        except OSError as error:  # the system's own sentence, with the name of the file
-            if error.filename is None and errno.errorcode.get(error.errno or 0) in _DISK:
-                raise _Refusal(f"a file cannot be written: {error.strerror}") from None
-            if error.filename is None:
-                raise
-            raise _Refusal(printable(f"{error.filename}: {error.strerror}")) from None
         except click.UsageError:
             raise
         except click.ClickException as mistake:  # a check that fails, which may name a file
             kind = type("_Failure", (click.ClickException,), {"exit_code": mistake.exit_code})
-            raise kind(printable(mistake.message)) from None
+            raise kind(bounded(printable(mistake.message))) from None
+
+
+@contextmanager
+def explaining() -> Iterator[None]:
+    """Turn an error of the file system into the system's own sentence, with the name of the file.
+
+    Raises:
+        InvalidInput: a file cannot be read or written. Other errors of the system pass.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None:
+            raise InvalidInput(f"{error.filename}: {error.strerror}") from error
+        if errno.errorcode.get(error.errno or 0) in _DISK:
+            raise InvalidInput(f"a file cannot be written: {error.strerror}") from error
+        raise
 
 
 def run_as_process(command: click.Command) -> None:
@@ -176,6 +187,13 @@ def listening(progress: ProgressCallback | None = None) -> Iterator[Listener]:
         _LISTENER.reset(token)
         if outer is not None:
             outer.notices.extend(listener.notices)
+
+
+@contextmanager
+def calling(progress: ProgressCallback | None = None) -> Iterator[Listener]:
+    """Yield a listener for a call of the Python API, in which an error of a file is `InvalidInput` too."""
+    with listening(progress) as listener, explaining():
+        yield listener
 
 
 @contextmanager

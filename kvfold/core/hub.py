@@ -37,7 +37,12 @@ def resolve(model: str, revision: str | None = None) -> Path:
     Raises:
         InvalidInput: there is no such directory, and no such model can be downloaded.
     """
-    path = Path(model).expanduser()
+    try:
+        path = Path(model).expanduser()
+    except RuntimeError:  # ~name, of a user that this machine does not have
+        raise InvalidInput(
+            f"{model} names the home of a user who is not known here; give a directory"
+        ) from None
     if path.is_dir():
         if revision is not None:
             raise InvalidInput(f"--revision {revision} applies to a Hub id, but {model} is a directory")

@@ -1,7 +1,8 @@
 """Settings that pydantic checks, and a mistake in them as one sentence."""
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Self
 
@@ -35,12 +36,29 @@ class Settings(BaseModel):
         Raises:
             InvalidInput: names the field, its value and what would be right.
         """
+        for name, text in _texts(values):
+            if "\0" in text:
+                called = f"{where}: {name}" if where else name
+                raise InvalidInput(f"{called} is {shorten(text)}, which holds a null character; remove it")
         try:
             return cls.model_validate(dict(values))
         except ValidationError as error:
             noun = "key" if where else "name"
             sentence = _sentence(error, {"": cls, **sections}, other_names, noun)
             raise InvalidInput(f"{where}: {sentence}" if where else sentence) from None
+
+
+def _texts(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield all texts and paths among values at any depth, each with the name of its field."""
+    waiting = [(str(name), value) for name, value in values.items()]
+    while waiting:
+        name, value = waiting.pop()
+        if isinstance(value, str | Path):
+            yield name, str(value)
+        elif isinstance(value, Mapping):
+            waiting += [(f"{name}.{key}", inner) for key, inner in value.items()]
+        elif isinstance(value, list | tuple):
+            waiting += [(name, inner) for inner in value]
 
 
 def names_of(settings: type[Settings]) -> list[str]:

@@ -13,6 +13,9 @@ from typing import Any
 
 import click
 
+from ..checkpoints.cost_blocks import CacheBlock
+from ..checkpoints.eval_json import read_report
+from ..checkpoints.quality_blocks import PerplexityBlock
 from ..checkpoints.record import read_record
 from ..convert.calibration.statistics import Statistics
 from ..convert.calibration.study import study
@@ -73,7 +76,10 @@ def _identity(asked: Migration) -> dict[str, Any]:
     """
     file, place = asked.partial / "identity.json", asked.partial / "identity"
     if file.exists():
-        return dict(read_json(file))
+        earlier: dict[str, Any] = read_json(file)
+        if not _is_identity(earlier):
+            raise InvalidInput(f"{file} is damaged; remove it, and run the same command again")
+        return earlier
     click.echo("Verify: a fold that keeps everything against the source", err=True)
     heads = open_source(asked.source).geometry.num_key_value_heads
     request = FoldRequest(model=asked.model, to="gqa", kv_heads=heads)
@@ -97,6 +103,14 @@ def _identity(asked: Migration) -> dict[str, Any]:
     shutil.rmtree(place, ignore_errors=True)
     write_json(file, found)
     return found
+
+
+def _is_identity(found: dict[str, Any]) -> bool:
+    """Return whether a file holds what `_identity` writes."""
+    numbers = (found.get("kl"), found.get("max_logit_difference"))
+    if found.get("checked") is False:
+        return isinstance(found.get("reason"), str)
+    return found.get("checked") is True and all(type(number) in {int, float} for number in numbers)
 
 
 def _carry_out(asked: Migration, step: Step) -> dict[str, Any]:
@@ -133,8 +147,12 @@ def _evaluate(asked: Migration, checkpoint: Path, parent: Path | None) -> dict[s
         with reserved(file) as (journal, write):
             result = evaluate(checkpoint, asked.source, asked.text, asked.options, parent, journal=journal)
             write(json.dumps(result.to_json(), indent=2, allow_nan=False) + "\n")
-    report: dict[str, Any] = read_json(file)
-    return report
+    report = read_report(file, checkpoint)
+    fidelity, caches = report.fidelity, report.block("cache", CacheBlock)
+    is_whole = report.block("ppl", PerplexityBlock) and fidelity and caches and report.teacher
+    if not is_whole or (parent is not None and report.parent is None):
+        raise InvalidInput(f"{file} is not of this migration; remove it, and run the same command again")
+    return dict(read_json(file))
 
 
 def _fold(asked: Migration, step: Step, folded: Path) -> None:
@@ -183,7 +201,9 @@ def _summary(
     `evaluation` is the whole report of `kvfold eval`.
     """
     record, ppl = read_record(asked.partial / kept / step.name), report["suites"]["ppl"]
-    assert record is not None
+    if record is None or not {"target", "predicted_loss"} <= record.keys():
+        place = asked.partial / kept / step.name
+        raise InvalidInput(f"{place} is damaged; remove it, and run the same command again")
     try:
         check([asked.bound], report)
         met = True

@@ -6,13 +6,13 @@ Each file appears under its name only when it is whole, so the same command resu
 """
 
 import json
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..checkpoints.own_files import remove_own_tree, strange_files
 from ..convert.decide.plan import Plan
 from ..convert.families.source import open_source
 from ..core.errors import InvalidInput
@@ -158,6 +158,13 @@ def _check_claimable(partial: Path) -> None:
         raise InvalidInput(
             f"{partial} exists and is not an unfinished migration; move it, or name another --out"
         )
+    taken = [partial / name for name in sorted(_FILES) if (partial / name).exists()]
+    if any(path.is_symlink() or not path.is_file() for path in taken):
+        raise InvalidInput(f"{partial} holds a directory or a link where kvfold has a file; move it")
+    for strange in (path for name in sorted(_DIRECTORIES) for path in strange_files(partial / name)):
+        raise InvalidInput(
+            f"{partial} holds {strange.relative_to(partial)}, which kvfold did not write; move it"
+        )
 
 
 def _is_first(path: Path) -> bool:
@@ -175,7 +182,7 @@ def _remove(partial: Path) -> str:
         if path.is_symlink() or path.name in _FIRST:
             continue
         if path.is_dir() and (path.name in _DIRECTORIES or path.name.startswith(PREFIX)):
-            shutil.rmtree(path)
+            remove_own_tree(path)
         elif path.name in _FILES:
             path.unlink()
     return ", ".join(path.name for path in remove_own(partial, _is_first))

@@ -94,7 +94,8 @@ def from_dequantised(loader: Any, directory: Path, **options: Any) -> tuple[Any,
         )
     is_auto = loader is AutoModelForCausalLM
     reader = AutoConfig if is_auto else loader.config_class
-    config = without_quantisation(reader.from_pretrained(directory, local_files_only=True))
+    local = {"local_files_only": True, "trust_remote_code": False}
+    config = without_quantisation(reader.from_pretrained(directory, **local))
     if is_auto and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise InvalidInput(f"{directory} is no causal language model of transformers; name one")
     chosen = options.get("dtype")

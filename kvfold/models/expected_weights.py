@@ -61,6 +61,7 @@ def check_weights(checkpoint: Checkpoint, layers: str) -> dict[str, RotaryTable]
         InvalidInput: transformers refuses the configuration, a weight is missing or has another shape, or a
             layer has one that the class ignores. A notice names ignored weights elsewhere.
     """
+    _check_generation(checkpoint.directory)  # the identity is of the weights and config.json
     identity = checkpoint.identity()
     known = _checked.get(checkpoint.directory)
     if known is not None and known[0] == identity:
@@ -69,7 +70,6 @@ def check_weights(checkpoint: Checkpoint, layers: str) -> dict[str, RotaryTable]
     with loading_failures(directory, "model"), no_progress_bars(), no_warnings():
         model, found = _load_shapes(checkpoint)
         tables = _rotary_tables(model)
-    _check_generation(directory)
     for name, stored, expected in sorted(found["mismatched_keys"]):
         raise InvalidInput(
             f"{printable(name)} of {directory} has shape {tuple(stored)}, but config.json implies "
@@ -188,6 +188,7 @@ def check_tables(kind: Any, config: Any, directory: Path) -> None:
     """
     with torch.device("meta"):
         model = kind._from_config(config)
+    _check_rotary(model, config)
     needed = sum(buffer.numel() * buffer.element_size() for buffer in model.buffers())
     stored = sum(file.stat().st_size for file in weight_files(directory))
     if needed > max(_TABLES, stored):
@@ -196,6 +197,21 @@ def check_tables(kind: Any, config: Any, directory: Path) -> None:
             f"a {kind.__name__} of config.json in {directory} computes tables of {needed / 1e9:,.0f} GB for "
             f"max_position_embeddings {positions}; correct config.json"
         )
+
+
+def _check_rotary(model: Any, config: Any) -> None:
+    """Compute rotary tables that depend on positions once, whose parameters transformers reads only then.
+
+    Whatever transformers raises comes through.
+    """
+    last = max(1, int(getattr(config.get_text_config(), "max_position_embeddings", None) or 1) - 1)
+    for module in model.modules():
+        if any(kind in str(getattr(module, "rope_type", "")) for kind in ("longrope", "dynamic")):
+            made = type(module)(module.config)
+            kinds = module.rope_type if isinstance(module.rope_type, dict) else (None,)
+            for kind in kinds:
+                for positions in ([0, 1], [0, last]):
+                    made(torch.zeros(1, 2, 1), torch.tensor([positions]), *([kind] if kind else []))
 
 
 def check_names(directory: Path, config: Any) -> None:

@@ -29,7 +29,7 @@ from torch.nn.functional import linear
 from ..checkpoints.shards import is_finite
 from ..core.errors import InvalidInput
 from ..core.files import locked, replace_text, save_whole
-from ..core.untrusted import printable, read_json
+from ..core.untrusted import printable, read_json, shorten
 from .head import HeadForm, head_form
 
 T = TypeVar("T")
@@ -254,7 +254,7 @@ class TeacherCache:
         for key, wanted in self._identity.items():
             found = manifest.get(key)
             if found != wanted:
-                values = "" if key == "teacher" else f" ({found}, not {wanted})"
+                values = "" if key == "teacher" else f" ({shorten(found)}, not {wanted!r})"
                 raise InvalidInput(
                     f"{self._name} was made with another {key}{values}; name another directory"
                 )

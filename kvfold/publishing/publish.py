@@ -203,7 +203,7 @@ def main(
 
 
 def _show(found: Published, private: bool) -> None:
-    click.echo(found.card)
+    click.echo("\n".join(map(printable, found.card.expandtabs().splitlines())))
     rows = [(name, f"{size:,}") for name, size in found.files.items()]
     show_table(f"{found.repository} (dry run)", ("file", "bytes"), rows)
     if found.left_out:

@@ -226,7 +226,7 @@ def _cached(log: str) -> float | None:
 
 @dataclass(frozen=True)
 class BaseFile:
-    """What llama-perplexity writes with --kl-divergence-base.
+    """The file that llama-perplexity writes with --kl-divergence-base.
 
     Attributes:
         tokens: of every window.

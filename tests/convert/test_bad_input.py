@@ -234,7 +234,7 @@ def test_shards_that_disagree_with_their_index(tmp_path: Path) -> None:
         assert sentence in result.output
 
     moved = {**index["weight_map"], "model.norm.weight": files[0]}
-    (source / INDEX).write_text(json.dumps({"weight_map": moved}))
+    (source / INDEX).write_text(json.dumps({**index, "weight_map": moved}))
     refused("disagrees with its shards about model.norm.weight")
     (source / INDEX).write_text("{}")
     refused("is damaged: it has no weight_map")

@@ -28,7 +28,7 @@ Encoded = tuple[
 
 @dataclass(frozen=True)
 class Format:
-    """How linear weights are stored, and the quantization_config that says so."""
+    """A way to store linear weights, and the quantization_config that says so."""
 
     encode: Callable[[Tensor], Encoded]
     config: dict[str, Any]

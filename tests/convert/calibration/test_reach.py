@@ -1,4 +1,4 @@
-"""How long calibration sequences are when the user does not say."""
+"""The length of calibration sequences where the user names none."""
 
 import json
 from pathlib import Path

@@ -249,8 +249,8 @@ def test_a_cache_for_something_else_is_refused(
     cache = written(place, windows, teacher, online)
     identity = identify(teacher, "auto", False)
     for change, message in (
-        ({"dtype": "float16"}, r"another dtype \(float32, not float16\)"),
-        ({"computed_in": "bfloat16"}, r"another computed_in \(float32, not bfloat16\)"),
+        ({"dtype": "float16"}, r"another dtype \('float32', not 'float16'\)"),
+        ({"computed_in": "bfloat16"}, r"another computed_in \('float32', not 'bfloat16'\)"),
         ({"teacher": {"model.safetensors": "0"}}, "another teacher; name another directory"),
     ):
         with pytest.raises(InvalidInput, match=f"was made with {message}"):
