@@ -3,6 +3,7 @@
 Legend: attention.py; B sequences, T tokens.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -19,6 +20,10 @@ from .attention import (
 )
 
 AnyAttention = Attention | LatentAttention | IntactAttention
+# From numbers as they are written to a cache to numbers as they are read from it. Those of one token and head
+# are the last dimension: a latent and its rotated rotary key (B, T, C+R), a latent that keys are rebuilt from
+# (B, T, C), or rotated keys and then values (B, K, T, H). With `level_CC` the latent is √C A c / |A c|.
+Cache = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,8 +64,9 @@ def attend(
     frequencies_F: Tensor,
     scoring: Scoring = PLAIN,
     gain_BT: Tensor | None = None,
+    cache: Cache | None = None,
 ) -> Tensor:
-    """Compute causal attention over whole sequences, without a cache.
+    """Compute causal attention over whole sequences.
 
     Args:
         layer: weights, in the dtype and on the device of the input.
@@ -68,27 +74,34 @@ def attend(
         frequencies_F: radians per token of the rotary pairs, or of the slots (LatentAttention).
         scoring: of the source, in the dtype and on the device of the input.
         gain_BT: factor on the latent of each token, of a LatentAttention.
+        cache: what it does to numbers that pass through it; None: nothing.
 
     Returns:
         The output projection's result (B, T, D).
     """
     if isinstance(layer, LatentAttention):
         angle_TS = _angles(input_BTD, frequencies_F)
-        q_BNTH, k_BNTH, v_BNTH = _latent(layer, input_BTD, angle_TS, scoring.norm_epsilon, gain_BT)
+        q_BNTH, k_BNTH, v_BNTH = _latent(layer, input_BTD, angle_TS, scoring.norm_epsilon, gain_BT, cache)
         return _output(layer, _mix(q_BNTH, k_BNTH, v_BNTH, layer.scale, scoring))
-    k_BKTH, v_BKTH = keys_and_values(layer, input_BTD, scoring.norm_epsilon)
-    return attend_to(layer, input_BTD, k_BKTH, v_BKTH, frequencies_F, scoring)
+    rebuilt = isinstance(layer, IntactAttention)
+    k_BKTH, v_BKTH = keys_and_values(layer, input_BTD, scoring.norm_epsilon, cache if rebuilt else None)
+    given = None if rebuilt else cache
+    return attend_to(layer, input_BTD, k_BKTH, v_BKTH, frequencies_F, scoring, given)
 
 
 def keys_and_values(
-    layer: Attention | IntactAttention | NormedLatentAttention, input_BTD: Tensor, norm_epsilon: float = 0.0
+    layer: Attention | IntactAttention | NormedLatentAttention,
+    input_BTD: Tensor,
+    norm_epsilon: float = 0.0,
+    cache: Cache | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return keys behind their norm and before rotation, and values, (B, K, T, H).
 
-    Those of intact rotation are rebuilt; those of normed latent attention are the ones that it encodes.
+    Those of intact rotation are rebuilt from a latent, which passes through the cache; those of normed latent
+    attention are the ones that it encodes.
     """
     if isinstance(layer, IntactAttention) and layer.k_KHD is None:
-        latent_BTC = input_BTD @ layer.down_CE.mT
+        latent_BTC = _through(cache, input_BTD @ layer.down_CE.mT)
         return _project(latent_BTC, layer.k_up_KHC, layer.k_KH), _project(
             latent_BTC, layer.v_up_KHC, layer.v_KH
         )
@@ -99,7 +112,7 @@ def keys_and_values(
     v_BKTH = _project(input_BTD, layer.v_KHD, biased)
     if not isinstance(layer, IntactAttention):
         return k_BKTH, v_BKTH
-    latent_BTC = concatenate(k_BKTH, v_BKTH) @ layer.down_CE.mT
+    latent_BTC = _through(cache, concatenate(k_BKTH, v_BKTH) @ layer.down_CE.mT)
     return _project(latent_BTC, layer.k_up_KHC, None), _project(latent_BTC, layer.v_up_KHC, None)
 
 
@@ -118,6 +131,7 @@ def attend_to(
     v_BKTH: Tensor,
     frequencies_F: Tensor,
     scoring: Scoring = PLAIN,
+    cache: Cache | None = None,
 ) -> Tensor:
     """Attend to given keys and values, as `keys_and_values` returns them.
 
@@ -132,8 +146,13 @@ def attend_to(
     if scoring.pair_gain_F is not None:
         q_BNTH = q_BNTH * scoring.pair_gain_F.repeat(2)
     queries = q_BNTH.shape[1] // k_BKTH.shape[1]
-    k_BNTH, v_BNTH = (rows.repeat_interleave(queries, 1) for rows in (_turned(k_BKTH, angle_TF), v_BKTH))
+    read = _through(cache, _turned(k_BKTH, angle_TF)), _through(cache, v_BKTH)
+    k_BNTH, v_BNTH = (rows_BKTH.repeat_interleave(queries, 1) for rows_BKTH in read)
     return _output(layer, _mix(q_BNTH, k_BNTH, v_BNTH, layer.scale, scoring))
+
+
+def _through(cache: Cache | None, rows: Tensor) -> Tensor:
+    return rows if cache is None else cache(rows)
 
 
 def _angles(input_BTD: Tensor, frequencies_F: Tensor) -> Tensor:
@@ -180,7 +199,12 @@ def _normed(rows_BNTH: Tensor, weight_NH: Tensor | None, epsilon: float) -> Tens
 
 
 def _latent(
-    layer: LatentAttention, input_BTD: Tensor, angle_TS: Tensor, epsilon: float, gain_BT: Tensor | None
+    layer: LatentAttention,
+    input_BTD: Tensor,
+    angle_TS: Tensor,
+    epsilon: float,
+    gain_BT: Tensor | None,
+    cache: Cache | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return queries, keys and values of latent attention, (B, N, T, P+R) twice and (B, N, T, H)."""
     if isinstance(layer, NormedLatentAttention):
@@ -188,20 +212,27 @@ def _latent(
     else:
         encoded_BTD = input_BTD
     latent_BTC = _weighted(encoded_BTD @ layer.down_CD.mT, layer.latent_norm_C)
-    if layer.level_CC is not None:
-        latent_BTC = latent_BTC / (latent_BTC @ layer.level_CC.mT).norm(dim=-1, keepdim=True)
+    level_CC = layer.level_CC
+    if level_CC is not None:
+        latent_BTC = latent_BTC / (latent_BTC @ level_CC.mT).norm(dim=-1, keepdim=True)
     if gain_BT is not None:
         latent_BTC = latent_BTC * gain_BT[..., None]
     k_rope_BTR = encoded_BTD @ layer.k_rope_RD.mT
     if layer.k_rope_R is not None:
         k_rope_BTR = k_rope_BTR + layer.k_rope_R
+    k_rope_BTR = _turned(k_rope_BTR[:, None], angle_TS, interleaved=True)[:, 0]
+    if cache is not None:
+        root: float = latent_BTC.shape[-1] ** 0.5
+        written_BTC = latent_BTC if level_CC is None else latent_BTC @ level_CC.mT * root
+        widths = [written_BTC.shape[-1], k_rope_BTR.shape[-1]]
+        latent_BTC, k_rope_BTR = cache(torch.cat([written_BTC, k_rope_BTR], -1)).split(widths, -1)
+        if level_CC is not None:
+            latent_BTC = latent_BTC @ torch.linalg.inv(level_CC).mT / root
     k_nope_BNTP = torch.einsum("btc,npc->bntp", latent_BTC, layer.k_up_NPC)
     v_BNTH = torch.einsum("btc,nhc->bnth", latent_BTC, layer.v_up_NHC)
     q_nope_BNTP, q_rope_BNTR = _latent_queries(layer, _query_input(layer, input_BTD), epsilon)
     q_rope_BNTR = _turned(q_rope_BNTR, angle_TS, interleaved=True)
-    k_rope_BNTR = _turned(k_rope_BTR[:, None], angle_TS, interleaved=True).expand(
-        -1, len(layer.q_rope_NRA), -1, -1
-    )
+    k_rope_BNTR = k_rope_BTR[:, None].expand(-1, len(layer.q_rope_NRA), -1, -1)
     return torch.cat([q_nope_BNTP, q_rope_BNTR], -1), torch.cat([k_nope_BNTP, k_rope_BNTR], -1), v_BNTH
 
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _MARKERS = {"gqa": "s", "mqa": "^", "mla": "o"}  # by the target of the fold
+_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}  # of a number in the dtypes of checkpoints
 _WIDE = 2.0  # ratio of the largest to the smallest value from which an axis is logarithmic
 
 
@@ -51,6 +52,54 @@ def perplexity_by_cache(group: Group) -> "Figure | None":
     axes.set(xlabel="KV cache, % of the source's", ylabel="perplexity")
     legend(drawn, axes)
     return drawn
+
+
+def perplexity_by_bytes(group: Group) -> "Figure | None":
+    """Draw perplexity against the bytes of a token in the cache, a line for each checkpoint.
+
+    Its points are the number formats that its cache was measured in. None where it was in none.
+    """
+    lines = [(number, one, points_by_bytes(one)) for number, one in enumerate(group.members)]
+    if not any(report.cache_dtype for one in group.members for report in (one.report, *one.formats)):
+        return None
+    drawn, axes = figure(3.4)
+    for number, one, points in lines:
+        if not points:
+            continue
+        sizes, values, names = zip(*points, strict=True)
+        marker = _MARKERS.get(str(one.target.get("name")), "o")
+        line = axes.plot(
+            sizes, values, marker=marker, color=series(number), linewidth=1, label=brief(one.label)
+        )
+        tip(line, f"{one.label}: {', '.join(names)}")
+        for size, value, name in points:
+            axes.annotate(
+                name, (size, value), (3, 3), textcoords="offset points", fontsize=7, color=LIGHT["muted"]
+            )
+    source = source_perplexity(group)
+    if source is not None:
+        axes.axhline(source, color=LIGHT["muted"], linestyle="--", linewidth=1, label="source")
+    axes.set_xscale("log", base=2)
+    plain_log(axes.xaxis)
+    axes.set(xlabel="bytes per token in the cache, all layers", ylabel="perplexity")
+    legend(drawn, axes)
+    return drawn
+
+
+def points_by_bytes(one: Found) -> list[tuple[float, float, str]]:
+    """Return bytes per token, perplexity and format of every report of a checkpoint, fewest bytes first."""
+    points = []
+    for report in (one.report, *one.formats):
+        scores = report.block("ppl", PerplexityBlock)
+        caches = report.block("cache", CacheBlock)
+        if scores is None or caches is None:
+            continue
+        model = caches.student
+        size = model.quantised_bytes_per_token
+        if size is None:
+            size = model.elements_per_token * _BYTES[model.stored_dtype]
+        points.append((size, scores.student.perplexity, report.cache_dtype or model.stored_dtype))
+    return sorted(points)
 
 
 def source_perplexity(group: Group) -> float | None:

@@ -66,9 +66,11 @@ def _perplexity(group: Group) -> PageSection:
         "Perplexity against cache",
         "Lower and further left is better. Bars are 95 % intervals of the ratio to the source, paired by "
         "window. An arrow leads from a fold before distillation (hollow) to the distilled checkpoint. The "
-        "cache per token is the growth of the running model's cache.",
+        "cache per token is the growth of the running model's cache. Bytes are those of the number format "
+        "that a cache was stored in.",
         _charts(
             ("perplexity", "Perplexity against cache", quality.perplexity_by_cache(group)),
+            ("bytes", "Perplexity against bytes", quality.perplexity_by_bytes(group)),
             ("cache", "Cache per token", quality.cache_bars(group)),
         ),
         (tables.overview(group), *([caches] if caches else [])),

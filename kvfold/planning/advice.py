@@ -9,9 +9,10 @@ from typing import Any, Literal
 
 from ..convert.calibration.statistics import Statistics
 from ..convert.decide.per_rank import Ranks, source_elements
+from ..core.cache_dtypes import CacheDtype
 from ..core.console import progress
 from .candidates import Candidate
-from .demand import ALONE, Decoding, Demand, absorbs, decoding, demand, held, parameters
+from .demand import ALONE, Decoding, Demand, absorbs, decoding, demand, held, parameters, token_bytes
 from .prediction import NATS, SHARE, PredictedLosses
 
 _MOST = 2**40  # tokens or sequences that a search goes up to
@@ -49,7 +50,9 @@ class Row:
         fits: whether that is within the bounds.
         loss: predicted, in the unit of the advice; None where it was not or cannot be predicted.
         held: elements per token and layer on one rank.
-        saves: these are fewer than of the source.
+        saves: its cache takes fewer bytes there than the source's in the source's dtype.
+        kind: the number format of the cache; None: the output's dtype.
+        share: of the bytes of the source's cache in its own dtype, on one rank alone.
     """
 
     candidate: Candidate
@@ -59,19 +62,26 @@ class Row:
     loss: float | None = None
     held: int = 0
     saves: bool = True
+    kind: CacheDtype | None = None
+    share: float = 1.0
+
+    @property
+    def name(self) -> str:
+        """Return the target, and the format of its cache where it has one."""
+        return self.candidate.label + ("" if self.kind is None else f", {self.kind.name}")
 
     def to_dict(self) -> dict[str, Any]:
         """Return the row as plain values."""
         one = self.candidate
         cache = self.candidate.plan.cache()
         return {
-            "label": one.label,
+            "label": self.name,
             "kind": one.kind,
             "target": one.plan.target.to_dict(),
             "container": one.container,
             "class": one.plan.config["architectures"][0],
             "engines": dict(one.engines),
-            "cache": {**cache["after"], "share": cache["ratio"]},
+            "cache": {**cache["after"], **self._stored(), "share": cache["ratio"]},
             "rank": {"elements_per_token_per_layer": self.held, "saves": self.saves},
             "parameters": parameters(one.plan),
             "memory": {**asdict(self.demand), "total": self.demand.total},
@@ -79,6 +89,14 @@ class Row:
             "predicted_loss": self.loss,
             "decode": asdict(self.decoding),
         }
+
+    def _stored(self) -> dict[str, Any]:
+        """Return what a number format changes of the cache; nothing without one."""
+        if self.kind is None:
+            return {}
+        layers = len(self.candidate.plan.layers)
+        stored = token_bytes(self.candidate.plan, kind=self.kind) * layers
+        return {"dtype": self.kind.name, "bytes_per_token": stored, "bytes_share": self.share}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,19 +123,28 @@ class Advice:
         return self.rows[0] if self.reason is not None else None
 
 
-def place(candidate: Candidate, bounds: Bounds) -> Row:
-    """Evaluate a candidate at given bounds, in the best engine that runs it, without a prediction."""
-    absorbed = absorbs(candidate.plan, candidate.served_by)
-    needed = demand(candidate.plan, bounds.context, bounds.batch, absorbed=absorbed, ranks=bounds.ranks)
-    cost = decoding(candidate.plan, bounds.context, bounds.batch, absorbed=absorbed, ranks=bounds.ranks)
-    here = held(candidate.plan, bounds.ranks)
+def place(candidate: Candidate, bounds: Bounds, kind: CacheDtype | None = None) -> Row:
+    """Evaluate a candidate at given bounds, in the best engine that runs it, without a prediction.
+
+    Args:
+        candidate: the target.
+        bounds: the limits.
+        kind: the number format of its cache; None: the output's dtype.
+    """
+    plan, ranks, geometry = candidate.plan, bounds.ranks, candidate.plan.source.geometry
+    absorbed = absorbs(plan, candidate.served_by)
+    needed = demand(plan, bounds.context, bounds.batch, absorbed=absorbed, ranks=ranks, kind=kind)
+    cost = decoding(plan, bounds.context, bounds.batch, absorbed=absorbed, ranks=ranks, kind=kind)
+    itemsize = plan.dtype.itemsize
     return Row(
         candidate=candidate,
         demand=needed,
         decoding=cost,
         fits=bounds.hold(needed),
-        held=here,
-        saves=here < source_elements(candidate.plan.source.geometry, bounds.ranks),
+        held=held(plan, ranks),
+        saves=token_bytes(plan, ranks, kind) < source_elements(geometry, ranks) * itemsize,
+        kind=kind,
+        share=token_bytes(plan, kind=kind) / (geometry.cache_elements * itemsize),
     )
 
 
@@ -132,7 +159,8 @@ def predict_rows(
         statistics: of the source; by them plans are made anew. None: by weights alone.
         every: also those that do not fit.
     """
-    known = PredictedLosses()
+    kinds = {row.kind.name: row.kind for row in rows if row.kind is not None}
+    known = PredictedLosses(tuple(kinds.values()))
     asked = [row for row in rows if row.fits or every]
     predicted = [row for row in rows if not (row.fits or every)]
     for row in progress(asked, "predict", len(asked)):
@@ -140,8 +168,8 @@ def predict_rows(
             candidate = row.candidate.with_statistics(statistics)
             if not candidate.served_by:  # not with slots that are allocated
                 continue
-            row = place(candidate, bounds)
-        predicted.append(replace(row, loss=known.of(row.candidate.plan)))
+            row = place(candidate, bounds, row.kind)
+        predicted.append(replace(row, loss=known.of(row.candidate.plan, row.kind)))
     return predicted
 
 
@@ -170,19 +198,19 @@ def rank(rows: Sequence[Row], bounds: Bounds, goal: Goal, tolerance: float, *, c
     return Advice(bounds=bounds, goal=goal, unit=unit, rows=(*fitting, *others), reason=reason)
 
 
-def _by_loss(row: Row) -> tuple[bool, bool, float, int, bool, int]:
+def _by_loss(row: Row) -> tuple[bool, bool, float, float, bool, int]:
     """Sort by least loss; then by the larger cache, no code of its own, and fewer bytes moved.
 
     A target of which a rank holds no less than of the source comes after all others.
     """
-    kept = -int(row.candidate.plan.cache()["after"]["elements_per_token_per_layer"])
+    kept = -row.share
     loss = row.loss or 0.0
     own_code = row.candidate.container == "remote"
     return (
         not row.saves,
         row.loss is None,
         loss,
-        kept if row.loss is None else 0,
+        kept if row.loss is None else 0.0,
         own_code,
         row.decoding.bytes,
     )
@@ -233,14 +261,14 @@ def what_would_fit(rows: Sequence[Row], bounds: Bounds) -> dict[str, Any]:
     least = min(rows, key=lambda row: row.demand.total)
 
     def largest(change: Callable[[int], Bounds]) -> tuple[int | None, str | None]:
-        sizes = [(_largest(row.candidate, change), row.candidate.label) for row in rows]
+        sizes = [(_largest(row, change), row.name) for row in rows]
         most, label = max(sizes, key=lambda size: size[0])
         return (most, label) if most else (None, None)
 
     context, with_context = largest(lambda size: replace(bounds, context=size))
     batch, with_batch = largest(lambda size: replace(bounds, batch=size))
     return {
-        "label": least.candidate.label,
+        "label": least.name,
         "memory": least.demand.total,
         "context": context,
         "context_label": with_context,
@@ -249,13 +277,16 @@ def what_would_fit(rows: Sequence[Row], bounds: Bounds) -> dict[str, Any]:
     }
 
 
-def _largest(candidate: Candidate, change: Callable[[int], Bounds]) -> int:
-    """Return the largest size for which a candidate fits; 0 for none."""
-    absorbed = absorbs(candidate.plan, candidate.served_by)
+def _largest(row: Row, change: Callable[[int], Bounds]) -> int:
+    """Return the largest size for which a row fits; 0 for none."""
+    plan = row.candidate.plan
+    absorbed = absorbs(plan, row.candidate.served_by)
 
     def fits(size: int) -> bool:
         bounds = change(size)
-        needed = demand(candidate.plan, bounds.context, bounds.batch, absorbed=absorbed, ranks=bounds.ranks)
+        needed = demand(
+            plan, bounds.context, bounds.batch, absorbed=absorbed, ranks=bounds.ranks, kind=row.kind
+        )
         return bounds.hold(needed)
 
     if not fits(1):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..convert.decide.engines import ENGINES
+from ..core.cache_dtypes import CACHE_DTYPES
 from ..core.console import Command, notice, show_json, show_table
 from ..core.units import read_size
 
@@ -70,6 +71,13 @@ UNFIT = 3  # exit code where nothing fits: an answer, and no mistake
     "--budgets", metavar="SHARE,...", help="Shares of the source's cache to try for MLA, e.g. 50%,25%."
 )
 @click.option(
+    "--cache-dtype",
+    "cache_dtypes",
+    metavar="NAME,...",
+    help=f"Number formats of the cache: {', '.join(CACHE_DTYPES)}. Every target is compared in each, by its "
+    "bytes; * marks those that no other beats in bytes and loss.",
+)
+@click.option(
     "--calibration",
     metavar="self|none|FILE|DATASET",
     help="Text that losses are predicted on, as of `kvfold convert`, or saved statistics (.safetensors). "
@@ -126,11 +134,14 @@ def main(context: str, memory: str | None, as_json: bool, **options: Any) -> Non
 def _settings(context: str, memory: str | None, options: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of a `PlanRequest`, read from what the options say."""
     engines, budgets = options.pop("engines"), options.pop("budgets")
+    cache_dtypes = options.pop("cache_dtypes")
     settings = {**options, "context": read_size(context, "--context", "tokens")}
     if memory is not None:
         settings["memory"] = read_size(memory, "--memory", "bytes")
     if engines is not None:
         settings["engines"] = tuple(engines.split(","))
+    if cache_dtypes is not None:
+        settings["cache_dtypes"] = tuple(name.strip() for name in cache_dtypes.split(","))
     if budgets is not None:
         settings["budgets"] = tuple(dict.fromkeys(share.strip() for share in budgets.split(",")))
     if settings["calibration"] is None:

@@ -8,10 +8,11 @@ attention are those of lab/reference/costs.py.
 import math
 from dataclasses import dataclass
 
-from ..convert.algebra.target import GroupedTarget
+from ..convert.algebra.target import GroupedTarget, LatentTarget
 from ..convert.decide.per_rank import Ranks, rank_elements
 from ..convert.decide.plan import Plan
 from ..convert.families.source import Source
+from ..core.cache_dtypes import CacheDtype
 from ..lab.reference import costs
 
 CHUNK = 2048  # tokens of a prompt that are computed at once at most
@@ -57,22 +58,31 @@ class Decoding:
     attention_flops: int
 
 
-def demand(plan: Plan, context: int, batch: int, *, absorbed: bool = False, ranks: Ranks = ALONE) -> Demand:
+def demand(
+    plan: Plan,
+    context: int,
+    batch: int,
+    *,
+    absorbed: bool = False,
+    ranks: Ranks = ALONE,
+    kind: CacheDtype | None = None,
+) -> Demand:
     """Return the memory that a planned output takes on one rank.
 
     Weights are divided over the ranks, activations are not; per_rank.py says what each holds of the cache.
 
     Args:
-        plan: the output; the cache is kept in its dtype.
+        plan: the output.
         context: tokens of each sequence.
         batch: sequences at once.
         absorbed: whether it runs in an engine that absorbs the stock class's latent.
         ranks: that serve it.
+        kind: the number format of the cache; None: the output's dtype.
     """
     size = plan.dtype.itemsize
     config = plan.source.config
     geometry = plan.source.geometry
-    token = held(plan, ranks) * size
+    token = token_bytes(plan, ranks, kind)
     hidden = geometry.hidden_size
     heads = geometry.num_attention_heads * geometry.head_dim
     feed_forward = config.get("intermediate_size") or 4 * hidden
@@ -82,13 +92,19 @@ def demand(plan: Plan, context: int, batch: int, *, absorbed: bool = False, rank
     )
     return Demand(
         weights=sum(spec.nbytes for spec in plan.specs.values()) // ranks.tensor,
-        cache=batch * token * sum(_kept(plan.source, context)),
+        cache=round(batch * token * sum(_kept(plan.source, context))),
         activations=alive + batch * context * _expanded(plan, absorbed) * size,
     )
 
 
 def decoding(
-    plan: Plan, context: int, batch: int, *, absorbed: bool = False, ranks: Ranks = ALONE
+    plan: Plan,
+    context: int,
+    batch: int,
+    *,
+    absorbed: bool = False,
+    ranks: Ranks = ALONE,
+    kind: CacheDtype | None = None,
 ) -> Decoding:
     """Return the cost of a decoded token; arguments are those of `demand`.
 
@@ -97,7 +113,7 @@ def decoding(
     size = plan.dtype.itemsize
     kept = _kept(plan.source, context)
     rebuilt = 2 * _expanded(plan, absorbed)
-    moved = sum(kept) * (held(plan, ranks) + rebuilt) * size
+    moved = round(sum(kept) * (token_bytes(plan, ranks, kind) + rebuilt * size))
     cost = _costs(plan, absorbed)
     form = "grouped" if isinstance(plan.target, GroupedTarget) else "expanded" if rebuilt else "absorbed"
     flops = sum(cost.decode(tokens) for tokens in kept)
@@ -120,6 +136,24 @@ def held(plan: Plan, ranks: Ranks = ALONE) -> int:
     """Return the elements per token and layer that one rank holds of an output's cache."""
     cached = int(plan.cache()["after"]["elements_per_token_per_layer"])
     return rank_elements(plan.target, plan.source.geometry, cached, ranks)
+
+
+def token_bytes(plan: Plan, ranks: Ranks = ALONE, kind: CacheDtype | None = None) -> float:
+    """Return the bytes per token and layer that one rank holds of an output's cache.
+
+    Args:
+        plan: the output.
+        ranks: that serve it.
+        kind: the number format of the cache, whose scales are counted; None: the output's dtype.
+    """
+    elements = held(plan, ranks)
+    if kind is None:
+        return elements * plan.dtype.itemsize
+    row = plan.source.geometry.head_dim
+    # Engines with ranks cache the keys and values of intact rotation whole; see per_rank.py.
+    if isinstance(plan.target, LatentTarget) and not (plan.target.rope == "intact" and ranks.tensor > 1):
+        row = sum(plan.container.cached)
+    return elements / row * kind.bytes(row)
 
 
 def _expanded(plan: Plan, absorbed: bool) -> int:

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
+from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,7 +20,10 @@ _KNEE = 1e-3  # of the loss axis: below it is linear, so that nothing lost has a
 
 @dataclass(frozen=True)
 class LossPoint:
-    """One target: what it is, the share of the source's cache that it keeps, and its predicted loss."""
+    """One target: what it is, its share of the source's cache, and its predicted loss.
+
+    The share is of elements, and of bytes where the cache is in a number format.
+    """
 
     line: str
     label: str
@@ -40,8 +44,10 @@ def points_of(rows: Iterable["Row"]) -> list[LossPoint]:
         one = row.candidate
         cache = row.candidate.plan.cache()
         elements = cache["after"]["elements_per_token_per_layer"]
-        point = LossPoint(one.kind, one.label, elements, cache["ratio"], row.loss)
-        key = (one.kind, elements)
+        line = one.kind if row.kind is None else f"{one.kind}, {row.kind.name}"
+        share = cache["ratio"] if row.kind is None else row.share
+        point = LossPoint(line, row.name, elements, share, row.loss)
+        key = (line, elements)
         if key not in best or point.loss < best[key].loss:
             best[key] = point
     return sorted(best.values(), key=lambda point: (point.line, -point.elements))
@@ -79,7 +85,8 @@ def draw(points: Sequence[LossPoint], unit: str, title: str, file: Path) -> None
 
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.subplots()
-    for marker, line in zip("osD^v", dict.fromkeys(point.line for point in points), strict=False):
+    lines = dict.fromkeys(point.line for point in points)
+    for marker, line in zip(cycle("osD^v"), lines, strict=False):
         own = [point for point in points if point.line == line]
         axes.plot([point.share for point in own], [point.loss for point in own], marker=marker, label=line)
     axes.set_xscale("log", base=2)

@@ -5,9 +5,14 @@ It is done the same way for every target. With statistics the measure is that of
 weights alone it is the squared error of that output as a share of its square, on inputs drawn from a normal
 distribution, mean over layers. That only ranks, and has no unit of loss, and is of linear latent norms.
 
+The loss with the cache in a number format is the same measure of the same layer, whose keys and values, or
+whose latents, are rounded on the way. The layers before it are exact, so it is of one layer's rounding at a
+time, summed.
+
 Legend: attention.py; B sequences, T tokens, S slots.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,26 +24,39 @@ from ..convert.algebra.forward import AnyAttention, Scoring, attend
 from ..convert.algebra.target import LatentTarget
 from ..convert.decide.norm_choice import settle_norm
 from ..convert.decide.plan import Plan
+from ..convert.methods.refinement import BATCH, LayerSample, agrees, fitting_device
 from ..convert.write.layer_fold import fold_attention
+from ..core.cache_dtypes import CacheDtype
 
 # Of the drawn inputs: on so many, a share of two squares is steady to a few percent.
 SEQUENCES, LENGTH = 2, 256
 NATS, SHARE = "nats", "share"  # units of a prediction
 
 
+# By the name of the format of the cache, None for no format.
+Losses = dict[str | None, float | None]
+
+
 @dataclass
 class PredictedLosses:
-    """Predicted losses of plans; what is folded alike, whatever it is written as, is folded once."""
+    """Predicted losses of plans; what is folded alike, whatever it is written as, is folded once.
 
-    known: dict[Any, float | None] = field(default_factory=dict)
+    Attributes:
+        kinds: number formats of the cache that are measured too.
+        known: what was predicted.
+    """
 
-    def of(self, plan: Plan) -> float | None:
+    kinds: tuple[CacheDtype, ...] = ()
+    known: dict[Any, Losses] = field(default_factory=dict)
+
+    def of(self, plan: Plan, kind: CacheDtype | None = None) -> float | None:
         """Return the loss of a plan; None where it cannot be measured.
 
         It is in nats per token where the plan has statistics, else a share.
 
         Args:
             plan: its `refine` says what is predicted: the closed form, or what refinement leaves.
+            kind: the number format of the cache, one of `kinds`; None: the numbers as they are computed.
         """
         if plan.latent_norm == "auto":
             plan = settle_norm(plan)  # as `kvfold convert` does, whose loss this predicts
@@ -48,44 +66,77 @@ class PredictedLosses:
         how = (plan.method, plan.bands, form, norm, plan.folds_biases, plan.refine)
         key = (str(plan.target.to_dict()), *how)
         if key not in self.known:
-            self.known[key] = _predict(plan)
-        return self.known[key]
+            self.known[key] = _predict(plan, self.kinds)
+        return self.known[key][None if kind is None else kind.name]
 
 
-def _predict(plan: Plan) -> float | None:
+def source_loss(plan: Plan, kind: CacheDtype) -> float | None:
+    """Return the loss of a plan's source, unfolded, with its cache in a number format."""
+    layers = [_source(plan, number)[0] for number in range(plan.source.layers)]
+    measured = [_with_cache(plan, number, layer, kind) for number, layer in enumerate(layers)]
+    known = [each for each in measured if each is not None]
+    if len(known) < len(measured):
+        return None
+    return sum(known) if plan.statistics is not None else sum(known) / len(known)
+
+
+def _predict(plan: Plan, kinds: Sequence[CacheDtype]) -> Losses:
+    nothing: Losses = dict.fromkeys([None, *(kind.name for kind in kinds)])
     regresses = plan.container.kind == "stock" and plan.source.family.k_norm is not None
     if plan.statistics is None and (plan.folds_biases or regresses):
-        return None  # biases and key norms go into weights by statistics only
-    losses = []
+        return nothing  # biases and key norms go into weights by statistics only
+    losses: dict[str | None, list[float]] = {name: [] for name in nothing}
     for number in range(plan.source.layers):
-        lost = _measured(plan, number) if plan.statistics is not None else _share(plan, number)
-        if lost is None:
-            return None
-        losses.append(lost)
-    return sum(losses) if plan.statistics is not None else sum(losses) / len(losses)
+        layer, loss = fold_attention(plan, number)
+        if plan.statistics is not None and loss is None:
+            return nothing  # `forward.attend` does not compute its attention
+        losses[None].append(_share(plan, number, layer) if loss is None else loss["refined"])
+        for kind in kinds:
+            losses[kind.name].append(_with_cache(plan, number, layer, kind) or 0.0)
+    count = 1 if plan.statistics is not None else plan.source.layers
+    return {name: sum(each) / count for name, each in losses.items()}
 
 
-def _measured(plan: Plan, number: int) -> float | None:
-    """Return the loss of one layer, nats per token.
+def _with_cache(plan: Plan, number: int, layer: AnyAttention, kind: CacheDtype) -> float | None:
+    """Return the loss of one layer with its cache in a number format, in the unit of its plan's.
 
-    It is None where `forward.attend` does not compute its attention.
+    It is None where `forward.attend` does not compute the source's attention.
     """
-    _, loss = fold_attention(plan, number)
-    return None if loss is None else loss["refined"]
+    if plan.statistics is None:
+        return _share(plan, number, layer, kind)
+    source, table_F, scoring = _source(plan, number)
+    taken = plan.statistics.layers[number]
+    sample = LayerSample(
+        input_BTD=taken.input_BTD,
+        output_BTD=taken.output_BTD,
+        fisher_DD=taken.output_fisher,
+        scoring=scoring,
+    )
+    if not agrees(source, table_F, sample):
+        return None
+    device = fitting_device()
+    scoring, slots_S = scoring.to(torch.float32, device), _turning(plan, number, layer, table_F)
+    source, layer = source.to(torch.float32, device), layer.to(torch.float32, device)
+    fisher_DD, total = sample.fisher_DD.to(device, torch.float32), 0.0
+    with torch.no_grad():
+        for part in sample.held_back.split(BATCH):
+            input_BTD = sample.input_BTD[part].to(device, torch.float32)
+            given_BTD = attend(layer, input_BTD, slots_S, scoring, cache=kind.stored)
+            error_BTD = given_BTD - attend(source, input_BTD, table_F, scoring)
+            total += float(((error_BTD @ fisher_DD) * error_BTD).sum(-1).mean()) / 2 * len(part)
+    return total / len(sample.held_back)
 
 
-def _share(plan: Plan, number: int) -> float:
+def _share(plan: Plan, number: int, layer: AnyAttention, kind: CacheDtype | None = None) -> float:
     """Return the squared error of one layer's output over its square."""
     source, table_F, scoring = _source(plan, number)
-    layer, _ = fold_attention(plan, number)
-    scoring = scoring.to(torch.float32)
+    scoring, slots_S = scoring.to(torch.float32), _turning(plan, number, layer, table_F)
     generator = torch.Generator().manual_seed(number)
     input_BTD = torch.randn(SEQUENCES, LENGTH, plan.source.geometry.hidden_size, generator=generator)
+    cache = None if kind is None else kind.stored
     with torch.no_grad():
         wanted_BTD = attend(source.to(torch.float32), input_BTD, table_F, scoring)
-        given_BTD = attend(
-            layer.to(torch.float32), input_BTD, _turning(plan, number, layer, table_F), scoring
-        )
+        given_BTD = attend(layer.to(torch.float32), input_BTD, slots_S, scoring, cache=cache)
     return float((given_BTD - wanted_BTD).square().sum() / wanted_BTD.square().sum())
 
 

@@ -1,7 +1,7 @@
 """`kvfold.plan`: the targets that a source could be folded to, ranked, and the one to take."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -13,6 +13,7 @@ from ..convert.decide.per_rank import Ranks, source_elements
 from ..convert.families.source import Source, open_source
 from ..convert.formats.serving_widths import PROFILES
 from ..convert.request import FoldRequest
+from ..core.cache_dtypes import CacheDtype, cache_dtype
 from ..core.console import notice
 from ..core.errors import InvalidInput
 from ..core.grid import Grid, Tabular
@@ -23,6 +24,7 @@ from .advice import Advice, Bounds, Row, place, predict_rows, rank, what_would_f
 from .candidates import SHARES, Candidate, find_candidates, plan_source
 from .loss_curve import SHARES as CURVE_SHARES
 from .loss_curve import check_picture, draw, points_of
+from .prediction import source_loss
 
 _COLUMNS = (
     "", "cache", "", "parameters", "memory", "fits", "", "bytes per token", "attention FLOPs", "engines",
@@ -64,6 +66,8 @@ class PlanRequest(Settings):
     """Seed of the calibration."""
     save_statistics: Path | None = None
     """File (.safetensors) that keeps the statistics."""
+    cache_dtypes: tuple[str, ...] = ()
+    """Number formats of the cache to compare, each with every target; none: the output's dtype."""
     curve: bool = False
     """Also predict the loss of targets that do not fit, as a curve over the cache."""
     png: Path | None = None
@@ -111,10 +115,13 @@ class Candidates(Tabular):
         if self.bounds.ranks.tensor > 1:
             title += f", TP {report['tp']}" + (f" with DCP {report['dcp']}" if report["dcp"] > 1 else "")
         rows = [_cells(row) for row in report["candidates"]]
+        rows += [_cells({**row, "engines": {}}) for row in report["source_stored"]]
         if report["unchanged"] is not None:
             source = {"label": "(the source)", "predicted_loss": 0.0, "engines": {}}
             rows.append(_cells({**report["unchanged"], **source}))
         columns = [self.loss_heading if index == 6 else name for index, name in enumerate(_COLUMNS)]
+        if self.report["cache_dtypes"]:
+            columns[1] = "cache bytes"
         if self.bounds.ranks.tensor > 1:
             columns.append("elements per rank")
             of_rank = [row["rank"]["elements_per_token_per_layer"] for row in self._all()]
@@ -122,9 +129,10 @@ class Candidates(Tabular):
         return Grid(title, tuple(columns), rows)
 
     def _all(self) -> list[dict[str, Any]]:
-        """Return the candidates and the source."""
+        """Return the candidates and the source, in the order of the table."""
         unchanged = self.report["unchanged"]
-        return [*self.report["candidates"], *([] if unchanged is None else [unchanged])]
+        own = [*self.report["source_stored"], *([] if unchanged is None else [unchanged])]
+        return [*self.report["candidates"], *own]
 
     @property
     def loss_heading(self) -> str:
@@ -152,8 +160,8 @@ def _cells(row: dict[str, Any]) -> list[str]:
     cache, decode = row["cache"], row["decode"]
     loss = "" if row["predicted_loss"] is None else f"{row['predicted_loss']:.4f}"
     return [
-        row["label"],
-        f"{cache.get('share', 1.0):.1%}",
+        row["label"] + (" *" if row.get("front") else ""),
+        f"{cache.get('bytes_share', cache.get('share', 1.0)):.1%}",
         show_bytes(row["memory"]["cache"]),
         f"{row['parameters'] / 1e6:,.4g} M",
         show_bytes(row["memory"]["total"]),
@@ -174,6 +182,7 @@ def recommend(request: PlanRequest) -> Candidates:
     if request.png is not None:
         check_picture(request.png)
     wants_curve = request.curve or request.png is not None
+    kinds = tuple(cache_dtype(name) for name in dict.fromkeys(request.cache_dtypes))
     shares = request.budgets or (CURVE_SHARES if wants_curve else SHARES)
     source = open_source(resolve(request.model, request.revision))
     ranks = Ranks(tensor=request.tp, context=request.dcp)
@@ -181,13 +190,17 @@ def recommend(request: PlanRequest) -> Candidates:
     _tell_small(source)
     candidates, refused = _find(source, shares, request)
     bounds = Bounds(context=request.context, batch=request.batch, memory=request.memory, ranks=ranks)
-    rows = [place(candidate, bounds) for candidate in candidates]
+    rows = [place(candidate, bounds, kind) for candidate in candidates for kind in kinds or (None,)]
     statistics = None
     if wants_curve or any(row.fits for row in rows):
         statistics = _study(source, request)
     rows = predict_rows(rows, bounds, statistics, every=wants_curve)
     advice = rank(rows, bounds, request.goal, request.tolerance, calibrated=statistics is not None)
     report = _report(source, advice, refused, request, statistics)
+    report |= _stored(source, bounds, kinds, statistics)
+    if kinds:
+        _mark_front([*report["candidates"], *report["source_stored"]])
+        _tell_source(report)
     if wants_curve:
         report["curve"] = _curve(rows, advice.unit, request)
     _warn(source, request)
@@ -272,12 +285,54 @@ def _report(
         "chosen": None
         if chosen is None
         else {
-            "label": chosen.candidate.label,
+            "label": chosen.name,
             "reason": advice.reason,
             "command": _command(chosen, request),
         },
         "would_fit": None if chosen else what_would_fit(advice.rows, bounds),
     }
+
+
+def _stored(
+    source: Source, bounds: Bounds, kinds: Sequence[CacheDtype], statistics: Statistics | None
+) -> dict[str, Any]:
+    """Return the formats, and the source itself with its cache in each, as rows of the report."""
+    names, unchanged = [kind.name for kind in kinds], plan_source(source)
+    if unchanged is None:
+        return {"cache_dtypes": names, "source_stored": []}
+    own = unchanged if statistics is None else unchanged.with_statistics(statistics)
+    rows = []
+    for kind in kinds:
+        row = replace(place(own, bounds, kind), loss=source_loss(own.plan, kind))
+        rows.append({**row.to_dict(), "label": f"(the source, {kind.name})"})
+    return {"cache_dtypes": names, "source_stored": rows}
+
+
+def _mark_front(rows: Sequence[dict[str, Any]]) -> None:
+    """Mark in each row whether no other loses less in as few bytes of cache, or as little in fewer."""
+
+    def place_of(row: dict[str, Any]) -> tuple[float, float]:
+        return row["cache"]["bytes_per_token"], row["predicted_loss"]
+
+    known = [row for row in rows if row["predicted_loss"] is not None]
+    for row in rows:
+        row["front"] = row in known and not any(
+            all(theirs <= ours for theirs, ours in zip(place_of(other), place_of(row), strict=True))
+            and place_of(other) != place_of(row)
+            for other in known
+        )
+
+
+def _tell_source(report: dict[str, Any]) -> None:
+    """Say that the source itself fits in a format and is predicted to lose less than what is chosen."""
+    chosen = report["candidates"][0] if report["chosen"] else None
+    fitting = [row for row in report["source_stored"] if row["fits"] and row["predicted_loss"] is not None]
+    best = min(fitting, key=lambda row: row["predicted_loss"], default=None)
+    if chosen and best and best["predicted_loss"] < (chosen["predicted_loss"] or 0.0):
+        notice(
+            f"the source itself fits with its cache in {best['cache']['dtype']}, and is predicted to lose "
+            f"less than {chosen['label']}"
+        )
 
 
 def _curve(rows: list[Row], unit: str, request: PlanRequest) -> list[dict[str, Any]]:

@@ -19,7 +19,7 @@ from kvfold.checkpoints.eval_json import BLOCKS
 from kvfold.cli import main
 from kvfold.eval.page.canvas import LIGHT
 from kvfold.eval.page.groups import labels, read_groups
-from kvfold.eval.page.quality import bounds
+from kvfold.eval.page.quality import bounds, points_by_bytes
 
 from ...support.pages import NEEDS_EXTRA, report, run_report, suites, write_checkpoint, write_example
 from ..conftest import Make
@@ -239,6 +239,21 @@ def test_suites_measured_later_stand_next_to_it(tmp_path: Path) -> None:
         (directory / "eval-cache.json").write_text(json.dumps(more | change))
         result = run_report(directory, "--out", tmp_path / "again")
         assert (result.exit_code, words in result.output) == (2, True), result.output
+
+
+def test_formats_of_one_checkpoint_are_points_by_their_bytes(tmp_path: Path) -> None:
+    directory = write_checkpoint(tmp_path / "fold")
+    assert "Perplexity against bytes" not in page_of(tmp_path, directory)
+    found = suites(14.5, 16)
+    found["cache"]["student"] |= {"cache_dtype": "int4", "quantised_bytes_per_token": 24.0}
+    more = report(directory, found) | {"cache_dtype": "int4"}
+    (directory / "eval-int4.json").write_text(json.dumps(more))
+    (one,) = read_groups([directory])[0].members
+    assert one.report.ppl.student.perplexity == 12.0, "another format's numbers do not take its place"
+    assert points_by_bytes(one) == [(24.0, 14.5, "int4"), (64.0, 12.0, "bfloat16")]
+    text = (tmp_path / "formats").with_suffix(".html")
+    assert run_report(directory, "--out", text).exit_code == 0
+    assert "Perplexity against bytes" in text.read_text()
 
 
 def test_only_what_is_comparable_stands_together(tmp_path: Path) -> None:

@@ -1,0 +1,139 @@
+"""`kvfold plan --cache-dtype`: bytes of a cache in each number format, and the loss that it adds."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from scipy.stats import spearmanr  # type: ignore[import-untyped]
+
+from kvfold.cli import main
+from kvfold.convert.calibration.statistics import Statistics
+from kvfold.convert.calibration.study import study
+from kvfold.convert.families.source import open_source
+from kvfold.convert.write.rewrite import rewrite
+from kvfold.core.cache_dtypes import cache_dtype
+from kvfold.eval.options import Options
+from kvfold.eval.run import evaluate
+from kvfold.planning.advice import Bounds, Row, place, predict_rows
+from kvfold.planning.candidates import Candidate, find_candidates
+from kvfold.texts.corpus import read_text
+
+DEMO = Path(__file__).parents[2] / "recipes" / "demo"  # 8 heads of 16 in 6 layers, in bfloat16
+BOUNDS = Bounds(context=200, batch=3, memory=None)
+LABELS = ("GQA-4", "MLA 48+16, stock uniform", "MLA 64, rope intact")
+
+
+@pytest.fixture(scope="module")
+def statistics(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("statistics") / "demo.safetensors"
+    study(open_source(DEMO), "self", sequences=8, length=128, seed=0, save=file)
+    return file
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Candidate]:
+    return {one.label: one for one in find_candidates(open_source(DEMO), ("25%",))[0]}
+
+
+@pytest.mark.parametrize(
+    ("label", "name", "each"),
+    [
+        ("GQA-4", "fp8_e4m3", 128.0),
+        ("GQA-4", "int4", 8 * (8 + 4)),  # four keys and four values of 16, each with a scale
+        ("GQA-4", "nvfp4", 8 * (8 + 1)),
+        ("MLA 48+16, stock uniform", "int4", 32 + 4),
+        ("MLA 48+16, stock uniform", "nvfp4", 32 + 4),
+        ("MLA 64, rope intact", "int8", 64 + 4),
+    ],
+)
+def test_bytes_are_counted_with_their_scales(
+    found: dict[str, Candidate], label: str, name: str, each: float
+) -> None:
+    row = place(found[label], BOUNDS, cache_dtype(name))
+    assert row.demand.cache == 3 * 200 * 6 * each
+    assert row.share == each / (256 * 2)
+    without = place(found[label], BOUNDS)
+    assert without.decoding.bytes - row.decoding.bytes == without.demand.cache // 3 - 200 * 6 * each
+    assert (row.demand.weights, row.demand.activations) == (
+        without.demand.weights,
+        without.demand.activations,
+    )
+
+
+def rows_of(found: dict[str, Candidate], names: tuple[str, ...], taken: Statistics | None) -> dict[Any, Row]:
+    asked = []
+    for label in LABELS:
+        asked += [place(found[label], BOUNDS, None if name == "" else cache_dtype(name)) for name in names]
+    return {
+        (row.candidate.label, "" if row.kind is None else row.kind.name): row
+        for row in predict_rows(asked, BOUNDS, taken)
+    }
+
+
+def test_losses_agree_with_measured_ones(
+    found: dict[str, Candidate], statistics: Path, tmp_path: Path
+) -> None:
+    taken = Statistics.load(statistics)
+    rows = rows_of(found, ("", "bfloat16", "fp8_e4m3", "nvfp4", "int4"), taken)
+    losses = {key: row.loss or 0.0 for key, row in rows.items()}
+    predicted, measured = [], []
+    for number, label in enumerate(LABELS):
+        assert losses[label, "bfloat16"] == pytest.approx(losses[label, ""], rel=0.01)
+        assert losses[label, ""] < losses[label, "fp8_e4m3"] < losses[label, "int4"]
+        rewrite(rows[label, ""].candidate.plan, tmp_path / str(number))
+        for name in ("fp8_e4m3", "nvfp4", "int4"):
+            options = Options(window=128, max_windows=4, cache_dtype=name)
+            done = evaluate(tmp_path / str(number), None, read_text("stdlib"), options)
+            measured.append(done.suites["storage"].kl.mean)
+            predicted.append(losses[label, name] - losses[label, ""])
+    assert float(spearmanr(predicted, measured).statistic) > 0.85, (predicted, measured)
+
+
+def test_by_weights_alone_formats_rank_too(found: dict[str, Candidate]) -> None:
+    losses = {key: row.loss for key, row in rows_of(found, ("", "fp8_e4m3", "int4"), None).items()}
+    for label in LABELS:
+        plain, fp8, int4 = (losses[label, name] for name in ("", "fp8_e4m3", "int4"))
+        assert plain is not None
+        assert fp8 is not None
+        assert int4 is not None
+        assert plain < fp8 < int4
+
+
+def test_targets_and_formats_are_ranked_together(statistics: Path) -> None:
+    words = ["plan", str(DEMO), "--context", "256", "--batch", "16", "--budgets", "25%", "--memory", "6MB"]
+    words += ["--cache-dtype", "bfloat16,fp8_e4m3,int4", "--calibration", str(statistics), "--json"]
+    done = CliRunner().invoke(main, words)
+    assert done.exit_code == 0, done.output
+    report = json.loads(done.stdout)
+    assert report["cache_dtypes"] == ["bfloat16", "fp8_e4m3", "int4"]
+    labels = [row["label"] for row in report["candidates"]]
+    assert {"GQA-4, fp8_e4m3", "MQA, int4"} <= set(labels)
+    assert len(labels) == len({(row["label"], row["container"]) for row in report["candidates"]})
+    fitting = [row for row in report["candidates"] if row["fits"]]
+    assert 0 < len(fitting) < len(labels)
+    assert [row["predicted_loss"] for row in fitting] == sorted(row["predicted_loss"] for row in fitting)
+    assert report["chosen"]["label"] == fitting[0]["label"]
+    own = report["source_stored"]
+    assert [row["label"] for row in own] == [f"(the source, {name})" for name in report["cache_dtypes"]]
+    assert [row["cache"]["bytes_share"] for row in own] == [1.0, 0.5, 0.375]
+    assert own[0]["predicted_loss"] < own[1]["predicted_loss"] < own[2]["predicted_loss"]
+    every = [*report["candidates"], *own]
+    front = sorted((row["cache"]["bytes_per_token"], row["predicted_loss"]) for row in every if row["front"])
+    assert 3 <= len(front) < len(every)
+    assert [loss for _, loss in front] == sorted((loss for _, loss in front), reverse=True)
+
+
+def test_a_table_marks_the_front(statistics: Path) -> None:
+    words = ["plan", str(DEMO), "--context", "256", "--budgets", "25%", "--cache-dtype", "int8"]
+    done = CliRunner().invoke(main, [*words, "--calibration", str(statistics)])
+    assert done.exit_code == 0, done.output
+    assert "int8 *" in done.output
+    assert "cache bytes" in done.output.replace("\n", " ")
+
+
+def test_an_unknown_format_is_refused() -> None:
+    done = CliRunner().invoke(main, ["plan", str(DEMO), "--cache-dtype", "int3"])
+    assert done.exit_code == 2
+    assert "cache dtype 'int3' is not known; use one of bfloat16" in done.output
