@@ -47,6 +47,7 @@ Fold = tuple[
 FOLDS: dict[str, Fold] = {
     "gqa mean": ("gqa", "mean", {}, None),
     "gqa aligned": ("gqa", "aligned", {}, None),
+    "gqa aligned:grouped": ("gqa", "aligned:grouped", {}, None),
     "gqa, weights only": ("gqa", "subspace", {}, None),
     "gqa, closed form": ("gqa", "subspace", {}, 0),
     "gqa": ("gqa", "subspace", {}, STEPS),

@@ -44,13 +44,23 @@ def arrangements(attention: Attention, metric: LayerMetric, groups: int) -> list
 
 def reordered(attention: Attention, metric: LayerMetric, order: list[int]) -> tuple[Attention, LayerMetric]:
     """Return the same layer, and its metric, with the key heads and their queries in another order."""
+    return heads_in(order, attention), metric.reordered(order, _readers(order, attention))
+
+
+def _readers(order: list[int], attention: Attention) -> list[int]:
+    """Return the query heads of key heads."""
     queries = len(attention.q_NHD) // len(attention.k_KHD)
-    readers = [key * queries + query for key in order for query in range(queries)]
+    return [key * queries + query for key in order for query in range(queries)]
+
+
+def heads_in(order: list[int], attention: Attention) -> Attention:
+    """Return the same layer with the key heads and their queries in another order."""
+    readers = _readers(order, attention)
 
     def key(tensor: Tensor | None) -> Tensor | None:
         return None if tensor is None else tensor[order]
 
-    moved = replace(
+    return replace(
         attention,
         q_NHD=attention.q_NHD[readers],
         k_KHD=attention.k_KHD[order],
@@ -60,7 +70,6 @@ def reordered(attention: Attention, metric: LayerMetric, order: list[int]) -> tu
         k_KH=key(attention.k_KH),
         v_KH=key(attention.v_KH),
     )
-    return moved, metric.reordered(order, readers)
 
 
 def merge_costs(attention: Attention, metric: LayerMetric) -> Tensor:
@@ -90,6 +99,25 @@ def merge_costs(attention: Attention, metric: LayerMetric) -> Tensor:
     costs_KK: Tensor = lost_P.new_zeros(heads, heads)
     costs_KK[first, second] = costs_KK[second, first] = lost_P
     return costs_KK
+
+
+def likest(attention: Attention, groups: int) -> list[int]:
+    """Return the order of the heads whose consecutive groups of equal size are most alike once turned.
+
+    Heads are grouped as in arXiv 2412.20677, by weights alone: the distance of two heads is what remains
+    after the best angle for each rotary pair of their keys and the best rotation of their values. `arrange`
+    searches where the paper anneals.
+    """
+    heads = len(attention.k_KHD)
+    if groups in (1, heads):
+        return list(range(heads))
+    k_KHE = with_bias(attention.k_KHD, attention.k_KH)
+    v_KHE = with_bias(attention.v_KHD, attention.v_KH)
+    z_KFE = complex_rows(k_KHE)
+    keys_KK = torch.einsum("kfe,mfe->kmf", z_KFE, z_KFE.conj()).abs().sum(-1)
+    values_KK = torch.linalg.svdvals(torch.einsum("khe,mge->kmhg", v_KHE, v_KHE)).sum(-1)
+    energy_K = k_KHE.square().sum((1, 2)) + v_KHE.square().sum((1, 2))
+    return arrange(energy_K + energy_K[:, None] - 2 * (keys_KK + values_KK), groups)[0]
 
 
 def arrange(costs_KK: Tensor, groups: int) -> list[list[int]]:

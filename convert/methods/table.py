@@ -18,6 +18,7 @@ from .published import PEERS, peer
 POOL: dict[str, Callable[[Attention, GroupedTarget, LayerMetric, Tensor], Attention]] = {
     "subspace": pool.subspace,
     "aligned": pool.aligned,
+    "aligned:grouped": pool.aligned,  # after heads are put in another order
     "mean": pool.mean,
 }
 FACTOR: dict[

@@ -18,7 +18,7 @@ from ..methods import key_norms as normed
 from ..methods import table as methods
 from ..methods.biases import nearest_to_one, without_key_bias, without_query_bias, without_value_bias
 from ..methods.features import features_of, with_features
-from ..methods.grouping import GAIN, arrangements, reordered
+from ..methods.grouping import GAIN, arrangements, heads_in, likest, reordered
 from ..methods.intact import encoded, fold_joint
 from ..methods.key_regression import regressed
 from ..methods.latent_norm import LatentTokens, in_level_basis, with_latent_norm, with_query_norm
@@ -286,6 +286,13 @@ def _pooled(plan: Plan, number: int, target: GroupedTarget) -> tuple[Attention, 
     if attention.k_norm_KH is not None and plan.method != "mean":
         pool = normed.by_value(pool)
     sample = _sample(plan, number, attention, table_F, factor)
+    if plan.method == "aligned:grouped":
+        if not _is_movable(plan, attention, sample):
+            raise InvalidInput(
+                f"--method {plan.method} puts heads in another order, which the query and key norms or sinks "
+                "of this source forbid; use --method aligned"
+            )
+        attention = heads_in(likest(attention, target.num_key_value_heads), attention)
     if plan.method != "subspace" or not _is_movable(plan, attention, sample):
         pooled = pool(attention, target, metric, table_F)
         return _refined(plan, attention, table_F, pooled, table_F, sample)

@@ -6,11 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvfold.convert.algebra.metric import weights_only
+from kvfold.convert.algebra.metric import UNWEIGHTED, weights_only
 from kvfold.convert.algebra.subspaces import low_rank
 from kvfold.convert.algebra.target import GroupedTarget, LatentTarget
 from kvfold.convert.methods import latent as factor
 from kvfold.convert.methods import pooling as pool
+from kvfold.convert.methods.grouping import heads_in, likest
 from kvfold.convert.methods.table import POOL
 
 from ...support.layers import (
@@ -63,6 +64,33 @@ def test_heads_equal_up_to_phases_and_rotations_pool_losslessly(method: str, x_T
         pool.mean(a, GroupedTarget(num_key_value_heads=1), weights_only(a, 64), FREQUENCIES_F), x_TD
     ) - output(a, x_TD)
     assert lost.norm() > 0.1 * output(a, x_TD).norm()
+
+
+def test_aligned_groups_find_heads_that_are_turned_copies(x_TD: Tensor) -> None:
+    """Copies of two heads in an order in which neighbours are strangers."""
+    one, other = (turned_copies(layer(heads=4), seed=seed) for seed in (3, 7))
+    mixed = [0, 4, 5, 1, 2, 6, 3, 7]
+    a = replace(
+        one,
+        **{
+            name: torch.cat([getattr(one, name), getattr(other, name) * 2], dim)[
+                (slice(None),) * dim + (mixed,)
+            ]
+            for name, dim in (("q_NHD", 0), ("k_KHD", 0), ("v_KHD", 0), ("o_DNH", 1))
+        },
+    )
+    order = likest(a, 2)
+    assert {frozenset(mixed[head] // 4 for head in part) for part in (order[:4], order[4:])} == {
+        frozenset([0]), frozenset([1]),
+    }  # fmt: skip
+    moved = heads_in(order, a)
+    torch.testing.assert_close(output(moved, x_TD), output(a, x_TD))
+    target = GroupedTarget(num_key_value_heads=2)
+    neighbours, grouped = (
+        output(pool.aligned(each, target, UNWEIGHTED, FREQUENCIES_F), x_TD) - output(a, x_TD)
+        for each in (a, moved)
+    )
+    assert grouped.norm() < 1e-2 * neighbours.norm()
 
 
 def test_methods_rank_as_published(x_TD: Tensor) -> None:
