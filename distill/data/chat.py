@@ -23,6 +23,10 @@ from ...texts.sources import read_field
 from ..recipe.data_section import Data, TextSource
 from .token_documents import SCORED, START, Piece, Pieces
 
+# A template is a program: it may divide by zero, or call itself without an end (a RuntimeError).
+_FAILURES = (
+    TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RuntimeError,
+)  # fmt: skip
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _POOL = 64  # conversations from which the next one to fill a window is chosen
 _REFUSALS = 64  # conversations that a template may refuse before it has taken one
@@ -161,9 +165,11 @@ def messages_of(value: Any, source: TextSource) -> list[dict[str, Any]]:
         InvalidInput: it is neither.
     """
     if isinstance(value, dict) and value and all(isinstance(column, list) for column in value.values()):
-        value = [dict(zip(value, row, strict=True)) for row in zip(*value.values(), strict=True)]
+        is_even = len({len(column) for column in value.values()}) == 1
+        rows = zip(*value.values(), strict=True) if is_even else ()
+        value = [dict(zip(value, row, strict=True)) for row in rows] if is_even else None
     if not isinstance(value, list) or not all(
-        isinstance(message, dict) and "role" in message for message in value
+        isinstance(message, dict) and isinstance(message.get("role"), str) for message in value
     ):
         raise InvalidInput(
             f"data.source {source.source}: the field {source.messages_field!r} holds no conversations, "
@@ -201,8 +207,8 @@ def conversation(messages: list[dict[str, Any]], tokenizer: Any, name: str) -> P
             spoken = is_spoken[[start for start, _ in encoded["offset_mapping"]]]
     except InvalidInput:
         raise
-    except (TemplateError, TypeError, ValueError, IndexError) as error:
-        reason = shorten(str(error), 200, placeholder=" ...")
+    except _FAILURES as error:
+        reason = shorten(str(error) or type(error).__name__, 200, placeholder=" ...")
         raise Refused(f"the chat template cannot render {_named(messages, name)}: {reason}") from None
     marks = np.where(spoken, SCORED, 0).astype(np.uint8)
     marks[:1] = START

@@ -32,6 +32,17 @@ def shorten(value: Any, width: int = 80) -> str:
     return text if len(text) <= width else f"{text[: width - 4]} ..."
 
 
+def is_text(value: Any) -> bool:
+    """Return whether a value is a text that UTF-8 can hold: JSON also writes halves of characters."""
+    if not isinstance(value, str):
+        return False
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def read_json(
     path: Path,
     limit_bytes: int = LIMIT_BYTES,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..core.errors import InvalidInput
-from ..core.untrusted import parse_json, printable
+from ..core.untrusted import is_text, parse_json, printable
 from .document_rows import DocumentSource, read_batches
 from .text_files import can_open, compression, exists, find_files, is_data_set, kind, open_text
 
@@ -120,7 +120,7 @@ def _read_line(line: str, name: str) -> str:
     row = parse_json(line, name, limit_bytes=len(line))
     if "text" not in row:
         raise InvalidInput(f'{name} has no field "text"; give JSON objects that hold a document in it')
-    if not isinstance(row["text"], str):
+    if not is_text(row["text"]):
         raise InvalidInput(f'{name} holds no text in its field "text"; give a string')
     return str(row["text"])
 
@@ -140,7 +140,7 @@ def _read_stream(text: str, seed: int) -> Iterator[str]:
         )
     for columns in read_batches(source, seed):
         for document in columns[source.field]:
-            if not isinstance(document, str | None):
+            if document is not None and not is_text(document):
                 raise InvalidInput(
                     f"{source.called} has no text in a field {source.field!r}; name one of strings"
                 )

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core.errors import InvalidInput
+from ..core.untrusted import is_text
 from .document_rows import DocumentSource, NoDocuments, read_batches
 from .text_files import find_files
 
@@ -63,7 +64,7 @@ def check_text(values: Sequence[Any], source: DocumentSource) -> None:
     Raises:
         InvalidInput: one of them is not.
     """
-    if not all(isinstance(value, str) for value in values):
+    if not all(map(is_text, values)):
         raise InvalidInput(f"{source.called}: the field {source.field!r} holds no text; name one that does")
 
 

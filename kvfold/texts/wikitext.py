@@ -9,7 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from ..core.errors import InvalidInput
-from ..core.untrusted import printable, read_json
+from ..core.untrusted import is_text, printable, read_json
 from .document_rows import DocumentSource, read_downloaded
 
 HUB = ("Salesforce/wikitext", "wikitext-2-raw-v1", "test")
@@ -31,7 +31,7 @@ def read_rows(file: Path | None) -> list[str]:
         return _download()
     content = read_json(file, name=f"--rows {file}", top=None)
     rows = content.get("text") if isinstance(content, dict) else content
-    if not isinstance(rows, list) or not rows or not all(isinstance(row, str) for row in rows):
+    if not isinstance(rows, list) or not rows or not all(map(is_text, rows)):
         raise InvalidInput(
             f'--rows {printable(file)} holds no rows; give an object {{"text": [rows]}} or a list of strings'
         )

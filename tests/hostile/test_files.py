@@ -13,6 +13,7 @@ from click.testing import CliRunner
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from kvfold import recipes
 from kvfold.cli import main
 
 from ..support.pages import record, write_checkpoint
@@ -68,6 +69,16 @@ def test_links_of_the_hubs_cache_are_followed(scene: Scene, source: Path) -> Non
     assert (out / "LICENSE").read_text() == "My terms"
     assert not (out / "LICENSE").is_symlink()
     assert (out / "tokenizer.json").is_file()
+
+
+def test_half_a_character_is_no_text(scene: Scene, source: Path) -> None:
+    (scene.root / "text.jsonl").write_text('{"text": "a \\ud800 b"}\n' * 20)
+    (scene.root / "rows.json").write_text('{"text": ["a \\ud800 b"]}')
+    demo = Path(recipes.__file__).parent / "demo"
+    words = ("convert", demo, *GQA, "--calibration", scene.root / "text.jsonl", "--out", scene.root / "out")
+    scene.refused(*words, says="text.jsonl")
+    rows = ("--text", "wikitext2-gptq-16", "--rows", scene.root / "rows.json")
+    scene.refused("eval", source, *rows, "--suite", "ppl", says="holds no rows")
 
 
 FRONT_MATTER = {

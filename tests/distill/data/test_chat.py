@@ -201,6 +201,13 @@ def test_mistakes_about_chat_are_named(tmp_path: Path, tokenizer: Any) -> None:
             [say("q", "a")[::-1]],
             r"cannot render the conversation .* begins with \{.*\"a\"\}: the user speaks",
         ),
+        ("{{ 1 / 0 }}", talks, "cannot render the conversation .*: division by zero"),
+        (
+            "{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}",
+            talks,
+            "cannot render the conversation .*recursion",
+        ),
+        (PLAIN, [{"role": ["user"], "content": ["a", "b"]}], "holds no conversations"),
         (PLAIN, ["text"], "the field 'talk' holds no conversations, which are lists of {role, content}"),
         (PLAIN, [[{"from": "human", "value": "q"}]], "holds no conversations"),
         (PLAIN, [say("q"), say("r")], "none of its 2 conversations has a word of the assistant's"),
