@@ -260,6 +260,7 @@ def verify(
     engines: Iterable[str] = ("transformers",),
     source: str | Path | None = None,
     run: bool = True,
+    cache_dtype: str | None = None,
 ) -> VerificationReport:
     """Check that a checkpoint is what it claims to be, in the engines that shall run it.
 
@@ -268,6 +269,7 @@ def verify(
         engines: engines whose rules are asked: transformers, vllm, sglang, llama.cpp, mlx and others.
         source: what it was made of; by default as its kvfold.json says.
         run: whether to load it next to its source too, in a process that cannot import kvfold.
+        cache_dtype: a number format in which the engines shall store its cache; None: as it is computed.
 
     Returns:
         What was found; `.failures` is empty where the checkpoint may be used.
@@ -288,7 +290,7 @@ def verify(
     with calling():
         if not place.is_dir():
             raise InvalidInput(f"{directory} is not a directory; give the directory of a checkpoint")
-        return run_checks(place, names, optional_path(source, "source"), run=run)
+        return run_checks(place, names, optional_path(source, "source"), run=run, cache_dtype=cache_dtype)
 
 
 def publish(

@@ -79,9 +79,11 @@ def engine_table(engines: Sequence[str] = ENGINES) -> dict[str, Any]:
 
     Returns:
         `pairs`: for each kind of output and engine the verdict and its evidence. `rules`: engine, outputs,
-        condition, effect, reason, evidence. `hardware`: kernels for 512+64 and 256+64.
+        condition, effect, reason, evidence. `hardware`: kernels for 512+64 and 256+64. `cache_formats`:
+        number formats that a cache is stored in, by engine, outputs and hardware.
     """
     from ..convert.decide.engine_rules import RULES
+    from ..convert.decide.rules.cache_formats import CACHE_FORMATS
     from ..convert.decide.rules.engine_pairs import HARDWARE, LAYOUTS, OUTPUTS, PAIRS
 
     pairs = []
@@ -108,11 +110,21 @@ def engine_table(engines: Sequence[str] = ENGINES) -> dict[str, Any]:
     hardware = [
         {**row._asdict(), "evidence": asdict(row.evidence)} for row in HARDWARE if row.engine in engines
     ]
-    return {"pairs": pairs, "rules": rules, "hardware": hardware}
+    formats = [
+        {
+            **row._asdict(),
+            "layouts": [LAYOUTS[layout] for layout in row.layouts],
+            "takes": dict(row.takes),
+            "evidence": asdict(row.evidence),
+        }
+        for row in CACHE_FORMATS
+        if row.engine in engines
+    ]
+    return {"pairs": pairs, "rules": rules, "hardware": hardware, "cache_formats": formats}
 
 
 def markdown() -> str:
-    """Return the three tables in Markdown, as docs/serve.md holds them."""
+    """Return the four tables in Markdown, as docs/serve.md holds them."""
     parts = []
     for title, columns, rows in _tables(engine_table()):
         parts.append(f"{title}:\n\n{_in_markdown(columns, rows)}")
@@ -131,6 +143,17 @@ def _tables(found: dict[str, Any]) -> list[tuple[str, list[str], list[list[str]]
         [NAMES[row["engine"]], row["hardware"], row["wide"], row["narrow"], _proof(row["evidence"])]
         for row in found["hardware"]
     ]
+    formats = [
+        [
+            NAMES[row["engine"]],
+            "all" if len(row["layouts"]) == len(LAYOUTS) else "; ".join(row["layouts"]),
+            row["hardware"],
+            ", ".join(row["takes"]) or "none of these",
+            row["note"],
+            _proof(row["evidence"]),
+        ]
+        for row in found["cache_formats"]
+    ]
     rules = [
         [
             NAMES[rule["engine"]],
@@ -145,6 +168,11 @@ def _tables(found: dict[str, Any]) -> list[tuple[str, list[str], list[list[str]]
     return [
         ("Outputs that break no rule", ["output", *(NAMES[engine] for engine in engines)], pairs),
         ("Kernels by hardware", ["engine", "hardware", "512+64", "256+64", "evidence"], hardware),
+        (
+            "Number formats of the cache",
+            ["engine", "outputs", "hardware", "stored in", "remarks", "evidence"],
+            formats,
+        ),
         ("Rules", ["engine", "outputs", "when", "effect", "reason", "evidence"], rules),
     ]
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from ..convert.decide.engines import ENGINES
+from ..core.cache_dtypes import CACHE_DTYPES
 from ..core.console import Command, notice, show_json, show_table
 from ..core.errors import InvalidInput
 from ..core.grid import Grid, Tabular
@@ -93,6 +94,7 @@ def verify(
     *,
     run: bool = True,
     llama_cpp: Path | None = None,
+    cache_dtype: str | None = None,
 ) -> VerificationReport:
     """Apply the rules of some engines, and run a checkpoint and its source in transformers.
 
@@ -105,20 +107,29 @@ def verify(
         source: the checkpoint that it was made from; None takes the one in its kvfold.json.
         run: load it; otherwise only the rules are applied.
         llama_cpp: directory of llama.cpp, with its converter and its programs.
+        cache_dtype: number format that the engines shall store the cache in; None: the model's dtype. The
+            runs keep theirs.
 
     Raises:
-        InvalidInput: there is no checkpoint, its source is missing, memory does not hold either of them, or
-            llama.cpp is not where it should be.
+        InvalidInput: there is no checkpoint or no such format, its source is missing, memory does not hold
+            either of them, or llama.cpp is not where it should be.
     """
     from ..checkpoints.quantised.packed_checkpoint import is_quantised
     from ..convert.decide.engine_rules import lint
+    from ..convert.decide.lint import open_written
+    from ..convert.decide.rules.cache_formats import format_findings
     from ..models.code_files import foreign_code
 
     asked = tuple(dict.fromkeys(engines))
     findings = tuple(lint(directory, asked))
+    formats: list[LintFinding] = []
+    if cache_dtype is not None:
+        layout = open_written(directory).layout
+        formats = [found for engine in asked for found in format_findings(layout, engine, cache_dtype)]
     started, unasked = started_engines(asked, findings, llama_cpp, run=run)
     if run and is_quantised(directory):
         unasked.append("its quantised weights were run dequantised to bfloat16, without the vendor's kernels")
+    findings = (*findings, *formats)
     code = foreign_code(directory)
     if code:
         foreign = Check("code", False, f"{code}, so the checkpoint was not run")
@@ -322,6 +333,11 @@ def _size(written: Written, source: Path | None) -> dict[str, Any]:
     metavar="DIR",
     help="llama.cpp, with convert_hf_to_gguf.py and its built programs: runs --engine llama.cpp.",
 )
+@click.option(
+    "--cache-dtype",
+    type=click.Choice(list(CACHE_DTYPES)),
+    help="Also say which engines store this output's cache in that number format.",
+)
 @click.option("--lint", "static", is_flag=True, help="Apply the rules alone; load nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
 def main(
@@ -331,6 +347,7 @@ def main(
     llama_cpp: Path | None,
     static: bool,
     as_json: bool,
+    cache_dtype: str | None,
 ) -> None:
     """Check that the checkpoint in DIRECTORY is what it claims to be, in the engines that are to run it.
 
@@ -341,7 +358,7 @@ def main(
     are run there too, and with `--engine llama.cpp --llama-cpp DIR` in llama.cpp. Exit code 3 where something
     fails.
     """
-    report = verify(directory, engines, source, run=not static, llama_cpp=llama_cpp)
+    report = verify(directory, engines, source, run=not static, llama_cpp=llama_cpp, cache_dtype=cache_dtype)
     if as_json:
         show_json(report.to_dict())
     else:
