@@ -81,6 +81,20 @@ def test_half_a_character_is_no_text(scene: Scene, source: Path) -> None:
     scene.refused("eval", source, *rows, "--suite", "ppl", says="holds no rows")
 
 
+def test_nobody_is_asked_about_code_of_a_multimodal_model(
+    scene: Scene, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers asks on a terminal unless it is told that code is not trusted."""
+    asked: list[str] = []
+    monkeypatch.setattr("builtins.input", lambda text="": asked.append(text) or "y")
+    (source / "evil.py").write_text(f"open({str(scene.canary)!r}, 'w')\nclass Evil: pass\n")
+    parts = {"text_config": {"num_hidden_layers": 2}, "vision_config": {}}
+    named = {"model_type": "evil_vl", "auto_map": {"AutoConfig": "evil.Evil"}, **parts}
+    edit_json(source / "config.json", lambda content: content.update(named))
+    scene.refused("convert", source, *WEIGHTS, "--out", scene.root / "out")
+    assert not asked
+
+
 FRONT_MATTER = {
     "deep": "a: " + "[" * 100_000,
     "wide": "a: &a [1]\n"
