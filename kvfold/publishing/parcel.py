@@ -24,8 +24,11 @@ _OTHERS = (
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
-    # All that travels with weights, without the pattern that the file of a secret token matches too.
-    *(pattern for pattern in SIDE_FILES if pattern != "*token*.json"),
+    "vocab.json",
+    "vocab.txt",
+    "vocab.model",
+    # All that travels with weights, without the patterns that files of somebody's own match too.
+    *(pattern for pattern in SIDE_FILES if pattern not in {"*token*.json", "vocab*"}),
     "additional_chat_templates/*.jinja",
     "video_preprocessor_config.json",
     "eval.json",

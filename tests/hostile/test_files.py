@@ -134,6 +134,7 @@ def test_only_what_a_checkpoint_consists_of_is_published(scene: Scene, fold: Pat
     os.mkfifo(fold / "pipe.json")
     (fold / "notes.txt").symlink_to("/etc/passwd")
     (fold / "hf_token.json").write_text('"hf_secret"')
+    (fold / "vocab_private.txt").write_text("secret")
     (fold / "optimizer.pt").write_bytes(b"\x80\x04K\x01.")
     (fold / "adapter.safetensors").write_bytes(b"")
     (fold / ".env").write_text("KEY=1")
@@ -151,7 +152,7 @@ def test_only_what_a_checkpoint_consists_of_is_published(scene: Scene, fold: Pat
     assert {name for name in told["left_out"] if name in usual} == set()
     assert set(told["left_out"]) == {
         "LICENSE", "NOTICE", "pipe.json", "notes.txt", "hf_token.json", "optimizer.pt",
-        "adapter.safetensors", ".env", ".git/", "wandb/", "pictures/", "etc/",
+        "adapter.safetensors", "vocab_private.txt", ".env", ".git/", "wandb/", "pictures/", "etc/",
     }  # fmt: skip
     assert told["left_out"]["LICENSE"] == "is a link to a file outside of the checkpoint"
     assert SECRET not in json.dumps(told)
