@@ -16,8 +16,10 @@ import torch
 from torch import Tensor
 
 from ..algebra.attention import LatentAttention
-from .length_form import first_form, fit_form, fit_root, whitening
+from .length_form import first_form, fit_form, fit_root, raised_root, whitening
 
+# Smallest parts of a direction in the length, of the mean part, that are tried after refinement.
+LEAST_PARTS = (0.02, 0.05, 0.1, 0.2)
 _SMALLEST_SHARE = 1e-3  # of the mean share
 
 
@@ -101,6 +103,26 @@ def with_latent_norm(layer: LatentAttention, tokens: LatentTokens) -> LatentAtte
         tokens: of the layer.
     """
     return replace(layer, level_CC=level_basis(tokens, layer.down_CD))
+
+
+def with_least_parts(layer: LatentAttention, input_BTD: Tensor, least: float) -> LatentAttention:
+    """Return the layer with a length in which no direction of its latent has next to no part.
+
+    Refinement trains the length, and may leave directions out of it. In the basis of the norm such a
+    direction has a tiny row in the down-projection and a weight of up to thousands in the norm: then one
+    step of an optimizer, or rounding, destroys the layer (LOG.md).
+
+    Args:
+        layer: with `level_CC`, float64.
+        input_BTD: inputs of the layer, from which the part of each direction is measured.
+        least: smallest part of a direction, as a share of the mean part.
+    """
+    assert layer.level_CC is not None
+    moment_CC = torch.zeros_like(layer.level_CC)
+    for input_TD in input_BTD:
+        latent_TC = input_TD.to(layer.down_CD) @ layer.down_CD.mT
+        moment_CC += latent_TC.mT @ latent_TC
+    return replace(layer, level_CC=raised_root(layer.level_CC, moment_CC, least))
 
 
 def in_level_basis(layer: LatentAttention, size: float) -> LatentAttention:

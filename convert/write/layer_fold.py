@@ -21,7 +21,14 @@ from ..methods.features import features_of, with_features
 from ..methods.grouping import GAIN, arrangements, heads_in, likest, reordered
 from ..methods.intact import encoded, fold_joint
 from ..methods.key_regression import regressed
-from ..methods.latent_norm import LatentTokens, in_level_basis, with_latent_norm, with_query_norm
+from ..methods.latent_norm import (
+    LEAST_PARTS,
+    LatentTokens,
+    in_level_basis,
+    with_latent_norm,
+    with_least_parts,
+    with_query_norm,
+)
 from ..methods.layer_sample import sample_of
 from ..methods.published import peer, with_few_queries
 from ..methods.query_rank import Compressible, compress, query_metric
@@ -123,9 +130,7 @@ def _joint(
     joint = _compressed(plan, number, joint, attention, table_F)
     if isinstance(joint, IntactAttention):
         return _refined(plan, attention, table_F, joint, table_F, sample)
-    joint = _levelled(plan, number, joint, attention, table_F[:0], sample)
-    joint, loss = _refined(plan, attention, table_F, joint, table_F[:0], sample)
-    return _in_level_basis(joint, attention), loss
+    return _finished(plan, number, joint, attention, table_F, table_F[:0], sample)
 
 
 def _latent(plan: Plan, number: int, target: LatentTarget) -> tuple[LatentAttention, Loss | None]:
@@ -148,10 +153,8 @@ def _latent(plan: Plan, number: int, target: LatentTarget) -> tuple[LatentAttent
         )
         latent = without_key_bias(latent, one_D)
         latent = _compressed(plan, number, latent, without_query_bias(attention, one_D), table_F)
-    slots_S, sample = _slots(plan), _sample(plan, number, attention, table_F)
-    latent = _levelled(plan, number, latent, attention, slots_S, sample)
-    latent, loss = _refined(plan, attention, table_F, latent, slots_S, sample)
-    return _in_level_basis(latent, attention), loss
+    sample = _sample(plan, number, attention, table_F)
+    return _finished(plan, number, latent, attention, table_F, _slots(plan), sample)
 
 
 def _over_features(
@@ -176,10 +179,8 @@ def _regressed(
     one_D = _one(plan, statistics.input_EE)
     latent = methods.FACTOR["subspace"](without_value_bias(plain, one_D), target, table_F, plan.bands, metric)
     latent = _compressed(plan, number, without_key_bias(latent, one_D), plain, table_F)
-    slots_S, sample = _slots(plan), _sample(plan, number, attention, table_F)
-    latent = _levelled(plan, number, latent, plain, slots_S, sample)
-    latent, loss = _refined(plan, attention, table_F, latent, slots_S, sample)
-    return _in_level_basis(latent, plain), loss
+    sample = _sample(plan, number, attention, table_F)
+    return _finished(plan, number, latent, attention, table_F, _slots(plan), sample, plain)
 
 
 def _slots(plan: Plan) -> Tensor:
@@ -205,9 +206,43 @@ def _still(plan: Plan, number: int, target: LatentTarget) -> tuple[LatentAttenti
         plan, number, without_key_bias(latent, one_D), without_query_bias(attention, one_D), table_F
     )
     sample = _sample(plan, number, attention, table_F)
-    latent = _levelled(plan, number, latent, attention, table_F[:0], sample)
-    latent, loss = _refined(plan, attention, table_F, latent, table_F[:0], sample)
-    return _in_level_basis(latent, attention), loss
+    return _finished(plan, number, latent, attention, table_F, table_F[:0], sample)
+
+
+def _finished(
+    plan: Plan,
+    number: int,
+    layer: LatentAttention,
+    attention: Attention,
+    table_F: Tensor,
+    slots_S: Tensor,
+    sample: LayerSample | None,
+    plain: Attention | None = None,
+) -> tuple[LatentAttention, Loss | None]:
+    """Refine a layer with the norms that its output will have; return it in their basis, with its loss.
+
+    Args:
+        plan: with `latent_norm`.
+        number: of the layer.
+        layer: the closed form.
+        attention: the source's.
+        table_F: the source's angular frequencies.
+        slots_S: angular frequencies of the layer's slots.
+        sample: of the source's inputs.
+        plain: attention without norms whose projections say how large the output's are; by default the
+            source's.
+    """
+    plain = attention if plain is None else plain
+    layer = _levelled(plan, number, layer, plain, slots_S, sample)
+    layer, loss = _refined(plan, attention, table_F, layer, slots_S, sample)
+    if layer.level_CC is None:
+        return layer, loss
+    if sample is not None and loss is not None:
+        # Refinement may leave directions out of the length; of the ways back the one that loses least.
+        ways = [with_least_parts(layer, sample.input_BTD[sample.used], least) for least in LEAST_PARTS]
+        losses = [measure(way, slots_S, attention, table_F, sample) for way in ways]
+        layer, loss = ways[losses.index(min(losses))], {**loss, "refined": min(losses)}
+    return _in_level_basis(layer, plain), loss
 
 
 def _levelled(
@@ -250,8 +285,6 @@ def _tokens(input_BTD: Tensor, weight_BT: Tensor | None) -> LatentTokens:
 
 def _in_level_basis(layer: LatentAttention, attention: Attention) -> LatentAttention:
     """Return the layer as the stock class has it, with projections as large as the source's."""
-    if layer.level_CC is None:
-        return layer
     size = float(torch.cat([attention.k_KHD.flatten(), attention.v_KHD.flatten()]).square().mean().sqrt())
     return in_level_basis(layer, size)
 

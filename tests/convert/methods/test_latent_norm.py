@@ -3,6 +3,7 @@
 The fit, the fold of its basis into weights, and outputs that hold it.
 """
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from kvfold.convert.methods.latent_norm import (
     in_level_basis,
     level_basis,
     with_latent_norm,
+    with_least_parts,
     with_query_norm,
 )
 from kvfold.convert.methods.length_form import FLOOR, fit_form, fit_root
@@ -162,6 +164,33 @@ def test_the_basis_folds_into_the_weights(widths: tuple[int, int, int, int]) -> 
     assert folded.latent_norm_C is not None
     assert set(folded.latent_norm_C.tolist()) <= {2.0**n for n in range(-12, 13)}
     assert float(in_level_basis(levelled, 0.2).down_CD.square().mean().sqrt()) == pytest.approx(0.2)
+
+
+def test_a_direction_that_left_the_length_gets_a_part_of_it() -> None:
+    """As refinement leaves one: then a row is tiny, and a weight of the norm is hundreds of times another."""
+    input_XD, _ = normed(400, 12)
+    levelled = with_latent_norm(layer(), LatentTokens.of(input_XD[:250], input_XD[250:]))
+    assert levelled.level_CC is not None
+    left, size, right = torch.linalg.svd(levelled.level_CC)
+    size[-1] = size[0] * 1e-4
+    without = dataclasses.replace(levelled, level_CC=(left * size) @ right)
+    whole = with_least_parts(without, input_XD.unflatten(0, (4, 100)), 0.05)
+
+    def spread(one: LatentAttention) -> float:
+        folded = in_level_basis(one, 0.2)
+        assert folded.latent_norm_C is not None
+        return float(folded.latent_norm_C.max() / folded.latent_norm_C.min())
+
+    def length_X(one: LatentAttention) -> Tensor:
+        assert one.level_CC is not None
+        return (input_XD @ one.down_CD.mT @ one.level_CC.mT).norm(dim=-1)
+
+    assert spread(without) > 500
+    assert spread(whole) < spread(without) / 10
+    assert float(length_X(whole).square().mean()) == pytest.approx(float(length_X(without).square().mean()))
+    torch.testing.assert_close(length_X(whole), length_X(without), rtol=0.1, atol=0)
+    again = with_least_parts(whole, input_XD.unflatten(0, (4, 100)), 0.01)  # nothing is below
+    torch.testing.assert_close(length_X(again), length_X(whole))
 
 
 @pytest.mark.parametrize("bias", [False, True])
