@@ -32,6 +32,9 @@ def load(directory: str, dtype: str, trust: bool) -> tuple[Any, list[str]]:
         use_safetensors=True,
         output_loading_info=True,
     )
+    if getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None:
+        # Fused attention leaves this bound on the scores out; up to 5.19 transformers does not say so.
+        model.set_attn_implementation("eager")
     return model.to("cuda" if torch.cuda.is_available() else "cpu").eval(), sorted(info["missing_keys"])
 
 

@@ -7,8 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from kvfold.verification.fresh_process import NEAR, compare_served, run_apart
+from kvfold.verification.probe import load
+
+from ..support.tiny import make
 
 OWN = {
     "log_probs": [[-1.0, -2.0], [-3.0, -4.0]],
@@ -92,3 +97,20 @@ def test_a_run_that_fails_is_told(tmp_path: Path) -> None:
     }
     failed = run_apart("probe.py", {**asked, "directory": str(tmp_path)})
     assert "the run ended with" in failed["failed"]
+
+
+def test_a_bound_on_scores_is_computed_in_the_reference(tmp_path: Path) -> None:
+    """Up to transformers 5.19 the attention that Gemma 2 gets by default leaves it out, without an error."""
+    source = make(tmp_path / "source", "gemma2")
+    ids = torch.arange(2, 40)[None]
+    eager = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, attn_implementation="eager")
+    unbounded = AutoModelForCausalLM.from_pretrained(
+        source, dtype=torch.float32, attn_implementation="eager", attn_logit_softcapping=None
+    )
+    model, missing = load(str(source), "float32", False)
+    with torch.no_grad():
+        found, wanted, without = (one(ids).logits for one in (model, eager, unbounded))
+    assert missing == []
+    assert model.config._attn_implementation == "eager"
+    assert torch.equal(found, wanted)
+    assert (without - wanted).abs().max() > 1e-3 * wanted.std()  # otherwise nothing is tested here
