@@ -38,7 +38,7 @@ HF = run("transformers 5.23.0", "2026-11", "kvfold verify DIR")
 HF4 = run("transformers 4.57.6", "2026-11", "AutoModelForCausalLM.from_pretrained(DIR)")
 HF4_STATIC = run("transformers 4.57.6", "2026-11", "generate(cache_implementation='static')")
 _VLLM = "vLLM 0.32.0 on a CPU"
-VLLM = run(_VLLM, "2026-11-21", "python -m benchmarks.vllm")
+VLLM = run(_VLLM, "2026-11-22", "python -m benchmarks.vllm")
 VLLM_BROKEN = run(_VLLM, "2026-11", "vllm.LLM(DIR), on small outputs that break this by hand")
 VLLM_READ = read("vLLM 0.32.0", "2026-11", "vllm/model_executor/models/deepseek_v2.py")
 VLLM_WIDTHS = read("vLLM 0.32.0", "2026-11-22", "vllm/v1/attention/backends/mla/*.py")
