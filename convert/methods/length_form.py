@@ -34,12 +34,7 @@ def first_form(
 
 def whitening(latent_XC: Tensor, weight_X: Tensor) -> Tensor:
     """Return W (C, C) with E[W c (W c)ᵀ] = 1, but for directions that hardly a token has."""
-    return whitening_of((latent_XC * weight_X[:, None]).mT @ latent_XC / len(latent_XC))
-
-
-def whitening_of(moment_CC: Tensor) -> Tensor:
-    """Return `whitening` of latents with a second moment E[c cᵀ] (C, C)."""
-    energy_C, basis_CC = torch.linalg.eigh(moment_CC)
+    energy_C, basis_CC = torch.linalg.eigh((latent_XC * weight_X[:, None]).mT @ latent_XC / len(latent_XC))
     white_CC: Tensor = basis_CC.mT / energy_C.clamp(min=_LEAST * energy_C[-1]).sqrt()[:, None]
     return white_CC
 
@@ -47,18 +42,23 @@ def whitening_of(moment_CC: Tensor) -> Tensor:
 def raised_root(root_CC: Tensor, moment_CC: Tensor, least: float) -> Tensor:
     """Return a root A (C, C) of a form AᵀA in which every direction has a part of the length.
 
+    Directions that hardly a token has stay as they are.
+
     Args:
         root_CC: the root to start from.
         moment_CC: E[c cᵀ] of the latent.
         least: smallest part of a direction of the white latent, as a share of the mean part. Those below are
             raised to it, and all are scaled so that E|A c|² stays.
     """
-    white_CC = whitening_of(moment_CC)
-    inner_CC = root_CC @ torch.linalg.inv(white_CC)
-    part_C, basis_CC = torch.linalg.eigh(inner_CC.mT @ inner_CC)
-    raised_C = part_C.clamp(min=least * float(part_C.mean()))
-    raised_C = raised_C * (part_C.sum() / raised_C.sum())
-    found_CC: Tensor = (basis_CC * raised_C.sqrt()) @ basis_CC.mT @ white_CC
+    energy_C, basis_CC = torch.linalg.eigh(moment_CC)
+    has_tokens_C = energy_C > _LEAST * energy_C[-1]
+    deviation_K, basis_CK = energy_C[has_tokens_C].sqrt(), basis_CC[:, has_tokens_C]
+    image_CK = root_CC @ basis_CK * deviation_K
+    part_K, turn_KK = torch.linalg.eigh(image_CK.mT @ image_CK)
+    lacking_K = (least * part_K.mean() - part_K).clamp(min=0)
+    rows_KC = lacking_K.sqrt()[:, None] * (turn_KK.mT @ (basis_CK / deviation_K).mT)
+    _, raised_CC = torch.linalg.qr(torch.cat([root_CC, rows_KC]))
+    found_CC: Tensor = raised_CC * (part_K.sum() / (part_K.sum() + lacking_K.sum())).sqrt()
     return found_CC
 
 
