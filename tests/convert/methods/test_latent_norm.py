@@ -28,7 +28,7 @@ from kvfold.convert.methods.latent_norm import (
     with_least_parts,
     with_query_norm,
 )
-from kvfold.convert.methods.length_form import FLOOR, fit_form, fit_root
+from kvfold.convert.methods.length_form import FLOOR, fit_form, fit_root, raised_root
 from kvfold.convert.methods.refinement import LayerSample, length_weights
 from tests.support.tiny import make
 
@@ -191,6 +191,19 @@ def test_a_direction_that_left_the_length_gets_a_part_of_it() -> None:
     assert float((length_X(whole) / length_X(without) - 1).abs().median()) < 0.05
     again = with_least_parts(whole, input_XD.unflatten(0, (4, 100)), 0.01)  # nothing is below
     torch.testing.assert_close(length_X(again), length_X(whole))
+
+
+def test_directions_without_tokens_are_left_alone() -> None:
+    """A latent that is wider than its input: no direction lacks a part, so that no length changes."""
+    latent_XC = drawn(300, 6) @ drawn(6, 16, seed=1)
+    moment_CC = latent_XC.mT @ latent_XC / len(latent_XC)
+    root_CC = drawn(16, 16, seed=2)
+    kept_CC = raised_root(root_CC, moment_CC, 1e-6)
+    torch.testing.assert_close((latent_XC @ kept_CC.mT).norm(dim=-1), (latent_XC @ root_CC.mT).norm(dim=-1))
+    raised_CC = raised_root(root_CC, moment_CC, 0.2)
+    assert torch.linalg.cond(raised_CC) < 1e3
+    sizes = [float((latent_XC @ one.mT).square().sum()) for one in (raised_CC, root_CC)]
+    assert sizes[0] == pytest.approx(sizes[1])
 
 
 @pytest.mark.parametrize("bias", [False, True])
