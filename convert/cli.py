@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..core.console import is_first, loading, show_json
+from ..core.console import is_first, loading, show_json, show_text
 from ..core.processes import Launched
 from ..core.units import ByteSize
 from .algebra.target import NAMES
@@ -232,7 +232,7 @@ def _show(folded: "Folded", as_json: bool) -> None:
         checked = {} if report is None else {"verify": report.to_dict()}
         show_json({"out": str(out), **folded.record, **checked})
     else:
-        click.echo(_summary(folded))
+        show_text(_summary(folded))
     if report is not None and report.failures:
         click.echo(f"Error: {out} does not pass kvfold verify: {'; '.join(report.failures)}", err=True)
         raise SystemExit(FAILED)

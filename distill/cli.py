@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..core.console import Command, notice, show_json, show_table
+from ..core.console import Command, notice, show_json, show_table, show_text
 from ..core.errors import InvalidInput
 from .display import duration, is_main_process, wait_for_rank_0
 
@@ -207,7 +207,7 @@ def _run(recipe: "Recipe", as_json: bool) -> None:
     _show_losses(result)
     if result.evaluation:
         _show_evaluation(result.evaluation)
-    click.echo(f"Wrote {result.output}. Next: kvfold eval {result.output} --text FILE")
+    show_text(f"Wrote {result.output}. Next: kvfold eval {result.output} --text FILE")
 
 
 def _show_losses(result: "TrainingResult") -> None:
@@ -222,7 +222,7 @@ def _show_losses(result: "TrainingResult") -> None:
 
 def _show_evaluation(found: dict[str, Any]) -> None:
     share = "" if found["recovered_share"] is None else f", {found['recovered_share']:.1%} recovered"
-    click.echo(
+    show_text(
         f"Held-out text ({found['text']}): perplexity {found['teacher_perplexity']:.4g} (teacher), "
         f"{found['start_perplexity']:.4g} (before), {found['perplexity']:.4g} (after step "
         f"{found['step']}){share}."

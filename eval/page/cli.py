@@ -4,7 +4,7 @@ from pathlib import Path
 
 import click
 
-from ...core.console import Command, show_json
+from ...core.console import Command, show_json, show_text
 
 
 @click.command("report", cls=Command)
@@ -39,6 +39,6 @@ def main(directories: tuple[Path, ...], out: Path, png: Path | None, as_json: bo
         show_json(page.summary)
         return
     size = out.stat().st_size / 1e6
-    click.echo(
+    show_text(
         f"Wrote {out}: {page.figures} figures, {size:.1f} MB{f'; their PNGs are in {png}' if png else ''}."
     )

@@ -242,6 +242,11 @@ def show_json(value: Any) -> None:
     click.echo(json.dumps(value, indent=2, sort_keys=False))
 
 
+def show_text(text: str) -> None:
+    """Print lines to stdout; of names in them, control characters are printed as escapes."""
+    click.echo("\n".join(map(printable, text.splitlines())))
+
+
 def notice(text: str) -> None:
     """Report something that the user should know: to the listener, and on stderr or to the log.
 

@@ -9,7 +9,7 @@ import click
 
 from ..convert.algebra.target import NAMES
 from ..convert.efforts import EFFORTS
-from ..core.console import Command, show_json, show_table
+from ..core.console import Command, show_json, show_table, show_text
 from ..core.errors import InvalidInput
 from ..eval.assertions import Unmet
 from .default_options import STEPS, WINDOW
@@ -194,7 +194,7 @@ def _show(report: dict[str, Any]) -> None:
     show_table(f"{report['source']} to {report['to']}: {kept}", columns, rows)
     if report["met"]:
         fold = ", the fold itself" if report["kept"] == "folded" else ""
-        click.echo(
+        show_text(
             f"Wrote {report['out']} ({report['chosen']}{fold}). Next: kvfold eval {report['out']} --text "
             f"ANOTHER_FILE"
         )

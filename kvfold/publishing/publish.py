@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ..core.console import Command, notice, show_json, show_table
+from ..core.console import Command, notice, show_json, show_table, show_text
 from ..core.errors import InvalidInput
 from ..core.untrusted import printable
 from ..results import Published
@@ -194,7 +194,7 @@ def main(
         _show(found, private)
     else:
         removed = f", {', '.join(found.removed)} removed" if found.removed else ""
-        click.echo(
+        show_text(
             f"Published {directory} as {repository} at commit {found.commit}: {len(found.files)} "
             f"files{removed}"
         )

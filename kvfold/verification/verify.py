@@ -18,7 +18,7 @@ import click
 
 from ..convert.decide.engines import ENGINES
 from ..core.cache_dtypes import CACHE_DTYPES
-from ..core.console import Command, notice, show_json, show_table
+from ..core.console import Command, notice, show_json, show_table, show_text
 from ..core.errors import InvalidInput
 from ..core.grid import Grid, Tabular
 from .engine_runs import run_llama_cpp, started_engines
@@ -383,4 +383,4 @@ def _show(report: VerificationReport) -> None:
     table = report.grid()
     show_table(table.title, table.columns, table.rows)
     result = "passes" if not report.failures else "does not pass"
-    click.echo(f"{report.directory} {result} for {', '.join(report.engines)}")
+    show_text(f"{report.directory} {result} for {', '.join(report.engines)}")

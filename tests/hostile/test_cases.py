@@ -59,6 +59,7 @@ FOUND = (
     Case("cache/manifest.json", "eval cache", 30),
     Case("recipe.yaml", "distill", 10),
     Case("latent/config.json", "eval latent", 7),
+    Case("fold", "verify fold", 24, "name"),
 )
 
 
