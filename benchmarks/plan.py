@@ -89,7 +89,7 @@ def _measure(
     directory = one.plan.source.checkpoint.directory
     with tempfile.TemporaryDirectory() as work:
         out = Path(work) / "out"
-        request = one.request.model_copy(update={"refine": steps})
+        request = one.request.model_copy(update={"effort": "best", "refine": steps})
         rewrite(make_plan(directory, request, statistics), out)
         result = evaluate(out, directory, text, how)
     assert result.ppl.difference is not None

@@ -146,7 +146,7 @@ def commands_of(root: Path, steps: int, size: dict[str, int]) -> dict[str, list[
     commands = {RESIDENT: [sys.executable, "-m", "benchmarks.resident", "--once", str(root), *rank, *taken]}
     for name, options in FOLDS.items():
         commands[name] = [*convert, *options, *(read if name != WEIGHTS else [])]
-    commands[REFINED] += ["--refine", str(steps)]
+    commands[REFINED] += ["--effort", "best", "--refine", str(steps)]
     return commands
 
 

@@ -109,7 +109,8 @@ def measure_row(
     row: Row = {}
     if options:
         if not place.exists():
-            asked = {"model": str(directory), "to": "mla", "dtype": "float32", "refine": refine, **options}
+            asked = {"model": str(directory), "to": "mla", "dtype": "float32", **options}
+            asked |= {"effort": "best", "refine": refine}
             rewrite(make_plan(directory, fold_request(asked), statistics()), place)
         row["predicted"] = json.loads((place / "kvfold.json").read_text())["predicted_loss"]
     row |= measure(place if options else directory, train_BT, held_BT)

@@ -174,7 +174,7 @@ def make(out: Path, sequences: int, length: int, refine: int) -> None:
     out.mkdir(parents=True, exist_ok=True)
     for figure in (overview, queries, metric):
         (out / f"{figure.__name__}.svg").write_text(figure(), encoding="utf-8")
-    given: Any = {"sequences": sequences, "length": length, "refine": refine}
+    given: Any = {"sequences": sequences, "length": length, "effort": "best", "refine": refine}
     with tempfile.TemporaryDirectory() as work:
         folds = {
             "gqa": kvfold.fold(DEMO, kvfold.GQA(kv_budget="25%"), out=Path(work, "gqa"), **given),
