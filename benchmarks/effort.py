@@ -44,7 +44,7 @@ def kinds(target: str, before: Path | None) -> dict[str, list[str]]:
 
 
 def fold(model: Path, options: list[str], out: Path, checkout: Path | None) -> Row:
-    """Fold in a process of its own; return its CPU seconds and peak memory.
+    """Fold in a process of its own; return its CPU seconds.
 
     Args:
         model: the source.
@@ -54,9 +54,9 @@ def fold(model: Path, options: list[str], out: Path, checkout: Path | None) -> R
     """
     python = [sys.executable, "-m", "kvfold", "convert", str(model), *options, "--verify", "none"]
     if checkout is not None:
-        python = ["env", f"PYTHONPATH={checkout}", *python]
+        python = ["env", "-C", str(checkout), f"PYTHONPATH={checkout}", *python]
     cost = timed([*python, "--jobs", "1", "--out", str(out)])
-    return {key: cost[key] for key in ("cpu_seconds", "peak_mb")}
+    return {"cpu_seconds": cost["cpu_seconds"]}
 
 
 @click.command()
@@ -113,11 +113,11 @@ def main(
                 click.echo(f"{target}, {label}: {rows[target][label]}", err=True)
                 path = save(f"effort-{name}", {**about, "rows": rows})
     cells = [
-        (target, label, f"{row['cpu_seconds']:.1f}", f"{row['peak_mb']:.0f}", f"{row['lost']:.4f}")
+        (target, label, f"{row['cpu_seconds']:.1f}", f"{row['lost']:.4f}")
         for target, found in rows.items()
         for label, row in found.items()
     ]
-    show_table(about["protocol"], ("", "", "CPU s", "peak MB", "nats lost"), cells)
+    show_table(about["protocol"], ("", "", "CPU s", "nats lost"), cells)
     click.echo(f"saved in {path}")
 
 

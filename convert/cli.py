@@ -191,19 +191,22 @@ def main(config: Path | None, dry_run: bool, as_json: bool, **options: Any) -> N
     request = _read_request(config, options)
     with loading():
         from ..fold_run import carry_out
+        from .decide.fold_cost import cost_of
         from .decide.outline import show_plan
         from .decide.preparation import prepare
 
     if not dry_run:
         _show(carry_out(request), as_json)
         return
-    plan = prepare(request, dry_run=True).plan.to_dict()
+    planned = prepare(request, dry_run=True).plan
     if not is_first():
         return
+    cost = cost_of(planned)
+    plan = {**planned.to_dict(), "fold": cost.to_dict()}
     if as_json:
         show_json(plan)
     else:
-        show_plan(plan)
+        show_plan(plan, str(cost))
 
 
 def _read_request(config: Path | None, options: dict[str, Any]) -> "FoldRequest":

@@ -5,8 +5,13 @@ from typing import Any
 from ...core.console import show_table
 
 
-def show_plan(plan: dict[str, Any]) -> None:
-    """Print a plan as a table."""
+def show_plan(plan: dict[str, Any], cost: str) -> None:
+    """Print a plan as a table.
+
+    Args:
+        plan: as `Plan.to_dict` returns it.
+        cost: predicted time and memory of the fold, in words.
+    """
     cache = plan["cache"]
     at_lengths = plan["cache_bytes_at"].items()
     rows = [
@@ -36,5 +41,6 @@ def show_plan(plan: dict[str, Any]) -> None:
         )
     rows += [("engines", ", ".join(plan["engines"]))] if plan["engines"] else []
     rows += [(name, " x ".join(map(str, shape))) for name, shape in plan["attention_of_layer_0"].items()]
+    rows.append(("this fold", f"{cost}, on this machine while nothing else runs"))
     rows += [("note", text) for text in plan["notices"]]
     show_table("plan (nothing is written)", ("", ""), rows)

@@ -55,14 +55,10 @@ class NeedlePrompt:
 
 
 @cache
-def prose(held_out: bool = True) -> tuple[str, ...]:
-    """Return sentences without digits from docstrings of the standard library, each once.
-
-    Args:
-        held_out: True for the held-out modules, which the suites use; False for the modules to train on.
-    """
+def prose() -> tuple[str, ...]:
+    """Return sentences without digits from docstrings of the held-out modules of the standard library."""
     strings = []
-    for document in stdlib_documents(held_out):
+    for document in stdlib_documents(held_out=True):
         for node in ast.walk(ast.parse(document)):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
                 strings.append(ast.get_docstring(node) or "")

@@ -1,0 +1,240 @@
+"""The time and memory of a fold, predicted from shapes and the rates of the machine.
+
+Every phase is counted in FLOP, bytes and small operations, divided by the rates of machine_rates.py, and
+multiplied by what such a count leaves out, one factor per phase (`python -m benchmarks.fold_cost` fits and
+checks them).
+
+Legend: S sequences, T tokens of each, X = S·T, L layers, D hidden size, N and K heads of queries and keys, H
+their width, V vocabulary, M the widest side of a decomposition.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from ...core.units import show_bytes
+from ..algebra.target import GroupedTarget, LatentTarget
+from ..calibration.capacity import Need, fold_bytes
+from ..calibration.reach import default_length
+from ..calibration.study import batch_size
+from ..families.source import Source
+from ..methods.refinement import BATCH, SHARES
+from ..methods.table import reads_statistics
+from .machine_rates import Rates, measure_rates
+from .plan import Plan
+
+# Measured seconds over counted ones, medians over the models of `benchmarks.fold_cost`.
+FACTORS = {"text": 1.0, "statistics": 1.0, "closed form": 1.0, "refinement": 1.0}
+START = 3.0  # seconds of importing torch and transformers
+BASE = 6.5e8  # bytes of a process that has imported them
+_DECODED, _PASSED = 60, 150  # small operations of a layer for a token, and for a batch forward and backward
+_DESCENDED = 400  # small operations of a step of refinement
+_SLOW = 5  # of a small operation inside a module, in those of `Rates.call`
+_FLOAT, _DOUBLE = 4, 8
+_NORMED = 4  # layers that a fitted latent norm is measured on
+_WIDTHS = 11  # rotary widths that a budget is divided among
+
+
+@dataclass(frozen=True, kw_only=True)
+class FoldCost:
+    """Predicted cost of a fold.
+
+    Attributes:
+        seconds: of each phase on this machine while nothing else runs.
+        peak_bytes: resident memory at its highest.
+    """
+
+    seconds: dict[str, float]
+    peak_bytes: int
+
+    @property
+    def total(self) -> float:
+        """Return the seconds of all phases."""
+        return sum(self.seconds.values())
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the prediction as plain values."""
+        phases = {phase: round(value, 2) for phase, value in self.seconds.items()}
+        return {"seconds": round(self.total, 1), "phases": phases, "peak_bytes": self.peak_bytes}
+
+    def __str__(self) -> str:
+        phases = ", ".join(f"{phase} {value:.0f}" for phase, value in self.seconds.items() if value >= 1)
+        return f"about {show_seconds(self.total)} ({phases}) and {show_bytes(self.peak_bytes)} of memory"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Shapes:
+    """Counts of a source and the calibration of a fold."""
+
+    sequences: int
+    length: int
+    layers: int
+    hidden: int
+    heads: int
+    key_heads: int
+    width: int
+    vocabulary: int
+    inside: int  # weights in all decoder layers
+    weights: int
+
+    @property
+    def tokens(self) -> int:
+        return self.sequences * self.length
+
+    @classmethod
+    def of(cls, plan: Plan) -> "_Shapes":
+        source, request = plan.source, plan.request
+        geometry, length = source.geometry, request.length or default_length(source)
+        need = Need.of(source, sequences=1, length=2)
+        return cls(
+            sequences=plan.effort.sequences,
+            length=min(length, source.positions),
+            layers=source.layers,
+            hidden=geometry.hidden_size,
+            heads=geometry.num_attention_heads,
+            key_heads=geometry.num_key_value_heads,
+            width=geometry.head_dim,
+            vocabulary=int(source.config["vocab_size"]),
+            inside=(need.weights - need.rest) // _FLOAT,
+            weights=need.weights // _FLOAT,
+        )
+
+
+def cost_of(plan: Plan) -> FoldCost:
+    """Return the predicted cost of a fold on this machine, by a micro-benchmark of about a second."""
+    request = plan.request
+    calibration = request.calibration or "self"
+    if not reads_statistics(plan.method):
+        calibration = "none"
+    return predict_cost(plan, calibration, measure_rates(plan.source.geometry.hidden_size))
+
+
+def show_seconds(seconds: float) -> str:
+    """Return a duration as a user reads it."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+def predict_cost(plan: Plan, calibration: str, rates: Rates) -> FoldCost:
+    """Return the predicted cost of a fold.
+
+    Args:
+        plan: the fold, by weights alone or by statistics.
+        calibration: `none`, `self`, or a text; saved statistics cost as little as `none`.
+        rates: of this machine.
+    """
+    shapes, jobs = _Shapes.of(plan), _jobs(plan, rates)
+    is_read = calibration != "none" and not calibration.endswith(".safetensors")
+    seconds = {"start": START, "text": 0.0, "statistics": 0.0}
+    if calibration == "self":
+        seconds["text"] = _text(shapes, rates)
+    if is_read:
+        seconds["statistics"] = _statistics(shapes, rates)
+    fitted = plan.latent_norm in {"auto", "fitted"} and calibration != "none"
+    layers = shapes.layers / jobs
+    seconds["closed form"] = layers * _closed(plan, shapes, rates)
+    if fitted:
+        norm = _norm(plan, shapes, rates)
+        measured = min(_NORMED, shapes.layers)
+        seconds["closed form"] += layers * norm + measured * (norm + 2 * _closed(plan, shapes, rates))
+    if calibration != "none":
+        seconds["closed form"] += _division(plan, shapes, rates)
+        seconds["refinement"] = layers * _refinement(plan, shapes, rates)
+    found = {phase: value * FACTORS.get(phase, 1.0) for phase, value in seconds.items() if value}
+    return FoldCost(seconds=found, peak_bytes=_peak(plan, shapes, calibration, jobs))
+
+
+def _text(shapes: _Shapes, rates: Rates) -> float:
+    """Return the seconds in which a source writes its text, all sequences at once."""
+    products = 2 * shapes.tokens * shapes.weights / rates.decoding
+    repeated = 1 if shapes.heads == shapes.key_heads else 3
+    cached = shapes.sequences * shapes.length**2 * shapes.heads * shapes.width * _FLOAT * repeated
+    predicted = 8 * shapes.tokens * shapes.vocabulary * _FLOAT  # softmax, entropy and draw
+    calls = shapes.length * (shapes.layers * _DECODED + 40) * _SLOW * rates.call
+    return products + (shapes.layers * cached + predicted) / rates.stream + calls
+
+
+def _statistics(shapes: _Shapes, rates: Rates) -> float:
+    """Return the seconds of a pass forward and backward with its moments."""
+    x, keys, maps = shapes.tokens, shapes.key_heads * shapes.width, shapes.heads * shapes.length
+    products = 2 * 2 * x * shapes.weights + shapes.layers * 12 * x * maps * shapes.width
+    moved = (shapes.layers * 24 * x * maps + 8 * x * shapes.vocabulary) * _FLOAT
+    sides = (shapes.hidden + 1) ** 2 + shapes.hidden**2 + 2 * keys**2
+    moments = shapes.layers * 2 * x * (sides * 9 / 16 + 2 * shapes.heads * shapes.width**2)
+    batches = math.ceil(shapes.sequences / batch_size(shapes.length))
+    calls = batches * shapes.layers * _PASSED * _SLOW * rates.call
+    return products / rates.products + moved / rates.stream + moments / rates.double / rates.threads + calls
+
+
+def _closed(plan: Plan, shapes: _Shapes, rates: Rates) -> float:
+    """Return the seconds of one layer's closed form on one thread, and of measuring it."""
+    side = max(shapes.hidden, 2 * shapes.key_heads * shapes.width)
+    decompositions = 1 if isinstance(plan.target, LatentTarget) else 0.5
+    algebra = decompositions * side**3 / rates.decomposition + 30 * shapes.hidden**3 / rates.double
+    source = _forward(shapes, 2 * shapes.hidden * _source_width(shapes), shapes.width)
+    return algebra + 2 * shapes.tokens * source / rates.single
+
+
+def _norm(plan: Plan, shapes: _Shapes, rates: Rates) -> float:
+    """Return the seconds of fitting one layer's latent norm."""
+    assert isinstance(plan.target, LatentTarget)
+    passes = 1 + 2 * plan.effort.draws
+    fit = 2 * 64 * shapes.tokens * plan.target.kv_lora_rank**2 / rates.double
+    return passes * shapes.tokens * _folded(plan, shapes) / rates.single + fit
+
+
+def _division(plan: Plan, shapes: _Shapes, rates: Rates) -> float:
+    """Return the seconds in which a budget is divided among slots and latent."""
+    if not isinstance(plan.target, LatentTarget) or plan.request.kv_budget is None:
+        return 0.0
+    side = min(shapes.hidden, 2 * shapes.key_heads * shapes.width)
+    return shapes.layers * _WIDTHS * (side**3 / rates.decomposition + 6 * side**3 / rates.double)
+
+
+def _refinement(plan: Plan, shapes: _Shapes, rates: Rates) -> float:
+    """Return the seconds of one layer's refinement on one thread."""
+    own, steps = _folded(plan, shapes), plan.refine
+    descended = steps * min(plan.effort.batch, shapes.sequences) * shapes.length
+    tokens = 3 * descended + (2 + len(SHARES) / BATCH) * shapes.tokens
+    inside = shapes.heads * shapes.width
+    orthogonal = steps * 5 * 6 * 4 * inside * shapes.hidden * shapes.width
+    solved = 4 * shapes.tokens * inside**2 + 3 * inside**3 if plan.solves else 0
+    return (tokens * own + orthogonal + solved) / rates.single + steps * _DESCENDED * _SLOW * rates.call
+
+
+def _forward(shapes: _Shapes, projections: float, width: float) -> float:
+    """Return the FLOP of one token's attention: projections, and scores and mixing over half of the keys."""
+    return projections + 2 * shapes.length * shapes.heads * width
+
+
+def _source_width(shapes: _Shapes) -> int:
+    return 2 * shapes.width * (shapes.heads + shapes.key_heads)
+
+
+def _folded(plan: Plan, shapes: _Shapes) -> float:
+    """Return the FLOP of one token's attention after the fold."""
+    inside, target = shapes.heads * shapes.width, plan.target
+    if isinstance(target, GroupedTarget):
+        kept = 2 * target.num_key_value_heads * shapes.width
+        return _forward(shapes, 2 * shapes.hidden * (2 * inside + kept), shapes.width)
+    rank, rotary = target.kv_lora_rank, target.qk_rope_head_dim
+    queries = shapes.heads * (shapes.width + rotary)
+    rows = shapes.hidden * (queries + inside + rank + rotary) + 2 * rank * inside
+    return _forward(shapes, 2 * rows, shapes.width + rotary / 2)
+
+
+def _jobs(plan: Plan, rates: Rates) -> int:
+    return min(plan.request.jobs or rates.threads, plan.source.layers)
+
+
+def _peak(plan: Plan, shapes: _Shapes, calibration: str, jobs: int) -> int:
+    """Return the bytes of the phase that takes most."""
+    source: Source = plan.source
+    if calibration == "none":
+        return int(BASE + jobs * fold_bytes(source))
+    need = Need.of(source, sequences=min(batch_size(shapes.length), shapes.sequences), length=shapes.length)
+    cached = shapes.sequences * need.cached
+    studied = need.weights + max(cached, need.activations) + need.statistics
+    sample = (shapes.sequences, shapes.length)
+    return int(BASE + max(studied, need.statistics + jobs * fold_bytes(source, sample)))
