@@ -1,11 +1,14 @@
 """Predicted against found cost of folds: `python -m benchmarks.fold_cost MODEL...`.
 
 Each fold is predicted by `kvfold convert --dry-run` and then made by the same command, each in a process of
-its own. Generated models (`hidden x layers`, such as 2048x2) have random weights and a tokenizer of numbers.
+its own. `--sizes` predicts folds of models of 1, 8 and 70 billion parameters instead, from their shapes
+alone, on this machine's core, on sixteen such cores, and on an H100 by half of what its data sheet says.
+Generated models (`hidden x layers`, such as 2048x2) have random weights and a tokenizer of numbers.
 Folds are made on one thread, so that CPU seconds are the seconds of a machine that does nothing else.
 """
 
 import json
+import math
 import multiprocessing
 import os
 import shlex
@@ -13,12 +16,18 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import click
 
+from kvfold.convert.decide.fold_cost import predict_cost, show_seconds
+from kvfold.convert.decide.machine_rates import Rates, measure_rates
+from kvfold.convert.decide.plan import make_plan
+from kvfold.convert.request import fold_request
 from kvfold.core.console import show_table
+from kvfold.core.units import show_bytes
 
 from .convert_memory import generate, timed
 from .machine import RESULTS, save
@@ -47,16 +56,121 @@ def measure(command: list[str], out: Path) -> dict[str, Any]:
     }
 
 
+SHAPES: dict[str, dict[str, int]] = {  # of Llama 3.2 1B, Llama 3.1 8B and 70B
+    "1B": {
+        "hidden_size": 2048,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "intermediate_size": 8192,
+    },
+    "8B": {
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "intermediate_size": 14336,
+    },
+    "70B": {
+        "hidden_size": 8192,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+        "intermediate_size": 28672,
+    },
+}
+VOCABULARY, KEY_HEADS, POSITIONS = 128_256, 8, 131_072
+CORES, SHARED = 16, 0.8  # and the share of their rates that products on all of them reach
+# Half of an H100 SXM's data sheet: float32 and float64 67 and 34 TFLOP/s without tensor cores, 3.35 TB/s. What
+# decomposition takes there is a guess.
+H100 = Rates(
+    products=33e12, decoding=33e12, single=33e12, double=17e12, decomposition=1e11, stream=1.7e12,
+    call=1e-5, threads=1,
+)  # fmt: skip
+
+
+def hollow(directory: Path, shape: dict[str, int]) -> Path:
+    """Write a Llama checkpoint whose weights are a hole in a file; return its directory."""
+    hidden, wide, layers = shape["hidden_size"], shape["intermediate_size"], shape["num_hidden_layers"]
+    keys = KEY_HEADS * (hidden // shape["num_attention_heads"])
+    shapes: dict[str, tuple[int, ...]] = {
+        f"{name}.weight": (VOCABULARY, hidden) for name in ("model.embed_tokens", "lm_head")
+    }
+    shapes["model.norm.weight"] = (hidden,)
+    for number in range(layers):
+        prefix = f"model.layers.{number}."
+        for role, rows in (("q", hidden), ("k", keys), ("v", keys), ("o", hidden)):
+            shapes[f"{prefix}self_attn.{role}_proj.weight"] = (rows, hidden)
+        shapes |= {f"{prefix}mlp.{role}_proj.weight": (wide, hidden) for role in ("gate", "up")}
+        shapes[f"{prefix}mlp.down_proj.weight"] = (hidden, wide)
+        shapes |= {f"{prefix}{norm}_layernorm.weight": (hidden,) for norm in ("input", "post_attention")}
+    header: dict[str, Any] = {}
+    end = 0
+    for name, sides in shapes.items():
+        begin, end = end, end + 2 * math.prod(sides)
+        header[name] = {"dtype": "BF16", "shape": sides, "data_offsets": (begin, end)}
+    written = json.dumps(header).encode()
+    directory.mkdir()
+    with (directory / "model.safetensors").open("wb") as file:
+        file.write(len(written).to_bytes(8, "little") + written)
+        file.truncate(8 + len(written) + end)
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", **shape,
+        "num_key_value_heads": KEY_HEADS,
+        "vocab_size": VOCABULARY, "max_position_embeddings": POSITIONS, "rms_norm_eps": 1e-5,
+        "rope_theta": 500_000.0, "hidden_act": "silu", "tie_word_embeddings": False, "dtype": "bfloat16",
+    }  # fmt: skip
+    (directory / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return directory
+
+
+def predict_sizes(options: str, work: Path) -> dict[str, dict[str, Any]]:
+    """Return the predicted cost of a fold of every shape on every machine.
+
+    Args:
+        options: of `kvfold convert`.
+        work: gets the checkpoints.
+    """
+    rows: dict[str, dict[str, Any]] = {}
+    for size, shape in SHAPES.items():
+        source = hollow(work / size, shape)
+        words = [word.removeprefix("--").replace("-", "_") for word in shlex.split(options)]
+        given = dict(zip(words[::2], words[1::2], strict=True))
+        plan = make_plan(source, fold_request({"model": str(source), **given}))
+        core = measure_rates(shape["hidden_size"])
+        many = {name: getattr(core, name) * CORES * SHARED for name in ("products", "decoding")}
+        machines = {"1 core": core, f"{CORES} cores": replace(core, threads=CORES, **many), "H100": H100}
+        rows[size] = {name: predict_cost(plan, "self", rates).to_dict() for name, rates in machines.items()}
+    return rows
+
+
 @click.command()
-@click.argument("models", nargs=-1, required=True)
+@click.argument("models", nargs=-1)
+@click.option("--sizes", is_flag=True, help="Predict folds of large models by their shapes instead.")
 @click.option(
     "--options", "given", multiple=True, default=("--to mla --kv-budget 25%",), show_default=True,
     help="Of kvfold convert; repeatable.",
 )  # fmt: skip
 @click.option("--update", is_flag=True, help="Keep the other rows of the results.")
 @click.option("--work", type=click.Path(path_type=Path), help="Where generated models and outputs go.")
-def main(models: tuple[str, ...], given: tuple[str, ...], update: bool, work: Path | None) -> None:
+def main(
+    models: tuple[str, ...], sizes: bool, given: tuple[str, ...], update: bool, work: Path | None
+) -> None:
     """Print and save predicted and found seconds and memory of folds."""
+    if sizes:
+        with tempfile.TemporaryDirectory(dir=work) as name:
+            found = {options: predict_sizes(options, Path(name)) for options in given}
+        for options, table in found.items():
+            cells = [
+                (
+                    size,
+                    *(
+                        f"{show_seconds(one['seconds'])}, {show_bytes(one['peak_bytes'])}"
+                        for one in row.values()
+                    ),
+                )
+                for size, row in table.items()
+            ]
+            show_table(f"predicted, {options}", ("", *next(iter(table.values()))), cells)
+        click.echo(f"saved in {save('fold-cost-sizes', {'predicted': found})}")
+        return
     kept = RESULTS / "fold-cost.json"
     rows: dict[str, dict[str, Any]] = {}
     if update and kept.exists():

@@ -25,7 +25,7 @@ from .plan import Plan
 
 # Measured seconds over counted ones, medians over the models of `benchmarks.fold_cost`.
 FACTORS = {"text": 1.0, "statistics": 1.0, "closed form": 1.0, "refinement": 1.0}
-START = 3.0  # seconds of importing torch and transformers
+START = 3.5  # seconds of importing torch and transformers
 BASE = 6.5e8  # bytes of a process that has imported them
 _DECODED, _PASSED = 60, 150  # small operations of a layer for a token, and for a batch forward and backward
 _DESCENDED = 400  # small operations of a step of refinement
@@ -74,8 +74,7 @@ class _Shapes:
     key_heads: int
     width: int
     vocabulary: int
-    inside: int  # weights in all decoder layers
-    weights: int
+    weights: int  # that multiply every token: all but the embeddings
 
     @property
     def tokens(self) -> int:
@@ -85,7 +84,7 @@ class _Shapes:
     def of(cls, plan: Plan) -> "_Shapes":
         source, request = plan.source, plan.request
         geometry, length = source.geometry, request.length or default_length(source)
-        need = Need.of(source, sequences=1, length=2)
+        need, vocabulary = Need.of(source, sequences=1, length=2), int(source.config["vocab_size"])
         return cls(
             sequences=plan.effort.sequences,
             length=min(length, source.positions),
@@ -94,9 +93,8 @@ class _Shapes:
             heads=geometry.num_attention_heads,
             key_heads=geometry.num_key_value_heads,
             width=geometry.head_dim,
-            vocabulary=int(source.config["vocab_size"]),
-            inside=(need.weights - need.rest) // _FLOAT,
-            weights=need.weights // _FLOAT,
+            vocabulary=vocabulary,
+            weights=(need.weights - need.rest) // _FLOAT + vocabulary * geometry.hidden_size,
         )
 
 
@@ -131,7 +129,9 @@ def predict_cost(plan: Plan, calibration: str, rates: Rates) -> FoldCost:
         seconds["text"] = _text(shapes, rates)
     if is_read:
         seconds["statistics"] = _statistics(shapes, rates)
-    fitted = plan.latent_norm in {"auto", "fitted"} and calibration != "none"
+    # A plan by weights alone has a linear norm, which statistics may change.
+    can_fit = plan.latent_norm is not None and plan.request.latent_norm != "linear"
+    fitted = can_fit and calibration != "none"
     layers = shapes.layers / jobs
     seconds["closed form"] = layers * _closed(plan, shapes, rates)
     if fitted:

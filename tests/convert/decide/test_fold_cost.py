@@ -1,0 +1,99 @@
+"""Predicted costs follow the shapes and the rates that they are counted with."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from kvfold.convert.cli import main
+from kvfold.convert.decide import fold_cost
+from kvfold.convert.decide.fold_cost import cost_of, predict_cost, show_seconds
+from kvfold.convert.decide.machine_rates import Rates, measure_rates
+from kvfold.convert.decide.plan import Plan, make_plan
+from kvfold.convert.request import fold_request
+
+from ...support.tiny import make
+
+RATES = Rates(
+    products=1e11, decoding=5e10, single=1e11, double=5e10, decomposition=3e9, stream=5e10, call=2e-6, threads=1
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make(tmp_path_factory.mktemp("cost") / "source")
+
+
+def plan(source: Path, **options: object) -> Plan:
+    asked = {"model": str(source), "to": "mla", "kv_budget": "50%", **options}
+    return make_plan(source, fold_request(asked))
+
+
+def test_more_text_and_more_steps_take_longer(source: Path) -> None:
+    few, many = (plan(source, sequences=number) for number in (8, 16))
+    one, two = (predict_cost(each, "self", RATES).seconds for each in (few, many))
+    assert two["statistics"] == pytest.approx(2 * one["statistics"])
+    assert one["text"] < two["text"]
+    short, long = (predict_cost(plan(source, refine=steps), "self", RATES) for steps in (50, 100))
+    grown = long.seconds["refinement"] - short.seconds["refinement"]
+    closed = predict_cost(plan(source, refine=0), "self", RATES).seconds["refinement"]
+    assert grown == pytest.approx(short.seconds["refinement"] - closed, rel=0.2)
+    efforts = [
+        predict_cost(plan(source, effort=name), "self", RATES).total for name in ("quick", "default", "best")
+    ]
+    assert efforts == sorted(efforts)
+
+
+def test_a_phase_takes_as_long_as_its_rates_say(source: Path) -> None:
+    slow = replace(
+        RATES, **{name: getattr(RATES, name) / 3 for name in vars(RATES) if name not in {"call", "threads"}}
+    )
+    slow = replace(slow, call=3 * RATES.call)
+    once, thrice = (predict_cost(plan(source), "self", rates).seconds for rates in (RATES, slow))
+    for phase in once.keys() - {"start"}:
+        assert thrice[phase] == pytest.approx(3 * once[phase]), phase
+
+
+def test_what_is_not_done_costs_nothing(source: Path) -> None:
+    by_weights = predict_cost(plan(source, calibration="none"), "none", RATES)
+    assert by_weights.seconds.keys() == {"start", "closed form"}
+    on_text = predict_cost(plan(source), "text.jsonl", RATES)
+    assert "text" not in on_text.seconds
+    saved = predict_cost(plan(source), "kept.safetensors", RATES)
+    assert "statistics" not in saved.seconds
+    assert by_weights.peak_bytes < on_text.peak_bytes
+    assert fold_cost.cost_of(plan(source, method="svd")).seconds.keys() == {"start", "closed form"}
+
+
+def test_layers_at_once_take_less_time_and_more_memory(source: Path) -> None:
+    four = replace(RATES, threads=4)
+    one, several = (predict_cost(plan(source, jobs=jobs), "self", four) for jobs in (1, 2))
+    assert several.seconds["refinement"] == pytest.approx(one.seconds["refinement"] / 2)
+    assert several.peak_bytes >= one.peak_bytes
+
+
+def test_rates_are_positive_and_leave_the_threads_as_they_are() -> None:
+    threads = torch.get_num_threads()
+    rates = measure_rates(64)
+    assert torch.get_num_threads() == threads == rates.threads
+    assert all(value > 0 for value in vars(rates).values())
+    assert measure_rates(64) is rates
+
+
+def test_a_dry_run_shows_the_cost(source: Path) -> None:
+    words = [str(source), "--to", "gqa", "--kv-heads", "2", "--dry-run"]
+    shown = json.loads(CliRunner().invoke(main, [*words, "--json"], catch_exceptions=False).stdout)["fold"]
+    assert shown["seconds"] == pytest.approx(sum(shown["phases"].values()), abs=0.1)
+    table = CliRunner().invoke(main, words, catch_exceptions=False).stdout
+    assert "this fold" in table
+    assert str(cost_of(plan(source))).startswith("about ")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(3.4, "3 s"), (119, "119 s"), (600, "10 min"), (9000, "2.5 h")]
+)
+def test_durations(seconds: float, text: str) -> None:
+    assert show_seconds(seconds) == text
