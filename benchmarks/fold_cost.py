@@ -78,8 +78,8 @@ SHAPES: dict[str, dict[str, int]] = {  # of Llama 3.2 1B, Llama 3.1 8B and 70B
 }
 VOCABULARY, KEY_HEADS, POSITIONS = 128_256, 8, 131_072
 CORES, SHARED = 16, 0.8  # and the share of their rates that products on all of them reach
-# Half of an H100 SXM's data sheet: float32 and float64 67 and 34 TFLOP/s without tensor cores, 3.35 TB/s. What
-# decomposition takes there is a guess.
+# Half of an H100 SXM data sheet: float32 and float64 67 and 34 TFLOP/s without tensor cores, 3.35 TB/s. What
+# a decomposition takes there is a guess.
 H100 = Rates(
     products=33e12, decoding=33e12, single=33e12, double=17e12, decomposition=1e11, stream=1.7e12,
     call=1e-5, threads=1,
