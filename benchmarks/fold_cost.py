@@ -23,10 +23,10 @@ from typing import Any
 import click
 
 from kvfold.convert.decide.fold_cost import predict_cost, show_seconds
-from kvfold.convert.decide.machine_rates import Rates, measure_rates
 from kvfold.convert.decide.plan import make_plan
 from kvfold.convert.request import fold_request
 from kvfold.core.console import show_table
+from kvfold.core.machine_rates import Rates, measure_rates
 from kvfold.core.units import show_bytes
 
 from .convert_memory import generate, timed

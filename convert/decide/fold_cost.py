@@ -12,6 +12,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from ...core.machine_rates import Rates, measure_rates
 from ...core.units import show_bytes
 from ..algebra.target import GroupedTarget, LatentTarget
 from ..calibration.capacity import Need, fold_bytes
@@ -20,7 +21,6 @@ from ..calibration.study import batch_size
 from ..families.source import Source
 from ..methods.refinement import BATCH, SHARES
 from ..methods.table import reads_statistics
-from .machine_rates import Rates, measure_rates
 from .plan import Plan
 
 # Measured seconds over counted ones, on folds of three sources on a busy machine (LOG.md).

@@ -11,9 +11,9 @@ from click.testing import CliRunner
 from kvfold.convert.cli import main
 from kvfold.convert.decide import fold_cost
 from kvfold.convert.decide.fold_cost import cost_of, predict_cost, show_seconds
-from kvfold.convert.decide.machine_rates import Rates, measure_rates
 from kvfold.convert.decide.plan import Plan, make_plan
 from kvfold.convert.request import fold_request
+from kvfold.core.machine_rates import Rates, measure_rates
 
 from ...support.tiny import make
 
