@@ -9,7 +9,7 @@ their width, V vocabulary, M the widest side of a decomposition.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ...core.machine_rates import Rates, measure_rates
@@ -18,6 +18,7 @@ from ..algebra.target import GroupedTarget, LatentTarget
 from ..calibration.capacity import Need, fold_bytes
 from ..calibration.reach import default_length
 from ..calibration.study import batch_size
+from ..efforts import EFFORTS
 from ..families.source import Source
 from ..methods.refinement import BATCH, SHARES
 from ..methods.table import reads_statistics
@@ -106,6 +107,23 @@ def cost_of(plan: Plan) -> FoldCost:
     if not reads_statistics(plan.method):
         calibration = "none"
     return predict_cost(plan, calibration, measure_rates(plan.source.geometry.hidden_size))
+
+
+def cost_by_default(plan: Plan, sequences: int) -> FoldCost:
+    """Return the predicted cost of a fold with the default effort, whatever the plan has.
+
+    Args:
+        plan: the fold.
+        sequences: of calibration.
+    """
+    effort = replace(EFFORTS["default"], sequences=sequences)
+    return cost_of(replace(plan, refine=effort.steps, effort=effort))
+
+
+def in_words(cost: dict[str, Any]) -> str:
+    """Return a sentence about a predicted cost, as `FoldCost.to_dict` returns it."""
+    takes = f"{show_seconds(cost['seconds'])} and {show_bytes(cost['peak_bytes'])} of memory"
+    return f"This fold takes about {takes} on this machine while nothing else runs"
 
 
 def show_seconds(seconds: float) -> str:

@@ -9,9 +9,8 @@ from pydantic import Field
 
 from ..convert.calibration.statistics import Statistics
 from ..convert.calibration.study import study
-from ..convert.decide.fold_cost import FoldCost, cost_of, show_seconds
+from ..convert.decide.fold_cost import cost_by_default, in_words
 from ..convert.decide.per_rank import Ranks, source_elements
-from ..convert.efforts import EFFORTS
 from ..convert.families.source import Source, open_source
 from ..convert.formats.serving_widths import PROFILES
 from ..convert.request import FoldRequest
@@ -146,12 +145,7 @@ class Candidates(Tabular):
         """Sentences about the candidate to take and its command, or about what would fit."""
         chosen = self.chosen
         if chosen is not None:
-            fold = chosen["fold"]
-            takes = f"{show_seconds(fold['seconds'])} and {show_bytes(fold['peak_bytes'])} of memory"
-            return (
-                f"{chosen['label']}: {chosen['reason']}\n{chosen['command']}\n"
-                f"This fold takes about {takes} on this machine while nothing else runs"
-            )
+            return f"{chosen['label']}: {chosen['reason']}\n{chosen['command']}\n{in_words(chosen['fold'])}"
         found, bounds = self.report["would_fit"], self.bounds
         ways = [f"--memory {-(-found['memory'] // 10**6)}MB ({found['label']})"]
         if found["context"]:
@@ -259,12 +253,6 @@ def _command(row: Row, request: PlanRequest) -> str:
     return asked.command
 
 
-def _fold_cost(row: Row, request: PlanRequest) -> FoldCost:
-    """Return the predicted cost of the fold that a row's command makes."""
-    effort = replace(EFFORTS["default"], sequences=request.sequences)
-    return cost_of(replace(row.candidate.plan, refine=effort.steps, effort=effort))
-
-
 def _report(
     source: Source,
     advice: Advice,
@@ -301,7 +289,7 @@ def _report(
             "label": chosen.name,
             "reason": advice.reason,
             "command": _command(chosen, request),
-            "fold": _fold_cost(chosen, request).to_dict(),
+            "fold": cost_by_default(chosen.candidate.plan, request.sequences).to_dict(),
         },
         "would_fit": None if chosen else what_would_fit(advice.rows, bounds),
     }
