@@ -117,9 +117,8 @@ def main(
             rows[label] = {}
             for rank in [WHOLE, *ranks] if metric is None else ranks:
                 options = {"kv_budget": kv_budget, "q_lora_rank": None if rank == WHOLE else rank}
-                request = fold_request(
-                    {"model": model, "to": "mla", "effort": "best", "refine": steps, **options}
-                )
+                asked = {"model": model, "to": "mla", "effort": "best", "refine": steps, **options}
+                request = fold_request(asked)
                 plan = make_plan(directory, request, statistics)
                 out = Path(work) / f"{label}-{rank}"
                 record = _rewrite(plan, out, metric)
