@@ -50,11 +50,13 @@ FOLDS: dict[str, Fold] = {
     "gqa aligned:grouped": ("gqa", "aligned:grouped", {}, None),
     "gqa, weights only": ("gqa", "subspace", {}, None),
     "gqa, closed form": ("gqa", "subspace", {}, 0),
-    "gqa": ("gqa", "subspace", {}, STEPS),
+    "gqa": ("gqa", "subspace", {"effort": "default"}, STEPS),
+    "gqa --effort best": ("gqa", "subspace", {}, STEPS),
     "mla, weights only": ("mla", "subspace", {}, None),
     "mla uniform, closed form": ("mla", "subspace", {"slots": "uniform"}, 0),
     "mla, closed form": ("mla", "subspace", {}, 0),
-    "mla": ("mla", "subspace", {}, STEPS),
+    "mla": ("mla", "subspace", {"effort": "default"}, STEPS),
+    "mla --effort best": ("mla", "subspace", {}, STEPS),
     "mla, linear norm": ("mla", "subspace", {"latent_norm": "linear"}, STEPS),
     "mla --rope decoupled, own code": (
         "mla",
@@ -109,9 +111,10 @@ class Trial:
         statistics = None if steps is None else self.statistics
         phases, out = Phases(), self.work / "fold"
         try:
-            asked = {"model": str(self.directory), "to": to, "method": method, **options}
+            asked: dict[str, Any] = {"model": str(self.directory), "to": to, "method": method}
             if steps is not None:
                 asked |= {"effort": "best", "refine": steps}
+            asked |= options
             plan = phases.run("plan", lambda: make_plan(self.directory, fold_request(asked), statistics))
         except InvalidInput as reason:
             click.echo(f"{label}: {reason}", err=True)
