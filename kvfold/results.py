@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from .core.grid import Grid, Tabular
-from .core.units import show_bytes
+from .core.units import show_bytes, show_kinds
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -68,6 +68,7 @@ class Folded(Tabular):
         before, after = (cache[side]["elements_per_token_per_layer"] for side in ("before", "after"))
         size = show_bytes(cache["after"]["bytes_per_token"])
         sizes = ", ".join(f"{key} {value}" for key, value in record["target"].items() if key != "name")
+        kinds = cache.get("layers")
         rows = [
             ("source", str(record["source"]["name"])),
             ("target", f"{record['target']['name'].upper()} ({sizes}) by {record['method']}"),
@@ -77,6 +78,8 @@ class Folded(Tabular):
                 f"{before} -> {after} elements per token and layer ({cache['ratio']:.1%}), {size} per token",
             ),
         ]
+        if kinds:
+            rows.append(("layers", f"{show_kinds(kinds)}; the cache is that of layers that attend"))
         if self.predicted_loss is not None:
             rows.append(("predicted loss", f"{self.predicted_loss:.4f} nats per token"))
         rows += [("note", text) for text in self.notices]

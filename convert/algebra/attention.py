@@ -35,7 +35,9 @@ class Attention(_Layer):
 
     Biases are optional. Query head n reads key/value head n // (N/K). Where there are norms, they stand
     between projection (with its bias) and rotation: RMSNorm of each head, or of all heads as one vector.
-    Their weights have a row per head, or one that heads share.
+    Their weights have a row per head, or one that heads share. Where there is a gate, the sigmoid of
+    gate_NHD x + gate_NH multiplies each head's output before `o`: each dimension, or all of a head where the
+    gate has one row per head.
     """
 
     q_NHD: Tensor
@@ -48,6 +50,8 @@ class Attention(_Layer):
     o_D: Tensor | None = None
     q_norm_NH: Tensor | None = None
     k_norm_KH: Tensor | None = None
+    gate_NHD: Tensor | None = None
+    gate_NH: Tensor | None = None
     scale: float
 
 
@@ -59,8 +63,8 @@ class LatentAttention(_Layer):
     rows in the interleaved layout, one key for all heads. Queries are projected from x, or from q_down x +
     q_down_A (equation 12 there) where that is given. `spectrum` is the spectrum that the latent was cut from.
     Where `latent_norm_C` is given, c is divided by its root mean square and multiplied by that weight;
-    `query_norm` does the same to what queries are projected from. While a layer is made, `level_CC` is A of
-    c / |A c| in the place of c.
+    `query_norm` does the same to what queries are projected from. The gate is that of `Attention`. While a
+    layer is made, `level_CC` is A of c / |A c| in the place of c.
     """
 
     q_nope_NPA: Tensor
@@ -76,6 +80,8 @@ class LatentAttention(_Layer):
     q_rope_NR: Tensor | None = None
     k_rope_R: Tensor | None = None
     o_D: Tensor | None = None
+    gate_NHD: Tensor | None = None
+    gate_NH: Tensor | None = None
     scale: float
     level_CC: Tensor | None = None
     latent_norm_C: Tensor | None = None
@@ -151,8 +157,8 @@ class IntactAttention(_Layer):
     """Attention whose keys and values are rebuilt from a latent, keys before rotation.
 
     k = k_up c + k_KH and v = v_up c + v_KH. c = down x, with E = D; or, where k_KHD and v_KHD are kept, c =
-    down [norm(k); v], with E = 2KH and biases inside. Grouping, rotary layout and norms are those of
-    `Attention`. Queries are projected from x, or from q_down x where that is given.
+    down [norm(k); v], with E = 2KH and biases inside. Grouping, rotary layout, norms and the gate are those
+    of `Attention`. Queries are projected from x, or from q_down x where that is given.
     """
 
     q_NHA: Tensor
@@ -169,5 +175,7 @@ class IntactAttention(_Layer):
     o_D: Tensor | None = None
     q_norm_NH: Tensor | None = None
     k_norm_KH: Tensor | None = None
+    gate_NHD: Tensor | None = None
+    gate_NH: Tensor | None = None
     scale: float
     spectrum: LatentSpectrum | None = None

@@ -82,7 +82,7 @@ def attend(
     if isinstance(layer, LatentAttention):
         angle_TS = _angles(input_BTD, frequencies_F)
         q_BNTH, k_BNTH, v_BNTH = _latent(layer, input_BTD, angle_TS, scoring.norm_epsilon, gain_BT, cache)
-        return _output(layer, _mix(q_BNTH, k_BNTH, v_BNTH, layer.scale, scoring))
+        return _output(layer, _mix(q_BNTH, k_BNTH, v_BNTH, layer.scale, scoring), input_BTD)
     rebuilt = isinstance(layer, IntactAttention)
     k_BKTH, v_BKTH = keys_and_values(layer, input_BTD, scoring.norm_epsilon, cache if rebuilt else None)
     given = None if rebuilt else cache
@@ -148,7 +148,7 @@ def attend_to(
     queries = q_BNTH.shape[1] // k_BKTH.shape[1]
     read = _through(cache, _turned(k_BKTH, angle_TF)), _through(cache, v_BKTH)
     k_BNTH, v_BNTH = (rows_BKTH.repeat_interleave(queries, 1) for rows_BKTH in read)
-    return _output(layer, _mix(q_BNTH, k_BNTH, v_BNTH, layer.scale, scoring))
+    return _output(layer, _mix(q_BNTH, k_BNTH, v_BNTH, layer.scale, scoring), input_BTD)
 
 
 def _through(cache: Cache | None, rows: Tensor) -> Tensor:
@@ -161,7 +161,9 @@ def _angles(input_BTD: Tensor, frequencies_F: Tensor) -> Tensor:
     return position_T1 * frequencies_F.to(input_BTD.device)
 
 
-def _output(layer: AnyAttention, mixed_BNTH: Tensor) -> Tensor:
+def _output(layer: AnyAttention, mixed_BNTH: Tensor, input_BTD: Tensor) -> Tensor:
+    if layer.gate_NHD is not None:
+        mixed_BNTH = mixed_BNTH * _project(input_BTD, layer.gate_NHD, layer.gate_NH).sigmoid()
     output_BTD = torch.einsum("bnth,dnh->btd", mixed_BNTH, layer.o_DNH)
     return output_BTD if layer.o_D is None else output_BTD + layer.o_D
 

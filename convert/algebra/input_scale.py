@@ -42,9 +42,9 @@ def with_channels(layer: Layer, scale_D: Tensor) -> Layer:
         scale_D: factor on the columns of its input projections.
     """
     if isinstance(layer, Attention):
-        names = ["q_NHD", "k_KHD", "v_KHD"]
+        names = ["q_NHD", "k_KHD", "v_KHD", "gate_NHD"]
     else:
-        names = ["q_down_AD"]
+        names = ["q_down_AD", "gate_NHD"]
         if isinstance(layer, IntactAttention | NormedLatentAttention):
             names += ["k_KHD", "v_KHD"]
         if isinstance(layer, IntactAttention) and layer.k_KHD is None:

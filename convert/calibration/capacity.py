@@ -26,7 +26,7 @@ class Need:
         activations: the tensors that autograd keeps of one batch through all layers.
         statistics: the sums of all layers.
         cached: the keys and values of one sequence in all layers.
-        layers: the number of layers.
+        layers: the number of layers, whether they attend or not.
     """
 
     weights: int
@@ -50,7 +50,7 @@ class Need:
         """Estimate the need of a source from its shapes, for batches of `sequences` times `length` tokens."""
         checkpoint = source.checkpoint
         geometry = source.geometry
-        layers = source.layers
+        layers, attending = source.layers, len(source.attending)
         weights = _FLOAT * sum(math.prod(checkpoint.spec(name).shape) for name in checkpoint)
         stem = source.family.projections(0)["o"].partition(".0.")[0]
         inside = _FLOAT * sum(
@@ -69,11 +69,11 @@ class Need:
             layer=inside // layers,
             rest=weights - inside,
             activations=_FLOAT * sequences * length * layers * token,
-            statistics=layers
+            statistics=attending
             * (
                 _SUM * ((hidden + 1) ** 2 + hidden**2 + 2 * keys**2 + heads * width**2) + 2 * hidden * _SAMPLE
             ),
-            cached=_FLOAT * length * layers * geometry.cache_elements,
+            cached=_FLOAT * length * attending * geometry.cache_elements,
             layers=layers,
         )
 
@@ -105,7 +105,9 @@ def fold_bytes(source: Source, sample: tuple[int, int] | None = None) -> int:
     """
     geometry = source.geometry
     sequences, length = sample or (0, 0)
-    attention = sum(math.prod(source.checkpoint.spec(name).shape) for name in source.reads(0))
+    attention = sum(
+        math.prod(source.checkpoint.spec(name).shape) for name in source.reads(source.attending[0])
+    )
     side = max(geometry.hidden_size, geometry.num_key_value_heads * geometry.head_dim)
     # Refinement keeps inputs and target outputs. For the sequences of a step, autograd needs some rows and
     # three maps per head.
@@ -130,4 +132,4 @@ def default_jobs(source: Source, statistics: Statistics | None) -> int:
     # Processes of a launcher that share the memory of this machine.
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     fitting = min(free_bytes(), system_bytes()) // processes // fold_bytes(source, sample)
-    return max(1, min(torch.get_num_threads(), source.layers, fitting))
+    return max(1, min(torch.get_num_threads(), len(source.attending), fitting))

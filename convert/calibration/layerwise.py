@@ -80,7 +80,8 @@ def collect(
     """
     check_length(layered.model, sequences.shape[1])
     batches = share(sequences, batch_size, seed)
-    numbers = range(len(layered.blocks))
+    # Below the first layer that attends nothing is asked for.
+    numbers = range(layout.layers[0], len(layered.blocks))
     with _open_store(layered, batches, work) as stored:
         with together():
             calls = _enter(layered, batches, stored)
@@ -91,12 +92,16 @@ def collect(
         ticks = progress(range(steps), "statistics, backward", steps)
         for number in reversed(numbers):
             sums = Sums()
-            with together(), layered.block(number) as block, watched(layered.model, {number: sums}, layout):
+            seen = {number: sums} if number in layout.layers else {}
+            with together(), layered.block(number) as block, watched(layered.model, seen, layout):
                 for at in range(len(batches)):
                     next(ticks)
-                    _backward(block, number, at, stored, calls)
+                    _backward(block, number, at, stored, calls, is_last=number == numbers[0])
                 for backward in (False, True):
-                    sums.check_finite(number, backward=backward)
+                    for seen_sums in seen.values():
+                        seen_sums.check_finite(number, backward=backward)
+            if not seen:
+                continue
             sums.over_ranks()
             layers.insert(0, sums.means(sequences.numel()).parked(work))
         next(ticks, None)
@@ -119,11 +124,11 @@ def _forward(layered: LayeredModel, batches: int, stored: "_Stored", calls: "_Ca
     next(ticks, None)
 
 
-def _backward(block: Any, number: int, at: int, stored: "_Stored", calls: "_Calls") -> None:
-    """Replace a layer's stored input by the gradient there."""
-    input_BTD = stored.get(number, at).requires_grad_(number > 0)
+def _backward(block: Any, number: int, at: int, stored: "_Stored", calls: "_Calls", *, is_last: bool) -> None:
+    """Replace a layer's stored input by the gradient there, unless no layer below needs it."""
+    input_BTD = stored.get(number, at).requires_grad_(not is_last)
     calls.run(block, number, input_BTD).backward(stored.get(number + 1, at))
-    if number > 0:
+    if not is_last:
         assert input_BTD.grad is not None
         stored.put(number, at, input_BTD.grad)
 

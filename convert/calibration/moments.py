@@ -201,10 +201,12 @@ class Layout:
             and o.
         split: from a role and the output (B, T, C) of its projection to the parts: q (B, T, N, H), k and v
             (B, T, K, H), in the half layout.
+        layers: the numbers of the layers that attend.
     """
 
     projections: Callable[[int], Mapping[str, str]]
     split: Callable[[str, Tensor], Mapping[str, Tensor]]
+    layers: tuple[int, ...]
 
 
 @contextmanager

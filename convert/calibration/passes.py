@@ -47,7 +47,7 @@ def collect(
     """
     check_length(model, sequences.shape[1])
     batches = share(sequences, batch_size, seed)
-    layers = {number: Sums() for number in range(model.config.get_text_config().num_hidden_layers)}
+    layers = {number: Sums() for number in layout.layers}
     with together(), watched(model, layers, layout):
         trunk = model.get_decoder()
         for ids_BT, chance_BT in progress(batches, "statistics", len(batches)):

@@ -16,6 +16,7 @@ from ...core.console import progress
 from ...core.errors import InvalidInput
 from ...core.processes import check_enough, gather_rows, place, together
 from ...models.growing_cache import growing_cache
+from ...models.positions import positions_behind
 
 BLOCK = 256  # tokens of the vocabulary per block; a draw selects a block first
 
@@ -89,7 +90,14 @@ def _continue(model: Any, chance_BT: Tensor, bos: int | None) -> Iterator[tuple[
     cache = growing_cache(model.config, chance_BT.shape[1])
     for chance_B in chance_BT[:, 1:].to(model.device).T:
         with torch.no_grad():
-            output = model(input_ids=last_B[:, None], past_key_values=cache, use_cache=True, logits_to_keep=1)
+            output = model(
+                input_ids=last_B[:, None],
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=1,
+                **positions_behind(model, cache, last_B[:, None]),
+            )
+            cache = output.past_key_values
             p_BV = output.logits[:, -1].softmax(-1)
         if not p_BV.isfinite().all():
             raise InvalidInput(

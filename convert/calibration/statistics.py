@@ -108,7 +108,7 @@ class Statistics:
     """Statistics of all layers, and their origin.
 
     Attributes:
-        layers: in the model's order.
+        layers: of the layers that attend, in the model's order.
         tokens: the number of tokens that were read.
         calibration: `self`, `text:<name>`, ...
         seed: the seed of the draw of tokens and labels.

@@ -22,7 +22,7 @@ from ...core.processes import together
 from ...models.causal_lm import device, load_model, load_tokenizer
 from ...models.layered_model import LayeredModel
 from ...texts.documents import check_calibration, read_sequences
-from ..families.packing import half_order, split
+from ..families.packing import half_order, split, split_queries
 from ..families.recognition import family_of
 from ..families.source import Source
 from . import layerwise as by_layer
@@ -272,13 +272,15 @@ def layout_of(source: Source) -> Layout:
         rows: tuple[Tensor, ...] = (output_CBT.unflatten(0, (-1, geometry.head_dim)),)
         if role == "qkv":
             rows = split(output_CBT, family, geometry)
+        elif role == "q":
+            rows = (split_queries(output_CBT, family, geometry)[0],)
         found = dict(zip(role, rows, strict=True))
         return {
             one: (rows_IHBT if one == "v" else rows_IHBT[:, order_H]).permute(2, 3, 0, 1)
             for one, rows_IHBT in found.items()
         }
 
-    return Layout(projections=family.projections, split=heads)
+    return Layout(projections=family.projections, split=heads, layers=source.attending)
 
 
 def _check_source(statistics: Statistics, source: Source, file: str) -> Statistics:
@@ -286,7 +288,7 @@ def _check_source(statistics: Statistics, source: Source, file: str) -> Statisti
     geometry = source.geometry
     hidden, heads, keys, width = statistics.sizes()
     found = (len(statistics.layers), hidden, heads, width)
-    wanted = (source.layers, geometry.hidden_size, geometry.num_attention_heads, geometry.head_dim)
+    wanted = (len(source.attending), geometry.hidden_size, geometry.num_attention_heads, geometry.head_dim)
     if found != wanted:
         raise InvalidInput(
             f"{file} holds statistics of a model with (layers, hidden_size, heads, head_dim) {found}, the "

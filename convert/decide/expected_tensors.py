@@ -11,7 +11,7 @@ import torch
 
 from ..algebra.target import Geometry, LatentTarget
 from ..families.family import Family
-from ..families.recognition import FAMILIES, complete, geometry_of
+from ..families.recognition import FAMILIES, attending, complete, geometry_of
 from ..families.source import attention_shapes, names_outside_attention
 from ..formats.remote import Remote
 
@@ -102,7 +102,7 @@ def _remote(config: Mapping[str, Any], names: Collection[str]) -> dict[str, Shap
         biases=frozenset("k" if role == "kv" else role for role in ours["biases"]),
     )
     shapes: dict[str, Shape] = dict.fromkeys(names_outside_attention(family, whole))
-    for layer in range(whole["num_hidden_layers"]):
+    for layer in attending(family, whole):
         shapes |= {name: spec.shape for name, spec in container.specs(layer, torch.float32).items()}
     return shapes
 
@@ -112,8 +112,10 @@ def _grouped(family: Family, config: Mapping[str, Any], names: Collection[str]) 
         family = replace(family, prefix="")
     whole = complete(family, config)
     geometry = geometry_of(whole)
-    biases = {role for role, name in family.projections(0).items() if f"{name}.bias" in names}
+    layers = attending(family, whole)
+    first = family.projections(layers[0]) if layers else {}
+    biases = {role for role, name in first.items() if f"{name}.bias" in names}
     shapes: dict[str, Shape] = dict.fromkeys(names_outside_attention(family, whole))
-    for layer in range(whole["num_hidden_layers"]):
+    for layer in layers:
         shapes |= dict(attention_shapes(family, geometry, layer, biases))
     return shapes

@@ -16,7 +16,7 @@ from ..formats.remote import Remote
 from ..formats.stock import Stock
 from ..methods.key_regression import NO_FULL_RANK
 from ..methods.latent import Band
-from ..methods.slots import slot_rope
+from ..methods.slots import slot_rope, slots_of
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,11 @@ def choose_form(source: Source, rope: str | None, container: str) -> Form:
     Raises:
         InvalidInput: the user's choice cannot hold the source.
     """
+    if source.family.k_norm is not None and not source.rotary_width:
+        raise InvalidInput(
+            f"--to mla cannot hold {source.family.label} without rotation: its keys are normalised, and no "
+            "output format has such keys without rotation; use --to gqa"
+        )
     forced = _needs_intact(source, container)
     if rope == "decoupled" and forced is not None:
         raise InvalidInput(f"--rope decoupled cannot hold {source.family.label}: {forced}; use --rope intact")
@@ -67,11 +72,11 @@ def _needs_intact(source: Source, container: str) -> str | None:
     """Return why the rotary part of a source cannot be decoupled from its keys; None when it can.
 
     Layers without rotation would leave a rotary key empty. Only the stock class, which offers nothing else,
-    is worth that waste.
+    is worth that waste. It has one rotary table; kvfold's own code has several.
     """
-    layers = source.rotating if container == "stock" else range(source.layers)
-    unlike = source.rotary_width and len({str(source.frequencies(layer)) for layer in layers}) > 1
-    return intact_reason(source.family, biased=bool(source.biases), unlike=bool(unlike))
+    unlike = len(source.layers_by_table) > 1 if container == "stock" else source.mixed
+    unlike = unlike and source.rotary_width > 0
+    return intact_reason(source.family, biased=bool(source.biases), unlike=unlike)
 
 
 def _stock_obstacle(source: Source, container: str) -> str | None:
@@ -79,6 +84,8 @@ def _stock_obstacle(source: Source, container: str) -> str | None:
 
     Key norms are regressed on the layer's input where the user names the class, or an engine takes no other.
     """
+    if source.rotary_width and len(source.layers_by_table) > 1:
+        return "its layers have unlike rotary embeddings"
     obstacle = latent_obstacle(source.config, regressed=container == "stock")
     return None if obstacle is None else obstacle.partition("; use --to")[0]
 
@@ -118,24 +125,26 @@ def latent_container(source: Source, target: LatentTarget, bands: tuple[Band, ..
             mixed=source.mixed,
             unread=source.norms,
         )
-    _, factor = source.frequencies(0)
-    slots = tuple(band.frequency for band in bands for _ in range(band.slots))
+    first = source.attending[0]
+    scales = [source.scale(layer) * source.frequencies(layer)[1] ** 2 for layer in source.attending]
     if target.rope == "intact":
-        every = [tuple(source.frequencies(layer)[0].tolist()) for layer in range(source.layers)]
-        frequencies = tuple(dict.fromkeys(every))
-        tables = tuple(map(frequencies.index, every)) if len(frequencies) > 1 else ()
+        every = {layer: tuple(source.frequencies(layer)[0].tolist()) for layer in source.attending}
     else:
-        frequencies = (slots,)
-        tables = ()
+        every = {layer: tuple(slots_of(source, bands, layer).tolist()) for layer in source.attending}
+    frequencies = tuple(dict.fromkeys(every.values()))
+    of_all = (frequencies.index(every.get(layer, every[first])) for layer in range(source.layers))
+    tables = tuple(of_all) if len(frequencies) > 1 else ()
     return Remote(
         family=source.family,
         geometry=source.geometry,
         target=target,
         frequencies=frequencies,
         tables=tables,
-        scale=source.scale(0) * factor**2,
+        scale=scales[0],
+        scaled=len(set(scales)) > 1,
         nope_width=0 if bands and target.slots == "source" else source.geometry.head_dim,
         biases=source.biases | (frozenset("qkv") if "qkv" in source.biases else frozenset()),
         fitted=form.norm is not None,
         reordered=source.reordered,
+        layers=source.attending if source.kinds else (),
     )

@@ -66,8 +66,9 @@ def measure_norms(plan: Plan) -> tuple[float, float] | None:
         Both losses on held-back tokens, in nats per token; None where `forward.attend` does not compute the
         attention.
     """
-    count = plan.source.layers
-    numbers = torch.linspace(0, count - 1, min(count, LAYERS)).round().int().tolist()
+    count = len(plan.source.attending)
+    chosen = torch.linspace(0, count - 1, min(count, LAYERS)).round().int().tolist()
+    numbers = [plan.source.attending[one] for one in chosen]
     sums = []
     for norm in ("linear", "fitted"):
         closed = replace(plan.effort, solve=False)

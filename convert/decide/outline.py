@@ -3,6 +3,7 @@
 from typing import Any
 
 from ...core.console import show_table
+from ...core.units import show_kinds
 
 
 def show_plan(plan: dict[str, Any], cost: str) -> None:
@@ -30,6 +31,11 @@ def show_plan(plan: dict[str, Any], cost: str) -> None:
         )
         rows.append(
             (f"cache {side}", f"{size['elements_per_token_per_layer']} elements per token and layer; {at}")
+        )
+    if "layers" in cache:
+        kinds = show_kinds(cache["layers"])
+        rows.append(
+            ("layers", f"{kinds}; the cache is that of layers that attend, the others pass unchanged")
         )
     if plan["query_parameters"]:
         direct, made = plan["query_parameters"]

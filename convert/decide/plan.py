@@ -32,7 +32,7 @@ from .engine_choice import choose_plan, engine_notices
 from .engines import SERVED, are_served, containers_for, read_engines
 from .form import Form, latent_container, wanted_form
 from .profile_choice import plan_profiles, served_notices
-from .quantised_output import output_modules, quantised_fields, quantised_notices, with_stored_parts
+from .quantised_output import output_modules, planned_copies, quantised_fields, quantised_notices
 from .rope_choice import choose_rope
 from .serving_shape import served_container, served_target
 from .stock_norm import LatentNorm, first_norm, written_dtypes
@@ -67,12 +67,13 @@ class Plan:
         bands: the rotary slots of MLA.
         statistics: of the source on calibration tokens; None where only its weights are used.
         predicted: expected loss of MLA's division of the cache, in nats per token; None without statistics.
-        losses: the same by layer and part: `slots` (rotation that the slots lose), `latent` and `queries`.
+        losses: the same by layer that attends and part: `slots` (rotation that the slots lose), `latent` and
+            `queries`.
         refine: number of steps by which each layer is refined where there are statistics.
         effort: sequences in each of these steps, and draws for the weights of lengths.
         dtype: of the attention's tensors.
         copies: the other output tensors, and the source tensor that each is made of.
-        layers: the attention of each layer.
+        layers: the attention of each layer that attends.
         notices: sentences for the user.
         request: what the user asked for, with the choices that were made for them.
         engines: that must run the output.
@@ -152,7 +153,10 @@ class Plan:
         return output_modules(self.source, (layer.writes for layer in self.layers), self.copies)
 
     def cache(self) -> dict[str, Any]:
-        """Return the size of the cache per token, before and after, in elements and in the output's dtype."""
+        """Return the size of the cache per token, before and after, in elements and in the output's dtype.
+
+        Where some layers do not attend, sizes are those of the others, and `layers` counts both by kind.
+        """
 
         def size(elements: int) -> dict[str, int]:
             in_all_layers = elements * len(self.layers)
@@ -163,7 +167,8 @@ class Plan:
 
         before = self.source.geometry.cache_elements
         after = sum(self.container.cached)
-        return {"before": size(before), "after": size(after), "ratio": after / before}
+        layers = {"layers": self.source.kinds} if self.source.kinds else {}
+        return {"before": size(before), "after": size(after), "ratio": after / before, **layers}
 
     def calibration(self) -> dict[str, Any] | None:
         """Return the text, tokens and seed of the statistics; None where only weights are used."""
@@ -209,7 +214,7 @@ class Plan:
             "engines": list(self.engines),
             "latent_norm": self.latent_norm,
             "dtype": config["dtype"],
-            "layers": len(self.layers),
+            "layers": self.source.layers,
             "cache": cache,
             "cache_bytes_at": {str(tokens): [size * tokens for size in per_token] for tokens in CONTEXTS},
             "query_parameters": query_parameters(self.target, self.layers[0].writes),
@@ -287,20 +292,21 @@ def _plan_of_form(
     target, bands, losses = choose_slots(source, target, statistics, options, method, fixed)
     norm = first_norm(source, form, target, request.latent_norm, statistics, request.dtype)
     written, notices = written_dtypes(source, norm, request.dtype, dequantize=request.dequantize)
-    kind = written[source.reads(0)[0]]
+    kind = written[source.reads(source.attending[0])[0]]
     losses = planned_losses(source, target, statistics, losses)
     form = form and replace(form, norm=norm)
     container = _container(source, target, bands, form, options)
     layers = tuple(
         PlannedLayer(number=n, reads=(*source.reads(n), *container.norms(n)), writes=container.specs(n, kind))
-        for n in range(source.layers)
+        for n in source.attending
     )
     predicted = None
     if losses and "latent" in losses[0]:
         predicted = sum(sum(loss.values()) for loss in losses)
     notices += container.notices(source, None if form is None else form.why)
     notices += query_notices(target, layers[0].writes)
-    copies = _copies(source, container, layers, written, keeps=not request.dequantize)
+    reads = {name for layer in layers for name in layer.reads}
+    copies = planned_copies(source, container, reads, written, keeps=not request.dequantize)
     notices += quantised_notices(source, copies, str(kind).removeprefix("torch."))
     taken = request.taken
     refine = taken.steps if method == "subspace" else 0
@@ -317,7 +323,7 @@ def _plan_of_form(
         bands=bands,
         statistics=statistics,
         predicted=predicted,
-        losses=losses or (None,) * source.layers,
+        losses=losses or (None,) * len(layers),
         refine=refine,
         effort=taken,
         dtype=kind,
@@ -327,28 +333,6 @@ def _plan_of_form(
         request=request.model_copy(update=chosen),
         latent_norm=norm,
     )
-
-
-def _copies(
-    source: Source,
-    container: Container,
-    layers: tuple[PlannedLayer, ...],
-    written: Mapping[str, torch.dtype],
-    *,
-    keeps: bool,
-) -> dict[str, Copy]:
-    """Return the output tensors that are not attention, which no method makes.
-
-    Quantised ones keep their stored parts if `keeps` is true.
-    """
-    attention = {name for layer in layers for name in layer.reads}
-    copies: dict[str, Copy] = {}
-    for name in source.checkpoint:
-        if name not in attention:
-            spec = TensorSpec(written[name], source.checkpoint.spec(name).shape)
-            made = container.copies(name, spec)
-            copies |= with_stored_parts(source, name, made) if keeps else made
-    return copies
 
 
 def _target(source: Source, to: str, sizes: Mapping[str, Any], form: Form | None) -> Target:

@@ -4,8 +4,10 @@ Attention is dequantised, folded and written unquantised. Every other quantised 
 passes through keeps its stored parts. One that a container must change is written unquantised too.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from typing import Any
+
+import torch
 
 from ...checkpoints.quantised.packed_checkpoint import QuantisedCheckpoint
 from ...checkpoints.quantised.packed_tensor import module_of
@@ -13,6 +15,7 @@ from ...checkpoints.quantised.schemes import SCHEMES
 from ...checkpoints.quantised.unconverted import OutputModules
 from ...checkpoints.shards import TensorSpec
 from ..families.source import Source
+from ..formats.container import Container
 from ..formats.copies import Copy
 
 
@@ -66,7 +69,7 @@ def output_modules(
             ending = copy.part.removeprefix(module_of(copy.source))
             packed.append(name.removesuffix(ending))
     there = {*plain, *packed, *(module_of(name) for name in copies)}
-    gone = {module_of(name) for layer in range(source.layers) for name in source.reads(layer)} - there
+    gone = {module_of(name) for layer in source.attending for name in source.reads(layer)} - there
     return OutputModules(plain=tuple(plain), packed=tuple(packed), gone=gone)
 
 
@@ -85,7 +88,7 @@ def quantised_notices(source: Source, copies: Mapping[str, Copy], dtype: str) ->
     checkpoint = source.checkpoint
     if not isinstance(checkpoint, QuantisedCheckpoint):
         return []
-    attention = {name for layer in range(source.layers) for name in source.reads(layer)}
+    attention = {name for layer in source.attending for name in source.reads(layer)}
     kept = {copy.source for copy in copies.values() if copy.part is not None}
     changed = [name for name in checkpoint.packed if name not in attention and name not in kept]
     if not kept:
@@ -103,3 +106,29 @@ def quantised_notices(source: Source, copies: Mapping[str, Copy], dtype: str) ->
             f"class, so they are written in {dtype}"
         )
     return notices
+
+
+def planned_copies(
+    source: Source,
+    container: Container,
+    attention: Set[str],
+    written: Mapping[str, torch.dtype],
+    *,
+    keeps: bool,
+) -> dict[str, Copy]:
+    """Return the output tensors that are not attention, which no method makes.
+
+    Args:
+        source: the checkpoint.
+        container: the output format.
+        attention: names of the source's tensors that are attention.
+        written: dtype of every tensor of the source in the output.
+        keeps: quantised ones keep their stored parts.
+    """
+    copies: dict[str, Copy] = {}
+    for name in source.checkpoint:
+        if name not in attention:
+            spec = TensorSpec(written[name], source.checkpoint.spec(name).shape)
+            made = container.copies(name, spec)
+            copies |= with_stored_parts(source, name, made) if keeps else made
+    return copies

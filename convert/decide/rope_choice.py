@@ -29,6 +29,13 @@ class Predicting(Protocol):
 Output = TypeVar("Output", bound=Any)
 
 
+def _is_limited(source: Source) -> bool:
+    """Return whether a source has windows or bounded scores, which vLLM's latent attention has not."""
+    cap = source.family.soft_cap
+    windows = any(source.window(layer) is not None for layer in source.attending)
+    return windows or (cap is not None and source.config[cap] is not None)
+
+
 def choose_rope(source: Source, options: Mapping[str, Any], make: Callable[[str | None], Output]) -> Output:
     """Return the plan of one of the two forms, with a notice that says which and why.
 
@@ -42,7 +49,7 @@ def choose_rope(source: Source, options: Mapping[str, Any], make: Callable[[str 
     if options["container"] == "stock":
         return make(None)
     if are_served(read_engines(options.get("engine"))):
-        return make("decoupled")
+        return make("intact" if _is_limited(source) else "decoupled")
     intact = make("intact")
     if intact.predicted is None:
         return intact

@@ -9,6 +9,7 @@ from typing import Any
 
 from ...core.errors import InvalidInput
 from ...core.untrusted import printable, shorten
+from .layer_kinds import ATTENTION, KINDS
 
 LARGEST = 2**31 - 1  # of sizes, positions and ids
 _ROPE = ("rope_parameters", "rope_scaling")
@@ -41,6 +42,10 @@ def _is_texts(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(text, str) for text in value)
 
 
+def _are_whole(value: Any) -> bool:
+    return isinstance(value, list) and all(_is_whole(number) and 0 <= number <= LARGEST for number in value)
+
+
 def _are_positive(value: Any) -> bool:
     return isinstance(value, list) and all(_is_positive(number) for number in value)
 
@@ -60,8 +65,12 @@ _FIELDS: dict[str, _Check] = {
     **dict.fromkeys(("n_inner", "ffn_dim", "ffn_hidden_size", "moe_intermediate_size"), _SIZE),
     **dict.fromkeys(("sliding_window_pattern", "no_rope_layer_interval", "num_local_experts"), _SIZE),
     **dict.fromkeys(("num_experts_per_tok", "original_max_position_embeddings"), _SIZE),
+    **dict.fromkeys(("full_attention_interval", "attn_layer_period"), _SIZE),
+    **dict.fromkeys(("full_attn_idxs", "attn_layer_indices"), ("a list of layers' numbers", _are_whole)),
+    "attn_layer_offset": _COUNT,
     **dict.fromkeys(("rotary_dim", "max_window_layers"), _COUNT),
     **dict.fromkeys(("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon"), _POSITIVE),
+    "norm_eps": _POSITIVE,
     **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"), _POSITIVE),
     **dict.fromkeys(("query_pre_attn_scalar", "attention_multiplier", "logits_scaling"), _POSITIVE),
     **dict.fromkeys(("rope_theta", "rope_local_base_freq", "rotary_emb_base"), _POSITIVE),
@@ -123,6 +132,26 @@ def check_lists(config: Mapping[str, Any]) -> None:
         isinstance(turned, list) and len(turned) == layers and all(value in (0, 1) for value in turned)
     ):
         raise _wrong("no_rope_layers", turned, f"a list of {layers} times 0 or 1, one per layer,")
+
+
+def check_kinds(config: Mapping[str, Any]) -> None:
+    """Check the kinds of layers of a family in which only some layers attend.
+
+    Args:
+        config: a complete one, with layer_types of the right length.
+
+    Raises:
+        InvalidInput: a layer is of an unknown kind, or none attends.
+    """
+    kinds = config["layer_types"]
+    for layer, kind in enumerate(kinds):
+        if kind not in KINDS:
+            raise _wrong(f"layer_types[{layer}]", kind, f"one of {', '.join(KINDS)}")
+    if ATTENTION not in kinds:
+        raise InvalidInput(
+            f"config.json has no layer of the kind {ATTENTION}, so there is no KV cache to fold; correct "
+            "layer_types"
+        )
 
 
 def check_ids(config: Mapping[str, Any], vocabulary: int) -> None:

@@ -6,6 +6,7 @@ families gives a family's other names.
 
 from typing import Any
 
+from .hybrid_defaults import HYBRID_DEFAULTS
 from .newer_defaults import NEWER_DEFAULTS
 
 # fmt: off
@@ -148,5 +149,6 @@ DEFAULTS: dict[str, dict[str, Any]] = {
                "tie_word_embeddings": True, "alibi": False, "multi_query": True,
                "new_decoder_architecture": False},
     **NEWER_DEFAULTS,
+    **HYBRID_DEFAULTS,
 }
 # fmt: on

@@ -60,7 +60,13 @@ class Family:
         norm_spans: what one of them normalises: a `head`, or all `heads` as one vector.
         norm_shift: added to the weights of those norms.
         rotary: rotated pairs are (i, i + R/2), `half`, or (2i, 2i + 1), `interleaved`, or there are none.
+        rotates: the config field that says whether any layer rotates: `position_embedding_type`, which is
+            `rope`, or `rope_theta`, which is not null; None where layers rotate as the other fields say.
         unrotated: the config field that says which layers have no rotation.
+        mixers: the rule of layer_kinds.py by which some layers have another mixer than attention; None where
+            all layers attend.
+        gate: the projection of the layer's input whose sigmoid multiplies each head's output; `q` where it is
+            the second half of each head's rows there; None where there is no gate.
         scale: config field and exponent of the factor on the scores; the head dim and -1/2 when None.
         scale_by_layer: config field that has layer n divide its scores by n + 1.
         query_growth: field r of the rope parameters: queries grow by 1 + r·log(1 + position // L), where L is
@@ -96,7 +102,10 @@ class Family:
     norm_flag: str | None = None
     norm_shift: float = 0.0
     rotary: Literal["half", "interleaved"] | None = "half"
+    rotates: Literal["position_embedding_type", "rope_theta"] | None = None
     unrotated: str | None = None
+    mixers: str | None = None
+    gate: str | None = None
     scale: tuple[str, float] | None = None
     scale_by_layer: str | None = None
     query_growth: str | None = None
@@ -119,6 +128,11 @@ class Family:
     def projections(self, layer: int) -> dict[str, str]:
         """Return the names of a layer's projections by role, which are modules in transformers."""
         return {role: self.prefix + str(getattr(self, role)).format(layer=layer) for role in self.roles}
+
+    @property
+    def query_parts(self) -> int:
+        """Return how many rows the query projection has for each of a query's dimensions."""
+        return 2 if self.gate == "q" else 1
 
     def norm(self, which: Literal["q", "k"], layer: int) -> str | None:
         """Return the name of the weight of a layer's query or key norm."""

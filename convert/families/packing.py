@@ -33,7 +33,7 @@ def shapes(family: Family, geometry: Geometry) -> dict[str, tuple[int, int]]:
     key = geometry.num_key_value_heads * geometry.head_dim
     hidden = geometry.hidden_size
     every = {
-        "q": (query, hidden),
+        "q": (query * family.query_parts, hidden),
         "k": (key, hidden),
         "v": (key, hidden),
         "o": (hidden, query),
@@ -71,13 +71,25 @@ def join(q: Tensor, k: Tensor, v: Tensor, family: Family) -> Tensor:
     return grid.flatten(0, 2)
 
 
+def split_queries(rows_QX: Tensor, family: Family, geometry: Geometry) -> tuple[Tensor, Tensor | None]:
+    """Return the rows of the query projection as heads, (N, H, D), and those of its gate, or None.
+
+    For a bias the shapes lack D.
+    """
+    rows_NQX = rows_QX.unflatten(0, (geometry.num_attention_heads, -1))
+    return rows_NQX[:, : geometry.head_dim], (
+        rows_NQX[:, geometry.head_dim :] if family.gate == "q" else None
+    )
+
+
 def unpack(
     named: Mapping[str, Tensor], family: Family, geometry: Geometry, width: int, scale: float
 ) -> Attention:
     """Return a layer's tensors as attention.
 
     Args:
-        named: by role and part, `q.weight`, `qkv.bias`, `k_norm` and so on; the norms are optional.
+        named: by role and part, `q.weight`, `qkv.bias`, `k_norm` and so on; the norms and a gate are
+            optional.
         family: the row that describes their layout.
         geometry: their attention shape.
         width: rotated dimensions of a head.
@@ -88,8 +100,12 @@ def unpack(
 
     def heads(part: str) -> tuple[Tensor | None, ...]:
         if family.qkv is None:
-            found = [named.get(f"{role}.{part}") for role in "qkv"]
-            return tuple(None if rows is None else rows.unflatten(0, (-1, head_dim)) for rows in found)
+            found = {role: named.get(f"{role}.{part}") for role in "qkv"}
+            if found["q"] is not None:
+                found["q"] = split_queries(found["q"], family, geometry)[0].flatten(0, 1)
+            return tuple(
+                None if rows is None else rows.unflatten(0, (-1, head_dim)) for rows in found.values()
+            )
         rows = named.get(f"qkv.{part}")
         if rows is None:
             return None, None, None
@@ -119,8 +135,21 @@ def unpack(
         o_D=named.get("o.bias"),
         q_norm_NH=norm("q_norm"),
         k_norm_KH=norm("k_norm"),
+        gate_NHD=_gate(named, "weight", family, geometry),
+        gate_NH=_gate(named, "bias", family, geometry),
         scale=scale,
     )
+
+
+def _gate(named: Mapping[str, Tensor], part: str, family: Family, geometry: Geometry) -> Tensor | None:
+    """Return the weight or the bias of the gate, by head."""
+    rows = named.get(f"{'q' if family.gate == 'q' else 'gate'}.{part}")
+    if family.gate is None or rows is None:
+        return None
+    if family.gate == "q":
+        return split_queries(rows, family, geometry)[1]
+    own: Tensor = rows.unflatten(0, (geometry.num_attention_heads, -1))
+    return own
 
 
 def pack(attention: Attention, family: Family, width: int) -> dict[str, Tensor]:
@@ -139,6 +168,10 @@ def pack(attention: Attention, family: Family, width: int) -> dict[str, Tensor]:
     packed: dict[str, Tensor | None] = {"o.weight": o.mT if family.transposed else o, "o.bias": attention.o_D}
     weights = {"q": native(attention.q_NHD), "k": native(attention.k_KHD), "v": attention.v_KHD}
     biases = {"q": native(attention.q_NH), "k": native(attention.k_KH), "v": attention.v_KH}
+    if family.gate == "q":
+        for parts, gate in ((weights, attention.gate_NHD), (biases, attention.gate_NH)):
+            if parts["q"] is not None and gate is not None:
+                parts["q"] = torch.cat([parts["q"], gate], 1)
     for part, (q, k, v) in (("weight", weights.values()), ("bias", biases.values())):
         if family.qkv is None:
             packed |= {f"{role}.{part}": _flat(rows) for role, rows in zip("qkv", (q, k, v), strict=True)}

@@ -9,6 +9,7 @@ from ...core.untrusted import shorten
 from ..algebra.target import Geometry
 from .config_fields import LARGEST, is_size
 from .family import Block, Family
+from .layer_kinds import ATTENTION, kinds_of
 from .rows import FAMILIES
 from .unfolded import UNFOLDED
 
@@ -16,6 +17,7 @@ __all__ = [
     "FAMILIES",
     "Block",
     "Family",
+    "attending",
     "check_for_latent",
     "complete",
     "family_of",
@@ -35,7 +37,10 @@ _ENCODERS = {
     "whisper",
 }  # fmt: skip
 # Model types whose classes may rotate a part of a head.
-_PARTIAL = {"phi", "phi3", "stablelm", "glm", "glm4", "gpt_neox", "nemotron", "glm4_moe", "minimax_m2"}
+_PARTIAL = {
+    "phi", "phi3", "stablelm", "glm", "glm4", "gpt_neox", "nemotron", "glm4_moe", "minimax_m2", "qwen3_next",
+    "qwen3_5_text", "qwen3_5_moe_text", "bamba",
+}  # fmt: skip
 _LATENT = {"deepseek_v2", "deepseek_v3", "youtu", "minicpm3"}
 
 
@@ -77,8 +82,17 @@ def family_of(config: Mapping[str, Any]) -> Family:
                 f"config.json has {field} {value!r}; kvfold folds {family.label} where it is {allowed[-1]}"
             )
     if family.norm_flag is not None and not config.get(family.norm_flag, family.defaults[family.norm_flag]):
-        return replace(family, q_norm=None, k_norm=None)
-    return family
+        family = replace(family, q_norm=None, k_norm=None)
+    return family if _rotates(family, config) else replace(family, rotary=None)
+
+
+def _rotates(family: Family, config: Mapping[str, Any]) -> bool:
+    """Return whether a config.json leaves its family's rotation on, where it may be off altogether."""
+    if family.rotates == "position_embedding_type":
+        return config.get(family.rotates) == "rope"
+    rope = config.get("rope_parameters")
+    null = isinstance(rope, dict) and "rope_theta" in rope and rope["rope_theta"] is None
+    return family.rotates is None or not null
 
 
 def is_multimodal(config: Mapping[str, Any]) -> bool:
@@ -106,7 +120,17 @@ def complete(family: Family, config: Mapping[str, Any]) -> dict[str, Any]:
         ]
     if interval and not whole.get("no_rope_layers"):
         whole["no_rope_layers"] = [int((n + 1) % interval != 0) for n in layers]
+    if family.mixers is not None:
+        whole["layer_types"] = kinds_of(family.mixers, whole, len(layers))
     return whole
+
+
+def attending(family: Family, config: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the numbers of the layers that attend, from a complete config whose lists were checked."""
+    layers = range(config["num_hidden_layers"])
+    if family.mixers is None:
+        return tuple(layers)
+    return tuple(layer for layer in layers if config["layer_types"][layer] == ATTENTION)
 
 
 def geometry_of(config: Mapping[str, Any]) -> Geometry:
@@ -214,7 +238,7 @@ def latent_obstacle(config: Mapping[str, Any], *, regressed: bool = False) -> st
         )
     if config.get("mlp_bias"):
         return "mlp_bias is true, and the stock MLA class has no MLP biases; use --to gqa"
-    if not any(rotated(family, config, layer) for layer in range(config["num_hidden_layers"])):
+    if not any(rotated(family, config, layer) for layer in attending(family, config)):
         return (
             f"{family.unrotated} turns rotation off in every layer, and the stock MLA class has rotary "
             f"slots; use --to gqa"
@@ -241,6 +265,8 @@ def stock_reasons(family: Family) -> list[str]:
         "it normalises its keys after the projection": family.k_norm is not None,
         "it bounds its attention scores": family.soft_cap is not None,
         "its attention has sinks": family.sinks is not None,
+        "some of its layers do not attend": family.mixers is not None,
+        "it gates each head's output": family.gate is not None,
     }
     return [reason for reason, holds in properties.items() if holds] + (
         [family.block] if isinstance(family.block, str) else []

@@ -5,6 +5,7 @@ from typing import Any
 
 from .defaults import DEFAULTS
 from .family import Block, Family
+from .hybrid_rows import HYBRID
 from .newer_rows import NEWER
 from .row_parts import (
     ADDED,
@@ -275,4 +276,4 @@ _ROWS = {
         caches_queries=True,
     ),
 }
-FAMILIES = {kind: replace(row, defaults=DEFAULTS[kind]) for kind, row in (_ROWS | NEWER).items()}
+FAMILIES = {kind: replace(row, defaults=DEFAULTS[kind]) for kind, row in (_ROWS | NEWER | HYBRID).items()}

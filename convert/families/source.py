@@ -1,6 +1,7 @@
 """A checkpoint seen as layers of attention: which tensors belong to a layer, and what they say."""
 
-from collections.abc import Iterator, Mapping, Set
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,10 @@ from ..algebra.attention import Attention
 from ..algebra.forward import Scoring
 from ..algebra.rotary import FIXED, frequencies, longrope_factor
 from ..algebra.target import Geometry
-from .config_fields import check_fields, check_ids, check_lists
+from .config_fields import check_fields, check_ids, check_kinds, check_lists
 from .layer_rotation import check_rotation, fixed_rotation, layer_rope
 from .packing import half_order, outputs, shapes, unpack
-from .recognition import Family, complete, family_of, geometry_of, rotary_width, rotated
+from .recognition import Family, attending, complete, family_of, geometry_of, rotary_width, rotated
 
 # A pair that does not rotate has this frequency: longrope factors can say it, and its angle is nothing at any
 # position.
@@ -65,6 +66,18 @@ class Source:
         return int(self.config["num_hidden_layers"])
 
     @property
+    def attending(self) -> tuple[int, ...]:
+        """Return the numbers of the layers that attend, which a fold changes: in most families all."""
+        return attending(self.family, self.config)
+
+    @property
+    def kinds(self) -> dict[str, int]:
+        """Return the number of layers of each kind, where some do not attend; empty where all do."""
+        if self.family.mixers is None:
+            return {}
+        return dict(Counter(self.config["layer_types"]))
+
+    @property
     def positions(self) -> int:
         """Return max_position_embeddings."""
         return int(self.config["max_position_embeddings"])
@@ -89,21 +102,29 @@ class Source:
     @property
     def rotating(self) -> tuple[int, ...]:
         """Return the layers that rotate their queries and keys."""
-        return tuple(layer for layer in range(self.layers) if rotated(self.family, self.config, layer))
+        return tuple(layer for layer in self.attending if rotated(self.family, self.config, layer))
 
     @property
     def mixed(self) -> bool:
-        """Return whether some layers rotate and others do not."""
-        return 0 < len(self.rotating) < self.layers
+        """Return whether some of the layers that attend rotate and others do not."""
+        return 0 < len(self.rotating) < len(self.attending)
+
+    @property
+    def layers_by_table(self) -> tuple[tuple[int, ...], ...]:
+        """Return the layers that rotate, those of one rotary table together."""
+        groups: dict[str, list[int]] = {}
+        for layer in self.rotating:
+            groups.setdefault(str(layer_rope(self.config, layer)), []).append(layer)
+        return tuple(map(tuple, groups.values()))
 
     def slot_frequencies(self) -> tuple[Tensor, float]:
-        """Return `frequencies` for all layers that rotate; the others need no rotary slots.
+        """Return `frequencies` for all layers that rotate, where one table serves all; others need no slots.
 
         Raises:
             InvalidInput: they depend on the length of the input, or layers differ.
         """
-        tables = {str(layer_rope(self.config, layer)) for layer in self.rotating}
-        return self.frequencies(self.rotating[0] if self.mixed and len(tables) == 1 else None)
+        one_table = self.mixed and len(self.layers_by_table) == 1
+        return self.frequencies(self.rotating[0] if one_table else None)
 
     def frequencies(self, layer: int | None = None) -> tuple[Tensor, float]:
         """Return angular frequencies (F,) of a head's pairs, and the factor on their cosines and sines.
@@ -111,7 +132,7 @@ class Source:
         Pairs that do not rotate come after those that do, at a frequency that is practically zero.
 
         Args:
-            layer: its number; None where all layers are alike.
+            layer: its number; None where all layers that attend are alike.
 
         Raises:
             InvalidInput: they depend on the length of the input, or no layer is named and layers differ.
@@ -119,17 +140,18 @@ class Source:
         if layer is None:
             kinds = {
                 (rotated(self.family, self.config, n), str(layer_rope(self.config, n)))
-                for n in range(self.layers)
+                for n in self.attending
             }
             if len(kinds) > 1:
                 raise InvalidInput(
                     "the layers have different rotary embeddings, but one set of rotary slots serves all; "
                     "use --to gqa"
                 )
+            layer = self.attending[0]
         still_F = torch.full((self.geometry.head_dim // 2,), STILL, dtype=torch.float64)
-        if not self.rotary_width or not rotated(self.family, self.config, layer or 0):
+        if not self.rotary_width or not rotated(self.family, self.config, layer):
             return still_F, 1.0
-        table_F, factor = frequencies(layer_rope(self.config, layer or 0), self.rotary_width, self.positions)
+        table_F, factor = frequencies(layer_rope(self.config, layer), self.rotary_width, self.positions)
         return torch.cat([table_F, still_F[len(table_F) :]]), factor
 
     def nominal_frequencies(self, layer: int) -> tuple[Tensor, float]:
@@ -183,6 +205,8 @@ class Source:
             norm = self.family.norm(which, layer)
             if norm is not None:
                 names[f"{which}_norm"] = norm
+        if self.family.gate not in {None, "q"}:
+            names["gate.weight"] = f"{self.family.prefix}{self.family.gate}.weight".format(layer=layer)
         tensors = {role: self.checkpoint[name].to(torch.float64) for role, name in names.items()}
         partial = rotary_factor != 1 and self.rotary_width < self.geometry.head_dim
         scale = self.scale(layer) * (1 if partial else rotary_factor**2)
@@ -190,6 +214,8 @@ class Source:
         if not partial:
             return attention
         gain_H = self._pair_gains(rotary_factor).repeat(2)
+        if attention.q_norm_NH is not None:  # a factor in front of the norm would not pass it
+            return replace(attention, q_norm_NH=attention.q_norm_NH * gain_H)
         q_NH = None if attention.q_NH is None else attention.q_NH * gain_H
         return replace(attention, q_NHD=attention.q_NHD * gain_H[:, None], q_NH=q_NH)
 
@@ -262,8 +288,10 @@ def open_source(directory: Path) -> Source:
     config = complete(family, checkpoint.config)
     geometry = geometry_of(config)
     check_lists(config)
+    if family.mixers is not None:
+        check_kinds(config)
     check_ids(checkpoint.config, config["vocab_size"])
-    biases = _biases(checkpoint, family, geometry, config["num_hidden_layers"])
+    biases = _biases(checkpoint, family, geometry, attending(family, config))
     _check_whole(checkpoint, family, config)
     if config["tie_word_embeddings"] and has_own_head(
         checkpoint, family.head, family.prefix + family.embedding
@@ -320,10 +348,15 @@ def names_outside_attention(family: Family, config: Mapping[str, Any]) -> list[s
     return names + ([] if config["tie_word_embeddings"] else [family.head])
 
 
-def _biases(checkpoint: Checkpoint, family: Family, geometry: Geometry, layers: int) -> frozenset[str]:
+def _biases(
+    checkpoint: Checkpoint, family: Family, geometry: Geometry, layers: Sequence[int]
+) -> frozenset[str]:
     """Return the roles with a bias, after checking every layer's tensors and shapes against config.json."""
-    biases = frozenset(role for role, name in family.projections(0).items() if f"{name}.bias" in checkpoint)
-    for layer in range(layers):
+    first = layers[0]
+    biases = frozenset(
+        role for role, name in family.projections(first).items() if f"{name}.bias" in checkpoint
+    )
+    for layer in layers:
         for tensor, shape in attention_shapes(family, geometry, layer, biases):
             if tensor not in checkpoint:
                 raise InvalidInput(
@@ -336,8 +369,8 @@ def _biases(checkpoint: Checkpoint, family: Family, geometry: Geometry, layers: 
         for role, name in family.projections(layer).items():
             if role not in biases and f"{name}.bias" in checkpoint:
                 raise InvalidInput(
-                    f"{checkpoint.directory} has {name}.bias, but layer 0 has none; all layers must have the "
-                    "same biases"
+                    f"{checkpoint.directory} has {name}.bias, but layer {first} has none; all layers must "
+                    "have the same biases"
                 )
     return biases
 

@@ -12,7 +12,7 @@ import click
 
 from ...core.console import Command, show_json, show_table
 from .hosts import HOSTS
-from .recognition import FAMILIES, Family, complete, intact_reason, rotated, stock_reasons
+from .recognition import FAMILIES, Family, attending, complete, intact_reason, rotated, stock_reasons
 from .unfolded import verdict
 
 # Nats per token of predicted loss that decoupled rotation may cost over intact rotation, at the same cache,
@@ -75,6 +75,7 @@ def _heads(family: Family, target: str) -> Support:
         "one norm spans all keys, and merged heads change it": spans,
         "a turn passes the key norm nearly unchanged": family.k_norm is not None and not spans,
         "transformers caches every query head": written.caches_queries,
+        "values merge by dimension, because a gate follows them": family.gate is not None,
     }
     return Support(
         target=target,
@@ -126,14 +127,9 @@ def _remote(family: Family, config: Mapping[str, Any]) -> Support:
 
     The form is that of form.choose_form.
     """
-    from .layer_rotation import layer_rope  # which imports torch
-
-    tables = {
-        (rotated(family, config, layer), str(layer_rope(config, layer)))
-        for layer in range(config["num_hidden_layers"])
-    }
+    turns = {rotated(family, config, layer) for layer in attending(family, config)}
     # Families with sinks have biases.
-    reason = intact_reason(family, biased=True, unlike=family.rotary is not None and len(tables) > 1)
+    reason = intact_reason(family, biased=True, unlike=family.rotary is not None and len(turns) > 1)
     form = "decoupled" if reason is None else f"intact: {reason}"
     if reason is None and family.k_norm is not None:
         form = f"intact: with statistics decoupled, where that loses at most {LIMIT} nats more"

@@ -44,9 +44,8 @@ UNFOLDED: dict[str, str] = {
     )),
     **_all(_NO_ATTENTION, ("falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm")),
     **_all(_HYBRID, (
-        "bamba", "falcon_h1", "granitemoehybrid", "jamba", "lfm2", "lfm2_moe", "lfm3", "minimax",
-        "nemotron_h", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text",
-        "qwen3_next", "qwen4_exp", "qwen4_exp_text", "recurrent_gemma", "zamba", "zamba2",
+        "falcon_h1", "lfm3", "nemotron_h", "qwen4_exp", "qwen4_exp_text", "recurrent_gemma", "zamba",
+        "zamba2",
     )),
     **_all(_GATED, ("afmoe", "beam", "hrm_text", "laguna")),
     **_all(_PARTLY, (
@@ -66,7 +65,7 @@ UNFOLDED: dict[str, str] = {
     **_all(_SELECTED, ("minimax_m3_vl_text",)),
     **_all(_WHOLE, (
         "emu3", "fuyu", "gemma3", "git", "got_ocr2", "llama4", "mllama", "moshi", "moss_transcribe_diarize",
-        "phi4_multimodal",
+        "phi4_multimodal", "qwen3_5", "qwen3_5_moe",
     )),
     **_all(_UNDESCRIBED, ("blt", "cohere_compass_text", "cwm", "inkling2_text", "inkling_text", "zaya")),
     "bitnet": "its projections are ternary",

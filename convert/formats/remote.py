@@ -6,7 +6,7 @@ becomes `intact`.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -44,6 +44,8 @@ class Remote(Container):
         fitted: the norms of latent and queries are real ones, which the layers were fitted to; otherwise
             they are the identity.
         reordered: a head's dimensions are in another order than in the source, and so must norms be.
+        layers: the numbers of the layers that attend; empty where all do.
+        scaled: layers have different factors on their scores, which key norms leave to the query norms.
     """
 
     kind: ClassVar[str] = "remote"
@@ -59,6 +61,8 @@ class Remote(Container):
     biases: frozenset[str]
     fitted: bool = False
     reordered: bool = False
+    layers: tuple[int, ...] = ()
+    scaled: bool = False
 
     @property
     def architecture(self) -> str:
@@ -109,6 +113,12 @@ class Remote(Container):
         return self.family.k_norm is not None
 
     @property
+    def _gate(self) -> str | None:
+        """Return the name of the gate's projection in the output."""
+        gate = self.family.gate
+        return gate if gate is None else "gate_proj" if gate == "q" else gate.rpartition(".")[2]
+
+    @property
     def _biased(self) -> tuple[str, ...]:
         """Return the projections of the output that have a bias."""
         if self._intact:
@@ -134,6 +144,8 @@ class Remote(Container):
             "scale": self.scale,
             "biases": list(self._biased),
             **self._growth(source),
+            **({"layers": list(self.layers)} if self.layers else {}),
+            **({} if self._gate is None else {"gate": self._gate}),
         }
         written = {
             **without_code(source),
@@ -179,8 +191,8 @@ class Remote(Container):
 
         The stock rotary table then has that width.
         """
-        if self.family.kv_heads != "num_key_value_heads":
-            return {}
+        if self.family.kv_heads != "num_key_value_heads" or self.layers:
+            return {}  # where only some layers attend, the others may read these fields too
         width = self.target.kv_lora_rank + self.target.qk_rope_head_dim
         rope = source.get("rope_parameters") or {}
         theta = rope.get("rope_theta") or source.get("rope_theta") or 1e4
@@ -217,6 +229,8 @@ class Remote(Container):
                 weights["slots"] = ("q_rope_proj", heads * rope, width)
         if self._normed:
             weights |= {"k": ("k_proj", groups * width, hidden), "v": ("v_proj", groups * width, hidden)}
+        if self.family.gate == "q":
+            weights["gate"] = ("gate_proj", heads * width, hidden)
         shapes: dict[str, tuple[int, ...]] = {}
         for role, (name, rows, columns) in weights.items():
             shapes[f"{name}.weight"] = (rows, columns)
@@ -247,28 +261,37 @@ class Remote(Container):
 
     def norms(self, layer: int) -> tuple[str, ...]:
         """Return a layer's norms that are replaced too, in addition to what `Source.reads` names."""
-        written = self._written_norms(layer)
+        names = {"q": self.family.norm("q", layer), "k": self.family.norm("k", layer)}
         return tuple(
-            name for which, name in written.items() if which == "q" or self.family.norm_spans == "head"
+            str(names[which])
+            for which in self._written_norms(layer)
+            if which == "q" or self.family.norm_spans == "head"
         )
 
     def _written_norms(self, layer: int) -> dict[str, str]:
-        """Return the norms that are read with the attention, by `q` and `k`; the others pass through."""
-        written = {"k": self.family.norm_spans == "heads" or self.reordered, "q": self.reordered}
-        names = {"k": self.family.norm("k", layer), "q": self.family.norm("q", layer)}
-        return {which: name for which, name in names.items() if name is not None and written[which]}
+        """Return the output's norms that are read with the attention, by `q` and `k`; others pass through."""
+        if self.family.k_norm is None:
+            return {}
+        changed = self.reordered or not self.family.k_norm.endswith(".k_norm.weight")
+        written = {"k": self.family.norm_spans == "heads" or changed, "q": changed or self.scaled}
+        place = self._place.format(layer=layer)
+        return {which: f"{place}.{which}_norm.weight" for which in written if written[which]}
 
     def tensors(self, attention: AnyAttention, layer: int) -> dict[str, Tensor]:
         """Return one folded layer's attention under the names and in the layout of the class."""
         assert not isinstance(attention, Attention)
         factor = attention.scale / self.scale
-        assert factor == 1 or not self._normed, "a factor on a normed query has no weight to go into"
+        if isinstance(attention, IntactAttention | NormedLatentAttention) and attention.q_norm_NH is not None:
+            attention = replace(attention, q_norm_NH=attention.q_norm_NH * factor)
+            factor = 1.0
         named = (
             self._rebuilt(attention, factor)
             if isinstance(attention, IntactAttention)
             else self._decoupled(attention, factor)
         )
         place = self._place.format(layer=layer)
+        if self.family.gate == "q" and attention.gate_NHD is not None:
+            named["gate_proj.weight"] = attention.gate_NHD.flatten(0, 1)
         written = {f"{place}.{name}": tensor for name, tensor in named.items()}
         if isinstance(attention, IntactAttention | NormedLatentAttention):
             weights = {"q": attention.q_norm_NH, "k": attention.k_norm_KH}

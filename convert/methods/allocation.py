@@ -7,7 +7,6 @@ Legend: factor.py.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -18,22 +17,7 @@ from ..algebra.subspaces import low_rank_energy
 from .latent import Band, Keys, saved_by_slots, separate
 
 Layers = Callable[[], Iterable[tuple[Attention, LayerMetric]]]
-
-
-@dataclass(frozen=True)
-class Division:
-    """A budget divided.
-
-    Attributes:
-        bands: the slots; `2 · slots` is qk_rope_head_dim.
-        rank: kv_lora_rank.
-        losses: predicted of each layer, in nats per token where the metric comes from data: `slots`, what
-            components without a slot lose of their rotation, and `latent`, what the latent drops.
-    """
-
-    bands: tuple[Band, ...]
-    rank: int
-    losses: tuple[dict[str, float], ...]
+Losses = dict[int, list[dict[str, float]]]  # of layers, by the width of the slots
 
 
 def allocate(saved_FK: Tensor, frequencies_F: Tensor, slots: int) -> tuple[Band, ...]:
@@ -66,28 +50,38 @@ def unslotted(saved_FK: Tensor, bands: Iterable[Band]) -> float:
     return (float(saved_FK.sum()) - given) / 2  # the quadratic form's ½
 
 
-def divide(
+def losses_by_width(
     layers: Layers,
     frequencies_F: Tensor,
     elements: int,
     candidates: Mapping[int, tuple[Band, ...]],
     slot_losses: Mapping[int, Sequence[float]],
-) -> Division:
-    """Divide a cache of `elements` per token and layer so that the predicted loss is least.
+) -> Losses:
+    """Predict what layers lose of a cache of `elements` per token and layer, by the width of its slots.
 
     Args:
         layers: gives attention and metric of every layer, each time anew.
-        frequencies_F: the source's angular frequencies.
+        frequencies_F: the layers' angular frequencies.
         elements: kv_lora_rank + qk_rope_head_dim.
         candidates: slots for each value of qk_rope_head_dim to consider.
         slot_losses: the loss of each layer with them, apart from the latent's, in nats per token.
+
+    Returns:
+        For each width the losses of every layer, in nats per token where the metric comes from data: `slots`,
+        what components without a slot lose of their rotation, and `latent`, what the latent drops.
     """
-    losses: dict[int, list[dict[str, float]]] = {width: [] for width in candidates}
+    losses: Losses = {width: [] for width in candidates}
     for number, (attention, metric) in enumerate(layers()):
         keys = Keys.of(attention, metric)
         for width, bands in candidates.items():
             energy = low_rank_energy(*separate(keys, frequencies_F, bands, metric).stack(attention, metric))
             dropped = float(energy[elements - width :].sum()) / 2  # the quadratic form's ½
             losses[width].append({"slots": slot_losses[width][number], "latent": dropped})
-    width = min(losses, key=lambda width: sum(sum(loss.values()) for loss in losses[width]))
-    return Division(candidates[width], elements - width, tuple(losses[width]))
+    return losses
+
+
+def least(groups: Sequence[Losses]) -> int:
+    """Return the width of slots at which groups of layers together lose least."""
+    return min(
+        groups[0], key=lambda width: sum(sum(loss.values()) for group in groups for loss in group[width])
+    )

@@ -47,7 +47,7 @@ def in_features(attention: Attention) -> Attention:
 def with_features(latent: LatentAttention, attention: Attention) -> NormedLatentAttention:
     """Return a fold of `in_features(attention)` with the projections and norms that make its features."""
     return NormedLatentAttention(
-        **vars(latent),
+        **{**vars(latent), "gate_NHD": attention.gate_NHD, "gate_NH": attention.gate_NH},
         q_NHA=attention.q_NHD,
         k_KHD=attention.k_KHD,
         v_KHD=attention.v_KHD,

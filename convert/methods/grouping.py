@@ -60,13 +60,18 @@ def heads_in(order: list[int], attention: Attention) -> Attention:
     def key(tensor: Tensor | None) -> Tensor | None:
         return None if tensor is None else tensor[order]
 
+    def query(tensor: Tensor | None) -> Tensor | None:
+        return None if tensor is None else tensor[readers]
+
     return replace(
         attention,
         q_NHD=attention.q_NHD[readers],
         k_KHD=attention.k_KHD[order],
         v_KHD=attention.v_KHD[order],
         o_DNH=attention.o_DNH[:, readers],
-        q_NH=None if attention.q_NH is None else attention.q_NH[readers],
+        q_NH=query(attention.q_NH),
+        gate_NHD=query(attention.gate_NHD),
+        gate_NH=query(attention.gate_NH),
         k_KH=key(attention.k_KH),
         v_KH=key(attention.v_KH),
     )

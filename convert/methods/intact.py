@@ -134,6 +134,8 @@ def to_intact(
         o_D=attention.o_D,
         q_norm_NH=attention.q_norm_NH,
         k_norm_KH=attention.k_norm_KH,
+        gate_NHD=attention.gate_NHD,
+        gate_NH=attention.gate_NH,
         scale=attention.scale,
         spectrum=None if energy_M is None else spectrum(energy_M),
     )
@@ -194,6 +196,8 @@ def unrotated(attention: IntactAttention) -> LatentAttention:
         q_rope_NR=None if attention.q_NH is None else attention.q_NH[:, :0],
         k_rope_R=None if attention.k_KH is None else attention.down_CE[:0, 0],
         o_D=output_D,
+        gate_NHD=attention.gate_NHD,
+        gate_NH=attention.gate_NH,
         scale=attention.scale,
         spectrum=attention.spectrum,
     )

@@ -33,11 +33,13 @@ class Band:
         frequency: φ, radians per token.
         pairs: numbers of the source's pairs.
         slots: how many.
+        table: number of the rotary table that it belongs to, where layers have different ones.
     """
 
     frequency: float
     pairs: tuple[int, ...]
     slots: int
+    table: int = 0
 
 
 def uniform_bands(frequencies_F: Tensor, slots_S: Tensor) -> tuple[Band, ...]:
@@ -107,6 +109,8 @@ def to_mla(
         k_rope_R=None if attention.k_KH is None else parts.k_rope_RE[..., -1],
         o_DNH=attention.o_DNH,
         o_D=output_bias(attention),
+        gate_NHD=attention.gate_NHD,
+        gate_NH=attention.gate_NH,
         scale=attention.scale,
         spectrum=spectrum(energy_M),
     )
@@ -274,6 +278,8 @@ def _exact(attention: Attention) -> LatentAttention:
         k_rope_R=None if attention.k_KH is None else slots(attention.k_KH[..., None]).squeeze(-1),
         o_DNH=attention.o_DNH,
         o_D=output_bias(attention),
+        gate_NHD=attention.gate_NHD,
+        gate_NH=attention.gate_NH,
         scale=attention.scale,
     )
 
@@ -282,6 +288,7 @@ def output_bias(attention: Attention) -> Tensor | None:
     """Return the output's bias with the value bias, a constant because attention weights sum to one."""
     if attention.v_KH is None:
         return attention.o_D
+    assert attention.gate_NHD is None, "the rows of families with gates need projections without biases"
     queries = len(attention.q_NHD) // len(attention.v_KHD)
     constant_D = torch.einsum("dnh,nh->d", attention.o_DNH, attention.v_KH.repeat_interleave(queries, 0))
     return constant_D if attention.o_D is None else constant_D + attention.o_D

@@ -5,18 +5,21 @@ Every method writes the source's own class. A group of one head is left as it is
 Legend: attention.py; G groups, M = K/G heads in each.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from ..algebra.attention import Attention
-from ..algebra.metric import LayerMetric, with_bias
+from ..algebra.metric import UNWEIGHTED, LayerMetric, with_bias
 from ..algebra.queries import fit_queries
 from ..algebra.rotary import complex_rows, half_rows, interleaved_rows
 from ..algebra.subspaces import leading, low_rank
 from ..algebra.target import GroupedTarget
 from .key_norms import merged_norm
+
+Pool = Callable[[Attention, GroupedTarget, LayerMetric, Tensor], Attention]
 
 SWEEPS = 50  # of generalised Procrustes at most
 TOLERANCE = 1e-7  # relative gain of the alignment below which the sweeps stop
@@ -208,3 +211,64 @@ def _renormalised(rows_MHE: Tensor) -> Tensor:
     pooled_HE = rows_MHE.mean(0)
     norm = torch.linalg.matrix_norm(pooled_HE)
     return pooled_HE * (torch.linalg.matrix_norm(rows_MHE).mean() / norm if norm > 0 else 1)
+
+
+def by_dimension(pool: Pool) -> Pool:
+    """Return a method for sources with gates, which pools keys by `pool` and values dimension by dimension.
+
+    A gate multiplies each dimension of a head's output (Qwen3-Next). It stands between values and W_O, so a
+    head's values cannot change their basis, but a factor on each dimension passes through it. So each
+    dimension of a group's value is the best rank one of that dimension of its heads, and the factors go into
+    W_O.
+    """
+
+    def pooled(
+        attention: Attention, target: GroupedTarget, metric: LayerMetric, frequencies_F: Tensor
+    ) -> Attention:
+        if target.num_key_value_heads == len(attention.k_KHD):
+            return attention
+        by_pool = pool(attention, target, metric, frequencies_F)
+        found = _dimensions(attention, target, metric)
+        return replace(by_pool, v_KHD=found.v_KHD, v_KH=found.v_KH, o_DNH=found.o_DNH)
+
+    return pooled
+
+
+def _dimensions(attention: Attention, target: GroupedTarget, metric: LayerMetric) -> Attention:
+    """Pool each group's values dimension by dimension.
+
+    Nothing is lost where, in each dimension, the heads of a group are multiples of each other.
+    """
+    heads, width = attention.v_KHD.shape[:2]
+    groups = target.num_key_value_heads
+    members = heads // groups
+    v_KHE = with_bias(attention.v_KHD, attention.v_KH)
+    moment_EE = metric.moment(v_KHE)
+    pooled, factors = [], []
+    for first in range(0, heads, members):
+        group = slice(first, first + members)
+        cost_MHMH = _value_costs(metric, heads, group, width)
+        found = [
+            low_rank(v_KHE[group, h], cost_MHMH[:, h, :, h][None], moment_EE, 1)[:2] for h in range(width)
+        ]
+        pooled.append(torch.cat([value_1E for value_1E, _ in found]))
+        factors.append(torch.cat([factor_M1 for _, factor_M1 in found], 1))
+    v_GHE, factor_KH = torch.stack(pooled), torch.cat(factors)
+    hidden = attention.v_KHD.shape[-1]
+    factor_NH = factor_KH.repeat_interleave(attention.o_DNH.shape[1] // heads, 0)
+    return replace(
+        attention,
+        v_KHD=v_GHE[..., :hidden],
+        v_KH=None if attention.v_KH is None else v_GHE[..., -1],
+        o_DNH=attention.o_DNH * factor_NH,
+    )
+
+
+def _value_costs(metric: LayerMetric, heads: int, group: slice, width: int) -> Tensor:
+    """Return what errors in the values of a group cost, (M, H, M, H)."""
+    members = group.stop - group.start
+    if metric is UNWEIGHTED:
+        return torch.eye(members * width, dtype=torch.float64).view(members, width, members, width)
+    blocks_BSS = metric.value_blocks(heads, group)
+    costs_SS: Tensor = torch.block_diag(*blocks_BSS)
+    return costs_SS.view(members, width, members, width)

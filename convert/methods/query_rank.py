@@ -124,8 +124,8 @@ def planned_losses(
         return losses
     kept = {"slots": 0.0, "latent": 0.0} if target.slots == "source" else {}
     found = []
-    for number, taken in enumerate(statistics.layers):
-        lost = lost_by_queries(source.attention(number), from_statistics(taken), target.q_lora_rank)
+    for number, (layer, taken) in enumerate(zip(source.attending, statistics.layers, strict=True)):
+        lost = lost_by_queries(source.attention(layer), from_statistics(taken), target.q_lora_rank)
         found.append({**(losses[number] if losses else kept), "queries": lost})
     return tuple(found)
 

@@ -129,6 +129,8 @@ def written(
         k_rope_R=None if attention.k_KH is None else k_rope_RE[:, -1],
         o_DNH=attention.o_DNH,
         o_D=o_D,
+        gate_NHD=attention.gate_NHD,
+        gate_NH=attention.gate_NH,
         scale=attention.scale,
     )
 

@@ -1,6 +1,6 @@
 """The frequencies of the rotary slots of MLA, and their notation in config.json for stock engines."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -13,8 +13,10 @@ from ..algebra.rotary import frequencies, rope_parameters
 from ..algebra.subspaces import low_rank_energy
 from ..algebra.target import Geometry, LatentTarget, Target
 from ..calibration.statistics import LayerStatistics, Statistics
+from ..families.layer_rotation import layer_rope
 from ..families.source import Source
-from .allocation import allocate, divide, saved, unslotted
+from .allocation import Layers, allocate, least, losses_by_width, saved, unslotted
+from .allocation import Losses as LossesByWidth
 from .features import features_of, lost_intact
 from .key_regression import regressed
 from .latent import Band, lost_by_slots, source_bands, uniform_bands
@@ -114,7 +116,7 @@ def _lost_intact(source: Source, statistics: Statistics, rank: int) -> Losses:
     if source.family.k_norm is None:
         return ()
     losses = []
-    for layer, taken in enumerate(statistics.layers):
+    for layer, taken in zip(source.attending, statistics.layers, strict=True):
         table_F, factor = source.frequencies(layer)
         features = features_of(source, layer, source.attention(layer, factor), table_F, taken)
         losses.append({"slots": 0.0, "latent": lost_intact(*features, rank)})
@@ -130,51 +132,76 @@ def _divided(
 ) -> tuple[LatentTarget, tuple[Band, ...], Losses]:
     """Return a target whose slots are allocated by predicted loss.
 
-    The rotary width is chosen too, where the user left both widths open.
+    The rotary width is chosen too, where the user left both widths open. It is one for all layers; layers of
+    different rotary tables have their own slots.
     """
-    table_F, factor = source.slot_frequencies()
+    if fixed:
+        source.slot_frequencies()  # which refuses different tables
+    elements = target.kv_lora_rank + target.qk_rope_head_dim
+    kind: Literal["uniform", "allocated"] = "uniform" if fixed else options.get("slots") or "allocated"
+    widths = [target.qk_rope_head_dim]
+    if kind == "allocated" and options.get("kv_budget") is not None and options.get("rope_dim") is None:
+        widths = [width for width in _widths(source.geometry, elements) if width < elements]
+    statistics_of = dict(zip(source.attending, statistics.layers, strict=True))
+    slots: list[dict[int, tuple[Band, ...]]] = []
+    lost: list[LossesByWidth] = []
+    for number, group in enumerate(source.layers_by_table):
+        layers = _layers_of(source, group, statistics_of, str(options["container"]))
+        table_F, _ = source.frequencies(group[0])
+        if kind == "uniform":
+            candidates = {widths[0]: fixed or _uniform(source, target, group[0], number)}
+            of_slots = {
+                width: [lost_by_slots(a, table_F, bands, m) for a, m in layers()]
+                for width, bands in candidates.items()
+            }
+        else:
+            saved_LFK = saved(layers, table_F)
+            candidates = {n: _of_table(allocate(saved_LFK.sum(0), table_F, n // 2), number) for n in widths}
+            of_slots = {
+                n: [unslotted(own_FK, bands) for own_FK in saved_LFK] for n, bands in candidates.items()
+            }
+        slots.append(candidates)
+        lost.append(losses_by_width(layers, table_F, elements, candidates, of_slots))
+    width = least(lost)
+    target = replace(target, kv_lora_rank=elements - width, qk_rope_head_dim=width, slots=kind)
+    rotating: dict[int, dict[str, float]] = {}
+    for group, by_width in zip(source.layers_by_table, lost, strict=True):
+        rotating |= zip(group, by_width[width], strict=True)
+    losses = (
+        rotating.get(n) or _lost_without_slots(source, statistics_of[n], n, elements - width)
+        for n in source.attending
+    )
+    return target, tuple(band for candidates in slots for band in candidates[width]), tuple(losses)
+
+
+def _layers_of(
+    source: Source, group: tuple[int, ...], statistics_of: Mapping[int, LayerStatistics], container: str
+) -> Layers:
+    """Return what gives attention and metric of the layers of one rotary table, each time anew."""
+    table_F, factor = source.frequencies(group[0])
 
     def layers() -> Iterator[tuple[Attention, LayerMetric]]:
-        for layer in source.rotating:
-            attention, taken = source.attention(layer, factor), statistics.layers[layer]
-            if attention.k_norm_KH is not None and options["container"] in {"stock", "serving"}:
+        for layer in group:
+            attention, taken = source.attention(layer, factor), statistics_of[layer]
+            if attention.k_norm_KH is not None and container in {"stock", "serving"}:
                 yield regressed(source, layer, attention, table_F, taken)
             elif attention.k_norm_KH is None:
                 yield attention, metric_of(taken, attention, source.positions)
             else:
                 yield features_of(source, layer, attention, table_F, taken)
 
-    elements = target.kv_lora_rank + target.qk_rope_head_dim
-    kind: Literal["uniform", "allocated"] = "uniform" if fixed else options.get("slots") or "allocated"
-    if kind == "uniform":
-        candidates = {target.qk_rope_head_dim: fixed or _fixed_bands(source, target)}
-        lost = {
-            width: [lost_by_slots(a, table_F, bands, m) for a, m in layers()]
-            for width, bands in candidates.items()
-        }
-    else:
-        widths = [target.qk_rope_head_dim]
-        if options.get("kv_budget") is not None and options.get("rope_dim") is None:
-            widths = _widths(source.geometry, elements)
-        saved_LFK = saved(layers, table_F)
-        candidates = {n: allocate(saved_LFK.sum(0), table_F, n // 2) for n in widths if n < elements}
-        lost = {n: [unslotted(own_FK, bands) for own_FK in saved_LFK] for n, bands in candidates.items()}
-    division = divide(layers, table_F, elements, candidates, lost)
-    target = replace(
-        target, kv_lora_rank=division.rank, qk_rope_head_dim=elements - division.rank, slots=kind
-    )
-    rotating = dict(zip(source.rotating, division.losses, strict=True))
-    losses = (
-        rotating.get(n) or _lost_without_slots(source, statistics, n, division.rank)
-        for n in range(source.layers)
-    )
-    return target, division.bands, tuple(losses)
+    return layers
 
 
-def _lost_without_slots(source: Source, statistics: Statistics, layer: int, rank: int) -> dict[str, float]:
+def _of_table(bands: tuple[Band, ...], number: int) -> tuple[Band, ...]:
+    """Return bands with the number of their rotary table."""
+    return tuple(replace(band, table=number) for band in bands)
+
+
+def _lost_without_slots(source: Source, taken: LayerStatistics, layer: int, rank: int) -> dict[str, float]:
     """Predict the loss of a layer that rotates nothing, which is what its latent drops."""
     attention = source.attention(layer)
-    metric = metric_of(statistics.layers[layer], attention, source.positions)
+    metric = metric_of(taken, attention, source.positions)
     rows_CD = torch.cat([attention.k_KHD, attention.v_KHD]).flatten(0, 1)
     energy = low_rank_energy(
         rows_CD, torch.cat([metric.key_BSS, metric.value_BSS]), metric.moment(attention.k_KHD)
@@ -218,8 +245,8 @@ def _by_rule(
     table_F, factor = source.frequencies()
 
     def layers() -> Iterator[tuple[Attention, LayerStatistics | None]]:
-        for layer in range(source.layers):
-            yield source.attention(layer, factor), None if statistics is None else statistics.layers[layer]
+        for number, layer in enumerate(source.attending):
+            yield source.attention(layer, factor), None if statistics is None else statistics.layers[number]
 
     stock_S, _ = frequencies(rope_parameters(source.config), target.qk_rope_head_dim, source.positions)
     return target, rule.bands(layers, table_F, stock_S), ()
@@ -260,20 +287,49 @@ def _own_width(source: Source, target: LatentTarget, rule: Peer, *, budgeted: bo
 
 
 def _fixed_bands(source: Source, target: LatentTarget) -> tuple[Band, ...]:
-    """Return the rotary slots of a target.
+    """Return the rotary slots of a target, of every rotary table that layers have.
 
     They are the source's own kind of table at the target's width, or a slot for every key.
     """
-    table_F, _ = source.slot_frequencies()
-    if target.slots == "source":
-        return source_bands(table_F, source.geometry.num_key_value_heads)
+    bands: tuple[Band, ...] = ()
+    for number, group in enumerate(source.layers_by_table):
+        if target.slots == "source":
+            table_F, _ = source.frequencies(group[0])
+            bands += _of_table(source_bands(table_F, source.geometry.num_key_value_heads), number)
+        else:
+            bands += _uniform(source, target, group[0], number)
+    return bands
+
+
+def _uniform(source: Source, target: LatentTarget, layer: int, number: int) -> tuple[Band, ...]:
+    """Return slots at the frequencies that a layer's own kind of table has at the target's width.
+
+    Raises:
+        InvalidInput: fewer dimensions rotate.
+    """
     if target.qk_rope_head_dim > source.rotary_width:
         raise InvalidInput(
             f"--rope-dim {target.qk_rope_head_dim} does not fit: {source.rotary_width} dimensions of "
             "a head rotate, and only statistics can allocate more slots than that; leave it out"
         )
-    uniform_S, _ = frequencies(rope_parameters(source.config), target.qk_rope_head_dim, source.positions)
-    return uniform_bands(table_F[: source.rotary_width // 2], uniform_S)  # what does not rotate needs no slot
+    table_F, _ = source.frequencies(layer)
+    rope = layer_rope(source.config, layer)
+    uniform_S, _ = frequencies(rope, target.qk_rope_head_dim, source.positions)
+    # What does not rotate needs no slot.
+    return _of_table(uniform_bands(table_F[: source.rotary_width // 2], uniform_S), number)
+
+
+def bands_of(source: Source, bands: Iterable[Band], layer: int) -> tuple[Band, ...]:
+    """Return those of some bands that belong to a layer's rotary table."""
+    groups = source.layers_by_table
+    table = next((number for number, group in enumerate(groups) if layer in group), 0)
+    return tuple(band for band in bands if band.table == table)
+
+
+def slots_of(source: Source, bands: Iterable[Band], layer: int) -> torch.Tensor:
+    """Return the frequencies of a layer's rotary slots, (S,), float64."""
+    own = bands_of(source, bands, layer)
+    return torch.tensor([band.frequency for band in own for _ in range(band.slots)], dtype=torch.float64)
 
 
 def slot_rope(source: Source, bands: tuple[Band, ...]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from ...checkpoints.shards import ShardWriter
 from ...core.errors import InvalidInput
 from ...models.load_failures import loading_failures
 from ..families.family import Family
-from ..families.recognition import FAMILIES, is_multimodal
+from ..families.recognition import FAMILIES, attending, complete, is_multimodal
 
 # Model types of towers that compute, on text, what another model type computes. Sections of M-RoPE have the
 # same position on text, and one table of frequencies.
@@ -65,7 +65,7 @@ def find_tower(directory: Path) -> Tower | None:
             f"the text tower of {kind} is of model_type {named}, which kvfold cannot fold; "
             "`kvfold families --all` says why"
         )
-    names = _names(directory, list(Checkpoint(directory)), FAMILIES[model_type])
+    names = _names(directory, list(Checkpoint(directory)), FAMILIES[model_type], text)
     tied = "lm_head.weight" not in names.values()
     with loading_failures(directory, "config.json"):
         tower_config = _causal_config(model_type, {**text, "tie_word_embeddings": tied}, config)
@@ -128,10 +128,11 @@ def _text_config(directory: Path, kind: str) -> dict[str, Any]:
     return found
 
 
-def _names(directory: Path, stored: Iterable[str], family: Family) -> dict[str, str]:
+def _names(directory: Path, stored: Iterable[str], family: Family, text: Mapping[str, Any]) -> dict[str, str]:
     """Return the tower's tensors by their names in the whole checkpoint."""
     names = list(stored)
-    ending = f"{family.o.format(layer=0)}.weight"
+    first = attending(family, complete(family, text))
+    ending = f"{family.o.format(layer=first[0] if first else 0)}.weight"
     found = {
         name.removesuffix(ending)
         for name in names

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...checkpoints.eval_json import EvalSummary, ModelSummary
+from ...core.units import show_kinds
 
 if TYPE_CHECKING:
     from ..decide.lint import LintFinding, Written
@@ -98,7 +99,12 @@ def _cache(record: dict[str, Any], written: Written) -> list[str]:
                 *(f"{side['bytes_per_token'] * length / 1e6:,.1f} MB" for side in sides),
             ]
         )
-    return ["## KV cache", _table(["", "source", "this model"], rows)]
+    kinds = record["cache"].get("layers")
+    words = [] if not kinds else [
+        f"The model has {show_kinds(kinds)}. These numbers are those of the layers that attend; the others "
+        "keep a state of fixed size, as in the source."
+    ]  # fmt: skip
+    return ["## KV cache", _table(["", "source", "this model"], rows), *words]
 
 
 def _measured(record: dict[str, Any], evaluation: EvalSummary | None) -> list[str]:

@@ -30,6 +30,7 @@ from ..methods.latent_norm import (
     with_query_norm,
 )
 from ..methods.layer_sample import sample_of
+from ..methods.pooling import by_dimension
 from ..methods.published import peer, with_few_queries
 from ..methods.query_rank import Compressible, compress, query_metric
 from ..methods.refinement import (
@@ -41,6 +42,7 @@ from ..methods.refinement import (
     measure,
     refine,
 )
+from ..methods.slots import bands_of, slots_of
 
 Loss = dict[str, float]
 
@@ -104,13 +106,13 @@ def _scales(plan: Plan, number: int) -> Tensor | None:
     """Return the sizes of a layer's input channels, by which it is folded; None for methods of others."""
     if plan.statistics is None or plan.method != "subspace":
         return None
-    return channel_scales(plan.statistics.layers[number])
+    return channel_scales(plan.statistics.layers[plan.source.attending.index(number)])
 
 
 def _statistics(plan: Plan, number: int) -> LayerStatistics | None:
     if plan.statistics is None:
         return None
-    taken, scale_D = plan.statistics.layers[number], _scales(plan, number)
+    taken, scale_D = plan.statistics.layers[plan.source.attending.index(number)], _scales(plan, number)
     return taken if scale_D is None else through_channels(taken, scale_D)
 
 
@@ -136,25 +138,26 @@ def _joint(
 def _latent(plan: Plan, number: int, target: LatentTarget) -> tuple[LatentAttention, Loss | None]:
     if plan.source.mixed and number not in plan.source.rotating:
         return _still(plan, number, target)
-    table_F, factor = plan.source.slot_frequencies()
+    table_F, factor = plan.source.frequencies(number)
     attention = _attention(plan, number, factor)
+    bands, slots_S = bands_of(plan.source, plan.bands, number), slots_of(plan.source, plan.bands, number)
     statistics = _statistics(plan, number)
     if attention.k_norm_KH is not None:
         fold_normed = _over_features if plan.container.kind == "remote" else _regressed
         return fold_normed(plan, number, target, attention, table_F)
     rule = peer(plan.method)
     if rule is not None and target.slots == "rule":
-        latent = with_few_queries(rule, attention, target, plan.bands, statistics)
+        latent = with_few_queries(rule, attention, target, bands, statistics)
     else:
         metric = metric_of(statistics, attention, plan.source.positions)
         one_D = _one(plan, metric.input_EE)
         latent = methods.FACTOR["subspace"](
-            without_value_bias(attention, one_D), target, table_F, plan.bands, metric
+            without_value_bias(attention, one_D), target, table_F, bands, metric
         )
         latent = without_key_bias(latent, one_D)
         latent = _compressed(plan, number, latent, without_query_bias(attention, one_D), table_F)
     sample = _sample(plan, number, attention, table_F)
-    return _finished(plan, number, latent, attention, table_F, _slots(plan), sample)
+    return _finished(plan, number, latent, attention, table_F, slots_S, sample)
 
 
 def _over_features(
@@ -163,10 +166,10 @@ def _over_features(
     """Fold a layer with key norms, whose latent and slots are computed from its features."""
     statistics = _statistics(plan, number)
     featured, metric = features_of(plan.source, number, attention, table_F, statistics)
-    folded = methods.FACTOR["subspace"](featured, target, table_F, plan.bands, metric)
+    bands, slots_S = bands_of(plan.source, plan.bands, number), slots_of(plan.source, plan.bands, number)
+    folded = methods.FACTOR["subspace"](featured, target, table_F, bands, metric)
     latent = _compressed(plan, number, with_features(folded, attention), attention, table_F)
-    sample = _sample(plan, number, attention, table_F)
-    return _refined(plan, attention, table_F, latent, _slots(plan), sample)
+    return _refined(plan, attention, table_F, latent, slots_S, _sample(plan, number, attention, table_F))
 
 
 def _regressed(
@@ -180,13 +183,8 @@ def _regressed(
     latent = methods.FACTOR["subspace"](without_value_bias(plain, one_D), target, table_F, plan.bands, metric)
     latent = _compressed(plan, number, without_key_bias(latent, one_D), plain, table_F)
     sample = _sample(plan, number, attention, table_F)
-    return _finished(plan, number, latent, attention, table_F, _slots(plan), sample, plain)
-
-
-def _slots(plan: Plan) -> Tensor:
-    """Return the frequencies of the rotary slots, (S,)."""
-    return torch.tensor(
-        [band.frequency for band in plan.bands for _ in range(band.slots)], dtype=torch.float64
+    return _finished(
+        plan, number, latent, attention, table_F, slots_of(plan.source, plan.bands, number), sample, plain
     )
 
 
@@ -318,6 +316,8 @@ def _pooled(plan: Plan, number: int, target: GroupedTarget) -> tuple[Attention, 
     metric = metric_of(_statistics(plan, number), attention, plan.source.positions) if weighs else UNWEIGHTED
     if attention.k_norm_KH is not None and plan.method != "mean":
         pool = normed.by_value(pool)
+    if attention.gate_NHD is not None and attention.gate_NHD.shape[1] > 1 and plan.method != "mean":
+        pool = by_dimension(pool)
     sample = _sample(plan, number, attention, table_F, factor)
     if plan.method == "aligned:grouped":
         if not _is_movable(plan, attention, sample):
@@ -344,10 +344,10 @@ def _pooled(plan: Plan, number: int, target: GroupedTarget) -> tuple[Attention, 
 def _is_movable(plan: Plan, attention: Attention, sample: LayerSample | None) -> bool:
     """Return whether heads may be put in another order.
 
-    Sinks and some norms belong to one query head each and are not written. For heads with norms the loss of a
-    merge is estimated too roughly to trust an order that cannot be measured.
+    Sinks, own gates and some norms belong to one query head and are not written. For heads with norms a
+    merge's loss is estimated too roughly to trust an order that cannot be measured.
     """
-    if plan.source.family.sinks is not None:
+    if plan.source.family.sinks is not None or plan.source.family.gate not in {None, "q"}:
         return False
     return attention.q_norm_NH is None or (len(attention.q_norm_NH) == 1 and sample is not None)
 
@@ -377,7 +377,8 @@ def _refined(
     is_refined = plan.method == "subspace"
     # A norm of single heads serves as many as there are, and is passed on; so is one of all queries, whose
     # number stays.
-    fixed = {"q_norm_NH"} if plan.source.family.norm_spans == "heads" else {"q_norm_NH", "k_norm_KH"}
+    spans = plan.source.family.norm_spans == "heads"
+    fixed = {"q_norm_NH", "gate_NHD", "gate_NH"} | (set() if spans else {"k_norm_KH"})
     if isinstance(layer, NormedLatentAttention):
         fixed |= {"q_nope_NPA"}  # the identity, which is not written
     if isinstance(layer, LatentAttention) and layer.query_norm is not None and layer.q_down_AD is not None:

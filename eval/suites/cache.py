@@ -24,13 +24,14 @@ class CacheSize:
     """The growth of the live cache from one token to the next, one sequence.
 
     Attributes:
-        elements_per_token_per_layer: mean over layers.
+        elements_per_token_per_layer: mean over the layers whose cache grows.
         elements_per_token: all layers.
         bytes_per_token: all layers, in `dtype`.
         dtype: dtype of the cache, as the model was loaded (a CPU run loads float32 by default).
         lengths: the two sequence lengths whose difference was taken, so that constant parts cancel.
         layers: for each layer its elements per token and the most tokens that it keeps, None for all.
         quantised: for each layer its bytes per token in the number format of `--cache-dtype`; None without.
+        state_bytes: of layers that do not attend, whose state has one size, as the model was loaded.
     """
 
     elements_per_token_per_layer: float
@@ -40,6 +41,7 @@ class CacheSize:
     lengths: tuple[int, int]
     layers: tuple[tuple[float, int | None], ...]
     quantised: tuple[float, ...] | None = None
+    state_bytes: int = 0
 
     def bytes(self, tokens: int, itemsize: int) -> int:
         """Return the bytes of a sequence's cache, of `itemsize` bytes a number where it is not quantised."""
@@ -47,6 +49,11 @@ class CacheSize:
             return round(self.elements(tokens) * itemsize)
         kept = (min(tokens, most or tokens) for _, most in self.layers)
         return round(sum(each * count for each, count in zip(self.quantised, kept, strict=True)))
+
+    @property
+    def growing(self) -> int:
+        """Return the number of layers whose cache grows."""
+        return sum(each > 0 for each, _ in self.layers)
 
     def elements(self, tokens: int) -> float:
         """Return the elements of a sequence's cache; a sliding window limits a layer's."""
@@ -94,6 +101,9 @@ def rows(found: CacheBlock, roles: tuple[str, ...]) -> list[list[str]]:
             lines.append(
                 [f"  sequences in {_human(found.memory)}", *(str(size.largest_batch) for size in sizes)]
             )
+    if any(model.state_bytes for model in models):
+        shown = (f"{_human(model.state_bytes)}, {model.growing_layers} layers grow" for model in models)
+        lines.append(["state of layers without attention", *shown])
     if found.ratio is not None:
         lines.append(["cache, share of the teacher's", f"{found.ratio:.2%}", *[""] * (len(roles) - 1)])
     return lines
@@ -117,7 +127,7 @@ def count(loaded: Loaded) -> CacheSize:
     tokens = min(_TOKENS, loaded.positions or _TOKENS, *_windows_of(loaded))
     lengths = (tokens // 2, tokens)
     ids_W = torch.arange(tokens) % loaded.vocabulary
-    short, long = (_layers(loaded, ids_W[:length]) for length in lengths)
+    (short, _), (long, state_bytes) = (_layers(loaded, ids_W[:length]) for length in lengths)
     grown = lengths[1] - lengths[0]
     growth = tuple(
         ((sum(map(Tensor.numel, after)) - sum(map(Tensor.numel, before))) / grown, most)
@@ -129,9 +139,9 @@ def count(loaded: Loaded) -> CacheSize:
     )
     kinds = {tensor.dtype for tensors, _ in long for tensor in tensors if tensor.is_floating_point()}
     dtypes = sorted(str(kind).removeprefix("torch.") for kind in kinds)
-    return CacheSize(
-        elements / len(growth), elements, (after - before) / grown, "+".join(dtypes), lengths, growth
-    )
+    mean = elements / max(1, sum(each > 0 for each, _ in growth))
+    per_token = (after - before) / grown
+    return CacheSize(mean, elements, per_token, "+".join(dtypes), lengths, growth, state_bytes=state_bytes)
 
 
 def predicted(config: Mapping[str, Any]) -> int | None:
@@ -154,9 +164,10 @@ def predicted(config: Mapping[str, Any]) -> int | None:
 def _count(subject: Subject, role: str) -> dict[str, Any]:
     size = count(subject.load(role))
     if role == "student" and subject.stored is not None:
-        layers = [each for each in subject.stored.bytes_per_token if each is not None]
-        assert len(layers) == len(size.layers), "a layer wrote no cache"
-        size = replace(size, quantised=tuple(layers))
+        layers = tuple(each or 0.0 for each in subject.stored.bytes_per_token)
+        written = [each > 0 for each in layers]
+        assert written == [each > 0 for each, _ in size.layers], "a layer that attends wrote no cache"
+        size = replace(size, quantised=layers)
     return asdict(size)
 
 
@@ -168,7 +179,7 @@ def _model(subject: Subject, role: str, size: CacheSize, memory: int | None) -> 
     weights = sum(file.stat().st_size for file in path.glob("*.safetensors"))
     contexts = []
     for tokens in CONTEXTS:
-        each = size.bytes(tokens, itemsize)
+        each = size.bytes(tokens, itemsize) + size.state_bytes
         contexts.append(
             CacheAtLength(tokens, each, None if memory is None else max(0, memory - weights) // each)
         )
@@ -185,20 +196,30 @@ def _model(subject: Subject, role: str, size: CacheSize, memory: int | None) -> 
         elements_per_token=size.elements_per_token,
         bytes_per_token=size.bytes_per_token,
         dtype=size.dtype,
-        predicted_bytes_per_token=None if expected is None else expected * len(size.layers) * itemsize,
+        predicted_bytes_per_token=None if expected is None else expected * size.growing * itemsize,
         stored_dtype=stored,
         weight_bytes=weights,
         contexts=tuple(contexts),
         cache_dtype=None if size.quantised is None else subject.options.cache_dtype,
         quantised_bytes_per_token=None if size.quantised is None else sum(size.quantised),
+        state_bytes=size.state_bytes,
+        growing_layers=size.growing,
     )
 
 
-def _layers(loaded: Loaded, ids_W: Tensor) -> list[tuple[list[Tensor], int | None]]:
-    """Return each layer's cache tensors after reading W tokens, and the most tokens that it keeps."""
+def _layers(loaded: Loaded, ids_W: Tensor) -> tuple[list[tuple[list[Tensor], int | None]], int]:
+    """Return each layer's cache tensors after reading W tokens, and the most tokens that it keeps.
+
+    The second result is the size of states that layers without attention keep.
+    """
     ids_1W = ids_W[None].to(loaded.device)
-    layers = loaded.model.base_model(input_ids=ids_1W, use_cache=True).past_key_values.layers
-    return [
+    cache = loaded.model.base_model(input_ids=ids_1W, use_cache=True).past_key_values
+    layers = cache.layers
+    states = [getattr(layer, name, ()) for layer in layers for name in ("conv_states", "recurrent_states")]
+    states.append(getattr(cache, "linear_cache", ()))
+    found = (part for state in states for part in (state.values() if isinstance(state, dict) else state))
+    state_bytes = sum(part.nbytes for part in found if isinstance(part, Tensor))
+    grown = [
         (
             [
                 value
@@ -209,6 +230,7 @@ def _layers(loaded: Loaded, ids_W: Tensor) -> list[tuple[list[Tensor], int | Non
         )
         for layer in layers
     ]
+    return grown, state_bytes
 
 
 def _most(layer: Any) -> int | None:

@@ -29,7 +29,7 @@ class ModelCache:
     """The KV cache of one model.
 
     Attributes:
-        elements_per_token_per_layer: growth of the live cache per token, mean over layers.
+        elements_per_token_per_layer: growth of the live cache per token, mean over the layers that attend.
         predicted_elements_per_token_per_layer: the same by config.json; None for a class that kvfold does not
             know.
         elements_per_token: growth of the live cache per token, all layers.
@@ -43,6 +43,8 @@ class ModelCache:
         cache_dtype: the number format that the cache is stored in by `--cache-dtype`; None where it is stored
             as it is computed.
         quantised_bytes_per_token: bytes of a token in `cache_dtype`, its scales included, all layers.
+        state_bytes: of layers that do not attend, whose state has one size; it is part of `contexts`.
+        growing_layers: number of layers whose cache grows; 0 in reports of earlier versions.
     """
 
     elements_per_token_per_layer: float
@@ -56,6 +58,8 @@ class ModelCache:
     contexts: tuple[CacheAtLength, ...]
     cache_dtype: str | None = None
     quantised_bytes_per_token: float | None = None
+    state_bytes: int = 0
+    growing_layers: int = 0
 
     def __post_init__(self) -> None:
         check_positive("elements_per_token_per_layer", self.elements_per_token_per_layer)

@@ -45,11 +45,15 @@ class RecordedSize(RecordPart):
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedCache(RecordPart):
-    """The size of the cache of the source and of the output."""
+    """The size of the cache of the source and of the output.
+
+    Where some layers do not attend, the sizes are those of the others; `layers` counts all by kind.
+    """
 
     before: RecordedSize
     after: RecordedSize
     ratio: Annotated[float, Field(gt=0)]
+    layers: dict[str, Annotated[int, Field(gt=0)]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,6 +5,7 @@ budget of `300k` training tokens is 300 x 1000.
 """
 
 import re
+from collections.abc import Mapping
 from decimal import Decimal
 from typing import Any, Literal
 
@@ -123,3 +124,13 @@ def _size(text: str, kind: Literal["tokens", "bytes"]) -> int | None:
     if match is None or match[2] not in _UNITS[kind] or len(match[1]) > _MOST_DIGITS:
         return None
     return int(Decimal(match[1]) * _UNITS[kind][match[2]]) or None
+
+
+def show_kinds(layers: Mapping[str, int]) -> str:
+    """Return the numbers of layers by kind as text.
+
+    Example:
+        >>> show_kinds({"linear_attention": 36, "full_attention": 12})
+        '36 linear_attention layers, 12 full_attention layers'
+    """
+    return ", ".join(f"{count} {kind} layers" for kind, count in layers.items())

@@ -10,6 +10,8 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
+from .positions import has_other_layers
+
 
 class GrowingLayer(DynamicLayer):
     """A layer's keys and values at the head of tensors that are as long as the text will be.
@@ -38,15 +40,18 @@ class GrowingLayer(DynamicLayer):
         return self.keys, self.values
 
 
-def growing_cache(config: Any, length: int) -> DynamicCache:
-    """Return an empty cache for `length` tokens.
+def growing_cache(config: Any, length: int) -> DynamicCache | None:
+    """Return an empty cache for `length` tokens; None where only some layers attend.
 
-    Layers of other kinds, such as those with a sliding window, keep transformers' own.
+    The classes of such models make caches of their own. Layers of other kinds, such as those with a sliding
+    window, keep transformers' own.
 
     Args:
         config: of the model.
         length: tokens of the text.
     """
+    if has_other_layers(config):
+        return None
     cache = DynamicCache(config=config)
     cache.layers = [GrowingLayer(length) if type(layer) is DynamicLayer else layer for layer in cache.layers]
     return cache

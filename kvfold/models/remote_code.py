@@ -25,6 +25,7 @@ FILES = (
 )
 MODEL_TYPE = "kvfold"
 FORMS = ("decoupled", "intact")
+GATES = (None, "gate_proj", "g_proj")
 ARCHITECTURE = "KvfoldForCausalLM"
 AUTO_MAP = {
     "AutoConfig": "configuration_kvfold.KvfoldConfig",
@@ -42,11 +43,13 @@ EARLIER = {
         "20d8244877c7da9fe2cf1489e745fa4c6f5fbc7fa35432d548f5a8e400da2308",
         "b90debb0806315fd4361bf46cbdf4c36d90bc53712e13f8a928f9c52484a66f8",
         "83bcb2ecf6c5f143d4b7ef87da272f23e9cb0a4aa545197452e38dd5018190a8",
+        "dc84236c768ac5fe31e5055b2ec6c76fd6ffdbde28fbf4a6d0be037588637f03",
     ),
     "modeling_kvfold.py": (
         "9ab10afe71cbf1927eca4d13b0689f5fa79044661f642167e33588fd90d249f8",
         "3a1092541fa14a4d6051f02a528050d87356f2cc07cef7ffaf2e7b19148f9e48",
         "f7506da34d5e60e497436ebaeda5cb02e1918fa31c2d5904e277d7c189747e6b",
+        "e2b78a62dca90d103f49f833c61663eae59c88ab93656dd32bde5112f451aeec",
     ),
     "attention_kvfold.py": (
         "3fdace985e99c6d5f0fd7879793e69c5074f9ee12d7af81fb3770bc9639e43c7",
@@ -57,6 +60,7 @@ EARLIER = {
         "f237c652309e90e0d56b8a818d876f95e9ac805082b547ba595ecd9c6b6b82fe",
         "67c9622c492cdb4fc49534e1861b3f7696bdab6878826c559370cdcfd3c3e2c4",
         "0877863919b375f1c06feabe340326b038121bc3ddf6c55503a2ae23c04322ce",
+        "0518f82186882ada61f2a9f2ff74507af4615bf18e7ac0141c73c5ba17859fa4",
     ),
     "decoding_kvfold.py": (
         "abbbcc40d24a7365b8bc9e6161056155f63bb3d8177601df6f204e5a67df7e93",
@@ -82,6 +86,7 @@ EARLIER = {
         "5c91ca52969d9c9136970c0bf264c44bd491842d67944f96a4cd6e8f0b6f774e",
         "0fc0f680d21b8145c0785944e29dfde4396f4159b7a51e9777a92f29e24b2763",
         "2eea250b16042d1a2f0ddf7304a42a2185a49428d2807dab96944497b2c249e8",
+        "a95c46900f10f81b9302733526e3c4fc6c4b31e333d21196d33d294b08af0385",
     ),
 }
 
@@ -145,11 +150,28 @@ def check_form(directory: Path, config: Mapping[str, Any]) -> None:
             f"{directory} has tables of {', '.join(str(len(table)) for table in tables[:4])} frequencies in "
             f"config.json and qk_rope_head_dim {width}; each table needs half as many"
         )
+    _check_layers(directory, ours.get("layers"), layers)
+    if ours.get("gate") not in GATES:
+        raise InvalidInput(
+            f"{directory} has kvfold.gate {shorten(ours['gate'])} in config.json; it is gate_proj or g_proj"
+        )
     known = range(len(tables))
     if not isinstance(numbers, list) or not all(type(one) is int and one in known for one in numbers):
         raise InvalidInput(
             f"{directory} has kvfold.tables {shorten(numbers)} in config.json, where numbers below "
             f"{len(tables)} are needed"
+        )
+
+
+def _check_layers(directory: Path, numbers: Any, layers: int) -> None:
+    """Check the numbers of the layers that attend, where they are given."""
+    known = range(layers)
+    if numbers is not None and not (
+        isinstance(numbers, list) and numbers and all(type(one) is int and one in known for one in numbers)
+    ):
+        raise InvalidInput(
+            f"{directory} has kvfold.layers {shorten(numbers)} in config.json, where numbers below {layers} "
+            "are needed"
         )
 
 

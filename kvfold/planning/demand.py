@@ -128,8 +128,8 @@ def absorbs(plan: Plan, engines: tuple[str, ...]) -> bool:
 
 
 def _kept(source: Source, context: int) -> list[int]:
-    """Return the number of tokens that each layer keeps of a sequence."""
-    return [min(context, source.window(layer) or context) for layer in range(source.layers)]
+    """Return the number of tokens that each layer that attends keeps of a sequence."""
+    return [min(context, source.window(layer) or context) for layer in source.attending]
 
 
 def held(plan: Plan, ranks: Ranks = ALONE) -> int:

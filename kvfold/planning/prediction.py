@@ -25,6 +25,7 @@ from ..convert.algebra.target import LatentTarget
 from ..convert.decide.norm_choice import settle_norm
 from ..convert.decide.plan import Plan
 from ..convert.methods.refinement import BATCH, LayerSample, agrees, fitting_device
+from ..convert.methods.slots import slots_of
 from ..convert.write.layer_fold import fold_attention
 from ..core.cache_dtypes import CacheDtype
 
@@ -72,8 +73,8 @@ class PredictedLosses:
 
 def source_loss(plan: Plan, kind: CacheDtype) -> float | None:
     """Return the loss of a plan's source, unfolded, with its cache in a number format."""
-    layers = [_source(plan, number)[0] for number in range(plan.source.layers)]
-    measured = [_with_cache(plan, number, layer, kind) for number, layer in enumerate(layers)]
+    layers = {number: _source(plan, number)[0] for number in plan.source.attending}
+    measured = [_with_cache(plan, number, layer, kind) for number, layer in layers.items()]
     known = [each for each in measured if each is not None]
     if len(known) < len(measured):
         return None
@@ -86,14 +87,14 @@ def _predict(plan: Plan, kinds: Sequence[CacheDtype]) -> Losses:
     if plan.statistics is None and (plan.folds_biases or regresses):
         return nothing  # biases and key norms go into weights by statistics only
     losses: dict[str | None, list[float]] = {name: [] for name in nothing}
-    for number in range(plan.source.layers):
+    for number in plan.source.attending:
         layer, loss = fold_attention(plan, number)
         if plan.statistics is not None and loss is None:
             return nothing  # `forward.attend` does not compute its attention
         losses[None].append(_share(plan, number, layer) if loss is None else loss["refined"])
         for kind in kinds:
             losses[kind.name].append(_with_cache(plan, number, layer, kind) or 0.0)
-    count = 1 if plan.statistics is not None else plan.source.layers
+    count = 1 if plan.statistics is not None else len(plan.source.attending)
     return {name: sum(each) / count for name, each in losses.items()}
 
 
@@ -105,7 +106,7 @@ def _with_cache(plan: Plan, number: int, layer: AnyAttention, kind: CacheDtype) 
     if plan.statistics is None:
         return _share(plan, number, layer, kind)
     source, table_F, scoring = _source(plan, number)
-    taken = plan.statistics.layers[number]
+    taken = plan.statistics.layers[plan.source.attending.index(number)]
     sample = LayerSample(
         input_BTD=taken.input_BTD,
         output_BTD=taken.output_BTD,
@@ -158,6 +159,4 @@ def _turning(plan: Plan, number: int, layer: AnyAttention, table_F: Tensor) -> T
         return table_F
     if plan.source.mixed and number not in plan.source.rotating:
         return table_F[:0]
-    return torch.tensor(
-        [band.frequency for band in plan.bands for _ in range(band.slots)], dtype=torch.float64
-    )
+    return slots_of(plan.source, plan.bands, number)

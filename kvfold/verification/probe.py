@@ -98,8 +98,13 @@ def decode(model: Any, prompt_ST: Tensor) -> tuple[Tensor, Tensor]:
     The lead is over the next most probable token.
     """
     last_ST, cache, chosen, leads = prompt_ST, None, [], []
-    for _ in range(STEPS):
-        output = model(input_ids=last_ST, past_key_values=cache, use_cache=True)
+    kinds = getattr(model.config.get_text_config(), "layer_types", None) or []
+    for step in range(STEPS):
+        place = {}
+        if step and any(kind in {"linear_attention", "conv"} for kind in kinds):
+            # Some classes count positions from a layer that has no keys, or not at all.
+            place = {"position_ids": torch.full_like(last_ST, prompt_ST.shape[1] + step - 1)}
+        output = model(input_ids=last_ST, past_key_values=cache, use_cache=True, **place)
         best = output.logits[:, -1].float().topk(2)
         cache = output.past_key_values
         last_ST = best.indices[:, :1]
@@ -132,11 +137,15 @@ def answers(model: Any, logits_STV: Tensor, text_ST: Tensor) -> dict[str, Any]:
 
 
 def growth(model: Any, text_1T: Tensor) -> list[list[float]]:
-    """Return how much one more token adds to the keys and values of every layer's live cache, in elements."""
+    """Return how much one more token adds to the keys and values of a live cache, in elements.
+
+    There is an entry for each layer that has keys; other layers keep a state of fixed size.
+    """
     sizes = []
     for length in (SHORT, LONG):
         layers = model(input_ids=text_1T[:, :length], use_cache=True).past_key_values.layers
-        sizes.append([[layer.keys.numel(), layer.values.numel()] for layer in layers])
+        cached = [layer for layer in layers if getattr(layer, "keys", None) is not None]
+        sizes.append([[layer.keys.numel(), layer.values.numel()] for layer in cached])
     return [
         [(b - a) / (LONG - SHORT) for a, b in zip(short, long, strict=True)]
         for short, long in zip(*sizes, strict=True)

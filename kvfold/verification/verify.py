@@ -21,6 +21,7 @@ from ..core.cache_dtypes import CACHE_DTYPES
 from ..core.console import Command, notice, show_json, show_table, show_text
 from ..core.errors import InvalidInput
 from ..core.grid import Grid, Tabular
+from ..core.units import show_kinds
 from .engine_runs import run_llama_cpp, started_engines
 from .fresh_process import PROBES, Check, run_apart, serve
 from .llama_programs import LlamaCpp
@@ -215,15 +216,19 @@ def _claimed(record: dict[str, Any] | None) -> int | None:
 
 
 def _cache(layers: list[list[float]], record: dict[str, Any] | None, written: Written) -> Check:
-    """Compare the growth of the live cache with what the record claims.
+    """Compare the growth of the live cache, in the layers that attend, with what the record claims.
 
     Intact latents keep positions where others keep values.
     """
+    from ..convert.families.layer_kinds import ATTENTION
     from ..convert.families.recognition import FAMILIES
 
     counted = [keys if written.layout == "intact" else keys + values for keys, values in layers]
     mean = sum(counted) / len(counted)
     words = f"{mean:g} elements per token and layer in the live cache"
+    kinds = ((record or {}).get("cache") or {}).get("layers") or {}
+    if kinds:
+        words += f", in {len(counted)} of {sum(kinds.values())} layers"
     if written.layout == "intact":
         words += f", and {sum(values for _, values in layers):g} digits of the position per token"
     claimed = _claimed(record)
@@ -236,7 +241,9 @@ def _cache(layers: list[list[float]], record: dict[str, Any] | None, written: Wr
             None,
             f"{words}: this class caches every query head; kvfold.json's {claimed} are for vLLM",
         )
-    return Check("cache size", set(counted) == {claimed}, f"{words}, kvfold.json claims {claimed}")
+    claim = f"{claimed} in {show_kinds(kinds)}" if kinds else str(claimed)
+    right = set(counted) == {claimed} and len(counted) == kinds.get(ATTENTION, len(counted))
+    return Check("cache size", right, f"{words}, kvfold.json claims {claim}")
 
 
 def _distance(seen: dict[str, Any], kept: Precision | None) -> Check:

@@ -50,6 +50,22 @@ _THETAS = {
     kind: {"rope_type": "default", "rope_theta": theta}
     for kind, theta in zip(_KINDS, (1e3, 1e4), strict=True)
 }
+_LINEAR = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "rope_parameters": {**ROPE["default"], "partial_rotary_factor": 0.25},
+}
+_MAMBA = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": "auto",
+    "mamba_n_groups": 1,
+    "mamba_d_state": 4,
+    "mamba_expand": 2,
+    "mamba_chunk_size": 8,
+}
 SETTINGS: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": None},
     "ministral": _MIXED,
@@ -106,13 +122,54 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "vaultgemma": {**_MIXED, "query_pre_attn_scalar": 5, "attn_logit_softcapping": 2.0},
     "aria_text": {"moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 1},
     "mellum": {**_EXPERTS, **_MIXED, "num_experts": 4, "rope_parameters": _THETAS},
+    "qwen3_next": {**_EXPERTS, **_LINEAR, "num_experts": 4, "shared_expert_intermediate_size": 16},
+    "qwen3_5_text": _LINEAR,
+    "qwen3_5_moe_text": {**_EXPERTS, **_LINEAR, "num_experts": 4, "shared_expert_intermediate_size": 16},
+    "lfm2": {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
+    "lfm2_moe": {
+        **_EXPERTS,
+        "layer_types": ["conv", "full_attention"],
+        "num_experts": 4,
+        "num_dense_layers": 1,
+    },
+    "granitemoehybrid": {
+        **_MAMBA,
+        "layer_types": ["mamba", "attention"],
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "shared_intermediate_size": 16,
+        "position_embedding_type": "rope",
+        "attention_multiplier": 0.3,
+    },
+    "minimax": {
+        "layer_types": ["linear_attention", "full_attention"],
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+    },
+    "bamba": {**_MAMBA, "attn_layer_indices": [1]},
+    "jamba": {
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "mamba_d_state": 4,
+        "num_experts": 4,
+        "expert_layer_period": 2,
+        "expert_layer_offset": 1,
+    },
+    "olmo_hybrid": {
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 2,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+    },
     "falcon": {"new_decoder_architecture": True, "num_kv_heads": 8, "ffn_hidden_size": 48, "bias": True},
 }
 # Classes that have no head_dim of their own.
 _DERIVED = {
     "qwen2", "qwen2_moe", "phi3", "phi", "olmo", "olmo2", "olmo3", "granite", "smollm3", "stablelm",
     "starcoder2", "cohere",
-    "gpt_neox", "gpt2", "gptj", "opt", "falcon", "olmoe", "flex_olmo",
+    "gpt_neox", "gpt2", "gptj", "opt", "falcon", "olmoe", "flex_olmo", "lfm2", "lfm2_moe",
+    "granitemoehybrid", "bamba", "jamba", "olmo_hybrid",
 }  # fmt: skip
 
 

@@ -110,6 +110,20 @@ TOWERS: dict[str, tuple[dict[str, Any], Callable[[], dict[str, Any]]]] = {
         },
         lambda: _qwen(4),
     ),
+    "qwen3_5": (
+        {
+            "text_config": {
+                **_TEXT,
+                "layer_types": ["linear_attention", "full_attention"],
+                "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+                "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+                "rope_parameters": {**_MROPE, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 0]},
+            },
+            "vision_config": {**_QWEN_VISION, "num_position_embeddings": 16},
+            **_QWEN_IDS,
+        },
+        lambda: _qwen(4),
+    ),
 }  # fmt: skip
 
 

@@ -42,6 +42,7 @@ VLLM = run(_VLLM, "2026-11-22", "python -m benchmarks.vllm")
 VLLM_BROKEN = run(_VLLM, "2026-11", "vllm.LLM(DIR), on small outputs that break this by hand")
 VLLM_READ = read("vLLM 0.32.0", "2026-11", "vllm/model_executor/models/deepseek_v2.py")
 VLLM_WIDTHS = read("vLLM 0.32.0", "2026-11-22", "vllm/v1/attention/backends/mla/*.py")
+VLLM_BACKEND = read("vLLM 0.32.0", "2026-11-22", "vllm/model_executor/models/transformers/base.py")
 VLLM_PREFILL = read("vLLM 0.32.0", "2026-11", "vllm/v1/attention/backends/mla/prefill; vllm#48855")
 SGLANG = read("SGLang 0.5.23", "2026-11", "sglang/srt/models/deepseek_v2.py")
 SGLANG_WIDTHS = read(

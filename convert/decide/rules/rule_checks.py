@@ -193,6 +193,24 @@ def named_rank(written: Written) -> str:
     return "its config.json has kv_lora_rank" if "kv_lora_rank" in written.config else ""
 
 
+def others(written: Written) -> str:
+    """Find layers without attention in an output with code of its own."""
+    numbers = written.config["kvfold"].get("layers")
+    return (
+        "" if numbers is None else f"only {len(numbers)} of {written.get('num_hidden_layers')} layers attend"
+    )
+
+
+def limited(written: Written) -> str:
+    """Find a sliding window, or bounded scores."""
+    kinds = written.get("layer_types", None)
+    used = "sliding_attention" in kinds if kinds else written.get("use_sliding_window", True)
+    if used and 0 < written.get("sliding_window") < written.get("max_position_embeddings", 1):
+        return f"its attention has a window of {written.get('sliding_window')} tokens"
+    cap = written.get("attn_logit_softcapping", None)
+    return "" if cap is None else f"its scores are bounded by {cap}"
+
+
 def expanded(written: Written) -> str:
     """Find Falcon's new decoder."""
     return "its class is Falcon's new decoder" if written.get("new_decoder_architecture", False) else ""

@@ -39,8 +39,13 @@ from .layers_kvfold import (
     KvfoldLatentRMSNorm,
     KvfoldRotaryEmbedding,
     Positions,
+    adapt_call,
+    add_features,
     eager_attention,
     function_of,
+    gate_of,
+    gated,
+    norms_of,
     places,
     rotate,
     sized,
@@ -76,10 +81,14 @@ class _FoldedAttention(nn.Module):
         self.softcap = getattr(config, "attn_logit_softcapping", None)
         self.sinks = getattr(stock, "sinks", None)
         self.growth = config.kvfold.get("growth")
+        self.gate = config.kvfold.get("gate")
+        if self.gate is not None:
+            rows = config.num_attention_heads * config.v_head_dim
+            setattr(self, self.gate, gate_of(stock, self.gate, config.hidden_size, rows))
         known = signature(stock.forward).parameters
         self.rotary = None if "position_embeddings" in known else KvfoldRotaryEmbedding(config)
         if "layer_past" in known or self.rotary is not None:
-            self.register_forward_pre_hook(_adapt, with_kwargs=True)
+            self.register_forward_pre_hook(adapt_call, with_kwargs=True)
 
     def _options(self) -> dict[str, Any]:
         """Return the arguments of the attention function other than tensors and scale."""
@@ -119,26 +128,16 @@ class _FoldedAttention(nn.Module):
         key_BTE = self._heads(self.k_proj(hidden_states), self.k_norm).flatten(2)
         return torch.cat([key_BTE, self.v_proj(hidden_states)], dim=-1)
 
+    def _projected(self, output_BTE: Tensor, hidden_states: Tensor) -> Tensor:
+        """Return the output (B, T, D) of all heads' outputs (B, T, NV), behind a gate where there is one."""
+        if self.gate is not None:
+            gate_BTX = getattr(self, self.gate)(hidden_states)
+            output_BTE = gated(output_BTE, gate_BTX, self.config.num_attention_heads)
+        output_BTD: Tensor = self.o_proj(output_BTE)
+        return output_BTD
+
     def _linear(self, role: str, inputs: int, outputs: int) -> nn.Linear:
         return nn.Linear(inputs, outputs, bias=role in self.config.kvfold["biases"])
-
-
-def _adapt(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Adapt the call of families that name the cache `layer_past`, or rotate by `position_ids`."""
-    kwargs = {"past_key_values" if name == "layer_past" else name: value for name, value in kwargs.items()}
-    if module.rotary is not None and kwargs.get("position_ids") is not None:
-        hidden_states = args[0] if args else kwargs["hidden_states"]
-        kwargs["position_embeddings"] = module.rotary(hidden_states, kwargs["position_ids"])
-    return args, kwargs
-
-
-def _encode(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Add the features of new tokens to a call of a decoupled layer with key norms.
-
-    They are an argument because vLLM knows a latent by a projection of an argument of `forward`.
-    """
-    hidden_states = args[0] if args else kwargs["hidden_states"]
-    return args, {**kwargs, "features": module._features(hidden_states)}
 
 
 class KvfoldDecoupledAttention(_FoldedAttention):
@@ -153,15 +152,15 @@ class KvfoldDecoupledAttention(_FoldedAttention):
         self.qk_head_dim, self.v_head_dim = self.qk_nope_head_dim + self.qk_rope_head_dim, config.v_head_dim
         encoded, query = hidden, heads * self.qk_head_dim
         self.k_norm = None
-        if getattr(stock, "k_norm", None) is not None:
-            norms = zip((stock.q_norm, stock.k_norm), config.kvfold["norm_widths"], strict=True)
+        if norms_of(stock)[1] is not None:
+            norms = zip(norms_of(stock), config.kvfold["norm_widths"], strict=True)
             self.q_norm, self.k_norm = (sized(norm, width) for norm, width in norms)
             self.norm_spans_heads = config.kvfold["norm_widths"][1] != config.kvfold["head_dim"]
             self.head_dim, groups = config.kvfold["head_dim"], config.kvfold["key_heads"]
             encoded, query = 2 * groups * self.head_dim, heads * self.head_dim
             self.k_proj = self._linear("k", hidden, groups * self.head_dim)
             self.v_proj = self._linear("v", hidden, groups * self.head_dim)
-            self.register_forward_pre_hook(_encode, with_kwargs=True)
+            self.register_forward_pre_hook(add_features, with_kwargs=True)
             self.q_rope_proj = KvfoldHeadwiseLinear(heads, self.head_dim, self.qk_rope_head_dim)
         if self.q_lora_rank is None:
             self.q_proj = self._linear("q", hidden, query)
@@ -198,7 +197,7 @@ class KvfoldDecoupledAttention(_FoldedAttention):
     ) -> tuple[Tensor, Tensor | None]:
         """As every attention module of transformers.
 
-        (B, T, D) to (B, T, D) and, where they are computed, the weights. `features` come from `_encode`.
+        (B, T, D) to (B, T, D) and, where they are computed, the weights. `features` come from `add_features`.
         """
         batch, length = hidden_states.shape[:-1]
         if self.q_lora_rank is None:
@@ -228,7 +227,8 @@ class KvfoldDecoupledAttention(_FoldedAttention):
                 latent_B1SC, rope_B1SR, self.layer_idx, *places(kwargs)
             )
             if self._absorbs(length, latent_B1SC.shape[-2], attention_mask):
-                return self._absorbed(query_BNTQ, latent_B1SC, rope_B1SR, attention_mask)
+                output_BTE, weights = self._absorbed(query_BNTQ, latent_B1SC, rope_B1SR, attention_mask)
+                return self._projected(output_BTE, hidden_states), weights
         key_BNSQ, value_BNSV = self.expand(latent_B1SC, rope_B1SR)
         # vLLM knows attention by this lookup and call in the text of `forward`, and gives outputs back flat.
         attention = ALL_ATTENTION_FUNCTIONS.get_interface(function_of(self), eager_attention)
@@ -242,7 +242,7 @@ class KvfoldDecoupledAttention(_FoldedAttention):
             **self._options(),
             **kwargs,
         )
-        return self.o_proj(output_BTNV.reshape(batch, length, -1)), weights
+        return self._projected(output_BTNV.reshape(batch, length, -1), hidden_states), weights
 
     def _parts(self, query_BNTH: Tensor) -> Tensor:
         """Return the un-rotated and the rotary part (B, N, T, P+R) of normed queries."""
@@ -263,10 +263,10 @@ class KvfoldDecoupledAttention(_FoldedAttention):
     def _absorbed(
         self, query_BNTQ: Tensor, latent_B1SC: Tensor, rope_B1SR: Tensor, mask: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend with the up-projections moved to the few new tokens."""
+        """Attend with the up-projections moved to the few new tokens; return outputs (B, T, NV)."""
         up_NEC = self.kv_b_proj.weight.unflatten(0, (-1, self.qk_nope_head_dim + self.v_head_dim))
         output_BNTV, weights = attend(query_BNTQ, latent_B1SC, rope_B1SR, up_NEC, mask, self.scaling, self)
-        return self.o_proj(output_BNTV.transpose(1, 2).flatten(2)), weights
+        return output_BNTV.transpose(1, 2).flatten(2), weights
 
 
 class KvfoldIntactAttention(_FoldedAttention):
@@ -287,7 +287,7 @@ class KvfoldIntactAttention(_FoldedAttention):
         )
         kinds = getattr(config, "layer_types", None) or [None] * config.num_hidden_layers
         self.home = kinds.index(kinds[layer]) if self.rotary is None else layer
-        self.q_norm, self.k_norm = getattr(stock, "q_norm", None), getattr(stock, "k_norm", None)
+        self.q_norm, self.k_norm = norms_of(stock)
         self.norm_spans_heads = self.k_norm is not None and self.k_norm.weight.shape[-1] != self.head_dim
         self.q_lora_rank = config.q_lora_rank
         if self.q_lora_rank is None:
@@ -369,7 +369,7 @@ class KvfoldIntactAttention(_FoldedAttention):
                     query_BNTH, latent_B1SC, position_BS, frequencies_F, self.kv_b_proj, self.v_head_dim,
                     attention_mask, self.scaling, self,
                 )  # fmt: skip
-                return self.o_proj(output_BNTV.transpose(1, 2).flatten(2)), weights
+                return self._projected(output_BNTV.transpose(1, 2).flatten(2), hidden_states), weights
             cos_BTF, sin_BTF = turns(position_BS, frequencies_F, hidden_states.dtype)
         key_BKSH, value_BKSV = self.expand(latent_B1SC)
         key_BKSH = rotate(key_BKSH, cos_BTF, sin_BTF, False)
@@ -385,7 +385,7 @@ class KvfoldIntactAttention(_FoldedAttention):
             **self._options(),
             **kwargs,
         )
-        return self.o_proj(output_BTNV.reshape(batch, length, -1)), weights
+        return self._projected(output_BTNV.reshape(batch, length, -1), hidden_states), weights
 
     def _rebuilds(self, length: int, seen: int, mask: Any) -> bool:
         """Return whether to rebuild keys block by block, and values not at all."""

@@ -24,6 +24,8 @@ config.json is the source's own, with `model_type: kvfold` and these fields:
     kvfold.scale                factor on q·k
     kvfold.growth               rate r and length L, where queries grow by 1 + r·log(1 + position // L);
     otherwise absent kvfold.biases               which of the projections "q", "kv", "k", "v", "o" have a bias
+    kvfold.layers               numbers of the layers that attend; absent where all do
+    kvfold.gate                 name of the projection that gates each head's output; otherwise absent
     kvfold.head_dim, kvfold.key_heads, kvfold.norm_widths           of the source, where it has key norms and
     the form is decoupled
     kv_lora_rank, qk_rope_head_dim, qk_nope_head_dim, v_head_dim    widths of the decoupled form

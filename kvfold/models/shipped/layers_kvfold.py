@@ -97,7 +97,11 @@ class KvfoldRotaryEmbedding(nn.Module):
 
     @torch.no_grad()
     def forward(self, x: Tensor, position_ids: Tensor, *_: Any) -> tuple[Any, ...]:
-        """Cosines and sines (B, T, F) in the dtype of x; for the intact form the positions too."""
+        """Cosines and sines (B, T, F) in the dtype of x; for the intact form the positions too.
+
+        Of the three positions of M-RoPE, which are equal in text, the first counts.
+        """
+        position_ids = position_ids[0] if position_ids.ndim == 3 else position_ids
         turned = turns(position_ids, self.inv_freq, x.dtype)
         return (
             (*turned, Positions(position_ids, self.inv_freq))
@@ -137,6 +141,44 @@ class KvfoldLatentRMSNorm(nn.Module):
         variance = hidden_states.pow(2).mean(-1, keepdim=True)
         hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
         return (self.weight * hidden_states).to(dtype)
+
+
+def adapt_call(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Adapt the call of families that name the cache `layer_past`, or rotate by `position_ids`."""
+    kwargs = {"past_key_values" if name == "layer_past" else name: value for name, value in kwargs.items()}
+    if module.rotary is not None and kwargs.get("position_ids") is not None:
+        hidden_states = args[0] if args else kwargs["hidden_states"]
+        kwargs["position_embeddings"] = module.rotary(hidden_states, kwargs["position_ids"])
+    return args, kwargs
+
+
+def add_features(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Add the features of new tokens to a call of a decoupled layer with key norms.
+
+    They are an argument because vLLM knows a latent by a projection of an argument of `forward`.
+    """
+    hidden_states = args[0] if args else kwargs["hidden_states"]
+    return args, {**kwargs, "features": module._features(hidden_states)}
+
+
+def norms_of(stock: Any) -> tuple[Any, Any]:
+    """Return the query and the key norm of a stock attention module, or None twice."""
+    if hasattr(stock, "k_layernorm"):
+        return stock.q_layernorm, stock.k_layernorm
+    return getattr(stock, "q_norm", None), getattr(stock, "k_norm", None)
+
+
+def gate_of(stock: Any, name: str, hidden: int, rows: int) -> Any:
+    """Return the projection of an output gate: the stock module's, or that of a part of its queries."""
+    gate = getattr(stock, name, None)
+    return nn.Linear(hidden, rows, bias=False) if gate is None else gate
+
+
+def gated(output_BTE: Tensor, gate_BTX: Tensor, heads: int) -> Tensor:
+    """Multiply all heads' outputs (B, T, NV) by the sigmoid of a gate of each dimension, or of each head."""
+    parts_BTNV, gate_BTNX = (rows.unflatten(-1, (heads, -1)) for rows in (output_BTE, gate_BTX))
+    product_BTE: Tensor = (parts_BTNV * gate_BTNX.sigmoid()).flatten(2)
+    return product_BTE
 
 
 def sized(norm: Any, width: int) -> Any:

@@ -66,13 +66,14 @@ class _Folded(PreTrainedModel):
         super().__init__(config, *args, **kwargs)
         base, form = self.base_model, config.kvfold["form"]
         path = config.kvfold["attention"].removeprefix(self.base_model_prefix + ".")
-        for layer in range(config.num_hidden_layers):
+        for layer in config.kvfold.get("layers") or range(config.num_hidden_layers):
             place, _, name = path.format(layer=layer).rpartition(".")
             parent = base.get_submodule(place)
             stock = getattr(parent, name)
             setattr(parent, name, _attention_class(form, stock.__class__)(config, layer, stock))
-        if hasattr(base, "rotary_emb"):
-            base.rotary_emb = KvfoldRotaryEmbedding(config)
+        for name in ("rotary_emb", "pos_emb"):
+            if hasattr(base, name):
+                setattr(base, name, KvfoldRotaryEmbedding(config))
 
     @classmethod
     def from_pretrained(

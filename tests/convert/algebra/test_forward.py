@@ -15,6 +15,7 @@ from kvfold.convert.algebra.attention import LatentAttention
 from kvfold.convert.algebra.forward import attend
 from kvfold.convert.decide.plan import make_plan
 from kvfold.convert.families.source import Source, open_source
+from kvfold.convert.methods.slots import slots_of
 from kvfold.convert.request import fold_request
 from kvfold.convert.write.layer_fold import fold_attention
 from kvfold.convert.write.rewrite import rewrite
@@ -89,12 +90,10 @@ def test_the_source_is_transformers(made: Path) -> None:
 def test_a_fold_is_transformers(made: Path, tmp_path: Path, to: str, sizes: dict[str, Any]) -> None:
     plan = make_plan(made, fold_request({"model": str(made), "to": to, "refine": 0, **sizes}))
     rewrite(plan, tmp_path / "out")
-    slots_S = torch.tensor(
-        [band.frequency for band in plan.bands for _ in range(band.slots)], dtype=torch.float64
-    )
     for layer, (input_BTD, output_BTD) in enumerate(seen(tmp_path / "out", plan.source)):
         folded, _ = fold_attention(plan, layer)
         table_F, factor = plan.source.frequencies(layer)
+        slots_S = slots_of(plan.source, plan.bands, layer)
         turning = slots_S if isinstance(folded, LatentAttention) else table_F
         scoring = plan.source.scoring(layer, factor if to == "gqa" else 1.0).to(torch.float32)
         check_equal(attend(folded.to(torch.float32), input_BTD, turning, scoring), output_BTD)

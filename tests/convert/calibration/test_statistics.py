@@ -19,7 +19,11 @@ from kvfold.models.causal_lm import load_model
 from tests.support.tiny import make
 
 PROJECTIONS = FAMILIES["llama"].projections
-LAYOUT = Layout(projections=PROJECTIONS, split=lambda role, output: {role: output.unflatten(-1, (-1, 8))})
+LAYOUT = Layout(
+    projections=PROJECTIONS,
+    split=lambda role, output: {role: output.unflatten(-1, (-1, 8))},
+    layers=(0, 1),
+)
 SETTINGS: dict[str, Any] = {"layout": LAYOUT, "calibration": "test", "seed": 3}
 WIDTHS: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2}
 

@@ -70,7 +70,10 @@ def attend(x_TD: Tensor, attention: Attention, source: Source, layer: int) -> Te
         sink_N = source.checkpoint[family.prefix + family.sinks.format(layer=layer)].double()
         score = torch.cat([score, sink_N[:, None, None].expand(-1, len(x_TD), 1)], -1)
     weight = score.softmax(-1)[..., : len(x_TD)]
-    added_TD = torch.einsum("nth,dnh->td", weight @ v, attention.o_DNH)
+    mixed = weight @ v
+    if attention.gate_NHD is not None:
+        mixed = mixed * rows(x_TD, attention.gate_NHD, attention.gate_NH).sigmoid()
+    added_TD = torch.einsum("nth,dnh->td", mixed, attention.o_DNH)
     return added_TD if attention.o_D is None else added_TD + attention.o_D
 
 
@@ -87,7 +90,7 @@ def test_attention_is_the_module_s(tmp_path: Path, family: str) -> None:
         tmp_path / "source", attn_implementation="eager", dtype=torch.float32
     ).eval()
     seen: dict[str, Tensor] = {}
-    for layer in range(source.layers):
+    for layer in source.attending:
         names = source.family.projections(layer)
         model.get_submodule(names[source.family.roles[0]]).register_forward_pre_hook(
             lambda _, inputs, layer=layer: seen.__setitem__(f"x{layer}", inputs[0])
@@ -97,7 +100,7 @@ def test_attention_is_the_module_s(tmp_path: Path, family: str) -> None:
         )
     with torch.no_grad():
         model(torch.arange(TOKENS)[None] ** 2 * 7 % 97)
-    for layer in range(source.layers):
+    for layer in source.attending:
         ours = attend(seen[f"x{layer}"].view(TOKENS, -1).double(), source.attention(layer), source, layer)
         theirs = seen[f"y{layer}"].view(TOKENS, -1).double()
         size = float(theirs.std())
@@ -117,6 +120,8 @@ def test_packing_is_undone(tmp_path: Path, family: str) -> None:
     again = unpack(packed | norms, source.family, source.geometry, source.rotary_width, attention.scale)
     assert torch.equal(again.q_NHD, attention.q_NHD)
     assert torch.equal(again.k_KHD, attention.k_KHD)
+    assert (again.gate_NHD is None) == (attention.gate_NHD is None)
+    assert again.gate_NHD is None or torch.equal(again.gate_NHD, attention.gate_NHD)  # type: ignore[arg-type]
     names = dict(zip(source.reads(1), source.reads(1), strict=True))
     assert sum(tensor.numel() for tensor in packed.values()) == sum(
         source.checkpoint[name].numel() for name in names

@@ -13,17 +13,26 @@ from kvfold.convert.algebra.forward import attend
 from kvfold.convert.cli import main
 from kvfold.convert.decide import rope_choice
 from kvfold.convert.decide.plan import make_plan
+from kvfold.convert.families.source import open_source
+from kvfold.convert.methods.slots import slots_of
 from kvfold.convert.request import fold_request
 from kvfold.convert.write.layer_fold import fold_attention
 from kvfold.models.shipped.modeling_kvfold import KvfoldForCausalLM
 
-from ...support.tiny import make
+from ...support.tiny import ROPE, make
 
+# As in OLMo 3: the layers that read everything are extended, with another factor on their scores.
+YARN = {"sliding_attention": ROPE["default"], "full_attention": ROPE["yarn"]}
 IDS = torch.arange(2 * 40).reshape(2, 40) ** 2 * 7 % 97
 SOURCES: dict[str, tuple[str, dict[str, Any]]] = {
     "a norm per head": ("qwen3", {"num_key_value_heads": 2}),
     "with biases": ("qwen3", {"num_key_value_heads": 4, "attention_bias": True}),
     "one norm of all heads": ("olmo2", {"num_key_value_heads": 4, "hidden_size": 64}),
+    "two rotary tables": ("gemma3_text", {"num_key_value_heads": 4}),
+    "two tables, one by YaRN": (
+        "olmo3",
+        {"num_key_value_heads": 4, "hidden_size": 64, "rope_parameters": YARN},
+    ),
 }
 
 
@@ -54,7 +63,7 @@ def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 def test_full_rank_is_the_source(source: Path) -> None:
     expected = logits(AutoModelForCausalLM.from_pretrained(source).eval())
-    for options in ((), ("--q-lora-rank", "full")):
+    for options in ((), ("--q-lora-rank", "full"), ("--rope", "intact")):
         out = fold(source, "--rank", "full", "--calibration", "none", *options)
         torch.testing.assert_close(logits(loaded(out)), expected, atol=5e-6, rtol=0)
 
@@ -65,11 +74,11 @@ def test_the_code_computes_the_definition(source: Path) -> None:
     model = loaded(out)
     asked = {"model": str(source), "to": "mla", "kv_budget": "50%", "rope": "decoupled"}
     plan = make_plan(source, fold_request(asked))
-    slots_S = torch.tensor([band.frequency for band in plan.bands for _ in range(band.slots)])
     input_BTD = torch.randn(2, 9, plan.source.geometry.hidden_size)
     tables = model.model.rotary_emb(input_BTD, torch.arange(9)[None])
     for number, layer in enumerate(model.model.layers):
         folded, _ = fold_attention(plan, number)
+        slots_S = slots_of(plan.source, plan.bands, number)
         wanted = attend(
             folded.to(torch.float32), input_BTD, slots_S, plan.source.scoring(number).to(torch.float32)
         )
@@ -93,6 +102,23 @@ def test_steps_in_the_latent_are_what_a_whole_pass_gives(source: Path) -> None:
     widths = [layer.keys.shape[-1] + layer.values.shape[-1] for layer in state.layers]
     config = model.config
     assert set(widths) == {config.kv_lora_rank + config.qk_rope_head_dim}
+
+
+def test_layers_of_two_rotary_tables_get_slots_of_their_own(tmp_path: Path) -> None:
+    """By statistics: the frequencies of each layer's slots are some of its own table's."""
+    source = make(tmp_path / "source", "gemma3_text", num_key_value_heads=4)
+    small = ("--sequences", "4", "--length", "32", "--refine", "2")
+    out = fold(source, "--kv-budget", "50%", *small)
+    config = json.loads((out / "config.json").read_text())
+    first, second = config["kvfold"]["frequencies"]
+    assert config["kvfold"]["tables"] == [0, 1]
+    assert len(first) == len(second) == config["qk_rope_head_dim"] // 2
+    opened = open_source(source)
+    for layer, slots in enumerate((first, second)):
+        table_F, _ = opened.frequencies(layer)
+        assert all(torch.isclose(table_F, torch.tensor(slot, dtype=torch.float64)).any() for slot in slots)
+    record = json.loads((out / "kvfold.json").read_text())
+    assert all(layer["measured"] and layer["planned"] for layer in record["layers"])
 
 
 @pytest.mark.parametrize("limit", [-1e9, 1e9])

@@ -171,7 +171,7 @@ def test_code_that_is_not_ours_does_not_run(folded: Path) -> None:
 @pytest.mark.parametrize(
     ("family", "options", "words"),
     [
-        ("gemma3_text", ("--rope", "decoupled"), "unlike rotary embeddings"),
+        ("cohere2", ("--rope", "decoupled"), "unlike rotary embeddings"),
         ("qwen3", ("--rope", "decoupled", "--method", "transmla"), "no place for the key norms"),
         ("llama", ("--container", "stock", "--rope", "intact"), "--container remote"),
         ("llama", ("--rope", "intact", "--rope-dim", "4"), "no rotary key"),
