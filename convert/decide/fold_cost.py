@@ -24,7 +24,7 @@ from ..methods.refinement import BATCH, SHARES
 from ..methods.table import reads_statistics
 from .plan import Plan
 
-# Measured seconds over counted ones, on folds of three sources on a busy machine (LOG.md).
+# Measured seconds over counted ones, fitted by hand on two sources (benchmarks/README.md).
 FACTORS = {"text": 2.1, "statistics": 1.65, "closed form": 1.8, "refinement": 1.6}
 START = 3.6  # seconds of importing torch and transformers
 BASE = 6.5e8  # bytes of a process that has imported them
