@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers.masking_utils import create_masks_for_generate
 
 from ...core.errors import InvalidInput
+from ...models.positions import has_other_layers
 
 _FIRST, _SECOND = 5, 6  # tokens of the two documents of the test
 
@@ -29,7 +30,8 @@ def isolate_documents(model: Any, name: str) -> None:
         InvalidInput: a document's results still depend on what is packed before it.
     """
     base = model.base_model
-    if "position_ids" in signature(base.forward).parameters:
+    # A recurrence or a convolution carries a document's end into the next one, however little of it.
+    if not has_other_layers(base.config) and "position_ids" in signature(base.forward).parameters:
         if _is_isolating(base):
             return
         handle = base.register_forward_pre_hook(_give_mask, with_kwargs=True)

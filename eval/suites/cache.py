@@ -102,7 +102,7 @@ def rows(found: CacheBlock, roles: tuple[str, ...]) -> list[list[str]]:
                 [f"  sequences in {_human(found.memory)}", *(str(size.largest_batch) for size in sizes)]
             )
     if any(model.state_bytes for model in models):
-        shown = (f"{_human(model.state_bytes)}, {model.growing_layers} layers grow" for model in models)
+        shown = (f"{_human(model.state_bytes or 0)}, {model.growing_layers} layers grow" for model in models)
         lines.append(["state of layers without attention", *shown])
     if found.ratio is not None:
         lines.append(["cache, share of the teacher's", f"{found.ratio:.2%}", *[""] * (len(roles) - 1)])

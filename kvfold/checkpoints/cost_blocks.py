@@ -43,8 +43,9 @@ class ModelCache:
         cache_dtype: the number format that the cache is stored in by `--cache-dtype`; None where it is stored
             as it is computed.
         quantised_bytes_per_token: bytes of a token in `cache_dtype`, its scales included, all layers.
-        state_bytes: of layers that do not attend, whose state has one size; it is part of `contexts`.
-        growing_layers: number of layers whose cache grows; 0 in reports of earlier versions.
+        state_bytes: of layers that do not attend, whose state has one size; it is part of `contexts`. None in
+            reports of earlier versions.
+        growing_layers: number of layers whose cache grows; None in reports of earlier versions.
     """
 
     elements_per_token_per_layer: float
@@ -58,8 +59,8 @@ class ModelCache:
     contexts: tuple[CacheAtLength, ...]
     cache_dtype: str | None = None
     quantised_bytes_per_token: float | None = None
-    state_bytes: int = 0
-    growing_layers: int = 0
+    state_bytes: int | None = None
+    growing_layers: int | None = None
 
     def __post_init__(self) -> None:
         check_positive("elements_per_token_per_layer", self.elements_per_token_per_layer)

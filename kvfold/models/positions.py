@@ -13,7 +13,12 @@ _OTHERS = {"linear_attention", "conv"}  # kinds of layers that do not attend
 
 
 def has_other_layers(config: Any) -> bool:
-    """Return whether some layers of a model do not attend, by its configuration of transformers."""
+    """Return whether some layers of a model do not attend, by its configuration of transformers.
+
+    None, of a model without one, has none.
+    """
+    if config is None:
+        return False
     return not _OTHERS.isdisjoint(getattr(config.get_text_config(), "layer_types", None) or [])
 
 
@@ -25,7 +30,7 @@ def positions_behind(model: Any, cache: Any, ids_BT: Tensor) -> dict[str, Tensor
         cache: of the tokens before, none of them padding; None at the start.
         ids_BT: the new tokens.
     """
-    if cache is None or not has_other_layers(model.config):
+    if cache is None or not has_other_layers(getattr(model, "config", None)):
         return {}
     keys = (getattr(layer, "keys", None) for layer in cache.layers)
     seen = next((key.shape[-2] for key in keys if key is not None), 0)

@@ -136,7 +136,7 @@ def test_a_teachers_cache_of_something_else_is_refused(
     evaluate(mha, other, text, Options(**WINDOW, teacher_cache=states), suites=SCORED)
     for teacher, changes, differing in (
         (mha, {}, "teacher"),
-        (other, {"dtype": "bfloat16"}, r"dtype \(float32, not bfloat16\)"),
+        (other, {"dtype": "bfloat16"}, r"dtype \('float32', not 'bfloat16'\)"),
     ):
         with pytest.raises(
             InvalidInput, match=f"--teacher-cache {states} was made with another {differing}; name another"

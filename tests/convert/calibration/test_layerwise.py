@@ -75,8 +75,8 @@ def test_quantities_are_those_of_the_fold(tmp_path: Path, family: str) -> None:
     W_Q C W_Qᵀ is E[q qᵀ], whatever is fused or interleaved.
     """
     source = open_source(make(tmp_path, family, **WIDE.get(family, {})))
-    statistics = passes.collect(load_model(tmp_path), IDS, layout=layout_of(source), **SETTINGS).layers[1]
-    attention = source.attention(1)
+    *_, statistics = passes.collect(load_model(tmp_path), IDS, layout=layout_of(source), **SETTINGS).layers
+    attention = source.attention(source.layers - 1)
     bias_NH = torch.zeros(attention.q_NHD.shape[:2]) if attention.q_NH is None else attention.q_NH
     q_NHE = torch.cat([attention.q_NHD, bias_NH[..., None]], -1)
     wanted_NHH = q_NHE @ statistics.input_EE @ q_NHE.mT

@@ -157,7 +157,8 @@ def test_about_how_much_there_is(make_recipe: MakeRecipe, tmp_path: Path) -> Non
     really = 3 * sum(len(json.loads(line)["text"]) + 1 for line in lines(300).splitlines())
     assert about == pytest.approx(really, rel=0.02)
     assert "tokens and the run reads 1,000,448, so some are read again" in sentence
-    assert check(make_recipe(data={"source": f"{tmp_path}/*.jsonl", "seq_len": 32}), tmp_path).stderr == ""
+    enough = make_recipe(data={"source": f"{tmp_path}/*.jsonl", "seq_len": 32}, tokens=3200, batch_tokens=32)
+    assert check(enough, tmp_path).stderr == ""
 
 
 def test_little_is_read_of_much(tmp_path: Path) -> None:
@@ -213,5 +214,6 @@ def test_held_out_text_is_looked_at(
 
 
 def test_nothing_is_said_of_a_good_recipe(make_recipe: MakeRecipe, held: Path, tmp_path: Path) -> None:
-    result = check(make_recipe(evaluate={"source": str(held), "windows": 4}), tmp_path)
+    recipe = make_recipe(evaluate={"source": str(held), "windows": 4}, tokens=3200, batch_tokens=32)
+    result = check(recipe, tmp_path)
     assert (result.exit_code, result.stderr) == (0, "")

@@ -303,7 +303,7 @@ def test_eval_finds_the_states_that_a_run_has_kept(
     distill(make_recipe(tokens=384, evaluate=section, **again))
     shapes = [load_file(file)["hidden"].shape[1] for file in set((tmp_path / "other").iterdir()) - files]
     assert shapes == [32]  # windows of the run; those of the held-out text, of 31 tokens, were there
-    with pytest.raises(InvalidInput, match=r"was made with another dtype \(float32, not bfloat16\)"):
+    with pytest.raises(InvalidInput, match=r"was made with another dtype \('float32', not 'bfloat16'\)"):
         evaluate(out, teacher, text, Options(**options, dtype="bfloat16", teacher_cache=cache))
 
 
