@@ -108,7 +108,7 @@ def load(directory: Path, options: LoadOptions) -> Loaded:
     """
     from transformers import AutoModelForCausalLM
 
-    from .fused_attention import level
+    from .fused_attention import keep_bounds, level
 
     own, trusted = _check_directory(directory, options)
     tokenizer = describe(directory, options).tokenizer
@@ -124,7 +124,7 @@ def load(directory: Path, options: LoadOptions) -> Loaded:
     ends = [module.weight for module in (head, embedding) if module is not None]
     if len(ends) == 2 and ends[0] is not ends[1] and not any(weight.is_meta for weight in ends):
         untie(model)  # accelerate ties by the configuration, which transformers has not followed here
-    return Loaded(directory, tokenizer, level(model.eval()))
+    return Loaded(directory, tokenizer, level(keep_bounds(model.eval())))
 
 
 def describe(directory: Path, options: LoadOptions) -> Described:
@@ -222,7 +222,7 @@ def build_empty(directory: Path, attention: str | None, dtype: torch.dtype) -> A
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from .fused_attention import level
+    from .fused_attention import keep_bounds, level
 
     options: dict[str, Any] = {"dtype": dtype}
     if attention is not None:
@@ -236,7 +236,8 @@ def build_empty(directory: Path, attention: str | None, dtype: torch.dtype) -> A
         config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
         config = without_quantisation(config)
         _check_class(directory, config)
-        return level(AutoModelForCausalLM.from_config(config, trust_remote_code=False, **options))
+        made = AutoModelForCausalLM.from_config(config, trust_remote_code=False, **options)
+        return level(keep_bounds(made))
 
 
 def _own_class() -> Any:

@@ -1,4 +1,7 @@
-"""Attention of a loaded stock model whose keys are wider than its values, by torch's fused kernel."""
+"""The attention that a loaded model computes with, where the one that transformers chooses is slow or wrong.
+
+Keys wider than values get a faster fused kernel. Bounded scores get the attention that bounds them.
+"""
 
 from typing import Any, TypeVar
 
@@ -6,6 +9,7 @@ from torch import nn
 from transformers import AttentionMaskInterface, DeepseekV2PreTrainedModel, DeepseekV3PreTrainedModel
 from transformers.masking_utils import sdpa_mask
 
+from .shipped.configuration_kvfold import KvfoldConfig
 from .shipped.layers_kvfold import LEVEL
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -29,4 +33,24 @@ def level(model: Model) -> Model:
         stock: Any = module
         if isinstance(module, Stock) and stock.config._attn_implementation == "sdpa":
             stock.set_attn_implementation(LEVEL)
+    return model
+
+
+def keep_bounds(model: Model) -> Model:
+    """Switch a model with bounded attention scores (Gemma 2) from `sdpa` to `eager`.
+
+    `sdpa` leaves the bound out: transformers up to 5.19 chooses it for Gemma 2 without a warning, and later
+    releases do not choose it. kvfold's own classes bound their scores by themselves.
+
+    Args:
+        model: a causal language model of transformers; changed in place.
+
+    Returns:
+        The model.
+    """
+    loaded: Any = model
+    text = loaded.config.get_text_config()
+    is_bounded = getattr(text, "attn_logit_softcapping", None) is not None
+    if is_bounded and text._attn_implementation == "sdpa" and not isinstance(loaded.config, KvfoldConfig):
+        loaded.set_attn_implementation("eager")
     return model

@@ -24,6 +24,8 @@ def main() -> None:
     model = AutoModelForCausalLM.from_pretrained(
         asked["directory"], dtype=torch.float32, use_safetensors=True, **local
     ).eval()
+    if getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None:
+        model.set_attn_implementation("eager")  # as in probe.py: others may leave this bound on scores out
     tokenizer = AutoTokenizer.from_pretrained(asked["directory"], **local)
     begin = asked["texts"][0][0]
     begins = begin in (tokenizer.bos_token_id, model.config.bos_token_id)  # then it begins every window

@@ -1,4 +1,4 @@
-"""Values as wide as keys.
+"""Values as wide as keys, and bounds on scores.
 
 On a CPU the same numbers by torch's fused kernel, whatever the mask, forwards and backwards.
 """
@@ -11,13 +11,15 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Gemma2PreTrainedModel
 
 import kvfold
+from kvfold.checkpoints.quantised.packed_checkpoint import open_checkpoint
 from kvfold.distill.stages.capture import capturing
 from kvfold.eval.options import Options
 from kvfold.models.causal_lm import load
 from kvfold.models.fused_attention import level
+from kvfold.models.layered_model import LayeredModel
 from kvfold.models.shipped.layers_kvfold import LEVEL
 
 from ..support.folds import fold_latent
@@ -121,3 +123,24 @@ def test_what_is_not_meant_stays_as_it_is(tmp_path: Path) -> None:
     assert level(eager).config._attn_implementation == "eager"
     level(latent_model()).save_pretrained(tmp_path / "saved")
     assert LEVEL not in json.dumps(json.loads((tmp_path / "saved" / "config.json").read_text()))
+
+
+@pytest.mark.parametrize("layered", [False, True])
+def test_a_bound_on_scores_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layered: bool) -> None:
+    """Transformers up to 5.19 takes an attention for Gemma 2 that leaves the bound out."""
+    source = make(tmp_path / "source", "gemma2")
+    save_tokenizer(source)
+    eager, unbounded = (
+        AutoModelForCausalLM.from_pretrained(source, attn_implementation="eager", **options)
+        for options in ({}, {"attn_logit_softcapping": None})
+    )
+    monkeypatch.setattr(Gemma2PreTrainedModel, "_supports_sdpa", True)
+    if layered:
+        model = LayeredModel(open_checkpoint(source), attention=None).model
+        assert model.config._attn_implementation == "eager"
+        return
+    model = load(source, Options(device="cpu", dtype="float32")).model
+    with torch.no_grad():
+        found, expected, wrong = (one(input_ids=IDS).logits for one in (model, eager, unbounded))
+    assert torch.equal(found, expected)
+    assert (wrong - expected).abs().max() > 1e-3 * expected.std()  # otherwise nothing is tested here
