@@ -10,7 +10,7 @@ text itself, which favours them.
 import json
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from kvfold.convert.families.source import Source, open_source
 from kvfold.convert.methods.published import PEERS
 from kvfold.convert.methods.refinement import STEPS
 from kvfold.convert.methods.shared_key import DECOMPOSITIONS
+from kvfold.convert.methods.table import reads_statistics
 from kvfold.convert.request import fold_request
 from kvfold.convert.write.rewrite import rewrite
 from kvfold.core.console import show_table
@@ -215,6 +216,12 @@ def measure(trial: Trial, label: str, budget: str) -> Cell | None:
 @click.option("--calibration", default="self", show_default=True, help="As for kvfold convert.")
 @click.option("--only", multiple=True, help="A row's label; all rows by default.")
 @click.option(
+    "--method",
+    "methods",
+    multiple=True,
+    help="Only rows of this method, as for kvfold convert; all: every row.",
+)
+@click.option(
     "--budget", "budgets", multiple=True, help="A share of the cache; 50%, 25% and 12.5% by default."
 )
 @click.option(
@@ -230,6 +237,7 @@ def main(
     length: int,
     calibration: str,
     only: tuple[str, ...],
+    methods: tuple[str, ...],
     budgets: tuple[str, ...],
     update: bool,
     window: int,
@@ -237,13 +245,22 @@ def main(
     name: str,
 ) -> None:
     """Print and save nats lost by every method at every budget, published rules at their best setting."""
-    directory, labels = resolve(model), [label for label in (*FOLDS, *RULES) if not only or label in only]
+    directory, labels = resolve(model), chosen(only, methods)
+    for label in labels:
+        if not reads_statistics(method_of(label)):
+            told = (
+                f"--calibration {calibration} is ignored: --method {method_of(label)} folds by weights alone"
+            )
+            click.echo(f"{label}: {told}", err=True)
     with tempfile.TemporaryDirectory() as work:
         source = open_source(directory)
+        statistics = study(source, calibration, sequences=sequences, length=length, seed=0)
+        if statistics is None:
+            raise InvalidInput("--calibration none leaves rows without statistics; name a text, or self")
         trial = Trial(
             directory=directory,
             source=source,
-            statistics=study(source, calibration, sequences=sequences, length=length, seed=0),
+            statistics=statistics,
             text=read_text(text),
             options=Options(window=window, max_windows=max_windows, teacher_cache=Path(work) / "teacher"),
             work=Path(work),
@@ -262,6 +279,31 @@ def main(
     saved = save(f"fidelity-{name}", result)
     show(result)
     click.echo(f"saved in {saved}")
+
+
+def method_of(label: str) -> str:
+    """Return the method of a row, without its settings."""
+    return RULES[label] if label in RULES else FOLDS[label][1]
+
+
+def chosen(only: Collection[str], methods: Collection[str]) -> list[str]:
+    """Return the labels of the rows that are measured.
+
+    Args:
+        only: labels; all where there are none.
+        methods: names of methods; all where there are none, or one of them is `all`.
+
+    Raises:
+        InvalidInput: there is no such row or method.
+    """
+    rows = (*FOLDS, *RULES)
+    known = {"all", *map(method_of, rows)}
+    for option, names, allowed in (("--only", only, rows), ("--method", methods, sorted(known))):
+        for name in names:
+            if name not in allowed:
+                raise InvalidInput(f"{option} {name} names no row; choose from {', '.join(allowed)}")
+    every = not methods or "all" in methods
+    return [row for row in rows if (not only or row in only) and (every or method_of(row) in methods)]
 
 
 def updated(name: str, result: dict[str, Any]) -> dict[str, Any]:

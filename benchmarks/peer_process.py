@@ -66,11 +66,52 @@ def merged_heads(model: Any, repository: Path, settings: Mapping[str, Any], ids_
     return model
 
 
+def norm_ranks(model: Any, ids_BT: torch.Tensor) -> torch.Tensor:
+    """Return the ranks of the rotary pairs of every layer and key head by norm, the largest first.
+
+    MHA2MLA's own command for this reads Nanosets on a GPU. As there, a pair's number is the mean norm over
+    tokens of the key's pair times that of the query's, summed over the query heads of a key head.
+
+    Args:
+        model: the source.
+        ids_BT: calibration tokens.
+
+    Returns:
+        Integers (layers, key heads, head dim), each rank once for either half of a head.
+    """
+    config = model.config
+    sums: dict[str, Any] = {}
+
+    def count(name: str) -> Callable[[Any, Any, torch.Tensor], None]:
+        def hook(_module: Any, _inputs: Any, rows_BTR: torch.Tensor) -> None:
+            pairs = rows_BTR.unflatten(-1, (-1, 2, config.head_dim // 2)).norm(dim=-2)
+            sums[name] = sums.get(name, 0) + pairs.double().sum((0, 1))
+
+        return hook
+
+    layers = list(enumerate(model.model.layers))
+    hooks = [
+        getattr(layer.self_attn, f"{role}_proj").register_forward_hook(count(f"{number}{role}"))
+        for number, layer in layers
+        for role in "qk"
+    ]
+    for part_BT in ids_BT.split(BATCH):
+        model(input_ids=part_BT, use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    heads = config.num_key_value_heads
+    products = [
+        sums[f"{number}q"].unflatten(0, (heads, -1)).sum(1) * sums[f"{number}k"] for number, _ in layers
+    ]
+    ranks = torch.stack(products).argsort(-1, descending=True).argsort(-1)
+    return torch.cat([ranks, ranks], -1)
+
+
 def mha2mla(model: Any, repository: Path, settings: Mapping[str, Any], ids_BT: torch.Tensor) -> Any:
     """Fold by MHA2MLA's `patch_model` and `mha2mla_llama`.
 
     Settings: partial_rope_version, rope_dim_for_mla and low_rank (per key head), svd_init_method,
-    qk_tensor_path.
+    qk_tensor_path. The version `2-norm` without qk_tensor_path ranks pairs on the calibration tokens.
     """
     sys.path.insert(0, str(repository / "src" / "mha2mla"))
     from patching_llama import mha2mla_llama  # type: ignore[import-not-found]
@@ -80,8 +121,71 @@ def mha2mla(model: Any, repository: Path, settings: Mapping[str, Any], ids_BT: t
         "partial_rope_version": "high", "uniform_start_point": 0, "qk_tensor_path": None,
         "svd_init_method": "joint", "is_gqa2mha2mla": False, "is_mla_from_scratch": False, **settings,
     }  # fmt: skip
+    if options["partial_rope_version"] == "2-norm" and options["qk_tensor_path"] is None:
+        ranks = Path("ranks.pth").resolve()  # the working directory is temporary
+        torch.save(norm_ranks(model, ids_BT), ranks)
+        options["qk_tensor_path"] = str(ranks)
     model, queries, keys = patch_model(model, model.config, SimpleNamespace(**options))
     mha2mla_llama(queries, keys)
+    return model
+
+
+def xecomla(model: Any, repository: Path, settings: Mapping[str, Any], ids_BT: torch.Tensor) -> Any:
+    """Fold all layers by X-EcoMLA's model wrapper with its SVD initialisation.
+
+    Settings: qk_rope_head_dim and kv_lora_rank; the rest of a head is un-rotated, and queries keep their full
+    rank, which is not cached. The wrapper asks for a GPU and FlashAttention. Here it gets the CPU and its own
+    attention class without FlashAttention instead.
+    """
+    from transformers import PretrainedConfig
+
+    sys.path.insert(0, str(repository / "X-EcoMLA"))
+    # A config is the default of a data class there, which Python takes since 3.11 only if it can be hashed.
+    PretrainedConfig.__hash__ = object.__hash__  # type: ignore[method-assign]
+    import mla.hybrid_model as parts  # type: ignore[import-not-found]
+    import mla.hybrid_wrapper as wrapper  # type: ignore[import-not-found]
+    from mla.hybrid_mla_config import DeepseekV3Config, MLAConfig  # type: ignore[import-not-found]
+
+    class Attention(parts.DeepseekV3Attention):  # type: ignore[misc, name-defined]
+        def forward(self, hidden_states: Any, attention_mask: Any = None, **further: Any) -> Any:
+            # transformers makes masks that have room for one token more.
+            mask = attention_mask[..., : hidden_states.shape[1]]
+            return super().forward(hidden_states, mask, **further)
+
+    parts.DeepseekV3FlashAttention2 = Attention
+    model.config._attn_implementation = "eager"  # so that layers get a mask
+    config, width = model.config, int(settings["qk_rope_head_dim"])
+    layer = DeepseekV3Config(
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        attention_dropout=config.attention_dropout,
+        num_attention_heads=config.num_attention_heads,
+        llama_num_key_value_heads=config.num_key_value_heads,
+        mla_num_key_value_heads=config.num_attention_heads,
+        max_position_embeddings=config.max_position_embeddings,
+        rope_theta=config.rope_theta,
+        q_lora_rank=min(config.hidden_size, config.num_attention_heads * config.head_dim),
+        q_energy_ratio=None,
+        qk_rope_head_dim=width,
+        kv_lora_rank=int(settings["kv_lora_rank"]),
+        use_lora_layer_norm=False,
+        v_head_dim=config.head_dim,
+        qk_nope_head_dim=config.head_dim - width,
+        attention_bias=config.attention_bias,
+    )
+    whole = MLAConfig(
+        config.hidden_size,
+        layer,
+        config.rms_norm_eps,
+        d_inner=config.num_attention_heads * config.head_dim,
+        d_xb=config.num_key_value_heads * config.head_dim,
+        intermediate_size=config.intermediate_size,
+        hidden_act=config.hidden_act,
+        n_layer=config.num_hidden_layers,
+        attn_layers=[],
+    )
+    torch.nn.Module.cuda = torch.nn.Module.cpu  # type: ignore[assignment, method-assign]
+    wrapper.MLATransformerHybridModelWrapper(None, model, whole, [], torch.float32, True)
     return model
 
 
@@ -92,6 +196,7 @@ ADAPTERS: dict[str, Adapter] = {
     "transmla": merged_heads,
     "care": merged_heads,
     "mha2mla": mha2mla,
+    "xecomla": xecomla,
 }
 
 

@@ -3,12 +3,16 @@
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from benchmarks.peers import PeerRun, compare, read_run, score
+from benchmarks.peer_process import norm_ranks
+from benchmarks.peer_settings import SWEEPS, first_settings
+from benchmarks.peers import Bench, PeerRun, read_run, score, sweep, updated
+from kvfold.convert.algebra.target import Geometry
 from kvfold.core.errors import InvalidInput
 from tests.support.tiny import make
 
@@ -71,7 +75,9 @@ def test_a_peer_gets_the_tokens_and_is_scored_like_the_source(
         read_run(f"stub care {repository} qk_mqa_dim=4 kv_lora_rank=12 kv_decomp_method=care"),
         read_run(f"written directory {tmp_path / 'halved'}"),
     ]
-    rows = compare(runs, source, tokens, 154, sys.executable)
+    bench = Bench(model=source, tokens=tokens, scored=154, python=sys.executable)
+    base_N, own = bench.source()
+    rows = {"source": own} | {run.label: bench.row(run, base_N) for run in runs}
     assert abs(rows["stub"]["lost"]) > 1e-6
     assert rows["stub"]["lost"] == pytest.approx(rows["written"]["lost"], rel=1e-3)
     assert rows["stub"]["versions"] == rows["source"]["versions"]
@@ -109,3 +115,77 @@ def test_settings_are_numbers_where_they_look_like_it(tmp_path: Path) -> None:
     assert (
         json.dumps(dict(run.settings)) == '{"low_rank": 8, "partial_rope_version": "2-norm", "balance": 0.5}'
     )
+
+
+GEOMETRY = Geometry(hidden_size=64, num_attention_heads=8, num_key_value_heads=4, head_dim=16)
+
+
+@pytest.mark.parametrize("adapter", SWEEPS)
+@pytest.mark.parametrize("elements", [64, 32, 16])
+def test_every_setting_caches_what_it_should(adapter: str, elements: int) -> None:
+    tried = first_settings(adapter, GEOMETRY, elements)
+    assert tried
+    assert len({json.dumps(settings) for settings in tried}) == len(tried)
+    for settings in tried:
+        if adapter == "mha2mla":
+            ranks = 2 if settings["svd_init_method"] == "split" else 1
+            assert 4 * (settings["rope_dim_for_mla"] + ranks * settings["low_rank"]) == elements
+        else:
+            rotary = settings["qk_rope_head_dim" if adapter == "xecomla" else "qk_mqa_dim"]
+            assert rotary + settings["kv_lora_rank"] == elements
+
+
+def test_a_sweep_finds_the_best_setting(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A fold of 4 with a balance of 2 is best; balances are tried with the best of the other settings."""
+
+    def pretended(run: PeerRun, *_: object) -> dict[str, Any]:
+        settings = run.settings
+        if settings["freqfold"] == 8:
+            raise InvalidInput("the peer's process failed")
+        lost = abs(settings["qk_mqa_dim"] - 8) + 1 / settings.get("balance_kv_ratio", 1)
+        lost += settings["freqfold"] != 4
+        return {"nll": [1.0 + lost, 2.0 + lost], "versions": {}}
+
+    monkeypatch.setattr("benchmarks.peers.score", pretended)
+    bench = Bench(model=tmp_path, tokens=tmp_path, scored=2, python="python")
+    row = sweep("care", tmp_path, GEOMETRY, "50%", bench, torch.tensor([1.0, 2.0], dtype=torch.float64))
+    assert row is not None
+    assert row["lost"] == pytest.approx(0.5)
+    assert row["standard_error"] == 0
+    assert row["settings"]["qk_mqa_dim"] == 8
+    assert row["settings"]["freqfold"] == 4
+    assert row["settings"]["balance_kv_ratio"] == 2
+    assert sum("balance" in settings for settings in row["tried"]) == 2
+    assert not any("freqfold=8" in settings for settings in row["tried"])
+
+
+def test_an_adapter_without_a_sweep() -> None:
+    with pytest.raises(InvalidInput, match="--sweep has no settings for 'directory'; choose from transmla"):
+        first_settings("directory", GEOMETRY, 64)
+
+
+def test_rows_of_an_earlier_run_are_kept_where_it_read_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("benchmarks.peers.RESULTS", tmp_path)
+    first = {"protocol": "text", "calibration": [1], "rows": {"source": {"loss": 1.0}, "a": {"lost": 0.1}}}
+    assert updated("tiny", first) == first
+    (tmp_path / "peers-tiny.json").write_text(json.dumps(first))
+    second = {**first, "rows": {"source": {"loss": 1.0}, "b": {"lost": 0.2}}}
+    assert list(updated("tiny", second)["rows"]) == ["source", "a", "b"]
+    for other in ({**second, "protocol": "another"}, {**second, "rows": {"source": {"loss": 1.1}}}):
+        with pytest.raises(InvalidInput, match=r"peers-tiny.json has"):
+            updated("tiny", other)
+
+
+def test_pairs_are_ranked_by_norm(source: Path) -> None:
+    """A pair whose keys grow is the first of its head."""
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    keys = model.model.layers[0].self_attn.k_proj
+    with torch.no_grad():
+        keys.weight[8 + 2] *= 100  # head 1 of width 8, pair 2
+        ranks = norm_ranks(model, torch.randint(0, 97, (9, 12), generator=torch.Generator().manual_seed(0)))
+    assert ranks.shape == (2, 8, 8)
+    assert ranks[0, 1, 2] == ranks[0, 1, 6] == 0
+    assert torch.equal(ranks[..., :4], ranks[..., 4:])
+    assert torch.equal(ranks[..., :4].sort(-1).values, torch.arange(4).expand(2, 8, 4))

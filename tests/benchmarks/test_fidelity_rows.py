@@ -1,0 +1,64 @@
+"""Rows of benchmarks.fidelity: which are measured, with text or statistics that some methods ignore."""
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from benchmarks import fidelity
+from benchmarks.fidelity import FOLDS, RULES, chosen, main
+from kvfold.convert.calibration.study import study
+from kvfold.convert.families.source import open_source
+from kvfold.core.errors import InvalidInput
+from tests.support.tiny import make
+from tests.support.tokenizers import save_tokenizer
+
+
+def test_rows_are_chosen_by_label_and_method() -> None:
+    assert chosen((), ()) == chosen((), ("all",)) == [*FOLDS, *RULES]
+    assert chosen((), ("care", "mean")) == ["gqa mean", "mla care"]
+    assert chosen(("gqa", "mla care"), ("subspace",)) == ["gqa"]
+
+
+@pytest.mark.parametrize(
+    ("only", "methods", "sentence"),
+    [((), ("palu",), "--method palu names no row"), (("mlo",), (), "--only mlo names no row")],
+)
+def test_a_row_that_does_not_exist(only: tuple[str, ...], methods: tuple[str, ...], sentence: str) -> None:
+    with pytest.raises(InvalidInput, match=sentence):
+        chosen(only, methods)
+
+
+def test_every_method_takes_saved_statistics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = make(tmp_path / "source", num_key_value_heads=4, vocab_size=258)
+    save_tokenizer(source)
+    saved, text = tmp_path / "saved.safetensors", tmp_path / "text.txt"
+    study(open_source(source), "self", sequences=8, length=32, seed=0, save=saved)
+    text.write_text("the quick brown fox jumps over the lazy dog " * 40)
+    monkeypatch.setattr("benchmarks.machine.RESULTS", tmp_path)
+    monkeypatch.setattr(fidelity, "SHARES", (0.5,))
+    rows = ["gqa mean", "gqa, closed form", "mla xecomla", "mla care"]
+    words = [
+        str(source),
+        "--text",
+        str(text),
+        "--calibration",
+        str(saved),
+        "--window",
+        "16",
+        "--name",
+        "tiny",
+    ]
+    words += ["--max-windows", "4", "--budget", "50%", "--method", "all"]
+    words += [part for row in rows for part in ("--only", row)]
+    done = CliRunner().invoke(main, words, catch_exceptions=False)
+    assert done.exit_code == 0
+    for row in rows:
+        ignored = f"{row}: --calibration {saved} is ignored: --method" in done.stderr
+        assert ignored == (row in {"gqa mean", "mla xecomla"})
+    found = json.loads((tmp_path / "fidelity-tiny.json").read_text())
+    assert set(found["rows"]) == set(rows)
+    tried = found["rows"]["mla care"]["50%"]["settings"]
+    assert any(":fold" in setting for setting in tried)
+    assert sum(":balance" in setting for setting in tried) == 2
