@@ -75,6 +75,7 @@ SHARES = (
     0.75,
     1.0,
 )  # rotary widths of a sweep: of a head, or of the cache where every head has pairs of its own
+FURTHEST = 8.0  # by how much keys may be larger or smaller next to values
 
 Cell = dict[str, Any]
 
@@ -159,8 +160,8 @@ def sweep(trial: Trial, rule: str, budget: str, shares: Iterable[float] = SHARES
     """The cell of a rule's best setting, with all that were tried; None where it has none.
 
     Every setting is tried at widths of `shares`; the best of pairs per head also at shares an eighth to
-    either side. Rules of merged heads are then tried with more pairs folded, and with keys half and twice
-    as large.
+    either side. Rules of merged heads are then tried with more pairs folded, and with smaller and larger keys
+    as long as that gains.
     """
     geometry, tried = trial.source.geometry, dict[tuple[str, int], Cell]()
 
@@ -188,7 +189,14 @@ def sweep(trial: Trial, rule: str, budget: str, shares: Iterable[float] = SHARES
     if rule in DECOMPOSITIONS:  # FreqFold's search, then the balance
         attempt_at(width, [f"{rule}:fold{multiple}" for multiple in (2, 4, 8)])
         fold, width = best()
-        attempt_at(width, [f"{fold}:balance{weight}" for weight in (0.5, 2)])
+        for step in (0.5, 2.0):
+            weight = step
+            while 1 / FURTHEST <= weight <= FURTHEST:
+                setting = f"{fold}:balance{weight:g}"
+                attempt_at(width, [setting])
+                if best()[0] != setting:
+                    break
+                weight *= step
     elif PEERS[method].per_head:
         share = width / budget_elements(geometry, budget)
         attempt(method, (share - 0.125, share + 0.125))
@@ -214,6 +222,11 @@ def measure(trial: Trial, label: str, budget: str) -> Cell | None:
 @click.option("--sequences", default=48, show_default=True, help="Calibration sequences.")
 @click.option("--length", default=256, show_default=True, help="Tokens of each.")
 @click.option("--calibration", default="self", show_default=True, help="As for kvfold convert.")
+@click.option(
+    "--save-statistics",
+    type=click.Path(path_type=Path),
+    help="Keep the statistics in this file, or use those that an earlier run has kept there.",
+)
 @click.option("--only", multiple=True, help="A row's label; all rows by default.")
 @click.option(
     "--method",
@@ -236,6 +249,7 @@ def main(
     sequences: int,
     length: int,
     calibration: str,
+    save_statistics: Path | None,
     only: tuple[str, ...],
     methods: tuple[str, ...],
     budgets: tuple[str, ...],
@@ -254,7 +268,8 @@ def main(
             click.echo(f"{label}: {told}", err=True)
     with tempfile.TemporaryDirectory() as work:
         source = open_source(directory)
-        statistics = study(source, calibration, sequences=sequences, length=length, seed=0)
+        asked: dict[str, Any] = {"sequences": sequences, "length": length, "seed": 0, "save": save_statistics}
+        statistics = study(source, calibration, **asked)
         if statistics is None:
             raise InvalidInput("--calibration none leaves rows without statistics; name a text, or self")
         trial = Trial(

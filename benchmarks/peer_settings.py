@@ -4,15 +4,16 @@ Each adapter of peer_process.py has settings to begin with, and TransMLA's and C
 the best of these.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from kvfold.convert.algebra.target import Geometry
 from kvfold.core.errors import InvalidInput
 
 Settings = dict[str, Any]
+Best = Callable[[], Settings]  # the best settings so far
 CARE_RULES = ("care", "no-sqrt-care", "transmla-care")
-BALANCES = (0.5, 2.0)  # the size of keys next to values; as published 1
+FURTHEST = 8.0  # by how much keys may be larger or smaller next to values; as published 1
 
 
 def first_settings(adapter: str, geometry: Geometry, elements: int) -> list[Settings]:
@@ -73,18 +74,26 @@ def _xecomla(geometry: Geometry, elements: int) -> Iterator[Settings]:
             yield {"qk_rope_head_dim": width, "kv_lora_rank": elements - width}
 
 
-def _folds(geometry: Geometry, best: Mapping[str, Any]) -> Iterator[Settings]:
+def _folds(geometry: Geometry, best: Best) -> Iterator[Settings]:
     """Two, four and eight times as many pairs that share a decomposition (FreqFold)."""
+    start = best()
     for multiple in (2, 4, 8):
-        fold = best["freqfold"] * multiple
+        fold = start["freqfold"] * multiple
         if fold <= geometry.head_dim // 2:
-            yield {**best, "freqfold": fold}
+            yield {**start, "freqfold": fold}
 
 
-def _balances(geometry: Geometry, best: Mapping[str, Any]) -> Iterator[Settings]:
-    """Keys half and twice as large next to values."""
-    for weight in BALANCES:
-        yield {**best, "balance_kv_ratio": weight}
+def _balances(geometry: Geometry, best: Best) -> Iterator[Settings]:
+    """Smaller and larger keys next to values, as long as that gains."""
+    start = best()
+    for step in (0.5, 2.0):
+        weight = step
+        while 1 / FURTHEST <= weight <= FURTHEST:
+            settings = {**start, "balance_kv_ratio": weight}
+            yield settings
+            if best() != settings:
+                break
+            weight *= step
 
 
 SWEEPS: dict[str, Callable[[Geometry, int], Iterator[Settings]]] = {
@@ -93,5 +102,5 @@ SWEEPS: dict[str, Callable[[Geometry, int], Iterator[Settings]]] = {
     "mha2mla": _mha2mla,
     "xecomla": _xecomla,
 }
-Further = Callable[[Geometry, Mapping[str, Any]], Iterator[Settings]]
+Further = Callable[[Geometry, Best], Iterator[Settings]]  # asks for the best again after each that it yields
 FURTHER: dict[str, tuple[Further, ...]] = {"transmla": (_folds, _balances), "care": (_folds, _balances)}

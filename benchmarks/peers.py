@@ -191,7 +191,7 @@ def sweep(
     if not tried:
         return None
     for further in FURTHER.get(adapter, ()):
-        for settings in list(further(geometry, best()["settings"])):
+        for settings in further(geometry, lambda: best()["settings"]):
             attempt(settings)
     every = {_written(row["settings"]): row["lost"] for row in tried}
     return {**best(), "tried": every}
@@ -266,19 +266,22 @@ def main(
         torch.save(tensors, tokens)
         bench = Bench(model=directory, tokens=tokens, scored=int(windows.scored_NT.sum()), python=python)
         base_N, own = bench.source()
-        rows = {"source": own} | {run.label: bench.row(run, base_N) for run in runs}
+        result: dict[str, Any] = {
+            "protocol": windows.name,
+            "calibration": ["self", sequences, length],
+            "rows": {"source": own},
+        }
+        if update:
+            result = updated(name, result)
+        for run in runs:
+            result["rows"][run.label] = bench.row(run, base_N)
+            save(f"peers-{name}", result)  # a stopped run keeps what it has measured
         for one in sweeps:
             for budget in budgets:
                 row = sweep(one.adapter, one.repository, geometry, budget, bench, base_N)
                 if row is not None:
-                    rows[f"{one.adapter} {budget}"] = row
-    result: dict[str, Any] = {
-        "protocol": windows.name,
-        "calibration": ["self", sequences, length],
-        "rows": rows,
-    }
-    if update:
-        result = updated(name, result)
+                    result["rows"][f"{one.adapter} {budget}"] = row
+                    save(f"peers-{name}", result)
     show_table(
         f"{windows.name}: nats lost by peers' own code",
         ("", "lost", "settings"),
