@@ -15,6 +15,7 @@ import resource
 import shutil
 import signal
 import time
+import traceback
 from collections import Counter
 from dataclasses import asdict
 from datetime import date
@@ -137,6 +138,8 @@ def main(
             try:
                 _supervise(todo[number::processes], file)
                 os._exit(0)
+            except BaseException:
+                traceback.print_exc()
             finally:
                 os._exit(1)
         children.append(child)
@@ -147,6 +150,7 @@ def main(
 
 def _supervise(todo: list[Case], state: Path) -> None:
     """Make the sound files, and run the cases that are left in forked processes."""
+    from . import hostile_sources
     from .hostile_scene import build, extend
 
     scene = PLACE / f"kvfold-hostile-{os.getpid()}" / "scene"
@@ -155,6 +159,8 @@ def _supervise(todo: list[Case], state: Path) -> None:
     try:
         build(scene)
         extend(scene)
+        for name in hostile_sources.NAMES:
+            hostile_sources.write(scene, name)
         scene.rename(originals)
         while left := [case for case in todo if case.key not in read_state(state)]:
             click.echo(f"{len(left)} of {len(todo)} cases left, {time.monotonic() - begun:.0f} s", err=True)

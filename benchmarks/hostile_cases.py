@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from . import hostile_sources
 from .hostile_mutations import CARD_FILE, CODE_FILE, JSON_FILE, LINES_FILE, TENSOR_FILE, TEXT_FILE, Mutation
 from .hostile_scene import CALIBRATED, EVALUATED, GQA, LOSSLESS, MIGRATION, MLA
 
@@ -55,6 +56,13 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "publish distilled": ("publish", "@distilled", "org/x", "--dry-run", "--verify", "lint", "--json"),
     "report": ("report", "@fold", "@distilled", "--out", "@page.html"),
     "verify run": ("verify", "@fold"),
+    "convert kept": (
+        *_SOURCE, "--calibration", "@text.jsonl", *CALIBRATED, "--save-statistics", "@kept.safetensors",
+        *_WRITTEN,
+    ),
+    "eval kept": ("eval", "@fold", *_TEXT, "--out", "@e.json"),
+    "plan drawn": ("plan", "@source", "--calibration", "none", "--png", "@plan.png"),
+    "report plain": ("report", "@fold", "--out", "@page.html"),
     "eval latent": ("eval", "@latent", *_TEXT, "--json"),
     "migrate plan": (*_MIGRATED, "--dry-run", "--json"),
     "migrate": _MIGRATED,
@@ -68,6 +76,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "api train": ("api", "train", "@recipe.yaml"),
     "api absorb": ("api", "absorb", "@latent"),
 }  # fmt: skip
+COMMANDS |= hostile_sources.commands()
 # Unfinished work that a command is meant to find; of the others none is there.
 RESUMED = {
     "resume convert": "convert gqa", "eval resumed": "eval resumed", "resume distill": "distill",
@@ -146,6 +155,16 @@ FILES: dict[str, tuple[tuple[Mutation, ...], tuple[str, ...]]] = {
     "latent/config.json": (JSON_FILE, ("eval latent", "api absorb")),
     "latent/model.safetensors": (TENSOR_FILE, ("eval latent", "api absorb")),
 }
+OTHER_FILES = hostile_sources.files()  # of sources that are no plain Llama
+# Commands on a disk that is full: no file may grow beyond so many bytes.
+FILLED = (
+    "convert gqa", "convert kept", "convert calibrated", "distill", "distill stages", "eval kept",
+    "eval cache",
+    "report", "report plain", "plan drawn", "migrate", "publish fold", "publish remote", "api fold",
+    "api plan",
+    "api evaluate", "api report", "api train", "eval source", "verify fold", "verify run", "convert parquet",
+)  # fmt: skip
+ROOM = (0, 1, 500, 4096, 65536)  # bytes
 # A file becomes something else. The scene's secret must be read by none of them.
 KINDS: dict[str, Callable[[Path], object]] = {
     "absent": lambda path: None,
@@ -177,7 +196,7 @@ class Case:
         command: the name of the command.
         number: which of the cases of this file and command; it seeds the damage.
         kind: what the file becomes, of `KINDS`; empty for other content; `name` for another directory's name;
-            `sound` for no damage.
+            `sound` for no damage; `disk` for a disk on which no file may be larger than `number` bytes.
     """
 
     file: str
@@ -212,6 +231,13 @@ def cases(count: int, seed: int) -> Iterator[Case]:
             ("publish fold", "fold"),
         ):
             yield Case(place, command, number, "name")
+    for command in FILLED:
+        for number in ROOM:
+            yield Case("disk", command, number, "disk")
+    others = [(file, command) for file, (_, commands) in OTHER_FILES.items() for command in commands]
+    for number in range(count // 3):
+        file, command = others[number % len(others)]
+        yield Case(file, command, seed * 10**6 + number // len(others))
     for number in range(count):
         file, command = pairs[number % len(pairs)]
         if number // len(pairs) >= SLOW.get(command, number):
@@ -231,7 +257,7 @@ def damage(case: Case, scene: Path) -> tuple[str, ...]:
         (scene / case.file).rename(scene / name)
         words = tuple(f"@{name}" if word == f"@{case.file}" else word for word in words)
         return tuple(str(scene / word[1:]) if word.startswith("@") else word for word in words)
-    if case.kind == "sound":
+    if case.kind in ("sound", "disk"):
         return tuple(str(scene / word[1:]) if word.startswith("@") else word for word in words)
     path = place_of(case.file, scene)
     content = path.read_bytes()
@@ -240,7 +266,8 @@ def damage(case: Case, scene: Path) -> tuple[str, ...]:
         KINDS[case.kind](path)
     else:
         draw = random.Random(case.key)
-        path.write_bytes(draw.choice(FILES[case.file][0])(content, draw))
+        changes = {**FILES, **OTHER_FILES}[case.file][0]
+        path.write_bytes(draw.choice(changes)(content, draw))
     if case.command == "resume forged":
         _forge(path)
     return tuple(str(scene / word[1:]) if word.startswith("@") else word for word in words)

@@ -176,6 +176,82 @@ def change_front_matter(content: bytes, draw: random.Random) -> bytes:
     return b"---\n" + _dump(change_value(head, draw)) + b"\n---\n" + content
 
 
+def change_part(*names: str) -> Mutation:
+    """Return a mutation of one part of a JSON object: it becomes any value, goes, or changes inside.
+
+    Args:
+        names: of the parts; one of them is drawn. One that is absent is added.
+    """
+
+    def change(content: bytes, draw: random.Random) -> bytes:
+        whole, name = json.loads(content), draw.choice(names)
+        action = draw.random()
+        if isinstance(whole.get(name), dict | list) and action < 0.6:
+            whole[name] = change_value(whole[name], draw)
+        elif name in whole and action < 0.7:
+            del whole[name]
+        else:
+            whole[name] = draw.choice(VALUES)
+        return _dump(whole)
+
+    return change
+
+
+def contradict(content: bytes, draw: random.Random) -> bytes:
+    """Have the whole of a multimodal configuration and its text part state one field differently."""
+    whole = json.loads(content)
+    text = whole["text_config"]
+    name = draw.choice([key for key, value in text.items() if not isinstance(value, dict)])
+    value = text[name]
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        other = draw.choice(VALUES) if value is None or isinstance(value, str | list) else not value
+    else:
+        other = draw.choice((value + 1, value * 2, value // 2))
+    draw.choice((whole, text))[name] = other
+    whole.setdefault(name, value)
+    return _dump(whole)
+
+
+def change_tensors(content: bytes, draw: random.Random) -> bytes:
+    """Change one or two tensors of a safetensors file, whose header and offsets then fit them."""
+    import torch
+    from safetensors.torch import load, save
+
+    tensors = load(content)
+    for _ in range(draw.choice((1, 1, 2))):
+        name = draw.choice(sorted(tensors))
+        tensor = tensors[name]
+        action = draw.choice((
+            "drop", "rename", "cut", "lengthen", "transpose", "flatten", "cast", "cast", "reinterpret",
+            "fill",
+            "fill", "copy",
+        ))  # fmt: skip
+        if action in ("drop", "rename"):
+            del tensors[name]
+        if action in ("rename", "copy"):
+            tensors[draw.choice((f"{name}_scale", f"{name}x", f"a.{name}", name.replace("0", "7")))] = tensor
+        elif action == "cut" and tensor.ndim:
+            dim = draw.randrange(tensor.ndim)
+            tensors[name] = tensor.narrow(dim, 0, tensor.shape[dim] // 2)
+        elif action == "lengthen" and tensor.ndim:
+            tensors[name] = torch.cat([tensor.view(torch.uint8)] * 2).view(tensor.dtype)
+        elif action == "transpose":
+            tensors[name] = tensor.mT if tensor.ndim > 1 else tensor[None]
+        elif action == "flatten":
+            tensors[name] = tensor.flatten()
+        elif action == "cast":
+            tensors[name] = tensor.to(getattr(torch, draw.choice(_DTYPES)))
+        elif action == "reinterpret":
+            tensors[name] = tensor.view(torch.int8 if tensor.element_size() == 1 else tensor.dtype)
+        elif action == "fill" and tensor.numel():
+            plain = tensor.to(torch.float64).flatten()
+            plain[draw.randrange(len(plain))] = draw.choice(
+                (float("nan"), float("inf"), 0.0, -1.0, 255.0, 1e30)
+            )
+            tensors[name] = plain.reshape(tensor.shape).to(tensor.dtype)
+    return bytes(save({name: tensor.contiguous().clone() for name, tensor in tensors.items()}))
+
+
 def add_code(content: bytes, draw: random.Random) -> bytes:
     """Add code to a Python file that leaves a trace where it runs."""
     lines = content.splitlines()
@@ -192,4 +268,24 @@ LINES_FILE = (change_lines, change_lines, change_lines, change_bytes, change_who
 TENSOR_FILE = (change_header, change_header, change_length, change_numbers, change_bytes, cut_short)
 CARD_FILE = (change_front_matter, change_front_matter, change_bytes, change_whole)
 CODE_FILE = (add_code, add_code, change_bytes, cut_short)
+_FILLINGS = (float("nan"), float("inf"), 0.0, -1.0, 255.0, 1e30)
+_DTYPES = (
+    "float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "int64", "int32", "int8", "uint8", "bool",
+)  # fmt: skip
+_NUMBERS = (
+    "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size", "num_hidden_layers",
+    "layer_types",
+    "rope_parameters", "rope_scaling", "partial_rotary_factor", "sliding_window", "num_experts",
+    "num_local_experts",
+    "rotary_pct", "num_kv_heads", "new_decoder_architecture", "full_attention_interval",
+    "tie_word_embeddings",
+    "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping", "conv_L_cache", "dtype",
+)  # fmt: skip
+FAMILY_CONFIG = (change_json, change_part(*_NUMBERS), change_part(*_NUMBERS))
+QUANTISED_CONFIG = (change_part("quantization_config"), change_part("quantization_config"), change_json)
+TOWER_CONFIG = (
+    change_part("text_config"), change_part("vision_config"), contradict, change_json,
+    change_part("architectures", "model_type", "image_token_id", "image_token_index", "tie_word_embeddings"),
+)  # fmt: skip
+SOURCE_TENSORS = (change_tensors, change_tensors, change_tensors, change_header)
 TEXT_FILE = (change_bytes, change_whole, cut_short)

@@ -3,10 +3,13 @@
 import json
 import math
 import os
+import resource
 import shutil
+import tempfile
 import time
 import traceback
 from collections.abc import Iterator
+from contextlib import contextmanager
 from contextvars import Context
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,16 +20,34 @@ import yaml
 from click.testing import CliRunner, Result
 
 from kvfold.cli import main
+from kvfold.core.errors import InvalidInput
 from kvfold.models.causal_lm import load
 from kvfold.models.load_options import LoadOptions
 
+from . import hostile_sources
 from .hostile_api import api
 from .hostile_cases import RESUMED, UNFINISHED, Case, damage
 from .hostile_mutations import CANARY_CODE, SCRIPT
 from .hostile_scene import SECRET
 
 REFUSED = (2, 3)  # exit codes of a refusal, and of a check that fails
-_OUTPUTS = ("out", "trained", "aligned", "moved", "e.json", "page.html")
+_OUTPUTS = (
+    "out",
+    "trained",
+    "aligned",
+    "moved",
+    "e.json",
+    "page.html",
+    "kept.safetensors",
+    "plan.png",
+    "out.tower",
+)
+# What a run leaves that a full disk ended, for the next one to resume from.
+_KEPT = {
+    "e.json.partial": "e.json.partial", "trained.partial": "trained.partial/state",
+    "moved.partial": "moved.partial",
+    "aligned.partial": "aligned.partial/stages", "cache": "cache/manifest.json",
+}  # fmt: skip
 _LOSSLESS = ("api fold", "convert gqa", "convert mla", "convert sharded", "convert config", "resume convert")
 _TOLERANCE = 1e-3  # of the largest logit; folds that lose nothing are within 1e-5 of it in float32
 
@@ -54,8 +75,11 @@ def lay_out(originals: Path, scene: Path, case: Case) -> None:
     """Put the sound files into a scene: what no command may write as links, the rest as copies."""
     shutil.rmtree(scene, ignore_errors=True)
     scene.mkdir()
+    place = case.file.split("/")[0]
     for entry in originals.iterdir():
         if entry.name in UNFINISHED and case.command not in RESUMED:
+            continue
+        if entry.name in hostile_sources.NAMES and entry.name != place:
             continue
         written = entry.name in UNFINISHED or entry.name == "cache"
         copy = shutil.copy2 if written else os.link
@@ -63,7 +87,6 @@ def lay_out(originals: Path, scene: Path, case: Case) -> None:
             shutil.copytree(entry, scene / entry.name, copy_function=copy)
         else:
             copy(entry, scene / entry.name)
-    place = case.file.split("/")[0]
     if place in ("source", "fold", "remote") and not case.command.startswith(("verify", "publish")):
         (scene / place / "evil.py").write_text(CANARY_CODE)  # verify and publish refuse any code
 
@@ -85,14 +108,28 @@ def run_case(case: Case, originals: Path, scene: Path) -> Outcome:
     is_api = words[0] == "api"
     command, given = (api, words[1:]) if is_api else (main, words)
     # In a fresh context, since a command that runs all cases is itself one that shows notices.
-    result = Context().run(CliRunner().invoke, command, list(given))
-    faults = [*_faults_of_end(result), *_faults_of_files(case, result, before, contents(scene))]
+    with _disk_of(case):
+        result = Context().run(CliRunner().invoke, command, list(given))
+    faults = [*_faults_of_end(case, result), *_faults_of_files(case, result, before, contents(scene))]
     if result.exit_code == 0 and not faults:
         faults += [f"not right: {fault}" for fault in _wrong(case, result, scene)]
     lines = result.stderr.splitlines()
     seconds = time.process_time() - begun
     code = result.exit_code if isinstance(result.exception, SystemExit | None) else None
     return Outcome(case.key, code, lines[-1][:300] if lines else "", faults, round(seconds, 3))
+
+
+@contextmanager
+def _disk_of(case: Case) -> Iterator[None]:
+    """Let no file of this process grow beyond the room of a case that has a full disk."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if case.kind == "disk":
+        tempfile.gettempdir()  # which is found by writing into it, once for a process
+        resource.setrlimit(resource.RLIMIT_FSIZE, (case.number, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def contents(root: Path) -> dict[str, tuple[int, ...]]:
@@ -110,7 +147,12 @@ def contents(root: Path) -> dict[str, tuple[int, ...]]:
     return found
 
 
-def _faults_of_end(result: Result) -> Iterator[str]:
+def _names_a_place(sentence: str) -> bool:
+    places = (str(Path.cwd()), tempfile.gettempdir())
+    return any(place in sentence for place in places) and ("make room" in sentence or "TMPDIR" in sentence)
+
+
+def _faults_of_end(case: Case, result: Result) -> Iterator[str]:
     if not isinstance(result.exception, SystemExit | None):
         told = "".join(traceback.format_exception(result.exception)[-2:]).strip()
         yield f"traceback: {told}"[-1500:]
@@ -132,6 +174,8 @@ def _faults_of_end(result: Result) -> Iterator[str]:
         return  # of verify, which shows a table
     if not errors or errors != lines[-1:]:
         yield f"not one sentence: {result.stderr[-500:]}"
+    elif case.kind == "disk" and not _names_a_place(errors[0]):
+        yield f"the sentence names no file, or does not say what to do: {errors[0]}"
     elif len(errors[0]) > 2000:
         yield f"a sentence of {len(errors[0])} characters"
     elif any(not character.isprintable() for character in errors[0]):
@@ -152,6 +196,8 @@ def _faults_of_files(
         allowed += (_asked_output(Path.cwd()),)
     if "trained.partial/state" in after:  # a run that ends after its first step keeps its state
         allowed += ("trained.partial",)
+    if case.kind == "disk":
+        allowed += tuple(name for name, kept in _KEPT.items() if kept in after)
     for name in sorted(before.keys() | after.keys()):
         if before.get(name) != after.get(name) and name.split("/")[0] not in allowed:
             change = "left" if name not in before else "removed" if name not in after else "changed"
@@ -204,12 +250,14 @@ def _wrong_fold(case: Case, scene: Path) -> Iterator[str]:
     yield from (f"its source: {problem}" for problem in problems)
     if model is None or theirs is None:
         return
-    ids = torch.arange(3, 15)[None] % min(model.config.vocab_size, theirs.config.vocab_size)
+    sizes = (each.config.get_text_config().vocab_size for each in (model, theirs))
+    ids = torch.arange(3, 15)[None] % min(sizes)
     with torch.inference_mode():
         one, other = (each(ids, use_cache=False).logits for each in (model, theirs))
     if not one.isfinite().all() and other.isfinite().all():
         yield "its logits are not finite"
-    if case.command in _LOSSLESS and not case.file.endswith(".safetensors") and one.shape == other.shape:
+    is_lossless = case.command in _LOSSLESS or case.file.split("/")[0] in hostile_sources.NAMES
+    if is_lossless and not case.file.endswith(".safetensors") and one.shape == other.shape:
         error = float((one - other).abs().max() / other.abs().max())
         if not error < _TOLERANCE:
             yield f"its logits differ from its source's by {error:.2g}"
@@ -217,12 +265,18 @@ def _wrong_fold(case: Case, scene: Path) -> Iterator[str]:
 
 def _not_loaded(directory: Path) -> tuple[Any, list[str]]:
     """Load a checkpoint as a user would; return the model, or why it cannot be loaded."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    if "auto_map" in json.loads((directory / "config.json").read_text(encoding="utf-8")):
-        return load(directory, LoadOptions(device="cpu")).model, []
+    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    # transformers reads most quantised weights with other packages or on a GPU only.
+    if "auto_map" in config or hostile_sources.is_quantised(directory):
+        try:
+            return load(directory, LoadOptions(device="cpu", dtype="float32")).model, []
+        except InvalidInput as error:
+            return None, [f"kvfold refuses {directory.name}: {error}"[:500]]
+    kind = AutoModelForImageTextToText if "vision_config" in config else AutoModelForCausalLM
     try:
-        model, told = AutoModelForCausalLM.from_pretrained(
+        model, told = kind.from_pretrained(
             directory,
             trust_remote_code=False,
             local_files_only=True,

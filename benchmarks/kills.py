@@ -286,8 +286,9 @@ def main(kills: int, seed: int, only: str, name: str | None) -> None:
         for command in [command for command in place.commands if only in command]:
             for row in stops(place, command, kills, draw):
                 _tell(rows, row)
-            if "two processes" not in command and command != "report":
-                _tell(rows, two_at_once(place, command))
+            if "two processes" not in command:
+                if command != "report":
+                    _tell(rows, two_at_once(place, command))
                 found = small_disk(place, command, draw)
                 if found is not None:
                     _tell(rows, found)

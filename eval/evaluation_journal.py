@@ -13,6 +13,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from ..core.disk import disk_error, disk_sentence
 from ..core.errors import InvalidInput
 from ..core.files import PREFIX, locked, write_whole
 from ..core.untrusted import parse_json
@@ -207,6 +208,9 @@ def _reporting(file: Path, option: str = "") -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        of_disk = disk_error(error, file)
+        if of_disk is not None:
+            raise InvalidInput(f"{option}{disk_sentence(of_disk)}") from None
         raise InvalidInput(
             f"{option}{file} cannot be written: {error.strerror}; name another file, or fix that and run the "
             "same command again"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -34,8 +33,10 @@ def fold_tower(request: FoldRequest, tower: Tower, fold: Callable[[FoldRequest],
         InvalidInput: the tower cannot be folded like this, or a value is unusable.
     """
     from .checkpoints.directory import check_output
+    from .checkpoints.own_files import remove_own_tree
     from .convert.towers.assembly import put_back
     from .convert.towers.tower import is_written, write_tower
+    from .models.expected_weights import check_multimodal
 
     _check(request)
     out = request.out or Path(f"{Path(request.model.partition('@')[0]).name}-{request.to}")
@@ -44,8 +45,10 @@ def fold_tower(request: FoldRequest, tower: Tower, fold: Callable[[FoldRequest],
     with together():
         for place in (out, part):
             check_output(place, tower.directory)
-        is_kept = request.text_only or is_written(tower, alone)
-        if is_first() and not is_written(tower, alone):
+        if not request.text_only:
+            check_multimodal(tower.directory)
+        was_there = is_written(tower, alone)
+        if is_first() and not was_there:
             write_tower(tower, alone, request.shard_size)
     if request.text_only:
         notice(f"the text tower as it was is in {alone}; evaluation and distillation compare with it")
@@ -57,10 +60,14 @@ def fold_tower(request: FoldRequest, tower: Tower, fold: Callable[[FoldRequest],
             record = folded.record
             if is_first():
                 record = put_back(tower, part, out, request)
+    except InvalidInput:
+        if is_first() and request.text_only and not was_there:
+            remove_own_tree(alone)
+        raise
     finally:
-        if is_first():
-            for place in () if request.text_only else (part,) if is_kept else (part, alone):
-                shutil.rmtree(place, ignore_errors=True)
+        if is_first() and not request.text_only:
+            for place in (part,) if was_there else (part, alone):
+                remove_own_tree(place)
     return replace(folded, directory=out, record=record, request=request)
 
 

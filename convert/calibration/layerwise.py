@@ -8,7 +8,6 @@ through the whole model.
 Legend: statistics.py; L layers.
 """
 
-import errno
 import math
 import shutil
 import tempfile
@@ -23,6 +22,7 @@ import torch
 from torch import Tensor
 
 from ...core.console import progress
+from ...core.disk import is_full
 from ...core.errors import InvalidInput
 from ...core.processes import together
 from ...models.causal_lm import device
@@ -211,8 +211,9 @@ def _open_store(layered: LayeredModel, batches: Batches, work: Path) -> Iterator
         with tempfile.TemporaryFile(dir=work) as file:
             yield _Stored(file, batches, width)
     except OSError as error:
-        if error.errno not in {errno.ENOSPC, errno.EDQUOT}:
+        if not is_full(error):
             raise
         raise InvalidInput(
-            f"layer by layer, the statistics take {need:,} bytes on disk, and {work} is full"
+            f"layer by layer, the statistics take {need:,} bytes on disk, and {work} is full; make room "
+            "there, or set TMPDIR to a larger disk"
         ) from None

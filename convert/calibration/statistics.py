@@ -24,6 +24,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ...checkpoints.shards import is_finite
+from ...core.disk import DiskError, disk_sentence
 from ...core.errors import InvalidInput
 from ...core.files import PREFIX, whole_file
 from ...core.untrusted import parse_json, printable
@@ -155,7 +156,9 @@ class Statistics:
         try:
             with whole_file(file) as temporary:
                 save_file(tensors, temporary, {_METADATA: json.dumps({"schema": SCHEMA, **about})})
-        except (OSError, SafetensorError) as error:
+        except DiskError as error:
+            raise InvalidInput(f"the statistics {disk_sentence(error)}") from None
+        except OSError as error:
             raise InvalidInput(f"cannot write the statistics {file}: {error}") from None
 
     def fingerprint(self) -> str:

@@ -11,12 +11,12 @@ from ...checkpoints.directory import (
     Checkpoint,
     check_output,
     copy_side_files,
-    finish,
     read_config,
     without_code,
 )
 from ...checkpoints.record import describe, write_record
 from ...checkpoints.shards import ShardWriter
+from ...core.files import whole_directory
 from ...core.hub import commit_of
 from ..request import FoldRequest
 from ..write.model_card import write_card
@@ -39,31 +39,30 @@ def put_back(tower: Tower, folded: Path, out: Path, request: FoldRequest) -> dic
         InvalidInput: the directory exists or cannot be written.
     """
     check_output(out, tower.directory)
-    partial = out.with_name(out.name + ".partial")
-    partial.mkdir(parents=True, exist_ok=True)
+    out.parent.mkdir(parents=True, exist_ok=True)
     whole, part = Checkpoint(tower.directory), Checkpoint(folded)
     specs = {
         name: part.spec(tower.names[name]) if name in tower.names else whole.spec(name) for name in whole
     }
-    with ShardWriter(partial, specs, request.shard_size) as writer:
-        for name in whole:
-            place = part.stream(tower.names[name]) if name in tower.names else whole.stream(name)
-            for first, piece in place:
-                writer.write(name, piece, first)
-    copy_side_files(tower.directory, partial)
-    config = _config(tower, read_config(folded))
-    (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    record: dict[str, Any] = json.loads((folded / "kvfold.json").read_text(encoding="utf-8"))
-    record |= {
-        "source": describe(tower.directory, request.source_name, commit_of(tower.directory)),
-        "command": request.command,
-        "request": request.essentials(),
-        "container": (config.get("architectures") or [config["model_type"]])[0],
-        "parents": [{"stage": "source", "path": str(tower.directory.resolve())}],
-    }
-    write_record(partial, record)
-    write_card(partial, record)
-    finish(partial, out)
+    with whole_directory(out) as partial:
+        with ShardWriter(partial, specs, request.shard_size) as writer:
+            for name in whole:
+                place = part.stream(tower.names[name]) if name in tower.names else whole.stream(name)
+                for first, piece in place:
+                    writer.write(name, piece, first)
+        copy_side_files(tower.directory, partial)
+        config = _config(tower, read_config(folded))
+        (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        record: dict[str, Any] = json.loads((folded / "kvfold.json").read_text(encoding="utf-8"))
+        record |= {
+            "source": describe(tower.directory, request.source_name, commit_of(tower.directory)),
+            "command": request.command,
+            "request": request.essentials(),
+            "container": (config.get("architectures") or [config["model_type"]])[0],
+            "parents": [{"stage": "source", "path": str(tower.directory.resolve())}],
+        }
+        write_record(partial, record)
+        write_card(partial, record)
     return record
 
 

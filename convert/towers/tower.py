@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...checkpoints.directory import Checkpoint, check_output, copy_side_files, finish, read_config
+from ...checkpoints.directory import Checkpoint, check_output, copy_side_files, read_config
 from ...checkpoints.shards import ShardWriter
 from ...core.errors import InvalidInput
+from ...core.files import whole_directory
 from ...models.load_failures import loading_failures
 from ..families.family import Family
 from ..families.recognition import FAMILIES, attending, complete, is_multimodal
@@ -99,17 +100,16 @@ def write_tower(tower: Tower, out: Path, shard_size: int) -> None:
         InvalidInput: the directory exists or cannot be written.
     """
     check_output(out, tower.directory)
-    partial = out.with_name(out.name + ".partial")
-    partial.mkdir(parents=True, exist_ok=True)
+    out.parent.mkdir(parents=True, exist_ok=True)
     whole = Checkpoint(tower.directory)
     specs = {name: whole.spec(stored) for stored, name in tower.names.items()}
-    with ShardWriter(partial, specs, shard_size) as writer:
-        for stored, name in tower.names.items():
-            for first, piece in whole.stream(stored):
-                writer.write(name, piece, first)
-    copy_side_files(tower.directory, partial)
-    (partial / "config.json").write_text(json.dumps(tower.config, indent=2) + "\n", encoding="utf-8")
-    finish(partial, out)
+    with whole_directory(out) as partial:
+        with ShardWriter(partial, specs, shard_size) as writer:
+            for stored, name in tower.names.items():
+                for first, piece in whole.stream(stored):
+                    writer.write(name, piece, first)
+        copy_side_files(tower.directory, partial)
+        (partial / "config.json").write_text(json.dumps(tower.config, indent=2) + "\n", encoding="utf-8")
 
 
 def _text_config(directory: Path, kind: str) -> dict[str, Any]:

@@ -103,10 +103,10 @@ def first_journal(partial: Path, fingerprint: str) -> Iterator[FoldJournal]:
         done = _merge(partial, fingerprint)
         if done is None:
             remove_own(partial, lambda path: _is_own(path) and path.name not in {LOCK, JOURNAL})
-        journal = FoldJournal(partial / JOURNAL, fingerprint, done or {})
-        for path in _others(partial):
-            path.unlink()
         try:
+            journal = FoldJournal(partial / JOURNAL, fingerprint, done or {})
+            for path in _others(partial):
+                path.unlink()
             yield journal
         except _KeepAll:
             raise

@@ -6,7 +6,6 @@ the layers at work. A source file is hashed just before its tensors are read, wh
 system's cache.
 """
 
-import errno
 import json
 import shutil
 import time
@@ -26,6 +25,7 @@ from ...checkpoints.quantised.schemes import MODELOPT_FILE
 from ...checkpoints.record import SCHEMA, changed_since, describe, read_record, sha256, write_record
 from ...checkpoints.shards import ShardWriter
 from ...core.console import is_first, progress
+from ...core.disk import disk_error, is_full, writing_errors
 from ...core.errors import InvalidInput
 from ...core.hub import commit_of
 from ...core.processes import from_first, place, together, union
@@ -256,10 +256,17 @@ def _failures(plan: Plan, out: Path) -> Iterator[None]:
     """Turn errors of the file system into sentences."""
     try:
         yield
-    except OSError as error:
-        need = sum(spec.nbytes for spec in plan.specs.values())
-        full = error.errno in {errno.ENOSPC, errno.EDQUOT}
-        reason = f"no space left, the output takes {need:,} bytes" if full else str(error.strerror or error)
+    except writing_errors() as error:
+        of_disk = disk_error(error, out)
+        if of_disk is not None and is_full(of_disk):
+            need = sum(spec.nbytes for spec in plan.specs.values())
+            raise InvalidInput(
+                f"cannot write {out}: no space left, the output takes {need:,} bytes; the half-written "
+                "output was removed: make room there and run the same command again"
+            ) from None
+        if not isinstance(error, OSError):
+            raise
+        reason = error.strerror or error
         raise InvalidInput(f"cannot write {out}: {reason}; the half-written output was removed") from None
 
 

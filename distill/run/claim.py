@@ -3,14 +3,12 @@
 A run takes it only if it is free or kvfold's own, and removes it if nothing was done.
 """
 
-import errno
-import os
-import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from ...checkpoints.own_files import TRACKERS, remove_own_tree, strange_files
+from ...core.disk import disk_error, disk_sentence, writing_errors
 from ...core.errors import InvalidInput
 from ...core.files import locked
 from ...core.signals import ignored
@@ -22,8 +20,6 @@ _LOCK = "lock"  # held while a run is at work; it also marks a directory that kv
 _WRITTEN = ("tokens.bin", "marks.bin", "tokens.json", "metrics.jsonl", "evaluations.jsonl")
 _FILES = (*_WRITTEN, *(f"{name}.partial" for name in _WRITTEN))
 _DIRECTORIES = ("state", "stages", "best", TRACKERS, "final")
-_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO}
-_FULL = {os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)}
 _NAMES = {*_FILES, *_DIRECTORIES, _LOCK}
 
 
@@ -58,19 +54,12 @@ def _reporting_disk_errors(partial: Path) -> Iterator[None]:
     """Raise a full or unwritable disk as a sentence. For most such errors the system names no file."""
     try:
         yield
-    except shutil.Error as errors:  # for a whole tree: (from, to, reason) of each file
-        reason = str(errors.args[0][0][2])
-    except OSError as error:
-        if error.errno not in _DISK:
+    except writing_errors() as error:
+        of_disk = disk_error(error, partial)
+        if of_disk is None:
             raise
-        reason = str(error.strerror)
-    else:
-        return
-    kept = "what was saved is kept: " if saved(partial / "state") else ""
-    advice = "make room there" if any(full in reason for full in _FULL) else "fix that"
-    raise InvalidInput(
-        f"{partial} cannot be written: {reason}; {kept}{advice} and run the same command again"
-    )
+        kept = "what was saved is kept" if saved(partial / "state") else ""
+        raise InvalidInput(disk_sentence(of_disk, kept=kept)) from None
 
 
 def tidy(partial: Path) -> None:

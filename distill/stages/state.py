@@ -21,12 +21,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor, nn
 
 from ...checkpoints.directory import finish
 from ...checkpoints.shards import ShardWriter, TensorSpec, is_finite, read_header
 from ...core.console import notice
+from ...core.disk import DiskError, disk_sentence, naming
 from ...core.errors import InvalidInput
 from ...core.untrusted import read_json
 from ..parallel.tensors import full_tensor, local_part, named_weights
@@ -124,10 +125,15 @@ def save(directory: Path, progress: Progress, gathered: Gathered, keep: int) -> 
     for leftover in (partial, final):  # `final` exists if it was damaged and its steps were done again
         shutil.rmtree(leftover, ignore_errors=True)
     try:
-        partial.mkdir(parents=True)
-        _write(partial, progress, gathered)
-        finish(partial, final)
-    except (OSError, SafetensorError) as error:
+        with naming(directory):
+            partial.mkdir(parents=True)
+            _write(partial, progress, gathered)
+            finish(partial, final)
+    except DiskError as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        kept = "earlier training states are kept" if saved(directory) else ""
+        raise InvalidInput(disk_sentence(error, kept=kept)) from None
+    except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise InvalidInput(f"the training state cannot be saved in {directory}: {error}") from None
     for old in saved(directory)[keep:]:

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -27,6 +26,7 @@ from ...checkpoints.directory import copy_side_files, finish
 from ...checkpoints.quantised.packed_checkpoint import copy_stored, open_checkpoint, stored_specs
 from ...checkpoints.shards import SHARD_SIZE, ShardWriter, TensorSpec, read_header
 from ...convert.formats import to_published, to_trainable
+from ...core.disk import disk_error, disk_sentence, writing_errors
 from ...core.errors import InvalidInput
 from ...core.files import save_whole
 from ...core.signals import Interrupted
@@ -131,7 +131,12 @@ def stream_stage(given: Streaming, out: Path, begun: Callable[[], None]) -> list
                 _Layer(given, student, teacher, change, number).align(show)
         if not out.exists():
             _write(given, out)
-    except (OSError, SafetensorError) as error:
+    except writing_errors() as error:
+        of_disk = disk_error(error)
+        if of_disk is not None:
+            raise InvalidInput(f"stage {given.stage.name}: {disk_sentence(of_disk)}") from None
+        if isinstance(error, RuntimeError):
+            raise
         raise InvalidInput(f"stage {given.stage.name} cannot write to {given.work.parent}: {error}") from None
     return _losses(given, layers)
 

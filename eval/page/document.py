@@ -6,6 +6,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from ...core.disk import DiskError, disk_sentence
 from ...core.errors import InvalidInput
 from ...core.files import whole_directory, whole_file
 from .canvas import DARK, LIGHT, styled, to_svg, write_png
@@ -109,6 +110,8 @@ def write(parts: Sequence[PagePart], page: Path, pictures: Path | None) -> list[
         with whole_file(page) as temporary:
             temporary.write_text(render(parts), encoding="utf-8")
             names = [] if pictures is None else _write_pictures(parts, pictures)
+    except DiskError as error:
+        raise InvalidInput(disk_sentence(error)) from None
     except OSError as error:
         raise InvalidInput(
             f"{error.filename or page} cannot be written: {error.strerror}; name another path"

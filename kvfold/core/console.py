@@ -4,7 +4,6 @@ No heavy import here: `--help` goes through this module.
 """
 
 import atexit
-import errno
 import gc
 import json
 import logging
@@ -21,6 +20,7 @@ from typing import Any, NoReturn, TypeVar
 
 import click
 
+from .disk import disk_error, disk_sentence, writing_errors
 from .errors import InvalidInput, bounded
 from .grid import WIDTH, Grid
 from .untrusted import printable
@@ -29,7 +29,6 @@ T = TypeVar("T")
 ProgressCallback = Callable[[str, int, int], None]  # a description, items done, items in all
 LOG = logging.getLogger("kvfold")
 LOG.addHandler(logging.NullHandler())  # a library prints nothing unless its user configures logging
-_DISK = {"ENOSPC", "EDQUOT", "EFBIG", "EROFS", "EIO"}  # errors for which the system may name no file
 PLAIN_INTERVAL = 10.0  # seconds between progress lines where there is no terminal
 
 
@@ -77,16 +76,19 @@ class Command(click.Command):
 def explaining() -> Iterator[None]:
     """Turn an error of the file system into the system's own sentence, with the name of the file.
 
+    Libraries' own errors of a full disk are among them.
+
     Raises:
-        InvalidInput: a file cannot be read or written. Other errors of the system pass.
+        InvalidInput: a file cannot be read or written. Other errors pass.
     """
     try:
         yield
-    except OSError as error:
-        if error.filename is not None:
+    except writing_errors() as error:
+        of_disk = disk_error(error)
+        if of_disk is not None:
+            raise InvalidInput(disk_sentence(of_disk)) from error
+        if isinstance(error, OSError) and error.filename is not None:
             raise InvalidInput(f"{error.filename}: {error.strerror}") from error
-        if errno.errorcode.get(error.errno or 0) in _DISK:
-            raise InvalidInput(f"a file cannot be written: {error.strerror}") from error
         raise
 
 

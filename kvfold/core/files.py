@@ -16,6 +16,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
+from .disk import naming
 from .errors import InvalidInput
 from .system_calls import MOVES_OPEN_FILES, sync_path
 
@@ -47,7 +48,7 @@ def whole_file(file: Path, *, replace: bool = False) -> Iterator[Path]:
         OSError: the directory cannot be written.
     """
     _check_free(file, replace)
-    with _private_directory(file) as place:
+    with naming(file), _private_directory(file) as place:
         temporary = place / file.name
         yield temporary
         sync_path(temporary)
@@ -70,7 +71,7 @@ def whole_directory(directory: Path) -> Iterator[Path]:
         OSError: the parent cannot be written.
     """
     _check_free(directory, replace=False)
-    with _private_directory(directory) as place:
+    with naming(directory), _private_directory(directory) as place:
         temporary = place / directory.name
         temporary.mkdir()
         yield temporary
@@ -129,7 +130,7 @@ def replace_text(file: Path, content: str) -> None:
         OSError: the directory cannot be written.
     """
     unfinished = _unfinished(file)
-    with unfinished.open("x", encoding="utf-8") as stream:
+    with naming(file), unfinished.open("x", encoding="utf-8") as stream:
         stream.write(content)
     unfinished.replace(file)
 
@@ -144,13 +145,13 @@ def save_whole(tensors: Mapping[str, "Tensor"], file: Path) -> None:
         file: the file to write.
 
     Raises:
-        OSError: the directory cannot be written.
-        SafetensorError: the disk is full.
+        OSError: the directory cannot be written, or the disk is full.
     """
     from safetensors.torch import save_file
 
     unfinished = _unfinished(file)
-    save_file(dict(tensors), unfinished)
+    with naming(file):
+        save_file(dict(tensors), unfinished)
     unfinished.replace(file)
 
 

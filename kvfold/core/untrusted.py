@@ -15,15 +15,20 @@ from .errors import InvalidInput
 LIMIT_BYTES = 2**26
 DEPTH = 64
 _YAML_NODES = 10**6  # with every alias written out
-_UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 # A bracket with all that stands before it, strings included; possessive and never failing, hence linear.
 _BRACKET = re.compile(r'(?:[^"\[\]{}]|"(?:[^"\\]|\\.?)*+"?)*+([\[\]{}]|\Z)', re.DOTALL)
 _KINDS = {dict: "object", list: "list", str: "string", int: "number", float: "number", bool: "truth value"}
 
 
 def printable(name: str | Path) -> str:
-    """Return a name of a file on one line, with control characters and lone surrogates as escapes."""
-    return _UNPRINTABLE.sub(lambda match: ascii(match[0])[1:-1], str(name))
+    """Return a name of a file on one line, in which escapes stand for what does not print.
+
+    That is control characters, lone surrogates, and characters that turn the direction of writing.
+    """
+    text = str(name)
+    if text.isprintable():
+        return text
+    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
 
 
 def shorten(value: Any, width: int = 80) -> str:

@@ -161,6 +161,31 @@ def check_loadable(directory: Path, config: Any, kind: Any) -> None:
     _loadable[directory] = state
 
 
+def check_multimodal(directory: Path) -> None:
+    """Check that a multimodal checkpoint has every weight of its class, without reading one.
+
+    Args:
+        directory: the checkpoint; nothing is checked where transformers has no class of it that writes text.
+
+    Raises:
+        InvalidInput: transformers refuses the configuration, or a weight is missing or misshapen.
+    """
+    from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+        MODEL_FOR_MULTIMODAL_LM_MAPPING,
+    )
+
+    with loading_failures(directory, "model"), no_warnings():
+        config = without_quantisation(
+            AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+        )
+    for classes in (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, MODEL_FOR_MULTIMODAL_LM_MAPPING):
+        if type(config) in classes:
+            check_loadable(directory, config, classes[type(config)])
+            return
+
+
 def check_found(directory: Path, found: dict[str, Any]) -> None:
     """Check transformers' report of a load.
 

@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from ..checkpoints.shards import is_finite
+from ..core.disk import DiskError, disk_sentence, naming
 from ..core.errors import InvalidInput
 from ..core.files import locked, replace_text, save_whole
 from ..core.untrusted import printable, read_json, shorten
@@ -282,7 +283,10 @@ class TeacherCache:
                 for pattern in (_MANIFEST, _HEAD, "hidden-*.safetensors"):
                     for unfinished in self.directory.glob(f"{pattern}.partial"):
                         unfinished.unlink()
-                yield
+                with naming(self.directory):
+                    yield
+        except DiskError as error:
+            raise InvalidInput(f"{self._name}: {disk_sentence(error)}") from None
         except (OSError, SafetensorError) as error:
             raise InvalidInput(f"{self._name} cannot be written: {error}") from None
 

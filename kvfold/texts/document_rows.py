@@ -19,6 +19,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any, Literal
 
+from ..core.disk import disk_error, disk_sentence, is_full
 from ..core.errors import InvalidInput
 from ..core.untrusted import parse_json, printable
 from . import text_files
@@ -161,7 +162,10 @@ def open_rows(request: RowsRequest) -> Iterator[Mapping[str, Any]]:
 
 
 def explain(error: BaseException, source: DocumentSource) -> InvalidInput:
-    """Return the sentence for an error of `UNREADABLE`."""
+    """Return the sentence for an error of `UNREADABLE`, among which are those of a full temporary place."""
+    of_disk = disk_error(error)
+    if of_disk is not None and is_full(of_disk):
+        return InvalidInput(f"{source.called} cannot be read: {disk_sentence(of_disk)}")
     reason = printable(" ".join(str(error).split())) or type(error).__name__
     return InvalidInput(f"{source.called} cannot be read: {reason}")
 

@@ -110,4 +110,4 @@ def test_files(tmp_path: Path) -> None:
                 read(path)
     with pytest.raises(InvalidInput, match=r"^--rows a has more than 3 bytes"):
         read_json(file, 3, name="--rows a")
-    assert printable("a\n\x1b[1m\udcff\u2028é") == r"a\n\x1b[1m\udcff\u2028é"
+    assert printable("a\n\x1b[1m\udcff\u2028é\u202e") == r"a\n\x1b[1m\udcff\u2028é\u202e"

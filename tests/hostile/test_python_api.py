@@ -71,7 +71,7 @@ def test_an_error_of_the_disk(source: Path, tmp_path: Path, monkeypatch: pytest.
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("kvfold.fold_run.carry_out", full)
-    with pytest.raises(InvalidInput, match="a file cannot be written: No space left on device"):
+    with pytest.raises(InvalidInput, match="cannot be written: No space left on device; make room"):
         kvfold.fold(source, kvfold.GQA(kv_heads=2), out=tmp_path / "out", calibration="none")
 
 

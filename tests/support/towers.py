@@ -127,12 +127,20 @@ TOWERS: dict[str, tuple[dict[str, Any], Callable[[], dict[str, Any]]]] = {
 }  # fmt: skip
 
 
-def make_multimodal(directory: Path, kind: str) -> Path:
-    """Save a random multimodal checkpoint whose text tower has equal key/value heads."""
+def make_multimodal(directory: Path, kind: str, **text: Any) -> Path:
+    """Save a random multimodal checkpoint whose text tower has equal key/value heads.
+
+    Args:
+        directory: the directory to write.
+        kind: a key of `TOWERS`.
+        text: fields of its text_config in place of those there.
+    """
     from transformers import AutoConfig, AutoModelForImageTextToText
 
     torch.manual_seed(0)
-    model = AutoModelForImageTextToText.from_config(AutoConfig.for_model(kind, **TOWERS[kind][0]))
+    settings = TOWERS[kind][0]
+    settings = {**settings, "text_config": {**settings["text_config"], **text}}
+    model = AutoModelForImageTextToText.from_config(AutoConfig.for_model(kind, **settings))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             # The projection of Gemma 3 is zero in a new model.
