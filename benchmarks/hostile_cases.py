@@ -51,6 +51,8 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "distill validate": ("distill", "validate", "@recipe.yaml"),
     "verify fold": ("verify", "@fold", "--lint"),
     "verify remote": ("verify", "@remote", "--lint"),
+    "quantize": ("quantize", "@fold", "--scheme", "w4a16", "--json", "--out", "@out"),
+    "quantize remote": ("quantize", "@remote", "--scheme", "fp8", "--json", "--out", "@out"),
     "publish fold": ("publish", "@fold", "org/x", "--dry-run", "--verify", "lint", "--json"),
     "publish remote": ("publish", "@remote", "org/x", "--dry-run", "--verify", "lint", "--json"),
     "publish distilled": ("publish", "@distilled", "org/x", "--dry-run", "--verify", "lint", "--json"),
@@ -89,7 +91,7 @@ UNFINISHED = (
 # Commands that take seconds, with the most changes of content that each of their files gets.
 SLOW = {"verify run": 10, "resume migrate": 10, "resume stages": 16, "migrate plan": 16}
 _CHECKPOINTS = ("convert gqa", "convert mla", "plan", "eval source", "eval fold", "distill")
-_FOLDS = ("eval fold", "distill", "verify fold", "publish fold")
+_FOLDS = ("eval fold", "distill", "verify fold", "publish fold", "quantize")
 _API = ("api fold", "api plan")
 _API_OF_FOLDS = ("api evaluate", "api verify", "api publish")
 
@@ -115,9 +117,12 @@ FILES: dict[str, tuple[tuple[Mutation, ...], tuple[str, ...]]] = {
     "fold/eval.json": (JSON_FILE, ("report", "publish fold", "api report")),
     "fold/tokenizer.json": (JSON_FILE, ("eval fold", "distill")),
     "fold/generation_config.json": (JSON_FILE, ("publish fold", "distill")),
-    "remote/config.json": (JSON_FILE, ("eval remote", "verify remote", "publish remote")),
+    "remote/config.json": (JSON_FILE, ("eval remote", "verify remote", "publish remote", "quantize remote")),
     "remote/kvfold.json": (JSON_FILE, ("eval remote", "publish remote")),
-    "remote/modeling_kvfold.py": (CODE_FILE, ("eval remote", "verify remote", "publish remote")),
+    "remote/modeling_kvfold.py": (
+        CODE_FILE,
+        ("eval remote", "verify remote", "publish remote", "quantize remote"),
+    ),
     "distilled/kvfold.json": (JSON_FILE, ("report", "publish distilled", "eval cache")),
     "distilled/metrics.jsonl": (LINES_FILE, ("report",)),
     "distilled/curve.json": (JSON_FILE, ("report",)),

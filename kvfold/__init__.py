@@ -4,9 +4,10 @@ A checkpoint flows one way; each function reads model directories and writes a n
 
     source/ --fold--> folded/ --train--> distilled/        evaluate compares any of them with the source
 
-`plan` compares targets before anything is written, `verify` checks an output, `publish` sends it to the Hub,
-`report` draws evaluations as a page, and `absorb` lets a loaded DeepSeek-class model decode from its latent
-cache. `import kvfold` loads no torch; a function imports what it needs when it is called.
+`plan` compares targets before anything is written, `verify` checks an output, `quantize` rounds its weights,
+`publish` sends it to the Hub, `report` draws evaluations as a page, and `absorb` lets a loaded DeepSeek-class
+model decode from its latent cache. `import kvfold` loads no torch; a function
+imports what it needs when it is called.
 """
 
 from importlib import import_module
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from .api import fold as fold
     from .api import plan as plan
     from .api import publish as publish
+    from .api import quantize as quantize
     from .api import report as report
     from .api import train as train
     from .api import verify as verify
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 _HOMES = {
-    **dict.fromkeys(("fold", "plan", "train", "evaluate", "verify", "publish", "report"), ".api"),
+    **dict.fromkeys(("fold", "plan", "train", "evaluate", "verify", "quantize", "publish", "report"), ".api"),
     **dict.fromkeys(("GQA", "MQA", "MLA"), ".convert.request"),
     "absorb": ".convert.formats.absorption",
     "InvalidInput": ".core.errors",
@@ -43,6 +45,7 @@ __all__ = [
     "fold",
     "plan",
     "publish",
+    "quantize",
     "report",
     "train",
     "verify",

@@ -11,12 +11,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack, overload
 
-from .arguments import names_of, optional_path, optional_text, path_of, text_of
+from .arguments import directory_of, names_of, optional_path, optional_text, path_of, text_of
 from .core.console import ProgressCallback, calling
 from .core.errors import InvalidInput
 from .core.units import read_size
 from .core.untrusted import shorten
-from .results import Folded, Measurements, Published, TrainingRun
+from .results import Folded, Measurements, Published, Quantized, TrainingRun
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -155,9 +155,8 @@ def plan(
     given["engines"] = read_engines(",".join(names)) if names else ()
     given["context"] = read_size(context, "context", "tokens") if isinstance(context, str) else context
     given["memory"] = read_size(memory, "memory", "bytes") if isinstance(memory, str) else memory
-    request = PlanRequest.read(given)
     with calling(progress):
-        return recommend(request)
+        return recommend(PlanRequest.read(given))
 
 
 def train(
@@ -243,11 +242,8 @@ def evaluate(
     """
     from .eval.request import eval_request, run_request
 
-    model, file, named = (
-        text_of(directory, "directory"),
-        optional_path(out, "out"),
-        names_of(suites, "suites"),
-    )
+    model, file = text_of(directory, "directory"), optional_path(out, "out")
+    named = names_of(suites, "suites")
     words, other = optional_text(text, "text"), optional_text(teacher, "teacher")
     with calling(progress) as heard:
         result = run_request(eval_request(model, words, named, other, options), file)
@@ -285,12 +281,46 @@ def verify(
     from .convert.decide.engines import read_engines
     from .verification.verify import verify as run_checks
 
-    place = path_of(directory, "directory")
     names = read_engines(",".join(names_of(engines, "engines")))
     with calling():
-        if not place.is_dir():
-            raise InvalidInput(f"{directory} is not a directory; give the directory of a checkpoint")
+        place = directory_of(directory)
         return run_checks(place, names, optional_path(source, "source"), run=run, cache_dtype=cache_dtype)
+
+
+def quantize(
+    directory: str | Path,
+    scheme: str,
+    *,
+    out: str | Path | None = None,
+    group_size: int | None = None,
+    progress: ProgressCallback | None = None,
+) -> Quantized:
+    """Round the linear weights of a checkpoint to 8 or 4 bits, as compressed-tensors stores them.
+
+    Args:
+        directory: the checkpoint, folded or not; it is not changed.
+        scheme: `fp8`, `w4a16` or `w8a8`.
+        out: the output directory, which must not exist; by default `./<name>-<scheme>`.
+        group_size: columns of a weight that share a scale, for `w4a16`; None: 128, 64 or 32, by the widths.
+        progress: called with a description, how many tensors are done and how many there are.
+
+    Returns:
+        The quantised checkpoint, and what was rounded.
+
+    Raises:
+        InvalidInput: compressed-tensors is missing, or the checkpoint cannot be quantised like this.
+
+    Example:
+        >>> import kvfold
+        >>> kvfold.quantize(work / "folded", "w4a16", out=work / "q").record["quantize"]["group_size"]
+        32
+    """
+    from .quantisation.quantize import plan_quantize, write_quantized
+
+    target, name = optional_path(out, "out"), text_of(scheme, "scheme")
+    with calling(progress):
+        plan = plan_quantize(directory_of(directory), name, target, group=group_size)
+        return Quantized(directory=plan.out, record=write_quantized(plan))
 
 
 def publish(
@@ -325,15 +355,12 @@ def publish(
     """
     from .publishing.publish import release
 
-    place, name = path_of(directory, "directory"), text_of(repository, "repository")
+    name = text_of(repository, "repository")
     if verify not in {None, "lint", "full"}:
         raise InvalidInput(f"verify is {verify!r}; it should be 'lint', 'full' or None")
     with calling(progress):
-        if not place.is_dir():
-            raise InvalidInput(f"{directory} is not a directory; give the directory of a checkpoint")
-        found = release(place, name, private=private, verification=verify, dry_run=dry_run)
-    if found.verification.failures:
-        failures = "; ".join(found.verification.failures)
+        found = release(directory_of(directory), name, private=private, verification=verify, dry_run=dry_run)
+    if failures := "; ".join(found.verification.failures):
         raise InvalidInput(f"{directory} does not pass kvfold verify, so nothing was uploaded: {failures}")
     return found
 
@@ -365,10 +392,9 @@ def report(
     """
     from .eval.page.report_page import write_page
 
-    if isinstance(directories, str | Path):
-        directories = [directories]
-    if not isinstance(directories, Sequence):
-        raise InvalidInput(f"directories is {shorten(directories)}; it should be a list of paths")
-    places = [path_of(directory, "a directory") for directory in directories]
+    given = [directories] if isinstance(directories, str | Path) else directories
+    if not isinstance(given, Sequence):
+        raise InvalidInput(f"directories is {shorten(given)}; it should be a list of paths")
+    places = [path_of(directory, "a directory") for directory in given]
     with calling():
         return write_page(places, path_of(out, "out"), optional_path(png, "png")).file

@@ -33,6 +33,19 @@ def path_of(value: Any, name: str) -> Path:
     return Path(text_of(value, name))
 
 
+def directory_of(value: Any) -> Path:
+    """Return the path of a checkpoint's directory.
+
+    Raises:
+        InvalidInput: as of `text_of`, or it is no directory.
+        OSError: the system has no such names.
+    """
+    place = path_of(value, "directory")
+    if not place.is_dir():
+        raise InvalidInput(f"{place} is not a directory; give the directory of a checkpoint")
+    return place
+
+
 def optional_text(value: Any, name: str) -> str | None:
     """Return a text as `text_of` does; None for None."""
     return None if value is None else text_of(value, name)

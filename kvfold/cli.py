@@ -13,6 +13,7 @@ from .lab.cli import main as lab
 from .migration.cli import main as migrate
 from .planning.cli import main as plan
 from .publishing.publish import main as publish
+from .quantisation.cli import main as quantize
 from .verification.engine_table import main as engines
 from .verification.verify import main as verify
 
@@ -31,6 +32,7 @@ for command in (
     distill,
     evaluate,
     verify,
+    quantize,
     publish,
     demo,
     families,

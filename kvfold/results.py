@@ -161,6 +161,44 @@ class Measurements(Tabular):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Quantized(Tabular):
+    """A checkpoint with rounded weights.
+
+    Attributes:
+        directory: the output.
+        record: what is in its kvfold.json.
+    """
+
+    directory: Path
+    record: dict[str, Any]
+
+    def grid(self) -> Grid:
+        """Return what was rounded, what was left and the bytes, in a few lines."""
+        return quantized_grid(str(self.directory), self.record["quantize"])
+
+
+def quantized_grid(title: str, found: dict[str, Any]) -> Grid:
+    """Return the plan or the result of a quantisation as a table.
+
+    Args:
+        title: of the table.
+        found: `QuantizePlan.to_dict()`, which the record holds too.
+    """
+    group = "" if found["group_size"] is None else f", groups of {found['group_size']}"
+    before, after = found["bytes_before"], found["bytes_after"]
+    rows = [
+        ("scheme", f"{found['scheme']}{group} ({found['format']})"),
+        ("weights", f"{found['rounded_weights']} rounded, {found['rounded_share']:.1%} of all numbers"),
+        ("size", f"{show_bytes(before)} -> {show_bytes(after)} ({after / before:.1%})"),
+    ]
+    rows += [
+        ("left", f"{len(modules)} modules such as {modules[0]}: {reason}")
+        for reason, modules in found["left"].items()
+    ]
+    return Grid(title, ("", ""), rows)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Published(Tabular):
     """A checkpoint on the Hub, or one that would go there.
 

@@ -20,7 +20,7 @@ from kvfold.checkpoints.record import read_record
 from kvfold.results import Folded
 
 DEMO = Path(__file__).parent.parent / "recipes" / "demo"
-FUNCTIONS = ("fold", "plan", "train", "evaluate", "verify", "publish", "report")
+FUNCTIONS = ("fold", "plan", "train", "evaluate", "verify", "quantize", "publish", "report")
 SHORT: dict[str, Any] = {"sequences": 4, "length": 64, "refine": 0}
 
 

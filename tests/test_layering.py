@@ -153,6 +153,7 @@ def test_folders_fit_on_a_screen() -> None:
         "plan",
         "report",
         "migrate",
+        "quantize",
     ],
 )
 def test_help_loads_nothing_heavy(command: str) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...checkpoints.eval_json import EvalSummary, ModelSummary
+from ...checkpoints.record import is_distilled
 from ...core.units import show_kinds
 
 if TYPE_CHECKING:
@@ -70,14 +71,21 @@ def card_body(
 
 
 def _opening(record: dict[str, Any], source: str) -> str:
+    rounded = record.get("quantize")
+    scheme = "" if rounded is None else f" Its linear weights are in {rounded['scheme'].upper()}."
+    if rounded is not None and "target" not in record and not is_distilled(record):
+        return (
+            f"`{source}` with weights in {rounded['scheme'].upper()}, rounded by kvfold {record['kvfold']}."
+        )
     kind = _KINDS.get(record.get("target", {}).get("name", ""), "a smaller KV cache")
     ratio = (
         f", which caches {record['cache']['ratio']:.1%} of what its source caches"
         if "cache" in record
         else ""
     )
-    trained = " and distilled against it" if record["stage"] == "distill" else ", without training"
-    return f"`{source}` folded to {kind} by kvfold {record.get('kvfold', '')}{ratio}; converted{trained}."
+    trained = " and distilled against it" if is_distilled(record) else ", without training"
+    folded = f"`{source}` folded to {kind} by kvfold {record.get('kvfold', '')}{ratio}; converted{trained}."
+    return folded + scheme
 
 
 def _cache(record: dict[str, Any], written: Written) -> list[str]:
@@ -156,6 +164,8 @@ def _making(record: dict[str, Any], source: str) -> list[str]:
             record["distill"].get("recipe", {}), sort_keys=False, allow_unicode=True
         ).strip()
         recipe = [f"with this recipe.yaml:\n\n```yaml\n{settings}\n```"]
+    if "quantize" in record:
+        commands.append(record["quantize"]["command"])
     calibration = record.get("calibration")
     text = (
         "none, weights alone"

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ...checkpoints import license
 from ...checkpoints.card import FILE, read_card
 from ...checkpoints.eval_json import EvalSummary
+from ...checkpoints.record import is_distilled
 from ...core.errors import InvalidInput
 from .card_body import card_body
 
@@ -29,6 +30,9 @@ def write_card(directory: Path, record: dict[str, Any]) -> None:
     """
     kind = record["target"]["name"].upper() if "target" in record else "a distilled model"
     title = f"{source_name(record['source'])} as {kind}"
+    if "quantize" in record:
+        form = "" if "target" not in record else f" as {kind}"
+        title = f"{source_name(record['source'])}{form} in {record['quantize']['scheme'].upper()}"
     text = str(make_card(directory, record, title, "."))
     (directory / FILE).write_text(text, encoding="utf-8", newline="")
 
@@ -82,7 +86,8 @@ def metadata(directory: Path, record: dict[str, Any]) -> dict[str, Any]:
         directory: the checkpoint.
         record: its kvfold.json.
     """
-    target, distilled = record.get("target", {}).get("name"), record["stage"] == "distill"
+    target, distilled = record.get("target", {}).get("name"), is_distilled(record)
+    scheme = (record.get("quantize") or {}).get("scheme")
     base, source = base_model(record["source"]), Path(record["source"]["path"])
     tags = [
         "kvfold",
@@ -94,14 +99,15 @@ def metadata(directory: Path, record: dict[str, Any]) -> dict[str, Any]:
         theirs = read_card(source)
     except InvalidInput:  # the source may have changed since the fold; its card is only read for its licence
         theirs = None
+    relation = "quantized" if scheme else "finetune" if distilled else ""
     return {
         **license.license_of(directory, source, [] if theirs is None else [theirs.data.to_dict()]),
         "library_name": "transformers",
         "pipeline_tag": "text-generation",
         **({} if base is None else {"base_model": base}),
         # No relation means "converted": it is left to be inferred unless the weights were trained.
-        **({"base_model_relation": "finetune"} if distilled and base else {}),
-        "tags": tags + (["distillation"] if distilled else []),
+        **({"base_model_relation": relation} if relation and base else {}),
+        "tags": tags + (["distillation"] if distilled else []) + ([scheme] if scheme else []),
     }
 
 

@@ -8,13 +8,14 @@ INTRODUCTION = """# Python API
 notices go to the result and to the logger `kvfold`, progress goes to a callback. Every mistake in what you
 pass is a `kvfold.InvalidInput`, which is a `ValueError`.
 """
-FUNCTIONS = ("fold", "plan", "train", "evaluate", "verify", "publish", "report", "absorb")
+FUNCTIONS = ("fold", "plan", "train", "evaluate", "verify", "quantize", "publish", "report", "absorb")
 RESULTS = (
     "kvfold.results.Folded",
     "kvfold.planning.recommendation.Candidates",
     "kvfold.results.TrainingRun",
     "kvfold.results.Measurements",
     "kvfold.verification.verify.VerificationReport",
+    "kvfold.results.Quantized",
     "kvfold.results.Published",
 )
 

@@ -106,11 +106,18 @@ def folded_parent(directory: Path) -> Path | None:
     Raises:
         InvalidInput: the record is damaged.
     """
-    record = read_record(directory)
-    for parent in (record or {}).get("parents", []):
+    record = read_record(directory) or {}
+    if not is_distilled(record):
+        return None
+    for parent in record.get("parents", []):
         if parent["stage"] == "convert" and Path(parent["path"]).is_dir():
             return Path(parent["path"])
     return None
+
+
+def is_distilled(record: Mapping[str, Any]) -> bool:
+    """Return whether a record is that of a distilled checkpoint, or of one made of it."""
+    return "distill" in record or record.get("stage") == "distill"
 
 
 def distilled_record(student: Path, recipe: dict[str, Any], result: dict[str, Any]) -> dict[str, Any]:

@@ -80,6 +80,16 @@ class RecordedTraining(RecordPart):
 
 
 @dataclass(frozen=True, kw_only=True)
+class RecordedRounding(RecordPart):
+    """A quantisation of weights."""
+
+    scheme: str
+    command: str = ""
+    group_size: Annotated[int, Field(gt=0)] | None = None
+    rounded_share: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
 class Recorded(RecordPart):
     """The content of kvfold.json."""
 
@@ -101,3 +111,4 @@ class Recorded(RecordPart):
     notices: list[str] = field(default_factory=list)
     distill: RecordedTraining = field(default_factory=RecordedTraining)
     latent_norm: str | None = None
+    quantize: RecordedRounding | None = None
