@@ -12,6 +12,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -280,18 +281,16 @@ def main(
             options=Options(window=window, max_windows=max_windows, teacher_cache=Path(work) / "teacher"),
             work=Path(work),
         )
-        cells = {
-            label: {budget: measure(trial, label, budget) for budget in budgets or BUDGETS}
-            for label in labels
-        }
-    rows = {
-        label: {budget: cell for budget, cell in row.items() if cell is not None}
-        for label, row in cells.items()
-    }
-    result = {**trial.protocol, "calibration": [calibration, sequences, length], "rows": rows}
-    if update:
-        result = updated(name, result)
-    saved = save(f"fidelity-{name}", result)
+        rows: dict[str, dict[str, Cell]] = {}
+        for label, budget in product(labels, budgets or BUDGETS):
+            cell = measure(trial, label, budget)
+            if cell is not None:  # a stopped run keeps what it has measured
+                rows.setdefault(label, {})[budget] = cell
+                result = {**trial.protocol, "calibration": [calibration, sequences, length], "rows": rows}
+                result = updated(name, result) if update else result
+                saved = save(f"fidelity-{name}", result)
+    if not rows:
+        raise InvalidInput("every row that was asked for is refused; the reasons are printed above")
     show(result)
     click.echo(f"saved in {saved}")
 

@@ -29,7 +29,7 @@ from . import layerwise as by_layer
 from . import passes
 from .capacity import Need
 from .moments import Layout
-from .reach import default_length, reach
+from .reach import breakdown, default_length, reach
 from .self_text import OwnText, write_text
 from .statistics import RUN_DIGITS, Statistics, read_run
 
@@ -94,7 +94,7 @@ def study(
         model = LayeredModel(source.checkpoint) if layerwise else load_model(directory)
     if calibration == "self":
         written = _sample(source, model, need, sequences=sequences, length=length, seed=seed)
-        tokens = _within_reach(written, chosen)
+        tokens = _within_reach(written, None if isinstance(model, LayeredModel) else model, chosen)
     statistics = _collect(source, model, tokens, calibration=_name(calibration), seed=seed, work=work)
     if save is not None and is_first():
         _keep(statistics, save, run)
@@ -131,17 +131,27 @@ def _keep(statistics: Statistics, file: Path, run: str) -> None:
     statistics.save(file, run)
 
 
-def _within_reach(text: OwnText, chosen: bool) -> Tensor:
+def _within_reach(text: OwnText, model: Any, chosen: bool) -> Tensor:
     """Return the tokens of a text up to where its predictions break down, and report where that is.
 
     Args:
         text: that the source wrote.
-        chosen: whether its length was left to kvfold; otherwise it stays.
+        model: the source; None where it does not fit in memory, so that only entropies are looked at.
+        chosen: whether the length of the text was left to kvfold; otherwise it stays.
     """
-    length, end = text.tokens_BT.shape[1], reach(text.entropy_BT)
-    if end is None:
+    length = text.tokens_BT.shape[1]
+    ends = {
+        end: sign
+        for end, sign in (
+            (reach(text.entropy_BT), "its entropy jumps"),
+            (None if model is None else breakdown(model, text.tokens_BT), "it predicts text much worse"),
+        )
+        if end is not None
+    }
+    if not ends:
         return text.tokens_BT
-    found = f"the source's own text breaks down from position {end} on, where its entropy jumps"
+    end = min(ends)
+    found = f"the source's own text breaks down from position {end} on, where {ends[end]}"
     if not chosen:
         notice(f"{found}; it was probably trained on {end} tokens: leave out --length {length}, or use less")
         return text.tokens_BT

@@ -1,7 +1,9 @@
 """The length of calibration sequences where the user names none."""
 
 import json
+from math import exp
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from kvfold import MQA, fold
 from kvfold.checkpoints.record import read_record
-from kvfold.convert.calibration.reach import LENGTH, default_length, reach
+from kvfold.convert.calibration.reach import LENGTH, breakdown, default_length, reach
 from kvfold.convert.families.source import open_source
 from tests.support.tiny import make
 
@@ -40,6 +42,45 @@ def test_a_jump_is_found(end: int) -> None:
 )
 def test_text_that_changes_slowly_is_whole(mean_T: torch.Tensor) -> None:
     assert reach(entropies(mean_T)) is None
+
+
+class Reader:
+    """A model that predicts the next number of a count, less surely from a position on."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, end: int, rise: float = 1.0) -> None:
+        self.end, self.rise = end, rise
+
+    def __call__(self, *, input_ids: torch.Tensor, use_cache: bool, logits_to_keep: int) -> SimpleNamespace:
+        assert not use_cache
+        next_BT = (input_ids + 1) % 50
+        p_BT1 = torch.where(torch.arange(input_ids.shape[1]) < self.end, 0.5, 0.5 * exp(-self.rise))
+        p_BT1 = p_BT1.expand_as(input_ids)[..., None]
+        p_BTV = ((1 - p_BT1) / 49).expand(-1, -1, 50).scatter(2, next_BT[..., None], p_BT1)
+        return SimpleNamespace(logits=p_BTV.log()[:, -logits_to_keep:])
+
+
+COUNTS_BT = (torch.arange(512) + torch.arange(16)[:, None]) % 50
+
+
+@pytest.mark.parametrize("end", [64, 128, 256])
+def test_a_text_behind_another_shows_where_a_source_ends(end: int) -> None:
+    assert breakdown(Reader(end), COUNTS_BT) == end
+
+
+@pytest.mark.parametrize(
+    ("reader", "tokens_BT"),
+    [
+        (Reader(512), COUNTS_BT),
+        (Reader(128, rise=0.2), COUNTS_BT),  # sound sources lose as much behind another text
+        (Reader(128), COUNTS_BT[:5]),
+        (Reader(128), COUNTS_BT[:, :255]),
+    ],
+    ids=["sound", "a little worse", "too few pairs", "too short to see"],
+)
+def test_a_text_behind_another_shows_nothing(reader: Reader, tokens_BT: torch.Tensor) -> None:
+    assert breakdown(reader, tokens_BT) is None
 
 
 def test_one_sequence_shows_nothing() -> None:
