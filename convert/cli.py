@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ..core.cache_dtypes import CACHE_DTYPES
 from ..core.console import is_first, loading, show_json, show_text
 from ..core.processes import Launched
 from ..core.units import ByteSize
@@ -72,6 +73,14 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
     help="MLA in the stock class: fit the latent to the class's norm, so that the output can be trained and "
     "stored in float16, or make the norm linear by a small scale. Auto: fitted, unless that exceeds a bound "
     "on its loss.",
+)
+@click.option(
+    "--cache-dtype",
+    type=click.Choice(tuple(CACHE_DTYPES)),
+    default="bfloat16",
+    show_default=True,
+    help="Prepare the fold for a cache of this format: the coordinates of what is cached are chosen "
+    "for it, and refinement sees its rounding.",
 )
 @click.option(
     "--engine",
@@ -248,10 +257,17 @@ def _summary(folded: "Folded") -> str:
     cost = (
         "" if folded.predicted_loss is None else f", predicted loss {folded.predicted_loss:.4f} nats a token"
     )
+    stored = record.get("cache_dtype", {})
+    if "predicted_loss" in stored:
+        cost += (
+            f" and {stored['predicted_loss']:.4f} with its cache in {stored['name']} "
+            f"({stored['unprepared']:.4f} unprepared)"
+        )
+    as_stored = f" --cache-dtype {stored['name']}" if stored else ""
     return (
         f"{folded.directory}: {record['target']['name'].upper()} by {record['method']}, cache {before} -> "
         f"{after} elements per token and layer ({cache['ratio']:.1%}){cost}\n"
-        f"Next: kvfold eval {shlex.quote(str(folded.directory))} --text FILE"
+        f"Next: kvfold eval {shlex.quote(str(folded.directory))} --text FILE{as_stored}"
     )
 
 

@@ -77,6 +77,8 @@ class FoldRequest(Settings):
     """MLA: the DeepSeek-V3 class, or the source's class with code shipped next to the weights."""
     latent_norm: Literal["auto", "fitted", "linear"] = "auto"
     """MLA in the stock class: a norm that the latent is fitted to, or one made linear by a small scale."""
+    cache_dtype: Literal["bfloat16", "fp8_e4m3", "fp8_e5m2", "nvfp4", "int8", "int4"] = "bfloat16"
+    """Format in which the output's cache will be stored, and for which each layer is prepared."""
     engines: Names = ()
     """Engines that must run the output: transformers, vllm, sglang, llama.cpp, mlx and others."""
     slots: Literal["allocated", "uniform"] | None = None
@@ -173,8 +175,8 @@ class FoldRequest(Settings):
 # The fields that decide the output, in the order in which a command names them.
 _RECORDED = (
     "model", "to", "kv_heads", "rank", "rope_dim", "kv_budget", "q_lora_rank", "rope", "container",
-    "latent_norm", "engines", "slots", "calibration", "effort", "sequences", "length", "seed", "refine",
-    "shard_size", "method", "revision", "dtype", "dequantize",
+    "latent_norm", "cache_dtype", "engines", "slots", "calibration", "effort", "sequences", "length", "seed",
+    "refine", "shard_size", "method", "revision", "dtype", "dequantize",
 )  # fmt: skip
 
 
@@ -268,6 +270,7 @@ class FoldOptions(TypedDict, total=False):
 
     container: Literal["auto", "stock", "remote"]
     latent_norm: Literal["auto", "fitted", "linear"]
+    cache_dtype: Literal["bfloat16", "fp8_e4m3", "fp8_e5m2", "nvfp4", "int8", "int4"]
     calibration: str | Path
     layerwise: bool
     effort: Literal["quick", "default", "best"]

@@ -24,6 +24,7 @@ AnyAttention = Attention | LatentAttention | IntactAttention
 # are the last dimension: a latent and its rotated rotary key (B, T, C+R), a latent that keys are rebuilt from
 # (B, T, C), or rotated keys and then values (B, K, T, H). With `level_CC` the latent is √C A c / |A c|.
 Cache = Callable[[Tensor], Tensor]
+Caches = Cache | tuple[Cache, ...]  # one of all that a layer caches, or one of keys and another of values
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +65,7 @@ def attend(
     frequencies_F: Tensor,
     scoring: Scoring = PLAIN,
     gain_BT: Tensor | None = None,
-    cache: Cache | None = None,
+    cache: Caches | None = None,
 ) -> Tensor:
     """Compute causal attention over whole sequences.
 
@@ -74,19 +75,20 @@ def attend(
         frequencies_F: radians per token of the rotary pairs, or of the slots (LatentAttention).
         scoring: of the source, in the dtype and on the device of the input.
         gain_BT: factor on the latent of each token, of a LatentAttention.
-        cache: what it does to numbers that pass through it; None: nothing.
+        cache: what it does to numbers that pass through it; None: nothing. Of a layer that caches one tensor
+            it may be a tuple of one.
 
     Returns:
         The output projection's result (B, T, D).
     """
     if isinstance(layer, LatentAttention):
-        angle_TS = _angles(input_BTD, frequencies_F)
-        q_BNTH, k_BNTH, v_BNTH = _latent(layer, input_BTD, angle_TS, scoring.norm_epsilon, gain_BT, cache)
+        angle_TS, given = _angles(input_BTD, frequencies_F), _each(cache)[0]
+        q_BNTH, k_BNTH, v_BNTH = _latent(layer, input_BTD, angle_TS, scoring.norm_epsilon, gain_BT, given)
         return _output(layer, _mix(q_BNTH, k_BNTH, v_BNTH, layer.scale, scoring), input_BTD)
     rebuilt = isinstance(layer, IntactAttention)
-    k_BKTH, v_BKTH = keys_and_values(layer, input_BTD, scoring.norm_epsilon, cache if rebuilt else None)
-    given = None if rebuilt else cache
-    return attend_to(layer, input_BTD, k_BKTH, v_BKTH, frequencies_F, scoring, given)
+    latents = _each(cache)[0] if rebuilt else None
+    k_BKTH, v_BKTH = keys_and_values(layer, input_BTD, scoring.norm_epsilon, latents)
+    return attend_to(layer, input_BTD, k_BKTH, v_BKTH, frequencies_F, scoring, None if rebuilt else cache)
 
 
 def keys_and_values(
@@ -131,7 +133,7 @@ def attend_to(
     v_BKTH: Tensor,
     frequencies_F: Tensor,
     scoring: Scoring = PLAIN,
-    cache: Cache | None = None,
+    cache: Caches | None = None,
 ) -> Tensor:
     """Attend to given keys and values, as `keys_and_values` returns them.
 
@@ -146,9 +148,15 @@ def attend_to(
     if scoring.pair_gain_F is not None:
         q_BNTH = q_BNTH * scoring.pair_gain_F.repeat(2)
     queries = q_BNTH.shape[1] // k_BKTH.shape[1]
-    read = _through(cache, _turned(k_BKTH, angle_TF)), _through(cache, v_BKTH)
+    of_keys, of_values = _each(cache)
+    read = _through(of_keys, _turned(k_BKTH, angle_TF)), _through(of_values, v_BKTH)
     k_BNTH, v_BNTH = (rows_BKTH.repeat_interleave(queries, 1) for rows_BKTH in read)
     return _output(layer, _mix(q_BNTH, k_BNTH, v_BNTH, layer.scale, scoring), input_BTD)
+
+
+def _each(cache: Caches | None) -> tuple[Cache | None, Cache | None]:
+    """Return the cache of the first tensor, and of the last."""
+    return (cache[0], cache[-1]) if isinstance(cache, tuple) else (cache, cache)
 
 
 def _through(cache: Cache | None, rows: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from ...models.remote_code import HERE
 from .engine_rules import lint_written
 from .engines import ENGINES, SERVED, are_served
 from .lint import LintFinding, Written
+from .rules.cache_formats import format_findings
 from .rules.engine_pairs import UNKNOWN
 
 _FORMS = {
@@ -135,6 +136,32 @@ def engine_notices(plan: PlannedOutput, engines: Sequence[str]) -> tuple[str, ..
         return ()
     reasons = "; ".join(f"{' and '.join(names)} ({why})" for why, names in others.items())
     return (f"load the output in {', '.join(running)}; others would not run it right: {reasons}",)
+
+
+def format_notices(plan: PlannedOutput, engines: Sequence[str], dtype: str) -> tuple[str, ...]:
+    """Say which engines store the output's cache in the format that it is prepared for.
+
+    Args:
+        plan: the output.
+        engines: that must run it.
+        dtype: the format.
+
+    Raises:
+        InvalidInput: one of them does not store such a cache in it.
+    """
+    if dtype == "bfloat16":
+        return ()
+    layout = _written(plan).layout
+    found = {engine: format_findings(layout, engine, dtype) for engine in ENGINES}
+    for engine in engines:
+        for finding in found[engine]:
+            if finding.fails:
+                raise InvalidInput(
+                    f"--cache-dtype {dtype} does not suit --engine {engine}: {finding.sentence}"
+                )
+    known = [engine for engine in ENGINES if {finding.effect for finding in found[engine]} == {"note"}]
+    said = f"{', '.join(known)} can store it so" if known else "no engine is known to store it so"
+    return (f"the cache is prepared for {dtype}: {said} (kvfold verify --cache-dtype {dtype})",)
 
 
 def _reasons(engines: Sequence[str], container: str, refused: Mapping[str, str]) -> tuple[str, ...]:

@@ -76,7 +76,8 @@ def measure_norms(plan: Plan) -> tuple[float, float] | None:
         losses = [fold_attention(taken, number)[1] for number in numbers]
         if any(loss is None for loss in losses):
             return None
-        sums.append(sum(loss["folded"] for loss in losses if loss) * count / len(numbers))
+        found = (loss.get("stored", loss["folded"]) for loss in losses if loss)
+        sums.append(sum(found) * count / len(numbers))
     return sums[0], sums[1]
 
 

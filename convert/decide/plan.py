@@ -28,7 +28,7 @@ from ..methods.latent import Band
 from ..methods.query_rank import planned_losses, query_notices, query_parameters
 from ..methods.slots import choose_slots
 from ..request import FoldRequest
-from .engine_choice import choose_plan, engine_notices
+from .engine_choice import choose_plan, engine_notices, format_notices
 from .engines import SERVED, are_served, containers_for, read_engines
 from .form import Form, latent_container, wanted_form
 from .profile_choice import plan_profiles, served_notices
@@ -196,6 +196,8 @@ class Plan:
             shard_size,
         ]
         decided += [self.latent_norm, self.statistics and self.statistics.fingerprint()]
+        if self.request.cache_dtype != "bfloat16":
+            decided.append(self.request.cache_dtype)
         return hashlib.sha256(json.dumps(decided).encode()).hexdigest()
 
     def to_dict(self) -> dict[str, Any]:
@@ -213,6 +215,7 @@ class Plan:
             "container": config["architectures"][0],
             "engines": list(self.engines),
             "latent_norm": self.latent_norm,
+            "cache_dtype": self.request.cache_dtype,
             "dtype": config["dtype"],
             "layers": self.source.layers,
             "cache": cache,
@@ -256,6 +259,7 @@ def make_plan(directory: Path, request: FoldRequest, statistics: Statistics | No
     choice = choose_plan(engines, containers_for(engines, request.to, request.container), make)
     told = served_notices(choice.plan.target, source.geometry, choice.plan.container.cached, engines)
     told += engine_notices(choice.plan, engines)
+    told += format_notices(choice.plan, engines, request.cache_dtype)
     notices = (*choice.reasons, *choice.plan.notices, *choice.unsaved, *told)
     return replace(choice.plan, engines=engines, notices=notices)
 
@@ -288,7 +292,7 @@ def _plan_of_form(
         target, fixed = served_target(source, options, options["profile"])
     else:
         target = _target(source, to, sizes, form)
-    method = methods.check(target, request.method)
+    method = _method(target, request)
     target, bands, losses = choose_slots(source, target, statistics, options, method, fixed)
     norm = first_norm(source, form, target, request.latent_norm, statistics, request.dtype)
     written, notices = written_dtypes(source, norm, request.dtype, dequantize=request.dequantize)
@@ -333,6 +337,13 @@ def _plan_of_form(
         request=request.model_copy(update=chosen),
         latent_norm=norm,
     )
+
+
+def _method(target: Target, request: FoldRequest) -> str:
+    """Return the method to use, one that can do what is asked."""
+    method = methods.check(target, request.method)
+    methods.check_prepared(target, method, request.cache_dtype, request.rank)
+    return method
 
 
 def _target(source: Source, to: str, sizes: Mapping[str, Any], form: Form | None) -> Target:

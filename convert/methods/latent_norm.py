@@ -64,6 +64,19 @@ class LatentTokens:
         return replace(self, weight_X=ones_X, held_weight_X=held_ones_X)
 
 
+@dataclass(frozen=True, kw_only=True)
+class NormBasis:
+    """Coordinates behind a norm: D U n is written for a latent n of root mean square 1.
+
+    Attributes:
+        turn_CC: U, orthogonal.
+        weight_C: D, the weights of the norm; numbers that bfloat16 holds.
+    """
+
+    turn_CC: Tensor
+    weight_C: Tensor
+
+
 def feature_shares(input_XD: Tensor) -> Tensor:
     """Return d (D,) with Σ d_i x_i² as close to 1 as possible for every token; all positive.
 
@@ -125,22 +138,26 @@ def with_least_parts(layer: LatentAttention, input_BTD: Tensor, least: float) ->
     return replace(layer, level_CC=raised_root(layer.level_CC, moment_CC, least))
 
 
-def in_level_basis(layer: LatentAttention, size: float) -> LatentAttention:
+def in_level_basis(layer: LatentAttention, size: float, basis: NormBasis | None = None) -> LatentAttention:
     """Return the same function with an RMSNorm of the latent itself, in the basis of `level_CC`.
 
     Args:
         layer: with `level_CC`, float64.
         size: root mean square that the down-projection gets; the weight of the norm gives every column of the
             up-projections about the same.
+        basis: other coordinates behind the norm; None: those of `parted`.
     """
     assert layer.level_CC is not None
-    level_CC = parted(layer.level_CC)
+    level_CC = parted(layer.level_CC) if basis is None else basis.turn_CC @ layer.level_CC
     down_CD = level_CC @ layer.down_CD
     # The norm makes all lengths √C, whatever the scale of the down-projection is.
     back_CC = torch.linalg.inv(level_CC) / len(down_CD) ** 0.5
     up_NPC = torch.cat([layer.k_up_NPC, layer.v_up_NHC], 1) @ back_CC
-    weight_C = torch.tensor([_power_of_two(_rms(column) / size) for column in up_NPC.unbind(-1)])
-    weight_C = weight_C.to(up_NPC)
+    if basis is None:
+        weight_C = torch.tensor([_power_of_two(_rms(column) / size) for column in up_NPC.unbind(-1)])
+        weight_C = weight_C.to(up_NPC)
+    else:
+        weight_C = basis.weight_C
     k_up_NPC, v_up_NHC = (up_NPC / weight_C).split([layer.k_up_NPC.shape[1], layer.v_up_NHC.shape[1]], 1)
     return replace(
         layer,
@@ -161,6 +178,16 @@ def parted(basis_CC: Tensor) -> Tensor:
     """
     turn_CC, _, _ = torch.linalg.svd(torch.linalg.inv(basis_CC).mT)
     turned_CC: Tensor = turn_CC.mT @ basis_CC
+    return turned_CC
+
+
+def turned_like(root_CC: Tensor, wanted_CC: Tensor) -> Tensor:
+    """Return a root turned to be as close to another as a turn brings it; lengths do not change by that.
+
+    This is the orthogonal Procrustes problem (Schönemann, 1966).
+    """
+    left_CC, _, right_CC = torch.linalg.svd(wanted_CC @ root_CC.mT)
+    turned_CC: Tensor = left_CC @ right_CC @ root_CC
     return turned_CC
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..algebra.attention import Attention, IntactAttention, LatentAttention
-from ..algebra.forward import PLAIN, AnyAttention, Scoring, attend
+from ..algebra.forward import PLAIN, AnyAttention, Caches, Scoring, attend
 
 Layer = TypeVar("Layer", Attention, LatentAttention, IntactAttention)
 
@@ -115,6 +115,7 @@ def refine(
     batch: int = BATCH,
     solve: bool = True,
     seed: int = 0,
+    cache: Caches | None = None,
 ) -> Refined[Layer]:
     """Fit a folded layer's weights to its source's outputs.
 
@@ -133,9 +134,11 @@ def refine(
         batch: sequences in a step.
         solve: whether the output projection is solved for.
         seed: of the order in which sequences are taken.
+        cache: what the output's cache does to numbers, with a gradient; both losses then include it. None:
+            nothing.
     """
     device = fitting_device()
-    loss = _Loss(source, frequencies_F, slots_S, sample, device)
+    loss = _Loss(source, frequencies_F, slots_S, sample, device, cache)
     start = folded.to(torch.float32, device)
     before = loss.measure(start)
     best, after = start, before
@@ -151,14 +154,20 @@ def refine(
 
 
 def measure(
-    folded: AnyAttention, slots_S: Tensor, source: Attention, frequencies_F: Tensor, sample: LayerSample
+    folded: AnyAttention,
+    slots_S: Tensor,
+    source: Attention,
+    frequencies_F: Tensor,
+    sample: LayerSample,
+    cache: Caches | None = None,
 ) -> float:
     """Return the loss of a folded layer on the sequences that are held back, in nats per token.
 
     Arguments are those of `refine`.
     """
     device = fitting_device()
-    return _Loss(source, frequencies_F, slots_S, sample, device).measure(folded.to(torch.float32, device))
+    loss = _Loss(source, frequencies_F, slots_S, sample, device, cache)
+    return loss.measure(folded.to(torch.float32, device))
 
 
 @torch.enable_grad()
@@ -176,8 +185,7 @@ def length_weights(layer: LatentAttention, slots_S: Tensor, sample: LayerSample,
     """
     device = fitting_device()
     folded, scoring = layer.to(torch.float32, device), sample.scoring.to(torch.float32, device)
-    energy_D, basis_DD = torch.linalg.eigh(sample.fisher_DD.to(torch.float64))
-    root_DD = (basis_DD * energy_D.clamp(min=0).sqrt()).to(device, torch.float32)
+    root_DD = output_root(sample, device)
     generator = torch.Generator().manual_seed(0)
     weights = []
     for part_BTD in sample.input_BTD.split(BATCH):
@@ -191,6 +199,13 @@ def length_weights(layer: LatentAttention, slots_S: Tensor, sample: LayerSample,
             weight_BT += slope_BT.square() / draws
         weights.append(weight_BT.to("cpu", torch.float64))
     return torch.cat(weights)
+
+
+def output_root(sample: LayerSample, device: torch.device) -> Tensor:
+    """Return F (D, D), float32, with F Fᵀ the Fisher moment at the attention's output."""
+    energy_D, basis_DD = torch.linalg.eigh(sample.fisher_DD.to(torch.float64))
+    root_DD: Tensor = basis_DD * energy_D.clamp(min=0).sqrt()
+    return root_DD.to(device, torch.float32)
 
 
 def fitting_device() -> torch.device:
@@ -208,7 +223,9 @@ class _Loss:
         slots_S: Tensor,
         sample: LayerSample,
         device: torch.device,
+        cache: Caches | None = None,
     ) -> None:
+        self._cache = cache
         self._fisher_DD, self._device, self._slots_S = (
             sample.fisher_DD.to(device, torch.float32),
             device,
@@ -228,7 +245,8 @@ class _Loss:
 
     def of(self, layer: AnyAttention, taken: Tensor) -> Tensor:
         """Return the loss on the sequences of these numbers, a scalar with a gradient."""
-        given_BTD = attend(layer, self._on_device(self._input_BTD[taken]), self._slots_S, self._scoring)
+        input_BTD = self._on_device(self._input_BTD[taken])
+        given_BTD = attend(layer, input_BTD, self._slots_S, self._scoring, cache=self._cache)
         error_BTD = given_BTD - self._wanted_BTD[taken]
         return ((error_BTD @ self._fisher_DD) * error_BTD).sum(-1).mean() / 2
 
@@ -250,7 +268,8 @@ class _Loss:
         unit_DNH = torch.eye(width, device=self._device).view(width, *layer.o_DNH.shape[1:])
         mixing = replace(layer, o_DNH=unit_DNH, o_D=None)
         for part in self.used.split(BATCH):
-            mixed_BTD = attend(mixing, self._on_device(self._input_BTD[part]), self._slots_S, self._scoring)
+            input_BTD = self._on_device(self._input_BTD[part])
+            mixed_BTD = attend(mixing, input_BTD, self._slots_S, self._scoring, cache=self._cache)
             wanted_BTD = self._wanted_BTD[part]
             if layer.o_D is not None:
                 wanted_BTD = wanted_BTD - layer.o_D

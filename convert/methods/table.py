@@ -54,6 +54,34 @@ def reads_statistics(method: str) -> bool:
     return method == "subspace" or (rule is not None and rule.needs_statistics)
 
 
+def check_prepared(
+    target: GroupedTarget | LatentTarget, method: str, cache_dtype: str, rank: str | None
+) -> None:
+    """Refuse to prepare a fold for a quantised cache where that is none of its purposes.
+
+    Args:
+        target: attention of the output.
+        method: name of a method.
+        cache_dtype: format of the cache.
+        rank: as the user gave it.
+
+    Raises:
+        InvalidInput: the fold is a proof, or a rule that is taken as published.
+    """
+    if cache_dtype == "bfloat16":
+        return
+    if method != "subspace":
+        raise InvalidInput(
+            f"--cache-dtype {cache_dtype} does not apply to --method {method}, which is taken as published; "
+            "leave it out"
+        )
+    if rank == "full" or (isinstance(target, LatentTarget) and target.slots == "source"):
+        raise InvalidInput(
+            f"--cache-dtype {cache_dtype} does not apply where everything is kept, as a proof; leave it out, "
+            "or give a smaller --rank or --kv-budget"
+        )
+
+
 def check_calibrated(method: str, slots: str | None, *, calibrated: bool, biased: bool = False) -> None:
     """Refuse to fold without statistics what cannot be.
 

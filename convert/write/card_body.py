@@ -121,14 +121,20 @@ def _measured(record: dict[str, Any], evaluation: EvalSummary | None) -> list[st
         f"Predicted on calibration text, before any training: {predicted:.4f} nats per token lost. "
         "Every layer was measured alone, so this number ranks folds and does not measure the model."
     )  # fmt: skip
+    stored = record.get("cache_dtype") or {}
+    if words and stored.get("predicted_loss") is not None and stored.get("unprepared") is not None:
+        words += (
+            f" It is prepared for a cache in {stored['name']}: {stored['predicted_loss']:.4f} nats are "
+            f"predicted with that, {stored['unprepared']:.4f} without the preparation."
+        )
     if evaluation is None:
         return ["## Quality", words or "The quality was not measured."]
     protocol, fidelity = evaluation.protocol, evaluation.fidelity
-    stored = "" if evaluation.cache_dtype is None else f", its cache in {evaluation.cache_dtype}"
+    its_cache = "" if evaluation.cache_dtype is None else f", its cache in {evaluation.cache_dtype}"
     models = [
         ("source", evaluation.teacher),
         ("before distillation", evaluation.parent),
-        (f"this model{stored}", evaluation.student),
+        (f"this model{its_cache}", evaluation.student),
     ]
     rows = [_row(name, model) for name, model in models if model is not None]
     paragraphs = [

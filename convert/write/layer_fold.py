@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
 from ...core.errors import InvalidInput
-from ..algebra.attention import Attention, IntactAttention, LatentAttention, NormedLatentAttention
+from ..algebra.attention import Attention, IntactAttention, LatentAttention
 from ..algebra.input_scale import channel_scales, through_channels, with_channels
 from ..algebra.metric import UNWEIGHTED, metric_of
 from ..algebra.spectrum import LatentSpectrum
@@ -21,30 +21,13 @@ from ..methods.features import features_of, with_features
 from ..methods.grouping import GAIN, arrangements, heads_in, likest, reordered
 from ..methods.intact import encoded, fold_joint
 from ..methods.key_regression import regressed
-from ..methods.latent_norm import (
-    LEAST_PARTS,
-    LatentTokens,
-    in_level_basis,
-    with_latent_norm,
-    with_least_parts,
-    with_query_norm,
-)
 from ..methods.layer_sample import sample_of
 from ..methods.pooling import by_dimension
 from ..methods.published import peer, with_few_queries
 from ..methods.query_rank import Compressible, compress, query_metric
-from ..methods.refinement import (
-    HELD_BACK,
-    Layer,
-    LayerSample,
-    fitting_device,
-    length_weights,
-    measure,
-    refine,
-)
+from ..methods.refinement import Layer, LayerSample, measure
 from ..methods.slots import bands_of, slots_of
-
-Loss = dict[str, float]
+from .layer_finish import Finishing, Loss, finished
 
 
 @dataclass(frozen=True)
@@ -54,8 +37,9 @@ class LayerFold:
     Attributes:
         tensors: the tensors to write, float64, by name.
         loss: of the layer alone on held-back calibration inputs, in nats per token, by the closed form
-            (`folded`) and as written (`refined`). None without such inputs, and where `forward.attend` does
-            not compute the attention.
+            (`folded`) and as written (`refined`). For a quantised cache also with that cache (`stored`), and
+            so the layer that is not prepared (`unprepared`). None without such inputs, and where
+            `forward.attend` does not compute the attention.
         spectrum: the spectrum that its latent was cut from; None where there is no latent.
     """
 
@@ -131,7 +115,7 @@ def _joint(
     joint = fold_joint(attention, target, _statistics(plan, number), plan.source.positions, seen)
     joint = _compressed(plan, number, joint, attention, table_F)
     if isinstance(joint, IntactAttention):
-        return _refined(plan, attention, table_F, joint, table_F, sample)
+        return _finished(plan, number, joint, attention, table_F, table_F, sample)
     return _finished(plan, number, joint, attention, table_F, table_F[:0], sample)
 
 
@@ -169,7 +153,8 @@ def _over_features(
     bands, slots_S = bands_of(plan.source, plan.bands, number), slots_of(plan.source, plan.bands, number)
     folded = methods.FACTOR["subspace"](featured, target, table_F, bands, metric)
     latent = _compressed(plan, number, with_features(folded, attention), attention, table_F)
-    return _refined(plan, attention, table_F, latent, slots_S, _sample(plan, number, attention, table_F))
+    sample = _sample(plan, number, attention, table_F)
+    return _finished(plan, number, latent, attention, table_F, slots_S, sample)
 
 
 def _regressed(
@@ -205,86 +190,6 @@ def _still(plan: Plan, number: int, target: LatentTarget) -> tuple[LatentAttenti
     )
     sample = _sample(plan, number, attention, table_F)
     return _finished(plan, number, latent, attention, table_F, table_F[:0], sample)
-
-
-def _finished(
-    plan: Plan,
-    number: int,
-    layer: LatentAttention,
-    attention: Attention,
-    table_F: Tensor,
-    slots_S: Tensor,
-    sample: LayerSample | None,
-    plain: Attention | None = None,
-) -> tuple[LatentAttention, Loss | None]:
-    """Refine a layer with the norms that its output will have; return it in their basis, with its loss.
-
-    Args:
-        plan: with `latent_norm`.
-        number: of the layer.
-        layer: the closed form.
-        attention: the source's.
-        table_F: the source's angular frequencies.
-        slots_S: angular frequencies of the layer's slots.
-        sample: of the source's inputs.
-        plain: attention without norms whose projections say how large the output's are; by default the
-            source's.
-    """
-    plain = attention if plain is None else plain
-    layer = _levelled(plan, number, layer, plain, slots_S, sample)
-    layer, loss = _refined(plan, attention, table_F, layer, slots_S, sample)
-    if layer.level_CC is None:
-        return layer, loss
-    if sample is not None and loss is not None:
-        # Refinement may leave directions out of the length; of the ways back the one that loses least.
-        ways = [with_least_parts(layer, sample.input_BTD[sample.used], least) for least in LEAST_PARTS]
-        losses = [measure(way, slots_S, attention, table_F, sample) for way in ways]
-        layer, loss = ways[losses.index(min(losses))], {**loss, "refined": min(losses)}
-    return _in_level_basis(layer, plain), loss
-
-
-def _levelled(
-    plan: Plan,
-    number: int,
-    layer: LatentAttention,
-    attention: Attention,
-    slots_S: Tensor,
-    sample: LayerSample | None,
-) -> LatentAttention:
-    """Return the layer with real norms, where the plan has them fitted."""
-    taken = _statistics(plan, number)
-    if plan.latent_norm != "fitted":
-        return layer
-    assert taken is not None, "make_plan asked for statistics"
-    weight_BT = None if sample is None else length_weights(layer, slots_S, sample, plan.effort.draws)
-    tokens = _tokens(taken.input_BTD, weight_BT)
-    layer = with_latent_norm(layer.to(torch.float64, fitting_device()), tokens)
-    if plan.container.query_rank is not None:
-        size = float(attention.q_NHD.square().mean().sqrt())
-        given = tokens.input_XD.shape[1] if layer.q_down_AD is None else len(layer.q_down_AD)
-        # One more number than there are is a constant, in the place of biases.
-        biased = plan.container.query_rank > given
-        layer = with_query_norm(layer, tokens.unweighted(), size, biased=biased)
-    return layer.to(torch.float64, "cpu")
-
-
-def _tokens(input_BTD: Tensor, weight_BT: Tensor | None) -> LatentTokens:
-    """Return a layer's inputs as tokens to fit a norm on, with as many held back as in refinement."""
-    sequences = len(input_BTD)
-    held = max(1, sequences // HELD_BACK) if sequences > 1 else 0
-
-    def parts(rows: Tensor) -> list[Tensor]:
-        rows = rows.to(fitting_device(), torch.float64)
-        split = rows.split([sequences - held, held]) if held else (rows, rows)
-        return [part.flatten(0, 1) for part in split]
-
-    return LatentTokens.of(*parts(input_BTD), *([] if weight_BT is None else parts(weight_BT)))
-
-
-def _in_level_basis(layer: LatentAttention, attention: Attention) -> LatentAttention:
-    """Return the layer as the stock class has it, with projections as large as the source's."""
-    size = float(torch.cat([attention.k_KHD.flatten(), attention.v_KHD.flatten()]).square().mean().sqrt())
-    return in_level_basis(layer, size)
 
 
 def _compressed(
@@ -328,17 +233,18 @@ def _pooled(plan: Plan, number: int, target: GroupedTarget) -> tuple[Attention, 
         attention = heads_in(likest(attention, target.num_key_value_heads), attention)
     if plan.method != "subspace" or not _is_movable(plan, attention, sample):
         pooled = pool(attention, target, metric, table_F)
-        return _refined(plan, attention, table_F, pooled, table_F, sample)
+        return _finished(plan, number, pooled, attention, table_F, table_F, sample)
     orders = arrangements(attention, metric, target.num_key_value_heads)
     if sample is None:
         order, gain = orders[0]
         moved = reordered(attention, metric, order) if gain > GAIN else (attention, metric)
-        return pool(moved[0], target, moved[1], table_F), None
+        pooled = pool(moved[0], target, moved[1], table_F)
+        return _finished(plan, number, pooled, attention, table_F, table_F, None)
     # The predicted gain is of second order and by pairs: where it can be measured, that decides.
     ways = (reordered(attention, metric, order) for order, _ in orders)
     folds = [pool(moved, target, its_metric, table_F) for moved, its_metric in ways]
     pooled = min(folds, key=lambda fold: _loss(fold, attention, table_F, sample)) if folds[1:] else folds[0]
-    return _refined(plan, attention, table_F, pooled, table_F, sample)
+    return _finished(plan, number, pooled, attention, table_F, table_F, sample)
 
 
 def _is_movable(plan: Plan, attention: Attention, sample: LayerSample | None) -> bool:
@@ -363,38 +269,36 @@ def _sample(
     return sample_of(plan.source, _statistics(plan, number), number, attention, table_F, rotary_factor)
 
 
-def _refined(
+def _finished(
     plan: Plan,
+    number: int,
+    layer: Layer,
     attention: Attention,
     table_F: Tensor,
-    layer: Layer,
     slots_S: Tensor,
     sample: LayerSample | None,
+    plain: Attention | None = None,
 ) -> tuple[Layer, Loss | None]:
-    """Refine a layer where that is possible, and return it with its loss."""
-    if sample is None:
-        return layer, None
-    is_refined = plan.method == "subspace"
-    # A norm of single heads serves as many as there are, and is passed on; so is one of all queries, whose
-    # number stays.
-    spans = plan.source.family.norm_spans == "heads"
-    fixed = {"q_norm_NH", "gate_NHD", "gate_NH"} | (set() if spans else {"k_norm_KH"})
-    if isinstance(layer, NormedLatentAttention):
-        fixed |= {"q_nope_NPA"}  # the identity, which is not written
-    if isinstance(layer, LatentAttention) and layer.query_norm is not None and layer.q_down_AD is not None:
-        # A rescaled input is no projection to learn.
-        fixed |= (
-            {"q_down_AD", "q_down_A"} if layer.q_down_AD.shape[1] <= len(layer.q_down_AD) else {"q_down_A"}
-        )
-    result = refine(
-        layer,
-        slots_S,
-        attention,
-        table_F,
-        sample,
-        fixed=fixed,
-        steps=plan.refine if is_refined else 0,
-        batch=plan.effort.batch,
-        solve=is_refined and plan.solves,
+    """Refine a layer's closed form; return it as it will be written, with its loss.
+
+    Args:
+        plan: for which it is folded.
+        number: of the layer.
+        layer: the closed form.
+        attention: the source's.
+        table_F: the source's angular frequencies.
+        slots_S: angular frequencies of the layer's slots or pairs.
+        sample: of the source's inputs.
+        plain: attention without norms whose projections say how large the output's are; by default the
+            source's.
+    """
+    finishing = Finishing(
+        plan=plan,
+        statistics=_statistics(plan, number),
+        attention=attention,
+        table_F=table_F,
+        slots_S=slots_S,
+        sample=sample,
+        plain=attention if plain is None else plain,
     )
-    return result.layer, {"folded": result.folded, "refined": result.refined}
+    return finished(finishing, layer)

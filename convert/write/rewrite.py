@@ -291,6 +291,7 @@ def _record(plan: Plan, source_name: str | None, done: dict[str, Found]) -> dict
         # Summed over the layers, each measured alone on calibration text; where that could not be, as
         # planned.
         "predicted_loss": sum(loss["refined"] for loss in losses if loss) if all(losses) else plan.predicted,
+        **_prepared(plan.request.cache_dtype, losses),
         "layers": [{"planned": planned, **layer} for planned, layer in zip(plan.losses, found, strict=True)],
         "container": plan.config["architectures"][0],
         **({} if plan.latent_norm is None else {"latent_norm": plan.latent_norm}),
@@ -300,3 +301,14 @@ def _record(plan: Plan, source_name: str | None, done: dict[str, Found]) -> dict
         "notices": list(plan.notices),
         "parents": [parent],
     }
+
+
+def _prepared(dtype: str, losses: list[dict[str, float] | None]) -> dict[str, Any]:
+    """Return the format that the cache is prepared for and the losses with it, summed as the others."""
+    if dtype == "bfloat16":
+        return {}
+    found: dict[str, Any] = {"name": dtype}
+    if all(losses):
+        found["predicted_loss"] = sum(loss["stored"] for loss in losses if loss)
+        found["unprepared"] = sum(loss["unprepared"] for loss in losses if loss)
+    return {"cache_dtype": found}

@@ -66,6 +66,15 @@ class RecordedCalibration(RecordPart):
 
 
 @dataclass(frozen=True, kw_only=True)
+class RecordedFormat(RecordPart):
+    """The number format that a cache is prepared for, and predicted losses with it."""
+
+    name: str
+    predicted_loss: float | None = None
+    unprepared: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class RecordedTraining(RecordPart):
     """A distillation: its recipe and its result."""
 
@@ -103,6 +112,7 @@ class Recorded(RecordPart):
     method: str = ""
     calibration: RecordedCalibration | None = None
     predicted_loss: float | None = None
+    cache_dtype: RecordedFormat | None = None
     layers: list[dict[str, Any]] = field(default_factory=list)
     container: str = ""
     engines: list[str] = field(default_factory=list)

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 _FLOATS = {"fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}  # by their names in torch
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # magnitudes of four bits (OCP Microscaling, section 5.3.3)
+_E2M1_STEP = 0.37  # between two of them, as a share of the number: half to a quarter
 
 
 @dataclass(frozen=True)
@@ -52,8 +53,9 @@ class CacheDtype:
             The shape and dtype of `values`. Beyond the format's largest number they are clamped to it.
 
         Example:
-            >>> cache_dtype("fp8_e4m3").stored(torch.tensor([0.3, 1000.0]))
-            tensor([  0.3125, 448.0000])
+            >>> import torch
+            >>> cache_dtype("fp8_e4m3").stored(torch.tensor([0.3, 1000.0])).tolist()
+            [0.3125, 448.0]
         """
         import torch
 
@@ -71,6 +73,42 @@ class CacheDtype:
             step = given.abs().amax(-1, keepdim=True) / most
             read = (given / step.clamp(min=torch.finfo(torch.float32).tiny)).round() * step
         return read.to(values.dtype)
+
+    def passed(self, values: Tensor, scale: float = 1.0) -> Tensor:
+        """Return the same as `stored`, with a gradient: a straight-through estimate (arXiv 1308.3432).
+
+        The rounding error counts as a fixed share of the number that decides its size: the largest of those
+        that share a scale in int8 and int4, the number itself in fp8, and in nvfp4 the one whose steps are
+        larger. So the gradient knows that larger numbers round worse. In bfloat16 nothing is rounded.
+
+        Args:
+            values: as for `stored`.
+            scale: as for `stored`.
+
+        Example:
+            >>> import torch
+            >>> values = torch.tensor([0.3, 7.0], requires_grad=True)
+            >>> cache_dtype("int4").passed(values).sum().backward()
+            >>> values.grad  # 0.3 is read as 0: by more, the larger the number it shares a scale with
+            tensor([1.0000, 0.9571])
+        """
+        import torch
+
+        if self.name == "bfloat16":
+            return values
+        given = values.detach()
+        error = self.stored(given, scale) - given
+        if self.name in _FLOATS:
+            size = values.abs()
+        elif self.group is None:
+            size = values.abs().amax(-1, keepdim=True)
+        else:
+            width = values.shape[-1]
+            padded = torch.nn.functional.pad(values, (0, -width % self.group)).unflatten(-1, (-1, self.group))
+            largest = padded.abs().amax(-1, keepdim=True).expand_as(padded).flatten(-2)[..., :width]
+            size = torch.maximum(largest / 12, values.abs() * _E2M1_STEP)
+        least = torch.finfo(values.dtype).tiny
+        return values + size * (error / size.detach().clamp(min=least))
 
 
 CACHE_DTYPES = {

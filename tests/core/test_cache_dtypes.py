@@ -51,3 +51,14 @@ def test_bytes() -> None:
 def test_an_unknown_name() -> None:
     with pytest.raises(InvalidInput, match=r"cache dtype 'fp4' is not known; use one of bfloat16, fp8_e4m3"):
         cache_dtype("fp4")
+
+
+@pytest.mark.parametrize("name", CACHE_DTYPES)
+def test_numbers_pass_with_a_gradient(name: str) -> None:
+    """With a gradient of 1 for every number, by Euler's theorem, Σ values · gradient is the sum of what is read."""
+    kind, values = cache_dtype(name), torch.randn(3, 24, requires_grad=True)
+    read = kind.passed(values)
+    torch.testing.assert_close(read, values if name == "bfloat16" else kind.stored(values))
+    read.sum().backward()
+    assert values.grad is not None
+    torch.testing.assert_close((values * values.grad).sum(), read.sum(), rtol=1e-4, atol=1e-4)

@@ -1,0 +1,1 @@
+"""Coordinates in which a layer writes its cache, for formats of few bits."""

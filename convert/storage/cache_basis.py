@@ -1,0 +1,274 @@
+"""The coordinates in which a layer writes its cache, chosen for numbers of few bits.
+
+What is cached may be written in other coordinates: where T c is stored in the place of c, whatever reads c
+takes T⁻¹, and the function stays the same. Rounding errors do not. Let S be the second moment of c and H the
+cost of an error in it. A format whose errors are as large as its numbers costs about
+tr(T S Tᵀ) tr(T⁻ᵀ H T⁻¹). That is least where both matrices are equal: then TᵀT is the geometric mean of H and
+S⁻¹. An orthogonal factor is still free. A cosine transform of the directions spreads both evenly, so that no
+coordinate stands out of those that share a scale.
+
+What may be written otherwise depends on the form: a latent in any basis; behind an RMSNorm, turned before it
+and with other weights of it; values in any basis of each head; rotated keys and slots with a factor per pair.
+
+Legend: attention.py; W numbers that one token and head caches.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...core.cache_dtypes import CacheDtype
+from ..algebra.attention import Attention, IntactAttention, LatentAttention
+from ..algebra.forward import AnyAttention, Cache
+from ..algebra.subspaces import eigh, matrix_root
+from ..methods.latent_norm import NormBasis
+from ..methods.refinement import Layer
+from .cache_fit import Coordinates, fit_coordinates
+from .cache_moments import CacheMoments
+
+# Root mean square that stored numbers get, so that a scale of 1 suits them: the largest of fp8_e4m3, 448, is
+# far above it, and numbers lose digits only below 2^-7 of it.
+SIZE = 2.0
+_LEAST = 1e-9  # energy of a direction, as a share of the mean, that it is taken to have at least
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheBasis:
+    """Coordinates of all that a layer caches: T c is written in the place of c.
+
+    Attributes:
+        tensors: T (K, W, W) of each tensor, in the order of `forward.Cache`, float64; K is 1 of a latent.
+        norm: the part that is left for `latent_norm.in_level_basis`, of a latent with `level_CC`.
+    """
+
+    tensors: tuple[Tensor, ...]
+    norm: NormBasis | None = None
+
+
+def caches_of(dtype: CacheDtype, basis: CacheBasis) -> tuple[Cache, ...]:
+    """Return what caches of a format do to the numbers of a layer that will be written in a basis.
+
+    The layer may be trained through them in the coordinates that it has.
+    """
+    return tuple(_Through(dtype, basis_KWW) for basis_KWW in basis.tensors)
+
+
+class _Through:
+    """A cache in other coordinates than those of the layer that writes it."""
+
+    def __init__(self, dtype: CacheDtype, basis_KWW: Tensor) -> None:
+        self._dtype, self._there_KWW, self._back_KWW = dtype, basis_KWW.mT, torch.linalg.inv(basis_KWW).mT
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        there_KWW, back_KWW = self._there_KWW.to(rows), self._back_KWW.to(rows)
+        if rows.ndim == 3:  # a latent and its slots
+            there_KWW, back_KWW = there_KWW[0], back_KWW[0]
+        read: Tensor = self._dtype.passed(rows @ there_KWW) @ back_KWW
+        return read
+
+
+def fit_basis(layer: AnyAttention, moments: tuple[CacheMoments, ...], dtype: CacheDtype) -> CacheBasis:
+    """Return coordinates for a format in which a layer's cache can be written.
+
+    Args:
+        layer: folded, float64.
+        moments: of the tensors that it caches; coordinates are fitted where they have numbers of tokens.
+        dtype: the format.
+    """
+    if isinstance(layer, LatentAttention):
+        return _of_latent(layer, moments[0], dtype)
+    if isinstance(layer, IntactAttention):
+        return CacheBasis(tensors=(_free(moments[0], dtype),))
+    keys, values = moments
+    return CacheBasis(tensors=(_of_keys(layer, keys, dtype), _free(values, dtype)))
+
+
+def in_basis(layer: Layer, basis: CacheBasis) -> Layer:
+    """Return the same function with its cache in other coordinates, but for `basis.norm`."""
+    made: Any
+    first_KWW, last_KWW = basis.tensors[0], basis.tensors[-1]
+    if isinstance(layer, LatentAttention):
+        made = _latent_in_basis(layer, first_KWW[0])
+    elif isinstance(layer, IntactAttention):
+        made = _rebuilt_in_basis(layer, first_KWW[0])
+    else:
+        made = _with_value_basis(_with_key_scales(layer, first_KWW.diagonal(0, -2, -1)), last_KWW)
+    written: Layer = made
+    return written
+
+
+def _free(moments: CacheMoments, dtype: CacheDtype) -> Tensor:
+    """Return T (K, W, W) for numbers of heads that may be written in any basis."""
+    found = []
+    for head, (value_WW, cost_WW) in enumerate(zip(moments.value_KWW, moments.cost_KWW, strict=True)):
+        inner_WW = balanced(value_WW, cost_WW)
+        start = Coordinates.of(torch.ones(len(inner_WW), dtype=torch.float64), inner_WW)
+        found.append(_matrix(_fitted(start, moments, head, dtype)))
+    return torch.stack(found)
+
+
+def _of_latent(layer: LatentAttention, moments: CacheMoments, dtype: CacheDtype) -> CacheBasis:
+    """Return coordinates of a latent with its slots; with `level_CC` turned and then scaled."""
+    rank, slots = len(layer.down_CD), len(layer.k_rope_RD) // 2
+    value_WW, cost_WW = moments.value_KWW[0], moments.cost_KWW[0]
+    pair_R = torch.arange(slots).repeat_interleave(2)
+    scale_S = _factors(value_WW, cost_WW, rank, pair_R)
+    value_CC, cost_CC = value_WW[:rank, :rank], cost_WW[:rank, :rank]
+    if layer.level_CC is None:
+        outer_C, inner_CC = torch.ones(rank, dtype=torch.float64), balanced(value_CC, cost_CC)
+    else:
+        energy_C, basis_CC = eigh(_mean(value_CC, cost_CC))
+        outer_C, inner_CC = energy_C.clamp(min=_LEAST * float(energy_C[-1])).sqrt(), basis_CC.mT
+    start = Coordinates(outer_C=outer_C, inner_CC=inner_CC, scale_S=scale_S, pair_R=pair_R)
+    found = _fitted(start, moments, 0, dtype)
+    if layer.level_CC is None:
+        return CacheBasis(tensors=(_matrix(found)[None],))
+    found = replace(found, outer_C=found.outer_C.bfloat16().to(torch.float64))
+    norm = NormBasis(turn_CC=found.inner_CC, weight_C=found.outer_C)
+    return CacheBasis(tensors=(_matrix(found)[None],), norm=norm)
+
+
+def _matrix(found: Coordinates) -> Tensor:
+    """Return T (W, W)."""
+    basis_WW: Tensor = torch.block_diag(
+        found.outer_C[:, None] * found.inner_CC, found.scale_S[found.pair_R].diag()
+    )
+    return basis_WW
+
+
+def _fitted(start: Coordinates, moments: CacheMoments, head: int, dtype: CacheDtype) -> Coordinates:
+    """Return coordinates fitted to the numbers of tokens, where there are some, and scaled to `SIZE`."""
+    found = start
+    if moments.rows_KXW is not None:
+        found = fit_coordinates(start, moments.rows_KXW[head], moments.cost_KWW[head], dtype)
+    basis_WW = _matrix(found)
+    energy = float((basis_WW @ moments.value_KWW[head] @ basis_WW.mT).diagonal().mean())
+    size = SIZE / math.sqrt(energy) if energy > 0 else 1.0
+    return replace(found, outer_C=found.outer_C * size, scale_S=found.scale_S * size)
+
+
+def balanced(value_WW: Tensor, cost_WW: Tensor) -> Tensor:
+    """Return T (W, W) with T S Tᵀ = T⁻ᵀ H T⁻¹, both with nearly equal entries on the diagonal.
+
+    Args:
+        value_WW: S, second moment of the numbers, float64.
+        cost_WW: H, cost of errors in them, float64.
+    """
+    root_WW = matrix_root(_mean(value_WW, cost_WW))
+    _, basis_WW = eigh(_symmetric(root_WW @ _floored(value_WW) @ root_WW))
+    return cosine(len(value_WW)) @ basis_WW.mT @ root_WW
+
+
+def cosine(width: int) -> Tensor:
+    """Return the orthogonal cosine transform (DCT-II, Ahmed et al., 1974) of some width, float64."""
+    position_W = torch.arange(width, dtype=torch.float64)
+    rows_WW: Tensor = (
+        torch.cos(math.pi / width * (position_W + 0.5) * position_W[:, None]) * (2 / width) ** 0.5
+    )
+    rows_WW[0] /= 2**0.5
+    return rows_WW
+
+
+def _mean(value_WW: Tensor, cost_WW: Tensor) -> Tensor:
+    """Return the geometric mean of H and S⁻¹: N with N S N = H."""
+    root_WW = matrix_root(_floored(value_WW))
+    back_WW = torch.linalg.inv(root_WW)
+    return _symmetric(back_WW @ matrix_root(_symmetric(root_WW @ _floored(cost_WW) @ root_WW)) @ back_WW)
+
+
+def _floored(moment_WW: Tensor) -> Tensor:
+    """Return a moment in which no direction is without energy, so that it has an inverse."""
+    mean = float(moment_WW.diagonal().mean())
+    least = _LEAST * mean if mean > 0 else 1.0
+    return _symmetric(moment_WW) + least * torch.eye(len(moment_WW), dtype=moment_WW.dtype)
+
+
+def _symmetric(moment_WW: Tensor) -> Tensor:
+    return (moment_WW + moment_WW.mT) / 2
+
+
+def _factors(value_WW: Tensor, cost_WW: Tensor, first: int, pair_R: Tensor) -> Tensor:
+    """Return the factors (S,) on pairs of numbers that make their energies equal to their costs.
+
+    Args:
+        value_WW: second moment of all numbers.
+        cost_WW: cost of errors in them.
+        first: index of the first number of a pair.
+        pair_R: the pair of each number from there on.
+    """
+    energy_S, cost_S = (
+        torch.zeros(len(pair_R) // 2, dtype=torch.float64).index_add_(0, pair_R, moment_W[first:])
+        for moment_W in (_floored(value_WW).diagonal(), _floored(cost_WW).diagonal())
+    )
+    return (cost_S / energy_S).pow(0.25)
+
+
+def _of_keys(layer: Attention, keys: CacheMoments, dtype: CacheDtype) -> Tensor:
+    """Return T (K, H, H) for rotated keys: a factor on each pair, where no norm forbids it."""
+    heads, width = layer.k_KHD.shape[:2]
+    if layer.k_norm_KH is not None or layer.q_norm_NH is not None:
+        return torch.eye(width, dtype=torch.float64).repeat(heads, 1, 1)
+    pair_H = torch.arange(width // 2).repeat(2)
+    empty = torch.zeros(0, dtype=torch.float64)
+    found = []
+    for head in range(heads):
+        scale_F = _factors(keys.value_KWW[head], keys.cost_KWW[head], 0, pair_H)
+        start = Coordinates(outer_C=empty, inner_CC=empty.view(0, 0), scale_S=scale_F, pair_R=pair_H)
+        found.append(_matrix(_fitted(start, keys, head, dtype)))
+    return torch.stack(found)
+
+
+def _latent_in_basis(layer: LatentAttention, basis_WW: Tensor) -> LatentAttention:
+    """Return the same function with other slots, and with another latent where no norm comes first."""
+    rank = len(layer.down_CD)
+    layer = _with_slot_scales(layer, basis_WW.diagonal()[rank::2])
+    if layer.level_CC is not None:
+        return layer
+    basis_CC = basis_WW[:rank, :rank]
+    back_CC = torch.linalg.inv(basis_CC)
+    k_up_NPC, v_up_NHC = layer.k_up_NPC @ back_CC, layer.v_up_NHC @ back_CC
+    return replace(layer, down_CD=basis_CC @ layer.down_CD, k_up_NPC=k_up_NPC, v_up_NHC=v_up_NHC)
+
+
+def _rebuilt_in_basis(layer: IntactAttention, basis_CC: Tensor) -> IntactAttention:
+    """Return attention with rebuilt keys with its latent in other coordinates."""
+    back_CC = torch.linalg.inv(basis_CC)
+    k_up_KHC, v_up_KHC = layer.k_up_KHC @ back_CC, layer.v_up_KHC @ back_CC
+    return replace(layer, down_CE=basis_CC @ layer.down_CE, k_up_KHC=k_up_KHC, v_up_KHC=v_up_KHC)
+
+
+def _with_slot_scales(layer: LatentAttention, scale_S: Tensor) -> LatentAttention:
+    """Return the same function with a factor on each slot's key."""
+    scale_R = scale_S.repeat_interleave(2)
+    return replace(
+        layer,
+        k_rope_RD=layer.k_rope_RD * scale_R[:, None],
+        k_rope_R=None if layer.k_rope_R is None else layer.k_rope_R * scale_R,
+        q_rope_NRA=layer.q_rope_NRA / scale_R[:, None],
+        q_rope_NR=None if layer.q_rope_NR is None else layer.q_rope_NR / scale_R,
+    )
+
+
+def _with_value_basis(layer: Attention, basis_KHH: Tensor) -> Attention:
+    """Return the same function with T v in the place of each head's values."""
+    back_NHH = torch.linalg.inv(basis_KHH).repeat_interleave(len(layer.q_NHD) // len(layer.k_KHD), 0)
+    v_KH = None if layer.v_KH is None else torch.einsum("khg,kg->kh", basis_KHH, layer.v_KH)
+    o_DNH = torch.einsum("dng,ngh->dnh", layer.o_DNH, back_NHH)
+    return replace(layer, v_KHD=basis_KHH @ layer.v_KHD, v_KH=v_KH, o_DNH=o_DNH)
+
+
+def _with_key_scales(layer: Attention, scale_KH: Tensor) -> Attention:
+    """Return the same function with a factor on each key dimension, the same for both of a rotary pair."""
+    if layer.k_norm_KH is not None or layer.q_norm_NH is not None:
+        return layer
+    scale_NH = scale_KH.repeat_interleave(len(layer.q_NHD) // len(layer.k_KHD), 0)
+    return replace(
+        layer,
+        k_KHD=layer.k_KHD * scale_KH[..., None],
+        k_KH=None if layer.k_KH is None else layer.k_KH * scale_KH,
+        q_NHD=layer.q_NHD / scale_NH[..., None],
+        q_NH=None if layer.q_NH is None else layer.q_NH / scale_NH,
+    )

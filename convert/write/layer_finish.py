@@ -1,0 +1,206 @@
+"""A layer after its closed form: norms fitted, weights refined, its cache prepared for a format."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...core.cache_dtypes import CacheDtype, cache_dtype
+from ..algebra.attention import Attention, LatentAttention, NormedLatentAttention
+from ..algebra.forward import AnyAttention, Caches
+from ..calibration.statistics import LayerStatistics
+from ..decide.plan import Plan
+from ..methods.latent_norm import (
+    LEAST_PARTS,
+    LatentTokens,
+    NormBasis,
+    in_level_basis,
+    turned_like,
+    with_latent_norm,
+    with_least_parts,
+    with_query_norm,
+)
+from ..methods.refinement import (
+    HELD_BACK,
+    Layer,
+    LayerSample,
+    Refined,
+    fitting_device,
+    length_weights,
+    measure,
+    refine,
+)
+from ..storage.cache_basis import caches_of, fit_basis, in_basis
+from ..storage.cache_moments import sampled_moments, weights_moments
+
+Loss = dict[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finishing:
+    """One layer's plan, source and sample.
+
+    Attributes:
+        plan: with `latent_norm`.
+        statistics: of the layer.
+        attention: the source's.
+        table_F: the source's angular frequencies.
+        slots_S: angular frequencies of the folded layer's slots or pairs.
+        sample: of the source's inputs; None: nothing is refined or measured.
+        plain: attention without norms whose projections say how large the output's are.
+    """
+
+    plan: Plan
+    statistics: LayerStatistics | None
+    attention: Attention
+    table_F: Tensor
+    slots_S: Tensor
+    sample: LayerSample | None
+    plain: Attention
+
+    def loss(self, layer: AnyAttention, sample: LayerSample, cache: Caches | None = None) -> float:
+        """Return the loss of a folded layer on what is held back."""
+        return measure(layer, self.slots_S, self.attention, self.table_F, sample, cache)
+
+
+def finished(its: Finishing, layer: Layer) -> tuple[Layer, Loss | None]:
+    """Refine a layer with the norms that its output will have; return it as it is written, with its loss."""
+    made: Any = layer
+    if isinstance(layer, LatentAttention):
+        made = _levelled(its, layer)
+    made, loss = _refined(its, made)
+    made, loss = _with_all_parts(its, made, loss)
+    dtype = cache_dtype(its.plan.request.cache_dtype)
+    if dtype.bits < 16:
+        return _prepared(its, made, loss, dtype)
+    return _as_written(its, made), loss
+
+
+def _prepared(
+    its: Finishing, layer: Layer, loss: Loss | None, dtype: CacheDtype
+) -> tuple[Layer, Loss | None]:
+    """Return a layer in coordinates for a quantised cache, and refined through its rounding.
+
+    What loses least with its cache in the format is returned: that, the same without the second refinement,
+    or the layer as it would be without a format.
+    """
+    if its.sample is None:
+        if _is_levelled(layer):
+            return _as_written(its, layer), None
+        return in_basis(layer, fit_basis(layer, weights_moments(layer), dtype)), None
+    assert loss is not None
+    basis = fit_basis(layer, sampled_moments(layer, its.slots_S, its.sample), dtype)
+    ways: list[Any] = [_as_written(its, layer), _as_written(its, in_basis(layer, basis), basis.norm)]
+    if its.plan.method == "subspace" and its.plan.refine:
+        caches = caches_of(dtype, basis)
+        refined, _ = _with_all_parts(its, _fitted(its, layer, its.sample, caches).layer, loss, caches)
+        ways.append(_as_written(its, in_basis(refined, basis), basis.norm))
+    losses = [its.loss(way, its.sample, dtype.stored) for way in ways]
+    chosen = losses.index(min(losses))
+    found = {**loss, "stored": losses[chosen], "unprepared": losses[0]}
+    if chosen:
+        found["refined"] = its.loss(ways[chosen], its.sample)
+    return ways[chosen], found
+
+
+def _levelled(its: Finishing, layer: LatentAttention) -> LatentAttention:
+    """Return the layer with real norms, where the plan has them fitted."""
+    plan, taken = its.plan, its.statistics
+    if plan.latent_norm != "fitted":
+        return layer
+    assert taken is not None, "make_plan asked for statistics"
+    weight_BT = None
+    if its.sample is not None:
+        weight_BT = length_weights(layer, its.slots_S, its.sample, plan.effort.draws)
+    tokens = _tokens(taken.input_BTD, weight_BT)
+    layer = with_latent_norm(layer.to(torch.float64, fitting_device()), tokens)
+    if plan.container.query_rank is not None:
+        size = float(its.plain.q_NHD.square().mean().sqrt())
+        given = tokens.input_XD.shape[1] if layer.q_down_AD is None else len(layer.q_down_AD)
+        # One more number than there are is a constant, in the place of biases.
+        biased = plan.container.query_rank > given
+        layer = with_query_norm(layer, tokens.unweighted(), size, biased=biased)
+    return layer.to(torch.float64, "cpu")
+
+
+def _tokens(input_BTD: Tensor, weight_BT: Tensor | None) -> LatentTokens:
+    """Return a layer's inputs as tokens to fit a norm on, with as many held back as in refinement."""
+    sequences = len(input_BTD)
+    held = max(1, sequences // HELD_BACK) if sequences > 1 else 0
+
+    def parts(rows: Tensor) -> list[Tensor]:
+        rows = rows.to(fitting_device(), torch.float64)
+        split = rows.split([sequences - held, held]) if held else (rows, rows)
+        return [part.flatten(0, 1) for part in split]
+
+    return LatentTokens.of(*parts(input_BTD), *([] if weight_BT is None else parts(weight_BT)))
+
+
+def _refined(its: Finishing, layer: Layer) -> tuple[Layer, Loss | None]:
+    """Refine a layer where that is possible, and return it with its loss."""
+    if its.sample is None:
+        return layer, None
+    found = _fitted(its, layer, its.sample)
+    return found.layer, {"folded": found.folded, "refined": found.refined}
+
+
+def _fitted(
+    its: Finishing, layer: Layer, sample: LayerSample, caches: Caches | None = None
+) -> Refined[Layer]:
+    """Refine the weights that are written; the loss is measured through `caches`."""
+    plan = its.plan
+    is_refined = plan.method == "subspace"
+    # A norm of single heads serves as many as there are, and is passed on; so is one of all queries, whose
+    # number stays.
+    spans = plan.source.family.norm_spans == "heads"
+    fixed = {"q_norm_NH", "gate_NHD", "gate_NH"} | (set() if spans else {"k_norm_KH"})
+    if isinstance(layer, NormedLatentAttention):
+        fixed |= {"q_nope_NPA"}  # the identity, which is not written
+    if isinstance(layer, LatentAttention) and layer.query_norm is not None and layer.q_down_AD is not None:
+        # A rescaled input is no projection to learn.
+        fixed |= (
+            {"q_down_AD", "q_down_A"} if layer.q_down_AD.shape[1] <= len(layer.q_down_AD) else {"q_down_A"}
+        )
+    return refine(
+        layer,
+        its.slots_S,
+        its.attention,
+        its.table_F,
+        sample,
+        fixed=fixed,
+        steps=plan.refine if is_refined else 0,
+        batch=plan.effort.batch,
+        solve=is_refined and plan.solves,
+        cache=caches,
+    )
+
+
+def _is_levelled(layer: AnyAttention) -> bool:
+    return isinstance(layer, LatentAttention) and layer.level_CC is not None
+
+
+def _with_all_parts(
+    its: Finishing, layer: Layer, loss: Loss | None, caches: Caches | None = None
+) -> tuple[Layer, Loss | None]:
+    """Return the layer with a length that leaves no direction out, as refinement may; and its loss."""
+    if its.sample is None or loss is None or not isinstance(layer, LatentAttention):
+        return layer, loss
+    if layer.level_CC is None:
+        return layer, loss
+    input_BTD = its.sample.input_BTD[its.sample.used]
+    ways: list[Any] = [with_least_parts(layer, input_BTD, least) for least in LEAST_PARTS]
+    if caches is not None:  # coordinates of the cache are relative to this root
+        ways = [replace(way, level_CC=turned_like(way.level_CC, layer.level_CC)) for way in ways]
+    losses = [its.loss(way, its.sample, caches) for way in ways]
+    return ways[losses.index(min(losses))], {**loss, "refined": min(losses)}
+
+
+def _as_written(its: Finishing, layer: Layer, basis: NormBasis | None = None) -> Layer:
+    """Return the layer as its class has it; behind a norm, with projections as large as the source's."""
+    if not isinstance(layer, LatentAttention) or layer.level_CC is None:
+        return layer
+    size = torch.cat([its.plain.k_KHD.flatten(), its.plain.v_KHD.flatten()]).square().mean().sqrt()
+    made: Any = in_level_basis(layer, float(size), basis)
+    written: Layer = made
+    return written
