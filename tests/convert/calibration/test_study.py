@@ -61,10 +61,12 @@ def test_predicted_and_measured_losses_agree(tmp_path: Path, saved_statistics: P
         result = CliRunner().invoke(main, [*arguments, "--out", str(tmp_path / str(number)), "--json"])
         assert result.exit_code == 0, result.output
         record = json.loads(result.stdout)
-        # What is written differs from the closed form by the norm's fit alone.
         for layer in record["layers"]:
             found = layer["measured"]
-            assert found["refined"] == pytest.approx(found["folded"], rel=0.2)
+            if number < 6:  # what is written differs from the closed form by the norm's fit
+                assert found["refined"] == pytest.approx(found["folded"], rel=0.2)
+            else:
+                assert found["refined"] == found["folded"]
         assert [set(layer["planned"] or ()) for layer in record["layers"]] == [
             {"slots", "latent"} if number < 6 else set()
         ] * 6

@@ -25,7 +25,7 @@ def fitted(teacher: Path, text: Path, tmp_path: Path) -> Path:
     out = tmp_path / "fitted"
     options = (
         "--to", "mla", "--kv-budget", "50%", "--container", "stock", "--latent-norm", "fitted",
-        "--calibration", str(text), "--sequences", "6", "--length", "48", "--refine", "2",
+        "--calibration", str(text), "--sequences", "6", "--length", "48", "--refine", "0",
     )  # fmt: skip
     result = CliRunner().invoke(convert, [str(teacher), *options, "--out", str(out)])
     assert result.exit_code == 0, result.output
@@ -47,7 +47,7 @@ def test_it_is_trained_as_it_is_and_resumes_to_the_same_bits(
     assert trained
     assert not any(isinstance(module, LinearNorm) for module in trained[0].modules())
     (stage,) = whole.stages
-    assert stage["last"]["kl"] < 0.9 * stage["first"]["kl"]
+    assert stage["last"]["kl"] < 0.8 * stage["first"]["kl"]
     before, after = (load_file(directory / "model.safetensors") for directory in (fitted, whole.output))
     norms = [name for name in before if name.endswith("kv_a_layernorm.weight")]
     assert norms
