@@ -63,7 +63,12 @@ _SHARE: _Check = ("a number above 0 and at most 1", _is_share)
 # A field may also be absent or null; sizes that must be there are checked by `geometry_of`.
 _FIELDS: dict[str, _Check] = {
     **dict.fromkeys(("n_inner", "ffn_dim", "ffn_hidden_size", "moe_intermediate_size"), _SIZE),
-    **dict.fromkeys(("sliding_window_pattern", "no_rope_layer_interval", "num_local_experts"), _SIZE),
+    **dict.fromkeys(("no_rope_layer_interval", "num_local_experts"), _SIZE),
+    # EXAONE 4 says it in letters, such as LLLG, next to layer_types.
+    "sliding_window_pattern": (
+        f"{_SIZE[0]}, or letters",
+        lambda value: isinstance(value, str) or _COUNT[1](value),
+    ),
     **dict.fromkeys(("num_experts_per_tok", "original_max_position_embeddings"), _SIZE),
     **dict.fromkeys(("full_attention_interval", "attn_layer_period"), _SIZE),
     **dict.fromkeys(("full_attn_idxs", "attn_layer_indices"), ("a list of layers' numbers", _are_whole)),

@@ -62,7 +62,8 @@ class Family:
         rotary: rotated pairs are (i, i + R/2), `half`, or (2i, 2i + 1), `interleaved`, or there are none.
         rotates: the config field that says whether any layer rotates: `position_embedding_type`, which is
             `rope`, or `rope_theta`, which is not null; None where layers rotate as the other fields say.
-        unrotated: the config field that says which layers have no rotation.
+        unrotated: the config field that says which layers have no rotation; `sliding_window`: where it is
+            given, all layers but those with a window.
         mixers: the rule of layer_kinds.py by which some layers have another mixer than attention; None where
             all layers attend.
         gate: the projection of the layer's input whose sigmoid multiplies each head's output; `q` where it is

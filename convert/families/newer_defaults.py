@@ -11,6 +11,10 @@ _COMMON = {
     **_SIZES, "hidden_act": "silu", "initializer_range": 0.02, "rms_norm_eps": 1e-6, "bos_token_id": 1,
     "eos_token_id": 2, "pad_token_id": None, "attention_dropout": 0.0, "use_cache": True, "mlp_bias": False,
 }  # fmt: skip
+_EXAONE = {
+    **_SIZES, "vocab_size": 102400, "intermediate_size": 16384, "num_key_value_heads": 32,
+    "rms_norm_eps": 1e-5, "sliding_window": 4096, "sliding_window_pattern": 4,
+}  # fmt: skip
 NEWER_DEFAULTS: dict[str, dict[str, Any]] = {
     "arcee": {**_SIZES, "hidden_size": 2560, "intermediate_size": 18432, "max_position_embeddings": 4096},
     "helium": {
@@ -215,6 +219,8 @@ NEWER_DEFAULTS: dict[str, dict[str, Any]] = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
         },
     },
+    "exaone4": _EXAONE,
+    "exaone_moe": _EXAONE,
     "internlm3": {
         **_SIZES,
         "vocab_size": 128512,

@@ -1,7 +1,7 @@
 """More rows of the table of families: those that were added in 2026."""
 
 from .family import Family
-from .row_parts import AFTER, EXPERTS, GATED, LAYERNORM, NORMS, QK_NORM, affine, layer_names
+from .row_parts import ADDED, AFTER, EXPERTS, GATED, LAYERNORM, NORMS, QK_NORM, affine, layer_names
 
 NEWER = {
     "arcee": Family(
@@ -145,6 +145,22 @@ NEWER = {
         label="Mellum",
         architecture="MellumForCausalLM",
         **QK_NORM,
+        layer_tensors=layer_names(*NORMS),
+        block=EXPERTS,
+    ),
+    "exaone4": Family(
+        label="EXAONE 4",
+        architecture="Exaone4ForCausalLM",
+        **QK_NORM,
+        unrotated="sliding_window",
+        layer_tensors=layer_names(*AFTER, *GATED),
+        block=ADDED,
+    ),
+    "exaone_moe": Family(
+        label="EXAONE MoE",
+        architecture="ExaoneMoeForCausalLM",
+        **QK_NORM,
+        unrotated="sliding_window",
         layer_tensors=layer_names(*NORMS),
         block=EXPERTS,
     ),

@@ -114,7 +114,7 @@ def complete(family: Family, config: Mapping[str, Any]) -> dict[str, Any]:
     layers = range(whole["num_hidden_layers"]) if isinstance(whole["num_hidden_layers"], int) else ()
     pattern = whole.get("sliding_window_pattern")
     interval = whole.get("no_rope_layer_interval")
-    if pattern and not whole.get("layer_types"):
+    if pattern and not isinstance(pattern, str) and not whole.get("layer_types"):
         whole["layer_types"] = [
             "full_attention" if (n + 1) % pattern == 0 else "sliding_attention" for n in layers
         ]
@@ -197,6 +197,9 @@ def partial_factor(config: Mapping[str, Any]) -> Any:
 
 def rotated(family: Family, config: Mapping[str, Any], layer: int) -> bool:
     """Return whether a layer rotates its queries and keys."""
+    if family.unrotated == "sliding_window":
+        kinds = config.get("layer_types")
+        return config.get("sliding_window") is None or not kinds or kinds[layer] == "sliding_attention"
     return family.unrotated is None or config[family.unrotated][layer] in (1, "sliding_attention")
 
 

@@ -49,7 +49,7 @@ UNFOLDED: dict[str, str] = {
     )),
     **_all(_GATED, ("afmoe", "beam", "hrm_text", "laguna")),
     **_all(_PARTLY, (
-        "cohere2_moe", "exaone4", "exaone_moe", "flint", "granite_swa", "granitemoe_swa", "kolibri1",
+        "cohere2_moe", "flint", "granite_swa", "granitemoe_swa", "kolibri1",
     )),
     **_all(_DISTANCE, ("bloom", "mpt")),
     **_all(_ALL_HEADS, (

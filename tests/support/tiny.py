@@ -162,6 +162,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "linear_key_head_dim": 8,
         "linear_value_head_dim": 8,
     },
+    "exaone4": _MIXED,
+    "exaone_moe": {**_EXPERTS, **_MIXED, "num_experts": 4, "first_k_dense_replace": 1},
     "falcon": {"new_decoder_architecture": True, "num_kv_heads": 8, "ffn_hidden_size": 48, "bias": True},
 }
 # Classes that have no head_dim of their own.
