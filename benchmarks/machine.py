@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,10 @@ def machine() -> dict[str, Any]:
 
 
 def save(name: str, result: dict[str, Any]) -> Path:
-    """Write a result to benchmarks/results/<name>.json, together with the machine it was measured on."""
+    """Write a result to benchmarks/results/<name>.json, together with the machine and the date."""
     path = RESULTS / f"{name}.json"
-    path.write_text(json.dumps({"machine": machine(), **result}, indent=2) + "\n", encoding="utf-8")
+    path.write_text(
+        json.dumps({"machine": machine(), "date": date.today().isoformat(), **result}, indent=2) + "\n",
+        encoding="utf-8",
+    )
     return path

@@ -27,8 +27,8 @@ class Effort:
 
 EFFORTS = {
     "quick": Effort(sequences=8, steps=0, batch=2, solve=True, draws=1),
-    # Steps of two sequences: a quarter of the time of eight. A small model loses 2 to 10 % more nats by it; where
-    # little is left to lose, up to 44 % more (LOG.md).
+    # Steps of two sequences take a quarter of the time of eight. By them a small model loses 2 to 10 % more
+    # nats; where little is left to lose, up to 44 % more (LOG.md).
     "default": Effort(sequences=48, steps=100, batch=2, solve=True, draws=2),
     "best": Effort(sequences=48, steps=100, batch=8, solve=True, draws=4),
 }

@@ -19,6 +19,7 @@ from kvfold.core.errors import InvalidInput
 from .api_page import api_page
 from .commands_page import commands_page
 from .keys_page import keys_page
+from .runs_page import runs_page
 from .support_page import support_page
 
 ROOT = Path(__file__).parents[2]
@@ -30,6 +31,7 @@ GENERATED = {
     "recipe.md": keys_page,
     "support.md": support_page,
     "api.md": api_page,
+    "runs.md": runs_page,
 }
 _COPIED = {".md", ".svg", ".png", ".js", ".css", ".ipynb"}
 _SHIM = re.compile(r'<script src="https://[^"]*iframe-worker/shim"[^>]*></script>')

@@ -7,7 +7,7 @@ import pytest
 from pydantic import BaseModel
 
 import kvfold
-from docs.make import api_page, commands_page, keys_page, support_page
+from docs.make import api_page, commands_page, keys_page, runs_page, support_page
 from kvfold.convert.decide.engine_rules import RULES
 from kvfold.convert.families.recognition import FAMILIES
 from kvfold.convert.request import FoldRequest
@@ -70,3 +70,17 @@ def test_every_public_name_has_a_section() -> None:
     page = api_page.api_page()
     for name in kvfold.__all__:
         assert f"heading: kvfold.{name}\n" in page
+
+
+def test_every_result_has_a_row_with_its_command_and_day() -> None:
+    found = rows(runs_page.runs_page())[1:]
+    assert {row[0] for row in found} == {f"`{file.name}`" for file in runs_page.RESULTS.glob("*.json")}
+    for file, command, day, machine, *_ in found:
+        assert command.startswith("`benchmarks."), file
+        assert re.fullmatch(r"\d{4}-\d\d-\d\d", day), file
+        assert len(machine) > 5, file
+
+
+def test_a_result_without_a_benchmark_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"no benchmark writes .*dark-demo"):
+        runs_page.command("dark-demo")

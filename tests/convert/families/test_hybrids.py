@@ -16,6 +16,8 @@ from kvfold.convert.calibration.study import study
 from kvfold.convert.families.source import open_source
 from kvfold.convert.methods.pooling import by_dimension, mean, subspace
 from kvfold.core.errors import InvalidInput
+from kvfold.distill.recipe.recipe import Recipe
+from kvfold.distill.run.job import distill
 from kvfold.eval.suites.cache import count, predicted
 from kvfold.models.causal_lm import load, load_model
 from kvfold.models.load_options import LoadOptions
@@ -23,6 +25,7 @@ from kvfold.models.positions import positions_behind
 from kvfold.verification.probe import growth
 from kvfold.verification.verify import _cache
 
+from ...support.documents import write_documents
 from ...support.folds import attempt
 from ...support.tiny import make
 from ...support.tokenizers import save_tokenizer
@@ -224,3 +227,32 @@ def test_steps_with_positions_are_a_whole_pass(kind: str, tmp_path: Path) -> Non
             cache = step.past_key_values
             parts.append(step.logits)
     torch.testing.assert_close(torch.cat(parts, 1), whole, atol=2e-5, rtol=0)
+
+
+def test_a_fold_is_distilled_on_a_stream_of_text(
+    source: Path, folds: dict[str, Path], tmp_path: Path
+) -> None:
+    """Packed documents are refused: the other layers carry the end of one into the next."""
+    write_documents(tmp_path / "text.jsonl")
+    content: dict[str, Any] = {
+        "schema": 1, "student": str(folds["gqa"]), "teacher": str(source), "output": str(tmp_path / "out"),
+        "data": {"source": str(tmp_path / "text.jsonl"), "seq_len": 32},
+        "stages": [{"name": "kl", "tokens": 3840, "lr": 2e-3, "batch_tokens": 192}],
+        "log_every": 1, "precision": "fp32", "device": "cpu",
+    }  # fmt: skip
+    with pytest.raises(InvalidInput, match=r"data\.packing=stream"):
+        distill(Recipe.model_validate(content))
+    content["data"]["packing"] = "stream"
+    result = distill(Recipe.model_validate(content))
+    (stage,) = result.stages
+    assert stage["last"]["kl"] < 0.9 * stage["first"]["kl"]
+    for name, tensor in load_file(source / "model.safetensors").items():
+        if "linear_attn" in name:
+            assert not torch.equal(load_file(result.output / "model.safetensors")[name], tensor), name
+    with torch.no_grad():
+        logits = (
+            load(result.output, LoadOptions(dtype="float32", device="cpu"))
+            .model(torch.arange(40)[None])
+            .logits
+        )
+    assert logits.isfinite().all()
