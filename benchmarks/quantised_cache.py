@@ -144,6 +144,9 @@ class Trial:
 @click.option("--text", required=True, help="Evaluation text, as for kvfold eval.")
 @click.option("--to", type=click.Choice(("gqa", "mla")), default="mla", show_default=True)
 @click.option("--kv-budget", default="25%", show_default=True)
+@click.option(
+    "--latent-norm", type=click.Choice(("auto", "fitted", "linear")), default="auto", show_default=True
+)
 @click.option("--calibration", default="self", show_default=True, help="As for kvfold convert.")
 @click.option("--sequences", default=48, show_default=True, help="Calibration sequences.")
 @click.option("--length", default=256, show_default=True, help="Tokens of each.")
@@ -156,6 +159,7 @@ def main(
     text: str,
     to: str,
     kv_budget: str,
+    latent_norm: str,
     calibration: str,
     sequences: int,
     length: int,
@@ -176,12 +180,14 @@ def main(
     chosen = torch.linspace(0, count - 1, min(windows, count)).long()
     windows_BT = tokens[: count * window].view(count, window)[chosen]
     request = {"to": to, "kv_budget": kv_budget}
+    if latent_norm != "auto":
+        request["latent_norm"] = latent_norm
     protocol = {"text": Path(text).name, "window": window, "windows": len(chosen)}
     described = {**protocol, **request, "calibration": [statistics.tokens, length, statistics.seed]}
     file = RESULTS / "quantised-cache.json"
     saved = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {"models": {}}
     found = saved["models"].setdefault(name, {**described, "rows": {}})
-    if {key: found[key] for key in described} != described:
+    if {key: found.get(key) for key in described} != described:
         raise InvalidInput(
             f"{file} has {name} by {found}; this run is another: {described}; use another --name"
         )

@@ -159,7 +159,8 @@ def predict_cost(plan: Plan, calibration: str, rates: Rates) -> FoldCost:
         seconds["closed form"] += layers * norm + measured * (norm + 2 * _closed(plan, shapes, rates))
     if calibration != "none":
         seconds["closed form"] += _division(plan, shapes, rates)
-        seconds["refinement"] = layers * _refinement(plan, shapes, rates)
+        times = 1 if plan.request.cache_dtype == "bfloat16" else 2  # again through the rounding of the cache
+        seconds["refinement"] = times * layers * _refinement(plan, shapes, rates)
     found = {phase: value * FACTORS.get(phase, 1.0) for phase, value in seconds.items() if value}
     return FoldCost(seconds=found, peak_bytes=_peak(plan, shapes, calibration, jobs))
 

@@ -41,6 +41,8 @@ def test_more_text_and_more_steps_take_longer(source: Path) -> None:
     grown = long.seconds["refinement"] - short.seconds["refinement"]
     closed = predict_cost(plan(source, refine=0), "self", RATES).seconds["refinement"]
     assert grown == pytest.approx(short.seconds["refinement"] - closed, rel=0.2)
+    again = predict_cost(plan(source, refine=50, cache_dtype="int4"), "self", RATES)
+    assert again.seconds["refinement"] == pytest.approx(2 * short.seconds["refinement"])
     efforts = [
         predict_cost(plan(source, effort=name), "self", RATES).total for name in ("quick", "default", "best")
     ]
