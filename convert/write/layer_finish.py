@@ -201,6 +201,7 @@ def _as_written(its: Finishing, layer: Layer, basis: NormBasis | None = None) ->
     if not isinstance(layer, LatentAttention) or layer.level_CC is None:
         return layer
     size = torch.cat([its.plain.k_KHD.flatten(), its.plain.v_KHD.flatten()]).square().mean().sqrt()
-    made: Any = in_level_basis(layer, float(size), basis)
+    assert its.statistics is not None, "the norm was fitted on its inputs"
+    made: Any = in_level_basis(layer, its.statistics.input_BTD, float(size), basis)
     written: Layer = made
     return written

@@ -154,7 +154,7 @@ def test_weights_of_lengths_are_second_derivatives() -> None:
 def test_the_basis_folds_into_the_weights(widths: tuple[int, int, int, int]) -> None:
     input_XD, _ = normed(300, 12)
     levelled = with_latent_norm(layer(), LatentTokens.of(input_XD[:250], input_XD[250:]))
-    folded = in_level_basis(levelled, 0.2).widened(*widths, [0])
+    folded = in_level_basis(levelled, input_XD[None], 0.2).widened(*widths, [0])
     input_BTD, slots_S = (
         input_XD[:20][None],
         torch.tensor([0.3, *[0.0] * (widths[1] // 2 - 1)], dtype=torch.float64),
@@ -163,7 +163,9 @@ def test_the_basis_folds_into_the_weights(widths: tuple[int, int, int, int]) -> 
     torch.testing.assert_close(attend(folded, input_BTD, slots_S), wanted_BTD, rtol=1e-3, atol=1e-3)
     assert folded.latent_norm_C is not None
     assert set(folded.latent_norm_C.tolist()) <= {2.0**n for n in range(-12, 13)}
-    assert float(in_level_basis(levelled, 0.2).down_CD.square().mean().sqrt()) == pytest.approx(0.2)
+    assert float(
+        in_level_basis(levelled, input_XD[None], 0.2).down_CD.square().mean().sqrt()
+    ) == pytest.approx(0.2)
 
 
 def test_a_direction_that_left_the_length_gets_a_part_of_it() -> None:
@@ -177,7 +179,7 @@ def test_a_direction_that_left_the_length_gets_a_part_of_it() -> None:
     whole = with_least_parts(without, input_XD.unflatten(0, (4, 100)), 0.05)
 
     def spread(one: LatentAttention) -> float:
-        folded = in_level_basis(one, 0.2)
+        folded = in_level_basis(one, input_XD[None], 0.2)
         assert folded.latent_norm_C is not None
         return float(folded.latent_norm_C.max() / folded.latent_norm_C.min())
 

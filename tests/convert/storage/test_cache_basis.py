@@ -93,7 +93,7 @@ def test_a_normed_latent_is_turned_before_its_norm_and_scaled_after_it() -> None
     assert basis.norm is not None
     eye_CC = torch.eye(12, dtype=torch.float64)
     torch.testing.assert_close(basis.norm.turn_CC @ basis.norm.turn_CC.mT, eye_CC, atol=1e-6, rtol=0)
-    final = in_level_basis(in_basis(levelled, basis), 0.3, basis.norm)
+    final = in_level_basis(in_basis(levelled, basis), x_BTD, 0.3, basis.norm)
     wanted_BTD = attend(levelled, x_BTD, FREQUENCIES_F)
     torch.testing.assert_close(attend(final, x_BTD, FREQUENCIES_F), wanted_BTD, atol=1e-5, rtol=1e-5)
     # What refinement sees before the norm is in place is what the written layer stores.
