@@ -37,14 +37,22 @@ BATCH = 8  # windows that run at once
 @click.option("--window", default=256, show_default=True, help="Tokens of a window.")
 @click.option("--windows", default=32, show_default=True, help="How many windows are read, evenly spread.")
 @click.option("--budget", default="25%", show_default=True, help="Share of the source's cache.")
+@click.option(
+    "--folds",
+    "made",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="Directory that has the folds as `gqa` and `mla`; by default they are made.",
+)
 @click.option("--revision", required=True, help="The commit of kvfold, for the results.")
-def main(model: Path, text: str, window: int, windows: int, budget: str, revision: str) -> None:
+def main(
+    model: Path, text: str, window: int, windows: int, budget: str, made: Path | None, revision: str
+) -> None:
     """Measure one source and write benchmarks/results/quantised-weights-NAME.json."""
     tokens_BT = read_windows(model, text, window, windows)
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as place:
         work = Path(place)
-        places = {"source": model, **folds(model, budget, work)}
+        places = {"source": model, **folds(model, budget, work if made is None else made)}
         source = log_probabilities(model, tokens_BT)
         for name, directory in places.items():
             plain = source if name == "source" else log_probabilities(directory, tokens_BT)
@@ -61,7 +69,14 @@ def main(model: Path, text: str, window: int, windows: int, budget: str, revisio
         row["ratio"] = row["kl"] / base["kl"]
     name = f"quantised-weights-{model.resolve().name}"
     save(
-        name, {"revision": revision, "text": text, "window": window, "windows": len(tokens_BT), "rows": rows}
+        name,
+        {
+            "revision": revision,
+            "text": Path(text).name,
+            "window": window,
+            "windows": len(tokens_BT),
+            "rows": rows,
+        },
     )
     columns = ("model", "scheme", "latent", "group_size", "bytes_share", "kl", "ratio", "added_to_source")
     cells = [[str(row[column])[:8] for column in columns] for row in rows]
@@ -69,12 +84,14 @@ def main(model: Path, text: str, window: int, windows: int, budget: str, revisio
 
 
 def folds(model: Path, budget: str, work: Path) -> dict[str, Path]:
-    """Fold a model to each target with the default effort, by the same statistics."""
-    kept = work / "statistics.safetensors"
+    """Fold a model to each target with the default effort, by the same statistics, unless that was done."""
+    kept, names = work / "statistics.safetensors", ("gqa", "mla")
+    if all((work / name).is_dir() for name in names):
+        return {name: work / name for name in names}
     kvfold.fold(model, GQA(kv_budget=budget), out=work / "gqa", save_statistics=kept, verify="none")
     latent = MLA(kv_budget=budget)
     kvfold.fold(model, latent, out=work / "mla", calibration=kept, container="stock", verify="none")
-    return {name: work / name for name in ("gqa", "mla")}
+    return {name: work / name for name in names}
 
 
 def measure(
