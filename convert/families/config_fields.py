@@ -101,6 +101,7 @@ _ROPE_FIELDS: dict[str, _Check] = {
     "truncate": _FLAG,
     **dict.fromkeys(("short_factor", "long_factor"), ("a list of positive numbers", _are_positive)),
 }
+_KINDS_OF_LAYERS = {"full_attention", "sliding_attention"}  # which may have rope parameters of their own
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -193,8 +194,11 @@ def _rope_objects(value: Any, path: str) -> Iterator[tuple[str, Mapping[str, Any
         return
     if not isinstance(value, dict):
         raise _wrong(path, value, "an object")
-    if value and all(isinstance(inner, dict) for inner in value.values()):
-        yield from ((f"{path}.{printable(kind)}", inner) for kind, inner in value.items())
+    if any(isinstance(inner, dict) for inner in value.values()) or _KINDS_OF_LAYERS & value.keys():
+        for kind, inner in value.items():
+            if not isinstance(inner, dict):
+                raise _wrong(f"{path}.{printable(kind)}", inner, "an object, one for each kind of layer,")
+            yield f"{path}.{printable(kind)}", inner
     else:
         yield path, value
 

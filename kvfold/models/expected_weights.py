@@ -5,7 +5,7 @@ joins and compares them as in a real load. No weight is read.
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,7 @@ class RotaryTable:
     factor: float
 
 
+_EXPERT = re.compile(r"(.+\.experts\.)(\d{1,6})\.(.+)")
 _TABLES = 2**32  # bytes; 131,072 positions of GPT-J's largest model take 1 GB
 _loadable: dict[Path, list[tuple[Path, int, int]]] = {}  # what was checked, by directory
 _checked: dict[Path, tuple[Any, dict[str, RotaryTable]]] = {}  # rotary tables by directory, with its identity
@@ -67,6 +68,7 @@ def check_weights(checkpoint: Checkpoint, layers: str) -> dict[str, RotaryTable]
     if known is not None and known[0] == identity:
         return known[1]
     directory = checkpoint.directory
+    _check_experts(directory, {name: checkpoint.spec(name).shape for name in checkpoint})
     with loading_failures(directory, "model"), no_progress_bars(), no_warnings():
         model, found = _load_shapes(checkpoint)
         tables = _rotary_tables(model)
@@ -92,6 +94,35 @@ def check_weights(checkpoint: Checkpoint, layers: str) -> dict[str, RotaryTable]
         )
     _checked[directory] = identity, tables
     return tables
+
+
+def _check_experts(directory: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Check that the experts of a layer are alike, whose weights transformers stacks.
+
+    It does not say which one it misses.
+
+    Raises:
+        InvalidInput: an expert lacks a weight that another one has, or has it in another shape.
+    """
+    found: dict[tuple[str, str], dict[int, tuple[int, ...]]] = {}
+    for name, shape in shapes.items():
+        parts = _EXPERT.fullmatch(name)
+        if parts is not None:
+            found.setdefault((parts[1], parts[3]), {})[int(parts[2])] = shape
+    count = 1 + max((number for experts in found.values() for number in experts), default=-1)
+    for (layer, weight), experts in sorted(found.items()):
+        first = experts[min(experts)]
+        for number in range(count):
+            name = printable(f"{layer}{number}.{weight}")
+            if number not in experts:
+                raise InvalidInput(
+                    f"{directory} has no {name}, which other experts have; download or save it again"
+                )
+            if experts[number] != first:
+                raise InvalidInput(
+                    f"{name} of {directory} has shape {experts[number]}, but another expert's has {first}; "
+                    "download or save it again"
+                )
 
 
 def _load_shapes(checkpoint: Checkpoint) -> tuple[Any, dict[str, Any]]:
