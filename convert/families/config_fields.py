@@ -64,10 +64,10 @@ _SHARE: _Check = ("a number above 0 and at most 1", _is_share)
 _FIELDS: dict[str, _Check] = {
     **dict.fromkeys(("n_inner", "ffn_dim", "ffn_hidden_size", "moe_intermediate_size"), _SIZE),
     **dict.fromkeys(("no_rope_layer_interval", "num_local_experts"), _SIZE),
-    # EXAONE 4 says it in letters, such as LLLG, next to layer_types.
+    # EXAONE 4 may say it in letters, such as LLLG, next to layer_types.
     "sliding_window_pattern": (
         f"{_SIZE[0]}, or letters",
-        lambda value: isinstance(value, str) or _COUNT[1](value),
+        lambda value: isinstance(value, str) or is_size(value),
     ),
     **dict.fromkeys(("num_experts_per_tok", "original_max_position_embeddings"), _SIZE),
     **dict.fromkeys(("full_attention_interval", "attn_layer_period"), _SIZE),
@@ -102,6 +102,7 @@ _ROPE_FIELDS: dict[str, _Check] = {
     **dict.fromkeys(("short_factor", "long_factor"), ("a list of positive numbers", _are_positive)),
 }
 _KINDS_OF_LAYERS = {"full_attention", "sliding_attention"}  # which may have rope parameters of their own
+_WINDOWLESS = {"exaone4", "exaone_moe"}
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -114,6 +115,9 @@ def check_fields(config: Mapping[str, Any]) -> None:
     Raises:
         InvalidInput: names the first field whose value is wrong, and what would be right.
     """
+    # EXAONE without a window has the pattern 0, which stops other classes.
+    if config.get("model_type") in _WINDOWLESS and config.get("sliding_window") is None:
+        config = {**config, "sliding_window_pattern": config.get("sliding_window_pattern") or None}
     _check_table(config, _FIELDS, "")
     for field in _ROPE:
         for path, rope in _rope_objects(config.get(field), field):

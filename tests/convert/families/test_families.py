@@ -191,3 +191,20 @@ def test_variants_that_are_refused(case: str) -> None:
     kind, config, sentence = VARIANTS[case]
     with pytest.raises(InvalidInput, match=sentence):
         family_of({"model_type": kind, **config})
+
+
+def test_exaone_without_a_window_rotates_everywhere(tmp_path: Path) -> None:
+    """Then its configuration writes the pattern 0, which is a mistake in any other."""
+    full = ["full_attention"] * 2
+    directory = make(
+        tmp_path / "exaone4", "exaone4", **{**SHAPE, "sliding_window": None, "layer_types": full}
+    )
+    file = directory / "config.json"
+    config = json.loads(file.read_text())
+    assert config["sliding_window_pattern"] == 0
+    source = open_source(directory)
+    assert all(rotated(source.family, source.config, layer) for layer in range(2))
+    for wrong in ({"model_type": "gemma2"}, {"sliding_window": 8}, {"sliding_window_pattern": ["L"]}):
+        file.write_text(json.dumps({**config, **wrong}))
+        with pytest.raises(InvalidInput, match=r"sliding_window_pattern (0|\['L'\]), where a whole number"):
+            open_source(directory)
