@@ -116,7 +116,8 @@ def check_fields(config: Mapping[str, Any]) -> None:
         InvalidInput: names the first field whose value is wrong, and what would be right.
     """
     # EXAONE without a window has the pattern 0, which stops other classes.
-    if config.get("model_type") in _WINDOWLESS and config.get("sliding_window") is None:
+    kind = config.get("model_type")
+    if isinstance(kind, str) and kind in _WINDOWLESS and config.get("sliding_window") is None:
         config = {**config, "sliding_window_pattern": config.get("sliding_window_pattern") or None}
     _check_table(config, _FIELDS, "")
     for field in _ROPE:

@@ -221,9 +221,7 @@ def test_a_full_disk_is_told_and_leaves_the_states_before(
 
     with monkeypatch.context() as patch:
         patch.setattr(state, "_write", write_or_fail)
-        with pytest.raises(
-            InvalidInput, match=r"training state cannot be saved in .* No space left on device"
-        ):
+        with pytest.raises(InvalidInput, match=r"state cannot be written: No space left on device; earlier"):
             distill(recipe)
     assert [path.name for path in state.saved(tmp_path / "out.partial" / "state")] == [
         "step-00000005",
