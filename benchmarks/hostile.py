@@ -40,16 +40,18 @@ PLACE = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path("/tmp")
 def read_state(file: Path) -> dict[str, dict[str, Any]]:
     """Return the outcomes that are noted, by the cases' keys."""
     found: dict[str, dict[str, Any]] = {}
-    for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else ():
-        row = json.loads(line)
-        found[row["key"]] = row
+    for line in file.read_text(encoding="utf-8").splitlines(keepends=True) if file.exists() else ():
+        if line.endswith("\n"):  # the last one may still be written
+            row = json.loads(line)
+            found[row["key"]] = row
     return found
 
 
 def note(file: Path, row: dict[str, Any]) -> None:
     """Add an outcome to the state."""
-    with file.open("a", encoding="utf-8") as stream:
-        stream.write(json.dumps(row) + "\n")
+    # Unbuffered, so that rows of two processes do not mix.
+    with file.open("ab", buffering=0) as stream:
+        stream.write(json.dumps(row).encode() + b"\n")
 
 
 def work(todo: list[Case], state: Path, scene: Path, originals: Path) -> None:
@@ -73,6 +75,8 @@ def run_chunk(todo: list[Case], state: Path, scene: Path, originals: Path) -> No
         os.setsid()
         try:
             work(todo, state, scene, originals)
+        except BaseException:
+            traceback.print_exc()
         finally:
             os._exit(1)
     current, seen, since = scene.with_name("current"), "", time.monotonic()

@@ -91,6 +91,14 @@ _FIELDS: dict[str, _Check] = {
     "architectures": ("a list of strings", _is_texts),
     "sliding_window": _COUNT,
 }
+# Of a multimodal config.json, next to its text_config: tokens in whose place other inputs stand.
+_PLACES: dict[str, _Check] = dict.fromkeys(
+    (
+        *("image_token_id", "image_token_index", "video_token_id", "audio_token_id", "boi_token_index"),
+        *("eoi_token_index", "vision_token_id", "vision_start_token_id", "vision_end_token_id"),
+    ),
+    ("a token id", lambda value: value == 0 or is_size(value)),
+)
 _ROPE_FIELDS: dict[str, _Check] = {
     **dict.fromkeys(("rope_type", "type"), _TEXT),
     **dict.fromkeys(("rope_theta", "factor", "low_freq_factor", "high_freq_factor"), _POSITIVE),
@@ -123,6 +131,18 @@ def check_fields(config: Mapping[str, Any]) -> None:
     for field in _ROPE:
         for path, rope in _rope_objects(config.get(field), field):
             _check_rope(rope, path)
+
+
+def check_places(config: Mapping[str, Any]) -> None:
+    """Check the values of a multimodal config.json that are not in its text_config.
+
+    Args:
+        config: as it is on disk.
+
+    Raises:
+        InvalidInput: names the first field whose value is wrong, and what would be right.
+    """
+    _check_table(config, _PLACES, "")
 
 
 def check_lists(config: Mapping[str, Any]) -> None:

@@ -14,6 +14,7 @@ from ...checkpoints.shards import ShardWriter
 from ...core.errors import InvalidInput
 from ...core.files import whole_directory
 from ...models.load_failures import loading_failures
+from ..families.config_fields import check_places
 from ..families.family import Family
 from ..families.recognition import FAMILIES, attending, complete, is_multimodal
 
@@ -55,6 +56,7 @@ def find_tower(directory: Path) -> Tower | None:
     config = read_config(directory)
     if not is_multimodal(config):
         return None
+    check_places(config)
     kind = str(config.get("model_type"))
     if config.get("is_encoder_decoder"):
         raise InvalidInput(f"model_type {kind} is an encoder-decoder model, which kvfold cannot fold")

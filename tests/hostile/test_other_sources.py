@@ -187,6 +187,7 @@ TOWERS: dict[str, tuple[Damage, str]] = {
     "projector": (tensor("linear_1.weight", lambda t: t.mT), "are missing or misshapen"),
     "text tensor": (tensor("layers.1.self_attn.k_proj.weight", gone), "k_proj.weight"),
     "text tensor cut": (tensor("layers.1.mlp.up_proj.weight", cut), "up_proj.weight"),
+    "place": (config(image_token_id="<image>"), "image_token_id '<image>', where a token id is needed"),
     "kind of the whole": (config(model_type="x"), ""),
     "deep": (lambda source: (source / "config.json").write_text('{"text_config": ' + "[" * 10**5), "deep"),
 }
