@@ -312,7 +312,8 @@ def quantize(
 
     Example:
         >>> import kvfold
-        >>> kvfold.quantize(work / "folded", "w4a16", out=work / "q").record["quantize"]["group_size"]
+        >>> done = kvfold.quantize(work / "folded", "w4a16", out=work / "q")
+        >>> done.record["quantize"].get("group_size")
         32
     """
     from .quantisation.quantize import plan_quantize, write_quantized

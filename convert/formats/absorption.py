@@ -130,8 +130,7 @@ def absorb(model: Model) -> Model:
 
     Raises:
         InvalidInput: it is of another class, its up-projections are not plain matrices (quantised, adapters,
-        sharded), or it is
-            an output of kvfold's in float16, which cannot hold the scale of its latent.
+            sharded), or it is an output of kvfold's in float16, which cannot hold the scale of its latent.
     """
     if not isinstance(model, nn.Module):
         raise InvalidInput(
