@@ -312,9 +312,8 @@ def quantize(
 
     Example:
         >>> import kvfold
-        >>> done = kvfold.quantize(work / "folded", "w4a16", out=work / "q")
-        >>> done.record["quantize"].get("group_size")
-        32
+        >>> kvfold.quantize(work / "folded", "w4a16", out=work / "q").record["stage"]
+        'quantize'
     """
     from .quantisation.quantize import plan_quantize, write_quantized
 
