@@ -8,7 +8,7 @@ cache. So it includes what a preparation costs elsewhere.
 
 import json
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ from kvfold.texts.corpus import read_text
 
 from .machine import RESULTS, save
 
-DTYPES = ("fp8_e4m3", "nvfp4", "int4")
+DTYPES = ("fp8_e4m3", "nvfp4", "int4", "int8")
 ROWS = {
     "refined": (STEPS, False, False),
     "refined, rotated at random": (STEPS, False, True),
@@ -122,9 +122,12 @@ class Trial:
         chosen = found_BTV[:, :-1].gather(-1, self.windows_BT[:, 1:, None])
         return {"kl": float(divergence), "perplexity": float((-chosen.mean()).exp())}
 
-    def measure(self, rows: dict[str, dict[str, Cell]], keep: Callable[[], None]) -> None:
-        """Fill in the cells that are missing; `keep` is called after each."""
-        for label, (steps, prepared, rotate) in ROWS.items():
+    def measure(
+        self, labels: Iterable[str], rows: dict[str, dict[str, Cell]], keep: Callable[[], None]
+    ) -> None:
+        """Fill in the cells of some rows that are missing; `keep` is called after each."""
+        for label in labels:
+            steps, prepared, rotate = ROWS[label]
             row = rows.setdefault(label, {})
             plain = rows[label.partition(",")[0]]
             for dtype in ("bfloat16", *DTYPES):
@@ -154,6 +157,8 @@ class Trial:
 @click.option("--windows", default=32, show_default=True, help="Spread evenly over the text.")
 @click.option("--work", type=click.Path(path_type=Path), help="Directory that keeps the folds.")
 @click.option("--name", required=True, help="Key of the results in benchmarks/results/quantised-cache.json.")
+@click.option("--revision", required=True, help="The commit of kvfold, for the results.")
+@click.option("--only", help="Rows whose name begins so; by default all.")
 def main(
     model: str,
     text: str,
@@ -167,6 +172,8 @@ def main(
     windows: int,
     work: Path | None,
     name: str,
+    revision: str,
+    only: str | None,
 ) -> None:
     """Print and save what a quantised cache adds to a fold's divergence from its source.
 
@@ -183,7 +190,8 @@ def main(
     if latent_norm != "auto":
         request["latent_norm"] = latent_norm
     protocol = {"text": Path(text).name, "window": window, "windows": len(chosen)}
-    described = {**protocol, **request, "calibration": [statistics.tokens, length, statistics.seed]}
+    calibrated = [statistics.tokens, length, statistics.seed]
+    described = {"revision": revision, **protocol, **request, "calibration": calibrated}
     file = RESULTS / "quantised-cache.json"
     saved = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {"models": {}}
     found = saved["models"].setdefault(name, {**described, "rows": {}})
@@ -200,9 +208,17 @@ def main(
             request=request,
             work=work or Path(scratch),
         )
-        trial.measure(found["rows"], lambda: _save(name, found))
+        rows = [row for row in ROWS if row.startswith(only or "")]
+        trial.measure(rows, found["rows"], lambda: _save(name, found))
     cells = [
-        (label, *(f"{row[dtype][key]:.4g}" for key in ("added", "perplexity") for dtype in DTYPES))
+        (
+            label,
+            *(
+                f"{row[dtype][key]:.4g}" if dtype in row else ""
+                for key in ("added", "perplexity")
+                for dtype in DTYPES
+            ),
+        )
         for label, row in found["rows"].items()
     ]
     show_table(f"{name}: nats added, and perplexity", ("", *DTYPES, *DTYPES), cells)

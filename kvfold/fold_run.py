@@ -77,6 +77,9 @@ def _fold(request: FoldRequest) -> Folded:
         for text in plan.notices:
             notice(text)
         record = rewrite(plan, out)
+        for text in record["notices"]:
+            if text not in plan.notices:
+                notice(text)
         verification = None
         if is_first() and request.verify != "none":
             verification = verify(out, plan.engines or ENGINES[:1], run=request.verify == "full")

@@ -164,10 +164,12 @@ def _check(name: str, module: Any) -> None:
             "this transformers caches expanded keys and values; absorbed decoding needs 5.15 or later"
         )
     up = module.kv_b_proj
-    if type(up) is not nn.Linear or type(up.weight) is not nn.Parameter or not up.weight.is_floating_point():
+    is_real = up.weight.is_floating_point() and up.weight.itemsize > 1  # FP8 lacks its scale
+    if type(up) is not nn.Linear or type(up.weight) is not nn.Parameter or not is_real:
+        dtype = str(up.weight.dtype).removeprefix("torch.")
         raise InvalidInput(
-            f"{name}.kv_b_proj is {type(up).__name__} with {type(up.weight).__name__}, not a plain matrix; "
-            "load the model without quantisation or sharding, and merge adapters first"
+            f"{name}.kv_b_proj is {type(up).__name__} with a {dtype} {type(up.weight).__name__}, not a plain "
+            "matrix; load the model without quantisation or sharding, and merge adapters first"
         )
     norm = module.kv_a_layernorm.weight
     if norm.dtype == torch.float16 and not norm.is_meta and bool((norm == NORM_WEIGHT).all()):

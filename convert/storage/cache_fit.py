@@ -30,11 +30,11 @@ SHARE, FLOOR, LARGEST = 0.135, 1 / 144, 0.135 / 16
 
 @dataclass(frozen=True, kw_only=True)
 class Coordinates:
-    """What is written: outer · turn · inner · c of the first C numbers, and scale times each of the others.
+    """Coordinates of one token's numbers: outer · inner · c of the first C, scale times each of the others.
 
     Attributes:
-        outer_C: factors after the turn, positive.
-        inner_CC: coordinates before the turn.
+        outer_C: factors on the turned numbers, positive.
+        inner_CC: coordinates of the first C numbers; an orthogonal turn is multiplied into them when fitted.
         scale_S: factors on the other numbers, positive; numbers of one pair share one.
         pair_R: for each of the other numbers the index of its factor.
     """

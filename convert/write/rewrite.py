@@ -298,9 +298,24 @@ def _record(plan: Plan, source_name: str | None, done: dict[str, Found]) -> dict
         "engines": list(plan.engines),
         "dtype": plan.config["dtype"],
         "cache": plan.cache(),
-        "notices": list(plan.notices),
+        "notices": [*plan.notices, *_left_unprepared(plan, losses)],
         "parents": [parent],
     }
+
+
+def _left_unprepared(plan: Plan, losses: list[dict[str, float] | None]) -> list[str]:
+    """Return a sentence on the layers that could not be prepared for the format of the cache.
+
+    Behind a fitted norm coordinates are fitted to samples, and these layers have none.
+    """
+    dtype = plan.request.cache_dtype
+    numbers = [str(layer.number) for layer, loss in zip(plan.layers, losses, strict=True) if loss is None]
+    if dtype == "bfloat16" or plan.latent_norm != "fitted" or not numbers:
+        return []
+    return [
+        f"layers {', '.join(numbers)} are not prepared for a cache in {dtype}: their norm is fitted, and their "
+        "loss cannot be measured on calibration text; --latent-norm linear prepares them by their weights"
+    ]
 
 
 def _prepared(dtype: str, losses: list[dict[str, float] | None]) -> dict[str, Any]:

@@ -45,9 +45,10 @@ def is_plain(up: nn.Linear) -> bool:
     """Return whether an up-projection's weight alone gives what the module computes.
 
     A quantised or sharded projection or one with an adapter is of another class. One that accelerate offloads
-    has its weights elsewhere until it is called. Those must be called as modules.
+    has its weights elsewhere until it is called. Some packages quantise a plain one in place: its weights are
+    of one byte, and lack their scale. Those must be called as modules.
     """
-    return type(up) is nn.Linear and not up.weight.is_meta
+    return type(up) is nn.Linear and not up.weight.is_meta and up.weight.itemsize > 1
 
 
 def tells(mask: Any, length: int) -> bool:

@@ -233,6 +233,25 @@ def test_what_cannot_be_absorbed_is_refused() -> None:
         kvfold.absorb(quantised)
 
 
+def _round_in_place(up: nn.Linear) -> None:
+    """Store a projection in FP8 without its scale, which only a call of the module takes back."""
+    scale = up.weight.abs().max() / 448
+    up.weight = nn.Parameter((up.weight / scale).to(torch.float8_e4m3fn), requires_grad=False)
+    up.forward = lambda x: nn.functional.linear(x, up.weight.to(x) * scale.to(x))
+
+
+def test_weights_that_lack_their_scale_are_not_multiplied(monkeypatch: pytest.MonkeyPatch) -> None:
+    stock, model = latent_model(), kvfold.absorb(latent_model())
+    for each in (stock, model):
+        for layer in each.model.layers:
+            _round_in_place(layer.self_attn.kv_b_proj)
+    with counted(monkeypatch) as taken:
+        assert torch.equal(chunks(model), chunks(stock))
+    assert taken == []
+    with pytest.raises(InvalidInput, match=r"kv_b_proj is Linear with a float8_e4m3fn Parameter, not a plain"):
+        kvfold.absorb(stock)
+
+
 def test_importing_kvfold_loads_no_torch() -> None:
     subprocess.run(
         [sys.executable, "-c", "import sys, kvfold; assert 'torch' not in sys.modules"], check=True

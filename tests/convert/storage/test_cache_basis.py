@@ -15,6 +15,7 @@ from kvfold.convert.algebra.metric import weights_only
 from kvfold.convert.algebra.target import LatentTarget
 from kvfold.convert.cli import main
 from kvfold.convert.methods import latent as factor
+from kvfold.convert.methods import refinement
 from kvfold.convert.methods.intact import to_intact
 from kvfold.convert.methods.latent_norm import LatentTokens, in_level_basis, with_latent_norm
 from kvfold.convert.methods.refinement import LayerSample, measure, refine
@@ -208,6 +209,18 @@ def test_every_form_and_weights_alone_are_prepared(tmp_path: Path, options: tupl
     source = make(tmp_path / "source", "llama")
     convert(source, tmp_path / "out", *options, "--cache-dtype", "nvfp4", "--verify", "lint")
     assert json.loads((tmp_path / "out" / "kvfold.json").read_text())["request"]["cache_dtype"] == "nvfp4"
+
+
+def test_layers_that_cannot_be_prepared_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = make(tmp_path / "source", "llama")
+    monkeypatch.setattr(refinement, "AGREEMENT", -1.0)  # as for attention that `attend` does not compute
+    options = ("--cache-dtype", "int4", "--verify", "lint")
+    said = "layers 0, 1 are not prepared for a cache in int4: their norm is fitted"
+    assert said in convert(source, tmp_path / "out", *FOLD, "--latent-norm", "fitted", *options)
+    record = json.loads((tmp_path / "out" / "kvfold.json").read_text())
+    assert record["cache_dtype"] == {"name": "int4"}
+    assert sum(notice.startswith(said) for notice in record["notices"]) == 1
+    assert said not in convert(source, tmp_path / "linear", *FOLD, "--latent-norm", "linear", *options)
 
 
 @pytest.mark.parametrize(
