@@ -313,8 +313,9 @@ def _left_unprepared(plan: Plan, losses: list[dict[str, float] | None]) -> list[
     if dtype == "bfloat16" or plan.latent_norm != "fitted" or not numbers:
         return []
     return [
-        f"layers {', '.join(numbers)} are not prepared for a cache in {dtype}: their norm is fitted, and their "
-        "loss cannot be measured on calibration text; --latent-norm linear prepares them by their weights"
+        f"layers {', '.join(numbers)} are not prepared for a cache in {dtype}: their norm is fitted, and "
+        "their loss cannot be measured on calibration text; --latent-norm linear prepares them by their "
+        "weights"
     ]
 
 

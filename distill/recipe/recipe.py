@@ -30,6 +30,7 @@ LossName = Literal[
 ]  # fmt: skip
 WeightSet = Literal["all", "attention", "attention+norms", "lora"]
 Mode = Literal["end_to_end", "layerwise", "stream"]
+StoredFormat = Literal["fp8_e4m3", "fp8_e5m2", "nvfp4", "int8", "int4"]
 Profile = Literal["cpu", "single", "ddp", "fsdp2", "zero2", "zero3", "multinode"]
 ScheduleName = Literal["cosine", "wsd", "constant"]
 Tokens = Annotated[int, BeforeValidator(parse_tokens), Field(ge=1)]
@@ -85,6 +86,10 @@ class Stage(Settings):
     stage at least 100 steps, up to 65536; windows are then a power of two."""
     micro_batch: int = Field(default=4, ge=1)
     """Windows per forward pass of one process. It changes memory and speed, not the result."""
+    cache_dtype: StoredFormat | None = None
+    """Number format in which the student reads its cache while it trains: `fp8_e4m3`, `fp8_e5m2`, `nvfp4`,
+    `int8` or `int4`, rounded as by `kvfold eval --cache-dtype`. Gradients pass the rounding (straight-through
+    estimate). `evaluate` measures the student with it too. null: nothing is rounded."""
     train: WeightSet = "all"
     """Weights that are trained: `all`, `attention`, `attention+norms`, or `lora` for adapters (needs `pip
     install kvfold[lora]`)."""
@@ -125,6 +130,11 @@ class Stage(Settings):
         if self.how in trainable and self.train not in trainable[self.how]:
             raise ValueError(
                 f"mode: {self.how} trains only attention, and train is {self.train}; write train: attention"
+            )
+        if self.how == "stream" and self.cache_dtype:
+            raise ValueError(
+                f"mode: stream does not round caches, and cache_dtype is {self.cache_dtype}; write mode: "
+                "layerwise, or leave cache_dtype out"
             )
         if self.lora and self.train != "lora":
             raise ValueError(
@@ -232,6 +242,11 @@ class Recipe(Settings):
                 "evaluate needs a stage with the whole student in memory, and all stages have mode: stream"
             )
         for index, stage in enumerate(self.stages):
+            if self.compile and stage.cache_dtype:
+                raise ValueError(
+                    f"stages[{index}].cache_dtype is {stage.cache_dtype}, and compile is true; caches are "
+                    "rounded only in layers that are not compiled, so leave one of both out"
+                )
             if self.teacher == SHARED and stage.train == "all":
                 raise ValueError(
                     f"stages[{index}].train is all, but teacher: shared keeps one copy of the weights that "

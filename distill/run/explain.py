@@ -143,6 +143,7 @@ def explain(file: Path, overrides: Sequence[str] = (), processes: int | None = N
             "mode": stage.how,
             "losses": {name: stage.losses[name] for name in stage.learnt},
             "train": stage.train,
+            "cache_dtype": stage.cache_dtype,
             "lr": stage.lr,
             "steps": recipe.steps(stage),
             "step_tokens": recipe.step_tokens(stage),

@@ -34,7 +34,7 @@ from ..stages.cached_teacher import Needed, cache_for, cached_teacher
 from ..stages.stage_work import StageContext
 from ..stages.state import Progress
 from ..stages.stream import Streaming, describe_student, stream_stage
-from ..stages.student import open_student
+from ..stages.student import open_student, rounding
 from ..stages.teacher import Online, Teacher, open_teacher
 from ..watch.evaluation import TrainingEvaluation, best_kept, summary
 from ..watch.evaluation_lines import read_evaluations
@@ -166,6 +166,8 @@ def _open(
     if latest and not run.has_weights(latest):
         latest = None
     student, units = open_student(run.start, latest, stage, recipe, accelerator)
+    if stage.cache_dtype:
+        rounding(student.model, stage)
     cache = cache_for(stage, recipe)
     held_out = open_held_out(recipe, student)
     writes_text = _writes_text(run)

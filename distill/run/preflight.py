@@ -14,6 +14,7 @@ from ..recipe.recipe import Recipe, Stage
 from ..stages.align import adds, check_inside
 from ..stages.objective import check_layers
 from ..stages.stream import describe_student
+from ..stages.student import rounding
 from ..stages.teacher import check_whole
 from ..stages.weights import find_trained
 from .footprint import skeleton
@@ -54,6 +55,8 @@ def check_stages(recipe: Recipe, student: Path, teacher: Path, *, sharded: bool)
 
 def _check_stage(stage: Stage, student: Any, teacher: Any) -> None:
     trained = find_trained(student, stage)
+    if stage.cache_dtype:
+        rounding(student, stage).remove()
     if stage.how != "end_to_end":
         ours = Decoder(student)
         adds(ours, Decoder(teacher))

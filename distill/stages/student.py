@@ -20,6 +20,7 @@ from ...checkpoints.quantised.packed_checkpoint import (
 )
 from ...checkpoints.shards import SHARD_SIZE, ShardWriter, TensorSpec
 from ...convert.formats import to_published, to_trainable
+from ...core.cache_dtypes import cache_dtype
 from ...core.errors import InvalidInput
 from ...models.causal_lm import Described, Loaded, load
 from ...models.code_files import copy_config
@@ -27,6 +28,7 @@ from ...models.decoder import decoder_layers
 from ...models.head import check_head
 from ...models.load_options import LoadOptions
 from ...models.remote_code import ship
+from ...models.stored_cache import StoredCache
 from ..parallel.accelerator import first_place, shards_models
 from ..parallel.layer_units import LayerUnits, open_in_units, skeleton
 from ..recipe.recipe import Recipe, Stage
@@ -65,6 +67,23 @@ def open_student(
     if recipe.data.packing == "documents":
         isolate_documents(student.model, str(directory))
     return student, None
+
+
+def rounding(model: Any, stage: Stage) -> StoredCache:
+    """Let a student read its cache rounded to the format of a stage that names one.
+
+    Args:
+        model: the student; its attention modules get hooks.
+        stage: with `cache_dtype`.
+
+    Returns:
+        The rounding, which can be removed.
+
+    Raises:
+        InvalidInput: a layer does not write its keys and values to a cache.
+    """
+    assert stage.cache_dtype is not None
+    return StoredCache(model, cache_dtype(stage.cache_dtype), option="cache_dtype")
 
 
 def check_model(loaded: Loaded, recipe: Recipe) -> None:

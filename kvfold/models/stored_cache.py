@@ -29,12 +29,14 @@ class StoredCache:
 
     What a format's group or scale spans is what one token writes at once: the key and the value of each head,
     or the latent and the rotary key as one row, as vLLM stores them. The digits of positions that kvfold's
-    intact form keeps next to its latent are not rounded.
+    intact form keeps next to its latent are not rounded. Where a gradient is formed, it is that of
+    `CacheDtype.passed`.
 
     Args:
         model: a transformers causal language model; its attention modules get hooks.
         kind: the number format.
         scales: by number of a layer, the scale of its keys (of its latent) and of its values; 1.0 elsewhere.
+        option: the user's name for the format, for errors.
 
     Attributes:
         kind: the number format.
@@ -51,10 +53,15 @@ class StoredCache:
     """
 
     def __init__(
-        self, model: Any, kind: CacheDtype, scales: Mapping[int, tuple[float, float]] | None = None
+        self,
+        model: Any,
+        kind: CacheDtype,
+        scales: Mapping[int, tuple[float, float]] | None = None,
+        option: str = "--cache-dtype",
     ) -> None:
         decoder = Decoder(model)
         self.kind = kind
+        self._option = option
         self.bytes_per_token: list[float | None] = [None] * len(decoder)
         self._scales = dict(scales or {})
         self._is_on = True
@@ -88,6 +95,8 @@ class StoredCache:
             if not self._is_on:
                 return None
             inner = args[place] if place < len(args) else kwargs.get(name)
+            if isinstance(inner, _Reading):  # arguments of another call, of which this one is made
+                inner = inner.inner
             reading = self._given[number] = _Reading(inner, self, number, module)
             if place < len(args):
                 return (*args[:place], reading, *args[place + 1 :]), kwargs
@@ -106,7 +115,7 @@ class StoredCache:
         return InvalidInput(
             f"layer {number} of this model ({type(module).__name__}) does not write its keys and values to a "
             f"cache of transformers, so the loss of {self.kind.name} cannot be measured; leave out "
-            "--cache-dtype"
+            f"{self._option}"
         )
 
     def write(self, number: int, module: Any, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
@@ -134,7 +143,7 @@ class StoredCache:
         return read
 
     def _rounded(self, rows: Tensor, scale: float) -> Tensor:
-        return self.kind.stored(rows, scale)
+        return (self.kind.passed if rows.requires_grad else self.kind.stored)(rows, scale)
 
 
 class _Reading:
@@ -147,23 +156,27 @@ class _Reading:
         stored: rounds.
         number: of the layer.
         module: its attention.
+
+    Attributes:
+        inner: as above.
+        is_written: true once the attention has written to it.
     """
 
     def __init__(self, inner: Any, stored: StoredCache, number: int, module: Any) -> None:
-        self.is_written = False
-        self._inner, self._stored, self._number, self._module = inner, stored, number, module
+        self.is_written, self.inner = False, inner
+        self._stored, self._number, self._module = stored, number, module
 
     def update(self, first: Tensor, second: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Write new tokens and return all that attention reads."""
         self.is_written = True
         first, second = self._stored.write(self._number, self._module, first, second)
-        if self._inner is None:
+        if self.inner is None:
             return first, second
-        found: tuple[Tensor, Tensor] = self._inner.update(first, second, *args, **kwargs)
+        found: tuple[Tensor, Tensor] = self.inner.update(first, second, *args, **kwargs)
         return found
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
+        return getattr(self.inner, name)
 
 
 def _rebuilds_keys(module: Any) -> bool:

@@ -248,7 +248,9 @@ def test_weights_that_lack_their_scale_are_not_multiplied(monkeypatch: pytest.Mo
     with counted(monkeypatch) as taken:
         assert torch.equal(chunks(model), chunks(stock))
     assert taken == []
-    with pytest.raises(InvalidInput, match=r"kv_b_proj is Linear with a float8_e4m3fn Parameter, not a plain"):
+    with pytest.raises(
+        InvalidInput, match=r"kv_b_proj is Linear with a float8_e4m3fn Parameter, not a plain"
+    ):
         kvfold.absorb(stock)
 
 
