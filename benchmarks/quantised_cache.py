@@ -192,13 +192,7 @@ def main(
     protocol = {"text": Path(text).name, "window": window, "windows": len(chosen)}
     calibrated = [statistics.tokens, length, statistics.seed]
     described = {"revision": revision, **protocol, **request, "calibration": calibrated}
-    file = RESULTS / "quantised-cache.json"
-    saved = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {"models": {}}
-    found = saved["models"].setdefault(name, {**described, "rows": {}})
-    if {key: found.get(key) for key in described} != described:
-        raise InvalidInput(
-            f"{file} has {name} by {found}; this run is another: {described}; use another --name"
-        )
+    found = _begun(name, described)
     with tempfile.TemporaryDirectory() as scratch:
         trial = Trial(
             directory=directory,
@@ -210,6 +204,10 @@ def main(
         )
         rows = [row for row in ROWS if row.startswith(only or "")]
         trial.measure(rows, found["rows"], lambda: _save(name, found))
+    _show(name, found["rows"])
+
+
+def _show(name: str, rows: Mapping[str, dict[str, Cell]]) -> None:
     cells = [
         (
             label,
@@ -219,9 +217,25 @@ def main(
                 for dtype in DTYPES
             ),
         )
-        for label, row in found["rows"].items()
+        for label, row in rows.items()
     ]
     show_table(f"{name}: nats added, and perplexity", ("", *DTYPES, *DTYPES), cells)
+
+
+def _begun(name: str, described: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the results of a run by the same protocol, or new ones.
+
+    Raises:
+        InvalidInput: the name stands for another run.
+    """
+    file = RESULTS / "quantised-cache.json"
+    saved = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {"models": {}}
+    found: dict[str, Any] = saved["models"].get(name, {**described, "rows": {}})
+    if {key: found.get(key) for key in described} != described:
+        raise InvalidInput(
+            f"{file} has {name} by {found}; this run is another: {described}; use another --name"
+        )
+    return found
 
 
 def _save(name: str, found: dict[str, Any]) -> None:
