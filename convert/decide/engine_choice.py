@@ -97,6 +97,8 @@ def choose_plan(
             reasons = _reasons(engines, container, refused)
             return EngineChoice(plan=plan, reasons=reasons, unsaved=tuple(map(str, unsaved)))
         refused[container] = str((failing or unsaved)[0])
+    if len(set(refused.values())) == 1:
+        raise InvalidInput(next(iter(refused.values())))
     against = [f"{_FORMS[name]}: {why}" if name in _FORMS else why for name, why in refused.items()]
     raise InvalidInput(f"no output format of this target suits {', '.join(engines)}: {'; '.join(against)}")
 

@@ -9,6 +9,7 @@ from ..families.source import Source
 from ..formats.serving_widths import NARROW, NORM_EPSILON, PROFILES, SERVING, Profile
 from .per_rank import rank_notices
 from .rules.engine_pairs import HARDWARE, takes_any_width
+from .serving_shape import saves_nothing
 
 # Nats per token by which the narrow profile may be predicted to lose more than the wide one, whose cache is
 # 1.8 times as large: a tenth of what `kvfold plan --speed` tolerates.
@@ -127,6 +128,8 @@ def plan_profiles(
         InvalidInput: the source fits no profile.
     """
     has_size = options.get("rank") is not None or options.get("kv_budget") is not None
+    if not has_size and NARROW.cached >= source.geometry.cache_elements:
+        raise saves_nothing(source.geometry.cache_elements, NARROW, engines)
 
     def in_profile(profile: Profile) -> Output:
         size = {} if has_size else {"rank": str(profile.latent)}

@@ -6,7 +6,7 @@ approximated, and the measured loss includes them. Anything else is refused.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +21,7 @@ from ..formats.stock import Stock
 from ..methods.intact import full_rank
 from ..methods.key_regression import NO_FULL_RANK
 from ..methods.latent import Band, source_bands
-from .engines import ENGINES
+from .engines import ENGINES, read_engines
 from .rules.engine_pairs import takes_any_width
 
 
@@ -58,11 +58,7 @@ def served_target(
         return replace(target, q_lora_rank=queries), bands
     size = source.geometry.cache_elements
     if profile.cached >= size:
-        raise InvalidInput(
-            f"MLA saves nothing in the serving profiles: they cache at least {profile} elements of a latent, "
-            f"and the source's cache has only {size}; use --to gqa, or --engine "
-            + " or ".join(filter(takes_any_width, ENGINES))
-        )
+        raise saves_nothing(size, profile, read_engines(options["engine"]))
     if budget is not None and budget_elements(source.geometry, budget) < profile.cached:
         raise InvalidInput(
             f"--kv-budget {budget} is {budget_elements(source.geometry, budget)} elements per token "
@@ -76,6 +72,24 @@ def served_target(
         )
     bands = nearest_bands(source.slot_frequencies()[0], table(profile, _theta(source)), STILL)
     return LatentTarget(kv_lora_rank=int(rank), qk_rope_head_dim=2 * len(bands), q_lora_rank=queries), bands
+
+
+def saves_nothing(size: int, profile: Profile, engines: Sequence[str]) -> InvalidInput:
+    """Return the refusal of a source whose cache is no larger than the narrowest profile's.
+
+    Args:
+        size: elements that the source caches per token and layer.
+        profile: the narrowest profile.
+        engines: that must run the output.
+    """
+    if engines and all(map(takes_any_width, engines)):
+        other = f"--kv-budget SHARE, such as 50%, of which {' and '.join(engines)} takes any"
+    else:
+        other = "--engine " + " or ".join(filter(takes_any_width, ENGINES))
+    return InvalidInput(
+        f"MLA saves nothing in the serving profiles: they cache at least {profile} elements of a latent, and "
+        f"the source's cache has only {size}; use --to gqa, or {other}"
+    )
 
 
 def _whole(source: Source, profile: Profile) -> tuple[LatentTarget, tuple[Band, ...]]:

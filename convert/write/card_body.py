@@ -214,11 +214,14 @@ def _loading(written: Written, place: str) -> list[str]:
 
 
 def _projections(written: Written) -> str:
-    """Return the names of the attention's projections, as adapters take them."""
+    """Return the names of the attention's linear layers, as adapters take them.
+
+    PEFT refuses any other layer by name: `q_rope_proj` has one matrix per head.
+    """
     place = next(name.rpartition("kv_b_proj")[0] for name in written.specs if ".kv_b_proj." in name)
     inside = [name.removeprefix(place) for name in written.specs if name.startswith(place)]
     parts = [name.partition(".")[0] for name in inside]
-    return ", ".join(f"`{part}`" for part in dict.fromkeys(parts) if "proj" in part)
+    return ", ".join(f"`{part}`" for part in dict.fromkeys(parts) if "proj" in part and part != "q_rope_proj")
 
 
 def _reasons(findings: Sequence[LintFinding]) -> str:

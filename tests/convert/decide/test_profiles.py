@@ -60,6 +60,25 @@ def test_widths_of_ones_own_where_an_engine_takes_any(tmp_path: Path) -> None:
     assert any("not 512+64" in line for line in failing(tmp_path / "out", "vllm"))
 
 
+@pytest.mark.parametrize(
+    ("engine", "advice"),
+    [
+        ("mlx", "use --to gqa, or --kv-budget SHARE, such as 50%, of which mlx takes any"),
+        ("vllm,sglang", "use --to gqa, or --engine transformers or mlx"),
+    ],
+)
+def test_a_source_whose_cache_is_small_gets_one_reason_and_advice_for_its_engine(
+    engine: str, advice: str, tmp_path: Path
+) -> None:
+    source = make(tmp_path / "source")
+    code, text = attempt(source, tmp_path / "out", "--to", "mla", "--engine", engine, *WEIGHTS)
+    assert code == 2
+    assert text.count("MLA saves nothing in the serving profiles") == 1
+    assert "the source's cache has only 128" in text
+    assert advice in text
+    assert "--rank" not in text  # which nobody asked for
+
+
 @dataclass(frozen=True)
 class Predicted:
     """A plan of which only the predicted loss matters."""
