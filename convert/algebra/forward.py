@@ -38,7 +38,9 @@ class Scoring:
         window: positions that a query reads, its own and those before it; None: all.
         sinks_N: a score of every query head that takes part in the softmax and brings no value.
         pair_gain_F: what each rotary pair's share of a score is multiplied by, where that is not in the
-        weights or the scale.
+            weights or the scale.
+        late_gain_H: what each dimension of a rotated query is multiplied by: weights of norms behind the
+            rotation.
     """
 
     norm_epsilon: float = 0.0
@@ -46,14 +48,14 @@ class Scoring:
     window: int | None = None
     sinks_N: Tensor | None = None
     pair_gain_F: Tensor | None = None
+    late_gain_H: Tensor | None = None
 
     def to(self, dtype: torch.dtype, device: torch.device | str | None = None) -> Self:
         """Return the same in another dtype, and on another device."""
-        sinks_N, gain_F = (
-            None if tensor is None else tensor.to(device, dtype)
-            for tensor in (self.sinks_N, self.pair_gain_F)
-        )
-        return replace(self, sinks_N=sinks_N, pair_gain_F=gain_F)
+        names = ("sinks_N", "pair_gain_F", "late_gain_H")
+        tensors: dict[str, Tensor | None] = {name: getattr(self, name) for name in names}
+        cast = {name: tensor.to(device, dtype) for name, tensor in tensors.items() if tensor is not None}
+        return replace(self, **cast)  # type: ignore[arg-type]
 
 
 PLAIN = Scoring()  # softmax over all that came before
@@ -147,6 +149,8 @@ def attend_to(
     q_BNTH = _turned(_normed(q_BNTH, layer.q_norm_NH, scoring.norm_epsilon), angle_TF)
     if scoring.pair_gain_F is not None:
         q_BNTH = q_BNTH * scoring.pair_gain_F.repeat(2)
+    if scoring.late_gain_H is not None:
+        q_BNTH = q_BNTH * scoring.late_gain_H
     queries = q_BNTH.shape[1] // k_BKTH.shape[1]
     of_keys, of_values = _each(cache)
     read = _through(of_keys, _turned(k_BKTH, angle_TF)), _through(of_values, v_BKTH)

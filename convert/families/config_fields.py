@@ -63,7 +63,7 @@ _SHARE: _Check = ("a number above 0 and at most 1", _is_share)
 # A field may also be absent or null; sizes that must be there are checked by `geometry_of`.
 _FIELDS: dict[str, _Check] = {
     **dict.fromkeys(("n_inner", "ffn_dim", "ffn_hidden_size", "moe_intermediate_size"), _SIZE),
-    **dict.fromkeys(("no_rope_layer_interval", "num_local_experts"), _SIZE),
+    **dict.fromkeys(("no_rope_layer_interval", "num_local_experts", "attention_chunk_size"), _SIZE),
     # EXAONE 4 may say it in letters, such as LLLG, next to layer_types.
     "sliding_window_pattern": (
         f"{_SIZE[0]}, or letters",
@@ -102,7 +102,7 @@ _PLACES: dict[str, _Check] = dict.fromkeys(
 _ROPE_FIELDS: dict[str, _Check] = {
     **dict.fromkeys(("rope_type", "type"), _TEXT),
     **dict.fromkeys(("rope_theta", "factor", "low_freq_factor", "high_freq_factor"), _POSITIVE),
-    **dict.fromkeys(("beta_fast", "beta_slow", "attention_factor"), _POSITIVE),
+    **dict.fromkeys(("beta_fast", "beta_slow", "attention_factor", "alpha"), _POSITIVE),
     **dict.fromkeys(("mscale", "mscale_all_dim", "llama_4_scaling_beta"), _NUMBER),
     "original_max_position_embeddings": _SIZE,
     "partial_rotary_factor": _SHARE,

@@ -22,7 +22,6 @@ class Block:
     """The differences of a family's layers from Llama's by constants that weights can take up.
 
     Attributes:
-        norm_flag: config field without which there are no such norms.
         norm_shift: added to every norm's weight (Gemma).
         embedding_root: embeddings are multiplied by the root of the hidden size (Gemma).
         embedding, residual, logits: config fields of factors: on embeddings, on what a layer adds, under the
@@ -58,8 +57,13 @@ class Family:
         transposed: matrices are stored (input, output).
         q_norm, k_norm: RMSNorms between projection and rotation.
         norm_spans: what one of them normalises: a `head`, or all `heads` as one vector.
+        norm_flag: config field without which there are no such norms.
         norm_shift: added to the weights of those norms.
-        rotary: rotated pairs are (i, i + R/2), `half`, or (2i, 2i + 1), `interleaved`, or there are none.
+        late_norms: RMSNorms of each head stand behind the rotation: `weighted`, q_norm and k_norm, or `bare`,
+            without weights, in the layers that rotate.
+        rotary: rotated pairs are (i, i + R/2), `half`, or (2i, 2i + 1), `interleaved`, or (i + R/2, i),
+            `reversed`, or there are none.
+        stretches: a rope_type `dynamic` with a field `alpha` stretches the base once and for all.
         rotates: the config field that says whether any layer rotates: `position_embedding_type`, which is
             `rope`, or `rope_theta`, which is not null; None where layers rotate as the other fields say.
         unrotated: the config field that says which layers have no rotation; `sliding_window`: where it is
@@ -102,7 +106,9 @@ class Family:
     norm_spans: Literal["head", "heads"] = "head"
     norm_flag: str | None = None
     norm_shift: float = 0.0
-    rotary: Literal["half", "interleaved"] | None = "half"
+    late_norms: Literal["weighted", "bare"] | None = None
+    rotary: Literal["half", "interleaved", "reversed"] | None = "half"
+    stretches: bool = False
     rotates: Literal["position_embedding_type", "rope_theta"] | None = None
     unrotated: str | None = None
     mixers: str | None = None
@@ -129,6 +135,11 @@ class Family:
     def projections(self, layer: int) -> dict[str, str]:
         """Return the names of a layer's projections by role, which are modules in transformers."""
         return {role: self.prefix + str(getattr(self, role)).format(layer=layer) for role in self.roles}
+
+    @property
+    def normalises(self) -> bool:
+        """Return whether any layer has query and key norms."""
+        return self.k_norm is not None or self.late_norms is not None
 
     @property
     def query_parts(self) -> int:

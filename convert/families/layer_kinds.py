@@ -1,4 +1,4 @@
-"""The kind of every layer, in families in which only some layers attend.
+"""The kind of every layer: what it reads, and in families in which only some layers attend, whether it does.
 
 The others have a mixer whose cache does not grow: a recurrence or a convolution. Such families differ in the
 fields of config.json that say which layers attend: a rule for each.
@@ -9,6 +9,7 @@ from typing import Any
 
 ATTENTION, RECURRENCE, CONVOLUTION = "full_attention", "linear_attention", "conv"
 KINDS = (ATTENTION, RECURRENCE, CONVOLUTION)
+SLIDING, CHUNKED = "sliding_attention", "chunked_attention"
 _FORMER = {"attention": ATTENTION, "mamba": RECURRENCE}  # names of transformers 4
 
 Rule = Callable[[Mapping[str, Any], int], list[str]]
@@ -68,6 +69,23 @@ RULES: dict[str, tuple[Rule, bool]] = {
     "indices": (_indices, False),
     "period": (_period, False),
 }
+
+
+def reach_of(config: Mapping[str, Any], layer: int) -> int | None:
+    """Return the most positions that a query of a layer reads; None where it reads all before it.
+
+    Args:
+        config: a complete one.
+        layer: its number.
+    """
+    kinds = config.get("layer_types") or []
+    kind = kinds[layer] if layer < len(kinds) else SLIDING
+    width = None
+    if kind == SLIDING and config.get("use_sliding_window", True):
+        width = config.get("sliding_window")
+    elif kind == CHUNKED:
+        width = config.get("attention_chunk_size")
+    return width if isinstance(width, int) and width > 0 else None
 
 
 def kinds_of(rule: str, config: Mapping[str, Any], layers: int) -> Any:

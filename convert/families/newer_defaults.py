@@ -15,6 +15,7 @@ _EXAONE = {
     **_SIZES, "vocab_size": 102400, "intermediate_size": 16384, "num_key_value_heads": 32,
     "rms_norm_eps": 1e-5, "sliding_window": 4096, "sliding_window_pattern": 4,
 }  # fmt: skip
+_HUNYUAN = {**_SIZES, "vocab_size": 290943, "rms_norm_eps": 1e-5}
 NEWER_DEFAULTS: dict[str, dict[str, Any]] = {
     "arcee": {**_SIZES, "hidden_size": 2560, "intermediate_size": 18432, "max_position_embeddings": 4096},
     "helium": {
@@ -175,6 +176,33 @@ NEWER_DEFAULTS: dict[str, dict[str, Any]] = {
         "head_dim": 128,
         "rope_theta": 11158840.0,
         "rms_norm_eps": 1e-05,
+    },
+    "hunyuan_v1_dense": _HUNYUAN,
+    "hunyuan_v1_moe": _HUNYUAN,
+    "llama4_text": {
+        **_SIZES,
+        "vocab_size": 202048,
+        "hidden_size": 5120,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 40,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 131072,
+        "rope_theta": 500000.0,
+        "rms_norm_eps": 1e-5,
+        "use_qk_norm": True,
+        "no_rope_layer_interval": 4,
+        "attention_chunk_size": 8192,
+    },
+    "nanochat": {
+        **_SIZES,
+        "vocab_size": 50304,
+        "hidden_size": 768,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 6,
+        "rms_norm_eps": 1e-6,
     },
     "solar_open": {
         **_SIZES,

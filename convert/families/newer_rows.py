@@ -1,8 +1,16 @@
 """More rows of the table of families: those that were added in 2026."""
 
+from typing import Any
+
 from .family import Family
 from .row_parts import ADDED, AFTER, EXPERTS, GATED, LAYERNORM, NORMS, QK_NORM, affine, layer_names
 
+_HUNYUAN: dict[str, Any] = {
+    "late_norms": "weighted",
+    "q_norm": "layers.{layer}.self_attn.query_layernorm.weight",
+    "k_norm": "layers.{layer}.self_attn.key_layernorm.weight",
+    "stretches": True,
+}
 NEWER = {
     "arcee": Family(
         label="Arcee",
@@ -119,6 +127,33 @@ NEWER = {
         **QK_NORM,
         layer_tensors=layer_names(*NORMS),
         block=EXPERTS,
+    ),
+    "hunyuan_v1_dense": Family(label="Hunyuan", architecture="HunYuanDenseV1ForCausalLM", **_HUNYUAN),
+    "hunyuan_v1_moe": Family(
+        label="Hunyuan MoE",
+        architecture="HunYuanMoEV1ForCausalLM",
+        **_HUNYUAN,
+        layer_tensors=layer_names(*NORMS),
+        block=EXPERTS,
+    ),
+    "llama4_text": Family(
+        label="Llama 4, text",
+        architecture="Llama4ForCausalLM",
+        late_norms="bare",
+        norm_flag="use_qk_norm",
+        rotary="interleaved",
+        unrotated="no_rope_layers",
+        layer_tensors=layer_names(*NORMS),
+        block=EXPERTS,
+    ),
+    "nanochat": Family(
+        label="nanochat",
+        architecture="NanoChatForCausalLM",
+        late_norms="bare",
+        rotary="reversed",
+        layer_tensors=layer_names("mlp.fc1.weight", "mlp.fc2.weight"),
+        model_tensors=(),
+        block="its norms have no weights, and its MLP has no gate",
     ),
     "solar_open": Family(
         label="Solar Open",

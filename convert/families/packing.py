@@ -23,6 +23,8 @@ def half_order(family: Family, head_dim: int, width: int) -> Tensor:
     turned_R = torch.arange(width)
     rest = torch.arange(width, head_dim)
     real, imaginary = (turned_R[::2], turned_R[1::2]) if family.rotary == "interleaved" else turned_R.chunk(2)
+    if family.rotary == "reversed":
+        real, imaginary = imaginary, real
     still_real, still_imaginary = rest.chunk(2) if len(rest) else (rest, rest)
     return torch.cat([real, still_real, imaginary, still_imaginary])
 

@@ -9,7 +9,7 @@ from ...core.untrusted import shorten
 from ..algebra.target import Geometry
 from .config_fields import LARGEST, is_size
 from .family import Block, Family
-from .layer_kinds import ATTENTION, kinds_of
+from .layer_kinds import ATTENTION, CHUNKED, kinds_of
 from .rows import FAMILIES
 from .unfolded import UNFOLDED
 
@@ -41,6 +41,7 @@ _PARTIAL = {
     "phi", "phi3", "stablelm", "glm", "glm4", "gpt_neox", "nemotron", "glm4_moe", "minimax_m2", "qwen3_next",
     "qwen3_5_text", "qwen3_5_moe_text", "bamba",
 }  # fmt: skip
+BEHIND_ROTATION = "it normalises queries and keys after rotation"
 _LATENT = {"deepseek_v2", "deepseek_v3", "youtu", "minicpm3"}
 
 
@@ -82,7 +83,7 @@ def family_of(config: Mapping[str, Any]) -> Family:
                 f"config.json has {field} {value!r}; kvfold folds {family.label} where it is {allowed[-1]}"
             )
     if family.norm_flag is not None and not config.get(family.norm_flag, family.defaults[family.norm_flag]):
-        family = replace(family, q_norm=None, k_norm=None)
+        family = replace(family, q_norm=None, k_norm=None, late_norms=None)
     return family if _rotates(family, config) else replace(family, rotary=None)
 
 
@@ -120,9 +121,46 @@ def complete(family: Family, config: Mapping[str, Any]) -> dict[str, Any]:
         ]
     if interval and not whole.get("no_rope_layers"):
         whole["no_rope_layers"] = [int((n + 1) % interval != 0) for n in layers]
+    if whole.get("attention_chunk_size") and whole.get("layer_types") is None:
+        turned = whole["no_rope_layers"]
+        if isinstance(turned, list):
+            whole["layer_types"] = [CHUNKED if turns else ATTENTION for turns in turned]
+    if family.stretches:
+        whole |= _stretched(whole)
     if family.mixers is not None:
         whole["layer_types"] = kinds_of(family.mixers, whole, len(layers))
     return whole
+
+
+def _stretched(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the rope parameters of a base that a number `alpha` stretches, as Hunyuan's class computes it.
+
+    They are empty where config.json has no such number. The type is called `dynamic` there, although nothing
+    depends on the length of the input.
+
+    Args:
+        config: a complete one, whose fields were checked and whose sizes may still be anything.
+
+    Raises:
+        InvalidInput: the number makes no base.
+    """
+    rope: Any = config.get("rope_parameters") or config.get("rope_scaling")
+    if not isinstance(rope, dict) or "dynamic" not in (rope.get("rope_type"), rope.get("type")):
+        return {}
+    alpha = rope.get("alpha")
+    width: Any = config.get("head_dim")
+    if width is None and is_size(config["hidden_size"]) and is_size(config["num_attention_heads"]):
+        width = config["hidden_size"] // config["num_attention_heads"]
+    if not alpha or not is_size(width) or width < 4:
+        return {}
+    theta = rope.get("rope_theta") or config.get("rope_theta") or 10000.0
+    try:
+        base = theta * float(alpha) ** (width / (width - 2))
+    except OverflowError:
+        raise InvalidInput(
+            f"config.json has alpha {alpha} in its rope parameters, which is too large"
+        ) from None
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": base}}
 
 
 def attending(family: Family, config: Mapping[str, Any]) -> tuple[int, ...]:
@@ -265,6 +303,7 @@ def intact_reason(family: Family, *, biased: bool, unlike: bool) -> str | None:
 def stock_reasons(family: Family) -> list[str]:
     """Return why the stock latent class can hold no checkpoint of a family; empty when it can."""
     properties = {
+        BEHIND_ROTATION: family.late_norms is not None,
         "it normalises its keys after the projection": family.k_norm is not None,
         "it bounds its attention scores": family.soft_cap is not None,
         "its attention has sinks": family.sinks is not None,

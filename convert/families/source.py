@@ -18,6 +18,8 @@ from ..algebra.forward import Scoring
 from ..algebra.rotary import FIXED, frequencies, longrope_factor
 from ..algebra.target import Geometry
 from .config_fields import check_fields, check_ids, check_kinds, check_lists
+from .late_norms import has_late_norms, late_gain, with_late_norms
+from .layer_kinds import reach_of
 from .layer_rotation import check_rotation, fixed_rotation, layer_rope
 from .packing import half_order, outputs, shapes, unpack
 from .recognition import Family, attending, complete, family_of, geometry_of, rotary_width, rotated
@@ -96,8 +98,12 @@ class Source:
     @property
     def reordered(self) -> bool:
         """Return whether a head's dimensions are in another order in `attention` than in the checkpoint."""
-        order_H = half_order(self.family, self.geometry.head_dim, self.rotary_width)
-        return not torch.equal(order_H, torch.arange(self.geometry.head_dim))
+        return not torch.equal(self.head_order, torch.arange(self.geometry.head_dim))
+
+    @property
+    def head_order(self) -> Tensor:
+        """Return, for each dimension of a head in `attention`, its place in the checkpoint, (H,), int64."""
+        return half_order(self.family, self.geometry.head_dim, self.rotary_width)
 
     @property
     def rotating(self) -> tuple[int, ...]:
@@ -208,9 +214,12 @@ class Source:
         if self.family.gate not in {None, "q"}:
             names["gate.weight"] = f"{self.family.prefix}{self.family.gate}.weight".format(layer=layer)
         tensors = {role: self.checkpoint[name].to(torch.float64) for role, name in names.items()}
+        late = has_late_norms(self.family, self.config, layer)
+        rotary_factor = 1.0 if late else rotary_factor  # which such a norm takes away
         partial = rotary_factor != 1 and self.rotary_width < self.geometry.head_dim
         scale = self.scale(layer) * (1 if partial else rotary_factor**2)
         attention = unpack(tensors, self.family, self.geometry, self.rotary_width, scale)
+        attention = with_late_norms(attention) if late else attention
         if not partial:
             return attention
         gain_H = self._pair_gains(rotary_factor).repeat(2)
@@ -239,20 +248,19 @@ class Source:
         if family.sinks is not None:
             sinks_N = self.checkpoint[family.prefix + family.sinks.format(layer=layer)].to(torch.float64)
         bounded = family.soft_cap is not None and self.config[family.soft_cap] is not None
+        late = has_late_norms(family, self.config, layer)
         return Scoring(
-            norm_epsilon=_positive(self.config, "rms_norm_eps") if family.k_norm is not None else 0.0,
+            norm_epsilon=_positive(self.config, "rms_norm_eps") if family.normalises else 0.0,
             soft_cap=_positive(self.config, str(family.soft_cap)) if bounded else None,
             window=self.window(layer),
             sinks_N=sinks_N,
-            pair_gain_F=None if rotary_factor == 1 else self._pair_gains(rotary_factor),
+            pair_gain_F=None if rotary_factor == 1 or late else self._pair_gains(rotary_factor),
+            late_gain_H=late_gain(self.checkpoint, family, layer, self.head_order) if late else None,
         )
 
     def window(self, layer: int) -> int | None:
-        """Return how many positions a query of a layer reads; None where it reads all."""
-        width = self.config.get("sliding_window") if self.config.get("use_sliding_window", True) else None
-        kinds = self.config.get("layer_types") or []
-        sliding = layer >= len(kinds) or kinds[layer] == "sliding_attention"
-        return width if sliding and isinstance(width, int) and width > 0 else None
+        """Return the most positions that a query of a layer reads; None where it reads all."""
+        return reach_of(self.config, layer)
 
     def scale(self, layer: int) -> float:
         """Return the factor on a layer's scores."""

@@ -12,7 +12,16 @@ import click
 
 from ...core.console import Command, show_json, show_table
 from .hosts import HOSTS
-from .recognition import FAMILIES, Family, attending, complete, intact_reason, rotated, stock_reasons
+from .recognition import (
+    BEHIND_ROTATION,
+    FAMILIES,
+    Family,
+    attending,
+    complete,
+    intact_reason,
+    rotated,
+    stock_reasons,
+)
 from .unfolded import verdict
 
 # Nats per token of predicted loss that decoupled rotation may cost over intact rotation, at the same cache,
@@ -73,7 +82,7 @@ def _heads(family: Family, target: str) -> Support:
     spans = family.k_norm is not None and family.norm_spans == "heads"
     notes = {
         "one norm spans all keys, and merged heads change it": spans,
-        "a turn passes the key norm nearly unchanged": family.k_norm is not None and not spans,
+        "a turn passes the key norm nearly unchanged": family.normalises and not spans,
         "transformers caches every query head": written.caches_queries,
         "values merge by dimension, because a gate follows them": family.gate is not None,
     }
@@ -129,6 +138,8 @@ def _remote(family: Family, config: Mapping[str, Any]) -> Support:
     """
     turns = {rotated(family, config, layer) for layer in attending(family, config)}
     # Families with sinks have biases.
+    if family.late_norms is not None:
+        return Support(target="mla", container="remote", status="no", why=BEHIND_ROTATION)
     reason = intact_reason(family, biased=True, unlike=family.rotary is not None and len(turns) > 1)
     form = "decoupled" if reason is None else f"intact: {reason}"
     if reason is None and family.k_norm is not None:

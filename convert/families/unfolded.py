@@ -17,10 +17,14 @@ _GATED = "it gates each dimension of the attention's output, so values cannot ch
 _PARTLY = "which of its layers rotate depends on two fields, and no row describes that"
 _DISTANCE = "its scores have a bias for each distance, and its class one key head per query head"
 _ALL_HEADS = "its class has one key head per query head, and no row describes its attention"
-_AFTER_ROTATION = "it normalises queries and keys after rotation"
 _SHARED = "its layers share keys and values, or differ in their widths"
 _SELECTED = "it selects the tokens that it attends to by an index of its own"
 _WHOLE = "it is a multimodal model"
+_TOWER = "it is a multimodal model, whose text tower is folded in its place"
+_WIDE = (
+    "its global layers have wider heads than its local ones, it normalises values too, and its layers may "
+    "share keys and values, or use keys as values"
+)
 _UNDESCRIBED = "no row describes its attention"
 
 
@@ -56,17 +60,18 @@ UNFOLDED: dict[str, str] = {
         "biogpt", "codegen", "cpmant", "ctrl", "gpt_neo", "gpt_neox_japanese", "modernbert-decoder",
         "openai-gpt", "persimmon", "xglm",
     )),
-    **_all(_AFTER_ROTATION, ("hunyuan_v1_dense", "hunyuan_v1_moe", "llama4_text", "nanochat")),
     **_all(_SHARED, (
-        "dots3_note", "dots3_note_text", "gemma3n", "gemma3n_text", "gemma4", "gemma4_assistant",
-        "gemma4_text",
-        "gemma4_unified", "gemma4_unified_assistant", "gemma4_unified_text", "mimo_v2_flash",
+        "dots3_note", "dots3_note_text", "gemma3n", "gemma3n_text", "mimo_v2_flash",
+    )),
+    **_all(_WIDE, (
+        "gemma4", "gemma4_assistant", "gemma4_text", "gemma4_unified", "gemma4_unified_assistant",
+        "gemma4_unified_text",
     )),
     **_all(_SELECTED, ("minimax_m3_vl_text",)),
     **_all(_WHOLE, (
-        "emu3", "fuyu", "gemma3", "git", "got_ocr2", "llama4", "mllama", "moshi", "moss_transcribe_diarize",
-        "phi4_multimodal", "qwen3_5", "qwen3_5_moe",
+        "emu3", "fuyu", "git", "got_ocr2", "mllama", "moshi", "moss_transcribe_diarize", "phi4_multimodal",
     )),
+    **_all(_TOWER, ("gemma3", "llama4", "qwen3_5", "qwen3_5_moe")),
     **_all(_UNDESCRIBED, ("blt", "cohere_compass_text", "cwm", "inkling2_text", "inkling_text", "zaya")),
     "bitnet": "its projections are ternary",
     "dbrx": "its attention settings are in a config of their own, and its projections may be clamped",

@@ -17,6 +17,7 @@ from ...models.load_failures import loading_failures
 from ..families.config_fields import check_places
 from ..families.family import Family
 from ..families.recognition import FAMILIES, attending, complete, is_multimodal
+from ..families.unfolded import verdict
 
 # Model types of towers that compute, on text, what another model type computes. Sections of M-RoPE have the
 # same position on text, and one table of frequencies.
@@ -65,8 +66,8 @@ def find_tower(directory: Path) -> Tower | None:
     model_type = _SAME_AS.get(named, named)
     if model_type not in FAMILIES:
         raise InvalidInput(
-            f"the text tower of {kind} is of model_type {named}, which kvfold cannot fold; "
-            "`kvfold families --all` says why"
+            f"the text tower of {kind} is of model_type {named}, which kvfold cannot fold: "
+            f"{verdict(named, FAMILIES)}; `kvfold families --all` shows the others"
         )
     names = _names(directory, list(Checkpoint(directory)), FAMILIES[model_type], text)
     tied = "lm_head.weight" not in names.values()

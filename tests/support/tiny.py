@@ -163,6 +163,18 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "linear_value_head_dim": 8,
     },
     "exaone4": _MIXED,
+    "hunyuan_v1_dense": {
+        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 100.0, "alpha": 50.0, "factor": 1.0}
+    },
+    "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": 2},
+    "llama4_text": {
+        "num_local_experts": 4,
+        "intermediate_size_mlp": 48,
+        "interleave_moe_layer_step": 2,
+        "no_rope_layers": [1, 0],
+        "attention_chunk_size": 9,
+        "floor_scale": 8,
+    },
     "exaone_moe": {**_EXPERTS, **_MIXED, "num_experts": 4, "first_k_dense_replace": 1},
     "falcon": {"new_decoder_architecture": True, "num_kv_heads": 8, "ffn_hidden_size": 48, "bias": True},
 }

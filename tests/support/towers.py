@@ -124,6 +124,21 @@ TOWERS: dict[str, tuple[dict[str, Any], Callable[[], dict[str, Any]]]] = {
         },
         lambda: _qwen(4),
     ),
+    "llama4": (
+        {
+            "text_config": {
+                **_TEXT, "num_local_experts": 4, "intermediate_size_mlp": 48, "interleave_moe_layer_step": 2,
+                "no_rope_layers": [1, 0], "attention_chunk_size": 9, "floor_scale": 8,
+            },
+            "vision_config": {
+                "hidden_size": 16, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
+                "image_size": 16, "patch_size": 4, "pixel_shuffle_ratio": 0.5, "vision_output_dim": 16,
+                "projector_input_dim": 16, "projector_output_dim": 16,
+            },
+            "image_token_index": _IMAGE, "boi_token_index": 91, "eoi_token_index": 92,
+        },
+        lambda: {"input_ids": _ids(4), "pixel_values": _pixels(1, 3, 16, 16)},
+    ),
 }  # fmt: skip
 
 

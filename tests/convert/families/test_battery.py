@@ -233,6 +233,7 @@ def test_the_table_is_true(
             "gqa": ("--to", "gqa", "--kv-heads", "2", "--calibration", "none"),
             "mqa": ("--to", "mqa", "--calibration", "none"),
             "mla": LOSSLESS["mla"][0][1],
+            REMOTE: LOSSLESS[REMOTE][0][1],
         }[target]
         code, text = convert(source, tmp_path / "out", options)
         assert code == 2

@@ -57,12 +57,21 @@ def attend(x_TD: Tensor, attention: Attention, source: Source, layer: int) -> Te
     v = rows(x_TD, attention.v_KHD, attention.v_KH)
     shared = len(q) // len(k)
     q, k, v = turned(q, frequency_F, factor), turned(k, frequency_F, factor), v.repeat_interleave(shared, 0)
+    late_gain_H = source.scoring(layer).late_gain_H
+    q = q if late_gain_H is None else q * late_gain_H
     score = attention.scale * q @ k.repeat_interleave(shared, 0).mT
     if family.soft_cap and config[family.soft_cap]:
         score = config[family.soft_cap] * torch.tanh(score / config[family.soft_cap])
     position = torch.arange(len(x_TD))
     ago = position[:, None] - position
     kinds, window = config.get("layer_types"), config.get("sliding_window")
+    if kinds and kinds[layer] == "chunked_attention":
+        chunk = position // config["attention_chunk_size"]
+        score = score.masked_fill(chunk[:, None] != chunk, -torch.inf)
+    elif config.get("floor_scale"):  # layers of Llama 4 without rotation
+        score = (
+            score * (1 + config["attn_scale"] * torch.log1p((position + 1) // config["floor_scale"]))[:, None]
+        )
     windowed = kinds[layer] == "sliding_attention" if kinds else config.get("use_sliding_window", True)
     hidden = (ago < 0) | (ago >= window if window and windowed else torch.zeros_like(ago, dtype=torch.bool))
     score = score.masked_fill(hidden, -torch.inf)
