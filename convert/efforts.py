@@ -14,6 +14,8 @@ class Effort:
         sequences: calibration sequences.
         steps: of refinement; 0 is the closed form.
         batch: sequences in a step of refinement.
+        momentum: of these steps.
+        passes: whether steps take all sequences once before they take any again.
         solve: whether the output projection is solved for on the calibration text.
         draws: by which the weights of tokens' lengths in a latent norm are estimated.
     """
@@ -21,14 +23,16 @@ class Effort:
     sequences: int
     steps: int
     batch: int
+    momentum: float
+    passes: bool
     solve: bool
     draws: int
 
 
 EFFORTS = {
-    "quick": Effort(sequences=8, steps=0, batch=2, solve=True, draws=1),
-    # Steps of two sequences take a quarter of the time of eight. By them a small model loses 2 to 10 % more
-    # nats; where little is left to lose, up to 44 % more (LOG.md).
-    "default": Effort(sequences=48, steps=100, batch=2, solve=True, draws=2),
-    "best": Effort(sequences=48, steps=100, batch=8, solve=True, draws=4),
+    "quick": Effort(sequences=8, steps=0, batch=2, momentum=0.8, passes=True, solve=True, draws=1),
+    # Steps of two sequences take a quarter of the time of eight. Their gradients have more noise, so less of
+    # it is kept from step to step (LOG.md).
+    "default": Effort(sequences=48, steps=100, batch=2, momentum=0.8, passes=True, solve=True, draws=2),
+    "best": Effort(sequences=48, steps=100, batch=8, momentum=0.9, passes=False, solve=True, draws=4),
 }

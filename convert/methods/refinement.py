@@ -18,11 +18,13 @@ from torch import Tensor
 
 from ..algebra.attention import Attention, IntactAttention, LatentAttention
 from ..algebra.forward import PLAIN, AnyAttention, Caches, Scoring, attend
+from ..algebra.orthogonal_steps import Moving, order
 
 Layer = TypeVar("Layer", Attention, LatentAttention, IntactAttention)
 
 STEPS = 100
 BATCH = 8  # sequences in a step, and in a forward pass that measures
+MOMENTUM = 0.9  # share of the gradients' running mean that is kept from one step to the next
 # A step's size in each tensor, as a share of the tensor's root mean square, for a layer whose output is all
 # error. It falls in proportion to the relative error that the closed form left, and linearly to nothing over
 # the steps.
@@ -33,16 +35,6 @@ RIDGES = (1e-3, 1e-1)
 HELD_BACK = 8  # one sequence of so many measures the fit and takes no part in it
 # relative error, much of it the sample's rounding, up to which this package's forward is the source's
 AGREEMENT = 0.02
-
-_MEAN, _SQUARE, _SMALL = 0.9, 0.95, 1e-12
-_QUINTIC = (3.4445, -4.7750, 2.0315)
-_MATRICES = {
-    "down_CD",
-    "down_CE",
-    "k_rope_RD",
-    "q_down_AD",
-    "level_CC",
-}  # and all with heads; other tensors of two dimensions are biases
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,6 +105,8 @@ def refine(
     fixed: Set[str] = frozenset(),
     steps: int = STEPS,
     batch: int = BATCH,
+    momentum: float = MOMENTUM,
+    passes: bool = False,
     solve: bool = True,
     seed: int = 0,
     cache: Caches | None = None,
@@ -132,6 +126,8 @@ def refine(
         fixed: fields of the layer that are not written, and stay.
         steps: of the descent.
         batch: sequences in a step.
+        momentum: share of the gradients' running mean that is kept from one step to the next.
+        passes: whether all sequences are taken once before any is taken again.
         solve: whether the output projection is solved for.
         seed: of the order in which sequences are taken.
         cache: what the output's cache does to numbers, with a gradient; both losses then include it. None:
@@ -144,7 +140,8 @@ def refine(
     best, after = start, before
     # A sample that is small for its layer is fitted too well: what is held back says how far to go.
     if steps:
-        fitted = _descend(start, loss, steps, batch, RATE * loss.relative(before), fixed, seed)
+        taken = order(loss.used, steps, batch, passes=passes, seed=seed)
+        fitted = _descend(start, loss, taken, RATE * loss.relative(before), momentum, fixed)
         best, after = loss.least(best, *(_between(start, fitted, share) for share in SHARES))
     if solve:
         best, after = loss.least(best, *_solved(best, loss))
@@ -284,7 +281,7 @@ class _Loss:
 
 @torch.enable_grad()
 def _descend(
-    start: Layer, loss: _Loss, steps: int, batch: int, rate: float, fixed: Set[str], seed: int
+    start: Layer, loss: _Loss, taken: list[Tensor], rate: float, momentum: float, fixed: Set[str]
 ) -> Layer:
     """Descend from a layer, with orthogonalised steps for matrices, head by head.
 
@@ -297,16 +294,14 @@ def _descend(
         for name, value in values.items()
         if isinstance(value, Tensor) and name not in fixed
     }
-    moving = {name: _Moving(name, value) for name, value in weights.items()}
-    generator = torch.Generator().manual_seed(seed)
-    for step in range(steps):
-        taken = loss.used[torch.randperm(len(loss.used), generator=generator)[:batch]]
+    moving = {name: Moving(name, value, momentum) for name, value in weights.items()}
+    for step, sequences in enumerate(taken):
         changed: dict[str, Any] = dict(weights)
-        loss.of(replace(start, **changed), taken).backward()
+        loss.of(replace(start, **changed), sequences).backward()
         with torch.no_grad():
             for name, value in weights.items():
                 if value.grad is not None:
-                    value.sub_(moving[name].step(value.grad, step), alpha=rate * (1 - step / steps))
+                    value.sub_(moving[name].step(value.grad, step), alpha=rate * (1 - step / len(taken)))
                     value.grad = None
     detached: dict[str, Any] = {name: tensor.detach() for name, tensor in weights.items()}
     return replace(start, **detached)
@@ -342,50 +337,3 @@ def _between(start: Layer, end: Layer, share: float) -> Layer:
         if isinstance(tensor, Tensor)
     }
     return replace(end, **tensors)
-
-
-class _Moving:
-    """The running gradient of one tensor, from which a step of the tensor's own root mean square follows."""
-
-    def __init__(self, name: str, value: Tensor) -> None:
-        self._size = _size(value)
-        self._is_matrix = value.numel() > 0 and (value.ndim == 3 or name in _MATRICES)
-        self._heads = 1 if name == "o_DNH" else 0
-        self._mean, self._square = torch.zeros_like(value), torch.zeros_like(value)
-
-    def step(self, gradient: Tensor, count: int) -> Tensor:
-        """Return the step that follows `count` earlier ones."""
-        self._mean.lerp_(gradient, 1 - _MEAN)
-        if not self._is_matrix:  # biases and norms: Adam's (arXiv 1412.6980)
-            self._square.lerp_(gradient.square(), 1 - _SQUARE)
-            root = (self._square / (1 - _SQUARE ** (count + 1))).sqrt()
-            return self._size * (self._mean / (1 - _MEAN ** (count + 1))) / (root + _SMALL)
-        matrices = torch.lerp(gradient, self._mean, _MEAN)  # Nesterov's
-        if gradient.ndim == 2:
-            return _unit(matrices) * self._size
-        return _unit(matrices.movedim(self._heads, 0)).movedim(0, self._heads) * self._size
-
-
-def _unit(matrices: Tensor) -> Tensor:
-    """Orthogonalise matrices and scale them to a root mean square of about 1."""
-    scale: float = math.sqrt(max(matrices.shape[-2:]))
-    return orthogonal(matrices) * scale
-
-
-def orthogonal(matrices: Tensor) -> Tensor:
-    """Bring the singular values of every matrix (..., m, n) to about 1 (0.7 to 1.2).
-
-    This takes five Newton-Schulz steps of Muon's quintic iteration (arXiv 2502.16982, equation 2).
-    """
-    wide = matrices.shape[-2] <= matrices.shape[-1]
-    x = matrices if wide else matrices.mT
-    x = x / (x.norm(dim=(-2, -1), keepdim=True) + _SMALL)
-    for _ in range(5):
-        gram = x @ x.mT
-        x = _QUINTIC[0] * x + (_QUINTIC[1] * gram + _QUINTIC[2] * gram @ gram) @ x
-    orthogonalised: Tensor = x if wide else x.mT
-    return orthogonalised
-
-
-def _size(tensor: Tensor) -> float:
-    return float(tensor.detach().square().mean().sqrt()) if tensor.numel() else 0.0

@@ -171,6 +171,8 @@ def _fitted(
         fixed=fixed,
         steps=plan.refine if is_refined else 0,
         batch=plan.effort.batch,
+        momentum=plan.effort.momentum,
+        passes=plan.effort.passes,
         solve=is_refined and plan.solves,
         cache=caches,
     )

@@ -1,0 +1,84 @@
+"""The steps of refinement: orthogonalised ones for matrices (Muon), Adam's for biases and norms."""
+
+import math
+
+import torch
+from torch import Tensor
+
+_SQUARE, _SMALL = 0.95, 1e-12
+_QUINTIC = (3.4445, -4.7750, 2.0315)
+_MATRICES = {
+    "down_CD",
+    "down_CE",
+    "k_rope_RD",
+    "q_down_AD",
+    "level_CC",
+}  # and all with heads; other tensors of two dimensions are biases
+
+
+def order(used: Tensor, steps: int, batch: int, *, passes: bool, seed: int) -> list[Tensor]:
+    """Return the sequences of each step: drawn anew for each, or in passes through all of them.
+
+    In passes, the running mean of the gradients is of sequences that differ, and has less noise.
+
+    Args:
+        used: numbers of the sequences.
+        steps: of the descent.
+        batch: sequences in a step; with fewer in all, a step takes each once.
+        passes: whether all are taken once before any is taken again.
+        seed: of the order.
+    """
+    batch = min(batch, len(used))
+    generator = torch.Generator().manual_seed(seed)
+    if not passes:
+        return [used[torch.randperm(len(used), generator=generator)[:batch]] for _ in range(steps)]
+    rounds = range(math.ceil(steps * batch / len(used)))
+    drawn = torch.cat([torch.randperm(len(used), generator=generator) for _ in rounds])
+    return list(used[drawn[: steps * batch]].split(batch))
+
+
+class Moving:
+    """The running gradient of one tensor, from which a step of the tensor's own root mean square follows."""
+
+    def __init__(self, name: str, value: Tensor, momentum: float) -> None:
+        self._size, self._momentum = _size(value), momentum
+        self._is_matrix = value.numel() > 0 and (value.ndim == 3 or name in _MATRICES)
+        self._heads = 1 if name == "o_DNH" else 0
+        self._mean, self._square = torch.zeros_like(value), torch.zeros_like(value)
+
+    def step(self, gradient: Tensor, count: int) -> Tensor:
+        """Return the step that follows `count` earlier ones."""
+        self._mean.lerp_(gradient, 1 - self._momentum)
+        if not self._is_matrix:  # biases and norms: Adam's (arXiv 1412.6980)
+            self._square.lerp_(gradient.square(), 1 - _SQUARE)
+            root = (self._square / (1 - _SQUARE ** (count + 1))).sqrt()
+            return self._size * (self._mean / (1 - self._momentum ** (count + 1))) / (root + _SMALL)
+        matrices = torch.lerp(gradient, self._mean, self._momentum)  # Nesterov's
+        if gradient.ndim == 2:
+            return _unit(matrices) * self._size
+        return _unit(matrices.movedim(self._heads, 0)).movedim(0, self._heads) * self._size
+
+
+def _unit(matrices: Tensor) -> Tensor:
+    """Orthogonalise matrices and scale them to a root mean square of about 1."""
+    scale: float = math.sqrt(max(matrices.shape[-2:]))
+    return orthogonal(matrices) * scale
+
+
+def orthogonal(matrices: Tensor) -> Tensor:
+    """Bring the singular values of every matrix (..., m, n) to about 1 (0.7 to 1.2).
+
+    This takes five Newton-Schulz steps of Muon's quintic iteration (arXiv 2502.16982, equation 2).
+    """
+    wide = matrices.shape[-2] <= matrices.shape[-1]
+    x = matrices if wide else matrices.mT
+    x = x / (x.norm(dim=(-2, -1), keepdim=True) + _SMALL)
+    for _ in range(5):
+        gram = x @ x.mT
+        x = _QUINTIC[0] * x + (_QUINTIC[1] * gram + _QUINTIC[2] * gram @ gram) @ x
+    orthogonalised: Tensor = x if wide else x.mT
+    return orthogonalised
+
+
+def _size(tensor: Tensor) -> float:
+    return float(tensor.detach().square().mean().sqrt()) if tensor.numel() else 0.0
