@@ -12,22 +12,21 @@ from pathlib import Path
 from typing import Any
 
 import click
-import numpy
 
 from kvfold.convert.cli import main as convert
 from kvfold.convert.decide.engine_rules import lint
 from kvfold.core.console import Command, show_table
 from kvfold.texts.corpus import read_text
 from kvfold.verification.engine_runs import CHUNKS, CONTEXT
-from kvfold.verification.llama_programs import LlamaCpp, LlamaFailure, read_base
+from kvfold.verification.llama_programs import LlamaCpp, LlamaFailure
 from kvfold.verification.verify import verify
 from tests.support.tiny import make
 
 from .engine_rows import UPDATE
 from .folds import DEMO, HEAD, SOURCES, widen
+from .gguf_types import GOAL, TYPES, quantised
 from .saved_rows import SavedRows
 
-GOAL = 1.5  # times what the source loses by a type of weights; LOG.md says by how much it is missed
 MOST = 5.0  # times that fails: a linear norm loses hundreds of times as much
 _LATENT = "--to mla --engine llama.cpp --length 128 --sequences 8 --refine 20"
 # source, options; refused ones must be refused by a rule, and by the converter.
@@ -40,7 +39,6 @@ FOLDS = (
     ("qwen3", "--to gqa --kv-heads 2 --calibration none"),
 )
 REFUSED = (("gpt_neox", "--to gqa --kv-heads 2 --calibration none"),)
-TYPES = ("f16", "q8_0", "Q4_K_M")
 
 
 def make_source(name: str, place: Path) -> Path:
@@ -83,24 +81,6 @@ def refused(llama: LlamaCpp, name: str, options: str, out: Path, work: Path) -> 
     return {"source": name, "options": options, "refused": why, "rules": rules, "failures": failures}
 
 
-def quantised(llama: LlamaCpp, model: Path, work: Path, text: Path) -> dict[str, float]:
-    """Return the mean absolute difference of log-probabilities from BF16, by type, in nats."""
-    scores = {}
-    whole = llama.convert(model, work / "bf16.gguf", "bf16")
-    for kind in ("bf16", *TYPES):
-        file = work / f"{kind}.gguf"
-        if kind in ("f16", "q8_0"):
-            llama.convert(model, file, kind)
-        elif kind != "bf16":
-            llama.quantize(whole, file, kind)
-        llama.perplexity(file, text, work / "base", CONTEXT, CHUNKS)
-        scores[kind] = numpy.array(read_base(work / "base").scores())
-    found = {kind: float(numpy.abs(scores[kind] - scores["bf16"]).mean()) for kind in TYPES}
-    for file in work.glob("*.gguf"):
-        file.unlink()
-    return found
-
-
 def compare_types(llama: LlamaCpp, root: Path) -> list[dict[str, Any]]:
     """Return what each type of weights costs the bundled checkpoint, and its fitted and linear folds."""
     source = make_source("demo", root / "demo")
@@ -108,11 +88,11 @@ def compare_types(llama: LlamaCpp, root: Path) -> list[dict[str, Any]]:
     text.write_text(read_text("stdlib").joined[: CONTEXT * CHUNKS * 16], encoding="utf-8")
     work = root / "types"
     work.mkdir()
-    own = quantised(llama, source, work, text)
+    own = quantised(llama, source, work, text, CHUNKS)
     rows: list[dict[str, Any]] = [{"model": "source", **own, "failures": []}]
     for norm in ("fitted", "linear"):
         out = fold(source, f"{_LATENT} --latent-norm {norm} --dtype bfloat16", root / f"types-{norm}")
-        found = quantised(llama, out, work, text)
+        found = quantised(llama, out, work, text, CHUNKS)
         failures = [
             f"{kind}: {found[kind]:.4f} is over {MOST} times the source's {own[kind]:.4f}"
             for kind in TYPES

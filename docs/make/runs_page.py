@@ -21,6 +21,7 @@ _COMMANDS = {
     "convert-curves": "convert_speed --curves",
     "latent-norm": "fidelity",
     "llama-cpp-cpu": "llama_cpp",
+    "llama-cpp-types": "gguf_types",
     "mlx-rules-cpu": "mlx_rules",
     "profile": "phases",
     "vllm-http-cpu": "vllm_http",
