@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from . import __version__
 from .core.console import is_first, notice
 from .core.errors import InvalidInput
 from .core.processes import together
@@ -22,7 +25,8 @@ def fold_tower(request: FoldRequest, tower: Tower, fold: Callable[[FoldRequest],
 
     GQA and MQA are put back in their place in the whole checkpoint, unless the tower alone is asked for. The
     tower as it was is written to `OUT.tower`, unless an earlier run wrote it. It stays there where the tower
-    alone is folded, because it is the source that evaluation and distillation compare with.
+    alone is folded, because it is the source that evaluation and distillation compare with. A killed run is
+    resumed by the same request: the tower, its fold's journal and a finished fold in `OUT.text` are used.
 
     Args:
         request: what the user asked for.
@@ -35,25 +39,31 @@ def fold_tower(request: FoldRequest, tower: Tower, fold: Callable[[FoldRequest],
     from .checkpoints.directory import check_output
     from .checkpoints.own_files import remove_own_tree
     from .convert.towers.assembly import put_back
-    from .convert.towers.tower import is_written, write_tower
+    from .convert.towers.tower import claimed, is_written, write_tower
     from .models.expected_weights import check_multimodal
 
     _check(request)
     out = request.out or Path(f"{Path(request.model.partition('@')[0]).name}-{request.to}")
     alone = out.with_name(out.name + ".tower")
     part = out if request.text_only else out.with_name(out.name + ".text")
+    claim = None if request.text_only else _claim(request)
+    asked = request.model_copy(update={"model": str(alone), "revision": None, "out": part})
     with together():
-        for place in (out, part):
-            check_output(place, tower.directory)
+        check_output(out, tower.directory)
         if not request.text_only:
             check_multimodal(tower.directory)
-        was_there = is_written(tower, alone)
-        if is_first() and not was_there:
-            write_tower(tower, alone, request.shard_size)
+        is_there = is_written(tower, alone)
+        is_ours = is_there and claim is not None and claimed(alone) == claim
+        was_there = is_there and not is_ours
+        folded = _finished(asked, alone) if is_ours else None
+        if folded is None:
+            check_output(part, tower.directory)
+        if is_first() and not is_there:
+            write_tower(tower, alone, request.shard_size, claim)
     if request.text_only:
         notice(f"the text tower as it was is in {alone}; evaluation and distillation compare with it")
     try:
-        folded = fold(request.model_copy(update={"model": str(alone), "revision": None, "out": part}))
+        folded = fold(asked) if folded is None else _verified(folded)
         if request.text_only:
             return folded
         with together():
@@ -69,6 +79,40 @@ def fold_tower(request: FoldRequest, tower: Tower, fold: Callable[[FoldRequest],
             for place in (part,) if was_there else (part, alone):
                 remove_own_tree(place)
     return replace(folded, directory=out, record=record, request=request)
+
+
+def _claim(request: FoldRequest) -> str:
+    """Return a digest of all that the output of a request depends on."""
+    asked = json.dumps([__version__, request.essentials()], sort_keys=True)
+    return hashlib.sha256(asked.encode()).hexdigest()
+
+
+def _finished(asked: FoldRequest, alone: Path) -> Folded | None:
+    """Return the fold of a tower that a killed run of the same claim finished; None where there is none.
+
+    Args:
+        asked: the request of the fold, whose output may be there.
+        alone: the tower as it was.
+    """
+    from .checkpoints.record import describe, read_record
+
+    assert asked.out is not None
+    record = read_record(asked.out)
+    if record is None or record["source"] != describe(alone, asked.source_name):
+        return None
+    return Folded(directory=asked.out, record=record, request=asked, notices=(), verification=None)
+
+
+def _verified(folded: Folded) -> Folded:
+    """Return a finished fold with the verification that its request asks for."""
+    from .convert.decide.engines import ENGINES
+    from .verification.verify import verify
+
+    request = folded.request
+    if not is_first() or request.verify == "none":
+        return folded
+    engines = request.engines or ENGINES[:1]
+    return replace(folded, verification=verify(folded.directory, engines, run=request.verify == "full"))
 
 
 def _check(request: FoldRequest) -> None:

@@ -13,6 +13,7 @@ from ...checkpoints.directory import Checkpoint, check_output, copy_side_files, 
 from ...checkpoints.shards import ShardWriter
 from ...core.errors import InvalidInput
 from ...core.files import whole_directory
+from ...core.untrusted import read_json
 from ...models.load_failures import loading_failures
 from ..families.config_fields import check_places
 from ..families.family import Family
@@ -27,6 +28,7 @@ _SAME_AS = {
     "qwen3_vl_text": "qwen3",
     "qwen3_vl_moe_text": "qwen3_moe",
 }
+_CLAIM, _CLAIM_BYTES = "manifest.json", 1000
 _OTHERS = ("vision", "visual", "audio")  # parts of the names of modules that are no text tower
 _HEADS = ("lm_head.weight", "language_model.lm_head.weight")
 
@@ -91,13 +93,14 @@ def is_written(tower: Tower, out: Path) -> bool:
     return all(there.spec(name) == whole.spec(stored) for stored, name in tower.names.items())
 
 
-def write_tower(tower: Tower, out: Path, shard_size: int) -> None:
+def write_tower(tower: Tower, out: Path, shard_size: int, claim: str | None = None) -> None:
     """Write a tower alone, as a checkpoint of a causal language model.
 
     Args:
         tower: the tower.
         out: the new directory.
         shard_size: most bytes of a weight file.
+        claim: of the fold that the directory is only written for, and removed after; None: it stays.
 
     Raises:
         InvalidInput: the directory exists or cannot be written.
@@ -113,6 +116,15 @@ def write_tower(tower: Tower, out: Path, shard_size: int) -> None:
                     writer.write(name, piece, first)
         copy_side_files(tower.directory, partial)
         (partial / "config.json").write_text(json.dumps(tower.config, indent=2) + "\n", encoding="utf-8")
+        if claim is not None:
+            (partial / _CLAIM).write_text(json.dumps({"request": claim}), encoding="utf-8")
+
+
+def claimed(out: Path) -> str | None:
+    """Return the claim of a directory from `write_tower`; None where it has none."""
+    file = out / _CLAIM
+    found = read_json(file, _CLAIM_BYTES).get("request") if file.is_file() else None
+    return found if isinstance(found, str) else None
 
 
 def _text_config(directory: Path, kind: str) -> dict[str, Any]:

@@ -1,0 +1,132 @@
+"""A fold of a multimodal checkpoint, killed right before every kind of operation on its files, and resumed."""
+
+import multiprocessing
+import os
+import re
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from benchmarks.interrupted import bits, finish, start
+from kvfold.cli import main
+
+from ...support.towers import make_multimodal
+
+_PRIVATE = re.compile(r"\.kvfold-\w+")
+# What is removed once the output has its name is left by a kill, and not resumed.
+_STATES = (
+    "os.mkdir",
+    "os.rename",
+    "os.remove out.text.partial",
+    "open out.text.partial/m",
+    "open .kvfold/out/m",
+)
+_OTHER = 99  # the exit code of a process whose command ended in another way than by the kill
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload([__name__, "transformers.models.llava.modeling_llava", "kvfold.fold_run"])
+
+
+def run_and_kill(
+    words: Sequence[str], place: Path, known: Sequence[str] | None, told: Path, at: str | None = None
+) -> None:
+    """Run a command, and kill it before an operation that changes the state of a directory below `place`.
+
+    Args:
+        words: of `kvfold`.
+        place: the directory.
+        known: the kinds of operations that are let pass; None: all but `at`.
+        told: a file that gets the kind of operation, or the command's last words.
+        at: the kind of operation, where only one counts.
+    """
+
+    def hook(operation: str) -> None:
+        kind = _PRIVATE.sub(".kvfold", operation)
+        if kind == at or (known is not None and kind.startswith(_STATES) and kind not in known):
+            told.write_text(kind)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    end = finish(start(words, place, hook, {}), place)
+    if end.code not in {0, -signal.SIGKILL}:
+        told.write_text(end.said)
+    os._exit({0: 0, -signal.SIGKILL: signal.SIGKILL}.get(end.code, _OTHER))
+
+
+def run_to_the_end(words: Sequence[str], place: Path, told: Path) -> list[str]:
+    """Give a command as often as it takes, killed each time before a kind of operation at which it was not yet.
+
+    Args:
+        words: of `kvfold`.
+        place: the directory that everything is written in.
+        told: a file for the processes' words.
+
+    Returns:
+        The kinds of operations.
+    """
+    known: list[str] = []
+    code = None
+    while code != 0:
+        process = _CONTEXT.Process(target=run_and_kill, args=(words, place, known, told))
+        process.start()
+        process.join()
+        code = process.exitcode
+        assert code in {0, signal.SIGKILL}, f"exit code {code}: {told.read_text()}, after {known}"
+        if code:
+            known.append(told.read_text())
+    return known
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return make_multimodal(tmp_path / "llava", "llava")
+
+
+def words(source: Path, out: Path, heads: int = 2) -> list[str]:
+    options = ("--to", "gqa", "--kv-heads", str(heads), "--calibration", "none", "--verify", "none")
+    return ["convert", str(source), *options, "--out", str(out)]
+
+
+def test_a_killed_fold_of_a_tower_is_resumed_to_the_same_bits(source: Path, tmp_path: Path) -> None:
+    place, clean = tmp_path / "killed", tmp_path / "clean" / "out"
+    place.mkdir()
+    known = run_to_the_end(words(source, place / "out"), place, tmp_path / "told")
+    assert {"os.rename .kvfold/out.tower", "os.rename out.text.partial", "os.rename .kvfold/out"} <= set(
+        known
+    )
+    clean.parent.mkdir()
+    assert CliRunner().invoke(main, words(source, clean)).exit_code == 0
+    assert bits(place / "out") == bits(clean)
+    left = [path.name for path in place.iterdir() if not path.name.startswith(".kvfold-")]
+    assert left == ["out"], "of private directories, kills leave some"
+
+
+def test_a_finished_part_of_another_fold_is_kept(source: Path, tmp_path: Path) -> None:
+    """Neither another request nor a changed tower takes it over."""
+    place, told = tmp_path / "killed", tmp_path / "told"
+    place.mkdir()
+    process = _CONTEXT.Process(
+        target=run_and_kill, args=(words(source, place / "out"), place, None, told, "os.mkdir .kvfold/out")
+    )
+    process.start()
+    process.join()
+    assert told.read_text() == "os.mkdir .kvfold/out"
+    before = bits(place)
+    refused = CliRunner().invoke(main, words(source, place / "out", heads=1))
+    assert refused.exit_code == 2
+    assert "out.text exists and nothing is overwritten" in refused.stderr
+    assert bits(place) == before
+    assert CliRunner().invoke(main, words(source, place / "out")).exit_code == 0
+    assert not (place / "out.text").exists()
+
+
+@pytest.mark.parametrize("name", ["out.tower.partial", "out.text.partial", "out.partial"])
+def test_a_directory_of_the_user_is_never_touched(name: str, source: Path, tmp_path: Path) -> None:
+    """Whatever name a working directory could have."""
+    place = tmp_path / "place"
+    (place / name).mkdir(parents=True)
+    (place / name / "config.json").write_text("mine")
+    code = CliRunner().invoke(main, words(source, place / "out")).exit_code
+    assert (place / name / "config.json").read_text() == "mine"
+    assert code == (2 if name == "out.text.partial" else 0)
