@@ -156,9 +156,14 @@ def _check_class(directory: Path, config: Any) -> None:
         check_form(directory, read_config(directory))
         check_loadable(directory, config, _own_class())
     else:
+        is_multimodal = any(hasattr(config, part) for part in ("vision_config", "audio_config"))
         raise InvalidInput(
             f"{directory} is no causal language model of transformers (model_type {config.model_type}); "
-            "name one"
+            + (
+                "write its text tower alone with `kvfold convert --text-only`"
+                if is_multimodal
+                else "name one"
+            )
         )
 
 

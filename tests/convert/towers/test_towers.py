@@ -13,6 +13,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from kvfold.convert.cli import main
+from kvfold.core.errors import InvalidInput
+from kvfold.models.causal_lm import build_empty
 from kvfold.models.shipped.modeling_kvfold import KvfoldForCausalLM
 
 from ...support.tiny import make
@@ -119,6 +121,11 @@ def test_what_cannot_be_is_refused(
     with pytest.raises(ClickException, match=words):
         fold(source, "out", *options)
     assert [path.name for path in tmp_path.iterdir()] == ["llava"]
+
+
+def test_other_commands_name_the_way_to_a_text_tower(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput, match=r"model_type llava\); write its text tower .* --text-only"):
+        build_empty(make_multimodal(tmp_path / "llava", "llava"), None, torch.float32)
 
 
 def test_a_text_model_has_no_tower_to_take_out(tmp_path: Path) -> None:
