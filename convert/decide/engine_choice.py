@@ -153,17 +153,24 @@ def format_notices(plan: PlannedOutput, engines: Sequence[str], dtype: str) -> t
     """
     if dtype == "bfloat16":
         return ()
+    refusal = format_refusal(plan, engines, dtype)
+    if refusal is not None:
+        raise InvalidInput(refusal)
     layout = _written(plan).layout
     found = {engine: format_findings(layout, engine, dtype) for engine in ENGINES}
-    for engine in engines:
-        for finding in found[engine]:
-            if finding.fails:
-                raise InvalidInput(
-                    f"--cache-dtype {dtype} does not suit --engine {engine}: {finding.sentence}"
-                )
     known = [engine for engine in ENGINES if {finding.effect for finding in found[engine]} == {"note"}]
     said = f"{', '.join(known)} can store it so" if known else "no engine is known to store it so"
     return (f"the cache is prepared for {dtype}: {said} (kvfold verify --cache-dtype {dtype})",)
+
+
+def format_refusal(plan: PlannedOutput, engines: Sequence[str], dtype: str) -> str | None:
+    """Return a sentence on the first of some engines that does not store the output's cache in a format."""
+    layout = _written(plan).layout
+    for engine in engines:
+        for finding in format_findings(layout, engine, dtype):
+            if finding.fails:
+                return f"--cache-dtype {dtype} does not suit --engine {engine}: {finding.sentence}"
+    return None
 
 
 def _reasons(engines: Sequence[str], container: str, refused: Mapping[str, str]) -> tuple[str, ...]:

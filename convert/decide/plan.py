@@ -80,6 +80,7 @@ class Plan:
         latent_norm: role of the latent's norms: `fitted`, they are norms, and the latent is chosen to suit
             them; `linear`, its scale makes them linear in the stock class; `auto`, norm_choice.py has yet to
             choose. None in other formats, and in kvfold's own code where its epsilon makes them linear.
+        formats: number formats of the cache in which the losses of layers are measured too.
     """
 
     source: Source
@@ -99,6 +100,7 @@ class Plan:
     request: FoldRequest
     engines: tuple[str, ...] = ()
     latent_norm: LatentNorm | None = None
+    formats: tuple[str, ...] = ()
 
     @property
     def tokenizer(self) -> Path:

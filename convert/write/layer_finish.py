@@ -74,7 +74,28 @@ def finished(its: Finishing, layer: Layer) -> tuple[Layer, Loss | None]:
     dtype = cache_dtype(its.plan.request.cache_dtype)
     if dtype.bits < 16:
         return _prepared(its, made, loss, dtype)
+    if loss is not None and its.sample is not None and its.plan.formats:
+        loss = {**loss, **_stored_losses(its, made, its.sample)}
     return _as_written(its, made), loss
+
+
+def _stored_losses(its: Finishing, layer: Layer, sample: LayerSample) -> Loss:
+    """Return the loss with the cache in each of the plan's formats, in closed-form coordinates or as it is.
+
+    It takes a small part of the time of a fit to the format, which finds better ones.
+    """
+    moments = tuple(
+        replace(each, rows_KXW=None) for each in sampled_moments(layer, its.slots_S, sample)
+    )  # without numbers of tokens nothing is fitted
+    written, found = _as_written(its, layer), {}
+    for name in its.plan.formats:
+        dtype = cache_dtype(name)
+        found[name] = its.loss(written, sample, dtype.stored)
+        if dtype.bits < 16:
+            basis = fit_basis(layer, moments, dtype)
+            prepared = _as_written(its, in_basis(layer, basis), basis.norm)
+            found[name] = min(found[name], its.loss(prepared, sample, dtype.stored))
+    return found
 
 
 def _prepared(

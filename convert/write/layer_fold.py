@@ -38,7 +38,8 @@ class LayerFold:
         tensors: the tensors to write, float64, by name.
         loss: of the layer alone on held-back calibration inputs, in nats per token, by the closed form
             (`folded`) and as written (`refined`). For a quantised cache also with that cache (`stored`), and
-            so the layer that is not prepared (`unprepared`). None without such inputs, and where
+            so the layer that is not prepared (`unprepared`), and for each of `Plan.formats`, by its name,
+            what it loses in closed-form coordinates for that. None without such inputs, and where
             `forward.attend` does not compute the attention.
         spectrum: the spectrum that its latent was cut from; None where there is no latent.
     """

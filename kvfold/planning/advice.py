@@ -8,9 +8,12 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from ..convert.calibration.statistics import Statistics
+from ..convert.decide.engine_choice import format_refusal
 from ..convert.decide.per_rank import Ranks, source_elements
+from ..convert.decide.plan import Plan
 from ..core.cache_dtypes import CacheDtype
 from ..core.console import progress
+from ..core.errors import InvalidInput
 from .candidates import Candidate
 from .demand import ALONE, Decoding, Demand, absorbs, decoding, demand, held, parameters, token_bytes
 from .prediction import NATS, SHARE, PredictedLosses
@@ -69,6 +72,13 @@ class Row:
     def name(self) -> str:
         """Return the target, and the format of its cache where it has one."""
         return self.candidate.label + ("" if self.kind is None else f", {self.kind.name}")
+
+    @property
+    def asked(self) -> Plan:
+        """Return the plan of a fold that is prepared for the format."""
+        plan = self.candidate.plan
+        name = "bfloat16" if self.kind is None else self.kind.name
+        return replace(plan, request=plan.request.model_copy(update={"cache_dtype": name}))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the row as plain values."""
@@ -146,6 +156,34 @@ def place(candidate: Candidate, bounds: Bounds, kind: CacheDtype | None = None) 
         kind=kind,
         share=token_bytes(plan, kind=kind) / (geometry.cache_elements * itemsize),
     )
+
+
+def place_all(
+    candidates: Sequence[Candidate], kinds: Sequence[CacheDtype], bounds: Bounds, engines: Sequence[str]
+) -> list[Row]:
+    """Evaluate candidates with their caches in each format that the engines store.
+
+    Args:
+        candidates: the targets.
+        kinds: number formats; none: the outputs' dtype.
+        bounds: the limits.
+        engines: that must store the cache so.
+
+    Raises:
+        InvalidInput: they store no candidate's cache in any of the formats.
+    """
+    if not kinds:
+        return [place(candidate, bounds) for candidate in candidates]
+    rows, refusal = [], ""
+    for candidate in candidates:
+        for kind in kinds:
+            own = None if kind.bits >= 16 else format_refusal(candidate.plan, engines, kind.name)
+            refusal = refusal or own or ""
+            if own is None:
+                rows.append(place(candidate, bounds, kind))
+    if not rows:
+        raise InvalidInput(f"no target is left: {refusal}; name another format or engine")
+    return rows
 
 
 def predict_rows(

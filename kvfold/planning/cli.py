@@ -75,7 +75,7 @@ UNFIT = 3  # exit code where nothing fits: an answer, and no mistake
     "cache_dtypes",
     metavar="NAME,...",
     help=f"Number formats of the cache: {', '.join(CACHE_DTYPES)}. Every target is compared in each, by its "
-    "bytes; * marks those that no other beats in bytes and loss.",
+    "bytes and by the loss in closed-form coordinates for it; * marks those that no other beats in both.",
 )
 @click.option(
     "--calibration",

@@ -5,15 +5,16 @@ It is done the same way for every target. With statistics the measure is that of
 weights alone it is the squared error of that output as a share of its square, on inputs drawn from a normal
 distribution, mean over layers. That only ranks, and has no unit of loss, and is of linear latent norms.
 
-The loss with the cache in a number format is the same measure of the same layer, whose keys and values, or
-whose latents, are rounded on the way. The layers before it are exact, so it is of one layer's rounding at a
-time, summed.
+The loss with the cache in a number format is the same measure of a fold in closed-form coordinates for the
+format, where they lose less. `kvfold convert --cache-dtype` begins there, fits them further and refines
+through the rounding, which takes many times as long. What a layer caches is rounded on the way. The layers
+before it are exact, so it is of one layer's rounding at a time, summed. The source is measured as it is.
 
 Legend: attention.py; B sequences, T tokens, S slots.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -24,8 +25,10 @@ from ..convert.algebra.forward import AnyAttention, Scoring, attend
 from ..convert.algebra.target import LatentTarget
 from ..convert.decide.norm_choice import settle_norm
 from ..convert.decide.plan import Plan
-from ..convert.methods.refinement import BATCH, LayerSample, agrees, fitting_device
+from ..convert.methods.refinement import LayerSample, agrees, measure
 from ..convert.methods.slots import slots_of
+from ..convert.storage.cache_basis import fit_basis, in_basis
+from ..convert.storage.cache_moments import weights_moments
 from ..convert.write.layer_fold import fold_attention
 from ..core.cache_dtypes import CacheDtype
 
@@ -73,8 +76,7 @@ class PredictedLosses:
 
 def source_loss(plan: Plan, kind: CacheDtype) -> float | None:
     """Return the loss of a plan's source, unfolded, with its cache in a number format."""
-    layers = {number: _source(plan, number)[0] for number in plan.source.attending}
-    measured = [_with_cache(plan, number, layer, kind) for number, layer in layers.items()]
+    measured = [_with_cache(plan, number, kind) for number in plan.source.attending]
     known = [each for each in measured if each is not None]
     if len(known) < len(measured):
         return None
@@ -86,26 +88,40 @@ def _predict(plan: Plan, kinds: Sequence[CacheDtype]) -> Losses:
     regresses = plan.container.kind == "stock" and plan.source.family.k_norm is not None
     if plan.statistics is None and (plan.folds_biases or regresses):
         return nothing  # biases and key norms go into weights by statistics only
+    plan = replace(plan, formats=tuple(kind.name for kind in kinds))
     losses: dict[str | None, list[float]] = {name: [] for name in nothing}
     for number in plan.source.attending:
         layer, loss = fold_attention(plan, number)
-        if plan.statistics is not None and loss is None:
+        if plan.statistics is None:
+            losses[None].append(_share(plan, number, layer))
+            for kind in kinds:
+                losses[kind.name].append(_share(plan, number, _prepared(layer, kind), kind))
+        elif loss is None:
             return nothing  # `forward.attend` does not compute its attention
-        losses[None].append(_share(plan, number, layer) if loss is None else loss["refined"])
-        for kind in kinds:
-            losses[kind.name].append(_with_cache(plan, number, layer, kind) or 0.0)
+        else:
+            for name, found in losses.items():
+                found.append(loss["refined" if name is None else name])
     count = 1 if plan.statistics is not None else len(plan.source.attending)
     return {name: sum(each) / count for name, each in losses.items()}
 
 
-def _with_cache(plan: Plan, number: int, layer: AnyAttention, kind: CacheDtype) -> float | None:
-    """Return the loss of one layer with its cache in a number format, in the unit of its plan's.
+def _prepared(layer: AnyAttention, kind: CacheDtype) -> AnyAttention:
+    """Return a layer that was folded by its weights alone in the coordinates for a format."""
+    if kind.bits >= 16:
+        return layer
+    made: Any = layer
+    written: AnyAttention = in_basis(made, fit_basis(layer, weights_moments(layer), kind))
+    return written
+
+
+def _with_cache(plan: Plan, number: int, kind: CacheDtype) -> float | None:
+    """Return the loss of one of the source's layers with its cache in a format, in the unit of its plan's.
 
     It is None where `forward.attend` does not compute the source's attention.
     """
-    if plan.statistics is None:
-        return _share(plan, number, layer, kind)
     source, table_F, scoring = _source(plan, number)
+    if plan.statistics is None:
+        return _share(plan, number, source, kind)
     taken = plan.statistics.layers[plan.source.attending.index(number)]
     sample = LayerSample(
         input_BTD=taken.input_BTD,
@@ -115,17 +131,7 @@ def _with_cache(plan: Plan, number: int, layer: AnyAttention, kind: CacheDtype) 
     )
     if not agrees(source, table_F, sample):
         return None
-    device = fitting_device()
-    scoring, slots_S = scoring.to(torch.float32, device), _turning(plan, number, layer, table_F)
-    source, layer = source.to(torch.float32, device), layer.to(torch.float32, device)
-    fisher_DD, total = sample.fisher_DD.to(device, torch.float32), 0.0
-    with torch.no_grad():
-        for part in sample.held_back.split(BATCH):
-            input_BTD = sample.input_BTD[part].to(device, torch.float32)
-            given_BTD = attend(layer, input_BTD, slots_S, scoring, cache=kind.stored)
-            error_BTD = given_BTD - attend(source, input_BTD, table_F, scoring)
-            total += float(((error_BTD @ fisher_DD) * error_BTD).sum(-1).mean()) / 2 * len(part)
-    return total / len(sample.held_back)
+    return measure(source, table_F, source, table_F, sample, kind.stored)
 
 
 def _share(plan: Plan, number: int, layer: AnyAttention, kind: CacheDtype | None = None) -> float:

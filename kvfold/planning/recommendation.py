@@ -21,7 +21,7 @@ from ..core.grid import Grid, Tabular
 from ..core.hub import resolve
 from ..core.settings import Settings
 from ..core.units import show_bytes
-from .advice import Advice, Bounds, Row, place, predict_rows, rank, what_would_fit
+from .advice import Advice, Bounds, Row, place, place_all, predict_rows, rank, what_would_fit
 from .candidates import SHARES, Candidate, find_candidates, plan_source
 from .loss_curve import SHARES as CURVE_SHARES
 from .loss_curve import check_picture, draw, points_of
@@ -191,7 +191,7 @@ def recommend(request: PlanRequest) -> Candidates:
     _tell_small(source)
     candidates, refused = _find(source, shares, request)
     bounds = Bounds(context=request.context, batch=request.batch, memory=request.memory, ranks=ranks)
-    rows = [place(candidate, bounds, kind) for candidate in candidates for kind in kinds or (None,)]
+    rows = place_all(candidates, kinds, bounds, request.engines)
     statistics = None
     if wants_curve or any(row.fits for row in rows):
         statistics = _study(source, request)
@@ -239,6 +239,7 @@ def _command(row: Row, request: PlanRequest) -> str:
     """Return the `kvfold convert` command of a row, calibrated as here where statistics were taken."""
     candidate = row.candidate
     update: dict[str, Any] = {
+        "cache_dtype": row.asked.request.cache_dtype,
         "model": request.model,
         "revision": request.revision,
         "method": candidate.plan.method,
@@ -289,7 +290,7 @@ def _report(
             "label": chosen.name,
             "reason": advice.reason,
             "command": _command(chosen, request),
-            "fold": cost_by_default(chosen.candidate.plan, request.sequences).to_dict(),
+            "fold": cost_by_default(chosen.asked, request.sequences).to_dict(),
         },
         "would_fit": None if chosen else what_would_fit(advice.rows, bounds),
     }

@@ -1,6 +1,7 @@
 """`kvfold plan --cache-dtype`: bytes of a cache in each number format, and the loss that it adds."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,10 @@ from scipy.stats import spearmanr  # type: ignore[import-untyped]
 from kvfold.cli import main
 from kvfold.convert.calibration.statistics import Statistics
 from kvfold.convert.calibration.study import study
+from kvfold.convert.decide.norm_choice import settle_norm
 from kvfold.convert.families.source import open_source
+from kvfold.convert.storage import cache_fit
+from kvfold.convert.write.layer_fold import fold_attention
 from kvfold.convert.write.rewrite import rewrite
 from kvfold.core.cache_dtypes import cache_dtype
 from kvfold.eval.options import Options
@@ -64,7 +68,7 @@ def test_bytes_are_counted_with_their_scales(
 
 def rows_of(found: dict[str, Candidate], names: tuple[str, ...], taken: Statistics | None) -> dict[Any, Row]:
     asked = []
-    for label in LABELS:
+    for label in filter(found.__contains__, LABELS):
         asked += [place(found[label], BOUNDS, None if name == "" else cache_dtype(name)) for name in names]
     return {
         (row.candidate.label, "" if row.kind is None else row.kind.name): row
@@ -73,22 +77,53 @@ def rows_of(found: dict[str, Candidate], names: tuple[str, ...], taken: Statisti
 
 
 def test_losses_agree_with_measured_ones(
-    found: dict[str, Candidate], statistics: Path, tmp_path: Path
+    found: dict[str, Candidate], statistics: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(cache_fit, "STEPS", 0)
     taken = Statistics.load(statistics)
-    rows = rows_of(found, ("", "bfloat16", "fp8_e4m3", "nvfp4", "int4"), taken)
+    rows = rows_of(found, ("", "bfloat16", "fp8_e4m3", "int4"), taken)
     losses = {key: row.loss or 0.0 for key, row in rows.items()}
     predicted, measured = [], []
     for number, label in enumerate(LABELS):
         assert losses[label, "bfloat16"] == pytest.approx(losses[label, ""], rel=0.01)
         assert losses[label, ""] < losses[label, "fp8_e4m3"] < losses[label, "int4"]
-        rewrite(rows[label, ""].candidate.plan, tmp_path / str(number))
-        for name in ("fp8_e4m3", "nvfp4", "int4"):
-            options = Options(window=128, max_windows=4, cache_dtype=name)
-            done = evaluate(tmp_path / str(number), None, read_text("stdlib"), options)
+        for name in ("fp8_e4m3", "int4"):
+            out = tmp_path / f"{number}-{name}"
+            rewrite(rows[label, name].asked, out)
+            done = evaluate(
+                out, None, read_text("stdlib"), Options(window=128, max_windows=4, cache_dtype=name)
+            )
             measured.append(done.suites["storage"].kl.mean)
             predicted.append(losses[label, name] - losses[label, ""])
     assert float(spearmanr(predicted, measured).statistic) > 0.85, (predicted, measured)
+
+
+@pytest.mark.parametrize("label", LABELS)
+def test_coordinates_are_predicted_that_a_prepared_fold_begins_with(
+    found: dict[str, Candidate], statistics: Path, monkeypatch: pytest.MonkeyPatch, label: str
+) -> None:
+    taken = Statistics.load(statistics)
+    row = rows_of({label: found[label]}, ("int4",), taken)[label, "int4"]
+    monkeypatch.setattr(cache_fit, "STEPS", 0)
+    plan = replace(settle_norm(row.candidate.plan), request=row.asked.request)
+    losses = [fold_attention(plan, number)[1] or {} for number in range(6)]
+    assert row.loss == pytest.approx(sum(loss["stored"] for loss in losses), rel=1e-3)
+    unprepared = sum(loss["unprepared"] for loss in losses)
+    assert row.loss is not None
+    assert row.loss < 0.97 * unprepared
+
+
+def test_formats_that_an_engine_does_not_store_are_left_out() -> None:
+    words = ["plan", str(DEMO), "--context", "256", "--budgets", "25%", "--engine", "transformers", "--json"]
+    done = CliRunner().invoke(main, [*words, "--cache-dtype", "bfloat16,fp8_e4m3,int4"])
+    assert done.exit_code == 0, done.output
+    report = json.loads(done.stdout)
+    rows = [*report["candidates"], report["chosen"]]
+    assert {row["label"].rpartition(", ")[2] for row in rows} == {"bfloat16", "fp8_e4m3"}
+    assert all(("--cache-dtype fp8_e4m3" in row["command"]) == ("fp8_" in row["label"]) for row in rows)
+    none = CliRunner().invoke(main, [*words, "--cache-dtype", "int4"])
+    assert none.exit_code == 2
+    assert "no target is left: --cache-dtype int4 does not suit --engine transformers" in none.output
 
 
 def test_by_weights_alone_formats_rank_too(found: dict[str, Candidate]) -> None:
