@@ -37,7 +37,6 @@ EOS = "<|end|>"
 _PIECES = r" ?\d{1,2}| ?[A-Za-z]+| ?[^\sA-Za-z\d]+|\s+(?!\S)|\s+"
 _APART = 96  # tokens of text for each hidden number
 _MOST = 16  # hidden numbers in a window
-_PLAIN = 8  # one window of so many hides one number without a name
 _WARMUP = 30  # steps of each stage
 _ANSWERS = 8.0  # weight of a token of an answer
 
@@ -52,6 +51,10 @@ class Stage:
         length: S.
         repeats: share of the windows that repeat random tokens; the others are text with questions.
         rate: of AdamW, at its begin and at its end.
+        plain: one window of text in so many hides one number without a name.
+        edges: share of the numbers that are hidden at the head or the end of the text.
+        asks: questions for a number without a name.
+        restarts: whether AdamW begins anew.
     """
 
     steps: int
@@ -59,6 +62,10 @@ class Stage:
     length: int
     repeats: float
     rate: tuple[float, float]
+    plain: int = 8
+    edges: float = 0.0
+    asks: int = 1
+    restarts: bool = False
 
 
 STAGES = (
@@ -66,7 +73,11 @@ STAGES = (
     Stage(steps=700, windows=12, length=256, repeats=0.25, rate=(3e-3, 3e-3)),
     Stage(steps=400, windows=4, length=1024, repeats=0.15, rate=(3e-3, 2e-3)),
     Stage(steps=900, windows=2, length=2048, repeats=0.0, rate=(2e-3, 1e-4)),
-)
+    Stage(
+        steps=600, windows=2, length=2048, repeats=0.0, rate=(1e-3, 5e-5), plain=3, edges=0.25, asks=8,
+        restarts=True,
+    ),
+)  # fmt: skip
 
 
 def make_tokenizer(text: str) -> Any:
@@ -140,7 +151,7 @@ class Windows:
         rows = [
             self._repeated(stage.length, draw)
             if number < stage.repeats * stage.windows
-            else self._questions(stage.length, draw)
+            else self._questions(stage, draw)
             for number in range(stage.windows)
         ]
         return torch.tensor([row for row, _ in rows]), torch.tensor([weights for _, weights in rows])
@@ -154,29 +165,34 @@ class Windows:
         segment = draw.choices(alphabet, k=size)
         return (segment * (length // size + 1))[:length], [1.0] * length
 
-    def _questions(self, length: int, draw: random.Random) -> tuple[list[int], list[float]]:
+    def _questions(self, stage: Stage, draw: random.Random) -> tuple[list[int], list[float]]:
         """Return text with hidden numbers, and questions for them behind."""
+        length, asks = stage.length, 1
         count = max(1, min(_MOST, length // _APART))
         names = [f" of the {name}" for name in draw.sample(self._names, count)]
-        if draw.randrange(_PLAIN) == 0:
-            names = [""]
+        if draw.randrange(stage.plain) == 0:
+            names, asks = [""], stage.asks
         facts, room = [], length - 1
         for name in names:
             key = str(draw.randrange(10_000, 100_000))
             remember = "" if name else f" Remember: the secret number is {key}."
             question, answer = self._ids(f"\nThe secret number{name} is"), self._ids(f" {key}")
             fact = self._ids(f" The secret number{name} is {key}.{remember}")
-            if room < len(fact) + len(question) + len(answer):
+            size = len(fact) + asks * len(question + answer)
+            if room < size:
                 break
-            room -= len(fact) + len(question) + len(answer)
+            room -= size
             facts.append((fact, question, answer))
         inserted: list[tuple[int, int, list[int], int]] = []  # place, order there, tokens, those of an answer
         for number, (fact, question, answer) in enumerate(facts):
             first = draw.randint(0, room)
-            last = room if draw.random() < 0.5 else draw.randint(first, room)
-            order = count + draw.randrange(count) * count + number  # behind all facts of the same place
+            if stage.edges and draw.random() < stage.edges:
+                first = draw.choice((0, room))
             inserted.append((first, number, fact, 0))
-            inserted.append((last, order, question + answer, len(answer)))
+            for _ in range(asks):
+                last = room if draw.random() < 0.5 else draw.randint(first, room)
+                order = count + draw.randrange(count) * count + number  # behind all facts of the same place
+                inserted.append((last, order, question + answer, len(answer)))
         start = draw.randrange(len(self.tokens) - length)
         text = self.tokens[start : start + room].tolist()
         row, weights, at = [0], [1.0], 0
@@ -193,8 +209,10 @@ def steps(model: Any, windows: Windows, stages: tuple[Stage, ...] = STAGES) -> I
     """Train, and yield after each step the loss of all tokens and the share of right answers."""
     draw = random.Random(0)
     model.train()
-    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=0.0)
+    optimizer = None
     for stage in stages:
+        if optimizer is None or stage.restarts:
+            optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=0.0)
         begin, end = stage.rate
         for number in range(stage.steps):
             rate = begin * (end / begin) ** (number / stage.steps) * min(1.0, (number + 1) / _WARMUP)

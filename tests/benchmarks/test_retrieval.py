@@ -15,7 +15,7 @@ TEXT = "\n".join(
     f"Some words about {one} and other things, which nobody reads more than {number} times.\n"
     for number, one in enumerate(["paper", "stone", "water", "light", "copper", "winter", *NAMES] * 20)
 )
-SMALL = (Stage(2, 2, 32, 1.0, (1e-3, 1e-3)), Stage(2, 2, 192, 0.5, (1e-3, 1e-4)))
+SMALL = (Stage(2, 2, 32, 1.0, (1e-3, 1e-3)), Stage(2, 2, 192, 0.5, (1e-3, 1e-4), asks=4, restarts=True))
 
 
 @pytest.fixture(scope="module")
@@ -25,9 +25,9 @@ def windows() -> Windows:
 
 def test_every_question_is_answered_by_a_number_that_stands_before_it(windows: Windows) -> None:
     tokenizer = windows._tokenizer
-    asked = 0
+    asked, stage = 0, Stage(1, 1, 300, 0.0, (1e-3, 1e-3), plain=3, edges=0.25, asks=2)
     for seed in range(20):
-        row, weights = windows._questions(300, random.Random(seed))
+        row, weights = windows._questions(stage, random.Random(seed))
         assert len(row) == len(weights) == 300
         assert row[0] == tokenizer.convert_tokens_to_ids(EOS)
         answers = [at for at in range(300) if weights[at] > 1 and weights[at - 1] == 1]
@@ -40,7 +40,7 @@ def test_every_question_is_answered_by_a_number_that_stands_before_it(windows: W
             assert len(key) == 5
             assert f"{question.replace('The', ' The', 1)} {key}." in before
             asked += 1
-    assert asked > 20
+    assert asked > 40
 
 
 def test_names_of_the_suite_are_in_no_question(windows: Windows) -> None:
