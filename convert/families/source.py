@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ...checkpoints.directory import Checkpoint
 from ...checkpoints.quantised.packed_checkpoint import QuantisedCheckpoint, open_checkpoint
+from ...checkpoints.record import is_folded
 from ...core.errors import InvalidInput
 from ...models.expected_weights import check_weights
 from ..algebra.attention import Attention
@@ -92,8 +93,8 @@ class Source:
     @property
     def norms(self) -> tuple[str, ...]:
         """Return the names of query and key norms, in which `{layer}` stands for the layer's number."""
-        names = (self.family.q_norm, self.family.k_norm)
-        return tuple(self.family.prefix + name for name in names if name is not None)
+        names = filter(None, (self.family.q_norm, self.family.k_norm))
+        return tuple(self.family.prefix + name for name in names)
 
     @property
     def reordered(self) -> bool:
@@ -284,10 +285,9 @@ def open_source(directory: Path) -> Source:
     Raises:
         InvalidInput: it cannot be folded.
     """
-    if (directory / "kvfold.json").exists():
-        raise InvalidInput(
-            f"{directory} is already folded by kvfold; fold the source named in its kvfold.json instead"
-        )
+    if is_folded(directory):
+        told = "is already folded by kvfold; fold the source named in its kvfold.json instead"
+        raise InvalidInput(f"{directory} {told}")
     checkpoint = open_checkpoint(directory)
     check_fields(checkpoint.config)
     family = family_of(checkpoint.config)

@@ -61,6 +61,18 @@ def _check_fields(record: dict[str, Any], damaged: str) -> None:
         raise InvalidInput(f"{damaged} (target.name: expected a text)")
 
 
+def is_folded(directory: Path) -> bool:
+    """Return whether a checkpoint is a fold, or made of one: its record names a target.
+
+    `kvfold quantize` writes records of sources, too.
+
+    Raises:
+        InvalidInput: the record is not one that this version reads.
+    """
+    record = read_record(directory)
+    return record is not None and ("target" in record or record["stage"] != "quantize")
+
+
 def write_record(directory: Path, record: dict[str, Any]) -> None:
     """Write `kvfold.json` into a checkpoint that is being made.
 

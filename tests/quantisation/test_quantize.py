@@ -185,6 +185,17 @@ def test_an_unfolded_checkpoint_is_its_own_source(place: Path, tmp_path: Path) -
     assert {path.name: path.read_bytes() for path in (place / "source").iterdir()} == before
 
 
+def test_a_source_with_rounded_weights_can_be_folded_and_a_fold_cannot(place: Path, tmp_path: Path) -> None:
+    kvfold.quantize(place / "source", "fp8", out=tmp_path / "source")
+    folded = kvfold.fold(
+        tmp_path / "source", kvfold.GQA(kv_heads=4), out=tmp_path / "out", calibration="none"
+    )
+    assert folded.record["source"]["path"] == str(tmp_path / "source")
+    kvfold.quantize(place / "gqa", "fp8", out=tmp_path / "fold")
+    with pytest.raises(InvalidInput, match="already folded by kvfold"):
+        kvfold.fold(tmp_path / "fold", kvfold.MQA(), out=tmp_path / "again", calibration="none")
+
+
 def test_a_dry_run_states_the_bytes_and_writes_nothing(place: Path, tmp_path: Path) -> None:
     words = [place / "stock", "--scheme", "w4a16", "--out", tmp_path / "out", "--json"]
     planned = json.loads(command(*words, "--dry-run").stdout)
