@@ -242,7 +242,7 @@ def build_empty(directory: Path, attention: str | None, dtype: torch.dtype) -> A
         config = without_quantisation(config)
         _check_class(directory, config)
         made = AutoModelForCausalLM.from_config(config, trust_remote_code=False, **options)
-        return level(keep_bounds(_with_base(made)))
+        return level(keep_bounds(with_base(made)))
 
 
 def _own_class() -> Any:
@@ -263,10 +263,10 @@ def _read_weights(loader: Any, directory: Path, *, hide_progress: bool, **option
                 directory, local_files_only=True, use_safetensors=True, **options
             )
     check_found(directory, info)
-    return _with_base(model)
+    return with_base(model)
 
 
-def _with_base(model: Any) -> Any:
+def with_base(model: Any) -> Any:
     """Correct the name of the module below the head, where a class names one that it lacks.
 
     Llama 4's text class does: its `base_model` is then the whole model, whose output has no hidden states.
