@@ -1,14 +1,17 @@
 """What folds lose of retrieval: `python -m benchmarks.retrieval DIRECTORY`.
 
-The source is trained into DIRECTORY first, if there is none (`retrieval_source`: 20 minutes of one core, the
+The source is trained into DIRECTORY first, if there is none (`retrieval_source`: 30 minutes of one core, the
 same weights each time on one kind of machine). It is then folded by rows of `fidelity`, calibrated with its
-own training text, and evaluated on modules of the standard library that nothing was trained or calibrated
-with: nats lost, and hidden numbers found, by the suite `retrieval`, as the source finds them.
+own training text, with or without hidden numbers and questions. Evaluation is on modules of the standard
+library that nothing was trained or calibrated with: nats lost, and hidden numbers found, by the suite
+`retrieval`, as the source finds them.
 """
 
 import json
+import random
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -24,16 +27,25 @@ from kvfold.eval.options import Options
 from kvfold.eval.result import Result
 from kvfold.eval.suites.catalogue import DEFAULT
 from kvfold.eval.suites.haystack import KINDS
+from kvfold.models.causal_lm import load_tokenizer
 from kvfold.texts.corpus import read_text
 from kvfold.texts.standard_library import stdlib_documents
 
 from .fidelity import BUDGETS, Cell, Trial, chosen, measure
-from .retrieval_source import POSITIONS, train
+from .retrieval_source import POSITIONS, STAGES, Windows, train
 from .saved_rows import SavedRows
 
 ROWS = ("mla", "mla, default effort", "gqa", "gqa, default effort")
 LENGTHS = (POSITIONS // 4, POSITIONS // 2, POSITIONS)
 WINDOWS = 8  # of the perplexity, each of all positions
+
+
+def with_questions(text: str, directory: Path, sequences: int, length: int) -> str:
+    """Return text with hidden numbers and questions, half as much again as will be read of it."""
+    windows, draw = Windows(text, load_tokenizer(directory)), random.Random(1)
+    stage = replace(STAGES[-1], length=length, repeats=0.0)
+    rows = [windows.row(stage, draw) for _ in range(2 + sequences * 3 // 2)]
+    return "\n\n".join(windows.text(row) for row in rows)
 
 
 def found(result: Result) -> Cell:
@@ -62,6 +74,13 @@ def found(result: Result) -> Cell:
     "--budget", "budgets", multiple=True, help="A share of the cache; 50%, 25% and 12.5% by default."
 )
 @click.option("--length", default=POSITIONS, show_default=True, help="Tokens of a calibration sequence.")
+@click.option(
+    "--calibration",
+    type=click.Choice(["text", "questions"]),
+    default="text",
+    show_default=True,
+    help="The training text alone, or with hidden numbers and questions like those of training.",
+)
 @click.option("--calibration-tokens", default=2**15, show_default=True, help="Of all sequences together.")
 @click.option("--samples", default=10, show_default=True, help="Prompts at each depth and length.")
 @click.option("--update", is_flag=True, help="Keep the rows of earlier runs that this one does not measure.")
@@ -70,6 +89,7 @@ def main(
     only: tuple[str, ...],
     budgets: tuple[str, ...],
     length: int,
+    calibration: str,
     calibration_tokens: int,
     samples: int,
     update: bool,
@@ -82,8 +102,10 @@ def main(
     saved = SavedRows("retrieval", {"transformers": transformers.__version__}, update=update)
     with tempfile.TemporaryDirectory() as work:
         source, text_file = open_source(directory), Path(work) / "text.txt"
-        text_file.write_text(training_text, encoding="utf-8")
         sequences = max(1, calibration_tokens // length)
+        if calibration == "questions":
+            training_text = with_questions(training_text, directory, sequences, length)
+        text_file.write_text(training_text, encoding="utf-8")
         statistics = study(source, str(text_file), sequences=sequences, length=length, seed=0)
         assert statistics is not None, "a file of text gives statistics"
         trial = Trial(
@@ -101,7 +123,7 @@ def main(
             cell = measure(trial, label, budget)
             if cell is None:
                 continue
-            name = {"fold": label, "budget": budget, "calibration": [sequences, length]}
+            name = {"fold": label, "budget": budget, "calibration": [calibration, sequences, length]}
             saved.put("rows", {**name, **cell, **trial.protocol}, *name)
             saved.write()
     show(json.loads(saved.path.read_text(encoding="utf-8"))["rows"])
@@ -119,8 +141,8 @@ def show(rows: Sequence[Mapping[str, Any]]) -> None:
 
     lines = [["source", "", "", "", *shares(rows[0], "teacher")]]
     for row in rows:
-        sequences, length = row["calibration"]
-        about = [row["fold"], row["budget"], f"{sequences} of {length}", f"{row['lost']:.4f}"]
+        kind, sequences, length = row["calibration"]
+        about = [row["fold"], row["budget"], f"{kind}, {sequences} of {length}", f"{row['lost']:.4f}"]
         lines.append([*about, *shares(row, "student")])
     head = ["", "cache", "calibration", "nats lost", *(f"{kind} at {length}" for kind, length in columns)]
     show_table("Hidden numbers found", head, lines)

@@ -156,6 +156,14 @@ class Windows:
         ]
         return torch.tensor([row for row, _ in rows]), torch.tensor([weights for _, weights in rows])
 
+    def row(self, stage: Stage, draw: random.Random) -> list[int]:
+        """Return one window of text with questions."""
+        return self._questions(stage, draw)[0]
+
+    def text(self, row: list[int]) -> str:
+        """Return the text of a window."""
+        return str(self._tokenizer.decode(row, skip_special_tokens=True))
+
     def _repeated(self, length: int, draw: random.Random) -> tuple[list[int], list[float]]:
         """Return random tokens, again and again. Few different ones make longer matches necessary."""
         most = self._vocabulary - 1

@@ -1,13 +1,14 @@
 """The source that retrieves: what it is trained on, and that it can be trained, folded and measured."""
 
 import random
+import re
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from benchmarks import retrieval_source
+from benchmarks import retrieval, retrieval_source
 from benchmarks.retrieval_source import EOS, Stage, Windows, make_tokenizer, train
 from kvfold.eval.suites.haystack import NAMES
 
@@ -51,6 +52,14 @@ def test_repeated_tokens_fill_a_window(windows: Windows) -> None:
     row, _ = windows._repeated(64, random.Random(1))
     size = next(size for size in range(6, 65) if row[size:] == row[: 64 - size])
     assert size <= 24
+
+
+def test_calibration_text_has_questions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retrieval, "load_tokenizer", lambda _: make_tokenizer(TEXT))
+    text = retrieval.with_questions(TEXT, tmp_path, sequences=2, length=300)
+    asked = re.findall(r"\nThe secret number( of the \w+)? is (\d{5})", text)
+    assert len(asked) >= 5
+    assert all(f" The secret number{name} is {key}." in text for name, key in asked)
 
 
 def test_training_writes_the_same_weights_each_time(tmp_path: Path) -> None:
