@@ -46,7 +46,7 @@ def fold_tower(request: FoldRequest, tower: Tower, fold: Callable[[FoldRequest],
     out = request.out or Path(f"{Path(request.model.partition('@')[0]).name}-{request.to}")
     alone = out.with_name(out.name + ".tower")
     part = out if request.text_only else out.with_name(out.name + ".text")
-    claim = None if request.text_only else _claim(request)
+    claim = None if request.text_only else _claim(request, tower.directory)
     asked = request.model_copy(update={"model": str(alone), "revision": None, "out": part})
     with together():
         check_output(out, tower.directory)
@@ -81,10 +81,22 @@ def fold_tower(request: FoldRequest, tower: Tower, fold: Callable[[FoldRequest],
     return replace(folded, directory=out, record=record, request=request)
 
 
-def _claim(request: FoldRequest) -> str:
-    """Return a digest of all that the output of a request depends on."""
-    asked = json.dumps([__version__, request.essentials()], sort_keys=True)
-    return hashlib.sha256(asked.encode()).hexdigest()
+def _claim(request: FoldRequest, directory: Path) -> str:
+    """Return a digest of all that the output of a request depends on.
+
+    Args:
+        request: what the user asked for.
+        directory: the source that it names.
+    """
+    from .checkpoints.directory import Checkpoint
+
+    text = Path(request.calibration or "")
+    files = (
+        [text] if text.is_file() else sorted(text.rglob("*")) if request.calibration and text.is_dir() else []
+    )
+    read = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files if file.is_file()]
+    asked = [__version__, request.essentials(), Checkpoint(directory, packed=True).identity(), read]
+    return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()
 
 
 def _finished(asked: FoldRequest, alone: Path) -> Folded | None:

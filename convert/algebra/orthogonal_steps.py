@@ -19,7 +19,8 @@ _MATRICES = {
 def order(used: Tensor, steps: int, batch: int, *, passes: bool, seed: int) -> list[Tensor]:
     """Return the sequences of each step: drawn anew for each, or in passes through all of them.
 
-    In passes, the running mean of the gradients is of sequences that differ, and has less noise.
+    In passes, the running mean of the gradients is of sequences that differ, and has less noise. A step may
+    lie across two passes.
 
     Args:
         used: numbers of the sequences.

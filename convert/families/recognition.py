@@ -121,9 +121,11 @@ def complete(family: Family, config: Mapping[str, Any]) -> dict[str, Any]:
         ]
     if interval and not whole.get("no_rope_layers"):
         whole["no_rope_layers"] = [int((n + 1) % interval != 0) for n in layers]
+    if family.unrotated == "no_rope_layers" and "no_rope_layers" not in whole:
+        raise InvalidInput("config.json has no no_rope_layers and no no_rope_layer_interval; it needs one")
     if whole.get("attention_chunk_size") and whole.get("layer_types") is None:
-        turned = whole["no_rope_layers"]
-        if isinstance(turned, list):
+        turned = whole.get("no_rope_layers")
+        if family.unrotated == "no_rope_layers" and isinstance(turned, list):
             whole["layer_types"] = [CHUNKED if turns else ATTENTION for turns in turned]
     if family.stretches:
         whole |= _stretched(whole)

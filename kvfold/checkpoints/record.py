@@ -62,9 +62,10 @@ def _check_fields(record: dict[str, Any], damaged: str) -> None:
 
 
 def is_folded(directory: Path) -> bool:
-    """Return whether a checkpoint is a fold, or made of one: its record names a target.
+    """Return whether kvfold made a checkpoint otherwise than by rounding the weights of a source.
 
-    `kvfold quantize` writes records of sources, too.
+    A record names a target where it is of a fold, or of what was made of one. `kvfold quantize` writes
+    records of sources, too.
 
     Raises:
         InvalidInput: the record is not one that this version reads.

@@ -175,6 +175,10 @@ class _Reading:
         found: tuple[Tensor, Tensor] = self.inner.update(first, second, *args, **kwargs)
         return found
 
+    def get_seq_length(self, *args: Any) -> int:
+        """Return the tokens that the cache holds, 0 where none is kept. Llama 4's attention asks for it."""
+        return 0 if self.inner is None else int(self.inner.get_seq_length(*args))
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 

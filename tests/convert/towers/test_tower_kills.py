@@ -103,7 +103,7 @@ def test_a_killed_fold_of_a_tower_is_resumed_to_the_same_bits(source: Path, tmp_
 
 
 def test_a_finished_part_of_another_fold_is_kept(source: Path, tmp_path: Path) -> None:
-    """Neither another request nor a changed tower takes it over."""
+    """Neither another request nor a changed source takes it over."""
     place, told = tmp_path / "killed", tmp_path / "told"
     place.mkdir()
     process = _CONTEXT.Process(
@@ -116,7 +116,12 @@ def test_a_finished_part_of_another_fold_is_kept(source: Path, tmp_path: Path) -
     refused = CliRunner().invoke(main, words(source, place / "out", heads=1))
     assert refused.exit_code == 2
     assert "out.text exists and nothing is overwritten" in refused.stderr
+    weights = next(source.glob("*.safetensors"))
+    written = weights.stat().st_mtime_ns
+    os.utime(weights, ns=(written, written + 1))
+    assert CliRunner().invoke(main, words(source, place / "out")).exit_code == 2
     assert bits(place) == before
+    os.utime(weights, ns=(written, written))
     assert CliRunner().invoke(main, words(source, place / "out")).exit_code == 0
     assert not (place / "out.text").exists()
 
