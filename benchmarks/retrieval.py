@@ -22,7 +22,8 @@ import transformers
 
 from kvfold.convert.calibration.study import study
 from kvfold.convert.families.source import open_source
-from kvfold.core.console import show_table
+from kvfold.core.console import Command, show_table
+from kvfold.core.errors import InvalidInput
 from kvfold.eval.options import Options
 from kvfold.eval.result import Result
 from kvfold.eval.suites.catalogue import DEFAULT
@@ -65,7 +66,7 @@ def found(result: Result) -> Cell:
     return {"depths": block.student[KINDS[0]].depths, "right": right, "retrieval_lost": lost}
 
 
-@click.command()
+@click.command(cls=Command)
 @click.argument("directory", type=click.Path(path_type=Path))
 @click.option(
     "--only", multiple=True, help="A row of benchmarks.fidelity; the best and the default effort by default."
@@ -95,6 +96,7 @@ def main(
     update: bool,
 ) -> None:
     """Print and save nats and hidden numbers lost by folds of a source that retrieves."""
+    labels = chosen(only or ROWS, ())
     torch.set_num_threads(1)  # the same sums in the same order on machines of any size
     training_text = "\n\n".join(stdlib_documents(held_out=False))
     if not directory.exists():
@@ -102,6 +104,11 @@ def main(
     saved = SavedRows("retrieval", {"transformers": transformers.__version__}, update=update)
     with tempfile.TemporaryDirectory() as work:
         source, text_file = open_source(directory), Path(work) / "text.txt"
+        if source.positions != POSITIONS:
+            raise InvalidInput(
+                f"{directory} has {source.positions} positions, and the table is of {POSITIONS}; name a "
+                "directory that does not exist, and the source is trained there"
+            )
         sequences = max(1, calibration_tokens // length)
         if calibration == "questions":
             training_text = with_questions(training_text, directory, sequences, length)
@@ -119,7 +126,7 @@ def main(
             settings={"retrieval_lengths": ",".join(map(str, LENGTHS)), "retrieval_samples": samples},
             further=found,
         )
-        for label, budget in product(chosen(only or ROWS, ()), budgets or BUDGETS):
+        for label, budget in product(labels, budgets or BUDGETS):
             cell = measure(trial, label, budget)
             if cell is None:
                 continue
