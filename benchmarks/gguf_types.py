@@ -8,6 +8,7 @@ or `demo-512`, the same function in a residual stream of 512, whose rows are wid
 """
 
 import json
+import re
 import shutil
 import statistics
 import tempfile
@@ -20,6 +21,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from kvfold.checkpoints.record import sha256
 from kvfold.convert.cli import main as convert
 from kvfold.core.console import Command, show_table
 from kvfold.texts.corpus import read_text
@@ -197,37 +199,37 @@ def main(
 ) -> None:
     """Print the cost of each type, and save it in benchmarks/results/llama-cpp-types.json.
 
-    A row is saved when it is measured, and is not measured again.
+    A row is saved when it is measured, and is not measured again at the same commit, on the same windows.
     """
     llama = LlamaCpp.at(home)
-    about = {"version": llama.version, "commit": revision, "chunks": chunks}
-    saved = SavedRows(NAME, about, update=True)
+    saved = SavedRows(NAME, {"version": llama.version}, update=True)
     with tempfile.TemporaryDirectory() as temporary:
         root = Path(temporary)
         source = source_of(model, root / "source")
         words = root / "text.txt"
         words.write_text(read_text(text).joined[: CONTEXT * chunks * LETTERS_PER_TOKEN], encoding="utf-8")
 
-        def measure(fold: str, place: Path) -> dict[str, Any]:
-            known = saved.find("rows", model=name, fold=fold)
-            if known is None:
-                saved.put("rows", {"model": name, "fold": fold, **cost(place)}, "model", "fold")
-                saved.write()
-            return saved.find("rows", model=name, fold=fold) or {}
+        protocol = {"commit": revision, "chunks": chunks, "text_sha256": sha256(words)}
 
-        def cost(place: Path) -> dict[str, float]:
-            return quantised(llama, place, root, words, chunks)
+        def measure(fold: str, place: Path, own: dict[str, Any] | None = None) -> dict[str, Any]:
+            known = saved.find("rows", model=name, fold=fold, **protocol)
+            if known is not None:
+                return known
+            row: dict[str, Any] = {"model": name, "fold": fold, **protocol}
+            row |= quantised(llama, place, root, words, chunks)
+            if own is not None:
+                row |= {f"{kind} / source": row[kind] / own[kind] for kind in TYPES}
+            saved.put("rows", row, "model", "fold")
+            saved.write()
+            return row
 
         own = measure("", source)
-        for number, options in enumerate(folds):
-            out = (keep or root) / f"fold-{number}"
+        for options in folds:
+            out = (keep or root) / re.sub(r"\W+", "-", f"{revision} {name} {options}")
             if not out.exists():
                 asked = ["--to", "mla", "--latent-norm", "fitted", *options.split()]
                 convert.main([str(source), *asked, "--out", str(out)], standalone_mode=False)
-            found = measure(options, out)
-            ratios = {f"{kind} / source": found[kind] / own[kind] for kind in TYPES}
-            saved.put("rows", {**found, **ratios}, "model", "fold")
-            saved.write()
+            measure(options, out, own)
     _show(json.loads((RESULTS / f"{NAME}.json").read_text(encoding="utf-8"))["rows"])
 
 
