@@ -1,8 +1,13 @@
 """Result files whose rows may come from several runs: each row names the run that measured it."""
 
 import json
+import tempfile
 from datetime import date
+from hashlib import sha256
+from pathlib import Path
 from typing import Any
+
+from filelock import FileLock
 
 from .machine import RESULTS, machine
 
@@ -28,13 +33,16 @@ class SavedRows:
 
     def __init__(self, name: str, about: Row, *, update: bool) -> None:
         self.path = RESULTS / f"{name}.json"
-        self._result: dict[str, list[Row]] = {"runs": []}
-        if update and self.path.exists():
-            self._result = json.loads(self.path.read_text(encoding="utf-8"))
-        run = {"date": date.today().isoformat(), "machine": machine(), **about}
-        if run not in self._result["runs"]:
-            self._result["runs"].append(run)
-        self._run = self._result["runs"].index(run)
+        self._run = {"date": date.today().isoformat(), "machine": machine(), **about}
+        self._unwritten: list[tuple[str, Row, tuple[str, ...]]] = []
+        self._result = self._read() if update else {"runs": []}
+        self._update = update
+
+    def _read(self) -> dict[str, list[Row]]:
+        if not self.path.exists():
+            return {"runs": []}
+        result: dict[str, list[Row]] = json.loads(self.path.read_text(encoding="utf-8"))
+        return result
 
     def find(self, section: str, **named: Any) -> Row | None:
         """Return the row of a section with the given fields; None where there is none."""
@@ -45,8 +53,14 @@ class SavedRows:
 
     def put(self, section: str, row: Row, *key: str) -> None:
         """Add a row of this run, in the place of the one that is equal in the fields of the key."""
-        rows = self._result.setdefault(section, [])
-        measured = {**row, "run": self._run}
+        self._unwritten.append((section, row, key))
+        self._place(section, row, key)
+
+    def _place(self, section: str, row: Row, key: tuple[str, ...]) -> None:
+        runs, rows = self._result["runs"], self._result.setdefault(section, [])
+        if self._run not in runs:
+            runs.append(self._run)
+        measured = {**row, "run": runs.index(self._run)}
         known = self.find(section, **{field: row.get(field) for field in key})
         if known is None:
             rows.append(measured)
@@ -54,7 +68,19 @@ class SavedRows:
             rows[rows.index(known)] = measured
 
     def write(self) -> None:
-        """Write the file, without runs that no row names any more."""
+        """Write the file, without runs that no row names any more.
+
+        Rows that another process wrote since this one began are kept, unless `update` is off.
+        """
+        with FileLock(Path(tempfile.gettempdir()) / f"kvfold-{sha256(str(self.path).encode()).hexdigest()}"):
+            if self._update:
+                self._result = self._read()
+                for section, row, key in self._unwritten:
+                    self._place(section, row, key)
+            self._unwritten, self._update = [], True  # only the first write may begin the file anew
+            self._write()
+
+    def _write(self) -> None:
         sections = [name for name in self._result if name != "runs"]
         used = sorted({row["run"] for name in sections for row in self._result[name]})
         whole: dict[str, list[Row]] = {"runs": [self._result["runs"][run] for run in used]}

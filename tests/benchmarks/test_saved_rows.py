@@ -56,3 +56,24 @@ def test_without_update_earlier_rows_are_gone(results: Path) -> None:
     _run("1", {"fold": "a"})
     _run("2", {"fold": "b"}, update=False)
     assert _versions(results) == {"b": "2"}
+
+
+def test_two_runs_at_a_time_keep_the_rows_of_both(results: Path) -> None:
+    one, other = (SavedRows("engine", {"version": version}, update=True) for version in "12")
+    for saved, fold in ((one, "a"), (other, "b"), (one, "c")):
+        saved.put("rows", {"fold": fold}, "fold")
+        saved.write()
+    assert _versions(results) == {"a": "1", "b": "2", "c": "1"}
+
+
+def test_a_run_that_begins_anew_keeps_what_is_written_after_it_began(results: Path) -> None:
+    _run("1", {"fold": "a"})
+    anew = SavedRows("engine", {"version": "2"}, update=False)
+    anew.put("rows", {"fold": "b"}, "fold")
+    anew.write()
+    other = SavedRows("engine", {"version": "3"}, update=True)
+    other.put("rows", {"fold": "c"}, "fold")
+    other.write()
+    anew.put("rows", {"fold": "d"}, "fold")
+    anew.write()
+    assert _versions(results) == {"b": "2", "c": "3", "d": "2"}
