@@ -140,9 +140,10 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 @click.option(
     "--method",
     help="GQA, MQA: subspace (default), aligned, aligned:grouped or mean. MLA: subspace, or a published "
-    "rule to compare with: svd, transmla, mha2mla, care, xecomla. mha2mla takes :high, :low or :uniform for "
-    "its rotary pairs (default: by 2-norm) and :split to decompose keys and values apart, e.g. "
-    "mha2mla:high:split.",
+    "rule to compare with: svd, transmla, care, no-sqrt-care, transmla-care, mha2mla, xecomla. mha2mla takes "
+    ":high, :low or :uniform for its rotary pairs (default: by 2-norm) and :split to decompose keys and "
+    "values apart, e.g. mha2mla:high:split; transmla and the rules of care take :foldN (FreqFold) and "
+    ":balanceR.",
 )
 @click.option(
     "--out",

@@ -18,7 +18,15 @@ from .verification.engine_table import main as engines
 from .verification.verify import main as verify
 
 
-@click.group()
+class _InOrder(click.Group):
+    """A group whose help lists the commands as they were added: in the order in which they are used."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Return the names of the commands."""
+        return list(self.commands)
+
+
+@click.group(cls=_InOrder)
 @click.version_option(__version__, prog_name="kvfold")
 def main() -> None:
     """Fold a pretrained decoder's KV cache.
@@ -27,21 +35,22 @@ def main() -> None:
     """
 
 
-for command in (
-    convert,
-    distill,
-    evaluate,
-    verify,
-    quantize,
-    publish,
-    demo,
-    families,
-    engines,
-    lab,
-    plan,
-    report,
-    migrate,
+for command, purpose in (
+    (plan, "List the targets that fit a memory, best first."),
+    (convert, "Fold a checkpoint to GQA, MQA or MLA."),
+    (distill, "Train a fold against its source."),
+    (evaluate, "Measure a checkpoint, paired with its source."),
+    (report, "Show evaluations as one HTML page."),
+    (verify, "Check an output against the rules of engines."),
+    (quantize, "Round the weights of a checkpoint to 8 or 4 bits."),
+    (publish, "Upload a checkpoint with a model card."),
+    (migrate, "Find the smallest cache that holds a bound."),
+    (families, "Show which families can be folded to what."),
+    (engines, "Show which engine runs which kind of output."),
+    (lab, "Compare attention variants at a shape."),
+    (demo, "Fold, distil and evaluate the bundled checkpoint."),
 ):
+    command.short_help = purpose
     main.add_command(command)
 
 if __name__ == "__main__":

@@ -80,6 +80,16 @@ def test_commands_are_one_object() -> None:
     assert scripts["convert"] == "kvfold.convert.cli:main"
 
 
+def test_help_lists_every_command_with_its_whole_purpose() -> None:
+    from click.testing import CliRunner
+
+    from kvfold.cli import main
+
+    lines = CliRunner().invoke(main, ["--help"]).output.partition("Commands:\n")[2].splitlines()
+    assert [line.split()[0] for line in lines] == list(main.commands)
+    assert all(line.endswith(".") and "..." not in line for line in lines), lines
+
+
 def test_links_show_type_checkers_the_same_tree() -> None:
     for folder in ("convert", "distill", "eval", "recipes"):
         link = ROOT / "kvfold" / folder
