@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 from . import __version__
 from .core.console import is_first, notice
 from .core.errors import InvalidInput
-from .core.processes import together
+from .core.processes import from_first, together
 from .results import Folded
 
 if TYPE_CHECKING:
     from .convert.request import FoldRequest
-    from .convert.towers.tower import Tower
+    from .convert.towers.tower import Claim, Tower
 
 
 def fold_tower(request: FoldRequest, tower: Tower, fold: Callable[[FoldRequest], Folded]) -> Folded:
@@ -36,59 +36,86 @@ def fold_tower(request: FoldRequest, tower: Tower, fold: Callable[[FoldRequest],
     Raises:
         InvalidInput: the tower cannot be folded like this, or a value is unusable.
     """
-    from .checkpoints.directory import check_output
-    from .checkpoints.own_files import remove_own_tree
+    if request.text_only:
+        return _alone(request, tower, fold)
     from .convert.towers.assembly import put_back
-    from .convert.towers.tower import claimed, is_written, write_tower
+    from .convert.towers.tower import claim_of, take_over, write_tower
     from .models.expected_weights import check_multimodal
+    from .tower_places import Places
 
     _check(request)
-    out = request.out or Path(f"{Path(request.model.partition('@')[0]).name}-{request.to}")
-    alone = out.with_name(out.name + ".tower")
-    part = out if request.text_only else out.with_name(out.name + ".text")
-    claim = None if request.text_only else _claim(request, tower.directory)
+    out = _out(request)
+    part, alone = (out.with_name(out.name + ending) for ending in (".text", ".tower"))
+    claim = _claim(request, tower.directory)
+    places = Places(out=out, part=part, alone=alone, tower=tower, claim=claim)
     asked = request.model_copy(update={"model": str(alone), "revision": None, "out": part})
     with together():
-        check_output(out, tower.directory)
-        if not request.text_only:
-            check_multimodal(tower.directory)
-        is_there = is_written(tower, alone)
-        is_ours = is_there and claim is not None and claimed(alone) == claim
-        was_there = is_there and not is_ours
-        folded = _finished(asked, alone) if is_ours else None
-        if folded is None:
-            check_output(part, tower.directory)
-        if is_first() and not is_there:
-            write_tower(tower, alone, request.shard_size, claim)
-    if request.text_only:
-        notice(f"the text tower as it was is in {alone}; evaluation and distillation compare with it")
+        done = places.finished_output(request) if is_first() else None
+    done = from_first(done)
+    if done is not None:
+        return _verified(done)
+    with together():
+        check_multimodal(tower.directory)
+        folded, was_there = None, False
+        if is_first():
+            folded = places.finished_part(asked)
+            places.check(has_part=folded is not None)
+            was_there = places.is_there and claim_of(alone) is None
+            if not places.is_there:
+                write_tower(tower, alone, request.shard_size, claim)
+            elif not was_there and not places.is_ours:
+                take_over(alone, claim)
+    folded = from_first(folded)
     try:
         folded = fold(asked) if folded is None else _verified(folded)
-        if request.text_only:
-            return folded
         with together():
             record = folded.record
             if is_first():
                 record = put_back(tower, part, out, request)
-    except InvalidInput:
-        if is_first() and request.text_only and not was_there:
-            remove_own_tree(alone)
-        raise
     finally:
-        if is_first() and not request.text_only:
-            for place in (part,) if was_there else (part, alone):
-                remove_own_tree(place)
+        # A half-written part is another run's, or this one's that the same command resumes.
+        if is_first() and not part.with_name(part.name + ".partial").exists():
+            places.clear(was_there=was_there)
     return replace(folded, directory=out, record=record, request=request)
 
 
-def _claim(request: FoldRequest, directory: Path) -> str:
-    """Return a digest of all that the output of a request depends on.
+def _alone(request: FoldRequest, tower: Tower, fold: Callable[[FoldRequest], Folded]) -> Folded:
+    """Fold a tower and write it alone; arguments and result are those of `fold_tower`."""
+    from .checkpoints.directory import check_output
+    from .checkpoints.own_files import remove_own_tree
+    from .convert.towers.tower import is_written, write_tower
+
+    out = _out(request)
+    alone = out.with_name(out.name + ".tower")
+    asked = request.model_copy(update={"model": str(alone), "revision": None, "out": out})
+    with together():
+        check_output(out, tower.directory)
+        is_there = is_written(tower, alone)
+        if is_first() and not is_there:
+            write_tower(tower, alone, request.shard_size)
+    notice(f"the text tower as it was is in {alone}; evaluation and distillation compare with it")
+    try:
+        return fold(asked)
+    except InvalidInput:
+        if is_first() and not is_there:
+            remove_own_tree(alone)
+        raise
+
+
+def _out(request: FoldRequest) -> Path:
+    """Return the directory of the output."""
+    return request.out or Path(f"{Path(request.model.partition('@')[0]).name}-{request.to}")
+
+
+def _claim(request: FoldRequest, directory: Path) -> Claim:
+    """Return the claim of a request, by a digest of all that the output of a request depends on.
 
     Args:
         request: what the user asked for.
         directory: the source that it names.
     """
     from .checkpoints.directory import Checkpoint
+    from .convert.towers.tower import Claim
 
     text = Path(request.calibration or "")
     files = (
@@ -96,23 +123,8 @@ def _claim(request: FoldRequest, directory: Path) -> str:
     )
     read = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files if file.is_file()]
     asked = [__version__, request.essentials(), Checkpoint(directory, packed=True).identity(), read]
-    return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()
-
-
-def _finished(asked: FoldRequest, alone: Path) -> Folded | None:
-    """Return the fold of a tower that a killed run of the same claim finished; None where there is none.
-
-    Args:
-        asked: the request of the fold, whose output may be there.
-        alone: the tower as it was.
-    """
-    from .checkpoints.record import describe, read_record
-
-    assert asked.out is not None
-    record = read_record(asked.out)
-    if record is None or record["source"] != describe(alone, asked.source_name):
-        return None
-    return Folded(directory=asked.out, record=record, request=asked, notices=(), verification=None)
+    digest = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()
+    return Claim(digest=digest, command=request.command)
 
 
 def _verified(folded: Folded) -> Folded:

@@ -12,8 +12,8 @@ from typing import Any
 from ...checkpoints.directory import Checkpoint, check_output, copy_side_files, read_config
 from ...checkpoints.shards import ShardWriter
 from ...core.errors import InvalidInput
-from ...core.files import whole_directory
-from ...core.untrusted import read_json
+from ...core.files import replace_text, whole_directory
+from ...core.untrusted import is_text, read_json
 from ...models.load_failures import loading_failures
 from ..families.config_fields import check_places
 from ..families.family import Family
@@ -28,9 +28,22 @@ _SAME_AS = {
     "qwen3_vl_text": "qwen3",
     "qwen3_vl_moe_text": "qwen3_moe",
 }
-_CLAIM, _CLAIM_BYTES = "manifest.json", 1000
+_CLAIM, _CLAIM_BYTES = "manifest.json", 2**16
 _OTHERS = ("vision", "visual", "audio")  # parts of the names of modules that are no text tower
 _HEADS = ("lm_head.weight", "language_model.lm_head.weight")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Claim:
+    """The fold that a written tower is only there for, and is removed after.
+
+    Attributes:
+        digest: of all that its output depends on, hexadecimal.
+        command: that makes the same output, without `--out`.
+    """
+
+    digest: str
+    command: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +76,7 @@ def find_tower(directory: Path) -> Tower | None:
     kind = str(config.get("model_type"))
     if config.get("is_encoder_decoder"):
         raise InvalidInput(f"model_type {kind} is an encoder-decoder model, which kvfold cannot fold")
-    text = _text_config(directory, kind)
+    text = _text_config(directory, kind, config)
     named = str(text.get("model_type"))
     model_type = _SAME_AS.get(named, named)
     if model_type not in FAMILIES:
@@ -93,7 +106,7 @@ def is_written(tower: Tower, out: Path) -> bool:
     return all(there.spec(name) == whole.spec(stored) for stored, name in tower.names.items())
 
 
-def write_tower(tower: Tower, out: Path, shard_size: int, claim: str | None = None) -> None:
+def write_tower(tower: Tower, out: Path, shard_size: int, claim: Claim | None = None) -> None:
     """Write a tower alone, as a checkpoint of a causal language model.
 
     Args:
@@ -117,17 +130,29 @@ def write_tower(tower: Tower, out: Path, shard_size: int, claim: str | None = No
         copy_side_files(tower.directory, partial)
         (partial / "config.json").write_text(json.dumps(tower.config, indent=2) + "\n", encoding="utf-8")
         if claim is not None:
-            (partial / _CLAIM).write_text(json.dumps({"request": claim}), encoding="utf-8")
+            (partial / _CLAIM).write_text(_written(claim), encoding="utf-8")
 
 
-def claimed(out: Path) -> str | None:
+def claim_of(out: Path) -> Claim | None:
     """Return the claim of a directory from `write_tower`; None where it has none."""
     file = out / _CLAIM
-    found = read_json(file, _CLAIM_BYTES).get("request") if file.is_file() else None
-    return found if isinstance(found, str) else None
+    if out.is_symlink() or not file.is_file():
+        return None
+    found = read_json(file, _CLAIM_BYTES)
+    digest, command = found.get("request"), found.get("command")
+    return Claim(digest=digest, command=command) if is_text(digest) and is_text(command) else None
 
 
-def _text_config(directory: Path, kind: str) -> dict[str, Any]:
+def take_over(out: Path, claim: Claim) -> None:
+    """Replace the claim of a directory from `write_tower`."""
+    replace_text(out / _CLAIM, _written(claim))
+
+
+def _written(claim: Claim) -> str:
+    return json.dumps({"request": claim.digest, "command": claim.command})
+
+
+def _text_config(directory: Path, kind: str, stored: Mapping[str, Any]) -> dict[str, Any]:
     """Return the configuration of the text tower, with all defaults of its own class."""
     from transformers import AutoConfig
 
@@ -135,6 +160,13 @@ def _text_config(directory: Path, kind: str) -> dict[str, Any]:
         whole = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
         text = whole.get_text_config(decoder=True)
         found: dict[str, Any] = text.to_dict()
+    # Its class would take defaults. transformers 4 wrote some with the fields of text next to vision_config.
+    is_default = text is getattr(whole, "text_config", None) and stored.get("text_config") is None
+    if is_default and "num_hidden_layers" not in stored:
+        raise InvalidInput(
+            f"config.json of {directory} has no text_config, which describes the text tower of a {kind}; "
+            "download or save it again"
+        )
     if text is whole or "num_hidden_layers" not in found:
         raise InvalidInput(
             f"model_type {kind} has no text tower: its config.json has no text_config with "

@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from ..core.files import PREFIX
 from .directory import SIDE_FILES
@@ -57,6 +58,25 @@ def remove_own_tree(directory: Path) -> None:
                 path.unlink(missing_ok=True)
         if not os.listdir(place):
             os.rmdir(place)
+
+
+def discard(directory: Path) -> None:
+    """Remove a working directory so that a kill leaves it whole, or nothing of that name.
+
+    Where strangers' files are in it, they stay, as `remove_own_tree` leaves them.
+
+    Args:
+        directory: the directory; nothing happens if it is a link, or none.
+    """
+    if directory.is_symlink() or not directory.is_dir():
+        return
+    if any(strange_files(directory)):
+        remove_own_tree(directory)
+        return
+    with TemporaryDirectory(
+        dir=directory.absolute().parent, prefix=PREFIX, ignore_cleanup_errors=True
+    ) as name:
+        directory.rename(Path(name) / directory.name)
 
 
 def _is_passed(name: str) -> bool:

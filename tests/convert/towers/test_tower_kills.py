@@ -115,7 +115,9 @@ def test_a_finished_part_of_another_fold_is_kept(source: Path, tmp_path: Path) -
     before = bits(place)
     refused = CliRunner().invoke(main, words(source, place / "out", heads=1))
     assert refused.exit_code == 2
-    assert "out.text exists and nothing is overwritten" in refused.stderr
+    words_of = "left by a stopped run of another command, and nothing is overwritten: finish it with `kvfold convert "
+    assert words_of in refused.stderr
+    assert f"--kv-heads 2 --calibration none --out {place / 'out'}`" in refused.stderr
     weights = next(source.glob("*.safetensors"))
     written = weights.stat().st_mtime_ns
     os.utime(weights, ns=(written, written + 1))
@@ -124,6 +126,52 @@ def test_a_finished_part_of_another_fold_is_kept(source: Path, tmp_path: Path) -
     os.utime(weights, ns=(written, written))
     assert CliRunner().invoke(main, words(source, place / "out")).exit_code == 0
     assert not (place / "out.text").exists()
+
+
+def test_a_kill_after_the_last_name_is_cleaned_up_by_the_same_command(source: Path, tmp_path: Path) -> None:
+    """The output stays as it is; another command still refuses to write over it."""
+    place, told = tmp_path / "killed", tmp_path / "told"
+    place.mkdir()
+    first = "os.rename out.text"
+    process = _CONTEXT.Process(
+        target=run_and_kill, args=(words(source, place / "out"), place, None, told, first)
+    )
+    process.start()
+    process.join()
+    assert told.read_text() == first
+    visible = sorted(path.name for path in place.iterdir() if not path.name.startswith(".kvfold-"))
+    assert visible == ["out", "out.text", "out.tower"]
+    before = bits(place / "out")
+    refused = CliRunner().invoke(main, words(source, place / "out", heads=1))
+    assert refused.exit_code == 2
+    assert "out exists and nothing is overwritten" in refused.stderr
+    again = CliRunner().invoke(main, words(source, place / "out"))
+    assert again.exit_code == 0, again.stderr
+    assert "was finished by an earlier run of this command" in again.stderr
+    assert bits(place / "out") == before
+    visible = sorted(path.name for path in place.iterdir() if not path.name.startswith(".kvfold-"))
+    assert visible == ["out"]
+    assert CliRunner().invoke(main, words(source, place / "out")).exit_code == 2
+
+
+def test_another_command_uses_the_tower_of_a_killed_one_and_removes_it(source: Path, tmp_path: Path) -> None:
+    place, told = tmp_path / "killed", tmp_path / "told"
+    place.mkdir()
+    at = "open out.text.partial/model.safetensors"
+    process = _CONTEXT.Process(
+        target=run_and_kill, args=(words(source, place / "out"), place, None, told, at)
+    )
+    process.start()
+    process.join()
+    assert told.read_text() == at
+    assert (place / "out.tower").is_dir()
+    assert CliRunner().invoke(main, words(source, place / "out", heads=1)).exit_code == 0
+    visible = sorted(path.name for path in place.iterdir() if not path.name.startswith(".kvfold-"))
+    assert visible == ["out"]
+    clean = tmp_path / "clean" / "out"
+    clean.parent.mkdir()
+    assert CliRunner().invoke(main, words(source, clean, heads=1)).exit_code == 0
+    assert bits(place / "out") == bits(clean)
 
 
 @pytest.mark.parametrize("name", ["out.tower.partial", "out.text.partial", "out.partial"])

@@ -107,6 +107,11 @@ def test_directories_of_the_user_stay(tmp_path: Path) -> None:
             ("--to", "gqa", "--kv-heads", "2"),
             "its global layers have wider heads",
         ),
+        (
+            {"text_config": None},
+            ("--to", "mqa"),
+            "has no text_config, which describes the text tower of a llava",
+        ),
         ({"is_encoder_decoder": True}, ("--to", "mqa"), "an encoder-decoder model"),
         ({"model_type": "clip"}, ("--to", "mqa"), "has no text tower|cannot fold"),
     ],
@@ -120,6 +125,16 @@ def test_what_cannot_be_is_refused(
     (source / "config.json").write_text(json.dumps(config | change))
     with pytest.raises(ClickException, match=words):
         fold(source, "out", *options)
+    assert [path.name for path in tmp_path.iterdir()] == ["llava"]
+
+
+def test_a_config_without_a_text_config_is_refused(tmp_path: Path) -> None:
+    source = make_multimodal(tmp_path / "llava", "llava")
+    config = json.loads((source / "config.json").read_text())
+    del config["text_config"]
+    (source / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ClickException, match="has no text_config, which describes the text tower of a llava"):
+        fold(source, "out", "--to", "mqa")
     assert [path.name for path in tmp_path.iterdir()] == ["llava"]
 
 

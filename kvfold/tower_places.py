@@ -1,0 +1,121 @@
+"""The working directories of a fold of a text tower, and what a killed run leaves in them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .checkpoints.directory import check_output
+from .checkpoints.own_files import discard
+from .checkpoints.record import describe, read_record
+from .convert.towers.tower import Claim, claim_of, is_written
+from .core.console import notice
+from .core.errors import InvalidInput
+from .core.untrusted import printable
+from .results import Folded
+
+if TYPE_CHECKING:
+    from .convert.request import FoldRequest
+    from .convert.towers.tower import Tower
+
+
+@dataclass(frozen=True, kw_only=True)
+class Places:
+    """The directories of one fold of a tower that is put back in its place.
+
+    Attributes:
+        out: the whole output.
+        part: the folded tower, `OUT.text`.
+        alone: the tower as it was, `OUT.tower`.
+        tower: the tower of the source.
+        claim: of the fold; a directory `alone` with this claim was written by the same request.
+    """
+
+    out: Path
+    part: Path
+    alone: Path
+    tower: Tower
+    claim: Claim
+
+    @property
+    def is_there(self) -> bool:
+        """Return whether the tower as it was is written already, by any run."""
+        return is_written(self.tower, self.alone)
+
+    @property
+    def is_ours(self) -> bool:
+        """Return whether an earlier run of the same request wrote the tower as it was."""
+        found = claim_of(self.alone)
+        return found is not None and found.digest == self.claim.digest and self.is_there
+
+    def finished_output(self, request: FoldRequest) -> Folded | None:
+        """Return the output, where a killed run of the same request named it before it removed the others.
+
+        They are removed then.
+
+        Args:
+            request: of the whole fold.
+        """
+        record = read_record(self.out) if self.is_ours else None
+        if record is None or record["request"] != json.loads(json.dumps(request.essentials())):
+            return None
+        if record["source"]["path"] != str(self.tower.directory.resolve()):
+            return None
+        notice(f"{self.out} was finished by an earlier run of this command; what that run left is removed")
+        self.clear(was_there=False)
+        return Folded(directory=self.out, record=record, request=request, notices=(), verification=None)
+
+    def finished_part(self, asked: FoldRequest) -> Folded | None:
+        """Return the folded tower, where a killed run of the same request finished it.
+
+        Args:
+            asked: the request of the tower's fold.
+        """
+        record = read_record(self.part) if self.is_ours else None
+        wanted = json.loads(json.dumps(asked.essentials()))
+        # A record also has what was chosen where the request left it open.
+        if record is None or any(record["request"].get(name) != value for name, value in wanted.items()):
+            return None
+        if record["source"] != describe(self.alone, asked.source_name):
+            return None
+        return Folded(directory=self.part, record=record, request=asked, notices=(), verification=None)
+
+    def check(self, *, has_part: bool) -> None:
+        """Check that the directories may be written.
+
+        Args:
+            has_part: whether the folded tower is there and is used.
+
+        Raises:
+            InvalidInput: one is in the way; the sentence says what it is, and which command left it.
+        """
+        check_output(self.out, self.tower.directory)
+        taken = [self.part] if not has_part and (self.part.exists() or self.part.is_symlink()) else []
+        if not self.is_there and (self.alone.exists() or self.alone.is_symlink()):
+            taken.append(self.alone)
+        if not taken:
+            return
+        names = " and ".join(str(place) for place in taken)
+        left = claim_of(self.alone)
+        if left is None or left.digest == self.claim.digest:
+            raise InvalidInput(
+                f"{names} exists and nothing is overwritten: kvfold writes the text tower there until it is "
+                f"in {self.out}; remove it, or name another output with --out"
+            )
+        stopped = printable(left.command)
+        raise InvalidInput(
+            f"{self.part} and {self.alone} are left by a stopped run of another command, and nothing is "
+            f"overwritten: finish it with `{stopped} --out {self.out}`, remove both, or name another output "
+            "with --out"
+        )
+
+    def clear(self, *, was_there: bool) -> None:
+        """Remove the working directories.
+
+        Args:
+            was_there: whether the tower as it was is the user's, and stays.
+        """
+        for place in (self.part,) if was_there else (self.part, self.alone):
+            discard(place)
