@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from .checkpoints.directory import check_output
 from .checkpoints.own_files import discard
 from .checkpoints.record import describe, read_record
-from .convert.towers.tower import Claim, claim_of, is_written
+from .convert.towers.tower import TowerClaim, claim_of, is_written
 from .core.console import notice
 from .core.errors import InvalidInput
 from .core.untrusted import printable
@@ -37,7 +37,7 @@ class Places:
     part: Path
     alone: Path
     tower: Tower
-    claim: Claim
+    claim: TowerClaim
 
     @property
     def is_there(self) -> bool:

@@ -17,7 +17,7 @@ from .results import Folded
 
 if TYPE_CHECKING:
     from .convert.request import FoldRequest
-    from .convert.towers.tower import Claim, Tower
+    from .convert.towers.tower import Tower, TowerClaim
 
 
 def fold_tower(request: FoldRequest, tower: Tower, fold: Callable[[FoldRequest], Folded]) -> Folded:
@@ -107,7 +107,7 @@ def _out(request: FoldRequest) -> Path:
     return request.out or Path(f"{Path(request.model.partition('@')[0]).name}-{request.to}")
 
 
-def _claim(request: FoldRequest, directory: Path) -> Claim:
+def _claim(request: FoldRequest, directory: Path) -> TowerClaim:
     """Return the claim of a request, by a digest of all that the output of a request depends on.
 
     Args:
@@ -115,7 +115,7 @@ def _claim(request: FoldRequest, directory: Path) -> Claim:
         directory: the source that it names.
     """
     from .checkpoints.directory import Checkpoint
-    from .convert.towers.tower import Claim
+    from .convert.towers.tower import TowerClaim
 
     text = Path(request.calibration or "")
     files = (
@@ -124,7 +124,7 @@ def _claim(request: FoldRequest, directory: Path) -> Claim:
     read = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files if file.is_file()]
     asked = [__version__, request.essentials(), Checkpoint(directory, packed=True).identity(), read]
     digest = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()
-    return Claim(digest=digest, command=request.command)
+    return TowerClaim(digest=digest, command=request.command)
 
 
 def _verified(folded: Folded) -> Folded:

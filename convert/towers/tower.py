@@ -34,7 +34,7 @@ _HEADS = ("lm_head.weight", "language_model.lm_head.weight")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Claim:
+class TowerClaim:
     """The fold that a written tower is only there for, and is removed after.
 
     Attributes:
@@ -106,7 +106,7 @@ def is_written(tower: Tower, out: Path) -> bool:
     return all(there.spec(name) == whole.spec(stored) for stored, name in tower.names.items())
 
 
-def write_tower(tower: Tower, out: Path, shard_size: int, claim: Claim | None = None) -> None:
+def write_tower(tower: Tower, out: Path, shard_size: int, claim: TowerClaim | None = None) -> None:
     """Write a tower alone, as a checkpoint of a causal language model.
 
     Args:
@@ -133,22 +133,22 @@ def write_tower(tower: Tower, out: Path, shard_size: int, claim: Claim | None = 
             (partial / _CLAIM).write_text(_written(claim), encoding="utf-8")
 
 
-def claim_of(out: Path) -> Claim | None:
+def claim_of(out: Path) -> TowerClaim | None:
     """Return the claim of a directory from `write_tower`; None where it has none."""
     file = out / _CLAIM
     if out.is_symlink() or not file.is_file():
         return None
     found = read_json(file, _CLAIM_BYTES)
     digest, command = found.get("request"), found.get("command")
-    return Claim(digest=digest, command=command) if is_text(digest) and is_text(command) else None
+    return TowerClaim(digest=digest, command=command) if is_text(digest) and is_text(command) else None
 
 
-def take_over(out: Path, claim: Claim) -> None:
+def take_over(out: Path, claim: TowerClaim) -> None:
     """Replace the claim of a directory from `write_tower`."""
     replace_text(out / _CLAIM, _written(claim))
 
 
-def _written(claim: Claim) -> str:
+def _written(claim: TowerClaim) -> str:
     return json.dumps({"request": claim.digest, "command": claim.command})
 
 
