@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from . import __version__
 from .core.console import is_first, notice
@@ -39,9 +39,9 @@ def fold_tower(request: FoldRequest, tower: Tower, fold: Callable[[FoldRequest],
     if request.text_only:
         return _alone(request, tower, fold)
     from .convert.towers.assembly import put_back
+    from .convert.towers.places import Places
     from .convert.towers.tower import claim_of, take_over, write_tower
     from .models.expected_weights import check_multimodal
-    from .tower_places import Places
 
     _check(request)
     out = _out(request)
@@ -53,21 +53,21 @@ def fold_tower(request: FoldRequest, tower: Tower, fold: Callable[[FoldRequest],
         done = places.finished_output(request) if is_first() else None
     done = from_first(done)
     if done is not None:
-        return _verified(done)
+        return _verified(_known(out, done, request))
     with together():
         check_multimodal(tower.directory)
-        folded, was_there = None, False
+        found, was_there = None, False
         if is_first():
-            folded = places.finished_part(asked)
-            places.check(has_part=folded is not None)
+            found = places.finished_part(asked)
+            places.check(has_part=found is not None)
             was_there = places.is_there and claim_of(alone) is None
             if not places.is_there:
                 write_tower(tower, alone, request.shard_size, claim)
             elif not was_there and not places.is_ours:
                 take_over(alone, claim)
-    folded = from_first(folded)
+    found = from_first(found)
     try:
-        folded = fold(asked) if folded is None else _verified(folded)
+        folded = fold(asked) if found is None else _verified(_known(part, found, asked))
         with together():
             record = folded.record
             if is_first():
@@ -125,6 +125,11 @@ def _claim(request: FoldRequest, directory: Path) -> TowerClaim:
     asked = [__version__, request.essentials(), Checkpoint(directory, packed=True).identity(), read]
     digest = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()
     return TowerClaim(digest=digest, command=request.command)
+
+
+def _known(directory: Path, record: dict[str, Any], request: FoldRequest) -> Folded:
+    """Return a fold that an earlier run finished."""
+    return Folded(directory=directory, record=record, request=request, notices=(), verification=None)
 
 
 def _verified(folded: Folded) -> Folded:

@@ -1,24 +1,18 @@
 """The working directories of a fold of a text tower, and what a killed run leaves in them."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
-from .checkpoints.directory import check_output
-from .checkpoints.own_files import discard
-from .checkpoints.record import describe, read_record
-from .convert.towers.tower import TowerClaim, claim_of, is_written
-from .core.console import notice
-from .core.errors import InvalidInput
-from .core.untrusted import printable
-from .results import Folded
-
-if TYPE_CHECKING:
-    from .convert.request import FoldRequest
-    from .convert.towers.tower import Tower
+from ...checkpoints.directory import check_output
+from ...checkpoints.own_files import discard
+from ...checkpoints.record import describe, read_record
+from ...core.console import notice
+from ...core.errors import InvalidInput
+from ...core.untrusted import printable
+from ..request import FoldRequest
+from .tower import Tower, TowerClaim, claim_of, is_written
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,10 +44,10 @@ class Places:
         found = claim_of(self.alone)
         return found is not None and found.digest == self.claim.digest and self.is_there
 
-    def finished_output(self, request: FoldRequest) -> Folded | None:
-        """Return the output, where a killed run of the same request named it before it removed the others.
+    def finished_output(self, request: FoldRequest) -> dict[str, Any] | None:
+        """Return the record of the output, where a killed run of the same request gave it its name.
 
-        They are removed then.
+        What that run did not remove any more is removed.
 
         Args:
             request: of the whole fold.
@@ -65,10 +59,10 @@ class Places:
             return None
         notice(f"{self.out} was finished by an earlier run of this command; what that run left is removed")
         self.clear(was_there=False)
-        return Folded(directory=self.out, record=record, request=request, notices=(), verification=None)
+        return record
 
-    def finished_part(self, asked: FoldRequest) -> Folded | None:
-        """Return the folded tower, where a killed run of the same request finished it.
+    def finished_part(self, asked: FoldRequest) -> dict[str, Any] | None:
+        """Return the record of the folded tower, where a killed run of the same request finished it.
 
         Args:
             asked: the request of the tower's fold.
@@ -80,7 +74,7 @@ class Places:
             return None
         if record["source"] != describe(self.alone, asked.source_name):
             return None
-        return Folded(directory=self.part, record=record, request=asked, notices=(), verification=None)
+        return record
 
     def check(self, *, has_part: bool) -> None:
         """Check that the directories may be written.
