@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from .convert.request import FoldRequest
     from .convert.towers.tower import Tower, TowerClaim
 
+_STOCK = "deepseek_v3"  # model type of the class of --container stock
+
 
 def fold_tower(request: FoldRequest, tower: Tower, fold: Callable[[FoldRequest], Folded]) -> Folded:
     """Fold the text tower of a multimodal checkpoint.
@@ -43,12 +45,15 @@ def fold_tower(request: FoldRequest, tower: Tower, fold: Callable[[FoldRequest],
     from .convert.towers.tower import claim_of, take_over, write_tower
     from .models.expected_weights import check_multimodal
 
-    _check(request)
+    _check(request, tower)
     out = _out(request)
     part, alone = (out.with_name(out.name + ending) for ending in (".text", ".tower"))
     claim = _claim(request, tower.directory)
     places = Places(out=out, part=part, alone=alone, tower=tower, claim=claim)
-    asked = request.model_copy(update={"model": str(alone), "revision": None, "out": part})
+    changed = {"model": str(alone), "revision": None, "out": part}
+    if request.to == "mla":  # a multimodal class takes no code of ours
+        changed["container"] = "stock"
+    asked = request.model_copy(update=changed)
     with together():
         done = places.finished_output(request) if is_first() else None
     done = from_first(done)
@@ -144,7 +149,7 @@ def _verified(folded: Folded) -> Folded:
     return replace(folded, verification=verify(folded.directory, engines, run=request.verify == "full"))
 
 
-def _check(request: FoldRequest) -> None:
+def _check(request: FoldRequest, tower: Tower) -> None:
     """Refuse what has no place in the whole checkpoint.
 
     Raises:
@@ -153,10 +158,13 @@ def _check(request: FoldRequest) -> None:
     if request.text_only:
         return
     if request.to == "mla":
-        raise InvalidInput(
-            "--to mla has no place in a multimodal class; use --to gqa or --to mqa, or write the text tower "
-            "alone with --text-only"
-        )
+        from .convert.towers.text_class import holds_other_classes
+
+        if request.container == "remote" or not holds_other_classes(tower.directory, _STOCK):
+            raise InvalidInput(
+                "--to mla has no place in this multimodal class, or not in kvfold's code; use --to gqa or "
+                "--to mqa, or write the text tower alone with --text-only"
+            )
     if request.dtype != "auto":
         raise InvalidInput(
             f"--dtype {request.dtype} does not apply to a whole multimodal checkpoint, whose other tensors "

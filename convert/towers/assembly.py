@@ -18,6 +18,7 @@ from ...checkpoints.record import describe, write_record
 from ...checkpoints.shards import ShardWriter
 from ...core.files import whole_directory
 from ...core.hub import commit_of
+from ..families.recognition import FAMILIES
 from ..request import FoldRequest
 from ..write.model_card import write_card
 from .tower import Tower
@@ -41,13 +42,14 @@ def put_back(tower: Tower, folded: Path, out: Path, request: FoldRequest) -> dic
     check_output(out, tower.directory)
     out.parent.mkdir(parents=True, exist_ok=True)
     whole, part = Checkpoint(tower.directory), Checkpoint(folded)
-    specs = {
-        name: part.spec(tower.names[name]) if name in tower.names else whole.spec(name) for name in whole
-    }
+    named = _names_in_place(tower, part)
+    kept = [name for name in whole if name in named or name not in tower.names]
+    order = dict.fromkeys([*kept, *named])  # tensors that are new come last
+    specs = {name: part.spec(named[name]) if name in named else whole.spec(name) for name in order}
     with whole_directory(out) as partial:
         with ShardWriter(partial, specs, request.shard_size) as writer:
-            for name in whole:
-                place = part.stream(tower.names[name]) if name in tower.names else whole.stream(name)
+            for name in specs:
+                place = part.stream(named[name]) if name in named else whole.stream(name)
                 for first, piece in place:
                     writer.write(name, piece, first)
         copy_side_files(tower.directory, partial)
@@ -66,12 +68,28 @@ def put_back(tower: Tower, folded: Path, out: Path, request: FoldRequest) -> dic
     return record
 
 
+def _names_in_place(tower: Tower, part: Checkpoint) -> dict[str, str]:
+    """Return the tensors of a folded tower by their names in the whole checkpoint.
+
+    Tensors that the tower did not have, such as those of latent attention, are named as their neighbours.
+    """
+    stored = {ours: name for name, ours in tower.names.items()}
+    family = FAMILIES[tower.model_type]
+    place = stored[family.prefix + family.embedding].removesuffix(family.embedding)
+    return {stored.get(name) or place + name.removeprefix(family.prefix): name for name in part}
+
+
 def _config(tower: Tower, folded: dict[str, Any]) -> dict[str, Any]:
-    """Return config.json of the whole checkpoint, with what the fold changed in the tower's."""
+    """Return config.json of the whole checkpoint, with what the fold changed in the tower's.
+
+    A tower in another class brings its own.
+    """
     changed = {
         key: value for key, value in folded.items() if key not in _KEPT and value != tower.config.get(key)
     }
     config: dict[str, Any] = without_code(read_config(tower.directory))
+    if folded["model_type"] != tower.model_type:
+        return {**config, "text_config": folded}
     if isinstance(config.get("text_config"), dict):
         return {**config, "text_config": {**config["text_config"], **changed}}
     return {**config, **changed}

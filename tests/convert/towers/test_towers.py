@@ -56,6 +56,28 @@ def test_equal_heads_pool_losslessly_with_an_image(source: Path) -> None:
     assert sorted(path.name for path in source.parent.glob(f"{source.name}-gqa*")) == [out.name]
 
 
+def test_latent_attention_in_place_where_the_class_takes_any_text_model(source: Path) -> None:
+    """The stock class is exact at full rank, with an image too; other multimodal classes are refused."""
+    options = ("--to", "mla", "--rank", "full")
+    if source.name not in {"llava", "mistral3"}:
+        with pytest.raises(ClickException, match=r"no place in this multimodal class"):
+            fold(source, "mla", *options)
+        assert not list(source.parent.glob(f"{source.name}-mla*"))
+        return
+    out, inputs = fold(source, "mla", *options), TOWERS[source.name][1]()
+    torch.testing.assert_close(logits(out, inputs), logits(source, inputs), atol=2e-5, rtol=0)
+    config = json.loads((out / "config.json").read_text())
+    assert config["text_config"]["model_type"] == "deepseek_v3"
+    assert config["model_type"] == source.name
+    before, after = (load_file(directory / "model.safetensors") for directory in (source, out))
+    for name, tensor in before.items():
+        if "vision" in name or "self_attn" not in name:
+            assert torch.equal(after[name].view(torch.uint8), tensor.view(torch.uint8)), name
+    smaller = fold(source, "small", "--to", "mla", "--rank", "8", "--rope-dim", "8")
+    assert json.loads((smaller / "kvfold.json").read_text())["cache"]["ratio"] == 0.25
+    assert logits(smaller, inputs).isfinite().all()
+
+
 def test_the_tower_alone_is_a_causal_language_model(source: Path) -> None:
     latent = ("--to", "mla", "--rank", "full", "--container", "remote")
     grouped = ("--to", "gqa", "--kv-heads", "2")  # of equal heads
@@ -94,7 +116,11 @@ def test_directories_of_the_user_stay(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "options", "words"),
     [
-        ({}, ("--to", "mla", "--rank", "full"), "no place in a multimodal class"),
+        (
+            {},
+            ("--to", "mla", "--rank", "full", "--container", "remote"),
+            "no place in this multimodal class, or not in kvfold's code",
+        ),
         ({}, ("--to", "mqa", "--dtype", "bfloat16"), "keep their bytes"),
         ({}, ("--to", "mqa", "--dry-run"), "is a multimodal model"),
         (

@@ -1,0 +1,38 @@
+"""The text model that a multimodal class builds, for a text_config of another class."""
+
+from pathlib import Path
+
+import torch
+
+from ...checkpoints.directory import read_config
+from ...core.errors import InvalidInput
+from ...models.load_failures import loading_failures, no_warnings
+
+_SMALL = {"num_hidden_layers": 1, "vocab_size": 8, "pad_token_id": None}
+
+
+def holds_other_classes(directory: Path, model_type: str) -> bool:
+    """Return whether the class of a multimodal checkpoint builds the text model that its text_config names.
+
+    Some classes do; others build a text model of their own, whatever text_config says. A small model without
+    weights shows it.
+
+    Args:
+        directory: the checkpoint.
+        model_type: of the other text model.
+
+    Example:
+        >>> holds_other_classes(Path("llava"), "deepseek_v3")  # doctest: +SKIP
+        True
+    """
+    from transformers import CONFIG_MAPPING, MODEL_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+    kind = str(read_config(directory).get("model_type"))
+    try:
+        with loading_failures(directory, "config.json"), no_warnings(), torch.device("meta"):
+            config = CONFIG_MAPPING[kind](text_config={"model_type": model_type, **_SMALL})
+            model = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)](config)
+            return type(model.get_decoder()) is MODEL_MAPPING[CONFIG_MAPPING[model_type]]
+    except InvalidInput:  # the class reads other fields of a text_config
+        return False
