@@ -41,6 +41,8 @@ class Scoring:
             weights or the scale.
         late_gain_H: what each dimension of a rotated query is multiplied by: weights of norms behind the
             rotation.
+        value_norm: values pass an RMSNorm of each head without weights.
+        key_values: values are the keys as they are before norm and rotation; the layer's own are not read.
     """
 
     norm_epsilon: float = 0.0
@@ -49,6 +51,8 @@ class Scoring:
     sinks_N: Tensor | None = None
     pair_gain_F: Tensor | None = None
     late_gain_H: Tensor | None = None
+    value_norm: bool = False
+    key_values: bool = False
 
     def to(self, dtype: torch.dtype, device: torch.device | str | None = None) -> Self:
         """Return the same in another dtype, and on another device."""
@@ -90,6 +94,11 @@ def attend(
     rebuilt = isinstance(layer, IntactAttention)
     latents = _each(cache)[0] if rebuilt else None
     k_BKTH, v_BKTH = keys_and_values(layer, input_BTD, scoring.norm_epsilon, latents)
+    if scoring.key_values:
+        assert isinstance(layer, Attention), "no latent form has keys for values"
+        v_BKTH = _project(input_BTD, layer.k_KHD, layer.k_KH)
+    if scoring.value_norm:
+        v_BKTH = _normed(v_BKTH, v_BKTH.new_ones(1, v_BKTH.shape[-1]), scoring.norm_epsilon)
     return attend_to(layer, input_BTD, k_BKTH, v_BKTH, frequencies_F, scoring, None if rebuilt else cache)
 
 

@@ -132,11 +132,25 @@ def _yarn(base_F: Tensor, rope: dict[str, Any], positions: int) -> tuple[Tensor,
     return base_F * ((1 - ramp_F) + ramp_F / factor), float(gain)
 
 
+def _proportional(base_F: Tensor, rope: dict[str, Any], positions: int) -> tuple[Tensor, float]:
+    """Compute Gemma 4's table: the first pairs rotate as in a whole head, the others not at all."""
+    kept = int(rope.get("partial_rotary_factor", 1.0) * 2 * len(base_F) // 2)
+    table_F = base_F / rope.get("factor", 1.0)
+    table_F[kept:] = 0.0
+    return table_F, 1.0
+
+
 def _mscale(factor: float, weight: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 
-_TABLES = {"default": _default, "linear": _linear, "llama3": _llama3, "yarn": _yarn}
+_TABLES = {
+    "default": _default,
+    "linear": _linear,
+    "llama3": _llama3,
+    "yarn": _yarn,
+    "proportional": _proportional,
+}
 FIXED = frozenset(_TABLES)  # rope types whose frequencies do not depend on the input's length
 
 

@@ -199,13 +199,13 @@ class Layout:
     Attributes:
         projections: a layer's projections by role, as `Family.projections` gives them: q, k, v and o, or qkv
             and o.
-        split: from a role and the output (B, T, C) of its projection to the parts: q (B, T, N, H), k and v
-            (B, T, K, H), in the half layout.
+        split: from a layer, a role and the output (B, T, C) of its projection to the parts: q (B, T, N, H), k
+            and v (B, T, K, H), in the half layout.
         layers: the numbers of the layers that attend.
     """
 
     projections: Callable[[int], Mapping[str, str]]
-    split: Callable[[str, Tensor], Mapping[str, Tensor]]
+    split: Callable[[int, str, Tensor], Mapping[str, Tensor]]
     layers: tuple[int, ...]
 
 
@@ -219,7 +219,7 @@ def watched(model: Any, layers: Mapping[int, Sums], layout: Layout) -> Iterator[
         for parameter in trained:
             parameter.requires_grad_(False)
         for number, sums in layers.items():
-            for hook in _hook_layer(model, sums, layout.projections(number), layout.split):
+            for hook in _hook_layer(model, sums, layout.projections(number), partial(layout.split, number)):
                 stack.callback(hook.remove)
         yield
 

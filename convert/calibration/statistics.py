@@ -80,6 +80,11 @@ class LayerStatistics:
     input_BTD: Tensor
     output_BTD: Tensor
 
+    def sizes(self) -> tuple[int, int, int, int]:
+        """Return D, N, K·H and H."""
+        heads, width = self.query_NHH.shape[:2]
+        return self.output_fisher.shape[0], heads, self.key_fisher.shape[0], width
+
     def copied(self) -> "LayerStatistics":
         """Return the same numbers in memory that torch has allocated.
 
@@ -191,31 +196,25 @@ class Statistics:
                 f"{file} holds no statistics that kvfold wrote ({type(error).__name__}: {reason})"
             ) from None
         found = cls(layers=layers, **about)
-        found.check(file, *found.sizes())
+        found.check(file)
         return found
 
-    def sizes(self) -> tuple[int, int, int, int]:
-        """Return D, N, K·H and H as the first layer has them."""
-        first = self.layers[0]
-        heads, width = first.query_NHH.shape[:2]
-        return first.output_fisher.shape[0], heads, first.key_fisher.shape[0], width
-
-    def check(self, file: Path, hidden: int, heads: int, keys: int, width: int) -> None:
+    def check(self, file: Path) -> None:
         """Check shape, dtype and finiteness of every tensor of every layer.
+
+        Widths and counts of heads may differ between layers.
 
         Args:
             file: the file that holds the statistics, for the error.
-            hidden: D, the hidden size.
-            heads: N, the number of query heads.
-            keys: K·H, the width of all key heads.
-            width: H, the width of a head.
 
         Raises:
             InvalidInput: a tensor is of another shape or dtype, or holds NaN or infinite values.
         """
         samples, length = self.layers[0].input_BTD.shape[:2]
         rest = self.layers[0].output_BTD.shape[0]
+        hidden = self.layers[0].sizes()[0]
         for n, layer in enumerate(self.layers):
+            _, heads, keys, width = layer.sizes()
             wanted = {
                 "input_EE": (hidden + 1, hidden + 1),
                 "query_NHH": (heads, width, width),

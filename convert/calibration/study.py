@@ -22,8 +22,8 @@ from ...core.processes import together
 from ...models.causal_lm import device, load_model, load_tokenizer
 from ...models.layered_model import LayeredModel
 from ...texts.documents import check_calibration, read_sequences
-from ..families.packing import half_order, split, split_queries
-from ..families.recognition import family_of
+from ..families.packing import split, split_queries
+from ..families.recognition import Family, family_of
 from ..families.source import Source
 from . import layerwise as by_layer
 from . import passes
@@ -81,6 +81,7 @@ def study(
         need = Need.of(source, sequences=min(batch_size(length), sequences), length=length)
         if layerwise is None:
             layerwise = need.whole > free_bytes()
+        check_layerwise(source, layerwise)
         directory = source.checkpoint.directory
         run = ""
         if calibration != "self":
@@ -99,6 +100,25 @@ def study(
     if save is not None and is_first():
         _keep(statistics, save, run)
     return statistics
+
+
+def check_layerwise(source: Source, layerwise: bool) -> None:
+    """Refuse to take statistics one layer at a time where layers read more than the one before gives.
+
+    Args:
+        source: the checkpoint.
+        layerwise: whether one layer at a time is in memory.
+
+    Raises:
+        InvalidInput: they do.
+    """
+    reads_tokens = source.family.unlike and source.config.get("hidden_size_per_layer_input")
+    if layerwise and (source.folded != source.attending or reads_tokens):
+        what = "embeddings of the tokens" if reads_tokens else "keys and values of earlier ones"
+        raise InvalidInput(
+            f"layers of {source.family.label} read {what}, so that its statistics need the whole model in "
+            "memory; use more memory, or --calibration none"
+        )
 
 
 def _read_text(source: Source, text: str, *, sequences: int, length: int, seed: int) -> Tensor:
@@ -273,11 +293,13 @@ def _name(calibration: str) -> str:
 def layout_of(source: Source) -> Layout:
     """Return where the quantities of a source are in its transformers model."""
     # A checkpoint of the bare model leaves the prefix out; the module has it all the same.
-    family = replace(source.family, prefix=family_of(source.checkpoint.config).prefix)
-    geometry = source.geometry
-    order_H = half_order(family, geometry.head_dim, source.rotary_width)
+    prefix = family_of(source.checkpoint.config).prefix
 
-    def heads(role: str, output_BTC: Tensor) -> dict[str, Tensor]:
+    def row(layer: int) -> Family:
+        return replace(source.shape(layer).family, prefix=prefix)
+
+    def heads(layer: int, role: str, output_BTC: Tensor) -> dict[str, Tensor]:
+        family, geometry, order_H = row(layer), source.shape(layer).geometry, source.order_of(layer)
         output_CBT = output_BTC.movedim(-1, 0)
         rows: tuple[Tensor, ...] = (output_CBT.unflatten(0, (-1, geometry.head_dim)),)
         if role == "qkv":
@@ -285,26 +307,34 @@ def layout_of(source: Source) -> Layout:
         elif role == "q":
             rows = (split_queries(output_CBT, family, geometry)[0],)
         found = dict(zip(role, rows, strict=True))
+        if role == "k" and family.v is None:  # keys are values too, and have the gradient of both
+            found["v"] = found["k"]
         return {
             one: (rows_IHBT if one == "v" else rows_IHBT[:, order_H]).permute(2, 3, 0, 1)
             for one, rows_IHBT in found.items()
         }
 
-    return Layout(projections=family.projections, split=heads, layers=source.attending)
+    return Layout(
+        projections=lambda layer: row(layer).projections(layer), split=heads, layers=source.attending
+    )
 
 
 def _check_source(statistics: Statistics, source: Source, file: str) -> Statistics:
     """Return the statistics, or refuse those of a model of another shape."""
-    geometry = source.geometry
-    hidden, heads, keys, width = statistics.sizes()
-    found = (len(statistics.layers), hidden, heads, width)
-    wanted = (len(source.attending), geometry.hidden_size, geometry.num_attention_heads, geometry.head_dim)
-    if found != wanted:
-        raise InvalidInput(
-            f"{file} holds statistics of a model with (layers, hidden_size, heads, head_dim) {found}, the "
-            f"source has {wanted}"
-        )
-    kept = geometry.num_key_value_heads * geometry.head_dim
-    if keys != kept:
-        raise InvalidInput(f"{file} holds 0.key_fisher of shape {(keys, keys)}, expected {(kept, kept)}")
+    count = len(source.attending)
+    for at, layer in enumerate(source.attending[: len(statistics.layers)]):
+        geometry = source.shape(layer).geometry
+        hidden, heads, keys, width = statistics.layers[at].sizes()
+        found = (len(statistics.layers), hidden, heads, width)
+        wanted = (count, geometry.hidden_size, geometry.num_attention_heads, geometry.head_dim)
+        if found != wanted:
+            raise InvalidInput(
+                f"{file} holds statistics of a model with (layers, hidden_size, heads, head_dim) {found}, "
+                f"the source has {wanted}"
+            )
+        kept = geometry.num_key_value_heads * geometry.head_dim
+        if keys != kept:
+            raise InvalidInput(
+                f"{file} holds {at}.key_fisher of shape {(keys, keys)}, expected {(kept, kept)}"
+            )
     return statistics

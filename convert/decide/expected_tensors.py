@@ -12,7 +12,8 @@ import torch
 from ..algebra.target import Geometry, LatentTarget
 from ..families.family import Family
 from ..families.recognition import FAMILIES, attending, complete, geometry_of
-from ..families.source import attention_shapes, names_outside_attention
+from ..families.source import shape_of
+from ..families.stored_tensors import attention_shapes, names_outside_attention
 from ..formats.remote import Remote
 
 Shape = tuple[int, ...] | None
@@ -112,10 +113,10 @@ def _grouped(family: Family, config: Mapping[str, Any], names: Collection[str]) 
         family = replace(family, prefix="")
     whole = complete(family, config)
     geometry = geometry_of(whole)
-    layers = attending(family, whole)
+    layers = attending(family, whole) if family.mixers else tuple(range(whole["num_hidden_layers"]))
     first = family.projections(layers[0]) if layers else {}
     biases = {role for role, name in first.items() if f"{name}.bias" in names}
     shapes: dict[str, Shape] = dict.fromkeys(names_outside_attention(family, whole))
     for layer in layers:
-        shapes |= dict(attention_shapes(family, geometry, layer, biases))
+        shapes |= dict(attention_shapes(shape_of(family, whole, geometry, layer), layer, biases))
     return shapes

@@ -8,7 +8,7 @@ from typing import Literal
 
 from ...core.errors import InvalidInput
 from ..algebra.target import LatentTarget
-from ..families.recognition import BEHIND_ROTATION, intact_reason, latent_obstacle
+from ..families.recognition import BEHIND_ROTATION, UNLIKE, intact_reason, latent_obstacle
 from ..families.source import Source
 from ..formats.blocks import folded_block
 from ..formats.container import Container
@@ -49,6 +49,10 @@ def choose_form(source: Source, rope: str | None, container: str) -> Form:
         raise InvalidInput(
             f"--to mla cannot hold {source.family.label}: {BEHIND_ROTATION}, and no output format rebuilds "
             "such keys; use --to gqa"
+        )
+    if source.family.unlike:
+        raise InvalidInput(
+            f"--to mla cannot hold {source.family.label}: {UNLIKE}, and one latent serves all; use --to gqa"
         )
     if source.family.k_norm is not None and not source.rotary_width:
         raise InvalidInput(

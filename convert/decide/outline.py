@@ -32,6 +32,10 @@ def show_plan(plan: dict[str, Any], cost: str) -> None:
         rows.append(
             (f"cache {side}", f"{size['elements_per_token_per_layer']} elements per token and layer; {at}")
         )
+    for kind, size in cache.get("kinds", {}).items():
+        rows.append(
+            (f"{kind}", f"{size['layers']} layers cache {size['before']} -> {size['after']} elements")
+        )
     if "layers" in cache:
         kinds = show_kinds(cache["layers"])
         rows.append(

@@ -19,6 +19,7 @@ from ..algebra.target import LatentTarget, Target, from_options
 from ..calibration.statistics import Statistics
 from ..efforts import Effort
 from ..families.source import Source, open_source
+from ..formats.cache_size import cache_size, check_prepared_values
 from ..formats.container import Container
 from ..formats.copies import Copy
 from ..formats.host_class import grouped_container
@@ -158,19 +159,10 @@ class Plan:
         """Return the size of the cache per token, before and after, in elements and in the output's dtype.
 
         Where some layers do not attend, sizes are those of the others, and `layers` counts both by kind.
+        Where layers are unlike, elements per layer are the mean of those with a cache, and `kinds` has those
+        of each kind.
         """
-
-        def size(elements: int) -> dict[str, int]:
-            in_all_layers = elements * len(self.layers)
-            return {
-                "elements_per_token_per_layer": elements,
-                "bytes_per_token": in_all_layers * self.dtype.itemsize,
-            }
-
-        before = self.source.geometry.cache_elements
-        after = sum(self.container.cached)
-        layers = {"layers": self.source.kinds} if self.source.kinds else {}
-        return {"before": size(before), "after": size(after), "ratio": after / before, **layers}
+        return cache_size(self.source, self.container, self.dtype)
 
     def calibration(self) -> dict[str, Any] | None:
         """Return the text, tokens and seed of the statistics; None where only weights are used."""
@@ -294,7 +286,7 @@ def _plan_of_form(
         target, fixed = served_target(source, options, options["profile"])
     else:
         target = _target(source, to, sizes, form)
-    method = _method(target, request)
+    method = _method(source, target, request)
     target, bands, losses = choose_slots(source, target, statistics, options, method, fixed)
     norm = first_norm(source, form, target, request.latent_norm, statistics, request.dtype)
     written, notices = written_dtypes(source, norm, request.dtype, dequantize=request.dequantize)
@@ -304,7 +296,7 @@ def _plan_of_form(
     container = _container(source, target, bands, form, options)
     layers = tuple(
         PlannedLayer(number=n, reads=(*source.reads(n), *container.norms(n)), writes=container.specs(n, kind))
-        for n in source.attending
+        for n in source.folded
     )
     predicted = None
     if losses and "latent" in losses[0]:
@@ -341,10 +333,11 @@ def _plan_of_form(
     )
 
 
-def _method(target: Target, request: FoldRequest) -> str:
+def _method(source: Source, target: Target, request: FoldRequest) -> str:
     """Return the method to use, one that can do what is asked."""
     method = methods.check(target, request.method)
     methods.check_prepared(target, method, request.cache_dtype, request.rank)
+    check_prepared_values(source, request.cache_dtype)
     return method
 
 

@@ -69,7 +69,7 @@ def output_modules(
             ending = copy.part.removeprefix(module_of(copy.source))
             packed.append(name.removesuffix(ending))
     there = {*plain, *packed, *(module_of(name) for name in copies)}
-    gone = {module_of(name) for layer in source.attending for name in source.reads(layer)} - there
+    gone = {module_of(name) for layer in source.folded for name in source.reads(layer)} - there
     return OutputModules(plain=tuple(plain), packed=tuple(packed), gone=gone)
 
 
@@ -88,7 +88,7 @@ def quantised_notices(source: Source, copies: Mapping[str, Copy], dtype: str) ->
     checkpoint = source.checkpoint
     if not isinstance(checkpoint, QuantisedCheckpoint):
         return []
-    attention = {name for layer in source.attending for name in source.reads(layer)}
+    attention = {name for layer in source.folded for name in source.reads(layer)}
     kept = {copy.source for copy in copies.values() if copy.part is not None}
     changed = [name for name in checkpoint.packed if name not in attention and name not in kept]
     if not kept:

@@ -87,7 +87,7 @@ def written_dtypes(
         chosen = _DTYPES.get(dtype, torch.bfloat16)
         if dequantize or dtype != "auto":
             return dict.fromkeys(own, chosen), []
-        attention = {name for layer in source.attending for name in source.reads(layer)}
+        attention = {name for layer in source.folded for name in source.reads(layer)}
         changed = attention | checkpoint.packed.keys()
         return own | dict.fromkeys(changed, chosen), []
     if dtype != "auto":

@@ -9,7 +9,7 @@ from typing import Any
 
 from ...core.errors import InvalidInput
 from ...core.untrusted import printable, shorten
-from .layer_kinds import ATTENTION, KINDS
+from .layers.layer_kinds import ATTENTION, KINDS
 
 LARGEST = 2**31 - 1  # of sizes, positions and ids
 _ROPE = ("rope_parameters", "rope_scaling")

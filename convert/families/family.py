@@ -78,6 +78,13 @@ class Family:
             original_max_position_embeddings.
         soft_cap: config field of a bound on the scores.
         sinks: a learnt score of every query head that takes part in the softmax.
+        value_norm: values pass an RMSNorm of each head without weights.
+        key_values: config field by which layers that read all positions take their keys, as they are before
+            norm and rotation, for values.
+        followers: config field with the number of last layers that read the keys and values of an earlier
+            layer of their kind.
+        unlike: layers of one kind may differ from others in the width of heads and in key/value heads; the
+            rules are in layer_shapes.py.
         kv_heads: config field with the key/value heads; None where the class has as many as query heads.
         host: another family whose class computes the same and has fewer key/value heads
             (containers/rehosted.py).
@@ -95,8 +102,8 @@ class Family:
     needs: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     prefix: str = "model."
     q: str = "layers.{layer}.self_attn.q_proj"
-    k: str = "layers.{layer}.self_attn.k_proj"
-    v: str = "layers.{layer}.self_attn.v_proj"
+    k: str | None = "layers.{layer}.self_attn.k_proj"
+    v: str | None = "layers.{layer}.self_attn.v_proj"
     o: str = "layers.{layer}.self_attn.o_proj"
     qkv: str | None = None
     fused: Literal["stacked", "grouped"] = "stacked"
@@ -118,6 +125,10 @@ class Family:
     query_growth: str | None = None
     soft_cap: str | None = None
     sinks: str | None = None
+    value_norm: bool = False
+    key_values: str | None = None
+    followers: str | None = None
+    unlike: bool = False
     kv_heads: str | None = "num_key_value_heads"
     host: str | None = None
     block: Block | str = Block()
@@ -129,8 +140,13 @@ class Family:
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """Return the projections by role: q, k, v, o, or qkv and o."""
-        return ("q", "k", "v", "o") if self.qkv is None else ("qkv", "o")
+        """Return the projections by role: q, k, v, o, or qkv and o.
+
+        In the row of one layer, k and v are missing where it has none of its own.
+        """
+        if self.qkv is not None:
+            return ("qkv", "o")
+        return tuple(role for role in ("q", "k", "v", "o") if getattr(self, role) is not None)
 
     def projections(self, layer: int) -> dict[str, str]:
         """Return the names of a layer's projections by role, which are modules in transformers."""

@@ -16,6 +16,19 @@ _EXAONE = {
     "rms_norm_eps": 1e-5, "sliding_window": 4096, "sliding_window_pattern": 4,
 }  # fmt: skip
 _HUNYUAN = {**_SIZES, "vocab_size": 290943, "rms_norm_eps": 1e-5}
+_GEMMA4 = {
+    **_SIZES, "vocab_size": 262144, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 30,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 131072, "tie_word_embeddings": True, "sliding_window": 512,
+    "sliding_window_pattern": 6, "use_bidirectional_attention": None, "attention_k_eq_v": False,
+    "num_kv_shared_layers": 0,
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        "full_attention": {
+            "rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1000000.0,
+        },
+    },
+}  # fmt: skip
 NEWER_DEFAULTS: dict[str, dict[str, Any]] = {
     "arcee": {**_SIZES, "hidden_size": 2560, "intermediate_size": 18432, "max_position_embeddings": 4096},
     "helium": {
@@ -194,6 +207,13 @@ NEWER_DEFAULTS: dict[str, dict[str, Any]] = {
         "use_qk_norm": True,
         "no_rope_layer_interval": 4,
         "attention_chunk_size": 8192,
+    },
+    "gemma4_text": {**_GEMMA4, "hidden_size_per_layer_input": 256},
+    "gemma4_unified_text": {
+        **_GEMMA4,
+        "max_position_embeddings": 262144,
+        "sliding_window": 1024,
+        "use_bidirectional_attention": "vision",
     },
     "nanochat": {
         **_SIZES,

@@ -3,13 +3,24 @@
 from typing import Any
 
 from .family import Family
-from .row_parts import ADDED, AFTER, EXPERTS, GATED, LAYERNORM, NORMS, QK_NORM, affine, layer_names
+from .row_parts import ADDED, AFTER, EXPERTS, GATED, LAYERNORM, NORMS, QK_NORM, SANDWICH, affine, layer_names
 
 _HUNYUAN: dict[str, Any] = {
     "late_norms": "weighted",
     "q_norm": "layers.{layer}.self_attn.query_layernorm.weight",
     "k_norm": "layers.{layer}.self_attn.key_layernorm.weight",
     "stretches": True,
+}
+_GEMMA4: dict[str, Any] = {
+    "needs": {"use_bidirectional_attention": ("vision", None)},
+    **QK_NORM,
+    "scale": ("head_dim", 0.0),
+    "value_norm": True,
+    "key_values": "attention_k_eq_v",
+    "followers": "num_kv_shared_layers",
+    "unlike": True,
+    "layer_tensors": layer_names(*SANDWICH, *GATED),
+    "block": ADDED,
 }
 NEWER = {
     "arcee": Family(
@@ -145,6 +156,10 @@ NEWER = {
         unrotated="no_rope_layers",
         layer_tensors=layer_names(*NORMS),
         block=EXPERTS,
+    ),
+    "gemma4_text": Family(label="Gemma 4, text", architecture="Gemma4ForCausalLM", **_GEMMA4),
+    "gemma4_unified_text": Family(
+        label="Gemma 4 unified, text", architecture="Gemma4UnifiedForCausalLM", **_GEMMA4
     ),
     "nanochat": Family(
         label="nanochat",

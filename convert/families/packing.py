@@ -122,6 +122,8 @@ def unpack(
 
     q, k, v = heads("weight")
     q_bias, k_bias, v_bias = heads("bias")
+    if v is None:  # of a layer whose values are its keys
+        v, v_bias = k, k_bias
     assert q is not None
     assert k is not None
     assert v is not None
@@ -176,7 +178,8 @@ def pack(attention: Attention, family: Family, width: int) -> dict[str, Tensor]:
                 parts["q"] = torch.cat([parts["q"], gate], 1)
     for part, (q, k, v) in (("weight", weights.values()), ("bias", biases.values())):
         if family.qkv is None:
-            packed |= {f"{role}.{part}": _flat(rows) for role, rows in zip("qkv", (q, k, v), strict=True)}
+            rows_of = zip("qkv", (q, k, v), strict=True)
+            packed |= {f"{role}.{part}": _flat(rows) for role, rows in rows_of if role in family.roles}
         elif q is not None and k is not None and v is not None:
             rows = join(q, k, v, family)
             packed[f"qkv.{part}"] = rows.mT if family.transposed and part == "weight" else rows

@@ -9,7 +9,8 @@ from ...core.untrusted import shorten
 from ..algebra.target import Geometry
 from .config_fields import LARGEST, is_size
 from .family import Block, Family
-from .layer_kinds import ATTENTION, CHUNKED, kinds_of
+from .layers.layer_kinds import ATTENTION, CHUNKED, kinds_of
+from .layers.layer_shapes import first_follower, overrides
 from .rows import FAMILIES
 from .unfolded import UNFOLDED
 
@@ -42,6 +43,7 @@ _PARTIAL = {
     "qwen3_5_text", "qwen3_5_moe_text", "bamba",
 }  # fmt: skip
 BEHIND_ROTATION = "it normalises queries and keys after rotation"
+UNLIKE = "its layers differ in the width of their heads"
 _LATENT = {"deepseek_v2", "deepseek_v3", "youtu", "minicpm3"}
 
 
@@ -131,6 +133,11 @@ def complete(family: Family, config: Mapping[str, Any]) -> dict[str, Any]:
         whole |= _stretched(whole)
     if family.mixers is not None:
         whole["layer_types"] = kinds_of(family.mixers, whole, len(layers))
+    if family.unlike:
+        kinds = whole.get("layer_types")
+        if isinstance(kinds, list) and kinds:  # its class has the last layer read all positions
+            whole["layer_types"] = [*kinds[:-1], ATTENTION]
+        whole["per_layer_config"] = overrides(whole, len(layers))
     return whole
 
 
@@ -166,10 +173,13 @@ def _stretched(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def attending(family: Family, config: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return the numbers of the layers that attend, from a complete config whose lists were checked."""
+    """Return the numbers of the layers that attend, from a complete config whose lists were checked.
+
+    Those that read another layer's keys and values do not count: they have no cache.
+    """
     layers = range(config["num_hidden_layers"])
     if family.mixers is None:
-        return tuple(layers)
+        return tuple(layers[: first_follower(family, config)])
     return tuple(layer for layer in layers if config["layer_types"][layer] == ATTENTION)
 
 
@@ -306,6 +316,7 @@ def stock_reasons(family: Family) -> list[str]:
     """Return why the stock latent class can hold no checkpoint of a family; empty when it can."""
     properties = {
         BEHIND_ROTATION: family.late_norms is not None,
+        UNLIKE: family.unlike,
         "it normalises its keys after the projection": family.k_norm is not None,
         "it bounds its attention scores": family.soft_cap is not None,
         "its attention has sinks": family.sinks is not None,

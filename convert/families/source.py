@@ -1,7 +1,7 @@
 """A checkpoint seen as layers of attention: which tensors belong to a layer, and what they say."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,10 +20,12 @@ from ..algebra.rotary import FIXED, frequencies, longrope_factor
 from ..algebra.target import Geometry
 from .config_fields import check_fields, check_ids, check_kinds, check_lists
 from .late_norms import has_late_norms, late_gain, with_late_norms
-from .layer_kinds import reach_of
-from .layer_rotation import check_rotation, fixed_rotation, layer_rope
-from .packing import half_order, outputs, shapes, unpack
+from .layers.layer_kinds import reach_of
+from .layers.layer_rotation import check_rotation, fixed_rotation, layer_rope
+from .layers.layer_shapes import LayerShape, donor_of, own_geometry, own_row
+from .packing import half_order, unpack
 from .recognition import Family, attending, complete, family_of, geometry_of, rotary_width, rotated
+from .stored_tensors import biases_of, check_whole, has_own_head
 
 # A pair that does not rotate has this frequency: longrope factors can say it, and its angle is nothing at any
 # position.
@@ -38,9 +40,10 @@ class Source:
         checkpoint: the directory.
         config: its config.json, with the family's defaults where it says nothing, under the names that
             Llama's has.
-        family, geometry: what it is; the family's prefix is the one that this checkpoint's names have.
+        family, geometry: what it is; the family's prefix is the one that this checkpoint's names have. Where
+            layers are unlike, `shape` has those of each.
         biases: the projections that have one.
-        rotary_width: how many of a head's dimensions rotate.
+        rotary_width: how many of a head's dimensions rotate, in a layer of this geometry.
     """
 
     checkpoint: Checkpoint
@@ -74,6 +77,35 @@ class Source:
         return attending(self.family, self.config)
 
     @property
+    def folded(self) -> tuple[int, ...]:
+        """Return the numbers of the layers whose tensors a fold changes.
+
+        They are those that attend, and those that read the keys and values of one of them.
+        """
+        return tuple(range(self.layers)) if self.family.mixers is None else self.attending
+
+    def donor(self, layer: int) -> int | None:
+        """Return the layer whose keys and values a layer reads; None where it has its own."""
+        return donor_of(self.family, self.config, layer)
+
+    def keys_are_values(self, layer: int) -> bool:
+        """Return whether a layer's values are its keys, as they are before norm and rotation."""
+        donor = self.donor(layer)
+        row = self.shape(layer if donor is None else donor).family
+        return row.v is None and row.k is not None
+
+    def followers(self, layer: int) -> tuple[int, ...]:
+        """Return the layers that read a layer's keys and values in addition to it."""
+        return tuple(number for number in self.folded if self.donor(number) == layer)
+
+    def shape(self, layer: int) -> LayerShape:
+        """Return the row, the heads and the rotary width of one layer.
+
+        Where it reads another's keys and values, the row is without them, and the heads are those of all.
+        """
+        return shape_of(self.family, self.config, self.geometry, layer)
+
+    @property
     def kinds(self) -> dict[str, int]:
         """Return the number of layers of each kind, where some do not attend; empty where all do."""
         if self.family.mixers is None:
@@ -104,7 +136,14 @@ class Source:
     @property
     def head_order(self) -> Tensor:
         """Return, for each dimension of a head in `attention`, its place in the checkpoint, (H,), int64."""
-        return half_order(self.family, self.geometry.head_dim, self.rotary_width)
+        return self.order_of(None)
+
+    def order_of(self, layer: int | None) -> Tensor:
+        """Return the same for the heads of one layer; None: those of the geometry of all."""
+        if layer is None:
+            return half_order(self.family, self.geometry.head_dim, self.rotary_width)
+        own = self.shape(layer)
+        return half_order(own.family, own.geometry.head_dim, own.rotary_width)
 
     @property
     def rotating(self) -> tuple[int, ...]:
@@ -155,11 +194,12 @@ class Source:
                     "use --to gqa"
                 )
             layer = self.attending[0]
-        still_F = torch.full((self.geometry.head_dim // 2,), STILL, dtype=torch.float64)
-        if not self.rotary_width or not rotated(self.family, self.config, layer):
+        own = self.shape(layer)
+        still_F = torch.full((own.geometry.head_dim // 2,), STILL, dtype=torch.float64)
+        if not own.rotary_width or not rotated(self.family, self.config, layer):
             return still_F, 1.0
-        table_F, factor = frequencies(layer_rope(self.config, layer), self.rotary_width, self.positions)
-        return torch.cat([table_F, still_F[len(table_F) :]]), factor
+        table_F, factor = frequencies(layer_rope(self.config, layer), own.rotary_width, self.positions)
+        return torch.cat([table_F.clamp_min(STILL), still_F[len(table_F) :]]), factor
 
     def nominal_frequencies(self, layer: int) -> tuple[Tensor, float]:
         """Return the same for methods that only weigh by frequencies.
@@ -190,14 +230,15 @@ class Source:
 
     def _names(self, layer: int) -> dict[str, str]:
         """Return those tensors by role and part."""
+        family = self.shape(layer).family
         names = {
             f"{role}.{part}": f"{name}.{part}"
-            for role, name in self.family.projections(layer).items()
+            for role, name in family.projections(layer).items()
             for part in ("weight", "bias")
             if part == "weight" or role in self.biases
         }
-        norm = self.family.norm("k", layer)
-        return names | ({"k_norm": norm} if norm is not None and self.family.norm_spans == "heads" else {})
+        norm = family.norm("k", layer)
+        return names | ({"k_norm": norm} if norm is not None and family.norm_spans == "heads" else {})
 
     def attention(self, layer: int, rotary_factor: float = 1.0) -> Attention:
         """Return a layer's attention, float64.
@@ -207,9 +248,12 @@ class Source:
             rotary_factor: factor on the cosines and sines, which goes into the scale, or, where a part of a
                 head does not rotate, into the queries.
         """
-        names = self._names(layer)
+        own, donor = self.shape(layer), self.donor(layer)
+        names = {} if donor is None else self._names(donor)
+        names |= self._names(layer)
         for which in ("q", "k"):
-            norm = self.family.norm(which, layer)
+            place = layer if donor is None or which == "q" else donor
+            norm = self.family.norm(which, place)
             if norm is not None:
                 names[f"{which}_norm"] = norm
         if self.family.gate not in {None, "q"}:
@@ -217,9 +261,9 @@ class Source:
         tensors = {role: self.checkpoint[name].to(torch.float64) for role, name in names.items()}
         late = has_late_norms(self.family, self.config, layer)
         rotary_factor = 1.0 if late else rotary_factor  # which such a norm takes away
-        partial = rotary_factor != 1 and self.rotary_width < self.geometry.head_dim
+        partial = rotary_factor != 1 and own.rotary_width < own.geometry.head_dim
         scale = self.scale(layer) * (1 if partial else rotary_factor**2)
-        attention = unpack(tensors, self.family, self.geometry, self.rotary_width, scale)
+        attention = unpack(tensors, self.family, own.geometry, own.rotary_width, scale)
         attention = with_late_norms(attention) if late else attention
         if not partial:
             return attention
@@ -256,7 +300,9 @@ class Source:
             window=self.window(layer),
             sinks_N=sinks_N,
             pair_gain_F=None if rotary_factor == 1 or late else self._pair_gains(rotary_factor),
-            late_gain_H=late_gain(self.checkpoint, family, layer, self.head_order) if late else None,
+            late_gain_H=late_gain(self.checkpoint, family, layer, self.order_of(layer)) if late else None,
+            value_norm=family.value_norm,
+            key_values=self.keys_are_values(layer),
         )
 
     def window(self, layer: int) -> int | None:
@@ -299,8 +345,12 @@ def open_source(directory: Path) -> Source:
     if family.mixers is not None:
         check_kinds(config)
     check_ids(checkpoint.config, config["vocab_size"])
-    biases = _biases(checkpoint, family, geometry, attending(family, config))
-    _check_whole(checkpoint, family, config)
+    layers = attending(family, config)
+    if family.mixers is None:
+        layers = tuple(range(config["num_hidden_layers"]))
+    own = {layer: shape_of(family, config, geometry, layer) for layer in layers}
+    biases = biases_of(checkpoint, family, own)
+    check_whole(checkpoint, family, config)
     if config["tie_word_embeddings"] and has_own_head(
         checkpoint, family.head, family.prefix + family.embedding
     ):
@@ -314,87 +364,29 @@ def open_source(directory: Path) -> Source:
         biases=biases,
         rotary_width=width,
     )
-    ours = fixed_rotation(config, source.rotating, width) if width else {}
+    ours = fixed_rotation(config, {layer: own[layer].rotary_width for layer in source.rotating if width})
     if isinstance(checkpoint, QuantisedCheckpoint):
         checkpoint.check_values()
     tables = check_weights(checkpoint, family.prefix + family.o.partition(".{layer}")[0])
-    check_rotation(ours, tables, width, family.architecture)
+    check_rotation(ours, tables, family.architecture)
     return source
 
 
-def has_own_head(checkpoint: Checkpoint, head: str, embedding: str) -> bool:
-    """Return whether a checkpoint stores a head that is not its embeddings.
-
-    transformers 5 then loads both, even where config.json says that they are tied.
+def shape_of(family: Family, config: Mapping[str, Any], geometry: Geometry, layer: int) -> LayerShape:
+    """Return the row, the heads and the rotary width of one layer.
 
     Args:
-        checkpoint: whose tensors are compared.
-        head: name of the head's weight.
-        embedding: name of the embeddings.
+        family: the row of the checkpoint.
+        config: a complete one.
+        geometry: of its first level.
+        layer: the layer's number.
+
+    Raises:
+        InvalidInput: its sizes do not fit together.
     """
-    return head in checkpoint and embedding in checkpoint and not checkpoint.are_equal(head, embedding)
-
-
-def _check_whole(checkpoint: Checkpoint, family: Family, config: dict[str, Any]) -> None:
-    """Check that everything apart from attention is there.
-
-    Transformers would fill a gap with random numbers.
-    """
-    for name in names_outside_attention(family, config):
-        if name not in checkpoint:
-            raise InvalidInput(f"{checkpoint.directory} has no {name}, which a {family.label} checkpoint has")
-
-
-def names_outside_attention(family: Family, config: Mapping[str, Any]) -> list[str]:
-    """Return the names of a whole checkpoint's tensors apart from attention; the config is complete."""
-    names = [
-        family.prefix + name.format(layer=n)
-        for n in range(config["num_hidden_layers"])
-        for name in family.layer_tensors
-    ]
-    names += [family.prefix + name for name in (family.embedding, *family.model_tensors)]
-    return names + ([] if config["tie_word_embeddings"] else [family.head])
-
-
-def _biases(
-    checkpoint: Checkpoint, family: Family, geometry: Geometry, layers: Sequence[int]
-) -> frozenset[str]:
-    """Return the roles with a bias, after checking every layer's tensors and shapes against config.json."""
-    first = layers[0]
-    biases = frozenset(
-        role for role, name in family.projections(first).items() if f"{name}.bias" in checkpoint
+    heads = own_geometry(family, config, geometry, layer)
+    return LayerShape(
+        family=own_row(family, config, layer),
+        geometry=heads,
+        rotary_width=rotary_width(family, config, heads.head_dim),
     )
-    for layer in layers:
-        for tensor, shape in attention_shapes(family, geometry, layer, biases):
-            if tensor not in checkpoint:
-                raise InvalidInput(
-                    f"{checkpoint.directory} has no {tensor}, which a {family.label} checkpoint has"
-                )
-            if checkpoint.spec(tensor).shape != shape:
-                raise InvalidInput(
-                    f"{tensor} has shape {checkpoint.spec(tensor).shape}, but config.json implies {shape}"
-                )
-        for role, name in family.projections(layer).items():
-            if role not in biases and f"{name}.bias" in checkpoint:
-                raise InvalidInput(
-                    f"{checkpoint.directory} has {name}.bias, but layer {first} has none; all layers must "
-                    "have the same biases"
-                )
-    return biases
-
-
-def attention_shapes(
-    family: Family, geometry: Geometry, layer: int, biases: Set[str]
-) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Return the names of a layer's attention tensors, and the shapes that they should have."""
-    weights = shapes(family, geometry)
-    rows = outputs(family, geometry)
-    for role, name in family.projections(layer).items():
-        yield f"{name}.weight", weights[role]
-        if role in biases:
-            yield f"{name}.bias", (rows[role],)
-    counts = {"q": geometry.num_attention_heads, "k": geometry.num_key_value_heads}
-    for which in ("q", "k"):
-        norm = family.norm(which, layer)
-        if norm is not None:
-            yield norm, (geometry.head_dim * (counts[which] if family.norm_spans == "heads" else 1),)

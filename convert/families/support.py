@@ -15,6 +15,7 @@ from .hosts import HOSTS
 from .recognition import (
     BEHIND_ROTATION,
     FAMILIES,
+    UNLIKE,
     Family,
     attending,
     complete,
@@ -85,6 +86,7 @@ def _heads(family: Family, target: str) -> Support:
         "a turn passes the key norm nearly unchanged": family.normalises and not spans,
         "transformers caches every query head": written.caches_queries,
         "values merge by dimension, because a gate follows them": family.gate is not None,
+        "values are turned before they merge, because a norm follows them": family.value_norm,
     }
     return Support(
         target=target,
@@ -140,6 +142,8 @@ def _remote(family: Family, config: Mapping[str, Any]) -> Support:
     # Families with sinks have biases.
     if family.late_norms is not None:
         return Support(target="mla", container="remote", status="no", why=BEHIND_ROTATION)
+    if family.unlike:
+        return Support(target="mla", container="remote", status="no", why=UNLIKE)
     reason = intact_reason(family, biased=True, unlike=family.rotary is not None and len(turns) > 1)
     form = "decoupled" if reason is None else f"intact: {reason}"
     if reason is None and family.k_norm is not None:

@@ -21,10 +21,7 @@ _SHARED = "its layers share keys and values, or differ in their widths"
 _SELECTED = "it selects the tokens that it attends to by an index of its own"
 _WHOLE = "it is a multimodal model"
 _TOWER = "it is a multimodal model, whose text tower is folded in its place"
-_WIDE = (
-    "its global layers have wider heads than its local ones, it normalises values too, and its layers may "
-    "share keys and values, or use keys as values"
-)
+_ASSISTANT = "it is a draft model, which reads the keys and values of the model that it drafts for"
 _UNDESCRIBED = "no row describes its attention"
 
 
@@ -63,15 +60,12 @@ UNFOLDED: dict[str, str] = {
     **_all(_SHARED, (
         "dots3_note", "dots3_note_text", "gemma3n", "gemma3n_text", "mimo_v2_flash",
     )),
-    **_all(_WIDE, (
-        "gemma4", "gemma4_assistant", "gemma4_text", "gemma4_unified", "gemma4_unified_assistant",
-        "gemma4_unified_text",
-    )),
+    **_all(_ASSISTANT, ("gemma4_assistant", "gemma4_unified_assistant")),
     **_all(_SELECTED, ("minimax_m3_vl_text",)),
     **_all(_WHOLE, (
         "emu3", "fuyu", "git", "got_ocr2", "mllama", "moshi", "moss_transcribe_diarize", "phi4_multimodal",
     )),
-    **_all(_TOWER, ("gemma3", "llama4", "qwen3_5", "qwen3_5_moe")),
+    **_all(_TOWER, ("gemma3", "gemma4", "gemma4_unified", "llama4", "qwen3_5", "qwen3_5_moe")),
     **_all(_UNDESCRIBED, ("blt", "cohere_compass_text", "cwm", "inkling2_text", "inkling_text", "zaya")),
     "bitnet": "its projections are ternary",
     "dbrx": "its attention settings are in a config of their own, and its projections may be clamped",

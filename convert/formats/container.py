@@ -49,6 +49,10 @@ class Container(ABC):
     def heads(self) -> tuple[int, int]:
         """Return the widths of one head's key without its shared rotary part, and of its value."""
 
+    def elements(self, layer: int) -> int:
+        """Return how many elements a layer caches per token; in most formats all layers cache as many."""
+        return sum(self.cached)
+
     @property
     def rebuilt(self) -> int:
         """Return how many elements of keys and values a layer rebuilds per cached token at each step.

@@ -1,7 +1,7 @@
 """GQA and MQA in the source's own class, with fewer key/value heads."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -12,6 +12,7 @@ from ...checkpoints.shards import TensorSpec
 from ..algebra.attention import Attention
 from ..algebra.forward import AnyAttention
 from ..algebra.target import Geometry, GroupedTarget
+from ..families.layers.layer_shapes import LayerShape, with_fewer_heads
 from ..families.packing import outputs, pack, shapes
 from ..families.recognition import Family
 from ..families.source import Source
@@ -25,9 +26,9 @@ class Grouped(Container):
     Attributes:
         family: the source's row, for names and layout.
         geometry: the source's attention shape.
-        target: key/value heads.
+        target: key/value heads, of layers that have as many as the geometry.
         biases: the projections that have one.
-        rotary_width: how many of a head's dimensions rotate.
+        layers: the shape of each layer that is changed, in the source.
     """
 
     kind: ClassVar[str] = "grouped"
@@ -37,7 +38,7 @@ class Grouped(Container):
     geometry: Geometry
     target: GroupedTarget
     biases: frozenset[str]
-    rotary_width: int
+    layers: Mapping[int, LayerShape]
 
     @property
     def architecture(self) -> str:
@@ -55,31 +56,43 @@ class Grouped(Container):
         """Return the widths of one head's key and of its value."""
         return self.geometry.head_dim, self.geometry.head_dim
 
+    def elements(self, layer: int) -> int:
+        """Return how many elements a layer caches per token."""
+        own = self.layers[layer]
+        return own.folded(self._share).cache_elements if own.family.k or own.family.qkv else 0
+
+    @property
+    def _share(self) -> tuple[int, int]:
+        """Return the share of key/value heads that stay: each kind of layer is folded by the same factor."""
+        return self.target.num_key_value_heads, self.geometry.num_key_value_heads
+
     def config(self, source: Mapping[str, Any]) -> dict[str, Any]:
         """Return config.json of the output, made from the source's."""
-        return {**without_code(source), str(self.family.kv_heads): self.target.num_key_value_heads}
+        made = {**without_code(source), str(self.family.kv_heads): self.target.num_key_value_heads}
+        return with_fewer_heads(made, self._share) if self.family.unlike else made
 
     def specs(self, layer: int, dtype: torch.dtype) -> dict[str, TensorSpec]:
         """Return names, shapes and dtypes of one layer's attention tensors."""
-        folded = replace(self.geometry, num_key_value_heads=self.target.num_key_value_heads)
-        weights = shapes(self.family, folded)
-        rows = outputs(self.family, folded)
+        family, folded = self.layers[layer].family, self.layers[layer].folded(self._share)
+        weights = shapes(family, folded)
+        rows = outputs(family, folded)
         specs = {}
-        for role, name in self.family.projections(layer).items():
+        for role, name in family.projections(layer).items():
             specs[f"{name}.weight"] = TensorSpec(dtype, weights[role])
             if role in self.biases:
                 specs[f"{name}.bias"] = TensorSpec(dtype, (rows[role],))
-        norm = self.family.norm("k", layer)
-        if norm is not None and self.family.norm_spans == "heads":
+        norm = family.norm("k", layer)
+        if norm is not None and family.norm_spans == "heads":
             specs[norm] = TensorSpec(dtype, (folded.num_key_value_heads * folded.head_dim,))
         return specs
 
     def tensors(self, attention: AnyAttention, layer: int) -> dict[str, Tensor]:
         """Return one folded layer's attention under the names and in the layout of the class."""
         assert isinstance(attention, Attention)
-        names = self.family.projections(layer)
-        packed = pack(attention, self.family, self.rotary_width)
-        norm = self.family.norm("k", layer)
+        family = self.layers[layer].family
+        names = family.projections(layer)
+        packed = pack(attention, family, self.layers[layer].rotary_width)
+        norm = family.norm("k", layer)
         weight = packed.pop("k_norm", None)
         named = {
             f"{names[role]}.{part}": tensor

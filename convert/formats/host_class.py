@@ -151,7 +151,7 @@ def grouped_container(source: Source, target: GroupedTarget) -> Container:
             geometry=geometry,
             target=target,
             biases=source.biases,
-            rotary_width=source.rotary_width,
+            layers={layer: source.shape(layer) for layer in source.folded},
         )
     rope = {}
     if family.rotary is not None:

@@ -17,7 +17,6 @@ from ..algebra.queries import fit_queries
 from ..algebra.rotary import complex_rows, half_rows, interleaved_rows
 from ..algebra.subspaces import leading, low_rank
 from ..algebra.target import GroupedTarget
-from .key_norms import merged_norm
 
 Pool = Callable[[Attention, GroupedTarget, LayerMetric, Tensor], Attention]
 
@@ -66,8 +65,8 @@ def aligned(
     k_GHE, v_GHE, turns_KF, turns_KHH = [], [], [], []
     for first in range(0, heads, members):
         group = slice(first, first + members)
-        turn_MF = _phases(complex_rows(k_KHE[group]))
-        turn_MHH = _rotations(v_KHE[group])
+        turn_MF = phases(complex_rows(k_KHE[group]))
+        turn_MHH = rotations(v_KHE[group])
         turned_k = half_rows(turn_MF[..., None] * complex_rows(k_KHE[group]))
         turned_v = turn_MHH @ v_KHE[group]
         k_GHE.append(_renormalised(turned_k))
@@ -163,7 +162,7 @@ def _shared_key(z_MFE: Tensor, pairs_FMM: Tensor, seen_MFE: Tensor) -> Tensor:
     return torch.cat(found)
 
 
-def _phases(z_MFE: Tensor) -> Tensor:
+def phases(z_MFE: Tensor) -> Tensor:
     """Return unit complex numbers (M, F) that turn each head's pair onto the sum of the others.
 
     They are found by alternating projections.
@@ -185,7 +184,7 @@ def _phases(z_MFE: Tensor) -> Tensor:
     return turn_FM.mT
 
 
-def _rotations(v_MHE: Tensor) -> Tensor:
+def rotations(v_MHE: Tensor) -> Tensor:
     """Return orthogonal matrices (M, H, H) that turn each head's values onto the sum of the others.
 
     They are found by Procrustes steps.
@@ -211,6 +210,23 @@ def _renormalised(rows_MHE: Tensor) -> Tensor:
     pooled_HE = rows_MHE.mean(0)
     norm = torch.linalg.matrix_norm(pooled_HE)
     return pooled_HE * (torch.linalg.matrix_norm(rows_MHE).mean() / norm if norm > 0 else 1)
+
+
+def merged_norm(weight_KH: Tensor | None, groups: int) -> Tensor | None:
+    """Return the weight of a norm for fewer heads.
+
+    It does not change where heads share it; otherwise it is the average of each group's.
+    """
+    return (
+        weight_KH
+        if weight_KH is None or len(weight_KH) == 1
+        else weight_KH.unflatten(0, (groups, -1)).mean(1)
+    )
+
+
+def mean_of_turned(rows_KHE: Tensor, groups: int) -> Tensor:
+    """Return the mean of each group's turned heads, as long as they are on average, (G, H, E)."""
+    return torch.stack([_renormalised(rows_MHE) for rows_MHE in rows_KHE.chunk(groups)])
 
 
 def by_dimension(pool: Pool) -> Pool:

@@ -13,7 +13,7 @@ from ..algebra.rotary import frequencies, rope_parameters
 from ..algebra.subspaces import low_rank_energy
 from ..algebra.target import Geometry, LatentTarget, Target
 from ..calibration.statistics import LayerStatistics, Statistics
-from ..families.layer_rotation import layer_rope
+from ..families.layers.layer_rotation import layer_rope
 from ..families.source import Source
 from .allocation import Layers, allocate, least, losses_by_width, saved, unslotted
 from .allocation import Losses as LossesByWidth

@@ -18,6 +18,7 @@ from ...checkpoints.record import describe, write_record
 from ...checkpoints.shards import ShardWriter
 from ...core.files import whole_directory
 from ...core.hub import commit_of
+from ..families.layers.layer_shapes import with_fewer_heads
 from ..families.recognition import FAMILIES
 from ..request import FoldRequest
 from ..write.model_card import write_card
@@ -87,9 +88,13 @@ def _config(tower: Tower, folded: dict[str, Any]) -> dict[str, Any]:
     changed = {
         key: value for key, value in folded.items() if key not in _KEPT and value != tower.config.get(key)
     }
+    changed.pop("per_layer_config", None)  # which the whole checkpoint may say in another way
+    share = folded.get("num_key_value_heads", 1), tower.config.get("num_key_value_heads", 1)
     config: dict[str, Any] = without_code(read_config(tower.directory))
     if folded["model_type"] != tower.model_type:
         return {**config, "text_config": folded}
+    if isinstance(config.get("text_config"), dict) and FAMILIES[tower.model_type].unlike:
+        return {**config, "text_config": with_fewer_heads({**config["text_config"], **changed}, share)}
     if isinstance(config.get("text_config"), dict):
         return {**config, "text_config": {**config["text_config"], **changed}}
     return {**config, **changed}

@@ -112,6 +112,13 @@ def _cache(record: dict[str, Any], written: Written) -> list[str]:
         f"The model has {show_kinds(kinds)}. These numbers are those of the layers that attend; the others "
         "keep a state of fixed size, as in the source."
     ]  # fmt: skip
+    if unlike := record["cache"].get("kinds"):
+        each = "; ".join(
+            f"{size['layers']} {kind} layers cache {size['before']:,} elements per token in the source, "
+            f"{size['after']:,} here"
+            for kind, size in unlike.items()
+        )
+        words.append(f"Elements per layer are a mean: {each}.")
     return ["## KV cache", _table(["", "source", "this model"], rows), *words]
 
 

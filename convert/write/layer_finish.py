@@ -58,6 +58,7 @@ class Finishing:
     slots_S: Tensor
     sample: LayerSample | None
     plain: Attention
+    is_shared: bool = False
 
     def loss(self, layer: AnyAttention, sample: LayerSample, cache: Caches | None = None) -> float:
         """Return the loss of a folded layer on what is held back."""
@@ -176,6 +177,8 @@ def _fitted(
     # number stays.
     spans = plan.source.family.norm_spans == "heads"
     fixed = {"q_norm_NH", "gate_NHD", "gate_NH"} | (set() if spans else {"k_norm_KH"})
+    if its.is_shared:
+        fixed |= {"k_KHD", "k_KH", "v_KHD", "v_KH"}
     if isinstance(layer, NormedLatentAttention):
         fixed |= {"q_nope_NPA"}  # the identity, which is not written
     if isinstance(layer, LatentAttention) and layer.query_norm is not None and layer.q_down_AD is not None:

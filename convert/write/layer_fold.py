@@ -14,11 +14,11 @@ from ..algebra.spectrum import LatentSpectrum
 from ..algebra.target import GroupedTarget, LatentTarget
 from ..calibration.statistics import LayerStatistics
 from ..decide.plan import Plan
-from ..methods import key_norms as normed
 from ..methods import table as methods
 from ..methods.biases import nearest_to_one, without_key_bias, without_query_bias, without_value_bias
 from ..methods.features import features_of, with_features
 from ..methods.grouping import GAIN, arrangements, heads_in, likest, reordered
+from ..methods.head_norms import by_value, followed, merged, turned
 from ..methods.intact import encoded, fold_joint
 from ..methods.key_regression import regressed
 from ..methods.layer_sample import sample_of
@@ -77,8 +77,11 @@ def _fold_attention(
     plan: Plan, number: int
 ) -> tuple[Attention | LatentAttention | IntactAttention, Loss | None]:
     layer: Attention | LatentAttention | IntactAttention
+    donor = plan.source.donor(number)
+    if donor is not None:
+        return _following(plan, number, donor), None
     if isinstance(plan.target, GroupedTarget):
-        layer, loss = _pooled(plan, number, plan.target)
+        layer, loss = _pooled(plan, number, _own_target(plan, number))
     elif plan.container.folds_jointly:
         layer, loss = _joint(plan, number, plan.target)
     else:
@@ -215,24 +218,47 @@ def _one(plan: Plan, input_EE: torch.Tensor | None) -> torch.Tensor | None:
     return nearest_to_one(input_EE)
 
 
+def _own_target(plan: Plan, number: int) -> GroupedTarget:
+    """Return the key/value heads of one layer."""
+    assert isinstance(plan.target, GroupedTarget)
+    share = plan.target.num_key_value_heads, plan.source.geometry.num_key_value_heads
+    return GroupedTarget(num_key_value_heads=plan.source.shape(number).folded(share).num_key_value_heads)
+
+
+def _following(plan: Plan, number: int, donor: int) -> Attention:
+    """Return a layer that reads a donor's folded keys and values, with its own queries and outputs.
+
+    The donor's heads are merged again, by the same weights to the same turns.
+    """
+    attention = plan.source.attention(number)
+    if plan.method == "mean":
+        return attention
+    pooled, turns = merged(
+        _attention(plan, donor), _own_target(plan, donor), key_values=plan.source.keys_are_values(donor)
+    )
+    return followed(pooled, attention, turns)
+
+
 def _pooled(plan: Plan, number: int, target: GroupedTarget) -> tuple[Attention, Loss | None]:
     attention, (table_F, factor) = _attention(plan, number), plan.source.nominal_frequencies(number)
     pool = methods.POOL[plan.method]
     weighs = methods.reads_statistics(plan.method)
     metric = metric_of(_statistics(plan, number), attention, plan.source.positions) if weighs else UNWEIGHTED
     if attention.k_norm_KH is not None and plan.method != "mean":
-        pool = normed.by_value(pool)
+        pool = by_value(pool)
     if attention.gate_NHD is not None and attention.gate_NHD.shape[1] > 1 and plan.method != "mean":
         pool = by_dimension(pool)
+    if plan.source.family.value_norm and plan.method != "mean":
+        pool = turned(key_values=plan.source.keys_are_values(number))
     sample = _sample(plan, number, attention, table_F, factor)
     if plan.method == "aligned:grouped":
-        if not _is_movable(plan, attention, sample):
+        if not _is_movable(plan, number, attention, sample):
             raise InvalidInput(
                 f"--method {plan.method} puts heads in another order, which the query and key norms or sinks "
                 "of this source forbid; use --method aligned"
             )
         attention = heads_in(likest(attention, target.num_key_value_heads), attention)
-    if plan.method != "subspace" or not _is_movable(plan, attention, sample):
+    if plan.method != "subspace" or not _is_movable(plan, number, attention, sample):
         pooled = pool(attention, target, metric, table_F)
         return _finished(plan, number, pooled, attention, table_F, table_F, sample)
     orders = arrangements(attention, metric, target.num_key_value_heads)
@@ -248,13 +274,15 @@ def _pooled(plan: Plan, number: int, target: GroupedTarget) -> tuple[Attention, 
     return _finished(plan, number, pooled, attention, table_F, table_F, sample)
 
 
-def _is_movable(plan: Plan, attention: Attention, sample: LayerSample | None) -> bool:
+def _is_movable(plan: Plan, number: int, attention: Attention, sample: LayerSample | None) -> bool:
     """Return whether heads may be put in another order.
 
     Sinks, own gates and some norms belong to one query head and are not written. For heads with norms a
     merge's loss is estimated too roughly to trust an order that cannot be measured.
     """
     if plan.source.family.sinks is not None or plan.source.family.gate not in {None, "q"}:
+        return False
+    if plan.source.followers(number):  # which read the heads in the source's order
         return False
     return attention.q_norm_NH is None or (len(attention.q_norm_NH) == 1 and sample is not None)
 
@@ -301,5 +329,6 @@ def _finished(
         slots_S=slots_S,
         sample=sample,
         plain=attention if plain is None else plain,
+        is_shared=bool(plan.source.followers(number)),
     )
     return finished(finishing, layer)

@@ -262,7 +262,7 @@ def _number(value: float | None, text: str | None = None) -> TableCell:
     return TableCell(f"{value:.4g}" if text is None else text, value)
 
 
-def _count(value: int | None) -> TableCell:
+def _count(value: float | None) -> TableCell:
     return TableCell() if value is None else TableCell(f"{value:,}", value)
 
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from ...checkpoints.cost_blocks import CacheAtLength, CacheBlock, ModelCache
-from ...convert.families.recognition import FAMILIES, complete, geometry_of
+from ...convert.families.layers.layer_shapes import own_geometry
+from ...convert.families.recognition import FAMILIES, attending, complete, geometry_of
 from ...core.console import notice
 from ...core.errors import InvalidInput
 from ...models.causal_lm import Loaded
@@ -144,8 +145,10 @@ def count(loaded: Loaded) -> CacheSize:
     return CacheSize(mean, elements, per_token, "+".join(dtypes), lengths, growth, state_bytes=state_bytes)
 
 
-def predicted(config: Mapping[str, Any]) -> int | None:
+def predicted(config: Mapping[str, Any]) -> float | None:
     """Return the elements per token and layer by config.json; None for a class that kvfold does not know.
+
+    Where layers are unlike, it is the mean of those with a cache.
 
     Latent attention caches its latent and, where it has one, a rotary key (arXiv 2405.04434, section 2.1).
     Every other attention caches the keys and values of each key/value head.
@@ -156,7 +159,14 @@ def predicted(config: Mapping[str, Any]) -> int | None:
     if kind not in FAMILIES:
         return None
     try:
-        return geometry_of(complete(FAMILIES[kind], config)).cache_elements
+        family, whole = FAMILIES[kind], complete(FAMILIES[kind], config)
+        geometry = geometry_of(whole)
+        if not family.unlike:
+            return geometry.cache_elements
+        sizes = [
+            own_geometry(family, whole, geometry, layer).cache_elements for layer in attending(family, whole)
+        ]
+        return sum(sizes) / len(sizes)
     except InvalidInput:  # a shape that kvfold cannot fold
         return None
 

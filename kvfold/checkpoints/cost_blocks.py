@@ -49,7 +49,7 @@ class ModelCache:
     """
 
     elements_per_token_per_layer: float
-    predicted_elements_per_token_per_layer: int | None
+    predicted_elements_per_token_per_layer: float | None
     elements_per_token: float
     bytes_per_token: float
     dtype: str

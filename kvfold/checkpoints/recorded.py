@@ -39,7 +39,7 @@ class RecordedParent(RecordPart):
 class RecordedSize(RecordPart):
     """The size of a cache."""
 
-    elements_per_token_per_layer: Annotated[int, Field(gt=0)]
+    elements_per_token_per_layer: Annotated[int | float, Field(gt=0)]
     bytes_per_token: Annotated[int, Field(gt=0)]
 
 
@@ -47,13 +47,16 @@ class RecordedSize(RecordPart):
 class RecordedCache(RecordPart):
     """The size of the cache of the source and of the output.
 
-    Where some layers do not attend, the sizes are those of the others; `layers` counts all by kind.
+    Where some layers do not attend, the sizes are those of the others; `layers` counts all by kind. Where
+    layers are unlike, elements per layer are a mean, and `kinds` has those of each kind: the number of layers
+    with a cache, and what one caches in the source and in the output.
     """
 
     before: RecordedSize
     after: RecordedSize
     ratio: Annotated[float, Field(gt=0)]
     layers: dict[str, Annotated[int, Field(gt=0)]] = field(default_factory=dict)
+    kinds: dict[str, dict[str, Annotated[int, Field(gt=0)]]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

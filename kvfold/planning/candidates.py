@@ -71,6 +71,19 @@ class Candidate:
         return _candidate(self.plan.source, self.request, statistics)
 
 
+def check_alike(source: Source) -> None:
+    """Refuse a source whose layers are unlike, because targets are compared by the size of one layer.
+
+    Raises:
+        InvalidInput: names the command that shows one target.
+    """
+    if source.family.unlike:
+        raise InvalidInput(
+            f"kvfold plan compares layers of one size, and those of {source.family.label} differ; "
+            "`kvfold convert --to gqa --kv-heads N --dry-run` shows the cache of one target by kind of layer"
+        )
+
+
 def find_candidates(
     source: Source, shares: Sequence[str] = SHARES, engine: str | None = None, *, calibrated: bool = False
 ) -> tuple[list[Candidate], dict[str, str]]:

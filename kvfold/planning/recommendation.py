@@ -22,7 +22,7 @@ from ..core.hub import resolve
 from ..core.settings import Settings
 from ..core.units import show_bytes
 from .advice import Advice, Bounds, Row, place, place_all, predict_rows, rank, what_would_fit
-from .candidates import SHARES, Candidate, find_candidates, plan_source
+from .candidates import SHARES, Candidate, check_alike, find_candidates, plan_source
 from .loss_curve import SHARES as CURVE_SHARES
 from .loss_curve import check_picture, draw, points_of
 from .prediction import source_loss
@@ -186,6 +186,7 @@ def recommend(request: PlanRequest) -> Candidates:
     kinds = tuple(cache_dtype(name) for name in dict.fromkeys(request.cache_dtypes))
     shares = request.budgets or (CURVE_SHARES if wants_curve else SHARES)
     source = open_source(resolve(request.model, request.revision))
+    check_alike(source)
     ranks = Ranks(tensor=request.tp, context=request.dcp)
     ranks.check(source.geometry)
     _tell_small(source)

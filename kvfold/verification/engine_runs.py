@@ -52,7 +52,7 @@ def started_engines(
 
 
 def run_llama_cpp(
-    llama: LlamaCpp, directory: Path, source: Path | None, claimed: int | None
+    llama: LlamaCpp, directory: Path, source: Path | None, claimed: float | None
 ) -> tuple[list[Check], dict[str, Any]]:
     """Convert a checkpoint to GGUF, run it in llama.cpp, and compare it with transformers and its source.
 
@@ -80,7 +80,7 @@ def run_llama_cpp(
 
 
 def _compare(
-    llama: LlamaCpp, work: Path, directory: Path, source: Path | None, claimed: int | None
+    llama: LlamaCpp, work: Path, directory: Path, source: Path | None, claimed: float | None
 ) -> tuple[list[Check], dict[str, Any]]:
     text = work / "text.txt"
     ours = llama.convert(directory, work / "ours.gguf", "f32")
@@ -138,7 +138,7 @@ def _same(ours: str, theirs: str) -> bool:
     return bool(shorter) and longer.startswith(shorter) and 2 * len(shorter) >= len(longer)
 
 
-def _cached(size: float | None, claimed: int | None) -> Check:
+def _cached(size: float | None, claimed: float | None) -> Check:
     if size is None:
         return Check("llama.cpp cache", None, "it does not print the size of its cache")
     words = f"{size:g} elements per token and layer" + (f", kvfold.json claims {claimed}" if claimed else "")

@@ -52,7 +52,7 @@ def run_apart(script: str, asked: dict[str, Any]) -> dict[str, Any]:
 
 
 def serve(
-    engine: str, asked: dict[str, Any], answers: dict[str, Any], claimed: int | None
+    engine: str, asked: dict[str, Any], answers: dict[str, Any], claimed: float | None
 ) -> tuple[list[Check], dict[str, Any]]:
     """Run a checkpoint in an engine.
 
@@ -71,7 +71,7 @@ def serve(
 
 
 def compare_served(
-    served: dict[str, Any], answers: dict[str, Any], claimed: int | None, engine: str = "vllm"
+    served: dict[str, Any], answers: dict[str, Any], claimed: float | None, engine: str = "vllm"
 ) -> tuple[list[Check], dict[str, Any]]:
     """Compare what an engine's probe measured with what probe.py measured.
 
@@ -139,7 +139,7 @@ def _lead(ours: list[int], theirs: list[int], leads: list[float]) -> float:
     return next((lead for a, b, lead in zip(ours, theirs, leads, strict=True) if a != b), 0.0)
 
 
-def _allocated(size: float, claimed: int | None, engine: str) -> Check:
+def _allocated(size: float, claimed: float | None, engine: str) -> Check:
     """Compare what an engine caches with the record.
 
     What it caches in full it computes correctly, so a lost saving does not fail.

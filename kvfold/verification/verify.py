@@ -209,10 +209,10 @@ def _greedy(gap: float) -> str:
     return same if gap == 0 else f"greedy tokens with the cache fall short of those without it by {gap:.1e}"
 
 
-def _claimed(record: dict[str, Any] | None) -> int | None:
+def _claimed(record: dict[str, Any] | None) -> float | None:
     """Return the elements per token and layer that the record says are cached."""
     cache = (record or {}).get("cache")
-    return None if cache is None else int(cache["after"]["elements_per_token_per_layer"])
+    return None if cache is None else cache["after"]["elements_per_token_per_layer"]
 
 
 def _cache(layers: list[list[float]], record: dict[str, Any] | None, written: Written) -> Check:
@@ -220,7 +220,7 @@ def _cache(layers: list[list[float]], record: dict[str, Any] | None, written: Wr
 
     Intact latents keep positions where others keep values.
     """
-    from ..convert.families.layer_kinds import ATTENTION
+    from ..convert.families.layers.layer_kinds import ATTENTION
     from ..convert.families.recognition import FAMILIES
 
     counted = [keys if written.layout == "intact" else keys + values for keys, values in layers]
@@ -241,6 +241,11 @@ def _cache(layers: list[list[float]], record: dict[str, Any] | None, written: Wr
             None,
             f"{words}: this class caches every query head; kvfold.json's {claimed} are for vLLM",
         )
+    unlike = record["cache"].get("kinds") if record else None
+    if unlike:
+        wanted = sorted(size["after"] for size in unlike.values() for _ in range(size["layers"]))
+        claim = ", ".join(f"{size['after']} in {size['layers']} {kind}" for kind, size in unlike.items())
+        return Check("cache size", sorted(counted) == wanted, f"{words}, kvfold.json claims {claim} layers")
     claim = f"{claimed} in {show_kinds(kinds)}" if kinds else str(claimed)
     right = set(counted) == {claimed} and len(counted) == kinds.get(ATTENTION, len(counted))
     return Check("cache size", right, f"{words}, kvfold.json claims {claim}")

@@ -66,6 +66,15 @@ _MAMBA = {
     "mamba_expand": 2,
     "mamba_chunk_size": 8,
 }
+_GEMMA4 = {
+    "layer_types": ["sliding_attention", "full_attention"],
+    "sliding_window": 9,
+    "global_head_dim": 16,
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e4},
+    },
+}
 SETTINGS: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": None},
     "ministral": _MIXED,
@@ -162,6 +171,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "linear_key_head_dim": 8,
         "linear_value_head_dim": 8,
     },
+    "gemma4_text": {**_GEMMA4, "vocab_size_per_layer_input": 97, "hidden_size_per_layer_input": 8},
+    "gemma4_unified_text": _GEMMA4,
     "exaone4": _MIXED,
     "hunyuan_v1_dense": {
         "rope_parameters": {"rope_type": "dynamic", "rope_theta": 100.0, "alpha": 50.0, "factor": 1.0}

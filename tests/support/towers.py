@@ -55,6 +55,17 @@ def _gemma() -> dict[str, Any]:
     }
 
 
+def _gemma4() -> dict[str, Any]:
+    """Return an image of four by four patches, of which four make a token."""
+    places = torch.cartesian_prod(torch.arange(4), torch.arange(4)).flip(-1)[None]
+    return {
+        "input_ids": _ids(4),
+        "pixel_values": _pixels(1, 16, 3 * 4 * 4).sigmoid(),
+        "image_position_ids": places,
+        "mm_token_type_ids": (_ids(4) == _IMAGE).int(),
+    }
+
+
 # model_type -> (configuration, input with an image)
 TOWERS: dict[str, tuple[dict[str, Any], Callable[[], dict[str, Any]]]] = {
     "llava": (
@@ -124,6 +135,31 @@ TOWERS: dict[str, tuple[dict[str, Any], Callable[[], dict[str, Any]]]] = {
         },
         lambda: _qwen(4),
     ),
+    "gemma4": (
+        {
+            "text_config": {
+                **_TEXT, "model_type": "gemma4_text", "sliding_window": 9, "global_head_dim": 16,
+                "num_hidden_layers": 4,
+                "num_kv_shared_layers": 2, "vocab_size_per_layer_input": 97,
+                "hidden_size_per_layer_input": 8,
+                "layer_types": ["sliding_attention", "full_attention"] * 2,
+                "rope_parameters": {
+                    "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+                    "full_attention": {
+                        "rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e4,
+                    },
+                },
+            },
+            "vision_config": {
+                "model_type": "gemma4_vision", "hidden_size": 16, "intermediate_size": 24,
+                "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8,
+                "patch_size": 4, "pooling_kernel_size": 2, "position_embedding_size": 16,
+            },
+            "image_token_id": _IMAGE, "boi_token_id": 91, "eoi_token_id": 92, "video_token_id": 93,
+            "audio_token_id": 94, "boa_token_id": 95, "eoa_token_index": 96,
+        },
+        _gemma4,
+    ),
     "llama4": (
         {
             "text_config": {
@@ -166,7 +202,7 @@ def make_multimodal(directory: Path, kind: str, **text: Any) -> Path:
                 parameter.normal_(0, 0.2)
             tower = "language_model" in name
             if tower and any(f".{part}_proj." in name for part in "kv"):
-                rows = parameter.unflatten(0, (4, -1))
+                rows = parameter.unflatten(0, (-1, 8))  # wider heads are equal then too
                 rows.copy_(rows[:1].clone().expand_as(rows))
     model.save_pretrained(directory)
     (directory / "tokenizer.json").write_text('{"made": "by the test"}')

@@ -28,7 +28,10 @@ SETTINGS: dict[str, Any] = {"batch_size": 4, "calibration": "test", "seed": 3}
 IDS = torch.randint(97, (6, 16), generator=torch.Generator().manual_seed(0))
 TEXT: dict[str, Any] = {"sequences": 3, "length": 8, "bos": 1, "seed": 7, "batch_size": 3}
 # A quarter of a head rotates: heads wide enough to have one.
-WIDE = {family: {"num_attention_heads": 4, "num_key_value_heads": 4} for family in ("stablelm", "gpt_neox")}
+WIDE: dict[str, dict[str, Any]] = {
+    family: {"num_attention_heads": 4, "num_key_value_heads": 4} for family in ("stablelm", "gpt_neox")
+}
+WIDE["gemma4_text"] = {"hidden_size_per_layer_input": 0}  # each layer's own embeddings are not streamed
 # In addition to every family: shards, another dtype, a tied head, a rotary table of its own, a window.
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     **{family: (family, WIDE.get(family, {})) for family in FAMILIES},

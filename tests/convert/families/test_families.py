@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvfold.cli import main as kvfold
 from kvfold.convert.algebra.attention import Attention
-from kvfold.convert.families.layer_rotation import layer_rope
+from kvfold.convert.families.layers.layer_rotation import layer_rope
 from kvfold.convert.families.packing import pack, unpack
 from kvfold.convert.families.recognition import FAMILIES, complete, geometry_of, rotary_width, rotated
 from kvfold.convert.families.source import Source, open_source
@@ -55,6 +55,7 @@ def attend(x_TD: Tensor, attention: Attention, source: Source, layer: int) -> Te
     q = normed(rows(x_TD, attention.q_NHD, attention.q_NH), attention.q_norm_NH, spans, epsilon)
     k = normed(rows(x_TD, attention.k_KHD, attention.k_KH), attention.k_norm_KH, spans, epsilon)
     v = rows(x_TD, attention.v_KHD, attention.v_KH)
+    v = normed(v, torch.ones(1, v.shape[-1], dtype=v.dtype), "head", epsilon) if family.value_norm else v
     shared = len(q) // len(k)
     q, k, v = turned(q, frequency_F, factor), turned(k, frequency_F, factor), v.repeat_interleave(shared, 0)
     late_gain_H = source.scoring(layer).late_gain_H
@@ -121,12 +122,12 @@ def test_attention_is_the_module_s(tmp_path: Path, family: str) -> None:
 def test_packing_is_undone(tmp_path: Path, family: str) -> None:
     """Tensors become attention and the same tensors again, bit for bit."""
     source = open_source(make(tmp_path / "source", family, **SHAPE))
-    attention = source.attention(1)
-    packed = pack(attention, source.family, source.rotary_width)
+    attention, own = source.attention(1), source.shape(1)
+    packed = pack(attention, own.family, own.rotary_width)
     norms = {} if "k_norm" in packed or source.family.k_norm is None else {
         f"{which}_norm": source.checkpoint[str(source.family.norm(which, 1))].double() for which in ("q", "k")
     }  # fmt: skip
-    again = unpack(packed | norms, source.family, source.geometry, source.rotary_width, attention.scale)
+    again = unpack(packed | norms, own.family, own.geometry, own.rotary_width, attention.scale)
     assert torch.equal(again.q_NHD, attention.q_NHD)
     assert torch.equal(again.k_KHD, attention.k_KHD)
     assert (again.gate_NHD is None) == (attention.gate_NHD is None)

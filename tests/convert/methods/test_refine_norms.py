@@ -20,8 +20,8 @@ from kvfold.convert.decide.plan import make_plan
 from kvfold.convert.families.source import open_source
 from kvfold.convert.methods import pooling as pool
 from kvfold.convert.methods.grouping import arrangements, reordered
+from kvfold.convert.methods.head_norms import by_value
 from kvfold.convert.methods.intact import encoded, fold_joint, linearised, to_intact
-from kvfold.convert.methods.key_norms import by_value
 from kvfold.convert.methods.refinement import LayerSample, agrees, measure, refine
 from kvfold.convert.request import FoldRequest, fold_request
 from kvfold.convert.write.layer_fold import fold_attention

@@ -78,10 +78,26 @@ def test_latent_attention_in_place_where_the_class_takes_any_text_model(source: 
     assert logits(smaller, inputs).isfinite().all()
 
 
+def test_both_counts_of_heads_are_folded_as_config_json_has_them(tmp_path: Path) -> None:
+    """Published checkpoints of Gemma 4 have a field for the heads of layers that read all positions."""
+    tied = {"attention_k_eq_v": True, "num_global_key_value_heads": 2, "num_kv_shared_layers": 0}
+    source = make_multimodal(tmp_path / "gemma4", "gemma4", **tied)
+    config = json.loads((source / "config.json").read_text())
+    del config["text_config"]["per_layer_config"]
+    config["text_config"] |= {**tied, "global_head_dim": 16}
+    (source / "config.json").write_text(json.dumps(config))
+    out, inputs = fold(source, "gqa", "--to", "gqa", "--kv-heads", "2"), TOWERS["gemma4"][1]()
+    torch.testing.assert_close(logits(out, inputs), logits(source, inputs), atol=5e-6, rtol=0)
+    written = json.loads((out / "config.json").read_text())["text_config"]
+    assert "per_layer_config" not in written
+    assert (written["num_key_value_heads"], written["num_global_key_value_heads"]) == (2, 1)
+
+
 def test_the_tower_alone_is_a_causal_language_model(source: Path) -> None:
     latent = ("--to", "mla", "--rank", "full", "--container", "remote")
     grouped = ("--to", "gqa", "--kv-heads", "2")  # of equal heads
-    is_latent = source.name != "llama4"  # which normalises its keys behind the rotation
+    # One normalises its keys behind the rotation, the other's layers are unlike.
+    is_latent = source.name not in {"llama4", "gemma4"}
     out = fold(source, "alone", *(latent if is_latent else grouped), "--text-only")
     ids = torch.arange(20)[None] * 3 % 80
     expected = logits(source, {"input_ids": ids})
@@ -129,9 +145,9 @@ def test_directories_of_the_user_stay(tmp_path: Path) -> None:
             "model_type mamba, which kvfold cannot fold: it has no",
         ),
         (
-            {"text_config": {"model_type": "gemma4_text"}},
+            {"text_config": {"model_type": "gemma3n_text"}},
             ("--to", "gqa", "--kv-heads", "2"),
-            "its global layers have wider heads",
+            "its layers share keys and values, or differ in their widths",
         ),
         (
             {"text_config": None},

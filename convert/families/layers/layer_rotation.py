@@ -1,14 +1,14 @@
 """The rotary embedding of each layer by config.json, and as transformers' class computes it."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from ...core.errors import InvalidInput
-from ...models.expected_weights import RotaryTable
-from ..algebra.rotary import FIXED, frequencies, rope_parameters
+from ....core.errors import InvalidInput
+from ....models.expected_weights import RotaryTable
+from ...algebra.rotary import FIXED, frequencies, rope_parameters
 
 
 def layer_rope(config: Mapping[str, Any], layer: int) -> dict[str, Any]:
@@ -33,34 +33,34 @@ def _kind(config: Mapping[str, Any], layer: int) -> str:
 
 
 def fixed_rotation(
-    config: Mapping[str, Any], layers: Iterable[int], width: int
-) -> dict[str, RotaryTable | None]:
+    config: Mapping[str, Any], widths: Mapping[int, int]
+) -> dict[str, tuple[int, RotaryTable | None]]:
     """Return the rotary frequencies that a config.json defines, by kind of layer.
 
     Args:
         config: a complete one.
-        layers: those that rotate.
-        width: rotary dimensions of a head.
+        widths: rotary dimensions of a head, by layer, of those that rotate.
 
     Returns:
-        For each kind its table; None where the length of the input decides.
+        For each kind its rotary dimensions and its table; no table where the length of the input decides.
 
     Raises:
         InvalidInput: the rope parameters make no frequencies.
     """
-    tables: dict[str, RotaryTable | None] = {}
-    for layer in layers:
+    tables: dict[str, tuple[int, RotaryTable | None]] = {}
+    for layer, width in widths.items():
         kind = _kind(config, layer)
         if kind not in tables:
             rope = layer_rope(config, layer)
-            tables[kind] = None
+            table = None
             if rope["rope_type"] in FIXED:
-                tables[kind] = RotaryTable(*frequencies(rope, width, config["max_position_embeddings"]))
+                table = RotaryTable(*frequencies(rope, width, config["max_position_embeddings"]))
+            tables[kind] = width, table
     return tables
 
 
 def check_rotation(
-    ours: Mapping[str, RotaryTable | None], theirs: Mapping[str, RotaryTable], width: int, name: str
+    ours: Mapping[str, tuple[int, RotaryTable | None]], theirs: Mapping[str, RotaryTable], name: str
 ) -> None:
     """Check that the class rotates as config.json says.
 
@@ -69,13 +69,12 @@ def check_rotation(
     Args:
         ours: from `fixed_rotation`.
         theirs: the tables of the class, under an empty name where all layers are alike.
-        width: rotary dimensions of a head.
         name: of the class.
 
     Raises:
         InvalidInput: it does not.
     """
-    for kind, table in ours.items():
+    for kind, (width, table) in ours.items():
         other = theirs.get(kind) or theirs.get("")
         if other is None:
             continue

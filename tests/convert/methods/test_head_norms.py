@@ -10,7 +10,7 @@ from kvfold.convert.algebra.attention import Attention
 from kvfold.convert.algebra.metric import weights_only
 from kvfold.convert.algebra.target import GroupedTarget
 from kvfold.convert.methods import pooling as pool
-from kvfold.convert.methods.key_norms import by_value, keys
+from kvfold.convert.methods.head_norms import by_value, keys
 
 HEADS, KEYS, WIDTH, HIDDEN = 8, 4, 6, 24
 FREQUENCIES = torch.tensor([1.0, 0.3, 0.01], dtype=torch.float64)

@@ -1,0 +1,1 @@
+"""The layers of a checkpoint: their kinds, rotations and shapes."""

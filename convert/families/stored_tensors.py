@@ -1,0 +1,96 @@
+"""The tensors that a checkpoint of a family should have, and a check that they are there."""
+
+from collections.abc import Iterator, Mapping, Set
+from typing import Any
+
+from ...checkpoints.directory import Checkpoint
+from ...core.errors import InvalidInput
+from .family import Family
+from .layers.layer_shapes import LayerShape
+from .packing import outputs, shapes
+
+
+def has_own_head(checkpoint: Checkpoint, head: str, embedding: str) -> bool:
+    """Return whether a checkpoint stores a head that is not its embeddings.
+
+    transformers 5 then loads both, even where config.json says that they are tied.
+
+    Args:
+        checkpoint: whose tensors are compared.
+        head: name of the head's weight.
+        embedding: name of the embeddings.
+    """
+    return head in checkpoint and embedding in checkpoint and not checkpoint.are_equal(head, embedding)
+
+
+def check_whole(checkpoint: Checkpoint, family: Family, config: dict[str, Any]) -> None:
+    """Check that everything apart from attention is there.
+
+    Transformers would fill a gap with random numbers.
+    """
+    for name in names_outside_attention(family, config):
+        if name not in checkpoint:
+            raise InvalidInput(f"{checkpoint.directory} has no {name}, which a {family.label} checkpoint has")
+
+
+def names_outside_attention(family: Family, config: Mapping[str, Any]) -> list[str]:
+    """Return the names of a whole checkpoint's tensors apart from attention; the config is complete."""
+    names = [
+        family.prefix + name.format(layer=n)
+        for n in range(config["num_hidden_layers"])
+        for name in family.layer_tensors
+    ]
+    names += [family.prefix + name for name in (family.embedding, *family.model_tensors)]
+    return names + ([] if config["tie_word_embeddings"] else [family.head])
+
+
+def biases_of(checkpoint: Checkpoint, family: Family, layers: Mapping[int, LayerShape]) -> frozenset[str]:
+    """Return the roles with a bias, after checking every layer's tensors and shapes against config.json.
+
+    Args:
+        checkpoint: the source.
+        family: its row.
+        layers: the shape of each layer with attention, by its number.
+
+    Raises:
+        InvalidInput: a tensor is missing or misshapen, or layers have unlike biases.
+    """
+    first = min(layers)
+    biases = frozenset(
+        role for role, name in family.projections(first).items() if f"{name}.bias" in checkpoint
+    )
+    for layer, own in layers.items():
+        for tensor, shape in attention_shapes(own, layer, biases):
+            if tensor not in checkpoint:
+                raise InvalidInput(
+                    f"{checkpoint.directory} has no {tensor}, which a {family.label} checkpoint has"
+                )
+            if checkpoint.spec(tensor).shape != shape:
+                raise InvalidInput(
+                    f"{tensor} has shape {checkpoint.spec(tensor).shape}, but config.json implies {shape}"
+                )
+        for role, name in own.family.projections(layer).items():
+            if role not in biases and f"{name}.bias" in checkpoint:
+                raise InvalidInput(
+                    f"{checkpoint.directory} has {name}.bias, but layer {first} has none; all layers must "
+                    "have the same biases"
+                )
+    return biases
+
+
+def attention_shapes(
+    layer: LayerShape, number: int, biases: Set[str]
+) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Return the names of a layer's attention tensors, and the shapes that they should have."""
+    family, geometry = layer.family, layer.geometry
+    weights = shapes(family, geometry)
+    rows = outputs(family, geometry)
+    for role, name in family.projections(number).items():
+        yield f"{name}.weight", weights[role]
+        if role in biases:
+            yield f"{name}.bias", (rows[role],)
+    counts = {"q": geometry.num_attention_heads, "k": geometry.num_key_value_heads}
+    for which in ("q", "k"):
+        norm = family.norm(which, number)
+        if norm is not None:
+            yield norm, (geometry.head_dim * (counts[which] if family.norm_spans == "heads" else 1),)
