@@ -117,6 +117,8 @@ class Trial:
             asked: dict[str, Any] = {"model": str(self.directory), "to": to, "method": method}
             if steps is not None:
                 asked |= {"effort": "best", "refine": steps}
+            if statistics is not None and method == "subspace":  # for texts like those of the calibration
+                asked |= {"context": statistics.origin()["length"]}
             asked |= options
             plan = phases.run("plan", lambda: make_plan(self.directory, fold_request(asked), statistics))
         except InvalidInput as reason:

@@ -112,6 +112,7 @@ class Trial:
         out = self.work / f"{steps}-{dtype}"
         if not out.exists():
             asked = {"model": str(self.directory), "refine": steps, "cache_dtype": dtype, **self.request}
+            asked["context"] = self.windows_BT.shape[1]
             rewrite(make_plan(self.directory, fold_request(asked), self.statistics), out)
         return out
 

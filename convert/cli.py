@@ -122,6 +122,12 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
     help="Tokens of each; by default 512, or as many as the source was trained on, if that shows.",
 )
 @click.option(
+    "--context",
+    metavar="TOKENS",
+    help="Length of the texts that the output is for: distances beyond the calibration text are extrapolated "
+    "to it, at most to 4096. Default: the source's positions, or where its own text breaks down.",
+)
+@click.option(
     "--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of the calibration."
 )
 @click.option(

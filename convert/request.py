@@ -50,6 +50,16 @@ def _as_bytes(value: object) -> object:
         raise ValueError("it should be a size, for example 500MB or 5GB") from None
 
 
+def _as_tokens(value: object) -> object:
+    """Return tokens from a text such as `8192` or `8k`; pydantic judges the rest."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return read_size(value, "context", "tokens")
+    except InvalidInput:
+        raise ValueError("it should be a number of tokens, for example 8192 or 8k") from None
+
+
 Number = Annotated[str, BeforeValidator(_as_text)]
 Names = Annotated[tuple[str, ...], BeforeValidator(_as_names)]
 
@@ -93,6 +103,8 @@ class FoldRequest(Settings):
     """Calibration sequences; left out, as `effort` says."""
     length: Annotated[int, Field(ge=2)] | None = None
     """Tokens of a calibration sequence; left out, 512, or fewer where the source was trained on fewer."""
+    context: Annotated[int, BeforeValidator(_as_tokens), Field(ge=2)] | None = None
+    """Tokens of the texts that the output is for; left out, the source's positions."""
     seed: int = Field(default=0, ge=0)
     """Seed of the calibration."""
     save_statistics: Path | None = None
@@ -176,7 +188,7 @@ class FoldRequest(Settings):
 _RECORDED = (
     "model", "to", "kv_heads", "rank", "rope_dim", "kv_budget", "q_lora_rank", "rope", "container",
     "latent_norm", "cache_dtype", "engines", "slots", "calibration", "effort", "sequences", "length", "seed",
-    "refine", "shard_size", "method", "revision", "dtype", "dequantize",
+    "context", "refine", "shard_size", "method", "revision", "dtype", "dequantize",
 )  # fmt: skip
 
 
@@ -276,6 +288,7 @@ class FoldOptions(TypedDict, total=False):
     effort: Literal["quick", "default", "best"]
     sequences: int
     length: int
+    context: int | str
     seed: int
     save_statistics: str | Path
     refine: int

@@ -118,17 +118,30 @@ class Statistics:
         tokens: the number of tokens that were read.
         calibration: `self`, `text:<name>`, ...
         seed: the seed of the draw of tokens and labels.
+        reach: the position from which the source's own text breaks down; None where none is known.
     """
 
     layers: tuple[LayerStatistics, ...]
     tokens: int
     calibration: str
     seed: int
+    reach: int | None = None
 
     def origin(self) -> dict[str, Any]:
-        """Return the text, the number of tokens, the tokens of a sequence and the seed, for the record."""
+        """Return the text, its tokens, those of a sequence and the seed, for the record.
+
+        Where distances were extrapolated or left out (`text_length.at_context`), their number is given too.
+        """
         length = self.layers[0].input_BTD.shape[1]
-        return {"text": self.calibration, "tokens": self.tokens, "length": length, "seed": self.seed}
+        context = max(layer.distance_NT.shape[1] for layer in self.layers)
+        reached = {} if context == length else {"context": context}
+        return {
+            "text": self.calibration,
+            "tokens": self.tokens,
+            "length": length,
+            **reached,
+            "seed": self.seed,
+        }
 
     def save(self, file: Path, run: str = "") -> None:
         """Write a safetensors file, which must not exist; it appears only once it is complete.
@@ -151,6 +164,8 @@ class Statistics:
             "seed": self.seed,
             "layers": len(self.layers),
         }
+        if self.reach is not None:
+            about["reach"] = self.reach
         if run:
             about["run"] = run[:RUN_DIGITS]
         tensors = {
@@ -254,7 +269,10 @@ def _read_origin(metadata: dict[str, str] | None, file: Path) -> dict[str, Any]:
             raise ValueError(f"{name} in its metadata is not of type {kind.__name__}")
     if not (about["tokens"] > 0 and 0 < about["layers"] <= _MOST_LAYERS):
         raise ValueError("tokens and layers in its metadata are out of range")
-    return {name: about[name] for name in wanted}
+    reach = about.get("reach")
+    if not (reach is None or (type(reach) is int and reach > 0)):
+        raise ValueError("reach in its metadata is no position")
+    return {**{name: about[name] for name in wanted}, "reach": reach}
 
 
 def _read_layer(stored: Any, held: set[str], layer: int, file: Path) -> LayerStatistics:

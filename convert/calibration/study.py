@@ -93,10 +93,12 @@ def study(
         if save is not None and save.exists():
             return _reused(save, run, work)
         model = LayeredModel(source.checkpoint) if layerwise else load_model(directory)
+    end = None
     if calibration == "self":
         written = _sample(source, model, need, sequences=sequences, length=length, seed=seed)
-        tokens = _within_reach(written, None if isinstance(model, LayeredModel) else model, chosen)
+        tokens, end = _within_reach(written, None if isinstance(model, LayeredModel) else model, chosen)
     statistics = _collect(source, model, tokens, calibration=_name(calibration), seed=seed, work=work)
+    statistics = replace(statistics, reach=end)
     if save is not None and is_first():
         _keep(statistics, save, run)
     return statistics
@@ -151,8 +153,8 @@ def _keep(statistics: Statistics, file: Path, run: str) -> None:
     statistics.save(file, run)
 
 
-def _within_reach(text: OwnText, model: Any, chosen: bool) -> Tensor:
-    """Return the tokens of a text up to where its predictions break down, and report where that is.
+def _within_reach(text: OwnText, model: Any, chosen: bool) -> tuple[Tensor, int | None]:
+    """Return the tokens of a text up to where its predictions break down, and where that is; report it.
 
     Args:
         text: that the source wrote.
@@ -169,14 +171,14 @@ def _within_reach(text: OwnText, model: Any, chosen: bool) -> Tensor:
         if end is not None
     }
     if not ends:
-        return text.tokens_BT
+        return text.tokens_BT, None
     end = min(ends)
     found = f"the source's own text breaks down from position {end} on, where {ends[end]}"
     if not chosen:
         notice(f"{found}; it was probably trained on {end} tokens: leave out --length {length}, or use less")
-        return text.tokens_BT
+        return text.tokens_BT, end
     notice(f"{found}; calibration sequences have {end} tokens, not {length} (--length overrides this)")
-    return text.tokens_BT[:, :end].contiguous()
+    return text.tokens_BT[:, :end].contiguous(), end
 
 
 def _collect(

@@ -17,6 +17,7 @@ from ...checkpoints.quantised.unconverted import OutputModules
 from ...checkpoints.shards import TensorSpec
 from ..algebra.target import LatentTarget, Target, from_options
 from ..calibration.statistics import Statistics
+from ..calibration.text_length import at_context
 from ..efforts import Effort
 from ..families.source import Source, open_source
 from ..formats.cache_size import cache_size, check_prepared_values
@@ -237,6 +238,7 @@ def make_plan(directory: Path, request: FoldRequest, statistics: Statistics | No
         InvalidInput: the source cannot be folded, or not to this target.
     """
     source = open_source(directory)
+    statistics = at_context(source, statistics, request.context)
     options = request.sizes()
     engines = read_engines(options["engine"])
     has_size = request.rank is not None or request.kv_budget is not None

@@ -98,6 +98,11 @@ def choose_calibration(request: FoldRequest, plan: Plan, dry_run: bool = False) 
             f"--refine {refine} does not apply to --method {plan.method}, which is taken as published; "
             f"leave it out"
         )
+    if request.context is not None and plan.method != "subspace":
+        raise InvalidInput(
+            f"--context {request.context} does not apply to --method {plan.method}, which is taken as "
+            f"published; leave it out"
+        )
     if not reads_statistics(plan.method):
         if request.save_statistics is not None:
             raise InvalidInput(
@@ -120,6 +125,11 @@ def choose_calibration(request: FoldRequest, plan: Plan, dry_run: bool = False) 
     if wanted == "none" and request.effort != "default":
         raise InvalidInput(
             f"--effort {request.effort} has no effect without calibration text; leave it out, or use "
+            "--calibration self"
+        )
+    if wanted == "none" and request.context is not None:
+        raise InvalidInput(
+            f"--context {request.context} has no effect without statistics; leave it out, or use "
             "--calibration self"
         )
     if wanted is None and dry_run:

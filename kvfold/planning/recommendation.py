@@ -9,6 +9,7 @@ from pydantic import Field
 
 from ..convert.calibration.statistics import Statistics
 from ..convert.calibration.study import study
+from ..convert.calibration.text_length import at_context
 from ..convert.decide.fold_cost import cost_by_default, in_words
 from ..convert.decide.per_rank import Ranks, source_elements
 from ..convert.families.source import Source, open_source
@@ -225,15 +226,10 @@ def _find(
 
 
 def _study(source: Source, request: PlanRequest) -> Statistics | None:
-    return study(
-        source,
-        request.calibration,
-        sequences=request.sequences,
-        length=request.length,
-        seed=request.seed,
-        layerwise=request.layerwise,
-        save=request.save_statistics,
-    )
+    names = ("sequences", "length", "seed", "layerwise")
+    how: dict[str, Any] = {name: getattr(request, name) for name in names}
+    taken = study(source, request.calibration, save=request.save_statistics, **how)
+    return at_context(source, taken, None)  # once, and not for the plan of each candidate
 
 
 def _command(row: Row, request: PlanRequest) -> str:

@@ -38,7 +38,11 @@ def statistics(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Candidate]:
-    return {one.label: one for one in find_candidates(open_source(DEMO), ("25%",))[0]}
+    """Targets for texts as long as those of the statistics."""
+    candidates, _ = find_candidates(open_source(DEMO), ("25%",))
+    return {
+        one.label: replace(one, request=one.request.model_copy(update={"context": 128})) for one in candidates
+    }
 
 
 @pytest.mark.parametrize(

@@ -208,7 +208,7 @@ def test_what_is_calibrated_when_nothing_is_said(tmp_path: Path) -> None:
     source, short = make(tmp_path / "source"), ("--sequences", "2", "--length", "8")
     said = convert(source, "--rank", "9", *short, out=tmp_path / "mla")
     record = json.loads(said.stdout)
-    assert record["calibration"] == {"text": "self", "tokens": 16, "length": 8, "seed": 0}
+    assert record["calibration"] == {"text": "self", "tokens": 16, "length": 8, "context": 512, "seed": 0}
     assert "--calibration self --sequences 2 --length 8 --seed 0" in record["command"]
     again = tmp_path / "again"
     command = [*shlex.split(record["command"])[2:], "--out", str(again)]
