@@ -23,7 +23,7 @@ from kvfold.convert.calibration.statistics import Statistics
 from kvfold.convert.calibration.study import study
 from kvfold.convert.decide.plan import make_plan
 from kvfold.convert.families.source import Source, open_source
-from kvfold.convert.methods.published import PEERS
+from kvfold.convert.methods.published import PEERS, peer
 from kvfold.convert.methods.refinement import STEPS
 from kvfold.convert.methods.shared_key import DECOMPOSITIONS
 from kvfold.convert.methods.table import reads_statistics
@@ -93,6 +93,7 @@ class Trial:
         work: a directory for folds.
         suites, settings: of the evaluation, and the suites' own options.
         further: returns what a cell keeps of an evaluation in addition.
+        only: settings of published rules, METHOD@WIDTH, that are tried; empty: those of a sweep.
         protocol: what was read, and the source's perplexity on it; filled by the first measurement.
     """
 
@@ -105,6 +106,7 @@ class Trial:
     suites: tuple[str, ...] = DEFAULT
     settings: Mapping[str, Any] = field(default_factory=dict)
     further: Callable[[Result], Cell] = lambda _: {}
+    only: tuple[str, ...] = ()
     protocol: dict[str, Any] = field(default_factory=dict)
 
     def measure(
@@ -183,13 +185,16 @@ def sweep(trial: Trial, rule: str, budget: str, shares: Iterable[float] = SHARES
     def best() -> tuple[str, int]:
         return min(tried, key=lambda setting: float(tried[setting]["lost"]))
 
-    for method in PEERS:
+    for method in () if trial.only else PEERS:
         if method.partition(":")[0] == rule:
             attempt(method, shares)
+    for method, _, wanted in (setting.partition("@") for setting in trial.only):
+        if method.partition(":")[0] == rule:
+            attempt_at(int(wanted), [method])
     if not tried:
         return None
     method, width = best()
-    if rule in DECOMPOSITIONS:  # FreqFold's search, then the balance
+    if not trial.only and rule in DECOMPOSITIONS:  # FreqFold's search, then the balance
         attempt_at(width, [f"{rule}:fold{multiple}" for multiple in (2, 4, 8)])
         fold, width = best()
         for step in (0.5, 2.0):
@@ -200,7 +205,7 @@ def sweep(trial: Trial, rule: str, budget: str, shares: Iterable[float] = SHARES
                 if best()[0] != setting:
                     break
                 weight *= step
-    elif PEERS[method].per_head:
+    elif not trial.only and PEERS[method].per_head:
         share = width / budget_elements(geometry, budget)
         attempt(method, (share - 0.125, share + 0.125))
     every = {
@@ -231,6 +236,7 @@ def measure(trial: Trial, label: str, budget: str) -> Cell | None:
     help="Keep the statistics in this file, or use those that an earlier run has kept there.",
 )
 @click.option("--only", multiple=True, help="A row's label; all rows by default.")
+@click.option("--setting", "settings", multiple=True, help="METHOD@WIDTH, tried instead of a sweep.")
 @click.option(
     "--method",
     "methods",
@@ -254,6 +260,7 @@ def main(
     calibration: str,
     save_statistics: Path | None,
     only: tuple[str, ...],
+    settings: tuple[str, ...],
     methods: tuple[str, ...],
     budgets: tuple[str, ...],
     update: bool,
@@ -263,6 +270,11 @@ def main(
 ) -> None:
     """Print and save nats lost by every method at every budget, published rules at their best setting."""
     directory, labels = resolve(model), chosen(only, methods)
+    for setting in settings:
+        if not setting.partition("@")[2].isdecimal() or peer(setting.partition("@")[0]) is None:
+            raise InvalidInput(
+                f"--setting {setting} is no rule and width; write care:balance2@16 for example"
+            )
     for label in labels:
         if not reads_statistics(method_of(label)):
             told = (
@@ -282,6 +294,7 @@ def main(
             text=read_text(text),
             options=Options(window=window, max_windows=max_windows, teacher_cache=Path(work) / "teacher"),
             work=Path(work),
+            only=settings,
         )
         rows: dict[str, dict[str, Cell]] = {}
         for label, budget in product(labels, budgets or BUDGETS):

@@ -12,6 +12,7 @@ on the evaluation text itself, which favours the peer.
 """
 
 import json
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -60,12 +61,16 @@ class PeerRun:
 
 
 def read_run(text: str) -> PeerRun:
-    """Return the run that `LABEL ADAPTER DIR [setting=value ...]` names.
+    """Return the run that `LABEL ADAPTER DIR [setting=value ...]` names; a label of several words is quoted.
 
     Raises:
         InvalidInput: a part is missing, or there is no such adapter or directory.
     """
-    label, adapter, place, *pairs = [*text.split(), "", ""][: max(3, len(text.split()))]
+    try:
+        words = shlex.split(text)
+    except ValueError:
+        raise InvalidInput(f"--run {text!r}: a quote is not closed; close it") from None
+    label, adapter, place, *pairs = [*words, "", "", ""][: max(3, len(words))]
     if adapter not in ADAPTERS:
         raise InvalidInput(f"--run {text!r}: no adapter {adapter!r}; choose from {', '.join(ADAPTERS)}")
     if not Path(place).is_dir() or not place:
@@ -197,6 +202,19 @@ def sweep(
     return {**best(), "tried": every}
 
 
+def joined(earlier: dict[str, Any] | None, row: dict[str, Any]) -> dict[str, Any]:
+    """Return the better of two rows of one peer at one share of the cache, with all settings that were tried.
+
+    Args:
+        earlier: the row that has the label already; None where there is none.
+        row: a new one.
+    """
+    every = {_written(one["settings"]): one["lost"] for one in (earlier, row) if one is not None}
+    every = {**(earlier or {}).get("tried", {}), **row.get("tried", {}), **every}
+    best = row if earlier is None or row["lost"] <= earlier["lost"] else earlier
+    return {**best, "tried": every}
+
+
 def _written(settings: Mapping[str, Any]) -> str:
     return " ".join(f"{name}={value}" for name, value in settings.items())
 
@@ -217,13 +235,19 @@ def updated(name: str, result: dict[str, Any]) -> dict[str, Any]:
     losses = earlier["rows"]["source"]["loss"], result["rows"]["source"]["loss"]
     if abs(losses[0] / losses[1] - 1) > SAME:
         raise InvalidInput(f"{file.name} has a source with loss {losses[0]}, and this run {losses[1]}")
-    return {**result, "rows": {**earlier["rows"], **result["rows"]}}
+    kept = {key: value for key, value in earlier.items() if key not in ("machine", "date")}
+    return {**kept, **result, "rows": {**earlier["rows"], **result["rows"]}}
 
 
 @click.command()
 @click.argument("model")
 @click.option("--text", required=True, help="Evaluation text, as for kvfold eval.")
-@click.option("--run", "asked", multiple=True, help="LABEL ADAPTER DIR [setting=value ...].")
+@click.option(
+    "--run",
+    "asked",
+    multiple=True,
+    help="LABEL ADAPTER DIR [setting=value ...]; of equal labels the best is the row.",
+)
 @click.option("--sweep", "swept", multiple=True, help="ADAPTER DIR: the peer at its best setting.")
 @click.option("--budget", "budgets", multiple=True, default=("50%", "25%", "12.5%"), show_default=True)
 @click.option("--update", is_flag=True, help="Keep the other rows of the results.")
@@ -274,13 +298,14 @@ def main(
         if update:
             result = updated(name, result)
         for run in runs:
-            result["rows"][run.label] = bench.row(run, base_N)
+            result["rows"][run.label] = joined(result["rows"].get(run.label), bench.row(run, base_N))
             save(f"peers-{name}", result)  # a stopped run keeps what it has measured
         for one in sweeps:
             for budget in budgets:
                 row = sweep(one.adapter, one.repository, geometry, budget, bench, base_N)
                 if row is not None:
-                    result["rows"][f"{one.adapter} {budget}"] = row
+                    label = f"{one.adapter} {budget}"
+                    result["rows"][label] = joined(result["rows"].get(label), row)
                     save(f"peers-{name}", result)
     show_table(
         f"{windows.name}: nats lost by peers' own code",

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -36,8 +36,15 @@ from .statistics import LayerStatistics, Statistics
 Batches = list[tuple[Tensor, Tensor]]
 
 
+class Store(Protocol):
+    """A place for hidden states between layers, by boundary and batch; boundary n is the input of layer n."""
+
+    def put(self, boundary: int, at: int, hidden_BTD: Tensor) -> None:
+        """Keep the hidden states of a batch."""
+
+
 @dataclass(frozen=True)
-class _Calls:
+class Calls:
     """The calls of a model's layers.
 
     Attributes:
@@ -84,7 +91,7 @@ def collect(
     numbers = range(layout.layers[0], len(layered.blocks))
     with _open_store(layered, batches, work) as stored:
         with together():
-            calls = _enter(layered, batches, stored)
+            calls = enter(layered, batches, stored)
             _forward(layered, len(batches), stored, calls)
             _turn(layered, batches, stored, calls)
         layers: list[LayerStatistics] = []
@@ -105,11 +112,12 @@ def collect(
             sums.over_ranks()
             layers.insert(0, sums.means(sequences.numel()).parked(work))
         next(ticks, None)
-    return Statistics(layers=tuple(layers), tokens=sequences.numel(), calibration=calibration, seed=seed)
+    about: dict[str, Any] = {"tokens": sequences.numel(), "calibration": calibration, "seed": seed}
+    return Statistics(layers=tuple(layers), **about, ids_BT=sequences)
 
 
 @torch.no_grad()
-def _forward(layered: LayeredModel, batches: int, stored: "_Stored", calls: "_Calls") -> None:
+def _forward(layered: LayeredModel, batches: int, stored: "_Stored", calls: "Calls") -> None:
     """Store every layer's output."""
     steps = len(layered.blocks) * batches
     ticks = progress(range(steps), "statistics, forward", steps)
@@ -124,7 +132,7 @@ def _forward(layered: LayeredModel, batches: int, stored: "_Stored", calls: "_Ca
     next(ticks, None)
 
 
-def _backward(block: Any, number: int, at: int, stored: "_Stored", calls: "_Calls", *, is_last: bool) -> None:
+def _backward(block: Any, number: int, at: int, stored: "_Stored", calls: "Calls", *, is_last: bool) -> None:
     """Replace a layer's stored input by the gradient there, unless no layer below needs it."""
     input_BTD = stored.get(number, at).requires_grad_(not is_last)
     calls.run(block, number, input_BTD).backward(stored.get(number + 1, at))
@@ -134,8 +142,14 @@ def _backward(block: Any, number: int, at: int, stored: "_Stored", calls: "_Call
 
 
 @torch.no_grad()
-def _enter(layered: LayeredModel, batches: Batches, stored: "_Stored") -> _Calls:
-    """Store the inputs of the first layer and record how each layer is called."""
+def enter(layered: LayeredModel, batches: Batches, stored: Store) -> Calls:
+    """Store the inputs of the first layer and record how each layer is called.
+
+    Args:
+        layered: the model.
+        batches: token ids (B, T), each with a tensor that is not read here.
+        stored: gets the inputs, at boundary 0.
+    """
     decoder = layered.model.get_decoder()
 
     def record(ids_BT: Tensor) -> tuple[Tensor, list[LayerCall]]:
@@ -143,7 +157,7 @@ def _enter(layered: LayeredModel, batches: Batches, stored: "_Stored") -> _Calls
         return recorder.record(layered.blocks, lambda: decoder(input_ids=ids_BT, use_cache=False))
 
     recorder = CallRecorder()
-    calls = _Calls(recorder)
+    calls = Calls(recorder)
     with layered.rest(without="head"):
         with layered.block(0):
             record(batches[0][0][:1, :2])
@@ -153,7 +167,7 @@ def _enter(layered: LayeredModel, batches: Batches, stored: "_Stored") -> _Calls
     return calls
 
 
-def _turn(layered: LayeredModel, batches: Batches, stored: "_Stored", calls: _Calls) -> None:
+def _turn(layered: LayeredModel, batches: Batches, stored: "_Stored", calls: Calls) -> None:
     """Replace the last layer's output by the gradient of the log likelihood there."""
     decoder = layered.model.get_decoder()
     last = len(layered.blocks)

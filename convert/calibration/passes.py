@@ -62,7 +62,8 @@ def collect(
     for sums in layers.values():
         sums.over_ranks()
     means = tuple(sums.means(sequences.numel()) for sums in layers.values())
-    return Statistics(layers=means, tokens=sequences.numel(), calibration=calibration, seed=seed)
+    about: dict[str, Any] = {"tokens": sequences.numel(), "calibration": calibration, "seed": seed}
+    return Statistics(layers=means, **about, ids_BT=sequences)
 
 
 def share(sequences: Tensor, batch_size: int, seed: int) -> list[tuple[Tensor, Tensor]]:

@@ -35,6 +35,7 @@ SCHEMA = 3
 RUN_DIGITS = 49
 _METADATA = "kvfold.statistics"  # key of the file's metadata
 _METADATA_BYTES = 2**16
+_IDS = "ids_BT"
 _MOST_LAYERS = 10_000  # no model has a tenth of it
 _SAMPLES = ("input_BTD", "output_BTD")  # bfloat16; all else is float64
 _DIMENSIONS = {
@@ -119,6 +120,7 @@ class Statistics:
         calibration: `self`, `text:<name>`, ...
         seed: the seed of the draw of tokens and labels.
         reach: the position from which the source's own text breaks down; None where none is known.
+        ids_BT: the tokens, int64, which some rules read again; None in files of kvfold before 2026-11-23.
     """
 
     layers: tuple[LayerStatistics, ...]
@@ -126,6 +128,7 @@ class Statistics:
     calibration: str
     seed: int
     reach: int | None = None
+    ids_BT: Tensor | None = None
 
     def origin(self) -> dict[str, Any]:
         """Return the text, its tokens, those of a sequence and the seed, for the record.
@@ -173,6 +176,8 @@ class Statistics:
             for n, layer in enumerate(self.layers)
             for name, tensor in vars(layer).items()
         }
+        if self.ids_BT is not None:
+            tensors[_IDS] = self.ids_BT.contiguous()
         try:
             with whole_file(file) as temporary:
                 save_file(tensors, temporary, {_METADATA: json.dumps({"schema": SCHEMA, **about})})
@@ -203,6 +208,7 @@ class Statistics:
                 about = _read_origin(stored.metadata(), file)
                 held = set(stored.keys())
                 layers = tuple(_read_layer(stored, held, n, file) for n in range(about.pop("layers")))
+                ids_BT = _read_ids(stored, about["tokens"], file) if _IDS in held else None
         except InvalidInput:
             raise
         except (OSError, SafetensorError, ValueError) as error:
@@ -210,7 +216,7 @@ class Statistics:
             raise InvalidInput(
                 f"{file} holds no statistics that kvfold wrote ({type(error).__name__}: {reason})"
             ) from None
-        found = cls(layers=layers, **about)
+        found = cls(layers=layers, **about, ids_BT=ids_BT)
         found.check(file)
         return found
 
@@ -291,6 +297,22 @@ def _read_layer(stored: Any, held: set[str], layer: int, file: Path) -> LayerSta
             )
         tensors[name] = tensor
     return LayerStatistics(**tensors)
+
+
+def _read_ids(stored: Any, tokens: int, file: Path) -> Tensor:
+    """Return the tokens of a file of statistics (B, T).
+
+    Raises:
+        InvalidInput: they are not as many as the metadata says, or no token ids.
+    """
+    ids_BT: Tensor = stored.get_tensor(_IDS)
+    shape = tuple(ids_BT.shape)
+    if ids_BT.dtype != torch.int64 or len(shape) != 2 or ids_BT.numel() != tokens or bool((ids_BT < 0).any()):
+        raise InvalidInput(
+            f"{file} holds {_IDS} as {ids_BT.dtype} of shape {shape}, expected {tokens} token ids in "
+            "sequences; collect the statistics again"
+        )
+    return ids_BT
 
 
 def read_run(file: Path) -> str:

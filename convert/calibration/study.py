@@ -339,4 +339,10 @@ def _check_source(statistics: Statistics, source: Source, file: str) -> Statisti
             raise InvalidInput(
                 f"{file} holds {at}.key_fisher of shape {(keys, keys)}, expected {(kept, kept)}"
             )
+    ids_BT, vocabulary = statistics.ids_BT, source.config["vocab_size"]
+    if ids_BT is not None and int(ids_BT.max()) >= vocabulary:
+        raise InvalidInput(
+            f"{file} holds the token id {int(ids_BT.max())}, but the source has {vocabulary} embeddings; "
+            "collect the statistics again"
+        )
     return statistics

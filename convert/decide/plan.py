@@ -6,11 +6,12 @@ No weight is read.
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ... import __version__
 from ...checkpoints.quantised.unconverted import OutputModules
@@ -83,6 +84,8 @@ class Plan:
             them; `linear`, its scale makes them linear in the stock class; `auto`, norm_choice.py has yet to
             choose. None in other formats, and in kvfold's own code where its epsilon makes them linear.
         formats: number formats of the cache in which the losses of layers are measured too.
+        inputs: second moments (E, E) of the inputs that layers have behind others that were changed, by
+            layer, for rules that read these (write/layer_order.py); empty: the source's are taken.
     """
 
     source: Source
@@ -103,6 +106,7 @@ class Plan:
     engines: tuple[str, ...] = ()
     latent_norm: LatentNorm | None = None
     formats: tuple[str, ...] = ()
+    inputs: Mapping[int, Tensor] = field(default_factory=dict)
 
     @property
     def tokenizer(self) -> Path:

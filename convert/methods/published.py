@@ -13,7 +13,7 @@ both:
 
 One container holds them: one slot table and one rank for all layers, no norm on the latent.
 Where a rule has more, its docstring says what is left out. None damps what it does not rotate. Statistics are
-the source's.
+the source's, unless a rule has `InOrder`.
 
 `mha2mla` has settings, which follow its name behind colons: `:high`, `:low` or `:uniform` choose its rotary
 pairs by frequency instead of by norm, and `:split` decomposes keys and values apart. `mha2mla:high:split` is
@@ -51,10 +51,28 @@ from .shared_key import (
     merged_heads,
     split,
     truncated,
+    whole,
     written,
 )
 
+Fold = Callable[[Attention, LatentTarget, tuple[Band, ...], LayerStatistics | None], LatentAttention]
+Refold = Callable[
+    [Attention, LatentTarget, tuple[Band, ...], LayerStatistics | None, Tensor], LatentAttention
+]
 Layers = Callable[[], Iterable[tuple[Attention, LayerStatistics | None]]]
+
+
+@dataclass(frozen=True)
+class InOrder:
+    """Folds of a rule that reads the activations behind layers that it has changed before.
+
+    Attributes:
+        fold: one layer, as `Peer.fold`, and the second moment of its input (E, E) behind those layers.
+        between: the same, of the layer that the next layers read through; None: the folded layer itself.
+    """
+
+    fold: Refold
+    between: Refold | None = None
 
 
 @dataclass(frozen=True)
@@ -74,14 +92,17 @@ class Peer:
             same number of pairs.
         queries: on what `q_lora_rank` of them is decomposed, a truncated SVD of W_Q or a PCA of its outputs;
             None where the rule leaves them as they are.
+        in_order: of a rule that reads other activations than the source's; `fold` is the same rule on the
+            source's.
     """
 
     bands: Callable[[Layers, Tensor, Tensor], tuple[Band, ...]]
-    fold: Callable[[Attention, LatentTarget, tuple[Band, ...], LayerStatistics | None], LatentAttention]
+    fold: Fold
     needs_statistics: bool
     rope_share: float = 1.0
     per_head: bool = False
     queries: Literal["weights", "activations"] | None = None
+    in_order: InOrder | None = None
 
 
 def stock_bands(layers: Layers, frequencies_F: Tensor, stock_S: Tensor) -> tuple[Band, ...]:
@@ -240,7 +261,10 @@ def _merged_heads(name: str, multiple: int = 1, weight: float = 1.0) -> Peer:
         return folded_bands(frequencies_F, len(stock_S), multiple)
 
     fold = partial(merged_heads, decompose=DECOMPOSITIONS[name], weight=weight)
-    return Peer(bands, fold, needs_statistics=True, queries="activations")
+    # CARE's code decomposes layer by layer; its form of TransMLA's projection goes as TransMLA's does.
+    between = None if name in ("care", "no-sqrt-care") else partial(merged_heads, decompose=whole)
+    in_order = InOrder(fold, between)
+    return Peer(bands, fold, needs_statistics=True, queries="activations", in_order=in_order)
 
 
 # The pairs of a head that rotate, numbered from the fastest, given how many do and how many there are.
@@ -322,21 +346,29 @@ def with_few_queries(
     target: LatentTarget,
     bands: tuple[Band, ...],
     statistics: LayerStatistics | None,
+    input_EE: Tensor | None = None,
 ) -> LatentAttention:
     """Fold one layer by a rule, its queries by `target.q_lora_rank`, where the target has one.
 
     Queries are projected onto a basis: the leading eigenvectors of their second moment over all heads
-    (TransMLA), or the leading left singular vectors of W_Q (X-EcoMLA). Biases stay exact.
+    (TransMLA), or the leading left singular vectors of W_Q (X-EcoMLA). Biases stay exact. A rule that goes in
+    order reads the moment `input_EE` (E, E) of the layer's input; None: the source's.
     """
+
+    def fold(attention: Attention) -> LatentAttention:
+        if input_EE is None or rule.in_order is None:
+            return rule.fold(attention, target, bands, statistics)
+        return rule.in_order.fold(attention, target, bands, statistics, input_EE)
+
     rank = target.q_lora_rank
     if rank is None:
-        return rule.fold(attention, target, bands, statistics)
+        return fold(attention)
     rows_BD = attention.q_NHD.flatten(0, 1)
     moment_BB = rows_BD @ rows_BD.mT
     if rule.queries == "activations":
         assert statistics is not None
         rows_BE = affine(attention.q_NHD, attention.q_NH).flatten(0, 1)
-        moment_BB = rows_BE @ statistics.input_EE @ rows_BE.mT
+        moment_BB = rows_BE @ (statistics.input_EE if input_EE is None else input_EE) @ rows_BE.mT
     basis_BA = torch.linalg.eigh(moment_BB)[1].flip(-1)[:, :rank]
     through = replace(attention, q_NHD=basis_BA.unflatten(0, attention.q_NHD.shape[:2]))
-    return replace(rule.fold(through, target, bands, statistics), q_down_AD=basis_BA.mT @ rows_BD)
+    return replace(fold(through), q_down_AD=basis_BA.mT @ rows_BD)

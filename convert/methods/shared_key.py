@@ -14,6 +14,9 @@ published converters share everything but the last step:
 
 W is the map from z to keys and values; up to isometries it is A = diag(α, 1).
 
+They differ in the activations, too: those of the model whose rotation was removed (transmla, transmla-care),
+or those behind the layers that are decomposed already, one layer after the other (care, no-sqrt-care).
+
 Settings follow a name behind colons: `:fold2`, `:fold4`, ... multiplies the number of neighbouring pairs that
 share a decomposition (FreqFold), and `:balance0.5` multiplies the size that keys get next to values.
 
@@ -239,6 +242,7 @@ def merged_heads(
     target: LatentTarget,
     bands: tuple[Band, ...],
     statistics: LayerStatistics | None,
+    input_EE: Tensor | None = None,
     *,
     decompose: Decomposition,
     weight: float = 1.0,
@@ -249,28 +253,31 @@ def merged_heads(
     block. RoRoPE: over all heads' pairs that a slot serves, one real orthogonal map of real and imaginary
     parts alike diagonalises E[Re Reᵀ + Im Imᵀ] of key activations; the leading components rotate, the others
     stop. Balance: un-rotated keys are divided by the ratio α of the mean norms of key and value columns.
+    RoRoPE reads the source's activations; balance and decomposition read those of `input_EE`.
 
-    Left out: fresh activations for the decomposition from the model whose rotation was removed, or from the
-    layers folded before, and ranks that differ by layer. As in the paper, all value columns count in α; the
-    published code skips some. Its damping of the PCAs changes no eigenvector.
+    Left out: ranks that differ by layer. As in the paper, all value columns count in α; the published code
+    skips as many as the rotary key is wide. Its damping of the PCAs changes no eigenvector.
 
     Args:
         attention: of the source.
         target: widths of the latent and the rotary key.
         bands: the slots.
         statistics: of the layer.
+        input_EE: second moment of the layer's input behind the layers that were changed before it; None: the
+            source's.
         decompose: the last step, of `DECOMPOSITIONS`.
         weight: size of the keys next to the values, `balance_kv_ratio` of the published code.
     """
     assert statistics is not None
-    input_EE, values = statistics.input_EE, attention.v_KHD[..., 0].numel()
+    seen_EE = statistics.input_EE if input_EE is None else input_EE
+    values = attention.v_KHD[..., 0].numel()
 
     def compress(rows_BE: Tensor) -> Compressed:
-        scale_B = balance(rows_BE, values, input_EE)
+        scale_B = balance(rows_BE, values, seen_EE)
         scale_B[:-values] *= weight
-        return decompose(rows_BE, scale_B, input_EE, target.kv_lora_rank)
+        return decompose(rows_BE, scale_B, seen_EE, target.kv_lora_rank)
 
-    return assemble(attention, components(attention, bands, input_EE), target, compress)
+    return assemble(attention, components(attention, bands, statistics.input_EE), target, compress)
 
 
 def pca(rows_BE: Tensor, scale_B: Tensor, input_EE: Tensor, rank: int) -> Compressed:
@@ -305,6 +312,11 @@ def transmla_care(rows_BE: Tensor, scale_B: Tensor, input_EE: Tensor, rank: int)
     powered_BB = torch.linalg.matrix_power(moment_BB, POWER) / scale_B
     basis_BC = torch.linalg.svd(powered_BB)[0][:, :rank]
     return projected(basis_BC.mT @ (rows_BE * scale_B[:, None]), basis_BC / scale_B[:, None])
+
+
+def whole(rows_BE: Tensor, scale_B: Tensor, input_EE: Tensor, rank: int) -> Compressed:
+    """Keep all of z, as a layer does whose rotation was removed and that is not decomposed yet."""
+    return rows_BE[:, :-1], torch.eye(len(rows_BE), dtype=rows_BE.dtype), rows_BE[:, -1]
 
 
 def _moment(rows_BE: Tensor, scale_B: Tensor, input_EE: Tensor) -> Tensor:

@@ -135,7 +135,7 @@ def _latent(plan: Plan, number: int, target: LatentTarget) -> tuple[LatentAttent
         return fold_normed(plan, number, target, attention, table_F)
     rule = peer(plan.method)
     if rule is not None and target.slots == "rule":
-        latent = with_few_queries(rule, attention, target, bands, statistics)
+        latent = with_few_queries(rule, attention, target, bands, statistics, plan.inputs.get(number))
     else:
         metric = metric_of(statistics, attention, plan.source.positions)
         one_D = _one(plan, metric.input_EE)

@@ -36,6 +36,7 @@ from ..decide.plan import Plan, PlannedLayer
 from ..methods import table as methods
 from .fold_journal import FoldJournal, Found, first_journal, only_unnamed, other_journal, unneeded
 from .layer_fold import fold
+from .layer_order import in_order
 from .model_card import write_card
 
 _SYNC = 1.0  # seconds between two times that small units are forced to the disk
@@ -71,6 +72,8 @@ def rewrite(plan: Plan, out: Path, *, source_name: str | None = None) -> dict[st
                 "norms of queries and keys can be replaced for the stock class by statistics only; use "
                 "--calibration self, or --container remote"
             )
+    with together():
+        plan = in_order(plan)
     plan = settle_norm(plan)
     partial = out.with_name(out.name + ".partial")
     with together():

@@ -2,12 +2,14 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
 from benchmarks import fidelity
-from benchmarks.fidelity import FOLDS, RULES, chosen, main
+from benchmarks.fidelity import FOLDS, RULES, Trial, chosen, main
 from kvfold.convert.calibration.study import study
 from kvfold.convert.families.source import open_source
 from kvfold.core.errors import InvalidInput
@@ -28,6 +30,25 @@ def test_rows_are_chosen_by_label_and_method() -> None:
 def test_a_row_that_does_not_exist(only: tuple[str, ...], methods: tuple[str, ...], sentence: str) -> None:
     with pytest.raises(InvalidInput, match=sentence):
         chosen(only, methods)
+
+
+def test_settings_in_the_place_of_a_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only these are tried, each by its rule's row, and the best of them is the cell."""
+    lost = {"care:balance2": 0.2, "care": 0.3, "svd": 0.1}
+    monkeypatch.setattr(
+        Trial,
+        "measure",
+        lambda self, label, to, method, options, steps: {"lost": lost[method], "standard_error": 0},
+    )
+    only = ("care@8", "svd@4", "care:balance2@8")
+    none: Any = SimpleNamespace(geometry=None)
+    trial = Trial(directory=none, source=none, statistics=none, text=none, options=none, work=none, only=only)
+    cell = fidelity.sweep(trial, "care", "50%")
+    assert cell is not None
+    assert cell["setting"] == "--method care:balance2 --rope-dim 8"
+    assert [cell["lost"] for cell in cell["settings"].values()] == [0.3, 0.2]
+    done = CliRunner().invoke(main, ["demo", "--text", "stdlib", "--name", "tiny", "--setting", "care"])
+    assert "--setting care is no rule and width" in str(done.exception)
 
 
 def test_every_method_takes_saved_statistics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.peer_process import norm_ranks
 from benchmarks.peer_settings import SWEEPS, first_settings
-from benchmarks.peers import Bench, PeerRun, read_run, score, sweep, updated
+from benchmarks.peers import Bench, PeerRun, joined, read_run, score, sweep, updated
 from kvfold.convert.algebra.target import Geometry
 from kvfold.core.errors import InvalidInput
 from tests.support.tiny import make
@@ -180,6 +180,19 @@ def test_rows_of_an_earlier_run_are_kept_where_it_read_the_same(
     for other in ({**second, "protocol": "another"}, {**second, "rows": {"source": {"loss": 1.1}}}):
         with pytest.raises(InvalidInput, match=r"peers-tiny.json has"):
             updated("tiny", other)
+
+
+def test_of_equal_labels_the_best_is_the_row() -> None:
+    """All settings that were tried stay with it; a label may have several words."""
+    run = read_run(f"'care 50%' care {Path(__file__).parent} freqfold=1")
+    assert (run.label, run.settings) == ("care 50%", {"freqfold": 1})
+    with pytest.raises(InvalidInput, match="a quote is not closed"):
+        read_run("'care 50% care .")
+    rows = [{"lost": lost, "settings": {"rank": rank}} for lost, rank in ((0.3, 1), (0.1, 2), (0.2, 3))]
+    row: dict[str, Any] | None = None
+    for one in rows:
+        row = joined(row, one)
+    assert row == {**rows[1], "tried": {"rank=1": 0.3, "rank=2": 0.1, "rank=3": 0.2}}
 
 
 def test_pairs_are_ranked_by_norm(source: Path) -> None:

@@ -230,7 +230,7 @@ def test_statistics_that_another_run_saved_with_other_numbers_are_refused(
     options, save = (*SELF, "--save-statistics", str(file)), study._keep
 
     def late(statistics: Statistics, place: Path, run: str) -> None:
-        replace(statistics, tokens=statistics.tokens + 1).save(place, run)  # as another machine's may differ
+        replace(statistics, seed=statistics.seed + 1).save(place, run)  # as another machine's may differ
         save(statistics, place, run)
 
     monkeypatch.setattr(study, "_keep", late)

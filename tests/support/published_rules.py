@@ -11,7 +11,7 @@ from kvfold.convert.algebra.rotary import frequencies
 from kvfold.convert.algebra.target import LatentTarget
 from kvfold.convert.calibration.statistics import LayerStatistics
 from kvfold.convert.methods.latent import Band
-from kvfold.convert.methods.published import PEERS, Peer, peer
+from kvfold.convert.methods.published import PEERS, Peer, peer, with_few_queries
 
 from . import layers
 from .layers import FREQUENCIES_F, D, H, latent_output
@@ -64,11 +64,21 @@ def rule(name: str) -> Peer:
 
 
 def folded_output(
-    name: str, a: Attention, target: LatentTarget, calibration_XD: Tensor, x_TD: Tensor
+    name: str,
+    a: Attention,
+    target: LatentTarget,
+    calibration_XD: Tensor,
+    x_TD: Tensor,
+    seen_XD: Tensor | None = None,
 ) -> Tensor:
-    """Return the folded layer's output, the slots at the frequencies that the rule gave them."""
+    """Return the folded layer's output, the slots at the frequencies that the rule gave them.
+
+    A rule that goes in order decomposes on `seen_XD`, the layer's inputs behind others that were changed.
+    """
     statistics = statistics_of(a, calibration_XD)
     bands = bands_of(name, target.qk_rope_head_dim, (a, statistics))
     slots_S = torch.tensor([band.frequency for band in bands for _ in range(band.slots)], dtype=torch.float64)
     still = 0.0 if layers.FREQUENCIES_F.max() == 0 else 1.0
-    return latent_output(rule(name).fold(a, target, bands, statistics), slots_S * still, x_TD)
+    input_EE = None if seen_XD is None else statistics_of(a, seen_XD).input_EE
+    folded = with_few_queries(rule(name), a, target, bands, statistics, input_EE)
+    return latent_output(folded, slots_S * still, x_TD)

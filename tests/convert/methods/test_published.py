@@ -173,8 +173,9 @@ def plain(
     latent_map: Any,
     multiple: int = 1,
     weight: float = 1.0,
+    seen_XD: Tensor | None = None,
 ) -> Tensor:
-    """TransMLA's steps one after another on activations; the tokens calibrate and are the input.
+    """TransMLA's steps on activations: keys are turned by `x_XD`, balanced and decomposed by `seen_XD` or these.
 
     A group of `multiple` times the pairs of a slot keeps as many components, at its pairs' frequencies.
     """
@@ -204,12 +205,12 @@ def plain(
         values = rows(a.v_KHD, a.v_KH, x).flatten(1)
         return torch.cat([turned(x, nope).flatten(1), values], 1)
 
-    keys = 2 * len(nope)
-    norms = latent(x_XD).norm(dim=0)
+    keys, seen_XB = 2 * len(nope), latent(x_XD if seen_XD is None else seen_XD)
+    norms = seen_XB.norm(dim=0)
     ratio = float(norms[:keys].mean() / norms[keys:].mean()) / weight
     scale = torch.ones(keys + heads * H, dtype=torch.float64)
     scale[:keys] = 1 / ratio
-    kept = latent(x_TD) * scale @ latent_map(latent(x_XD) * scale, ratio, keys, rank).mT / scale
+    kept = latent(x_TD) * scale @ latent_map(seen_XB * scale, ratio, keys, rank).mT / scale
     q_TNAF = rows(a.q_NHD, a.q_NH, x_TD).unflatten(-1, (2, F))
     group = len(a.q_NHD) // heads
     q = {
@@ -244,6 +245,18 @@ def test_by_the_paper_on_activations(name: str, latent_map: Any, rope_dim: int, 
     assert (
         folded - output(a, x_XD[:20])
     ).norm() > 0.1 * expected.norm()  # the rank is one at which something is lost
+
+
+@pytest.mark.parametrize(("name", "latent_map"), MAPS)
+def test_by_the_code_behind_changed_layers(name: str, latent_map: Any) -> None:
+    """The rotation comes from the source's activations, balance and decomposition from those that are met."""
+    a, x_XD, seen_XD = layer(key_heads=2, biases=True), tokens(), tokens(seed=10) * 0.7 - 0.2
+    target = LatentTarget(kv_lora_rank=7, qk_rope_head_dim=4)
+    expected = plain(a, 4, 7, x_XD, x_XD[:20], latent_map, seen_XD=seen_XD)
+    folded = folded_output(name, a, target, x_XD, x_XD[:20], seen_XD)
+    torch.testing.assert_close(folded, expected)
+    usual = folded_output(name, a, target, x_XD, x_XD[:20])
+    assert (folded - usual).norm() > 0.01 * usual.norm()
 
 
 @pytest.mark.parametrize(("multiple", "weight"), [(2, 1.0), (1, 0.5), (2, 4.0)])
