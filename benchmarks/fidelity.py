@@ -2,8 +2,7 @@
 budgets.
 
 The source is scored in the same run on the same windows; numbers are nats per token above it, paired by
-window. Published rules
-of others have settings: each is swept at each budget, and its row is its best one, chosen on the evaluation
+window. Published rules of others have settings: each is swept at each budget, and its row is its best one, chosen on the evaluation
 text itself, which favours them.
 """
 
@@ -70,12 +69,8 @@ FOLDS: dict[str, Fold] = {
     "mla --rope intact": ("mla", "subspace", {"rope": "intact"}, STEPS),
 }
 RULES = {f"mla {name}": name for name in PEERS if ":" not in name}  # rows that are swept
-SHARES = (
-    0.25,
-    0.5,
-    0.75,
-    1.0,
-)  # rotary widths of a sweep: of a head, or of the cache where every head has pairs of its own
+# Rotary widths of a sweep: shares of a head, or of the cache where every head has pairs of its own.
+SHARES = (0.25, 0.5, 0.75, 1.0)
 FURTHEST = 8.0  # by how much keys may be larger or smaller next to values
 
 Cell = dict[str, Any]
