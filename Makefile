@@ -104,7 +104,7 @@ $(LLAMA_VENV)/.installed: pyproject.toml
 # The build takes a quarter of an hour on one core; it needs cmake and a C++ compiler.
 .llama.cpp/source/build/bin/llama-quantize:
 	mkdir -p .llama.cpp/source
-	$(PYTHON) -m pip download --quiet --no-deps --no-binary :all: --dest .llama.cpp "$(LLAMA_PACKAGE)"
+	$(PYTHON) -m pip download --quiet --no-deps --no-binary llama-cpp-python --dest .llama.cpp "$(LLAMA_PACKAGE)"
 	tar --extract --file .llama.cpp/llama_cpp_python-*.tar.gz --directory .llama.cpp/source --strip-components 3 \
 		--wildcards '*/vendor/llama.cpp/*'
 	cmake -S .llama.cpp/source -B .llama.cpp/source/build -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=OFF -DLLAMA_BUILD_TESTS=OFF \

@@ -152,7 +152,7 @@ def attend_to(
     """
     angle_TF = _angles(input_BTD, frequencies_F)
     if isinstance(layer, IntactAttention):
-        q_BNTH = _project(_query_input(layer, input_BTD), layer.q_NHA, layer.q_NH)
+        q_BNTH = _project(query_input(layer, input_BTD), layer.q_NHA, layer.q_NH)
     else:
         q_BNTH = _project(input_BTD, layer.q_NHD, layer.q_NH)
     q_BNTH = _turned(_normed(q_BNTH, layer.q_norm_NH, scoring.norm_epsilon), angle_TF)
@@ -253,7 +253,7 @@ def _latent(
             latent_BTC = latent_BTC @ torch.linalg.inv(level_CC).mT / root
     k_nope_BNTP = torch.einsum("btc,npc->bntp", latent_BTC, layer.k_up_NPC)
     v_BNTH = torch.einsum("btc,nhc->bnth", latent_BTC, layer.v_up_NHC)
-    q_nope_BNTP, q_rope_BNTR = _latent_queries(layer, _query_input(layer, input_BTD), epsilon)
+    q_nope_BNTP, q_rope_BNTR = _latent_queries(layer, query_input(layer, input_BTD), epsilon)
     q_rope_BNTR = _turned(q_rope_BNTR, angle_TS, interleaved=True)
     k_rope_BNTR = k_rope_BTR[:, None].expand(-1, len(layer.q_rope_NRA), -1, -1)
     return torch.cat([q_nope_BNTP, q_rope_BNTR], -1), torch.cat([k_nope_BNTP, k_rope_BNTR], -1), v_BNTH
@@ -270,7 +270,8 @@ def _latent_queries(layer: LatentAttention, query_BTA: Tensor, epsilon: float) -
     )
 
 
-def _query_input(layer: LatentAttention | IntactAttention, input_BTD: Tensor) -> Tensor:
+def query_input(layer: LatentAttention | IntactAttention, input_BTD: Tensor) -> Tensor:
+    """Return what queries are projected from (B, T, A); without compressed queries the input itself."""
     if layer.q_down_AD is None:
         return input_BTD
     query_BTA = input_BTD @ layer.q_down_AD.mT

@@ -191,6 +191,7 @@ def with_query_norm(
     """Return nearly the same layer with an RMSNorm on what its queries are projected from.
 
     Where that is the layer's input, which is normed, it is rescaled so that the norm changes next to nothing.
+    Then the down-projection is diagonal, and rounding it costs next to nothing too.
 
     Args:
         layer: the layer, float64.
@@ -199,7 +200,7 @@ def with_query_norm(
         biased: whether one more feature, a constant, takes the place of the queries' biases; otherwise they
             stay as they are.
     """
-    if layer.q_down_AD is None:
+    if layer.q_down_AD is None or _is_identity(layer.q_down_AD):
         root_D = tokens.shares_D.sqrt()
         down_AD, back_AA = root_D.diag(), (1 / root_D).diag()
     else:
@@ -241,6 +242,10 @@ def _mean_one(weight_X: Tensor | None, input_XD: Tensor) -> Tensor:
     if weight_X is None or not weight_X.sum() > 0:
         return torch.ones_like(input_XD[:, 0])
     return weight_X / weight_X.mean()
+
+
+def _is_identity(rows: Tensor) -> bool:
+    return rows.shape[0] == rows.shape[1] and bool((rows == torch.eye(len(rows)).to(rows)).all())
 
 
 def _rms(rows: Tensor) -> float:

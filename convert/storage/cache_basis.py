@@ -1,11 +1,7 @@
 """The coordinates in which a layer writes its cache, chosen for numbers of few bits.
 
-What is cached may be written in other coordinates: where T c is stored in the place of c, whatever reads c
-takes T⁻¹, and the function stays the same. Rounding errors do not. Let S be the second moment of c and H the
-cost of an error in it. A format whose errors are as large as its numbers costs about
-tr(T S Tᵀ) tr(T⁻ᵀ H T⁻¹). That is least where both matrices are equal: then TᵀT is the geometric mean of H and
-S⁻¹. An orthogonal factor is still free. A cosine transform of the directions spreads both evenly, so that no
-coordinate stands out of those that share a scale.
+What is cached may be written in other coordinates, in which its numbers are as large as errors in them cost
+(algebra/balance.py).
 
 What may be written otherwise depends on the form: a latent in any basis; behind an RMSNorm, turned before it
 and with other weights of it; values in any basis of each head; rotated keys and slots with a factor per pair.
@@ -22,8 +18,9 @@ from torch import Tensor
 
 from ...core.cache_dtypes import CacheDtype
 from ..algebra.attention import Attention, IntactAttention, LatentAttention
+from ..algebra.balance import LEAST, balanced, floored, geometric_mean
 from ..algebra.forward import AnyAttention, Cache
-from ..algebra.subspaces import eigh, matrix_root
+from ..algebra.subspaces import eigh
 from ..methods.latent_norm import NormBasis
 from ..methods.refinement import Layer
 from .cache_fit import Coordinates, fit_coordinates
@@ -32,7 +29,6 @@ from .cache_moments import CacheMoments
 # Root mean square that stored numbers get, so that a scale of 1 suits them: the largest of fp8_e4m3, 448, is
 # far above it, and numbers lose digits only below 2^-7 of it.
 SIZE = 2.0
-_LEAST = 1e-9  # energy of a direction, as a share of the mean, that it is taken to have at least
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,8 +116,8 @@ def _of_latent(layer: LatentAttention, moments: CacheMoments, dtype: CacheDtype)
     if layer.level_CC is None:
         outer_C, inner_CC = torch.ones(rank, dtype=torch.float64), balanced(value_CC, cost_CC)
     else:
-        energy_C, basis_CC = eigh(_mean(value_CC, cost_CC))
-        outer_C, inner_CC = energy_C.clamp(min=_LEAST * float(energy_C[-1])).sqrt(), basis_CC.mT
+        energy_C, basis_CC = eigh(geometric_mean(value_CC, cost_CC))
+        outer_C, inner_CC = energy_C.clamp(min=LEAST * float(energy_C[-1])).sqrt(), basis_CC.mT
     start = Coordinates(outer_C=outer_C, inner_CC=inner_CC, scale_S=scale_S, pair_R=pair_R)
     found = _fitted(start, moments, 0, dtype)
     if layer.level_CC is None:
@@ -150,46 +146,6 @@ def _fitted(start: Coordinates, moments: CacheMoments, head: int, dtype: CacheDt
     return replace(found, outer_C=found.outer_C * size, scale_S=found.scale_S * size)
 
 
-def balanced(value_WW: Tensor, cost_WW: Tensor) -> Tensor:
-    """Return T (W, W) with T S Tᵀ = T⁻ᵀ H T⁻¹, both with nearly equal entries on the diagonal.
-
-    Args:
-        value_WW: S, second moment of the numbers, float64.
-        cost_WW: H, cost of errors in them, float64.
-    """
-    root_WW = matrix_root(_mean(value_WW, cost_WW))
-    _, basis_WW = eigh(_symmetric(root_WW @ _floored(value_WW) @ root_WW))
-    return cosine(len(value_WW)) @ basis_WW.mT @ root_WW
-
-
-def cosine(width: int) -> Tensor:
-    """Return the orthogonal cosine transform (DCT-II, Ahmed et al., 1974) of some width, float64."""
-    position_W = torch.arange(width, dtype=torch.float64)
-    rows_WW: Tensor = (
-        torch.cos(math.pi / width * (position_W + 0.5) * position_W[:, None]) * (2 / width) ** 0.5
-    )
-    rows_WW[0] /= 2**0.5
-    return rows_WW
-
-
-def _mean(value_WW: Tensor, cost_WW: Tensor) -> Tensor:
-    """Return the geometric mean of H and S⁻¹: N with N S N = H."""
-    root_WW = matrix_root(_floored(value_WW))
-    back_WW = torch.linalg.inv(root_WW)
-    return _symmetric(back_WW @ matrix_root(_symmetric(root_WW @ _floored(cost_WW) @ root_WW)) @ back_WW)
-
-
-def _floored(moment_WW: Tensor) -> Tensor:
-    """Return a moment in which no direction is without energy, so that it has an inverse."""
-    mean = float(moment_WW.diagonal().mean())
-    least = _LEAST * mean if mean > 0 else 1.0
-    return _symmetric(moment_WW) + least * torch.eye(len(moment_WW), dtype=moment_WW.dtype)
-
-
-def _symmetric(moment_WW: Tensor) -> Tensor:
-    return (moment_WW + moment_WW.mT) / 2
-
-
 def _factors(value_WW: Tensor, cost_WW: Tensor, first: int, pair_R: Tensor) -> Tensor:
     """Return the factors (S,) on pairs of numbers that make their energies equal to their costs.
 
@@ -201,7 +157,7 @@ def _factors(value_WW: Tensor, cost_WW: Tensor, first: int, pair_R: Tensor) -> T
     """
     energy_S, cost_S = (
         torch.zeros(len(pair_R) // 2, dtype=torch.float64).index_add_(0, pair_R, moment_W[first:])
-        for moment_W in (_floored(value_WW).diagonal(), _floored(cost_WW).diagonal())
+        for moment_W in (floored(value_WW).diagonal(), floored(cost_WW).diagonal())
     )
     return (cost_S / energy_S).pow(0.25)
 

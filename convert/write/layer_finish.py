@@ -11,6 +11,7 @@ from ..algebra.attention import Attention, LatentAttention, NormedLatentAttentio
 from ..algebra.forward import AnyAttention, Caches
 from ..calibration.statistics import LayerStatistics
 from ..decide.plan import Plan
+from ..methods.head_basis import with_balanced_heads
 from ..methods.latent_norm import (
     LEAST_PARTS,
     LatentTokens,
@@ -228,6 +229,7 @@ def _as_written(its: Finishing, layer: Layer, basis: NormBasis | None = None) ->
         return layer
     size = torch.cat([its.plain.k_KHD.flatten(), its.plain.v_KHD.flatten()]).square().mean().sqrt()
     assert its.statistics is not None, "the norm was fitted on its inputs"
-    made: Any = in_level_basis(layer, its.statistics.input_BTD, float(size), basis)
+    input_BTD = its.statistics.input_BTD
+    made: Any = in_level_basis(with_balanced_heads(layer, input_BTD), input_BTD, float(size), basis)
     written: Layer = made
     return written

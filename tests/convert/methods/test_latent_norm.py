@@ -224,6 +224,15 @@ def test_queries_pass_a_norm(bias: bool, compressed: bool) -> None:
     torch.testing.assert_close(attend(made, input_XD[:20][None], slots_S), wanted_BTD, rtol=1e-3, atol=1e-3)
 
 
+def test_queries_compressed_in_name_only_pass_a_diagonal() -> None:
+    """Rounded, a diagonal loses next to nothing; any other basis of the same width loses what queries do."""
+    input_XD, _ = normed(300, 12)
+    plain = dataclasses.replace(layer(), q_down_AD=torch.eye(12, dtype=torch.float64))
+    made = with_query_norm(plain, LatentTokens.of(input_XD[:250], input_XD[250:]), 0.05, biased=False)
+    assert made.q_down_AD is not None
+    assert torch.equal(made.q_down_AD, made.q_down_AD.diagonal().diag())
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 def test_an_output_with_fitted_norms(tmp_path: Path, family: str) -> None:
     source = make(tmp_path / "source", family, hidden_size=64, num_key_value_heads=4)

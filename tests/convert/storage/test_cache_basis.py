@@ -19,7 +19,7 @@ from kvfold.convert.methods import refinement
 from kvfold.convert.methods.intact import to_intact
 from kvfold.convert.methods.latent_norm import LatentTokens, in_level_basis, with_latent_norm
 from kvfold.convert.methods.refinement import LayerSample, measure, refine
-from kvfold.convert.storage.cache_basis import SIZE, balanced, caches_of, cosine, fit_basis, in_basis
+from kvfold.convert.storage.cache_basis import SIZE, caches_of, fit_basis, in_basis
 from kvfold.convert.storage.cache_fit import FLOOR, LARGEST, SHARE, rounding_cost
 from kvfold.convert.storage.cache_moments import sampled_moments, weights_moments
 from kvfold.core.cache_dtypes import cache_dtype
@@ -133,20 +133,6 @@ def test_layers_may_be_refined_in_other_coordinates_than_are_written() -> None:
     assert through == pytest.approx(
         measure(in_basis(folded, basis), FREQUENCIES_F, *source, INT4.stored), rel=0.01
     )
-
-
-def test_balanced_numbers_cost_as_much_as_they_are_large() -> None:
-    random = torch.Generator().manual_seed(0)
-    roots = torch.randn(2, 6, 6, generator=random, dtype=torch.float64)
-    value_WW, cost_WW = roots @ roots.mT
-    basis_WW = balanced(value_WW, cost_WW)
-    back_WW = torch.linalg.inv(basis_WW)
-    spread_WW = basis_WW @ value_WW @ basis_WW.mT
-    torch.testing.assert_close(spread_WW, back_WW.mT @ cost_WW @ back_WW, atol=1e-5, rtol=1e-5)
-    for other_WW in (torch.eye(6, dtype=torch.float64), cosine(6), roots[0]):
-        other = (other_WW @ value_WW @ other_WW.mT).trace()
-        other_back_WW = torch.linalg.inv(other_WW)
-        assert spread_WW.trace() ** 2 < other * (other_back_WW.mT @ cost_WW @ other_back_WW).trace()
 
 
 def test_the_cost_of_rounding_is_by_the_largest_of_a_group_or_the_number_itself() -> None:
