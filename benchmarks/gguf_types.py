@@ -37,6 +37,16 @@ TYPES = ("f16", "q8_0", "Q4_K_M")
 CHUNKS = 16  # windows, of which the second half is scored
 WIDE = 512  # hidden size of `demo-512`
 NAME = "llama-cpp-types"
+# Tensors by what they do; patterns of their names in sources, and in latent folds.
+GROUPS = {
+    "queries": (r"attn_q\.", "attn_q_a", "attn_q_b"),
+    "keys": (r"attn_k\.", "attn_k_b"),
+    "kv_a": ("attn_kv_a_mqa",),
+    "values": (r"attn_v\.", "attn_v_b"),
+    "output": ("attn_output",),
+    "mlp": ("ffn_",),
+    "embeddings": (),
+}
 _SPACE = "\u2581"  # of SentencePiece
 
 
@@ -151,6 +161,50 @@ def quantised(llama: LlamaCpp, model: Path, work: Path, text: Path, chunks: int)
     return found
 
 
+def groups(
+    llama: LlamaCpp, model: Path, work: Path, text: Path, chunks: int, kind: str
+) -> dict[str, dict[str, Any]]:
+    """Return what a type costs where one group of tensors has it and all others BF16, by group.
+
+    A row has the mean absolute difference of log-probabilities from BF16 (`cost`, nats) and the types that
+    llama-quantize gave the group's tensors of the first layer (`types`). Other arguments are those of
+    `quantised`.
+
+    Args:
+        llama, model, work, text, chunks: as there.
+        kind: the type.
+    """
+    whole = llama.convert(model, work / "bf16.gguf", "bf16")
+    found: dict[str, dict[str, Any]] = {}
+    base = None
+    for group in ("", *GROUPS):
+        others = [name for other, names in GROUPS.items() if other != group for name in names]
+        options = [word for name in others for word in ("--tensor-type", f"{name}=bf16")]
+        if group != "embeddings":
+            options += ["--token-embedding-type", "bf16", "--output-tensor-type", "bf16"]
+        file = llama.quantize(whole, work / "group.gguf", kind, options)
+        llama.perplexity(file, text, work / "base", CONTEXT, chunks)
+        scores = numpy.array(read_base(work / "base").scores())
+        base = scores if base is None else base
+        if group:
+            found[group] = {"cost": float(numpy.abs(scores - base).mean()), "types": _types(file)}
+        file.unlink()
+    whole.unlink()
+    return found
+
+
+def _types(file: Path) -> dict[str, str]:
+    """Return the types of the tensors of a GGUF file's first layer and embeddings that are rounded."""
+    from gguf import GGUFReader
+
+    return {
+        str(tensor.name).removeprefix("blk.0.").removesuffix(".weight"): tensor.tensor_type.name
+        for tensor in GGUFReader(file).tensors
+        if tensor.name.startswith(("blk.0.", "token", "output."))
+        and tensor.tensor_type.name not in {"F32", "BF16"}
+    }
+
+
 def source_of(model: str, place: Path) -> Path:
     """Return a checkpoint in bfloat16 that llama.cpp's converter takes, as a new directory."""
     if model == "demo":
@@ -185,6 +239,9 @@ def medians(rows: list[dict[str, Any]]) -> dict[str, float]:
 @click.option(
     "--keep", type=click.Path(path_type=Path, file_okay=False), help="Keep folds here, or take them."
 )
+@click.option(
+    "--groups", "kinds", multiple=True, metavar="TYPE", help="Measure this type for groups of tensors alone."
+)
 @click.option("--name", required=True, help="Of the model in the rows.")
 @click.option("--revision", required=True, help="The commit of kvfold, for the results.")
 def main(
@@ -194,6 +251,7 @@ def main(
     folds: tuple[str, ...],
     chunks: int,
     keep: Path | None,
+    kinds: tuple[str, ...],
     name: str,
     revision: str,
 ) -> None:
@@ -223,14 +281,26 @@ def main(
             saved.write()
             return row
 
+        def measure_groups(fold: str, place: Path) -> None:
+            for kind in kinds:
+                row: dict[str, Any] = {"model": name, "fold": fold, "type": kind, **protocol}
+                if saved.find("groups", **row) is None:
+                    row["groups"] = groups(llama, place, root, words, chunks, kind)
+                    saved.put("groups", row, "model", "fold", "type")
+                    saved.write()
+
         own = measure("", source)
+        measure_groups("", source)
         for options in folds:
             out = (keep or root) / re.sub(r"\W+", "-", f"{revision} {name} {options}")
             if not out.exists():
                 asked = ["--to", "mla", "--latent-norm", "fitted", *options.split()]
                 convert.main([str(source), *asked, "--out", str(out)], standalone_mode=False)
             measure(options, out, own)
-    _show(json.loads((RESULTS / f"{NAME}.json").read_text(encoding="utf-8"))["rows"])
+            measure_groups(options, out)
+    result = json.loads((RESULTS / f"{NAME}.json").read_text(encoding="utf-8"))
+    _show(result["rows"])
+    _show_groups(result.get("groups", []))
 
 
 def _show(rows: list[dict[str, Any]]) -> None:
@@ -247,6 +317,19 @@ def _show(rows: list[dict[str, Any]]) -> None:
     show_table("mean difference of log-probabilities from BF16, nats", columns, lines)
     told = ", ".join(f"{kind} {ratio:.2f}" for kind, ratio in medians(rows).items())
     click.echo(f"medians of folds: {told}; the goal is {GOAL}")
+
+
+def _show_groups(rows: list[dict[str, Any]]) -> None:
+    lines = [
+        (
+            row["model"],
+            row["fold"] or "source",
+            row["type"],
+            *(f"{row['groups'][group]['cost']:.4f}" for group in GROUPS),
+        )
+        for row in rows
+    ]
+    show_table("the same of one group of tensors, others in BF16", ("", "", "type", *GROUPS), lines)
 
 
 if __name__ == "__main__":

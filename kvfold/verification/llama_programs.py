@@ -156,15 +156,21 @@ class LlamaCpp:
             raise LlamaFailure(f"llama-completion ended with {_last(done.stderr)}")
         return done.stdout
 
-    def quantize(self, model: Path, out: Path, kind: str) -> Path:
+    def quantize(self, model: Path, out: Path, kind: str, options: Sequence[str] = ()) -> Path:
         """Write a GGUF file with weights of fewer bits, such as `Q4_K_M`.
+
+        Args:
+            model: a GGUF file.
+            out: where the new one goes.
+            kind: of most weights.
+            options: more of llama-quantize's, such as `--tensor-type attn_k_b=q8_0`.
 
         Raises:
             LlamaFailure: llama-quantize is not there, or fails.
         """
         if not (self.programs / "llama-quantize").is_file():
             raise LlamaFailure(f"{self.programs} has no llama-quantize")
-        self._run("llama-quantize", [str(model), str(out), kind, _threads()])
+        self._run("llama-quantize", [*options, str(model), str(out), kind, _threads()])
         return out
 
     def _window(self, context: int, chunks: int) -> list[str]:
