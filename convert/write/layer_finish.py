@@ -11,7 +11,6 @@ from ..algebra.attention import Attention, LatentAttention, NormedLatentAttentio
 from ..algebra.forward import AnyAttention, Caches
 from ..calibration.statistics import LayerStatistics
 from ..decide.plan import Plan
-from ..methods.head_basis import with_balanced_heads
 from ..methods.latent_norm import (
     LEAST_PARTS,
     LatentTokens,
@@ -34,6 +33,7 @@ from ..methods.refinement import (
 )
 from ..storage.cache_basis import caches_of, fit_basis, in_basis
 from ..storage.cache_moments import sampled_moments, weights_moments
+from ..storage.head_basis import with_balanced_heads
 
 Loss = dict[str, float]
 

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from kvfold.convert.algebra.attention import LatentAttention
 from kvfold.convert.algebra.forward import attend
-from kvfold.convert.methods.head_basis import with_balanced_heads
 from kvfold.convert.methods.latent_norm import LatentTokens, with_latent_norm
+from kvfold.convert.storage.head_basis import with_balanced_heads
 
 SLOTS_S = torch.tensor([0.3], dtype=torch.float64)
 
