@@ -2,8 +2,8 @@
 budgets.
 
 The source is scored in the same run on the same windows; numbers are nats per token above it, paired by
-window. Published rules of others have settings: each is swept at each budget, and its row is its best one, chosen on the evaluation
-text itself, which favours them.
+window. Published rules of others have settings: each is swept at each budget, and its row is its best one,
+chosen on the evaluation text itself, which favours them.
 """
 
 import json
