@@ -33,7 +33,15 @@ from .machine import RESULTS
 from .saved_rows import SavedRows
 
 GOAL = 1.5  # times what the source loses by a type of weights
-TYPES = ("f16", "q8_0", "Q4_K_M")
+# The two kinds of tensors of a fold that lose most in few bits keep eight.
+KEPT = ("--token-embedding-type", "q8_0", "--tensor-type", "attn_kv_a_mqa=q8_0")
+# A type of most weights, and options of llama-quantize.
+TYPES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "f16": ("f16", ()),
+    "q8_0": ("q8_0", ()),
+    "Q4_K_M": ("Q4_K_M", ()),
+    "Q4_K_M, two kept": ("Q4_K_M", KEPT),
+}
 CHUNKS = 16  # windows, of which the second half is scored
 WIDE = 512  # hidden size of `demo-512`
 NAME = "llama-cpp-types"
@@ -149,13 +157,11 @@ def quantised(llama: LlamaCpp, model: Path, work: Path, text: Path, chunks: int)
     """
     scores = {}
     whole = llama.convert(model, work / "bf16.gguf", "bf16")
-    for kind in ("bf16", *TYPES):
-        file = work / f"{kind}.gguf"
-        if kind != "bf16":
-            llama.quantize(whole, file, kind.upper())
+    for label, (kind, options) in {"bf16": ("bf16", ()), **TYPES}.items():
+        file = whole if kind == "bf16" else llama.quantize(whole, work / "typed.gguf", kind.upper(), options)
         llama.perplexity(file, text, work / "base", CONTEXT, chunks)
-        scores[kind] = numpy.array(read_base(work / "base").scores())
-    found = {kind: float(numpy.abs(scores[kind] - scores["bf16"]).mean()) for kind in TYPES}
+        scores[label] = numpy.array(read_base(work / "base").scores())
+    found = {label: float(numpy.abs(scores[label] - scores["bf16"]).mean()) for label in TYPES}
     for file in work.glob("*.gguf"):
         file.unlink()
     return found
@@ -223,7 +229,7 @@ def source_of(model: str, place: Path) -> Path:
 
 def medians(rows: list[dict[str, Any]]) -> dict[str, float]:
     """Return the median over folds of each type's cost, as times the source's."""
-    folds = [row for row in rows if f"{TYPES[0]} / source" in row]
+    folds = [row for row in rows if all(f"{kind} / source" in row for kind in TYPES)]
     return {kind: statistics.median(row[f"{kind} / source"] for row in folds) for kind in TYPES}
 
 

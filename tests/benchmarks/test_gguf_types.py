@@ -8,7 +8,7 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
-from benchmarks.gguf_types import byte_letters, medians, spread, with_byte_tokens
+from benchmarks.gguf_types import TYPES, byte_letters, medians, spread, with_byte_tokens
 
 from ..support.tiny import make
 
@@ -57,5 +57,5 @@ def test_sentencepiece_letters_become_bytes_of_gpt_2(tmp_path: Path) -> None:
 
 
 def test_medians_are_of_folds_alone() -> None:
-    ratios = [{"f16 / source": one, "q8_0 / source": 2.0, "Q4_K_M / source": 3.0} for one in (1.0, 5.0, 2.0)]
-    assert medians([{"f16": 0.1}, *ratios]) == {"f16": 2.0, "q8_0": 2.0, "Q4_K_M": 3.0}
+    folds = [{f"{kind} / source": one for kind in TYPES} for one in (1.0, 5.0, 2.0)]
+    assert medians([{"f16": 0.1}, *folds]) == dict.fromkeys(TYPES, 2.0)
