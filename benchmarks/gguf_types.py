@@ -310,16 +310,17 @@ def main(
 
 
 def _show(rows: list[dict[str, Any]]) -> None:
+    ratios = [f"{kind} / source" for kind in TYPES]
     lines = [
         (
             row["model"],
             row["fold"] or "source",
-            *(f"{row[kind]:.4f}" for kind in TYPES),
-            *(f"{row[f'{kind} / source']:.2f}" if row["fold"] else "" for kind in TYPES),
+            *(f"{row[kind]:.4f}" if kind in row else "-" for kind in TYPES),
+            *(f"{row[ratio]:.2f}" if ratio in row else "" for ratio in ratios),
         )
         for row in rows
     ]
-    columns = ("", "", *TYPES, *(f"{kind} / source" for kind in TYPES))
+    columns = ("", "", *TYPES, *ratios)
     show_table("mean difference of log-probabilities from BF16, nats", columns, lines)
     told = ", ".join(f"{kind} {ratio:.2f}" for kind, ratio in medians(rows).items())
     click.echo(f"medians of folds: {told}; the goal is {GOAL}")
