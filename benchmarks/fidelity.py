@@ -264,12 +264,12 @@ def main(
     name: str,
 ) -> None:
     """Print and save nats lost by every method at every budget, published rules at their best setting."""
-    directory, labels = resolve(model), chosen(only, methods)
     for setting in settings:
         if not setting.partition("@")[2].isdecimal() or peer(setting.partition("@")[0]) is None:
             raise InvalidInput(
                 f"--setting {setting} is no rule and width; write care:balance2@16 for example"
             )
+    directory, labels = resolve(model), chosen(only, methods)
     for label in labels:
         if not reads_statistics(method_of(label)):
             told = (

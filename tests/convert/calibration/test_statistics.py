@@ -21,7 +21,7 @@ from tests.support.tiny import make
 PROJECTIONS = FAMILIES["llama"].projections
 LAYOUT = Layout(
     projections=PROJECTIONS,
-    split=lambda role, output: {role: output.unflatten(-1, (-1, 8))},
+    split=lambda layer, role, output: {role: output.unflatten(-1, (-1, 8))},
     layers=(0, 1),
 )
 SETTINGS: dict[str, Any] = {"layout": LAYOUT, "calibration": "test", "seed": 3}
