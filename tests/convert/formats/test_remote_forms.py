@@ -87,20 +87,11 @@ def folded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     )
 
 
-def _computes(implementation: str, source: Path) -> bool:
-    """Return whether an attention function does in the source what the default one does."""
-    usual, other = (
-        logits(AutoModelForCausalLM.from_pretrained(source, attn_implementation=name).eval())
-        for name in ("sdpa", implementation)
-    )
-    return bool((other - usual).abs().max() < 1e-4)
-
-
 @pytest.mark.parametrize("implementation", ["eager", "flex_attention"])
 def test_every_attention_function_computes_the_same(folded: Path, implementation: str) -> None:
-    if implementation != "eager" and not _computes(implementation, folded.parent / "source"):
-        # torch 2.13.0 compiles it wrongly for heads of 16 and 8 on CPUs with AVX2 and no AVX-512: NaN in Llama.
-        pytest.skip(f"{implementation} gives other logits in the source itself on this machine")
+    if implementation == "flex_attention" and torch.backends.cpu.get_cpu_capability() != "AVX512":
+        # torch 2.13.0 compiles it so that it reads what was never written: NaN or, by chance, numbers, in a Llama too.
+        pytest.skip("without AVX-512, torch's flex_attention gives another result each time, in the source as well")
     other = loaded(folded, attn_implementation=implementation)
     assert other.config._attn_implementation == implementation
     torch.testing.assert_close(logits(other), logits(loaded(folded)), atol=1e-5, rtol=0)
