@@ -30,7 +30,10 @@ def check_whole(checkpoint: Checkpoint, family: Family, config: dict[str, Any]) 
     """
     for name in names_outside_attention(family, config):
         if name not in checkpoint:
-            raise InvalidInput(f"{checkpoint.directory} has no {name}, which a {family.label} checkpoint has")
+            raise InvalidInput(
+                f"{checkpoint.directory} has no {name}, which a {family.label} checkpoint has; download or "
+                "save it again"
+            )
 
 
 def names_outside_attention(family: Family, config: Mapping[str, Any]) -> list[str]:
@@ -63,11 +66,13 @@ def biases_of(checkpoint: Checkpoint, family: Family, layers: Mapping[int, Layer
         for tensor, shape in attention_shapes(own, layer, biases):
             if tensor not in checkpoint:
                 raise InvalidInput(
-                    f"{checkpoint.directory} has no {tensor}, which a {family.label} checkpoint has"
+                    f"{checkpoint.directory} has no {tensor}, which a {family.label} checkpoint has; "
+                    "download or save it again"
                 )
             if checkpoint.spec(tensor).shape != shape:
                 raise InvalidInput(
-                    f"{tensor} has shape {checkpoint.spec(tensor).shape}, but config.json implies {shape}"
+                    f"{tensor} of {checkpoint.directory} has shape {checkpoint.spec(tensor).shape}, but "
+                    f"config.json implies {shape}; correct config.json, or save the checkpoint again"
                 )
         for role, name in own.family.projections(layer).items():
             if role not in biases and f"{name}.bias" in checkpoint:

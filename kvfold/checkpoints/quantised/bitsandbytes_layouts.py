@@ -40,6 +40,9 @@ def find_bitsandbytes(stored: StoredTensors, config: Mapping[str, Any]) -> dict[
             found[name] = _four_bits(stored, name, stored.require(state, name, (), (torch.uint8,)))
         elif spec.dtype == torch.int8:
             found[name] = _eight_bits(stored, name)
+    for module in stored.ending(".SCB"):
+        if f"{module}.weight" not in found:
+            stored.refuse_alone(f"{module}.SCB", f"{module}.weight")
     for name, state in states.items():
         if name not in found:
             stored.require(name, state, (), (torch.uint8,))
@@ -110,7 +113,12 @@ def _state(stored: StoredTensors, name: str) -> dict[str, Any]:
     if stored.specs[name].nbytes > _STATE_BYTES:
         raise InvalidInput(f"{where} has {stored.specs[name].nbytes} bytes, more than a quantisation state")
     content = bytes(stored.read(name).tolist())
-    state: dict[str, Any] = parse_json(content, where, _STATE_BYTES)
+    try:
+        state: dict[str, Any] = parse_json(content, where, _STATE_BYTES)
+    except InvalidInput:
+        raise InvalidInput(
+            f"{where} is no quantisation state, which is a JSON object in bytes; download or save it again"
+        ) from None
     shape, nested = state.get("shape"), state.get("nested_blocksize")
     sizes = [state.get("blocksize"), *(shape if isinstance(shape, list) else [None])]
     sizes += [] if nested is None else [nested]

@@ -45,10 +45,7 @@ def find_compressed(stored: StoredTensors, config: Mapping[str, Any]) -> dict[st
             found[name] = _bytes(stored, name, groups)
     for module in stored.ending(".weight_scale"):
         if f"{module}.weight" not in found:
-            raise InvalidInput(
-                f"{stored.directory} has {module}.weight_scale but no quantised {module}.weight; "
-                "download or save it again"
-            )
+            stored.refuse_alone(f"{module}.weight_scale", f"{module}.weight")
     return found
 
 
@@ -98,6 +95,11 @@ def _grid(group: Mapping[str, Any], rows: int, columns: int) -> tuple[int, int]:
     return (rows if strategy == "tensor" else 1), columns
 
 
+def _all_have(groups: list[Mapping[str, Any]], field: str, value: Any) -> bool:
+    """Return whether a field has a value in every group that a weight may be of."""
+    return bool(groups) and all(group.get(field) == value for group in groups)
+
+
 def _fitting(
     stored: StoredTensors, name: str, scale: str, shape: tuple[int, ...], groups: list[Mapping[str, Any]]
 ) -> Mapping[str, Any]:
@@ -124,7 +126,7 @@ def _bytes(stored: StoredTensors, name: str, groups: list[Mapping[str, Any]]) ->
     group = _fitting(stored, name, scale, shape, groups)
     bits = group.get("num_bits", 8)
     low = -(2 ** (bits - 1)) if 0 < bits <= 8 else -128
-    biased = zero in stored.specs
+    biased = zero in stored.specs or _all_have(groups, "symmetric", False)
     return scaled(
         stored,
         name,
@@ -138,7 +140,7 @@ def _bytes(stored: StoredTensors, name: str, groups: list[Mapping[str, Any]]) ->
 def _packed(stored: StoredTensors, module: str, groups: list[Mapping[str, Any]]) -> PackedTensor:
     """Return integers that are packed in 32-bit words, each stored as its value plus half of the range."""
     name, packed = f"{module}.weight", f"{module}.weight_packed"
-    stored.require(packed, name, (), (torch.int32,))
+    stored.require(packed, name, (), (torch.int32, torch.uint8))  # of bytes are the other formats
     rows, words = stored.shape(packed, 2)
     sizes = stored.require(f"{name}_shape", name, [(2,)], (torch.int64, torch.int32))
     shape = tuple(int(size) for size in stored.read(sizes))
@@ -160,10 +162,10 @@ def _packed(stored: StoredTensors, module: str, groups: list[Mapping[str, Any]])
     scalar = [(1,), (1, 1), ()] if group.get("strategy") == "tensor" else []
     stored.require(parts["scale"], name, [counts, *scalar], FLOATS)
     ranges = {}
-    if f"{name}_zero_point" in stored.specs:
+    if f"{name}_zero_point" in stored.specs or _all_have(same, "symmetric", False):
         zeros = (-(-rows // step), counts[1])
         parts["zero"] = stored.require(f"{name}_zero_point", name, [zeros], (torch.int32,))
-    if f"{name}_g_idx" in stored.specs:
+    if f"{name}_g_idx" in stored.specs or (_all_have(same, "actorder", "group") and counts[1] > 1):
         parts["g_idx"] = stored.require(f"{name}_g_idx", name, [(shape[1],)], (torch.int32, torch.int64))
         ranges["g_idx"] = (0, counts[1])
 

@@ -76,7 +76,7 @@ def _gptq(
         "scale": stored.require(f"{module}.scales", name, [(groups, outputs)], FLOATS),
         "zero": stored.require(f"{module}.qzeros", name, [(groups, -(-outputs // step))], (torch.int32,)),
     }
-    if f"{module}.g_idx" in stored.specs:
+    if f"{module}.g_idx" in stored.specs or (config.get("desc_act") is True and groups > 1):
         parts["g_idx"] = stored.require(f"{module}.g_idx", name, [(inputs,)], (torch.int32, torch.int64))
 
     def unpack(found: Parts, first: int, count: int) -> Tensor:

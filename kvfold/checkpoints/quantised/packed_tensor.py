@@ -6,6 +6,7 @@ Legend: R rows (output features), C columns (input features).
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -99,6 +100,16 @@ class StoredTensors:
                 f"{wanted}; correct quantization_config, or download it again"
             )
         return name
+
+    def refuse_alone(self, part: str, weight: str) -> NoReturn:
+        """Refuse a part whose weight is missing or not quantised.
+
+        Raises:
+            InvalidInput: always.
+        """
+        raise InvalidInput(
+            f"{self.directory} has {part} but no quantised {weight}; download or save it again"
+        )
 
     def shape(self, name: str, dimensions: int) -> Shape:
         """Return a tensor's shape, which must have so many dimensions.

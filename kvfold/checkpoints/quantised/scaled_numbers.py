@@ -120,11 +120,16 @@ def find_fp8(stored: StoredTensors, config: Mapping[str, Any]) -> dict[str, Pack
             "are needed"
         )
     found: dict[str, PackedTensor] = {}
+    usual = next((end for end in _SCALES if stored.ending(f".weight{end}")), _SCALES[0])
     for name, spec in stored.specs.items():
         if spec.dtype in FP8:
-            scale = next((name + end for end in _SCALES if name + end in stored.specs), name + _SCALES[0])
+            scale = next((name + end for end in _SCALES if name + end in stored.specs), name + usual)
             grid = tuple(block) if block else _whole(stored, name, scale)
             found[name] = scaled(stored, name, scale, grid)
+    for end in _SCALES:
+        for name in stored.ending(end):
+            if name in stored.specs and stored.specs[name].dtype in FLOATS:
+                stored.refuse_alone(name + end, name)
     return found
 
 

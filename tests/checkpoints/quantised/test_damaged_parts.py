@@ -58,6 +58,11 @@ def first_becomes(value: float) -> Callable[[Tensor], Tensor]:
     return change
 
 
+def plain(end: str) -> Change:
+    """Store a weight as an unquantised one, and leave its scales."""
+    return changed(end, lambda tensor: torch.zeros(96, 64))
+
+
 def shorter(tensor: Tensor) -> Tensor:
     return tensor[:-1]
 
@@ -88,7 +93,8 @@ CASES: list[tuple[str, Change, str]] = [
     ("fp8 blocks", changed(".weight_scale_inv", halves), "weight_scale_inv of"),
     ("fp8 blocks", changed(".weight_scale_inv", NAN), "holds NaN or infinite values"),
     ("fp8 blocks", config(weight_block_size=[16]), "has weight_block_size [16], where two positive"),
-    ("fp8 tensor", without(".weight_scale"), "without which the quantised"),
+    ("fp8 blocks", plain(".weight"), f"has {MODULE}.weight_scale_inv but no quantised {MODULE}.weight"),
+    ("fp8 tensor", without(".weight_scale"), f"has no {MODULE}.weight_scale, without which the quantised"),
     ("compressed fp8", without(".weight_scale"), f"has no {MODULE}.weight_scale"),
     ("compressed fp8", without(".weight"), f"{MODULE}.weight_scale but no quantised"),
     ("compressed fp8", config(config_groups=None), "has config_groups None"),
@@ -98,12 +104,16 @@ CASES: list[tuple[str, Change, str]] = [
     ("compressed int4", changed(".weight_packed", lambda t: t[:, :-1]), "does not hold a weight of shape"),
     ("compressed int4", changed(".weight_scale", lambda t: t[:, :-1]), "has shape (96, 3), where the quant"),
     ("compressed int4", without(".weight_shape"), f"has no {MODULE}.weight_shape"),
+    ("compressed int4", changed(".weight_packed", halves), "is float64, where the quantised"),
+    ("compressed int4 with zeros", without(".weight_zero_point"), f"has no {MODULE}.weight_zero_point"),
+    ("compressed int4 with zeros", without(".weight_g_idx"), f"has no {MODULE}.weight_g_idx"),
     ("compressed int4 with zeros", changed(".weight_zero_point", shorter), "weight_zero_point of"),
     ("compressed int4 with zeros", changed(".weight_g_idx", first_becomes(4)), "where numbers from 0 to 3"),
     ("compressed nvfp4", without(".weight_global_scale"), f"has no {MODULE}.weight_global_scale"),
     ("compressed nvfp4", changed(".weight_scale", NAN), "holds NaN or infinite"),
     ("gptq", without(".qzeros"), f"has no {MODULE}.qzeros"),
     ("gptq", without(".qweight"), f"has no {MODULE}.qweight"),
+    ("gptq", without(".g_idx"), f"has no {MODULE}.g_idx, without which the quantised"),
     ("gptq", changed(".scales", shorter), "scales of"),
     ("gptq", changed(".scales", NAN), "holds NaN or infinite"),
     ("gptq", changed(".g_idx", first_becomes(-1)), "holds -1, where numbers from 0 to 3 are possible"),
@@ -118,10 +128,15 @@ CASES: list[tuple[str, Change, str]] = [
     ("bitsandbytes nf4", state(shape=[96]), "states shape [96]"),
     ("bitsandbytes nf4", state(nested_offset=None), "states nested_offset None"),
     ("bitsandbytes nf4", changed(".weight.nested_absmax", NAN), "holds NaN or infinite"),
+    ("bitsandbytes nf4", changed(".weight.quant_state.bitsandbytes__nf4", shorter), "is no quantisation state"),
     ("bitsandbytes int8", without(".SCB"), f"has no {MODULE}.SCB"),
+    ("bitsandbytes int8", without(".weight"), f"has {MODULE}.SCB but no quantised {MODULE}.weight"),
+    ("bitsandbytes int8", plain(".weight"), f"has {MODULE}.SCB but no quantised {MODULE}.weight"),
     ("modelopt fp8", config(quant_algo="W4A8_AWQ"), "quant_algo 'W4A8_AWQ'; kvfold reads FP8"),
     ("modelopt fp8", with_input_scale, f"has {MODULE}.pre_quant_scale"),
     ("modelopt nvfp4", without(".weight_scale_2"), f"has no {MODULE}.weight_scale_2"),
+    ("modelopt nvfp4", without(".weight"), f"has {MODULE}.weight_scale_2 but no quantised {MODULE}.weight"),
+    ("compressed mxfp4", changed(".weight_packed", halves), "needs int32 or uint8"),
     ("fp8 blocks", config(quant_method=["fp8"]), "is quantised by ['fp8'], which kvfold does not read"),
     ("fp8 blocks", config(modules_to_not_convert=5), "has modules_to_not_convert 5 in its"),
     ("gptq", config(dynamic="all"), "has dynamic 'all' in its"),
