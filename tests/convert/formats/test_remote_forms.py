@@ -91,7 +91,9 @@ def folded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def test_every_attention_function_computes_the_same(folded: Path, implementation: str) -> None:
     if implementation == "flex_attention" and torch.backends.cpu.get_cpu_capability() != "AVX512":
         # torch 2.13.0 compiles it so that it reads what was never written: NaN or, by chance, numbers, in a Llama too.
-        pytest.skip("without AVX-512, torch's flex_attention gives another result each time, in the source as well")
+        pytest.skip(
+            "without AVX-512, torch's flex_attention gives another result each time, in the source as well"
+        )
     other = loaded(folded, attn_implementation=implementation)
     assert other.config._attn_implementation == implementation
     torch.testing.assert_close(logits(other), logits(loaded(folded)), atol=1e-5, rtol=0)
