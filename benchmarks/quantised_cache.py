@@ -124,14 +124,18 @@ class Trial:
         return {"kl": float(divergence), "perplexity": float((-chosen.mean()).exp())}
 
     def measure(
-        self, labels: Iterable[str], rows: dict[str, dict[str, Cell]], keep: Callable[[], None]
+        self,
+        labels: Iterable[str],
+        dtypes: Iterable[str],
+        rows: dict[str, dict[str, Cell]],
+        keep: Callable[[], None],
     ) -> None:
-        """Fill in the cells of some rows that are missing; `keep` is called after each."""
+        """Fill in the cells of some rows and formats that are missing; `keep` is called after each."""
         for label in labels:
             steps, prepared, rotate = ROWS[label]
             row = rows.setdefault(label, {})
             plain = rows[label.partition(",")[0]]
-            for dtype in ("bfloat16", *DTYPES):
+            for dtype in ("bfloat16", *dtypes):
                 if dtype in row or (dtype == "bfloat16" and (prepared or rotate)):
                     continue
                 out = self.folded(steps, dtype if prepared else "bfloat16")
@@ -160,6 +164,7 @@ class Trial:
 @click.option("--name", required=True, help="Key of the results in benchmarks/results/quantised-cache.json.")
 @click.option("--revision", required=True, help="The commit of kvfold, for the results.")
 @click.option("--only", help="Rows whose name begins so; by default all.")
+@click.option("--dtype", "dtypes", type=click.Choice(DTYPES), multiple=True, help="A format; by default all.")
 def main(
     model: str,
     text: str,
@@ -175,6 +180,7 @@ def main(
     name: str,
     revision: str,
     only: str | None,
+    dtypes: tuple[str, ...],
 ) -> None:
     """Print and save what a quantised cache adds to a fold's divergence from its source.
 
@@ -204,7 +210,7 @@ def main(
             work=work or Path(scratch),
         )
         rows = [row for row in ROWS if row.startswith(only or "")]
-        trial.measure(rows, found["rows"], lambda: _save(name, found))
+        trial.measure(rows, dtypes or DTYPES, found["rows"], lambda: _save(name, found))
     _show(name, found["rows"])
 
 
