@@ -69,6 +69,11 @@ def family_of(config: Mapping[str, Any]) -> Family:
         raise InvalidInput(f"model_type {kind} already has latent attention; kvfold folds {known}")
     if kind in UNFOLDED:
         raise InvalidInput(f"model_type {kind} cannot be folded: {UNFOLDED[kind]}; kvfold folds {known}")
+    if kind not in FAMILIES and "text_config" in config:
+        raise InvalidInput(
+            f"model_type {kind} has a text_config, but no vision_config or audio_config next to it in "
+            "config.json; download or save it again"
+        )
     if kind not in FAMILIES:
         raise InvalidInput(f"model_type {kind!r} is unknown; kvfold folds {known}")
     family = FAMILIES[kind]

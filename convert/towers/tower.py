@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ...checkpoints.directory import Checkpoint, check_output, copy_side_files, read_config
+from ...checkpoints.quantised.schemes import quantization_of
 from ...checkpoints.shards import ShardWriter
 from ...core.errors import InvalidInput
 from ...core.files import replace_text, whole_directory
@@ -18,6 +19,7 @@ from ...models.load_failures import loading_failures
 from ..families.config_fields import check_places
 from ..families.family import Family
 from ..families.recognition import FAMILIES, attending, complete, is_multimodal
+from ..families.stored_tensors import names_outside_attention
 from ..families.unfolded import verdict
 
 # Model types of towers that compute, on text, what another model type computes. Sections of M-RoPE have the
@@ -76,6 +78,7 @@ def find_tower(directory: Path) -> Tower | None:
     kind = str(config.get("model_type"))
     if config.get("is_encoder_decoder"):
         raise InvalidInput(f"model_type {kind} is an encoder-decoder model, which kvfold cannot fold")
+    _check_unquantised(directory, config)
     text = _text_config(directory, kind, config)
     named = str(text.get("model_type"))
     model_type = _SAME_AS.get(named, named)
@@ -84,7 +87,9 @@ def find_tower(directory: Path) -> Tower | None:
             f"the text tower of {kind} is of model_type {named}, which kvfold cannot fold: "
             f"{verdict(named, FAMILIES)}; `kvfold families --all` shows the others"
         )
-    names = _names(directory, list(Checkpoint(directory)), FAMILIES[model_type], text)
+    family = FAMILIES[model_type]
+    names = _names(directory, list(Checkpoint(directory)), family, text)
+    _check_whole(directory, kind, names, family, complete(family, text))
     tied = "lm_head.weight" not in names.values()
     with loading_failures(directory, "config.json"):
         tower_config = _causal_config(model_type, {**text, "tie_word_embeddings": tied}, config)
@@ -173,6 +178,51 @@ def _text_config(directory: Path, kind: str, stored: Mapping[str, Any]) -> dict[
             "num_hidden_layers; kvfold folds the decoder of text"
         )
     return found
+
+
+def _check_unquantised(directory: Path, config: Mapping[str, Any]) -> None:
+    """Refuse quantised weights, which are not read in a multimodal checkpoint.
+
+    Raises:
+        InvalidInput: config.json says that it has some.
+    """
+    text = config.get("text_config")
+    for part in (config, text if isinstance(text, dict) else {}):
+        found = quantization_of(directory, part)
+        if found is not None:
+            raise InvalidInput(
+                f"{directory} is a multimodal checkpoint that is quantised ({found[0]}), and kvfold folds "
+                "unquantised ones; fold the checkpoint that it was made from, and quantise the result"
+            )
+
+
+def _check_whole(
+    directory: Path, kind: str, names: Mapping[str, str], family: Family, config: dict[str, Any]
+) -> None:
+    """Check that a tower has the tensors of its layers, by the names that the whole checkpoint has for them.
+
+    Args:
+        directory: the whole checkpoint.
+        kind: its model_type.
+        names: of the tower's tensors, there and in the causal language model.
+        family: of the tower.
+        config: of the tower, complete.
+
+    Raises:
+        InvalidInput: one is missing.
+    """
+    here = set(names.values())
+    wanted = names_outside_attention(family, {**config, "tie_word_embeddings": True})
+    for layer in () if family.unlike else attending(family, config):  # unlike layers may lack projections
+        wanted += [f"{name}.weight" for name in family.projections(layer).values()]
+    stored, ours = next(iter(names.items()))
+    prefix = stored.removesuffix(ours.removeprefix(family.prefix))
+    for name in wanted:
+        if name not in here:
+            raise InvalidInput(
+                f"{directory} has no {prefix}{name.removeprefix(family.prefix)}, which the text tower of "
+                f"{kind} has; download or save it again"
+            )
 
 
 def _names(directory: Path, stored: Iterable[str], family: Family, text: Mapping[str, Any]) -> dict[str, str]:

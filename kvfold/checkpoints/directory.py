@@ -196,7 +196,7 @@ def weight_files(directory: Path) -> list[Path]:
         files = sorted(directory.glob("*.safetensors"))
         raise InvalidInput(
             f"{directory} has {len(files)} safetensors files but neither {_WHOLE} nor {INDEX} that says what "
-            "is in them"
+            "is in them; download or save it again"
         )
     return [directory / name for name in sorted(set(_weight_map(directory).values()))]
 
@@ -214,7 +214,10 @@ def _entries(directory: Path, packed: bool) -> dict[str, Entry]:
     )
     wrong += sorted(entries.keys() - weight_map.keys())
     if wrong:
-        raise InvalidInput(f"{index} disagrees with its shards about {wrong[0]} ({len(wrong)} such tensors)")
+        more = "" if len(wrong) == 1 else f" and {len(wrong) - 1} more"
+        raise InvalidInput(
+            f"{index} disagrees with its shards about {wrong[0]}{more}; download or save it again"
+        )
     return {name: entries[name] for name in weight_map}
 
 
@@ -224,7 +227,7 @@ def _weight_map(directory: Path) -> dict[str, str]:
     content = read_json(index)
     weight_map = content.get("weight_map")
     if not isinstance(weight_map, dict) or not all(map(_is_file_name, weight_map.values())):
-        raise InvalidInput(f"{index} is damaged: it has no weight_map")
+        raise InvalidInput(f"{index} is damaged: it has no weight_map; download or save it again")
     if not isinstance(content.get("metadata"), dict):
         raise InvalidInput(f"{index} has no object in metadata, which transformers needs; save it again")
     for name in sorted(set(weight_map.values())):

@@ -33,6 +33,7 @@ INDEX = "model.safetensors.index.json"
 HEADER_LIMIT = 10**8  # bytes; the safetensors library reads no longer header
 _COUNT_LIMIT = 2**62  # of elements or bytes, so that sums and products fit into 64 bits
 _DIMENSIONS = 64
+_POINTER = b"version https://git-lfs"  # how a file that Git LFS did not fetch begins
 
 
 @dataclass(frozen=True)
@@ -85,8 +86,13 @@ def read_header(file: Path, *, packed: bool = False) -> dict[str, Entry]:
         prefix = stream.read(8)
         length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else size
         if length > size - 8:
+            if (prefix + stream.read(len(_POINTER) - 8)) == _POINTER:
+                raise InvalidInput(
+                    f"{file} is a pointer of Git LFS, not the weights; fetch them with `git lfs pull`"
+                )
             raise InvalidInput(
-                f"{file} is truncated or no safetensors file: its header does not fit its {size} bytes"
+                f"{file} is truncated or no safetensors file: its header does not fit its {size} bytes; "
+                "download or save it again"
             )
         if length > HEADER_LIMIT:
             raise InvalidInput(
@@ -101,8 +107,9 @@ def read_header(file: Path, *, packed: bool = False) -> dict[str, Entry]:
     entries = {name: _entry(file, 8 + length, name, row, dtypes) for name, row in header.items()}
     end = max((entry.start + entry.spec.nbytes for entry in entries.values()), default=8 + length)
     if end != size:
+        what = "truncated" if size < end else "damaged"
         raise InvalidInput(
-            f"{file} is truncated: its header describes {end} bytes, it has {size}; download or save it again"
+            f"{file} is {what}: its header describes {end} bytes, it has {size}; download or save it again"
         )
     _check_gapless(file, 8 + length, entries)
     return entries

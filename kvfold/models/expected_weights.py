@@ -226,8 +226,10 @@ def check_found(directory: Path, found: dict[str, Any]) -> None:
     # transformers fills a weight that it does not find with random numbers and only warns.
     absent = sorted({*found["missing_keys"], *(key for key, *_ in found["mismatched_keys"])})
     if absent:
+        count = "1 weight is" if len(absent) == 1 else f"{len(absent)} weights are"
         raise InvalidInput(
-            f"{directory} cannot be loaded: {len(absent)} weights are missing or misshapen, e.g. {absent[0]}"
+            f"{directory} cannot be loaded: {count} missing or misshapen, e.g. {absent[0]}; download or save "
+            "it again, or correct config.json"
         )
 
 

@@ -27,6 +27,16 @@ def edit_config(source: Path, **changes: Any) -> None:
     (source / "config.json").write_text(json.dumps(config | changes))
 
 
+def lengthen(source: Path) -> None:
+    file = source / "model.safetensors"
+    file.write_bytes(file.read_bytes() + bytes(10))
+
+
+def point(source: Path) -> None:
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0123\nsize 4096\n"
+    (source / "model.safetensors").write_text(pointer)
+
+
 def truncate(source: Path) -> None:
     path = source / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
@@ -129,6 +139,8 @@ CASES: dict[str, tuple[Callable[[Path], None], tuple[str, ...], str]] = {
         "config.json is not JSON",
     ),
     "truncated": (truncate, MLA, "is truncated: its header describes"),
+    "longer": (lengthen, MLA, "is damaged: its header describes"),
+    "pointer": (point, MLA, "model.safetensors is a pointer of Git LFS, not the weights"),
     "damaged header": (break_header, MLA, "the header of"),
     "pickle": (pickle_only, MLA, "save_pretrained("),
     "no weights": (lambda source: (source / "model.safetensors").unlink(), MLA, "has no safetensors weights"),

@@ -31,11 +31,11 @@ def test_auto_is_float32_on_a_cpu_and_bfloat16_can_be_asked_for(make: Make) -> N
     [
         (
             lambda tensors: tensors.pop("model.layers.1.self_attn.k_proj.weight"),
-            "1 weights are missing or misshapen",
+            "1 weight is missing or misshapen",
         ),
         (
             lambda tensors: tensors.update({"lm_head.weight": torch.zeros(2, 2)}),
-            "1 weights are missing or misshapen",
+            "1 weight is missing or misshapen",
         ),
     ],
 )

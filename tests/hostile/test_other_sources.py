@@ -181,14 +181,23 @@ TOWERS: dict[str, tuple[Damage, str]] = {
     "image part list": (config(vision_config=[1]), ""),
     "image tensor": (
         tensor("vision_tower.encoder.layers.0.mlp.fc1.weight", gone),
-        "are missing or misshapen",
+        "missing or misshapen",
     ),
-    "image tensor cut": (tensor("position_embedding.weight", cut), "are missing or misshapen"),
-    "projector": (tensor("linear_1.weight", lambda t: t.mT), "are missing or misshapen"),
-    "text tensor": (tensor("layers.1.self_attn.k_proj.weight", gone), "k_proj.weight"),
+    "image tensor cut": (tensor("position_embedding.weight", cut), "missing or misshapen"),
+    "projector": (tensor("linear_1.weight", lambda t: t.mT), "missing or misshapen"),
+    "text tensor": (
+        tensor("layers.1.self_attn.k_proj.weight", gone),
+        "has no language_model.model.layers.1.self_attn.k_proj.weight, which the text tower of llava has",
+    ),
     "text tensor cut": (tensor("layers.1.mlp.up_proj.weight", cut), "up_proj.weight"),
     "place": (config(image_token_id="<image>"), "image_token_id '<image>', where a token id is needed"),
     "kind of the whole": (config(model_type="x"), ""),
+    "quantised": (
+        config(quantization_config={"quant_method": "fp8"}),
+        "is a multimodal checkpoint that is quantised (fp8)",
+    ),
+    "quantised tower": (text(quantization_config={"quant_method": "awq"}), "that is quantised (awq)"),
+    "no image config": (config(vision_config=...), "has a text_config, but no vision_config"),
     "deep": (lambda source: (source / "config.json").write_text('{"text_config": ' + "[" * 10**5), "deep"),
 }
 

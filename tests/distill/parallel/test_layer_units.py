@@ -226,7 +226,7 @@ def damage(directory: Path, what: str) -> str:
         {name: torch.ones(3, 3)} if what == "misshapen" else {}
     )
     save_file(tensors, directory / "model.safetensors", {"format": "pt"})
-    return f"1 weights are missing or misshapen, e.g. {name}"
+    return f"1 weight is missing or misshapen, e.g. {name}"
 
 
 @pytest.mark.parametrize("what", ["pickled", "missing", "misshapen"])
