@@ -76,7 +76,7 @@ class Subject:
         self.stored: StoredCache | None = None
         self._journal = journal or EvaluationJournal()
         with together():
-            self._described = {role: describe(path, options) for role, path in paths.items()}
+            self._described = {role: describe(path, options, multimodal=True) for role, path in paths.items()}
             for role in self.roles[1:]:
                 check_comparable(
                     self._described["student"], self._described[role], text.joined if text else ""
@@ -114,7 +114,7 @@ class Subject:
         if role not in self._loaded:
             if self.one_at_a_time:
                 self._release()
-            loaded = self._loaded[role] = load(self.paths[role], self.options)
+            loaded = self._loaded[role] = load(self.paths[role], self.options, multimodal=True)
             if role == "student" and self.options.cache_dtype is not None:
                 self.stored = StoredCache(loaded.model, cache_dtype(self.options.cache_dtype))
         return self._loaded[role]

@@ -60,7 +60,7 @@ class Folded(Tabular):
         from .models.load_options import LoadOptions
 
         kind = str(self.record["dtype"]) if dtype == "auto" else dtype
-        return load(self.directory, LoadOptions(dtype=kind, device=device)).model
+        return load(self.directory, LoadOptions(dtype=kind, device=device), multimodal=True).model
 
     def grid(self) -> Grid:
         """Return the fold in a few lines."""

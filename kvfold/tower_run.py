@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from .convert.towers.tower import Tower, TowerClaim
 
 _STOCK = "deepseek_v3"  # model type of the class of --container stock
+_RUN_IN = ("transformers",)  # the engine in which multimodal classes with that tower were run
 
 
 def fold_tower(request: FoldRequest, tower: Tower, fold: Callable[[FoldRequest], Folded]) -> Folded:
@@ -50,9 +51,9 @@ def fold_tower(request: FoldRequest, tower: Tower, fold: Callable[[FoldRequest],
     part, alone = (out.with_name(out.name + ending) for ending in (".text", ".tower"))
     claim = _claim(request, tower.directory)
     places = Places(out=out, part=part, alone=alone, tower=tower, claim=claim)
-    changed = {"model": str(alone), "revision": None, "out": part}
+    changed: dict[str, Any] = {"model": str(alone), "revision": None, "out": part, "verify": "none"}
     if request.to == "mla":  # a multimodal class takes no code of ours
-        changed["container"] = "stock"
+        changed |= {"container": "stock", "engines": _RUN_IN}
     asked = request.model_copy(update=changed)
     with together():
         done = places.finished_output(request) if is_first() else None
@@ -72,7 +73,7 @@ def fold_tower(request: FoldRequest, tower: Tower, fold: Callable[[FoldRequest],
                 take_over(alone, claim)
     found = from_first(found)
     try:
-        folded = fold(asked) if found is None else _verified(_known(part, found, asked))
+        folded = fold(asked) if found is None else _known(part, found, asked)
         with together():
             record = folded.record
             if is_first():
@@ -81,7 +82,7 @@ def fold_tower(request: FoldRequest, tower: Tower, fold: Callable[[FoldRequest],
         # A half-written part is another run's, or this one's that the same command resumes.
         if is_first() and not part.with_name(part.name + ".partial").exists():
             places.clear(was_there=was_there)
-    return replace(folded, directory=out, record=record, request=request)
+    return _verified(replace(folded, directory=out, record=record, request=request))
 
 
 def _alone(request: FoldRequest, tower: Tower, fold: Callable[[FoldRequest], Folded]) -> Folded:
@@ -158,12 +159,26 @@ def _check(request: FoldRequest, tower: Tower) -> None:
     if request.text_only:
         return
     if request.to == "mla":
+        from .checkpoints.directory import read_config
         from .convert.towers.text_class import holds_other_classes
 
-        if request.container == "remote" or not holds_other_classes(tower.directory, _STOCK):
+        kind = read_config(tower.directory).get("model_type")
+        others = "use --to gqa or --to mqa, or write the text tower alone with --text-only"
+        if not holds_other_classes(tower.directory, _STOCK):
             raise InvalidInput(
-                "--to mla has no place in this multimodal class, or not in kvfold's code; use --to gqa or "
-                "--to mqa, or write the text tower alone with --text-only"
+                f"--to mla: the class of model_type {kind} builds its own text model, in which latent "
+                f"attention has no place; {others}"
+            )
+        others_asked = [engine for engine in request.engines if engine not in _RUN_IN]
+        if others_asked:
+            raise InvalidInput(
+                f"--engine {others_asked[0]}: it is not known whether it runs latent attention inside a "
+                f"multimodal class; leave it out for transformers, {others}"
+            )
+        if request.container == "remote":
+            raise InvalidInput(
+                "--container remote: a multimodal class takes no text model with code of its own; leave the "
+                f"container out, {others}"
             )
     if request.dtype != "auto":
         raise InvalidInput(

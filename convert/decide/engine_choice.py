@@ -13,7 +13,7 @@ from ...checkpoints.shards import TensorSpec
 from ...core.errors import InvalidInput
 from ...models.remote_code import HERE
 from .engine_rules import lint_written
-from .engines import ENGINES, SERVED, are_served
+from .engines import ENGINES, SERVED
 from .lint import LintFinding, Written
 from .rules.cache_formats import format_findings
 from .rules.engine_pairs import UNKNOWN
@@ -124,9 +124,9 @@ def engine_notices(plan: PlannedOutput, engines: Sequence[str]) -> tuple[str, ..
 
     Args:
         plan: the output.
-        engines: that must run it; where one of them has kernels for few widths, nothing is said.
+        engines: that must run it; where some are named, nothing is said of others.
     """
-    if are_served(engines) or _written(plan).layout != "stock":
+    if engines or _written(plan).layout != "stock":
         return ()
     against = unfit(plan, ENGINES)
     running = [engine for engine in ENGINES if not against[engine]]

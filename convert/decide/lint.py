@@ -9,6 +9,7 @@ from ...checkpoints.quantised.packed_checkpoint import open_checkpoint
 from ...checkpoints.record import read_record
 from ...checkpoints.shards import TensorSpec
 from ...models.remote_code import MODEL_TYPE, check_form
+from ..families.recognition import is_multimodal
 from ..formats.stock import NORM_WEIGHT
 from .rules.engine_pairs import output_of
 from .rules.evidence import Evidence
@@ -37,10 +38,15 @@ class Written:
 
     @property
     def layout(self) -> str:
-        """Return `stock`, `decoupled` or `intact` where attention is latent; otherwise `grouped`."""
+        """Return `stock`, `decoupled` or `intact` where attention is latent; otherwise `grouped`.
+
+        In a multimodal class it is `multimodal stock` or `multimodal`.
+        """
         kind = self.config.get("model_type")
         if kind == MODEL_TYPE:
             return str(self.config["kvfold"]["form"])
+        if is_multimodal(self.config):
+            return "multimodal stock" if self._text.get("model_type") == "deepseek_v3" else "multimodal"
         return "stock" if kind == "deepseek_v3" else "grouped"
 
     @property
@@ -49,9 +55,15 @@ class Written:
         return output_of(self.layout, self.cached)
 
     def get(self, field: str, default: Any = 0) -> Any:
-        """Return a field of config.json; a null counts as absent."""
-        value = self.config.get(field)
+        """Return a field of config.json, of a multimodal one its text model's; a null counts as absent."""
+        value = self._text.get(field, self.config.get(field))
         return default if value is None else value
+
+    @property
+    def _text(self) -> Mapping[str, Any]:
+        """Return the part of config.json that describes the text model."""
+        text = self.config.get("text_config") if is_multimodal(self.config) else None
+        return text if isinstance(text, Mapping) else self.config
 
     @property
     def rope(self) -> dict[str, Any]:

@@ -203,19 +203,21 @@ def _making(record: dict[str, Any], source: str) -> list[str]:
 def _loading(written: Written, place: str) -> list[str]:
     """Return one section per engine: the command that loads the model, or the reasons why it fails."""
     from ..decide.engine_rules import lint
+    from ..decide.rules.engine_pairs import UNKNOWN
 
     parts = ["## Loading"]
     for engine, name in _ENGINES.items():
         found = lint(written.directory, [engine])
         failing = [finding for finding in found if finding.fails]
         parts.append(f"### {name}")
-        if not failing:
+        is_known = all(finding.effect != UNKNOWN for finding in found)
+        if is_known and not failing:
             parts.append(_how(engine, written, place))
         if engine == "transformers" and written.layout in {"stock", "decoupled", "intact"}:
             parts.append(_LINEAR if written.is_linear else _TRAINING.format(_projections(written)))
         if found:
             parts.append(_reasons(failing or found))
-        if not failing and engine != "transformers":
+        if is_known and not failing and engine != "transformers":
             parts.append("kvfold did not run the model there; no rule that it knows forbids it.")
     return parts
 
@@ -241,6 +243,12 @@ def _reasons(findings: Sequence[LintFinding]) -> str:
 
 def _how(engine: str, written: Written, place: str) -> str:
     own_code = written.layout in {"decoupled", "intact"}
+    if engine == "transformers" and written.layout.startswith("multimodal"):
+        return (
+            "```python\nfrom transformers import AutoModelForImageTextToText, AutoProcessor\n\n"
+            f'processor = AutoProcessor.from_pretrained("{place}")\n'
+            f'model = AutoModelForImageTextToText.from_pretrained("{place}", dtype="auto")\n```'
+        )
     if engine == "transformers":
         trust = ", trust_remote_code=True" if own_code else ""
         since = (

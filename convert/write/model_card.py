@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from ...checkpoints import license
 from ...checkpoints.card import FILE, read_card
+from ...checkpoints.directory import read_config
 from ...checkpoints.eval_json import EvalSummary
 from ...checkpoints.record import is_distilled
 from ...core.errors import InvalidInput
+from ..families.recognition import is_multimodal
 from .card_body import card_body
 
 if TYPE_CHECKING:
@@ -103,7 +105,7 @@ def metadata(directory: Path, record: dict[str, Any]) -> dict[str, Any]:
     return {
         **license.license_of(directory, source, [] if theirs is None else [theirs.data.to_dict()]),
         "library_name": "transformers",
-        "pipeline_tag": "text-generation",
+        "pipeline_tag": "image-text-to-text" if is_multimodal(read_config(directory)) else "text-generation",
         **({} if base is None else {"base_model": base}),
         # No relation means "converted": it is left to be inferred unless the weights were trained.
         **({"base_model_relation": relation} if relation and base else {}),

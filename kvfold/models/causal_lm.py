@@ -1,6 +1,7 @@
 """Causal language models of transformers: their tokenizer, configuration and weights, read from a directory.
 
-Every failure to read one is reported here, in one sentence.
+A multimodal model, given text alone, is one too where the caller says so. Every failure to read one is
+reported here, in one sentence.
 """
 
 import sys
@@ -18,7 +19,7 @@ from ..checkpoints.side_files import check_readable
 from ..core.errors import InvalidInput
 from ..core.untrusted import read_json, shorten
 from .dequantised import from_dequantised, without_quantisation
-from .expected_weights import check_found, check_loadable
+from .expected_weights import check_found, check_loadable, multimodal_class
 from .load_failures import loading_failures, no_progress_bars
 from .load_options import LoadOptions
 from .remote_code import carries_own_code, check_form, is_remote, source_config
@@ -80,7 +81,7 @@ class Loaded(_Configured):
     Attributes:
         path: the directory it was read from.
         tokenizer: its transformers tokenizer.
-        model: its transformers causal language model.
+        model: its transformers model, which gives logits for `input_ids`.
     """
 
     path: Path
@@ -100,20 +101,28 @@ class Loaded(_Configured):
         return self.model.config.get_text_config()
 
 
-def load(directory: Path, options: LoadOptions) -> Loaded:
+def load(directory: Path, options: LoadOptions, *, multimodal: bool = False) -> Loaded:
     """Load tokenizer and weights of a local model directory, to the device and in the dtype of `options`.
+
+    Args:
+        directory: the model.
+        options: where it is put, and in what dtype.
+        multimodal: whether it may be a model that takes images, too.
 
     Raises:
         InvalidInput: the directory holds no model that can be loaded whole, or there is no such device.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
     from .fused_attention import keep_bounds, level
 
     own, trusted = _check_directory(directory, options)
-    tokenizer = describe(directory, options).tokenizer
+    described = describe(directory, options, multimodal=multimodal)
+    loader = _own_class() if own else AutoModelForCausalLM
+    if multimodal and not (own or trusted) and type(described.config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        loader = multimodal_class(described.config)
     model = _read_weights(
-        _own_class() if own else AutoModelForCausalLM,
+        loader,
         directory,
         hide_progress=not sys.stderr.isatty(),
         trust_remote_code=trusted,
@@ -124,11 +133,16 @@ def load(directory: Path, options: LoadOptions) -> Loaded:
     ends = [module.weight for module in (head, embedding) if module is not None]
     if len(ends) == 2 and ends[0] is not ends[1] and not any(weight.is_meta for weight in ends):
         untie(model)  # accelerate ties by the configuration, which transformers has not followed here
-    return Loaded(directory, tokenizer, level(keep_bounds(model.eval())))
+    return Loaded(directory, described.tokenizer, level(keep_bounds(model.eval())))
 
 
-def describe(directory: Path, options: LoadOptions) -> Described:
+def describe(directory: Path, options: LoadOptions, *, multimodal: bool = False) -> Described:
     """Load tokenizer and configuration of a model directory and none of its weights.
+
+    Args:
+        directory: the model.
+        options: only `trust_remote_code` is read.
+        multimodal: whether it may be a model that takes images, too.
 
     Raises:
         InvalidInput: the directory holds no model.
@@ -142,19 +156,22 @@ def describe(directory: Path, options: LoadOptions) -> Described:
         config = reader.from_pretrained(directory, local_files_only=True, trust_remote_code=trusted)
     config = without_quantisation(config)
     if not trusted:
-        _check_class(directory, config)
+        _check_class(directory, config, multimodal=multimodal)
     return Described(directory, tokenizer, config)
 
 
-def _check_class(directory: Path, config: Any) -> None:
+def _check_class(directory: Path, config: Any, *, multimodal: bool = False) -> None:
     """Check the weights of a checkpoint against the class of its configuration."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
+    other = multimodal_class(config)
     if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
         check_loadable(directory, config, MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])
     elif isinstance(config, _own_class().config_class):
         check_form(directory, read_config(directory))
         check_loadable(directory, config, _own_class())
+    elif multimodal and other is not None:
+        check_loadable(directory, config, other)
     else:
         is_multimodal = any(hasattr(config, part) for part in ("vision_config", "audio_config"))
         raise InvalidInput(

@@ -202,19 +202,39 @@ def check_multimodal(directory: Path) -> None:
         InvalidInput: transformers refuses the configuration, or a weight is missing or misshapen.
     """
     from transformers import AutoConfig
-    from transformers.models.auto.modeling_auto import (
-        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
-        MODEL_FOR_MULTIMODAL_LM_MAPPING,
-    )
 
     with loading_failures(directory, "model"), no_warnings():
         config = without_quantisation(
             AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
         )
+    kind = multimodal_class(config)
+    if kind is not None:
+        check_loadable(directory, config, kind)
+
+
+def multimodal_class(config: Any) -> Any | None:
+    """Return the class that writes text from images or other inputs, for a configuration of transformers.
+
+    Args:
+        config: of transformers.
+
+    Returns:
+        The class; None where transformers has none.
+
+    Example:
+        >>> from transformers import LlavaConfig
+        >>> multimodal_class(LlavaConfig()).__name__
+        'LlavaForConditionalGeneration'
+    """
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+        MODEL_FOR_MULTIMODAL_LM_MAPPING,
+    )
+
     for classes in (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, MODEL_FOR_MULTIMODAL_LM_MAPPING):
         if type(config) in classes:
-            check_loadable(directory, config, classes[type(config)])
-            return
+            return classes[type(config)]
+    return None
 
 
 def check_found(directory: Path, found: dict[str, Any]) -> None:

@@ -22,9 +22,19 @@ def load(directory: str, dtype: str, trust: bool) -> tuple[Any, list[str]]:
 
     Transformers fills these with random numbers.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+        MODEL_FOR_MULTIMODAL_LM_MAPPING,
+    )
 
-    model, info = AutoModelForCausalLM.from_pretrained(
+    loader: Any = AutoModelForCausalLM
+    kind = None if trust else type(AutoConfig.from_pretrained(directory, local_files_only=True))
+    if kind is not None and kind not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        # A multimodal class; it is asked for text alone.
+        classes = (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, MODEL_FOR_MULTIMODAL_LM_MAPPING)
+        loader = next((known[kind] for known in classes if kind in known), loader)
+    model, info = loader.from_pretrained(
         directory,
         dtype=dtype,
         trust_remote_code=trust,

@@ -18,6 +18,8 @@ LAYOUTS = {
     "stock": "MLA stock",
     "decoupled": "MLA remote",
     "intact": "MLA remote, rope intact",
+    "multimodal": "GQA, MQA in a multimodal class",
+    "multimodal stock": "MLA stock in a multimodal class",
 }
 
 
@@ -85,6 +87,8 @@ _EVIDENCE: dict[str, tuple[Evidence | None, ...]] = {
     "intact": (
         seen.HF, seen.VLLM, seen.SGLANG_BACKEND, seen.LLAMA_CLASSES, seen.MLX_BROKEN, None, None,
     ),
+    "multimodal": (seen.HF_MULTIMODAL, *6 * (None,)),
+    "multimodal stock": (seen.HF_MULTIMODAL, *6 * (None,)),
 }  # fmt: skip
 PAIRS = {
     (output, engine): found

@@ -78,6 +78,14 @@ def run_to_the_end(words: Sequence[str], place: Path, told: Path) -> list[str]:
     return known
 
 
+def kill_at(operation: str, words: list[str], place: Path, told: Path) -> None:
+    """Run a command in a process that is killed before its first operation of a kind."""
+    process = _CONTEXT.Process(target=run_and_kill, args=(words, place, None, told, operation))
+    process.start()
+    process.join()
+    assert told.read_text() == operation
+
+
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
     return make_multimodal(tmp_path / "llava", "llava")
@@ -130,15 +138,9 @@ def test_a_finished_part_of_another_fold_is_kept(source: Path, tmp_path: Path) -
 
 def test_a_kill_after_the_last_name_is_cleaned_up_by_the_same_command(source: Path, tmp_path: Path) -> None:
     """The output stays as it is; another command still refuses to write over it."""
-    place, told = tmp_path / "killed", tmp_path / "told"
+    place = tmp_path / "killed"
     place.mkdir()
-    first = "os.rename out.text"
-    process = _CONTEXT.Process(
-        target=run_and_kill, args=(words(source, place / "out"), place, None, told, first)
-    )
-    process.start()
-    process.join()
-    assert told.read_text() == first
+    kill_at("os.rename out.text", words(source, place / "out"), place, tmp_path / "told")
     visible = sorted(path.name for path in place.iterdir() if not path.name.startswith(".kvfold-"))
     assert visible == ["out", "out.text", "out.tower"]
     before = bits(place / "out")
@@ -155,15 +157,10 @@ def test_a_kill_after_the_last_name_is_cleaned_up_by_the_same_command(source: Pa
 
 
 def test_another_command_uses_the_tower_of_a_killed_one_and_removes_it(source: Path, tmp_path: Path) -> None:
-    place, told = tmp_path / "killed", tmp_path / "told"
+    place = tmp_path / "killed"
     place.mkdir()
     at = "open out.text.partial/model.safetensors"
-    process = _CONTEXT.Process(
-        target=run_and_kill, args=(words(source, place / "out"), place, None, told, at)
-    )
-    process.start()
-    process.join()
-    assert told.read_text() == at
+    kill_at(at, words(source, place / "out"), place, tmp_path / "told")
     assert (place / "out.tower").is_dir()
     assert CliRunner().invoke(main, words(source, place / "out", heads=1)).exit_code == 0
     visible = sorted(path.name for path in place.iterdir() if not path.name.startswith(".kvfold-"))

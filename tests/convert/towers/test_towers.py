@@ -12,13 +12,25 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
+import kvfold
+from kvfold import MLA
 from kvfold.convert.cli import main
+from kvfold.convert.decide.engine_rules import lint
+from kvfold.convert.decide.engines import ENGINES
+from kvfold.convert.decide.rules.engine_pairs import UNKNOWN
 from kvfold.core.errors import InvalidInput
 from kvfold.models.causal_lm import build_empty
 from kvfold.models.shipped.modeling_kvfold import KvfoldForCausalLM
 
 from ...support.tiny import make
+from ...support.tokenizers import save_tokenizer
 from ...support.towers import TOWERS, make_multimodal
+
+# The source's heads are equal, so that only a latent that is narrower than one head loses anything.
+SMALL = {
+    "gqa": ("--to", "gqa", "--kv-heads", "1"),
+    "mla": ("--to", "mla", "--rank", "4", "--rope-dim", "4"),
+}
 
 
 @pytest.fixture(scope="module", params=TOWERS)
@@ -60,7 +72,8 @@ def test_latent_attention_in_place_where_the_class_takes_any_text_model(source: 
     """The stock class is exact at full rank, with an image too; other multimodal classes are refused."""
     options = ("--to", "mla", "--rank", "full")
     if source.name not in {"llava", "mistral3"}:
-        with pytest.raises(ClickException, match=r"no place in this multimodal class"):
+        words = rf"model_type {source.name} builds its own text model, in which latent attention has no place"
+        with pytest.raises(ClickException, match=words):
             fold(source, "mla", *options)
         assert not list(source.parent.glob(f"{source.name}-mla*"))
         return
@@ -76,6 +89,61 @@ def test_latent_attention_in_place_where_the_class_takes_any_text_model(source: 
     smaller = fold(source, "small", "--to", "mla", "--rank", "8", "--rope-dim", "8")
     assert json.loads((smaller / "kvfold.json").read_text())["cache"]["ratio"] == 0.25
     assert logits(smaller, inputs).isfinite().all()
+
+
+@pytest.fixture(scope="module")
+def llava(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a source with a tokenizer, and next to it its smallest folds."""
+    source = make_multimodal(tmp_path_factory.mktemp("whole") / "llava", "llava", vocab_size=258)
+    save_tokenizer(source, bos="<s>")
+    for target, options in SMALL.items():
+        fold(source, target, *options)
+    return source
+
+
+def test_a_fold_is_verified_as_the_whole_class(llava: Path) -> None:
+    """The run at the end of a fold is one of the output, in its class, next to the source."""
+    out = llava.with_name("llava-verified")
+    target = MLA(rank=4, rope_dim=4)
+    folded = kvfold.fold(llava, target, out=out, calibration="none", verify="full")
+    report = folded.verification
+    assert report is not None
+    assert not report.failures
+    words = {check.name: check.detail for check in report.checks}
+    assert words["loads"] == "as LlavaForConditionalGeneration, no weight is missing"
+    assert words["cache size"].startswith("8 elements per token and layer in the live cache")
+    assert report.measured["kl"] > 1e-6
+    assert type(folded.load(device="cpu")).__name__ == "LlavaForConditionalGeneration"
+
+
+@pytest.mark.parametrize("target", ["gqa", "mla"])
+def test_other_engines_are_not_known(llava: Path, target: str) -> None:
+    """No rule of theirs was run or read for a multimodal class, and the card gives no command of theirs."""
+    out = llava.with_name(f"llava-{target}")
+    assert lint(out, ["transformers"]) == []
+    for engine in ENGINES[1:]:
+        assert [finding.effect for finding in lint(out, [engine])] == [UNKNOWN]
+    card = (out / "README.md").read_text()
+    assert "AutoModelForImageTextToText.from_pretrained" in card
+    assert "pipeline_tag: image-text-to-text" in card
+    assert "vllm serve" not in card
+
+
+@pytest.mark.parametrize("target", ["gqa", "mla"])
+def test_a_fold_is_evaluated_on_text(llava: Path, target: str, tmp_path: Path) -> None:
+    """Next to its source, as any other fold; a text model of the same weights has the same perplexity."""
+    text = tmp_path / "text.txt"
+    text.write_text("".join(chr(97 + n * n % 23) for n in range(600)))
+    found, alone = (
+        kvfold.evaluate(model, text=text, window=64)
+        for model in (
+            llava.with_name(f"llava-{target}"),
+            fold(llava, f"{target}-alone", *SMALL[target], "--text-only"),
+        )
+    )
+    assert found["cache.ratio"] == {"gqa": 0.25, "mla": 0.125}[target]
+    assert found["kl.mean"] == pytest.approx(alone["kl.mean"], rel=1e-4, abs=1e-9)
+    assert (found["kl.mean"] > 1e-6) == (target == "mla")
 
 
 def test_both_counts_of_heads_are_folded_as_config_json_has_them(tmp_path: Path) -> None:
@@ -135,10 +203,11 @@ def test_directories_of_the_user_stay(tmp_path: Path) -> None:
         (
             {},
             ("--to", "mla", "--rank", "full", "--container", "remote"),
-            "no place in this multimodal class, or not in kvfold's code",
+            "takes no text model with code of its own",
         ),
         ({}, ("--to", "mqa", "--dtype", "bfloat16"), "keep their bytes"),
         ({}, ("--to", "mqa", "--dry-run"), "is a multimodal model"),
+        ({}, ("--to", "mla", "--engine", "vllm"), "--engine vllm: it is not known whether it runs latent"),
         (
             {"text_config": {"model_type": "mamba"}},
             ("--to", "mqa"),
