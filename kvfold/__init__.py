@@ -5,9 +5,9 @@ A checkpoint flows one way; each function reads model directories and writes a n
     source/ --fold--> folded/ --train--> distilled/        evaluate compares any of them with the source
 
 `plan` compares targets before anything is written, `verify` checks an output, `quantize` rounds its weights,
-`publish` sends it to the Hub, `report` draws evaluations as a page, and `absorb` lets a loaded DeepSeek-class
-model decode from its latent cache. `import kvfold` loads no torch; a function
-imports what it needs when it is called.
+`publish` sends it to the Hub, `report` draws evaluations as a page, `assemble` puts a text tower back into
+its multimodal checkpoint, and `absorb` lets a loaded DeepSeek-class model decode from its latent cache.
+`import kvfold` loads no torch; a function imports what it needs when it is called.
 """
 
 from importlib import import_module
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from .convert.request import GQA as GQA
     from .convert.request import MLA as MLA
     from .convert.request import MQA as MQA
+    from .convert.towers.assemble import assemble as assemble
     from .core.errors import InvalidInput as InvalidInput
 
 __version__ = "0.1.0"
@@ -33,6 +34,7 @@ _HOMES = {
     **dict.fromkeys(("fold", "plan", "train", "evaluate", "verify", "quantize", "publish", "report"), ".api"),
     **dict.fromkeys(("GQA", "MQA", "MLA"), ".convert.request"),
     "absorb": ".convert.formats.absorption",
+    "assemble": ".convert.towers.assemble",
     "InvalidInput": ".core.errors",
 }
 __all__ = [
@@ -41,6 +43,7 @@ __all__ = [
     "MQA",
     "InvalidInput",
     "absorb",
+    "assemble",
     "evaluate",
     "fold",
     "plan",

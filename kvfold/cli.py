@@ -5,6 +5,7 @@ import click
 from . import __version__
 from .convert.cli import main as convert
 from .convert.families.support import main as families
+from .convert.towers.cli import main as assemble
 from .demo import main as demo
 from .distill.cli import main as distill
 from .eval.cli import main as evaluate
@@ -39,6 +40,7 @@ for command, purpose in (
     (plan, "List the targets that fit a memory, best first."),
     (convert, "Fold a checkpoint to GQA, MQA or MLA."),
     (distill, "Train a fold against its source."),
+    (assemble, "Put a text tower back into its multimodal checkpoint."),
     (evaluate, "Measure a checkpoint, paired with its source."),
     (report, "Show evaluations as one HTML page."),
     (verify, "Check an output against the rules of engines."),

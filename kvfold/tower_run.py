@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from .convert.request import FoldRequest
     from .convert.towers.tower import Tower, TowerClaim
 
-_STOCK = "deepseek_v3"  # model type of the class of --container stock
 _RUN_IN = ("transformers",)  # the engine in which multimodal classes with that tower were run
 
 
@@ -160,11 +159,11 @@ def _check(request: FoldRequest, tower: Tower) -> None:
         return
     if request.to == "mla":
         from .checkpoints.directory import read_config
-        from .convert.towers.text_class import holds_other_classes
+        from .convert.towers.text_class import STOCK, holds_other_classes
 
         kind = read_config(tower.directory).get("model_type")
         others = "use --to gqa or --to mqa, or write the text tower alone with --text-only"
-        if not holds_other_classes(tower.directory, _STOCK):
+        if not holds_other_classes(tower.directory, STOCK):
             raise InvalidInput(
                 f"--to mla: the class of model_type {kind} builds its own text model, in which latent "
                 f"attention has no place; {others}"

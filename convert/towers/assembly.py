@@ -33,12 +33,36 @@ def put_back(tower: Tower, folded: Path, out: Path, request: FoldRequest) -> dic
 
     Args:
         tower: where the tower's tensors are in the whole checkpoint.
-        folded: the folded tower, in the tower's own class.
+        folded: the folded tower, in a class that the whole one holds.
         out: the new directory.
         request: what the user asked for.
 
     Raises:
         InvalidInput: the directory exists or cannot be written.
+    """
+    made = {
+        "command": request.command,
+        "request": request.essentials(),
+        "parents": [{"stage": "source", "path": str(tower.directory.resolve())}],
+    }
+    return write_whole(tower, folded, out, request.shard_size, request.source_name, made)
+
+
+def write_whole(
+    tower: Tower, folded: Path, out: Path, shard_size: int, name: str | None, made: dict[str, Any]
+) -> dict[str, Any]:
+    """Write a whole checkpoint around another tower than its own, all or nothing, and return its record.
+
+    Args:
+        tower: where its own tower's tensors are.
+        folded: the other tower; its record becomes the output's.
+        out: the new directory.
+        shard_size: most bytes of a weight file.
+        name: of the whole checkpoint; None: the name of its directory.
+        made: fields of the record that say how the output was made.
+
+    Raises:
+        InvalidInput: the directory exists or cannot be written, or the tower does not fit.
     """
     check_output(out, tower.directory)
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -48,21 +72,19 @@ def put_back(tower: Tower, folded: Path, out: Path, request: FoldRequest) -> dic
     order = dict.fromkeys([*kept, *named])  # tensors that are new come last
     specs = {name: part.spec(named[name]) if name in named else whole.spec(name) for name in order}
     with whole_directory(out) as partial:
-        with ShardWriter(partial, specs, request.shard_size) as writer:
-            for name in specs:
-                place = part.stream(named[name]) if name in named else whole.stream(name)
+        with ShardWriter(partial, specs, shard_size) as writer:
+            for stored in specs:
+                place = part.stream(named[stored]) if stored in named else whole.stream(stored)
                 for first, piece in place:
-                    writer.write(name, piece, first)
+                    writer.write(stored, piece, first)
         copy_side_files(tower.directory, partial)
         config = _config(tower, read_config(folded))
         (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         record: dict[str, Any] = json.loads((folded / "kvfold.json").read_text(encoding="utf-8"))
         record |= {
-            "source": describe(tower.directory, request.source_name, commit_of(tower.directory)),
-            "command": request.command,
-            "request": request.essentials(),
+            "source": describe(tower.directory, name, commit_of(tower.directory)),
             "container": (config.get("architectures") or [config["model_type"]])[0],
-            "parents": [{"stage": "source", "path": str(tower.directory.resolve())}],
+            **made,
         }
         write_record(partial, record)
         write_card(partial, record)

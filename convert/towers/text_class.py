@@ -8,6 +8,7 @@ from ...checkpoints.directory import read_config
 from ...core.errors import InvalidInput
 from ...models.load_failures import loading_failures, no_warnings
 
+STOCK = "deepseek_v3"  # model type of the class of --container stock
 _SMALL = {"num_hidden_layers": 1, "vocab_size": 8, "pad_token_id": None}
 
 

@@ -177,8 +177,7 @@ def _making(record: dict[str, Any], source: str) -> list[str]:
             record["distill"].get("recipe", {}), sort_keys=False, allow_unicode=True
         ).strip()
         recipe = [f"with this recipe.yaml:\n\n```yaml\n{settings}\n```"]
-    if "quantize" in record:
-        commands.append(record["quantize"]["command"])
+    commands += [record[stage]["command"] for stage in ("assemble", "quantize") if stage in record]
     calibration = record.get("calibration")
     text = (
         "none, weights alone"

@@ -1,0 +1,136 @@
+"""`kvfold assemble`: a folded or distilled text tower, put back into its multimodal checkpoint."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Any
+
+from ...checkpoints.directory import Checkpoint, check_output, read_config
+from ...checkpoints.quantised.packed_checkpoint import is_quantised
+from ...checkpoints.record import read_record
+from ...core.console import notice
+from ...core.errors import InvalidInput
+from ...core.hub import resolve
+from ...models.expected_weights import check_multimodal
+from ...models.remote_code import is_remote
+from ..families.recognition import is_multimodal
+from ..request import SHARD_SIZE
+from .assembly import write_whole
+from .text_class import STOCK, holds_other_classes
+from .tower import Tower, find_tower, is_written
+
+# Fields by which the other tensors of a tower get their shapes.
+_SHAPES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
+
+
+def assemble(
+    tower: str | Path, whole: str | Path, *, out: str | Path | None = None, shard_size: int = SHARD_SIZE
+) -> Path:
+    """Put a text tower that kvfold folded with `text_only` back into its multimodal checkpoint.
+
+    The tower may have been distilled since. Everything else keeps its bytes, and the class stays the same.
+
+    Args:
+        tower: the directory of the folded or distilled tower.
+        whole: the multimodal checkpoint that it was taken from, a directory or a Hub id.
+        out: the output directory, which must not exist; by default `./<name>-<target>`.
+        shard_size: most bytes of a weight file.
+
+    Returns:
+        The output directory.
+
+    Raises:
+        InvalidInput: the tower is not one of this checkpoint, its class has no place there, or the output
+            cannot be written.
+
+    Example:
+        >>> import kvfold
+        >>> kvfold.assemble("tower-distilled", "llava", out="llava-gqa")  # doctest: +SKIP
+        PosixPath('llava-gqa')
+    """
+    folded = Path(tower)
+    if not folded.is_dir():
+        raise InvalidInput(f"{folded} is not a directory; name that of the folded text tower")
+    record = read_record(folded)
+    if record is None or "target" not in record:
+        raise InvalidInput(
+            f"{folded} is no fold of kvfold; name the output of kvfold convert --text-only, or what was "
+            "distilled from it"
+        )
+    directory = resolve(str(whole))
+    found = find_tower(directory)
+    if found is None:
+        raise InvalidInput(
+            f"{directory} is no multimodal checkpoint; name the one that the tower was taken from"
+        )
+    place = Path(out) if out is not None else Path(f"{directory.name}-{record['target']['name']}")
+    check_output(place, directory)
+    _check(found, folded, record)
+    check_multimodal(directory)
+    name = None if Path(whole).is_dir() else str(whole).partition("@")[0]
+    command = shlex.join(["kvfold", "assemble", str(tower), str(whole)])
+    parents = [*record["parents"], {"stage": record["stage"], "path": str(folded.resolve())}]
+    write_whole(
+        found, folded, place, shard_size, name, {"parents": parents, "assemble": {"command": command}}
+    )
+    return place
+
+
+def _check(tower: Tower, folded: Path, record: dict[str, Any]) -> None:
+    """Check that a folded tower was made of the tower of a checkpoint, and that its class has a place there.
+
+    Raises:
+        InvalidInput: says what does not fit.
+    """
+    config, whole = read_config(folded), tower.directory
+    if is_multimodal(config):
+        raise InvalidInput(f"{folded} is a whole multimodal checkpoint already; name its text tower alone")
+    if is_remote(folded):
+        raise InvalidInput(
+            f"{folded} has code of its own, and a multimodal class takes no text model with that; fold "
+            "the tower to GQA or MQA, or with --container stock"
+        )
+    if is_quantised(folded):
+        raise InvalidInput(f"{folded} has quantised weights; name the tower as it was before kvfold quantize")
+    kind = config.get("model_type")
+    if kind != tower.model_type and not (kind == STOCK and holds_other_classes(whole, STOCK)):
+        raise InvalidInput(
+            f"{folded} is of model_type {kind}, which has no place in {whole}: its text tower is of "
+            f"model_type {tower.model_type}"
+        )
+    for field in _SHAPES:
+        ours, theirs = config.get(field), tower.config.get(field)
+        if ours != theirs:
+            raise InvalidInput(f"{folded} has {field} {ours}, but the text tower of {whole} has {theirs}")
+    dtypes = [
+        {Checkpoint(place).spec(name).dtype for name in names if name.endswith("norm.weight")}
+        for place, names in ((folded, Checkpoint(folded)), (whole, tower.names))
+    ]
+    if dtypes[0] != dtypes[1]:
+        ours, theirs = (
+            ", ".join(sorted(str(kind).removeprefix("torch.") for kind in each)) for each in dtypes
+        )
+        raise InvalidInput(
+            f"{folded} is in {ours}, but the text tower of {whole} is in {theirs}; fold it in that dtype"
+        )
+    source = Path(record["source"]["path"])
+    if not source.is_dir():
+        notice(
+            f"{source}, which {folded} was made of, is gone: whether that was the text tower of "
+            f"{whole} is not checked"
+        )
+    elif not _is_tower(tower, source):
+        raise InvalidInput(f"{folded} was made of {source}, which is not the text tower of {whole}")
+
+
+def _is_tower(tower: Tower, source: Path) -> bool:
+    """Return whether a directory holds the tower of a checkpoint, byte for byte."""
+    if not is_written(tower, source):
+        return False
+    whole, alone = Checkpoint(tower.directory), Checkpoint(source)
+    return all(
+        ours.equal(theirs)
+        for stored, name in tower.names.items()
+        for (_, ours), (_, theirs) in zip(whole.stream(stored), alone.stream(name), strict=True)
+    )
