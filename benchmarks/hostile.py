@@ -165,6 +165,7 @@ def _supervise(todo: list[Case], state: Path) -> None:
         extend(scene)
         for name in hostile_sources.NAMES:
             hostile_sources.write(scene, name)
+        hostile_sources.write_tower(scene)
         scene.rename(originals)
         while left := [case for case in todo if case.key not in read_state(state)]:
             click.echo(f"{len(left)} of {len(todo)} cases left, {time.monotonic() - begun:.0f} s", err=True)

@@ -168,6 +168,7 @@ FILLED = (
     "report", "report plain", "plan drawn", "migrate", "publish fold", "publish remote", "api fold",
     "api plan",
     "api evaluate", "api report", "api train", "eval source", "verify fold", "verify run", "convert parquet",
+    "assemble",
 )  # fmt: skip
 ROOM = (0, 1, 500, 4096, 65536)  # bytes
 # A file becomes something else. The scene's secret must be read by none of them.

@@ -11,8 +11,15 @@ from tests.support.quantised import FORMATS, quantise
 from tests.support.tiny import make
 from tests.support.towers import make_multimodal
 
-from .hostile_mutations import FAMILY_CONFIG, QUANTISED_CONFIG, SOURCE_TENSORS, TOWER_CONFIG, Mutation
-from .hostile_scene import save_tokenizer
+from .hostile_mutations import (
+    FAMILY_CONFIG,
+    JSON_FILE,
+    QUANTISED_CONFIG,
+    SOURCE_TENSORS,
+    TOWER_CONFIG,
+    Mutation,
+)
+from .hostile_scene import run, save_tokenizer
 
 _SIZES: dict[str, Any] = {
     "vocab_size": 258,
@@ -51,6 +58,7 @@ QUANTISED = {
 }
 TOWERS = {"llava": "llava", "gemma3": "gemma3", "qwen2-vl": "qwen2_5_vl"}
 NAMES = (*FAMILIES, *QUANTISED, *TOWERS)
+TOWER = "llava-text"  # the text tower of llava, folded alone
 
 
 def commands() -> dict[str, tuple[str, ...]]:
@@ -71,6 +79,7 @@ def commands() -> dict[str, tuple[str, ...]]:
         found[f"convert {name} dequantised"] = (*found[f"convert {name}"], "--dequantize")
     for name in TOWERS:
         found[f"convert {name} text"] = (*found[f"convert {name}"], "--text-only")
+    found["assemble"] = ("assemble", f"@{TOWER}", "@llava", "--json", "--out", "@out")
     return found
 
 
@@ -81,9 +90,12 @@ def files() -> dict[str, tuple[tuple[Mutation, ...], tuple[str, ...]]]:
         changes = (
             FAMILY_CONFIG if name in FAMILIES else QUANTISED_CONFIG if name in QUANTISED else TOWER_CONFIG
         )
-        reading = tuple(command for command, words in commands().items() if words[1] == f"@{name}")
+        reading = tuple(command for command, words in commands().items() if f"@{name}" in words)
         found[f"{name}/config.json"] = changes, reading
         found[f"{name}/model.safetensors"] = SOURCE_TENSORS, reading
+    found[f"{TOWER}/config.json"] = JSON_FILE, ("assemble",)
+    found[f"{TOWER}/kvfold.json"] = JSON_FILE, ("assemble",)
+    found[f"{TOWER}/model.safetensors"] = SOURCE_TENSORS, ("assemble",)
     return found
 
 
@@ -104,6 +116,11 @@ def write(scene: Path, name: str) -> None:
     for file in ("tokenizer.json", "chat_template.jinja"):
         (directory / file).unlink(missing_ok=True)
     save_tokenizer(directory)
+
+
+def write_tower(scene: Path) -> None:
+    """Fold the text tower of a scene's `llava` alone; what it was made of stays next to it."""
+    run("convert", scene / "llava", *_FOLD[:-2], "--text-only", "--out", scene / TOWER)
 
 
 def _remove(directory: Path) -> None:

@@ -26,7 +26,7 @@ from kvfold.models.load_options import LoadOptions
 
 from . import hostile_sources
 from .hostile_api import api
-from .hostile_cases import RESUMED, UNFINISHED, Case, damage
+from .hostile_cases import COMMANDS, RESUMED, UNFINISHED, Case, damage
 from .hostile_mutations import CANARY_CODE, SCRIPT
 from .hostile_scene import SECRET
 
@@ -79,7 +79,8 @@ def lay_out(originals: Path, scene: Path, case: Case) -> None:
     for entry in originals.iterdir():
         if entry.name in UNFINISHED and case.command not in RESUMED:
             continue
-        if entry.name in hostile_sources.NAMES and entry.name != place:
+        named = place, *(word.removeprefix("@") for word in COMMANDS[case.command])
+        if entry.name in (*hostile_sources.NAMES, hostile_sources.TOWER) and entry.name not in named:
             continue
         written = entry.name in UNFINISHED or entry.name == "cache"
         copy = shutil.copy2 if written else os.link
