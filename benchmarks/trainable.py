@@ -23,8 +23,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from kvfold.convert.calibration.statistics import Statistics
 from kvfold.convert.calibration.study import study
 from kvfold.convert.decide.plan import make_plan
+from kvfold.convert.efforts import EFFORTS
 from kvfold.convert.families.source import open_source
-from kvfold.convert.methods.refinement import STEPS as REFINE
 from kvfold.convert.request import fold_request
 from kvfold.convert.write.rewrite import rewrite
 from kvfold.core.console import show_table
@@ -86,7 +86,7 @@ def measure_row(
     label: str,
     options: dict[str, Any],
     statistics: Callable[[], Statistics],
-    refine: int,
+    effort: dict[str, Any],
     train_BT: Tensor,
     held_BT: Tensor,
 ) -> Row:
@@ -98,7 +98,7 @@ def measure_row(
         label: of the row.
         options: of the fold.
         statistics: returns those of the source.
-        refine: steps of refinement.
+        effort: options of the fold's effort, such as `effort` and `refine`.
         train_BT: windows to train on.
         held_BT: windows to measure on.
     """
@@ -109,8 +109,7 @@ def measure_row(
     row: Row = {}
     if options:
         if not place.exists():
-            asked = {"model": str(directory), "to": "mla", "dtype": "float32", **options}
-            asked |= {"effort": "best", "refine": refine}
+            asked = {"model": str(directory), "to": "mla", "dtype": "float32", **options, **effort}
             rewrite(make_plan(directory, fold_request(asked), statistics()), place)
         row["predicted"] = json.loads((place / "kvfold.json").read_text())["predicted_loss"]
     row |= measure(place if options else directory, train_BT, held_BT)
@@ -144,7 +143,8 @@ def show(rows: dict[str, Row]) -> None:
 )
 @click.option("--window", default=256, show_default=True, help="Tokens of a window.")
 @click.option("--windows", default=32, show_default=True, help="Held-out windows.")
-@click.option("--refine", default=REFINE, show_default=True, help="As for kvfold convert.")
+@click.option("--effort", type=click.Choice(list(EFFORTS)), default="default", show_default=True)
+@click.option("--refine", type=int, help="As for kvfold convert; left out, as the effort says.")
 @click.option("--only", multiple=True, help="A row's label; all rows by default.")
 @click.option(
     "--work",
@@ -161,7 +161,8 @@ def main(
     contrast: str,
     window: int,
     windows: int,
-    refine: int,
+    effort: str,
+    refine: int | None,
     only: tuple[str, ...],
     work: Path | None,
     name: str,
@@ -171,6 +172,7 @@ def main(
     tokenizer = AutoTokenizer.from_pretrained(directory)
     train_BT = read_sequences(text, tokenizer, sequences=STEPS * BATCH, length=window, seed=0)
     held_BT = read_sequences(eval_text, tokenizer, sequences=windows, length=window, seed=0)
+    taken: dict[str, Any] = {"effort": effort} | ({} if refine is None else {"refine": refine})
     wanted = labels(kv_budget, None if contrast == "none" else contrast)
     with tempfile.TemporaryDirectory() as temporary:
         place = work or Path(temporary)
@@ -181,7 +183,7 @@ def main(
             return study(open_source(directory), calibration, sequences=48, length=window, seed=0)
 
         rows = {
-            label: measure_row(directory, place, label, options, statistics, refine, train_BT, held_BT)
+            label: measure_row(directory, place, label, options, statistics, taken, train_BT, held_BT)
             for label, options in wanted.items()
             if not only or label in only
         }
@@ -196,7 +198,7 @@ def main(
         "batch": BATCH,
         "window": window,
         "windows": windows,
-        "refine": refine,
+        **taken,
     }
     click.echo(f"saved in {save(f'trainable-{name}', {**about, 'rows': rows})}")
 

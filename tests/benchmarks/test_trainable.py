@@ -31,7 +31,7 @@ def test_a_fitted_output_is_trained_as_its_source_and_a_linear_one_is_not(
 
     rows = {
         label: trainable.measure_row(
-            source, tmp_path, label, options, statistics, 3, tokens_BT, tokens_BT[:8] + 1
+            source, tmp_path, label, options, statistics, {"refine": 3}, tokens_BT, tokens_BT[:8] + 1
         )
         for label, options in trainable.labels(["25%"], "25%").items()
     }
@@ -43,7 +43,7 @@ def test_a_fitted_output_is_trained_as_its_source_and_a_linear_one_is_not(
     assert trainable.rounds_worse(fitted, own) < 1.5
     assert linear["float16"] > 10 * own["float16"]
     assert linear["FP8 weights"] > 2 * own["FP8 weights"]
-    again = trainable.measure_row(source, tmp_path, "source", {}, statistics, 3, tokens_BT, tokens_BT)
+    again = trainable.measure_row(source, tmp_path, "source", {}, statistics, {}, tokens_BT, tokens_BT)
     assert again == own, "a row that is there is not measured again"
 
 
