@@ -17,8 +17,8 @@ import torch
 import transformers
 
 from kvfold.convert.calibration.study import study
+from kvfold.convert.efforts import EFFORTS
 from kvfold.convert.families.source import open_source
-from kvfold.convert.methods.refinement import STEPS as REFINEMENT
 from kvfold.core.console import Command, show_table
 from kvfold.core.hub import resolve
 from kvfold.eval.options import Options
@@ -50,9 +50,7 @@ BASE = {"twin": "llama", "form": "--container stock"}
 @click.option(
     "--budget", "budgets", multiple=True, help="A share of the cache; 50%, 25% and 12.5% by default."
 )
-@click.option(
-    "--effort", default="default", show_default=True, type=click.Choice(["quick", "default", "best"])
-)
+@click.option("--effort", default="default", show_default=True, type=click.Choice([*EFFORTS]))
 @click.option("--max-windows", type=int, help="Of 256 tokens; all by default.")
 @click.option("--update", is_flag=True, help="Keep the rows of earlier runs that this one does not measure.")
 @click.option("--name", required=True, help="Results go to benchmarks/results/twins-NAME.json.")
@@ -79,7 +77,7 @@ def main(
             train(place, twin, resolve(model), read_text(str(training)).joined)
         with tempfile.TemporaryDirectory() as work:
             source = open_source(place)
-            statistics = study(source, "self", sequences=48, length=256, seed=0)
+            statistics = study(source, "self", sequences=EFFORTS[effort].sequences, length=256, seed=0)
             assert statistics is not None, "a source writes its calibration text"
             trial = Trial(
                 directory=place,
@@ -93,7 +91,7 @@ def main(
                 for form in forms or FORMS:
                     asked = {"kv_budget": budget, "effort": effort, **FORMS[form]}
                     label = f"{twin} {form} {budget}"
-                    cell = trial.measure(label, "mla", "subspace", asked, REFINEMENT)
+                    cell = trial.measure(label, "mla", "subspace", asked, EFFORTS[effort].steps)
                     if cell is not None:
                         key = {"twin": twin, "form": form, "budget": budget, "effort": effort}
                         saved.put("rows", {**key, **cell, **trial.protocol}, *key)

@@ -71,8 +71,8 @@ def family_of(config: Mapping[str, Any]) -> Family:
         raise InvalidInput(f"model_type {kind} cannot be folded: {UNFOLDED[kind]}; kvfold folds {known}")
     if kind not in FAMILIES and "text_config" in config:
         raise InvalidInput(
-            f"model_type {kind} has a text_config, but no vision_config or audio_config next to it in "
-            "config.json; download or save it again"
+            f"model_type {kind} has a text_config, but no vision_config or audio_config; kvfold folds the "
+            "text tower of a model that has one of them, so correct config.json, or name another checkpoint"
         )
     if kind not in FAMILIES:
         raise InvalidInput(f"model_type {kind!r} is unknown; kvfold folds {known}")

@@ -98,8 +98,8 @@ def quantization_of(directory: Path, config: Mapping[str, Any]) -> tuple[str, di
         method = "bitsandbytes"  # as transformers wrote it before it named methods
     if not isinstance(method, str) or method not in SCHEMES:
         raise InvalidInput(
-            f"{directory} is quantised by {shorten(method)}, which kvfold does not read; it reads {known}, "
-            "or fold the unquantised checkpoint and quantise the result"
+            f"{directory} is quantised by {shorten(method)}, which kvfold does not read; it reads {known}. "
+            "Fold the unquantised checkpoint, and quantise the result"
         )
     nested = found.get("quantization")
     for part in (found, nested if isinstance(nested, dict) else {}):
