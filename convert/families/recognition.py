@@ -63,7 +63,8 @@ def family_of(config: Mapping[str, Any]) -> Family:
     if is_multimodal(config):
         raise InvalidInput(
             f"model_type {kind} is a multimodal model, which `kvfold convert` folds in its place without "
-            "--dry-run; for other commands write its text tower alone with `kvfold convert --text-only`"
+            "--dry-run; to plan, distil or quantise it, write its text tower alone with `kvfold convert "
+            "--text-only`"
         )
     if kind in _LATENT:
         raise InvalidInput(f"model_type {kind} already has latent attention; kvfold folds {known}")
