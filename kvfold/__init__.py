@@ -26,15 +26,15 @@ if TYPE_CHECKING:
     from .convert.request import GQA as GQA
     from .convert.request import MLA as MLA
     from .convert.request import MQA as MQA
-    from .convert.towers.assemble import assemble as assemble
     from .core.errors import InvalidInput as InvalidInput
+    from .tower_run import assemble as assemble
 
 __version__ = "0.1.0"
 _HOMES = {
     **dict.fromkeys(("fold", "plan", "train", "evaluate", "verify", "quantize", "publish", "report"), ".api"),
     **dict.fromkeys(("GQA", "MQA", "MLA"), ".convert.request"),
     "absorb": ".convert.formats.absorption",
-    "assemble": ".convert.towers.assemble",
+    "assemble": ".tower_run",
     "InvalidInput": ".core.errors",
 }
 __all__ = [

@@ -1,4 +1,4 @@
-"""The execution of a fold of a multimodal checkpoint: its text tower is taken out, folded and put back."""
+"""Folds of multimodal checkpoints: the text tower is taken out, folded and put back, now or later."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import __version__
+from .arguments import optional_path, path_of, text_of
 from .core.console import is_first, notice
 from .core.errors import InvalidInput
 from .core.processes import from_first, together
@@ -82,6 +83,37 @@ def fold_tower(request: FoldRequest, tower: Tower, fold: Callable[[FoldRequest],
         if is_first() and not part.with_name(part.name + ".partial").exists():
             places.clear(was_there=was_there)
     return _verified(replace(folded, directory=out, record=record, request=request))
+
+
+def assemble(
+    tower: str | Path, whole: str | Path, *, out: str | Path | None = None, shard_size: int = 5 * 10**9
+) -> Path:
+    """Put a text tower that was folded alone (`text_only`) back into its multimodal checkpoint.
+
+    The tower may have been distilled since. Everything else keeps its bytes, and the class stays the same.
+
+    Args:
+        tower: the directory of the folded or distilled tower.
+        whole: the multimodal checkpoint that it was taken from, a directory or a Hub id.
+        out: the output directory, which must not exist; by default `./<name>-<target>`.
+        shard_size: most bytes of a weight file.
+
+    Returns:
+        The output directory.
+
+    Raises:
+        InvalidInput: the tower is not one of this checkpoint, its class has no place there, or the output
+            cannot be written.
+
+    Example:
+        >>> import kvfold
+        >>> kvfold.assemble("tower-distilled", "llava", out="llava-gqa")  # doctest: +SKIP
+        PosixPath('llava-gqa')
+    """
+    from .convert.towers.assemble import assemble_tower
+
+    place = optional_path(out, "out")
+    return assemble_tower(path_of(tower, "tower"), text_of(whole, "whole"), place, shard_size)
 
 
 def _alone(request: FoldRequest, tower: Tower, fold: Callable[[FoldRequest], Folded]) -> Folded:

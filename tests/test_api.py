@@ -67,7 +67,7 @@ def test_importing_is_light() -> None:
 
 
 def test_the_public_names() -> None:
-    assert set(kvfold.__all__) == {*FUNCTIONS, "absorb", "GQA", "MQA", "MLA", "InvalidInput"}
+    assert set(kvfold.__all__) == {*FUNCTIONS, "absorb", "assemble", "GQA", "MQA", "MLA", "InvalidInput"}
     assert set(kvfold.__all__) <= set(dir(kvfold))
     for name in kvfold.__all__:
         assert getattr(kvfold, name).__name__ == name
@@ -196,6 +196,11 @@ def mistakes(work: Path) -> Iterator[tuple[Any, str]]:
     yield lambda: kvfold.publish(work / "gone", "me/x", dry_run=True), "is not a directory"
     yield lambda: kvfold.publish(DEMO, "me/x", dry_run=True), "has no kvfold.json"
     yield lambda: kvfold.publish(DEMO, "me/x", verify="much", dry_run=True), "verify is 'much'"
+    yield (
+        lambda: kvfold.assemble(work / "gone", DEMO),
+        "is not a directory; name that of the folded text tower",
+    )
+    yield lambda: kvfold.assemble(3, DEMO), "tower is 3; it should be"  # type: ignore[arg-type] # a mistake
     yield lambda: kvfold.report([work / "gone"], work / "gone.html"), "gone"
 
 

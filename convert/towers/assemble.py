@@ -15,7 +15,6 @@ from ...core.hub import resolve
 from ...models.expected_weights import check_multimodal
 from ...models.remote_code import is_remote
 from ..families.recognition import is_multimodal
-from ..request import SHARD_SIZE
 from .assembly import write_whole
 from .text_class import STOCK, holds_other_classes
 from .tower import Tower, find_tower, is_written
@@ -24,17 +23,13 @@ from .tower import Tower, find_tower, is_written
 _SHAPES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
 
 
-def assemble(
-    tower: str | Path, whole: str | Path, *, out: str | Path | None = None, shard_size: int = SHARD_SIZE
-) -> Path:
-    """Put a text tower that kvfold folded with `text_only` back into its multimodal checkpoint.
-
-    The tower may have been distilled since. Everything else keeps its bytes, and the class stays the same.
+def assemble_tower(folded: Path, whole: str, out: Path | None, shard_size: int) -> Path:
+    """Write a multimodal checkpoint with another text tower; `kvfold.assemble` says what is what.
 
     Args:
-        tower: the directory of the folded or distilled tower.
-        whole: the multimodal checkpoint that it was taken from, a directory or a Hub id.
-        out: the output directory, which must not exist; by default `./<name>-<target>`.
+        folded: the folded or distilled tower.
+        whole: the multimodal checkpoint, a directory or a Hub id.
+        out: the output directory; None: named after the checkpoint and the target.
         shard_size: most bytes of a weight file.
 
     Returns:
@@ -43,13 +38,7 @@ def assemble(
     Raises:
         InvalidInput: the tower is not one of this checkpoint, its class has no place there, or the output
             cannot be written.
-
-    Example:
-        >>> import kvfold
-        >>> kvfold.assemble("tower-distilled", "llava", out="llava-gqa")  # doctest: +SKIP
-        PosixPath('llava-gqa')
     """
-    folded = Path(tower)
     if not folded.is_dir():
         raise InvalidInput(f"{folded} is not a directory; name that of the folded text tower")
     record = read_record(folded)
@@ -58,22 +47,22 @@ def assemble(
             f"{folded} is no fold of kvfold; name the output of kvfold convert --text-only, or what was "
             "distilled from it"
         )
-    directory = resolve(str(whole))
-    found = find_tower(directory)
-    if found is None:
+    directory = resolve(whole)
+    tower = find_tower(directory)
+    if tower is None:
         raise InvalidInput(
             f"{directory} is no multimodal checkpoint; name the one that the tower was taken from"
         )
-    place = Path(out) if out is not None else Path(f"{directory.name}-{record['target']['name']}")
+    place = out or Path(f"{directory.name}-{record['target']['name']}")
     check_output(place, directory)
-    _check(found, folded, record)
+    _check(tower, folded, record)
     check_multimodal(directory)
-    name = None if Path(whole).is_dir() else str(whole).partition("@")[0]
-    command = shlex.join(["kvfold", "assemble", str(tower), str(whole)])
-    parents = [*record["parents"], {"stage": record["stage"], "path": str(folded.resolve())}]
-    write_whole(
-        found, folded, place, shard_size, name, {"parents": parents, "assemble": {"command": command}}
-    )
+    made = {
+        "parents": [*record["parents"], {"stage": record["stage"], "path": str(folded.resolve())}],
+        "assemble": {"command": shlex.join(["kvfold", "assemble", str(folded), whole])},
+    }
+    name = None if Path(whole).is_dir() else whole.partition("@")[0]
+    write_whole(tower, folded, place, shard_size, name, made)
     return place
 
 

@@ -29,7 +29,7 @@ def main(tower: Path, whole: str, out: Path | None, shard_size: int, as_json: bo
     directory or a Hub id. The output has the class of WHOLE; all tensors but the tower's keep their bytes.
     Neither of the two is changed. The record names WHOLE as the source, with which `kvfold eval` compares.
     """
-    from .assemble import assemble
+    from ...tower_run import assemble
 
     place = assemble(tower, whole, out=out, shard_size=shard_size)
     if as_json:
