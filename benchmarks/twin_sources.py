@@ -7,7 +7,6 @@ the same weights. Legend: B windows, S tokens, C channels of a norm.
 """
 
 import math
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from kvfold.core.console import progress
 from kvfold.core.errors import InvalidInput
+from kvfold.core.files import whole_directory
 from kvfold.models.causal_lm import load_tokenizer
 
 KINDS = ("llama", "qwen3", "olmo2")
@@ -180,8 +180,6 @@ def train(directory: Path, kind: str, model: Path, text: str, count: int = STEPS
     twin = new_twin(kind, llama, batches.draw(_MEASURED) if kind != "llama" else ids_T[:0])
     for _ in progress(steps(twin, batches, count), f"Training the twin {kind}", count):
         pass
-    unfinished = directory.with_name(directory.name + ".unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    twin.eval().save_pretrained(unfinished)
-    tokenizer.save_pretrained(unfinished)
-    unfinished.replace(directory)
+    with whole_directory(directory) as partial:
+        twin.eval().save_pretrained(partial)
+        tokenizer.save_pretrained(partial)

@@ -108,7 +108,8 @@ def show(rows: Sequence[Mapping[str, Any]]) -> None:
     }
     lines = []
     for row in rows:
-        times = row["lost"] / base[key] if (key := (row["budget"], row["effort"])) in base else None
+        key = row["budget"], row["effort"]
+        times = row["lost"] / base[key] if key in base else None
         about = [row["twin"], f"{row['source_perplexity']:.4g}", row["form"], row["effort"], row["budget"]]
         lines.append([*about, f"{row['lost']:.4f}", "" if times is None else f"{times:.2f}"])
     head = ["twin", "perplexity", "form", "effort", "cache", "nats lost", "times Llama's"]

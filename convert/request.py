@@ -189,6 +189,7 @@ _RECORDED = (
     "model", "to", "kv_heads", "rank", "rope_dim", "kv_budget", "q_lora_rank", "rope", "container",
     "latent_norm", "cache_dtype", "engines", "slots", "calibration", "effort", "sequences", "length", "seed",
     "context", "refine", "shard_size", "method", "revision", "dtype", "dequantize",
+    "text_only",
 )  # fmt: skip
 
 

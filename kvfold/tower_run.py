@@ -26,7 +26,7 @@ _RUN_IN = ("transformers",)  # the engine in which multimodal classes with that 
 def fold_tower(request: FoldRequest, tower: Tower, fold: Callable[[FoldRequest], Folded]) -> Folded:
     """Fold the text tower of a multimodal checkpoint.
 
-    GQA and MQA are put back in their place in the whole checkpoint, unless the tower alone is asked for. The
+    It is put back in its place in the whole checkpoint, unless the tower alone is asked for. The
     tower as it was is written to `OUT.tower`, unless an earlier run wrote it. It stays there where the tower
     alone is folded, because it is the source that evaluation and distillation compare with. A killed run is
     resumed by the same request: the tower, its fold's journal and a finished fold in `OUT.text` are used.
@@ -124,7 +124,8 @@ def _alone(request: FoldRequest, tower: Tower, fold: Callable[[FoldRequest], Fol
 
     out = _out(request)
     alone = out.with_name(out.name + ".tower")
-    asked = request.model_copy(update={"model": str(alone), "revision": None, "out": out})
+    # The tower is no multimodal checkpoint: the command that is recorded folds it as the model that it is.
+    asked = request.model_copy(update={"model": str(alone), "revision": None, "out": out, "text_only": False})
     with together():
         check_output(out, tower.directory)
         is_there = is_written(tower, alone)

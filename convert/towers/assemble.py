@@ -15,16 +15,18 @@ from ...core.hub import resolve
 from ...models.expected_weights import check_multimodal
 from ...models.remote_code import is_remote
 from ..families.recognition import is_multimodal
+from ..request import fold_request
 from .assembly import write_whole
 from .text_class import STOCK, holds_other_classes
-from .tower import Tower, find_tower, is_written
+from .tower import Tower, find_tower
 
+_TARGETS = ("gqa", "mqa", "mla")
 # Fields by which the other tensors of a tower get their shapes.
 _SHAPES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
 
 
 def assemble_tower(folded: Path, whole: str, out: Path | None, shard_size: int) -> Path:
-    """Write a multimodal checkpoint with another text tower; `kvfold.assemble` says what is what.
+    """Write a multimodal checkpoint with another text tower than its own; see `kvfold.assemble`.
 
     Args:
         folded: the folded or distilled tower.
@@ -39,10 +41,11 @@ def assemble_tower(folded: Path, whole: str, out: Path | None, shard_size: int) 
         InvalidInput: the tower is not one of this checkpoint, its class has no place there, or the output
             cannot be written.
     """
+    folded = folded.expanduser()
     if not folded.is_dir():
         raise InvalidInput(f"{folded} is not a directory; name that of the folded text tower")
     record = read_record(folded)
-    if record is None or "target" not in record:
+    if record is None or record.get("target", {}).get("name") not in _TARGETS or not record.get("cache"):
         raise InvalidInput(
             f"{folded} is no fold of kvfold; name the output of kvfold convert --text-only, or what was "
             "distilled from it"
@@ -53,15 +56,21 @@ def assemble_tower(folded: Path, whole: str, out: Path | None, shard_size: int) 
         raise InvalidInput(
             f"{directory} is no multimodal checkpoint; name the one that the tower was taken from"
         )
-    place = out or Path(f"{directory.name}-{record['target']['name']}")
-    check_output(place, directory)
+    given = Path(whole).expanduser()
+    name = None if given.is_dir() else whole.partition("@")[0]
+    place = out or Path(f"{given.name if name is None else Path(name).name}-{record['target']['name']}")
+    for read in (directory, folded, Path(record["source"]["path"])):
+        check_output(place, read)
     _check(tower, folded, record)
     check_multimodal(directory)
-    made = {
+    made: dict[str, Any] = {
         "parents": [*record["parents"], {"stage": record["stage"], "path": str(folded.resolve())}],
         "assemble": {"command": shlex.join(["kvfold", "assemble", str(folded), whole])},
     }
-    name = None if Path(whole).is_dir() else whole.partition("@")[0]
+    if isinstance(record.get("request"), dict):  # it names the tower as its source, and this is the user's
+        asked = {**record["request"], "model": whole, "text_only": True}
+        request = fold_request(asked, f"{folded.name}/kvfold.json")
+        made |= {"command": request.command, "request": request.essentials()}
     write_whole(tower, folded, place, shard_size, name, made)
     return place
 
@@ -115,9 +124,13 @@ def _check(tower: Tower, folded: Path, record: dict[str, Any]) -> None:
 
 def _is_tower(tower: Tower, source: Path) -> bool:
     """Return whether a directory holds the tower of a checkpoint, byte for byte."""
-    if not is_written(tower, source):
+    if not (source / "config.json").is_file():
         return False
     whole, alone = Checkpoint(tower.directory), Checkpoint(source)
+    if set(alone) != set(tower.names.values()):
+        return False
+    if any(alone.spec(name) != whole.spec(stored) for stored, name in tower.names.items()):
+        return False
     return all(
         ours.equal(theirs)
         for stored, name in tower.names.items()

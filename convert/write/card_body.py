@@ -80,7 +80,7 @@ def _opening(record: dict[str, Any], source: str) -> str:
     kind = _KINDS.get(record.get("target", {}).get("name", ""), "a smaller KV cache")
     ratio = (
         f", which caches {record['cache']['ratio']:.1%} of what its source caches"
-        if "cache" in record
+        if record.get("cache")
         else ""
     )
     trained = " and distilled against it" if is_distilled(record) else ", without training"
@@ -89,7 +89,7 @@ def _opening(record: dict[str, Any], source: str) -> str:
 
 
 def _cache(record: dict[str, Any], written: Written) -> list[str]:
-    if "cache" not in record:
+    if not record.get("cache"):
         return []
     sides = [record["cache"]["before"], record["cache"]["after"]]
     rows = [
@@ -243,10 +243,11 @@ def _reasons(findings: Sequence[LintFinding]) -> str:
 def _how(engine: str, written: Written, place: str) -> str:
     own_code = written.layout in {"decoupled", "intact"}
     if engine == "transformers" and written.layout.startswith("multimodal"):
+        kind = "ImageTextToText" if "vision_config" in written.config else "MultimodalLM"
         return (
-            "```python\nfrom transformers import AutoModelForImageTextToText, AutoProcessor\n\n"
+            f"```python\nfrom transformers import AutoModelFor{kind}, AutoProcessor\n\n"
             f'processor = AutoProcessor.from_pretrained("{place}")\n'
-            f'model = AutoModelForImageTextToText.from_pretrained("{place}", dtype="auto")\n```'
+            f'model = AutoModelFor{kind}.from_pretrained("{place}", dtype="auto")\n```'
         )
     if engine == "transformers":
         trust = ", trust_remote_code=True" if own_code else ""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -105,12 +106,19 @@ def metadata(directory: Path, record: dict[str, Any]) -> dict[str, Any]:
     return {
         **license.license_of(directory, source, [] if theirs is None else [theirs.data.to_dict()]),
         "library_name": "transformers",
-        "pipeline_tag": "image-text-to-text" if is_multimodal(read_config(directory)) else "text-generation",
+        "pipeline_tag": _pipeline(read_config(directory)),
         **({} if base is None else {"base_model": base}),
         # No relation means "converted": it is left to be inferred unless the weights were trained.
         **({"base_model_relation": relation} if relation and base else {}),
         "tags": tags + (["distillation"] if distilled else []) + ([scheme] if scheme else []),
     }
+
+
+def _pipeline(config: Mapping[str, Any]) -> str:
+    """Return the tag of what a model reads and writes."""
+    if not is_multimodal(config):
+        return "text-generation"
+    return "image-text-to-text" if "vision_config" in config else "audio-text-to-text"
 
 
 def base_model(source: dict[str, Any]) -> str | None:

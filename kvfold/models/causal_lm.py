@@ -177,7 +177,8 @@ def _check_class(directory: Path, config: Any, *, multimodal: bool = False) -> N
         raise InvalidInput(
             f"{directory} is no causal language model of transformers (model_type {config.model_type}); "
             + (
-                "write its text tower alone with `kvfold convert --text-only`"
+                "write its text tower alone with `kvfold convert --text-only`, and put it back with `kvfold "
+                "assemble`"
                 if is_multimodal
                 else "name one"
             )

@@ -346,10 +346,9 @@ def _size(written: Written, source: Path | None) -> dict[str, Any]:
     help="llama.cpp, with convert_hf_to_gguf.py and its built programs: runs --engine llama.cpp.",
 )
 @click.option(
-    "--cache-dtype",
-    type=click.Choice(list(CACHE_DTYPES)),
+    "--cache-dtype", type=click.Choice(list(CACHE_DTYPES)),
     help="Also say which engines store this output's cache in that number format.",
-)
+)  # fmt: skip
 @click.option("--lint", "static", is_flag=True, help="Apply the rules alone; load nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
 def main(
@@ -394,5 +393,8 @@ def _look_for_changes(directory: Path, source: Path | None) -> None:
 def _show(report: VerificationReport) -> None:
     table = report.grid()
     show_table(table.title, table.columns, table.rows)
-    result = "passes" if not report.failures else "does not pass"
-    show_text(f"{report.directory} {result} for {', '.join(report.engines)}")
+    unknown = {finding.engine for finding in report.findings if finding.effect == "not known"}
+    known = report.engines if report.failures else [name for name in report.engines if name not in unknown]
+    words = [f"{'does not pass' if report.failures else 'passes'} for {', '.join(known)}"] if known else []
+    words += [f"not all is known of {', '.join(sorted(unknown))}, see above"] if unknown else []
+    show_text(f"{report.directory} {'; '.join(words)}")

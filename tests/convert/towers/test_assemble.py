@@ -136,7 +136,6 @@ def test_what_does_not_fit_is_refused(llava: Path, tmp_path: Path) -> None:
     assert "is of model_type llama, which has no place in" in refusal(tower, other)
     wide = make_multimodal(tmp_path / "wide", "llava", vocab_size=97)
     assert f"has vocab_size 258, but the text tower of {wide} has 97" in refusal(tower, wide)
-    torch.manual_seed(1)
     twin = tmp_path / "twin"
     shutil.copytree(llava, twin)
     weights = load_file(twin / "model.safetensors")
@@ -153,13 +152,63 @@ def test_what_does_not_fit_is_refused(llava: Path, tmp_path: Path) -> None:
     assert f"{half} is in float16, but the text tower of {llava} is in float32" in refusal(half, llava)
 
 
+def test_nothing_is_written_into_what_is_read(llava: Path) -> None:
+    tower = llava.with_name("llava-gqa")
+    for place in (llava, tower, llava.with_name("llava-gqa.tower")):
+        with pytest.raises(InvalidInput, match="which is never written"):
+            kvfold.assemble(tower, llava, out=place / "inside")
+        assert not (place / "inside").exists()
+
+
+@pytest.mark.parametrize(
+    "fields", [{"target": {"name": "../../evil"}}, {"target": {"name": "x\ny"}}, {"cache": None}]
+)
+def test_a_record_does_not_choose_the_place(
+    fields: dict[str, Any], llava: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tower = edited(llava, tmp_path, **fields)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InvalidInput, match="is no fold of kvfold"):
+        kvfold.assemble(tower, llava)
+    assert [path.name for path in tmp_path.iterdir()] == ["tower"]
+
+
+def edited(llava: Path, place: Path, **fields: Any) -> Path:
+    """Return a copy of the folded tower with other fields in its record."""
+    tower = place / "tower"
+    shutil.copytree(llava.with_name("llava-gqa"), tower)
+    record = json.loads((tower / "kvfold.json").read_text())
+    (tower / "kvfold.json").write_text(json.dumps(record | fields))
+    return tower
+
+
+def test_the_output_is_named_after_the_checkpoint(
+    llava: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its record and card name the fold as the user asked for it; `~` is the user's home."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(llava.parent))
+    assert kvfold.assemble("~/llava-gqa", "~/llava") == Path("llava-mqa")
+    record = json.loads((tmp_path / "llava-mqa/kvfold.json").read_text())
+    assert record["source"]["name"] == "llava"
+    asked = "--to gqa --kv-heads 1 --calibration none --method subspace --text-only"
+    assert record["command"] == f"kvfold convert '~/llava' {asked}"
+
+
+def test_a_tower_of_another_transformers_is_taken(llava: Path, tmp_path: Path) -> None:
+    """It writes other defaults into config.json; the tensors count."""
+    source = tmp_path / "source"
+    shutil.copytree(llava.with_name("llava-gqa.tower"), source)
+    change(source, transformers_version="4.57.0", a_new_default=1)
+    record = json.loads((llava.with_name("llava-gqa") / "kvfold.json").read_text())
+    tower = edited(llava, tmp_path, source={**record["source"], "path": str(source)})
+    assert kvfold.assemble(tower, llava, out=tmp_path / "out").is_dir()
+
+
 def test_a_tower_whose_source_is_gone_is_taken_with_a_notice(
     llava: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    tower = tmp_path / "tower"
-    shutil.copytree(llava.with_name("llava-gqa"), tower)
-    record = json.loads((tower / "kvfold.json").read_text())
-    record["source"]["path"] = str(tmp_path / "gone")
-    (tower / "kvfold.json").write_text(json.dumps(record))
+    record = json.loads((llava.with_name("llava-gqa") / "kvfold.json").read_text())
+    tower = edited(llava, tmp_path, source={**record["source"], "path": str(tmp_path / "gone")})
     assert kvfold.assemble(tower, llava, out=tmp_path / "out").is_dir()
     assert f"whether that was the text tower of {llava} is not checked" in caplog.text
