@@ -48,9 +48,12 @@ class Place:
 
     def __init__(self, root: Path, hub: Hub) -> None:
         from .hostile_scene import CALIBRATED, EVALUATED, GQA, LOSSLESS, build, recipe_of_all_stages
+        from .hostile_sources import TOWER, write, write_tower
 
         self.inputs, self.work, self.hub = root / "inputs", root / "work", hub
         build(self.inputs)
+        write(self.inputs, "llava")
+        write_tower(self.inputs)
         for name in ("out.partial", "trained.partial", "e.json.partial"):
             path = self.inputs / name
             shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -66,6 +69,9 @@ class Place:
             "convert, layer by layer": ("convert", source, *GQA, *taken, "--layerwise", *kept, "--out", out),
             "convert, two processes": ("convert", source, *GQA, *taken, *shards, "--out", out),
             "distill": ("distill", str(recipe)),
+            "assemble": (
+                "assemble", str(self.inputs / TOWER), str(self.inputs / "llava"), *shards, "--out", out,
+            ),
             "eval": ("eval", fold, "--text", text, *EVALUATED, "--out", str(self.work / "e.json")),
             "report": ("report", fold, str(self.inputs / "distilled"), "--out", f"{self.work}/page.html"),
             "migrate": (
