@@ -79,7 +79,7 @@ def lay_out(originals: Path, scene: Path, case: Case) -> None:
     for entry in originals.iterdir():
         if entry.name in UNFINISHED and case.command not in RESUMED:
             continue
-        named = place, *(word.removeprefix("@") for word in COMMANDS[case.command])
+        named = place, *(word.removeprefix("@") for word in COMMANDS.get(case.command, ()))
         if entry.name in (*hostile_sources.NAMES, hostile_sources.TOWER) and entry.name not in named:
             continue
         written = entry.name in UNFINISHED or entry.name == "cache"

@@ -37,9 +37,9 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The checkpoints whose weights are loaded, in order."""
     seen: list[str] = []
 
-    def watched(path: Path, options: Options) -> Loaded:
+    def watched(path: Path, options: Options, *, multimodal: bool) -> Loaded:
         seen.append(path.name)
-        return load(path, options)
+        return load(path, options, multimodal=multimodal)
 
     monkeypatch.setattr(subject_module, "load", watched)
     return seen

@@ -31,8 +31,9 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Path
 
 @pytest.mark.parametrize("part", range(4))
 def test_a_sample_of_the_cases(sound: tuple[Path, Path], part: int) -> None:
+    others = {*SLOW, *hostile_sources.commands()}  # the latter read sources that this scene lacks
     quick = [
-        case for case in cases(3000, seed=7) if case.command not in SLOW and case.file not in OTHER_FILES
+        case for case in cases(3000, seed=7) if case.command not in others and case.file not in OTHER_FILES
     ]
     drawn = random.Random(part).sample(quick, SAMPLE // 4)
     wrong = {case.key: outcome.faults for case in drawn if (outcome := run_case(case, *sound)).faults}
