@@ -36,11 +36,12 @@ class Batches:
     Args:
         ids_T: the tokens of the text.
         first: the token that every window begins with.
+        seed: of the draw.
     """
 
-    def __init__(self, ids_T: Tensor, first: int) -> None:
+    def __init__(self, ids_T: Tensor, first: int, seed: int) -> None:
         self._ids_T, self._first = ids_T, first
-        self._draw = torch.Generator().manual_seed(1)
+        self._draw = torch.Generator().manual_seed(seed)
 
     def draw(self, windows: int) -> Tensor:
         """Return windows, int64 (B, S)."""
@@ -53,7 +54,7 @@ def read_llama(model: Path) -> Any:
     """Return the checkpoint, float32.
 
     Raises:
-        InvalidInput: it is not of Llama, has biases, or fewer positions than a window.
+        InvalidInput: it is not of Llama, has biases, fewer positions than a window, or no first token.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -63,6 +64,11 @@ def read_llama(model: Path) -> Any:
         raise InvalidInput(
             f"{model} has no twins: they are made of a Llama checkpoint without biases and with at least "
             f"{_POSITIONS} positions"
+        )
+    if not isinstance(config.bos_token_id, int):
+        raise InvalidInput(
+            f"{model / 'config.json'} has the bos_token_id {config.bos_token_id}; every window that twins are "
+            "trained on begins with that token, so it must be a number"
         )
     return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
 
@@ -176,9 +182,10 @@ def train(directory: Path, kind: str, model: Path, text: str, count: int = STEPS
     ids_T = torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
     if len(ids_T) <= _POSITIONS:
         raise InvalidInput(f"the training text has {len(ids_T)} tokens; a window alone has {_POSITIONS}")
-    batches = Batches(ids_T, llama.config.bos_token_id)
-    twin = new_twin(kind, llama, batches.draw(_MEASURED) if kind != "llama" else ids_T[:0])
-    for _ in progress(steps(twin, batches, count), f"Training the twin {kind}", count):
+    first = llama.config.bos_token_id
+    twin = new_twin(kind, llama, Batches(ids_T, first, seed=2).draw(_MEASURED))
+    # A draw of its own: all twins are trained on the same windows.
+    for _ in progress(steps(twin, Batches(ids_T, first, seed=1), count), f"Training the twin {kind}", count):
         pass
     with whole_directory(directory) as partial:
         twin.eval().save_pretrained(partial)

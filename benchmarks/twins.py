@@ -20,6 +20,7 @@ from kvfold.convert.calibration.study import study
 from kvfold.convert.efforts import EFFORTS
 from kvfold.convert.families.source import open_source
 from kvfold.core.console import Command, show_table
+from kvfold.core.errors import InvalidInput
 from kvfold.core.hub import resolve
 from kvfold.eval.options import Options
 from kvfold.texts.corpus import read_text
@@ -70,6 +71,7 @@ def main(
     """Print and save nats lost by MLA folds of the same model with and without key norms."""
     torch.set_num_threads(1)  # the same sums in the same order on machines of any size
     saved = SavedRows(f"twins-{name}", {"transformers": transformers.__version__}, update=update)
+    measured = 0
     for twin in twins or KINDS:
         place = directory / twin
         if not place.exists():
@@ -96,6 +98,9 @@ def main(
                         key = {"twin": twin, "form": form, "budget": budget, "effort": effort}
                         saved.put("rows", {**key, **cell, **trial.protocol}, *key)
                         saved.write()
+                        measured += 1
+    if measured == 0:
+        raise InvalidInput("every fold that was asked for is refused, for the reasons above; nothing is saved")
     show(json.loads(saved.path.read_text(encoding="utf-8"))["rows"])
 
 

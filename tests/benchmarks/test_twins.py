@@ -73,6 +73,19 @@ def test_twins_are_trained_to_the_same_bits_and_folded(
     assert {row["target"]["kv_lora_rank"] + row["target"]["qk_rope_head_dim"] for row in rows} == {32}
     assert "1.00" in done.stdout
 
+    refused = CliRunner().invoke(
+        main, [*words[:-6], "--twin", "olmo2", "--form", "--container stock", *words[-2:]]
+    )
+    assert refused.exit_code == 2
+    assert "every fold that was asked for is refused" in refused.stderr
+
+
+def test_a_checkpoint_without_a_first_token_has_no_twins(tmp_path: Path) -> None:
+    source = make(tmp_path / "source", vocab_size=258, bos_token_id=None)
+    save_tokenizer(source)
+    with pytest.raises(InvalidInput, match="has the bos_token_id None"):
+        train(tmp_path / "out", "qwen3", source, TEXT, 2)
+
 
 def test_only_llama_has_twins(tmp_path: Path) -> None:
     source = make(tmp_path / "source", "qwen2", vocab_size=258)
