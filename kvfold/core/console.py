@@ -48,13 +48,28 @@ class Command(click.Command):
     """
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse the arguments; refuse one that is not UTF-8, which no record or page could hold."""
+        """Parse the arguments; refuse one too many, and one that no record could hold: it is not UTF-8."""
         for argument in args:
             if any("\ud800" <= character <= "\udfff" for character in argument):
                 raise _Refusal(
                     f"the argument {printable(argument)} is not UTF-8; rename the file or the directory"
                 )
-        return super().parse_args(ctx, args)
+        allowed, ctx.allow_extra_args = ctx.allow_extra_args, True
+        extra = super().parse_args(ctx, args)
+        ctx.allow_extra_args = allowed
+        if extra and not (allowed or ctx.resilient_parsing):
+            ctx.fail(self._one_too_many(ctx, extra))
+        return extra
+
+    def _one_too_many(self, ctx: click.Context, extra: list[str]) -> str:
+        """Return what to say of arguments that have no place, often the name of the output."""
+        places = [part.make_metavar(ctx) for part in self.params if isinstance(part, click.Argument)]
+        names_output = any("--out" in part.opts for part in self.params)
+        return (
+            f"unexpected argument {' '.join(map(printable, extra))}; {ctx.command_path} takes "
+            f"{' and '.join(places) or 'options only'}"
+            + (", and --out names the output" if names_output else "")
+        )
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command, and report what it cannot do as one sentence."""

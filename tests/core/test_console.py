@@ -8,7 +8,9 @@ import sys
 
 import pytest
 import torch
+from click.testing import CliRunner
 
+from kvfold.cli import main as kvfold
 from kvfold.core.console import loading
 
 
@@ -77,3 +79,20 @@ def test_one_of_several_processes_ends_before_the_interpreter_is_taken_apart(cod
     )
     alone = subprocess.run(command, capture_output=True, text=True, env=environment | {"WORLD_SIZE": "1"})
     assert alone.returncode == -signal.SIGABRT
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        (
+            ["convert", "--to", "gqa", "model", "out"],
+            "unexpected argument out; kvfold convert takes MODEL, and --out",
+        ),
+        (["families", "llama"], "unexpected argument llama; kvfold families takes options only"),
+        (["plan", "a", "b", "c"], "unexpected argument b c; kvfold plan takes MODEL"),
+    ],
+)
+def test_an_argument_too_many_is_told_where_it_belongs(words: list[str], wanted: str) -> None:
+    done = CliRunner().invoke(kvfold, words, prog_name="kvfold")
+    assert done.exit_code == 2
+    assert wanted in done.stderr
