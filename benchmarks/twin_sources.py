@@ -67,8 +67,8 @@ def read_llama(model: Path) -> Any:
         )
     if not isinstance(config.bos_token_id, int):
         raise InvalidInput(
-            f"{model / 'config.json'} has the bos_token_id {config.bos_token_id}; every window that twins are "
-            "trained on begins with that token, so it must be a number"
+            f"{model / 'config.json'} has the bos_token_id {config.bos_token_id}; every window that twins "
+            "are trained on begins with that token, so it must be a number"
         )
     return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
 

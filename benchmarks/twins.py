@@ -100,7 +100,7 @@ def main(
                         saved.write()
                         measured += 1
     if measured == 0:
-        raise InvalidInput("every fold that was asked for is refused, for the reasons above; nothing is saved")
+        raise InvalidInput("every fold asked for is refused, for the reasons above; nothing is saved")
     show(json.loads(saved.path.read_text(encoding="utf-8"))["rows"])
 
 
