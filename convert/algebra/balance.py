@@ -22,13 +22,15 @@ LEAST = 1e-9  # energy of a direction, as a share of the mean, that it is taken 
 def balanced(value_WW: Tensor, cost_WW: Tensor) -> Tensor:
     """Return T (W, W) with T S Tᵀ = T⁻ᵀ H T⁻¹, both with nearly equal entries on the diagonal.
 
+    Of complex numbers T is complex, and each transpose a conjugate transpose.
+
     Args:
-        value_WW: S, second moment of the numbers, float64.
-        cost_WW: H, cost of errors in them, float64.
+        value_WW: S, second moment of the numbers, float64 or complex128.
+        cost_WW: H, cost of errors in them, of the same dtype.
     """
     root_WW = matrix_root(geometric_mean(value_WW, cost_WW))
     _, basis_WW = eigh(_symmetric(root_WW @ floored(value_WW) @ root_WW))
-    return cosine(len(value_WW)) @ basis_WW.mT @ root_WW
+    return cosine(len(value_WW)).to(value_WW.dtype) @ basis_WW.mH @ root_WW
 
 
 def cosine(width: int) -> Tensor:
@@ -55,10 +57,10 @@ def geometric_mean(value_WW: Tensor, cost_WW: Tensor) -> Tensor:
 
 def floored(moment_WW: Tensor) -> Tensor:
     """Return a symmetric moment (W, W) in which no direction is without energy, so that it has an inverse."""
-    mean = float(moment_WW.diagonal().mean())
+    mean = float(moment_WW.diagonal().real.mean())
     least = LEAST * mean if mean > 0 else 1.0
     return _symmetric(moment_WW) + least * torch.eye(len(moment_WW), dtype=moment_WW.dtype)
 
 
 def _symmetric(moment_WW: Tensor) -> Tensor:
-    return (moment_WW + moment_WW.mT) / 2
+    return (moment_WW + moment_WW.mH) / 2

@@ -4,7 +4,8 @@ What is cached may be written in other coordinates, in which its numbers are as 
 (algebra/balance.py).
 
 What may be written otherwise depends on the form: a latent in any basis; behind an RMSNorm, turned before it
-and with other weights of it; values in any basis of each head; rotated keys and slots with a factor per pair.
+and with other weights of it; values in any basis of each head; rotated keys with a factor per pair; slots of
+one frequency mixed (slot_mix.py).
 
 Legend: attention.py; W numbers that one token and head caches.
 """
@@ -25,6 +26,7 @@ from ..methods.latent_norm import NormBasis
 from ..methods.refinement import Layer
 from .cache_fit import Coordinates, fit_coordinates
 from .cache_moments import CacheMoments
+from .slot_mix import slot_mix
 
 # Root mean square that stored numbers get, so that a scale of 1 suits them: the largest of fp8_e4m3, 448, is
 # far above it, and numbers lose digits only below 2^-7 of it.
@@ -66,16 +68,19 @@ class _Through:
         return read
 
 
-def fit_basis(layer: AnyAttention, moments: tuple[CacheMoments, ...], dtype: CacheDtype) -> CacheBasis:
+def fit_basis(
+    layer: AnyAttention, slots_S: Tensor, moments: tuple[CacheMoments, ...], dtype: CacheDtype
+) -> CacheBasis:
     """Return coordinates for a format in which a layer's cache can be written.
 
     Args:
         layer: folded, float64.
+        slots_S: angular frequencies of its slots or pairs.
         moments: of the tensors that it caches; coordinates are fitted where they have numbers of tokens.
         dtype: the format.
     """
     if isinstance(layer, LatentAttention):
-        return _of_latent(layer, moments[0], dtype)
+        return _of_latent(layer, slots_S, moments[0], dtype)
     if isinstance(layer, IntactAttention):
         return CacheBasis(tensors=(_free(moments[0], dtype),))
     keys, values = moments
@@ -106,19 +111,22 @@ def _free(moments: CacheMoments, dtype: CacheDtype) -> Tensor:
     return torch.stack(found)
 
 
-def _of_latent(layer: LatentAttention, moments: CacheMoments, dtype: CacheDtype) -> CacheBasis:
+def _of_latent(
+    layer: LatentAttention, slots_S: Tensor, moments: CacheMoments, dtype: CacheDtype
+) -> CacheBasis:
     """Return coordinates of a latent with its slots; with `level_CC` turned and then scaled."""
     rank, slots = len(layer.down_CD), len(layer.k_rope_RD) // 2
     value_WW, cost_WW = moments.value_KWW[0], moments.cost_KWW[0]
     pair_R = torch.arange(slots).repeat_interleave(2)
-    scale_S = _factors(value_WW, cost_WW, rank, pair_R)
+    mix_RR = slot_mix(value_WW[rank:, rank:], cost_WW[rank:, rank:], slots_S)
+    scale_S = torch.ones(slots, dtype=torch.float64)
     value_CC, cost_CC = value_WW[:rank, :rank], cost_WW[:rank, :rank]
     if layer.level_CC is None:
         outer_C, inner_CC = torch.ones(rank, dtype=torch.float64), balanced(value_CC, cost_CC)
     else:
         energy_C, basis_CC = eigh(geometric_mean(value_CC, cost_CC))
         outer_C, inner_CC = energy_C.clamp(min=LEAST * float(energy_C[-1])).sqrt(), basis_CC.mT
-    start = Coordinates(outer_C=outer_C, inner_CC=inner_CC, scale_S=scale_S, pair_R=pair_R)
+    start = Coordinates(outer_C=outer_C, inner_CC=inner_CC, scale_S=scale_S, pair_R=pair_R, mix_RR=mix_RR)
     found = _fitted(start, moments, 0, dtype)
     if layer.level_CC is None:
         return CacheBasis(tensors=(_matrix(found)[None],))
@@ -130,7 +138,7 @@ def _of_latent(layer: LatentAttention, moments: CacheMoments, dtype: CacheDtype)
 def _matrix(found: Coordinates) -> Tensor:
     """Return T (W, W)."""
     basis_WW: Tensor = torch.block_diag(
-        found.outer_C[:, None] * found.inner_CC, found.scale_S[found.pair_R].diag()
+        found.outer_C[:, None] * found.inner_CC, found.scale_S[found.pair_R][:, None] * found.mix_RR
     )
     return basis_WW
 
@@ -146,17 +154,16 @@ def _fitted(start: Coordinates, moments: CacheMoments, head: int, dtype: CacheDt
     return replace(found, outer_C=found.outer_C * size, scale_S=found.scale_S * size)
 
 
-def _factors(value_WW: Tensor, cost_WW: Tensor, first: int, pair_R: Tensor) -> Tensor:
+def _factors(value_WW: Tensor, cost_WW: Tensor, pair_W: Tensor) -> Tensor:
     """Return the factors (S,) on pairs of numbers that make their energies equal to their costs.
 
     Args:
-        value_WW: second moment of all numbers.
+        value_WW: second moment of the numbers.
         cost_WW: cost of errors in them.
-        first: index of the first number of a pair.
-        pair_R: the pair of each number from there on.
+        pair_W: the pair of each number.
     """
     energy_S, cost_S = (
-        torch.zeros(len(pair_R) // 2, dtype=torch.float64).index_add_(0, pair_R, moment_W[first:])
+        torch.zeros(len(pair_W) // 2, dtype=torch.float64).index_add_(0, pair_W, moment_W)
         for moment_W in (floored(value_WW).diagonal(), floored(cost_WW).diagonal())
     )
     return (cost_S / energy_S).pow(0.25)
@@ -165,14 +172,17 @@ def _factors(value_WW: Tensor, cost_WW: Tensor, first: int, pair_R: Tensor) -> T
 def _of_keys(layer: Attention, keys: CacheMoments, dtype: CacheDtype) -> Tensor:
     """Return T (K, H, H) for rotated keys: a factor on each pair, where no norm forbids it."""
     heads, width = layer.k_KHD.shape[:2]
+    eye_HH = torch.eye(width, dtype=torch.float64)
     if layer.k_norm_KH is not None or layer.q_norm_NH is not None:
-        return torch.eye(width, dtype=torch.float64).repeat(heads, 1, 1)
+        return eye_HH.repeat(heads, 1, 1)
     pair_H = torch.arange(width // 2).repeat(2)
     empty = torch.zeros(0, dtype=torch.float64)
     found = []
     for head in range(heads):
-        scale_F = _factors(keys.value_KWW[head], keys.cost_KWW[head], 0, pair_H)
-        start = Coordinates(outer_C=empty, inner_CC=empty.view(0, 0), scale_S=scale_F, pair_R=pair_H)
+        scale_F = _factors(keys.value_KWW[head], keys.cost_KWW[head], pair_H)
+        start = Coordinates(
+            outer_C=empty, inner_CC=empty.view(0, 0), scale_S=scale_F, pair_R=pair_H, mix_RR=eye_HH
+        )
         found.append(_matrix(_fitted(start, keys, head, dtype)))
     return torch.stack(found)
 
@@ -180,7 +190,7 @@ def _of_keys(layer: Attention, keys: CacheMoments, dtype: CacheDtype) -> Tensor:
 def _latent_in_basis(layer: LatentAttention, basis_WW: Tensor) -> LatentAttention:
     """Return the same function with other slots, and with another latent where no norm comes first."""
     rank = len(layer.down_CD)
-    layer = _with_slot_scales(layer, basis_WW.diagonal()[rank::2])
+    layer = _with_slots(layer, basis_WW[rank:, rank:])
     if layer.level_CC is not None:
         return layer
     basis_CC = basis_WW[:rank, :rank]
@@ -196,15 +206,15 @@ def _rebuilt_in_basis(layer: IntactAttention, basis_CC: Tensor) -> IntactAttenti
     return replace(layer, down_CE=basis_CC @ layer.down_CE, k_up_KHC=k_up_KHC, v_up_KHC=v_up_KHC)
 
 
-def _with_slot_scales(layer: LatentAttention, scale_S: Tensor) -> LatentAttention:
-    """Return the same function with a factor on each slot's key."""
-    scale_R = scale_S.repeat_interleave(2)
+def _with_slots(layer: LatentAttention, basis_RR: Tensor) -> LatentAttention:
+    """Return the same function with T κ in the place of the slots' keys; T commutes with the rotation."""
+    back_RR = torch.linalg.inv(basis_RR).mT
     return replace(
         layer,
-        k_rope_RD=layer.k_rope_RD * scale_R[:, None],
-        k_rope_R=None if layer.k_rope_R is None else layer.k_rope_R * scale_R,
-        q_rope_NRA=layer.q_rope_NRA / scale_R[:, None],
-        q_rope_NR=None if layer.q_rope_NR is None else layer.q_rope_NR / scale_R,
+        k_rope_RD=basis_RR @ layer.k_rope_RD,
+        k_rope_R=None if layer.k_rope_R is None else basis_RR @ layer.k_rope_R,
+        q_rope_NRA=back_RR @ layer.q_rope_NRA,
+        q_rope_NR=None if layer.q_rope_NR is None else layer.q_rope_NR @ back_RR.mT,
     )
 
 

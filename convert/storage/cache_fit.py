@@ -10,7 +10,7 @@ orthogonal.
 Legend: attention.py; X tokens, W numbers of one token and head, of which the first C may be turned.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 import torch
@@ -30,25 +30,33 @@ SHARE, FLOOR, LARGEST = 0.135, 1 / 144, 0.135 / 16
 
 @dataclass(frozen=True, kw_only=True)
 class Coordinates:
-    """Coordinates of one token's numbers: outer · inner · c of the first C, scale times each of the others.
+    """Coordinates of one token's numbers: outer · inner · c of the first C, scale · mix · r of the others.
 
     Attributes:
         outer_C: factors on the turned numbers, positive.
         inner_CC: coordinates of the first C numbers; an orthogonal turn is multiplied into them when fitted.
         scale_S: factors on the other numbers, positive; numbers of one pair share one.
         pair_R: for each of the other numbers the index of its factor.
+        mix_RR: coordinates of the other numbers before these factors.
     """
 
     outer_C: Tensor
     inner_CC: Tensor
     scale_S: Tensor
     pair_R: Tensor
+    mix_RR: Tensor
 
     @classmethod
     def of(cls, outer_C: Tensor, inner_CC: Tensor) -> Self:
         """Return coordinates of numbers that may all be turned."""
         none = torch.zeros(0, dtype=torch.int64)
-        return cls(outer_C=outer_C, inner_CC=inner_CC, scale_S=outer_C[:0], pair_R=none)
+        return cls(
+            outer_C=outer_C,
+            inner_CC=inner_CC,
+            scale_S=outer_C[:0],
+            pair_R=none,
+            mix_RR=torch.zeros(0, 0, dtype=torch.float64),
+        )
 
 
 @torch.enable_grad()
@@ -66,7 +74,10 @@ def fit_coordinates(start: Coordinates, rows_XW: Tensor, cost_WW: Tensor, dtype:
     back_CC = torch.linalg.inv(inner_CC)
     latent_XC = (rows_XW[:, :rank] @ inner_CC.mT).float()
     cost_CC = (back_CC.mT @ cost_WW[:rank, :rank].to(device) @ back_CC).float()
-    other_XR, cost_R = rows_XW[:, rank:].float(), cost_WW.diagonal()[rank:].to(device).float()
+    mix_RR = start.mix_RR.to(device)
+    back_RR = torch.linalg.inv(mix_RR)
+    other_XR = (rows_XW[:, rank:] @ mix_RR.mT).float()
+    cost_R = (back_RR.mT @ cost_WW[rank:, rank:].to(device) @ back_RR).diagonal().float()
     pair_R = start.pair_R.to(device)
     skew_CC = torch.zeros(rank, rank, device=device, requires_grad=True)
     outer_C = start.outer_C.to(device).float().log().requires_grad_()
@@ -92,9 +103,7 @@ def fit_coordinates(start: Coordinates, rows_XW: Tensor, cost_WW: Tensor, dtype:
         optimizer.step()
     skew, outer, scale = (value.to("cpu", torch.float64) for value in best)
     turn_CC = torch.matrix_exp(skew - skew.mT)
-    return Coordinates(
-        outer_C=outer.exp(), inner_CC=turn_CC @ start.inner_CC, scale_S=scale.exp(), pair_R=start.pair_R
-    )
+    return replace(start, outer_C=outer.exp(), inner_CC=turn_CC @ start.inner_CC, scale_S=scale.exp())
 
 
 def rounding_cost(written_XW: Tensor, cost_W: Tensor, dtype: CacheDtype) -> Tensor:

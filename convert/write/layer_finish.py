@@ -94,7 +94,7 @@ def _stored_losses(its: Finishing, layer: Layer, sample: LayerSample) -> Loss:
         dtype = cache_dtype(name)
         found[name] = its.loss(written, sample, dtype.stored)
         if dtype.bits < 16:
-            basis = fit_basis(layer, moments, dtype)
+            basis = fit_basis(layer, its.slots_S, moments, dtype)
             prepared = _as_written(its, in_basis(layer, basis), basis.norm)
             found[name] = min(found[name], its.loss(prepared, sample, dtype.stored))
     return found
@@ -111,9 +111,9 @@ def _prepared(
     if its.sample is None:
         if _is_levelled(layer):
             return _as_written(its, layer), None
-        return in_basis(layer, fit_basis(layer, weights_moments(layer), dtype)), None
+        return in_basis(layer, fit_basis(layer, its.slots_S, weights_moments(layer), dtype)), None
     assert loss is not None
-    basis = fit_basis(layer, sampled_moments(layer, its.slots_S, its.sample), dtype)
+    basis = fit_basis(layer, its.slots_S, sampled_moments(layer, its.slots_S, its.sample), dtype)
     ways: list[Any] = [_as_written(its, layer), _as_written(its, in_basis(layer, basis), basis.norm)]
     if its.plan.method == "subspace" and its.plan.refine:
         caches = caches_of(dtype, basis)

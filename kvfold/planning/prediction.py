@@ -95,7 +95,7 @@ def _predict(plan: Plan, kinds: Sequence[CacheDtype]) -> Losses:
         if plan.statistics is None:
             losses[None].append(_share(plan, number, layer))
             for kind in kinds:
-                losses[kind.name].append(_share(plan, number, _prepared(layer, kind), kind))
+                losses[kind.name].append(_share(plan, number, _prepared(plan, number, layer, kind), kind))
         elif loss is None:
             return nothing  # `forward.attend` does not compute its attention
         else:
@@ -105,12 +105,13 @@ def _predict(plan: Plan, kinds: Sequence[CacheDtype]) -> Losses:
     return {name: sum(each) / count for name, each in losses.items()}
 
 
-def _prepared(layer: AnyAttention, kind: CacheDtype) -> AnyAttention:
+def _prepared(plan: Plan, number: int, layer: AnyAttention, kind: CacheDtype) -> AnyAttention:
     """Return a layer that was folded by its weights alone in the coordinates for a format."""
     if kind.bits >= 16:
         return layer
     made: Any = layer
-    written: AnyAttention = in_basis(made, fit_basis(layer, weights_moments(layer), kind))
+    slots_S = _turning(plan, number, layer, _source(plan, number)[1])
+    written: AnyAttention = in_basis(made, fit_basis(layer, slots_S, weights_moments(layer), kind))
     return written
 
 

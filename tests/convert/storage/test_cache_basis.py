@@ -70,7 +70,7 @@ def test_other_coordinates_are_the_same_function(
 ) -> None:
     x_BTD = normed(2, 11, seed=3)
     moments = sampled_moments(folded, FREQUENCIES_F, taken()) if calibrated else weights_moments(folded)
-    basis = fit_basis(folded, moments, INT4)
+    basis = fit_basis(folded, FREQUENCIES_F, moments, INT4)
     written = in_basis(folded, basis)
     assert basis.norm is None
     wanted_BTD = attend(folded, x_BTD, FREQUENCIES_F)
@@ -90,7 +90,7 @@ def test_a_normed_latent_is_turned_before_its_norm_and_scaled_after_it() -> None
     x_BTD, found = normed(2, 11, seed=3), taken()
     levelled = with_latent_norm(latent(), LatentTokens.of(*(normed(1, 200, seed=n)[0] for n in (4, 5))))
     moments = sampled_moments(levelled, FREQUENCIES_F, found)
-    basis = fit_basis(levelled, moments, INT4)
+    basis = fit_basis(levelled, FREQUENCIES_F, moments, INT4)
     assert basis.norm is not None
     eye_CC = torch.eye(12, dtype=torch.float64)
     torch.testing.assert_close(basis.norm.turn_CC @ basis.norm.turn_CC.mT, eye_CC, atol=1e-6, rtol=0)
@@ -108,7 +108,7 @@ def test_prepared_layers_lose_less_when_their_cache_is_rounded(name: str) -> Non
     dtype, a = cache_dtype(name), unequal()
     found = taken(a)
     plain = measure(a, FREQUENCIES_F, a, FREQUENCIES_F, found, dtype.stored)
-    written = in_basis(a, fit_basis(a, sampled_moments(a, FREQUENCIES_F, found), dtype))
+    written = in_basis(a, fit_basis(a, FREQUENCIES_F, sampled_moments(a, FREQUENCIES_F, found), dtype))
     prepared = measure(written, FREQUENCIES_F, a, FREQUENCIES_F, found, dtype.stored)
     assert measure(written, FREQUENCIES_F, a, FREQUENCIES_F, found) < 1e-6 * plain
     assert prepared < 0.7 * plain
@@ -127,7 +127,7 @@ def test_refinement_sees_what_rounding_does() -> None:
 
 def test_layers_may_be_refined_in_other_coordinates_than_are_written() -> None:
     found, folded = sample(normed(16, 16)), latent()
-    basis = fit_basis(folded, sampled_moments(folded, FREQUENCIES_F, found), INT4)
+    basis = fit_basis(folded, FREQUENCIES_F, sampled_moments(folded, FREQUENCIES_F, found), INT4)
     source = teacher(), FREQUENCIES_F, found
     through = measure(folded, FREQUENCIES_F, *source, caches_of(INT4, basis))
     assert through == pytest.approx(
