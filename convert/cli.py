@@ -207,20 +207,18 @@ def main(config: Path | None, dry_run: bool, as_json: bool, **options: Any) -> N
     request = _read_request(config, options)
     with loading():
         from ..fold_run import carry_out
-        from .decide.fold_cost import cost_of
+        from ..fold_run import dry_run as plan_of
         from .decide.outline import show_plan
-        from .decide.preparation import prepare
 
     if not dry_run:
         _show(carry_out(request), as_json)
         return
-    planned = prepare(request, dry_run=True).plan
-    if not is_first():
+    planned = plan_of(request)
+    if planned is None:  # not the first of several processes
         return
-    cost = cost_of(planned)
-    plan = {**planned.to_dict(), "fold": cost.to_dict()}
+    plan, cost = planned
     if as_json:
-        show_json(plan)
+        show_json({**plan, "fold": cost.to_dict()})
     else:
         show_plan(plan, str(cost))
 

@@ -133,7 +133,7 @@ def plan(
         batch: sequences at once.
         engines: engines that must run the output; none: any.
         progress: called with a description, how many items are done and how many there are.
-        options: other fields of `kvfold.planning.recommendation.PlanRequest`, such as `calibration`.
+        options: other fields of `kvfold.planning.request.PlanRequest`, such as `calibration`.
 
     Returns:
         The candidates, the best first. It shows itself as a table; `.chosen` is the one to take.

@@ -13,6 +13,7 @@ from .results import Folded
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from .convert.decide.fold_cost import FoldCost
     from .convert.request import GQA, MLA, MQA, FoldRequest
 
 
@@ -59,9 +60,42 @@ def carry_out(request: FoldRequest) -> Folded:
         from .tower_run import fold_tower
 
         return fold_tower(request, tower, _fold)
+    _check_multimodal(request)
+    return _fold(request)
+
+
+def dry_run(request: FoldRequest) -> tuple[dict[str, Any], FoldCost] | None:
+    """Plan the fold of what a request names; nothing is written.
+
+    Returns:
+        The plan as plain values and its predicted cost, in the first of several processes; else None.
+
+    Raises:
+        InvalidInput: the source cannot be folded like this, or a value is unusable.
+    """
+    from .convert.decide.fold_cost import cost_of
+    from .convert.decide.preparation import prepare
+    from .convert.towers.tower import find_tower
+    from .core.hub import resolve
+
+    tower = find_tower(resolve(request.model, request.revision))
+    if tower is not None:
+        from .tower_plan import plan_tower
+
+        return plan_tower(request, tower)
+    _check_multimodal(request)
+    plan = prepare(request, dry_run=True).plan
+    return (plan.to_dict(), cost_of(plan)) if is_first() else None
+
+
+def _check_multimodal(request: FoldRequest) -> None:
+    """Refuse what is only for multimodal checkpoints.
+
+    Raises:
+        InvalidInput: says what.
+    """
     if request.text_only:
         raise InvalidInput(f"--text-only does not apply to {request.model}, which is no multimodal model")
-    return _fold(request)
 
 
 def _fold(request: FoldRequest) -> Folded:

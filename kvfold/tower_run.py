@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from .convert.request import FoldRequest
     from .convert.towers.tower import Tower, TowerClaim
 
-_RUN_IN = ("transformers",)  # the engine in which multimodal classes with that tower were run
-
 
 def fold_tower(request: FoldRequest, tower: Tower, fold: Callable[[FoldRequest], Folded]) -> Folded:
     """Fold the text tower of a multimodal checkpoint.
@@ -43,18 +41,16 @@ def fold_tower(request: FoldRequest, tower: Tower, fold: Callable[[FoldRequest],
         return _alone(request, tower, fold)
     from .convert.towers.assembly import put_back
     from .convert.towers.places import Places
+    from .convert.towers.possible import check_request, tower_request
     from .convert.towers.tower import claim_of, take_over, write_tower
     from .models.expected_weights import check_multimodal
 
-    _check(request, tower)
+    check_request(request, tower)
     out = _out(request)
     part, alone = (out.with_name(out.name + ending) for ending in (".text", ".tower"))
     claim = _claim(request, tower.directory)
     places = Places(out=out, part=part, alone=alone, tower=tower, claim=claim)
-    changed: dict[str, Any] = {"model": str(alone), "revision": None, "out": part, "verify": "none"}
-    if request.to == "mla":  # a multimodal class takes no code of ours
-        changed |= {"container": "stock", "engines": _RUN_IN}
-    asked = request.model_copy(update=changed)
+    asked = tower_request(request).model_copy(update={"model": str(alone), "out": part})
     with together():
         done = places.finished_output(request) if is_first() else None
     done = from_first(done)
@@ -180,40 +176,3 @@ def _verified(folded: Folded) -> Folded:
         return folded
     engines = request.engines or ENGINES[:1]
     return replace(folded, verification=verify(folded.directory, engines, run=request.verify == "full"))
-
-
-def _check(request: FoldRequest, tower: Tower) -> None:
-    """Refuse what has no place in the whole checkpoint.
-
-    Raises:
-        InvalidInput: says what, and what would be right.
-    """
-    if request.text_only:
-        return
-    if request.to == "mla":
-        from .checkpoints.directory import read_config
-        from .convert.towers.text_class import STOCK, holds_other_classes
-
-        kind = read_config(tower.directory).get("model_type")
-        others = "use --to gqa or --to mqa, or write the text tower alone with --text-only"
-        if not holds_other_classes(tower.directory, STOCK):
-            raise InvalidInput(
-                f"--to mla: the class of model_type {kind} builds its own text model, in which latent "
-                f"attention has no place; {others}"
-            )
-        others_asked = [engine for engine in request.engines if engine not in _RUN_IN]
-        if others_asked:
-            raise InvalidInput(
-                f"--engine {others_asked[0]}: it is not known whether it runs latent attention inside a "
-                f"multimodal class; leave it out for transformers, {others}"
-            )
-        if request.container == "remote":
-            raise InvalidInput(
-                "--container remote: a multimodal class takes no text model with code of its own; leave the "
-                f"container out, {others}"
-            )
-    if request.dtype != "auto":
-        raise InvalidInput(
-            f"--dtype {request.dtype} does not apply to a whole multimodal checkpoint, whose other tensors "
-            "keep their bytes; leave it out, or add --text-only"
-        )

@@ -17,6 +17,7 @@ def show_plan(plan: dict[str, Any], cost: str) -> None:
     at_lengths = plan["cache_bytes_at"].items()
     rows = [
         ("source", f"{plan['source']} ({plan['family']}, {plan['layers']} layers)"),
+        *_tower_rows(plan.get("tower")),
         (
             "output",
             f"{plan['container']}, {plan['dtype']}, {plan['output_bytes'] / 1e6:,.1f} MB, method "
@@ -54,3 +55,20 @@ def show_plan(plan: dict[str, Any], cost: str) -> None:
     rows.append(("this fold", f"{cost}, on this machine while nothing else runs"))
     rows += [("note", text) for text in plan["notices"]]
     show_table("plan (nothing is written)", ("", ""), rows)
+
+
+def _tower_rows(tower: dict[str, Any] | None) -> list[tuple[str, str]]:
+    """Return the lines about the text tower of a multimodal checkpoint; none where the source is no such."""
+    if tower is None:
+        return []
+    size, others, work = (f"{tower[name] / 1e6:,.1f} MB" for name in ("bytes", "other_bytes", "work_bytes"))
+    stays = f"folded in its place; {others} of other tensors keep their bytes"
+    latent = ", MLA in the stock class"
+    if tower["targets_in_place"]["mla"]:
+        is_alone = not tower["targets_alone"]["mla"]
+        latent = "; MLA of the tower alone, with --text-only" if is_alone else "; no MLA"
+    return [
+        ("text tower", f"{size}, {stays if tower['in_place'] else 'written alone (--text-only)'}"),
+        ("possible in its place", f"GQA, MQA{latent}"),
+        ("disk while it runs", f"{work} in addition to the output"),
+    ]

@@ -226,11 +226,11 @@ class Plan:
         }
 
 
-def make_plan(directory: Path, request: FoldRequest, statistics: Statistics | None = None) -> Plan:
+def make_plan(place: Path | Source, request: FoldRequest, statistics: Statistics | None = None) -> Plan:
     """Decide a fold from what the user asked for.
 
     Args:
-        directory: the source checkpoint, which the request names.
+        place: the source checkpoint, which the request names.
         request: the target with its sizes and form, the method, the dtype and the steps of refinement.
         statistics: of the source; with them MLA's slots are allocated, and a budget is divided, by predicted
             loss.
@@ -241,7 +241,7 @@ def make_plan(directory: Path, request: FoldRequest, statistics: Statistics | No
     Raises:
         InvalidInput: the source cannot be folded, or not to this target.
     """
-    source = open_source(directory)
+    source = place if isinstance(place, Source) else open_source(place)
     statistics = at_context(source, statistics, request.context)
     options = request.sizes()
     engines = read_engines(options["engine"])

@@ -12,6 +12,7 @@ from ...core.hub import resolve
 from ...core.processes import together
 from ..algebra.target import query_rank
 from ..calibration.study import study
+from ..families.source import Source
 from ..methods.table import check_calibrated, reads_statistics
 from ..request import FoldRequest
 from .norm_choice import settle_norm
@@ -31,13 +32,14 @@ class PreparedFold:
     out: Path
 
 
-def prepare(request: FoldRequest, *, dry_run: bool = False) -> PreparedFold:
+def prepare(request: FoldRequest, *, dry_run: bool = False, source: Source | None = None) -> PreparedFold:
     """Return the plan of a request, for which statistics are taken where the fold reads them.
 
     Args:
         request: what the user asked for.
         dry_run: whether nothing will be written; then weights alone decide, unless the request names a
             calibration.
+        source: what the request names, where it is open already.
 
     Raises:
         InvalidInput: the source cannot be folded like this, the output exists, or the calibration is
@@ -45,7 +47,7 @@ def prepare(request: FoldRequest, *, dry_run: bool = False) -> PreparedFold:
     """
     with together():  # before any long work, so that mistakes show at once
         directory = resolve(request.model, request.revision)
-        plan = make_plan(directory, request)
+        plan = make_plan(source or directory, request)
         check_side_files(directory)
         read_card(directory)  # of which the output's card takes the licence
         if request.out is not None and not dry_run:
@@ -64,7 +66,7 @@ def prepare(request: FoldRequest, *, dry_run: bool = False) -> PreparedFold:
             work=None if request.out is None else request.out.parent,
         )
         if statistics is not None:
-            plan = settle_norm(make_plan(directory, request, statistics))
+            plan = settle_norm(make_plan(source or directory, request, statistics))
         if Path(calibration).exists():
             calibration = str(Path(calibration).resolve())  # the record is read from other directories too
         plan = replace(plan, request=plan.request.model_copy(update={"calibration": calibration}))

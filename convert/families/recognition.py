@@ -62,8 +62,8 @@ def family_of(config: Mapping[str, Any]) -> Family:
         )
     if is_multimodal(config):
         raise InvalidInput(
-            f"model_type {kind} is a multimodal model, which `kvfold convert` folds in its place without "
-            "--dry-run; to plan, distil or quantise it, write its text tower alone with `kvfold convert "
+            f"model_type {kind} is a multimodal model, which `kvfold convert` and `kvfold plan` take "
+            "whole; to distil, migrate or quantise it, write its text tower alone with `kvfold convert "
             "--text-only`"
         )
     if kind in _LATENT:

@@ -325,16 +325,17 @@ def _positive(config: Mapping[str, Any], name: str) -> float:
     return float(config[name])
 
 
-def open_source(directory: Path) -> Source:
-    """Open the checkpoint in a directory.
+def open_source(place: Path | Checkpoint) -> Source:
+    """Open the checkpoint in a directory, or one whose tensors are read from elsewhere.
 
     Raises:
         InvalidInput: it cannot be folded.
     """
+    directory = place if isinstance(place, Path) else place.directory
     if is_folded(directory):
         told = "is already folded by kvfold; fold the source named in its kvfold.json instead"
         raise InvalidInput(f"{directory} {told}")
-    checkpoint = open_checkpoint(directory)
+    checkpoint = open_checkpoint(place) if isinstance(place, Path) else place
     check_fields(checkpoint.config)
     family = family_of(checkpoint.config)
     if family.embedding in checkpoint and family.prefix + family.embedding not in checkpoint:

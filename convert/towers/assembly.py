@@ -4,6 +4,7 @@ All other tensors keep their bytes.
 """
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,7 @@ def write_whole(
     check_output(out, tower.directory)
     out.parent.mkdir(parents=True, exist_ok=True)
     whole, part = Checkpoint(tower.directory), Checkpoint(folded)
-    named = _names_in_place(tower, part)
+    named = names_in_place(tower, part)
     kept = [name for name in whole if name in named or name not in tower.names]
     order = dict.fromkeys([*kept, *named])  # tensors that are new come last
     specs = {name: part.spec(named[name]) if name in named else whole.spec(name) for name in order}
@@ -78,7 +79,7 @@ def write_whole(
                 for first, piece in place:
                     writer.write(stored, piece, first)
         copy_side_files(tower.directory, partial)
-        config = _config(tower, read_config(folded))
+        config = whole_config(tower, read_config(folded))
         (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         record: dict[str, Any] = json.loads((folded / "kvfold.json").read_text(encoding="utf-8"))
         record |= {
@@ -91,10 +92,14 @@ def write_whole(
     return record
 
 
-def _names_in_place(tower: Tower, part: Checkpoint) -> dict[str, str]:
+def names_in_place(tower: Tower, part: Iterable[str]) -> dict[str, str]:
     """Return the tensors of a folded tower by their names in the whole checkpoint.
 
     Tensors that the tower did not have, such as those of latent attention, are named as their neighbours.
+
+    Args:
+        tower: where the tower is in the whole checkpoint.
+        part: names of the folded tower's tensors.
     """
     stored = {ours: name for name, ours in tower.names.items()}
     family = FAMILIES[tower.model_type]
@@ -102,10 +107,14 @@ def _names_in_place(tower: Tower, part: Checkpoint) -> dict[str, str]:
     return {stored.get(name) or place + name.removeprefix(family.prefix): name for name in part}
 
 
-def _config(tower: Tower, folded: dict[str, Any]) -> dict[str, Any]:
+def whole_config(tower: Tower, folded: dict[str, Any]) -> dict[str, Any]:
     """Return config.json of the whole checkpoint, with what the fold changed in the tower's.
 
     A tower in another class brings its own.
+
+    Args:
+        tower: where the tower is in the whole checkpoint.
+        folded: config.json of the folded tower.
     """
     changed = {
         key: value for key, value in folded.items() if key not in _KEPT and value != tower.config.get(key)

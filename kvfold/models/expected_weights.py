@@ -144,7 +144,7 @@ def _load_shapes(checkpoint: Checkpoint) -> tuple[Any, dict[str, Any]]:
 def _load_on_meta(
     kind: Any, config: Any, directory: Path, tensors: dict[str, Tensor]
 ) -> tuple[Any, dict[str, Any]]:
-    check_tables(kind, config, directory)
+    check_tables(kind, config, directory, sum(tensor.nbytes for tensor in tensors.values()))
     model, found = kind.from_pretrained(
         None,
         config=config,
@@ -253,13 +253,14 @@ def check_found(directory: Path, found: dict[str, Any]) -> None:
         )
 
 
-def check_tables(kind: Any, config: Any, directory: Path) -> None:
+def check_tables(kind: Any, config: Any, directory: Path, stored: int) -> None:
     """Check that the tables that a class computes from a configuration, such as sinusoids, are not huge.
 
     Args:
         kind: the model's class.
         config: of transformers.
         directory: the checkpoint.
+        stored: bytes of its weights.
 
     Raises:
         InvalidInput: they take more than `_TABLES` bytes, and more than the weights.
@@ -268,7 +269,6 @@ def check_tables(kind: Any, config: Any, directory: Path) -> None:
         model = kind._from_config(config)
     _check_rotary(model, config)
     needed = sum(buffer.numel() * buffer.element_size() for buffer in model.buffers())
-    stored = sum(file.stat().st_size for file in weight_files(directory))
     if needed > max(_TABLES, stored):
         positions = getattr(config.get_text_config(), "max_position_embeddings", None)
         raise InvalidInput(

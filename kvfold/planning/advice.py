@@ -89,11 +89,11 @@ class Row:
             "kind": one.kind,
             "target": one.plan.target.to_dict(),
             "container": one.container,
-            "class": one.plan.config["architectures"][0],
+            "class": one.architecture,
             "engines": dict(one.engines),
             "cache": {**cache["after"], **self._stored(), "share": cache["ratio"]},
             "rank": {"elements_per_token_per_layer": self.held, "saves": self.saves},
-            "parameters": parameters(one.plan),
+            "parameters": parameters(one.plan) + one.other_elements,
             "memory": {**asdict(self.demand), "total": self.demand.total},
             "fits": self.fits,
             "predicted_loss": self.loss,
@@ -144,6 +144,7 @@ def place(candidate: Candidate, bounds: Bounds, kind: CacheDtype | None = None) 
     plan, ranks, geometry = candidate.plan, bounds.ranks, candidate.plan.source.geometry
     absorbed = absorbs(plan, candidate.served_by)
     needed = demand(plan, bounds.context, bounds.batch, absorbed=absorbed, ranks=ranks, kind=kind)
+    needed = replace(needed, weights=needed.weights + candidate.other_bytes // ranks.tensor)
     cost = decoding(plan, bounds.context, bounds.batch, absorbed=absorbed, ranks=ranks, kind=kind)
     itemsize = plan.dtype.itemsize
     return Row(

@@ -3,10 +3,13 @@
 GQA at every divisor, MLA at shares of its cache and as engines take it.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
+from ..checkpoints.shards import TensorSpec
 from ..convert.algebra.target import GroupedTarget, budget_elements
 from ..convert.calibration.statistics import Statistics
 from ..convert.decide.engine_choice import unfit
@@ -15,6 +18,10 @@ from ..convert.decide.plan import Plan, make_plan
 from ..convert.families.source import Source
 from ..convert.formats.serving_widths import PROFILES
 from ..convert.request import FoldRequest, fold_request
+from ..convert.towers.assembly import whole_config
+from ..convert.towers.possible import check_request, tower_request
+from ..convert.towers.tower import Tower
+from ..convert.towers.whole_output import WholeOutput, other_specs
 from ..core.errors import InvalidInput
 
 SHARES = ("50%", "37.5%", "25%", "18.75%", "12.5%", "6.25%")  # of the source's cache, for MLA
@@ -28,11 +35,13 @@ class Candidate:
         request: as a user would give it.
         plan: of the request.
         engines: for each engine nothing, where it runs the output with its smaller cache, or why it does not.
+        inside: the text tower that is folded in its place in a multimodal checkpoint; None: no such.
     """
 
     request: FoldRequest
     plan: Plan
     engines: Mapping[str, str]
+    inside: Tower | None = None
 
     @property
     def kind(self) -> str:
@@ -58,6 +67,26 @@ class Candidate:
         """Return `stock`, `remote`, `grouped` or `rehosted`."""
         return self.plan.container.kind
 
+    @cached_property
+    def _others(self) -> tuple[TensorSpec, ...]:
+        return () if self.inside is None else tuple(other_specs(self.inside).values())
+
+    @property
+    def other_bytes(self) -> int:
+        """Return the bytes of the tensors around a tower, such as those of images."""
+        return sum(spec.nbytes for spec in self._others)
+
+    @property
+    def other_elements(self) -> int:
+        """Return the number of their elements."""
+        return sum(math.prod(spec.shape) for spec in self._others)
+
+    @property
+    def architecture(self) -> str:
+        """Return the class of the output."""
+        config = self.plan.config if self.inside is None else whole_config(self.inside, self.plan.config)
+        return str((config.get("architectures") or [config["model_type"]])[0])
+
     @property
     def served_by(self) -> tuple[str, ...]:
         """Return the engines that run it with its smaller cache."""
@@ -68,7 +97,7 @@ class Candidate:
 
         They may divide its cache otherwise, so that other engines take it.
         """
-        return _candidate(self.plan.source, self.request, statistics)
+        return _candidate(self.plan.source, self.request, statistics, self.inside)
 
 
 def check_alike(source: Source) -> None:
@@ -85,7 +114,12 @@ def check_alike(source: Source) -> None:
 
 
 def find_candidates(
-    source: Source, shares: Sequence[str] = SHARES, engine: str | None = None, *, calibrated: bool = False
+    source: Source,
+    shares: Sequence[str] = SHARES,
+    engine: str | None = None,
+    *,
+    calibrated: bool = False,
+    inside: Tower | None = None,
 ) -> tuple[list[Candidate], dict[str, str]]:
     """Plan every target of a source without statistics.
 
@@ -96,6 +130,7 @@ def find_candidates(
         shares: of its cache, for MLA.
         engine: those that must run the output, a list with commas; None: any that does.
         calibrated: whether statistics will be there, by which slots can be allocated.
+        inside: the text tower that the source is, where it stays in its multimodal checkpoint.
 
     Raises:
         InvalidInput: a share or an engine is none.
@@ -109,7 +144,11 @@ def find_candidates(
     for kind, to, options in _wanted(source, shares, calibrated):
         try:
             named = {} if engine is None else {"engines": engine}
-            candidate = _candidate(source, _request(source, to, {**options, **named}))
+            asked = _request(source, to, {**options, **named})
+            if inside is not None:
+                check_request(asked, inside)
+                asked = tower_request(asked)
+            candidate = _candidate(source, asked, inside=inside)
         except InvalidInput as refusal:
             refused.setdefault(kind, str(refusal))
             continue
@@ -121,13 +160,18 @@ def find_candidates(
     return list(found.values()), {kind: why for kind, why in refused.items() if kind not in had}
 
 
-def plan_source(source: Source) -> Candidate | None:
+def plan_source(source: Source, inside: Tower | None = None) -> Candidate | None:
     """Plan the source as it is, as one more candidate.
 
     The result is None where it has no form in which it could be written unchanged.
+
+    Args:
+        source: the checkpoint.
+        inside: the text tower that it is, where that stays in its multimodal checkpoint.
     """
+    asked = _request(source, "gqa", {"kv_heads": source.geometry.num_key_value_heads})
     try:
-        return _candidate(source, _request(source, "gqa", {"kv_heads": source.geometry.num_key_value_heads}))
+        return _candidate(source, asked, inside=inside)
     except InvalidInput:
         return None
 
@@ -166,8 +210,14 @@ def _request(source: Source, to: str, options: Mapping[str, Any]) -> FoldRequest
     return fold_request({"model": str(source.checkpoint.directory), "to": to, "refine": 0, **options})
 
 
-def _candidate(source: Source, request: FoldRequest, statistics: Statistics | None = None) -> Candidate:
-    plan = make_plan(source.checkpoint.directory, request, statistics)
-    against = unfit(plan, plan.engines or ENGINES)
+def _candidate(
+    source: Source,
+    request: FoldRequest,
+    statistics: Statistics | None = None,
+    inside: Tower | None = None,
+) -> Candidate:
+    plan = make_plan(source, request, statistics)
+    written = plan if inside is None else WholeOutput.of(inside, plan)
+    against = unfit(written, plan.engines or ENGINES)
     reasons = {engine: "; ".join(map(str, findings)) for engine, findings in against.items()}
-    return Candidate(request=request, plan=plan, engines=reasons)
+    return Candidate(request=request, plan=plan, engines=reasons, inside=inside)

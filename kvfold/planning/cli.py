@@ -113,6 +113,12 @@ UNFIT = 3  # exit code where nothing fits: an answer, and no mistake
     help="Draw the curve (matplotlib).",
 )
 @click.option("--revision", help="Branch, tag or commit of a Hub id.")
+@click.option(
+    "--text-only",
+    is_flag=True,
+    help="Plan the text tower of a multimodal model alone, as a causal language model; by default it is "
+    "folded in its place.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
 def main(context: str, memory: str | None, as_json: bool, **options: Any) -> None:
     """Find the best target for MODEL (a directory or a Hub id) in a memory, at a context and batch.
@@ -150,9 +156,12 @@ def _settings(context: str, memory: str | None, options: dict[str, Any]) -> dict
 
 
 def _show(found: "Candidates") -> None:
+    refused: dict[str, list[str]] = {}
     for kind in ("gqa", "mla decoupled", "mla intact"):
         if kind in found.report["refused"]:
-            notice(f"no {kind}: {found.report['refused'][kind]}")
+            refused.setdefault(found.report["refused"][kind], []).append(kind)
+    for why, kinds in refused.items():
+        notice(f"no {' and no '.join(kinds)}: {why}")
     table = found.grid()
     show_table(table.title, table.columns, table.rows)
     if "curve" in found.report:

@@ -3,9 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
-
-from pydantic import Field
+from typing import Any
 
 from ..convert.calibration.statistics import Statistics
 from ..convert.calibration.study import study
@@ -15,67 +13,27 @@ from ..convert.decide.per_rank import Ranks, source_elements
 from ..convert.families.source import Source, open_source
 from ..convert.formats.serving_widths import PROFILES
 from ..convert.request import FoldRequest
+from ..convert.towers.outlook import reads_text, tower_report
+from ..convert.towers.tower import Tower, find_tower
+from ..convert.towers.view import tower_source
 from ..core.cache_dtypes import CacheDtype, cache_dtype
 from ..core.console import notice
 from ..core.errors import InvalidInput
 from ..core.grid import Grid, Tabular
 from ..core.hub import resolve
-from ..core.settings import Settings
 from ..core.units import show_bytes
 from .advice import Advice, Bounds, Row, place, place_all, predict_rows, rank, what_would_fit
 from .candidates import SHARES, Candidate, check_alike, find_candidates, plan_source
 from .loss_curve import SHARES as CURVE_SHARES
 from .loss_curve import check_picture, draw, points_of
 from .prediction import source_loss
+from .request import PlanRequest
+
+__all__ = ["Candidates", "PlanRequest", "recommend"]
 
 _COLUMNS = (
     "", "cache", "", "parameters", "memory", "fits", "", "bytes per token", "attention FLOPs", "engines",
 )  # fmt: skip
-
-
-class PlanRequest(Settings):
-    """A comparison of targets as a user asks for it."""
-
-    model: str = Field(min_length=1)
-    """The source: a directory, or a Hub id with an optional `@revision`."""
-    context: int = Field(default=32 * 1024, ge=1)
-    """Tokens of each sequence."""
-    batch: int = Field(default=1, ge=1)
-    """Sequences at once."""
-    memory: Annotated[int, Field(ge=1)] | None = None
-    """Bytes for weights, cache and activations, of each rank; None: unbounded."""
-    tp: int = Field(default=1, ge=1)
-    """Ranks of tensor parallelism that serve the model."""
-    dcp: int = Field(default=1, ge=1)
-    """Of these, ranks of decode context parallelism, which divides the tokens of repeated heads."""
-    goal: Literal["quality", "speed"] = "quality"
-    """`quality` puts the least predicted loss first; `speed` the fewest bytes moved for a decoded token."""
-    tolerance: float = Field(default=0.1, ge=0)
-    """With the goal `speed`: most predicted loss, nats per token."""
-    engines: tuple[str, ...] = ()
-    """Engines that must run the output; none: any."""
-    budgets: tuple[str, ...] | None = None
-    """Shares of the source's cache to try for MLA."""
-    calibration: str = "none"
-    """Text that losses are predicted on, as in a `FoldRequest`; `none` predicts from the weights alone."""
-    layerwise: bool | None = None
-    """Take statistics with one layer in memory at a time; None: when the model does not fit whole."""
-    sequences: int = Field(default=48, ge=1)
-    """Calibration sequences."""
-    length: Annotated[int, Field(ge=2)] | None = None
-    """Tokens of a calibration sequence; left out, as in a `FoldRequest`."""
-    seed: int = Field(default=0, ge=0)
-    """Seed of the calibration."""
-    save_statistics: Path | None = None
-    """File (.safetensors) that keeps the statistics."""
-    cache_dtypes: tuple[str, ...] = ()
-    """Number formats of the cache to compare, each with every target; none: the output's dtype."""
-    curve: bool = False
-    """Also predict the loss of targets that do not fit, as a curve over the cache."""
-    png: Path | None = None
-    """Picture of the curve."""
-    revision: str | None = None
-    """Branch, tag or commit of a Hub id."""
 
 
 @dataclass(frozen=True)
@@ -183,15 +141,34 @@ def recommend(request: PlanRequest) -> Candidates:
     """
     if request.png is not None:
         check_picture(request.png)
+    directory = resolve(request.model, request.revision)
+    tower = find_tower(directory)
+    if tower is None:
+        if request.text_only:
+            raise InvalidInput(f"--text-only does not apply to {request.model}, which is no multimodal model")
+        return _recommend(open_source(directory), request)
+    with tower_source(tower, copied=reads_text(request.calibration)) as source:
+        found = _recommend(source, request, None if request.text_only else tower)
+        around = tower_report(tower, in_place=not request.text_only)
+        return replace(found, report={**found.report, "source": str(directory), "tower": around})
+
+
+def _recommend(source: Source, request: PlanRequest, inside: Tower | None = None) -> Candidates:
+    """Return the targets of a source that is open, ranked.
+
+    Args:
+        source: the checkpoint.
+        request: what the user asked for.
+        inside: the text tower that the source is, where it stays in its multimodal checkpoint.
+    """
     wants_curve = request.curve or request.png is not None
     kinds = tuple(cache_dtype(name) for name in dict.fromkeys(request.cache_dtypes))
     shares = request.budgets or (CURVE_SHARES if wants_curve else SHARES)
-    source = open_source(resolve(request.model, request.revision))
     check_alike(source)
     ranks = Ranks(tensor=request.tp, context=request.dcp)
     ranks.check(source.geometry)
     _tell_small(source)
-    candidates, refused = _find(source, shares, request)
+    candidates, refused = _find(source, shares, request, inside)
     bounds = Bounds(context=request.context, batch=request.batch, memory=request.memory, ranks=ranks)
     rows = place_all(candidates, kinds, bounds, request.engines)
     statistics = None
@@ -199,8 +176,9 @@ def recommend(request: PlanRequest) -> Candidates:
         statistics = _study(source, request)
     rows = predict_rows(rows, bounds, statistics, every=wants_curve)
     advice = rank(rows, bounds, request.goal, request.tolerance, calibrated=statistics is not None)
-    report = _report(source, advice, refused, request, statistics)
-    report |= _stored(source, bounds, kinds, statistics)
+    unchanged = plan_source(source, inside)
+    report = _report(source, advice, refused, request, statistics, unchanged)
+    report |= _stored(unchanged, bounds, kinds, statistics)
     if kinds:
         _mark_front([*report["candidates"], *report["source_stored"]])
         _tell_source(report)
@@ -212,10 +190,11 @@ def recommend(request: PlanRequest) -> Candidates:
 
 
 def _find(
-    source: Source, shares: tuple[str, ...], request: PlanRequest
+    source: Source, shares: tuple[str, ...], request: PlanRequest, inside: Tower | None
 ) -> tuple[list[Candidate], dict[str, str]]:
     engine = ",".join(request.engines) or None
-    candidates, refused = find_candidates(source, shares, engine, calibrated=request.calibration != "none")
+    calibrated = request.calibration != "none"
+    candidates, refused = find_candidates(source, shares, engine, calibrated=calibrated, inside=inside)
     if not candidates:
         reasons = "; ".join(f"{kind}: {why}" for kind, why in refused.items())
         raise InvalidInput(
@@ -241,6 +220,7 @@ def _command(row: Row, request: PlanRequest) -> str:
         "revision": request.revision,
         "method": candidate.plan.method,
         "refine": None,
+        "text_only": request.text_only,
     }
     if request.save_statistics is not None:
         update["calibration"] = str(request.save_statistics)
@@ -257,8 +237,9 @@ def _report(
     refused: dict[str, str],
     request: PlanRequest,
     statistics: Statistics | None,
+    unchanged: Candidate | None,
 ) -> dict[str, Any]:
-    bounds, unchanged, chosen = advice.bounds, plan_source(source), advice.chosen
+    bounds, chosen = advice.bounds, advice.chosen
     own = None
     if unchanged is not None:
         whole = place(unchanged, bounds).to_dict()
@@ -294,10 +275,10 @@ def _report(
 
 
 def _stored(
-    source: Source, bounds: Bounds, kinds: Sequence[CacheDtype], statistics: Statistics | None
+    unchanged: Candidate | None, bounds: Bounds, kinds: Sequence[CacheDtype], statistics: Statistics | None
 ) -> dict[str, Any]:
     """Return the formats, and the source itself with its cache in each, as rows of the report."""
-    names, unchanged = [kind.name for kind in kinds], plan_source(source)
+    names = [kind.name for kind in kinds]
     if unchanged is None:
         return {"cache_dtypes": names, "source_stored": []}
     own = unchanged if statistics is None else unchanged.with_statistics(statistics)

@@ -206,7 +206,6 @@ def test_directories_of_the_user_stay(tmp_path: Path) -> None:
             "takes no text model with code of its own",
         ),
         ({}, ("--to", "mqa", "--dtype", "bfloat16"), "keep their bytes"),
-        ({}, ("--to", "mqa", "--dry-run"), "is a multimodal model"),
         ({}, ("--to", "mla", "--engine", "vllm"), "--engine vllm: it is not known whether it runs latent"),
         (
             {"text_config": {"model_type": "mamba"}},

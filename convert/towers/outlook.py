@@ -1,0 +1,36 @@
+"""A text tower and the targets that it can become, as plain values for plans."""
+
+from typing import Any
+
+from ...checkpoints.directory import Checkpoint
+from ..families.recognition import FAMILIES
+from .possible import latent_never, latent_refusal
+from .tower import Tower
+
+
+def tower_report(tower: Tower, *, in_place: bool) -> dict[str, Any]:
+    """Return a text tower as plain values: its sizes, and for each target why it cannot be; empty: it may.
+
+    Args:
+        tower: the tower.
+        in_place: whether it stays in the whole checkpoint.
+    """
+    whole = Checkpoint(tower.directory)
+    size = sum(whole.spec(name).nbytes for name in tower.names)
+    return {
+        "family": FAMILIES[tower.model_type].label,
+        "in_place": in_place,
+        "bytes": size,
+        "other_bytes": sum(whole.spec(name).nbytes for name in whole) - size,
+        "targets_in_place": {"gqa": "", "mqa": "", "mla": latent_refusal(tower)},
+        "targets_alone": {"gqa": "", "mqa": "", "mla": latent_never(tower)},
+    }
+
+
+def reads_text(calibration: str) -> bool:
+    """Return whether a plan takes statistics, for which transformers loads the source.
+
+    Args:
+        calibration: as in a `FoldRequest`.
+    """
+    return calibration != "none" and not calibration.endswith(".safetensors")

@@ -1,0 +1,92 @@
+"""The targets that have a place in a whole multimodal checkpoint, and the refusals of the others."""
+
+from ...checkpoints.directory import read_config
+from ...core.errors import InvalidInput
+from ..families.recognition import BEHIND_ROTATION, FAMILIES, UNLIKE, complete, latent_obstacle
+from ..request import FoldRequest
+from .text_class import STOCK, holds_other_classes
+from .tower import Tower
+
+RUN_IN = ("transformers",)  # the engine in which multimodal classes with a folded tower were run
+_OTHERS = "use --to gqa or --to mqa, or write the text tower alone with --text-only"
+
+
+def latent_refusal(tower: Tower) -> str:
+    """Return why latent attention has no place in a whole checkpoint; empty where the stock class has one.
+
+    Args:
+        tower: the text tower of the checkpoint.
+    """
+    kind = read_config(tower.directory).get("model_type")
+    never = latent_never(tower)
+    if never:
+        return (
+            f"--to mla: the text tower of {kind} cannot have latent attention, because {never}; use --to gqa"
+        )
+    if not holds_other_classes(tower.directory, STOCK):
+        return (
+            f"--to mla: the class of model_type {kind} builds its own text model, in which latent "
+            f"attention has no place; {_OTHERS}"
+        )
+    obstacle = latent_obstacle(complete(FAMILIES[tower.model_type], tower.config), regressed=True)
+    if obstacle is None:
+        return ""
+    reason = obstacle.rpartition("; ")[0] or obstacle
+    return f"--to mla: only the stock class has a place in model_type {kind}, and {reason}; {_OTHERS}"
+
+
+def latent_never(tower: Tower) -> str:
+    """Return why no output format of latent attention holds a tower, not even alone; empty where one may."""
+    family = FAMILIES[tower.model_type]
+    return BEHIND_ROTATION if family.late_norms is not None else UNLIKE if family.unlike else ""
+
+
+def check_request(request: FoldRequest, tower: Tower) -> None:
+    """Refuse what has no place in the whole checkpoint; the tower alone takes everything.
+
+    Args:
+        request: what the user asked for.
+        tower: the text tower of the source that it names.
+
+    Raises:
+        InvalidInput: says what, and what would be right.
+    """
+    if request.text_only:
+        return
+    if request.to == "mla":
+        refusal = latent_refusal(tower)
+        if refusal:
+            raise InvalidInput(refusal)
+        others_asked = [engine for engine in request.engines if engine not in RUN_IN]
+        if others_asked:
+            raise InvalidInput(
+                f"--engine {others_asked[0]}: it is not known whether it runs latent attention inside a "
+                f"multimodal class; leave it out for transformers, {_OTHERS}"
+            )
+        if request.container == "remote":
+            raise InvalidInput(
+                "--container remote: a multimodal class takes no text model with code of its own; leave the "
+                f"container out, {_OTHERS}"
+            )
+        if request.rope == "intact":
+            raise InvalidInput(
+                "--rope intact: the stock class, the only one with a place in a multimodal class, rebuilds no "
+                f"keys; leave it out, {_OTHERS}"
+            )
+    if request.dtype != "auto":
+        raise InvalidInput(
+            f"--dtype {request.dtype} does not apply to a whole multimodal checkpoint, whose other tensors "
+            "keep their bytes; leave it out, or add --text-only"
+        )
+
+
+def tower_request(request: FoldRequest) -> FoldRequest:
+    """Return the request for the fold of a tower that is put back in its place.
+
+    Args:
+        request: for the whole checkpoint.
+    """
+    changed = {"revision": None, "verify": "none"}
+    if request.to == "mla":  # a multimodal class takes no code of ours
+        return request.model_copy(update={**changed, "container": "stock", "engines": RUN_IN})
+    return request.model_copy(update=changed)

@@ -1,0 +1,80 @@
+"""The text tower of a multimodal checkpoint, read in its place as a causal language model.
+
+Plans read it so: no weight is copied, unless statistics are taken on it.
+"""
+
+import json
+import re
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from ...checkpoints.directory import Checkpoint, copy_side_files, read_config
+from ...core.errors import InvalidInput
+from ..families.source import Source, open_source
+from ..request import SHARD_SIZE
+from .tower import Tower, write_tower
+
+_NAMES = re.compile(r"[A-Za-z_]\w*(?:\.\w+)+")
+
+
+class TowerView(Checkpoint):
+    """Tensors of another checkpoint under other names; each is read from the files of the other.
+
+    Args:
+        directory: of the config.json and the side files that go with these names.
+        whole: the other checkpoint.
+        names: of the tensors, there and here.
+    """
+
+    def __init__(self, directory: Path, whole: Checkpoint, names: Mapping[str, str]) -> None:
+        self.directory = directory
+        self.config = read_config(directory)
+        self._entries = {name: whole._entries[stored] for stored, name in names.items()}
+
+
+@contextmanager
+def tower_source(tower: Tower, *, copied: bool) -> Iterator[Source]:
+    """Open a text tower as the source of a plan; it can be read until the block ends.
+
+    Args:
+        tower: the tower.
+        copied: whether its weights are copied to a temporary directory, from which transformers can load it.
+
+    Yields:
+        The source, whose directory is a temporary one. Errors in the block name the whole checkpoint.
+
+    Raises:
+        InvalidInput: the tower cannot be folded.
+    """
+    with tempfile.TemporaryDirectory(prefix="kvfold-tower-") as work:
+        directory = Path(work) / tower.directory.resolve().name
+        with named_as_whole(tower, directory):
+            if copied:
+                write_tower(tower, directory, SHARD_SIZE)
+                yield open_source(directory)
+                return
+            directory.mkdir()
+            (directory / "config.json").write_text(json.dumps(tower.config), encoding="utf-8")
+            copy_side_files(tower.directory, directory)
+            yield open_source(TowerView(directory, Checkpoint(tower.directory), tower.names))
+
+
+@contextmanager
+def named_as_whole(tower: Tower, place: Path) -> Iterator[None]:
+    """Let errors about a tower that is read from a directory of kvfold's own name the user's checkpoint.
+
+    Args:
+        tower: the tower.
+        place: the directory.
+
+    Raises:
+        InvalidInput: as in the block, with the names of the whole checkpoint.
+    """
+    stored = {name: whole for whole, name in tower.names.items()}
+    try:
+        yield
+    except InvalidInput as refusal:
+        sentence = str(refusal).replace(str(place), f"the text tower of {tower.directory}")
+        raise InvalidInput(_NAMES.sub(lambda found: stored.get(found[0], found[0]), sentence)) from None

@@ -1,0 +1,55 @@
+"""`PlanRequest`: everything that a user can ask of a comparison of targets."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from ..core.settings import Settings
+
+
+class PlanRequest(Settings):
+    """A comparison of targets as a user asks for it."""
+
+    model: str = Field(min_length=1)
+    """The source: a directory, or a Hub id with an optional `@revision`."""
+    context: int = Field(default=32 * 1024, ge=1)
+    """Tokens of each sequence."""
+    batch: int = Field(default=1, ge=1)
+    """Sequences at once."""
+    memory: Annotated[int, Field(ge=1)] | None = None
+    """Bytes for weights, cache and activations, of each rank; None: unbounded."""
+    tp: int = Field(default=1, ge=1)
+    """Ranks of tensor parallelism that serve the model."""
+    dcp: int = Field(default=1, ge=1)
+    """Of these, ranks of decode context parallelism, which divides the tokens of repeated heads."""
+    goal: Literal["quality", "speed"] = "quality"
+    """`quality` puts the least predicted loss first; `speed` the fewest bytes moved for a decoded token."""
+    tolerance: float = Field(default=0.1, ge=0)
+    """With the goal `speed`: most predicted loss, nats per token."""
+    engines: tuple[str, ...] = ()
+    """Engines that must run the output; none: any."""
+    budgets: tuple[str, ...] | None = None
+    """Shares of the source's cache to try for MLA."""
+    calibration: str = "none"
+    """Text that losses are predicted on, as in a `FoldRequest`; `none` predicts from the weights alone."""
+    layerwise: bool | None = None
+    """Take statistics with one layer in memory at a time; None: when the model does not fit whole."""
+    sequences: int = Field(default=48, ge=1)
+    """Calibration sequences."""
+    length: Annotated[int, Field(ge=2)] | None = None
+    """Tokens of a calibration sequence; left out, as in a `FoldRequest`."""
+    seed: int = Field(default=0, ge=0)
+    """Seed of the calibration."""
+    save_statistics: Path | None = None
+    """File (.safetensors) that keeps the statistics."""
+    cache_dtypes: tuple[str, ...] = ()
+    """Number formats of the cache to compare, each with every target; none: the output's dtype."""
+    curve: bool = False
+    """Also predict the loss of targets that do not fit, as a curve over the cache."""
+    png: Path | None = None
+    """Picture of the curve."""
+    revision: str | None = None
+    """Branch, tag or commit of a Hub id."""
+    text_only: bool = False
+    """Of a multimodal checkpoint, plan the text tower alone, as a causal language model."""
