@@ -70,7 +70,7 @@ def check_request(request: FoldRequest, tower: Tower) -> None:
             )
         if request.rope == "intact":
             raise InvalidInput(
-                "--rope intact: the stock class, the only one with a place in a multimodal class, rebuilds no "
+                "--rope intact: only the stock class has a place in a multimodal class, and it rebuilds no "
                 f"keys; leave it out, {_OTHERS}"
             )
     if request.dtype != "auto":

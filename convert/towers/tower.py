@@ -81,7 +81,7 @@ def find_tower(directory: Path) -> Tower | None:
     _check_unquantised(directory, config)
     text = _text_config(directory, kind, config)
     named = str(text.get("model_type"))
-    model_type = _SAME_AS.get(named, named)
+    model_type = _as_causal(named)
     if model_type not in FAMILIES:
         raise InvalidInput(
             f"the text tower of {kind} is of model_type {named}, which kvfold cannot fold: "
@@ -94,6 +94,27 @@ def find_tower(directory: Path) -> Tower | None:
     with loading_failures(directory, "config.json"):
         tower_config = _causal_config(model_type, {**text, "tie_word_embeddings": tied}, config)
     return Tower(directory=directory, model_type=model_type, config=tower_config, names=names)
+
+
+def text_config(directory: Path) -> dict[str, Any]:
+    """Return the configuration of a multimodal checkpoint's text model, with all defaults of its own class.
+
+    Its model_type is that of the causal language model which computes the same on text.
+
+    Args:
+        directory: the checkpoint, folded or not.
+
+    Raises:
+        InvalidInput: transformers cannot read it, or it has no text model.
+    """
+    config = read_config(directory)
+    text = _text_config(directory, str(config.get("model_type")), config)
+    return {**text, "model_type": _as_causal(str(text.get("model_type")))}
+
+
+def _as_causal(named: str) -> str:
+    """Return the model type of the causal language model of a tower's model type."""
+    return _SAME_AS.get(named, named)
 
 
 def is_written(tower: Tower, out: Path) -> bool:

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from ...checkpoints.cost_blocks import CacheAtLength, CacheBlock, ModelCache
 from ...convert.families.layers.layer_shapes import own_geometry
-from ...convert.families.recognition import FAMILIES, attending, complete, geometry_of
+from ...convert.families.recognition import FAMILIES, attending, complete, geometry_of, is_multimodal
+from ...convert.towers.tower import text_config
 from ...core.console import notice
 from ...core.errors import InvalidInput
 from ...models.causal_lm import Loaded
@@ -193,7 +194,7 @@ def _model(subject: Subject, role: str, size: CacheSize, memory: int | None) -> 
         contexts.append(
             CacheAtLength(tokens, each, None if memory is None else max(0, memory - weights) // each)
         )
-    expected = predicted(config)
+    expected = predicted(text_config(path) if is_multimodal(config) else config)
     if expected is not None and expected != size.elements_per_token_per_layer:
         notice(
             f"the cache of {path} holds {size.elements_per_token_per_layer:g} elements per token and "

@@ -18,7 +18,9 @@ from kvfold.convert.cli import main
 from kvfold.convert.decide.engine_rules import lint
 from kvfold.convert.decide.engines import ENGINES
 from kvfold.convert.decide.rules.engine_pairs import UNKNOWN
+from kvfold.convert.towers.tower import find_tower, text_config
 from kvfold.core.errors import InvalidInput
+from kvfold.eval.suites.cache import predicted
 from kvfold.models.causal_lm import build_empty
 from kvfold.models.shipped.modeling_kvfold import KvfoldForCausalLM
 
@@ -142,8 +144,28 @@ def test_a_fold_is_evaluated_on_text(llava: Path, target: str, tmp_path: Path) -
         )
     )
     assert found["cache.ratio"] == {"gqa": 0.25, "mla": 0.125}[target]
+    for part, elements in (("student", {"gqa": 16, "mla": 8}[target]), ("teacher", 64)):
+        assert found[f"cache.{part}.predicted_elements_per_token_per_layer"] == elements
+        assert found[f"cache.{part}.elements_per_token_per_layer"] == elements
     assert found["kl.mean"] == pytest.approx(alone["kl.mean"], rel=1e-4, abs=1e-9)
     assert (found["kl.mean"] > 1e-6) == (target == "mla")
+
+
+def test_the_cache_by_config_json_is_that_of_the_text_model(source: Path, tmp_path: Path) -> None:
+    """As of the tower alone, before and after a fold, also where text_config leaves defaults out."""
+    out = fold(source, "counted", "--to", "gqa", "--kv-heads", "2")
+    tower = find_tower(source)
+    assert tower is not None
+    record = json.loads((out / "kvfold.json").read_text())
+    for directory, side in ((source, "before"), (out, "after")):
+        elements = record["cache"][side]["elements_per_token_per_layer"]
+        assert predicted(text_config(directory)) == elements
+    assert predicted(tower.config) == record["cache"]["before"]["elements_per_token_per_layer"]
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    whole = {"model_type": "mistral3", "vision_config": {}, "text_config": {"model_type": "mistral"}}
+    (bare / "config.json").write_text(json.dumps(whole))
+    assert predicted(text_config(bare)) == 2 * 8 * 128, "of the class's defaults"
 
 
 def test_both_counts_of_heads_are_folded_as_config_json_has_them(tmp_path: Path) -> None:
