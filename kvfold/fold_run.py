@@ -80,7 +80,7 @@ def dry_run(request: FoldRequest) -> tuple[dict[str, Any], FoldCost] | None:
 
     tower = find_tower(resolve(request.model, request.revision))
     if tower is not None:
-        from .tower_plan import plan_tower
+        from .planning.tower_plan import plan_tower
 
         return plan_tower(request, tower)
     _check_multimodal(request)

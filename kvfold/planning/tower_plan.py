@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .convert.decide.fold_cost import FoldCost, cost_of
-from .convert.decide.preparation import prepare
-from .convert.towers.assembly import names_in_place, whole_config
-from .convert.towers.outlook import reads_text, tower_report
-from .convert.towers.possible import check_request, tower_request
-from .convert.towers.view import tower_source
-from .core.console import is_first
+from ..convert.decide.fold_cost import FoldCost, cost_of
+from ..convert.decide.preparation import prepare
+from ..convert.towers.assembly import names_in_place, whole_config
+from ..convert.towers.outlook import reads_text, tower_report
+from ..convert.towers.possible import check_request, tower_request
+from ..convert.towers.view import tower_source
+from ..core.console import is_first
 
 if TYPE_CHECKING:
-    from .convert.decide.plan import Plan
-    from .convert.request import FoldRequest
-    from .convert.towers.tower import Tower
+    from ..convert.decide.plan import Plan
+    from ..convert.request import FoldRequest
+    from ..convert.towers.tower import Tower
 
 
 def plan_tower(request: FoldRequest, tower: Tower) -> tuple[dict[str, Any], FoldCost] | None:
