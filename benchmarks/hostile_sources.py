@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tests.support.quantised import FORMATS, quantise
+from tests.support.quantised import FORMATS, quantise, quantised_tower
 from tests.support.tiny import make
 from tests.support.towers import make_multimodal
 
@@ -57,7 +57,9 @@ QUANTISED = {
     "mxfp4": "mxfp4",
 }
 TOWERS = {"llava": "llava", "gemma3": "gemma3", "qwen2-vl": "qwen2_5_vl"}
-NAMES = (*FAMILIES, *QUANTISED, *TOWERS)
+# Name of the source -> the format of the text tower of a `llava`.
+QUANTISED_TOWERS = {"llava-fp8": "fp8 blocks", "llava-compressed": "compressed int4 with zeros"}
+NAMES = (*FAMILIES, *QUANTISED, *TOWERS, *QUANTISED_TOWERS)
 TOWER = "llava-text"  # the text tower of llava, folded alone
 
 
@@ -75,9 +77,9 @@ def commands() -> dict[str, tuple[str, ...]]:
             "2",
             "--device", "cpu", "--json",
         )  # fmt: skip
-    for name in QUANTISED:
+    for name in (*QUANTISED, *QUANTISED_TOWERS):
         found[f"convert {name} dequantised"] = (*found[f"convert {name}"], "--dequantize")
-    for name in TOWERS:
+    for name in (*TOWERS, *QUANTISED_TOWERS):
         found[f"convert {name} text"] = (*found[f"convert {name}"], "--text-only")
     found["assemble"] = ("assemble", f"@{TOWER}", "@llava", "--json", "--out", "@out")
     return found
@@ -90,6 +92,8 @@ def files() -> dict[str, tuple[tuple[Mutation, ...], tuple[str, ...]]]:
         changes = (
             FAMILY_CONFIG if name in FAMILIES else QUANTISED_CONFIG if name in QUANTISED else TOWER_CONFIG
         )
+        if name in QUANTISED_TOWERS:
+            changes = (*TOWER_CONFIG, *QUANTISED_CONFIG)
         reading = tuple(command for command, words in commands().items() if f"@{name}" in words)
         found[f"{name}/config.json"] = changes, reading
         found[f"{name}/model.safetensors"] = SOURCE_TENSORS, reading
@@ -104,6 +108,12 @@ def write(scene: Path, name: str) -> None:
     directory = scene / name
     if name in TOWERS:
         make_multimodal(directory, TOWERS[name], **_SIZES)
+    elif name in QUANTISED_TOWERS:
+        plain = scene / f"{name}-plain"
+        make_multimodal(plain, "llava", **_SIZES)
+        quantise(plain, directory, quantised_tower(QUANTISED_TOWERS[name]))
+        for part in (plain, scene / f"{name}-twin"):
+            _remove(part)
     elif name in FAMILIES:
         make(directory, FAMILIES[name], equal_heads=True, **_SIZES)
     else:

@@ -71,7 +71,7 @@ def assemble_tower(folded: Path, whole: str, out: Path | None, shard_size: int) 
         asked = {**record["request"], "model": whole, "text_only": True}
         request = fold_request(asked, f"{folded.name}/kvfold.json")
         made |= {"command": request.command, "request": request.essentials()}
-    write_whole(tower, folded, place, shard_size, name, made)
+    write_whole(tower, folded, place, (shard_size, name), made)
     return place
 
 
@@ -89,7 +89,7 @@ def _check(tower: Tower, folded: Path, record: dict[str, Any]) -> None:
             f"{folded} has code of its own, and a multimodal class takes no text model with that; fold "
             "the tower to GQA or MQA, or with --container stock"
         )
-    if is_quantised(folded):
+    if is_quantised(folded) and (tower.names == tower.stored or record["stage"] == "quantize"):
         raise InvalidInput(f"{folded} has quantised weights; name the tower as it was before kvfold quantize")
     kind = config.get("model_type")
     if kind != tower.model_type and not (kind == STOCK and holds_other_classes(whole, STOCK)):
@@ -102,8 +102,8 @@ def _check(tower: Tower, folded: Path, record: dict[str, Any]) -> None:
         if ours != theirs:
             raise InvalidInput(f"{folded} has {field} {ours}, but the text tower of {whole} has {theirs}")
     dtypes = [
-        {Checkpoint(place).spec(name).dtype for name in names if name.endswith("norm.weight")}
-        for place, names in ((folded, Checkpoint(folded)), (whole, tower.names))
+        {Checkpoint(place, packed=True).spec(name).dtype for name in names if name.endswith("norm.weight")}
+        for place, names in ((folded, Checkpoint(folded, packed=True)), (whole, tower.stored))
     ]
     if dtypes[0] != dtypes[1]:
         ours, theirs = (
@@ -126,13 +126,13 @@ def _is_tower(tower: Tower, source: Path) -> bool:
     """Return whether a directory holds the tower of a checkpoint, byte for byte."""
     if not (source / "config.json").is_file():
         return False
-    whole, alone = Checkpoint(tower.directory), Checkpoint(source)
-    if set(alone) != set(tower.names.values()):
+    whole, alone = (Checkpoint(place, packed=True) for place in (tower.directory, source))
+    if set(alone) != set(tower.stored.values()):
         return False
-    if any(alone.spec(name) != whole.spec(stored) for stored, name in tower.names.items()):
+    if any(alone.spec(name) != whole.spec(stored) for stored, name in tower.stored.items()):
         return False
     return all(
         ours.equal(theirs)
-        for stored, name in tower.names.items()
+        for stored, name in tower.stored.items()
         for (_, ours), (_, theirs) in zip(whole.stream(stored), alone.stream(name), strict=True)
     )

@@ -4,9 +4,14 @@ All other tensors keep their bytes.
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial as partial_of
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from ...checkpoints.directory import (
     Checkpoint,
@@ -15,18 +20,31 @@ from ...checkpoints.directory import (
     read_config,
     without_code,
 )
+from ...checkpoints.quantised.packed_checkpoint import (
+    QuantisedCheckpoint,
+    as_stored,
+    open_checkpoint,
+    stored_specs,
+)
+from ...checkpoints.quantised.packed_tensor import module_of
+from ...checkpoints.quantised.schemes import MODELOPT_FILE
 from ...checkpoints.record import describe, write_record
-from ...checkpoints.shards import ShardWriter
+from ...checkpoints.shards import ShardWriter, TensorSpec
 from ...core.files import whole_directory
 from ...core.hub import commit_of
 from ..families.layers.layer_shapes import with_fewer_heads
 from ..families.recognition import FAMILIES
 from ..request import FoldRequest
 from ..write.model_card import write_card
+from .quantised_tower import whole_modules
+from .text_class import decoder_place
 from .tower import Tower
 
 # Fields of config.json that a fold may write otherwise although it did not change the model.
-_KEPT = {"architectures", "model_type", "dtype", "torch_dtype", "transformers_version", "tie_word_embeddings"}
+_KEPT = {
+    "architectures", "model_type", "dtype", "torch_dtype", "transformers_version", "tie_word_embeddings",
+    "quantization_config",
+}  # fmt: skip
 
 
 def put_back(tower: Tower, folded: Path, out: Path, request: FoldRequest) -> dict[str, Any]:
@@ -41,16 +59,16 @@ def put_back(tower: Tower, folded: Path, out: Path, request: FoldRequest) -> dic
     Raises:
         InvalidInput: the directory exists or cannot be written.
     """
-    made = {
+    made: dict[str, Any] = {
         "command": request.command,
         "request": request.essentials(),
         "parents": [{"stage": "source", "path": str(tower.directory.resolve())}],
     }
-    return write_whole(tower, folded, out, request.shard_size, request.source_name, made)
+    return write_whole(tower, folded, out, (request.shard_size, request.source_name), made)
 
 
 def write_whole(
-    tower: Tower, folded: Path, out: Path, shard_size: int, name: str | None, made: dict[str, Any]
+    tower: Tower, folded: Path, out: Path, how: tuple[int, str | None], made: dict[str, Any]
 ) -> dict[str, Any]:
     """Write a whole checkpoint around another tower than its own, all or nothing, and return its record.
 
@@ -58,28 +76,31 @@ def write_whole(
         tower: where its own tower's tensors are.
         folded: the other tower; its record becomes the output's.
         out: the new directory.
-        shard_size: most bytes of a weight file.
-        name: of the whole checkpoint; None: the name of its directory.
+        how: most bytes of a weight file, and the source's name; None: the name of its directory.
         made: fields of the record that say how the output was made.
 
     Raises:
         InvalidInput: the directory exists or cannot be written, or the tower does not fit.
     """
+    shard_size, name = how
     check_output(out, tower.directory)
     out.parent.mkdir(parents=True, exist_ok=True)
-    whole, part = Checkpoint(tower.directory), Checkpoint(folded)
+    part = Checkpoint(folded, packed=True)
     named = names_in_place(tower, part)
-    kept = [name for name in whole if name in named or name not in tower.names]
-    order = dict.fromkeys([*kept, *named])  # tensors that are new come last
-    specs = {name: part.spec(named[name]) if name in named else whole.spec(name) for name in order}
+    dequantize = bool(made.get("request", {}).get("dequantize"))
+    others = _others(tower, dequantize=dequantize)
+    stored = [each for each in Checkpoint(tower.directory, packed=True) if each in named or each in others]
+    order = dict.fromkeys([*stored, *others, *named])  # tensors that are new come last
+    specs = {each: part.spec(named[each]) if each in named else others[each].spec for each in order}
     with whole_directory(out) as partial:
         with ShardWriter(partial, specs, shard_size) as writer:
-            for stored in specs:
-                place = part.stream(named[stored]) if stored in named else whole.stream(stored)
-                for first, piece in place:
-                    writer.write(stored, piece, first)
+            for each in specs:
+                pieces = part.stream(named[each]) if each in named else others[each].pieces()
+                for first, piece in pieces:
+                    writer.write(each, piece, first)
         copy_side_files(tower.directory, partial)
         config = whole_config(tower, read_config(folded))
+        config |= _quantised_fields(tower, folded, partial, is_dequantised=dequantize)
         (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         record: dict[str, Any] = json.loads((folded / "kvfold.json").read_text(encoding="utf-8"))
         record |= {
@@ -92,6 +113,83 @@ def write_whole(
     return record
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Kept:
+    """A tensor around a tower, as it is stored or dequantised.
+
+    Attributes:
+        spec: its shape and dtype in the output.
+        pieces: yields it, flat, with the index of each piece's first element.
+    """
+
+    spec: TensorSpec
+    pieces: Callable[[], Iterator[tuple[int, Tensor]]]
+
+
+def _others(tower: Tower, *, dequantize: bool) -> dict[str, _Kept]:
+    """Return the tensors of a whole checkpoint that are not its tower's, by name.
+
+    Scales of the tower's cache are left out: they were those of the source's keys and values.
+    """
+    whole = open_checkpoint(tower.directory)
+    kept = [name for name in whole if name not in tower.names]
+    found: dict[str, _Kept] = {}
+    for name in kept:
+        packed = isinstance(whole, QuantisedCheckpoint) and name in whole.packed
+        if packed and dequantize:
+            spec = TensorSpec(torch.bfloat16, whole.spec(name).shape)
+            found[name] = _Kept(spec=spec, pieces=partial_of(_in_bfloat16, whole, name))
+            continue
+        stored = as_stored(whole)
+        for part in stored_specs(whole, [name]):
+            found[part] = _Kept(spec=stored.spec(part), pieces=partial_of(stored.stream, part))
+    return found
+
+
+def _in_bfloat16(whole: Checkpoint, name: str) -> Iterator[tuple[int, Tensor]]:
+    for first, piece in whole.stream(name):
+        yield first, piece.to(torch.bfloat16)
+
+
+def other_specs(tower: Tower, *, dequantize: bool = False) -> dict[str, TensorSpec]:
+    """Return shape and dtype of the tensors of an output that are not its tower's, by name.
+
+    Args:
+        tower: where the tower is in the whole checkpoint.
+        dequantize: whether quantised ones are written unquantised.
+    """
+    return {name: kept.spec for name, kept in _others(tower, dequantize=dequantize).items()}
+
+
+def _quantised_fields(tower: Tower, folded: Path, out: Path, *, is_dequantised: bool) -> dict[str, Any]:
+    """Return the quantization_config of a whole output, as a field of config.json; nothing without any.
+
+    A file of ModelOpt's is written next to it, where the source has one.
+    """
+    whole = open_checkpoint(tower.directory)
+    if not isinstance(whole, QuantisedCheckpoint) or is_dequantised:
+        return {}
+    part = open_checkpoint(folded)
+    named = names_in_place(tower, part)
+    place = decoder_place(tower.directory)
+    prefix = FAMILIES[tower.model_type].prefix
+    in_class = {
+        module: f"{place}.{module.removeprefix(prefix)}" if module.startswith(prefix) else module
+        for module in map(module_of, part)
+    }
+    modules = whole_modules(whole, part, named, in_class, tower.names)
+    if modules is None:
+        return {}
+    content = whole.modelopt_file_for(modules)
+    if content is not None:
+        (out / MODELOPT_FILE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    config, text = whole.stored.config, whole.stored.config.get("text_config")
+    is_named = config.get("quantization_config") or (
+        isinstance(text, dict) and text.get("quantization_config")
+    )
+    return {"quantization_config": whole.quantization_for(modules)} if is_named else {}
+
+
 def names_in_place(tower: Tower, part: Iterable[str]) -> dict[str, str]:
     """Return the tensors of a folded tower by their names in the whole checkpoint.
 
@@ -101,7 +199,7 @@ def names_in_place(tower: Tower, part: Iterable[str]) -> dict[str, str]:
         tower: where the tower is in the whole checkpoint.
         part: names of the folded tower's tensors.
     """
-    stored = {ours: name for name, ours in tower.names.items()}
+    stored = {ours: name for names in (tower.names, tower.stored) for name, ours in names.items()}
     family = FAMILIES[tower.model_type]
     place = stored[family.prefix + family.embedding].removesuffix(family.embedding)
     return {stored.get(name) or place + name.removeprefix(family.prefix): name for name in part}
@@ -110,7 +208,7 @@ def names_in_place(tower: Tower, part: Iterable[str]) -> dict[str, str]:
 def whole_config(tower: Tower, folded: dict[str, Any]) -> dict[str, Any]:
     """Return config.json of the whole checkpoint, with what the fold changed in the tower's.
 
-    A tower in another class brings its own.
+    A tower in another class brings its own. A quantization_config is left out.
 
     Args:
         tower: where the tower is in the whole checkpoint.
@@ -122,8 +220,13 @@ def whole_config(tower: Tower, folded: dict[str, Any]) -> dict[str, Any]:
     changed.pop("per_layer_config", None)  # which the whole checkpoint may say in another way
     share = folded.get("num_key_value_heads", 1), tower.config.get("num_key_value_heads", 1)
     config: dict[str, Any] = without_code(read_config(tower.directory))
+    config.pop("quantization_config", None)
+    text = config.get("text_config")
+    if isinstance(text, dict):
+        config["text_config"] = {key: text[key] for key in text if key != "quantization_config"}
     if folded["model_type"] != tower.model_type:
-        return {**config, "text_config": folded}
+        alone = {key: value for key, value in folded.items() if key != "quantization_config"}
+        return {**config, "text_config": alone}
     if isinstance(config.get("text_config"), dict) and FAMILIES[tower.model_type].unlike:
         return {**config, "text_config": with_fewer_heads({**config["text_config"], **changed}, share)}
     if isinstance(config.get("text_config"), dict):

@@ -4,24 +4,26 @@ from typing import Any
 
 from ...checkpoints.directory import Checkpoint
 from ..families.recognition import FAMILIES
+from .assembly import other_specs
 from .possible import latent_never, latent_refusal
 from .tower import Tower
 
 
-def tower_report(tower: Tower, *, in_place: bool) -> dict[str, Any]:
+def tower_report(tower: Tower, *, in_place: bool, dequantize: bool = False) -> dict[str, Any]:
     """Return a text tower as plain values: its sizes, and for each target why it cannot be; empty: it may.
 
     Args:
         tower: the tower.
         in_place: whether it stays in the whole checkpoint.
+        dequantize: whether the output is unquantised.
     """
-    whole = Checkpoint(tower.directory)
-    size = sum(whole.spec(name).nbytes for name in tower.names)
+    whole = Checkpoint(tower.directory, packed=True)
+    size = sum(whole.spec(name).nbytes for name in tower.stored)
     return {
         "family": FAMILIES[tower.model_type].label,
         "in_place": in_place,
         "bytes": size,
-        "other_bytes": sum(whole.spec(name).nbytes for name in whole) - size,
+        "other_bytes": sum(spec.nbytes for spec in other_specs(tower, dequantize=dequantize).values()),
         "targets_in_place": {"gqa": "", "mqa": "", "mla": latent_refusal(tower)},
         "targets_alone": {"gqa": "", "mqa": "", "mla": latent_never(tower)},
     }

@@ -6,6 +6,8 @@ import torch
 
 from ...checkpoints.directory import read_config
 from ...core.errors import InvalidInput
+from ...models.dequantised import without_quantisation
+from ...models.expected_weights import multimodal_class
 from ...models.load_failures import loading_failures, no_warnings
 
 STOCK = "deepseek_v3"  # model type of the class of --container stock
@@ -37,3 +39,32 @@ def holds_other_classes(directory: Path, model_type: str) -> bool:
             return type(model.get_decoder()) is MODEL_MAPPING[CONFIG_MAPPING[model_type]]
     except InvalidInput:  # the class reads other fields of a text_config
         return False
+
+
+def decoder_place(directory: Path) -> str:
+    """Return the name of the text model inside the class of a multimodal checkpoint.
+
+    Args:
+        directory: the checkpoint.
+
+    Raises:
+        InvalidInput: transformers cannot build the class.
+
+    Example:
+        >>> decoder_place(Path("llava"))  # doctest: +SKIP
+        'model.language_model'
+    """
+    from transformers import AutoConfig
+
+    with loading_failures(directory, "config.json"), no_warnings(), torch.device("meta"):
+        config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+        config = without_quantisation(config)
+        kind = multimodal_class(config)
+        model = None if kind is None else kind._from_config(config)
+    if model is None:
+        raise InvalidInput(
+            f"{directory} is quantised, and transformers has no class of it that writes text; its text tower "
+            "can be folded alone, with --text-only"
+        )
+    decoder = model.get_decoder()
+    return next(str(name) for name, module in model.named_modules() if module is decoder)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ...checkpoints.directory import Checkpoint, check_output, copy_side_files, read_config
-from ...checkpoints.quantised.schemes import quantization_of
+from ...checkpoints.quantised.packed_checkpoint import open_checkpoint
 from ...checkpoints.shards import ShardWriter
 from ...core.errors import InvalidInput
 from ...core.files import replace_text, whole_directory
@@ -21,6 +21,7 @@ from ..families.family import Family
 from ..families.recognition import FAMILIES, attending, complete, is_multimodal
 from ..families.stored_tensors import names_outside_attention
 from ..families.unfolded import verdict
+from .quantised_tower import stored_names, tower_quantization
 
 # Model types of towers that compute, on text, what another model type computes. Sections of M-RoPE have the
 # same position on text, and one table of frequencies.
@@ -32,6 +33,7 @@ _SAME_AS = {
 }
 _CLAIM, _CLAIM_BYTES = "manifest.json", 2**16
 _OTHERS = ("vision", "visual", "audio")  # parts of the names of modules that are no text tower
+_NOT_OF_TEXT = {"model_type", "architectures", "quantization_config"}
 _HEADS = ("lm_head.weight", "language_model.lm_head.weight")
 
 
@@ -57,12 +59,14 @@ class Tower:
         model_type: of the causal language model that the tower is.
         config: its config.json, as that model's.
         names: for each tensor of the tower its name in the causal language model.
+        stored: the same for the tensors as they are stored; a quantised one is stored in parts.
     """
 
     directory: Path
     model_type: str
     config: dict[str, Any]
     names: dict[str, str]
+    stored: dict[str, str]
 
 
 def find_tower(directory: Path) -> Tower | None:
@@ -78,7 +82,6 @@ def find_tower(directory: Path) -> Tower | None:
     kind = str(config.get("model_type"))
     if config.get("is_encoder_decoder"):
         raise InvalidInput(f"model_type {kind} is an encoder-decoder model, which kvfold cannot fold")
-    _check_unquantised(directory, config)
     text = _text_config(directory, kind, config)
     named = str(text.get("model_type"))
     model_type = _as_causal(named)
@@ -88,12 +91,20 @@ def find_tower(directory: Path) -> Tower | None:
             f"{verdict(named, FAMILIES)}; `kvfold families --all` shows the others"
         )
     family = FAMILIES[model_type]
-    names = _names(directory, list(Checkpoint(directory)), family, text)
+    whole = open_checkpoint(directory)
+    names = _names(directory, list(whole), family, text)
     _check_whole(directory, kind, names, family, complete(family, text))
     tied = "lm_head.weight" not in names.values()
     with loading_failures(directory, "config.json"):
         tower_config = _causal_config(model_type, {**text, "tie_word_embeddings": tied}, config)
-    return Tower(directory=directory, model_type=model_type, config=tower_config, names=names)
+    tower_config |= tower_quantization(whole, names)
+    return Tower(
+        directory=directory,
+        model_type=model_type,
+        config=tower_config,
+        names=names,
+        stored=stored_names(whole, names),
+    )
 
 
 def text_config(directory: Path) -> dict[str, Any]:
@@ -126,14 +137,14 @@ def is_written(tower: Tower, out: Path) -> bool:
     """
     if not (out / "config.json").is_file():
         return False
-    whole, there = Checkpoint(tower.directory), Checkpoint(out)
+    whole, there = (Checkpoint(place, packed=True) for place in (tower.directory, out))
     written, wanted = (
         {key: value for key, value in config.items() if key != "transformers_version"}
         for config in (read_config(out), json.loads(json.dumps(tower.config)))
     )
-    if written != wanted or set(there) != set(tower.names.values()):
+    if written != wanted or set(there) != set(tower.stored.values()):
         return False
-    return all(there.spec(name) == whole.spec(stored) for stored, name in tower.names.items())
+    return all(there.spec(name) == whole.spec(stored) for stored, name in tower.stored.items())
 
 
 def write_tower(tower: Tower, out: Path, shard_size: int, claim: TowerClaim | None = None) -> None:
@@ -150,11 +161,11 @@ def write_tower(tower: Tower, out: Path, shard_size: int, claim: TowerClaim | No
     """
     check_output(out, tower.directory)
     out.parent.mkdir(parents=True, exist_ok=True)
-    whole = Checkpoint(tower.directory)
-    specs = {name: whole.spec(stored) for stored, name in tower.names.items()}
+    whole = Checkpoint(tower.directory, packed=True)
+    specs = {name: whole.spec(stored) for stored, name in tower.stored.items()}
     with whole_directory(out) as partial:
         with ShardWriter(partial, specs, shard_size) as writer:
-            for stored, name in tower.names.items():
+            for stored, name in tower.stored.items():
                 for first, piece in whole.stream(stored):
                     writer.write(name, piece, first)
         copy_side_files(tower.directory, partial)
@@ -203,22 +214,6 @@ def _text_config(directory: Path, kind: str, stored: Mapping[str, Any]) -> dict[
             "num_hidden_layers; kvfold folds the decoder of text"
         )
     return found
-
-
-def _check_unquantised(directory: Path, config: Mapping[str, Any]) -> None:
-    """Refuse quantised weights, which are not read in a multimodal checkpoint.
-
-    Raises:
-        InvalidInput: config.json says that it has some.
-    """
-    text = config.get("text_config")
-    for part in (config, text if isinstance(text, dict) else {}):
-        found = quantization_of(directory, part)
-        if found is not None:
-            raise InvalidInput(
-                f"{directory} is a multimodal checkpoint that is quantised ({found[0]}), and kvfold folds "
-                "unquantised ones; fold the checkpoint that it was made from, and quantise the result"
-            )
 
 
 def _check_whole(
@@ -276,7 +271,7 @@ def _causal_config(model_type: str, text: Mapping[str, Any], whole: Mapping[str,
     from transformers import CONFIG_MAPPING
 
     rope = text.get("rope_parameters")
-    kept = {key: value for key, value in text.items() if key not in {"model_type", "architectures"}}
+    kept = {key: value for key, value in text.items() if key not in _NOT_OF_TEXT}
     if isinstance(rope, dict):
         plain = {key: value for key, value in rope.items() if not key.startswith("mrope")}
         if plain.get("rope_type") == "mrope":

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ...checkpoints.directory import Checkpoint, copy_side_files, read_config
+from ...checkpoints.quantised.packed_checkpoint import QuantisedCheckpoint
 from ...core.errors import InvalidInput
 from ..families.source import Source, open_source
 from ..request import SHARD_SIZE
@@ -58,7 +59,9 @@ def tower_source(tower: Tower, *, copied: bool) -> Iterator[Source]:
             directory.mkdir()
             (directory / "config.json").write_text(json.dumps(tower.config), encoding="utf-8")
             copy_side_files(tower.directory, directory)
-            yield open_source(TowerView(directory, Checkpoint(tower.directory), tower.names))
+            stored = TowerView(directory, Checkpoint(tower.directory, packed=True), tower.stored)
+            quantised = "quantization_config" in tower.config
+            yield open_source(QuantisedCheckpoint(directory, stored) if quantised else stored)
 
 
 @contextmanager
@@ -72,7 +75,7 @@ def named_as_whole(tower: Tower, place: Path) -> Iterator[None]:
     Raises:
         InvalidInput: as in the block, with the names of the whole checkpoint.
     """
-    stored = {name: whole for whole, name in tower.names.items()}
+    stored = {name: whole for names in (tower.stored, tower.names) for whole, name in names.items()}
     try:
         yield
     except InvalidInput as refusal:

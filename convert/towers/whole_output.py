@@ -5,10 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...checkpoints.directory import Checkpoint
 from ...checkpoints.shards import TensorSpec
 from ..decide.engine_choice import PlannedOutput
-from .assembly import names_in_place, whole_config
+from .assembly import names_in_place, other_specs, whole_config
 from .tower import Tower
 
 
@@ -44,9 +43,3 @@ class WholeOutput:
             latent_norm=plan.latent_norm,
             tokenizer=tower.directory,
         )
-
-
-def other_specs(tower: Tower) -> dict[str, TensorSpec]:
-    """Return shape and dtype of the tensors of a whole checkpoint that are not its tower's, by name."""
-    whole = Checkpoint(tower.directory)
-    return {name: whole.spec(name) for name in whole if name not in tower.names}

@@ -115,6 +115,7 @@ def from_dequantised(loader: Any, directory: Path, **options: Any) -> tuple[Any,
 
 def without_quantisation(config: Any) -> Any:
     """Return a transformers configuration of the unquantised model; the argument is changed."""
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
+    for part in (config, getattr(config, "text_config", None)):
+        if part is not None and hasattr(part, "quantization_config"):
+            del part.quantization_config
     return config

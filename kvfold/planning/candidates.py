@@ -18,10 +18,10 @@ from ..convert.decide.plan import Plan, make_plan
 from ..convert.families.source import Source
 from ..convert.formats.serving_widths import PROFILES
 from ..convert.request import FoldRequest, fold_request
-from ..convert.towers.assembly import whole_config
+from ..convert.towers.assembly import other_specs, whole_config
 from ..convert.towers.possible import check_request, tower_request
 from ..convert.towers.tower import Tower
-from ..convert.towers.whole_output import WholeOutput, other_specs
+from ..convert.towers.whole_output import WholeOutput
 from ..core.errors import InvalidInput
 
 SHARES = ("50%", "37.5%", "25%", "18.75%", "12.5%", "6.25%")  # of the source's cache, for MLA

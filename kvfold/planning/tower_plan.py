@@ -40,7 +40,7 @@ def plan_tower(request: FoldRequest, tower: Tower) -> tuple[dict[str, Any], Fold
             return None
         cost = cost_of(plan)
         found = {**plan.to_dict(), "source": str(tower.directory)}
-        found["tower"] = tower_report(tower, in_place=not request.text_only)
+        found["tower"] = tower_report(tower, in_place=not request.text_only, dequantize=request.dequantize)
         copied = found["tower"]["bytes"]
         if request.text_only:
             found["tower"]["work_bytes"] = copied

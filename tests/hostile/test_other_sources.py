@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ..support.quantised import FORMATS, quantise
+from ..support.quantised import FORMATS, quantise, quantised_tower
 from ..support.tiny import make
 from ..support.towers import make_multimodal
 from .conftest import Scene
@@ -194,12 +194,34 @@ TOWERS: dict[str, tuple[Damage, str]] = {
     "kind of the whole": (config(model_type="x"), ""),
     "quantised": (
         config(quantization_config={"quant_method": "fp8"}),
-        "is a multimodal checkpoint that is quantised (fp8)",
+        "has a quantization_config (fp8), but no quantised weight",
     ),
-    "quantised tower": (text(quantization_config={"quant_method": "awq"}), "that is quantised (awq)"),
+    "quantised tower": (text(quantization_config={"quant_method": "awq"}), "(awq), but no quantised weight"),
     "no image config": (config(vision_config=...), "has a text_config, but no vision_config"),
     "deep": (lambda source: (source / "config.json").write_text('{"text_config": ' + "[" * 10**5), "deep"),
 }
+
+
+# Of the text tower of a `llava`.
+QUANTISED_TOWERS: dict[str, tuple[str, Damage, str]] = {
+    "scale": (
+        "fp8 blocks", tensor("language_model.model.layers.1.mlp.up_proj.weight_scale_inv", gone),
+        "has no language_model.model.layers.1.mlp.up_proj.weight_scale_inv, without which",
+    ),
+    "scale cut": ("fp8 blocks", tensor("q_proj.weight_scale_inv", cut), "weight_scale_inv"),
+    "words cut": ("compressed int4", tensor("o_proj.weight_packed", cut), "weight_packed"),
+    "targets": (
+        "compressed int4", quantization(config_groups={"g": {"targets": [7, "re:("], "weights": 5}}), "config",
+    ),
+    "groups": ("compressed int4", quantization(config_groups=[1]), "config_groups"),
+    "list": ("fp8 blocks", quantization(modules_to_not_convert="lm_head"), "where a list of names"),
+    "bits": ("gptq", quantization(bits=3), "bits"),
+    "dynamic": ("gptq", quantization(dynamic=["x"]), "where an object of patterns"),
+    "method": ("awq", quantization(quant_method="hqq"), "quantised by 'hqq', which kvfold does not read"),
+    "attention": (
+        "awq", tensor("layers.0.self_attn.k_proj.qweight", gone), "layers.0.self_attn.k_proj",
+    ),
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -213,6 +235,8 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
             return directory
         if name == "llava":
             return make_multimodal(directory, name)
+        if name.startswith("llava "):
+            return quantise(give("llava"), directory, quantised_tower(name.removeprefix("llava ")))
         if name not in FORMATS:
             wide = {"hidden_size": 64} if name == "gpt_neox" else {}  # a quarter of a head rotates: 2 of 8
             return make(directory, name, **wide)
@@ -265,3 +289,12 @@ def test_a_damaged_multimodal_source(
     if options and ("image" in case or case == "projector"):
         pytest.skip("the text tower alone does not read it")
     refused(scene, sound("llava"), damage, sentence, *options)
+
+
+@pytest.mark.parametrize("case", QUANTISED_TOWERS)
+@pytest.mark.parametrize("options", [(), ("--text-only",)], ids=["whole", "text"])
+def test_a_damaged_quantised_multimodal_source(
+    scene: Scene, sound: Callable[[str], Path], case: str, options: tuple[str, ...]
+) -> None:
+    form, damage, sentence = QUANTISED_TOWERS[case]
+    refused(scene, sound(f"llava {form}"), damage, sentence, *options)

@@ -10,7 +10,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -339,6 +339,24 @@ FORMATS: dict[str, Format] = {
         "ignore",
     ),
 }  # fmt: skip
+
+
+# The modules around text towers that published checkpoints leave unquantised.
+AROUND = ("lm_head", "vision_tower", "multi_modal_projector", "visual")
+
+
+def quantised_tower(name: str) -> Format:
+    """Return a format for the text tower of a multimodal checkpoint, with its list as published ones have it."""
+    form = FORMATS[name]
+    config = json.loads(json.dumps(form.config))
+    if form.skipped == "dynamic":
+        config["dynamic"] = {f"-:.*{part}": {} for part in AROUND}
+    elif config["quant_method"] == "compressed-tensors":
+        config["ignore"] = [f"re:.*{part}.*" for part in AROUND]
+    else:
+        config[form.skipped] = list(AROUND)
+    only = r"^(?!.*vis).*layers\.\d+\.(self_attn|mlp)\.\w+_proj\.weight$"
+    return replace(form, config=config, only=only)
 
 
 def quantise(source: Path, out: Path, form: Format, *, shards: int = 1) -> Path:

@@ -35,6 +35,7 @@ class QuantisedCheckpoint(Checkpoint):
 
     Args:
         directory: the directory.
+        stored: its tensors, where they are read from elsewhere.
 
     Attributes:
         config: content of config.json without its quantization_config.
@@ -47,8 +48,8 @@ class QuantisedCheckpoint(Checkpoint):
         InvalidInput: as of `Checkpoint`; kvfold does not read the method; a part is missing or misshapen.
     """
 
-    def __init__(self, directory: Path) -> None:
-        self.stored = Checkpoint(directory, packed=True)
+    def __init__(self, directory: Path, stored: Checkpoint | None = None) -> None:
+        self.stored = Checkpoint(directory, packed=True) if stored is None else stored
         found = quantization_of(directory, self.stored.config)
         assert found is not None, "not a quantised checkpoint"
         self.directory = directory
@@ -235,6 +236,11 @@ def is_quantised(directory: Path) -> bool:
         InvalidInput: it has no config.json, or kvfold does not read the method.
     """
     return quantization_of(directory, read_config(directory)) is not None
+
+
+def as_stored(checkpoint: Checkpoint) -> Checkpoint:
+    """Return a checkpoint's tensors as they are stored: the parts of a quantised one."""
+    return checkpoint.stored if isinstance(checkpoint, QuantisedCheckpoint) else checkpoint
 
 
 def stored_specs(checkpoint: Checkpoint, names: Collection[str]) -> dict[str, TensorSpec]:

@@ -81,7 +81,9 @@ def quantization_of(directory: Path, config: Mapping[str, Any]) -> tuple[str, di
     Raises:
         InvalidInput: kvfold reads no such method.
     """
-    found = config.get("quantization_config")
+    found, text = config.get("quantization_config"), config.get("text_config")
+    if not found and isinstance(text, dict):
+        found = text.get("quantization_config")  # of a multimodal model; transformers reads both places
     file = directory / MODELOPT_FILE
     if not found and file.is_file():
         found = {"quant_method": "modelopt", **read_json(file)}
