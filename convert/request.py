@@ -133,7 +133,7 @@ class FoldRequest(Settings):
     @property
     def source_name(self) -> str | None:
         """The source's Hub id without its revision; None for a directory, which has its own name."""
-        return None if Path(self.model).is_dir() else self.model.partition("@")[0]
+        return None if Path(self.model).expanduser().is_dir() else self.model.partition("@")[0]
 
     @property
     def taken(self) -> Effort:

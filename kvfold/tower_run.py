@@ -43,6 +43,7 @@ def fold_tower(request: FoldRequest, tower: Tower, fold: Callable[[FoldRequest],
     from .convert.towers.places import Places
     from .convert.towers.possible import check_request, tower_request
     from .convert.towers.tower import claim_of, take_over, write_tower
+    from .convert.towers.view import named_as_whole
     from .models.expected_weights import check_multimodal
 
     check_request(request, tower)
@@ -69,7 +70,8 @@ def fold_tower(request: FoldRequest, tower: Tower, fold: Callable[[FoldRequest],
                 take_over(alone, claim)
     found = from_first(found)
     try:
-        folded = fold(asked) if found is None else _known(part, found, asked)
+        with named_as_whole(tower, alone):
+            folded = fold(asked) if found is None else _known(part, found, asked)
         with together():
             record = folded.record
             if is_first():
@@ -117,6 +119,7 @@ def _alone(request: FoldRequest, tower: Tower, fold: Callable[[FoldRequest], Fol
     from .checkpoints.directory import check_output
     from .checkpoints.own_files import remove_own_tree
     from .convert.towers.tower import is_written, write_tower
+    from .convert.towers.view import named_as_whole
 
     out = _out(request)
     alone = out.with_name(out.name + ".tower")
@@ -129,7 +132,8 @@ def _alone(request: FoldRequest, tower: Tower, fold: Callable[[FoldRequest], Fol
             write_tower(tower, alone, request.shard_size)
     notice(f"the text tower as it was is in {alone}; evaluation and distillation compare with it")
     try:
-        return fold(asked)
+        with named_as_whole(tower, alone):
+            return fold(asked)
     except InvalidInput:
         if is_first() and not is_there:
             remove_own_tree(alone)

@@ -26,21 +26,7 @@ _SHAPES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermedi
 
 
 def assemble_tower(folded: Path, whole: str, out: Path | None, shard_size: int) -> Path:
-    """Write a multimodal checkpoint with another text tower than its own; see `kvfold.assemble`.
-
-    Args:
-        folded: the folded or distilled tower.
-        whole: the multimodal checkpoint, a directory or a Hub id.
-        out: the output directory; None: named after the checkpoint and the target.
-        shard_size: most bytes of a weight file.
-
-    Returns:
-        The output directory.
-
-    Raises:
-        InvalidInput: the tower is not one of this checkpoint, its class has no place there, or the output
-            cannot be written.
-    """
+    """Carry out `kvfold.assemble` with arguments that were checked; it describes them, and the errors."""
     folded = folded.expanduser()
     if not folded.is_dir():
         raise InvalidInput(f"{folded} is not a directory; name that of the folded text tower")

@@ -79,5 +79,7 @@ def named_as_whole(tower: Tower, place: Path) -> Iterator[None]:
     try:
         yield
     except InvalidInput as refusal:
-        sentence = str(refusal).replace(str(place), f"the text tower of {tower.directory}")
+        sentence = str(refusal)
+        for ours in (str(place.resolve()), str(place)):
+            sentence = sentence.replace(ours, f"the text tower of {tower.directory}")
         raise InvalidInput(_NAMES.sub(lambda found: stored.get(found[0], found[0]), sentence)) from None

@@ -18,6 +18,7 @@ from kvfold.convert.cli import main
 from kvfold.convert.decide.engine_rules import lint
 from kvfold.convert.decide.engines import ENGINES
 from kvfold.convert.decide.rules.engine_pairs import UNKNOWN
+from kvfold.convert.request import fold_request
 from kvfold.convert.towers.tower import find_tower, text_config
 from kvfold.core.errors import InvalidInput
 from kvfold.eval.suites.cache import predicted
@@ -270,6 +271,31 @@ def test_a_config_without_a_text_config_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ClickException, match="has no text_config, which describes the text tower of a llava"):
         fold(source, "out", "--to", "mqa")
     assert [path.name for path in tmp_path.iterdir()] == ["llava"]
+
+
+@pytest.mark.parametrize("options", [("--text-only",), ("--text-only", "--dry-run"), ("--dry-run",)])
+def test_errors_about_a_tower_name_the_source(tmp_path: Path, options: tuple[str, ...]) -> None:
+    """Its directory and its tensors, and no directory of kvfold's own."""
+    source = make_multimodal(tmp_path / "llava", "llava")
+    config = json.loads((source / "config.json").read_text())
+    config["text_config"]["num_hidden_layers"] = 1
+    (source / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ClickException) as refused:
+        fold(source, "out", "--to", "mqa", *options)
+    said = str(refused.value)
+    assert f"the text tower of {source} has language_model.model.layers.1." in said
+    assert ".tower" not in said
+    assert "kvfold-tower-" not in said
+    assert [path.name for path in tmp_path.iterdir()] == ["llava"]
+
+
+def test_a_source_in_the_home_directory_is_no_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    make_multimodal(tmp_path / "llava", "llava")
+    assert fold_request({"model": "~/llava", "to": "mqa"}).source_name is None
+    out = tmp_path / "out"
+    kvfold.fold("~/llava", kvfold.MQA(), out=out, calibration="none", verify="none")
+    assert json.loads((out / "kvfold.json").read_text())["source"]["name"] == "llava"
 
 
 def test_other_commands_name_the_way_to_a_text_tower(tmp_path: Path) -> None:
