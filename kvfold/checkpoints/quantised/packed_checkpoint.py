@@ -54,9 +54,9 @@ class QuantisedCheckpoint(Checkpoint):
         assert found is not None, "not a quantised checkpoint"
         self.directory = directory
         self.method, self.quantization = found
-        self.config = {
-            key: value for key, value in self.stored.config.items() if key != "quantization_config"
-        }
+        self.config = _unquantised(self.stored.config)
+        if isinstance(self.config.get("text_config"), dict):
+            self.config["text_config"] = _unquantised(self.config["text_config"])
         self._scheme = SCHEMES[self.method]
         specs = {name: self.stored.spec(name) for name in self.stored}
         tensors = StoredTensors(directory=directory, specs=specs, read=self.stored.__getitem__)
@@ -209,6 +209,10 @@ class QuantisedCheckpoint(Checkpoint):
                     )
                 specs[name] = spec
         return specs
+
+
+def _unquantised(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in config.items() if key != "quantization_config"}
 
 
 def open_checkpoint(directory: Path) -> Checkpoint:

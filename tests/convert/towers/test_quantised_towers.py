@@ -19,6 +19,7 @@ from kvfold.convert.towers.tower import find_tower
 from kvfold.core.errors import InvalidInput
 
 from ...support.quantised import FORMATS, Format, quantise, quantised_tower
+from ...support.tokenizers import save_tokenizer
 from ...support.towers import TOWERS, make_multimodal
 
 LOADED = ("fp8 blocks", "compressed fp8", "compressed int4")  # by transformers, on this machine
@@ -227,6 +228,21 @@ def test_a_plan_counts_what_is_written(place: Path, tmp_path: Path) -> None:
     written = fold(source, tmp_path / "out")
     row = next(row for row in found if row["label"] == "GQA-2")
     assert row["memory"]["weights"] == sum(tensor.nbytes for tensor in written.values())
+
+
+def test_a_fold_is_verified_next_to_its_source(tmp_path: Path) -> None:
+    """Both are run dequantised, in the whole class."""
+    source = make_multimodal(tmp_path / "plain", "llava", vocab_size=258)
+    save_tokenizer(source, bos="<s>")
+    source = quantise(source, tmp_path / "llava", quantised_tower("fp8 blocks"))
+    folded = kvfold.fold(
+        source, kvfold.GQA(kv_heads=2), out=tmp_path / "out", calibration="self", sequences=2, length=16,
+        verify="full",
+    )  # fmt: skip
+    assert folded.verification is not None
+    assert not folded.verification.failures
+    assert folded.verification.measured["kl"] < 1
+    assert type(folded.load(device="cpu")).__name__ == "LlavaForConditionalGeneration"
 
 
 def test_damaged_quantised_sources_are_refused(place: Path, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from click.testing import CliRunner
 from benchmarks.interrupted import bits, finish, start
 from kvfold.cli import main
 
+from ...support.quantised import quantise, quantised_tower
 from ...support.towers import make_multimodal
 
 _PRIVATE = re.compile(r"\.kvfold-\w+")
@@ -108,6 +109,22 @@ def test_a_killed_fold_of_a_tower_is_resumed_to_the_same_bits(source: Path, tmp_
     assert bits(place / "out") == bits(clean)
     left = [path.name for path in place.iterdir() if not path.name.startswith(".kvfold-")]
     assert left == ["out"], "of private directories, kills leave some"
+
+
+@pytest.mark.parametrize("at", ["open out.text.partial/model.safetensors", "os.mkdir .kvfold/out"])
+def test_a_killed_fold_of_a_quantised_tower_is_resumed_to_the_same_bits(
+    source: Path, tmp_path: Path, at: str
+) -> None:
+    quantised = quantise(source, tmp_path / "fp8", quantised_tower("fp8 blocks"))
+    place, clean = tmp_path / "killed", tmp_path / "clean" / "out"
+    place.mkdir()
+    kill_at(at, words(quantised, place / "out"), place, tmp_path / "told")
+    clean.parent.mkdir()
+    for out in (place / "out", clean):
+        again = CliRunner().invoke(main, words(quantised, out))
+        assert again.exit_code == 0, again.stderr
+    assert bits(place / "out") == bits(clean)
+    assert [path.name for path in place.iterdir() if not path.name.startswith(".kvfold-")] == ["out"]
 
 
 def test_a_finished_part_of_another_fold_is_kept(source: Path, tmp_path: Path) -> None:
