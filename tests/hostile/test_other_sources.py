@@ -211,7 +211,8 @@ QUANTISED_TOWERS: dict[str, tuple[str, Damage, str]] = {
     "scale cut": ("fp8 blocks", tensor("q_proj.weight_scale_inv", cut), "weight_scale_inv"),
     "words cut": ("compressed int4", tensor("o_proj.weight_packed", cut), "weight_packed"),
     "targets": (
-        "compressed int4", quantization(config_groups={"g": {"targets": [7, "re:("], "weights": 5}}), "config",
+        "compressed int4", quantization(config_groups={"g": {"targets": [7, "re:("], "weights": 5}}),
+        "with unknown bits",
     ),
     "groups": ("compressed int4", quantization(config_groups=[1]), "config_groups"),
     "list": ("fp8 blocks", quantization(modules_to_not_convert="lm_head"), "where a list of names"),

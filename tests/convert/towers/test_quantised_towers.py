@@ -28,7 +28,7 @@ LOADED = ("fp8 blocks", "compressed fp8", "compressed int4")  # by transformers,
 def make_quantised(place: Path, kind: str, name: str) -> Path:
     """Write a quantised checkpoint, and its twin next to it."""
     if not (place / kind).exists():
-        file = make_multimodal(place / kind, kind) / "model.safetensors"
+        file = make_multimodal(place / kind, kind, intermediate_size=64) / "model.safetensors"
         stored = {key: tensor.to(torch.bfloat16) for key, tensor in load_file(file).items()}
         save_file(stored, file, {"format": "pt"})
     return quantise(place / kind, place / f"{kind} {name}", quantised_tower(name))
