@@ -34,6 +34,7 @@ from ..methods.refinement import (
 from ..storage.cache_basis import caches_of, fit_basis, in_basis
 from ..storage.cache_moments import sampled_moments, weights_moments
 from ..storage.head_basis import with_balanced_heads
+from ..storage.rounded_length import SHARE, latent_costs, rounded_root, rounding_cost
 
 Loss = dict[str, float]
 
@@ -164,8 +165,36 @@ def _refined(its: Finishing, layer: Layer) -> tuple[Layer, Loss | None]:
     """Refine a layer where that is possible, and return it with its loss."""
     if its.sample is None:
         return layer, None
-    found = _fitted(its, layer, its.sample)
-    return found.layer, {"folded": found.folded, "refined": found.refined}
+    start, folded = _with_rounded_length(its, layer, its.sample)
+    found = _fitted(its, start, its.sample)
+    if folded is None:
+        folded = found.folded
+    if found.refined > folded:
+        return layer, {"folded": folded, "refined": folded}
+    return found.layer, {"folded": folded, "refined": found.refined}
+
+
+def _with_rounded_length(its: Finishing, layer: Layer, sample: LayerSample) -> tuple[Layer, float | None]:
+    """Return a layer that will be refined with a length with which rounding its weights costs less.
+
+    It is kept where the loss of held-back sequences rises by less than the predicted cost of rounding falls.
+    Refinement recovers most of that rise (LOG.md); a closed form would not.
+
+    Returns:
+        The layer, and its loss before; None where there is no length to choose.
+    """
+    if not isinstance(layer, LatentAttention) or isinstance(layer, NormedLatentAttention):
+        return layer, None
+    if layer.level_CC is None or its.plan.method != "subspace" or not its.plan.refine:
+        return layer, None
+    costs = latent_costs(layer, its.slots_S, sample, its.plan.effort.draws)
+    root_CC = rounded_root(costs)
+    made: Any = layer
+    made = replace(made, level_CC=root_CC.to(layer.level_CC) @ layer.level_CC)
+    same_CC = torch.eye(len(root_CC)).to(root_CC)
+    saved = float(rounding_cost(costs, same_CC, SHARE) - rounding_cost(costs, root_CC, SHARE))
+    folded = its.loss(layer, sample)
+    return (made if its.loss(made, sample) - folded < saved else layer), folded
 
 
 def _fitted(

@@ -265,6 +265,26 @@ def test_an_output_with_fitted_norms(tmp_path: Path, family: str) -> None:
     assert (rounded - exact).abs().mean() < 0.01
 
 
+def test_a_length_for_rounding_leaves_closed_forms_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is chosen before refinement, whose record still says what the closed form loses."""
+    source = make(tmp_path / "source", hidden_size=64, num_key_value_heads=4)
+    fold = ("--kv-budget", "25%", "--latent-norm", "fitted")
+
+    def folded(name: str, *refine: str) -> tuple[list[float], dict[str, Tensor]]:
+        convert(source, tmp_path / name, *FOLD, *fold, *refine)
+        record = json.loads((tmp_path / name / "kvfold.json").read_text())
+        losses = [layer["measured"]["folded"] for layer in record["layers"]]
+        return losses, load_file(tmp_path / name / "model.safetensors")
+
+    refined, closed = folded("refined"), folded("closed", "--refine", "0")
+    monkeypatch.setattr("kvfold.convert.write.layer_finish.rounded_root", lambda costs: torch.eye(1))
+    assert refined[0] == pytest.approx(closed[0])
+    _, again = folded("again", "--refine", "0")
+    assert all(torch.equal(tensor, again[name]) for name, tensor in closed[1].items())
+
+
 def test_a_float16_source_stays_float16(tmp_path: Path) -> None:
     source = make(tmp_path / "source", dtype=torch.float16)
     output = convert(source, tmp_path / "out", *FOLD, "--kv-budget", "25%", "--latent-norm", "fitted")
