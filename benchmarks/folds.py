@@ -8,7 +8,8 @@ trained, and its folds lose something.
 import json
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
+from copy import deepcopy
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,32 @@ from torch import Tensor
 
 from kvfold.convert.cli import main as convert
 from kvfold.core.errors import InvalidInput
+from tests.support.quantised import FORMATS, Format, quantise
 from tests.support.tiny import make
 
 DEMO = Path(__file__).parent.parent / "recipes" / "demo"
 HEAD = 64  # the narrowest head that engines have every kernel for
+
+
+def _rounding_inputs(name: str, kind: str) -> Format:
+    """Return a format of compressed-tensors by which an engine also rounds what enters a product.
+
+    Args:
+        name: of tests/support/quantised.py's FORMATS.
+        kind: `int` or `float`, both in 8 bits and with a scale per token.
+    """
+    form = FORMATS[name]
+    config = deepcopy(form.config)
+    for group in config["config_groups"].values():
+        group["input_activations"] = {
+            "num_bits": 8,
+            "type": kind,
+            "strategy": "token",
+            "dynamic": True,
+            "symmetric": True,
+        }
+    return replace(form, config=config)
+
 
 _SMALL: dict[str, Any] = {"equal_heads": True, "hidden_size": 64, "head_dim": HEAD}
 _WIDE: dict[str, Any] = {"equal_heads": True, "hidden_size": 256, "intermediate_size": 1024}
@@ -42,13 +65,19 @@ SOURCES: dict[str, dict[str, Any]] = {
     "smollm3": {"family": "smollm3", **_DERIVED},
 }
 
+# Quantised copies by name: of which source, in which format. vLLM has kernels for these two on any CPU.
+QUANTISED: dict[str, tuple[str, Format]] = {
+    "llama, W8A8": ("llama", _rounding_inputs("compressed int8", "int")),
+    "llama, FP8": ("llama", _rounding_inputs("compressed fp8", "float")),
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Fold:
     """A conversion.
 
     Attributes:
-        source: of SOURCES, or `demo`.
+        source: of SOURCES or QUANTISED, or `demo`.
         options: of `kvfold convert`.
         exact: whether it computes what its source does.
         as_claimed: whether vLLM's cache is as small as kvfold.json says.
@@ -89,6 +118,12 @@ FOLDS = (
 )
 
 
+# Both are rounded, each by its own weights: they are held against themselves in transformers.
+OF_QUANTISED = tuple(
+    Fold(source=name, options=options, exact=False)
+    for name in QUANTISED
+    for options in ("--to gqa --kv-heads 2", _STOCK)
+)
 FAMILIES = tuple(
     Fold(source=name, options="--to gqa --kv-heads 2")
     for name in ("gemma2", "phi3", "mixtral", "olmo2", "granite", "glm4", "smollm3")
@@ -112,6 +147,9 @@ def make_folds(
         if not source.exists():
             if fold.source == "demo":
                 widen(DEMO, source, HEAD)
+            elif fold.source in QUANTISED:
+                plain, form = QUANTISED[fold.source]
+                quantise(make(root / f"plain-{number}", **SOURCES[plain]), source, form)
             else:
                 make(source, **SOURCES[fold.source])
         calibration = [] if FITTED in fold.options else ["--calibration", "none"]

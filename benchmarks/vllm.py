@@ -18,7 +18,7 @@ from kvfold.core.errors import InvalidInput
 from kvfold.verification.fresh_process import NEAR
 
 from .engine_rows import UPDATE, run_folds
-from .folds import FAMILIES, FOLDS
+from .folds import FAMILIES, FOLDS, OF_QUANTISED
 
 
 @click.command(cls=Command)
@@ -36,7 +36,15 @@ def main(only: str, update: bool) -> None:
     if find_spec("vllm") is None:
         raise InvalidInput("vLLM is not installed in this environment; `make test-vllm` makes one of its own")
     saved = "vllm-cuda" if torch.cuda.is_available() else "vllm-cpu"
-    run_folds("vllm", (*FOLDS, *FAMILIES), only, NEAR, saved, packages_distributions()["vllm"], update=update)
+    run_folds(
+        "vllm",
+        (*FOLDS, *FAMILIES, *OF_QUANTISED),
+        only,
+        NEAR,
+        saved,
+        packages_distributions()["vllm"],
+        update=update,
+    )
 
 
 if __name__ == "__main__":

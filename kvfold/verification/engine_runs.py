@@ -51,6 +51,21 @@ def started_engines(
     return tuple(started), unasked
 
 
+def dequantised_in(directory: Path, started: Sequence[str]) -> list[str]:
+    """Return what to say of a quantised checkpoint's runs, of which vLLM's alone has kernels for its weights.
+
+    Args:
+        directory: the checkpoint.
+        started: engines that run it in addition to transformers.
+    """
+    from ..checkpoints.quantised.packed_checkpoint import is_quantised
+
+    if not is_quantised(directory):
+        return []
+    others = ", ".join(["transformers", *(engine for engine in started if engine != "vllm")])
+    return [f"{others}: its quantised weights were run dequantised to bfloat16, without the vendor's kernels"]
+
+
 def run_llama_cpp(
     llama: LlamaCpp, directory: Path, source: Path | None, claimed: float | None
 ) -> tuple[list[Check], dict[str, Any]]:

@@ -12,6 +12,7 @@ from typing import Any
 NEAR = 1e-3  # by which log-probabilities in another engine may differ, float32
 PROBES = {"vllm": "probe_vllm.py", "mlx": "probe_mlx.py"}
 MODULES = {"vllm": "vllm", "mlx": "mlx_lm"}  # by which an engine is found
+_PLAIN = {"latent": False, "trust": False}  # what a source is
 ROUNDED = 0.05  # by which they may on average in 16 bits, where wrong ones are nats apart
 
 
@@ -51,23 +52,56 @@ def run_apart(script: str, asked: dict[str, Any]) -> dict[str, Any]:
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
+@dataclass(frozen=True)
+class Packed:
+    """The directories of a quantised checkpoint and of its source, where its quantised weights are."""
+
+    directory: Path
+    source: Path | None
+
+
 def serve(
-    engine: str, asked: dict[str, Any], answers: dict[str, Any], claimed: float | None
+    engine: str,
+    asked: dict[str, Any],
+    answers: dict[str, Any],
+    claimed: float | None,
+    packed: Packed | None = None,
 ) -> tuple[list[Check], dict[str, Any]]:
     """Run a checkpoint in an engine.
+
+    vLLM runs quantised weights as they are, in the dtype that it chooses for them. Where it runs those of the
+    source no more than those of the checkpoint, it has no kernels for them here, and runs the dequantised
+    copy.
 
     Args:
         engine: of PROBES.
         asked: of its probe: `directory`, `dtype`, `trust`, `latent`.
         answers: of probe.py, on the same checkpoint.
         claimed: elements per token and layer that the record says are cached.
+        packed: where the quantised weights are, of which `asked` names a dequantised copy; None: they are
+            not quantised.
 
     Returns:
         The checks, and their numbers: version, dtype, differences of log-probabilities in nats, equal tokens,
         elements cached.
     """
     given = {**asked, **{name: answers[name] for name in ("text", "prompt", "steps")}}
-    return compare_served(run_apart(PROBES[engine], given), answers, claimed, engine)
+    found: list[Check] = []
+    if packed is not None and engine == "vllm":
+        quantised = {**given, "dtype": "auto", "directory": str(packed.directory)}
+        served = run_apart(PROBES[engine], quantised)
+        if "failed" not in served:
+            return compare_served(served, answers, claimed, engine)
+        if packed.source is not None:
+            its = run_apart(PROBES[engine], {**quantised, "directory": str(packed.source), **_PLAIN})
+            if "failed" not in its:
+                told = f"it runs the quantised source, but not this: {served['failed']}"
+                return [Check(engine, False, told)], {}
+        found = [
+            Check(f"{engine} quantised", None, f"dequantised for it, since as they are {served['failed']}")
+        ]
+    checks, numbers = compare_served(run_apart(PROBES[engine], given), answers, claimed, engine)
+    return found + checks, numbers
 
 
 def compare_served(

@@ -22,8 +22,8 @@ from ..core.console import Command, notice, show_json, show_table, show_text
 from ..core.errors import InvalidInput
 from ..core.grid import Grid, Tabular
 from ..core.units import show_kinds
-from .engine_runs import run_llama_cpp, started_engines
-from .fresh_process import PROBES, Check, run_apart, serve
+from .engine_runs import dequantised_in, run_llama_cpp, started_engines
+from .fresh_process import PROBES, Check, Packed, run_apart, serve
 from .llama_programs import LlamaCpp
 
 if TYPE_CHECKING:
@@ -115,7 +115,6 @@ def verify(
         InvalidInput: there is no checkpoint or no such format, its source is missing, memory does not hold
             either of them, or llama.cpp is not where it should be.
     """
-    from ..checkpoints.quantised.packed_checkpoint import is_quantised
     from ..convert.decide.engine_rules import lint
     from ..convert.decide.lint import open_written
     from ..convert.decide.rules.cache_formats import format_findings
@@ -128,8 +127,8 @@ def verify(
         layout = open_written(directory).layout
         formats = [found for engine in asked for found in format_findings(layout, engine, cache_dtype)]
     started, unasked = started_engines(asked, findings, llama_cpp, run=run)
-    if run and is_quantised(directory):
-        unasked.append("its quantised weights were run dequantised to bfloat16, without the vendor's kernels")
+    if run:
+        unasked += dequantised_in(directory, started)
     findings = (*findings, *formats)
     code = foreign_code(directory)
     if code:
@@ -164,19 +163,20 @@ def _run(
     asked |= _size(written, source)
     with ExitStack() as stack:
         remote = is_remote(directory)
-        place = stack.enter_context(clean_copy(directory)) if remote else directory.resolve()
-        place = stack.enter_context(dequantised_copy(place))
+        stored = stack.enter_context(clean_copy(directory)) if remote else directory.resolve()
+        place = stack.enter_context(dequantised_copy(stored))
+        packed = None if place == stored else Packed(stored, source and source.resolve())
         if source is not None:
             asked["source"] = str(stack.enter_context(dequantised_copy(source.resolve())))
         asked |= {"directory": str(place), "trust": remote}  # the copy's code is kvfold's own
+        asked["latent"] = written.layout in {"stock", "decoupled"}
         seen = run_apart("probe.py", asked)
         if "failed" in seen:
             return [Check("loads", False, seen["failed"].replace(str(place), str(directory)))], {}
-        latent = written.layout in {"stock", "decoupled"}
         checks = _judge(written, record, source, seen)
         answers = seen.pop("answers", None)
         for engine in probed if answers is not None else ():
-            found, seen[engine] = serve(engine, {**asked, "latent": latent}, answers, _claimed(record))
+            found, seen[engine] = serve(engine, asked, answers, _claimed(record), packed)
             checks += found
         if llama is not None and seen["finite"]:
             whole = None if asked["source"] is None else Path(asked["source"])

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from kvfold.verification.fresh_process import NEAR, compare_served, run_apart
+from kvfold.verification.fresh_process import NEAR, Packed, compare_served, run_apart, serve
 from kvfold.verification.probe import load
 
 from ..support.tiny import make
@@ -114,3 +114,33 @@ def test_a_bound_on_scores_is_computed_in_the_reference(tmp_path: Path) -> None:
     assert model.config._attn_implementation == "eager"
     assert torch.equal(found, wanted)
     assert (without - wanted).abs().max() > 1e-3 * wanted.std()  # otherwise nothing is tested here
+
+
+@pytest.mark.parametrize(
+    ("running", "wanted"),
+    [
+        (
+            ("quantised", "source", "copy"),
+            {"vllm": True, "vllm greedy": True, "vllm cache": True},
+        ),
+        (("source", "copy"), {"vllm": False}),
+        (("copy",), {"vllm quantised": None, "vllm": True, "vllm greedy": True, "vllm cache": True}),
+        ((), {"vllm quantised": None, "vllm": False}),
+    ],
+)
+def test_quantised_weights_that_vllm_runs_of_the_source_alone_fail(
+    running: tuple[str, ...], wanted: dict[str, bool | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it runs of neither is told, and the dequantised copy is run instead."""
+    given = []
+
+    def probe(script: str, asked: dict[str, Any]) -> dict[str, Any]:
+        given.append((asked["directory"], asked["dtype"]))
+        return dict(SEEN) if asked["directory"] in running else {"failed": "no kernel"}
+
+    monkeypatch.setattr("kvfold.verification.fresh_process.run_apart", probe)
+    asked = {"directory": "copy", "dtype": "float32", "trust": False, "latent": False}
+    answers = {"own": OWN, "text": [[1]], "prompt": 1, "steps": 1}
+    found, _ = serve("vllm", asked, answers, 40, Packed(Path("quantised"), Path("source")))
+    assert {check.name: check.passed for check in found} == wanted
+    assert given == [("quantised", "auto"), ("source", "auto"), ("copy", "float32")][: len(given)]
