@@ -7,7 +7,7 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 NEAR = 1e-3  # by which log-probabilities in another engine may differ, float32
 PROBES = {"vllm": "probe_vllm.py", "mlx": "probe_mlx.py"}
@@ -54,10 +54,24 @@ def run_apart(script: str, asked: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Packed:
-    """The directories of a quantised checkpoint and of its source, where its quantised weights are."""
+    """Where quantised weights are, which transformers runs dequantised.
+
+    Attributes:
+        directory: the checkpoint.
+        source: what it was made from; None where that is unknown, or not quantised.
+    """
 
     directory: Path
     source: Path | None
+
+    @classmethod
+    def of(cls, directory: Path, source: Path | None) -> Self | None:
+        """Return where the quantised weights of a checkpoint and its source are; None if it has none."""
+        from ..checkpoints.quantised.packed_checkpoint import is_quantised
+
+        if not is_quantised(directory):
+            return None
+        return cls(directory, source.resolve() if source is not None and is_quantised(source) else None)
 
 
 def serve(

@@ -165,7 +165,7 @@ def _run(
         remote = is_remote(directory)
         stored = stack.enter_context(clean_copy(directory)) if remote else directory.resolve()
         place = stack.enter_context(dequantised_copy(stored))
-        packed = None if place == stored else Packed(stored, source and source.resolve())
+        packed = Packed.of(stored, source)
         if source is not None:
             asked["source"] = str(stack.enter_context(dequantised_copy(source.resolve())))
         asked |= {"directory": str(place), "trust": remote}  # the copy's code is kvfold's own

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from kvfold.verification.fresh_process import NEAR, Packed, compare_served, run_apart, serve
 from kvfold.verification.probe import load
 
+from ..support.quantised import FORMATS, quantise
 from ..support.tiny import make
 
 OWN = {
@@ -114,6 +115,15 @@ def test_a_bound_on_scores_is_computed_in_the_reference(tmp_path: Path) -> None:
     assert model.config._attn_implementation == "eager"
     assert torch.equal(found, wanted)
     assert (without - wanted).abs().max() > 1e-3 * wanted.std()  # otherwise nothing is tested here
+
+
+def test_a_source_that_is_not_quantised_has_no_quantised_weights_to_run(tmp_path: Path) -> None:
+    """It says nothing of an engine's kernels."""
+    plain = make(tmp_path / "plain")
+    packed = quantise(plain, tmp_path / "packed", FORMATS["compressed int8"])
+    assert Packed.of(plain, packed) is None
+    assert Packed.of(packed, plain) == Packed(packed, None)
+    assert Packed.of(packed, packed) == Packed(packed, packed.resolve())
 
 
 @pytest.mark.parametrize(
