@@ -100,6 +100,15 @@ def test_a_direction_of_little_energy_gets_less_of_the_length() -> None:
     assert lengths < 0.1 * 0.02**2 / 2 * (before - after)
 
 
+def test_a_token_without_a_latent_has_no_say() -> None:
+    layer, sample = levelled()
+    costs = latent_costs(layer, SLOTS_S, sample, draws=2)
+    unit_XC = torch.cat([costs.unit_XC, torch.zeros(1, 6, dtype=torch.float64)])
+    weight_X = torch.cat([costs.weight_X, torch.zeros(1, dtype=torch.float64)])
+    padded = dataclasses.replace(costs, unit_XC=unit_XC, weight_X=weight_X)
+    torch.testing.assert_close(rounded_root(padded, SHARE), rounded_root(costs, SHARE))
+
+
 def test_lengths_that_cost_much_stay() -> None:
     layer, sample = levelled()
     costs = latent_costs(layer, SLOTS_S, sample, draws=4)
