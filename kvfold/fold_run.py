@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .core.console import is_first, listening, notice
-from .core.errors import InvalidInput
 from .results import Folded
 
 if TYPE_CHECKING:
@@ -52,7 +51,7 @@ def carry_out(request: FoldRequest) -> Folded:
     Raises:
         InvalidInput: the source cannot be folded like this, or a value is unusable.
     """
-    from .convert.towers.tower import find_tower
+    from .convert.towers.tower import check_text_only, find_tower
     from .core.hub import resolve
 
     tower = find_tower(resolve(request.model, request.revision))
@@ -60,7 +59,7 @@ def carry_out(request: FoldRequest) -> Folded:
         from .tower_run import fold_tower
 
         return fold_tower(request, tower, _fold)
-    _check_multimodal(request)
+    check_text_only(request.model, text_only=request.text_only)
     return _fold(request)
 
 
@@ -75,7 +74,7 @@ def dry_run(request: FoldRequest) -> tuple[dict[str, Any], FoldCost] | None:
     """
     from .convert.decide.fold_cost import cost_of
     from .convert.decide.preparation import prepare
-    from .convert.towers.tower import find_tower
+    from .convert.towers.tower import check_text_only, find_tower
     from .core.hub import resolve
 
     tower = find_tower(resolve(request.model, request.revision))
@@ -83,19 +82,9 @@ def dry_run(request: FoldRequest) -> tuple[dict[str, Any], FoldCost] | None:
         from .planning.tower_plan import plan_tower
 
         return plan_tower(request, tower)
-    _check_multimodal(request)
+    check_text_only(request.model, text_only=request.text_only)
     plan = prepare(request, dry_run=True).plan
     return (plan.to_dict(), cost_of(plan)) if is_first() else None
-
-
-def _check_multimodal(request: FoldRequest) -> None:
-    """Refuse what is only for multimodal checkpoints.
-
-    Raises:
-        InvalidInput: says what.
-    """
-    if request.text_only:
-        raise InvalidInput(f"--text-only does not apply to {request.model}, which is no multimodal model")
 
 
 def _fold(request: FoldRequest) -> Folded:

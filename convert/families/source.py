@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...checkpoints.directory import Checkpoint
 from ...checkpoints.quantised.packed_checkpoint import QuantisedCheckpoint, open_checkpoint
-from ...checkpoints.record import is_folded
+from ...checkpoints.record import check_unfolded
 from ...core.errors import InvalidInput
 from ...models.expected_weights import check_weights
 from ..algebra.attention import Attention
@@ -332,9 +332,7 @@ def open_source(place: Path | Checkpoint) -> Source:
         InvalidInput: it cannot be folded.
     """
     directory = place if isinstance(place, Path) else place.directory
-    if is_folded(directory):
-        told = "is already folded by kvfold; fold the source named in its kvfold.json instead"
-        raise InvalidInput(f"{directory} {told}")
+    check_unfolded(directory)
     checkpoint = open_checkpoint(place) if isinstance(place, Path) else place
     check_fields(checkpoint.config)
     family = family_of(checkpoint.config)

@@ -75,8 +75,13 @@ def _check(tower: Tower, folded: Path, record: dict[str, Any]) -> None:
             f"{folded} has code of its own, and a multimodal class takes no text model with that; fold "
             "the tower to GQA or MQA, or with --container stock"
         )
-    if is_quantised(folded) and (tower.names == tower.stored or record["stage"] == "quantize"):
+    if is_quantised(folded) and record["stage"] == "quantize":
         raise InvalidInput(f"{folded} has quantised weights; name the tower as it was before kvfold quantize")
+    if is_quantised(folded) and tower.names == tower.stored:
+        raise InvalidInput(
+            f"{folded} has quantised weights, and {whole} has none; name the quantised checkpoint that the "
+            "tower was taken from"
+        )
     kind = config.get("model_type")
     if kind != tower.model_type and not (kind == STOCK and holds_other_classes(whole, STOCK)):
         raise InvalidInput(

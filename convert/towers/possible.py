@@ -4,7 +4,7 @@ from ...checkpoints.directory import read_config
 from ...core.errors import InvalidInput
 from ..families.recognition import BEHIND_ROTATION, FAMILIES, UNLIKE, complete, latent_obstacle
 from ..request import FoldRequest
-from .text_class import STOCK, holds_other_classes
+from .text_class import STOCK, decoder_place, holds_other_classes
 from .tower import Tower
 
 RUN_IN = ("transformers",)  # the engine in which multimodal classes with a folded tower were run
@@ -53,6 +53,8 @@ def check_request(request: FoldRequest, tower: Tower) -> None:
     """
     if request.text_only:
         return
+    if tower.names != tower.stored and not request.dequantize:
+        decoder_place(tower.directory)  # by which the output's quantization_config names modules
     if request.to == "mla":
         refusal = latent_refusal(tower)
         if refusal:

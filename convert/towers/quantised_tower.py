@@ -4,17 +4,16 @@ A quantization_config names modules as the multimodal class or its files do. The
 so its config is made anew from what its tensors are.
 """
 
-import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ...checkpoints.directory import Checkpoint
+from ...checkpoints.quantised.compressed import fitting_groups
 from ...checkpoints.quantised.packed_checkpoint import QuantisedCheckpoint
 from ...checkpoints.quantised.packed_tensor import module_of
-from ...checkpoints.quantised.schemes import SCHEMES
+from ...checkpoints.quantised.schemes import LISTS, SCHEMES
 from ...checkpoints.quantised.unconverted import OutputModules
-
-_LISTS = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules", "llm_int8_skip_modules")
+from ...core.errors import InvalidInput
 
 
 def stored_names(whole: Checkpoint, names: Mapping[str, str]) -> dict[str, str]:
@@ -39,17 +38,18 @@ def tower_quantization(whole: Checkpoint, names: Mapping[str, str]) -> dict[str,
     Args:
         whole: the multimodal checkpoint.
         names: of the tower's unquantised tensors, there and in the causal language model.
+
+    Raises:
+        InvalidInput: as of `_tower_groups`.
     """
     if not isinstance(whole, QuantisedCheckpoint):
         return {}
     packed = {name: ours for name, ours in names.items() if name in whole.packed}
     if not packed:
         return {}
-    config = {key: [] if key in _LISTS and value else value for key, value in whole.quantization.items()}
-    groups = config.get("config_groups")
-    if isinstance(groups, dict):
-        modules = {module_of(name): module_of(ours) for name, ours in packed.items()}
-        config["config_groups"] = {name: _with_targets(group, modules) for name, group in groups.items()}
+    config = {key: [] if key in LISTS and value else value for key, value in whole.quantization.items()}
+    if whole.method == "compressed-tensors":
+        config["config_groups"] = _tower_groups(whole, packed)
     plain = tuple(
         module_of(ours)
         for name, ours in names.items()
@@ -63,36 +63,42 @@ def _is_linear(checkpoint: Checkpoint, name: str) -> bool:
     return name.endswith(".weight") and len(checkpoint.spec(name).shape) == 2
 
 
-def _with_targets(group: dict[str, Any], modules: Mapping[str, str]) -> dict[str, Any]:
-    """Return a config group of compressed-tensors whose targets name the tower's modules by its own names.
+def _tower_groups(whole: QuantisedCheckpoint, packed: Mapping[str, str]) -> dict[str, Any]:
+    """Return the config groups of compressed-tensors with the tower's own names as targets.
 
-    Targets that are classes stay.
+    Groups whose targets are classes, such as Linear, stay. Otherwise each module goes to the group that its
+    numbers and scales fit, and groups without any are left out.
+
+    Args:
+        whole: the multimodal checkpoint.
+        packed: names of the tower's quantised weights, there and in the causal language model.
+
+    Raises:
+        InvalidInput: a weight fits no group, or several unlike ones.
     """
-    targets = group.get("targets")
-    if not isinstance(targets, list) or not any(_names_modules(target) for target in targets):
-        return group
-    named = [
-        ours
-        for name, ours in modules.items()
-        if any(_names_modules(target) and _matches(target, name) for target in targets)
-    ]
-    classes = [target for target in targets if not _names_modules(target)]
-    return {**group, "targets": [*classes, *named]}
+    groups: dict[str, Any] = whole.quantization["config_groups"]
+    if all(_is_of_classes(group.get("targets")) for group in groups.values()):
+        return groups
+    specs = {name: whole.stored.spec(name) for name in whole.stored}
+    alike = {label: {**group, "targets": None} for label, group in groups.items()}
+    named: dict[str, list[str]] = {}
+    for name, ours in packed.items():
+        fitting = fitting_groups(specs, name, whole.packed[name].shape, groups)
+        if not fitting or any(alike[label] != alike[fitting[0]] for label in fitting):
+            raise InvalidInput(
+                f"{name} of {whole.directory} fits {'several' if fitting else 'no'} config_groups of its "
+                "quantization_config, so kvfold cannot tell how the text tower is quantised; fold the "
+                "checkpoint that it was made from, and quantise the result"
+            )
+        named.setdefault(fitting[0], []).append(module_of(ours))
+    return {label: {**groups[label], "targets": modules} for label, modules in named.items()}
 
 
-def _names_modules(target: Any) -> bool:
-    return isinstance(target, str) and (target.startswith("re:") or "." in target)
-
-
-def _matches(target: str, name: str) -> bool:
-    """Return whether a target names a module; a class may have it at another place than the files."""
-    if not target.startswith("re:"):
-        return name == target or name.endswith(f".{target}") or target.endswith(f".{name}")
-    pattern = target.removeprefix("re:")
-    try:
-        return re.match(pattern, name) is not None or re.match(pattern, f"model.{name}") is not None
-    except re.error:
+def _is_of_classes(targets: Any) -> bool:
+    """Return whether targets are names of classes, and not of modules or patterns of them."""
+    if not isinstance(targets, list):
         return False
+    return all(isinstance(each, str) and each.isidentifier() for each in targets)
 
 
 def whole_modules(

@@ -1,5 +1,6 @@
 """The text model that a multimodal class builds, for a text_config of another class."""
 
+from functools import cache, lru_cache
 from pathlib import Path
 
 import torch
@@ -28,12 +29,16 @@ def holds_other_classes(directory: Path, model_type: str) -> bool:
         >>> holds_other_classes(Path("llava"), "deepseek_v3")  # doctest: +SKIP
         True
     """
+    return _holds(str(read_config(directory).get("model_type")), model_type)
+
+
+@cache
+def _holds(kind: str, model_type: str) -> bool:
     from transformers import CONFIG_MAPPING, MODEL_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
-    kind = str(read_config(directory).get("model_type"))
     try:
-        with loading_failures(directory, "config.json"), no_warnings(), torch.device("meta"):
+        with loading_failures(Path(kind), "config.json"), no_warnings(), torch.device("meta"):
             config = CONFIG_MAPPING[kind](text_config={"model_type": model_type, **_SMALL})
             model = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)](config)
             return type(model.get_decoder()) is MODEL_MAPPING[CONFIG_MAPPING[model_type]]
@@ -54,6 +59,12 @@ def decoder_place(directory: Path) -> str:
         >>> decoder_place(Path("llava"))  # doctest: +SKIP
         'model.language_model'
     """
+    return _place_in(directory, (directory / "config.json").read_bytes())
+
+
+@lru_cache(maxsize=4)
+def _place_in(directory: Path, content: bytes) -> str:
+    """Return `decoder_place` of a config.json with that content: a large class takes seconds to build."""
     from transformers import AutoConfig
 
     with loading_failures(directory, "config.json"), no_warnings(), torch.device("meta"):

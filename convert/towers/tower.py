@@ -11,6 +11,7 @@ from typing import Any
 
 from ...checkpoints.directory import Checkpoint, check_output, copy_side_files, read_config
 from ...checkpoints.quantised.packed_checkpoint import open_checkpoint
+from ...checkpoints.record import check_unfolded
 from ...checkpoints.shards import ShardWriter
 from ...core.errors import InvalidInput
 from ...core.files import replace_text, whole_directory
@@ -73,11 +74,13 @@ def find_tower(directory: Path) -> Tower | None:
     """Return the text tower of a checkpoint; None where it is no multimodal one.
 
     Raises:
-        InvalidInput: a multimodal checkpoint without a text tower, or one of a family without a row.
+        InvalidInput: a multimodal checkpoint without a text tower, one of a family without a row, or one that
+            is folded already.
     """
     config = read_config(directory)
     if not is_multimodal(config):
         return None
+    check_unfolded(directory)
     check_places(config)
     kind = str(config.get("model_type"))
     if config.get("is_encoder_decoder"):
@@ -105,6 +108,20 @@ def find_tower(directory: Path) -> Tower | None:
         names=names,
         stored=stored_names(whole, names),
     )
+
+
+def check_text_only(model: str, *, text_only: bool) -> None:
+    """Refuse the option that is for multimodal checkpoints alone.
+
+    Args:
+        model: the source as it was named, which has no tower.
+        text_only: whether the option was given.
+
+    Raises:
+        InvalidInput: it was.
+    """
+    if text_only:
+        raise InvalidInput(f"--text-only does not apply to {model}, which is no multimodal model")
 
 
 def text_config(directory: Path) -> dict[str, Any]:

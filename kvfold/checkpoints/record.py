@@ -74,6 +74,17 @@ def is_folded(directory: Path) -> bool:
     return record is not None and ("target" in record or record["stage"] != "quantize")
 
 
+def check_unfolded(directory: Path) -> None:
+    """Check that a checkpoint may be a source.
+
+    Raises:
+        InvalidInput: kvfold folded it, or the record is not one that this version reads.
+    """
+    if is_folded(directory):
+        told = "is already folded by kvfold; fold the source named in its kvfold.json instead"
+        raise InvalidInput(f"{directory} {told}")
+
+
 def write_record(directory: Path, record: dict[str, Any]) -> None:
     """Write `kvfold.json` into a checkpoint that is being made.
 

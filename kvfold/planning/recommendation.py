@@ -14,7 +14,7 @@ from ..convert.families.source import Source, open_source
 from ..convert.formats.serving_widths import PROFILES
 from ..convert.request import FoldRequest
 from ..convert.towers.outlook import reads_text, tower_report
-from ..convert.towers.tower import Tower, find_tower
+from ..convert.towers.tower import Tower, check_text_only, find_tower
 from ..convert.towers.view import tower_source
 from ..core.cache_dtypes import CacheDtype, cache_dtype
 from ..core.console import notice
@@ -144,8 +144,7 @@ def recommend(request: PlanRequest) -> Candidates:
     directory = resolve(request.model, request.revision)
     tower = find_tower(directory)
     if tower is None:
-        if request.text_only:
-            raise InvalidInput(f"--text-only does not apply to {request.model}, which is no multimodal model")
+        check_text_only(str(request.model), text_only=request.text_only)
         return _recommend(open_source(directory), request)
     with tower_source(tower, copied=reads_text(request.calibration)) as source:
         found = _recommend(source, request, None if request.text_only else tower)

@@ -38,8 +38,8 @@ class Format:
     files: dict[str, Any] = field(default_factory=dict)
 
 
-def _groups(weight_RC: Tensor, group: int = GROUP) -> Tensor:
-    return weight_RC.unflatten(1, (-1, group))
+def _groups(weight_RC: Tensor) -> Tensor:
+    return weight_RC.unflatten(1, (-1, GROUP))
 
 
 def _words(numbers: Tensor, bits: int, dim: int) -> Tensor:
@@ -93,9 +93,9 @@ def int8_channel(weight_RC: Tensor) -> Encoded:
     return {".weight": stored, ".weight_scale": scale_R1}, stored.float() * scale_R1
 
 
-def int4_packed(weight_RC: Tensor, group: int = GROUP) -> Encoded:
-    scale_RG = (_groups(weight_RC, group).abs().amax(2) / 7).to(torch.bfloat16)
-    numbers = (_groups(weight_RC, group) / scale_RG.float()[..., None]).round().clamp(-8, 7)
+def int4_packed(weight_RC: Tensor) -> Encoded:
+    scale_RG = (_groups(weight_RC).abs().amax(2) / 7).to(torch.bfloat16)
+    numbers = (_groups(weight_RC) / scale_RG.float()[..., None]).round().clamp(-8, 7)
     twin = (numbers * scale_RG.float()[..., None]).flatten(1) + 0.0  # no negative zero
     parts = {
         ".weight_packed": _words(numbers.flatten(1) + 8, 4, 1),
@@ -164,11 +164,9 @@ def _asymmetric(weight_RC: Tensor, of_column: Tensor, bits: int) -> tuple[Tensor
     return numbers_CR.round().clamp(0, 2**bits - 1), zero_GR, scale_GR
 
 
-def gptq(
-    weight_RC: Tensor, bits: int = 4, stored_less: int = 1, order: bool = True, group: int = GROUP
-) -> Encoded:
+def gptq(weight_RC: Tensor, bits: int = 4, stored_less: int = 1, order: bool = True) -> Encoded:
     columns = weight_RC.shape[1]
-    of_column = torch.arange(columns) // group
+    of_column = torch.arange(columns) // GROUP
     if order:
         of_column = of_column[torch.randperm(columns, generator=torch.Generator().manual_seed(2))]
     numbers_CR, zero_GR, scale_GR = _asymmetric(weight_RC, of_column, bits)
@@ -181,8 +179,8 @@ def gptq(
     return parts, ((numbers_CR - zero_GR[of_column]) * scale_GR.float()[of_column]).mT.contiguous()
 
 
-def awq(weight_RC: Tensor, group: int = GROUP) -> Encoded:
-    of_column = torch.arange(weight_RC.shape[1]) // group
+def awq(weight_RC: Tensor) -> Encoded:
+    of_column = torch.arange(weight_RC.shape[1]) // GROUP
     numbers_CR, zero_GR, scale_GR = _asymmetric(weight_RC, of_column, 4)
     order = [0, 2, 4, 6, 1, 3, 5, 7]  # the output of a word's fields, from the lowest bits up
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ...core.errors import InvalidInput
 from ...core.untrusted import shorten
+from ..shards import TensorSpec
 from .bit_fields import WIDTHS, WORD, fields, fp4
 from .packed_tensor import FLOATS, FP8, POWERS, PackedTensor, Parts, StoredTensors, as_scale
 from .scaled_numbers import scaled
@@ -104,18 +105,54 @@ def _fitting(
     stored: StoredTensors, name: str, scale: str, shape: tuple[int, ...], groups: list[Mapping[str, Any]]
 ) -> Mapping[str, Any]:
     """Return the first group whose grid gives the scales their shape, or else the first one."""
-    rows, columns = shape[-2:]
     found = stored.specs.get(scale)
     for group in groups:
-        grid = _grid(group, rows, columns)
-        counts = (*shape[:-2], -(-rows // grid[0]), -(-columns // grid[1]))
-        if found is not None and found.shape in {counts, counts[:-1] if counts[-1] == 1 else counts}:
-            return group
-        if found is not None and counts[-2:] == (1, 1) and len(found.shape) < 2:
+        if found is not None and _has_grid(found.shape, shape, group):
             return group
     if not groups:
         raise InvalidInput(f"{stored.directory} has a quantised {name}, but no config group has weights")
     return groups[0]
+
+
+def _has_grid(scale: tuple[int, ...], shape: tuple[int, ...], group: Mapping[str, Any]) -> bool:
+    """Return whether scales of a shape are those of a weight that a group quantises."""
+    rows, columns = shape[-2:]
+    grid = _grid(group, rows, columns)
+    counts = (*shape[:-2], -(-rows // grid[0]), -(-columns // grid[1]))
+    if scale in {counts, counts[:-1] if counts[-1] == 1 else counts}:
+        return True
+    return counts[-2:] == (1, 1) and len(scale) < 2
+
+
+def fitting_groups(
+    specs: Mapping[str, TensorSpec], name: str, shape: tuple[int, ...], groups: Mapping[str, Any]
+) -> list[str]:
+    """Return the names of the config groups by which a weight may have been quantised.
+
+    Numbers and scales tell; targets are not read, since a stranger's pattern may run for ever.
+
+    Args:
+        specs: shape and dtype of the stored tensors, by name.
+        name: of the weight.
+        shape: of the weight.
+        groups: `config_groups`, checked by `find_compressed`.
+    """
+    packed, scale = specs.get(f"{name}_packed"), specs.get(f"{name}_scale")
+    found = []
+    for label, group in groups.items():
+        weights = group.get("weights")
+        if not isinstance(weights, dict) or scale is None:
+            continue
+        bits, kind = weights.get("num_bits", 8), weights.get("type", "int")
+        if packed is None:
+            is_stored = kind == ("float" if specs[name].dtype in FP8 else "int") and bits <= 8
+        elif packed.dtype == torch.uint8:
+            is_stored = kind == "float" and bits == 4
+        else:
+            is_stored = kind == "int" and -(-shape[1] * bits // WORD) == packed.shape[1]
+        if is_stored and _has_grid(scale.shape, shape, weights):
+            found.append(label)
+    return found
 
 
 def _bytes(stored: StoredTensors, name: str, groups: list[Mapping[str, Any]]) -> PackedTensor:

@@ -17,7 +17,7 @@ from .scaled_numbers import find_fp8
 from .unconverted import Spelling, in_compressed, in_list, in_modelopt, in_patterns
 
 MODELOPT_FILE = "hf_quant_config.json"
-_LISTS = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules", "llm_int8_skip_modules")
+LISTS = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules", "llm_int8_skip_modules")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +111,7 @@ def quantization_of(directory: Path, config: Mapping[str, Any]) -> tuple[str, di
 
 def _check_lists(directory: Path, config: Mapping[str, Any]) -> None:
     """Check the fields that name modules, which outputs extend."""
-    for field in _LISTS:
+    for field in LISTS:
         names = config.get(field)
         if names is not None and not (isinstance(names, list) and all(isinstance(n, str) for n in names)):
             raise InvalidInput(
