@@ -102,6 +102,9 @@ def _with_linear_norm(plan: Plan, reason: str) -> Plan:
         latent_norm="linear",
         dtype=torch.bfloat16 if plan.dtype == torch.float16 else plan.dtype,
         layers=layers,
-        copies={name: replace(copy, spec=held(copy.spec)) for name, copy in plan.copies.items()},
+        copies={
+            name: copy if copy.part is not None else replace(copy, spec=held(copy.spec))
+            for name, copy in plan.copies.items()
+        },
         notices=(*plan.notices, reason, *halved),
     )

@@ -92,7 +92,10 @@ def quantised_notices(source: Source, copies: Mapping[str, Copy], dtype: str) ->
     kept = {copy.source for copy in copies.values() if copy.part is not None}
     changed = [name for name in checkpoint.packed if name not in attention and name not in kept]
     if not kept:
-        return [f"the source is quantised ({checkpoint.method}); the output is not: it is {dtype} throughout"]
+        return [
+            f"the source is quantised ({checkpoint.method}); the output is not: attention and what was "
+            f"quantised is written in {dtype}"
+        ]
     what = "is" if attention & checkpoint.packed.keys() else "was not quantised and is"
     notices = [
         f"the source is quantised ({checkpoint.method}): folded attention {what} written in {dtype}, and "

@@ -4,7 +4,7 @@ from typing import Literal
 
 import torch
 
-from ...checkpoints.quantised.packed_checkpoint import QuantisedCheckpoint
+from ...checkpoints.quantised.packed_checkpoint import QuantisedCheckpoint, unquantised_dtype
 from ...core.errors import InvalidInput
 from ..algebra.target import LatentTarget, Target
 from ..calibration.statistics import Statistics
@@ -72,8 +72,9 @@ def written_dtypes(
 ) -> tuple[dict[str, torch.dtype], list[str]]:
     """Return the dtype that each source tensor is written in, and a notice where it was changed.
 
-    It is the tensor's own, unless the user or the container requires another. Dequantised weights are
-    bfloat16. Where a source's other weights stay quantised, only attention takes another dtype.
+    It is the tensor's own, unless the user or the container requires another. Attention and dequantised
+    weights of a quantised source take the dtype of most of its unquantised numbers; where other weights stay
+    quantised, bfloat16 instead of float32.
 
     Args:
         source: the checkpoint.
@@ -84,12 +85,16 @@ def written_dtypes(
     checkpoint = source.checkpoint
     own = {name: checkpoint.spec(name).dtype for name in checkpoint}
     if isinstance(checkpoint, QuantisedCheckpoint):
-        chosen = _DTYPES.get(dtype, torch.bfloat16)
-        if dequantize or dtype != "auto":
-            return dict.fromkeys(own, chosen), []
+        if dtype != "auto":
+            return dict.fromkeys(own, _DTYPES[dtype]), []
+        chosen = unquantised_dtype(checkpoint, own)
+        is_too_small = norm == "linear" and chosen == torch.float16
+        if is_too_small or (chosen == torch.float32 and not dequantize):
+            chosen = torch.bfloat16
         attention = {name for layer in source.folded for name in source.reads(layer)}
-        changed = attention | checkpoint.packed.keys()
-        return own | dict.fromkeys(changed, chosen), []
+        own |= dict.fromkeys(attention | checkpoint.packed.keys(), chosen)
+        if not dequantize:
+            return own, []
     if dtype != "auto":
         return dict.fromkeys(own, _DTYPES[dtype]), []
     if norm == "linear" and torch.float16 in own.values():

@@ -4,13 +4,13 @@ All other tensors keep their bytes.
 """
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial as partial_of
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ...checkpoints.directory import (
@@ -25,6 +25,7 @@ from ...checkpoints.quantised.packed_checkpoint import (
     as_stored,
     open_checkpoint,
     stored_specs,
+    unquantised_dtype,
 )
 from ...checkpoints.quantised.packed_tensor import module_of
 from ...checkpoints.quantised.schemes import MODELOPT_FILE
@@ -100,6 +101,8 @@ def write_whole(
                     writer.write(each, piece, first)
         copy_side_files(tower.directory, partial)
         config = whole_config(tower, read_config(folded))
+        if dequantize:
+            config = _in_dtype(config, read_config(folded))
         config |= _quantised_fields(tower, folded, partial, is_dequantised=dequantize)
         (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         record: dict[str, Any] = json.loads((folded / "kvfold.json").read_text(encoding="utf-8"))
@@ -129,26 +132,34 @@ class _Kept:
 def _others(tower: Tower, *, dequantize: bool) -> dict[str, _Kept]:
     """Return the tensors of a whole checkpoint that are not its tower's, by name.
 
-    Scales of the tower's cache are left out: they were those of the source's keys and values.
+    Scales of the tower's cache are left out: they were those of the source's keys and values. Dequantised
+    tensors take the dtype that the tower's do.
     """
     whole = open_checkpoint(tower.directory)
     kept = [name for name in whole if name not in tower.names]
     found: dict[str, _Kept] = {}
-    for name in kept:
-        packed = isinstance(whole, QuantisedCheckpoint) and name in whole.packed
-        if packed and dequantize:
-            spec = TensorSpec(torch.bfloat16, whole.spec(name).shape)
-            found[name] = _Kept(spec=spec, pieces=partial_of(_in_bfloat16, whole, name))
-            continue
-        stored = as_stored(whole)
-        for part in stored_specs(whole, [name]):
-            found[part] = _Kept(spec=stored.spec(part), pieces=partial_of(stored.stream, part))
-    return found
+    stored = as_stored(whole)
+    parts = [part for name in kept for part in stored_specs(whole, [name])]
+    if isinstance(whole, QuantisedCheckpoint):
+        layers = {_layer_of(name) for name in tower.names} - {None}
+        parts += [name for name in whole.cache_scales() if _layer_of(name) not in layers]
+        if dequantize:
+            dtype = unquantised_dtype(whole, tower.names)
+            packed = [name for name in kept if name in whole.packed]
+            gone = {part for name in packed for part in whole.parts(name)}
+            parts = [part for part in parts if part not in gone]
+            for name in packed:
+                spec = TensorSpec(dtype, whole.spec(name).shape)
+                found[name] = _Kept(spec=spec, pieces=partial_of(whole.stream, name))
+    return found | {
+        part: _Kept(spec=stored.spec(part), pieces=partial_of(stored.stream, part)) for part in parts
+    }
 
 
-def _in_bfloat16(whole: Checkpoint, name: str) -> Iterator[tuple[int, Tensor]]:
-    for first, piece in whole.stream(name):
-        yield first, piece.to(torch.bfloat16)
+def _layer_of(name: str) -> str | None:
+    """Return the place of the layer that a tensor is in; None outside of layers."""
+    match = re.match(r".*?\.\d+\.", name)
+    return None if match is None else match[0]
 
 
 def other_specs(tower: Tower, *, dequantize: bool = False) -> dict[str, TensorSpec]:
@@ -208,7 +219,8 @@ def names_in_place(tower: Tower, part: Iterable[str]) -> dict[str, str]:
 def whole_config(tower: Tower, folded: dict[str, Any]) -> dict[str, Any]:
     """Return config.json of the whole checkpoint, with what the fold changed in the tower's.
 
-    A tower in another class brings its own. A quantization_config is left out.
+    A tower in another class brings its own. A quantization_config is left out. The dtype is the source's,
+    unless the tower has small numbers that its float16 cannot hold.
 
     Args:
         tower: where the tower is in the whole checkpoint.
@@ -224,6 +236,8 @@ def whole_config(tower: Tower, folded: dict[str, Any]) -> dict[str, Any]:
     text = config.get("text_config")
     if isinstance(text, dict):
         config["text_config"] = {key: text[key] for key in text if key != "quantization_config"}
+    if (tower.config.get("dtype"), folded.get("dtype")) == ("float16", "bfloat16"):
+        config = _in_dtype(config, folded)
     if folded["model_type"] != tower.model_type:
         alone = {key: value for key, value in folded.items() if key != "quantization_config"}
         return {**config, "text_config": alone}
@@ -232,3 +246,13 @@ def whole_config(tower: Tower, folded: dict[str, Any]) -> dict[str, Any]:
     if isinstance(config.get("text_config"), dict):
         return {**config, "text_config": {**config["text_config"], **changed}}
     return {**config, **changed}
+
+
+def _in_dtype(config: dict[str, Any], folded: Mapping[str, Any]) -> dict[str, Any]:
+    """Return config.json of a whole checkpoint with its folded tower's dtype, where it names one."""
+    named = {key: folded["dtype"] for key in ("dtype", "torch_dtype") if config.get(key)}
+    text = config.get("text_config")
+    if isinstance(text, dict):
+        inside = {key: folded["dtype"] for key in ("dtype", "torch_dtype") if text.get(key)}
+        named["text_config"] = {**text, **inside}
+    return {**config, **named}

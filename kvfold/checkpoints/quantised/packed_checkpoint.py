@@ -1,6 +1,7 @@
 """A quantised checkpoint as the lazy mapping of the unquantised one: tensors are dequantised when read."""
 
 import math
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +28,7 @@ _COMPANIONS = (
 _CACHE = ("k_scale", "v_scale", "q_scale", "prob_output_scale")
 # Families without biases, for whose modules AutoGPTQ nevertheless stores biases of zero.
 _UNBIASED = ("llama", "mistral", "mixtral", "gemma", "gemma2", "phi3", "qwen3")
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 _checked: dict[Path, Any] = {}  # identities of checkpoints whose scales have been looked at
 
 
@@ -131,6 +133,11 @@ class QuantisedCheckpoint(Checkpoint):
     def parts(self, name: str) -> tuple[str, ...]:
         """Return the names under which a tensor is stored."""
         return self.packed[name].names if name in self.packed else (name,)
+
+    def cache_scales(self) -> list[str]:
+        """Return the stored tensors that belong to none of its tensors: scales of the cache."""
+        parts = {part for packed in self.packed.values() for part in packed.names}
+        return [name for name in self.stored if name not in self._specs and name not in parts]
 
     def check_values(self) -> None:
         """Check scales, groups and zeros of every quantised tensor; a second call costs nothing.
@@ -240,6 +247,21 @@ def is_quantised(directory: Path) -> bool:
         InvalidInput: it has no config.json, or kvfold does not read the method.
     """
     return quantization_of(directory, read_config(directory)) is not None
+
+
+def unquantised_dtype(checkpoint: QuantisedCheckpoint, names: Collection[str]) -> torch.dtype:
+    """Return the dtype of most numbers that are not quantised; bfloat16 where all are.
+
+    Args:
+        checkpoint: a quantised one.
+        names: of its tensors.
+    """
+    counts: Counter[torch.dtype] = Counter()
+    for name in names:
+        spec = checkpoint.spec(name)
+        if name not in checkpoint.packed and spec.dtype in _FLOATS:
+            counts[spec.dtype] += math.prod(spec.shape)
+    return counts.most_common(1)[0][0] if counts else torch.bfloat16
 
 
 def as_stored(checkpoint: Checkpoint) -> Checkpoint:

@@ -141,7 +141,7 @@ def test_dequantized_outputs_are_the_twins(name: str, place: Path, tmp_path: Pat
     if not source.exists():
         make_quantised(place, "llava", name)
     written = fold(source, tmp_path / "out", dequantize=True)
-    twin = load_file(Path(f"{source}-twin") / "model.safetensors")
+    twin = load_file(Path(f"{source}-twin") / "model.safetensors")  # quantised weights in float32
     folded = fold(Path(f"{source}-twin"), tmp_path / "twin", text_only=True, dtype="bfloat16")
     tower = find_tower(source)
     assert tower is not None
@@ -218,6 +218,45 @@ def test_scales_of_the_cache_are_left_out(place: Path, tmp_path: Path) -> None:
               {"format": "pt"})  # fmt: skip
     written = fold(source, tmp_path / "out")
     assert not [name for name in written if name.endswith((".k_scale", ".v_scale"))]
+
+
+def test_scales_around_the_tower_are_kept(place: Path, tmp_path: Path) -> None:
+    """The keys and values that they belong to are."""
+    source = make_quantised(tmp_path, "llava", "compressed fp8")
+    tensors = load_file(source / "model.safetensors")
+    scale = "vision_tower.vision_model.encoder.layers.0.self_attn.k_scale"
+    save_file(tensors | {scale: torch.full((3,), 0.5)}, source / "model.safetensors", {"format": "pt"})
+    for options in ({}, {"dequantize": True}):
+        written = fold(source, tmp_path / f"out{len(options)}", **options)
+        assert same(written[scale], torch.full((3,), 0.5))
+
+
+def test_float16_stays_float16(tmp_path: Path) -> None:
+    """As it is stored around what is quantised; config.json says the same, and towers alone fit back in."""
+    source = make_multimodal(tmp_path / "plain", "llava", intermediate_size=64)
+    tensors = load_file(source / "model.safetensors")
+    vision = next(name for name in tensors if "vision_tower" in name)
+    tensors = {name: tensor.half() for name, tensor in tensors.items()} | {vision: tensors[vision]}
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    config = json.loads((source / "config.json").read_text())
+    config["dtype"] = config["text_config"]["dtype"] = "float16"
+    (source / "config.json").write_text(json.dumps(config))
+    source = quantise(source, tmp_path / "llava", quantised_tower("awq"))
+    whole = fold(source, tmp_path / "plain-out", dequantize=True)
+    assert {name for name, tensor in whole.items() if tensor.dtype != torch.float16} == {vision}
+    assert same(whole[vision], tensors[vision])
+    for name, options in {"deq": {"dequantize": True}, "q": {}}.items():
+        inside = fold(source, tmp_path / name, **options)
+        alone = fold(source, tmp_path / f"{name}-text", text_only=True, **options)
+        assert {tensor.dtype for tensor in alone.values()} == {torch.float16} | (
+            {torch.int32} if name == "q" else set()
+        )
+        kvfold.assemble(tmp_path / f"{name}-text", str(source), out=tmp_path / f"{name}-whole")
+        again = load_file(tmp_path / f"{name}-whole" / "model.safetensors")
+        assert inside.keys() == again.keys()
+        assert all(same(inside[key], again[key]) for key in inside)
+        said = [json.loads((tmp_path / each / "config.json").read_text()) for each in (name, f"{name}-text")]
+        assert {said[0]["dtype"], said[0]["text_config"]["dtype"], said[1]["dtype"]} == {"float16"}
 
 
 def test_a_plan_counts_what_is_written(place: Path, tmp_path: Path) -> None:
