@@ -18,6 +18,7 @@ _STOCK = ("stock",)
 _REMOTE = ("decoupled", "intact")
 _GROUPED = ("grouped",)
 _EVERY = (*_STOCK, *_REMOTE, *_GROUPED)
+_MULTIMODAL = ("multimodal", "multimodal stock")
 _VLLM_RUN = {"vllm": seen.VLLM}
 _VLLM_BROKEN = {"vllm": seen.VLLM_BROKEN}
 _HF_AND_VLLM = {"transformers": seen.HF, **_VLLM_BROKEN}
@@ -48,6 +49,10 @@ _CODE = "it brings its own code"
 _TRANSFORMERS = (
     _rule(_HF_AND_VLLM, _EVERY, "prints nonsense", "a tensor is missing or misshapen", check.gaps,
           "what is missing is left random, without an error"),
+    _rule({"transformers": seen.HF_MODELOPT}, (*_EVERY, *_MULTIMODAL), "prints nonsense",
+          "weights are quantised by ModelOpt", check.unread_scheme,
+          "it has no reader: FP8 is loaded without its scales, NVFP4 refused; use another engine, or fold "
+          "with --dequantize"),
     _rule(_HF_AND_VLLM, _STOCK, "prints nonsense", "a linear latent norm in float16", check.half,
           "a linearised latent is too small for float16; write bfloat16"),
     _rule(_HF_AND_VLLM, _STOCK, "note", "a linear latent norm", check.linear,

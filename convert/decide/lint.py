@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from ...checkpoints.quantised.packed_checkpoint import open_checkpoint
+from ...checkpoints.quantised.packed_checkpoint import QuantisedCheckpoint, open_checkpoint
 from ...checkpoints.record import read_record
 from ...checkpoints.shards import TensorSpec
 from ...models.remote_code import MODEL_TYPE, check_form
@@ -28,6 +28,7 @@ class Written:
         specs: shape and dtype of every tensor, by name.
         is_linear: the norms of a stock latent are made linear by its scale.
         tokenizer: the directory of its tokenizer; None where that is not to be judged.
+        scheme: of its quantised weights, a key of `SCHEMES`; empty where it has none, or is only planned.
     """
 
     directory: Path
@@ -35,6 +36,7 @@ class Written:
     specs: Mapping[str, TensorSpec]
     is_linear: bool = False
     tokenizer: Path | None = None
+    scheme: str = ""
 
     @property
     def layout(self) -> str:
@@ -139,4 +141,5 @@ def open_written(directory: Path) -> Written:
     if recorded is None:
         is_linear = any(bool((checkpoint[name] == NORM_WEIGHT).any()) for name in norms)
     specs = {name: checkpoint.spec(name) for name in checkpoint}
-    return Written(directory, checkpoint.config, specs, is_linear, directory)
+    scheme = checkpoint.method if isinstance(checkpoint, QuantisedCheckpoint) else ""
+    return Written(directory, checkpoint.config, specs, is_linear, directory, scheme)

@@ -194,11 +194,7 @@ def _quantised_fields(tower: Tower, folded: Path, out: Path, *, is_dequantised: 
     content = whole.modelopt_file_for(modules)
     if content is not None:
         (out / MODELOPT_FILE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    config, text = whole.stored.config, whole.stored.config.get("text_config")
-    is_named = config.get("quantization_config") or (
-        isinstance(text, dict) and text.get("quantization_config")
-    )
-    return {"quantization_config": whole.quantization_for(modules)} if is_named else {}
+    return {"quantization_config": whole.quantization_for(modules)} if whole.is_named_in_config else {}
 
 
 def names_in_place(tower: Tower, part: Iterable[str]) -> dict[str, str]:

@@ -5,15 +5,17 @@ so its config is made anew from what its tensors are.
 """
 
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from ...checkpoints.directory import Checkpoint
 from ...checkpoints.quantised.compressed import fitting_groups
-from ...checkpoints.quantised.packed_checkpoint import QuantisedCheckpoint
+from ...checkpoints.quantised.packed_checkpoint import QuantisedCheckpoint, open_checkpoint
 from ...checkpoints.quantised.packed_tensor import module_of
-from ...checkpoints.quantised.schemes import LISTS, SCHEMES
+from ...checkpoints.quantised.schemes import LISTS, MODELOPT_FILE, SCHEMES
 from ...checkpoints.quantised.unconverted import OutputModules
 from ...core.errors import InvalidInput
+from ...core.untrusted import read_json
 
 
 def stored_names(whole: Checkpoint, names: Mapping[str, str]) -> dict[str, str]:
@@ -42,12 +44,40 @@ def tower_quantization(whole: Checkpoint, names: Mapping[str, str]) -> dict[str,
     Raises:
         InvalidInput: as of `_tower_groups`.
     """
-    if not isinstance(whole, QuantisedCheckpoint):
+    if not isinstance(whole, QuantisedCheckpoint) or not whole.is_named_in_config:
         return {}
+    found = _of_tower(whole, names, whole.quantization)
+    return {} if found is None else {"quantization_config": found}
+
+
+def tower_modelopt_file(directory: Path, names: Mapping[str, str]) -> dict[str, Any] | None:
+    """Return the content of hf_quant_config.json of a tower alone; None where it has none.
+
+    Args:
+        directory: the multimodal checkpoint.
+        names: of the tower's unquantised tensors, there and in the causal language model.
+    """
+    file = directory / MODELOPT_FILE
+    if not file.is_file():
+        return None
+    whole = open_checkpoint(directory)
+    return _of_tower(whole, names, read_json(file)) if isinstance(whole, QuantisedCheckpoint) else None
+
+
+def _of_tower(
+    whole: QuantisedCheckpoint, names: Mapping[str, str], quantization: Mapping[str, Any]
+) -> dict[str, Any] | None:
+    """Return a configuration of quantised weights with the names of a tower alone; None where it has none.
+
+    Raises:
+        InvalidInput: as of `_tower_groups`.
+    """
     packed = {name: ours for name, ours in names.items() if name in whole.packed}
     if not packed:
-        return {}
-    config = {key: [] if key in LISTS and value else value for key, value in whole.quantization.items()}
+        return None
+    config = _without_names(quantization)
+    if isinstance(config.get("quantization"), dict):
+        config["quantization"] = _without_names(config["quantization"])
     if whole.method == "compressed-tensors":
         config["config_groups"] = _tower_groups(whole, packed)
     plain = tuple(
@@ -56,7 +86,12 @@ def tower_quantization(whole: Checkpoint, names: Mapping[str, str]) -> dict[str,
         if name not in packed and _is_linear(whole, name) and "embed" not in ours
     )
     modules_of_tower = OutputModules(plain=plain, packed=tuple(map(module_of, packed.values())), gone=())
-    return {"quantization_config": SCHEMES[whole.method].unconverted(config, modules_of_tower)}
+    return SCHEMES[whole.method].unconverted(config, modules_of_tower)
+
+
+def _without_names(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a configuration whose lists of modules are empty."""
+    return {key: [] if key in LISTS and value else value for key, value in config.items()}
 
 
 def _is_linear(checkpoint: Checkpoint, name: str) -> bool:

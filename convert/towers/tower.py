@@ -11,6 +11,7 @@ from typing import Any
 
 from ...checkpoints.directory import Checkpoint, check_output, copy_side_files, read_config
 from ...checkpoints.quantised.packed_checkpoint import open_checkpoint
+from ...checkpoints.quantised.schemes import MODELOPT_FILE
 from ...checkpoints.record import check_unfolded
 from ...checkpoints.shards import ShardWriter
 from ...core.errors import InvalidInput
@@ -22,7 +23,7 @@ from ..families.family import Family
 from ..families.recognition import FAMILIES, attending, complete, is_multimodal
 from ..families.stored_tensors import names_outside_attention
 from ..families.unfolded import verdict
-from .quantised_tower import stored_names, tower_quantization
+from .quantised_tower import stored_names, tower_modelopt_file, tower_quantization
 
 # Model types of towers that compute, on text, what another model type computes. Sections of M-RoPE have the
 # same position on text, and one table of frequencies.
@@ -159,6 +160,9 @@ def is_written(tower: Tower, out: Path) -> bool:
         {key: value for key, value in config.items() if key != "transformers_version"}
         for config in (read_config(out), json.loads(json.dumps(tower.config)))
     )
+    file = out / MODELOPT_FILE
+    if (read_json(file) if file.is_file() else None) != tower_modelopt_file(tower.directory, tower.names):
+        return False
     if written != wanted or set(there) != set(tower.stored.values()):
         return False
     return all(there.spec(name) == whole.spec(stored) for stored, name in tower.stored.items())
@@ -185,10 +189,23 @@ def write_tower(tower: Tower, out: Path, shard_size: int, claim: TowerClaim | No
             for stored, name in tower.stored.items():
                 for first, piece in whole.stream(stored):
                     writer.write(name, piece, first)
-        copy_side_files(tower.directory, partial)
-        (partial / "config.json").write_text(json.dumps(tower.config, indent=2) + "\n", encoding="utf-8")
+        write_side_files(tower, partial)
         if claim is not None:
             (partial / _CLAIM).write_text(_written(claim), encoding="utf-8")
+
+
+def write_side_files(tower: Tower, out: Path) -> None:
+    """Write what stands next to the weights of a tower alone: config.json, tokenizer, ModelOpt's file.
+
+    Args:
+        tower: the tower.
+        out: the directory.
+    """
+    copy_side_files(tower.directory, out)
+    (out / "config.json").write_text(json.dumps(tower.config, indent=2) + "\n", encoding="utf-8")
+    content = tower_modelopt_file(tower.directory, tower.names)
+    if content is not None:
+        (out / MODELOPT_FILE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def claim_of(out: Path) -> TowerClaim | None:

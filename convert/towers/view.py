@@ -3,19 +3,18 @@
 Plans read it so: no weight is copied, unless statistics are taken on it.
 """
 
-import json
 import re
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from ...checkpoints.directory import Checkpoint, copy_side_files, read_config
-from ...checkpoints.quantised.packed_checkpoint import QuantisedCheckpoint
+from ...checkpoints.directory import Checkpoint, read_config
+from ...checkpoints.quantised.packed_checkpoint import QuantisedCheckpoint, is_quantised
 from ...core.errors import InvalidInput
 from ..families.source import Source, open_source
 from ..request import SHARD_SIZE
-from .tower import Tower, write_tower
+from .tower import Tower, write_side_files, write_tower
 
 _NAMES = re.compile(r"[A-Za-z_]\w*(?:\.\w+)+")
 
@@ -57,11 +56,9 @@ def tower_source(tower: Tower, *, copied: bool) -> Iterator[Source]:
                 yield open_source(directory)
                 return
             directory.mkdir()
-            (directory / "config.json").write_text(json.dumps(tower.config), encoding="utf-8")
-            copy_side_files(tower.directory, directory)
+            write_side_files(tower, directory)
             stored = TowerView(directory, Checkpoint(tower.directory, packed=True), tower.stored)
-            quantised = "quantization_config" in tower.config
-            yield open_source(QuantisedCheckpoint(directory, stored) if quantised else stored)
+            yield open_source(QuantisedCheckpoint(directory, stored) if is_quantised(directory) else stored)
 
 
 @contextmanager

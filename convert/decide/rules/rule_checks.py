@@ -49,6 +49,11 @@ def half(written: Written) -> str:
     return ""
 
 
+def unread_scheme(written: Written) -> str:
+    """Find quantised weights of ModelOpt."""
+    return "its weights are quantised by ModelOpt" if written.scheme == "modelopt" else ""
+
+
 def twins(written: Written) -> str:
     """Find a file of transformers 5 in which transformers 4 would read other rotary frequencies."""
     new = written.config.get("rope_parameters")

@@ -134,6 +134,13 @@ class QuantisedCheckpoint(Checkpoint):
         """Return the names under which a tensor is stored."""
         return self.packed[name].names if name in self.packed else (name,)
 
+    @property
+    def is_named_in_config(self) -> bool:
+        """Return whether config.json says how it is quantised; ModelOpt may say so in a file of its own."""
+        text = self.stored.config.get("text_config")
+        named = self.stored.config.get("quantization_config")
+        return bool(named or (isinstance(text, dict) and text.get("quantization_config")))
+
     def cache_scales(self) -> list[str]:
         """Return the stored tensors that belong to none of its tensors: scales of the cache."""
         parts = {part for packed in self.packed.values() for part in packed.names}

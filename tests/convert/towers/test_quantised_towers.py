@@ -182,6 +182,37 @@ def test_the_tower_alone_is_a_quantised_text_model(name: str, place: Path, tmp_p
     assert configs[0] == configs[1]
 
 
+@pytest.mark.parametrize("is_in_config", [True, False])
+def test_modelopt_of_the_tower_alone_is_in_its_own_files(is_in_config: bool, tmp_path: Path) -> None:
+    """Where the source has it, in the tower's names; the card says that transformers cannot read it."""
+    source = make_quantised(tmp_path, "llava", "modelopt nvfp4")
+    file, config_file = (source / name for name in ("hf_quant_config.json", "config.json"))
+    content = json.loads(file.read_text())
+    content["quantization"]["exclude_modules"] = ["lm_head", "vision_tower*", "language_model.model.layers.7"]
+    file.write_text(json.dumps(content))
+    if not is_in_config:
+        config = json.loads(config_file.read_text())
+        del config["quantization_config"]
+        config_file.write_text(json.dumps(config))
+    inside = fold(source, tmp_path / "inside")
+    fold(source, tmp_path / "alone", text_only=True)
+    for place, folded in (("alone.tower", []), ("alone", ["model.layers.0.self_attn.k_proj"])):
+        content = json.loads((tmp_path / place / file.name).read_text())["quantization"]
+        assert content["quant_algo"] == "NVFP4"
+        assert set(content["exclude_modules"]) >= {"lm_head", *folded}
+        assert not any("vision" in name or "language_model" in name for name in content["exclude_modules"])
+        assert (
+            "quantization_config" in json.loads((tmp_path / place / "config.json").read_text())
+        ) == is_in_config
+    kvfold.assemble(tmp_path / "alone", str(source), out=tmp_path / "whole")
+    again = load_file(tmp_path / "whole" / "model.safetensors")
+    assert all(same(inside[key], again[key]) for key in inside)
+    for place in ("inside", "alone"):
+        assert "FP8 is loaded without its scales" in (tmp_path / place / "README.md").read_text()
+        assert kvfold.verify(tmp_path / place, run=False).failures
+    kvfold.plan(source, context=256, text_only=True)
+
+
 def test_latent_attention_is_named_as_unconverted(place: Path, tmp_path: Path) -> None:
     source = place / "llava fp8 blocks"
     if not source.exists():
