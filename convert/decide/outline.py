@@ -67,8 +67,13 @@ def _tower_rows(tower: dict[str, Any] | None) -> list[tuple[str, str]]:
     if tower["targets_in_place"]["mla"]:
         is_alone = not tower["targets_alone"]["mla"]
         latent = "; MLA of the tower alone, with --text-only" if is_alone else "; no MLA"
+    disk = (
+        ("disk while it runs", f"{work} in addition to the output: the tower as it was, and folded")
+        if tower["in_place"]
+        else ("disk", f"{work} in addition to the output: the tower as it was, which stays in OUT.tower")
+    )
     return [
         ("text tower", f"{size}, {stays if tower['in_place'] else 'written alone (--text-only)'}"),
         ("possible in its place", f"GQA, MQA{latent}"),
-        ("disk while it runs", f"{work} in addition to the output"),
+        disk,
     ]

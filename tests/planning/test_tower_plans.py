@@ -35,6 +35,33 @@ def run(*words: str, code: int = 0) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.parametrize("is_alone", [False, True])
+def test_a_dry_run_says_which_disk_it_takes(
+    is_alone: bool, sources: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In addition to the output: what is there before the working directories go, and what stays."""
+    words = ("convert", str(sources["llava"]), *GQA, "--calibration", "none", *(["--text-only"] * is_alone))
+    work = run(*words, "--dry-run")["tower"]["work_bytes"]
+    shown = CliRunner().invoke(main, [*words, "--dry-run"], terminal_width=300).stdout
+    assert ("disk while it runs" in shown) != is_alone
+    assert ("stays in OUT.tower" in " ".join(shown.split())) == is_alone
+    there: list[int] = []
+
+    def count(*_: Any, **__: Any) -> None:
+        files = (tmp_path / f"out{ending}" / "model.safetensors" for ending in (".tower", ".text"))
+        there.append(
+            sum(tensor.nbytes for file in files if file.exists() for tensor in load_file(file).values())
+        )
+
+    monkeypatch.setattr("kvfold.convert.towers.places.Places.clear", count)
+    kvfold.fold(
+        sources["llava"], kvfold.GQA(kv_heads=2), out=tmp_path / "out", calibration="none", verify="none",
+        text_only=is_alone,
+    )  # fmt: skip
+    count()
+    assert there[0] == work
+
+
 @pytest.mark.parametrize("kind", TOWERS)
 def test_a_dry_run_says_what_the_fold_writes(kind: str, sources: dict[str, Path], tmp_path: Path) -> None:
     """Its class, tensors, bytes and cache; and nothing is written."""
