@@ -11,6 +11,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import kvfold
+from kvfold.convert.decide.norm_choice import _with_linear_norm
+from kvfold.convert.decide.plan import make_plan
+from kvfold.convert.request import FoldRequest
 
 from ...support.quantised import FORMATS, Format, quantise
 from ...support.tiny import make
@@ -122,6 +125,20 @@ def test_modelopt_is_listed_in_both_of_its_files(pairs: dict[str, Path], tmp_pat
     notices = json.loads((tmp_path / "out" / "kvfold.json").read_text())["notices"]
     assert any("transformers has no reader of ModelOpt" in notice for notice in notices)
     assert content["kv_cache_quant_algo"] is None, "its scales were those of the source's keys and values"
+
+
+def test_a_norm_that_turns_out_linear_leaves_stored_parts(tmp_path: Path) -> None:
+    """Scales of AWQ are float16; the rest of the output is not, because a linear norm is not held by it."""
+    source = make(tmp_path / "source", "llama", **SIZES, dtype=torch.float16)
+    source = quantise(source, tmp_path / "q", FORMATS["awq"])
+    plan = make_plan(source, FoldRequest(model=str(source), to="mla", rank=24, rope_dim=4, container="stock"))
+    linear = _with_linear_norm(plan, "")
+    stored = load_file(source / "model.safetensors")
+    parts = {name: copy for name, copy in linear.copies.items() if copy.part is not None}
+    assert torch.float16 in {copy.spec.dtype for copy in parts.values()}
+    assert all(copy.spec.dtype == stored[name].dtype for name, copy in parts.items())
+    others = {copy.spec.dtype for copy in linear.copies.values() if copy.part is None}
+    assert others == {torch.bfloat16}
 
 
 def test_weights_that_a_class_changes_are_dequantised_and_listed(tmp_path: Path) -> None:
