@@ -78,7 +78,7 @@ def _of_tower(
     config = _without_names(quantization)
     if isinstance(config.get("quantization"), dict):
         config["quantization"] = _without_names(config["quantization"])
-    if whole.method == "compressed-tensors":
+    if whole.method == "compressed-tensors" and "config_groups" in config:
         config["config_groups"] = _tower_groups(whole, packed)
     plain = tuple(
         module_of(ours)

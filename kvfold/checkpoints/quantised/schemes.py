@@ -62,8 +62,8 @@ SCHEMES = {
         reads="FP8, NVFP4",
         find=find_modelopt,
         unconverted=in_modelopt,
-        note="transformers has no reader of ModelOpt checkpoints: it loads wrong weights, or refuses them; use "
-        "another engine, or --dequantize",
+        note="transformers has no reader of ModelOpt checkpoints: it loads wrong weights, or refuses them; "
+        "use another engine, or --dequantize",
     ),
 }
 
