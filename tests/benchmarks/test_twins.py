@@ -77,7 +77,7 @@ def test_twins_are_trained_to_the_same_bits_and_folded(
         main, [*words[:-6], "--twin", "olmo2", "--form", "--container stock", *words[-2:]]
     )
     assert refused.exit_code == 2
-    assert "every fold that was asked for is refused" in refused.stderr
+    assert "every fold asked for is refused" in refused.stderr
 
 
 def test_a_checkpoint_without_a_first_token_has_no_twins(tmp_path: Path) -> None:
