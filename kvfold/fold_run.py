@@ -89,9 +89,9 @@ def dry_run(request: FoldRequest) -> tuple[dict[str, Any], FoldCost] | None:
 
 def _fold(request: FoldRequest) -> Folded:
     """Fold a causal language model; arguments and result are those of `carry_out`."""
-    from .convert.decide.engines import ENGINES
     from .convert.decide.preparation import prepare
     from .convert.write.rewrite import rewrite
+    from .verification.engine_runs import engines_to_check
     from .verification.verify import verify
 
     with listening() as heard:
@@ -105,7 +105,8 @@ def _fold(request: FoldRequest) -> Folded:
                 notice(text)
         verification = None
         if is_first() and request.verify != "none":
-            verification = verify(out, plan.engines or ENGINES[:1], run=request.verify == "full")
+            engines = engines_to_check(out, plan.engines)
+            verification = verify(out, engines, run=request.verify == "full")
             for check in verification.checks:
                 notice(f"{check.name}: {check.detail}")
     return Folded(

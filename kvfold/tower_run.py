@@ -172,11 +172,11 @@ def _known(directory: Path, record: dict[str, Any], request: FoldRequest) -> Fol
 
 def _verified(folded: Folded) -> Folded:
     """Return a finished fold with the verification that its request asks for."""
-    from .convert.decide.engines import ENGINES
+    from .verification.engine_runs import engines_to_check
     from .verification.verify import verify
 
     request = folded.request
     if not is_first() or request.verify == "none":
         return folded
-    engines = request.engines or ENGINES[:1]
+    engines = engines_to_check(folded.directory, request.engines)
     return replace(folded, verification=verify(folded.directory, engines, run=request.verify == "full"))

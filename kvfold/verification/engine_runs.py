@@ -51,6 +51,25 @@ def started_engines(
     return tuple(started), unasked
 
 
+def engines_to_check(directory: Path, asked: Sequence[str]) -> tuple[str, ...]:
+    """Return the engines by whose rules a new fold is judged: those asked for, or else transformers.
+
+    Where transformers has no reader of the source's quantised weights, that is no fault of the fold.
+    `convert` tells it in a note, and no engine's rules apply unless one was asked for.
+
+    Args:
+        directory: the fold.
+        asked: the engines that the user named.
+    """
+    from ..checkpoints.quantised.schemes import SCHEMES
+    from ..convert.decide.engines import ENGINES
+    from ..convert.decide.lint import open_written
+
+    scheme = SCHEMES.get(open_written(directory).scheme)
+    is_read = scheme is None or not scheme.note
+    return tuple(asked) or (ENGINES[:1] if is_read else ())
+
+
 def dequantised_in(directory: Path, started: Sequence[str]) -> list[str]:
     """Return what to say of a quantised checkpoint's runs, of which vLLM's alone has kernels for its weights.
 

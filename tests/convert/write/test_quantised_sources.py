@@ -124,6 +124,21 @@ def test_modelopt_is_listed_in_both_of_its_files(pairs: dict[str, Path], tmp_pat
     assert "model.layers.1.mlp.up_proj" not in content["exclude_modules"]
     notices = json.loads((tmp_path / "out" / "kvfold.json").read_text())["notices"]
     assert any("transformers has no reader of ModelOpt" in notice for notice in notices)
+    assert kvfold.verify(tmp_path / "out", run=False).failures
+    made = kvfold.fold(pairs["modelopt nvfp4"], TARGETS["gqa"], out=tmp_path / "checked", calibration="none")
+    assert made.verification is not None
+    assert (
+        made.verification.failures == []
+    )  # it was not asked for transformers, where its source does not run
+    asked = kvfold.fold(
+        pairs["modelopt nvfp4"],
+        TARGETS["gqa"],
+        out=tmp_path / "asked",
+        calibration="none",
+        engines="transformers",
+    )
+    assert asked.verification is not None
+    assert "weights are quantised by ModelOpt" in asked.verification.failures[0]
     assert content["kv_cache_quant_algo"] is None, "its scales were those of the source's keys and values"
 
 
