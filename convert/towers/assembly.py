@@ -90,7 +90,7 @@ def write_whole(
     named = names_in_place(tower, part)
     dequantize = bool(made.get("request", {}).get("dequantize"))
     others = _others(tower, dequantize=dequantize)
-    stored = [each for each in Checkpoint(tower.directory, packed=True) if each in named or each in others]
+    stored = [each for each in as_stored(tower.whole) if each in named or each in others]
     order = dict.fromkeys([*stored, *others, *named])  # tensors that are new come last
     specs = {each: part.spec(named[each]) if each in named else others[each].spec for each in order}
     with whole_directory(out) as partial:
@@ -135,7 +135,7 @@ def _others(tower: Tower, *, dequantize: bool) -> dict[str, _Kept]:
     Scales of the tower's cache are left out: they were those of the source's keys and values. Dequantised
     tensors take the dtype that the tower's do.
     """
-    whole = open_checkpoint(tower.directory)
+    whole = tower.whole
     kept = [name for name in whole if name not in tower.names]
     found: dict[str, _Kept] = {}
     stored = as_stored(whole)
@@ -177,7 +177,7 @@ def _quantised_fields(tower: Tower, folded: Path, out: Path, *, is_dequantised: 
 
     A file of ModelOpt's is written next to it, where the source has one.
     """
-    whole = open_checkpoint(tower.directory)
+    whole = tower.whole
     if not isinstance(whole, QuantisedCheckpoint) or is_dequantised:
         return {}
     part = open_checkpoint(folded)
@@ -227,7 +227,7 @@ def whole_config(tower: Tower, folded: dict[str, Any]) -> dict[str, Any]:
     }
     changed.pop("per_layer_config", None)  # which the whole checkpoint may say in another way
     share = folded.get("num_key_value_heads", 1), tower.config.get("num_key_value_heads", 1)
-    config: dict[str, Any] = without_code(read_config(tower.directory))
+    config: dict[str, Any] = without_code(as_stored(tower.whole).config)
     config.pop("quantization_config", None)
     text = config.get("text_config")
     if isinstance(text, dict):

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ...checkpoints.directory import Checkpoint
+from ...checkpoints.quantised.packed_checkpoint import as_stored
 from ..families.recognition import FAMILIES
 from .assembly import other_specs
 from .possible import latent_never, latent_refusal
@@ -17,7 +17,7 @@ def tower_report(tower: Tower, *, in_place: bool, dequantize: bool = False) -> d
         in_place: whether it stays in the whole checkpoint.
         dequantize: whether the output is unquantised.
     """
-    whole = Checkpoint(tower.directory, packed=True)
+    whole = as_stored(tower.whole)
     size = sum(whole.spec(name).nbytes for name in tower.stored)
     return {
         "family": FAMILIES[tower.model_type].label,

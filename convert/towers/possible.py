@@ -1,6 +1,5 @@
 """The targets that have a place in a whole multimodal checkpoint, and the refusals of the others."""
 
-from ...checkpoints.directory import read_config
 from ...core.errors import InvalidInput
 from ..families.recognition import BEHIND_ROTATION, FAMILIES, UNLIKE, complete, latent_obstacle
 from ..request import FoldRequest
@@ -17,7 +16,7 @@ def latent_refusal(tower: Tower) -> str:
     Args:
         tower: the text tower of the checkpoint.
     """
-    kind = read_config(tower.directory).get("model_type")
+    kind = tower.whole.config.get("model_type")
     never = latent_never(tower)
     if never:
         return (

@@ -5,12 +5,11 @@ so its config is made anew from what its tensors are.
 """
 
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 from ...checkpoints.directory import Checkpoint
 from ...checkpoints.quantised.compressed import fitting_groups
-from ...checkpoints.quantised.packed_checkpoint import QuantisedCheckpoint, open_checkpoint
+from ...checkpoints.quantised.packed_checkpoint import QuantisedCheckpoint
 from ...checkpoints.quantised.packed_tensor import module_of
 from ...checkpoints.quantised.schemes import LISTS, MODELOPT_FILE, SCHEMES
 from ...checkpoints.quantised.unconverted import OutputModules
@@ -50,18 +49,17 @@ def tower_quantization(whole: Checkpoint, names: Mapping[str, str]) -> dict[str,
     return {} if found is None else {"quantization_config": found}
 
 
-def tower_modelopt_file(directory: Path, names: Mapping[str, str]) -> dict[str, Any] | None:
+def tower_modelopt_file(whole: Checkpoint, names: Mapping[str, str]) -> dict[str, Any] | None:
     """Return the content of hf_quant_config.json of a tower alone; None where it has none.
 
     Args:
-        directory: the multimodal checkpoint.
+        whole: the multimodal checkpoint.
         names: of the tower's unquantised tensors, there and in the causal language model.
     """
-    file = directory / MODELOPT_FILE
-    if not file.is_file():
+    file = whole.directory / MODELOPT_FILE
+    if not file.is_file() or not isinstance(whole, QuantisedCheckpoint):
         return None
-    whole = open_checkpoint(directory)
-    return _of_tower(whole, names, read_json(file)) if isinstance(whole, QuantisedCheckpoint) else None
+    return _of_tower(whole, names, read_json(file))
 
 
 def _of_tower(

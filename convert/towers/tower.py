@@ -5,12 +5,12 @@ A tower is a decoder of a family that has a row. Its tensors keep their bytes; o
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ...checkpoints.directory import Checkpoint, check_output, copy_side_files, read_config
-from ...checkpoints.quantised.packed_checkpoint import open_checkpoint
+from ...checkpoints.quantised.packed_checkpoint import as_stored, open_checkpoint
 from ...checkpoints.quantised.schemes import MODELOPT_FILE
 from ...checkpoints.record import check_unfolded
 from ...checkpoints.shards import ShardWriter
@@ -62,6 +62,7 @@ class Tower:
         config: its config.json, as that model's.
         names: for each tensor of the tower its name in the causal language model.
         stored: the same for the tensors as they are stored; a quantised one is stored in parts.
+        whole: the whole checkpoint as it was opened to find the tower.
     """
 
     directory: Path
@@ -69,6 +70,7 @@ class Tower:
     config: dict[str, Any]
     names: dict[str, str]
     stored: dict[str, str]
+    whole: Checkpoint = field(repr=False, compare=False)
 
 
 def find_tower(directory: Path) -> Tower | None:
@@ -108,6 +110,7 @@ def find_tower(directory: Path) -> Tower | None:
         config=tower_config,
         names=names,
         stored=stored_names(whole, names),
+        whole=whole,
     )
 
 
@@ -155,13 +158,13 @@ def is_written(tower: Tower, out: Path) -> bool:
     """
     if not (out / "config.json").is_file():
         return False
-    whole, there = (Checkpoint(place, packed=True) for place in (tower.directory, out))
+    whole, there = as_stored(tower.whole), Checkpoint(out, packed=True)
     written, wanted = (
         {key: value for key, value in config.items() if key != "transformers_version"}
         for config in (read_config(out), json.loads(json.dumps(tower.config)))
     )
     file = out / MODELOPT_FILE
-    if (read_json(file) if file.is_file() else None) != tower_modelopt_file(tower.directory, tower.names):
+    if (read_json(file) if file.is_file() else None) != tower_modelopt_file(tower.whole, tower.names):
         return False
     if written != wanted or set(there) != set(tower.stored.values()):
         return False
@@ -182,7 +185,7 @@ def write_tower(tower: Tower, out: Path, shard_size: int, claim: TowerClaim | No
     """
     check_output(out, tower.directory)
     out.parent.mkdir(parents=True, exist_ok=True)
-    whole = Checkpoint(tower.directory, packed=True)
+    whole = as_stored(tower.whole)
     specs = {name: whole.spec(stored) for stored, name in tower.stored.items()}
     with whole_directory(out) as partial:
         with ShardWriter(partial, specs, shard_size) as writer:
@@ -203,7 +206,7 @@ def write_side_files(tower: Tower, out: Path) -> None:
     """
     copy_side_files(tower.directory, out)
     (out / "config.json").write_text(json.dumps(tower.config, indent=2) + "\n", encoding="utf-8")
-    content = tower_modelopt_file(tower.directory, tower.names)
+    content = tower_modelopt_file(tower.whole, tower.names)
     if content is not None:
         (out / MODELOPT_FILE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 

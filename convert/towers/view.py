@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ...checkpoints.directory import Checkpoint, read_config
-from ...checkpoints.quantised.packed_checkpoint import QuantisedCheckpoint, is_quantised
+from ...checkpoints.quantised.packed_checkpoint import QuantisedCheckpoint, as_stored, is_quantised
 from ...core.errors import InvalidInput
 from ..families.source import Source, open_source
 from ..request import SHARD_SIZE
@@ -57,7 +57,7 @@ def tower_source(tower: Tower, *, copied: bool) -> Iterator[Source]:
                 return
             directory.mkdir()
             write_side_files(tower, directory)
-            stored = TowerView(directory, Checkpoint(tower.directory, packed=True), tower.stored)
+            stored = TowerView(directory, as_stored(tower.whole), tower.stored)
             yield open_source(QuantisedCheckpoint(directory, stored) if is_quantised(directory) else stored)
 
 

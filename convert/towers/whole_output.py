@@ -12,6 +12,24 @@ from .tower import Tower
 
 
 @dataclass(frozen=True, kw_only=True)
+class Surroundings:
+    """A text tower with what stays around it, whatever the tower becomes.
+
+    Attributes:
+        tower: the tower of the source.
+        specs: shape and dtype of the tensors that are not the tower's, by name.
+    """
+
+    tower: Tower
+    specs: dict[str, TensorSpec]
+
+    @classmethod
+    def of(cls, tower: Tower) -> "Surroundings":
+        """Return what is around a tower."""
+        return cls(tower=tower, specs=other_specs(tower))
+
+
+@dataclass(frozen=True, kw_only=True)
 class WholeOutput:
     """The parts of a planned output that engines' rules read.
 
@@ -28,18 +46,19 @@ class WholeOutput:
     tokenizer: Path
 
     @classmethod
-    def of(cls, tower: Tower, plan: PlannedOutput) -> "WholeOutput":
+    def of(cls, around: Surroundings, plan: PlannedOutput) -> "WholeOutput":
         """Return the whole output around a tower that is planned alone.
 
         Args:
-            tower: the tower of the source.
+            around: the tower of the source, and its surroundings.
             plan: its fold.
         """
+        tower = around.tower
         part: Mapping[str, TensorSpec] = plan.specs
         specs = {name: part[ours] for name, ours in names_in_place(tower, part).items()}
         return cls(
             config=whole_config(tower, plan.config),
-            specs=other_specs(tower) | specs,
+            specs=around.specs | specs,
             latent_norm=plan.latent_norm,
             tokenizer=tower.directory,
         )

@@ -4,9 +4,8 @@ GQA at every divisor, MLA at shares of its cache and as engines take it.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 from ..checkpoints.shards import TensorSpec
@@ -18,10 +17,9 @@ from ..convert.decide.plan import Plan, make_plan
 from ..convert.families.source import Source
 from ..convert.formats.serving_widths import PROFILES
 from ..convert.request import FoldRequest, fold_request
-from ..convert.towers.assembly import other_specs, whole_config
+from ..convert.towers.assembly import whole_config
 from ..convert.towers.possible import check_request, tower_request
-from ..convert.towers.tower import Tower
-from ..convert.towers.whole_output import WholeOutput
+from ..convert.towers.whole_output import Surroundings, WholeOutput
 from ..core.errors import InvalidInput
 
 SHARES = ("50%", "37.5%", "25%", "18.75%", "12.5%", "6.25%")  # of the source's cache, for MLA
@@ -35,13 +33,14 @@ class Candidate:
         request: as a user would give it.
         plan: of the request.
         engines: for each engine nothing, where it runs the output with its smaller cache, or why it does not.
-        inside: the text tower that is folded in its place in a multimodal checkpoint; None: no such.
+        inside: the text tower that is folded in its place in a multimodal checkpoint, with what stays
+            around it; None: no such.
     """
 
     request: FoldRequest
     plan: Plan
     engines: Mapping[str, str]
-    inside: Tower | None = None
+    inside: Surroundings | None = None
 
     @property
     def kind(self) -> str:
@@ -67,9 +66,9 @@ class Candidate:
         """Return `stock`, `remote`, `grouped` or `rehosted`."""
         return self.plan.container.kind
 
-    @cached_property
-    def _others(self) -> tuple[TensorSpec, ...]:
-        return () if self.inside is None else tuple(other_specs(self.inside).values())
+    @property
+    def _others(self) -> Collection[TensorSpec]:
+        return () if self.inside is None else self.inside.specs.values()
 
     @property
     def other_bytes(self) -> int:
@@ -84,7 +83,9 @@ class Candidate:
     @property
     def architecture(self) -> str:
         """Return the class of the output."""
-        config = self.plan.config if self.inside is None else whole_config(self.inside, self.plan.config)
+        config = self.plan.config
+        if self.inside is not None:
+            config = whole_config(self.inside.tower, config)
         return str((config.get("architectures") or [config["model_type"]])[0])
 
     @property
@@ -119,7 +120,7 @@ def find_candidates(
     engine: str | None = None,
     *,
     calibrated: bool = False,
-    inside: Tower | None = None,
+    inside: Surroundings | None = None,
 ) -> tuple[list[Candidate], dict[str, str]]:
     """Plan every target of a source without statistics.
 
@@ -130,7 +131,8 @@ def find_candidates(
         shares: of its cache, for MLA.
         engine: those that must run the output, a list with commas; None: any that does.
         calibrated: whether statistics will be there, by which slots can be allocated.
-        inside: the text tower that the source is, where it stays in its multimodal checkpoint.
+        inside: the text tower that the source is, with its surroundings, where it stays in its multimodal
+            checkpoint.
 
     Raises:
         InvalidInput: a share or an engine is none.
@@ -146,7 +148,7 @@ def find_candidates(
             named = {} if engine is None else {"engines": engine}
             asked = _request(source, to, {**options, **named})
             if inside is not None:
-                check_request(asked, inside)
+                check_request(asked, inside.tower)
                 asked = tower_request(asked)
             candidate = _candidate(source, asked, inside=inside)
         except InvalidInput as refusal:
@@ -160,14 +162,15 @@ def find_candidates(
     return list(found.values()), {kind: why for kind, why in refused.items() if kind not in had}
 
 
-def plan_source(source: Source, inside: Tower | None = None) -> Candidate | None:
+def plan_source(source: Source, inside: Surroundings | None = None) -> Candidate | None:
     """Plan the source as it is, as one more candidate.
 
     The result is None where it has no form in which it could be written unchanged.
 
     Args:
         source: the checkpoint.
-        inside: the text tower that it is, where that stays in its multimodal checkpoint.
+        inside: the text tower that it is, with its surroundings, where that stays in its multimodal
+            checkpoint.
     """
     asked = _request(source, "gqa", {"kv_heads": source.geometry.num_key_value_heads})
     try:
@@ -214,7 +217,7 @@ def _candidate(
     source: Source,
     request: FoldRequest,
     statistics: Statistics | None = None,
-    inside: Tower | None = None,
+    inside: Surroundings | None = None,
 ) -> Candidate:
     plan = make_plan(source, request, statistics)
     written = plan if inside is None else WholeOutput.of(inside, plan)

@@ -14,8 +14,9 @@ from ..convert.families.source import Source, open_source
 from ..convert.formats.serving_widths import PROFILES
 from ..convert.request import FoldRequest
 from ..convert.towers.outlook import reads_text, tower_report
-from ..convert.towers.tower import Tower, check_text_only, find_tower
+from ..convert.towers.tower import check_text_only, find_tower
 from ..convert.towers.view import tower_source
+from ..convert.towers.whole_output import Surroundings
 from ..core.cache_dtypes import CacheDtype, cache_dtype
 from ..core.console import notice
 from ..core.errors import InvalidInput
@@ -147,18 +148,19 @@ def recommend(request: PlanRequest) -> Candidates:
         check_text_only(str(request.model), text_only=request.text_only)
         return _recommend(open_source(directory), request)
     with tower_source(tower, copied=reads_text(request.calibration)) as source:
-        found = _recommend(source, request, None if request.text_only else tower)
+        found = _recommend(source, request, None if request.text_only else Surroundings.of(tower))
         around = tower_report(tower, in_place=not request.text_only)
         return replace(found, report={**found.report, "source": str(directory), "tower": around})
 
 
-def _recommend(source: Source, request: PlanRequest, inside: Tower | None = None) -> Candidates:
+def _recommend(source: Source, request: PlanRequest, inside: Surroundings | None = None) -> Candidates:
     """Return the targets of a source that is open, ranked.
 
     Args:
         source: the checkpoint.
         request: what the user asked for.
-        inside: the text tower that the source is, where it stays in its multimodal checkpoint.
+        inside: the text tower that the source is, with its surroundings, where it stays in its multimodal
+            checkpoint.
     """
     wants_curve = request.curve or request.png is not None
     kinds = tuple(cache_dtype(name) for name in dict.fromkeys(request.cache_dtypes))
@@ -189,7 +191,7 @@ def _recommend(source: Source, request: PlanRequest, inside: Tower | None = None
 
 
 def _find(
-    source: Source, shares: tuple[str, ...], request: PlanRequest, inside: Tower | None
+    source: Source, shares: tuple[str, ...], request: PlanRequest, inside: Surroundings | None
 ) -> tuple[list[Candidate], dict[str, str]]:
     engine = ",".join(request.engines) or None
     calibrated = request.calibration != "none"

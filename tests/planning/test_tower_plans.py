@@ -9,14 +9,18 @@ from click.testing import CliRunner
 from safetensors.torch import load_file
 
 import kvfold
+from kvfold.checkpoints import directory
+from kvfold.checkpoints.quantised.packed_checkpoint import QuantisedCheckpoint
 from kvfold.cli import main
 from kvfold.convert.towers.tower import find_tower, write_tower
 from kvfold.core.errors import InvalidInput
 
+from ..support.quantised import quantise, quantised_tower
 from ..support.tokenizers import save_tokenizer
 from ..support.towers import TOWERS, make_multimodal
 
 GQA = ("--to", "gqa", "--kv-heads", "2")
+entries, logical = directory._entries, QuantisedCheckpoint._logical
 
 
 @pytest.fixture(scope="module")
@@ -163,6 +167,31 @@ def test_targets_in_place_are_compared(kind: str, sources: dict[str, Path], tmp_
     written = load_file(tmp_path / "out" / "model.safetensors")
     assert sum(tensor.nbytes for tensor in written.values()) == row["memory"]["weights"]
     assert sum(tensor.numel() for tensor in written.values()) == row["parameters"]
+
+
+@pytest.mark.parametrize("form", [None, "gptq"])
+def test_the_checkpoint_is_opened_once_for_all_targets(
+    form: str | None, sources: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Headers of its weight files are read once, and its quantised tensors found once, also in the tower."""
+    source = sources["llava"]
+    if form is not None:
+        source = quantise(source, tmp_path / "quantised", quantised_tower(form))
+    opened: list[Path] = []
+    found: list[Path] = []
+    monkeypatch.setattr(
+        directory, "_entries", lambda place, *rest: opened.append(place) or entries(place, *rest)
+    )
+    monkeypatch.setattr(
+        QuantisedCheckpoint, "_logical", lambda whole: found.append(whole.directory) or logical(whole)
+    )
+    assert len(kvfold.plan(source, context=512)) > 1
+    assert opened == [source]
+    assert found.count(source) == (form is not None)
+    assert len(found) <= 2
+    opened.clear()
+    run("convert", str(source), *GQA, "--dry-run", "--calibration", "none")
+    assert opened == [source]
 
 
 def test_the_tower_alone_is_planned_as_the_text_model_that_it_is(
