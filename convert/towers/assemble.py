@@ -8,10 +8,10 @@ from typing import Any
 
 from ...checkpoints.directory import Checkpoint, check_output, read_config
 from ...checkpoints.quantised.packed_checkpoint import is_quantised
-from ...checkpoints.record import read_record
+from ...checkpoints.record import describe, read_record
 from ...core.console import notice
 from ...core.errors import InvalidInput
-from ...core.hub import resolve
+from ...core.hub import commit_of, resolve
 from ...models.expected_weights import check_multimodal
 from ...models.remote_code import is_remote
 from ..families.recognition import is_multimodal
@@ -52,12 +52,13 @@ def assemble_tower(folded: Path, whole: str, out: Path | None, shard_size: int) 
     made: dict[str, Any] = {
         "parents": [*record["parents"], {"stage": record["stage"], "path": str(folded.resolve())}],
         "assemble": {"command": shlex.join(["kvfold", "assemble", str(folded), whole])},
+        "source": describe(directory, name, commit_of(directory)),
     }
     if isinstance(record.get("request"), dict):  # it names the tower as its source, and this is the user's
         asked = {**record["request"], "model": whole, "text_only": True}
         request = fold_request(asked, f"{folded.name}/kvfold.json")
         made |= {"command": request.command, "request": request.essentials()}
-    write_whole(tower, folded, place, (shard_size, name), made)
+    write_whole(tower, folded, place, made, shard_size=shard_size)
     return place
 
 

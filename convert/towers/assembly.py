@@ -64,12 +64,13 @@ def put_back(tower: Tower, folded: Path, out: Path, request: FoldRequest) -> dic
         "command": request.command,
         "request": request.essentials(),
         "parents": [{"stage": "source", "path": str(tower.directory.resolve())}],
+        "source": describe(tower.directory, request.source_name, commit_of(tower.directory)),
     }
-    return write_whole(tower, folded, out, (request.shard_size, request.source_name), made)
+    return write_whole(tower, folded, out, made, shard_size=request.shard_size)
 
 
 def write_whole(
-    tower: Tower, folded: Path, out: Path, how: tuple[int, str | None], made: dict[str, Any]
+    tower: Tower, folded: Path, out: Path, made: dict[str, Any], *, shard_size: int
 ) -> dict[str, Any]:
     """Write a whole checkpoint around another tower than its own, all or nothing, and return its record.
 
@@ -77,13 +78,12 @@ def write_whole(
         tower: where its own tower's tensors are.
         folded: the other tower; its record becomes the output's.
         out: the new directory.
-        how: most bytes of a weight file, and the source's name; None: the name of its directory.
-        made: fields of the record that say how the output was made.
+        made: fields of the record that say of what and how the output was made.
+        shard_size: most bytes of a weight file.
 
     Raises:
         InvalidInput: the directory exists or cannot be written, or the tower does not fit.
     """
-    shard_size, name = how
     check_output(out, tower.directory)
     out.parent.mkdir(parents=True, exist_ok=True)
     part = Checkpoint(folded, packed=True)
@@ -107,7 +107,6 @@ def write_whole(
         (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         record: dict[str, Any] = json.loads((folded / "kvfold.json").read_text(encoding="utf-8"))
         record |= {
-            "source": describe(tower.directory, name, commit_of(tower.directory)),
             "container": (config.get("architectures") or [config["model_type"]])[0],
             **made,
         }

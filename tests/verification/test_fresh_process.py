@@ -141,7 +141,7 @@ def test_a_source_that_is_not_quantised_has_no_quantised_weights_to_run(tmp_path
 def test_quantised_weights_that_vllm_runs_of_the_source_alone_fail(
     running: tuple[str, ...], wanted: dict[str, bool | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What it runs of neither is told, and the dequantised copy is run instead."""
+    """Weights that it runs of neither are named, and the dequantised copy is run instead."""
     given = []
 
     def probe(script: str, asked: dict[str, Any]) -> dict[str, Any]:
