@@ -5,11 +5,11 @@ Legend: attention.py; B sequences, T tokens.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from .attention import (
     LATENT_EPSILON,
@@ -194,12 +194,12 @@ def _mix(q_BNTH: Tensor, k_BNTH: Tensor, v_BNTH: Tensor, scale: float, scoring: 
     length = q_BNTH.shape[2]
     windowed = scoring.window is not None and scoring.window < length
     if scoring.soft_cap is None and scoring.sinks_N is None and not windowed:
-        return scaled_dot_product_attention(q_BNTH, k_BNTH, v_BNTH, is_causal=True, scale=scale)
+        return _fused(q_BNTH, k_BNTH, v_BNTH, is_causal=True, scale=scale)
     seen_TT = torch.ones(length, length, dtype=torch.bool, device=q_BNTH.device).tril()
     if scoring.window is not None:
         seen_TT = seen_TT.triu(1 - scoring.window)
     if scoring.soft_cap is None and scoring.sinks_N is None:
-        return scaled_dot_product_attention(q_BNTH, k_BNTH, v_BNTH, attn_mask=seen_TT, scale=scale)
+        return _fused(q_BNTH, k_BNTH, v_BNTH, attn_mask=seen_TT, scale=scale)
     scores_BNTT = q_BNTH @ k_BNTH.mT * scale
     if scoring.soft_cap is not None:
         scores_BNTT = torch.tanh(scores_BNTT / scoring.soft_cap) * scoring.soft_cap
@@ -208,6 +208,17 @@ def _mix(q_BNTH: Tensor, k_BNTH: Tensor, v_BNTH: Tensor, scale: float, scoring: 
         return scores_BNTT.softmax(-1) @ v_BNTH
     sinks_BNT1 = scoring.sinks_N[:, None, None].expand(len(scores_BNTT), -1, length, 1)
     return torch.cat([scores_BNTT, sinks_BNT1], -1).softmax(-1)[..., :-1] @ v_BNTH
+
+
+def _fused(q_BNTH: Tensor, k_BNTH: Tensor, v_BNTH: Tensor, **how: Any) -> Tensor:
+    """Mix values by a fused kernel, which wants keys and values of one width."""
+    lacking = k_BNTH.shape[-1] - v_BNTH.shape[-1]
+    if lacking < 0:
+        q_BNTH, k_BNTH = pad(q_BNTH, (0, -lacking)), pad(k_BNTH, (0, -lacking))
+    if lacking > 0:
+        v_BNTH = pad(v_BNTH, (0, lacking))
+    mixed_BNTH: Tensor = scaled_dot_product_attention(q_BNTH, k_BNTH, v_BNTH, **how)
+    return mixed_BNTH[..., :-lacking] if lacking > 0 else mixed_BNTH
 
 
 def _normed(rows_BNTH: Tensor, weight_NH: Tensor | None, epsilon: float) -> Tensor:

@@ -163,7 +163,7 @@ def measure(
     Arguments are those of `refine`.
     """
     device = fitting_device()
-    loss = _Loss(source, frequencies_F, slots_S, sample, device, cache)
+    loss = _Loss(source, frequencies_F, slots_S, sample, device, cache, sample.held_back)
     return loss.measure(folded.to(torch.float32, device))
 
 
@@ -211,7 +211,10 @@ def fitting_device() -> torch.device:
 
 
 class _Loss:
-    """½ E[(ô - o)ᵀ G (ô - o)] against a source layer."""
+    """½ E[(ô - o)ᵀ G (ô - o)] against a source layer.
+
+    The source's outputs are computed once, of all sequences or of `read` alone.
+    """
 
     def __init__(
         self,
@@ -221,6 +224,7 @@ class _Loss:
         sample: LayerSample,
         device: torch.device,
         cache: Caches | None = None,
+        read: Tensor | None = None,
     ) -> None:
         self._cache = cache
         self._fisher_DD, self._device, self._slots_S = (
@@ -230,21 +234,24 @@ class _Loss:
         )
         self._input_BTD, self._scoring = sample.input_BTD, sample.scoring.to(torch.float32, device)
         teacher = source.to(torch.float32, device)
+        read = torch.arange(len(self._input_BTD)) if read is None else read
         with torch.no_grad():
-            inputs = map(self._on_device, self._input_BTD.split(BATCH))
-            self._wanted_BTD = torch.cat(
-                [attend(teacher, part, frequencies_F, self._scoring) for part in inputs]
-            )
+            inputs = (self._on_device(self._input_BTD[part]) for part in read.split(BATCH))
+            wanted_BTD = torch.cat([attend(teacher, part, frequencies_F, self._scoring) for part in inputs])
+        self._wanted_TD = dict(zip(read.tolist(), wanted_BTD, strict=True))
         self.used, self.held_back = sample.used, sample.held_back
 
     def _on_device(self, input_BTD: Tensor) -> Tensor:
         return input_BTD.to(self._device, torch.float32)
 
+    def _wanted(self, taken: Tensor) -> Tensor:
+        return torch.stack([self._wanted_TD[number] for number in taken.tolist()])
+
     def of(self, layer: AnyAttention, taken: Tensor) -> Tensor:
         """Return the loss on the sequences of these numbers, a scalar with a gradient."""
         input_BTD = self._on_device(self._input_BTD[taken])
         given_BTD = attend(layer, input_BTD, self._slots_S, self._scoring, cache=self._cache)
-        error_BTD = given_BTD - self._wanted_BTD[taken]
+        error_BTD = given_BTD - self._wanted(taken)
         return ((error_BTD @ self._fisher_DD) * error_BTD).sum(-1).mean() / 2
 
     @torch.no_grad()
@@ -267,14 +274,14 @@ class _Loss:
         for part in self.used.split(BATCH):
             input_BTD = self._on_device(self._input_BTD[part])
             mixed_BTD = attend(mixing, input_BTD, self._slots_S, self._scoring, cache=self._cache)
-            wanted_BTD = self._wanted_BTD[part]
+            wanted_BTD = self._wanted(part)
             if layer.o_D is not None:
                 wanted_BTD = wanted_BTD - layer.o_D
             yield mixed_BTD.flatten(0, 1), wanted_BTD.flatten(0, 1)
 
     def relative(self, loss: float) -> float:
         """Return the root of a loss over that of a zero output, at most 1."""
-        wanted_BTD = self._wanted_BTD[self.held_back]
+        wanted_BTD = self._wanted(self.held_back)
         nothing = float(((wanted_BTD @ self._fisher_DD) * wanted_BTD).sum(-1).mean()) / 2
         return min(1.0, math.sqrt(loss / nothing)) if nothing else 0.0
 

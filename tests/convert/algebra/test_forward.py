@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvfold.convert.algebra.attention import LatentAttention
-from kvfold.convert.algebra.forward import attend
+from kvfold.convert.algebra.forward import Scoring, attend
 from kvfold.convert.decide.plan import make_plan
 from kvfold.convert.families.source import Source, open_source
 from kvfold.convert.methods.slots import slots_of
@@ -118,6 +118,30 @@ def test_an_epsilon_that_is_no_number_is_refused(tmp_path: Path, field: str, val
     config.write_text(json.dumps({**json.loads(config.read_text()), field: value}))
     with pytest.raises(InvalidInput, match=f"{field} {value!r}, where a positive number is needed"):
         open_source(config.parent).scoring(0)
+
+
+@pytest.mark.parametrize("values", [2, 6, 8])
+@pytest.mark.parametrize("window", [None, 3])
+def test_keys_and_values_of_any_width_mix_alike(values: int, window: int | None) -> None:
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(*sides: int) -> Tensor:
+        return torch.randn(sides, generator=generator, dtype=torch.float64)
+
+    layer = LatentAttention(
+        q_nope_NPA=drawn(2, 4, 8),
+        q_rope_NRA=drawn(2, 2, 8),
+        down_CD=drawn(5, 8),
+        k_rope_RD=drawn(2, 8),
+        k_up_NPC=drawn(2, 4, 5),
+        v_up_NHC=drawn(2, values, 5),
+        o_DNH=drawn(8, 2, values),
+        scale=0.1,
+    )
+    input_BTD, slots_S = drawn(2, 7, 8), torch.tensor([0.5], dtype=torch.float64)
+    fused = attend(layer, input_BTD, slots_S, Scoring(window=window))
+    # Bounded scores are mixed without a kernel, and a bound far above them changes nothing.
+    torch.testing.assert_close(fused, attend(layer, input_BTD, slots_S, Scoring(window=window, soft_cap=1e6)))
 
 
 def test_windows_are_those_of_the_layers_that_have_one(tmp_path: Path) -> None:
