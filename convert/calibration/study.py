@@ -15,12 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...checkpoints.directory import Checkpoint
 from ...core.console import is_first, notice
 from ...core.errors import InvalidInput
 from ...core.memory import free_bytes
 from ...core.processes import together
-from ...models.causal_lm import device, load_model, load_tokenizer
+from ...models.causal_lm import device, load_model, load_tokenizer, with_base
+from ...models.dequantised import from_tensors
+from ...models.expected_weights import check_found
 from ...models.layered_model import LayeredModel
+from ...models.load_failures import loading_failures, no_progress_bars
 from ...texts.documents import check_calibration, read_sequences
 from ..families.packing import split, split_queries
 from ..families.recognition import Family, family_of
@@ -82,7 +86,6 @@ def study(
         if layerwise is None:
             layerwise = need.whole > free_bytes()
         check_layerwise(source, layerwise)
-        directory = source.checkpoint.directory
         run = ""
         if calibration != "self":
             tokens = _read_text(source, calibration, sequences=sequences, length=length, seed=seed)
@@ -92,7 +95,7 @@ def study(
             run = _run(source, [*asked, "at most"] if chosen and calibration == "self" else asked)
         if save is not None and save.exists():
             return _reused(save, run, work)
-        model = LayeredModel(source.checkpoint) if layerwise else load_model(directory)
+        model = LayeredModel(source.checkpoint) if layerwise else _whole_model(source.checkpoint)
     end = None
     if calibration == "self":
         written = _sample(source, model, need, sequences=sequences, length=length, seed=seed)
@@ -102,6 +105,25 @@ def study(
     if save is not None and is_first():
         _keep(statistics, save, run)
     return statistics
+
+
+def _whole_model(checkpoint: Checkpoint) -> Any:
+    """Load a source as `load_model` does, also where its weight files lie in another directory.
+
+    Raises:
+        InvalidInput: it cannot be loaded whole.
+    """
+    directory = checkpoint.directory
+    if checkpoint.is_in_place:
+        return load_model(directory)
+    from transformers import AutoModelForCausalLM
+
+    how: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager", "trust_remote_code": False}
+    how |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
+    with loading_failures(directory, "model"), no_progress_bars():
+        model, info = from_tensors(AutoModelForCausalLM, checkpoint, **how)
+    check_found(directory, info)
+    return with_base(model).to(device()).eval()
 
 
 def check_layerwise(source: Source, layerwise: bool) -> None:

@@ -27,12 +27,3 @@ def tower_report(tower: Tower, *, in_place: bool, dequantize: bool = False) -> d
         "targets_in_place": {"gqa": "", "mqa": "", "mla": latent_refusal(tower)},
         "targets_alone": {"gqa": "", "mqa": "", "mla": latent_never(tower)},
     }
-
-
-def reads_text(calibration: str) -> bool:
-    """Return whether a plan takes statistics, for which transformers loads the source.
-
-    Args:
-        calibration: as in a `FoldRequest`.
-    """
-    return calibration != "none" and not calibration.endswith(".safetensors")

@@ -1,6 +1,6 @@
 """The text tower of a multimodal checkpoint, read in its place as a causal language model.
 
-Plans read it so: no weight is copied, unless statistics are taken on it.
+Plans read it so, and statistics are taken on it so: no weight is copied.
 """
 
 import re
@@ -13,8 +13,7 @@ from ...checkpoints.directory import Checkpoint, read_config
 from ...checkpoints.quantised.packed_checkpoint import QuantisedCheckpoint, as_stored, is_quantised
 from ...core.errors import InvalidInput
 from ..families.source import Source, open_source
-from ..request import SHARD_SIZE
-from .tower import Tower, write_side_files, write_tower
+from .tower import Tower, write_side_files
 
 _NAMES = re.compile(r"[A-Za-z_]\w*(?:\.\w+)+")
 
@@ -35,15 +34,15 @@ class TowerView(Checkpoint):
 
 
 @contextmanager
-def tower_source(tower: Tower, *, copied: bool) -> Iterator[Source]:
+def tower_source(tower: Tower) -> Iterator[Source]:
     """Open a text tower as the source of a plan; it can be read until the block ends.
 
     Args:
         tower: the tower.
-        copied: whether its weights are copied to a temporary directory, from which transformers can load it.
 
     Yields:
-        The source, whose directory is a temporary one. Errors in the block name the whole checkpoint.
+        The source, whose directory is a temporary one without weights. Errors in the block name the whole
+        checkpoint.
 
     Raises:
         InvalidInput: the tower cannot be folded.
@@ -51,10 +50,6 @@ def tower_source(tower: Tower, *, copied: bool) -> Iterator[Source]:
     with tempfile.TemporaryDirectory(prefix="kvfold-tower-") as work:
         directory = Path(work) / tower.directory.resolve().name
         with named_as_whole(tower, directory):
-            if copied:
-                write_tower(tower, directory, SHARD_SIZE)
-                yield open_source(directory)
-                return
             directory.mkdir()
             write_side_files(tower, directory)
             stored = TowerView(directory, as_stored(tower.whole), tower.stored)

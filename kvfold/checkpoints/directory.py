@@ -118,6 +118,11 @@ class Checkpoint(Mapping[str, Tensor]):
         """Return the weight files, sorted."""
         return sorted({entry.file for entry in self._entries.values()})
 
+    @property
+    def is_in_place(self) -> bool:
+        """Return whether the weight files lie in the directory."""
+        return all(file.parent == self.directory for file in self.files)
+
     def file_of(self, name: str) -> Path:
         """Return the weight file that holds a tensor."""
         return self._entries[name].file

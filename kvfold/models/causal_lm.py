@@ -14,11 +14,11 @@ from typing import Any
 import torch
 
 from ..checkpoints.directory import SIDE_FILES, check_safetensors, read_config
-from ..checkpoints.quantised.packed_checkpoint import is_quantised
+from ..checkpoints.quantised.packed_checkpoint import QuantisedCheckpoint, is_quantised
 from ..checkpoints.side_files import check_readable
 from ..core.errors import InvalidInput
 from ..core.untrusted import read_json, shorten
-from .dequantised import from_dequantised, without_quantisation
+from .dequantised import from_tensors, without_quantisation
 from .expected_weights import check_found, check_loadable, multimodal_class
 from .load_failures import loading_failures, no_progress_bars
 from .load_options import LoadOptions
@@ -275,7 +275,7 @@ def _read_weights(loader: Any, directory: Path, *, hide_progress: bool, **option
     options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
     with loading_failures(directory, "model"), no_progress_bars() if hide_progress else nullcontext():
         if is_quantised(directory):
-            model, info = from_dequantised(loader, directory, **options)
+            model, info = from_tensors(loader, QuantisedCheckpoint(directory), **options)
         else:
             model, info = loader.from_pretrained(
                 directory, local_files_only=True, use_safetensors=True, **options

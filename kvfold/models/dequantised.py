@@ -1,17 +1,17 @@
-"""Models of quantised checkpoints, loaded without the vendor's kernels.
+"""Models made of a checkpoint's tensors as kvfold reads them, without the vendor's kernels.
 
-Each weight is dequantised when it is needed, so that memory holds the unquantised model and one packed
-tensor.
+Each weight is read, and dequantised, when it is needed, so that memory holds the unquantised model and one
+packed tensor.
 """
 
 import threading
-from pathlib import Path
 from types import EllipsisType
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..checkpoints.directory import Checkpoint
 from ..checkpoints.quantised.packed_checkpoint import QuantisedCheckpoint
 from ..core.errors import InvalidInput
 
@@ -34,7 +34,7 @@ class _LazyWeight:
 
 
 class LazyWeights:
-    """The tensors of a quantised checkpoint for a model in one dtype.
+    """The tensors of a checkpoint for a model in one dtype.
 
     Args:
         checkpoint: the source of the tensors.
@@ -45,7 +45,7 @@ class LazyWeights:
         failure: the first error of reading one, which transformers passes over.
     """
 
-    def __init__(self, checkpoint: QuantisedCheckpoint, dtype: torch.dtype) -> None:
+    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype) -> None:
         self.checkpoint = checkpoint
         self.failure: InvalidInput | None = None
         self._dtype = dtype
@@ -62,21 +62,21 @@ class LazyWeights:
             InvalidInput: it holds NaN or infinite values, or its file has become shorter.
         """
         try:
-            if name not in self.checkpoint.packed:
-                return self.checkpoint[name]
-            with self._lock:
-                return self.checkpoint.read(name, self._dtype)
+            if isinstance(self.checkpoint, QuantisedCheckpoint) and name in self.checkpoint.packed:
+                with self._lock:
+                    return self.checkpoint.read(name, self._dtype)
+            return self.checkpoint[name]
         except InvalidInput as error:
             self.failure = self.failure or error
             raise
 
 
-def from_dequantised(loader: Any, directory: Path, **options: Any) -> tuple[Any, dict[str, Any]]:
-    """Load a quantised checkpoint into the unquantised model.
+def from_tensors(loader: Any, checkpoint: Checkpoint, **options: Any) -> tuple[Any, dict[str, Any]]:
+    """Load a checkpoint's tensors, wherever they are read from, into the unquantised model.
 
     Args:
         loader: `AutoModelForCausalLM`, or the class to load.
-        directory: the checkpoint.
+        checkpoint: the tensors; its directory has the config.json of the model.
         options: of `from_pretrained`.
 
     Returns:
@@ -87,6 +87,7 @@ def from_dequantised(loader: Any, directory: Path, **options: Any) -> tuple[Any,
     """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, GenerationConfig
 
+    directory = checkpoint.directory
     if options.pop("trust_remote_code"):
         raise InvalidInput(
             f"{directory} is quantised and has code of its own, which kvfold cannot load together; fold it "
@@ -101,7 +102,7 @@ def from_dequantised(loader: Any, directory: Path, **options: Any) -> tuple[Any,
     chosen = options.get("dtype")
     if not isinstance(chosen, torch.dtype):
         chosen = config.dtype or torch.bfloat16 if chosen in (None, "auto") else getattr(torch, str(chosen))
-    weights = LazyWeights(QuantisedCheckpoint(directory), chosen)
+    weights = LazyWeights(checkpoint, chosen)
     model, info = (MODEL_FOR_CAUSAL_LM_MAPPING[type(config)] if is_auto else loader).from_pretrained(
         None, config=config, state_dict=weights.state_dict(), **{**options, "dtype": chosen}
     )

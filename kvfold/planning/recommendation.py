@@ -13,7 +13,7 @@ from ..convert.decide.per_rank import Ranks, source_elements
 from ..convert.families.source import Source, open_source
 from ..convert.formats.serving_widths import PROFILES
 from ..convert.request import FoldRequest
-from ..convert.towers.outlook import reads_text, tower_report
+from ..convert.towers.outlook import tower_report
 from ..convert.towers.tower import check_text_only, find_tower
 from ..convert.towers.view import tower_source
 from ..convert.towers.whole_output import Surroundings
@@ -147,7 +147,7 @@ def recommend(request: PlanRequest) -> Candidates:
     if tower is None:
         check_text_only(str(request.model), text_only=request.text_only)
         return _recommend(open_source(directory), request)
-    with tower_source(tower, copied=reads_text(request.calibration)) as source:
+    with tower_source(tower) as source:
         found = _recommend(source, request, None if request.text_only else Surroundings.of(tower))
         around = tower_report(tower, in_place=not request.text_only)
         return replace(found, report={**found.report, "source": str(directory), "tower": around})

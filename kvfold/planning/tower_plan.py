@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from ..convert.decide.fold_cost import FoldCost, cost_of
 from ..convert.decide.preparation import prepare
 from ..convert.towers.assembly import names_in_place, whole_config
-from ..convert.towers.outlook import reads_text, tower_report
+from ..convert.towers.outlook import tower_report
 from ..convert.towers.possible import check_request, tower_request
 from ..convert.towers.view import tower_source
 from ..core.console import is_first
@@ -33,8 +33,7 @@ def plan_tower(request: FoldRequest, tower: Tower) -> tuple[dict[str, Any], Fold
     """
     check_request(request, tower)
     asked = request.model_copy(update={"text_only": False}) if request.text_only else tower_request(request)
-    calibration = request.calibration or ("none" if request.save_statistics is None else "self")
-    with tower_source(tower, copied=reads_text(calibration)) as source:
+    with tower_source(tower) as source:
         plan = prepare(asked, dry_run=True, source=source).plan
         if not is_first():
             return None
