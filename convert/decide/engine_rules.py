@@ -112,6 +112,11 @@ _VLLM = (
             "the transformers backend caches them whole"),
     _rule(_VLLM_BROKEN, _GROUPED, "refuses to load", "Falcon with an MLP not four times as wide",
           check.falcon_mlp, "Falcon's MLP has four times the hidden size there"),
+    _rule({"vllm": seen.VLLM_MULTIMODAL}, ("multimodal",), UNKNOWN,
+          "another class than LLaVA, Mistral 3, Gemma 3, Qwen2.5-VL and Qwen3-VL", check.untried("vllm"),
+          "its folds were not run there"),
+    _rule({"vllm": seen.VLLM_MULTIMODAL}, ("multimodal",), "note", "one of these classes",
+          check.tried("vllm"), "its folds were run there on text alone (vllm serve --language-model-only)"),
 )  # fmt: skip
 _SGLANG = (
     _rule({"sglang": seen.SGLANG_WIDTHS}, _STOCK, "note", "what it caches is not 512+64 wide", check.other,

@@ -262,6 +262,8 @@ def _how(engine: str, written: Written, place: str) -> str:
             f'model = AutoModelForCausalLM.from_pretrained("{place}", dtype="auto"{trust})\n```'
         )
     trust = " --trust-remote-code" if own_code else ""
+    if written.layout.startswith("multimodal"):
+        trust = " --language-model-only"  # vLLM's: what was run there
     command = {
         "vllm": f"vllm serve {place}{trust}\n"
         "# with the CPU package of vLLM, which has no such command: python -m "

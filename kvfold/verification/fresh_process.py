@@ -89,7 +89,7 @@ def serve(
 
     Args:
         engine: of PROBES.
-        asked: of its probe: `directory`, `dtype`, `trust`, `latent`.
+        asked: of its probe: `directory`, `dtype`, `trust`, `latent`, `multimodal`.
         answers: of probe.py, on the same checkpoint.
         claimed: elements per token and layer that the record says are cached.
         packed: where the quantised weights are, of which `asked` names a dequantised copy; None: they are
@@ -132,7 +132,7 @@ def compare_served(
             Check(
                 engine,
                 None,
-                f"{served['version']} was not run: no kernel for this CPU has {served['lacking']}",
+                f"{served['version']} was not run: {served['lacking']}",
             )
         ], {}
     size = sum(served["cache"]) / len(served["cache"])

@@ -29,7 +29,8 @@ def main() -> None:
     import vllm  # type: ignore[import-not-found]
 
     settings = _settings(asked, torch.cuda.is_available())
-    lacking = "" if torch.cuda.is_available() else _lacking(vllm, settings)
+    lacking = _unloaded() if asked["multimodal"] else ""
+    lacking = lacking or ("" if torch.cuda.is_available() else _lacking(vllm, settings))
     if lacking:
         print(json.dumps({"version": vllm.__version__, "lacking": lacking}))
         return
@@ -61,6 +62,8 @@ def _settings(asked: dict[str, Any], cuda: bool) -> dict[str, Any]:
         "max_model_len": longest,
         "trust_remote_code": asked["trust"],
     }
+    if asked["multimodal"]:
+        settings["language_model_only"] = True  # text alone, which needs no processor of images
     settings |= {"dtype": asked["dtype"], "enforce_eager": True, "skip_tokenizer_init": True, "seed": 0}
     if cuda:
         # Latent attention has no float32 kernel there.
@@ -79,7 +82,18 @@ def _lacking(vllm: Any, settings: dict[str, Any]) -> str:
     model = vllm.EngineArgs(**settings).create_engine_config().model_config
     width = model.get_head_size()
     known = (CPUMLABackend if model.use_mla else CPUAttentionBackend).get_supported_head_sizes()
-    return "" if width in known else f"attention {width} wide (it has {', '.join(map(str, known))})"
+    if width in known:
+        return ""
+    return f"no kernel for this CPU has attention {width} wide (it has {', '.join(map(str, known))})"
+
+
+def _unloaded() -> str:
+    """Return why torchvision, which multimodal classes import, cannot be loaded; empty where it can."""
+    try:
+        import torchvision  # type: ignore[import-not-found]  # noqa: F401
+    except (ImportError, RuntimeError) as error:  # a build for CUDA next to a torch for CPUs
+        return f"its multimodal classes import torchvision, which does not load here ({error})"
+    return ""
 
 
 def _elements(model: Any) -> list[float]:

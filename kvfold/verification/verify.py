@@ -159,8 +159,7 @@ def _run(
     ) + 1  # held back: other text than it was calibrated on
     written = open_written(directory)
     probed = [engine for engine in started if engine in PROBES]
-    asked: dict[str, Any] = {"seed": seed, "answers": bool(probed), "source": None}
-    asked |= _size(written, source)
+    asked: dict[str, Any] = {"seed": seed, "answers": bool(probed), "source": None} | _size(written, source)
     with ExitStack() as stack:
         remote = is_remote(directory)
         stored = stack.enter_context(clean_copy(directory)) if remote else directory.resolve()
@@ -169,7 +168,8 @@ def _run(
         if source is not None:
             asked["source"] = str(stack.enter_context(dequantised_copy(source.resolve())))
         asked |= {"directory": str(place), "trust": remote}  # the copy's code is kvfold's own
-        asked["latent"] = written.layout in {"stock", "decoupled"}
+        kind = written.layout
+        asked |= {"latent": kind in {"stock", "decoupled"}, "multimodal": kind.startswith("multimodal")}
         seen = run_apart("probe.py", asked)
         if "failed" in seen:
             return [Check("loads", False, seen["failed"].replace(str(place), str(directory)))], {}

@@ -154,7 +154,9 @@ def test_targets_in_place_are_compared(kind: str, sources: dict[str, Path], tmp_
         "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
     }
     assert {row["class"] for row in found} == {architecture[kind]}
-    assert all([name for name, why in row["engines"].items() if not why] == ["transformers"] for row in found)
+    for row in found:
+        run_by = ["transformers"] if row["label"].startswith("MLA") else ["transformers", "vllm"]
+        assert [name for name, why in row["engines"].items() if not why] == run_by
     assert any(label.startswith("MLA") for label in labels) == (kind == "llava")
     refused = found.report["refused"]
     assert ("in which latent attention has no place" in refused.get("mla decoupled", "")) == (kind != "llava")
@@ -209,4 +211,10 @@ def test_the_tower_alone_is_planned_as_the_text_model_that_it_is(
     with pytest.raises(InvalidInput, match="is no multimodal model"):
         kvfold.plan(tmp_path / "tower", text_only=True)
     with pytest.raises(InvalidInput, match="it is not known"):
-        kvfold.plan(sources["llava"], engines=["vllm"])
+        kvfold.plan(sources["llava"], engines=["sglang"])
+    inside = kvfold.plan(sources["llava"], engines=["vllm"])
+    assert {row["label"] for row in inside} == {"GQA-2", "MQA"}
+    with pytest.raises(
+        InvalidInput, match="its class is Llama4ForConditionalGeneration; its folds were not run"
+    ):
+        kvfold.plan(sources["llama4"], engines=["vllm"])

@@ -178,19 +178,21 @@ TOWERS: dict[str, tuple[dict[str, Any], Callable[[], dict[str, Any]]]] = {
 }  # fmt: skip
 
 
-def make_multimodal(directory: Path, kind: str, **text: Any) -> Path:
+def make_multimodal(directory: Path, kind: str, *, vision: dict[str, Any] | None = None, **text: Any) -> Path:
     """Save a random multimodal checkpoint whose text tower has equal key/value heads.
 
     Args:
         directory: the directory to write.
         kind: a key of `TOWERS`.
-        text: fields of its text_config in place of those there.
+        vision: fields of its vision_config in place of those there.
+        text: the same of its text_config.
     """
     from transformers import AutoConfig, AutoModelForImageTextToText
 
     torch.manual_seed(0)
     settings = TOWERS[kind][0]
     settings = {**settings, "text_config": {**settings["text_config"], **text}}
+    settings["vision_config"] = {**settings["vision_config"], **(vision or {})}
     model = AutoModelForImageTextToText.from_config(AutoConfig.for_model(kind, **settings))
     with torch.no_grad():
         for name, parameter in model.named_parameters():

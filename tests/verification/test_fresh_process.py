@@ -3,6 +3,7 @@
 `make test-vllm` runs vLLM itself.
 """
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from kvfold.verification import probe_vllm
 from kvfold.verification.fresh_process import NEAR, Packed, compare_served, run_apart, serve
 from kvfold.verification.probe import load
 
@@ -78,11 +80,26 @@ def test_numbers_of_both_comparisons() -> None:
 
 
 def test_no_answer() -> None:
-    """A run that fails, fails; one that this CPU has no kernel for says nothing of the checkpoint."""
+    """A run that fails, fails; one that lacks a kernel or a package says nothing of the checkpoint."""
     (failed,), _ = compare_served({"failed": "the run ended with KeyError"}, {}, 40)
     (lacking,), _ = compare_served({"version": "1", "lacking": "attention 16 wide"}, {}, 40)
     assert (failed.passed, lacking.passed) == (False, None)
     assert "attention 16 wide" in lacking.detail
+
+
+def test_a_multimodal_class_is_asked_for_text_alone() -> None:
+    """Which needs no processor of images."""
+    asked = {"directory": "d", "dtype": "float32", "trust": False, "latent": False, "text": [[1]]}
+    for multimodal in (False, True):
+        given = probe_vllm._settings(
+            {**asked, "prompt": 1, "steps": 1, "multimodal": multimodal}, cuda=not multimodal
+        )
+        assert given.get("language_model_only", False) == multimodal
+
+
+def test_a_package_that_does_not_load_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torchvision", None)
+    assert "import torchvision, which does not load here" in probe_vllm._unloaded()
 
 
 def test_a_run_that_fails_is_told(tmp_path: Path) -> None:

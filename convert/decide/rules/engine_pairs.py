@@ -87,7 +87,7 @@ _EVIDENCE: dict[str, tuple[Evidence | None, ...]] = {
     "intact": (
         seen.HF, seen.VLLM, seen.SGLANG_BACKEND, seen.LLAMA_CLASSES, seen.MLX_BROKEN, None, None,
     ),
-    "multimodal": (seen.HF_MULTIMODAL, *6 * (None,)),
+    "multimodal": (seen.HF_MULTIMODAL, seen.VLLM_MULTIMODAL, *5 * (None,)),
     "multimodal stock": (seen.HF_MULTIMODAL, *6 * (None,)),
 }  # fmt: skip
 PAIRS = {

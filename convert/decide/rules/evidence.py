@@ -42,6 +42,7 @@ HF4_STATIC = run("transformers 4.57.6", "2026-11", "generate(cache_implementatio
 _VLLM = "vLLM 0.32.0 on a CPU"
 VLLM = run(_VLLM, "2026-11-22", "python -m benchmarks.vllm")
 VLLM_BROKEN = run(_VLLM, "2026-11", "vllm.LLM(DIR), on small outputs that break this by hand")
+VLLM_MULTIMODAL = run(_VLLM, "2026-11-23", "python -m benchmarks.vllm, on text (language_model_only)")
 VLLM_READ = read("vLLM 0.32.0", "2026-11", "vllm/model_executor/models/deepseek_v2.py")
 VLLM_WIDTHS = read("vLLM 0.32.0", "2026-11-22", "vllm/v1/attention/backends/mla/*.py")
 VLLM_BACKEND = read("vLLM 0.32.0", "2026-11-22", "vllm/model_executor/models/transformers/base.py")

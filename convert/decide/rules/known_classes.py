@@ -16,3 +16,8 @@ CLASSES: dict[str, frozenset[str]] = {
     "mlx": frozenset(_MOST - {"olmo"} | {"olmo3", "smollm3", "glm"}),  # olmo wants the package ai2-olmo
     "tensorrt-llm": frozenset(_COMMON),
 }
+
+# engine -> the multimodal classes whose folds were run in it.
+MULTIMODAL: dict[str, frozenset[str]] = {
+    "vllm": frozenset({"llava", "mistral3", "gemma3", "qwen2_5_vl", "qwen3_vl"}),
+}

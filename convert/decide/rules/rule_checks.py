@@ -13,7 +13,7 @@ from ....models.remote_code import AUTO_MAP, FILES
 from ...formats.serving_widths import NARROW, NORM_EPSILON, SERVING
 from ..expected_tensors import expected_tensors
 from ..lint import Written
-from .known_classes import CLASSES
+from .known_classes import CLASSES, MULTIMODAL
 
 # Widths of the cache that vLLM's latent attention takes, and (nope, rope, value) widths of a head on
 # CUDA.
@@ -258,6 +258,20 @@ def unlisted(engine: str) -> Callable[[Written], str]:
         return "" if written.get("model_type", "") in CLASSES[engine] else _class(written)
 
     return found
+
+
+def untried(engine: str) -> Callable[[Written], str]:
+    """Return a condition: the multimodal class was not run in the engine."""
+
+    def found(written: Written) -> str:
+        return "" if written.config.get("model_type") in MULTIMODAL[engine] else _class(written)
+
+    return found
+
+
+def tried(engine: str) -> Callable[[Written], str]:
+    """Return the opposite condition: the multimodal class was run in the engine."""
+    return lambda written: "" if untried(engine)(written) else _class(written)
 
 
 def unlisted_but(engine: str, *others: str) -> Callable[[Written], str]:
