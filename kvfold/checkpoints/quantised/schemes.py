@@ -98,6 +98,11 @@ def quantization_of(directory: Path, config: Mapping[str, Any]) -> tuple[str, di
     method = found.get("quant_method")
     if method is None and (found.get("load_in_4bit") or found.get("load_in_8bit")):
         method = "bitsandbytes"  # as transformers wrote it before it named methods
+    if method is None:
+        raise InvalidInput(
+            f"{directory / 'config.json'} has a quantization_config without quant_method, where one of "
+            f"{known} is needed; download the checkpoint again"
+        )
     if not isinstance(method, str) or method not in SCHEMES:
         raise InvalidInput(
             f"{directory} is quantised by {shorten(method)}, which kvfold does not read; it reads {known}. "

@@ -138,6 +138,7 @@ CASES: list[tuple[str, Change, str]] = [
     ("modelopt nvfp4", without(".weight"), f"has {MODULE}.weight_scale_2 but no quantised {MODULE}.weight"),
     ("compressed mxfp4", changed(".weight_packed", halves), "needs int32 or uint8"),
     ("fp8 blocks", config(quant_method=["fp8"]), "is quantised by ['fp8'], which kvfold does not read"),
+    ("gptq", config(quant_method=None), "has a quantization_config without quant_method, where one of fp8"),
     ("fp8 blocks", config(modules_to_not_convert=5), "has modules_to_not_convert 5 in its"),
     ("gptq", config(dynamic="all"), "has dynamic 'all' in its"),
     ("gptq", config(checkpoint_format=["gptq"]), "checkpoint_format ['gptq']; kvfold reads"),
