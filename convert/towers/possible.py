@@ -6,7 +6,7 @@ from ..request import FoldRequest
 from .text_class import STOCK, decoder_place, holds_other_classes
 from .tower import Tower
 
-RUN_IN = ("transformers",)  # the engine in which multimodal classes with a folded tower were run
+RUN_IN = ("transformers",)  # the engine in which latent attention inside a multimodal class was run
 _OTHERS = "use --to gqa or --to mqa, or write the text tower alone with --text-only"
 
 
