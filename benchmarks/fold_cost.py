@@ -4,7 +4,8 @@ Each fold is predicted by `kvfold convert --dry-run` and then made by the same c
 its own. `--sizes` predicts folds of models of 1, 8 and 70 billion parameters instead, from their shapes
 alone, on this machine's core, on sixteen such cores, and on an H100 by half of what its data sheet says.
 Generated models (`hidden x layers`, such as 2048x2) have random weights and a tokenizer of numbers.
-Folds are made on one thread, so that CPU seconds are the seconds of a machine that does nothing else.
+Folds are made on one thread, so that CPU seconds are the seconds of a machine that does nothing else. Each
+phase is measured too (fold_phases.py).
 """
 
 import json
@@ -22,7 +23,7 @@ from typing import Any
 
 import click
 
-from kvfold.convert.decide.fold_cost import predict_cost, show_seconds
+from kvfold.convert.decide.fold_cost import cost_of, predict_cost, show_seconds
 from kvfold.convert.decide.plan import make_plan
 from kvfold.convert.request import fold_request
 from kvfold.core.console import show_table
@@ -38,12 +39,17 @@ def measure(command: list[str], out: Path) -> dict[str, Any]:
     """Predict and make one fold; return both costs.
 
     Args:
-        command: of `kvfold convert`, without its output.
+        command: `convert` and its arguments, without an output.
         out: the output, which is removed.
     """
-    dry = subprocess.run([*command, "--dry-run", "--json"], capture_output=True, check=True, text=True)
+    python = [sys.executable, "-m"]
+    dry = subprocess.run(
+        [*python, "kvfold", *command, "--dry-run", "--json"], capture_output=True, check=True, text=True
+    )
     predicted = json.loads(dry.stdout)["fold"]
-    found = timed([*command, "--verify", "none", "--out", str(out)])
+    phases = out.with_name("phases.json")
+    watched = [*python, "benchmarks.fold_phases", str(phases), *command]
+    found = timed([*watched, "--verify", "none", "--out", str(out)])
     shutil.rmtree(out)
     return {
         "predicted_seconds": predicted["seconds"],
@@ -53,6 +59,28 @@ def measure(command: list[str], out: Path) -> dict[str, Any]:
         "found_mb": found["peak_mb"],
         "memory_ratio": round(predicted["peak_bytes"] / 1e6 / found["peak_mb"], 2),
         "phases": predicted["phases"],
+        "found_phases": json.loads(phases.read_text(encoding="utf-8")),
+        "load": round(os.getloadavg()[0], 1),
+    }
+
+
+def options_of(given: str) -> dict[str, str]:
+    """Return options of `kvfold convert` as fields of a request."""
+    words = [word.removeprefix("--").replace("-", "_") for word in shlex.split(given)]
+    return dict(zip(words[::2], words[1::2], strict=True))
+
+
+def predict_again(row: dict[str, Any], model: Path, given: str) -> dict[str, Any]:
+    """Return a row with its cost predicted by the present counts."""
+    plan = make_plan(model, fold_request({"model": str(model), "jobs": 1, **options_of(given)}))
+    cost = cost_of(plan).to_dict()
+    return {
+        **row,
+        "predicted_seconds": cost["seconds"],
+        "time_ratio": round(cost["seconds"] / row["found_cpu_seconds"], 2),
+        "predicted_mb": round(cost["peak_bytes"] / 1e6),
+        "memory_ratio": round(cost["peak_bytes"] / 1e6 / row["found_mb"], 2),
+        "phases": cost["phases"],
     }
 
 
@@ -81,8 +109,8 @@ CORES, SHARED = 16, 0.8  # and the share of their rates that products on all of 
 # Half of an H100 SXM data sheet: float32 and float64 67 and 34 TFLOP/s without tensor cores, 3.35 TB/s. What
 # a decomposition takes there is a guess.
 H100 = Rates(
-    products=33e12, decoding=33e12, single=33e12, double=17e12, decomposition=1e11, stream=1.7e12,
-    call=1e-5, threads=1,
+    products=33e12, decoding=33e12, single=33e12, mixing=16e12, double=17e12, decomposition=1e11,
+    stream=1.7e12, call=1e-5, threads=1,
 )  # fmt: skip
 
 
@@ -131,14 +159,21 @@ def predict_sizes(options: str, work: Path) -> dict[str, dict[str, Any]]:
     rows: dict[str, dict[str, Any]] = {}
     for size, shape in SHAPES.items():
         source = hollow(work / size, shape)
-        words = [word.removeprefix("--").replace("-", "_") for word in shlex.split(options)]
-        given = dict(zip(words[::2], words[1::2], strict=True))
-        plan = make_plan(source, fold_request({"model": str(source), **given}))
+        plan = make_plan(source, fold_request({"model": str(source), **options_of(options)}))
         core = measure_rates(shape["hidden_size"])
         many = {name: getattr(core, name) * CORES * SHARED for name in ("products", "decoding")}
         machines = {"1 core": core, f"{CORES} cores": replace(core, threads=CORES, **many), "H100": H100}
         rows[size] = {name: predict_cost(plan, "self", rates).to_dict() for name, rates in machines.items()}
     return rows
+
+
+def save_rows(rows: dict[str, dict[str, Any]]) -> None:
+    """Save and show predicted and found costs."""
+    path = save("fold-cost", {"threads": os.environ.get("OMP_NUM_THREADS"), "rows": rows})
+    columns = ("predicted_seconds", "found_cpu_seconds", "time_ratio", "predicted_mb", "found_mb")
+    cells = [(label, *(str(row[column]) for column in columns)) for label, row in rows.items()]
+    show_table("predicted and found", ("", *columns), cells)
+    click.echo(f"saved in {path}")
 
 
 @click.command()
@@ -149,9 +184,15 @@ def predict_sizes(options: str, work: Path) -> dict[str, dict[str, Any]]:
     help="Of kvfold convert; repeatable.",
 )  # fmt: skip
 @click.option("--update", is_flag=True, help="Keep the other rows of the results.")
+@click.option("--again", is_flag=True, help="Only predict the rows of these models again; nothing is folded.")
 @click.option("--work", type=click.Path(path_type=Path), help="Where generated models and outputs go.")
 def main(
-    models: tuple[str, ...], sizes: bool, given: tuple[str, ...], update: bool, work: Path | None
+    models: tuple[str, ...],
+    sizes: bool,
+    given: tuple[str, ...],
+    update: bool,
+    again: bool,
+    work: Path | None,
 ) -> None:
     """Print and save predicted and found seconds and memory of folds."""
     if sizes:
@@ -173,8 +214,16 @@ def main(
         return
     kept = RESULTS / "fold-cost.json"
     rows: dict[str, dict[str, Any]] = {}
-    if update and kept.exists():
+    if (update or again) and kept.exists():
         rows = json.loads(kept.read_text(encoding="utf-8"))["rows"]
+    if again:
+        places = {Path(model).name: Path(model) for model in models}
+        for label, row in rows.items():
+            name, _, options = label.partition(", ")
+            if name in places:
+                rows[label] = predict_again(row, places[name], options)
+        save_rows(rows)
+        return
     with tempfile.TemporaryDirectory(dir=work) as name:
         for model in models:
             place, label = Path(model), Path(model).name
@@ -187,15 +236,11 @@ def main(
                     pool.apply(generate, (place, 0), {"hidden": hidden, "layers": layers})
                     pool.apply(write_words, (place, Path(name) / "text.txt", 1000))
             for options in given:
-                command = [sys.executable, "-m", "kvfold", "convert", str(place), *shlex.split(options)]
+                command = ["convert", str(place), *shlex.split(options)]
                 row = measure([*command, "--jobs", "1"], Path(name) / "out")
                 rows[f"{label}, {options}"] = row
                 click.echo(f"{label}, {options}: {row}", err=True)
-                path = save("fold-cost", {"threads": os.environ.get("OMP_NUM_THREADS"), "rows": rows})
-    columns = ("predicted_seconds", "found_cpu_seconds", "time_ratio", "predicted_mb", "found_mb")
-    cells = [(label, *(str(row[column]) for column in columns)) for label, row in rows.items()]
-    show_table("predicted and found", ("", *columns), cells)
-    click.echo(f"saved in {path}")
+                save_rows(rows)
 
 
 if __name__ == "__main__":

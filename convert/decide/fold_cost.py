@@ -16,22 +16,30 @@ from ...core.machine_rates import Rates, measure_rates
 from ...core.units import show_bytes
 from ..algebra.target import GroupedTarget, LatentTarget
 from ..calibration.capacity import Need, fold_bytes
-from ..calibration.reach import default_length
+from ..calibration.reach import FEWEST, PAIRS, default_length
 from ..calibration.study import batch_size
 from ..efforts import EFFORTS
 from ..families.source import Source
-from ..methods.refinement import BATCH, SHARES
+from ..methods.latent_norm import LEAST_PARTS
+from ..methods.refinement import HELD_BACK, RIDGES, SHARES
 from ..methods.table import reads_statistics
 from .plan import Plan
 
-# Measured seconds over counted ones, fitted by hand on two sources (benchmarks/README.md).
-FACTORS = {"text": 2.1, "statistics": 1.65, "closed form": 1.8, "refinement": 1.6}
-START = 3.6  # seconds of importing torch and transformers
+# Measured seconds over counted ones, fitted by hand on folds of one source (benchmarks/README.md).
+FACTORS = {"text": 1.4, "statistics": 2.0, "closed form": 1.15, "refinement": 1.0, "rounded length": 1.6}
+_STARTED = 1.2e6  # small operations as long as importing torch and transformers takes
 BASE = 6.5e8  # bytes of a process that has imported them
-_DECODED, _PASSED = 60, 150  # small operations of a layer for a token, and for a batch forward and backward
-_DESCENDED = 400  # small operations of a step of refinement
+_DECODED, _PASSED = 20, 150  # small operations of a layer for a token, and for a batch forward and backward
+_ATTENDED = 60  # small operations of one layer's attention
+_DESCENDED = 50  # small operations of a step of refinement for each of a layer's tensors
+_SEARCHED = 100  # of an evaluation in a search by L-BFGS
+_TURNED = 70  # of a round of the latent's turn
+_READ = 2.5  # times that decoding passes over keys and values
 _SLOW = 5  # of a small operation inside a module, in those of `Rates.call`
 _FLOAT, _DOUBLE = 4, 8
+_FITTED = 24  # evaluations of the fit of a latent norm, which ends early
+_OPTIMISED = 3e5  # small operations as long as importing what torch's optimizers need takes
+_ROUNDED = 65  # of the search for a rounded length
 _NORMED = 4  # layers that a fitted latent norm is measured on
 _GROUPED = 4  # orders of the heads that are measured
 _WIDTHS = 11  # rotary widths that a budget is divided among
@@ -143,7 +151,7 @@ def predict_cost(plan: Plan, calibration: str, rates: Rates) -> FoldCost:
     """
     shapes, jobs = _Shapes.of(plan), _jobs(plan, rates)
     is_read = calibration != "none" and not calibration.endswith(".safetensors")
-    seconds = {"start": START, "text": 0.0, "statistics": 0.0}
+    seconds = {"start": _STARTED * rates.call, "text": 0.0, "statistics": 0.0}
     if calibration == "self":
         seconds["text"] = _text(shapes, rates)
     if is_read:
@@ -157,22 +165,28 @@ def predict_cost(plan: Plan, calibration: str, rates: Rates) -> FoldCost:
         norm = _norm(plan, shapes, rates)
         measured = min(_NORMED, shapes.layers)
         seconds["closed form"] += layers * norm + measured * (norm + 2 * _closed(plan, shapes, rates))
+        seconds["closed form"] += _OPTIMISED * rates.call
     if calibration != "none":
         seconds["closed form"] += _division(plan, shapes, rates)
         times = 1 if plan.request.cache_dtype == "bfloat16" else 2  # again through the rounding of the cache
         seconds["refinement"] = times * layers * _refinement(plan, shapes, rates)
+        if fitted and plan.refine:
+            seconds["rounded length"] = layers * _rounded(plan, shapes, rates)
     found = {phase: value * FACTORS.get(phase, 1.0) for phase, value in seconds.items() if value}
     return FoldCost(seconds=found, peak_bytes=_peak(plan, shapes, calibration, jobs))
 
 
 def _text(shapes: _Shapes, rates: Rates) -> float:
-    """Return the seconds in which a source writes its text, all sequences at once."""
+    """Return the seconds in which a source writes its text, all sequences at once, and reads some of it."""
     products = 2 * shapes.tokens * shapes.weights / rates.decoding
     repeated = 1 if shapes.heads == shapes.key_heads else 3
-    cached = shapes.sequences * shapes.length**2 * shapes.heads * shapes.width * _FLOAT * repeated
+    cached = _READ * shapes.sequences * shapes.length**2 * shapes.heads * shapes.width * _FLOAT * repeated
     predicted = 8 * shapes.tokens * shapes.vocabulary * _FLOAT  # softmax, entropy and draw
     calls = shapes.length * (shapes.layers * _DECODED + 40) * _SLOW * rates.call
-    return products + (shapes.layers * cached + predicted) / rates.stream + calls
+    pairs = min(PAIRS, shapes.sequences // 2)
+    read = 3 * pairs * shapes.length if pairs >= FEWEST else 0  # at lengths that double, joined and alone
+    read_products = 2 * read * shapes.weights / rates.products
+    return products + read_products + (shapes.layers * cached + predicted) / rates.stream + calls
 
 
 def _statistics(shapes: _Shapes, rates: Rates) -> float:
@@ -188,21 +202,59 @@ def _statistics(shapes: _Shapes, rates: Rates) -> float:
 
 
 def _closed(plan: Plan, shapes: _Shapes, rates: Rates) -> float:
-    """Return the seconds of one layer's closed form on one thread, and of measuring it."""
+    """Return the seconds of one layer's closed form on one thread, and of measuring orders of heads."""
     side = max(shapes.hidden, 2 * shapes.key_heads * shapes.width)
     decompositions = 1 if isinstance(plan.target, LatentTarget) else 0.5
     algebra = decompositions * side**3 / rates.decomposition + 30 * shapes.hidden**3 / rates.double
-    source = _forward(shapes, 2 * shapes.hidden * _source_width(shapes), shapes.width)
-    passes = _GROUPED if isinstance(plan.target, GroupedTarget) else 1
-    return algebra + (1 + passes) * shapes.tokens * source / rates.single
+    orders = _GROUPED if isinstance(plan.target, GroupedTarget) else 0
+    return algebra + orders * _measured(plan, shapes, rates)
 
 
 def _norm(plan: Plan, shapes: _Shapes, rates: Rates) -> float:
-    """Return the seconds of fitting one layer's latent norm."""
+    """Return the seconds of fitting one layer's latent norm, and of writing the layer behind it."""
     assert isinstance(plan.target, LatentTarget)
-    passes = 1 + 2 * plan.effort.draws
-    fit = 2 * 64 * shapes.tokens * plan.target.kv_lora_rank**2 / rates.double
-    return passes * shapes.tokens * _folded(plan, shapes) / rates.single + fit
+    rank = plan.target.kv_lora_rank
+    inside = shapes.heads * shapes.width
+    fit = _FITTED * _searched(shapes.tokens, rank, rates)
+    parts = len(LEAST_PARTS) * (
+        _measured(plan, shapes, rates)
+        + 2 * shapes.tokens * rank * (shapes.hidden + rank) / rates.double
+        + rank**3 / rates.decomposition
+    )
+    # Heads are balanced and the latent is turned by numbers of tokens.
+    rows = shapes.hidden * (inside + 2 * rank) + 2 * rank * (inside + rank) + 2 * inside * shapes.width
+    turned = 3 * rank * (_TURNED * rates.call + 10 * rank**2 * _DOUBLE / rates.stream)
+    written = 2 * shapes.tokens * rows / rates.double + turned
+    return shapes.tokens * _drawn(plan, shapes, rates, plan.effort.draws) + fit + parts + written
+
+
+def _rounded(plan: Plan, shapes: _Shapes, rates: Rates) -> float:
+    """Return the seconds of choosing the length of one layer's latent with which rounding costs less."""
+    assert isinstance(plan.target, LatentTarget)
+    rank, draws = plan.target.kv_lora_rank, plan.effort.draws
+    costs = shapes.tokens * _drawn(plan, shapes, rates, draws)
+    moments = 2 * shapes.tokens * rank * (shapes.hidden + draws * rank) / rates.double
+    search = _ROUNDED * (_searched(shapes.tokens, rank, rates) + 12 * rank**3 / rates.double)
+    root = shapes.hidden**3 / rates.decomposition
+    return costs + moments + search + root + 2 * _measured(plan, shapes, rates)
+
+
+def _searched(tokens: int, rank: int, rates: Rates) -> float:
+    """Return the seconds of one evaluation of a function of tokens' lengths with its gradient, in float64."""
+    moved = 8 * tokens * rank * _DOUBLE
+    return 4 * tokens * rank**2 / rates.double + moved / rates.stream + _SEARCHED * rates.call
+
+
+def _drawn(plan: Plan, shapes: _Shapes, rates: Rates, draws: int) -> float:
+    """Return the seconds of one token's attention and of gradients of some draws at its output."""
+    drawn = 2 * shapes.hidden**2 / rates.single + 8 * shapes.hidden * _FLOAT / rates.stream
+    return (1 + 2 * draws) * _folded(plan, shapes, rates) + draws * drawn
+
+
+def _measured(plan: Plan, shapes: _Shapes, rates: Rates) -> float:
+    """Return the seconds of measuring one layer on what is held back."""
+    each = _source(shapes, rates) + _folded(plan, shapes, rates)
+    return shapes.tokens / HELD_BACK * each + _ATTENDED * _SLOW * rates.call
 
 
 def _division(plan: Plan, shapes: _Shapes, rates: Rates) -> float:
@@ -215,34 +267,52 @@ def _division(plan: Plan, shapes: _Shapes, rates: Rates) -> float:
 
 def _refinement(plan: Plan, shapes: _Shapes, rates: Rates) -> float:
     """Return the seconds of one layer's refinement on one thread."""
-    own, steps = _folded(plan, shapes), plan.refine
+    own, steps = _folded(plan, shapes, rates), plan.refine
     descended = steps * min(plan.effort.batch, shapes.sequences) * shapes.length
-    tokens = 3 * descended + (2 + len(SHARES) / BATCH) * shapes.tokens
     inside = shapes.heads * shapes.width
     orthogonal = steps * 5 * 6 * 4 * inside * shapes.hidden * shapes.width
-    solved = 4 * shapes.tokens * inside**2 + 3 * inside**3 if plan.solves else 0
-    return (tokens * own + orthogonal + solved) / rates.single + steps * _DESCENDED * _SLOW * rates.call
+    shares = (len(SHARES) if steps else 0) + (len(RIDGES) if plan.solves else 0)
+    tokens = 3 * descended + (1 + shares) / HELD_BACK * shapes.tokens
+    solved = 0.0
+    if plan.solves:
+        tokens += shapes.tokens
+        solved = 4 * shapes.tokens * inside * (inside + shapes.hidden) + 3 * inside**3
+    seconds = tokens * own + shapes.tokens * _source(shapes, rates)
+    tensors = 8 if isinstance(plan.target, LatentTarget) else 4
+    calls = steps * tensors * _DESCENDED * _SLOW * rates.call
+    return seconds + (orthogonal + solved) / rates.single + calls
 
 
-def _forward(shapes: _Shapes, projections: float, width: float) -> float:
-    """Return the FLOP of one token's attention: projections, and scores and mixing over half of the keys."""
-    return projections + 2 * shapes.length * shapes.heads * width
+def _forward(shapes: _Shapes, rates: Rates, projections: float, width: float) -> float:
+    """Return the seconds of one token's attention on one thread.
+
+    Args:
+        shapes: of the source.
+        rates: of this machine.
+        projections: numbers of the weights that multiply the token.
+        width: of keys and values.
+    """
+    # Scores and mixing are over half of the keys.
+    return 2 * projections / rates.single + 2 * shapes.length * shapes.heads * width / rates.mixing
 
 
-def _source_width(shapes: _Shapes) -> int:
-    return 2 * shapes.width * (shapes.heads + shapes.key_heads)
+def _source(shapes: _Shapes, rates: Rates) -> float:
+    """Return the seconds of one token's attention in the source."""
+    rows = 2 * shapes.width * (shapes.heads + shapes.key_heads)
+    return _forward(shapes, rates, shapes.hidden * rows, shapes.width)
 
 
-def _folded(plan: Plan, shapes: _Shapes) -> float:
-    """Return the FLOP of one token's attention after the fold."""
+def _folded(plan: Plan, shapes: _Shapes, rates: Rates) -> float:
+    """Return the seconds of one token's attention after the fold, and of the loss at its output."""
     inside, target = shapes.heads * shapes.width, plan.target
+    loss = shapes.hidden**2
     if isinstance(target, GroupedTarget):
         kept = 2 * target.num_key_value_heads * shapes.width
-        return _forward(shapes, 2 * shapes.hidden * (2 * inside + kept), shapes.width)
+        return _forward(shapes, rates, shapes.hidden * (2 * inside + kept) + loss, shapes.width)
     rank, rotary = target.kv_lora_rank, target.qk_rope_head_dim
     queries = shapes.heads * (shapes.width + rotary)
-    rows = shapes.hidden * (queries + inside + rank + rotary) + 2 * rank * inside
-    return _forward(shapes, 2 * rows, shapes.width + rotary / 2)
+    rows = shapes.hidden * (queries + inside + rank + rotary) + 2 * rank * inside + rank**2
+    return _forward(shapes, rates, rows + loss, shapes.width + rotary)
 
 
 def _jobs(plan: Plan, rates: Rates) -> int:

@@ -7,11 +7,13 @@ from functools import cache
 from statistics import median
 
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
 SECONDS = 0.15  # of each measurement
 _SIDE = 256  # of the decomposition
 _FEW = 48  # rows of the products of decoding
 _MANY = 512  # rows of the products of a pass
+_TOKENS, _WIDTH = 256, 32  # of attention
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +24,7 @@ class Rates:
         products: FLOP per second of float32 products with many rows, on all threads.
         decoding: the same with few rows.
         single: the same with many rows, on one thread.
+        mixing: FLOP per second of fused causal attention, counted over half of all pairs, on one thread.
         double: FLOP per second of float64 products, on one thread.
         decomposition: n³ per second of the decomposition of a symmetric matrix of n rows, on one thread.
         stream: bytes per second that an elementwise function reads and writes, on one thread.
@@ -32,6 +35,7 @@ class Rates:
     products: float
     decoding: float
     single: float
+    mixing: float
     double: float
     decomposition: float
     stream: float
@@ -56,6 +60,15 @@ def measure_rates(hidden: int) -> Rates:
     torch.set_num_threads(1)
     try:
         single = products if threads == 1 else 2 * _MANY * side**2 / _seconds(lambda: many_XD @ weight_DD)
+        heads_BNTH = torch.randn(1, 8, _TOKENS, _WIDTH, generator=generator)
+        mixing = (
+            2
+            * heads_BNTH.numel()
+            * _TOKENS
+            / _seconds(
+                lambda: scaled_dot_product_attention(heads_BNTH, heads_BNTH, heads_BNTH, is_causal=True)
+            )
+        )
         narrow_DD = weight_DD[: min(side, 512), : min(side, 512)].double()
         double = 2 * len(narrow_DD) ** 3 / _seconds(lambda: narrow_DD @ narrow_DD)
         square_SS = torch.randn(_SIDE, _SIDE, generator=generator, dtype=torch.float64)
@@ -71,6 +84,7 @@ def measure_rates(hidden: int) -> Rates:
         products=products,
         decoding=decoding,
         single=single,
+        mixing=mixing,
         double=double,
         decomposition=decomposition,
         stream=stream,
@@ -86,8 +100,9 @@ def _seconds(act: Callable[[], object], times: int = 1) -> float:
     """
     clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
     act()
-    found, end = list[float](), time.perf_counter() + SECONDS
-    while not found or time.perf_counter() < end:
+    # On the same clock: the first calls are slow, and a busy machine would end the time before others.
+    found, end = list[float](), clock() + SECONDS
+    while not found or clock() < end:
         start = clock()
         for _ in range(times):
             act()

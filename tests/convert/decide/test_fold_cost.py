@@ -18,7 +18,8 @@ from kvfold.core.machine_rates import Rates, measure_rates
 from ...support.tiny import make
 
 RATES = Rates(
-    products=1e11, decoding=5e10, single=1e11, double=5e10, decomposition=3e9, stream=5e10, call=2e-6, threads=1
+    products=1e11, decoding=5e10, single=1e11, mixing=3e10, double=5e10, decomposition=3e9, stream=5e10,
+    call=2e-6, threads=1,
 )  # fmt: skip
 
 
@@ -68,6 +69,17 @@ def test_what_is_not_done_costs_nothing(source: Path) -> None:
     assert "statistics" not in saved.seconds
     assert by_weights.peak_bytes < on_text.peak_bytes
     assert fold_cost.cost_of(plan(source, method="svd")).seconds.keys() == {"start", "closed form"}
+
+
+def test_a_rounded_length_is_counted_where_one_is_chosen(source: Path) -> None:
+    ways: list[dict[str, object]] = [{}, {"latent_norm": "linear"}, {"refine": 0}, {"to": "gqa"}]
+    costs = [predict_cost(plan(source, **options), "self", RATES).seconds for options in ways]
+    assert ["rounded length" in cost for cost in costs] == [True, False, False, False]
+    by_draws = [
+        predict_cost(plan(source, effort=name), "self", RATES).seconds["rounded length"]
+        for name in ("default", "best")
+    ]
+    assert by_draws == sorted(by_draws)
 
 
 def test_layers_at_once_take_less_time_and_more_memory(source: Path) -> None:
