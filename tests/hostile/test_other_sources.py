@@ -162,7 +162,7 @@ QUANTISED: dict[str, tuple[str, Damage, str]] = {
         "quantised by 'x', which kvfold does not read",
     ),
     "method list": ("awq", quantization(quant_method=["awq"]), "quantised by ['awq']"),
-    "no method": ("awq", quantization(quant_method=None), "quantised by None"),
+    "no method": ("awq", quantization(quant_method=None), "a quantization_config without quant_method"),
     "lists": ("fp8 blocks", quantization(modules_to_not_convert="lm_head"), "where a list of names"),
 }
 CONFIGS = {"text": "x", "number": 7, "list": ["x"], "true": True, "fraction": 0.5, "object": {"a": 1}}
