@@ -56,3 +56,34 @@ def test_nats_lost_are_those_of_the_result_files(page: str) -> None:
             wrong.append(f"{label}: {printed}, measured {measured[name]}")
     assert not wrong, "\n".join(wrong)
     assert seen >= 7, "the table was not found"
+
+
+TRAINED = {  # rows of the table of training and rounding: file, and label of the row in it
+    f"{source.split('-')[0]}, {shown}": (source, label)
+    for source in ("story-1m-gqa", "prose-6m-mha", "demo")
+    for shown, label in {
+        "source": "source",
+        "50 %": "fitted 50%",
+        "25 %": "fitted 25%",
+        "12.5 %": "fitted 12.5%",
+        "25 %, linear norm": "linear 25%",
+        "25 %, own code": "remote 25%",
+    }.items()
+}
+
+
+def test_training_and_rounding_are_those_of_the_result_files() -> None:
+    wrong, seen = [], 0
+    for line in (ROOT / "docs/results.md").read_text(encoding="utf-8").splitlines():
+        label, *cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if label not in TRAINED or len(cells) != 11:
+            continue
+        seen += 1
+        source, name = TRAINED[label]
+        file = ROOT / f"benchmarks/results/trainable-{source}.json"
+        row: dict[str, float] = json.loads(file.read_text(encoding="utf-8"))["rows"][name]
+        measured = [f"{value:.3f}" for column, value in row.items() if column != "predicted"]
+        if cells != measured:
+            wrong.append(f"{label}: {cells}, measured {measured}")
+    assert not wrong, "\n".join(wrong)
+    assert seen >= 12, "the table was not found"
