@@ -10,7 +10,7 @@ import importlib
 import json
 import sys
 import time
-from collections import Counter
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ class Clock:
     """CPU seconds of this process by phase, each without the phases inside it."""
 
     def __init__(self) -> None:
-        self.found = Counter[str]()
+        self.found = defaultdict[str, float](float)
         self._open, self._last = ["start"], 0.0
 
     def turn(self) -> None:
@@ -40,7 +40,7 @@ class Clock:
         # The choice of a norm folds some layers by their closed form, with the same functions.
         phase = "closed form" if "norm" in self._open else self._open[-1]
         now = time.process_time()
-        self.found[phase] += now - self._last  # type: ignore[assignment]
+        self.found[phase] += now - self._last
         self._last = now
 
     def watch(self, place: str, phase: str) -> None:

@@ -25,7 +25,7 @@ from ..methods.refinement import HELD_BACK, RIDGES, SHARES
 from ..methods.table import reads_statistics
 from .plan import Plan
 
-# Measured seconds over counted ones, fitted by hand on folds of one source (benchmarks/README.md).
+# Measured seconds over counted ones, fitted by hand on folds of two sources (benchmarks/README.md).
 FACTORS = {"text": 1.4, "statistics": 2.0, "closed form": 1.15, "refinement": 1.0, "rounded length": 1.6}
 _STARTED = 1.2e6  # small operations as long as importing torch and transformers takes
 BASE = 6.5e8  # bytes of a process that has imported them

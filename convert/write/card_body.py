@@ -262,12 +262,11 @@ def _how(engine: str, written: Written, place: str) -> str:
             f'model = AutoModelForCausalLM.from_pretrained("{place}", dtype="auto"{trust})\n```'
         )
     trust = " --trust-remote-code" if own_code else ""
-    if written.layout.startswith("multimodal"):
-        trust = " --language-model-only"  # vLLM's: what was run there
+    on_text = " --language-model-only" if written.layout.startswith("multimodal") else ""
     command = {
-        "vllm": f"vllm serve {place}{trust}\n"
+        "vllm": f"vllm serve {place}{trust}{on_text}\n"
         "# with the CPU package of vLLM, which has no such command: python -m "
-        f"vllm.entrypoints.openai.api_server --model {place}{trust}",
+        f"vllm.entrypoints.openai.api_server --model {place}{trust}{on_text}",
         "sglang": f"python -m sglang.launch_server --model-path {place}{trust}",
         "llama.cpp": "python convert_hf_to_gguf.py DIRECTORY --outtype bf16",
         "mlx": f"mlx_lm.generate --model {place} --prompt 'Once upon a time'",
