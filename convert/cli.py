@@ -259,9 +259,8 @@ def _summary(folded: "Folded") -> str:
     """Return a line about what was done, and one about what to do next."""
     record, cache = folded.record, folded.cache
     before, after = (cache[side]["elements_per_token_per_layer"] for side in ("before", "after"))
-    cost = (
-        "" if folded.predicted_loss is None else f", predicted loss {folded.predicted_loss:.4f} nats a token"
-    )
+    loss = folded.predicted_loss
+    cost = "" if loss is None else f", predicted loss {loss:.4f} nats per token"
     stored = record.get("cache_dtype", {})
     if "predicted_loss" in stored:
         cost += (

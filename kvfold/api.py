@@ -258,14 +258,14 @@ def verify(
     run: bool = True,
     cache_dtype: str | None = None,
 ) -> VerificationReport:
-    """Check that a checkpoint is what it claims to be, in the engines that shall run it.
+    """Check that a checkpoint is what it claims to be, in the engines that are to run it.
 
     Args:
         directory: the checkpoint.
         engines: engines whose rules are asked: transformers, vllm, sglang, llama.cpp, mlx and others.
         source: what it was made of; by default as its kvfold.json says.
         run: whether to load it next to its source too, in a process that cannot import kvfold.
-        cache_dtype: a number format in which the engines shall store its cache; None: as it is computed.
+        cache_dtype: a number format in which the engines are to store its cache; None: as it is computed.
 
     Returns:
         What was found; `.failures` is empty where the checkpoint may be used.

@@ -136,8 +136,11 @@ def engine_notices(plan: PlannedOutput, engines: Sequence[str]) -> tuple[str, ..
             others.setdefault(against[engine][0].sentence.partition("; ")[0], []).append(engine)
     if not others:
         return ()
-    reasons = "; ".join(f"{' and '.join(names)} ({why})" for why, names in others.items())
-    return (f"load the output in {', '.join(running)}; others would not run it right: {reasons}",)
+    reasons = "; ".join(f"{', '.join(names)} ({why})" for why, names in others.items())
+    return (
+        f"load the output in {', '.join(running)}; others would not run it right: {reasons}; for one "
+        "of them, fold with --engine NAME or to GQA",
+    )
 
 
 def format_notices(plan: PlannedOutput, engines: Sequence[str], dtype: str) -> tuple[str, ...]:

@@ -135,7 +135,9 @@ def choose_calibration(request: FoldRequest, plan: Plan, dry_run: bool = False) 
             "--calibration self"
         )
     if wanted is None and dry_run:
-        notice("planned by weights alone, to be quick; the fold itself would use --calibration self")
+        divided = " and may divide the budget into another rank and rotary width"
+        may = divided if request.to == "mla" and request.kv_budget is not None else ""
+        notice(f"planned by weights alone, to be quick; the fold itself uses --calibration self{may}")
         return None
     return "self" if wanted is None else wanted
 

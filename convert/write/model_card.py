@@ -163,7 +163,7 @@ def _results(evaluation: EvalSummary) -> list[EvalResult]:
     stored = {} if evaluation.cache_dtype is None else {"cache_dtype": evaluation.cache_dtype}
     values = {"perplexity": ("Perplexity", evaluation.student.perplexity)}
     if evaluation.fidelity is not None:
-        values["kl_divergence"] = ("KL to the source, nats a token", evaluation.fidelity.kl.mean)
+        values["kl_divergence"] = ("KL to the source, nats per token", evaluation.fidelity.kl.mean)
         values["same_top1"] = ("Same most probable token as the source", evaluation.fidelity.same_top1.mean)
     return [
         EvalResult(

@@ -86,7 +86,7 @@ UNFIT = 3  # exit code where nothing fits: an answer, and no mistake
 @click.option(
     "--layerwise/--no-layerwise",
     default=None,
-    help="Take statistics one layer at a time; default: where it must.",
+    help="Take statistics with one layer in memory at a time; by default when the model does not fit whole.",
 )
 @click.option(
     "--sequences", type=click.IntRange(min=1), default=48, show_default=True, help="Calibration sequences."

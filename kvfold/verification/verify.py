@@ -108,7 +108,7 @@ def verify(
         source: the checkpoint that it was made from; None takes the one in its kvfold.json.
         run: load it; otherwise only the rules are applied.
         llama_cpp: directory of llama.cpp, with its converter and its programs.
-        cache_dtype: number format that the engines shall store the cache in; None: the model's dtype. The
+        cache_dtype: number format that the engines are to store the cache in; None: the model's dtype. The
             runs keep theirs.
 
     Raises:
@@ -154,9 +154,8 @@ def _run(
 
     record = read_record(directory)
     source = source_directory(directory, "--source") if source is None else source
-    seed = ((record or {}).get("calibration") or {}).get(
-        "seed", 0
-    ) + 1  # held back: other text than it was calibrated on
+    calibration = (record or {}).get("calibration") or {}
+    seed = calibration.get("seed", 0) + 1  # held back: other text than it was calibrated on
     written = open_written(directory)
     probed = [engine for engine in started if engine in PROBES]
     asked: dict[str, Any] = {"seed": seed, "answers": bool(probed), "source": None} | _size(written, source)
@@ -337,7 +336,7 @@ def _size(written: Written, source: Path | None) -> dict[str, Any]:
 @click.option(
     "--source",
     type=click.Path(exists=True, file_okay=False, path_type=Path),
-    help="The checkpoint that it was made from.  [default: kvfold.json]",
+    help="The checkpoint that it was made from.  [default: as kvfold.json says]",
 )
 @click.option(
     "--llama-cpp",
@@ -363,11 +362,10 @@ def main(
     """Check that the checkpoint in DIRECTORY is what it claims to be, in the engines that are to run it.
 
     First, each engine's rules are applied to the written files: they find what it would drop, misread or
-    refuse. Then the checkpoint runs in transformers, in a process that cannot import kvfold. It
-    compares predictions with the source's, decoding with and without the cache, and the live cache with
-    kvfold.json. With `--engine vllm` or `--engine mlx`, where these are installed, the same text and tokens
-    are run there too, and with `--engine llama.cpp --llama-cpp DIR` in llama.cpp. Exit code 3 where something
-    fails.
+    refuse. Then the checkpoint runs in transformers, in a process that cannot import kvfold. It compares
+    predictions with the source's, decoding with and without the cache, and the live cache with kvfold.json.
+    With `--engine vllm` or `--engine mlx`, where these are installed, the same text and tokens run there too,
+    and with `--engine llama.cpp --llama-cpp DIR` in llama.cpp. Exit code 3 where something fails.
     """
     report = verify(directory, engines, source, run=not static, llama_cpp=llama_cpp, cache_dtype=cache_dtype)
     if as_json:
@@ -396,5 +394,7 @@ def _show(report: VerificationReport) -> None:
     unknown = {finding.engine for finding in report.findings if finding.effect == "not known"}
     known = report.engines if report.failures else [name for name in report.engines if name not in unknown]
     words = [f"{'does not pass' if report.failures else 'passes'} for {', '.join(known)}"] if known else []
+    other = ",".join(sorted({one.engine for one in report.findings if one.fails} - {"transformers"}))
+    words += [f"kvfold convert --engine {other} writes an output that does, or says why not"] if other else []
     words += [f"not all is known of {', '.join(sorted(unknown))}, see above"] if unknown else []
     show_text(f"{report.directory} {'; '.join(words)}")

@@ -221,6 +221,12 @@ def test_mistakes_of_the_user(outputs: Path, tmp_path: Path) -> None:
     assert CliRunner().invoke(main, ["verify", str(directory), "--lint"]).exit_code == 0
 
 
+def test_an_engine_that_does_not_run_an_output_is_named_with_the_way_out(outputs: Path) -> None:
+    found = CliRunner().invoke(main, ["verify", str(outputs / "full"), "--engine", "vllm", "--lint"])
+    assert found.exit_code == 3
+    assert "does not pass for vllm; kvfold convert --engine vllm writes an output that does" in found.output
+
+
 def test_the_last_step_of_convert(outputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An output that is not whole stops with exit code 3; nothing is checked where nothing shall be."""
     specs = Stock.specs

@@ -78,7 +78,7 @@ CACHE_FORMATS = (
 
 
 def format_findings(layout: str, engine: str, name: str) -> list[LintFinding]:
-    """Return what an engine does with an output whose cache shall be in a number format.
+    """Return what an engine does with an output whose cache is to be in a number format.
 
     Args:
         layout: of `engine_pairs.LAYOUTS`.

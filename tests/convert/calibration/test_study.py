@@ -220,6 +220,9 @@ def test_what_is_calibrated_when_nothing_is_said(tmp_path: Path) -> None:
     dry = convert(source, "--rank", "9", "--dry-run", out=tmp_path / "dry")
     assert json.loads(dry.stdout)["calibration"] is None
     assert "planned by weights alone" in dry.stderr
+    assert "may divide the budget" not in dry.stderr
+    shared = convert(source, "--kv-budget", "50%", "--dry-run", out=tmp_path / "shared")
+    assert "uses --calibration self and may divide the budget into another rank" in shared.stderr
     assert json.loads(convert(source, "--rank", "full", out=tmp_path / "full").stdout)["calibration"] is None
     for to in (("gqa", "--kv-heads", "8"), ("mqa", "--method", "mean")):
         done = CliRunner().invoke(main, [str(source), "--to", *to, "--out", str(tmp_path / to[0]), "--json"])
