@@ -24,6 +24,7 @@ from .disk import disk_error, disk_sentence, writing_errors
 from .errors import InvalidInput, bounded
 from .grid import WIDTH, Grid
 from .untrusted import printable
+from .waiting import wait_passively_if_busy
 
 T = TypeVar("T")
 ProgressCallback = Callable[[str, int, int], None]  # a description, items done, items in all
@@ -75,6 +76,7 @@ class Command(click.Command):
         """Run the command, and report what it cannot do as one sentence."""
         if isinstance(sys.stdout, TextIOWrapper):
             sys.stdout.reconfigure(errors="backslashreplace")
+        wait_passively_if_busy()
         try:
             with showing(), explaining():
                 return super().invoke(ctx)
