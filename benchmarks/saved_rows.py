@@ -1,13 +1,15 @@
 """Result files whose rows may come from several runs: each row names the run that measured it."""
 
+import fcntl
 import json
-import tempfile
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import date
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock
+from kvfold.core.files import write_whole
 
 from .machine import RESULTS, machine
 
@@ -72,7 +74,7 @@ class SavedRows:
 
         Rows that another process wrote since this one began are kept, unless `update` is off.
         """
-        with FileLock(Path(tempfile.gettempdir()) / f"kvfold-{sha256(str(self.path).encode()).hexdigest()}"):
+        with _alone_in(self.path.parent):
             if self._update:
                 self._result = self._read()
                 for section, row, key in self._unwritten:
@@ -86,4 +88,19 @@ class SavedRows:
         whole: dict[str, list[Row]] = {"runs": [self._result["runs"][run] for run in used]}
         for name in sections:
             whole[name] = [{**row, "run": used.index(row["run"])} for row in self._result[name]]
-        self.path.write_text(json.dumps(whole, indent=2) + "\n", encoding="utf-8")
+        write_whole(self.path, json.dumps(whole, indent=2) + "\n", replace=True)
+
+
+@contextmanager
+def _alone_in(directory: Path) -> Iterator[None]:
+    """Keep other processes out of a directory for the duration of a block.
+
+    The lock is on the directory itself. A lock file would stay for ever, because removing one that another
+    process waits for lets two in; and the file with the rows is another one after each write.
+    """
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)  # which releases the lock, as the end of the process does

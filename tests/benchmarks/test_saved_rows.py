@@ -1,6 +1,8 @@
 """Result files with rows of several runs: which are kept, which replaced, and what is said of their runs."""
 
 import json
+import multiprocessing
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -77,3 +79,28 @@ def test_a_run_that_begins_anew_keeps_what_is_written_after_it_began(results: Pa
     anew.put("rows", {"fold": "d"}, "fold")
     anew.write()
     assert _versions(results) == {"b": "2", "c": "3", "d": "2"}
+
+
+def _put(directory: Path, fold: str) -> None:
+    """Save ten rows, one at a time, in a process of its own."""
+    saved_rows.RESULTS = directory
+    for number in range(10):
+        _run("1", {"fold": f"{fold}{number}"})
+
+
+def test_processes_keep_the_rows_of_each_other_and_leave_no_lock(
+    results: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spare = tmp_path_factory.mktemp("spare")
+    monkeypatch.setenv("TMPDIR", str(spare))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    context = multiprocessing.get_context("fork")
+    processes = [context.Process(target=_put, args=(results.parent, fold)) for fold in "abc"]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+        assert process.exitcode == 0
+    assert _versions(results).keys() == {f"{fold}{number}" for fold in "abc" for number in range(10)}
+    assert list(results.parent.iterdir()) == [results]
+    assert list(spare.iterdir()) == []
