@@ -35,7 +35,7 @@ from .machine import RESULTS, save
 
 FOREIGN = ("mine.txt", "out.partial.mine", "e.json.new")
 FULL = ("o space left", " is full")  # in the sentences of a full disk
-_OURS = (".kvfold-",)  # private directories, which a kill leaves and no run reuses
+_OURS = (".kvfold-",)  # private directories, of which a kill leaves those that hold nothing but a lock
 
 
 class Place:

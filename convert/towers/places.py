@@ -10,6 +10,7 @@ from ...checkpoints.own_files import discard
 from ...checkpoints.record import describe, read_record
 from ...core.console import notice
 from ...core.errors import InvalidInput
+from ...core.files import remove_left
 from ...core.untrusted import printable
 from ..request import FoldRequest
 from .tower import Tower, TowerClaim, claim_of, is_written
@@ -52,6 +53,8 @@ class Places:
         Args:
             request: of the whole fold.
         """
+        for place in (self.out, self.part, self.alone):
+            remove_left(place)
         record = read_record(self.out) if self.is_ours else None
         if record is None or record["request"] != json.loads(json.dumps(request.essentials())):
             return None

@@ -4,9 +4,8 @@ import os
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
-from ..core.files import PREFIX
+from ..core.files import PREFIX, private_directory
 from .directory import SIDE_FILES
 from .quantised.schemes import MODELOPT_FILE
 from .record import FILE as RECORD
@@ -73,10 +72,8 @@ def discard(directory: Path) -> None:
     if any(strange_files(directory)):
         remove_own_tree(directory)
         return
-    with TemporaryDirectory(
-        dir=directory.absolute().parent, prefix=PREFIX, ignore_cleanup_errors=True
-    ) as name:
-        directory.rename(Path(name) / directory.name)
+    with private_directory(directory) as place:
+        directory.rename(place / directory.name)
 
 
 def _is_passed(name: str) -> bool:

@@ -1,17 +1,20 @@
 """Files and directories that appear whole or not at all, and locks that keep two runs apart.
 
 There are two kinds of place. Next to a file of the user, a temporary name could be the user's too: there
-`whole_file` and `whole_directory` write into a new private directory. Inside a working directory that kvfold
-has claimed, every name is kvfold's: there `replace_text` and `save_whole` write `<name>.partial`, so that
-what a killed run leaves is replaced by the next one.
+`whole_file` and `whole_directory` write into a new private directory; what a killed run leaves in one is
+removed by the next run for the same path. Inside a working directory that kvfold has claimed, every name is
+kvfold's: there `replace_text` and `save_whole` write `<name>.partial`, so that what a killed run leaves is
+replaced by the next one.
 
 No heavy import here: `--help` goes through this module.
 """
 
 import itertools
 import os
+import shutil
+import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
@@ -25,6 +28,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 PREFIX = ".kvfold-"  # of the private directories; only a kill leaves one behind
+_LOCK = f"{PREFIX}lock"  # in a private directory: held as long as the process lives that made it
 _held: dict[Path, "BaseFileLock"] = {}  # locks of this process by file
 _ATTEMPTS = 5  # to get a lock whose file another process removes at the same time
 
@@ -48,7 +52,7 @@ def whole_file(file: Path, *, replace: bool = False) -> Iterator[Path]:
         OSError: the directory cannot be written.
     """
     _check_free(file, replace)
-    with naming(file), _private_directory(file) as place:
+    with naming(file), private_directory(file) as place:
         temporary = place / file.name
         yield temporary
         sync_path(temporary)
@@ -71,7 +75,7 @@ def whole_directory(directory: Path) -> Iterator[Path]:
         OSError: the parent cannot be written.
     """
     _check_free(directory, replace=False)
-    with naming(directory), _private_directory(directory) as place:
+    with naming(directory), private_directory(directory) as place:
         temporary = place / directory.name
         temporary.mkdir()
         yield temporary
@@ -209,6 +213,78 @@ def locked(file: Path, busy: str | None) -> Iterator[None]:
                 file.touch()
 
 
+@contextmanager
+def private_directory(path: Path) -> Iterator[Path]:
+    """Make a directory next to a path that only this user can enter, and remove it at the end.
+
+    What killed runs left of the same path is removed first.
+
+    Args:
+        path: what the directory is for. The block makes nothing in it but an entry of the same name.
+
+    Yields:
+        The directory, which holds a lock.
+
+    Raises:
+        OSError: the directory cannot be made.
+    """
+    remove_left(path)
+    parent = path.absolute().parent
+    with (
+        TemporaryDirectory(dir=parent, prefix=PREFIX, ignore_cleanup_errors=True) as name,
+        ExitStack() as held,
+    ):
+        # Some file systems have no locks. Without one, nothing is left that counts as a killed run's.
+        with suppress(OSError, NotImplementedError, InvalidInput):
+            held.enter_context(locked(Path(name, _LOCK), "another process holds it"))
+        try:
+            yield Path(name)
+        finally:
+            _remove(Path(name, path.name))  # before the lock: a kill meanwhile leaves both
+
+
+def remove_left(path: Path) -> None:
+    """Remove what killed runs left of a path in private directories next to it.
+
+    A directory is only removed if it has the name of a private one and this user's rights, a lock that no
+    process holds, an entry of the path's name, and nothing else.
+
+    Args:
+        path: what those runs were writing or removing.
+
+    Example:
+        >>> remove_left(Path("folded"))
+    """
+    for place in sorted(path.absolute().parent.glob(f"{PREFIX}*")):
+        with suppress(OSError, NotImplementedError, InvalidInput):  # it is in use, or another run removes it
+            if not _is_left(place, path.name):
+                continue
+            with locked(place / _LOCK, "another process holds it"):
+                if _is_left(place, path.name):  # still: its process could have ended well meanwhile
+                    _remove(place / path.name)
+                    if not (place / path.name).exists():
+                        (place / _LOCK).unlink()
+            place.rmdir()
+
+
+def _remove(entry: Path) -> None:
+    """Remove a file, a link or a tree as far as the system allows; nothing happens where there is none."""
+    if entry.is_dir() and not entry.is_symlink():
+        shutil.rmtree(entry, ignore_errors=True)
+    else:
+        with suppress(OSError):
+            entry.unlink(missing_ok=True)
+
+
+def _is_left(place: Path, name: str) -> bool:
+    """Return whether a directory has what a run that was killed would leave in its private directory."""
+    if place.is_symlink() or not place.is_dir() or stat.S_IMODE(place.stat().st_mode) & 0o077:
+        return False
+    if {entry.name for entry in place.iterdir()} != {_LOCK, name}:
+        return False
+    return not (place / name).is_symlink()
+
+
 def _release_held(directory: Path) -> None:
     """Release this process's locks in a directory that is about to move or go, where open files cannot."""
     if MOVES_OPEN_FILES:
@@ -251,13 +327,6 @@ def _may_be_lock(file: Path) -> bool:
 def _check_free(path: Path, replace: bool) -> None:
     if not replace and (path.exists() or path.is_symlink()):
         raise InvalidInput(f"{path} exists and nothing is overwritten; name another, or remove it")
-
-
-@contextmanager
-def _private_directory(path: Path) -> Iterator[Path]:
-    """Make a directory next to `path` that only this user can enter, and remove it at the end."""
-    with TemporaryDirectory(dir=path.absolute().parent, prefix=PREFIX, ignore_cleanup_errors=True) as name:
-        yield Path(name)
 
 
 def _unfinished(file: Path) -> Path:

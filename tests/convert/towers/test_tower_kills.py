@@ -107,8 +107,10 @@ def test_a_killed_fold_of_a_tower_is_resumed_to_the_same_bits(source: Path, tmp_
     clean.parent.mkdir()
     assert CliRunner().invoke(main, words(source, clean)).exit_code == 0
     assert bits(place / "out") == bits(clean)
-    left = [path.name for path in place.iterdir() if not path.name.startswith(".kvfold-")]
-    assert left == ["out"], "of private directories, kills leave some"
+    left = [path for path in place.iterdir() if not path.name.startswith(".kvfold-")]
+    assert [path.name for path in left] == ["out"]
+    in_private = {path.name for private in place.glob(".kvfold-*") for path in private.iterdir()}
+    assert in_private <= {".kvfold-lock"}, "kills leave empty private directories, and nothing in them"
 
 
 @pytest.mark.parametrize("at", ["open out.text.partial/model.safetensors", "os.mkdir .kvfold/out"])
@@ -171,6 +173,21 @@ def test_a_kill_after_the_last_name_is_cleaned_up_by_the_same_command(source: Pa
     visible = sorted(path.name for path in place.iterdir() if not path.name.startswith(".kvfold-"))
     assert visible == ["out"]
     assert CliRunner().invoke(main, words(source, place / "out")).exit_code == 2
+
+
+@pytest.mark.parametrize("name", ["out.text", "out.tower"])
+def test_a_kill_while_a_tower_is_removed_is_cleaned_up_by_any_command(
+    name: str, source: Path, tmp_path: Path
+) -> None:
+    """It was moved into a private directory already, where nobody would look for it."""
+    place = tmp_path / "killed"
+    place.mkdir()
+    kill_at(f"os.remove .kvfold/{name}/config.json", words(source, place / "out"), place, tmp_path / "told")
+    assert list(place.glob(f".kvfold-*/{name}/*")) != []
+    before = bits(place / "out")
+    CliRunner().invoke(main, words(source, place / "out", heads=1))
+    assert list(place.glob(".kvfold-*/out.*")) == []
+    assert bits(place / "out") == before
 
 
 def test_another_command_uses_the_tower_of_a_killed_one_and_removes_it(source: Path, tmp_path: Path) -> None:
