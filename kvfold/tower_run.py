@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,7 +43,6 @@ def fold_tower(request: FoldRequest, tower: Tower, fold: Callable[[FoldRequest],
     from .convert.towers.assembly import put_back
     from .convert.towers.places import Places
     from .convert.towers.possible import check_request, tower_request
-    from .convert.towers.tower import claim_of, take_over, write_tower
     from .convert.towers.view import named_as_whole
     from .models.expected_weights import check_multimodal
 
@@ -52,34 +52,27 @@ def fold_tower(request: FoldRequest, tower: Tower, fold: Callable[[FoldRequest],
     claim = _claim(request, tower.directory)
     places = Places(out=out, part=part, alone=alone, tower=tower, claim=claim)
     asked = tower_request(request).model_copy(update={"model": str(alone), "out": part})
-    with together():
-        done = places.finished_output(request) if is_first() else None
-    done = from_first(done)
-    if done is not None:
-        return _verified(_known(out, done, request))
-    with together():
-        check_multimodal(tower.directory)
-        found, was_there = None, False
-        if is_first():
-            found = places.finished_part(asked)
-            places.check(has_part=found is not None)
-            was_there = places.is_there and claim_of(alone) is None
-            if not places.is_there:
-                write_tower(tower, alone, request.shard_size, claim)
-            elif not was_there and not places.is_ours:
-                take_over(alone, claim)
-    found = from_first(found)
-    try:
-        with named_as_whole(tower, alone):
-            folded = fold(asked) if found is None else _known(part, found, asked)
+    with ExitStack() as held:
         with together():
-            record = folded.record
-            if is_first():
-                record = put_back(tower, part, out, request)
-    finally:
-        # A half-written part is another run's, or this one's that the same command resumes.
-        if is_first() and not part.with_name(part.name + ".partial").exists():
-            places.clear(was_there=was_there)
+            done = places.finished_output(request, held) if is_first() else None
+        done = from_first(done)
+        if done is not None:
+            return _verified(_known(out, done, request))
+        with together():
+            check_multimodal(tower.directory)
+            found = places.take(asked, held) if is_first() else None
+        found = from_first(found)
+        try:
+            with named_as_whole(tower, alone):
+                folded = fold(asked) if found is None else _known(part, found, asked)
+            with together():
+                record = folded.record
+                if is_first():
+                    record = put_back(tower, part, out, request)
+        finally:
+            # A half-written part is one that the same command resumes.
+            if is_first() and not part.with_name(part.name + ".partial").exists():
+                places.clear()
     return _verified(replace(folded, directory=out, record=record, request=request))
 
 

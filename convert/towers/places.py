@@ -1,6 +1,7 @@
 """The working directories of a fold of a text tower, and what a killed run leaves in them."""
 
 import json
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,12 @@ from ...checkpoints.own_files import discard
 from ...checkpoints.record import describe, read_record
 from ...core.console import notice
 from ...core.errors import InvalidInput
-from ...core.files import remove_left
+from ...core.files import locked, remove_left
 from ...core.untrusted import printable
 from ..request import FoldRequest
-from .tower import Tower, TowerClaim, claim_of, is_written
+from .tower import Tower, TowerClaim, claim_of, is_written, take_over, write_tower
+
+_LOCK = "lock"  # in the tower as it was, of the run that folds it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,26 +48,65 @@ class Places:
         found = claim_of(self.alone)
         return found is not None and found.digest == self.claim.digest and self.is_there
 
-    def finished_output(self, request: FoldRequest) -> dict[str, Any] | None:
+    def finished_output(self, request: FoldRequest, held: ExitStack) -> dict[str, Any] | None:
         """Return the record of the output, where a killed run of the same request gave it its name.
 
         What that run did not remove any more is removed.
 
         Args:
             request: of the whole fold.
+            held: keeps other runs out of the working directories from here on, where they are there.
+
+        Raises:
+            InvalidInput: another run uses the working directories.
         """
         for place in (self.out, self.part, self.alone):
             remove_left(place)
+        if claim_of(self.alone) is not None:
+            self._lock(held)
         record = read_record(self.out) if self.is_ours else None
         if record is None or record["request"] != json.loads(json.dumps(request.essentials())):
             return None
         if record["source"]["path"] != str(self.tower.directory.resolve()):
             return None
         notice(f"{self.out} was finished by an earlier run of this command; what that run left is removed")
-        self.clear(was_there=False)
+        self.clear()
         return record
 
-    def finished_part(self, asked: FoldRequest) -> dict[str, Any] | None:
+    def take(self, asked: FoldRequest, held: ExitStack) -> dict[str, Any] | None:
+        """Write the tower as it was, or take it over from an earlier run.
+
+        Args:
+            asked: the request of the tower's fold.
+            held: keeps other runs out of the working directories from here on.
+
+        Returns:
+            The record of the folded tower, where a killed run of the same request finished it.
+
+        Raises:
+            InvalidInput: a directory is in the way, cannot be written, or is another run's that is at work.
+        """
+        found = self._finished_part(asked)
+        self._check(has_part=found is not None)
+        if not self.is_there:
+            write_tower(self.tower, self.alone, asked.shard_size, self.claim)
+            self._lock(held)
+        elif claim_of(self.alone) is not None and not self.is_ours:
+            take_over(self.alone, self.claim)
+        return found
+
+    def _lock(self, held: ExitStack) -> None:
+        """Keep other runs out of the working directories.
+
+        The lock is in the tower as it was, and goes with it. A user's own tower gets none.
+        """
+        busy = f"another kvfold is writing {self.out}; wait for it, or name another --out"
+        try:
+            held.enter_context(locked(self.alone / _LOCK, busy))
+        except FileNotFoundError:  # that run has just removed the directory
+            raise InvalidInput(busy) from None
+
+    def _finished_part(self, asked: FoldRequest) -> dict[str, Any] | None:
         """Return the record of the folded tower, where a killed run of the same request finished it.
 
         Args:
@@ -79,7 +121,7 @@ class Places:
             return None
         return record
 
-    def check(self, *, has_part: bool) -> None:
+    def _check(self, *, has_part: bool) -> None:
         """Check that the directories may be written.
 
         Args:
@@ -108,11 +150,7 @@ class Places:
             "with --out"
         )
 
-    def clear(self, *, was_there: bool) -> None:
-        """Remove the working directories.
-
-        Args:
-            was_there: whether the tower as it was is the user's, and stays.
-        """
-        for place in (self.part,) if was_there else (self.part, self.alone):
+    def clear(self) -> None:
+        """Remove the working directories. A tower without a claim is the user's, and stays."""
+        for place in (self.part, *([] if claim_of(self.alone) is None else [self.alone])):
             discard(place)

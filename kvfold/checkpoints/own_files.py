@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from ..core.files import PREFIX, private_directory
+from ..core.files import PREFIX, private_directory, release_held
 from .directory import SIDE_FILES
 from .quantised.schemes import MODELOPT_FILE
 from .record import FILE as RECORD
@@ -69,6 +69,7 @@ def discard(directory: Path) -> None:
     """
     if directory.is_symlink() or not directory.is_dir():
         return
+    release_held(directory)
     if any(strange_files(directory)):
         remove_own_tree(directory)
         return

@@ -115,7 +115,7 @@ def rename_whole(partial: Path, directory: Path, unneeded: Iterable[Path] = ()) 
         if path not in unneeded:
             sync_path(path)
     _check_free(directory, replace=False)
-    _release_held(partial)
+    release_held(partial)
     for path in unneeded:
         path.unlink(missing_ok=True)
     partial.rename(directory)
@@ -171,7 +171,7 @@ def remove_own(directory: Path, is_own: Callable[[Path], bool]) -> list[Path]:
     """
     if directory.is_symlink() or not directory.is_dir():
         return []
-    _release_held(directory)
+    release_held(directory)
     left = []
     for path in sorted(directory.iterdir()):
         if is_own(path):
@@ -285,8 +285,12 @@ def _is_left(place: Path, name: str) -> bool:
     return not (place / name).is_symlink()
 
 
-def _release_held(directory: Path) -> None:
-    """Release this process's locks in a directory that is about to move or go, where open files cannot."""
+def release_held(directory: Path) -> None:
+    """Release this process's locks in a directory that is about to move or go, where open files cannot.
+
+    Args:
+        directory: the directory.
+    """
     if MOVES_OPEN_FILES:
         return
     for file in [file for file in _held if directory in file.parents]:

@@ -12,6 +12,7 @@ from click.testing import CliRunner
 
 from benchmarks.interrupted import bits, finish, start
 from kvfold.cli import main
+from kvfold.core.files import locked
 
 from ...support.quantised import quantise, quantised_tower
 from ...support.towers import make_multimodal
@@ -203,6 +204,23 @@ def test_another_command_uses_the_tower_of_a_killed_one_and_removes_it(source: P
     clean.parent.mkdir()
     assert CliRunner().invoke(main, words(source, clean, heads=1)).exit_code == 0
     assert bits(place / "out") == bits(clean)
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+@pytest.mark.parametrize(
+    "at", ["open out.text.partial/model.safetensors", "os.mkdir .kvfold/out", "os.rename out.text"]
+)
+def test_what_a_run_at_work_uses_is_left_to_it(at: str, heads: int, source: Path, tmp_path: Path) -> None:
+    """Neither the same command nor another takes it over, however far that run is."""
+    place = tmp_path / "working"
+    place.mkdir()
+    kill_at(at, words(source, place / "out"), place, tmp_path / "told")
+    before = bits(place)
+    with locked(place / "out.tower" / "lock", None):  # as if it were alive
+        refused = CliRunner().invoke(main, words(source, place / "out", heads))
+    assert refused.exit_code == 2
+    assert f"another kvfold is writing {place / 'out'}; wait for it, or name another --out" in refused.stderr
+    assert bits(place) == before
 
 
 @pytest.mark.parametrize("name", ["out.tower.partial", "out.text.partial", "out.partial"])
