@@ -39,3 +39,19 @@ def at_context(source: Source, statistics: Statistics | None, context: int | Non
         return replace(layer, distance_NT=extended(layer.distance_NT, span))
 
     return replace(statistics, layers=tuple(map(at, source.attending, statistics.layers)))
+
+
+def context_notice(source: Source, context: int, length: int) -> str | None:
+    """Return a sentence where distances of texts of some length are not all counted; else None.
+
+    Args:
+        source: the checkpoint.
+        context: the length of the texts that its output is for.
+        length: of the calibration text.
+    """
+    spans = [min(SPAN, source.window(number) or SPAN) for number in source.attending]
+    farthest = max(length, *spans)
+    if context <= farthest:
+        return None
+    reason = "no layer reads farther" if farthest < SPAN else "farther distances are not extrapolated"
+    return f"--context {context} counts as {farthest}: {reason}"

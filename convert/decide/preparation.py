@@ -10,8 +10,10 @@ from ...core.console import notice
 from ...core.errors import InvalidInput
 from ...core.hub import resolve
 from ...core.processes import together
-from ..algebra.target import query_rank
+from ..algebra.target import GroupedTarget, query_rank
+from ..calibration.reach import default_length
 from ..calibration.study import study
+from ..calibration.text_length import context_notice
 from ..families.source import Source
 from ..methods.table import check_calibrated, reads_statistics
 from ..request import FoldRequest
@@ -70,7 +72,27 @@ def prepare(request: FoldRequest, *, dry_run: bool = False, source: Source | Non
         if Path(calibration).exists():
             calibration = str(Path(calibration).resolve())  # the record is read from other directories too
         plan = replace(plan, request=plan.request.model_copy(update={"calibration": calibration}))
+    plan = replace(plan, notices=(*plan.notices, *_context_notices(plan)))
     return PreparedFold(plan=plan, out=request.out or Path(output_name(request.model, plan.target.to_dict())))
+
+
+def _context_notices(plan: Plan) -> list[str]:
+    """Return a sentence where `--context` has no effect on a fold, or less than it says."""
+    source, context, family = plan.source, plan.request.context, plan.source.family
+    if context is None:
+        return []
+    unread = None
+    if isinstance(plan.target, GroupedTarget) and (family.k_norm is not None or family.value_norm):
+        unread = "heads with norms are merged alike for every distance"
+    elif plan.container.folds_jointly:
+        unread = "its keys are rebuilt and rotated, which loses nothing of any distance"
+    if unread is not None:
+        return [f"--context {context} has no effect on this fold: {unread}"]
+    length = min(plan.request.length or default_length(source), source.positions)
+    if plan.statistics is not None:
+        length = plan.statistics.layers[0].input_BTD.shape[1]
+    told = context_notice(source, context, length)
+    return [] if told is None else [told]
 
 
 def _check_statistics_place(request: FoldRequest, source: Path) -> None:
@@ -114,10 +136,7 @@ def choose_calibration(request: FoldRequest, plan: Plan, dry_run: bool = False) 
             notice(f"--calibration {asked} is ignored: --method {plan.method} folds by weights alone")
         wanted = "none"
     if wanted is None and _keeps_everything(plan) and not plan.folds_biases:
-        if refine:
-            raise InvalidInput(
-                f"--refine {refine} has nothing to refine where everything is kept; leave it out"
-            )
+        _refuse_unread(request)
         return None
     check_calibrated(plan.method, request.slots, calibrated=wanted != "none", biased=plan.folds_biases)
     if wanted == "none" and refine:
@@ -140,6 +159,18 @@ def choose_calibration(request: FoldRequest, plan: Plan, dry_run: bool = False) 
         notice(f"planned by weights alone, to be quick; the fold itself uses --calibration self{may}")
         return None
     return "self" if wanted is None else wanted
+
+
+def _refuse_unread(request: FoldRequest) -> None:
+    """Refuse options of statistics for a fold that keeps everything, and so reads none."""
+    if request.refine:
+        raise InvalidInput(
+            f"--refine {request.refine} has nothing to refine where everything is kept; leave it out"
+        )
+    if request.context is not None:
+        raise InvalidInput(
+            f"--context {request.context} has no effect where everything is kept; leave it out"
+        )
 
 
 def _keeps_everything(plan: Plan) -> bool:

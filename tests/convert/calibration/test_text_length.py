@@ -85,6 +85,10 @@ def test_the_context_is_recorded_and_decides_the_fold(tmp_path: Path) -> None:
         (["--context", "soon"], "it should be a number of tokens, for example 8192 or 8k"),
         (["--context", "32", "--calibration", "none"], "--context 32 has no effect without statistics"),
         (["--context", "32", "--method", "svd"], "--context 32 does not apply to --method svd"),
+        (
+            ["--context", "32", "--rank", "full"],
+            "--context 32 has no effect where everything is kept; leave it out",
+        ),
     ],
 )
 def test_mistakes_are_one_sentence(tmp_path: Path, options: list[str], sentence: str) -> None:
@@ -94,6 +98,50 @@ def test_mistakes_are_one_sentence(tmp_path: Path, options: list[str], sentence:
     assert done.exit_code == 2
     assert sentence in " ".join(done.output.split())
     assert not out.exists()
+
+
+@pytest.mark.parametrize(("family", "changes"), [("llama", True), ("qwen3", False)])
+def test_grouped_queries_are_fitted_to_the_context_or_a_notice_says_why_not(
+    tmp_path: Path, family: str, changes: bool
+) -> None:
+    source = make(tmp_path / "source", family, max_position_embeddings=64)
+    weights, told = [], []
+    for context in ("8", "64"):
+        out = tmp_path / context
+        options = ["--to", "gqa", "--kv-heads", "2", "--sequences", "2", "--length", "8", "--refine", "0"]
+        options += ["--context", context, "--verify", "none", "--out", str(out)]
+        done = CliRunner().invoke(main, [str(source), *options], catch_exceptions=False)
+        assert done.exit_code == 0, done.output
+        weights.append((out / "model.safetensors").read_bytes())
+        notices = json.loads((out / "kvfold.json").read_text(encoding="utf-8"))["notices"]
+        told += [notice for notice in notices if "--context" in notice]
+    assert (weights[0] != weights[1]) == changes
+    reason = "has no effect on this fold: heads with norms are merged alike for every distance"
+    assert told == ([] if changes else [f"--context {context} {reason}" for context in (8, 64)])
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "options", "notice"),
+    [
+        ("llama", {}, [], "--context 8192 counts as 4096: farther distances are not extrapolated"),
+        (
+            "llama",
+            {},
+            ["--rope", "intact"],
+            "--context 8192 has no effect on this fold: its keys are rebuilt",
+        ),
+        ("mistral", {"sliding_window": 24}, [], "--context 8192 counts as 24: no layer reads farther"),
+    ],
+)
+def test_a_context_that_counts_as_less_is_told(
+    tmp_path: Path, family: str, settings: dict[str, int], options: list[str], notice: str
+) -> None:
+    source = make(tmp_path / "source", family, max_position_embeddings=8192, **settings)
+    asked = ["--to", "mla", "--rank", "9", "--sequences", "2", "--length", "8", "--dry-run", "--json"]
+    done = CliRunner().invoke(main, [str(source), *asked, "--context", "8192", *options])
+    assert done.exit_code == 0, done.output
+    (told,) = (text for text in json.loads(done.stdout)["notices"] if "--context" in text)
+    assert told.startswith(notice)
 
 
 def test_far_distances_are_finite(tmp_path: Path) -> None:
