@@ -18,6 +18,7 @@ __all__ = [
     "FAMILIES",
     "Block",
     "Family",
+    "as_causal",
     "attending",
     "check_for_latent",
     "complete",
@@ -42,6 +43,14 @@ _PARTIAL = {
     "phi", "phi3", "stablelm", "glm", "glm4", "gpt_neox", "nemotron", "glm4_moe", "minimax_m2", "qwen3_next",
     "qwen3_5_text", "qwen3_5_moe_text", "bamba",
 }  # fmt: skip
+# Model types of towers that compute, on text, what another model type computes. Sections of M-RoPE have the
+# same position on text, and one table of frequencies.
+_SAME_AS = {
+    "qwen2_vl_text": "qwen2",
+    "qwen2_5_vl_text": "qwen2",
+    "qwen3_vl_text": "qwen3",
+    "qwen3_vl_moe_text": "qwen3_moe",
+}
 BEHIND_ROTATION = "it normalises queries and keys after rotation"
 UNLIKE = "its layers differ in the width of their heads"
 _LATENT = {"deepseek_v2", "deepseek_v3", "youtu", "minicpm3"}
@@ -93,6 +102,19 @@ def family_of(config: Mapping[str, Any]) -> Family:
     if family.norm_flag is not None and not config.get(family.norm_flag, family.defaults[family.norm_flag]):
         family = replace(family, q_norm=None, k_norm=None, late_norms=None)
     return family if _rotates(family, config) else replace(family, rotary=None)
+
+
+def as_causal(named: str) -> str:
+    """Return the model type of the causal language model that computes what a text tower computes.
+
+    Args:
+        named: model type of the tower.
+
+    Example:
+        >>> as_causal("qwen2_5_vl_text"), as_causal("gemma3_text")
+        ('qwen2', 'gemma3_text')
+    """
+    return _SAME_AS.get(named, named)
 
 
 def _rotates(family: Family, config: Mapping[str, Any]) -> bool:

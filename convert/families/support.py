@@ -17,9 +17,11 @@ from .recognition import (
     FAMILIES,
     UNLIKE,
     Family,
+    as_causal,
     attending,
     complete,
     intact_reason,
+    is_multimodal,
     rotated,
     stock_reasons,
 )
@@ -28,6 +30,13 @@ from .unfolded import verdict
 # Nats per token of predicted loss that decoupled rotation may cost over intact rotation, at the same cache,
 # where keys are normalised and the user leaves the form open.
 LIMIT = 0.05
+ANY = "any"  # text model of a multimodal class that builds the one that text_config names
+# Model types whose folds the tests run with images in the input, against their sources.
+TESTED = {
+    "gemma3", "gemma4", "llama4", "llava", "mistral3", "qwen2_5_vl", "qwen3_5", "qwen3_vl",
+}  # fmt: skip
+_NO_PLACE = "its config.json has no text_config next to a vision_config or audio_config"
+_SEQUENCE = "it is an encoder-decoder model"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,7 +165,10 @@ def _remote(family: Family, config: Mapping[str, Any]) -> Support:
 @click.command("families", cls=Command)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
 @click.option(
-    "--all", "every", is_flag=True, help="Show every causal language model of the installed transformers."
+    "--all",
+    "every",
+    is_flag=True,
+    help="Show every causal language model and every multimodal model of the installed transformers.",
 )
 def main(as_json: bool, every: bool) -> None:
     """Show which families can be folded to what, in which container, and how exactly.
@@ -187,15 +199,112 @@ def main(as_json: bool, every: bool) -> None:
     click.echo(f"Quantised sources are read, and all but their attention keeps its bytes. {read}.")
 
 
+@dataclass(frozen=True, kw_only=True)
+class WholeClass:
+    """A multimodal class of transformers, and the text model that it builds.
+
+    Attributes:
+        text: model type of its text model; `any` where text_config names that; None where it has none that
+            kvfold finds.
+        why: the reason for that; empty otherwise.
+    """
+
+    text: str | None
+    why: str = ""
+
+
+def whole_classes() -> dict[str, WholeClass]:
+    """Return the multimodal classes of the installed transformers by model type, sorted.
+
+    They are those in which an output is loaded: classes that write text from text and other inputs. Only
+    their configurations are imported.
+
+    Example:
+        >>> found = whole_classes()
+        >>> found["llava"].text, found["gemma3"].text
+        ('any', 'gemma3_text')
+    """
+    from transformers import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+        MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+    )
+
+    kinds = {*MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, *MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES}
+    return {kind: _whole_class(kind, CONFIG_MAPPING[kind]) for kind in sorted(kinds)}
+
+
+def _whole_class(kind: str, config: type) -> WholeClass:
+    """Return what a class builds, by the configurations that its own holds."""
+    from transformers import AutoConfig
+
+    parts = getattr(config, "sub_configs", {})
+    if getattr(config, "is_encoder_decoder", False):
+        return WholeClass(text=None, why=_SEQUENCE)
+    if "text_config" not in parts or not is_multimodal({**parts, "model_type": kind}):
+        return WholeClass(text=None, why=_NO_PLACE)
+    text = parts["text_config"]
+    return WholeClass(text=ANY if text is AutoConfig else str(text.model_type))
+
+
+def in_place(whole: WholeClass) -> tuple[tuple[str, ...], str]:
+    """Return what the text tower of a multimodal class can become in its place, and why not more.
+
+    Args:
+        whole: the class.
+
+    Returns:
+        The targets, and a sentence; the sentence of a class without targets is the reason.
+    """
+    if whole.text is None:
+        return (), whole.why
+    if whole.text == ANY:
+        return ("gqa", "mqa", "mla"), ""
+    kind = as_causal(whole.text)
+    if kind not in FAMILIES:
+        return (), verdict(whole.text, FAMILIES)
+    heads = tuple(
+        cell.target for cell in support(kind) if cell.target in {"gqa", "mqa"} and cell.status != "no"
+    )
+    return heads, "" if heads else "its class has one key/value head per query head"
+
+
 def _show_every(as_json: bool) -> None:
-    """Show all model types of transformers' causal language models, with `supported` or a reason."""
+    """Show all model types of transformers' causal language models, and those of its multimodal models."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     found = {kind: verdict(kind, FAMILIES) for kind in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)}
+    whole = whole_classes()
+    places = {kind: in_place(each) for kind, each in whole.items()}
     if as_json:
-        show_json(found)
+        multimodal = {
+            kind: {
+                "text": whole[kind].text,
+                "in_place": list(targets),
+                "why": why,
+                "tested": kind in TESTED,
+            }
+            for kind, (targets, why) in places.items()
+        }
+        show_json({"causal": found, "multimodal": multimodal})
         return
     show_table("causal language models of transformers", ("model_type", ""), list(found.items()))
+    rows = [
+        (
+            kind,
+            whole[kind].text or "-",
+            "; ".join(filter(None, (", ".join(targets), why))),
+            "yes" if kind in TESTED else "",
+        )
+        for kind, (targets, why) in places.items()
+    ]
+    columns = ("model_type", "text tower", "folded in its place to", "tested")
+    show_table("multimodal models of transformers", columns, rows)
+    click.echo(
+        "any: text_config names the text tower, which can become what its family can, as mla in the stock "
+        "class. Rows say what the configuration of a class allows; of tested classes, tests run folds with "
+        "images. With --text-only a tower is written alone, and takes every target of its family."
+    )
 
 
 def _lines(row: tuple[Support, ...]) -> list[tuple[str, str, str]]:

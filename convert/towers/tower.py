@@ -20,19 +20,11 @@ from ...core.untrusted import is_text, read_json
 from ...models.load_failures import loading_failures
 from ..families.config_fields import check_places
 from ..families.family import Family
-from ..families.recognition import FAMILIES, attending, complete, is_multimodal
+from ..families.recognition import FAMILIES, as_causal, attending, complete, is_multimodal
 from ..families.stored_tensors import names_outside_attention
 from ..families.unfolded import verdict
 from .quantised_tower import stored_names, tower_modelopt_file, tower_quantization
 
-# Model types of towers that compute, on text, what another model type computes. Sections of M-RoPE have the
-# same position on text, and one table of frequencies.
-_SAME_AS = {
-    "qwen2_vl_text": "qwen2",
-    "qwen2_5_vl_text": "qwen2",
-    "qwen3_vl_text": "qwen3",
-    "qwen3_vl_moe_text": "qwen3_moe",
-}
 _CLAIM, _CLAIM_BYTES = "manifest.json", 2**16
 _OTHERS = ("vision", "visual", "audio")  # parts of the names of modules that are no text tower
 _NOT_OF_TEXT = {"model_type", "architectures", "quantization_config"}
@@ -90,7 +82,7 @@ def find_tower(directory: Path) -> Tower | None:
         raise InvalidInput(f"model_type {kind} is an encoder-decoder model, which kvfold cannot fold")
     text = _text_config(directory, kind, config)
     named = str(text.get("model_type"))
-    model_type = _as_causal(named)
+    model_type = as_causal(named)
     if model_type not in FAMILIES:
         raise InvalidInput(
             f"the text tower of {kind} is of model_type {named}, which kvfold cannot fold: "
@@ -141,12 +133,7 @@ def text_config(directory: Path) -> dict[str, Any]:
     """
     config = read_config(directory)
     text = _text_config(directory, str(config.get("model_type")), config)
-    return {**text, "model_type": _as_causal(str(text.get("model_type")))}
-
-
-def _as_causal(named: str) -> str:
-    """Return the model type of the causal language model of a tower's model type."""
-    return _SAME_AS.get(named, named)
+    return {**text, "model_type": as_causal(str(text.get("model_type")))}
 
 
 def is_written(tower: Tower, out: Path) -> bool:

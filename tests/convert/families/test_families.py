@@ -13,12 +13,22 @@ from kvfold.cli import main as kvfold
 from kvfold.convert.algebra.attention import Attention
 from kvfold.convert.families.layers.layer_rotation import layer_rope
 from kvfold.convert.families.packing import pack, unpack
-from kvfold.convert.families.recognition import FAMILIES, complete, geometry_of, rotary_width, rotated
+from kvfold.convert.families.recognition import (
+    FAMILIES,
+    as_causal,
+    complete,
+    geometry_of,
+    rotary_width,
+    rotated,
+)
 from kvfold.convert.families.source import Source, open_source
 from kvfold.convert.families.unfolded import UNFOLDED, verdict
+from kvfold.convert.towers.text_class import holds_other_classes
+from kvfold.convert.towers.tower import find_tower
 from kvfold.core.errors import InvalidInput
 
 from ...support.tiny import make
+from ...support.towers import TOWERS, make_multimodal
 
 SHAPE = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 TOKENS = 24
@@ -170,11 +180,32 @@ def test_every_causal_language_model_of_transformers_is_examined() -> None:
     kinds = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
     assert kinds <= FAMILIES.keys() | UNFOLDED.keys()
     assert not FAMILIES.keys() & UNFOLDED.keys()
-    printed = json.loads(CliRunner().invoke(kvfold, ["families", "--all", "--json"]).stdout)
+    printed = json.loads(CliRunner().invoke(kvfold, ["families", "--all", "--json"]).stdout)["causal"]
     assert printed.keys() == kinds
     assert printed["llama"] == "supported"
     assert printed["mamba"] == "it has no attention"
     assert verdict("of-tomorrow", FAMILIES) == "not examined"
+
+
+def test_every_multimodal_model_of_transformers_is_listed_with_what_a_fold_says(tmp_path: Path) -> None:
+    """A row names the targets that a source of the class takes in its place, by the code that folds it."""
+    every = CliRunner().invoke(kvfold, ["families", "--all", "--json"])
+    printed = json.loads(every.stdout)["multimodal"]
+    for kind in TOWERS:
+        tower = find_tower(make_multimodal(tmp_path / kind, kind))
+        assert tower is not None
+        row = printed[kind]
+        assert as_causal(row["text"]) in {tower.model_type, "any"}
+        assert row["in_place"][:2] == ["gqa", "mqa"]
+        assert ("mla" in row["in_place"]) == holds_other_classes(tower.directory, "deepseek_v3"), kind
+    assert {kind for kind in printed if printed[kind]["tested"]} == TOWERS.keys()
+    none = {"text": None, "in_place": [], "tested": False}
+    assert printed["florence2"] == {**none, "why": "it is an encoder-decoder model"}
+    assert printed["mllama"]["why"] == "not examined"
+    assert printed["gemma3n"]["why"] == UNFOLDED["gemma3n_text"]
+    table = CliRunner().invoke(kvfold, ["families", "--all"]).stdout
+    assert "multimodal models of transformers" in table
+    assert "gemma3_text" in table
 
 
 # name -> (family, what config.json says, a part of the sentence)
