@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .core.console import Command, show_json, show_table
+from .core.errors import InvalidInput
+from .core.units import parse_tokens
+from .core.untrusted import shorten
 
 if TYPE_CHECKING:
     from .convert.calibration.statistics import Statistics
@@ -43,6 +46,7 @@ def main(out: Path | None, tokens: str, as_json: bool) -> None:
     from .checkpoints.directory import check_output
 
     start = time.monotonic()
+    _check_tokens(tokens)  # before a directory is made, which would be in the way of the right command
     if out is not None:
         check_output(out)
         out.mkdir(parents=True)
@@ -55,6 +59,23 @@ def main(out: Path | None, tokens: str, as_json: bool) -> None:
         return
     _show(results, text_hash)
     click.echo(f"Checkpoints are in {work}; {seconds} s.\n{_conclusion(results['mla, distilled'])}")
+
+
+def _check_tokens(tokens: str) -> None:
+    """Refuse a length of the distillation that its recipe would refuse, minutes later.
+
+    Args:
+        tokens: as the option has it.
+
+    Raises:
+        InvalidInput: it is no positive whole number.
+    """
+    try:
+        found = parse_tokens(tokens)
+    except ValueError as error:
+        raise InvalidInput(f"--tokens is {shorten(tokens)}; {error}") from None
+    if type(found) is not int or found < 1:
+        raise InvalidInput(f"--tokens is {shorten(tokens)}; it should be a whole number of at least 1")
 
 
 def _run(work: Path, tokens: str) -> tuple[dict[str, "Result"], str]:
