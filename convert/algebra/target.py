@@ -183,6 +183,27 @@ def _gqa(source: Geometry, kv_heads: int | None, elements: int | None) -> Groupe
     return GroupedTarget(num_key_value_heads=kv_heads)
 
 
+def budget_notices(source: Geometry, target: Target, budget: str | None) -> tuple[str, ...]:
+    """Say what a budget of GQA leaves unused, since it keeps a divisor of the source's heads.
+
+    Args:
+        source: geometry of the source checkpoint.
+        target: the target that the budget was read as.
+        budget: `--kv-budget` as it was given; None where there is none.
+    """
+    if budget is None or not isinstance(target, GroupedTarget):
+        return ()
+    heads, kept, elements = source.num_key_value_heads, target.num_key_value_heads, 2 * source.head_dim
+    if kept * elements == budget_elements(source, budget):
+        return ()
+    more = next(n for n in range(kept + 1, heads + 1) if heads % n == 0)
+    return (
+        f"--kv-budget {budget} keeps {kept} of {heads} key/value heads, "
+        f"{share_of(kept * elements, source)} of the source's cache; the next possible number is {more}, "
+        f"{share_of(more * elements, source)}",
+    )
+
+
 def _mla(
     source: Geometry, rank: str | None, rope_dim: int | None, elements: int | None, rotary_width: int
 ) -> LatentTarget:

@@ -16,7 +16,7 @@ from torch import Tensor
 from ... import __version__
 from ...checkpoints.quantised.unconverted import OutputModules
 from ...checkpoints.shards import TensorSpec
-from ..algebra.target import LatentTarget, Target, from_options
+from ..algebra.target import LatentTarget, Target, budget_notices, from_options
 from ..calibration.statistics import Statistics
 from ..calibration.text_length import at_context
 from ..efforts import Effort
@@ -258,6 +258,7 @@ def make_plan(place: Path | Source, request: FoldRequest, statistics: Statistics
 
     choice = choose_plan(engines, containers_for(engines, request.to, request.container), make)
     told = served_notices(choice.plan.target, source.geometry, choice.plan.container.cached, engines)
+    told += budget_notices(source.geometry, choice.plan.target, request.kv_budget)
     told += engine_notices(choice.plan, engines)
     told += format_notices(choice.plan, engines, request.cache_dtype)
     notices = (*choice.reasons, *choice.plan.notices, *choice.unsaved, *told)

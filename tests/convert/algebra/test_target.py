@@ -1,0 +1,27 @@
+"""Targets as the size options ask for them."""
+
+import pytest
+
+from kvfold.convert.algebra.target import Geometry, budget_notices, from_options
+
+SOURCE = Geometry(hidden_size=96, num_attention_heads=12, num_key_value_heads=6, head_dim=8)
+
+
+@pytest.mark.parametrize(("budget", "heads", "unused"), [
+    ("50%", 3, False), ("0.5", 3, False), ("49%", 2, True), ("20%", 1, True), ("99%", 3, True),
+])  # fmt: skip
+def test_heads_that_leave_a_part_of_a_budget_unused_are_said(budget: str, heads: int, unused: bool) -> None:
+    """GQA keeps the largest divisor of the heads that fits, and names the next one where something is left."""
+    target = from_options(SOURCE, "gqa", kv_budget=budget)
+    assert target.to_dict()["num_key_value_heads"] == heads
+    said = " ".join(budget_notices(SOURCE, target, budget))
+    assert bool(said) == unused
+    if unused:
+        larger = next(n for n in (2, 3, 6) if n > heads)
+        assert f"--kv-budget {budget} keeps {heads} of 6 key/value heads" in said
+        assert f"the next possible number is {larger}, " in said
+
+
+def test_a_number_of_heads_and_a_latent_leave_nothing_unsaid() -> None:
+    assert budget_notices(SOURCE, from_options(SOURCE, "gqa", kv_heads=2), None) == ()
+    assert budget_notices(SOURCE, from_options(SOURCE, "mla", kv_budget="31%"), "31%") == ()
