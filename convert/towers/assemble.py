@@ -40,7 +40,7 @@ def assemble_tower(folded: Path, whole: str, out: Path | None, shard_size: int) 
     tower = find_tower(directory)
     if tower is None:
         raise InvalidInput(
-            f"{directory} is no multimodal checkpoint; name the one that the tower was taken from"
+            f"{directory} is not a multimodal checkpoint; name the one that the tower was taken from"
         )
     given = Path(whole).expanduser()
     name = None if given.is_dir() else whole.partition("@")[0]

@@ -117,7 +117,7 @@ def check_text_only(model: str, *, text_only: bool) -> None:
         InvalidInput: it was.
     """
     if text_only:
-        raise InvalidInput(f"--text-only does not apply to {model}, which is no multimodal model")
+        raise InvalidInput(f"--text-only does not apply to {model}, which is not a multimodal model")
 
 
 def text_config(directory: Path) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from ..core.errors import InvalidInput
 from ..core.files import rename_whole
 from ..core.hub import check_name
 from ..core.untrusted import read_json, shorten
+from .other_forms import without_config
 from .shards import INDEX, Entry, TensorSpec, is_finite, pieces, read_flat, read_header
 from .side_files import matching
 
@@ -154,7 +155,7 @@ def read_config(directory: Path) -> dict[str, Any]:
     """
     path = directory / "config.json"
     if not path.is_file():
-        raise InvalidInput(f"{directory} has no config.json; give the directory of a Hugging Face checkpoint")
+        raise InvalidInput(without_config(directory))
     config: dict[str, Any] = read_json(path)
     for field, value in _fields(config):
         if field in _LISTED and isinstance(value, int | float) and not 0 <= value <= _LIST_LIMIT:

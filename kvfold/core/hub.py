@@ -48,7 +48,8 @@ def resolve(model: str, revision: str | None = None) -> Path:
             raise InvalidInput(f"--revision {revision} applies to a Hub id, but {model} is a directory")
         return check_name(path.resolve())
     if path.exists():
-        raise InvalidInput(f"{model} is a file; give the directory that holds config.json")
+        kind = "a GGUF file, and kvfold reads safetensors" if path.suffix == ".gguf" else "a file"
+        raise InvalidInput(f"{model} is {kind}; give the directory that holds config.json")
     if model.startswith(("/", ".", "~")) or not _HUB_ID.fullmatch(model):
         raise InvalidInput(f"{model} is not a directory, and not a Hub id of the form org/name")
     name, _, pinned = model.partition("@")

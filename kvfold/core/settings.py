@@ -95,6 +95,15 @@ def suggest(
     return f"it belongs in {belongs_in}" if belongs_in else f"known: {', '.join(known)}"
 
 
+# By the kind of value that pydantic names in the type of an error, such as `float_parsing` and `float_type`.
+_KINDS = {
+    "float": "it should be a number",
+    "int": "it should be a whole number",
+    "bool": "it should be true or false",
+    "string": "it should be a text",
+}
+
+
 def _sentence(
     errors: ValidationError,
     sections: Mapping[str, type[Settings]],
@@ -117,7 +126,8 @@ def _sentence(
         return f"unknown {noun} {shorten(name)}{where}; {hint}"
     if error["type"] == "missing":
         return f"{place} is missing: {description_of(sections[section], str(name))}"
-    reason = {
+    kind = error["type"].partition("_")[0]
+    reason = _KINDS.get(kind if error["type"].endswith(("_parsing", "_type", "_from_float")) else "") or {
         "model_type": "it should be a mapping of keys to values",
         "value_error": error["msg"].removeprefix("Value error, "),
         "string_pattern_mismatch": "it should consist of letters, digits and _.+-, as a file name",

@@ -264,7 +264,7 @@ def _read_bytes(path: Path, limit_bytes: int, name: str) -> bytes:
             return stream.read(limit_bytes + 1)
     except OSError as error:
         reason = error.strerror or type(error).__name__
-        raise InvalidInput(f"{name} cannot be read: {reason}; name a file that can be") from None
+        raise InvalidInput(f"{name} cannot be read: {reason}; name a file that can be read") from None
     except InvalidInput:
         raise
     except ValueError:  # a null character in the path

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ..checkpoints.directory import SIDE_FILES, check_safetensors, read_config
+from ..checkpoints.other_forms import without_config
 from ..checkpoints.quantised.packed_checkpoint import QuantisedCheckpoint, is_quantised
 from ..checkpoints.side_files import check_readable
 from ..core.errors import InvalidInput
@@ -358,7 +359,7 @@ def _check_directory(directory: Path, options: LoadOptions) -> tuple[bool, bool]
     if not directory.is_dir():
         raise InvalidInput(f"{directory} is not a directory; name a Hugging Face model directory")
     if not (directory / "config.json").is_file():
-        raise InvalidInput(f"{directory} has no config.json; name the directory that holds the model")
+        raise InvalidInput(without_config(directory))
     check_safetensors(directory)
     own = carries_own_code(directory)
     if is_remote(directory) and not (own or options.trust_remote_code):

@@ -34,7 +34,7 @@ def foreign_code(directory: Path) -> str:
     for name in CONFIGS:
         for field, named in _named_code(directory / name):
             if not (remote and name == "config.json" and field == "auto_map" and named == AUTO_MAP):
-                return f"{field} in {name} names {_shown(named)}, which is not code of this kvfold's"
+                return f"{field} in {name} names {_shown(named)}, which is not code that this kvfold ships"
     if remote and not carries_own_code(directory):
         return "the code next to the weights is not that of this kvfold"
     if remote and read_config(directory).get("auto_map") != AUTO_MAP:
@@ -42,7 +42,7 @@ def foreign_code(directory: Path) -> str:
     allowed = FILES if remote else ()
     for path in sorted([*directory.iterdir(), *(directory / _GENERATE).glob("*")]):
         if path.suffix in _CODE and not (path.parent == directory and path.name in allowed):
-            return f"{path.relative_to(directory)} is not code of this kvfold's"
+            return f"{path.relative_to(directory)} is not code that this kvfold ships"
     return ""
 
 

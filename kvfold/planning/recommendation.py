@@ -22,7 +22,7 @@ from ..core.console import notice
 from ..core.errors import InvalidInput
 from ..core.grid import Grid, Tabular
 from ..core.hub import resolve
-from ..core.units import show_bytes
+from ..core.units import read_share, show_bytes
 from .advice import Advice, Bounds, Row, place, place_all, predict_rows, rank, what_would_fit
 from .candidates import SHARES, Candidate, check_alike, find_candidates, plan_source
 from .loss_curve import SHARES as CURVE_SHARES
@@ -164,6 +164,8 @@ def _recommend(source: Source, request: PlanRequest, inside: Surroundings | None
     """
     wants_curve = request.curve or request.png is not None
     kinds = tuple(cache_dtype(name) for name in dict.fromkeys(request.cache_dtypes))
+    for share in request.budgets or ():
+        read_share(share, "--budgets", "the source's cache")
     shares = request.budgets or (CURVE_SHARES if wants_curve else SHARES)
     check_alike(source)
     ranks = Ranks(tensor=request.tp, context=request.dcp)

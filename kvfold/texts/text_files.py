@@ -106,9 +106,7 @@ def _look_up(name: str, called: str) -> list[Path]:
         if not found and is_data_set(name):
             return []
         if not found:
-            raise InvalidInput(
-                f"{called} names no {', '.join(_BUILDERS)} file here and is no org/name on the Hub"
-            )
+            raise InvalidInput(f"{called} is neither a file of {KINDS} here nor an org/name on the Hub")
     return found
 
 

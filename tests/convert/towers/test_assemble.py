@@ -123,7 +123,7 @@ def test_what_does_not_fit_is_refused(llava: Path, tmp_path: Path) -> None:
 
     text = make(tmp_path / "text", "llama")
     assert refusal(tower, text) == (
-        f"{text} is no multimodal checkpoint; name the one that the tower was taken from"
+        f"{text} is not a multimodal checkpoint; name the one that the tower was taken from"
     )
     assert refusal(tmp_path / "none", llava).endswith(
         "is not a directory; name that of the folded text tower"

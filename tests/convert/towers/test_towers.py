@@ -311,5 +311,5 @@ def test_other_commands_name_the_way_to_a_text_tower(tmp_path: Path) -> None:
 
 
 def test_a_text_model_has_no_tower_to_take_out(tmp_path: Path) -> None:
-    with pytest.raises(ClickException, match="which is no multimodal model"):
+    with pytest.raises(ClickException, match="which is not a multimodal model"):
         fold(make(tmp_path / "llama", "llama"), "out", "--to", "mqa", "--text-only")

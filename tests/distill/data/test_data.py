@@ -256,7 +256,7 @@ def test_mistakes_about_data_are_named(tmp_path: Path, student: Path, text: Path
             "holds 5 tokens in 1 documents, but one window of data.seq_len 16 takes 17",
         ),
         ({"source": "bad.jsonl"}, "cannot be read: JSON"),
-        ({"source": "none.jsonl"}, "names no .jsonl, .* file here and is no org/name on the Hub"),
+        ({"source": "none.jsonl"}, "is neither a file of .*.jsonl.* here nor an org/name on the Hub"),
         ({"source": "a.pdf"}, "is of no known kind"),
         *(
             ({"source": f"{kind}.jsonl.{name}"}, "cannot be read: ")

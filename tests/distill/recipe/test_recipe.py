@@ -115,6 +115,7 @@ def test_few_steps_are_told(stage: str, sentence: str, tmp_path: Path) -> None:
         ("output:", "quux: 1\noutput:", r"unknown key 'quux'; known: schema, student"),
         (", lr: 5e-5", "", r"stages\[0\].lr is missing: Peak learning rate"),
         ("lr: 5e-5", "lr: -1", r"stages\[0\].lr is -1; it should be greater than 0"),
+        ("lr: 5e-5", "lr: fast", r"stages\[0\].lr is 'fast'; it should be a number$"),
         ("lr: 5e-5", "lr: .inf", r"stages\[0\].lr is inf; it should be a finite number"),
         (
             "5M",

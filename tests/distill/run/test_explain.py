@@ -62,7 +62,7 @@ def test_validate_tells_of_every_file(file: Path, tmp_path: Path) -> None:
         (["student=TORN"], "is truncated: its header describes"),
         (["output="], "output is None"),
         (["output=''"], "output is ''; it should name a directory that does not exist yet"),
-        (["student=TMP"], "has no config.json; name the directory that holds the model"),
+        (["student=TMP"], "has no config.json; give the directory of a Hugging Face checkpoint"),
         (["student=TEACHER"], "has no kvfold.json that names its source; name the teacher"),
         (["output=TMP"], "exists and nothing is overwritten; name another with output"),
         (
