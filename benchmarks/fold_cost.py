@@ -2,7 +2,7 @@
 
 Each fold is predicted by `kvfold convert --dry-run` and then made by the same command, each in a process of
 its own. `--sizes` predicts folds of models of 1, 8 and 70 billion parameters instead, from their shapes
-alone, on this machine's core, on sixteen such cores, and on an H100 by half of what its data sheet says.
+alone, by the rates in `MACHINES`: of one core, of sixteen such cores, and half of an H100's data sheet.
 Generated models (`hidden x layers`, such as 2048x2) have random weights and a tokenizer of numbers.
 Folds are made on one thread, so that CPU seconds are the seconds of a machine that does nothing else. Each
 phase is measured too (fold_phases.py).
@@ -23,11 +23,11 @@ from typing import Any
 
 import click
 
-from kvfold.convert.decide.fold_cost import cost_of, predict_cost, show_seconds
+from kvfold.convert.decide.costs.fold_cost import cost_of, predict_cost, show_seconds
 from kvfold.convert.decide.plan import make_plan
 from kvfold.convert.request import fold_request
 from kvfold.core.console import show_table
-from kvfold.core.machine_rates import Rates, measure_rates
+from kvfold.core.machine_rates import Rates
 from kvfold.core.units import show_bytes
 
 from .convert_memory import generate, timed
@@ -106,12 +106,22 @@ SHAPES: dict[str, dict[str, int]] = {  # of Llama 3.2 1B, Llama 3.1 8B and 70B
 }
 VOCABULARY, KEY_HEADS, POSITIONS = 128_256, 8, 131_072
 CORES, SHARED = 16, 0.8  # and the share of their rates that products on all of them reach
+# One core of the virtual machine of the other results: medians of three measurements by CPU time with a
+# hidden size of 2,048, 2026-11-23, next to other work.
+CORE = Rates(
+    products=51e9, decoding=27e9, single=51e9, mixing=17e9, double=23e9, decomposition=1.4e9, stream=6.8e9,
+    call=8e-6, threads=1,
+)  # fmt: skip
+MANY = replace(
+    CORE, threads=CORES, products=CORE.products * CORES * SHARED, decoding=CORE.decoding * CORES * SHARED
+)
 # Half of an H100 SXM data sheet: float32 and float64 67 and 34 TFLOP/s without tensor cores, 3.35 TB/s. What
 # a decomposition takes there is a guess.
 H100 = Rates(
     products=33e12, decoding=33e12, single=33e12, mixing=16e12, double=17e12, decomposition=1e11,
     stream=1.7e12, call=1e-5, threads=1,
 )  # fmt: skip
+MACHINES = {"1 core": CORE, f"{CORES} cores": MANY, "H100": H100}
 
 
 def hollow(directory: Path, shape: dict[str, int]) -> Path:
@@ -160,10 +170,7 @@ def predict_sizes(options: str, work: Path) -> dict[str, dict[str, Any]]:
     for size, shape in SHAPES.items():
         source = hollow(work / size, shape)
         plan = make_plan(source, fold_request({"model": str(source), **options_of(options)}))
-        core = measure_rates(shape["hidden_size"])
-        many = {name: getattr(core, name) * CORES * SHARED for name in ("products", "decoding")}
-        machines = {"1 core": core, f"{CORES} cores": replace(core, threads=CORES, **many), "H100": H100}
-        rows[size] = {name: predict_cost(plan, "self", rates).to_dict() for name, rates in machines.items()}
+        rows[size] = {name: predict_cost(plan, "self", rates).to_dict() for name, rates in MACHINES.items()}
     return rows
 
 
@@ -210,7 +217,8 @@ def main(
                 for size, row in table.items()
             ]
             show_table(f"predicted, {options}", ("", *next(iter(table.values()))), cells)
-        click.echo(f"saved in {save('fold-cost-sizes', {'predicted': found})}")
+        rates = {name: vars(one) for name, one in MACHINES.items()}
+        click.echo(f"saved in {save('fold-cost-sizes', {'rates': rates, 'predicted': found})}")
         return
     kept = RESULTS / "fold-cost.json"
     rows: dict[str, dict[str, Any]] = {}

@@ -1,8 +1,8 @@
 """CPU seconds of the phases of a fold: `python -m benchmarks.fold_phases FILE convert MODEL ...`.
 
 The command is kvfold's own, with clocks around the functions in which phases begin. Phases are those of
-`convert/decide/fold_cost.py`; what is in none of the others is the start. Use `--jobs 1`: layers that are
-folded at once share the process's clock.
+`convert/decide/costs/fold_cost.py`; what is in none of the others is the start. Use `--jobs 1`: layers that
+are folded at once share the process's clock.
 """
 
 import functools
@@ -25,7 +25,11 @@ PLACES = {
     "write.rewrite.fold": "closed form",
     "write.layer_finish._with_rounded_length": "rounded length",
     "write.layer_finish._fitted": "refinement",
+    "write.layer_finish._prepared": "quantised cache",
 }
+# Phases that hold functions of others, and the phase that all their time is given to; the first that is open
+# counts.
+WHOLE = {"quantised cache": "quantised cache", "norm": "closed form"}
 
 
 class Clock:
@@ -37,8 +41,9 @@ class Clock:
 
     def turn(self) -> None:
         """Give the time since the last turn to the phase that is open."""
-        # The choice of a norm folds some layers by their closed form, with the same functions.
-        phase = "closed form" if "norm" in self._open else self._open[-1]
+        # The choice of a norm folds some layers by their closed form, and what is prepared for a format is
+        # refined again, with the same functions.
+        phase = next((WHOLE[phase] for phase in WHOLE if phase in self._open), self._open[-1])
         now = time.process_time()
         self.found[phase] += now - self._last
         self._last = now

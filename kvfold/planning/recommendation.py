@@ -8,7 +8,7 @@ from typing import Any
 from ..convert.calibration.statistics import Statistics
 from ..convert.calibration.study import study
 from ..convert.calibration.text_length import at_context
-from ..convert.decide.fold_cost import cost_by_default, in_words
+from ..convert.decide.costs.fold_cost import cost_by_default, in_words
 from ..convert.decide.per_rank import Ranks, source_elements
 from ..convert.families.source import Source, open_source
 from ..convert.formats.serving_widths import PROFILES

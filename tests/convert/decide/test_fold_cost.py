@@ -9,8 +9,8 @@ import torch
 from click.testing import CliRunner
 
 from kvfold.convert.cli import main
-from kvfold.convert.decide import fold_cost
-from kvfold.convert.decide.fold_cost import cost_of, predict_cost, show_seconds
+from kvfold.convert.decide.costs import fold_cost
+from kvfold.convert.decide.costs.fold_cost import cost_of, predict_cost, show_seconds
 from kvfold.convert.decide.plan import Plan, make_plan
 from kvfold.convert.request import fold_request
 from kvfold.core.machine_rates import Rates, measure_rates
@@ -42,8 +42,6 @@ def test_more_text_and_more_steps_take_longer(source: Path) -> None:
     grown = long.seconds["refinement"] - short.seconds["refinement"]
     closed = predict_cost(plan(source, refine=0), "self", RATES).seconds["refinement"]
     assert grown == pytest.approx(short.seconds["refinement"] - closed, rel=0.2)
-    again = predict_cost(plan(source, refine=50, cache_dtype="int4"), "self", RATES)
-    assert again.seconds["refinement"] == pytest.approx(2 * short.seconds["refinement"])
     efforts = [
         predict_cost(plan(source, effort=name), "self", RATES).total for name in ("quick", "default", "best")
     ]
@@ -80,6 +78,39 @@ def test_a_rounded_length_is_counted_where_one_is_chosen(source: Path) -> None:
         for name in ("default", "best")
     ]
     assert by_draws == sorted(by_draws)
+
+
+@pytest.mark.parametrize("ways", [{}, {"latent_norm": "linear"}, {"to": "gqa"}])
+def test_preparing_a_cache_is_a_phase_of_its_own(source: Path, ways: dict[str, object]) -> None:
+    plain = predict_cost(plan(source, **ways), "self", RATES).seconds
+    found = predict_cost(plan(source, cache_dtype="int4", **ways), "self", RATES).seconds
+    assert found.pop("quantised cache") > plain["refinement"], "which is done again"
+    assert found == plain
+    by_weights = predict_cost(plan(source, calibration="none", cache_dtype="int4", **ways), "none", RATES)
+    assert "quantised cache" not in by_weights.seconds
+
+
+@pytest.mark.parametrize("ways", [{}, {"to": "gqa"}])
+@pytest.mark.parametrize(
+    ("less", "more"),
+    [
+        ({"refine": 0}, {"refine": 1}),
+        ({"refine": 50}, {"refine": 100}),
+        ({"sequences": 8}, {"sequences": 16}),
+        ({"length": 16}, {"length": 32}),
+        ({"kv_budget": "25%"}, {"kv_budget": "50%"}),
+        ({"cache_dtype": "fp8_e4m3"}, {"cache_dtype": "nvfp4"}),
+    ],
+)
+def test_preparing_a_cache_takes_longer(
+    source: Path, ways: dict[str, object], less: dict[str, object], more: dict[str, object]
+) -> None:
+    costs = [
+        predict_cost(plan(source, **{"cache_dtype": "int4", **ways, **options}), "self", RATES)
+        for options in (less, more)
+    ]
+    first, second = (cost.seconds["quantised cache"] for cost in costs)
+    assert first < second
 
 
 def test_layers_at_once_take_less_time_and_more_memory(source: Path) -> None:
