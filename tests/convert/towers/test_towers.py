@@ -249,11 +249,6 @@ def test_directories_of_the_user_stay(tmp_path: Path) -> None:
             ("--to", "gqa", "--kv-heads", "2"),
             "its layers share keys and values, or differ in their widths",
         ),
-        (
-            {"text_config": None},
-            ("--to", "mqa"),
-            "has no text_config, which describes the text tower of a llava",
-        ),
         ({"is_encoder_decoder": True}, ("--to", "mqa"), "an encoder-decoder model"),
         ({"model_type": "clip"}, ("--to", "mqa"), "has no text tower|cannot fold"),
     ],
@@ -270,14 +265,19 @@ def test_what_cannot_be_is_refused(
     assert [path.name for path in tmp_path.iterdir()] == ["llava"]
 
 
-def test_a_config_without_a_text_config_is_refused(tmp_path: Path) -> None:
-    source = make_multimodal(tmp_path / "llava", "llava")
+@pytest.mark.parametrize("content", ["absent", None])
+@pytest.mark.parametrize("kind", TOWERS)
+def test_a_config_without_a_text_config_is_refused(kind: str, content: Any, tmp_path: Path) -> None:
+    """Its class would take the defaults of a model of billions of parameters."""
+    source = make_multimodal(tmp_path / kind, kind)
     config = json.loads((source / "config.json").read_text())
     del config["text_config"]
+    if content != "absent":
+        config["text_config"] = content
     (source / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ClickException, match="has no text_config, which describes the text tower of a llava"):
+    with pytest.raises(ClickException, match=f"no text_config, which describes the text tower of a {kind};"):
         fold(source, "out", "--to", "mqa")
-    assert [path.name for path in tmp_path.iterdir()] == ["llava"]
+    assert [path.name for path in tmp_path.iterdir()] == [kind]
 
 
 @pytest.mark.parametrize("options", [("--text-only",), ("--text-only", "--dry-run"), ("--dry-run",)])
