@@ -246,7 +246,7 @@ def private_directory(path: Path) -> Iterator[Path]:
 def remove_left(path: Path) -> None:
     """Remove what killed runs left of a path in private directories next to it.
 
-    A directory is only removed if it has the name of a private one and this user's rights, a lock that no
+    A directory is only removed if it is this user's alone, and has the name of a private one, a lock that no
     process holds, an entry of the path's name, and nothing else.
 
     Args:
@@ -278,7 +278,9 @@ def _remove(entry: Path) -> None:
 
 def _is_left(place: Path, name: str) -> bool:
     """Return whether a directory has what a run that was killed would leave in its private directory."""
-    if place.is_symlink() or not place.is_dir() or stat.S_IMODE(place.stat().st_mode) & 0o077:
+    about, user = place.lstat(), getattr(os, "getuid", lambda: None)()
+    # In a directory that others write to, one of theirs could become a link while it is removed.
+    if not stat.S_ISDIR(about.st_mode) or stat.S_IMODE(about.st_mode) & 0o077 or about.st_uid != user:
         return False
     if {entry.name for entry in place.iterdir()} != {_LOCK, name}:
         return False

@@ -204,9 +204,11 @@ def test_what_a_killed_run_left_is_removed_by_the_next_one_for_the_same_path(tmp
 
 
 @pytest.mark.parametrize(
-    "change", ["a file more", "no lock", "a lock with content", "a link", "rights of all"]
+    "change", ["a file more", "no lock", "a lock with content", "a link", "rights of all", "another user"]
 )
-def test_what_a_killed_run_cannot_have_left_stays(change: str, tmp_path: Path) -> None:
+def test_what_a_killed_run_cannot_have_left_stays(
+    change: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     place = tmp_path / ".kvfold-mine"
     (place / "out").mkdir(parents=True, mode=0o700)
     (place / "out" / "thesis").write_text("years of work")
@@ -218,6 +220,8 @@ def test_what_a_killed_run_cannot_have_left_stays(change: str, tmp_path: Path) -
     if change == "a link":
         place.rename(tmp_path / "elsewhere")
         place.symlink_to(tmp_path / "elsewhere")
+    if change == "another user":
+        monkeypatch.setattr(os, "getuid", lambda: place.stat().st_uid + 1)
     remove_left(tmp_path / "out")
     assert (place / "out" / "thesis").read_text() == "years of work"
 
