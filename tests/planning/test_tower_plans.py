@@ -208,7 +208,7 @@ def test_the_tower_alone_is_planned_as_the_text_model_that_it_is(
     losses = ([row["predicted_loss"] for row in each["candidates"]] for each in (alone, as_text))
     assert next(losses) == next(losses)
     assert all("--text-only" in row["command"] for row in alone["candidates"])
-    with pytest.raises(InvalidInput, match="is no multimodal model"):
+    with pytest.raises(InvalidInput, match="is not a multimodal model"):
         kvfold.plan(tmp_path / "tower", text_only=True)
     with pytest.raises(InvalidInput, match="it is not known"):
         kvfold.plan(sources["llava"], engines=["sglang"])
