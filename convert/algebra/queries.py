@@ -24,9 +24,10 @@ from .metric import LayerMetric
 from .rotary import complex_rows, interleaved_rows
 from .subspaces import eigh
 
-_LEAST = (
-    2.0**-18
-)  # energy of a combination of features, as a share of a feature's, that rounding to bfloat16 leaves of it
+# Energy of a combination of features, as a share of a feature's, that rounding by a 64th leaves of it. Where
+# slots that hardly turn and the latent hold the same keys, a smaller share lets the scores of both grow to
+# many times their sum (LOG.md): that rounds badly, and refinement from there loses more.
+_LEAST = 2.0**-12
 
 
 def fit_queries(

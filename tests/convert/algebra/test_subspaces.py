@@ -100,6 +100,30 @@ def test_queries_are_solved_for_alike_by_either_way(
         torch.testing.assert_close(mine, its)
 
 
+def test_a_slot_that_hardly_turns_is_not_weighed_against_the_latent() -> None:
+    """Both hold the same keys, and a pair that turns little more could be read from their difference: by
+    scores tens of times their sum, which rounding would not leave.
+    """
+    slots_RE, slots_S = random(2, 12), torch.tensor([1e-3], dtype=torch.float64)
+    keys_KHE = random(1, 4, 12)
+    keys_KHE[0, [0, 2]] = slots_RE
+    blocks = torch.eye(4, dtype=torch.float64)[None]
+    metric = LayerMetric(
+        input_EE=None,
+        key_BSS=blocks,
+        value_BSS=blocks,
+        query_NHH=blocks,
+        distance_NT=torch.softmax(random(1, 16), -1),
+    )
+    table_F = torch.tensor([0.05, 1.0], dtype=torch.float64)
+    slots_NRH, latent_NCH = fit_queries(keys_KHE, table_F, slots_RE, slots_S, slots_RE.clone(), 1, metric)
+    # Of the pair that turns little, the two rows of its query together.
+    assert float(slots_NRH[0, :, [0, 2]].abs().max()) < 2
+    assert float(latent_NCH[0, :, [0, 2]].abs().max()) < 2
+    read_RH = slots_NRH[0, :, [0, 2]] + latent_NCH[0, :, [0, 2]]
+    torch.testing.assert_close(read_RH.diagonal(), torch.ones(2, dtype=torch.float64), atol=0.2, rtol=0)
+
+
 def test_heads_that_attend_alike_share_a_decomposition(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without data all do; two heads of four distances are solved for once each."""
     solved = []
