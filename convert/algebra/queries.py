@@ -24,10 +24,11 @@ from .metric import LayerMetric
 from .rotary import complex_rows, interleaved_rows
 from .subspaces import eigh
 
-# Energy of a combination of features, as a share of a feature's, that rounding by a 64th leaves of it. Where
-# slots that hardly turn and the latent hold the same keys, a smaller share lets the scores of both grow to
-# many times their sum (LOG.md): that rounds badly, and refinement from there loses more.
-_LEAST = 2.0**-12
+# Energies of combinations of features, as shares of a feature's: what rounding to bfloat16 leaves of one, and
+# what rounding by a 64th leaves.
+_LEAST, _FIRM = 2.0**-18, 2.0**-12
+# Combinations between the two are left out where by them a head's scores grow more than so many times.
+_GROWTH = 2.0
 
 
 def fit_queries(
@@ -87,16 +88,24 @@ def fit_queries(
 def _solver(left_QQ: Tensor) -> Callable[[Tensor], Tensor]:
     """Return a least-squares solver that leaves out combinations of features that all but cancel.
 
-    Large weights on them would drown in rounding. A Cholesky factorisation of what is above the threshold
+    Large weights on them would drown in rounding. Where slots that hardly turn and the latent hold the same
+    keys, weights that are still exact can make the scores of both many times their sum: that rounds badly,
+    and refinement from there loses more (LOG.md). A Cholesky factorisation of what is above the threshold
     shows where there are none; then no decomposition is needed.
     """
-    _, below = torch.linalg.cholesky_ex(left_QQ - _LEAST * torch.eye(len(left_QQ), dtype=left_QQ.dtype))
+    _, below = torch.linalg.cholesky_ex(left_QQ - _FIRM * torch.eye(len(left_QQ), dtype=left_QQ.dtype))
     if not below:
         lower_QQ = torch.linalg.cholesky(left_QQ)
         return lambda right_QH: torch.cholesky_solve(right_QH, lower_QQ)
     energy_Q, basis_QQ = eigh(left_QQ)
     inverse_Q = torch.where(energy_Q > _LEAST, 1 / energy_Q, 0)
-    return lambda right_QH: basis_QQ @ (inverse_Q[:, None] * (basis_QQ.mT @ right_QH))
+
+    def solve(right_QH: Tensor) -> Tensor:
+        weights_QH = inverse_Q[:, None] * (basis_QQ.mT @ right_QH)
+        firm_QH = torch.where(energy_Q[:, None] > _FIRM, weights_QH, 0)
+        return basis_QQ @ (firm_QH if weights_QH.norm() > _GROWTH * firm_QH.norm() else weights_QH)
+
+    return solve
 
 
 def turned(rows: Tensor, shift_PG: Tensor, sum_PG: Tensor) -> Tensor:

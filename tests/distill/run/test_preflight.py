@@ -237,7 +237,7 @@ def test_mistakes_are_told_by_the_process_that_would_launch(
         )
 
     result = run()
-    assert (result.exit_code, f"data.source {copy} names no" in result.stderr) == (2, True)
+    assert (result.exit_code, f"data.source {copy} is neither a file" in result.stderr) == (2, True)
     shutil.copyfile(text, copy)
     assert isinstance(run().exception, Launched)
     for partial in (False, True):
