@@ -100,7 +100,7 @@ _KINDS = {
     "float": "it should be a number",
     "int": "it should be a whole number",
     "bool": "it should be true or false",
-    "string": "it should be a text",
+    "string": "it should be text",
 }
 
 

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 LOAD = Path("/proc/loadavg")  # Linux
-# Any of them says how OpenMP's threads shall wait.
+# Any of them says how OpenMP's threads wait.
 POLICIES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 
 

@@ -18,7 +18,7 @@ from ..checkpoints.other_forms import without_config
 from ..checkpoints.quantised.packed_checkpoint import QuantisedCheckpoint, is_quantised
 from ..checkpoints.side_files import check_readable
 from ..core.errors import InvalidInput
-from ..core.untrusted import read_json, shorten
+from ..core.untrusted import printable, read_json, shorten
 from .dequantised import from_tensors, without_quantisation
 from .expected_weights import check_found, check_loadable, multimodal_class
 from .load_failures import loading_failures, no_progress_bars
@@ -34,6 +34,7 @@ _TOKENIZER_FILES = (
     "added_tokens.json",
     "vocab.json",
 )
+_OLDER_TOKENIZERS = ("tokenizer.model", "spiece.model", "vocab.txt")
 _TOKENIZER_BYTES = 2**28
 
 
@@ -216,6 +217,11 @@ def load_tokenizer(directory: Path, *, trust_remote_code: bool = False) -> Any:
     from transformers import AutoTokenizer
 
     check_readable(directory, SIDE_FILES)
+    if not any((directory / name).exists() for name in (*_TOKENIZER_FILES, *_OLDER_TOKENIZERS)):
+        raise InvalidInput(
+            f"{printable(directory)} has no tokenizer; copy tokenizer.json and tokenizer_config.json of the "
+            "model that it was made from into it"
+        )
     for name in _TOKENIZER_FILES:
         if (directory / name).is_file():
             read_json(directory / name, _TOKENIZER_BYTES)

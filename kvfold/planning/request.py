@@ -3,9 +3,15 @@
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from ..core.settings import Settings
+
+
+def _with_unit(memory: int) -> int:
+    if memory < 1000:  # 24 for 24 GB
+        raise ValueError("it counts bytes: write for example 24GB")
+    return memory
 
 
 class PlanRequest(Settings):
@@ -17,7 +23,7 @@ class PlanRequest(Settings):
     """Tokens of each sequence."""
     batch: int = Field(default=1, ge=1)
     """Sequences at once."""
-    memory: Annotated[int, Field(ge=1)] | None = None
+    memory: Annotated[int, AfterValidator(_with_unit)] | None = None
     """Bytes for weights, cache and activations, of each rank; None: unbounded."""
     tp: int = Field(default=1, ge=1)
     """Ranks of tensor parallelism that serve the model."""

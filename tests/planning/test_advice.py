@@ -309,6 +309,7 @@ def test_curve_and_picture(tmp_path: Path, statistics: Path) -> None:
         (("--context", "long"), "is not a number of tokens"),
         (("--memory", "24 parsecs"), "is not a number of bytes"),
         (("--memory", "0GB"), "is not a number of bytes"),
+        (("--memory", "24"), "memory is 24; it counts bytes: write for example 24GB"),
         (("--budgets", "50%,150%"), "--budgets 150% is not a share"),
         (("--engine", "mlc"), "--engine 'mlc' is unknown"),
         (("--png", "curve.svg"), "does not end in .png"),

@@ -53,6 +53,13 @@ def test_read_sequences(tmp_path: Path) -> None:
             read_sequences(tmp_path / name, tokenizer, sequences=1, length=2, seed=0)
 
 
+def test_a_directory_without_a_tokenizer_is_named(tmp_path: Path) -> None:
+    for path in make(tmp_path / "model").glob("tokenizer*"):
+        path.unlink()
+    with pytest.raises(InvalidInput, match=r"model has no tokenizer; copy tokenizer\.json and"):
+        load_tokenizer(tmp_path / "model")
+
+
 def test_every_kind_of_file_holds_the_same(tmp_path: Path) -> None:
     """Documents of one letter each, long enough that each fills a window."""
     from datasets import Dataset

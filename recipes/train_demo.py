@@ -1,4 +1,4 @@
-"""The training of the bundled checkpoint: `python -m kvfold.recipes.demo.train OUT`, an hour on two cores.
+"""The training of the bundled checkpoint: `python -m kvfold.recipes.train_demo OUT`, an hour on two cores.
 
 A Llama with multi-head attention (8 heads, 8 key/value heads) and a byte-level BPE vocabulary of 2,048,
 trained on the source text of CPython's standard library, which every machine that runs Python has. The
@@ -13,7 +13,7 @@ import click
 import torch
 from torch import Tensor
 
-from ...texts.standard_library import stdlib_documents
+from ..texts.standard_library import stdlib_documents
 
 VOCABULARY = 2048
 CONTEXT = 256
