@@ -53,7 +53,7 @@ def test_predicted_and_measured_losses_agree(tmp_path: Path, saved_statistics: P
     For MLA it is near it while it is small.
     """
     text, options = read_text("stdlib"), Options(window=256, max_windows=12)
-    grid = [("mla", "--kv-budget", budget) for budget in ("60%", "50%", "35%", "25%", "18%", "12.5%")]
+    grid = [("mla", "--kv-budget", budget) for budget in ("50%", "25%", "18%", "12.5%")]
     grid += [("gqa", "--kv-heads", "4"), ("gqa", "--kv-heads", "2"), ("mqa",)]
     predicted, measured = [], []
     for number, target in enumerate(grid):
@@ -63,12 +63,12 @@ def test_predicted_and_measured_losses_agree(tmp_path: Path, saved_statistics: P
         record = json.loads(result.stdout)
         for layer in record["layers"]:
             found = layer["measured"]
-            if number < 6:  # what is written differs from the closed form by the norm's fit
+            if number < 4:  # what is written differs from the closed form by the norm's fit
                 assert found["refined"] == pytest.approx(found["folded"], rel=0.2)
             else:
                 assert found["refined"] == found["folded"]
         assert [set(layer["planned"] or ()) for layer in record["layers"]] == [
-            {"slots", "latent"} if number < 6 else set()
+            {"slots", "latent"} if number < 4 else set()
         ] * 6
         predicted.append(record["predicted_loss"])
         lost = evaluate(tmp_path / str(number), DEMO, text, options).ppl.difference
@@ -76,7 +76,7 @@ def test_predicted_and_measured_losses_agree(tmp_path: Path, saved_statistics: P
         measured.append(lost.mean)
     ranks = torch.tensor([predicted, measured]).argsort(1).argsort(1).double()
     assert torch.corrcoef(ranks)[0, 1] >= 0.9, (predicted, measured)  # Spearman's
-    assert 0.4 < predicted[1] / measured[1] < 2.5
+    assert 0.4 < predicted[0] / measured[0] < 2.5
 
 
 def test_refined_loses_less_than_calibrated_than_weights_alone(

@@ -270,10 +270,10 @@ def test_mistakes_about_data_are_named(tmp_path: Path, student: Path, text: Path
             **source,
             "source": source["source"] if source["source"] == "self" else str(tmp_path / source["source"]),
         }
-        for content in (
-            {**here, "seq_len": 16},
-            {"source": [good, here], "seq_len": 16},
-        ):  # alone and in a mixture
+        alone, mixed = {**here, "seq_len": 16}, {"source": [good, here], "seq_len": 16}
+        # Each reader of a compressed file is a process of its own, which takes seconds to start.
+        is_compressed = source["source"].endswith((".xz", ".gz", ".bz2"))
+        for content in (alone,) if is_compressed else (alone, mixed):
             with pytest.raises(InvalidInput, match=message):
                 write_tokens(
                     tmp_path / "tokens.bin",
