@@ -157,8 +157,10 @@ def _compare(
         theirs = llama.convert(source, work / "source.gguf", "f32")
         llama.perplexity(theirs, text, work / "source.base", CONTEXT, CHUNKS)
         block = llama.divergence(ours, work / "source.base", text, CONTEXT, CHUNKS)
+        measure = "llama.cpp's own measure" if block else "the log-probabilities that llama.cpp writes"
+        block = block or found.distance(read_base(work / "source.base"))
         numbers["kl"] = block
-        words = f"KL {block['mean']:.2e} nats by llama.cpp's own measure, same top-1 {block['same_top']:.1%}"
+        words = f"KL {block['mean']:.2e} nats by {measure}, same top-1 {block['same_top']:.1%}"
         checks.append(Check("llama.cpp source", None, words))
     return checks, numbers
 

@@ -17,7 +17,7 @@ CONVERTER = "convert_hf_to_gguf.py"
 PROGRAMS = ("llama-perplexity", "llama-completion")
 _PLACES = ("build/bin", "bin", ".")
 _UNKNOWN_TOKENIZER = "BPE pre-tokenizer was not recognized"
-_ATTEMPTS = 5  # the programs' log may lose its end, where they exit before it is written
+_ATTEMPTS = 3  # a thread writes the programs' log, and they exit without waiting for it
 _FIXED = (
     "-fa",
     "off",
@@ -118,14 +118,15 @@ class LlamaCpp:
 
     def divergence(
         self, model: Path, base: Path, text: Path, context: int, chunks: int, options: Sequence[str] = _FIXED
-    ) -> dict[str, float]:
+    ) -> dict[str, float] | None:
         """Return llama.cpp's own measure of a model's distance from the log-probabilities in a file.
 
         Returns:
-            `mean` KL divergence in nats, and `same_top`, the share of equal most probable tokens.
+            `mean` KL divergence in nats, and `same_top`, the share of equal most probable tokens. None where
+            its log loses them: `BaseFile.distance` measures the same.
 
         Raises:
-            LlamaFailure: the program fails, or prints no measure.
+            LlamaFailure: the program fails.
         """
         words = ["-m", str(model), "-f", str(text), "--kl-divergence-base", str(base), "--kl-divergence"]
         for _ in range(_ATTEMPTS):
@@ -134,7 +135,7 @@ class LlamaCpp:
             top = re.search(r"Same top p:\s+([\d.]+)", log)
             if mean and top:
                 return {"mean": float(mean.group(1)), "same_top": float(top.group(1)) / 100}
-        raise LlamaFailure("llama-perplexity printed no statistics of the KL divergence")
+        return None
 
     def complete(self, model: Path, prompt: str, steps: int, options: Sequence[str] = _FIXED) -> str:
         """Return the text that greedy decoding adds to a prompt.
@@ -251,6 +252,24 @@ class BaseFile:
             for window, ids in enumerate(self.tokens)
             for position, token in enumerate(ids[first + 1 :])
         ]
+
+    def distance(self, source: BaseFile) -> dict[str, float]:
+        """Return what `LlamaCpp.divergence` returns, from the log-probabilities of two models.
+
+        Args:
+            source: of the source, on the same text.
+
+        Raises:
+            LlamaFailure: they are of other tokens.
+        """
+        import numpy
+
+        if self.tokens != source.tokens:
+            raise LlamaFailure("llama.cpp reads the text as other tokens than with the source")
+        ours, theirs = (known.log_probs.astype(numpy.float64) for known in (self, source))
+        same = ours.argmax(-1) == theirs.argmax(-1)
+        nats = (numpy.exp(theirs) * (theirs - ours)).sum(-1)
+        return {"mean": float(nats.mean()), "same_top": float(same.mean())}
 
 
 def read_base(file: Path) -> BaseFile:
