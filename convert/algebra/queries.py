@@ -25,10 +25,11 @@ from .rotary import complex_rows, interleaved_rows
 from .subspaces import eigh
 
 # Energies of combinations of features, as shares of a feature's: what rounding to bfloat16 leaves of one, and
-# what rounding by a 64th leaves.
-_LEAST, _FIRM = 2.0**-18, 2.0**-12
-# Combinations between the two are left out where by them a head's scores grow more than so many times.
-_GROWTH = 2.0
+# below what a combination is left out where that costs little (LOG.md has what was tried).
+_LEAST, _FIRM = 2.0**-18, 2.0**-8
+# Combinations between the two are left out where by them a head's weights grow more than so many times, and
+# where they hold at most this share of the energy of its scores.
+_GROWTH, _SHARE = 2.0, 2.0**-5
 
 
 def fit_queries(
@@ -99,11 +100,16 @@ def _solver(left_QQ: Tensor) -> Callable[[Tensor], Tensor]:
         return lambda right_QH: torch.cholesky_solve(right_QH, lower_QQ)
     energy_Q, basis_QQ = eigh(left_QQ)
     inverse_Q = torch.where(energy_Q > _LEAST, 1 / energy_Q, 0)
+    firm_Q = energy_Q > _FIRM
 
     def solve(right_QH: Tensor) -> Tensor:
         weights_QH = inverse_Q[:, None] * (basis_QQ.mT @ right_QH)
-        firm_QH = torch.where(energy_Q[:, None] > _FIRM, weights_QH, 0)
-        return basis_QQ @ (firm_QH if weights_QH.norm() > _GROWTH * firm_QH.norm() else weights_QH)
+        size_Q = weights_QH.square().sum(1)
+        score_Q = energy_Q * size_Q
+        grows = size_Q.sum() > _GROWTH**2 * size_Q[firm_Q].sum()
+        if grows and score_Q[~firm_Q].sum() <= _SHARE * score_Q.sum():
+            weights_QH[~firm_Q] = 0
+        return basis_QQ @ weights_QH
 
     return solve
 

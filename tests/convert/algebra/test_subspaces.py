@@ -115,13 +115,33 @@ def test_a_slot_that_hardly_turns_is_not_weighed_against_the_latent() -> None:
         query_NHH=blocks,
         distance_NT=torch.softmax(random(1, 16), -1),
     )
-    table_F = torch.tensor([0.05, 1.0], dtype=torch.float64)
+    table_F = torch.tensor([0.02, 1.0], dtype=torch.float64)
     slots_NRH, latent_NCH = fit_queries(keys_KHE, table_F, slots_RE, slots_S, slots_RE.clone(), 1, metric)
     # Of the pair that turns little, the two rows of its query together.
     assert float(slots_NRH[0, :, [0, 2]].abs().max()) < 2
     assert float(latent_NCH[0, :, [0, 2]].abs().max()) < 2
     read_RH = slots_NRH[0, :, [0, 2]] + latent_NCH[0, :, [0, 2]]
     torch.testing.assert_close(read_RH.diagonal(), torch.ones(2, dtype=torch.float64), atol=0.2, rtol=0)
+
+
+def test_keys_that_are_a_small_difference_of_features_stay_read() -> None:
+    """Of two rows of the latent that are nearly alike, a head's keys are the difference alone."""
+    shared_E, small_E = torch.eye(12, dtype=torch.float64)[:2]
+    latent_CE = torch.stack([shared_E, shared_E + 2.0**-6 * small_E])
+    keys_KHE = torch.zeros(1, 2, 12, dtype=torch.float64)
+    keys_KHE[0, 0] = small_E
+    blocks = torch.eye(2, dtype=torch.float64)[None]
+    metric = LayerMetric(
+        input_EE=None,
+        key_BSS=blocks,
+        value_BSS=blocks,
+        query_NHH=blocks,
+        distance_NT=torch.full((1, 16), 1 / 16, dtype=torch.float64),
+    )
+    still_F = torch.zeros(1, dtype=torch.float64)
+    none_RE, none_S = latent_CE[:0], still_F[:0]
+    latent_NCH = fit_queries(keys_KHE, still_F, none_RE, none_S, latent_CE, 1, metric)[1]
+    torch.testing.assert_close(latent_NCH[0].mT @ latent_CE, keys_KHE[0])
 
 
 def test_heads_that_attend_alike_share_a_decomposition(monkeypatch: pytest.MonkeyPatch) -> None:
