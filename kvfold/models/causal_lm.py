@@ -28,10 +28,7 @@ from .remote_code import carries_own_code, check_form, is_remote, source_config
 _SAMPLE = 10_000  # characters on which two tokenizers must agree
 # Objects of JSON in which transformers looks for a tokenizer.
 _TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     "vocab.json",
 )
 _OLDER_TOKENIZERS = ("tokenizer.model", "spiece.model", "vocab.txt")
