@@ -26,7 +26,7 @@ from .subspaces import eigh
 
 # Energies of combinations of features, as shares of a feature's: what rounding to bfloat16 leaves of one, and
 # below what a combination is left out where that costs little (LOG.md has what was tried).
-_LEAST, _FIRM = 2.0**-18, 2.0**-8
+_LEAST, _FIRM = 2.0**-18, 2.0**-10
 # Combinations between the two are left out where by them a head's weights grow more than so many times, and
 # where they hold at most this share of the energy of its scores.
 _GROWTH, _SHARE = 2.0, 2.0**-5
