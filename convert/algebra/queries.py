@@ -24,11 +24,11 @@ from .metric import LayerMetric
 from .rotary import complex_rows, interleaved_rows
 from .subspaces import eigh
 
-# Energies of combinations of features, as shares of a feature's: what rounding to bfloat16 leaves of one, and
-# below what a combination is left out where that costs little (LOG.md has what was tried).
+# Energies of combinations of features, as shares of a feature's: below the first, which is what rounding to
+# bfloat16 leaves of one, a combination is always left out.
 _LEAST, _FIRM = 2.0**-18, 2.0**-10
-# Combinations between the two are left out where by them a head's weights grow more than so many times, and
-# where they hold at most this share of the energy of its scores.
+# Those between the two are left out of a head where they make its weights more than so many times as large
+# and hold at most this share of the energy of its scores (LOG.md has what other values gave).
 _GROWTH, _SHARE = 2.0, 2.0**-5
 
 

@@ -20,9 +20,9 @@ from .shards import INDEX, Entry, TensorSpec, is_finite, pieces, read_flat, read
 from .side_files import matching
 
 PIECE = 1 << 20  # elements in which a tensor is copied: a piece fits in the processor's caches
+TOKENIZER_FILES = ("*token*.json", "vocab*", "merges.txt", "*.model", "*.tiktoken")
 SIDE_FILES = (
-    "*token*.json", "vocab*", "merges.txt", "*.model", "*.tiktoken", "chat_template*", "*.jinja",
-    "generation_config.json",
+    *TOKENIZER_FILES, "chat_template*", "*.jinja", "generation_config.json",
     "preprocessor_config.json", "processor_config.json", "LICENSE*", "NOTICE*", "USE_POLICY*",
 )  # fmt: skip
 # Side files in which transformers looks for names of code, and the fields that hold these names.

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..checkpoints.directory import SIDE_FILES, check_safetensors, read_config
+from ..checkpoints.directory import SIDE_FILES, TOKENIZER_FILES, check_safetensors, read_config
 from ..checkpoints.other_forms import without_config
 from ..checkpoints.quantised.packed_checkpoint import QuantisedCheckpoint, is_quantised
 from ..checkpoints.side_files import check_readable
@@ -27,11 +27,9 @@ from .remote_code import carries_own_code, check_form, is_remote, source_config
 
 _SAMPLE = 10_000  # characters on which two tokenizers must agree
 # Objects of JSON in which transformers looks for a tokenizer.
-_TOKENIZER_FILES = (
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
-    "vocab.json",
-)
-_OLDER_TOKENIZERS = ("tokenizer.model", "spiece.model", "vocab.txt")
+_TOKENIZER_OBJECTS = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+)  # fmt: skip
 _TOKENIZER_BYTES = 2**28
 
 
@@ -214,12 +212,12 @@ def load_tokenizer(directory: Path, *, trust_remote_code: bool = False) -> Any:
     from transformers import AutoTokenizer
 
     check_readable(directory, SIDE_FILES)
-    if not any((directory / name).exists() for name in (*_TOKENIZER_FILES, *_OLDER_TOKENIZERS)):
+    if not any(path.match(pattern) for path in directory.iterdir() for pattern in TOKENIZER_FILES):
         raise InvalidInput(
             f"{printable(directory)} has no tokenizer; copy tokenizer.json and tokenizer_config.json of the "
             "model that it was made from into it"
         )
-    for name in _TOKENIZER_FILES:
+    for name in _TOKENIZER_OBJECTS:
         if (directory / name).is_file():
             read_json(directory / name, _TOKENIZER_BYTES)
     with loading_failures(directory, "tokenizer"):

@@ -25,6 +25,14 @@ def moment(size: int, rank: int, dtype: torch.dtype = torch.float64) -> torch.Te
     return rows @ rows.mH / rank
 
 
+def metric_of(distance_NT: torch.Tensor, head_dim: int = 4) -> LayerMetric:
+    """The metric of heads that attend to some distances, without statistics."""
+    blocks = torch.eye(head_dim, dtype=torch.float64).expand(len(distance_NT), -1, -1)
+    return LayerMetric(
+        input_EE=None, key_BSS=blocks, value_BSS=blocks, query_NHH=blocks, distance_NT=distance_NT
+    )
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
 @pytest.mark.parametrize("rank", [3, 8, 20])
 def test_a_factor_times_itself_is_the_matrix(rank: int, dtype: torch.dtype) -> None:
@@ -107,14 +115,7 @@ def test_a_slot_that_hardly_turns_is_not_weighed_against_the_latent() -> None:
     slots_RE, slots_S = random(2, 12), torch.tensor([1e-3], dtype=torch.float64)
     keys_KHE = random(1, 4, 12)
     keys_KHE[0, [0, 2]] = slots_RE
-    blocks = torch.eye(4, dtype=torch.float64)[None]
-    metric = LayerMetric(
-        input_EE=None,
-        key_BSS=blocks,
-        value_BSS=blocks,
-        query_NHH=blocks,
-        distance_NT=torch.softmax(random(1, 16), -1),
-    )
+    metric = metric_of(torch.softmax(random(1, 16), -1))
     table_F = torch.tensor([0.02, 1.0], dtype=torch.float64)
     slots_NRH, latent_NCH = fit_queries(keys_KHE, table_F, slots_RE, slots_S, slots_RE.clone(), 1, metric)
     # Of the pair that turns little, the two rows of its query together.
@@ -130,14 +131,7 @@ def test_keys_that_are_a_small_difference_of_features_stay_read() -> None:
     latent_CE = torch.stack([shared_E, shared_E + 2.0**-6 * small_E])
     keys_KHE = torch.zeros(1, 2, 12, dtype=torch.float64)
     keys_KHE[0, 0] = small_E
-    blocks = torch.eye(2, dtype=torch.float64)[None]
-    metric = LayerMetric(
-        input_EE=None,
-        key_BSS=blocks,
-        value_BSS=blocks,
-        query_NHH=blocks,
-        distance_NT=torch.full((1, 16), 1 / 16, dtype=torch.float64),
-    )
+    metric = metric_of(torch.full((1, 16), 1 / 16, dtype=torch.float64), head_dim=2)
     still_F = torch.zeros(1, dtype=torch.float64)
     none_RE, none_S = latent_CE[:0], still_F[:0]
     latent_NCH = fit_queries(keys_KHE, still_F, none_RE, none_S, latent_CE, 1, metric)[1]
@@ -150,18 +144,12 @@ def test_heads_that_attend_alike_share_a_decomposition(monkeypatch: pytest.Monke
     solver = queries._solver
     monkeypatch.setattr(queries, "_solver", lambda left: (solved.append(left), solver(left))[1])
     one, other = torch.softmax(random(2, 16), -1)
-    blocks = torch.eye(4, dtype=torch.float64).expand(4, -1, -1)
-    distance_NT = torch.stack([one, one, other, other])
-    metric = LayerMetric(
-        input_EE=None, key_BSS=blocks, value_BSS=blocks, query_NHH=blocks, distance_NT=distance_NT
-    )
+    metric = metric_of(torch.stack([one, one, other, other]))
     table_F = torch.tensor([1.0, 0.1], dtype=torch.float64)
     keys_KHE, slots_RE, latent_CE = random(4, 4, 12), random(2, 12), random(4, 12)
     slots, latent = fit_queries(keys_KHE, table_F, slots_RE, table_F[:1], latent_CE, 1, metric)
     assert len(solved) == 2
-    alone = LayerMetric(
-        input_EE=None, key_BSS=blocks, value_BSS=blocks, query_NHH=blocks, distance_NT=other[None]
-    )
+    alone = metric_of(other[None])
     its_slots, its_latent = fit_queries(keys_KHE[3:], table_F, slots_RE, table_F[:1], latent_CE, 1, alone)
     assert torch.equal(slots[3], its_slots[0])
     assert torch.equal(latent[3], its_latent[0])
