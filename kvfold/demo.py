@@ -1,17 +1,22 @@
 """`kvfold demo`: fold, distil and evaluate the bundled checkpoint, in a few minutes and without a network."""
 
+import json
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from . import __version__
 from .core.console import Command, show_json, show_table
 from .core.errors import InvalidInput
+from .core.files import locked, write_whole
 from .core.units import parse_tokens
-from .core.untrusted import shorten
+from .core.untrusted import read_json, shorten
 
 if TYPE_CHECKING:
     from .convert.calibration.statistics import Statistics
@@ -19,6 +24,7 @@ if TYPE_CHECKING:
 
 WINDOW, WINDOWS = 256, 128  # evaluation: enough for a standard error of about 1 % of the perplexity
 CALIBRATION: dict[str, Any] = {"calibration": "self", "sequences": 48, "length": WINDOW, "seed": 0}
+MARK, LOCK = "unfinished.json", "lock"  # of a directory in which a demonstration has not ended
 REFINE = 30  # steps; the default gains a little more and takes three times as long
 TARGETS: dict[str, dict[str, Any]] = {
     "gqa": {"kv_budget": "25%"},
@@ -31,7 +37,8 @@ TARGETS: dict[str, dict[str, Any]] = {
 @click.option(
     "--out",
     type=click.Path(path_type=Path),
-    help="Directory for the checkpoints.  [default: a new temporary directory]",
+    help="Directory for the checkpoints; a stopped demonstration in it goes on.  [default: a new temporary "
+    "directory]",
 )
 @click.option(
     "--tokens", default="350k", show_default=True, help="Length of the distillation, e.g. 100k or 1M."
@@ -43,15 +50,15 @@ def main(out: Path | None, tokens: str, as_json: bool) -> None:
     The checkpoint is a Llama of 1.5 million parameters trained on Python's standard library; it is evaluated
     on modules of that library which it has not seen.
     """
-    from .checkpoints.directory import check_output
-
     start = time.monotonic()
     _check_tokens(tokens)  # before a directory is made, which would be in the way of the right command
-    if out is not None:
-        check_output(out)
-        out.mkdir(parents=True)
-    work = out or Path(tempfile.mkdtemp(prefix="kvfold-demo-"))
-    results, text_hash = _run(work, tokens)
+    if out is None:
+        work = Path(tempfile.mkdtemp(prefix="kvfold-demo-"))
+        results, text_hash = _run(work, tokens)
+    else:
+        work = out
+        with _claimed(out, tokens):
+            results, text_hash = _run(out, tokens)
     seconds = round(time.monotonic() - start)
     if as_json:
         measured = {name: result.to_json() for name, result in results.items()}
@@ -78,6 +85,40 @@ def _check_tokens(tokens: str) -> None:
         raise InvalidInput(f"--tokens is {shorten(tokens)}; it should be a whole number of at least 1")
 
 
+@contextmanager
+def _claimed(out: Path, tokens: str) -> Iterator[None]:
+    """Make the directory of the checkpoints, or take up that of a stopped run of the same command.
+
+    A file marks it until the block has ended well.
+
+    Args:
+        out: the directory.
+        tokens: `--tokens`.
+
+    Raises:
+        InvalidInput: there is something else, another run is writing there, or the stopped run was of other
+            tokens or another version.
+    """
+    from .checkpoints.directory import check_output
+
+    asked = {"kvfold": __version__, "tokens": tokens}
+    mark = out / MARK
+    is_stopped = out.is_dir() and not out.is_symlink() and mark.is_file() and not mark.is_symlink()
+    if not is_stopped:
+        check_output(out)
+        out.mkdir(parents=True)
+    with locked(out / LOCK, f"another kvfold is writing {out}; wait for it, or name another with --out"):
+        if not is_stopped:
+            write_whole(mark, json.dumps(asked))
+        found = read_json(mark)
+        if found != asked:
+            told = f"--tokens {shorten(found.get('tokens'))} of kvfold {shorten(found.get('kvfold'))}"
+            raise InvalidInput(f"{out} holds a stopped demonstration with {told}; name another with --out")
+        yield
+        mark.unlink()
+        (out / LOCK).unlink()
+
+
 def _run(work: Path, tokens: str) -> tuple[dict[str, "Result"], str]:
     """Fold, distil and evaluate in a directory; return the evaluations by name and the hash of the text."""
     from .convert.calibration.study import study
@@ -102,7 +143,8 @@ def _run(work: Path, tokens: str) -> tuple[dict[str, "Result"], str]:
             f"output={distilled}",
             f"stages.0.tokens={tokens}",
         )
-        distill(read_recipe(source / "distill.yaml", settings))
+        if not distilled.exists():
+            distill(read_recipe(source / "distill.yaml", settings))
         results = {to: evaluate(path, source, text, options) for to, path in folded.items()}
         results["mla, distilled"] = evaluate(distilled, source, text, options, folded["mla"])
     return results, text.sha256
@@ -152,6 +194,8 @@ def _fold(source: Path, to: str, sizes: dict[str, Any], statistics: "Statistics 
     from .convert.request import fold_request
     from .convert.write.rewrite import rewrite
 
+    if out.exists():  # a stopped run has written it, and outputs have their names only when they are whole
+        return out
     request = fold_request(
         {"model": str(source), "to": to, **sizes, **CALIBRATION, "effort": "best", "refine": REFINE}
     )

@@ -1,12 +1,15 @@
-"""The demonstration's options: a mistake in one is found before anything is written."""
+"""The demonstration: a mistake in an option is found before anything is written, and a stopped run goes on."""
 
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
+from kvfold import demo
 from kvfold.cli import main
+from kvfold.distill.run import job
 
 
 @pytest.mark.parametrize(
@@ -24,3 +27,48 @@ def test_a_wrong_length_leaves_no_directory(
         assert f"--tokens is '{tokens}'; it should be a" in refused.stderr
         assert words in refused.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def shown(out: Path, tokens: str = "8k") -> tuple[int, str]:
+    done = CliRunner().invoke(main, ["demo", "--out", str(out), "--tokens", tokens])
+    return done.exit_code, done.output
+
+
+def test_a_stopped_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it wrote is not written again, and another length is not mixed with it."""
+    monkeypatch.setattr(demo, "CALIBRATION", {**demo.CALIBRATION, "sequences": 2, "length": 16})
+    monkeypatch.setattr(demo, "REFINE", 0)
+    monkeypatch.setattr(demo, "TARGETS", {"mla": demo.TARGETS["mla"]})
+    out, asked = tmp_path / "out", []
+
+    def stop(recipe: Any) -> None:
+        asked.append(recipe.output)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(job, "distill", stop)
+    assert shown(out)[0] != 0
+    weights = out / "demo-mla" / "model.safetensors"
+    before = weights.stat()
+    code, told = shown(out, "9k")
+    assert code == 2
+    assert "holds a stopped demonstration with --tokens '8k'" in told
+    assert shown(out)[0] != 0
+    assert len(asked) == 2
+    after = weights.stat()
+    assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+    with demo._claimed(out, "8k"):
+        pass
+    assert [path.name for path in out.iterdir()] == ["demo-mla"]
+    code, told = shown(out)
+    assert code == 2
+    assert "exists and nothing is overwritten" in told
+
+
+def test_a_directory_of_somebody_else_is_not_taken_up(tmp_path: Path) -> None:
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "theirs")
+    for name in ("theirs", "link"):
+        code, told = shown(tmp_path / name)
+        assert code == 2
+        assert "exists and nothing is overwritten" in told
+    assert list((tmp_path / "theirs").iterdir()) == []

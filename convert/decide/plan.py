@@ -312,7 +312,7 @@ def _plan_of_form(
     notices += query_notices(target, layers[0].writes)
     reads = {name for layer in layers for name in layer.reads}
     copies = planned_copies(source, container, reads, written, keeps=not request.dequantize)
-    notices += quantised_notices(source, copies, str(kind).removeprefix("torch."))
+    notices += quantised_notices(source, copies, kind, dequantize=request.dequantize)
     taken = request.taken
     refine = taken.steps if method == "subspace" else 0
     chosen = {

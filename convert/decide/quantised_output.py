@@ -83,22 +83,32 @@ def quantised_fields(source: Source, modules: OutputModules | None) -> dict[str,
     return {"quantization_config": checkpoint.quantization_for(modules)}
 
 
-def quantised_notices(source: Source, copies: Mapping[str, Copy], dtype: str) -> list[str]:
-    """Return what became of the quantised tensors of a source, in sentences."""
+def quantised_notices(
+    source: Source, copies: Mapping[str, Copy], dtype: torch.dtype, *, dequantize: bool
+) -> list[str]:
+    """Return what became of the quantised tensors of a source, in sentences.
+
+    Args:
+        source: the checkpoint.
+        copies: of the tensors that are not folded.
+        dtype: that attention is written in.
+        dequantize: whether the user asked for an unquantised output.
+    """
     checkpoint = source.checkpoint
     if not isinstance(checkpoint, QuantisedCheckpoint):
-        return []
+        return ["the source is not quantised, so --dequantize changes nothing"] if dequantize else []
+    written = str(dtype).removeprefix("torch.")
     attention = {name for layer in source.folded for name in source.reads(layer)}
     kept = {copy.source for copy in copies.values() if copy.part is not None}
     changed = [name for name in checkpoint.packed if name not in attention and name not in kept]
     if not kept:
         return [
             f"the source is quantised ({checkpoint.method}); the output is not: attention and what was "
-            f"quantised is written in {dtype}"
+            f"quantised is written in {written}"
         ]
     what = "is" if attention & checkpoint.packed.keys() else "was not quantised and is"
     notices = [
-        f"the source is quantised ({checkpoint.method}): folded attention {what} written in {dtype}, and "
+        f"the source is quantised ({checkpoint.method}): folded attention {what} written in {written}, and "
         f"{len(kept)} other weights keep their bytes"
     ]
     note = SCHEMES[checkpoint.method].note
@@ -106,7 +116,7 @@ def quantised_notices(source: Source, copies: Mapping[str, Copy], dtype: str) ->
     if changed:
         notices.append(
             f"{len(changed)} weights apart from attention, such as {changed[0]}, change in the output's "
-            f"class, so they are written in {dtype}"
+            f"class, so they are written in {written}"
         )
     return notices
 

@@ -18,9 +18,9 @@ ROUNDED = 0.05  # by which they may on average in 16 bits, where wrong ones are 
 
 @dataclass(frozen=True)
 class Check:
-    """Something that was measured: what, whether it passes (None.
+    """A result of `verify`: the name of what was measured, whether it passed, and the result in words.
 
-    There is nothing to hold it against), and in words.
+    `passed` is None where there is nothing to hold it against.
     """
 
     name: str

@@ -202,9 +202,9 @@ class KvfoldHeadwiseLinear(nn.Module):
 
 
 def softmax(scores_BNTS: Tensor, mask: Tensor | None, module: Any) -> Tensor:
-    """Attention weights of scores: bounded, masked (boolean: what is kept.
+    """Attention weights of scores, bounded, masked and with sinks where the module has them.
 
-    Otherwise added), with sinks, where these are.
+    A boolean mask tells what is kept; any other is added to the scores.
     """
     if module.softcap is not None:
         scores_BNTS = torch.tanh(scores_BNTS / module.softcap) * module.softcap

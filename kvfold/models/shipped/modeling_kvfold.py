@@ -128,7 +128,7 @@ _MADE: dict[tuple[type, type], type] = {}
 def _model_class(door: Any, config: Any) -> Any:
     """KvfoldModel or KvfoldForCausalLM and the stock class that `config` names, as one class.
 
-    Made classes as they are.
+    A class that was made like this is returned as it is.
     """
     if door not in (KvfoldModel, KvfoldForCausalLM):
         return door

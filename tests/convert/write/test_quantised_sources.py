@@ -117,6 +117,12 @@ def test_dequantized_outputs_are_the_twins_throughout(
     assert not (tmp_path / "out" / "hf_quant_config.json").exists()
 
 
+def test_of_a_source_that_is_not_quantised_it_is_said(pairs: dict[str, Path], tmp_path: Path) -> None:
+    fold(Path(f"{pairs['fp8 blocks']}-twin"), tmp_path / "out", "gqa", dequantize=True)
+    notices = json.loads((tmp_path / "out" / "kvfold.json").read_text())["notices"]
+    assert "the source is not quantised, so --dequantize changes nothing" in notices
+
+
 def test_modelopt_is_listed_in_both_of_its_files(pairs: dict[str, Path], tmp_path: Path) -> None:
     fold(pairs["modelopt nvfp4"], tmp_path / "out", "gqa")
     content = json.loads((tmp_path / "out" / "hf_quant_config.json").read_text())["quantization"]
