@@ -66,6 +66,7 @@ FOLDS: dict[str, Fold] = {
         STEPS,
     ),
     "mla --rope intact, closed form": ("mla", "subspace", {"rope": "intact"}, 0),
+    "mla --rope intact, default effort": ("mla", "subspace", {"rope": "intact", "effort": "default"}, STEPS),
     "mla --rope intact": ("mla", "subspace", {"rope": "intact"}, STEPS),
 }
 RULES = {f"mla {name}": name for name in PEERS if ":" not in name}  # rows that are swept
