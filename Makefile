@@ -12,6 +12,8 @@ TORCH ?= $(if $(shell command -v nvidia-smi 2>/dev/null),torch,torch==2.13.0)
 # A file with versions and hashes, such as requirements/ci.txt: then exactly these are installed. Empty: the ranges of pyproject.toml.
 LOCK ?=
 LOWEST_VENV := .venv-lowest
+# A worker and the processes that its test starts take up to 4 GB.
+WORKERS ?= --numprocesses logical --maxprocesses 4
 
 DOCS_VENV := .venv-docs
 
@@ -72,11 +74,11 @@ $(DOCS_VENV)/.installed: requirements/docs.txt
 	touch $@
 
 test: install $(VENV)/.kernels
-	$(BIN)/python -m pytest --numprocesses 2
+	$(BIN)/python -m pytest $(WORKERS)
 
 # Damaged and hostile files; `make test` runs a short form of it. The second command resumes where it was stopped (.hostile/).
 hostile: install
-	KVFOLD_HOSTILE=all $(BIN)/python -m pytest --numprocesses 2 tests/hostile
+	KVFOLD_HOSTILE=all $(BIN)/python -m pytest $(WORKERS) tests/hostile
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.hostile
 
 # Every command stopped at many moments and given again.
@@ -85,7 +87,7 @@ kills: install
 
 # Tests of every part with the lowest versions that pyproject.toml declares.
 test-lowest: $(LOWEST_VENV)/.installed
-	OMP_NUM_THREADS=1 $(LOWEST_VENV)/bin/python -m pytest --numprocesses 2 tests/core tests/convert/algebra tests/convert/test_request.py \
+	OMP_NUM_THREADS=1 $(LOWEST_VENV)/bin/python -m pytest $(WORKERS) tests/core tests/convert/algebra tests/convert/test_request.py \
 		tests/convert/write/test_rewrite.py tests/distill/recipe tests/distill/run/test_job.py tests/eval/test_report.py
 
 $(LOWEST_VENV)/.installed: pyproject.toml requirements/lowest.txt
