@@ -65,14 +65,17 @@ def fold_tower(request: FoldRequest, tower: Tower, fold: Callable[[FoldRequest],
         try:
             with named_as_whole(tower, alone):
                 folded = fold(asked) if found is None else _known(part, found, asked)
-            with together():
-                record = folded.record
-                if is_first():
-                    record = put_back(tower, part, out, request)
         finally:
-            # A half-written part is one that the same command resumes.
-            if is_first() and not part.with_name(part.name + ".partial").exists():
+            # A half-written part is resumed by the same command, and a finished one is used.
+            begun = any(place.exists() for place in (part, part.with_name(part.name + ".partial")))
+            if is_first() and not begun:
                 places.clear()
+        with together():
+            record = folded.record
+            if is_first():
+                record = put_back(tower, part, out, request)
+        if is_first():
+            places.clear()
     return _verified(replace(folded, directory=out, record=record, request=request))
 
 

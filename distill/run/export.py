@@ -6,6 +6,7 @@ from typing import Any
 
 from ...checkpoints.directory import copy_side_files, finish, link_or_copy
 from ...checkpoints.quantised.packed_checkpoint import open_checkpoint
+from ...checkpoints.quantised.schemes import MODELOPT_FILE
 from ...checkpoints.record import distilled_record, write_record
 from ...convert.write.model_card import write_card
 from ...models.code_files import copy_config
@@ -75,7 +76,8 @@ def _checkpoint(run: RunContext, directory: Path, chosen: ChosenWeights | None) 
 
 def _copy(start: Path, directory: Path) -> None:
     """Copy the weights that stages in memory started from, byte for byte."""
-    for file in (*open_checkpoint(start).files, *start.glob("*.safetensors.index.json")):
+    quantised = [file for file in [start / MODELOPT_FILE] if file.is_file()]
+    for file in (*open_checkpoint(start).files, *start.glob("*.safetensors.index.json"), *quantised):
         shutil.copyfile(file, directory / file.name)
     copy_config(start, directory)
     copy_side_files(start, directory)

@@ -5,7 +5,8 @@ still exactly what its stored parts stand for.
 """
 
 import json
-from collections.abc import Callable, Collection, Set
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,11 @@ import torch
 from torch import Tensor
 
 from ...checkpoints.directory import Checkpoint, read_config
-from ...checkpoints.quantised.packed_checkpoint import QuantisedCheckpoint
+from ...checkpoints.quantised.packed_checkpoint import QuantisedCheckpoint, stored_specs
 from ...checkpoints.quantised.packed_tensor import module_of
 from ...checkpoints.quantised.schemes import MODELOPT_FILE
 from ...checkpoints.quantised.unconverted import OutputModules
+from ...checkpoints.shards import TensorSpec
 
 
 def unchanged(stored: Checkpoint, trained: Collection[str], read: Callable[[str], Tensor]) -> set[str]:
@@ -36,25 +38,49 @@ def unchanged(stored: Checkpoint, trained: Collection[str], read: Callable[[str]
     }
 
 
+def written_specs(
+    stored: Checkpoint, shapes: Mapping[str, tuple[int, ...]], kept: Collection[str]
+) -> dict[str, TensorSpec]:
+    """Return shapes and dtypes of what is written for a student; quantised tensors that changed are bfloat16.
+
+    Args:
+        stored: the student as it was.
+        shapes: of its tensors, by name.
+        kept: those that keep their bytes.
+    """
+    packed = stored.packed if isinstance(stored, QuantisedCheckpoint) else {}
+    dtypes = {name: torch.bfloat16 if name in packed else stored.spec(name).dtype for name in stored}
+    usual = Counter(dtypes.values()).most_common(1)[0][0]
+    specs: dict[str, TensorSpec] = {}
+    for name, shape in shapes.items():
+        specs |= (
+            stored_specs(stored, [name])
+            if name in kept
+            else {name: TensorSpec(dtypes.get(name, usual), shape)}
+        )
+    return specs
+
+
 def correct_config(stored: Checkpoint, kept: Set[str], directory: Path) -> None:
     """Correct the quantization_config of a written student, which has its start's.
 
     Args:
         stored: the checkpoint that the student started from.
-        kept: its quantised tensors that keep their bytes.
+        kept: its tensors that keep their bytes.
         directory: that was written.
     """
     if not isinstance(stored, QuantisedCheckpoint):
         return
+    still = [name for name in stored.packed if name in kept]
     changed = [module_of(name) for name in stored.packed if name not in kept]
-    modules = OutputModules(plain=tuple(changed), packed=tuple(map(module_of, kept)), gone=())
+    modules = OutputModules(plain=tuple(changed), packed=tuple(map(module_of, still)), gone=())
     config = read_config(directory)
     config.pop("quantization_config", None)
-    if kept and stored.stored.config.get("quantization_config"):
+    if still and stored.stored.config.get("quantization_config"):
         config["quantization_config"] = stored.quantization_for(modules)
     _write(directory / "config.json", config)
     content = stored.modelopt_file_for(modules)
-    if kept and content is not None:
+    if still and content is not None:
         _write(directory / MODELOPT_FILE, content)
 
 

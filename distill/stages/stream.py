@@ -23,8 +23,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from ...checkpoints.directory import copy_side_files, finish
-from ...checkpoints.quantised.packed_checkpoint import copy_stored, open_checkpoint, stored_specs
-from ...checkpoints.shards import SHARD_SIZE, ShardWriter, TensorSpec, read_header
+from ...checkpoints.quantised.packed_checkpoint import copy_stored, open_checkpoint
+from ...checkpoints.shards import SHARD_SIZE, ShardWriter, read_header
 from ...convert.formats import to_published, to_trainable
 from ...core.disk import disk_error, disk_sentence, writing_errors
 from ...core.errors import InvalidInput
@@ -32,6 +32,7 @@ from ...core.files import save_whole
 from ...core.signals import Interrupted
 from ...core.untrusted import read_json
 from ...models.causal_lm import Described, check_comparable, describe
+from ...models.code_files import copy_config
 from ...models.decoder import Decoder
 from ...models.layered_model import LayeredModel
 from ...models.load_options import LoadOptions
@@ -43,6 +44,7 @@ from ..recipe.recipe import Recipe, Stage
 from .align import Adds, adds, clip, learn, step_losses, weights_of
 from .boundaries import Boundaries
 from .isolation import isolate_documents
+from .kept_quantisation import correct_config, unchanged, written_specs
 from .optimizer import adamw, take_step
 from .schedule import learning_rate
 from .student import check_positions
@@ -295,15 +297,16 @@ def _write(given: Streaming, out: Path) -> None:
     partial = out.with_name(out.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    others = [name for name in stored if name not in aligned]
-    specs: dict[str, TensorSpec] = {}
-    for name in stored:
-        specs |= {name: stored.spec(name)} if name in aligned else stored_specs(stored, [name])
+    kept = {name for name in stored if name not in aligned}
+    kept |= unchanged(stored, aligned, lambda name: load_file(aligned[name])[name])
+    specs = written_specs(stored, {name: stored.spec(name).shape for name in stored}, kept)
     with ShardWriter(partial, specs, SHARD_SIZE) as writer:
-        copy_stored(stored, others, writer)
+        copy_stored(stored, [name for name in stored if name in kept], writer)
         for name, file in aligned.items():
-            writer.write(name, load_file(file)[name].to(stored.spec(name).dtype))
-    (partial / "config.json").write_bytes((given.student / "config.json").read_bytes())
+            if name not in kept:
+                writer.write(name, load_file(file)[name].to(specs[name].dtype))
+    copy_config(given.student, partial)
+    correct_config(stored, kept, partial)
     copy_side_files(given.student, partial)
     ship(given.student, partial)
     finish(partial, out)

@@ -1,7 +1,6 @@
 """The model that is trained: from a checkpoint to trainable float32 weights, and back to a checkpoint."""
 
-from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -12,13 +11,8 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from ...checkpoints.directory import Checkpoint, copy_side_files
-from ...checkpoints.quantised.packed_checkpoint import (
-    QuantisedCheckpoint,
-    copy_stored,
-    open_checkpoint,
-    stored_specs,
-)
-from ...checkpoints.shards import SHARD_SIZE, ShardWriter, TensorSpec
+from ...checkpoints.quantised.packed_checkpoint import copy_stored, open_checkpoint
+from ...checkpoints.shards import SHARD_SIZE, ShardWriter
 from ...convert.formats import to_published, to_trainable
 from ...core.cache_dtypes import cache_dtype
 from ...core.errors import InvalidInput
@@ -33,7 +27,7 @@ from ..parallel.accelerator import first_place, shards_models
 from ..parallel.layer_units import LayerUnits, open_in_units, skeleton
 from ..recipe.recipe import Recipe, Stage
 from .isolation import isolate_documents
-from .kept_quantisation import correct_config, unchanged
+from .kept_quantisation import correct_config, unchanged, written_specs
 from .state import WEIGHTS, restore_weights
 
 
@@ -149,7 +143,7 @@ def publish(saved: Path, student: Path, directory: Path) -> None:
         file = stack.enter_context(safe_open(saved / WEIGHTS, framework="pt"))
         trained = set(file.keys())
         kept = unchanged(stored, trained & named.keys(), file.get_tensor)
-        specs = _written_specs(stored, named, kept)
+        specs = written_specs(stored, {name: tuple(tensor.shape) for name, tensor in named.items()}, kept)
         writer = stack.enter_context(ShardWriter(directory, specs, SHARD_SIZE))
         copy_stored(stored, kept, writer)
         for prefix, part in parts.items():
@@ -169,28 +163,6 @@ def publish(saved: Path, student: Path, directory: Path) -> None:
     correct_config(stored, kept, directory)
     copy_side_files(student, directory)
     ship(student, directory)
-
-
-def _written_specs(
-    stored: Checkpoint, named: Mapping[str, Tensor], kept: Collection[str]
-) -> dict[str, TensorSpec]:
-    """Return shapes and dtypes of what is written for a student; quantised tensors that changed are bfloat16.
-
-    Args:
-        stored: the student as it was.
-        named: its tensors.
-        kept: the quantised ones that keep their bytes.
-    """
-    packed = stored.packed if isinstance(stored, QuantisedCheckpoint) else {}
-    dtypes = {name: torch.bfloat16 if name in packed else stored.spec(name).dtype for name in stored}
-    usual = Counter(dtypes.values()).most_common(1)[0][0]
-    specs: dict[str, TensorSpec] = {}
-    for name, tensor in named.items():
-        if name in kept:
-            specs |= stored_specs(stored, [name])
-        else:
-            specs[name] = TensorSpec(dtypes.get(name, usual), tuple(tensor.shape))
-    return specs
 
 
 def _in_parts(stored: Checkpoint) -> tuple[Any, dict[str, nn.Module]]:

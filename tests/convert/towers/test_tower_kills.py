@@ -12,6 +12,7 @@ from click.testing import CliRunner
 
 from benchmarks.interrupted import bits, finish, start
 from kvfold.cli import main
+from kvfold.core.errors import InvalidInput
 from kvfold.core.files import locked
 
 from ...support.quantised import quantise, quantised_tower
@@ -128,6 +129,29 @@ def test_a_killed_fold_of_a_quantised_tower_is_resumed_to_the_same_bits(
         assert again.exit_code == 0, again.stderr
     assert bits(place / "out") == bits(clean)
     assert [path.name for path in place.iterdir() if not path.name.startswith(".kvfold-")] == ["out"]
+
+
+@pytest.mark.parametrize("end", [KeyboardInterrupt(), InvalidInput("no space left")])
+def test_a_finished_fold_outlives_a_stop_while_it_is_put_back(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: BaseException
+) -> None:
+    """Folding is what takes long: the same command then folds nothing again."""
+    place, clean = tmp_path / "stopped" / "out", tmp_path / "clean" / "out"
+    for out in (place, clean):
+        out.parent.mkdir()
+    assert CliRunner().invoke(main, words(source, clean)).exit_code == 0
+
+    def stop(*_: object) -> None:
+        raise end
+
+    with monkeypatch.context() as patched:
+        patched.setattr("kvfold.convert.towers.assembly.put_back", stop)
+        assert CliRunner().invoke(main, words(source, place)).exit_code != 0
+    monkeypatch.setattr("kvfold.fold_run._fold", stop)
+    again = CliRunner().invoke(main, words(source, place))
+    assert again.exit_code == 0, again.stderr
+    assert bits(place) == bits(clean)
+    assert [path.name for path in place.parent.iterdir() if not path.name.startswith(".kvfold-")] == ["out"]
 
 
 def test_a_finished_part_of_another_fold_is_kept(source: Path, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """A quantised student and teacher: what a stage does not train keeps its bytes."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,8 @@ from safetensors.torch import load_file
 
 from kvfold.checkpoints.record import describe, write_record
 from kvfold.distill.run.job import distill
+from kvfold.models.causal_lm import load
+from kvfold.models.load_options import LoadOptions
 
 from ...support.distillation import same_bits, weights
 from ...support.quantised import FORMATS, quantise
@@ -56,6 +59,39 @@ def test_attention_is_trained_like_the_twins_and_the_rest_keeps_its_bytes(
         assert torch.equal(ours[name].view(torch.uint8), start[name].view(torch.uint8)), name
     config = json.loads((runs[""].output / "config.json").read_text())
     assert config["quantization_config"]["modules_to_not_convert"] == ["lm_head"]
+
+
+@pytest.mark.parametrize("mode", ["layerwise", "stream"])
+def test_aligned_attention_is_no_longer_named_quantised(
+    mode: str, quantised: Path, student: Path, make_recipe: MakeRecipe, tmp_path: Path
+) -> None:
+    """The whole student is in NVFP4; what alignment changed is bfloat16, and both lists say so."""
+    start = tmp_path / "start"
+    quantise(student, start, FORMATS["modelopt nvfp4"])
+    write_record(
+        start,
+        {"schema": 1, "stage": "convert", "source": describe(quantised / "teacher", None), "parents": []},
+    )
+    run = distill(
+        make_recipe(
+            student=str(start),
+            teacher=str(quantised / "teacher"),
+            train="attention",
+            mode=mode,
+            losses={"attention_output": 1.0},
+            output=str(tmp_path / "out"),
+        )
+    )
+    written, before = load_file(run.output / "model.safetensors"), load_file(start / "model.safetensors")
+    projections = [name for name in before if re.search(r"self_attn\.\w+\.weight$", name)]
+    assert projections
+    for name in projections:
+        assert (written[name].dtype, before[name].dtype) == (torch.bfloat16, torch.uint8), name
+    config = json.loads((run.output / "config.json").read_text())["quantization_config"]
+    content = json.loads((run.output / "hf_quant_config.json").read_text())["quantization"]
+    for listed in (config["ignore"], content["exclude_modules"]):
+        assert {name.removesuffix(".weight") for name in projections} <= set(listed)
+    assert torch.isfinite(load(run.output, LoadOptions()).model(torch.arange(4)[None]).logits).all()
 
 
 def test_trained_weights_are_written_unquantised(
