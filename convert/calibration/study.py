@@ -19,7 +19,7 @@ from ...checkpoints.directory import Checkpoint
 from ...core.console import is_first, notice
 from ...core.errors import InvalidInput
 from ...core.memory import free_bytes
-from ...core.processes import together
+from ...core.processes import from_every, together
 from ...models.causal_lm import device, load_model, load_tokenizer, with_base
 from ...models.dequantised import from_tensors
 from ...models.expected_weights import check_found
@@ -83,8 +83,9 @@ def study(
         chosen = length is None
         length = default_length(source) if length is None else min(length, source.positions)
         need = Need.of(source, sequences=min(batch_size(length), sequences), length=length)
-        if layerwise is None:
-            layerwise = need.whole > free_bytes()
+    if layerwise is None:
+        layerwise = any(from_every(need.whole > free_bytes()))  # all exchange the same sums
+    with together():
         check_layerwise(source, layerwise)
         run = ""
         if calibration != "self":

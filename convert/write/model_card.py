@@ -15,7 +15,7 @@ from ...checkpoints import license
 from ...checkpoints.card import FILE, read_card
 from ...checkpoints.directory import read_config
 from ...checkpoints.eval_json import EvalSummary
-from ...checkpoints.record import is_distilled
+from ...checkpoints.record import hub_id, is_distilled
 from ...core.errors import InvalidInput
 from ..families.recognition import is_multimodal
 from .card_body import card_body
@@ -91,7 +91,7 @@ def metadata(directory: Path, record: dict[str, Any]) -> dict[str, Any]:
     """
     target, distilled = record.get("target", {}).get("name"), is_distilled(record)
     scheme = (record.get("quantize") or {}).get("scheme")
-    base, source = base_model(record["source"]), Path(record["source"]["path"])
+    base, source = hub_id(record["source"]), Path(record["source"]["path"])
     tags = [
         "kvfold",
         "kv-cache",
@@ -121,21 +121,9 @@ def _pipeline(config: Mapping[str, Any]) -> str:
     return "image-text-to-text" if "vision_config" in config else "audio-text-to-text"
 
 
-def base_model(source: dict[str, Any]) -> str | None:
-    """Return the Hub id of a record's source; None where the source was a directory of unknown origin."""
-    if source.get("revision") is None:
-        return None
-    if "/" in source["name"]:
-        return str(source["name"])
-    for part in Path(source["path"]).parts:  # a directory of the Hub's cache: models--org--name
-        if part.startswith("models--"):
-            return part.removeprefix("models--").replace("--", "/")
-    return None
-
-
 def source_name(source: dict[str, Any]) -> str:
     """Return the Hub id of a record's source, or else its name."""
-    return base_model(source) or str(source["name"])
+    return hub_id(source) or str(source["name"])
 
 
 def written_by_kvfold(text: str) -> bool:

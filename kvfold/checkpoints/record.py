@@ -95,6 +95,18 @@ def write_record(directory: Path, record: dict[str, Any]) -> None:
     (directory / FILE).write_text(json.dumps(record, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
+def hub_id(source: Mapping[str, Any]) -> str | None:
+    """Return the Hub id of a record's source; None where the source was a directory of unknown origin."""
+    if source.get("revision") is None:
+        return None
+    if "/" in source["name"]:
+        return str(source["name"])
+    for part in Path(source["path"]).parts:  # a directory of the Hub's cache: models--org--name
+        if part.startswith("models--"):
+            return part.removeprefix("models--").replace("--", "/")
+    return None
+
+
 def source_directory(directory: Path, option: str = "--teacher") -> Path | None:
     """Return the source that a record names, which is the teacher; None if there is no record.
 
@@ -112,7 +124,7 @@ def source_directory(directory: Path, option: str = "--teacher") -> Path | None:
     if Path(source["path"]).is_dir():
         return Path(source["path"])
     if source.get("revision") is not None:
-        return resolve(source["name"], source["revision"])
+        return resolve(hub_id(source) or source["name"], source["revision"])
     raise InvalidInput(
         f"the source of {directory}, {source['path']}, does not exist any more; name it with {option}"
     )

@@ -53,6 +53,8 @@ def resolve(model: str, revision: str | None = None) -> Path:
     if model.startswith(("/", ".", "~")) or not _HUB_ID.fullmatch(model):
         raise InvalidInput(f"{model} is not a directory, and not a Hub id of the form org/name")
     name, _, pinned = model.partition("@")
+    if pinned and revision not in {None, pinned}:
+        raise InvalidInput(f"{model} names another revision than --revision {revision}; give one of them")
     return _download(name, revision or pinned or None)
 
 

@@ -123,6 +123,9 @@ def _carry_out(asked: Migration, step: Step) -> dict[str, Any]:
     if not folded.exists():
         _fold(asked, step, folded)
     if not distilled.exists():
+        broken = verify(folded, run=False).failures
+        if broken:
+            raise Unmet(f"the fold to {step.name} does not pass kvfold verify: {'; '.join(broken)}")
         distill(asked.recipe.model_copy(update={"student": str(folded), "output": str(distilled)}))
     report = _evaluate(asked, distilled, folded)
     ppl = report["suites"]["ppl"]
@@ -175,9 +178,6 @@ def _fold(asked: Migration, step: Step, folded: Path) -> None:
         notice(sentence)
     folded.parent.mkdir(exist_ok=True)
     rewrite(plan, folded)
-    broken = verify(folded, run=False).failures
-    if broken:
-        raise Unmet(f"the fold to {step.name} does not pass kvfold verify: {'; '.join(broken)}")
 
 
 def _statistics(asked: Migration) -> Statistics | None:

@@ -175,7 +175,7 @@ def _recommend(source: Source, request: PlanRequest, inside: Surroundings | None
     bounds = Bounds(context=request.context, batch=request.batch, memory=request.memory, ranks=ranks)
     rows = place_all(candidates, kinds, bounds, request.engines)
     statistics = None
-    if wants_curve or any(row.fits for row in rows):
+    if wants_curve or request.save_statistics is not None or any(row.fits for row in rows):
         statistics = _study(source, request)
     rows = predict_rows(rows, bounds, statistics, every=wants_curve)
     advice = rank(rows, bounds, request.goal, request.tolerance, calibrated=statistics is not None)

@@ -99,7 +99,7 @@ def choose_files(directory: Path, card: str) -> tuple[dict[str, int], dict[str, 
         for path in _files_in(entry):
             name = path.relative_to(directory).as_posix()
             is_needed = name in needed
-            if not (is_needed or name in images or any(fnmatchcase(name, other) for other in _OTHERS)):
+            if not (is_needed or name in images or any(_matches(name, other) for other in _OTHERS)):
                 left_out[f"{entry.name}/" if entry.is_dir() else name] = "not part of a checkpoint"
                 continue
             flaw = flaw_of(path, directory, None if is_needed else LIMIT_BYTES)
@@ -110,6 +110,11 @@ def choose_files(directory: Path, card: str) -> tuple[dict[str, int], dict[str, 
                 continue
             files[name] = _sendable_size(path)
     return files, left_out
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """Return whether a path matches a pattern whose `*` stands for no `/`."""
+    return name.count("/") == pattern.count("/") and fnmatchcase(name, pattern)
 
 
 def _weights(directory: Path) -> set[str]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
+from ..core.errors import InvalidInput
 from .fresh_process import MODULES, Check, run_apart
 from .llama_programs import LlamaCpp, LlamaFailure, read_base
 
@@ -31,7 +32,14 @@ def started_engines(
         findings: the rules that the checkpoint breaks.
         llama_cpp: directory of llama.cpp.
         run: whether anything is to be run.
+
+    Raises:
+        InvalidInput: there is a llama.cpp, and nobody asked for it.
     """
+    if llama_cpp is not None and "llama.cpp" not in asked:
+        raise InvalidInput(
+            f"--llama-cpp {llama_cpp} is for --engine llama.cpp, which is not asked for; give both"
+        )
     started, unasked = [], []
     for engine in asked:
         if engine == "transformers":
@@ -142,7 +150,7 @@ def _compare(
         "cache": size,
     }
     words = f"{llama.version} in float32 gives log-probabilities at most {max(gaps):.1e} from transformers'"
-    checks = [Check("llama.cpp", max(gaps) <= NEAR, words)]
+    checks = [Check("llama.cpp", all(gap <= NEAR for gap in gaps), words)]  # a NaN is not near
     same = numbers["same_text"]
     told = "is transformers'" if same else f"is {continued!r}, transformers' is {seen['continued']!r}"
     close = seen["least_lead"] <= 2 * NEAR

@@ -40,6 +40,9 @@ def test_a_cached_model_is_found_offline(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     source = json.loads(done.stdout)["source"]
     assert (source["name"], source["revision"]) == ("org/tiny", COMMIT)
+    both = kvfold("org/tiny@v1", *MQA, "--revision", "v2", cwd=tmp_path, HF_HUB_OFFLINE="1")
+    assert both.returncode == 2
+    assert "org/tiny@v1 names another revision than --revision v2; give one of them" in both.stderr
     missing = kvfold("org/other", *MQA, cwd=tmp_path, HF_HUB_OFFLINE="1")
     assert missing.returncode == 2
     assert "org/other is not a directory here, not in the local Hub cache" in missing.stderr

@@ -107,6 +107,19 @@ def test_parts_are_measured_once_and_come_back_as_json(tmp_path: Path) -> None:
         again.keep("speed/teacher", float("nan"))
 
 
+def test_a_journal_may_have_any_size(tmp_path: Path) -> None:
+    """A long text has many windows; what was measured of them is not measured again."""
+    file = tmp_path / "eval.json.partial"
+    long = EvaluationJournal(file)
+    long.begin({"student": "one"})
+    for number in range(9):
+        long.keep(f"ppl/{number}", "x" * 2**25)
+    assert file.stat().st_size > 2**28
+    again = EvaluationJournal(file)
+    again.begin({"student": "one"})
+    assert again.parts == long.parts
+
+
 @pytest.mark.parametrize(
     "content",
     [

@@ -76,6 +76,16 @@ def test_models_that_do_not_fit_together_are_loaded_apart(
     assert not Subject({"student": mha}, PLAIN, text).one_at_a_time
 
 
+def test_one_process_without_room_lets_all_load_apart(
+    mha: Path, other: Path, text: Text, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Processes that decided by themselves would wait for each other's numbers forever."""
+    monkeypatch.setattr(subject_module, "free_bytes", lambda: 2**40)
+    for full in (False, True):
+        monkeypatch.setattr(subject_module, "from_every", lambda own, full=full: [own, full])
+        assert Subject({"student": mha, "teacher": other}, PLAIN, text).one_at_a_time is full
+
+
 def test_a_teachers_cache_serves_several_students_to_the_bit(
     mha: Path, other: Path, make: Make, text: Text, tmp_path: Path, loads: list[str]
 ) -> None:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -69,6 +70,19 @@ def stopped(words: list[str], monkeypatch: pytest.MonkeyPatch, at: str, stop: An
     with monkeypatch.context() as patch:
         patch.setattr(milestones, at, stop)
         assert invoke(words).exit_code == 1
+
+
+def test_a_fold_that_does_not_pass_verify_is_refused_again(
+    texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first run leaves the fold behind; the second judges it, too, before it trains it."""
+    unproven(monkeypatch)
+    found = SimpleNamespace(failures=["cache: it is not smaller"])
+    monkeypatch.setattr(milestones, "verify", lambda *_, **__: found)
+    monkeypatch.setattr(milestones, "distill", lambda *_: pytest.fail("it was trained"))
+    for _ in range(2):
+        done = invoke(arguments(texts, tmp_path / "out"))
+        assert "does not pass kvfold verify: cache: it is not smaller" in done.stderr
 
 
 def test_a_killed_run_goes_on_to_the_same_bytes(

@@ -311,6 +311,19 @@ def test_what_cannot_be_published(
     assert "Traceback" not in err
 
 
+def test_files_in_directories_of_somebodys_own_are_left_out(folded: Path, tmp_path: Path) -> None:
+    """A `*` in the names of files that travel with weights stands for no directory."""
+    copy = shutil.copytree(folded, tmp_path / "copy")
+    mine = copy / "eval-runs" / "secret.json"
+    mine.parent.mkdir()
+    mine.write_text("{}")
+    done = CliRunner().invoke(
+        main, ["publish", str(copy), "org/tiny", "--dry-run", "--json", "--verify", "lint"]
+    )
+    assert done.exit_code == 0, done.output
+    assert "secret" not in json.dumps(json.loads(done.stdout)["files"])
+
+
 def test_what_verify_refuses_is_not_published(folded: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(folded, tmp_path / "copy")
     config = json.loads((copy / "config.json").read_text())

@@ -195,6 +195,9 @@ def test_a_directory_that_is_no_llama_cpp(home: Path, tmp_path: Path) -> None:
     result = CliRunner().invoke(main, arguments)
     assert result.exit_code == 2
     assert "has no convert_hf_to_gguf.py" in result.output
+    alone = CliRunner().invoke(main, ["verify", str(tmp_path / "out"), "--llama-cpp", str(tmp_path)])
+    assert alone.exit_code == 2
+    assert "is for --engine llama.cpp, which is not asked for" in alone.stderr
 
 
 @pytest.mark.skipif(find_spec("mlx_lm") is None, reason="`make test-mlx` installs MLX")

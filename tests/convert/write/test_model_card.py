@@ -12,9 +12,9 @@ from pydantic import TypeAdapter
 from safetensors.torch import load_file
 
 from kvfold.checkpoints.eval_json import EvalSummary, read_summary
-from kvfold.checkpoints.record import read_record, write_record
+from kvfold.checkpoints.record import hub_id, read_record, source_directory, write_record
 from kvfold.cli import main
-from kvfold.convert.write.model_card import base_model, make_card, write_card, written_by_kvfold
+from kvfold.convert.write.model_card import make_card, write_card, written_by_kvfold
 
 from ...support.tiny import make
 
@@ -221,11 +221,17 @@ def test_a_distilled_checkpoint_tells_its_recipe(outputs: dict[str, Path], tmp_p
     assert "stages:\n- lr: 0.5\n" in card.text
 
 
-def test_the_hub_id_of_a_source() -> None:
+def test_the_hub_id_of_a_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cached = "/x/hub/models--org--tiny/snapshots/0123"
-    assert base_model({"name": "0123", "path": cached, "revision": "0123"}) == "org/tiny"
-    assert base_model({"name": "org/tiny", "path": "/y", "revision": "0123"}) == "org/tiny"
-    assert base_model({"name": "tiny", "path": "/y/tiny", "revision": None}) is None
+    assert hub_id({"name": "0123", "path": cached, "revision": "0123"}) == "org/tiny"
+    seen: list[tuple[str, str]] = []
+    monkeypatch.setattr("kvfold.checkpoints.record.resolve", lambda *asked: seen.append(asked))
+    record = {"source": {"name": "0123", "path": cached, "revision": "0123"}}
+    monkeypatch.setattr("kvfold.checkpoints.record.read_record", lambda _: record)
+    source_directory(tmp_path)
+    assert seen == [("org/tiny", "0123")], "a source in a cache that was cleared is downloaded by its id"
+    assert hub_id({"name": "org/tiny", "path": "/y", "revision": "0123"}) == "org/tiny"
+    assert hub_id({"name": "tiny", "path": "/y/tiny", "revision": None}) is None
 
 
 @pytest.mark.parametrize(
