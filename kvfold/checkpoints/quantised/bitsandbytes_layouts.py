@@ -110,6 +110,7 @@ def _four_bits(stored: StoredTensors, name: str, state_name: str) -> PackedTenso
 def _state(stored: StoredTensors, name: str) -> dict[str, Any]:
     """Return a weight's quantisation state, which is stored as JSON in bytes."""
     where = f"{name} of {stored.directory}"
+    stored.shape(name, 1)
     if stored.specs[name].nbytes > _STATE_BYTES:
         raise InvalidInput(f"{where} has {stored.specs[name].nbytes} bytes, more than a quantisation state")
     content = bytes(stored.read(name).tolist())

@@ -62,6 +62,7 @@ class QuantisedCheckpoint(Checkpoint):
         self._scheme = SCHEMES[self.method]
         specs = {name: self.stored.spec(name) for name in self.stored}
         tensors = StoredTensors(directory=directory, specs=specs, read=self.stored.__getitem__)
+        tensors.check_filled()
         self.packed = self._with_companions(self._scheme.find(tensors, self.quantization))
         if not self.packed:
             raise InvalidInput(

@@ -63,6 +63,19 @@ class StoredTensors:
     specs: Mapping[str, TensorSpec]
     read: Callable[[str], Tensor]
 
+    def check_filled(self) -> None:
+        """Refuse matrices without a number: scales are divided among their rows and columns.
+
+        Raises:
+            InvalidInput: there is one.
+        """
+        for name, spec in self.specs.items():
+            if len(spec.shape) > 1 and 0 in spec.shape:
+                raise InvalidInput(
+                    f"{name} of {self.directory} has shape {spec.shape}, which holds no number; "
+                    "download or save it again"
+                )
+
     def ending(self, suffix: str) -> list[str]:
         """Return the names with an ending, without it."""
         return [name.removesuffix(suffix) for name in self.specs if name.endswith(suffix)]
@@ -120,8 +133,8 @@ class StoredTensors:
         found = self.specs[name].shape
         if len(found) != dimensions:
             raise InvalidInput(
-                f"{name} of {self.directory} has shape {found}, where a quantised weight has {dimensions} "
-                "dimensions; download or save it again"
+                f"{name} of {self.directory} has shape {found}, where this part of a quantised weight has "
+                f"{dimensions} dimension{'s' * (dimensions > 1)}; download or save it again"
             )
         return found
 

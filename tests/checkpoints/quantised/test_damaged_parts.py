@@ -67,6 +67,10 @@ def shorter(tensor: Tensor) -> Tensor:
     return tensor[:-1]
 
 
+def empty(tensor: Tensor) -> Tensor:
+    return tensor[:0, :0]
+
+
 def halves(tensor: Tensor) -> Tensor:
     return tensor.to(torch.float64)
 
@@ -129,6 +133,13 @@ CASES: list[tuple[str, Change, str]] = [
     ("bitsandbytes nf4", state(nested_offset=None), "states nested_offset None"),
     ("bitsandbytes nf4", changed(".weight.nested_absmax", NAN), "holds NaN or infinite"),
     ("bitsandbytes nf4", changed(".weight.quant_state.bitsandbytes__nf4", shorter), "is no quantisation state"),
+    ("bitsandbytes nf4", changed(".weight.quant_state.bitsandbytes__nf4", lambda t: t[None]), "has 1 dimension"),
+    ("fp8 blocks", changed(".weight", empty), "which holds no number"),
+    ("compressed fp8", changed(".weight", empty), "which holds no number"),
+    ("compressed int4", changed(".weight_packed", empty), "which holds no number"),
+    ("gptq", changed(".qweight", empty), "which holds no number"),
+    ("awq", changed(".qweight", lambda t: t[:0]), "which holds no number"),
+    ("bitsandbytes int8", changed(".weight", lambda t: t[:, :0]), "which holds no number"),
     ("bitsandbytes int8", without(".SCB"), f"has no {MODULE}.SCB"),
     ("bitsandbytes int8", without(".weight"), f"has {MODULE}.SCB but no quantised {MODULE}.weight"),
     ("bitsandbytes int8", plain(".weight"), f"has {MODULE}.SCB but no quantised {MODULE}.weight"),
