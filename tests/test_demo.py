@@ -35,7 +35,7 @@ def shown(out: Path, tokens: str = "8k") -> tuple[int, str]:
 
 
 def test_a_stopped_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it wrote is not written again, and another length is not mixed with it."""
+    """The fold on disk is kept as it is, and another length is not mixed with it."""
     monkeypatch.setattr(demo, "CALIBRATION", {**demo.CALIBRATION, "sequences": 2, "length": 16})
     monkeypatch.setattr(demo, "REFINE", 0)
     monkeypatch.setattr(demo, "TARGETS", {"mla": demo.TARGETS["mla"]})

@@ -306,19 +306,8 @@ def test_curve_and_picture(tmp_path: Path, statistics: Path) -> None:
 def test_statistics_are_saved_also_where_nothing_fits(tmp_path: Path) -> None:
     """The commands of the table name the file."""
     kept = tmp_path / "kept.safetensors"
-    result = run(
-        str(DEMO),
-        "--budgets",
-        "50%",
-        "--memory",
-        "1kB",
-        "--sequences",
-        "1",
-        "--length",
-        "16",
-        "--save-statistics",
-        str(kept),
-    )
+    small = ("--budgets", "50%", "--memory", "1kB", "--sequences", "1", "--length", "16")
+    result = run(str(DEMO), *small, "--save-statistics", str(kept))
     assert kept.is_file(), result.output
 
 

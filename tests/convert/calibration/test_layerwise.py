@@ -179,6 +179,16 @@ def test_chosen_by_memory(
     assert_equal(fits, forced)
 
 
+def test_one_process_without_room_decides_for_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, modes: list[str]
+) -> None:
+    """Of two processes of a launch, the other one's memory is too small for the whole model."""
+    source = open_source(make(tmp_path / "source"))
+    monkeypatch.setattr(study_module, "from_every", lambda own: [own, True])
+    study(source, "self", sequences=4, length=8, seed=0, work=tmp_path)
+    assert modes == ["layerwise"]
+
+
 def test_activations_are_counted(tmp_path: Path) -> None:
     """The estimate of what autograd keeps, against what it does keep, for a Llama layer of ordinary
     proportions.
