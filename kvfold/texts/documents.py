@@ -26,17 +26,20 @@ def check_calibration(text: str) -> None:
     """Check that a name can be that of a calibration text; data sets on the Hub are not looked up.
 
     Args:
-        text: a file, a directory, a glob, or `org/name[:config[:split[:field]]]`.
+        text: `stdlib` (the training modules of the running interpreter), a file, a directory, a glob, or
+            `org/name[:config[:split[:field]]]`.
 
     Raises:
         InvalidInput: there is no such file, its kind cannot be read, and it can be no data set's name.
     """
+    if text == "stdlib":
+        return
     if exists(text) or any(character in text for character in "*?["):
         find_files(text, _OPTION)
     elif not _names_data_set(text):
         raise InvalidInput(
-            f"{_OPTION} {printable(text)} is not none, self, a file or a directory of texts that exists, a "
-            ".safetensors file of statistics, or a data set's org/name[:config[:split[:field]]]"
+            f"{_OPTION} {printable(text)} is not none, self, stdlib, a file or a directory of texts that "
+            "exists, a .safetensors file of statistics, or a data set's org/name[:config[:split[:field]]]"
         )
 
 

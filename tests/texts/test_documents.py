@@ -46,11 +46,26 @@ def test_read_sequences(tmp_path: Path) -> None:
     for name, reason in {
         "b.jsonl": 'line 1 has no field "text"',
         "c.txt": "UTF-8",
-        "d.txt": "is not none, self, a file",
-        "e.csv": "is not none, self, a file",
+        "d.txt": "is not none, self, stdlib, a file",
+        "e.csv": "is not none, self, stdlib, a file",
     }.items():
         with pytest.raises(InvalidInput, match=reason):
             read_sequences(tmp_path / name, tokenizer, sequences=1, length=2, seed=0)
+
+
+def test_the_standard_library_without_its_held_out_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The word comes before a file of that name, as in `eval --text`."""
+    parts = {True: ("h" * 99,), False: ("abc" * 33, "def" * 33)}
+    monkeypatch.setattr(document_rows, "stdlib_documents", lambda held_out: parts[held_out])
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "stdlib").write_text("h" * 99)
+    check_calibration("stdlib")
+    tokenizer = characters()
+    found = read_sequences("stdlib", tokenizer, **TAKEN)
+    assert tokenizer.convert_tokens_to_ids("h") not in found
+    assert torch.equal(found, read_sequences("stdlib", tokenizer, **TAKEN))
 
 
 def test_a_directory_without_a_tokenizer_is_named(tmp_path: Path) -> None:
@@ -98,8 +113,8 @@ def test_what_is_no_text(tmp_path: Path) -> None:
         "empty": "holds no file of a known kind",
         "mixed": "holds files of several kinds",
         "table.csv": "is of no known kind",
-        "absent.txt": "is not none, self, a file",
-        "a/b/c": "is not none, self, a file",
+        "absent.txt": "is not none, self, stdlib, a file",
+        "a/b/c": "is not none, self, stdlib, a file",
     }.items():
         with pytest.raises(InvalidInput, match=reason):
             check_calibration(str(tmp_path / name))

@@ -158,7 +158,7 @@ def test_mistakes(tmp_path: Path) -> None:
     (tmp_path / "bad.safetensors").write_bytes(b"no")
     (tmp_path / "empty").mkdir()
     for options, sentence in (
-        (("--calibration", "nowhere.txt"), "--calibration nowhere.txt is not none, self, a file"),
+        (("--calibration", "nowhere.txt"), "--calibration nowhere.txt is not none, self, stdlib, a file"),
         (("--calibration", str(tmp_path / "bad.safetensors")), "holds no statistics that kvfold wrote"),
         (("--calibration", str(other)), "holds statistics of a model with"),
         (
