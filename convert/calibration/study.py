@@ -77,7 +77,7 @@ def study(
             saves other statistics as `save` in the meantime.
     """
     with together():
-        saved = _read_saved(source, calibration, save)
+        saved = read_saved(source, calibration, save)
         if saved is not None or calibration == "none":
             return saved
         chosen = length is None
@@ -227,8 +227,17 @@ def _place(work: Path | None) -> Path:
     return next(path for path in (place, *place.parents) if path.is_dir())
 
 
-def _read_saved(source: Source, calibration: str, save: Path | None) -> Statistics | None:
-    """Return saved statistics, where the user names them; refuse mistakes that need no model to be seen."""
+def read_saved(source: Source, calibration: str, save: Path | None) -> Statistics | None:
+    """Return saved statistics, where the user names them; refuse mistakes that need no model to be seen.
+
+    Args:
+        source: the checkpoint.
+        calibration: as for `study`.
+        save: the file in which statistics are to be saved, or None.
+
+    Raises:
+        InvalidInput: there is no such file, it is of another model, or nothing can be saved in `save`.
+    """
     if calibration == "none":
         if save is not None:
             raise InvalidInput(

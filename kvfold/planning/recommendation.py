@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ..convert.calibration.statistics import Statistics
-from ..convert.calibration.study import study
+from ..convert.calibration.study import read_saved, study
 from ..convert.calibration.text_length import at_context
 from ..convert.decide.costs.fold_cost import cost_by_default, in_words
 from ..convert.decide.per_rank import Ranks, source_elements
@@ -177,6 +177,8 @@ def _recommend(source: Source, request: PlanRequest, inside: Surroundings | None
     statistics = None
     if wants_curve or request.save_statistics is not None or any(row.fits for row in rows):
         statistics = _study(source, request)
+    else:
+        read_saved(source, request.calibration, None)  # a wrong name is one also where nothing fits
     rows = predict_rows(rows, bounds, statistics, every=wants_curve)
     advice = rank(rows, bounds, request.goal, request.tolerance, calibrated=statistics is not None)
     unchanged = plan_source(source, inside)

@@ -323,6 +323,7 @@ def test_statistics_are_saved_also_where_nothing_fits(tmp_path: Path) -> None:
         (("--png", "curve.svg"), "does not end in .png"),
         (("--png", "nowhere/curve.png"), "there is no directory"),
         (("--calibration", "absent.safetensors"), "absent.safetensors"),
+        (("--calibration", "absent.txt", "--memory", "1kB"), "--calibration absent.txt is not none, self"),
         (("--calibration", "none", "--save-statistics", "kept.safetensors"), "nothing to save"),
     ],
 )
