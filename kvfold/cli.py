@@ -15,8 +15,8 @@ from .migration.cli import main as migrate
 from .planning.cli import main as plan
 from .publishing.publish import main as publish
 from .quantisation.cli import main as quantize
+from .verification.cli import main as verify
 from .verification.engine_table import main as engines
-from .verification.verify import main as verify
 
 
 class _InOrder(click.Group):

@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 from ...core.console import progress
 from ...core.errors import InvalidInput
 from ...core.processes import check_enough, gather_rows, place, together
-from ...models.growing_cache import growing_cache
+from ...models.caches import cache_argument, cache_of, growing_cache
 from ...models.positions import positions_behind
 
 BLOCK = 256  # tokens of the vocabulary per block; a draw selects a block first
@@ -87,17 +87,17 @@ def _continue(model: Any, chance_BT: Tensor, bos: int | None) -> Iterator[tuple[
     first_B = (chance_BT[:, 0] * vocabulary).long() if bos is None else torch.full((len(chance_BT),), bos)
     yield first_B, torch.zeros(len(first_B))
     last_B = first_B.to(model.device)
-    cache = growing_cache(model.config, chance_BT.shape[1])
+    cache, named = growing_cache(model.config, chance_BT.shape[1]), cache_argument(model)
     for chance_B in chance_BT[:, 1:].to(model.device).T:
         with torch.no_grad():
             output = model(
                 input_ids=last_B[:, None],
-                past_key_values=cache,
+                **{named: cache},
                 use_cache=True,
                 logits_to_keep=1,
                 **positions_behind(model, cache, last_B[:, None]),
             )
-            cache = output.past_key_values
+            cache = cache_of(output)
             p_BV = output.logits[:, -1].softmax(-1)
         if not p_BV.isfinite().all():
             raise InvalidInput(

@@ -67,6 +67,9 @@ _TRANSFORMERS = (
           "it caches every query head's keys and values"),
     _rule(_HF_AND_VLLM, _REMOTE, "refuses to load", "a shipped file or its name is missing", check.code,
           "the code is looked up next to the weights"),
+    _rule({"transformers": seen.HF_CACHE}, _REMOTE, "prints nonsense",
+          "attention_kvfold.py of an earlier kvfold", check.old_code,
+          "from transformers 5.24 on it decodes without its cache; kvfold verify --renew-code replaces it"),
     _always({"transformers": seen.HF, **_VLLM_RUN}, _REMOTE, "note", _CODE,
             "load it, and its tokenizer, with trust_remote_code=True (vllm serve --trust-remote-code)"),
 )  # fmt: skip

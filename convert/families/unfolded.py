@@ -1,6 +1,6 @@
 """Model types of transformers' causal language models that kvfold does not fold, each with the reason.
 
-Read in transformers 5.23. `kvfold families --all` prints them. A model type in neither this table nor that of
+Read in transformers 5.24. `kvfold families --all` prints them. A model type in neither this table nor that of
 families is reported as not examined.
 """
 
@@ -23,6 +23,7 @@ _WHOLE = "it is a multimodal model"
 _TOWER = "it is a multimodal model, whose text tower is folded in its place"
 _ASSISTANT = "it is a draft model, which reads the keys and values of the model that it drafts for"
 _UNDESCRIBED = "no row describes its attention"
+_LOOPED = "it runs some layers several times over, and caches them once for each"
 
 
 def _all(reason: str, kinds: Iterable[str]) -> dict[str, str]:
@@ -41,7 +42,8 @@ UNFOLDED: dict[str, str] = {
     )),
     **_all(_LATENT, (
         "axk1", "axk2", "bailing_hybrid", "deepseek_v2", "deepseek_v3", "deepseek_v32", "deepseek_v4",
-        "glm4_moe_lite", "glm_moe_dsa", "hy_v4", "kimi_linear", "longcat_flash", "minicpm3", "youtu",
+        "glm4_moe_lite", "glm_moe_dsa", "hy_v4", "kimi_linear", "longcat_flash", "minicpm3", "sarvam_mla",
+        "youtu",
     )),
     **_all(_NO_ATTENTION, ("falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm")),
     **_all(_HYBRID, (
@@ -66,8 +68,13 @@ UNFOLDED: dict[str, str] = {
         "emu3", "fuyu", "git", "got_ocr2", "mllama", "moshi", "moss_transcribe_diarize", "phi4_multimodal",
     )),
     **_all(_TOWER, ("gemma3", "gemma4", "gemma4_unified", "llama4", "qwen3_5", "qwen3_5_moe")),
-    **_all(_UNDESCRIBED, ("blt", "cohere_compass_text", "cwm", "inkling2_text", "inkling_text", "zaya")),
+    **_all(_UNDESCRIBED, (
+        "apertus1p5_text", "blt", "cohere_compass_text", "cwm", "inkling2_text", "inkling_text", "lara_mini",
+        "sarvam_moe", "zaya",
+    )),
+    **_all(_LOOPED, ("dory", "inkling2_loop_text")),
     "bitnet": "its projections are ternary",
+    "exaone": "its files name weights otherwise than its class does, and no row describes that",
     "dbrx": "its attention settings are in a config of their own, and its projections may be clamped",
     "diffllama": "its attention is the difference of two",
     "doge": "its attention mask is computed from the values",

@@ -15,11 +15,13 @@ from transformers.models.deepseek_v2 import modeling_deepseek_v2 as v2
 from transformers.models.deepseek_v3 import modeling_deepseek_v3 as v3
 
 from ...core.errors import InvalidInput
+from ...models.caches import cache_argument
 from ...models.fused_attention import level
 from ...models.shipped.decoding_kvfold import absorbing_is_less, attend, is_plain, tells
 from .stock import NORM_WEIGHT
 
 Model = TypeVar("Model", bound=nn.Module)
+_CACHE = cache_argument(v3.DeepseekV3Attention)  # as the stock classes name it
 
 
 class _Absorbed:
@@ -34,21 +36,19 @@ class _Absorbed:
         position_embeddings: Any,
         attention_mask: Any = None,
         past_key_values: Any = None,
+        cache: Any = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """Attend as the stock class does, (B, T, D) to (B, T, D), and return the weights if computed."""
-        if (
-            past_key_values is None
-            or self.training
-            or not self._absorbs(hidden_states.shape[1], attention_mask)
-        ):
+        cache = past_key_values if cache is None else cache  # `cache` from transformers 5.24 on
+        if cache is None or self.training or not self._absorbs(hidden_states.shape[1], attention_mask):
             given = {"position_embeddings": position_embeddings, "attention_mask": attention_mask}
             stock: tuple[Tensor, Tensor | None] = super().forward(  # type: ignore[misc]
-                hidden_states, **given, past_key_values=past_key_values, **kwargs
+                hidden_states, **given, **{_CACHE: cache}, **kwargs
             )
             return stock
         query_BNTQ, latent_B1TC, rope_B1TR = self._projected(hidden_states, position_embeddings)
-        latent_B1SC, rope_B1SR = past_key_values.update(latent_B1TC, rope_B1TR, self.layer_idx)
+        latent_B1SC, rope_B1SR = cache.update(latent_B1TC, rope_B1TR, self.layer_idx)
         up_NEC = self.kv_b_proj.weight.unflatten(0, (-1, self.qk_nope_head_dim + self.v_head_dim))
         output_BNTV, weights = attend(
             query_BNTQ, latent_B1SC, rope_B1SR, up_NEC, attention_mask, self.scaling, self

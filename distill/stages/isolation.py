@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers.masking_utils import create_masks_for_generate
 
 from ...core.errors import InvalidInput
+from ...models.caches import CACHE_NAMES
 from ...models.positions import has_other_layers
 
 _FIRST, _SECOND = 5, 6  # tokens of the two documents of the test
@@ -49,7 +50,7 @@ def _give_mask(base: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[
     if (
         position_ids_BS is not None
         and kwargs.get("attention_mask") is None
-        and kwargs.get("past_key_values") is None
+        and all(kwargs.get(name) is None for name in CACHE_NAMES)
     ):
         # Only its shape and dtype are read.
         shape_BS1 = position_ids_BS.new_empty((*position_ids_BS.shape, 1), dtype=base.dtype)

@@ -14,6 +14,7 @@ from ...convert.families.recognition import FAMILIES, attending, complete, geome
 from ...convert.towers.tower import text_config
 from ...core.console import notice
 from ...core.errors import InvalidInput
+from ...models.caches import cache_of
 from ...models.causal_lm import Loaded
 from ..subject import Subject
 
@@ -224,7 +225,7 @@ def _layers(loaded: Loaded, ids_W: Tensor) -> tuple[list[tuple[list[Tensor], int
     The second result is the size of states that layers without attention keep.
     """
     ids_1W = ids_W[None].to(loaded.device)
-    cache = loaded.model.base_model(input_ids=ids_1W, use_cache=True).past_key_values
+    cache = cache_of(loaded.model.base_model(input_ids=ids_1W, use_cache=True))
     layers = cache.layers
     states = [getattr(layer, name, ()) for layer in layers for name in ("conv_states", "recurrent_states")]
     states.append(getattr(cache, "linear_cache", ()))

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ...models.caches import cache_argument, cache_of
 from ...models.causal_lm import Loaded
 from ...models.positions import positions_behind
 
@@ -25,10 +26,10 @@ def read(loaded: Loaded, ids_BT: Tensor, cache: Any = None, last: int | None = N
         Logits (B, K, V) in the model's dtype, and the cache after these tokens.
     """
     fewer = {} if last is None or not _can_keep_fewer(loaded) else {"logits_to_keep": last}
-    place = positions_behind(loaded.model, cache, ids_BT)
-    output = loaded.model(input_ids=ids_BT, past_key_values=cache, use_cache=True, **place, **fewer)
+    place = {**positions_behind(loaded.model, cache, ids_BT), cache_argument(loaded.model): cache}
+    output = loaded.model(input_ids=ids_BT, use_cache=True, **place, **fewer)
     logits_BKV: Tensor = output.logits if last is None else output.logits[:, -last:]
-    return logits_BKV, output.past_key_values
+    return logits_BKV, cache_of(output)
 
 
 def greedy(logits_BKV: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from typing import Any
 
 from ..checkpoints.directory import read_config
 from ..core.errors import InvalidInput
+from ..core.files import write_whole
 from ..core.untrusted import shorten
 from . import shipped
 
@@ -62,6 +63,7 @@ EARLIER = {
         "67c9622c492cdb4fc49534e1861b3f7696bdab6878826c559370cdcfd3c3e2c4",
         "0877863919b375f1c06feabe340326b038121bc3ddf6c55503a2ae23c04322ce",
         "0518f82186882ada61f2a9f2ff74507af4615bf18e7ac0141c73c5ba17859fa4",
+        "4c3515d9799ec91dadbde345d88fe06f98c11eaf6ea149b0b926d99ac77b2c26",
     ),
     "decoding_kvfold.py": (
         "abbbcc40d24a7365b8bc9e6161056155f63bb3d8177601df6f204e5a67df7e93",
@@ -95,15 +97,53 @@ EARLIER = {
 
 
 def ship(source: Path, out: Path) -> None:
-    """Copy the code of one output into another that is made from it.
+    """Write the code of one output into another that is made from it.
+
+    Code of an earlier kvfold becomes this version's, which newer releases of transformers run too.
 
     Args:
-        source: the output; nothing is copied where it has no code.
+        source: the output; nothing is written where it has no code.
         out: the directory that gets the files.
     """
+    place = HERE if carries_own_code(source) else source
     for name in FILES:
         if (source / name).is_file():
-            shutil.copyfile(source / name, out / name)
+            shutil.copyfile(place / name, out / name)
+
+
+def outdated(directory: Path) -> list[str]:
+    """Return the code files of an output that are those of an earlier kvfold."""
+    return [name for name in FILES if _digest(directory / name) in EARLIER[name]]
+
+
+def renew(directory: Path) -> list[str]:
+    """Replace the code of an earlier kvfold in an output by this version's, each file whole or not at all.
+
+    Args:
+        directory: a remote output.
+
+    Returns:
+        The names of the files that were replaced.
+
+    Raises:
+        InvalidInput: it is no remote output, its code is not kvfold's, or a file to be replaced is a link.
+        OSError: the directory cannot be written.
+    """
+    if not is_remote(directory):
+        raise InvalidInput(f"{directory} brings no code of kvfold's, so there is none to renew")
+    if not carries_own_code(directory):
+        raise InvalidInput(
+            f"the code of {directory} is not that of any kvfold, so it stays as it is; fold the source again"
+        )
+    names = outdated(directory)
+    for name in names:
+        if (directory / name).is_symlink():
+            raise InvalidInput(
+                f"{directory / name} is a link, as in a cache of downloads; renew the code of a copy (cp -rL)"
+            )
+    for name in names:
+        write_whole(directory / name, (HERE / name).read_text(encoding="utf-8"), replace=True)
+    return names
 
 
 def is_remote(directory: Path) -> bool:

@@ -19,9 +19,10 @@ from torch import Tensor, nn
 
 from ..core.cache_dtypes import CacheDtype
 from ..core.errors import InvalidInput
+from .caches import CACHE_NAMES
 from .decoder import Decoder
 
-_NAMES = ("past_key_values", "layer_past", "past_key_value")  # of the cache among the arguments of attention
+_NAMES = (*CACHE_NAMES, "layer_past", "past_key_value")  # of the cache among the arguments of attention
 
 
 class StoredCache:
@@ -86,15 +87,16 @@ class StoredCache:
 
     def _watch(self, number: int, module: Any) -> None:
         parameters = list(inspect.signature(module.forward).parameters)
-        name = next((name for name in _NAMES if name in parameters), None)
-        if name is None:
+        names = [name for name in _NAMES if name in parameters]
+        if not names:
             raise self._refusal(number, module)
-        place = parameters.index(name)
 
         def give(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if not self._is_on:
                 return None
-            inner = args[place] if place < len(args) else kwargs.get(name)
+            given = {**dict(zip(parameters, args, strict=False)), **kwargs}
+            name = next((name for name in names if given.get(name) is not None), names[0])
+            inner, place = given.get(name), parameters.index(name)
             if isinstance(inner, _Reading):  # arguments of another call, of which this one is made
                 inner = inner.inner
             reading = self._given[number] = _Reading(inner, self, number, module)

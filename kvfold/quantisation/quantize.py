@@ -6,7 +6,6 @@ import errno
 import json
 import math
 import shlex
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,8 +23,7 @@ from ..core.console import progress
 from ..core.errors import InvalidInput
 from ..core.files import whole_directory
 from ..core.untrusted import shorten
-from ..models.remote_code import FILES as CODE
-from ..models.remote_code import carries_own_code
+from ..models.remote_code import carries_own_code, ship
 from .chosen_weights import LATENT, RoundedWeights, choose_weights
 from .scheme_names import SCHEMES
 from .weight_rounding import Rounding, check_package, rounding
@@ -166,8 +164,8 @@ def write_quantized(plan: QuantizePlan, shard_size: int = SHARD_SIZE) -> dict[st
                     for first, piece in plan.checkpoint.stream(name):
                         writer.write(name, piece, first)
         copy_side_files(source, place)
-        for name in CODE if carries_own_code(source) else ():
-            shutil.copyfile(source / name, place / name)
+        if carries_own_code(source):
+            ship(source, place)
         config = {**plan.checkpoint.config, "quantization_config": plan.rounding.config(plan.chosen.ignore)}
         (place / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         write_record(place, record)

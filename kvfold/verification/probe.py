@@ -6,6 +6,7 @@ stdout. `verify.py` runs it in a fresh process, where `import kvfold` fails.
 Legend: S sequences, T tokens, V vocabulary.
 """
 
+import inspect
 import json
 import sys
 from typing import Any
@@ -48,6 +49,13 @@ def load(directory: str, dtype: str, trust: bool) -> tuple[Any, list[str]]:
     return model.to("cuda" if torch.cuda.is_available() else "cpu").eval(), sorted(info["missing_keys"])
 
 
+def advance(model: Any, ids_ST: Tensor, cache: Any, **place: Tensor) -> tuple[Any, Any]:
+    """Let a model read more tokens, and return its output and its cache, called `cache` from 5.24 on."""
+    name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+    output = model(input_ids=ids_ST, use_cache=True, **{name: cache}, **place)
+    return output, getattr(output, name)
+
+
 def written(model: Any, sequences: int, length: int, seed: int) -> Tensor:
     """Let a model write text (S, T) at temperature 1."""
     vocabulary = model.get_output_embeddings().weight.shape[0]
@@ -61,8 +69,7 @@ def written(model: Any, sequences: int, length: int, seed: int) -> Tensor:
     columns = [first_S.to(model.device)]
     cache = None
     for chance_S in chance_ST[:, 1:].T.to(model.device):
-        output = model(input_ids=columns[-1][:, None], past_key_values=cache, use_cache=True)
-        cache = output.past_key_values
+        output, cache = advance(model, columns[-1][:, None], cache)
         below_SV = output.logits[:, -1].softmax(-1).cumsum(-1, dtype=torch.float64)
         aim_S1 = chance_S[:, None] * below_SV[:, -1:]
         columns.append(torch.searchsorted(below_SV, aim_S1, right=True).squeeze(1).clamp(max=vocabulary - 1))
@@ -114,9 +121,8 @@ def decode(model: Any, prompt_ST: Tensor) -> tuple[Tensor, Tensor]:
         if step and any(kind in {"linear_attention", "conv"} for kind in kinds):
             # Some classes count positions from a layer that has no keys, or not at all.
             place = {"position_ids": torch.full_like(last_ST, prompt_ST.shape[1] + step - 1)}
-        output = model(input_ids=last_ST, past_key_values=cache, use_cache=True, **place)
+        output, cache = advance(model, last_ST, cache, **place)
         best = output.logits[:, -1].float().topk(2)
-        cache = output.past_key_values
         last_ST = best.indices[:, :1]
         chosen.append(last_ST)
         leads.append(best.values[:, :1] - best.values[:, 1:])
@@ -153,7 +159,7 @@ def growth(model: Any, text_1T: Tensor) -> list[list[float]]:
     """
     sizes = []
     for length in (SHORT, LONG):
-        layers = model(input_ids=text_1T[:, :length], use_cache=True).past_key_values.layers
+        layers = advance(model, text_1T[:, :length], None)[1].layers
         cached = [layer for layer in layers if getattr(layer, "keys", None) is not None]
         sizes.append([[layer.keys.numel(), layer.values.numel()] for layer in cached])
     return [

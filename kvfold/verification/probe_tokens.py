@@ -3,6 +3,7 @@
 This is a script that imports no kvfold. It reads one JSON object from stdin and writes one to stdout.
 """
 
+import inspect
 import json
 import sys
 
@@ -41,11 +42,13 @@ def main() -> None:
     prompt = tokenizer(asked["prompt"], add_special_tokens=False)["input_ids"]
     if begins:
         prompt = [begin, *prompt]
+    # As transformers calls it from 5.24 on, or before.
+    named = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
     last, cache, chosen, leads = torch.tensor([prompt]), None, [], []
     for _ in range(asked["steps"]):
-        output = model(input_ids=last, past_key_values=cache, use_cache=True)
+        output = model(input_ids=last, use_cache=True, **{named: cache})
         best = output.logits[0, -1].float().topk(2)
-        cache, last = output.past_key_values, best.indices[None, :1]
+        cache, last = getattr(output, named), best.indices[None, :1]
         chosen.append(int(last))
         leads.append(float(best.values[0] - best.values[1]))
     told = {"scores": scores, "continued": tokenizer.decode(chosen), "least_lead": min(leads)}

@@ -87,3 +87,31 @@ def test_training_and_rounding_are_those_of_the_result_files() -> None:
             wrong.append(f"{label}: {cells}, measured {measured}")
     assert not wrong, "\n".join(wrong)
     assert seen >= 12, "the table was not found"
+
+
+LABELS = {  # of sources in the table of vLLM, where they differ from those of the file
+    "llava": "LLaVA",
+    "mistral3": "Mistral 3",
+    "gemma3": "Gemma 3",
+    "qwen2_5_vl": "Qwen2.5-VL",
+    "qwen3_vl": "Qwen3-VL",
+}
+
+
+def test_runs_in_vllm_are_those_of_the_result_files() -> None:
+    measured = []
+    for row in json.loads((ROOT / "benchmarks/results/vllm-cpu.json").read_text(encoding="utf-8"))["rows"]:
+        tokens, cache = f"{row['same_tokens']} of {row['tokens']}", row["cache"]
+        difference, source = f"{row['max_difference']:.1e}", LABELS.get(row["source"], row["source"])
+        fold = f"`{row['options'].replace(' --calibration none', '')}`"
+        measured.append([source, fold, difference, tokens, f"{cache['before']:g}", f"{cache['vllm']:g}"])
+    for row in json.loads((ROOT / "benchmarks/results/vllm-http-cpu.json").read_text(encoding="utf-8"))[
+        "rows"
+    ]:
+        again = f"{row['prefix'][0]} and {row['prefix'][1]} of {row['tokens']}"
+        measured.append([row["fold"], f"{row['batch']:.1e}", again])
+    text = (ROOT / "docs/results.md").read_text(encoding="utf-8").split("\n## Run by engines\n")[1]
+    lines = text.split("\n## ")[0].splitlines()
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| ")]
+    shown = [row for row in cells if row[0] not in {"source", "fold"}]
+    assert sorted(shown) == sorted(measured)

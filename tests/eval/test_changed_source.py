@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from kvfold.convert.cli import main as convert
 from kvfold.eval.cli import main as evaluate
 from kvfold.texts.corpus import read_text
-from kvfold.verification.verify import main as verify
+from kvfold.verification.cli import main as verify
 
 from .conftest import Make
 

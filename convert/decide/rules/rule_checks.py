@@ -9,7 +9,7 @@ import torch
 
 from ....core.errors import InvalidInput
 from ....core.untrusted import read_json
-from ....models.remote_code import AUTO_MAP, FILES
+from ....models.remote_code import AUTO_MAP, FILES, outdated
 from ...formats.serving_widths import NARROW, NORM_EPSILON, SERVING
 from ..expected_tensors import expected_tensors
 from ..lint import Written
@@ -75,6 +75,12 @@ def code(written: Written) -> str:
         if name not in (written.config.get("auto_map") or {}):
             return f"its auto_map has no {name}"
     return ""
+
+
+def old_code(written: Written) -> str:
+    """Find attention of an earlier kvfold."""
+    names = set(outdated(written.directory)) & {"attention_kvfold.py"}
+    return f"its {names.pop()} is that of an earlier kvfold" if names else ""
 
 
 def linear(written: Written) -> str:

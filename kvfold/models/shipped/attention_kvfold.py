@@ -193,6 +193,7 @@ class KvfoldDecoupledAttention(_FoldedAttention):
         attention_mask: Any = None,
         past_key_values: Any = None,
         features: Any = None,
+        cache: Any = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """As every attention module of transformers.
@@ -222,10 +223,9 @@ class KvfoldDecoupledAttention(_FoldedAttention):
             nope_BNTP, turned_BNTR = query_BNTQ.split([self.qk_nope_head_dim, self.qk_rope_head_dim], dim=-1)
             query_BNTQ = torch.cat([nope_BNTP, rotate(turned_BNTR, cos_BTF, sin_BTF, True)], dim=-1)
             rope_B1SR = rotate(rope_B1SR, cos_BTF, sin_BTF, True)
-        if past_key_values is not None:
-            latent_B1SC, rope_B1SR = past_key_values.update(
-                latent_B1SC, rope_B1SR, self.layer_idx, *places(kwargs)
-            )
+        cache = past_key_values if cache is None else cache  # `cache` from transformers 5.24 on
+        if cache is not None:
+            latent_B1SC, rope_B1SR = cache.update(latent_B1SC, rope_B1SR, self.layer_idx, *places(kwargs))
             if self._absorbs(length, latent_B1SC.shape[-2], attention_mask):
                 output_BTE, weights = self._absorbed(query_BNTQ, latent_B1SC, rope_B1SR, attention_mask)
                 return self._projected(output_BTE, hidden_states), weights
@@ -343,6 +343,7 @@ class KvfoldIntactAttention(_FoldedAttention):
         position_embeddings: tuple[Any, ...],
         attention_mask: Any = None,
         past_key_values: Any = None,
+        cache: Any = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """As every attention module of transformers.
@@ -359,9 +360,10 @@ class KvfoldIntactAttention(_FoldedAttention):
         query_BNTH = self._heads(query_BTE, self.q_norm).transpose(1, 2)
         query_BNTH = self._grown(rotate(query_BNTH, cos_BTF, sin_BTF, False), kwargs.get("position_ids"))
         latent_B1SC = self._encode(hidden_states)
-        if past_key_values is not None:
+        cache = past_key_values if cache is None else cache  # `cache` from transformers 5.24 on
+        if cache is not None:
             latent_B1SC, position_BS = self._remember(
-                latent_B1SC, position_embeddings[2], past_key_values, *places(kwargs)
+                latent_B1SC, position_embeddings[2], cache, *places(kwargs)
             )
             frequencies_F = self._own(position_embeddings[2].frequencies_F)
             if self._rebuilds(length, latent_B1SC.shape[-2], attention_mask):

@@ -12,6 +12,7 @@ from kvfold.core.errors import InvalidInput
 from kvfold.distill.cli import main
 from kvfold.distill.recipe.recipe import Recipe
 from kvfold.distill.run.job import distill
+from kvfold.models.caches import cache_argument
 from kvfold.models.causal_lm import load_model, load_tokenizer
 from kvfold.models.decoder import Decoder
 from kvfold.models.stored_cache import StoredCache
@@ -64,7 +65,7 @@ def test_gradients_are_those_of_the_straight_through_estimate_also_of_a_layer_al
     decoder, hidden_BSD = Decoder(model), torch.randn(8, 32, 32)
     call = decoder.calls(input_ids=IDS)[1]
     alone_BSD = decoder.attend(1, call, hidden_BSD)
-    arguments = {**call.named, "hidden_states": hidden_BSD, "past_key_values": None}
+    arguments = {**call.named, "hidden_states": hidden_BSD, cache_argument(attention): None}
     whole_BSD, _ = model.model.layers[1].self_attn(**arguments)
     assert alone_BSD.requires_grad
     assert torch.equal(alone_BSD, whole_BSD), "a layer by itself is rounded once"

@@ -59,8 +59,8 @@ def test_bfloat16_costs_a_float32_model_exactly_its_rounding(
     ids = torch.cat([torch.tensor([[loaded.tokenizer.bos_token_id]]), ids], 1)
     update = DynamicLayer.update
 
-    def rounding(self: Any, keys: torch.Tensor, values: torch.Tensor, *rest: Any) -> Any:
-        return update(self, keys.bfloat16().float(), values.bfloat16().float(), *rest)
+    def rounding(self: Any, keys: torch.Tensor, values: torch.Tensor, *rest: Any, **named: Any) -> Any:
+        return update(self, keys.bfloat16().float(), values.bfloat16().float(), *rest, **named)
 
     monkeypatch.setattr(DynamicLayer, "update", rounding)
     with torch.no_grad():

@@ -1,9 +1,6 @@
-"""A cache of keys and values for text of a known length, which is filled in place.
+"""Caches of keys and values: the name by which transformers hands them on, and one filled in place."""
 
-transformers' own copies everything before at every token, T²/2 copies over T tokens: two thirds of the time
-in which a small model writes its calibration text on a CPU.
-"""
-
+from inspect import signature
 from typing import Any
 
 from torch import Tensor
@@ -12,9 +9,29 @@ from transformers.cache_utils import DynamicLayer
 
 from .positions import has_other_layers
 
+CACHE_NAMES = ("cache", "past_key_values")  # from transformers 5.24 on, and before
+
+
+def cache_argument(module: Any) -> str:
+    """Return the name of the cache among the arguments of a module's forward pass.
+
+    It is asked of the module and not of the release, since code that travels with a checkpoint keeps the name
+    that it was written with.
+    """
+    parameters = signature(module.forward).parameters
+    return next((name for name in CACHE_NAMES if name in parameters), CACHE_NAMES[-1])
+
+
+def cache_of(output: Any) -> Any:
+    """Return the cache in a model's output."""
+    return next(getattr(output, name) for name in CACHE_NAMES if hasattr(output, name))
+
 
 class GrowingLayer(DynamicLayer):
     """A layer's keys and values at the head of tensors that are as long as the text will be.
+
+    transformers' own layer copies everything before at every token, T²/2 copies over T tokens: two thirds of
+    the time in which a small model writes its calibration text on a CPU.
 
     Args:
         length: tokens of the text.
