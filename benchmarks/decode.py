@@ -23,6 +23,8 @@ import torch
 from torch import nn
 from transformers import DynamicCache
 
+from kvfold.models.caches import cache_argument
+
 from .decode_models import KINDS, Shape, build, fill
 from .machine import machine, save
 
@@ -87,12 +89,13 @@ def watched(model: Any, device: str, kind: str) -> Clock:
 @torch.no_grad()
 def step(model: Any, clock: Clock, cache: DynamicCache, batch: int) -> dict[str, float]:
     """Milliseconds a token of one decoding step over the whole stack, by part."""
+    named = {cache_argument(model): cache}
     clock.seconds.clear()
     clock.start("step")
     model(
         input_ids=torch.zeros(batch, 1, dtype=torch.long, device=clock.device),
-        past_key_values=cache,
         use_cache=True,
+        **named,
     )
     clock.stop("step")
     spent = {part: clock.seconds[part] / batch * 1e3 for part in (*PARTS, "step")}

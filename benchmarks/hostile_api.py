@@ -13,6 +13,7 @@ import torch
 import kvfold
 from kvfold.core.console import calling
 from kvfold.core.errors import InvalidInput
+from kvfold.models.caches import cache_argument, cache_of
 from kvfold.models.causal_lm import load
 from kvfold.models.load_options import LoadOptions
 
@@ -102,5 +103,5 @@ def _absorb(directory: str) -> None:
 
 def _decoded(model: Any, ids: torch.Tensor) -> torch.Tensor:
     """Return logits of the last token, which is decoded with a cache of the others."""
-    cache = model(input_ids=ids[:, :-1], use_cache=True).past_key_values
-    return model(input_ids=ids[:, -1:], past_key_values=cache, use_cache=True).logits
+    cache = cache_of(model(input_ids=ids[:, :-1], use_cache=True))
+    return model(input_ids=ids[:, -1:], use_cache=True, **{cache_argument(model): cache}).logits

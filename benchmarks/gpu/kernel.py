@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvfold.models.caches import cache_argument
+
 from .. import kernels as benchmark
 from ..cuda_check import implementations, run
 from ..decode_models import Shape, build, fill
@@ -123,14 +125,14 @@ def decoding_step(kind: str, shape: Shape, context: int, batch: int, device: str
     ids_B1 = torch.zeros(batch, 1, dtype=torch.long, device=device)
     position_B1 = torch.full((batch, 1), context, device=device)
 
+    named = {cache_argument(model): cache}
+
     def step(forward: Callable[..., Any]) -> Tensor:
         for layer in cache.layers:
             layer.cumulative_length.fill_(
                 context
             )  # every step writes the same place, so that none is beyond the end
-        logits: Tensor = forward(
-            input_ids=ids_B1, position_ids=position_B1, past_key_values=cache, use_cache=True
-        ).logits
+        logits: Tensor = forward(input_ids=ids_B1, position_ids=position_B1, use_cache=True, **named).logits
         return logits
 
     eager_BTV = step(model).float().clone()
