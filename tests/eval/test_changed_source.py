@@ -4,6 +4,7 @@ it.
 
 from pathlib import Path
 
+import pytest
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
@@ -15,6 +16,7 @@ from kvfold.verification.cli import main as verify
 from .conftest import Make
 
 
+@pytest.mark.usefixtures("warm_probe")
 def test_a_source_that_has_changed_is_told(make: Make, tmp_path: Path) -> None:
     source, out, text = make(seed=11), tmp_path / "out", tmp_path / "text.txt"
     text.write_bytes(b"one line\r\nand another\r\n" * 20)

@@ -131,6 +131,7 @@ def test_what_is_done_is_not_done_again_and_the_bound_may_change(
     assert json.loads((out / "config.json").read_text())["num_key_value_heads"] == 4
 
 
+@pytest.mark.usefixtures("warm_probe")
 def test_where_no_step_holds_the_first_has_a_name_that_tells(
     texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -81,6 +81,7 @@ def test_statistics_are_the_twins(layerwise: bool, place: Path) -> None:
         assert torch.equal(mine.input_BTD, theirs.input_BTD)
 
 
+@pytest.mark.usefixtures("warm_probe")
 def test_a_calibrated_fold_is_the_twins_and_is_evaluated_and_verified(place: Path, tmp_path: Path) -> None:
     options: dict[str, Any] = {"calibration": "self", "sequences": 2, "length": 16, "refine": 2}
     target = kvfold.MLA(rank=24, rope_dim=4)

@@ -138,6 +138,7 @@ def test_as_many_heads_change_nothing(name: str, tmp_path: Path) -> None:
     assert all(torch.equal(tensor, after[key]) for key, tensor in before.items())
 
 
+@pytest.mark.usefixtures("warm_probe")
 @pytest.mark.parametrize("name", VARIANTS)
 def test_equal_heads_merge_losslessly_and_each_kind_caches_less(name: str, tmp_path: Path) -> None:
     """Also heads that differ by what the norms hide; generation with the cache equals that without."""

@@ -22,6 +22,7 @@ from kvfold.verification.verify import verify
 
 from ...support.tiny import make
 
+pytestmark = pytest.mark.usefixtures("warm_probe")
 FULL = ("--to", "mla", "--rank", "full")
 FOLDS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "stock": ("llama", {}, (*FULL, "--container", "stock")),

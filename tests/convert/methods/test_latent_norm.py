@@ -233,6 +233,7 @@ def test_queries_compressed_in_name_only_pass_a_diagonal() -> None:
     assert torch.equal(made.q_down_AD, made.q_down_AD.diagonal().diag())
 
 
+@pytest.mark.usefixtures("warm_probe")
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 def test_an_output_with_fitted_norms(tmp_path: Path, family: str) -> None:
     source = make(tmp_path / "source", family, hidden_size=64, num_key_value_heads=4)

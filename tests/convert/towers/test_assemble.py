@@ -66,6 +66,7 @@ def test_a_tower_put_back_is_the_fold_in_its_place(kind: str, tmp_path: Path) ->
         assert f"$ kvfold assemble {tower} {source}" in (out / "README.md").read_text()
 
 
+@pytest.mark.usefixtures("warm_probe")
 def test_a_distilled_tower_is_put_back(llava: Path, tmp_path: Path) -> None:
     """The output is trained: it is evaluated with its source and what it was trained from, and verified."""
     text = tmp_path / "text.txt"

@@ -300,6 +300,7 @@ def test_a_plan_counts_what_is_written(place: Path, tmp_path: Path) -> None:
     assert row["memory"]["weights"] == sum(tensor.nbytes for tensor in written.values())
 
 
+@pytest.mark.usefixtures("warm_probe")
 def test_a_fold_is_verified_next_to_its_source(tmp_path: Path) -> None:
     """Both are run dequantised, in the whole class."""
     source = make_multimodal(tmp_path / "plain", "llava", vocab_size=258)

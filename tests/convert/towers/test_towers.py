@@ -113,6 +113,7 @@ def llava(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return source
 
 
+@pytest.mark.usefixtures("warm_probe")
 def test_a_fold_is_verified_as_the_whole_class(llava: Path) -> None:
     """The run at the end of a fold is one of the output, in its class, next to the source."""
     out = llava.with_name("llava-verified")
