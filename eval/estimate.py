@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from scipy import stats  # type: ignore[import-untyped]
 
 from ..checkpoints.quality_blocks import Estimate
 
@@ -37,6 +36,9 @@ def estimate(values: Sequence[float], weights: Sequence[float] | None = None) ->
     windows = len(value_N)
     if windows < 2:
         return Estimate(mean, None)
+    # Here, since importing it takes half a second in every process that might evaluate.
+    from scipy import stats  # type: ignore[import-untyped]
+
     error = math.sqrt(windows / (windows - 1)) * float(np.linalg.norm(weight_N * (value_N - mean)))
     margin = float(stats.t.ppf((1 + LEVEL) / 2, windows - 1)) * error
     return Estimate(mean, error, mean - margin, mean + margin)
@@ -85,6 +87,8 @@ def resampled(statistic: Callable[[Array], Array], windows: int) -> list[Estimat
         counts = np.zeros(index_RN.shape, np.int64)
         np.add.at(counts, (np.arange(len(index_RN))[:, None], index_RN), 1)
         return statistic(counts)
+
+    from scipy import stats
 
     with np.errstate(invalid="ignore", divide="ignore"):
         again = stats.bootstrap(

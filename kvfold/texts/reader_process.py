@@ -11,10 +11,15 @@ from .text_files import BoundedStream, expansion_limit
 
 def main() -> None:
     """Read one request, write its batches, and last how they ended."""
+    from datasets import config
+
     request, source = pickle.load(sys.stdin.buffer)
     frames = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # no library's print comes between the frames
     _bound_decompressors(request.least_expansion)
+    # Five seconds behind every shuffled Parquet file, so that Arrow's threads are gone when Python ends. This
+    # process does not end like that: whoever reads its frames kills it.
+    config.SLEEP_TIME_ON_THREADS_SHUTDOWN = 0
 
     def write(frame: Frame) -> None:
         pickle.dump(frame, frames, protocol=pickle.HIGHEST_PROTOCOL)
