@@ -88,7 +88,8 @@ kills: install
 # Tests of every part with the lowest versions that pyproject.toml declares.
 test-lowest: $(LOWEST_VENV)/.installed
 	OMP_NUM_THREADS=1 $(LOWEST_VENV)/bin/python -m pytest $(WORKERS) tests/core tests/convert/algebra tests/convert/test_request.py \
-		tests/convert/write/test_rewrite.py tests/distill/recipe tests/distill/run/test_job.py tests/eval/test_report.py
+		tests/convert/write/test_rewrite.py tests/distill/recipe tests/distill/run/test_job.py tests/eval/test_report.py \
+		tests/models/test_cache_names.py tests/models/test_stored_cache.py
 
 $(LOWEST_VENV)/.installed: pyproject.toml requirements/lowest.txt
 	$(PYTHON) -m venv $(LOWEST_VENV)
