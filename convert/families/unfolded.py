@@ -23,7 +23,7 @@ _WHOLE = "it is a multimodal model"
 _TOWER = "it is a multimodal model, whose text tower is folded in its place"
 _ASSISTANT = "it is a draft model, which reads the keys and values of the model that it drafts for"
 _UNDESCRIBED = "no row describes its attention"
-_LOOPED = "it runs some layers several times over, and caches them once for each"
+_LOOPED = "it runs some layers several times over, and may cache each pass"
 
 
 def _all(reason: str, kinds: Iterable[str]) -> dict[str, str]:

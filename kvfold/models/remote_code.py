@@ -6,16 +6,18 @@ A remote output is loaded by kvfold's own classes, which are the same files: no 
 import hashlib
 import math
 import shutil
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ..checkpoints.directory import read_config
 from ..core.errors import InvalidInput
-from ..core.files import write_whole
+from ..core.files import whole_file
 from ..core.untrusted import shorten
 from . import shipped
 
+ATTENTION = "attention_kvfold.py"
 FILES = (
     "configuration_kvfold.py",
     "modeling_kvfold.py",
@@ -96,6 +98,10 @@ EARLIER = {
 }
 
 
+# Those of attention that know no argument `cache`: from transformers 5.24 on they decode without a cache.
+CACHELESS = frozenset(EARLIER[ATTENTION][:10])
+
+
 def ship(source: Path, out: Path) -> None:
     """Write the code of one output into another that is made from it.
 
@@ -111,13 +117,16 @@ def ship(source: Path, out: Path) -> None:
             shutil.copyfile(place / name, out / name)
 
 
-def outdated(directory: Path) -> list[str]:
-    """Return the code files of an output that are those of an earlier kvfold."""
-    return [name for name in FILES if _digest(directory / name) in EARLIER[name]]
+def loses_cache(directory: Path) -> bool:
+    """Return whether the code of an output decodes without its cache from transformers 5.24 on."""
+    return _digest(directory / ATTENTION) in CACHELESS
 
 
 def renew(directory: Path) -> list[str]:
-    """Replace the code of an earlier kvfold in an output by this version's, each file whole or not at all.
+    """Replace the code of an earlier kvfold in an output with this version's.
+
+    Each file is replaced whole or not at all, and attention last: an output that is renewed by half still
+    breaks the rule that asked for it.
 
     Args:
         directory: a remote output.
@@ -135,14 +144,18 @@ def renew(directory: Path) -> list[str]:
         raise InvalidInput(
             f"the code of {directory} is not that of any kvfold, so it stays as it is; fold the source again"
         )
-    names = outdated(directory)
+    names = [name for name in FILES if _digest(directory / name) in EARLIER[name]]
+    names.sort(key=ATTENTION.__eq__)
     for name in names:
         if (directory / name).is_symlink():
             raise InvalidInput(
                 f"{directory / name} is a link, as in a cache of downloads; renew the code of a copy (cp -rL)"
             )
     for name in names:
-        write_whole(directory / name, (HERE / name).read_text(encoding="utf-8"), replace=True)
+        mode = stat.S_IMODE((directory / name).stat().st_mode)
+        with whole_file(directory / name, replace=True) as temporary:
+            shutil.copyfile(HERE / name, temporary)
+            temporary.chmod(mode)
     return names
 
 

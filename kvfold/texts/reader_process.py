@@ -3,7 +3,8 @@
 import os
 import pickle
 import sys
-from typing import Any
+import traceback
+from typing import Any, NoReturn
 
 from .document_rows import UNREADABLE, Frame, explain, open_rows
 from .text_files import BoundedStream, expansion_limit
@@ -11,21 +12,17 @@ from .text_files import BoundedStream, expansion_limit
 
 def main() -> None:
     """Read one request, write its batches, and last how they ended."""
-    from datasets import config
-
     request, source = pickle.load(sys.stdin.buffer)
     frames = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # no library's print comes between the frames
     _bound_decompressors(request.least_expansion)
-    # Five seconds behind every shuffled Parquet file, so that Arrow's threads are gone when Python ends. This
-    # process does not end like that: whoever reads its frames kills it.
-    config.SLEEP_TIME_ON_THREADS_SHUTDOWN = 0
 
     def write(frame: Frame) -> None:
         pickle.dump(frame, frames, protocol=pickle.HIGHEST_PROTOCOL)
         frames.flush()
 
     try:
+        _wait_for_no_threads()
         for columns in open_rows(request):
             write(("rows", dict(columns)))
         write(("end", None))
@@ -35,8 +32,28 @@ def main() -> None:
         write(("refusal", str(explain(error, source))))
     except RuntimeError as error:
         if not isinstance(error.__cause__, StopIteration):
-            raise
+            _end_with(error)
         write(("none", None))
+    except BaseException as error:
+        _end_with(error)
+    os._exit(0)
+
+
+def _end_with(error: BaseException) -> NoReturn:
+    traceback.print_exception(error)
+    sys.stderr.flush()
+    os._exit(1)
+
+
+def _wait_for_no_threads() -> None:
+    """Take out the five seconds that `datasets` 5 sleeps behind every shuffled Parquet file.
+
+    They are there so that Arrow's threads are gone when Python shuts down. This process ends without that, by
+    `os._exit` or by a signal of its reader.
+    """
+    from datasets import config
+
+    config.SLEEP_TIME_ON_THREADS_SHUTDOWN = 0
 
 
 def _bound_decompressors(least: int) -> None:

@@ -33,7 +33,7 @@ from .verify import FAILED, VerificationReport, verify
 )  # fmt: skip
 @click.option(
     "--renew-code", is_flag=True,
-    help="First replace the Python files of an earlier kvfold in DIRECTORY by this version's.",
+    help="First replace the Python files of an earlier kvfold in DIRECTORY with this version's.",
 )  # fmt: skip
 @click.option("--lint", "static", is_flag=True, help="Apply the rules alone; load nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
@@ -53,7 +53,8 @@ def main(
     refuse. Then the checkpoint runs in transformers, in a process that cannot import kvfold. It compares
     predictions with the source's, decoding with and without the cache, and the live cache with kvfold.json.
     With `--engine vllm` or `--engine mlx`, where these are installed, the same text and tokens run there too,
-    and with `--engine llama.cpp --llama-cpp DIR` in llama.cpp. Exit code 3 where something fails.
+    and with `--engine llama.cpp --llama-cpp DIR` in llama.cpp. Exit code 3 where something fails. Nothing in
+    DIRECTORY changes, but for `--renew-code`, which refuses links and code that is not kvfold's.
     """
     if renew_code:
         _renew(directory)

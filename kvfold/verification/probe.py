@@ -53,7 +53,7 @@ def advance(model: Any, ids_ST: Tensor, cache: Any, **place: Tensor) -> tuple[An
     """Let a model read more tokens, and return its output and its cache, called `cache` from 5.24 on."""
     name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
     output = model(input_ids=ids_ST, use_cache=True, **{name: cache}, **place)
-    return output, getattr(output, name)
+    return output, output.cache if "cache" in output else output.past_key_values
 
 
 def written(model: Any, sequences: int, length: int, seed: int) -> Tensor:

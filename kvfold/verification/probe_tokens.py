@@ -48,7 +48,8 @@ def main() -> None:
     for _ in range(asked["steps"]):
         output = model(input_ids=last, use_cache=True, **{named: cache})
         best = output.logits[0, -1].float().topk(2)
-        cache, last = getattr(output, named), best.indices[None, :1]
+        cache = output.cache if "cache" in output else output.past_key_values
+        last = best.indices[None, :1]
         chosen.append(int(last))
         leads.append(float(best.values[0] - best.values[1]))
     told = {"scores": scores, "continued": tokenizer.decode(chosen), "least_lead": min(leads)}

@@ -24,7 +24,7 @@ from kvfold.distill.run.job import distill
 from kvfold.models.causal_lm import load, load_model, load_tokenizer
 from kvfold.models.code_files import clean_copy, foreign_code
 from kvfold.models.load_options import LoadOptions
-from kvfold.models.remote_code import EARLIER, carries_own_code, ship
+from kvfold.models.remote_code import EARLIER, carries_own_code
 from kvfold.verification.verify import verify
 
 from ..support.tiny import make
@@ -336,57 +336,3 @@ def test_an_output_of_an_earlier_version_runs_this_versions_classes(
     assert foreign_code(output) == ""
     assert type(load(output, LoadOptions(device="cpu")).model).__name__ == "KvfoldForCausalLM"
     assert not sung.exists()
-
-
-@pytest.fixture
-def earlier(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An output whose attention is code of an earlier kvfold, by its digest."""
-    directory = Path(shutil.copytree(made / "remote", tmp_path / "earlier"))
-    file = directory / "attention_kvfold.py"
-    file.write_text(file.read_text() + "\n# as it was\n")
-    digest = hashlib.sha256(file.read_bytes()).hexdigest()
-    monkeypatch.setitem(EARLIER, file.name, (*EARLIER[file.name], digest))
-    return directory
-
-
-def test_code_of_an_earlier_version_is_reported_and_renewed(earlier: Path, made: Path) -> None:
-    invoke = CliRunner().invoke
-    told = invoke(main, ["verify", str(earlier), "--lint"])
-    assert told.exit_code == 3
-    assert "prints nonsense" in told.output
-    renewed = invoke(main, ["verify", str(earlier), "--lint", "--renew-code"])
-    assert renewed.exit_code == 0, renewed.output
-    assert f"renewed attention_kvfold.py in {earlier}" in renewed.output.replace("\n", "")
-    for name in os.listdir(made / "remote"):
-        assert (earlier / name).read_bytes() == (made / "remote" / name).read_bytes(), name
-    again = invoke(main, ["verify", str(earlier), "--lint", "--renew-code"])
-    assert again.exit_code == 0
-    assert "is this version's" in again.output
-
-
-def test_code_that_is_not_kvfolds_or_is_a_link_is_not_renewed(
-    earlier: Path, made: Path, tmp_path: Path
-) -> None:
-    def refused(directory: Path) -> str:
-        done = CliRunner().invoke(main, ["verify", str(directory), "--renew-code"])
-        assert done.exit_code == 2
-        return " ".join(done.output.split())
-
-    file = earlier / "attention_kvfold.py"
-    elsewhere = tmp_path / "blob"
-    file.rename(elsewhere)
-    file.symlink_to(elsewhere)
-    before = elsewhere.read_bytes()
-    assert "is a link, as in a cache of downloads; renew the code of a copy" in refused(earlier)
-    assert (file.is_symlink(), elsewhere.read_bytes()) == (True, before)
-    (earlier / "layers_kvfold.py").write_text("print('mine')\n")
-    assert "is not that of any kvfold, so it stays as it is" in refused(earlier)
-    assert (earlier / "layers_kvfold.py").read_text() == "print('mine')\n"
-    assert "brings no code of kvfold's" in refused(made / "stock")
-
-
-def test_what_is_made_of_an_earlier_output_gets_this_versions_code(earlier: Path, tmp_path: Path) -> None:
-    (tmp_path / "out").mkdir()
-    ship(earlier, tmp_path / "out")
-    for name in FILES:
-        assert (tmp_path / "out" / name).read_bytes() == (HERE / name).read_bytes()

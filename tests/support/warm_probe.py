@@ -3,6 +3,7 @@
 `verify` starts a fresh interpreter for each run, which takes seconds to import them. Tests about what `verify`
 says, and not about how its process starts, ask for the fixture `warm_probe` (tests/conftest.py): a server that
 has imported them forks one process for each run. Nothing here imports kvfold, as in the process of `verify`.
+The environment is that of the first run.
 """
 
 import io
@@ -41,6 +42,8 @@ def _run(script: str, asked: str, place: str) -> None:
 
     assert "kvfold" not in sys.modules
     hub.HF_MODULES_CACHE = dynamic_module_utils.HF_MODULES_CACHE = os.environ["HF_MODULES_CACHE"] = place
+    # A forked process gets its parent's path, with the modules that tests before this one loaded from outputs.
+    sys.path[:] = [entry for entry in sys.path if not Path(entry, "transformers_modules").exists()]
     os.chdir(place)
     sys.stdin, sys.stderr = io.StringIO(asked), io.StringIO()
     with Path(place, "said").open("w", encoding="utf-8") as sys.stdout:

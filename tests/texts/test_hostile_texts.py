@@ -186,6 +186,7 @@ def test_data_sets_of_the_hub_are_read_apart(tmp_path: Path, monkeypatch: pytest
         "    CRITICAL, set_verbosity = 50, staticmethod(lambda level: None)\n"
         "def disable_progress_bars(): pass\n"
         "class config: pass\n"
+        "print('imported')\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     for rows in (

@@ -9,7 +9,7 @@ import torch
 
 from ....core.errors import InvalidInput
 from ....core.untrusted import read_json
-from ....models.remote_code import AUTO_MAP, FILES, outdated
+from ....models.remote_code import ATTENTION, AUTO_MAP, FILES, loses_cache
 from ...formats.serving_widths import NARROW, NORM_EPSILON, SERVING
 from ..expected_tensors import expected_tensors
 from ..lint import Written
@@ -78,9 +78,8 @@ def code(written: Written) -> str:
 
 
 def old_code(written: Written) -> str:
-    """Find attention of an earlier kvfold."""
-    names = set(outdated(written.directory)) & {"attention_kvfold.py"}
-    return f"its {names.pop()} is that of an earlier kvfold" if names else ""
+    """Find attention of an earlier kvfold, which does not know the name of its cache in transformers 5.24."""
+    return f"its {ATTENTION} is that of an earlier kvfold" if loses_cache(written.directory) else ""
 
 
 def linear(written: Written) -> str:

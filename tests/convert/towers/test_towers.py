@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from click import ClickException
 from safetensors.torch import load_file
 from torch import Tensor
@@ -53,7 +54,7 @@ def logits(directory: Path, inputs: dict[str, Any]) -> Tensor:
         try:
             out: Tensor = model(**inputs).logits
         except AttributeError as error:
-            if "'MoeCausalLMOutputWithPast' object has no attribute 'image_outputs'" not in str(error):
+            if transformers.__version__ != "5.24.0" or "no attribute 'image_outputs'" not in str(error):
                 raise
             pytest.skip(
                 "Llama4ForConditionalGeneration of transformers 5.24.0 cannot run, whatever its weights"
@@ -63,10 +64,6 @@ def logits(directory: Path, inputs: dict[str, Any]) -> Tensor:
 
 def test_equal_heads_pool_losslessly_with_an_image(source: Path) -> None:
     out, inputs = fold(source, "gqa", "--to", "gqa", "--kv-heads", "2"), TOWERS[source.name][1]()
-    expected = logits(source, inputs)
-    torch.testing.assert_close(logits(out, inputs), expected, atol=5e-6, rtol=0)
-    other = {**inputs, "pixel_values": inputs["pixel_values"].flip(-1)}
-    assert (logits(source, other) - expected).abs().max() > 1e-4, "the image changes nothing"
     before, after = (load_file(directory / "model.safetensors") for directory in (source, out))
     assert before.keys() == after.keys()
     for name, tensor in before.items():
@@ -76,6 +73,10 @@ def test_equal_heads_pool_losslessly_with_an_image(source: Path) -> None:
     assert record["source"]["path"] == str(source.resolve())
     assert record["cache"]["ratio"] == 0.5
     assert sorted(path.name for path in source.parent.glob(f"{source.name}-gqa*")) == [out.name]
+    expected = logits(source, inputs)
+    torch.testing.assert_close(logits(out, inputs), expected, atol=5e-6, rtol=0)
+    other = {**inputs, "pixel_values": inputs["pixel_values"].flip(-1)}
+    assert (logits(source, other) - expected).abs().max() > 1e-4, "the image changes nothing"
 
 
 def test_latent_attention_in_place_where_the_class_takes_any_text_model(source: Path) -> None:

@@ -1,0 +1,93 @@
+"""Code that an earlier kvfold wrote into an output: reported, renewed, and not handed on."""
+
+import hashlib
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from kvfold.cli import main
+from kvfold.models import remote_code
+from kvfold.models.remote_code import ATTENTION, CACHELESS, EARLIER, FILES, HERE, loses_cache, ship
+
+from ..support.tiny import make
+
+FOLD = ("--to", "mla", "--kv-budget", "50%", "--calibration", "none", "--out")
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An output with code, and one without."""
+    place = tmp_path_factory.mktemp("made")
+    source = str(make(place / "source"))
+    for name in ("remote", "stock"):
+        done = CliRunner().invoke(main, ["convert", source, "--container", name, *FOLD, str(place / name)])
+        assert done.exit_code == 0, done.output
+    return place
+
+
+@pytest.fixture
+def earlier(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An output whose attention is code of an earlier kvfold, by its digest."""
+    directory = Path(shutil.copytree(made / "remote", tmp_path / "earlier"))
+    file = directory / "attention_kvfold.py"
+    file.write_text(file.read_text() + "\n# as it was\n")
+    digest = hashlib.sha256(file.read_bytes()).hexdigest()
+    monkeypatch.setitem(EARLIER, file.name, (*EARLIER[file.name], digest))
+    monkeypatch.setattr(remote_code, "CACHELESS", CACHELESS | {digest})
+    file.chmod(0o664)
+    return directory
+
+
+def test_code_that_knows_the_name_of_the_cache_is_not_taken_for_older_code() -> None:
+    last = "4c3515d9799ec91dadbde345d88fe06f98c11eaf6ea149b0b926d99ac77b2c26"  # that does not know it
+    assert set(EARLIER[ATTENTION][: EARLIER[ATTENTION].index(last) + 1]) == CACHELESS
+    assert not loses_cache(HERE)
+
+
+def test_code_of_an_earlier_version_is_reported_and_renewed(earlier: Path, made: Path) -> None:
+    invoke = CliRunner().invoke
+    told = invoke(main, ["verify", str(earlier), "--lint"])
+    assert told.exit_code == 3
+    assert "prints nonsense" in told.output
+    before = os.umask(0o077)
+    renewed = invoke(main, ["verify", str(earlier), "--lint", "--renew-code"])
+    os.umask(before)
+    assert (earlier / ATTENTION).stat().st_mode & 0o777 == 0o664
+    assert renewed.exit_code == 0, renewed.output
+    assert f"renewed attention_kvfold.py in {earlier}" in renewed.output.replace("\n", "")
+    for name in os.listdir(made / "remote"):
+        assert (earlier / name).read_bytes() == (made / "remote" / name).read_bytes(), name
+    again = invoke(main, ["verify", str(earlier), "--lint", "--renew-code"])
+    assert again.exit_code == 0
+    assert "is this version's" in again.output
+
+
+def test_code_that_is_not_kvfolds_or_is_a_link_is_not_renewed(
+    earlier: Path, made: Path, tmp_path: Path
+) -> None:
+    def refused(directory: Path) -> str:
+        done = CliRunner().invoke(main, ["verify", str(directory), "--renew-code"])
+        assert done.exit_code == 2
+        return " ".join(done.output.split())
+
+    file = earlier / "attention_kvfold.py"
+    elsewhere = tmp_path / "blob"
+    file.rename(elsewhere)
+    file.symlink_to(elsewhere)
+    before = elsewhere.read_bytes()
+    assert "is a link, as in a cache of downloads; renew the code of a copy" in refused(earlier)
+    assert (file.is_symlink(), elsewhere.read_bytes()) == (True, before)
+    (earlier / "layers_kvfold.py").write_text("print('mine')\n")
+    assert "is not that of any kvfold, so it stays as it is" in refused(earlier)
+    assert (earlier / "layers_kvfold.py").read_text() == "print('mine')\n"
+    assert "brings no code of kvfold's" in refused(made / "stock")
+
+
+def test_what_is_made_of_an_earlier_output_gets_this_versions_code(earlier: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    ship(earlier, tmp_path / "out")
+    for name in FILES:
+        assert (tmp_path / "out" / name).read_bytes() == (HERE / name).read_bytes()
