@@ -37,8 +37,8 @@ AUTO_MAP = {
 }
 _LARGEST = 2**20  # bytes of a file of kvfold's code
 HERE = Path(shipped.__path__[0])  # the directory of the files
-# SHA-256 of the files of earlier versions. They compute the same with this version's classes, which stand for
-# them; a test loads an output that has them.
+# SHA-256 of the files of earlier versions; new ones go to the end. They compute the same with this version's
+# classes, which stand for them; a test loads an output that has them.
 EARLIER = {
     "configuration_kvfold.py": (
         "f0c00bbc4d9bf45db06af3b3be174cb0a137dce6b9da28664bc1007e9772afeb",
@@ -135,15 +135,18 @@ def renew(directory: Path) -> list[str]:
         The names of the files that were replaced.
 
     Raises:
-        InvalidInput: it is no remote output, its code is not kvfold's, or a file to be replaced is a link.
+        InvalidInput: it is no remote output, a file of its code is missing or not kvfold's, or one that would
+            be replaced is a link. Nothing was replaced.
         OSError: the directory cannot be written.
     """
-    if not is_remote(directory):
+    if read_config(directory).get("model_type") != MODEL_TYPE:
         raise InvalidInput(f"{directory} brings no code of kvfold's, so there is none to renew")
-    if not carries_own_code(directory):
-        raise InvalidInput(
-            f"the code of {directory} is not that of any kvfold, so it stays as it is; fold the source again"
-        )
+    for name in FILES:
+        if not _is_own(directory, name):
+            state = "not that of any kvfold" if (directory / name).exists() else "missing"
+            raise InvalidInput(
+                f"{directory / name} is {state}, so nothing was replaced; fold the source again"
+            )
     names = [name for name in FILES if _digest(directory / name) in EARLIER[name]]
     names.sort(key=ATTENTION.__eq__)
     for name in names:

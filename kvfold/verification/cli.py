@@ -7,6 +7,7 @@ import click
 from ..convert.decide.engines import ENGINES
 from ..core.cache_dtypes import CACHE_DTYPES
 from ..core.console import Command, notice, show_json, show_table, show_text
+from .engine_runs import check_llama_cpp
 from .verify import FAILED, VerificationReport, verify
 
 
@@ -57,6 +58,7 @@ def main(
     DIRECTORY changes, but for `--renew-code`, which refuses links and code that is not kvfold's.
     """
     if renew_code:
+        check_llama_cpp(engines, llama_cpp)
         _renew(directory)
     report = verify(directory, engines, source, run=not static, llama_cpp=llama_cpp, cache_dtype=cache_dtype)
     if as_json:

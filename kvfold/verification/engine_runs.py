@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -23,6 +23,18 @@ STEPS = 16  # tokens that greedy decoding adds
 NEAR = 2e-3  # by which log-probabilities may differ in float32: the file rounds them to 2.4e-4
 
 
+def check_llama_cpp(asked: Iterable[str], llama_cpp: Path | None) -> None:
+    """Check that a directory of llama.cpp is given only where that engine is asked for.
+
+    Raises:
+        InvalidInput: nobody asked for it.
+    """
+    if llama_cpp is not None and "llama.cpp" not in asked:
+        raise InvalidInput(
+            f"--llama-cpp {llama_cpp} is for --engine llama.cpp, which is not asked for; give both"
+        )
+
+
 def started_engines(
     asked: Sequence[str], findings: Sequence[LintFinding], llama_cpp: Path | None, *, run: bool
 ) -> tuple[tuple[str, ...], list[str]]:
@@ -33,14 +45,7 @@ def started_engines(
         findings: the rules that the checkpoint breaks.
         llama_cpp: directory of llama.cpp.
         run: whether anything is to be run.
-
-    Raises:
-        InvalidInput: there is a llama.cpp, and nobody asked for it.
     """
-    if llama_cpp is not None and "llama.cpp" not in asked:
-        raise InvalidInput(
-            f"--llama-cpp {llama_cpp} is for --engine llama.cpp, which is not asked for; give both"
-        )
     started, unasked = [], []
     for engine in asked:
         if engine == "transformers":

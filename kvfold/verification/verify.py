@@ -18,7 +18,7 @@ from ..convert.decide.engines import ENGINES
 from ..core.errors import InvalidInput
 from ..core.grid import Grid, Tabular
 from ..core.units import show_kinds
-from .engine_runs import dequantised_in, run_llama_cpp, started_engines
+from .engine_runs import check_llama_cpp, dequantised_in, run_llama_cpp, started_engines
 from .fresh_process import PROBES, Check, Packed, run_apart, serve
 from .llama_programs import LlamaCpp
 
@@ -117,6 +117,7 @@ def verify(
     from ..models.code_files import foreign_code
 
     asked = tuple(dict.fromkeys(engines))
+    check_llama_cpp(asked, llama_cpp)
     findings = tuple(lint(directory, asked))
     formats: list[LintFinding] = []
     if cache_dtype is not None:

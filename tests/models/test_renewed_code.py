@@ -81,9 +81,21 @@ def test_code_that_is_not_kvfolds_or_is_a_link_is_not_renewed(
     assert "is a link, as in a cache of downloads; renew the code of a copy" in refused(earlier)
     assert (file.is_symlink(), elsewhere.read_bytes()) == (True, before)
     (earlier / "layers_kvfold.py").write_text("print('mine')\n")
-    assert "is not that of any kvfold, so it stays as it is" in refused(earlier)
+    assert "layers_kvfold.py is not that of any kvfold, so nothing was replaced" in refused(earlier)
     assert (earlier / "layers_kvfold.py").read_text() == "print('mine')\n"
+    (earlier / "layers_kvfold.py").unlink()
+    assert "layers_kvfold.py is missing, so nothing was replaced" in refused(earlier)
     assert "brings no code of kvfold's" in refused(made / "stock")
+    (earlier / "config.json").write_text('{"model_type": ')
+    assert "config.json" in refused(earlier)
+
+
+def test_a_wrong_option_is_told_before_code_is_renewed(earlier: Path, tmp_path: Path) -> None:
+    before = (earlier / ATTENTION).read_bytes()
+    done = CliRunner().invoke(main, ["verify", str(earlier), "--renew-code", "--llama-cpp", str(tmp_path)])
+    assert done.exit_code == 2
+    assert "is for --engine llama.cpp" in done.output
+    assert (earlier / ATTENTION).read_bytes() == before
 
 
 def test_what_is_made_of_an_earlier_output_gets_this_versions_code(earlier: Path, tmp_path: Path) -> None:

@@ -175,6 +175,25 @@ def test_a_reader_that_is_left_early_ends(tmp_path: Path) -> None:
     assert not [child for child in psutil.Process().children() if "reader_process" in str(child.cmdline())]
 
 
+def test_what_libraries_print_is_no_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows come over the reader's stdout, where a module in the place of `datasets` prints at every step."""
+    (tmp_path / "datasets.py").write_text(
+        "print('imported')\n"
+        "Dataset = None\n"
+        "class rows:\n"
+        "    iter = staticmethod(lambda batch_size: print('read') or iter([{'text': ['one', 'two']}]))\n"
+        "def load_dataset(*given, **named):\n"
+        "    print('loaded')\n"
+        "    return rows\n"
+        "class logging:\n"
+        "    CRITICAL, set_verbosity = 50, staticmethod(lambda level: None)\n"
+        "def disable_progress_bars(): print('quiet')\n"
+        "class config: pass\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert [*read_downloaded(DocumentSource("org/name"))] == [{"text": ["one", "two"]}]
+
+
 def test_data_sets_of_the_hub_are_read_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A crash on a data set, for which a module in the place of `datasets` stands, does not end this process."""
     (tmp_path / "datasets.py").write_text(
@@ -186,7 +205,6 @@ def test_data_sets_of_the_hub_are_read_apart(tmp_path: Path, monkeypatch: pytest
         "    CRITICAL, set_verbosity = 50, staticmethod(lambda level: None)\n"
         "def disable_progress_bars(): pass\n"
         "class config: pass\n"
-        "print('imported')\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     for rows in (
