@@ -68,6 +68,8 @@ class Family:
             `rope`, or `rope_theta`, which is not null; None where layers rotate as the other fields say.
         unrotated: the config field that says which layers have no rotation; `sliding_window`: where it is
             given, all layers but those with a window.
+        full_first: the first of as many layers as sliding_window_pattern says reads all positions, not the
+            last.
         mixers: the rule of layer_kinds.py by which some layers have another mixer than attention; None where
             all layers attend.
         gate: the projection of the layer's input whose sigmoid multiplies each head's output; `q` where it is
@@ -118,6 +120,7 @@ class Family:
     stretches: bool = False
     rotates: Literal["position_embedding_type", "rope_theta"] | None = None
     unrotated: str | None = None
+    full_first: bool = False
     mixers: str | None = None
     gate: str | None = None
     scale: tuple[str, float] | None = None

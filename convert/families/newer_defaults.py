@@ -16,6 +16,21 @@ _EXAONE = {
     "rms_norm_eps": 1e-5, "sliding_window": 4096, "sliding_window_pattern": 4,
 }  # fmt: skip
 _HUNYUAN = {**_SIZES, "vocab_size": 290943, "rms_norm_eps": 1e-5}
+_APERTUS: dict[str, Any] = {
+    **_SIZES,
+    "vocab_size": 131072,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 65536,
+    "rope_parameters": {
+        "rope_type": "llama3",
+        "rope_theta": 12000000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+    "rms_norm_eps": 1e-05,
+}
 _GEMMA4 = {
     **_SIZES, "vocab_size": 262144, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 30,
     "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "rms_norm_eps": 1e-6,
@@ -42,6 +57,28 @@ NEWER_DEFAULTS: dict[str, dict[str, Any]] = {
         "num_attention_heads": 20,
         "max_position_embeddings": 4096,
         "rope_theta": 100000.0,
+    },
+    "cwm": {
+        **_SIZES,
+        "vocab_size": 128256,
+        "hidden_size": 6144,
+        "intermediate_size": 21504,
+        "num_hidden_layers": 64,
+        "num_attention_heads": 48,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-05,
+        "sliding_window": 8192,
+        "sliding_window_pattern": 4,
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 1000000.0,
+            "factor": 16.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
     },
     "seed_oss": {
         **_COMMON,
@@ -142,21 +179,8 @@ NEWER_DEFAULTS: dict[str, dict[str, Any]] = {
         "use_qk_norm": False,
         "rms_norm_eps": 1e-05,
     },
-    "apertus": {
-        **_SIZES,
-        "vocab_size": 131072,
-        "intermediate_size": 14336,
-        "max_position_embeddings": 65536,
-        "rope_parameters": {
-            "rope_type": "llama3",
-            "rope_theta": 12000000.0,
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192,
-        },
-        "rms_norm_eps": 1e-05,
-    },
+    "apertus": _APERTUS,
+    "apertus1p5_text": {**_APERTUS, "vocab_size": 266752},
     "minimax_m2": {
         **_SIZES,
         "vocab_size": 200064,

@@ -22,6 +22,11 @@ _GEMMA4: dict[str, Any] = {
     "layer_tensors": layer_names(*SANDWICH, *GATED),
     "block": ADDED,
 }
+_APERTUS: dict[str, Any] = {
+    **QK_NORM,
+    "layer_tensors": layer_names("attention_layernorm.weight", "feedforward_layernorm.weight", *GATED[1:]),
+    "block": "its MLP has no gate",
+}
 NEWER = {
     "arcee": Family(
         label="Arcee",
@@ -30,6 +35,7 @@ NEWER = {
         block="its MLP has no gate",
     ),
     "helium": Family(label="Helium", architecture="HeliumForCausalLM", rotary="interleaved"),
+    "cwm": Family(label="CWM", architecture="CwmForCausalLM", full_first=True),
     "seed_oss": Family(label="Seed-OSS", architecture="SeedOssForCausalLM"),
     "ernie4_5": Family(
         label="Ernie 4.5",
@@ -110,12 +116,9 @@ NEWER = {
         layer_tensors=layer_names(*NORMS),
         block=EXPERTS,
     ),
-    "apertus": Family(
-        label="Apertus",
-        architecture="ApertusForCausalLM",
-        **QK_NORM,
-        layer_tensors=layer_names("attention_layernorm.weight", "feedforward_layernorm.weight", *GATED[1:]),
-        block="its MLP has no gate",
+    "apertus": Family(label="Apertus", architecture="ApertusForCausalLM", **_APERTUS),
+    "apertus1p5_text": Family(
+        label="Apertus 1.5, text", architecture="Apertus1p5TextForCausalLM", **_APERTUS
     ),
     "minimax_m2": Family(
         label="MiniMax M2",

@@ -147,7 +147,8 @@ def complete(family: Family, config: Mapping[str, Any]) -> dict[str, Any]:
     interval = whole.get("no_rope_layer_interval")
     if pattern and not isinstance(pattern, str) and not whole.get("layer_types"):
         whole["layer_types"] = [
-            "full_attention" if (n + 1) % pattern == 0 else "sliding_attention" for n in layers
+            "full_attention" if (n + (not family.full_first)) % pattern == 0 else "sliding_attention"
+            for n in layers
         ]
     if interval and not whole.get("no_rope_layers"):
         whole["no_rope_layers"] = [int((n + 1) % interval != 0) for n in layers]

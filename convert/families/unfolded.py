@@ -69,8 +69,7 @@ UNFOLDED: dict[str, str] = {
     )),
     **_all(_TOWER, ("gemma3", "gemma4", "gemma4_unified", "llama4", "qwen3_5", "qwen3_5_moe")),
     **_all(_UNDESCRIBED, (
-        "apertus1p5_text", "blt", "cohere_compass_text", "cwm", "inkling2_text", "inkling_text", "lara_mini",
-        "sarvam_moe", "zaya",
+        "blt", "cohere_compass_text", "inkling2_text", "inkling_text", "lara_mini", "sarvam_moe", "zaya",
     )),
     **_all(_LOOPED, ("dory", "inkling2_loop_text")),
     "bitnet": "its projections are ternary",

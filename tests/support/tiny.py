@@ -174,6 +174,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "gemma4_text": {**_GEMMA4, "vocab_size_per_layer_input": 97, "hidden_size_per_layer_input": 8},
     "gemma4_unified_text": _GEMMA4,
     "exaone4": _MIXED,
+    "cwm": _MIXED,
     "hunyuan_v1_dense": {
         "rope_parameters": {"rope_type": "dynamic", "rope_theta": 100.0, "alpha": 50.0, "factor": 1.0}
     },

@@ -164,7 +164,7 @@ print(json.dumps(report))
 def options_of(kind: str, target: str) -> dict[str, Any]:
     """Return the settings that a tiny checkpoint needs for its class to hold the target."""
     windows = (
-        {"sliding_window": 512} if target == "mla" and kind == "ministral" else {}
+        {"sliding_window": 512} if target == "mla" and kind in {"ministral", "cwm"} else {}
     )  # as long as its positions
     return {**SHAPE, **windows}
 
