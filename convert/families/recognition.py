@@ -51,6 +51,8 @@ _SAME_AS = {
     "qwen3_vl_text": "qwen3",
     "qwen3_vl_moe_text": "qwen3_moe",
 }
+# Where transformers looks for the text model's config, whatever the model type.
+_INNER = ("text_config", "decoder", "generator", "text_encoder")
 BEHIND_ROTATION = "it normalises queries and keys after rotation"
 UNLIKE = "its layers differ in the width of their heads"
 _LATENT = {"deepseek_v2", "deepseek_v3", "youtu", "minicpm3"}
@@ -87,6 +89,11 @@ def family_of(config: Mapping[str, Any]) -> Family:
     if kind not in FAMILIES:
         raise InvalidInput(f"model_type {kind!r} is unknown; kvfold folds {known}")
     family = FAMILIES[kind]
+    if inner := [name for name in _INNER if config.get(name) is not None]:
+        raise InvalidInput(
+            f"config.json has {inner[0]}, which a {kind} does not have and with which transformers cannot load "
+            "it; remove it from config.json"
+        )
     architectures = config.get("architectures") or [family.architecture]
     if architectures != [family.architecture]:
         raise InvalidInput(

@@ -185,6 +185,11 @@ CASES: dict[str, tuple[Callable[[Path], None], tuple[str, ...], str]] = {
         STOCK,
         "sliding_window 4096 is shorter",
     ),
+    "text config of a text model": (
+        config_with(text_config={}),
+        MLA,
+        "text_config, which a llama does not have",
+    ),
     "another head": (
         config_with(architectures=["LlamaForSequenceClassification"]),
         MLA,
