@@ -11,11 +11,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack, overload
 
-from .arguments import directory_of, names_of, optional_path, optional_text, path_of, text_of
+from .arguments import directory_of, names_of, optional_path, optional_text, path_of, paths_of, text_of
 from .core.console import ProgressCallback, calling
 from .core.errors import InvalidInput
 from .core.units import read_size
-from .core.untrusted import shorten
 from .results import Folded, Measurements, Published, Quantized, TrainingRun
 
 if TYPE_CHECKING:
@@ -70,8 +69,7 @@ def fold(
     Args:
         source: a directory, a Hub id with an optional `@revision`, or a loaded transformers model.
         target: what the attention becomes: `GQA(...)`, `MQA()` or `MLA(...)`.
-        out: the output directory, which must not exist; by default `./<model>-<target>`. Of a loaded model
-            there is none.
+        out: the output directory, which must not exist; `./<model>-<target>`, or none of a loaded model.
         engines: engines that must run the output: transformers, vllm, sglang, llama.cpp, mlx and others.
         tokenizer: the tokenizer of a loaded model.
         progress: called with a description, how many items are done and how many there are.
@@ -104,11 +102,6 @@ def fold(
             return carry_out(request_of(source, target, out=out, engines=names, **options))
     if out is not None:
         raise InvalidInput(f"out is {str(out)!r}; leave it out, since a loaded model has no output")
-    if tokenizer is None or not hasattr(source, "save_pretrained"):
-        raise InvalidInput(
-            f"the source is a {type(source).__name__}; it should be a directory, a Hub id, or a loaded "
-            f"transformers model with tokenizer=..."
-        )
     with calling(progress):
         return fold_loaded(source, target, tokenizer, engines=names, **options)
 
@@ -257,6 +250,8 @@ def verify(
     source: str | Path | None = None,
     run: bool = True,
     cache_dtype: str | None = None,
+    llama_cpp: str | Path | None = None,
+    renew_code: bool = False,
 ) -> VerificationReport:
     """Check that a checkpoint is what it claims to be, in the engines that are to run it.
 
@@ -266,6 +261,8 @@ def verify(
         source: what it was made of; by default as its kvfold.json says.
         run: whether to load it next to its source too, in a process that cannot import kvfold.
         cache_dtype: a number format in which the engines are to store its cache; None: as it is computed.
+        llama_cpp: directory of llama.cpp, built, which is to run it where that engine is asked for.
+        renew_code: first replace its Python files of an earlier kvfold with this version's.
 
     Returns:
         What was found; `.failures` is empty where the checkpoint may be used.
@@ -279,12 +276,18 @@ def verify(
         []
     """
     from .convert.decide.engines import read_engines
+    from .models.remote_code import renew
+    from .verification.engine_runs import check_llama_cpp
     from .verification.verify import verify as run_checks
 
     names = read_engines(",".join(names_of(engines, "engines")))
+    origin, built = optional_path(source, "source"), optional_path(llama_cpp, "llama_cpp")
     with calling():
         place = directory_of(directory)
-        return run_checks(place, names, optional_path(source, "source"), run=run, cache_dtype=cache_dtype)
+        check_llama_cpp(names, built)
+        if renew_code:
+            renew(place)
+        return run_checks(place, names, origin, run=run, llama_cpp=built, cache_dtype=cache_dtype)
 
 
 def quantize(
@@ -392,9 +395,6 @@ def report(
     """
     from .eval.page.report_page import write_page
 
-    given = [directories] if isinstance(directories, str | Path) else directories
-    if not isinstance(given, Sequence):
-        raise InvalidInput(f"directories is {shorten(given)}; it should be a list of paths")
-    places = [path_of(directory, "a directory") for directory in given]
     with calling():
+        places = paths_of(directories, "directories")
         return write_page(places, path_of(out, "out"), optional_path(png, "png")).file

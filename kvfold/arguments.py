@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,22 @@ def optional_text(value: Any, name: str) -> str | None:
 def optional_path(value: Any, name: str) -> Path | None:
     """Return a path as `path_of` does; None for None."""
     return None if value is None else path_of(value, name)
+
+
+def paths_of(value: Any, name: str) -> list[Path]:
+    """Return paths from a sequence of them, or from a single one.
+
+    Args:
+        value: the sequence or the path.
+        name: of the argument, for the error.
+
+    Raises:
+        InvalidInput: it is neither, or as of `text_of`.
+    """
+    given = [value] if isinstance(value, str | Path) else value
+    if not isinstance(given, Sequence):
+        raise InvalidInput(f"{name} is {shorten(given)}; it should be a list of paths")
+    return [path_of(one, f"one of {name}") for one in given]
 
 
 def names_of(value: Any, name: str) -> tuple[str, ...]:

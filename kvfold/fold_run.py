@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .core.console import is_first, listening, notice
+from .core.errors import InvalidInput
 from .results import Folded
 
 if TYPE_CHECKING:
@@ -17,7 +18,10 @@ if TYPE_CHECKING:
 
 
 def fold_loaded(
-    source: PreTrainedModel, target: GQA | MQA | MLA, tokenizer: PreTrainedTokenizerBase, **options: Any
+    source: PreTrainedModel,
+    target: GQA | MQA | MLA,
+    tokenizer: PreTrainedTokenizerBase | None,
+    **options: Any,
 ) -> PreTrainedModel:
     """Fold a loaded model through a temporary directory.
 
@@ -35,6 +39,11 @@ def fold_loaded(
     """
     from .convert.request import request_of
 
+    if tokenizer is None or not hasattr(source, "save_pretrained"):
+        raise InvalidInput(
+            f"the source is a {type(source).__name__}; it should be a directory, a Hub id, or a loaded "
+            f"transformers model with tokenizer=..."
+        )
     with tempfile.TemporaryDirectory(prefix="kvfold-") as work:
         directory = Path(work) / "model"
         source.save_pretrained(directory)

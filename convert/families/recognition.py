@@ -91,8 +91,8 @@ def family_of(config: Mapping[str, Any]) -> Family:
     family = FAMILIES[kind]
     if inner := [name for name in _INNER if config.get(name) is not None]:
         raise InvalidInput(
-            f"config.json has {inner[0]}, which a {kind} does not have and with which transformers cannot load "
-            "it; remove it from config.json"
+            f"config.json has {inner[0]}, which a {kind} does not have and with which transformers cannot "
+            "load it; remove it from config.json"
         )
     architectures = config.get("architectures") or [family.architecture]
     if architectures != [family.architecture]:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+import kvfold
 from kvfold.cli import main
 from kvfold.models import remote_code
 from kvfold.models.remote_code import ATTENTION, CACHELESS, EARLIER, FILES, HERE, loses_cache, ship
@@ -103,3 +104,15 @@ def test_what_is_made_of_an_earlier_output_gets_this_versions_code(earlier: Path
     ship(earlier, tmp_path / "out")
     for name in FILES:
         assert (tmp_path / "out" / name).read_bytes() == (HERE / name).read_bytes()
+
+
+def test_from_python(earlier: Path, made: Path, tmp_path: Path) -> None:
+    before = (earlier / ATTENTION).read_bytes()
+    assert kvfold.verify(earlier, run=False).failures
+    with pytest.raises(kvfold.InvalidInput, match=r"is for --engine llama\.cpp"):
+        kvfold.verify(earlier, run=False, llama_cpp=tmp_path, renew_code=True)
+    assert (earlier / ATTENTION).read_bytes() == before
+    assert kvfold.verify(earlier, run=False, renew_code=True).failures == []
+    assert (earlier / ATTENTION).read_bytes() == (made / "remote" / ATTENTION).read_bytes()
+    with pytest.raises(kvfold.InvalidInput, match="brings no code of kvfold's"):
+        kvfold.verify(made / "stock", run=False, renew_code=True)
