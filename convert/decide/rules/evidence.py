@@ -41,7 +41,7 @@ HF_CACHE = run("transformers 5.24.0", "2026-11-24", "generate() with the code of
 HF4 = run("transformers 4.57.6", "2026-11", "AutoModelForCausalLM.from_pretrained(DIR)")
 HF4_STATIC = run("transformers 4.57.6", "2026-11", "generate(cache_implementation='static')")
 _VLLM = "vLLM 0.32.0 on a CPU"
-VLLM = run(_VLLM, "2026-11-22", "python -m benchmarks.vllm")
+VLLM = run(_VLLM, "2026-11-24", "python -m benchmarks.vllm")
 VLLM_BROKEN = run(_VLLM, "2026-11", "vllm.LLM(DIR), on small outputs that break this by hand")
 VLLM_MULTIMODAL = run(_VLLM, "2026-11-23", "python -m benchmarks.vllm, on text (language_model_only)")
 VLLM_READ = read("vLLM 0.32.0", "2026-11", "vllm/model_executor/models/deepseek_v2.py")
@@ -60,11 +60,11 @@ SGLANG_BACKEND = read(
 )
 LLAMA = read("llama.cpp 0c1e570", "2026-11-22", "conversion/deepseek.py, src/models/deepseek2.cpp")
 LLAMA_CLASSES = read("llama.cpp 0c1e570", "2026-11-22", "conversion/*.py")
-LLAMA_RUN = run("llama.cpp 0.5.0-dev, 0c1e570, on a CPU", "2026-11-22", "python -m benchmarks.llama_cpp")
+LLAMA_RUN = run("llama.cpp 0.5.0-dev, 0c1e570, on a CPU", "2026-11-25", "python -m benchmarks.llama_cpp")
 LLAMA_CUDA = read("llama.cpp", "2026-11", "llama.cpp#22205")
 _MLX = "mlx-lm 0.32.2 with mlx[cpu] 0.32.4"
-MLX = run(_MLX, "2026-11-22", "python -m benchmarks.mlx")
-MLX_BROKEN = run(_MLX, "2026-11-22", "python -m benchmarks.mlx_rules")
+MLX = run(_MLX, "2026-11-25", "python -m benchmarks.mlx")
+MLX_BROKEN = run(_MLX, "2026-11-25", "python -m benchmarks.mlx_rules")
 MLX_READ = read("mlx-lm 0.32.2", "2026-11-22", "mlx_lm/models/deepseek_v3.py")
 MLX_CLASSES = read("mlx-lm 0.32.2", "2026-11-22", "mlx_lm/models, mlx_lm/utils.py")
 TENSORRT = read("TensorRT-LLM 065ff9e", "2026-11-22", "tensorrt_llm/_torch/models/_arch_index.py")
