@@ -93,7 +93,7 @@ class Need:
         return max(0, min(self.layers, free // self.layer))
 
 
-def fold_bytes(source: Source, sample: tuple[int, int] | None = None) -> int:
+def fold_bytes(source: Source, sample: tuple[int, int] | None = None, rank: int | None = None) -> int:
     """Return an upper estimate of the bytes that folding one layer takes.
 
     It counts the attention before and after, and the largest decomposition.
@@ -102,6 +102,7 @@ def fold_bytes(source: Source, sample: tuple[int, int] | None = None) -> int:
         source: the checkpoint.
         sample: the number of sequences that the layer is measured and refined on, and the tokens of each;
             None without statistics.
+        rank: of a latent whose norm is fitted on the sample; None without such a norm.
     """
     geometry = source.geometry
     sequences, length = sample or (0, 0)
@@ -118,18 +119,25 @@ def fold_bytes(source: Source, sample: tuple[int, int] | None = None) -> int:
         * length
         * (6 * geometry.hidden_size + 6 * heads * geometry.head_dim + 3 * heads * length)
     )
-    return _SUM * (3 * attention + 5 * side**2) + _FLOAT * (rows + step)
+    # A norm is fitted in float64: to inputs and their squares, then to six copies of the latent.
+    fit = sequences * length * (geometry.hidden_size + max(geometry.hidden_size, 6 * rank)) if rank else 0
+    return _SUM * (3 * attention + 5 * side**2) + max(_FLOAT * (rows + step), _SUM * fit)
 
 
-def default_jobs(source: Source, statistics: Statistics | None) -> int:
+def default_jobs(source: Source, statistics: Statistics | None, rank: int | None) -> int:
     """Return the number of layers to fold at once.
 
     It is one per thread that torch would use, limited by the free memory.
+
+    Args:
+        source: the checkpoint.
+        statistics: of it, or None.
+        rank: as of `fold_bytes`.
     """
     import torch
 
     sample = None if statistics is None else (*statistics.layers[0].input_BTD.shape[:2],)
     # Processes of a launcher that share the memory of this machine.
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    fitting = min(free_bytes(), system_bytes()) // processes // fold_bytes(source, sample)
+    fitting = min(free_bytes(), system_bytes()) // processes // fold_bytes(source, sample, rank)
     return max(1, min(torch.get_num_threads(), len(source.attending), fitting))

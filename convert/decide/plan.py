@@ -119,6 +119,13 @@ class Plan:
         return self.effort.solve and (self.refine > 0 or self.effort.steps == 0)
 
     @property
+    def levelled_rank(self) -> int | None:
+        """Return the width of a latent whose norm is fitted to its tokens; None without such a norm."""
+        if isinstance(self.target, LatentTarget) and self.latent_norm == "fitted":
+            return self.target.kv_lora_rank
+        return None
+
+    @property
     def folds_biases(self) -> bool:
         """Return whether biases must go into weights, because the output has no place for them."""
         return bool(self.source.biases) and not self.container.holds_biases

@@ -87,7 +87,7 @@ def feature_shares(input_XD: Tensor) -> Tensor:
     energy_XD = input_XD.square()
     mean_D = energy_XD.mean(0)
     mean_D = torch.where(mean_D > 0, mean_D, 1)  # a feature that is always zero has any share
-    energy_XD = energy_XD / mean_D
+    energy_XD /= mean_D  # in place: tokens times features are many numbers
     gram_DD = energy_XD.mT @ energy_XD / len(energy_XD)
     ridge_D = 1e-9 * gram_DD.diagonal().mean() * torch.ones_like(mean_D)
     shares_D: Tensor = torch.linalg.solve(gram_DD + ridge_D.diag(), energy_XD.mean(0))
@@ -105,6 +105,7 @@ def level_basis(tokens: LatentTokens, down_CD: Tensor) -> Tensor:
     white_CC = whitening(latent_XC, tokens.weight_X)
     rows_CD = white_CC @ down_CD / tokens.shares_D.sqrt()
     fitted = (latent_XC @ white_CC.mT, held_XC @ white_CC.mT, tokens.weight_X, tokens.held_weight_X)
+    del latent_XC, held_XC  # as large as the copies in the other basis
     form_CC = fit_form(*fitted, first_form(*fitted, rows_CD @ rows_CD.mT))
     return fit_root(*fitted, form_CC) @ white_CC
 

@@ -164,7 +164,7 @@ def fit_root(
 
 def _lengths(form_CC: Tensor, latent_XC: Tensor) -> Tensor:
     """cᵀ M c of every token."""
-    return ((latent_XC @ form_CC) * latent_XC).sum(-1)
+    return (latent_XC @ form_CC).mul_(latent_XC).sum(-1)
 
 
 def _error(form_CC: Tensor, latent_XC: Tensor, weight_X: Tensor) -> float:

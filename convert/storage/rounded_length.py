@@ -126,7 +126,9 @@ def rounded_root(costs: LatentCosts, share: float = SHARE, steps: int = STEPS) -
         steps: most steps.
     """
     present_X = costs.unit_XC.any(dim=-1)  # a token whose latent is zero has no length
-    unit_XC, weight_X = costs.unit_XC[present_X], costs.weight_X[present_X]
+    unit_XC, weight_X = costs.unit_XC, costs.weight_X
+    if not present_X.all():
+        unit_XC, weight_X = unit_XC[present_X], weight_X[present_X]
     value_CC = _floored(costs.error_CC + unit_XC.mT @ unit_XC / len(unit_XC))
     curvature_CC = _floored(costs.curvature_CC)
     root_CC = torch.eye(len(value_CC)).to(value_CC).requires_grad_()

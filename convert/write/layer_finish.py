@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ...core.cache_dtypes import CacheDtype, cache_dtype
+from ...core.system_calls import trim_memory
 from ..algebra.attention import Attention, LatentAttention, NormedLatentAttention
 from ..algebra.forward import AnyAttention, Caches
 from ..calibration.statistics import LayerStatistics
@@ -72,7 +73,9 @@ def finished(its: Finishing, layer: Layer) -> tuple[Layer, Loss | None]:
     made: Any = layer
     if isinstance(layer, LatentAttention):
         made = _levelled(its, layer)
+        trim_memory()
     made, loss = _refined(its, made)
+    trim_memory()
     made, loss = _with_all_parts(its, made, loss)
     dtype = cache_dtype(its.plan.request.cache_dtype)
     if dtype.bits < 16:
@@ -188,6 +191,7 @@ def _with_rounded_length(its: Finishing, layer: Layer, sample: LayerSample) -> t
     if layer.level_CC is None or its.plan.method != "subspace" or not its.plan.refine:
         return layer, None
     costs = latent_costs(layer, its.slots_S, sample, its.plan.effort.draws)
+    trim_memory()
     root_CC = rounded_root(costs)
     made: Any = layer
     made = replace(made, level_CC=root_CC.to(layer.level_CC) @ layer.level_CC)

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
 from ...core.errors import InvalidInput
+from ...core.system_calls import trim_memory
 from ..algebra.attention import Attention, IntactAttention, LatentAttention
 from ..algebra.input_scale import channel_scales, through_channels, with_channels
 from ..algebra.metric import UNWEIGHTED, metric_of
@@ -65,12 +66,14 @@ def fold_attention(
         InvalidInput: the statistics hold values that cannot be decomposed, such as those of a damaged file.
     """
     try:
-        return _fold_attention(plan, number)
+        folded = _fold_attention(plan, number)
     except LinAlgError:
         raise InvalidInput(
             f"the statistics of layer {number} cannot be decomposed, because their values are extreme; take "
             "them again, with --calibration self or another text"
         ) from None
+    trim_memory()
+    return folded
 
 
 def _fold_attention(

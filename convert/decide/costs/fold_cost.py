@@ -141,7 +141,7 @@ def predict_cost(plan: Plan, calibration: str, rates: Rates) -> FoldCost:
         if plan.request.cache_dtype != "bfloat16":
             seconds["quantised cache"] = _quantised(plan, shapes, rates, layers, fitted=fitted)
     found = {phase: value * FACTORS.get(phase, 1.0) for phase, value in seconds.items() if value}
-    return FoldCost(seconds=found, peak_bytes=_peak(plan, shapes, calibration, jobs))
+    return FoldCost(seconds=found, peak_bytes=_peak(plan, shapes, calibration, jobs, fitted=fitted))
 
 
 def _text(shapes: Shapes, rates: Rates) -> float:
@@ -252,7 +252,7 @@ def _jobs(plan: Plan, rates: Rates) -> int:
     return min(plan.request.jobs or rates.threads, plan.source.layers)
 
 
-def _peak(plan: Plan, shapes: Shapes, calibration: str, jobs: int) -> int:
+def _peak(plan: Plan, shapes: Shapes, calibration: str, jobs: int, *, fitted: bool) -> int:
     """Return the bytes of the phase that takes most."""
     source: Source = plan.source
     if calibration == "none":
@@ -261,4 +261,5 @@ def _peak(plan: Plan, shapes: Shapes, calibration: str, jobs: int) -> int:
     cached = shapes.sequences * need.cached
     studied = need.weights + max(cached, need.activations) + need.statistics
     sample = (shapes.sequences, shapes.length)
-    return int(BASE + max(studied, need.statistics + jobs * fold_bytes(source, sample)))
+    rank = plan.target.kv_lora_rank if fitted and isinstance(plan.target, LatentTarget) else None
+    return int(BASE + max(studied, need.statistics + jobs * fold_bytes(source, sample, rank)))
