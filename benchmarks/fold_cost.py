@@ -124,8 +124,8 @@ H100 = Rates(
 MACHINES = {"1 core": CORE, f"{CORES} cores": MANY, "H100": H100}
 
 
-def hollow(directory: Path, shape: dict[str, int]) -> Path:
-    """Write a Llama checkpoint whose weights are a hole in a file; return its directory."""
+def hollow(directory: Path, shape: dict[str, int]) -> None:
+    """Write a Llama checkpoint whose weights are a hole in a file."""
     hidden, wide, layers = shape["hidden_size"], shape["intermediate_size"], shape["num_hidden_layers"]
     keys = KEY_HEADS * (hidden // shape["num_attention_heads"])
     shapes: dict[str, tuple[int, ...]] = {
@@ -156,7 +156,6 @@ def hollow(directory: Path, shape: dict[str, int]) -> Path:
         "rope_theta": 500_000.0, "hidden_act": "silu", "tie_word_embeddings": False, "dtype": "bfloat16",
     }  # fmt: skip
     (directory / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    return directory
 
 
 def predict_sizes(options: str, work: Path) -> dict[str, dict[str, Any]]:
@@ -168,7 +167,9 @@ def predict_sizes(options: str, work: Path) -> dict[str, dict[str, Any]]:
     """
     rows: dict[str, dict[str, Any]] = {}
     for size, shape in SHAPES.items():
-        source = hollow(work / size, shape)
+        source = work / size
+        if not source.exists():  # other options were predicted for it
+            hollow(source, shape)
         plan = make_plan(source, fold_request({"model": str(source), **options_of(options)}))
         rows[size] = {name: predict_cost(plan, "self", rates).to_dict() for name, rates in MACHINES.items()}
     return rows
