@@ -74,7 +74,7 @@ def _predicted(
 ) -> tuple[list[Row], dict[str, float | None]]:
     """Rows with the loss that statistics predict, and by their options what weights alone do."""
     bounds = Bounds(context=window, batch=1, memory=None)
-    found, _ = find_candidates(source, shares, calibrated=True)
+    found, _ = find_candidates(source, shares)
     # Containers do not change what a fold computes.
     rows = [place(one, bounds) for one in found if one.request.container != "remote"]
     by_weights = {row.candidate.label: row.loss for row in predict_rows(rows, bounds, None)}

@@ -237,10 +237,11 @@ def rank(rows: Sequence[Row], bounds: Bounds, goal: Goal, tolerance: float, *, c
     return Advice(bounds=bounds, goal=goal, unit=unit, rows=(*fitting, *others), reason=reason)
 
 
-def _by_loss(row: Row) -> tuple[bool, bool, float, float, bool, int]:
-    """Sort by least loss; then by the larger cache, no code of its own, and fewer bytes moved.
+def _by_loss(row: Row) -> tuple[bool, bool, float, float, bool, bool, int]:
+    """Sort by least loss; then by what decides between equal ones.
 
-    A target of which a rank holds no less than of the source comes after all others.
+    These are the larger cache where no loss is known, slots that statistics will choose, no code of its own,
+    and fewer bytes moved. A target of which a rank holds no less than of the source comes after all others.
     """
     kept = -row.share
     loss = row.loss or 0.0
@@ -250,6 +251,7 @@ def _by_loss(row: Row) -> tuple[bool, bool, float, float, bool, int]:
         row.loss is None,
         loss,
         kept if row.loss is None else 0.0,
+        not row.candidate.allocates,
         own_code,
         row.decoding.bytes,
     )

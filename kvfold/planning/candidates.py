@@ -22,6 +22,8 @@ from ..convert.towers.possible import check_request, tower_request
 from ..convert.towers.whole_output import Surroundings, WholeOutput
 from ..core.errors import InvalidInput
 
+_MOVED = "statistics will choose slots that are not on its table of frequencies"
+_SERVED = {"transformers": ""}
 SHARES = ("50%", "37.5%", "25%", "18.75%", "12.5%", "6.25%")  # of the source's cache, for MLA
 
 
@@ -35,12 +37,15 @@ class Candidate:
         engines: for each engine nothing, where it runs the output with its smaller cache, or why it does not.
         inside: the text tower that is folded in its place in a multimodal checkpoint, with what stays
             around it; None: no such.
+        allocates: the plan is by weights alone, and `kvfold convert` will choose other rotary slots, by
+            statistics; it loses less than this plan.
     """
 
     request: FoldRequest
     plan: Plan
     engines: Mapping[str, str]
     inside: Surroundings | None = None
+    allocates: bool = False
 
     @property
     def kind(self) -> str:
@@ -119,7 +124,6 @@ def find_candidates(
     shares: Sequence[str] = SHARES,
     engine: str | None = None,
     *,
-    calibrated: bool = False,
     inside: Surroundings | None = None,
 ) -> tuple[list[Candidate], dict[str, str]]:
     """Plan every target of a source without statistics.
@@ -130,7 +134,6 @@ def find_candidates(
         source: the checkpoint.
         shares: of its cache, for MLA.
         engine: those that must run the output, a list with commas; None: any that does.
-        calibrated: whether statistics will be there, by which slots can be allocated.
         inside: the text tower that the source is, with its surroundings, where it stays in its multimodal
             checkpoint.
 
@@ -143,7 +146,7 @@ def find_candidates(
     had = set()
     for share in shares:
         budget_elements(source.geometry, share)
-    for kind, to, options in _wanted(source, shares, calibrated):
+    for kind, to, options in _wanted(source, shares):
         try:
             named = {} if engine is None else {"engines": engine}
             asked = _request(source, to, {**options, **named})
@@ -179,9 +182,7 @@ def plan_source(source: Source, inside: Surroundings | None = None) -> Candidate
         return None
 
 
-def _wanted(
-    source: Source, shares: Sequence[str], calibrated: bool
-) -> Iterator[tuple[str, str, dict[str, Any]]]:
+def _wanted(source: Source, shares: Sequence[str]) -> Iterator[tuple[str, str, dict[str, Any]]]:
     """Yield kinds, targets and options to try.
 
     For equal outputs, the request that a user would make comes first.
@@ -195,13 +196,9 @@ def _wanted(
         size = {"kv_budget": share}
         if rotary:
             yield "mla intact", "mla", {**size, "rope": "intact"}
-            yield (
-                "mla decoupled",
-                "mla",
-                {**size, "rope": "decoupled", "container": "stock", "slots": "uniform"},
-            )
-        if calibrated and rotary:
-            yield "mla decoupled", "mla", {**size, "rope": "decoupled", "container": "stock"}
+            stock = {**size, "rope": "decoupled", "container": "stock"}
+            yield "mla decoupled", "mla", stock
+            yield "mla decoupled", "mla", {**stock, "slots": "uniform"}
         yield "mla decoupled", "mla", {**size, "rope": "decoupled", "container": "remote"}
     for engines in ("vllm", "vllm,sglang"):  # their kernels have two sizes
         for profile in PROFILES:
@@ -223,4 +220,8 @@ def _candidate(
     written = plan if inside is None else WholeOutput.of(inside, plan)
     against = unfit(written, plan.engines or ENGINES)
     reasons = {engine: "; ".join(map(str, findings)) for engine, findings in against.items()}
-    return Candidate(request=request, plan=plan, engines=reasons, inside=inside)
+    allocates = statistics is None and request.slots is None
+    allocates = allocates and bool(plan.bands) and plan.container.profile is None
+    if allocates:
+        reasons = {name: reason or _SERVED.get(name, _MOVED) for name, reason in reasons.items()}
+    return Candidate(request=request, plan=plan, engines=reasons, inside=inside, allocates=allocates)

@@ -198,8 +198,7 @@ def _find(
     source: Source, shares: tuple[str, ...], request: PlanRequest, inside: Surroundings | None
 ) -> tuple[list[Candidate], dict[str, str]]:
     engine = ",".join(request.engines) or None
-    calibrated = request.calibration != "none"
-    candidates, refused = find_candidates(source, shares, engine, calibrated=calibrated, inside=inside)
+    candidates, refused = find_candidates(source, shares, engine, inside=inside)
     if not candidates:
         reasons = "; ".join(f"{kind}: {why}" for kind, why in refused.items())
         raise InvalidInput(

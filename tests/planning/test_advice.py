@@ -24,7 +24,7 @@ from kvfold.eval.options import Options
 from kvfold.eval.run import evaluate
 from kvfold.lab.reference import costs
 from kvfold.planning import demand as costs_of
-from kvfold.planning.advice import Bounds, place, predict_rows
+from kvfold.planning.advice import Bounds, place, predict_rows, rank
 from kvfold.planning.candidates import Candidate, find_candidates
 from kvfold.texts.corpus import read_text
 
@@ -119,6 +119,19 @@ def test_rebuilt_keys_cost_memory_bytes_and_arithmetic() -> None:
     assert rebuilt == 4 * 250 * 256 * 2
 
 
+def test_by_weights_alone_the_slots_that_statistics_will_choose_come_first() -> None:
+    found = find("25%")
+    plain, uniform = found["MLA 48+16, stock"], found["MLA 48+16, stock uniform"]
+    assert plain.plan.config["rope_parameters"] == uniform.plan.config["rope_parameters"], "until then"
+    assert (plain.allocates, uniform.allocates) == (True, False)
+    assert (plain.served_by, uniform.served_by) == (("transformers",), ("transformers", "sglang"))
+    assert "--slots" not in plain.request.command, "kvfold convert is free to choose them"
+    bounds = Bounds(context=256, batch=1, memory=None)
+    rows = predict_rows([place(one, bounds) for one in (uniform, plain)], bounds, None)
+    assert rows[0].loss == rows[1].loss
+    assert rank(rows, bounds, "quality", 0.1, calibrated=False).rows[0].candidate is plain
+
+
 def test_formulas_count_the_weights_that_are_written() -> None:
     for one in find("25%").values():
         written = [spec.shape for name, spec in one.plan.layers[0].writes.items() if "norm" not in name]
@@ -131,7 +144,7 @@ def test_formulas_count_the_weights_that_are_written() -> None:
 def test_ranking_agrees_with_measured_perplexity(tmp_path: Path, statistics: Path) -> None:
     """GQA and MLA, decoupled and intact, together: Spearman's correlation of predicted and measured loss."""
     source, bounds = open_source(DEMO), Bounds(context=256, batch=1, memory=None)
-    candidates, _ = find_candidates(source, ("50%", "25%", "12.5%"), calibrated=True)
+    candidates, _ = find_candidates(source, ("50%", "25%", "12.5%"))
     wanted = [one for one in candidates if one.request.slots is None and one.request.container != "remote"]
     rows = predict_rows([place(one, bounds) for one in wanted], bounds, Statistics.load(statistics))
     assert {row.candidate.kind for row in rows} == {"gqa", "mla decoupled", "mla intact"}
@@ -183,7 +196,7 @@ def test_speed_takes_what_moves_least_within_the_tolerance() -> None:
     assert rows[0]["predicted_loss"] > min(row["predicted_loss"] for row in within)
     strict = report(*arguments, "0")
     assert strict["candidates"][0]["predicted_loss"] == min(row["predicted_loss"] for row in rows)
-    assert "none of the 6 that fit is within the tolerance of 0" in strict["chosen"]["reason"]
+    assert "none of the 7 that fit is within the tolerance of 0" in strict["chosen"]["reason"]
 
 
 def test_by_weights_alone_it_says_so() -> None:
