@@ -23,7 +23,6 @@ from ..convert.towers.whole_output import Surroundings, WholeOutput
 from ..core.errors import InvalidInput
 
 _MOVED = "statistics will choose slots that are not on its table of frequencies"
-_SERVED = {"transformers": ""}
 SHARES = ("50%", "37.5%", "25%", "18.75%", "12.5%", "6.25%")  # of the source's cache, for MLA
 
 
@@ -223,5 +222,6 @@ def _candidate(
     allocates = statistics is None and request.slots is None
     allocates = allocates and bool(plan.bands) and plan.container.profile is None
     if allocates:
-        reasons = {name: reason or _SERVED.get(name, _MOVED) for name, reason in reasons.items()}
+        moved = {name: "" if name == "transformers" else _MOVED for name in reasons}
+        reasons = {name: reason or moved[name] for name, reason in reasons.items()}
     return Candidate(request=request, plan=plan, engines=reasons, inside=inside, allocates=allocates)
