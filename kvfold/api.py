@@ -69,7 +69,7 @@ def fold(
     Args:
         source: a directory, a Hub id with an optional `@revision`, or a loaded transformers model.
         target: what the attention becomes: `GQA(...)`, `MQA()` or `MLA(...)`.
-        out: the output directory, which must not exist; `./<model>-<target>`, or none of a loaded model.
+        out: a new directory, by default `./<model>-<target>`; leave it out for a loaded model.
         engines: engines that must run the output: transformers, vllm, sglang, llama.cpp, mlx and others.
         tokenizer: the tokenizer of a loaded model.
         progress: called with a description, how many items are done and how many there are.

@@ -12,6 +12,7 @@ _FLOAT = 4  # bytes of a weight, an activation or a cached number: everything ru
 _SUM = 8  # bytes of a statistic
 _SAMPLE = 2**15  # tokens of a layer's inputs that are kept, bfloat16
 _STEP = 8  # sequences in a step of refinement
+_COPIES = 6  # of a latent's numbers, which a fit to them holds at once
 _BASE = 6 * 10**8  # bytes of the libraries, and of the logits that exist at once
 
 
@@ -93,7 +94,13 @@ class Need:
         return max(0, min(self.layers, free // self.layer))
 
 
-def fold_bytes(source: Source, sample: tuple[int, int] | None = None, rank: int | None = None) -> int:
+def fold_bytes(
+    source: Source,
+    sample: tuple[int, int] | None = None,
+    *,
+    levelled: int | None = None,
+    stored: int | None = None,
+) -> int:
     """Return an upper estimate of the bytes that folding one layer takes.
 
     It counts the attention before and after, and the largest decomposition.
@@ -102,7 +109,8 @@ def fold_bytes(source: Source, sample: tuple[int, int] | None = None, rank: int 
         source: the checkpoint.
         sample: the number of sequences that the layer is measured and refined on, and the tokens of each;
             None without statistics.
-        rank: of a latent whose norm is fitted on the sample; None without such a norm.
+        levelled: width of a latent whose norm is fitted on the sample; None without such a norm.
+        stored: width of a latent that is fitted to a number format of the cache; None without such a format.
     """
     geometry = source.geometry
     sequences, length = sample or (0, 0)
@@ -119,12 +127,21 @@ def fold_bytes(source: Source, sample: tuple[int, int] | None = None, rank: int 
         * length
         * (6 * geometry.hidden_size + 6 * heads * geometry.head_dim + 3 * heads * length)
     )
-    # A norm is fitted in float64: to inputs and their squares, then to six copies of the latent.
-    fit = sequences * length * (geometry.hidden_size + max(geometry.hidden_size, 6 * rank)) if rank else 0
-    return _SUM * (3 * attention + 5 * side**2) + max(_FLOAT * (rows + step), _SUM * fit)
+    # A norm is fitted in float64, to inputs and their squares, then to copies of the latent; a format to
+    # copies next to the rest.
+    norm = geometry.hidden_size + max(geometry.hidden_size, _COPIES * levelled) if levelled else 0
+    moved = sequences * length * _COPIES * (stored or 0)
+    fitted = max(_FLOAT * (rows + step), _SUM * sequences * length * norm)
+    return _SUM * (3 * attention + 5 * side**2 + moved) + fitted
 
 
-def default_jobs(source: Source, statistics: Statistics | None, rank: int | None) -> int:
+def default_jobs(
+    source: Source,
+    statistics: Statistics | None,
+    *,
+    levelled: int | None = None,
+    stored: int | None = None,
+) -> int:
     """Return the number of layers to fold at once.
 
     It is one per thread that torch would use, limited by the free memory.
@@ -132,12 +149,14 @@ def default_jobs(source: Source, statistics: Statistics | None, rank: int | None
     Args:
         source: the checkpoint.
         statistics: of it, or None.
-        rank: as of `fold_bytes`.
+        levelled: as of `fold_bytes`.
+        stored: as of `fold_bytes`.
     """
     import torch
 
     sample = None if statistics is None else (*statistics.layers[0].input_BTD.shape[:2],)
     # Processes of a launcher that share the memory of this machine.
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    fitting = min(free_bytes(), system_bytes()) // processes // fold_bytes(source, sample, rank)
+    need = fold_bytes(source, sample, levelled=levelled, stored=stored)
+    fitting = min(free_bytes(), system_bytes()) // processes // need
     return max(1, min(torch.get_num_threads(), len(source.attending), fitting))

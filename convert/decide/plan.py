@@ -118,12 +118,15 @@ class Plan:
         """Return whether output projections are solved for; a closed form does so if it is its effort."""
         return self.effort.solve and (self.refine > 0 or self.effort.steps == 0)
 
-    @property
-    def levelled_rank(self) -> int | None:
-        """Return the width of a latent whose norm is fitted to its tokens; None without such a norm."""
-        if isinstance(self.target, LatentTarget) and self.latent_norm == "fitted":
-            return self.target.kv_lora_rank
-        return None
+    def fitted_ranks(self, *, norm: bool) -> dict[str, int | None]:
+        """Return widths of a latent that is fitted to tokens, as `capacity.fold_bytes` takes them.
+
+        Args:
+            norm: whether a norm is fitted.
+        """
+        rank = self.target.kv_lora_rank if isinstance(self.target, LatentTarget) else None
+        is_stored = self.request.cache_dtype != "bfloat16"
+        return {"levelled": rank if norm else None, "stored": rank if is_stored else None}
 
     @property
     def folds_biases(self) -> bool:

@@ -119,7 +119,8 @@ def _share(plan: Plan, out: Path, partial: Path, first: ExitStack) -> dict[str, 
     """
     rank, ranks = place()
     shard_size = plan.request.shard_size
-    jobs = plan.request.jobs or default_jobs(plan.source, plan.statistics, plan.levelled_rank)
+    fitted = plan.fitted_ranks(norm=plan.latent_norm == "fitted")
+    jobs = plan.request.jobs or default_jobs(plan.source, plan.statistics, **fitted)
     fingerprint = plan.fingerprint(shard_size)
     specs = plan.specs
     done: dict[str, Found] = {}

@@ -115,3 +115,24 @@ def test_runs_in_vllm_are_those_of_the_result_files() -> None:
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| ")]
     shown = [row for row in cells if row[0] not in {"source", "fold"}]
     assert sorted(shown) == sorted(measured)
+
+
+def test_nats_lost_on_wikitext_are_those_of_the_result_file() -> None:
+    file = ROOT / "benchmarks/results/fidelity-prose-6m-mha-wikitext2.json"
+    rows: dict[str, Any] = json.loads(file.read_text())["rows"]
+    page = (ROOT / "docs/results.md").read_text(encoding="utf-8")
+    table = page.partition("Nats lost on WikiText-2")[2].partition("On text so unlike")[0]
+    printed = {}
+    for line in table.splitlines():
+        label, *cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if len(cells) == 3 and label.startswith(("GQA", "MLA")):
+            printed[_plain(label)] = cells
+    assert printed == {
+        name: [f"{cells[budget]['lost']:.4f}" for budget in BUDGETS] for name, cells in rows.items()
+    }
+
+
+def _plain(label: str) -> str:
+    """Return the name of a row in a result file."""
+    known = {key.replace("*", "").partition(" (")[0]: name for key, name in ROWS.items()}
+    return known.get(label) or f"mla {label.removeprefix('MLA `').removesuffix('`')}"

@@ -43,7 +43,6 @@ _READ = 2.5  # times that decoding passes over keys and values
 _FITTED = 24  # evaluations of the fit of a latent norm, which ends early
 _OPTIMISED = 3e5  # small operations as long as importing what torch's optimizers need takes
 _ROUNDED = 65  # of the search for a rounded length
-_STORED = 6  # copies of a latent's numbers that a fit to a format of the cache holds, next to the fold
 _NORMED = 4  # layers that a fitted latent norm is measured on
 _GROUPED = 4  # orders of the heads that are measured
 _WIDTHS = 11  # rotary widths that a budget is divided among
@@ -262,9 +261,5 @@ def _peak(plan: Plan, shapes: Shapes, calibration: str, jobs: int, *, fitted: bo
     cached = shapes.sequences * need.cached
     studied = need.weights + max(cached, need.activations) + need.statistics
     sample = (shapes.sequences, shapes.length)
-    rank = plan.target.kv_lora_rank if fitted and isinstance(plan.target, LatentTarget) else None
-    folded = fold_bytes(source, sample, rank)
-    if isinstance(plan.target, LatentTarget) and plan.request.cache_dtype != "bfloat16":
-        # What a format is fitted to: numbers of tokens in some coordinates, float64.
-        folded += _STORED * shapes.tokens * plan.target.kv_lora_rank * 8
+    folded = fold_bytes(source, sample, **plan.fitted_ranks(norm=fitted))
     return int(BASE + max(studied, need.statistics + jobs * folded))

@@ -59,17 +59,19 @@ def test_layers_at_once_give_the_same_bytes(
 def test_jobs_are_bounded_by_memory_and_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = open_source(make(tmp_path / "source", num_hidden_layers=3))
     monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
-    assert default_jobs(source, None, None) == 3
+    assert default_jobs(source, None) == 3
     need = fold_bytes(source)
     assert need >= 8 * 4 * source.geometry.hidden_size**2, "a layer's attention alone takes more"
     assert fold_bytes(source, (4, 64)) > need
-    normed = fold_bytes(source, (4, 64), rank=64) - need
+    normed = fold_bytes(source, (4, 64), levelled=64) - need
     assert normed >= 8 * 4 * 64 * (source.geometry.hidden_size + 6 * 64), "a norm is fitted in float64"
-    assert fold_bytes(source, (4, 64), rank=1) >= fold_bytes(source, (4, 64))
+    assert fold_bytes(source, (4, 64), levelled=1) >= fold_bytes(source, (4, 64))
+    prepared = fold_bytes(source, (4, 64), levelled=64, stored=64) - need
+    assert prepared == normed + 8 * 4 * 64 * 6 * 64, "so is a format of the cache, next to it"
     monkeypatch.setattr("kvfold.convert.calibration.capacity.system_bytes", lambda: 2 * need)
-    assert default_jobs(source, None, None) == 2
+    assert default_jobs(source, None) == 2
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert default_jobs(source, None, None) == 1
+    assert default_jobs(source, None) == 1
 
 
 def test_no_jobs_are_refused(tmp_path: Path) -> None:
