@@ -136,3 +136,18 @@ def _plain(label: str) -> str:
     """Return the name of a row in a result file."""
     known = {key.replace("*", "").partition(" (")[0]: name for key, name in ROWS.items()}
     return known.get(label) or f"mla {label.removeprefix('MLA `').removesuffix('`')}"
+
+
+def test_nats_lost_by_the_model_of_135_m_parameters_are_those_of_the_result_file() -> None:
+    file = ROOT / "benchmarks/results/fidelity-smollm2-135m.json"
+    measured = []
+    for cells in json.loads(file.read_text())["rows"].values():
+        for budget, cell in cells.items():
+            predicted = "" if cell["predicted"] is None else f"{cell['predicted']:.3f}"
+            share = "33 %" if budget == "34%" else budget.replace("%", " %")
+            measured.append([share, f"{cell['lost']:.4f}", f"{cell['standard_error']:.3f}", predicted])
+    page = (ROOT / "docs/results.md").read_text(encoding="utf-8")
+    table = page.partition("## A pretrained model of 135 M parameters")[2].partition("\n## ")[0]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
+    printed = [row[1:] for row in rows if len(row) == 5 and row[0].startswith(("GQA", "MLA"))]
+    assert sorted(printed) == sorted(measured)
