@@ -126,7 +126,8 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
     "--context",
     metavar="TOKENS",
     help="Length of the texts that the output is for: distances beyond the calibration text are extrapolated "
-    "to it, at most to 4096. Default: the source's positions, or where its own text breaks down.",
+    "to it, at most to 4096. Default: texts of all lengths up to the source's positions, or to where its own "
+    "text breaks down.",
 )
 @click.option(
     "--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of the calibration."

@@ -1,12 +1,16 @@
 """Attention distances beyond those of the calibration text.
 
-A text of T tokens has T - Δ pairs of positions at the distance Δ, so the mass that a head gives to a distance
-is a rate per pair times their number. Rates of distances that the text has are kept. Beyond them, the rate
-falls with a power of the distance, which is fitted to the farther half of those that the text has.
+A query's attention is shared among the keys before it, so a key at the same distance gets less of it in a
+longer text. What is the same in all texts is the weight w(Δ) of a key before the shares are taken: a query at
+position t gives w(Δ) / (w(0) + ... + w(t)) to the distance Δ. Weights are found from the mass that the
+calibration text gives to each distance, and beyond it they fall with a power of the distance, which is fitted
+to the farther half of those that the text has. The first key has a share of its own: models attend to it
+however far it is (arXiv 2309.17453), and with it attention would seem not to fall with distance at all.
 
 Legend: N query heads, T distances of the text, U distances wanted.
 """
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
@@ -14,59 +18,87 @@ from torch import Tensor
 
 from .metric import DECAY
 
-# Shares of the text's distances where the fit begins and ends: farther ones are those of few pairs, and much
-# of their mass is at the first token of each text.
+# Shares of the text's distances where the fit begins and ends: farther ones are those of few pairs.
 NEAR, FAR = 0.25, 0.75
 STEEPEST = 4.0  # exponent
-_SPANS = 5  # whose mean rates are fitted, each longer than the one before by the same factor
+_SPANS = 5  # whose mean weights are fitted, each longer than the one before by the same factor
+_ROUNDS = 60  # of finding weights; from 20 on nothing changes by more than 1e-3
+_STEP = 0.7  # exponent of a correction; 1 oscillates
 
 
-def extended(distance_NT: Tensor, span: int) -> Tensor:
-    """Return how attention is spread over the distances 0 ... span-1 of texts of `span` tokens.
+def extended(distance_NT: Tensor, lengths: Sequence[int], first_NT: Tensor | None = None) -> Tensor:
+    """Return how attention is spread over distances in texts of some lengths, each as frequent as the others.
 
     Args:
         distance_NT: the same of texts of T tokens, float64; rows sum to 1.
-        span: U; where it is T, `distance_NT` is returned.
+        lengths: of the texts, in tokens; where T is the only one, `distance_NT` is returned.
+        first_NT: the part of `distance_NT` at the first key; None: nothing.
 
     Returns:
-        (N, U), float64; rows sum to 1.
+        (N, U), with U the greatest length, float64; rows sum to 1.
 
     Example:
-        >>> near_NT = torch.arange(64, 0, -1, dtype=torch.float64)[None]  # every pair alike
-        >>> extended(near_NT / near_NT.sum(), 128)[0, ::32] * 64.5
-        tensor([1.0000, 0.7500, 0.5000, 0.2500], dtype=torch.float64)
+        >>> uniform_NT = torch.tensor([[1 + 1 / 2, 1 / 2]], dtype=torch.float64) / 2  # two queries
+        >>> extended(uniform_NT, [4])[0] * 4 - torch.tensor([25 / 12, 13 / 12, 7 / 12, 1 / 4])
+        tensor([0., 0., 0., 0.], dtype=torch.float64)
     """
-    length = distance_NT.shape[1]
-    if span == length:
+    length, longest = distance_NT.shape[1], max(lengths)
+    if list(lengths) == [length]:
         return distance_NT
-    far_U = torch.arange(span, dtype=torch.float64)
-    rate_NT = distance_NT / (length - torch.arange(length, dtype=torch.float64))
-    rate_NU = rate_NT[:, :span]
-    if span > length:
-        end = max(int(length * FAR), 1)
-        rate_NU = torch.cat([rate_NT[:, :end], _tail(rate_NT[:, :end], int(length * NEAR), far_U[end:])], 1)
-    mass_NU = rate_NU * (span - far_U)
-    return mass_NU / mass_NU.sum(-1, keepdim=True)
+    first_NT = torch.zeros_like(distance_NT) if first_NT is None else first_NT
+    first_N1 = first_NT.sum(1, keepdim=True)
+    weight_NU = _weights((distance_NT - first_NT).clamp(min=0))
+    if longest > length:
+        end, far_U = max(int(length * FAR), 1), torch.arange(longest, dtype=torch.float64)
+        tail_NV = _tail(weight_NU[:, :end], int(length * NEAR), far_U[end:])
+        weight_NU = torch.cat([weight_NU[:, :end], tail_NV], 1)
+    found_NU = distance_NT.new_zeros(len(distance_NT), longest)
+    for tokens in lengths:
+        mass_NU = weight_NU[:, :tokens] * _shares_of_queries(weight_NU[:, :tokens])
+        found_NU[:, :tokens] += ((1 - first_N1) * mass_NU + first_N1) / tokens / len(lengths)
+    return found_NU
 
 
-def _tail(rate_NT: Tensor, start: int, far_V: Tensor) -> Tensor:
-    """Return the rates at distances beyond those that are given, by a power fitted from `start` on.
+def _weights(mass_NT: Tensor) -> Tensor:
+    """Return the weights of keys (N, T) with which queries at all positions give this mass to distances.
 
-    Where fewer than two spans have a rate, the power is that of the prior over distances.
+    Heads without any mass look at their own position.
     """
-    distance_T = torch.arange(rate_NT.shape[1], dtype=torch.float64) + 1
+    length, whole_N1 = mass_NT.shape[1], mass_NT.sum(1, keepdim=True)
+    own_T = torch.eye(1, length, dtype=mass_NT.dtype)
+    wanted_NT = torch.where(whole_N1 > 0, mass_NT / whole_N1, own_T) * length
+    weight_NT = wanted_NT / torch.arange(length, 0, -1)
+    for _ in range(_ROUNDS):
+        given_NT = weight_NT * _shares_of_queries(weight_NT)
+        weight_NT = weight_NT * torch.where(wanted_NT > 0, wanted_NT / given_NT, 0) ** _STEP
+        weight_NT = weight_NT / weight_NT.sum(1, keepdim=True)
+    return weight_NT
+
+
+def _shares_of_queries(weight_NT: Tensor) -> Tensor:
+    """Return the sum over all queries that see a distance of what a weight of 1 gets there (N, T)."""
+    share_NT = 1 / weight_NT.cumsum(1).clamp(min=torch.finfo(weight_NT.dtype).tiny)
+    return share_NT.flip(1).cumsum(1).flip(1)
+
+
+def _tail(weight_NT: Tensor, start: int, far_V: Tensor) -> Tensor:
+    """Return the weights at distances beyond those that are given, by a power fitted from `start` on.
+
+    Where fewer than two spans have a weight, the power is that of the prior over distances.
+    """
+    distance_T = torch.arange(weight_NT.shape[1], dtype=torch.float64) + 1
     first = max(start, 1)
     cuts = [round(first * (len(distance_T) / first) ** (n / _SPANS)) for n in range(_SPANS + 1)]
     spans = [slice(*ends) for ends in pairwise(cuts) if ends[0] < ends[1]]
-    power_N = rate_NT.new_full((len(rate_NT),), DECAY)
+    power_N = weight_NT.new_full((len(weight_NT),), DECAY)
     if len(spans) > 1:
         place_S = torch.stack([distance_T[span].log().mean() for span in spans])
-        rate_NS = torch.stack([rate_NT[:, span].mean(1) for span in spans], 1)
-        seen_NS = (rate_NS > 0).to(rate_NS)
-        log_NS = torch.where(rate_NS > 0, rate_NS, 1).log()
+        weight_NS = torch.stack([weight_NT[:, span].mean(1) for span in spans], 1)
+        seen_NS = (weight_NS > 0).to(weight_NS)
+        log_NS = torch.where(weight_NS > 0, weight_NS, 1).log()
         count_N1 = seen_NS.sum(1, keepdim=True).clamp(min=1)
         from_mean_NS = seen_NS * (place_S - (seen_NS * place_S).sum(1, keepdim=True) / count_N1)
         slope_N = (from_mean_NS * log_NS).sum(1) / from_mean_NS.square().sum(1).clamp(min=1e-12)
         power_N = torch.where(seen_NS.sum(1) > 1, -slope_N, power_N).clamp(0, STEEPEST)
-    level_N = rate_NT[:, start:].mean(1) / (distance_T[start:] ** -power_N[:, None]).mean(1)
+    level_N = weight_NT[:, start:].mean(1) / (distance_T[start:] ** -power_N[:, None]).mean(1)
     return level_N[:, None] * (far_V + 1) ** -power_N[:, None]

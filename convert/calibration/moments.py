@@ -91,6 +91,18 @@ def _by_distance(mass_NTT: Tensor) -> Tensor:
     return skewed.view(heads, length, -1).sum(1, dtype=torch.float64)[:, length - 1 :]
 
 
+def _at_first(p_BNTT: Tensor) -> Tensor:
+    """Sum the mass p(1-p) at the first key by distance, and that at all keys in a last column, (N, T+1)."""
+    first_NT = ((1 - p_BNTT[..., 0]) * p_BNTT[..., 0]).sum(0, dtype=torch.float64)
+    whole_N = (p_BNTT.sum(-1) - p_BNTT.square().sum(-1)).sum((0, 2), dtype=torch.float64)
+    return torch.cat([first_NT, whole_N[:, None]], 1)
+
+
+def _share_at_first(mass_NT: Tensor, tokens: int) -> Tensor:
+    whole_N1 = mass_NT[:, -1:]
+    return torch.where(whole_N1 > 0, mass_NT[:, :-1] / whole_N1, 0)
+
+
 def _shares(mass_NT: Tensor, tokens: int) -> Tensor:
     # Attention that is always certain has no such mass. Then all distances get the same share.
     mass_NT = torch.where(mass_NT.sum(-1, keepdim=True) > 0, mass_NT, 1)
@@ -105,6 +117,9 @@ MOMENTS = {
     "query_fisher": Moment(("g_q",), _by_head),
     "output_fisher": Moment(("g_o",), lambda g_BTD: _moment(g_BTD.flatten(0, 1))),
     "distance_NT": Moment(("p",), lambda p_BNTT: _by_distance((1 - p_BNTT).mul_(p_BNTT).sum(0)), _shares),
+    "first_key_fisher": Moment(("g_k",), lambda g_BTKH: _fisher(g_BTKH[:, :1])),
+    "first_value_fisher": Moment(("g_v",), lambda g_BTKH: _fisher(g_BTKH[:, :1])),
+    "first_NT": Moment(("p",), _at_first, _share_at_first),
 }
 SAMPLES = {
     "input_BTD": ("x", 2**15),

@@ -38,6 +38,7 @@ _METADATA_BYTES = 2**16
 _IDS = "ids_BT"
 _MOST_LAYERS = 10_000  # no model has a tenth of it
 _SAMPLES = ("input_BTD", "output_BTD")  # bfloat16; all else is float64
+_LATER = {"first_key_fisher", "first_value_fisher", "first_NT"}  # earlier files have none of them
 _DIMENSIONS = {
     "input_EE": 2,
     "query_NHH": 3,
@@ -48,6 +49,9 @@ _DIMENSIONS = {
     "output_fisher": 2,
     "input_BTD": 3,
     "output_BTD": 3,
+    "first_key_fisher": 2,
+    "first_value_fisher": 2,
+    "first_NT": 2,
 }
 
 
@@ -69,6 +73,11 @@ class LayerStatistics:
         output_fisher: the same as G_K at the attention's output, (D, D).
         input_BTD: the first sequences' inputs of the projections, bfloat16; at most 32768 tokens.
         output_BTD: the outputs of the attention for the first of them, bfloat16.
+        first_key_fisher: the part of `key_fisher` that is of the first token of each sequence. Models attend
+            to that token whatever it is (an attention sink, arXiv 2309.17453), so it has most of the gradient
+            and next to none of the inputs. None in files of kvfold before 2026-11-25.
+        first_value_fisher: the part of `value_fisher` that is. None as above.
+        first_NT: the part of `distance_NT` that is at that token's key. None as above.
     """
 
     input_EE: Tensor
@@ -80,6 +89,13 @@ class LayerStatistics:
     output_fisher: Tensor
     input_BTD: Tensor
     output_BTD: Tensor
+    first_key_fisher: Tensor | None = None
+    first_value_fisher: Tensor | None = None
+    first_NT: Tensor | None = None
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the statistics that there are, by name."""
+        return {name: tensor for name, tensor in vars(self).items() if tensor is not None}
 
     def sizes(self) -> tuple[int, int, int, int]:
         """Return D, N, K·H and H."""
@@ -92,7 +108,7 @@ class LayerStatistics:
         Tensors of a file are aligned as the file has them. The last bit of a sum depends on the alignment, so
         only copies give the bits that the numbers gave before they were saved.
         """
-        return LayerStatistics(**{name: tensor.clone() for name, tensor in vars(self).items()})
+        return LayerStatistics(**{name: tensor.clone() for name, tensor in self.tensors().items()})
 
     def parked(self, work: Path) -> "LayerStatistics":
         """Return the same numbers in unnamed files of a directory, read when they are used.
@@ -101,7 +117,7 @@ class LayerStatistics:
         """
         mapped = {}
         with tempfile.TemporaryDirectory(dir=work, prefix=PREFIX) as name:
-            for key, tensor in vars(self).items():
+            for key, tensor in self.tensors().items():
                 file = Path(name) / key
                 file.write_bytes(tensor.contiguous().view(torch.uint8).numpy().data)
                 # Mapped, the file lives on without its name.
@@ -174,7 +190,7 @@ class Statistics:
         tensors = {
             f"{n}.{name}": tensor.contiguous()
             for n, layer in enumerate(self.layers)
-            for name, tensor in vars(layer).items()
+            for name, tensor in layer.tensors().items()
         }
         if self.ids_BT is not None:
             tensors[_IDS] = self.ids_BT.contiguous()
@@ -190,7 +206,7 @@ class Statistics:
         """SHA-256, hexadecimal, of all numbers and of their origin."""
         digest = hashlib.sha256(json.dumps([self.tokens, self.calibration, self.seed]).encode())
         for layer in self.layers:
-            for tensor in vars(layer).values():
+            for tensor in layer.tensors().values():
                 digest.update(tensor.contiguous().view(torch.uint8).numpy().data)
         return digest.hexdigest()
 
@@ -246,9 +262,12 @@ class Statistics:
                 "output_fisher": (hidden, hidden),
                 "input_BTD": (samples, length, hidden),
                 "output_BTD": (rest, length, hidden),
+                "first_key_fisher": (keys, keys),
+                "first_value_fisher": (keys, keys),
+                "first_NT": (heads, length),
             }
-            for name, shape in wanted.items():
-                tensor = getattr(layer, name)
+            for name, tensor in layer.tensors().items():
+                shape = wanted[name]
                 if tuple(tensor.shape) != shape or 0 in shape:
                     raise InvalidInput(
                         f"{file} holds {n}.{name} of shape {tuple(tensor.shape)}, expected {shape}; "
@@ -287,6 +306,8 @@ def _read_layer(stored: Any, held: set[str], layer: int, file: Path) -> LayerSta
     for name in (field.name for field in fields(LayerStatistics)):
         key = f"{layer}.{name}"
         if key not in held:
+            if name in _LATER:
+                continue
             raise ValueError(f"it lacks {key}")
         tensor = stored.get_tensor(key)
         wanted = torch.bfloat16 if name in _SAMPLES else torch.float64

@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 
+import torch
+
 from ...core.errors import InvalidInput
 from ..algebra.distances import extended
 from ..algebra.metric import SPAN
@@ -17,8 +19,10 @@ def at_context(source: Source, statistics: Statistics | None, context: int | Non
     Args:
         source: the checkpoint that they are of.
         statistics: None where there are none.
-        context: tokens of a text; None: the source's positions, or those before its own text breaks down.
-            Distances are extrapolated up to `SPAN`, and in layers with a window up to that.
+        context: tokens of a text. Distances are extrapolated up to `SPAN`, and in layers with a window up to
+            that. None: texts from the length of the calibration text on, each twice as long as the one
+            before, up to the source's positions, or those before its own text breaks down. A fold for the
+            longest alone loses more in all others than it gains there (LOG.md).
 
     Raises:
         InvalidInput: the source has fewer positions.
@@ -36,9 +40,31 @@ def at_context(source: Source, statistics: Statistics | None, context: int | Non
         length = layer.input_BTD.shape[1]
         # A window of the calibration text's length or less leaves distances beyond it without mass.
         span = min(wanted, max(length, min(SPAN, source.window(number) or SPAN)))
-        return replace(layer, distance_NT=extended(layer.distance_NT, span))
+        if layer.distance_NT.shape[1] == span:
+            return layer
+        lengths = [span] if context is not None else _doubling(length, span)
+        first_NT = layer.first_NT
+        if first_NT is not None:
+            share_N1 = first_NT.sum(1, keepdim=True)
+            first_NT = share_N1 * torch.stack([(torch.arange(span) < n) / n for n in lengths]).mean(0)
+        distance_NT = extended(layer.distance_NT, lengths, layer.first_NT)
+        return replace(layer, distance_NT=distance_NT, first_NT=first_NT)
 
     return replace(statistics, layers=tuple(map(at, source.attending, statistics.layers)))
+
+
+def _doubling(length: int, longest: int) -> list[int]:
+    """Return lengths of texts from one to another, each but the last twice the one before.
+
+    Example:
+        >>> _doubling(512, 4096), _doubling(512, 600), _doubling(512, 256)
+        ([512, 1024, 2048, 4096], [512, 600], [256])
+    """
+    lengths = []
+    while length < longest:
+        lengths.append(length)
+        length *= 2
+    return [*lengths, longest]
 
 
 def context_notice(source: Source, context: int, length: int) -> str | None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ...convert.algebra.attention import Attention
-from ...convert.algebra.metric import LayerMetric, from_statistics, weights_only
+from ...convert.algebra.metric import LayerMetric, of_keys, weights_only
 from ...convert.algebra.subspaces import matrix_root
 from ...convert.algebra.target import GroupedTarget, LatentTarget
 from ...convert.calibration.statistics import LayerStatistics
@@ -217,7 +217,7 @@ def _metric(source: MultiHeadAttention, attention: Attention, statistics: Seen, 
     if statistics is None:
         return weights_only(attention, span)
     if isinstance(statistics, LayerStatistics):
-        return from_statistics(statistics)
+        return of_keys(statistics, attention)
     if statistics.ndim != 3 or statistics.shape[-1] != source.d_model:
         raise InvalidInput(
             f"a sample of shape {tuple(statistics.shape)} does not fit; it must be (B, T, {source.d_model})"

@@ -140,6 +140,34 @@ def test_distances(model: Any, ids: Tensor, stats: Statistics) -> None:
     torch.testing.assert_close(stats.layers[1].distance_NT.sum(1), torch.ones(4, dtype=torch.float64))
 
 
+def test_the_part_of_first_tokens(model: Any, ids: Tensor, stats: Statistics) -> None:
+    with torch.no_grad():
+        p = outputs(model, ids, "q")[2].attentions[1].double()
+    mass_NT = (p * (1 - p))[..., 0].sum(0) / (p * (1 - p)).sum((0, 2, 3))[:, None]
+    layer = stats.layers[1]
+    assert layer.first_NT is not None
+    torch.testing.assert_close(layer.first_NT, mass_NT, rtol=1e-5, atol=1e-9)
+    assert bool((layer.first_NT <= layer.distance_NT + 1e-9).all())
+    # Of sequences that end with their first token, it is all there is.
+    short = collect(model, ids[:, :2], batch_size=4, **SETTINGS).layers[1]
+    for name in ("key_fisher", "value_fisher"):
+        first, whole = getattr(short, f"first_{name}"), getattr(short, name)
+        assert bool((torch.linalg.eigvalsh(whole - first) > -1e-9 * whole.trace()).all())
+        assert 0 < float(first.trace()) < float(whole.trace())
+
+
+def test_statistics_of_earlier_versions_have_no_part_of_first_tokens(
+    tmp_path: Path, stats: Statistics
+) -> None:
+    bare = {"first_key_fisher": None, "first_value_fisher": None, "first_NT": None}
+    earlier = replace(stats, layers=tuple(replace(layer, **bare) for layer in stats.layers))
+    earlier.save(tmp_path / "earlier.safetensors")
+    loaded = Statistics.load(tmp_path / "earlier.safetensors")
+    assert loaded.fingerprint() == earlier.fingerprint() != stats.fingerprint()
+    assert loaded.layers[0].first_NT is None
+    assert loaded.layers[0].copied().first_key_fisher is None
+
+
 @pytest.mark.parametrize("batch_size", [1, 6])
 def test_batch_size_changes_nothing(model: Any, ids: Tensor, stats: Statistics, batch_size: int) -> None:
     assert_same(collect(model, ids, batch_size=batch_size, **SETTINGS), stats)
