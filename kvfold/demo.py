@@ -1,10 +1,11 @@
 """`kvfold demo`: fold, distil and evaluate the bundled checkpoint, in a few minutes and without a network."""
 
 import json
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ from . import __version__
 from .core.console import Command, show_json, show_table
 from .core.errors import InvalidInput
 from .core.files import locked, write_whole
+from .core.signals import Interrupted
 from .core.units import parse_tokens
 from .core.untrusted import read_json, shorten
 
@@ -52,13 +54,18 @@ def main(out: Path | None, tokens: str, as_json: bool) -> None:
     """
     start = time.monotonic()
     _check_tokens(tokens)  # before a directory is made, which would be in the way of the right command
-    if out is None:
-        work = Path(tempfile.mkdtemp(prefix="kvfold-demo-"))
-        results, text_hash = _run(work, tokens)
-    else:
-        work = out
-        with _claimed(out, tokens):
-            results, text_hash = _run(out, tokens)
+    work = Path(tempfile.mkdtemp(prefix="kvfold-demo-")) if out is None else out
+    try:
+        with nullcontext() if out is None else _claimed(work, tokens):
+            results, text_hash = _run(work, tokens)
+    except Interrupted as stop:
+        advice = (
+            "give --out, and the same command resumes"
+            if out is None
+            else "run the same command again to resume"
+        )
+        click.echo(f"Interrupted: {stop}; {advice}.", err=True)
+        sys.exit(128 + stop.signum)
     seconds = round(time.monotonic() - start)
     if as_json:
         measured = {name: result.to_json() for name, result in results.items()}

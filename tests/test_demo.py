@@ -1,5 +1,6 @@
 """The demonstration: a mistake in an option is found before anything is written, and a stopped run goes on."""
 
+import signal
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from click.testing import CliRunner
 
 from kvfold import demo
 from kvfold.cli import main
+from kvfold.core.signals import Interrupted
 from kvfold.distill.run import job
 
 
@@ -32,6 +34,21 @@ def test_a_wrong_length_leaves_no_directory(
 def shown(out: Path, tokens: str = "8k") -> tuple[int, str]:
     done = CliRunner().invoke(main, ["demo", "--out", str(out), "--tokens", tokens])
     return done.exit_code, done.output
+
+
+@pytest.mark.parametrize("placed", [False, True])
+def test_a_signal_ends_it_with_a_sentence(
+    placed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stopped(*_: Any) -> None:
+        raise Interrupted(signal.SIGTERM, "stopped after step 3 of 86 of stage kl")
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(demo, "_run", stopped)
+    ended = CliRunner().invoke(main, ["demo", *(["--out", str(tmp_path / "made")] if placed else [])])
+    assert ended.exit_code == 128 + signal.SIGTERM
+    advice = "run the same command again to resume" if placed else "give --out, and the same command resumes"
+    assert ended.stderr == f"Interrupted: stopped after step 3 of 86 of stage kl; {advice}.\n"
 
 
 def test_a_stopped_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

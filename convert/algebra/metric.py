@@ -9,7 +9,6 @@ Legend: attention.py; E = D, plus a column for the constant input 1; B diagonal 
 K·H; T distances.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -25,6 +24,10 @@ DECAY = 1.5  # exponent of that prior; of 1, 1.25, 1.5, 2 and 3 the least total 
 SHRINKAGE = (
     1e-3  # of the input's moment towards its diagonal; from 1e-6 to 1e-2 nothing else changes (LOG.md)
 )
+
+# Cost of errors at first tokens, relative to all others', above which they are attention sinks: 0.3 and less
+# in layers without one, 0.6 to 10 in those with one, in four models (LOG.md). Without one nothing is gained.
+SINK = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,7 +138,7 @@ def metric_of(layer: LayerStatistics | None, attention: Attention, span: int) ->
 
 
 def of_keys(layer: LayerStatistics, attention: Attention) -> LayerMetric:
-    """Return the metric of a layer's keys and values, where its first tokens count as what they are.
+    """Return the metric of a layer's keys and values, where the first token counts as what it is.
 
     K-FAC takes gradients and inputs as independent. An attention sink is the opposite: one token, whose input
     is the same in every text, has up to 98 % of the gradient at the values of a layer and 0.05 % of its
@@ -143,50 +146,32 @@ def of_keys(layer: LayerStatistics, attention: Attention) -> LayerMetric:
     all other tokens, and the first token's input counts as often as its own error would cost as much.
 
     Args:
-        layer: the statistics; without a part of first tokens, the result is `from_statistics`.
+        layer: the statistics; without a part of first tokens, or a sink, the result is `from_statistics`.
         attention: the source's weights, float64.
     """
     plain = from_statistics(layer)
     if layer.first_key_fisher is None or layer.first_value_fisher is None:
         return plain
-    first_BTD = layer.input_BTD[:, :1]
-    first_XE = pad(first_BTD.flatten(0, 1).to(torch.float64), (0, 1), value=1)
-    first_EE = first_XE.mT @ first_XE / layer.input_BTD.shape[:2].numel()
-    rest = layer.key_fisher - layer.first_key_fisher, layer.value_fisher - layer.first_value_fisher
+    assert plain.input_EE is not None
+    first = layer.first_key_fisher, layer.first_value_fisher
+    rest = layer.key_fisher - first[0], layer.value_fisher - first[1]
     rows_CD = attention.k_KHD.flatten(0, 1), attention.v_KHD.flatten(0, 1)
     energies = [rows @ layer.input_EE[:-1, :-1] @ rows.mT for rows in rows_CD]
-    first = layer.first_key_fisher, layer.first_value_fisher
-    factor = first_token_factor(first, rest, energies, layer.input_BTD.shape[1])
-    if factor is None:
+    at_first, at_rest = (
+        sum(float((moment * energy).sum()) for moment, energy in zip(part, energies, strict=True))
+        for part in (first, rest)
+    )
+    if not 0 < SINK * at_rest < at_first:
         return plain
-    assert plain.input_EE is not None
+    length = layer.input_BTD.shape[1]
+    first_XE = pad(layer.input_BTD[:, 0].to(torch.float64), (0, 1), value=1)
+    first_EE = first_XE.mT @ first_XE / (len(first_XE) * length)
     return replace(
         plain,
-        input_EE=plain.input_EE + (factor - 1) * first_EE,
+        input_EE=plain.input_EE + (length * at_first / at_rest - 1) * first_EE,
         key_BSS=rest[0][None],
         value_BSS=rest[1][None],
     )
-
-
-def first_token_factor(
-    first: Sequence[Tensor], rest: Sequence[Tensor], energies: Sequence[Tensor], length: int
-) -> float | None:
-    """Return how many times a first token's input counts, next to that of another token; at least 1.
-
-    Args:
-        first: the parts of the moments of gradients that are of first tokens; of keys, then of values.
-        rest: the other parts.
-        energies: second moments of the same keys and values.
-        length: tokens of a sequence.
-
-    Returns:
-        None where other tokens have no gradient.
-    """
-    costs = [
-        sum(float((moment * energy).sum()) for moment, energy in zip(part, energies, strict=True))
-        for part in (first, rest)
-    ]
-    return max(1.0, length * costs[0] / costs[1]) if costs[1] > 0 else None
 
 
 def from_statistics(layer: LayerStatistics) -> LayerMetric:

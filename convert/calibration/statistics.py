@@ -38,7 +38,7 @@ _METADATA_BYTES = 2**16
 _IDS = "ids_BT"
 _MOST_LAYERS = 10_000  # no model has a tenth of it
 _SAMPLES = ("input_BTD", "output_BTD")  # bfloat16; all else is float64
-_LATER = {"first_key_fisher", "first_value_fisher", "first_NT"}  # earlier files have none of them
+_LATER = {"first_key_fisher", "first_value_fisher", "first_NT"}  # all of them, or in earlier files none
 _DIMENSIONS = {
     "input_EE": 2,
     "query_NHH": 3,
@@ -306,7 +306,7 @@ def _read_layer(stored: Any, held: set[str], layer: int, file: Path) -> LayerSta
     for name in (field.name for field in fields(LayerStatistics)):
         key = f"{layer}.{name}"
         if key not in held:
-            if name in _LATER:
+            if name in _LATER and not any(f"{layer}.{later}" in held for later in _LATER):
                 continue
             raise ValueError(f"it lacks {key}")
         tensor = stored.get_tensor(key)

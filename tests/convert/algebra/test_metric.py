@@ -98,6 +98,21 @@ def test_without_a_part_of_first_tokens_all_are_alike() -> None:
     assert torch.equal(aware.key_BSS, plain.key_BSS)
 
 
+def test_first_tokens_that_are_no_sink_are_like_all_others() -> None:
+    taken = layer()
+    assert taken.first_key_fisher is not None
+    assert taken.first_value_fisher is not None
+    share = {
+        "first_key_fisher": taken.first_key_fisher / 100,
+        "first_value_fisher": taken.first_value_fisher / 100,
+    }
+    aware, plain = of_keys(replace(taken, **share), attention()), from_statistics(taken)
+    assert aware.input_EE is not None
+    assert plain.input_EE is not None
+    assert torch.equal(aware.input_EE, plain.input_EE)
+    assert torch.equal(aware.value_BSS, plain.value_BSS)
+
+
 def test_gradients_of_first_tokens_alone_are_not_left_out() -> None:
     taken = layer()
     taken = replace(taken, key_fisher=taken.first_key_fisher, value_fisher=taken.first_value_fisher)

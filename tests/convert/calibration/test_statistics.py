@@ -168,6 +168,17 @@ def test_statistics_of_earlier_versions_have_no_part_of_first_tokens(
     assert loaded.layers[0].copied().first_key_fisher is None
 
 
+@pytest.mark.parametrize("name", ["first_key_fisher", "first_value_fisher", "first_NT"])
+def test_a_damaged_part_of_first_tokens(tmp_path: Path, stats: Statistics, name: str) -> None:
+    whole = getattr(stats.layers[1], name)
+    for number, tensor in enumerate((None, whole[1:], whole * torch.nan)):
+        damaged = (stats.layers[0], replace(stats.layers[1], **{name: tensor}), *stats.layers[2:])
+        file = tmp_path / f"{number}.safetensors"
+        replace(stats, layers=damaged).save(file)
+        with pytest.raises(InvalidInput, match=rf"1\.{name}"):
+            Statistics.load(file)
+
+
 @pytest.mark.parametrize("batch_size", [1, 6])
 def test_batch_size_changes_nothing(model: Any, ids: Tensor, stats: Statistics, batch_size: int) -> None:
     assert_same(collect(model, ids, batch_size=batch_size, **SETTINGS), stats)
