@@ -8,7 +8,6 @@ The environment is that of the first run.
 
 import io
 import json
-import multiprocessing
 import os
 import runpy
 import sys
@@ -17,21 +16,21 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-PRELOADED = ["torch", "transformers.models.llama.modeling_llama", "transformers.models.auto.modeling_auto"]
+from .warm_server import WarmServer
+
+_SERVER = WarmServer(
+    ["torch", "transformers.models.llama.modeling_llama", "transformers.models.auto.modeling_auto"]
+)
 
 
 def run_warm(script: str, asked: dict[str, Any]) -> dict[str, Any]:
     """Do what `fresh_process.run_apart` does, in a forked process."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
     with tempfile.TemporaryDirectory() as place:
-        process = context.Process(target=_run, args=(script, json.dumps(asked), place))
-        process.start()
-        process.join()
+        code = _SERVER.run(_run, script, json.dumps(asked), place)
         said = Path(place, "said").read_text(encoding="utf-8")
     lines = said.strip().splitlines()
-    if process.exitcode:
-        return {"failed": f"the run ended with {lines[-1][:300] if lines else process.exitcode}"}
+    if code:
+        return {"failed": f"the run ended with {lines[-1][:300] if lines else code}"}
     return dict(json.loads(lines[-1]))
 
 

@@ -1,6 +1,5 @@
 """A fold of a multimodal checkpoint, killed right before every kind of operation on its files, and resumed."""
 
-import multiprocessing
 import os
 import re
 import signal
@@ -17,6 +16,7 @@ from kvfold.core.files import locked
 
 from ...support.quantised import quantise, quantised_tower
 from ...support.towers import make_multimodal
+from ...support.warm_server import WarmServer
 
 _PRIVATE = re.compile(r"\.kvfold-\w+")
 # What is removed once the output has its name is left by a kill, and not resumed.
@@ -28,8 +28,7 @@ _STATES = (
     "open .kvfold/out/m",
 )
 _OTHER = 99  # the exit code of a process whose command ended in another way than by the kill
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload([__name__, "transformers.models.llava.modeling_llava", "kvfold.fold_run"])
+_SERVER = WarmServer([__name__, "transformers.models.llava.modeling_llava", "kvfold.fold_run"])
 
 
 def run_and_kill(
@@ -71,10 +70,7 @@ def run_to_the_end(words: Sequence[str], place: Path, told: Path) -> list[str]:
     known: list[str] = []
     code = None
     while code != 0:
-        process = _CONTEXT.Process(target=run_and_kill, args=(words, place, known, told))
-        process.start()
-        process.join()
-        code = process.exitcode
+        code = _SERVER.run(run_and_kill, words, place, known, told)
         assert code in {0, signal.SIGKILL}, f"exit code {code}: {told.read_text()}, after {known}"
         if code:
             known.append(told.read_text())
@@ -83,9 +79,7 @@ def run_to_the_end(words: Sequence[str], place: Path, told: Path) -> list[str]:
 
 def kill_at(operation: str, words: list[str], place: Path, told: Path) -> None:
     """Run a command in a process that is killed before its first operation of a kind."""
-    process = _CONTEXT.Process(target=run_and_kill, args=(words, place, None, told, operation))
-    process.start()
-    process.join()
+    _SERVER.run(run_and_kill, words, place, None, told, operation)
     assert told.read_text() == operation
 
 
@@ -158,11 +152,7 @@ def test_a_finished_part_of_another_fold_is_kept(source: Path, tmp_path: Path) -
     """Neither another request nor a changed source takes it over."""
     place, told = tmp_path / "killed", tmp_path / "told"
     place.mkdir()
-    process = _CONTEXT.Process(
-        target=run_and_kill, args=(words(source, place / "out"), place, None, told, "os.mkdir .kvfold/out")
-    )
-    process.start()
-    process.join()
+    _SERVER.run(run_and_kill, words(source, place / "out"), place, None, told, "os.mkdir .kvfold/out")
     assert told.read_text() == "os.mkdir .kvfold/out"
     before = bits(place)
     refused = CliRunner().invoke(main, words(source, place / "out", heads=1))

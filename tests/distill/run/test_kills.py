@@ -9,7 +9,6 @@ from one that has imported everything.
 
 import errno
 import json
-import multiprocessing
 import os
 import re
 import signal
@@ -27,6 +26,7 @@ from kvfold.distill.recipe.recipe import Recipe
 from kvfold.distill.run.job import distill
 
 from ...support.distillation import metrics, write_recipe
+from ...support.warm_server import WarmServer
 from ..conftest import MakeRecipe
 
 # What Python tells of before it does it, with the position among its arguments of the directory that a path
@@ -38,6 +38,7 @@ FULL = 99  # instead of 2, where the last sentence is about the disk
 STOPPED = (-signal.SIGKILL, 128 + signal.SIGTERM, FULL)
 STAGE = {"tokens": 384, "batch_tokens": 192, "lr": 1e-2}
 ALIGN = {**STAGE, "losses": {"attention_output": 1.0}, "train": "attention"}
+_SERVER = WarmServer([__name__, "transformers.models.llama.modeling_llama", "datasets", "matplotlib.pyplot"])
 
 
 def kind_of(event: str, arguments: Sequence[Any], work: Path) -> str | None:
@@ -93,19 +94,12 @@ def run_and_stop(file: Path, work: Path, known: list[str], told: Path) -> None:
 
 def run_to_the_end(recipe: Recipe, work: Path, told: Path) -> list[str]:
     """Start a recipe as often as it takes; returns where it was stopped."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(
-        [__name__, "transformers.models.llama.modeling_llama", "datasets", "matplotlib.pyplot"]
-    )
     file = write_recipe(recipe, told.with_name("recipe.yaml"))
     kinds: list[str] = []
     code = None
     while code != 0:
         told.write_text("")
-        process = context.Process(target=run_and_stop, args=(file, work, kinds, told))
-        process.start()
-        process.join()
-        code = process.exitcode
+        code = _SERVER.run(run_and_stop, file, work, kinds, told)
         stopped = told.read_text().splitlines()
         assert code == 0 or (code in STOPPED and stopped), f"exit code {code} after {stopped or kinds[-1:]}"
         kinds += stopped

@@ -1,0 +1,33 @@
+"""Processes that begin with modules imported, from a server for each set of modules.
+
+`multiprocessing` keeps one server of its method `forkserver` in a process, with the modules of whoever starts it first. Tests that
+need different ones (`verify`'s probe must begin without kvfold, commands that are killed begin with it) each have a server here.
+"""
+
+import multiprocessing
+from collections.abc import Callable, Sequence
+from multiprocessing import forkserver
+from typing import Any
+from unittest import mock
+
+
+class WarmServer:
+    """Forks one process for each call.
+
+    Example:
+        `WarmServer(["torch"]).run(function, 1)` is the exit code of a process that had torch imported and called `function(1)`.
+    """
+
+    def __init__(self, modules: Sequence[str]) -> None:
+        """Keep names of modules. They are imported when the first process is asked for."""
+        self._server = forkserver.ForkServer()
+        self._server.set_forkserver_preload(list(modules))
+        self._context = multiprocessing.get_context("forkserver")
+
+    def run(self, function: Callable[..., None], *arguments: Any) -> int | None:
+        """Call a function of a module in a new process; returns the exit code."""
+        process = self._context.Process(target=function, args=arguments)
+        with mock.patch.object(forkserver, "connect_to_new_process", self._server.connect_to_new_process):
+            process.start()
+        process.join()
+        return process.exitcode
