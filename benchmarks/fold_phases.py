@@ -21,7 +21,7 @@ PLACES = {
     "calibration.study._within_reach": "text",
     "calibration.study._collect": "statistics",
     "decide.plan.choose_slots": "closed form",
-    "decide.preparation.settle_norm": "norm",
+    "decide.preparation.settle": "norm",
     "write.rewrite.fold": "closed form",
     "write.layer_finish._with_rounded_length": "rounded length",
     "write.layer_finish._fitted": "refinement",

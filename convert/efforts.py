@@ -18,6 +18,7 @@ class Effort:
         passes: whether steps take all sequences once before they take any again.
         solve: whether the output projection is solved for on the calibration text.
         draws: by which the weights of tokens' lengths in a latent norm are estimated.
+        widths: whether rotary widths next to the one that is predicted to lose least are measured.
     """
 
     sequences: int
@@ -27,12 +28,19 @@ class Effort:
     passes: bool
     solve: bool
     draws: int
+    widths: bool
 
 
 EFFORTS = {
-    "quick": Effort(sequences=8, steps=0, batch=2, momentum=0.8, passes=True, solve=True, draws=1),
+    "quick": Effort(
+        sequences=8, steps=0, batch=2, momentum=0.8, passes=True, solve=True, draws=1, widths=False
+    ),
     # Steps of two sequences take a quarter of the time of eight. Their gradients have more noise, so less of
     # it is kept from step to step (LOG.md).
-    "default": Effort(sequences=48, steps=100, batch=2, momentum=0.8, passes=True, solve=True, draws=2),
-    "best": Effort(sequences=48, steps=100, batch=8, momentum=0.9, passes=False, solve=True, draws=4),
+    "default": Effort(
+        sequences=48, steps=100, batch=2, momentum=0.8, passes=True, solve=True, draws=2, widths=True
+    ),
+    "best": Effort(
+        sequences=48, steps=100, batch=8, momentum=0.9, passes=False, solve=True, draws=4, widths=True
+    ),
 }

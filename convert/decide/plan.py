@@ -29,7 +29,7 @@ from ..methods import table as methods
 from ..methods.intact import full_rank
 from ..methods.latent import Band
 from ..methods.query_rank import planned_losses, query_notices, query_parameters
-from ..methods.slots import choose_slots
+from ..methods.slots import Division, choose_slots
 from ..request import FoldRequest
 from .engine_choice import choose_plan, engine_notices, format_notices
 from .engines import SERVED, are_served, containers_for, read_engines
@@ -72,6 +72,7 @@ class Plan:
         predicted: expected loss of MLA's division of the cache, in nats per token; None without statistics.
         losses: the same by layer that attends and part: `slots` (rotation that the slots lose), `latent` and
             `queries`.
+        widths: the rotary widths that width_choice.py has yet to choose from; empty: it is decided.
         refine: number of steps by which each layer is refined where there are statistics.
         effort: sequences in each of these steps, and draws for the weights of lengths.
         dtype: of the attention's tensors.
@@ -107,6 +108,7 @@ class Plan:
     latent_norm: LatentNorm | None = None
     formats: tuple[str, ...] = ()
     inputs: Mapping[int, Tensor] = field(default_factory=dict)
+    widths: Mapping[int, Division] = field(default_factory=dict)
 
     @property
     def tokenizer(self) -> Path:
@@ -304,11 +306,12 @@ def _plan_of_form(
     else:
         target = _target(source, to, sizes, form)
     method = _method(source, target, request)
-    target, bands, losses = choose_slots(source, target, statistics, options, method, fixed)
+    division = choose_slots(source, target, statistics, options, method, fixed)
+    target, bands = division.target, division.bands
     norm = first_norm(source, form, target, request.latent_norm, statistics, request.dtype)
     written, notices = written_dtypes(source, norm, request.dtype, dequantize=request.dequantize)
     kind = written[source.reads(source.attending[0])[0]]
-    losses = planned_losses(source, target, statistics, losses)
+    losses = planned_losses(source, target, statistics, division.losses)
     form = form and replace(form, norm=norm)
     container = _container(source, target, bands, form, options)
     layers = tuple(
@@ -325,11 +328,8 @@ def _plan_of_form(
     notices += quantised_notices(source, copies, kind, dequantize=request.dequantize)
     taken = request.taken
     refine = taken.steps if method == "subspace" else 0
-    chosen = {
-        "method": method,
-        "sequences": taken.sequences,
-        "refine": None if statistics is None else refine,
-    }
+    steps = None if statistics is None else refine
+    chosen = {"method": method, "sequences": taken.sequences, "refine": steps}
     return Plan(
         source=source,
         target=target,
@@ -339,6 +339,7 @@ def _plan_of_form(
         statistics=statistics,
         predicted=predicted,
         losses=losses or (None,) * len(layers),
+        widths=division.widths,
         refine=refine,
         effort=taken,
         dtype=kind,

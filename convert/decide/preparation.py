@@ -17,7 +17,7 @@ from ..calibration.text_length import context_notice
 from ..families.source import Source
 from ..methods.table import check_calibrated, reads_statistics
 from ..request import FoldRequest
-from .norm_choice import settle_norm
+from .measured.settle import settle
 from .plan import Plan, make_plan
 
 
@@ -68,7 +68,7 @@ def prepare(request: FoldRequest, *, dry_run: bool = False, source: Source | Non
             work=None if request.out is None else request.out.parent,
         )
         if statistics is not None:
-            plan = settle_norm(make_plan(source or directory, request, statistics))
+            plan = settle(make_plan(source or directory, request, statistics))
         if Path(calibration).exists():
             calibration = str(Path(calibration).resolve())  # the record is read from other directories too
         plan = replace(plan, request=plan.request.model_copy(update={"calibration": calibration}))

@@ -1,7 +1,7 @@
 """The frequencies of the rotary slots of MLA, and their notation in config.json for stock engines."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -25,6 +25,24 @@ from .published import Peer, peer
 Losses = tuple[dict[str, float], ...]  # predicted, of every layer; empty where nothing is predicted
 
 
+@dataclass(frozen=True, kw_only=True)
+class Division:
+    """How the cache of a target is divided.
+
+    Attributes:
+        target: with its rank and rotary width.
+        bands: the rotary slots.
+        losses: predicted with them.
+        widths: the same with every rotary width that the cache could have, by width, without losses; empty
+            where the width was given.
+    """
+
+    target: Target
+    bands: tuple[Band, ...] = ()
+    losses: Losses = ()
+    widths: "Mapping[int, Division]" = field(default_factory=dict)
+
+
 def choose_slots(
     source: Source,
     target: Target,
@@ -32,7 +50,7 @@ def choose_slots(
     options: Mapping[str, Any],
     method: str,
     fixed: tuple[Band, ...] = (),
-) -> tuple[Target, tuple[Band, ...], Losses]:
+) -> Division:
     """Choose the rotary slots of an MLA target, and predict their losses.
 
     Statistics may divide the cache anew. A budget can leave a latent, next to a rotary key, that is wider
@@ -49,17 +67,21 @@ def choose_slots(
     Raises:
         InvalidInput: the options ask for slots that the source or the method does not have.
     """
-    target, bands, losses = _chosen(source, target, statistics, options, method, fixed)
+    chosen = _chosen(source, target, statistics, options, method, fixed)
+    if options.get("kv_budget") is None or fixed:
+        return chosen
+    widths = {
+        width: replace(each, target=_filled(source, each.target)) for width, each in chosen.widths.items()
+    }
+    return replace(chosen, target=_filled(source, chosen.target), widths=widths)
+
+
+def _filled(source: Source, target: Target) -> Target:
+    """Return a target whose latent next to a rotary key is no wider than keys and values can fill."""
     most = source.geometry.hidden_size + bool(source.biased & {"k", "v"})
-    divided = (
-        isinstance(target, LatentTarget)
-        and target.qk_rope_head_dim
-        and options.get("kv_budget") is not None
-        and not fixed
-    )
-    if divided and isinstance(target, LatentTarget) and target.kv_lora_rank > most:
-        target = replace(target, kv_lora_rank=most)
-    return target, bands, losses
+    if not isinstance(target, LatentTarget) or not target.qk_rope_head_dim or target.kv_lora_rank <= most:
+        return target
+    return replace(target, kv_lora_rank=most)
 
 
 def _chosen(
@@ -69,7 +91,7 @@ def _chosen(
     options: Mapping[str, Any],
     method: str,
     fixed: tuple[Band, ...],
-) -> tuple[Target, tuple[Band, ...], Losses]:
+) -> Division:
     wanted = options.get("slots")
     if isinstance(target, LatentTarget) and fixed:
         if peer(method) is not None:
@@ -77,11 +99,9 @@ def _chosen(
                 f"--method {method} has slots of its own, but engines other than transformers have a "
                 "fixed table; choose another method"
             )
-        return (
-            (target, fixed, ())
-            if statistics is None
-            else _divided(source, target, statistics, options, fixed)
-        )
+        if statistics is None:
+            return Division(target=target, bands=fixed)
+        return _divided(source, target, statistics, options, fixed)
     if not isinstance(target, LatentTarget) or not target.qk_rope_head_dim:
         if wanted is not None:
             raise InvalidInput(
@@ -92,19 +112,19 @@ def _chosen(
                 f"--method {method} decouples the rotary part, and here there is none; leave it out"
             )
         if isinstance(target, LatentTarget) and statistics is not None and target.slots == "none":
-            return target, (), _lost_intact(source, statistics, target.kv_lora_rank)
-        return target, (), ()
+            return Division(target=target, losses=_lost_intact(source, statistics, target.kv_lora_rank))
+        return Division(target=target)
     if peer(method) is not None and source.family.k_norm is not None:
         raise InvalidInput(
             f"--method {method} has no place for the key norms of {source.family.label}; leave it out"
         )
     if target.slots == "source":
-        return target, _fixed_bands(source, target), ()
+        return Division(target=target, bands=_fixed_bands(source, target))
     rule = peer(method)
     if rule is not None:
         return _by_rule(source, target, statistics, options, method, rule)
     if statistics is None:
-        return target, _fixed_bands(source, target), ()
+        return Division(target=target, bands=_fixed_bands(source, target))
     return _divided(source, target, statistics, options)
 
 
@@ -129,7 +149,7 @@ def _divided(
     statistics: Statistics,
     options: Mapping[str, Any],
     fixed: tuple[Band, ...] = (),
-) -> tuple[LatentTarget, tuple[Band, ...], Losses]:
+) -> Division:
     """Return a target whose slots are allocated by predicted loss.
 
     The rotary width is chosen too, where the user left both widths open. It is one for all layers; layers of
@@ -163,7 +183,13 @@ def _divided(
         slots.append(candidates)
         lost.append(losses_by_width(layers, table_F, elements, candidates, of_slots))
     width = least(lost)
-    target = replace(target, kv_lora_rank=elements - width, qk_rope_head_dim=width, slots=kind)
+    divisions = {
+        n: Division(
+            target=replace(target, kv_lora_rank=elements - n, qk_rope_head_dim=n, slots=kind),
+            bands=tuple(band for candidates in slots for band in candidates[n]),
+        )
+        for n in widths
+    }
     rotating: dict[int, dict[str, float]] = {}
     for group, by_width in zip(source.layers_by_table, lost, strict=True):
         rotating |= zip(group, by_width[width], strict=True)
@@ -171,7 +197,7 @@ def _divided(
         rotating.get(n) or _lost_without_slots(source, statistics_of[n], n, elements - width)
         for n in source.attending
     )
-    return target, tuple(band for candidates in slots for band in candidates[width]), tuple(losses)
+    return replace(divisions[width], losses=tuple(losses), widths=divisions if len(divisions) > 1 else {})
 
 
 def _layers_of(
@@ -231,7 +257,7 @@ def _by_rule(
     options: Mapping[str, Any],
     method: str,
     rule: Peer,
-) -> tuple[LatentTarget, tuple[Band, ...], Losses]:
+) -> Division:
     """Return the slots of a published rule, with its own rotary width where the user left that open."""
     if options.get("slots") is not None:
         raise InvalidInput(f"--slots does not apply to --method {method}, which has a rule of its own")
@@ -241,7 +267,8 @@ def _by_rule(
     if (
         rule.needs_statistics and statistics is None
     ):  # a plan before its statistics are there: slots of the right number
-        return target, _any_bands(source, target) if rule.per_head else _fixed_bands(source, target), ()
+        bands = _any_bands(source, target) if rule.per_head else _fixed_bands(source, target)
+        return Division(target=target, bands=bands)
     table_F, factor = source.frequencies()
 
     def layers() -> Iterator[tuple[Attention, LayerStatistics | None]]:
@@ -249,7 +276,7 @@ def _by_rule(
             yield source.attention(layer, factor), None if statistics is None else statistics.layers[number]
 
     stock_S, _ = frequencies(rope_parameters(source.config), target.qk_rope_head_dim, source.positions)
-    return target, rule.bands(layers, table_F, stock_S), ()
+    return Division(target=target, bands=rule.bands(layers, table_F, stock_S))
 
 
 def _any_bands(source: Source, target: LatentTarget) -> tuple[Band, ...]:

@@ -10,7 +10,7 @@ import json
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import as_completed
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from functools import partial as bind
@@ -31,10 +31,11 @@ from ...core.hub import commit_of
 from ...core.processes import from_first, place, together, union
 from ..algebra.target import LatentTarget
 from ..calibration.capacity import default_jobs
-from ..decide.norm_choice import settle_norm
+from ..decide.measured.settle import settle
 from ..decide.plan import Plan, PlannedLayer
 from ..methods import table as methods
 from .fold_journal import FoldJournal, Found, first_journal, only_unnamed, other_journal, unneeded
+from .fold_threads import fold_threads
 from .layer_fold import fold
 from .layer_order import in_order
 from .model_card import write_card
@@ -74,7 +75,7 @@ def rewrite(plan: Plan, out: Path, *, source_name: str | None = None) -> dict[st
             )
     with together():
         plan = in_order(plan)
-    plan = settle_norm(plan)
+    plan = settle(plan)
     partial = out.with_name(out.name + ".partial")
     with together():
         finished = _name_finished(plan, partial, out) if is_first() else None
@@ -157,7 +158,7 @@ def _work(units: dict[str, Unit], writer: ShardWriter, journal: FoldJournal, job
         journal.add(found)
         found.clear()
 
-    with _threads(jobs) as pool:
+    with fold_threads(jobs) as pool:
         names = {pool.submit(unit): name for name, unit in units.items()}
         for future in progress(as_completed(names), "fold", len(names)):
             found[names[future]] = future.result()
@@ -167,28 +168,6 @@ def _work(units: dict[str, Unit], writer: ShardWriter, journal: FoldJournal, job
                 record()
                 synced = time.monotonic()
         record()
-
-
-@contextmanager
-def _threads(jobs: int) -> Iterator[ThreadPoolExecutor]:
-    """Open a pool of threads that compute on one core each.
-
-    When an error ends the block, units that have not begun are cancelled.
-    """
-    usual = torch.get_num_threads()
-    device = torch.cuda.current_device() if torch.cuda.is_available() else None
-
-    def prepare() -> None:
-        torch.set_num_threads(1)
-        if device is not None:
-            torch.cuda.set_device(device)  # a new thread's is the first one
-
-    pool = ThreadPoolExecutor(jobs, thread_name_prefix="fold", initializer=prepare)
-    try:
-        yield pool
-    finally:
-        pool.shutdown(cancel_futures=True)
-        torch.set_num_threads(usual)
 
 
 def _units(plan: Plan, writer: ShardWriter) -> Iterator[tuple[str, Unit]]:

@@ -19,7 +19,7 @@ from ..checkpoints.quality_blocks import PerplexityBlock
 from ..checkpoints.record import read_record
 from ..convert.calibration.statistics import Statistics
 from ..convert.calibration.study import study
-from ..convert.decide.norm_choice import settle_norm
+from ..convert.decide.measured.settle import settle
 from ..convert.decide.plan import make_plan
 from ..convert.families.source import open_source
 from ..convert.request import FoldRequest, fold_request
@@ -173,7 +173,7 @@ def _fold(asked: Migration, step: Step, folded: Path) -> None:
         }
     )
     plan = make_plan(asked.source, request, statistics)
-    plan = settle_norm(plan)
+    plan = settle(plan)
     for sentence in plan.notices:
         notice(sentence)
     folded.parent.mkdir(exist_ok=True)

@@ -23,7 +23,7 @@ from torch import Tensor
 from ..convert.algebra.attention import Attention, LatentAttention
 from ..convert.algebra.forward import AnyAttention, Scoring, attend
 from ..convert.algebra.target import LatentTarget
-from ..convert.decide.norm_choice import settle_norm
+from ..convert.decide.measured.norm_choice import settle_norm
 from ..convert.decide.plan import Plan
 from ..convert.methods.refinement import LayerSample, agrees, measure
 from ..convert.methods.slots import slots_of

@@ -12,7 +12,7 @@ from scipy.stats import spearmanr  # type: ignore[import-untyped]
 from kvfold.cli import main
 from kvfold.convert.calibration.statistics import Statistics
 from kvfold.convert.calibration.study import study
-from kvfold.convert.decide.norm_choice import settle_norm
+from kvfold.convert.decide.measured.norm_choice import settle_norm
 from kvfold.convert.families.source import open_source
 from kvfold.convert.storage import cache_fit
 from kvfold.convert.write.layer_fold import fold_attention

@@ -46,6 +46,7 @@ _ROUNDED = 65  # of the search for a rounded length
 _NORMED = 4  # layers that a fitted latent norm is measured on
 _GROUPED = 4  # orders of the heads that are measured
 _WIDTHS = 11  # rotary widths that a budget is divided among
+_MEASURED = 4, 8  # of them measured, and layers that they are measured on
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,7 +135,7 @@ def predict_cost(plan: Plan, calibration: str, rates: Rates) -> FoldCost:
         seconds["closed form"] += layers * norm + measured * (norm + 2 * _closed(plan, shapes, rates))
         seconds["closed form"] += _OPTIMISED * rates.call
     if calibration != "none":
-        seconds["closed form"] += _division(plan, shapes, rates)
+        seconds["closed form"] += _division(plan, shapes, rates, jobs)
         seconds["refinement"] = layers * refinement(plan, shapes, rates)
         if fitted and plan.refine:
             seconds["rounded length"] = layers * _rounded(plan, shapes, rates)
@@ -240,12 +241,18 @@ def _rounded(plan: Plan, shapes: Shapes, rates: Rates) -> float:
     return costs + moments + search + root + 2 * measured(plan, shapes, rates)
 
 
-def _division(plan: Plan, shapes: Shapes, rates: Rates) -> float:
-    """Return the seconds in which a budget is divided among slots and latent."""
-    if not isinstance(plan.target, LatentTarget) or plan.request.kv_budget is None:
+def _division(plan: Plan, shapes: Shapes, rates: Rates, jobs: int) -> float:
+    """Return the seconds in which a budget is divided among slots and latent, with `jobs` layers at once."""
+    request = plan.request
+    if not isinstance(plan.target, LatentTarget) or request.kv_budget is None or request.rope_dim is not None:
         return 0.0
     side = min(shapes.hidden, 2 * shapes.key_heads * shapes.width)
-    return shapes.layers * _WIDTHS * (side**3 / rates.decomposition + 6 * side**3 / rates.double)
+    predicted = shapes.layers * _WIDTHS * (side**3 / rates.decomposition + 6 * side**3 / rates.double)
+    if not plan.effort.widths or plan.container.profile is not None:
+        return predicted
+    widths, layers = _MEASURED[0], min(_MEASURED[1], shapes.layers)
+    each = _closed(plan, shapes, rates) + measured(plan, shapes, rates)
+    return predicted + widths * math.ceil(layers / jobs) * each
 
 
 def _jobs(plan: Plan, rates: Rates) -> int:

@@ -11,6 +11,7 @@ from click.testing import CliRunner
 from kvfold.cli import main
 from kvfold.convert.calibration.statistics import Statistics
 from kvfold.convert.calibration.study import study
+from kvfold.convert.decide.measured.settle import settle
 from kvfold.convert.decide.plan import make_plan
 from kvfold.convert.families.source import open_source
 from kvfold.convert.request import fold_request
@@ -64,7 +65,7 @@ def test_losses_are_planned_and_measured(
     measured = []
     for rank in ("8", "16", "24", "full"):
         asked = {"model": str(source), "to": "mla", "refine": 0, "q_lora_rank": rank, **sizes}
-        plan = make_plan(source, fold_request(asked), taken)
+        plan = settle(make_plan(source, fold_request(asked), taken))
         assert all(loss is not None for loss in plan.losses)
         record = rewrite(plan, tmp_path / rank)
         measured.append([layer["measured"]["folded"] for layer in record["layers"]])

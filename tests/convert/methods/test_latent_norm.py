@@ -319,8 +319,8 @@ def test_the_choice_is_recorded_and_said(tmp_path: Path) -> None:
 
 
 def test_a_bound_that_is_missed_gives_a_linear_norm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvfold.convert.decide.norm_choice.NATS", -1e9)
-    monkeypatch.setattr("kvfold.convert.decide.norm_choice.SHARE", -1e9)
+    monkeypatch.setattr("kvfold.convert.decide.measured.norm_choice.NATS", -1e9)
+    monkeypatch.setattr("kvfold.convert.decide.measured.norm_choice.SHARE", -1e9)
     source = make(tmp_path / "source", dtype=torch.float16)
     output = convert(source, tmp_path / "out", *FOLD, "--kv-budget", "25%")
     assert "the latent's norm is linear, because" in output

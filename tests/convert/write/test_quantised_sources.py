@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import kvfold
-from kvfold.convert.decide.norm_choice import _with_linear_norm
+from kvfold.convert.decide.measured.norm_choice import _with_linear_norm
 from kvfold.convert.decide.plan import make_plan
 from kvfold.convert.request import FoldRequest
 

@@ -4,13 +4,13 @@ from dataclasses import replace
 
 import torch
 
-from ...checkpoints.shards import TensorSpec
-from ...core.console import is_first
-from ...core.errors import InvalidInput
-from ...core.processes import from_first, together
-from ..write.layer_fold import fold_attention
-from .plan import Plan
-from .stock_norm import NOT_IN_HALF
+from ....checkpoints.shards import TensorSpec
+from ....core.console import is_first
+from ....core.errors import InvalidInput
+from ....core.processes import from_first, together
+from ..plan import Plan
+from ..stock_norm import NOT_IN_HALF
+from .layer_losses import closed_form_loss
 
 # How much more a fitted norm may lose by the closed form, of which refinement recovers most (LOG.md): nats
 # per token summed over all layers, or a share of the loss with a linear norm, whichever is more.
@@ -66,19 +66,11 @@ def measure_norms(plan: Plan) -> tuple[float, float] | None:
         Both losses on held-back tokens, in nats per token; None where `forward.attend` does not compute the
         attention.
     """
-    count = len(plan.source.attending)
-    chosen = torch.linspace(0, count - 1, min(count, LAYERS)).round().int().tolist()
-    numbers = [plan.source.attending[one] for one in chosen]
-    sums = []
-    for norm in ("linear", "fitted"):
-        closed = replace(plan.effort, solve=False)
-        taken = replace(plan, latent_norm=norm, refine=0, effort=closed)
-        losses = [fold_attention(taken, number)[1] for number in numbers]
-        if any(loss is None for loss in losses):
-            return None
-        found = (loss.get("stored", loss["folded"]) for loss in losses if loss)
-        sums.append(sum(found) * count / len(numbers))
-    return sums[0], sums[1]
+    linear, fitted = (
+        closed_form_loss(replace(plan, latent_norm=norm), LAYERS, f"{norm} latent norm")
+        for norm in ("linear", "fitted")
+    )
+    return None if linear is None or fitted is None else (linear, fitted)
 
 
 def _with_linear_norm(plan: Plan, reason: str) -> Plan:

@@ -1,0 +1,1 @@
+"""Choices of a plan that are measured on some of its layers."""

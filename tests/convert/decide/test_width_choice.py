@@ -1,0 +1,141 @@
+"""The rotary width of MLA is measured beside the one that is predicted to lose least."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kvfold
+from kvfold.convert.algebra.target import LatentTarget
+from kvfold.convert.calibration.statistics import Statistics
+from kvfold.convert.calibration.study import study
+from kvfold.convert.decide.measured import layer_losses, width_choice
+from kvfold.convert.decide.measured.width_choice import measure_widths, settle_width
+from kvfold.convert.decide.plan import Plan, make_plan
+from kvfold.convert.families.source import open_source
+from kvfold.convert.request import fold_request
+from kvfold.convert.write.rewrite import rewrite
+
+from ...support.tiny import make
+
+BUDGET = {"kv_budget": "50%", "container": "remote", "refine": 0}
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make(tmp_path_factory.mktemp("width") / "source", num_key_value_heads=4, head_dim=16)
+
+
+@pytest.fixture(scope="module")
+def statistics(source: Path) -> Statistics:
+    taken = study(open_source(source), "self", sequences=4, length=32, seed=0)
+    assert taken is not None
+    return taken
+
+
+def planned(source: Path, statistics: Statistics | None, **options: Any) -> Plan:
+    request = fold_request({"model": str(source), "to": "mla", **BUDGET, **options})
+    return make_plan(source, request, statistics)
+
+
+def width_of(plan: Plan) -> int:
+    assert isinstance(plan.target, LatentTarget)
+    return plan.target.qk_rope_head_dim
+
+
+def told(monkeypatch: pytest.MonkeyPatch, losses: dict[int, float]) -> list[int]:
+    """Let widths lose this much; return those that are asked for, in order."""
+    asked: list[int] = []
+    monkeypatch.setattr(
+        width_choice, "_loss", lambda plan, width: (asked.append(width), losses.get(width, 9.0))[1]
+    )
+    return asked
+
+
+def test_widths_are_measured_while_they_lose_less(
+    source: Path, statistics: Statistics, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = planned(source, statistics)
+    widths = sorted(plan.widths)
+    at = widths.index(width_of(plan))
+    assert 2 <= at < len(widths) - 1, "the source leaves no width to choose"
+    near, far, wider = widths[at - 1], widths[at - 2], widths[at + 1]
+
+    asked = told(monkeypatch, {widths[at]: 3.0, near: 2.0, far: 1.0})
+    settled = settle_width(plan)
+    assert asked[:3] == [widths[at], near, far]
+    assert wider not in asked
+    assert width_of(settled) == far
+    assert settled.bands == plan.widths[far].bands
+    assert sum(sum(loss.values()) for loss in settled.losses if loss) == settled.predicted
+    (said,) = (one for one in settled.notices if "rotary width" in one)
+    assert said.startswith(f"the rotary width is {far}: {widths[at]} is predicted")
+    assert f"loses 3 nats with {widths[at]} and 1 with {far} on held-back" in said
+    assert settled.request == plan.request
+
+    asked = told(monkeypatch, {widths[at]: 3.0, wider: 2.0})
+    assert width_of(settle_width(plan)) == wider
+    assert asked[:3] == [widths[at], near, wider]
+
+
+def test_the_plan_stays_where_no_neighbour_loses_less(
+    source: Path, statistics: Statistics, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = planned(source, statistics)
+    asked = told(monkeypatch, {width_of(plan): 1.0})
+    settled = settle_width(plan)
+    assert len(asked) == 3
+    assert (settled.target, settled.notices) == (plan.target, plan.notices)
+    assert settle_width(settled) is settled, "it is measured once"
+
+
+def test_a_layer_that_cannot_be_measured_keeps_the_plan(
+    source: Path, statistics: Statistics, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = planned(source, statistics)
+    monkeypatch.setattr(layer_losses, "fold_attention", lambda plan, number: (None, None))
+    assert width_of(settle_width(plan)) == width_of(plan)
+
+
+@pytest.mark.parametrize("given", [{"rope_dim": 8}, {"kv_budget": None, "rank": "24"}, {"slots": "uniform"}])
+def test_a_width_that_is_given_is_kept(source: Path, statistics: Statistics, given: dict[str, Any]) -> None:
+    plan = planned(source, statistics, **given)
+    assert not plan.widths
+    assert settle_width(plan) is plan
+
+
+def test_what_is_measured_is_what_the_record_says(
+    source: Path, statistics: Statistics, tmp_path: Path
+) -> None:
+    plan = planned(source, statistics)
+    found = measure_widths(plan)
+    assert found.keys() <= plan.widths.keys()
+    width = min(found, key=lambda each: found[each])
+    assert found[width] <= found[width_of(plan)]
+    for each, loss in found.items():
+        record = rewrite(planned(source, statistics, rope_dim=each), tmp_path / str(each))
+        measured = sum(layer["measured"]["folded"] for layer in record["layers"])
+        assert measured == pytest.approx(loss, rel=1e-3)
+
+
+def test_convert_and_plan_choose_the_same_width(
+    source: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Of the command, its record, and the table of `kvfold plan`."""
+    kept = tmp_path / "kept.safetensors"
+    options: dict[str, Any] = {"calibration": "self", "sequences": 4, "length": 32, "refine": 0}
+    target = kvfold.MLA(kv_budget="50%")
+    kvfold.fold(source, target, out=tmp_path / "first", container="remote", save_statistics=kept, **options)
+    first = json.loads((tmp_path / "first" / "kvfold.json").read_text())
+    plan = planned(source, Statistics.load(kept))
+    others = sorted(width for width in plan.widths if width != first["target"]["qk_rope_head_dim"])
+    told(monkeypatch, {others[0]: 0.0} | {width: float(width) for width in plan.widths if width != others[0]})
+    kvfold.fold(source, target, out=tmp_path / "out", container="remote", calibration=str(kept), refine=0)
+    record = json.loads((tmp_path / "out" / "kvfold.json").read_text())
+    assert record["target"]["qk_rope_head_dim"] == others[0]
+    assert any("rotary width" in one for one in record["notices"])
+    assert "rope_dim" not in record["request"]
+    advice = kvfold.plan(source, context=64, budgets=["50%"], calibration=str(kept))
+    labels = {row["label"] for row in advice.report["candidates"]}
+    assert f"MLA {record['target']['kv_lora_rank']}+{others[0]}, remote" in labels
