@@ -20,7 +20,6 @@ import click
 from kvfold.convert.algebra.target import Geometry, budget_elements
 from kvfold.convert.calibration.statistics import Statistics
 from kvfold.convert.calibration.study import study
-from kvfold.convert.decide.measured.settle import settle
 from kvfold.convert.decide.plan import make_plan
 from kvfold.convert.families.source import Source, open_source
 from kvfold.convert.methods.published import PEERS, peer
@@ -119,9 +118,7 @@ class Trial:
             if statistics is not None and method == "subspace":  # for texts like those of the calibration
                 asked |= {"context": statistics.origin()["length"]}
             asked |= options
-            plan = phases.run(
-                "plan", lambda: settle(make_plan(self.directory, fold_request(asked), statistics))
-            )
+            plan = phases.run("plan", lambda: make_plan(self.directory, fold_request(asked), statistics))
         except InvalidInput as reason:
             click.echo(f"{label}: {reason}", err=True)
             return None

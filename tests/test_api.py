@@ -3,6 +3,7 @@
 import doctest
 import json
 import logging
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -216,12 +217,10 @@ def test_mistakes_are_one_sentence(work: Path, capfd: pytest.CaptureFixture[str]
 
 def test_a_checkpoint_that_fails_its_check_is_not_published(folded: Folded, work: Path) -> None:
     broken = work / "broken"
-    broken.mkdir()
-    for file in folded.directory.iterdir():
-        content = file.read_bytes()
-        if file.name == "config.json":
-            content = content.replace(b'"kv_lora_rank": 44', b'"kv_lora_rank": 43')
-        (broken / file.name).write_bytes(content)
+    shutil.copytree(folded.directory, broken)
+    config = json.loads((broken / "config.json").read_text())
+    config["kv_lora_rank"] -= 1
+    (broken / "config.json").write_text(json.dumps(config))
     assert kvfold.verify(broken, run=False).failures
     with pytest.raises(kvfold.InvalidInput, match="does not pass kvfold verify, so nothing was uploaded"):
         kvfold.publish(broken, "me/broken", verify="lint", dry_run=True)

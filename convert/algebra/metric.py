@@ -9,6 +9,7 @@ Legend: attention.py; E = D, plus a column for the constant input 1; B diagonal 
 K·H; T distances.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -157,21 +158,39 @@ def of_keys(layer: LayerStatistics, attention: Attention) -> LayerMetric:
     rest = layer.key_fisher - first[0], layer.value_fisher - first[1]
     rows_CD = attention.k_KHD.flatten(0, 1), attention.v_KHD.flatten(0, 1)
     energies = [rows @ layer.input_EE[:-1, :-1] @ rows.mT for rows in rows_CD]
-    at_first, at_rest = (
-        sum(float((moment * energy).sum()) for moment, energy in zip(part, energies, strict=True))
-        for part in (first, rest)
-    )
-    if not 0 < SINK * at_rest < at_first:
-        return plain
     length = layer.input_BTD.shape[1]
+    factor = first_token_factor(first, rest, energies, length)
+    if factor is None:
+        return plain
     first_XE = pad(layer.input_BTD[:, 0].to(torch.float64), (0, 1), value=1)
     first_EE = first_XE.mT @ first_XE / (len(first_XE) * length)
     return replace(
         plain,
-        input_EE=plain.input_EE + (length * at_first / at_rest - 1) * first_EE,
+        input_EE=plain.input_EE + (factor - 1) * first_EE,
         key_BSS=rest[0][None],
         value_BSS=rest[1][None],
     )
+
+
+def first_token_factor(
+    first: Sequence[Tensor], rest: Sequence[Tensor], energies: Sequence[Tensor], length: int
+) -> float | None:
+    """Return how often a first token counts, for its error to cost as much as that of all its gradient.
+
+    Args:
+        first: second moments of the gradient at keys and at values, summed over first tokens.
+        rest: the same over all others.
+        energies: second moments of keys and values themselves.
+        length: tokens of a sequence.
+
+    Returns:
+        The number; None where the first token is no sink.
+    """
+    at_first, at_rest = (
+        sum(float((moment * energy).sum()) for moment, energy in zip(part, energies, strict=True))
+        for part in (first, rest)
+    )
+    return length * at_first / at_rest if 0 < SINK * at_rest < at_first else None
 
 
 def from_statistics(layer: LayerStatistics) -> LayerMetric:

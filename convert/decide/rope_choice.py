@@ -27,6 +27,7 @@ class Predicting(Protocol):
 
 
 Output = TypeVar("Output", bound=Any)
+CHOSEN = "rotation is "  # how the notice of a choice begins
 
 
 def _is_limited(source: Source) -> bool:
@@ -61,7 +62,7 @@ def choose_rope(source: Source, options: Mapping[str, Any], make: Callable[[str 
     chosen = decoupled if cost <= LIMIT else intact
     other = "intact" if chosen is decoupled else "decoupled"
     sentence = (
-        f"rotation is {chosen.target.rope}: decoupled is predicted to lose {cost:.4f} nats per token more "
+        f"{CHOSEN}{chosen.target.rope}: decoupled is predicted to lose {cost:.4f} nats per token more "
         f"than intact, and the limit is {LIMIT}; --rope {other} takes the other"
     )
     return replace(chosen, notices=(*chosen.notices, sentence))

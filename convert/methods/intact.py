@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..algebra.attention import Attention, IntactAttention, LatentAttention
 from ..algebra.forward import attend_to, concatenate, keys_and_values
-from ..algebra.metric import LayerMetric, from_statistics, weights_only, with_bias
+from ..algebra.metric import LayerMetric, first_token_factor, of_keys, weights_only, with_bias
 from ..algebra.spectrum import spectrum
 from ..algebra.subspaces import low_rank, matrix_root
 from ..algebra.target import LatentTarget
@@ -49,9 +49,10 @@ class Encoded:
 def encoded(attention: Attention, frequencies_F: Tensor, sample: LayerSample, *, seed: int = 0) -> Encoded:
     """Compute the vectors that a latent encodes, and the cost of an error in them, on a sample.
 
-    Sequences that are held back take no part. The cost is the loss of refinement.py to second order: where e
-    is drawn from N(0, G) at every token's output o, the gradient g of eᵀo has E[g gᵀ] = E[Jᵀ G J]
-    (Gauss-Newton). Gradients before the norm would leave out the cost of an error in a key's length.
+    Sequences that are held back take no part, and first tokens count as in `metric.of_keys`. The cost is the
+    loss of refinement.py to second order: where e is drawn from N(0, G) at every token's output o, the
+    gradient g of eᵀo has E[g gᵀ] = E[Jᵀ G J] (Gauss-Newton). Gradients before the norm would leave out the
+    cost of an error in a key's length.
 
     Args:
         attention: the source's weights, with key norms.
@@ -65,7 +66,8 @@ def encoded(attention: Attention, frequencies_F: Tensor, sample: LayerSample, *,
     root_DD = matrix_root(sample.fisher_DD).to(device, torch.float32)
     draw = torch.Generator().manual_seed(seed)
     keys = attention.k_KHD.shape[0] * attention.k_KHD.shape[1]
-    sums = [torch.zeros(size, size, dtype=torch.float64) for size in (2 * keys, keys, keys)]
+    sizes = 2 * keys, keys, keys
+    sums, firsts = ([torch.zeros(size, size, dtype=torch.float64) for size in sizes] for _ in range(2))
     for part in sample.used.split(BATCH):
         input_BTD = sample.input_BTD[part].to(device, torch.float32)
         error_BTD = torch.randn(input_BTD.shape, generator=draw).to(device) @ root_DD
@@ -77,13 +79,24 @@ def encoded(attention: Attention, frequencies_F: Tensor, sample: LayerSample, *,
             score = (attend_to(source, input_BTD, k_BKTH, v_BKTH, frequencies_F, scoring) * error_BTD).sum()
         gradients = torch.autograd.grad(score, (k_BKTH, v_BKTH))
         seen = concatenate(k_BKTH, v_BKTH).detach(), *map(concatenate, gradients)
-        for total_EE, rows_BTE in zip(sums, seen, strict=True):
-            rows_XE = rows_BTE.flatten(0, 1)
-            total_EE += (rows_XE.mT @ rows_XE).to("cpu", torch.float64)
-    moment_EE, key_SS, value_SS = (
-        total_EE / (len(sample.used) * sample.input_BTD.shape[1]) for total_EE in sums
-    )
-    return Encoded(moment_EE=moment_EE, key_BSS=key_SS[None], value_BSS=value_SS[None])
+        for total_EE, first_EE, rows_BTE in zip(sums, firsts, seen, strict=True):
+            total_EE += _products(rows_BTE)
+            first_EE += _products(rows_BTE[:, :1])
+    tokens = len(sample.used) * sample.input_BTD.shape[1]
+    moment_EE, key_SS, value_SS = (total_EE / tokens for total_EE in sums)
+    first_EE, *first = (first_EE / tokens for first_EE in firsts)
+    rest = key_SS - first[0], value_SS - first[1]
+    energies = moment_EE[:keys, :keys], moment_EE[keys:, keys:]
+    factor = first_token_factor(first, rest, energies, sample.input_BTD.shape[1])
+    if factor is None:
+        return Encoded(moment_EE=moment_EE, key_BSS=key_SS[None], value_BSS=value_SS[None])
+    moment_EE += (factor - 1) * first_EE
+    return Encoded(moment_EE=moment_EE, key_BSS=rest[0][None], value_BSS=rest[1][None])
+
+
+def _products(rows_BTE: Tensor) -> Tensor:
+    rows_XE = rows_BTE.flatten(0, 1)
+    return (rows_XE.mT @ rows_XE).to("cpu", torch.float64)
 
 
 def to_intact(
@@ -148,8 +161,8 @@ def metric_behind_norms(
     if statistics is None:
         return weights_only(linearised(attention, None), span)
     if seen is None:
-        return behind_norms(from_statistics(statistics), attention)
-    return replace(from_statistics(statistics), key_BSS=seen.key_BSS, value_BSS=seen.value_BSS)
+        return behind_norms(of_keys(statistics, attention), attention)
+    return replace(of_keys(statistics, attention), key_BSS=seen.key_BSS, value_BSS=seen.value_BSS)
 
 
 def fold_joint(

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..algebra.attention import Attention
 from ..algebra.forward import concatenate, keys_and_values
-from ..algebra.metric import SHRINKAGE, LayerMetric, from_statistics
+from ..algebra.metric import SHRINKAGE, LayerMetric, of_keys
 from ..calibration.statistics import LayerStatistics
 from ..families.source import Source
 from .intact import behind_norms, encoded, linearised
@@ -39,7 +39,7 @@ def regressed(
         table_F: its angular frequencies.
         taken: its statistics.
     """
-    metric = from_statistics(taken)
+    metric = of_keys(taken, attention)
     sample = sample_of(source, taken, number, attention, table_F)
     if sample is None:
         return linearised(attention, metric.input_EE), behind_norms(metric, attention)

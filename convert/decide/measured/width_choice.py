@@ -11,6 +11,7 @@ from ....core.console import is_first
 from ....core.processes import from_first, together
 from ...algebra.target import LatentTarget
 from ..plan import Plan, make_plan
+from ..rope_choice import CHOSEN
 from .layer_losses import closed_form_loss
 
 LAYERS = 8  # measured at most; their losses are scaled up to all layers
@@ -35,12 +36,15 @@ def settle_width(plan: Plan) -> Plan:
         return replace(plan, widths={})
     request = plan.request.model_copy(update={"rope_dim": width})
     settled = make_plan(plan.source, request, plan.statistics)
+    form = [
+        sentence for sentence in plan.notices if sentence.startswith(CHOSEN)
+    ]  # which a width leaves alone
     reason = (
         f"the rotary width is {width}: {planned} is predicted to lose less, but the closed form loses "
         f"{found[planned]:.4g} nats with {planned} and {found[width]:.4g} with {width} on held-back "
         "calibration tokens"
     )
-    return replace(settled, request=plan.request, notices=(*settled.notices, reason))
+    return replace(settled, request=plan.request, notices=(*form, *settled.notices, reason))
 
 
 def measure_widths(plan: Plan) -> dict[int, float]:

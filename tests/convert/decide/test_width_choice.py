@@ -105,6 +105,19 @@ def test_a_width_that_is_given_is_kept(source: Path, statistics: Statistics, giv
     assert settle_width(plan) is plan
 
 
+def test_a_choice_of_form_stays_with_another_width(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a source with key norms, whose rotation is decoupled because that is predicted to cost little."""
+    source = make(tmp_path / "source", "qwen3", num_key_value_heads=4, head_dim=16)
+    taken = study(open_source(source), "self", sequences=4, length=32, seed=0)
+    plan = planned(source, taken)
+    (form,) = (one for one in plan.notices if one.startswith("rotation is decoupled"))
+    other = min(plan.widths.keys() - {width_of(plan)})
+    told(monkeypatch, {width: float(width) for width in plan.widths})
+    settled = settle_width(plan)
+    assert width_of(settled) == other
+    assert form in settled.notices
+
+
 def test_what_is_measured_is_what_the_record_says(
     source: Path, statistics: Statistics, tmp_path: Path
 ) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from kvfold.convert.algebra import metric
 from kvfold.convert.algebra.attention import Attention, IntactAttention
 from kvfold.convert.algebra.forward import Scoring, attend, attend_to, keys_and_values
 from kvfold.convert.algebra.metric import weights_only
@@ -95,12 +96,37 @@ def test_what_a_latent_encodes_is_read_behind_the_norm(spans: str) -> None:
         assert lost == pytest.approx(float(costs_BSS.diagonal(dim1=1, dim2=2).sum()), rel=0.05)
 
 
+def test_first_tokens_count_apart_where_they_are_sinks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind a norm too: errors cost what they do at other tokens, and first tokens count as often as needed."""
+    a, taken = normalising("head")
+    monkeypatch.setattr(metric, "SINK", float("inf"))
+    alike = encoded(a, FREQUENCIES_F, taken)
+    monkeypatch.setattr(metric, "SINK", 1e-9)
+    apart = encoded(a, FREQUENCIES_F, taken)
+
+    x_BTD = taken.input_BTD[taken.used]
+    length, width = x_BTD.shape[1], alike.key_BSS.shape[-1]
+    k_BKTH, v_BKTH = keys_and_values(a, x_BTD, 1e-6)
+    first_XE = torch.cat([rows[:, :, 0].flatten(1) for rows in (k_BKTH, v_BKTH)], 1)
+    first_EE = first_XE.mT @ first_XE / (len(x_BTD) * length)
+    firsts = [(getattr(alike, name) - getattr(apart, name))[0].double() for name in ("key_BSS", "value_BSS")]
+    rests = [apart.key_BSS[0].double(), apart.value_BSS[0].double()]
+    energies = [alike.moment_EE[:width, :width], alike.moment_EE[width:, width:]]
+    for first_SS in firsts:  # a part of the whole
+        assert torch.linalg.eigvalsh(first_SS).min() > -1e-6 * first_SS.trace()
+    factor = length * float(sum((f * e).sum() for f, e in zip(firsts, energies, strict=True)))
+    factor /= float(sum((r * e).sum() for r, e in zip(rests, energies, strict=True)))
+    expected_EE = alike.moment_EE + (factor - 1) * first_EE
+    torch.testing.assert_close(apart.moment_EE, expected_EE, rtol=1e-3, atol=1e-3)
+    assert not torch.allclose(apart.moment_EE, alike.moment_EE, rtol=1e-2)
+
+
 @pytest.mark.parametrize("spans", ["head", "heads"])
 def test_the_moment_behind_a_norm_loses_less_than_a_linear_norm_s(spans: str) -> None:
     a, taken = normalising(spans)
     x_XE = torch.nn.functional.pad(taken.input_BTD.flatten(0, 1), (0, 1), value=1)
     found = encoded(a, FREQUENCIES_F, taken)
-    metric = replace(
+    weighed = replace(
         weights_only(a, 64),
         input_EE=x_XE.mT @ x_XE / len(x_XE),
         key_BSS=found.key_BSS,
@@ -109,7 +135,7 @@ def test_the_moment_behind_a_norm_loses_less_than_a_linear_norm_s(spans: str) ->
     for rank, share in ((2 * 4 * H, 0.0), (40, 0.5), (24, 0.9)):
         target = LatentTarget(kv_lora_rank=rank, qk_rope_head_dim=0, slots="none", rope="intact")
         behind, linear = (
-            measure(to_intact(a, target, metric, moment_EE), FREQUENCIES_F, a, FREQUENCIES_F, taken)
+            measure(to_intact(a, target, weighed, moment_EE), FREQUENCIES_F, a, FREQUENCIES_F, taken)
             for moment_EE in (found.moment_EE, None)
         )
         assert behind < max(1e-8, share * linear), (rank, behind, linear)
