@@ -21,7 +21,7 @@ PLACES = {
     "calibration.study._within_reach": "text",
     "calibration.study._collect": "statistics",
     "decide.plan.choose_slots": "closed form",
-    "decide.preparation.settle": "norm",
+    "decide.preparation.settle": "measured choices",
     "write.rewrite.fold": "closed form",
     "write.layer_finish._with_rounded_length": "rounded length",
     "write.layer_finish._fitted": "refinement",
@@ -29,7 +29,7 @@ PLACES = {
 }
 # Phases that hold functions of others, and the phase that all their time is given to; the first that is open
 # counts.
-WHOLE = {"quantised cache": "quantised cache", "norm": "closed form"}
+WHOLE = {"quantised cache": "quantised cache", "measured choices": "closed form"}
 
 
 class Clock:
@@ -41,8 +41,8 @@ class Clock:
 
     def turn(self) -> None:
         """Give the time since the last turn to the phase that is open."""
-        # The choice of a norm folds some layers by their closed form, and what is prepared for a format is
-        # refined again, with the same functions.
+        # The choices of a width and a norm fold some layers by their closed form, and what is prepared for a
+        # format is refined again, with the same functions.
         phase = next((WHOLE[phase] for phase in WHOLE if phase in self._open), self._open[-1])
         now = time.process_time()
         self.found[phase] += now - self._last

@@ -27,7 +27,7 @@ Losses = tuple[dict[str, float], ...]  # predicted, of every layer; empty where 
 
 @dataclass(frozen=True, kw_only=True)
 class Division:
-    """How the cache of a target is divided.
+    """A target with its cache divided into rotary slots and latent.
 
     Attributes:
         target: with its rank and rotary width.

@@ -22,6 +22,7 @@ from ...efforts import EFFORTS
 from ...families.source import Source
 from ...methods.latent_norm import LEAST_PARTS
 from ...methods.table import reads_statistics
+from ..measured import norm_choice, width_choice
 from ..plan import Plan
 from .layer_cost import DOUBLE, FLOAT, SLOW, Shapes, drawn, measured, refinement, searched
 from .quantised_cost import prepared
@@ -43,10 +44,9 @@ _READ = 2.5  # times that decoding passes over keys and values
 _FITTED = 24  # evaluations of the fit of a latent norm, which ends early
 _OPTIMISED = 3e5  # small operations as long as importing what torch's optimizers need takes
 _ROUNDED = 65  # of the search for a rounded length
-_NORMED = 4  # layers that a fitted latent norm is measured on
 _GROUPED = 4  # orders of the heads that are measured
 _WIDTHS = 11  # rotary widths that a budget is divided among
-_MEASURED = 4, 8  # of them measured, and layers that they are measured on
+_NEIGHBOURS = 4  # of them that are measured
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,8 +131,8 @@ def predict_cost(plan: Plan, calibration: str, rates: Rates) -> FoldCost:
     seconds["closed form"] = layers * _closed(plan, shapes, rates)
     if fitted:
         norm = _norm(plan, shapes, rates)
-        measured = min(_NORMED, shapes.layers)
-        seconds["closed form"] += layers * norm + measured * (norm + 2 * _closed(plan, shapes, rates))
+        turns = _turns(norm_choice.LAYERS, shapes, jobs)
+        seconds["closed form"] += layers * norm + turns * (norm + 2 * _closed(plan, shapes, rates))
         seconds["closed form"] += _OPTIMISED * rates.call
     if calibration != "none":
         seconds["closed form"] += _division(plan, shapes, rates, jobs)
@@ -140,7 +140,7 @@ def predict_cost(plan: Plan, calibration: str, rates: Rates) -> FoldCost:
         if fitted and plan.refine:
             seconds["rounded length"] = layers * _rounded(plan, shapes, rates)
         if plan.request.cache_dtype != "bfloat16":
-            seconds["quantised cache"] = _quantised(plan, shapes, rates, layers, fitted=fitted)
+            seconds["quantised cache"] = _quantised(plan, shapes, rates, jobs, fitted=fitted)
     found = {phase: value * FACTORS.get(phase, 1.0) for phase, value in seconds.items() if value}
     return FoldCost(seconds=found, peak_bytes=_peak(plan, shapes, calibration, jobs, fitted=fitted))
 
@@ -192,24 +192,24 @@ def _norm(plan: Plan, shapes: Shapes, rates: Rates) -> float:
     return lengths + fit + _all_parts(plan, shapes, rates) + written
 
 
-def _quantised(plan: Plan, shapes: Shapes, rates: Rates, layers: float, *, fitted: bool) -> float:
+def _quantised(plan: Plan, shapes: Shapes, rates: Rates, jobs: int, *, fitted: bool) -> float:
     """Return the seconds of preparing all layers for a quantised cache.
 
     Args:
         plan: the fold.
         shapes: of the source.
         rates: of this machine.
-        layers: that are folded one after the other.
+        jobs: layers that are folded at once.
         fitted: whether a latent norm is fitted; the choice of one prepares closed forms with both norms.
     """
+    layers = shapes.layers / jobs
     if not fitted:  # the norm's fit would have imported the same
         return layers * prepared(plan, shapes, rates) + _OPTIMISED * rates.call
     again = _all_parts(plan, shapes, rates)
     written = _balanced(plan, shapes, rates)
     closed = replace(plan, refine=0, effort=replace(plan.effort, solve=False))
-    chosen = min(_NORMED, shapes.layers)
     seconds = layers * prepared(plan, shapes, rates, again, written)
-    return seconds + chosen * (
+    return seconds + _turns(norm_choice.LAYERS, shapes, jobs) * (
         prepared(closed, shapes, rates) + prepared(closed, shapes, rates, again, written)
     )
 
@@ -250,9 +250,13 @@ def _division(plan: Plan, shapes: Shapes, rates: Rates, jobs: int) -> float:
     predicted = shapes.layers * _WIDTHS * (side**3 / rates.decomposition + 6 * side**3 / rates.double)
     if not plan.effort.widths or plan.container.profile is not None:
         return predicted
-    widths, layers = _MEASURED[0], min(_MEASURED[1], shapes.layers)
     each = _closed(plan, shapes, rates) + measured(plan, shapes, rates)
-    return predicted + widths * math.ceil(layers / jobs) * each
+    return predicted + _NEIGHBOURS * _turns(width_choice.LAYERS, shapes, jobs) * each
+
+
+def _turns(layers: int, shapes: Shapes, jobs: int) -> int:
+    """Return the layers that are measured one after the other, of at most so many."""
+    return math.ceil(min(layers, shapes.layers) / jobs)
 
 
 def _jobs(plan: Plan, rates: Rates) -> int:

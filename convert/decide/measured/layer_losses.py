@@ -1,4 +1,4 @@
-"""What a plan's closed form loses on some of its layers, for choices that need more than a prediction."""
+"""The loss of a plan's closed form on some of its layers, for choices that need more than a prediction."""
 
 from concurrent.futures import as_completed
 from dataclasses import replace
