@@ -94,7 +94,7 @@ class FoldRequest(Settings):
     slots: Literal["allocated", "uniform"] | None = None
     """MLA: rotary slots where they save most, or on the table that stock engines compute."""
     calibration: Annotated[str, Field(min_length=1)] | None = None
-    """`self`, `none`, a text, a data set or saved statistics; left out, `self` where statistics are read."""
+    """`self`, `none`, a text, a data set, `self+TEXT` or saved statistics; left out, `self` where needed."""
     layerwise: bool | None = None
     """Take statistics with one layer in memory at a time; left out, when the model does not fit whole."""
     effort: Literal["quick", "default", "best"] = "default"

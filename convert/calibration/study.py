@@ -20,17 +20,18 @@ from ...core.console import is_first, notice
 from ...core.errors import InvalidInput
 from ...core.memory import free_bytes
 from ...core.processes import from_every, together
-from ...models.causal_lm import device, load_model, load_tokenizer, with_base
+from ...models.causal_lm import device, load_model, with_base
 from ...models.dequantised import from_tensors
 from ...models.expected_weights import check_found
 from ...models.layered_model import LayeredModel
 from ...models.load_failures import loading_failures, no_progress_bars
-from ...texts.documents import check_calibration, read_sequences
+from ...texts.documents import check_calibration, parts
 from ..families.packing import split, split_queries
 from ..families.recognition import Family, family_of
 from ..families.source import Source
 from . import layerwise as by_layer
 from . import passes
+from .calibration_text import alternating, count_read, digest_of, name_of, read_text
 from .capacity import Need
 from .moments import Layout
 from .reach import breakdown, default_length, reach
@@ -63,7 +64,8 @@ def study(
     Args:
         source: the checkpoint.
         calibration: `none`; `self`, text sampled from the model at temperature 1; a text as
-            `documents.check_calibration` takes it; or a .safetensors file of statistics saved earlier.
+            `documents.check_calibration` takes it, behind `self+` where half of the sequences are the model's
+            own; or a .safetensors file of statistics saved earlier.
         sequences: number of sequences that are read.
         length: tokens per sequence, at most the model's positions; greater distances are not seen. None:
             `reach.default_length`, or less where the source's own text breaks down before.
@@ -80,6 +82,7 @@ def study(
         saved = read_saved(source, calibration, save)
         if saved is not None or calibration == "none":
             return saved
+        own, text = parts(calibration)
         chosen = length is None
         length = default_length(source) if length is None else min(length, source.positions)
         need = Need.of(source, sequences=min(batch_size(length), sequences), length=length)
@@ -87,21 +90,19 @@ def study(
         layerwise = any(from_every(need.whole > free_bytes()))  # all exchange the same sums
     with together():
         check_layerwise(source, layerwise)
-        run = ""
-        if calibration != "self":
-            tokens = _read_text(source, calibration, sequences=sequences, length=length, seed=seed)
-        if save is not None:
-            text = "self" if calibration == "self" else hashlib.sha256(tokens.numpy().tobytes()).hexdigest()
-            asked = [text, _name(calibration), sequences, length, seed]
-            run = _run(source, [*asked, "at most"] if chosen and calibration == "self" else asked)
+        count = count_read(calibration, sequences)
+        read_BT = read_text(source, text, sequences=count, length=length, seed=seed) if text else None
+        asked = [digest_of(read_BT), name_of(calibration), sequences, length, seed]
+        run = "" if save is None else _run(source, [*asked, "at most"] if chosen and own else asked)
         if save is not None and save.exists():
             return _reused(save, run, work)
         model = LayeredModel(source.checkpoint) if layerwise else _whole_model(source.checkpoint)
-    end = None
-    if calibration == "self":
-        written = _sample(source, model, need, sequences=sequences, length=length, seed=seed)
-        tokens, end = _within_reach(written, None if isinstance(model, LayeredModel) else model, chosen)
-    statistics = _collect(source, model, tokens, calibration=_name(calibration), seed=seed, work=work)
+    own_BT, end = None, None
+    if own:
+        written = _sample(source, model, need, sequences=sequences - count, length=length, seed=seed)
+        own_BT, end = _within_reach(written, None if isinstance(model, LayeredModel) else model, chosen)
+    tokens_BT = alternating(own_BT, read_BT)
+    statistics = _collect(source, model, tokens_BT, calibration=name_of(calibration), seed=seed, work=work)
     statistics = replace(statistics, reach=end)
     if save is not None and is_first():
         _keep(statistics, save, run)
@@ -144,19 +145,6 @@ def check_layerwise(source: Source, layerwise: bool) -> None:
             f"layers of {source.family.label} read {what}, so that its statistics need the whole model in "
             "memory; use more memory, or --calibration none"
         )
-
-
-def _read_text(source: Source, text: str, *, sequences: int, length: int, seed: int) -> Tensor:
-    """Return tokens of a text (sequences, length), each an id that the source has an embedding for."""
-    directory = source.checkpoint.directory
-    tokens = read_sequences(text, load_tokenizer(directory), sequences=sequences, length=length, seed=seed)
-    largest, vocabulary = int(tokens.max()), source.config["vocab_size"]
-    if largest >= vocabulary:
-        raise InvalidInput(
-            f"the tokenizer of {directory} writes the id {largest}, but the model has {vocabulary} "
-            "embeddings; use the model's own tokenizer"
-        )
-    return tokens
 
 
 def _keep(statistics: Statistics, file: Path, run: str) -> None:
@@ -256,8 +244,7 @@ def read_saved(source: Source, calibration: str, save: Path | None) -> Statistic
                 f"--save-statistics has nothing to save: {calibration} holds saved statistics already"
             )
         return _check_source(Statistics.load(Path(calibration)), source, calibration)
-    if calibration != "self":
-        check_calibration(calibration)
+    check_calibration(calibration)
     return None
 
 
@@ -315,13 +302,6 @@ def _sample(source: Source, model: Any, need: Need, *, sequences: int, length: i
     )
     with model.streamed(kept) as whole:
         return write_text(whole, batch_size=batch, **settings)
-
-
-def _name(calibration: str) -> str:
-    """Return the name of the text in the record."""
-    if calibration == "self":
-        return calibration
-    return f"text:{Path(calibration).name if Path(calibration).exists() else calibration}"
 
 
 def layout_of(source: Source) -> Layout:

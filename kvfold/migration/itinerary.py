@@ -92,7 +92,7 @@ def read_request(
             f"{source.positions}"
         )
     calibration = given["calibration"]
-    if calibration not in {"self", "none"} and not calibration.endswith(".safetensors"):
+    if calibration != "none" and not calibration.endswith(".safetensors"):
         check_calibration(calibration)
     if calibration == "none" and given["refine"]:
         raise InvalidInput(

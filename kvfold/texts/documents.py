@@ -20,26 +20,48 @@ _PLAIN = {".txt", ".jsonl"}
 _LARGEST = 2**32  # bytes of a plain text, which is read whole
 _OPTION = "--calibration"
 _DATA_SET_PARTS = 4  # org/name, configuration, split, field
+_OWN = "self"  # text that the source writes
+_WITH_OWN = f"{_OWN}+"  # followed by a text
 
 
-def check_calibration(text: str) -> None:
+def parts(calibration: str) -> tuple[bool, str | None]:
+    """Return whether a source writes calibration text of its own, and the name of the text that it reads.
+
+    Example:
+        ```python
+        assert parts("self") == (True, None)
+        assert parts("stdlib") == (False, "stdlib")
+        assert parts("self+stdlib") == (True, "stdlib")
+        ```
+    """
+    if calibration == _OWN:
+        return True, None
+    return calibration.startswith(_WITH_OWN), calibration.removeprefix(_WITH_OWN)
+
+
+def check_calibration(calibration: str) -> None:
     """Check that a name can be that of a calibration text; data sets on the Hub are not looked up.
 
     Args:
-        text: `stdlib` (the training modules of the running interpreter), a file, a directory, a glob, or
-            `org/name[:config[:split[:field]]]`.
+        calibration: `stdlib` (the training modules of the running interpreter), a file, a directory, a glob,
+            or `org/name[:config[:split[:field]]]`; behind `self+`, too.
 
     Raises:
         InvalidInput: there is no such file, its kind cannot be read, and it can be no data set's name.
     """
-    if text == "stdlib":
+    own, text = parts(calibration)
+    if text is None or text == "stdlib":
         return
-    if exists(text) or any(character in text for character in "*?["):
+    if text and (exists(text) or any(character in text for character in "*?[")):
         find_files(text, _OPTION)
     elif not _names_data_set(text):
+        named = printable(calibration)
+        texts = "stdlib, a file or a directory of texts that exists"
+        data_set = "a data set's org/name[:config[:split[:field]]]"
+        if own:
+            raise InvalidInput(f"{_OPTION} {named}: behind self+ should be {texts}, or {data_set}")
         raise InvalidInput(
-            f"{_OPTION} {printable(text)} is not none, self, stdlib, a file or a directory of texts that "
-            "exists, a .safetensors file of statistics, or a data set's org/name[:config[:split[:field]]]"
+            f"{_OPTION} {named} is not none, self, {texts}, a .safetensors file of statistics, or {data_set}"
         )
 
 

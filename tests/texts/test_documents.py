@@ -128,6 +128,7 @@ def test_what_is_no_text(tmp_path: Path) -> None:
             read_sequences(tmp_path / name, characters(), **TAKEN)
     for name in ("org/name", "org/name:config", "org/name:config:train", "org/name::train:content"):
         check_calibration(name)
+        check_calibration(f"self+{name}")
 
 
 def test_data_set_is_asked_for_by_its_parts(monkeypatch: pytest.MonkeyPatch) -> None:

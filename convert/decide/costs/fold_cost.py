@@ -14,6 +14,7 @@ from typing import Any
 
 from ....core.machine_rates import Rates, measure_rates
 from ....core.units import show_bytes
+from ....texts.documents import parts
 from ...algebra.target import GroupedTarget, LatentTarget
 from ...calibration.capacity import Need, fold_bytes
 from ...calibration.reach import FEWEST, PAIRS
@@ -114,14 +115,16 @@ def predict_cost(plan: Plan, calibration: str, rates: Rates) -> FoldCost:
 
     Args:
         plan: the fold, by weights alone or by statistics.
-        calibration: `none`, `self`, or a text; saved statistics cost as little as `none`.
+        calibration: `none`, `self`, a text or both; saved statistics cost as little as `none`.
         rates: of this machine.
     """
     shapes, jobs = Shapes.of(plan), _jobs(plan, rates)
     is_read = calibration != "none" and not calibration.endswith(".safetensors")
     seconds = {"start": _STARTED * rates.call, "text": 0.0, "statistics": 0.0}
-    if calibration == "self":
-        seconds["text"] = _text(shapes, rates)
+    own, text = parts(calibration)
+    if own:
+        count = shapes.sequences if text is None else shapes.sequences - shapes.sequences // 2
+        seconds["text"] = _text(replace(shapes, sequences=count), rates)
     if is_read:
         seconds["statistics"] = _statistics(shapes, rates)
     # A plan by weights alone has a linear norm, which statistics may change.

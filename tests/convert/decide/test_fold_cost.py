@@ -38,6 +38,7 @@ def test_more_text_and_more_steps_take_longer(source: Path) -> None:
     one, two = (predict_cost(each, "self", RATES).seconds for each in (few, many))
     assert two["statistics"] == pytest.approx(2 * one["statistics"])
     assert one["text"] < two["text"]
+    assert predict_cost(many, "self+stdlib", RATES).seconds == {**two, "text": one["text"]}
     short, long = (predict_cost(plan(source, refine=steps), "self", RATES) for steps in (50, 100))
     grown = long.seconds["refinement"] - short.seconds["refinement"]
     closed = predict_cost(plan(source, refine=0), "self", RATES).seconds["refinement"]

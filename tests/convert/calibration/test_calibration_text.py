@@ -1,0 +1,93 @@
+"""Calibration on half own text and half of another: `self+TEXT`."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from torch import Tensor
+
+from kvfold.convert.calibration.calibration_text import alternating
+from kvfold.convert.calibration.statistics import Statistics
+from kvfold.convert.calibration.study import study
+from kvfold.convert.cli import main
+from kvfold.convert.families.source import open_source
+from kvfold.core.errors import InvalidInput
+from kvfold.models.causal_lm import load_tokenizer
+from kvfold.texts.corpus import read_text
+from kvfold.texts.documents import read_sequences
+
+DEMO = Path(__file__).parents[3] / "recipes" / "demo"
+TAKEN: dict[str, Any] = {"length": 24, "seed": 0}
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("text") / "words.txt"
+    file.write_text("\n".join(read_text("stdlib").documents)[:50_000])
+    return file
+
+
+def taken(calibration: str, sequences: int, save: Path | None = None) -> Statistics:
+    statistics = study(open_source(DEMO), calibration, sequences=sequences, save=save, **TAKEN)
+    assert statistics is not None
+    return statistics
+
+
+def ids(statistics: Statistics) -> Tensor:
+    assert statistics.ids_BT is not None
+    return statistics.ids_BT
+
+
+@pytest.mark.parametrize("sequences", [4, 5])
+def test_own_and_other_sequences_take_turns(text: Path, sequences: int) -> None:
+    half = sequences // 2
+    mixed = taken(f"self+{text}", sequences)
+    assert torch.equal(ids(mixed)[0::2], ids(taken("self", sequences - half)))
+    read_BT = read_sequences(text, load_tokenizer(DEMO), sequences=half, **TAKEN)
+    assert torch.equal(ids(mixed)[1::2], read_BT)
+    assert mixed.tokens == sequences * TAKEN["length"]
+    assert mixed.calibration == "self+text:words.txt"
+
+
+def test_rows_alternate() -> None:
+    own_BT, read_BT = torch.tensor([[1, 1], [2, 2], [3, 3]]), torch.tensor([[7, 7, 7], [8, 8, 8]])
+    assert alternating(own_BT, read_BT).tolist() == [[1, 1], [7, 7], [2, 2], [8, 8], [3, 3]]
+    assert alternating(own_BT[:2], read_BT).tolist() == [[1, 1], [7, 7], [2, 2], [8, 8]]
+    assert alternating(own_BT, None) is own_BT
+    assert alternating(None, read_BT) is read_BT
+
+
+def test_statistics_of_both_are_saved_and_used_again(text: Path, tmp_path: Path) -> None:
+    file = tmp_path / "both.safetensors"
+    first, again = (taken(f"self+{text}", 4, file) for _ in range(2))
+    assert first.fingerprint() == again.fingerprint()
+    with pytest.raises(InvalidInput, match="exists and nothing is overwritten"):
+        taken(str(text), 4, file)
+
+
+def test_the_command_takes_it(text: Path, tmp_path: Path) -> None:
+    def convert(calibration: str, *options: str) -> Any:
+        words = [str(DEMO), "--to", "mla", "--rank", "32", "--refine", "0", "--length", "24", *options]
+        return CliRunner().invoke(
+            main, [*words, "--calibration", calibration, "--out", str(tmp_path / "out"), "--json"]
+        )
+
+    for calibration, options, reason in (
+        (f"self+{text}", ("--sequences", "1"), "--sequences 1 leaves --calibration self+"),
+        ("self+none", (), "--calibration self+none: behind self+ should be stdlib, a file"),
+        ("self+self", (), "behind self+ should be"),
+        ("self+", (), "behind self+ should be"),
+        ("self+absent.safetensors", (), "absent.safetensors"),
+    ):
+        result = convert(calibration, *options)
+        assert result.exit_code == 2, calibration
+        assert reason in result.output
+        assert not (tmp_path / "out").exists()
+    result = convert(f"self+{text}", "--sequences", "4")
+    assert result.exit_code == 0, result.output
+    record = json.loads(result.stdout)
+    assert record["calibration"]["text"] == "self+text:words.txt"
+    assert f"--calibration self+{text}" in record["command"]
