@@ -9,13 +9,15 @@ from ....core.machine_rates import Rates
 from ...algebra.target import GroupedTarget, LatentTarget
 from ...calibration.capacity import Need
 from ...calibration.reach import default_length
-from ...methods.refinement import HELD_BACK, RIDGES, SHARES
+from ...methods.refinement import HELD_BACK, RIDGES, SHARES, TRIAL
 from ..plan import Plan
 
 SLOW = 5  # of a small operation inside a module, in those of `Rates.call`
 FLOAT, DOUBLE = 4, 8  # bytes
 _ATTENDED = 60  # small operations of one layer's attention
 _DESCENDED = 50  # small operations of a step of refinement for each of a layer's tensors
+_RATES = 3  # rates of refinement that are tried, in most layers
+_TRIED = 1 + _RATES / TRIAL  # steps that are taken for each step of refinement
 _SEARCHED = 100  # of an evaluation in a search by L-BFGS
 
 
@@ -77,22 +79,23 @@ def measured(plan: Plan, shapes: Shapes, rates: Rates) -> float:
 
 def refinement(plan: Plan, shapes: Shapes, rates: Rates) -> float:
     """Return the seconds of one layer's refinement on one thread."""
-    inside = shapes.heads * shapes.width
-    orthogonal = plan.refine * 5 * 6 * 4 * inside * shapes.hidden * shapes.width
+    inside, steps = shapes.heads * shapes.width, plan.refine * _TRIED
+    by_gram = 34 * shapes.width + 4 * shapes.hidden  # or the iteration itself, for each number of a square
+    orthogonal = steps * 6 * inside * shapes.width * min(20 * shapes.hidden, by_gram)
     solved = 0.0
     if plan.solves:
         solved = 4 * shapes.tokens * inside * (inside + shapes.hidden) + 3 * inside**3
     seconds = refined_tokens(plan, shapes) * of_folded(plan, shapes, rates)
     seconds += shapes.tokens * of_source(shapes, rates)
     tensors = 8 if isinstance(plan.target, LatentTarget) else 4
-    calls = plan.refine * tensors * _DESCENDED * SLOW * rates.call
+    calls = steps * tensors * _DESCENDED * SLOW * rates.call
     return seconds + (orthogonal + solved) / rates.single + calls
 
 
 def refined_tokens(plan: Plan, shapes: Shapes) -> float:
     """Return how many tokens pass through one folded layer in its refinement; backwards counts as twice."""
-    descended = plan.refine * min(plan.effort.batch, shapes.sequences) * shapes.length
-    shares = (len(SHARES) if plan.refine else 0) + (len(RIDGES) if plan.solves else 0)
+    descended = _TRIED * plan.refine * min(plan.effort.batch, shapes.sequences) * shapes.length
+    shares = (_RATES + len(SHARES) if plan.refine else 0) + (len(RIDGES) if plan.solves else 0)
     tokens = 3 * descended + (1 + shares) / HELD_BACK * shapes.tokens
     return tokens + (shapes.tokens if plan.solves else 0)
 

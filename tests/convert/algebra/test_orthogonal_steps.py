@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kvfold.convert.algebra.orthogonal_steps import Moving, order
+from kvfold.convert.algebra.orthogonal_steps import Moving, order, orthogonal
 
 
 @pytest.mark.parametrize("batch", [2, 4, 7])
@@ -46,3 +46,17 @@ def test_a_matrix_takes_orthogonal_steps_from_the_running_mean(momentum: float) 
 def test_a_bias_takes_steps_of_its_own_size_in_each_number() -> None:
     moving = Moving("o_D", torch.tensor([1.0, -1.0, 1.0]), 0.8)
     assert torch.allclose(moving.step(torch.tensor([5.0, -0.1, 2.0]), 0), torch.tensor([1.0, -1.0, 1.0]))
+
+
+@pytest.mark.parametrize("shape", [(4, 5), (5, 4), (4, 40), (40, 4), (3, 8, 64)])
+@pytest.mark.parametrize("decades", [0, 4])
+def test_singular_values_take_the_same_steps_at_every_shape(shape: tuple[int, ...], decades: int) -> None:
+    """Five steps of the quintic on each singular value, in float64."""
+    drawn = torch.Generator().manual_seed(0)
+    left, _, right = torch.linalg.svd(torch.randn(shape, generator=drawn).double(), full_matrices=False)
+    value = 10 ** -torch.linspace(0, decades, right.shape[-2], dtype=torch.float64)
+    found = orthogonal((left * value @ right).float())
+    value = value / value.norm()
+    for _ in range(5):
+        value = 3.4445 * value - 4.7750 * value**3 + 2.0315 * value**5
+    torch.testing.assert_close(found.double(), left * value @ right, rtol=0, atol=2e-4)

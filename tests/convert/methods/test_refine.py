@@ -16,6 +16,7 @@ from kvfold.convert.algebra.target import GroupedTarget, LatentTarget
 from kvfold.convert.calibration.statistics import LayerStatistics
 from kvfold.convert.methods import latent as factor
 from kvfold.convert.methods import pooling as pool
+from kvfold.convert.methods import refinement
 from kvfold.convert.methods.grouping import arrange, arrangements, merge_costs, reordered
 from kvfold.convert.methods.intact import to_intact
 from kvfold.convert.methods.refinement import HELD_BACK, LayerSample, agrees, measure, refine
@@ -196,6 +197,22 @@ def test_refining_lowers_the_loss_that_it_reports(form: str) -> None:
     again = refine(folded, FREQUENCIES_F, a, FREQUENCIES_F, taken, steps=60)
     assert again.layer.o_DNH.equal(result.layer.o_DNH)
     assert result.layer.o_DNH.dtype == torch.float64
+
+
+def test_a_rate_that_is_too_large_is_divided(monkeypatch: pytest.MonkeyPatch) -> None:
+    a, taken = teacher(), sample(normed(16, 24))
+    pooled = pool.mean(a, GroupedTarget(num_key_value_heads=2), weights_only(a, 64), FREQUENCIES_F)
+    how = {"steps": 60, "solve": False}
+    usual = refine(pooled, FREQUENCIES_F, a, FREQUENCIES_F, taken, **how)
+    monkeypatch.setattr(refinement, "RATE", 64 * refinement.RATE)
+    found = refine(pooled, FREQUENCIES_F, a, FREQUENCIES_F, taken, **how)
+    assert found.folded - found.refined > 0.8 * (usual.folded - usual.refined) > 0
+    monkeypatch.setattr(refinement, "RATE", float("nan"))
+    assert refine(pooled, FREQUENCIES_F, a, FREQUENCIES_F, taken, **how).layer is pooled
+    monkeypatch.undo()
+    monkeypatch.setattr(refinement, "RATE", 64 * refinement.RATE)
+    monkeypatch.setattr(refinement, "QUARTERS", 0)
+    assert refine(pooled, FREQUENCIES_F, a, FREQUENCIES_F, taken, **how).layer is pooled
 
 
 def test_what_cannot_be_improved_stays() -> None:
