@@ -29,8 +29,8 @@ MOMENTUM = 0.9  # share of the gradients' running mean that is kept from one ste
 # error. It falls in proportion to the relative error that the closed form left, and linearly to nothing over
 # the steps. It is the largest that is tried.
 RATE = 0.12
-TRIAL = 5  # a rate is tried on one step of so many
 QUARTERS = 5  # times that a rate is divided by four, at most
+LEAST_TRIAL = 20  # steps on which a rate is tried: fewer say little of how far noise leads
 SHARES = (1.0, 0.75, 0.5, 0.25)  # of the way from the closed form to what was fitted
 # Share of the mean energy of the mixed values that is added to each in a solve for the output projection.
 RIDGES = (1e-3, 1e-1)
@@ -143,11 +143,10 @@ def refine(
     # A sample that is small for its layer is fitted too well: what is held back says how far to go.
     if steps:
         taken = order(loss.used, steps, batch, passes=passes, seed=seed)
-        rate = _rate(
-            start, loss, taken[: max(1, steps // TRIAL)], RATE * loss.relative(before), momentum, fixed
-        )
+        most = RATE * loss.relative(before)
+        rate = _rate(start, loss, taken[: trial_steps(steps)], most, momentum, fixed)
         fitted = _descend(start, loss, taken, rate, momentum, fixed)
-        best, after = loss.least(best, *(_between(start, fitted, share) for share in SHARES))
+        best, after = loss.least(best, *_on_the_way(start, fitted))
     if solve:
         best, after = loss.least(best, *_solved(best, loss))
     if not after < before:
@@ -291,6 +290,11 @@ class _Loss:
         return min(1.0, math.sqrt(loss / nothing)) if nothing else 0.0
 
 
+def trial_steps(steps: int) -> int:
+    """Return on how many of the first steps of a descent a rate is tried."""
+    return min(steps, max(LEAST_TRIAL, steps // 5))
+
+
 def _rate(
     start: Layer, loss: _Loss, taken: list[Tensor], rate: float, momentum: float, fixed: Set[str]
 ) -> float:
@@ -300,9 +304,13 @@ def _rate(
     The wider a layer, the more there are of these: the rate that is best for hidden sizes of 128 and 256
     makes layers of 576 and 640 worse than they were, where a sixteenth of it gains (LOG.md).
     """
-    lost = loss.measure(_descend(start, loss, taken, rate, momentum, fixed))
+
+    def tried(rate: float) -> float:
+        return loss.least(*_on_the_way(start, _descend(start, loss, taken, rate, momentum, fixed)))[1]
+
+    lost = tried(rate)
     for _ in range(QUARTERS):
-        slower = loss.measure(_descend(start, loss, taken, rate / 4, momentum, fixed))
+        slower = tried(rate / 4)
         if lost <= slower:  # false where the larger rate diverges to NaN
             break
         rate, lost = rate / 4, slower
@@ -357,6 +365,10 @@ def _solved(layer: Layer, loss: _Loss) -> Iterator[Layer]:
         damped_WW.diagonal().add_(ridge * mean)
         change_WD = torch.cholesky_solve(error_WD, torch.linalg.cholesky(damped_WW))
         yield replace(layer, o_DNH=(o_DW + change_WD.mT).view(layer.o_DNH.shape).to(o_DW.dtype))
+
+
+def _on_the_way(start: Layer, end: Layer) -> list[Layer]:
+    return [_between(start, end, share) for share in SHARES]
 
 
 def _between(start: Layer, end: Layer, share: float) -> Layer:

@@ -9,7 +9,7 @@ from ....core.machine_rates import Rates
 from ...algebra.target import GroupedTarget, LatentTarget
 from ...calibration.capacity import Need
 from ...calibration.reach import default_length
-from ...methods.refinement import HELD_BACK, RIDGES, SHARES, TRIAL
+from ...methods.refinement import HELD_BACK, RIDGES, SHARES, trial_steps
 from ..plan import Plan
 
 SLOW = 5  # of a small operation inside a module, in those of `Rates.call`
@@ -17,7 +17,6 @@ FLOAT, DOUBLE = 4, 8  # bytes
 _ATTENDED = 60  # small operations of one layer's attention
 _DESCENDED = 50  # small operations of a step of refinement for each of a layer's tensors
 _RATES = 3  # rates of refinement that are tried, in most layers
-_TRIED = 1 + _RATES / TRIAL  # steps that are taken for each step of refinement
 _SEARCHED = 100  # of an evaluation in a search by L-BFGS
 
 
@@ -79,7 +78,7 @@ def measured(plan: Plan, shapes: Shapes, rates: Rates) -> float:
 
 def refinement(plan: Plan, shapes: Shapes, rates: Rates) -> float:
     """Return the seconds of one layer's refinement on one thread."""
-    inside, steps = shapes.heads * shapes.width, plan.refine * _TRIED
+    inside, steps = shapes.heads * shapes.width, _steps(plan)
     by_gram = 34 * shapes.width + 4 * shapes.hidden  # or the iteration itself, for each number of a square
     orthogonal = steps * 6 * inside * shapes.width * min(20 * shapes.hidden, by_gram)
     solved = 0.0
@@ -92,10 +91,15 @@ def refinement(plan: Plan, shapes: Shapes, rates: Rates) -> float:
     return seconds + (orthogonal + solved) / rates.single + calls
 
 
+def _steps(plan: Plan) -> int:
+    """Return the steps of a layer's refinement with those on which its rates are tried."""
+    return plan.refine + _RATES * trial_steps(plan.refine)
+
+
 def refined_tokens(plan: Plan, shapes: Shapes) -> float:
     """Return how many tokens pass through one folded layer in its refinement; backwards counts as twice."""
-    descended = _TRIED * plan.refine * min(plan.effort.batch, shapes.sequences) * shapes.length
-    shares = (_RATES + len(SHARES) if plan.refine else 0) + (len(RIDGES) if plan.solves else 0)
+    descended = _steps(plan) * min(plan.effort.batch, shapes.sequences) * shapes.length
+    shares = ((_RATES + 1) * len(SHARES) if plan.refine else 0) + (len(RIDGES) if plan.solves else 0)
     tokens = 3 * descended + (1 + shares) / HELD_BACK * shapes.tokens
     return tokens + (shapes.tokens if plan.solves else 0)
 

@@ -39,7 +39,7 @@ def test_more_text_and_more_steps_take_longer(source: Path) -> None:
     assert two["statistics"] == pytest.approx(2 * one["statistics"])
     assert one["text"] < two["text"]
     assert predict_cost(many, "self+stdlib", RATES).seconds == {**two, "text": one["text"]}
-    short, long = (predict_cost(plan(source, refine=steps), "self", RATES) for steps in (50, 100))
+    short, long = (predict_cost(plan(source, refine=steps), "self", RATES) for steps in (100, 200))
     grown = long.seconds["refinement"] - short.seconds["refinement"]
     closed = predict_cost(plan(source, refine=0), "self", RATES).seconds["refinement"]
     assert grown == pytest.approx(short.seconds["refinement"] - closed, rel=0.2)
