@@ -1,7 +1,7 @@
 """Loss of finished outputs on several texts and lengths: `python -m benchmarks.outputs OUTPUT... --text F`.
 
-Each output is scored with its source on the same windows, as `kvfold eval` does it. A row names the command
-that wrote the output.
+Each output is scored with its source on the same windows, as `kvfold eval` does it. A row has the stage of
+an output and the command of its fold; a training has that of the fold before it.
 """
 
 import json
@@ -47,10 +47,7 @@ def main(
     """Print and save nats lost by outputs on texts."""
     if tokens < max(windows):
         raise InvalidInput(f"--tokens {tokens} are less than a window of {max(windows)}; ask for more")
-    records = {output: read_record(output) for output in outputs}
-    for output, record in records.items():
-        if record is None:
-            raise InvalidInput(f"{output} has no kvfold.json; name outputs of kvfold convert or distill")
+    records = {output: _record(output) for output in outputs}
     saved = SavedRows(f"outputs-{name}", {"transformers": transformers.__version__}, update=update)
     with tempfile.TemporaryDirectory() as work:
         for text in texts:
@@ -59,10 +56,21 @@ def main(
                 cache = Path(work) / f"{read_text(text).sha256}-{window}"
                 for output, record in records.items():
                     row = measure(output, text, window, tokens // window, cache)
-                    about = {"output": output.name, "command": (record or {})["command"]}
+                    about = {
+                        "output": output.name,
+                        "stage": record["stage"],
+                        "command": record.get("command"),
+                    }
                     saved.put("rows", {**about, **row}, "output", "text", "window")
                     saved.write()
     show(json.loads(saved.path.read_text(encoding="utf-8"))["rows"])
+
+
+def _record(output: Path) -> dict[str, Any]:
+    record = read_record(output)
+    if record is None:
+        raise InvalidInput(f"{output} has no kvfold.json; name outputs of kvfold convert or distill")
+    return record
 
 
 def measure(output: Path, text: str, window: int, count: int, teacher_cache: Path) -> dict[str, Any]:

@@ -97,7 +97,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 )
 @click.option(
     "--calibration",
-    metavar="self|none|stdlib|FILE|DATASET",
+    metavar="self|none|stdlib|FILE|DATASET|self+FILE",
     help="Text on which the loss of a fold is predicted and measured: `self` (default), text that the model "
     "writes; `none`, weights alone; `stdlib`, the source text of Python's standard library without what "
     "`kvfold eval --text stdlib` reads; a text (.txt, .jsonl, .json, .parquet, also compressed, or a "

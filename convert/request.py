@@ -16,6 +16,7 @@ from ..core.errors import InvalidInput
 from ..core.settings import Settings
 from ..core.units import read_size
 from ..core.untrusted import read_yaml
+from ..texts.calibration_name import names_statistics
 from .efforts import EFFORTS, Effort
 
 SHARD_SIZE = 5 * 10**9  # bytes
@@ -181,7 +182,7 @@ class FoldRequest(Settings):
 
     @property
     def _has_saved_statistics(self) -> bool:
-        return self.calibration is not None and self.calibration.endswith(".safetensors")
+        return self.calibration is not None and names_statistics(self.calibration)
 
 
 # The fields that decide the output, in the order in which a command names them.

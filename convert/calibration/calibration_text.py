@@ -6,8 +6,10 @@ from pathlib import Path
 from torch import Tensor
 
 from ...core.errors import InvalidInput
+from ...core.untrusted import printable
 from ...models.causal_lm import load_tokenizer
-from ...texts.documents import parts, read_sequences
+from ...texts.calibration_name import parts
+from ...texts.documents import read_sequences
 from ..families.source import Source
 
 
@@ -22,8 +24,8 @@ def count_read(calibration: str, sequences: int) -> int:
         return 0
     if own and sequences < 2:
         raise InvalidInput(
-            f"--sequences {sequences} leaves --calibration {calibration} no sequence of each kind; "
-            "use at least 2"
+            f"--sequences {sequences} leaves --calibration {printable(calibration)} no sequence of each "
+            "kind; use at least 2"
         )
     return sequences // 2 if own else sequences
 
@@ -54,7 +56,6 @@ def alternating(own_BT: Tensor | None, read_BT: Tensor | None) -> Tensor:
     Args:
         own_BT: text of the source's own, as many sequences as of the other or one more.
         read_BT: another text, at least as long; what is longer is cut off.
-
     """
     if read_BT is None or own_BT is None:
         (one_BT,) = (text_BT for text_BT in (own_BT, read_BT) if text_BT is not None)

@@ -25,7 +25,8 @@ from ...models.dequantised import from_tensors
 from ...models.expected_weights import check_found
 from ...models.layered_model import LayeredModel
 from ...models.load_failures import loading_failures, no_progress_bars
-from ...texts.documents import check_calibration, parts
+from ...texts.calibration_name import names_statistics, parts
+from ...texts.documents import check_calibration
 from ..families.packing import split, split_queries
 from ..families.recognition import Family, family_of
 from ..families.source import Source
@@ -238,7 +239,7 @@ def read_saved(source: Source, calibration: str, save: Path | None) -> Statistic
         raise InvalidInput(
             f"--save-statistics {save}: there is no directory {save.parent}; make it, or name another file"
         )
-    if calibration.endswith(".safetensors"):
+    if names_statistics(calibration):
         if save is not None:
             raise InvalidInput(
                 f"--save-statistics has nothing to save: {calibration} holds saved statistics already"

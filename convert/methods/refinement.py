@@ -368,6 +368,7 @@ def _solved(layer: Layer, loss: _Loss) -> Iterator[Layer]:
 
 
 def _on_the_way(start: Layer, end: Layer) -> list[Layer]:
+    """Return the fitted layer and those between it and the closed form."""
     return [_between(start, end, share) for share in SHARES]
 
 

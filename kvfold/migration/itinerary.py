@@ -24,6 +24,7 @@ from ..distill.recipe.watch_section import Evaluate
 from ..distill.watch.held_out import check_apart
 from ..eval.assertions import ALIASES, Assertion, parse
 from ..eval.options import Options
+from ..texts.calibration_name import names_statistics
 from ..texts.corpus import read_text
 from ..texts.documents import check_calibration
 from ..texts.sources import check_source
@@ -92,7 +93,7 @@ def read_request(
             f"{source.positions}"
         )
     calibration = given["calibration"]
-    if calibration != "none" and not calibration.endswith(".safetensors"):
+    if calibration != "none" and not names_statistics(calibration):
         check_calibration(calibration)
     if calibration == "none" and given["refine"]:
         raise InvalidInput(

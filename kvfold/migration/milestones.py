@@ -31,6 +31,7 @@ from ..distill.run.job import distill
 from ..eval.assertions import Unmet, check
 from ..eval.evaluation_journal import reserved
 from ..eval.run import evaluate
+from ..texts.calibration_name import names_statistics
 from ..verification.verify import verify
 from .arrival import arrive, check_places, find_report
 from .request import Migration, Step, claimed, write_json
@@ -184,10 +185,7 @@ def _statistics(asked: Migration) -> Statistics | None:
     kept = asked.partial / "statistics.safetensors"
     if kept.exists():
         return Statistics.load(kept)
-    saved = (
-        asked.calibration["calibration"].endswith(".safetensors")
-        or asked.calibration["calibration"] == "none"
-    )
+    saved = names_statistics(asked.calibration["calibration"]) or asked.calibration["calibration"] == "none"
     return study(
         open_source(asked.source), **asked.calibration, save=None if saved else kept, work=asked.partial
     )

@@ -79,7 +79,7 @@ UNFIT = 3  # exit code where nothing fits: an answer, and no mistake
 )
 @click.option(
     "--calibration",
-    metavar="self|none|stdlib|FILE|DATASET",
+    metavar="self|none|stdlib|FILE|DATASET|self+FILE",
     help="Text that losses are predicted on, as of `kvfold convert`, or saved statistics (.safetensors). "
     "Default: none, the weights alone, which ranks roughly.",
 )

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..core.errors import InvalidInput
 from ..core.untrusted import is_text, parse_json, printable
+from .calibration_name import parts
 from .document_rows import DocumentSource, read_batches
 from .text_files import can_open, compression, exists, find_files, is_data_set, kind, open_text
 
@@ -20,23 +21,6 @@ _PLAIN = {".txt", ".jsonl"}
 _LARGEST = 2**32  # bytes of a plain text, which is read whole
 _OPTION = "--calibration"
 _DATA_SET_PARTS = 4  # org/name, configuration, split, field
-_OWN = "self"  # text that the source writes
-_WITH_OWN = f"{_OWN}+"  # followed by a text
-
-
-def parts(calibration: str) -> tuple[bool, str | None]:
-    """Return whether a source writes calibration text of its own, and the name of the text that it reads.
-
-    Example:
-        ```python
-        assert parts("self") == (True, None)
-        assert parts("stdlib") == (False, "stdlib")
-        assert parts("self+stdlib") == (True, "stdlib")
-        ```
-    """
-    if calibration == _OWN:
-        return True, None
-    return calibration.startswith(_WITH_OWN), calibration.removeprefix(_WITH_OWN)
 
 
 def check_calibration(calibration: str) -> None:

@@ -34,6 +34,7 @@ def test_outputs_are_scored_on_texts_at_several_lengths(
         for out in ("half", "quarter")
     ]
     for row in rows:
+        assert row["stage"] == "convert"
         assert row["command"] == json.loads((tmp_path / row["output"] / "kvfold.json").read_text())["command"]
         assert row["cache"] == pytest.approx({"half": 0.5, "quarter": 0.25}[row["output"]], abs=0.01)
     measured = kvfold.evaluate(quarter, text=text, window=64, max_windows=2)

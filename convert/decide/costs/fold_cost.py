@@ -14,7 +14,7 @@ from typing import Any
 
 from ....core.machine_rates import Rates, measure_rates
 from ....core.units import show_bytes
-from ....texts.documents import parts
+from ....texts.calibration_name import names_statistics, parts
 from ...algebra.target import GroupedTarget, LatentTarget
 from ...calibration.capacity import Need, fold_bytes
 from ...calibration.reach import FEWEST, PAIRS
@@ -119,7 +119,7 @@ def predict_cost(plan: Plan, calibration: str, rates: Rates) -> FoldCost:
         rates: of this machine.
     """
     shapes, jobs = Shapes.of(plan), _jobs(plan, rates)
-    is_read = calibration != "none" and not calibration.endswith(".safetensors")
+    is_read = calibration != "none" and not names_statistics(calibration)
     seconds = {"start": _STARTED * rates.call, "text": 0.0, "statistics": 0.0}
     own, text = parts(calibration)
     if own:

@@ -80,7 +80,7 @@ def test_the_command_takes_it(text: Path, tmp_path: Path) -> None:
         ("self+none", (), "--calibration self+none: behind self+ should be stdlib, a file"),
         ("self+self", (), "behind self+ should be"),
         ("self+", (), "behind self+ should be"),
-        ("self+absent.safetensors", (), "absent.safetensors"),
+        ("self+absent.safetensors", (), "behind self+ should be"),
     ):
         result = convert(calibration, *options)
         assert result.exit_code == 2, calibration
