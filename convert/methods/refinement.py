@@ -304,9 +304,13 @@ def _rate(
     The wider a layer, the more there are of these: the rate that is best for hidden sizes of 128 and 256
     makes layers of 576 and 640 worse than they were, where a sixteenth of it gains (LOG.md).
     """
+    before = loss.measure(start)
 
     def tried(rate: float) -> float:
-        return loss.least(*_on_the_way(start, _descend(start, loss, taken, rate, momentum, fixed)))[1]
+        end = _descend(start, loss, taken, rate, momentum, fixed)
+        lost = loss.measure(end)
+        # Where every rate leads too far for so small a sample, they differ by what is gained on the way.
+        return lost if lost < before else loss.least(*_on_the_way(start, end))[1]
 
     lost = tried(rate)
     for _ in range(QUARTERS):
