@@ -1,7 +1,6 @@
 """Peers' repositories: what a run names, and what comes back from a process of its own."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from benchmarks.peers import Bench, PeerRun, joined, read_run, score, sweep, upd
 from kvfold.convert.algebra.target import Geometry
 from kvfold.core.errors import InvalidInput
 from tests.support.tiny import make
+from tests.support.warm_python import warm_python
 
 # Two modules with the names and signatures of TransMLA's converter. The first keeps the batches that it gets;
 # the second halves the values.
@@ -75,7 +75,7 @@ def test_a_peer_gets_the_tokens_and_is_scored_like_the_source(
         read_run(f"stub care {repository} qk_mqa_dim=4 kv_lora_rank=12 kv_decomp_method=care"),
         read_run(f"written directory {tmp_path / 'halved'}"),
     ]
-    bench = Bench(model=source, tokens=tokens, scored=154, python=sys.executable)
+    bench = Bench(model=source, tokens=tokens, scored=154, python=warm_python())
     base_N, own = bench.source()
     rows = {"source": own} | {run.label: bench.row(run, base_N) for run in runs}
     assert abs(rows["stub"]["lost"]) > 1e-6
@@ -93,7 +93,7 @@ def test_a_peer_gets_the_tokens_and_is_scored_like_the_source(
 def test_a_peer_that_fails_says_why(source: Path, tokens: Path, repository: Path) -> None:
     run = PeerRun(label="stub", adapter="transmla", repository=repository, settings={"qk_mqa_dim": 8})
     with pytest.raises(InvalidInput, match="stub: the peer's process failed: AssertionError"):
-        score(run, source, tokens, sys.executable)
+        score(run, source, tokens, warm_python())
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from transformers import AutoTokenizer
 from kvfold.eval.cli import main
 from kvfold.texts.corpus import Text
 
+from ..support.warm_python import warm_python
 from .conftest import Make
 
 LAUNCH = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "--num_machines", "1",
@@ -23,7 +23,7 @@ LAUNCH = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "
 
 
 def launch(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, *LAUNCH, "-m", "kvfold", "eval", *map(str, arguments)]
+    command = [warm_python(), *LAUNCH, "-m", "kvfold", "eval", *map(str, arguments)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=240, env=environment)
 

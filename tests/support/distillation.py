@@ -3,7 +3,6 @@
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,8 @@ from torch import Tensor
 from kvfold.distill.recipe.recipe import Recipe
 from kvfold.distill.run import loop
 from kvfold.distill.stages.state import Progress
+
+from .warm_python import warm_python
 
 
 def weights(directory: str | Path) -> dict[str, Tensor]:
@@ -74,7 +75,7 @@ def launch(recipe: Recipe, profile: str) -> int:
     """Run a recipe in two processes as the command does, and return the exit code."""
     file = write_recipe(recipe, Path(recipe.output).with_suffix(".yaml"))
     extra = ["--num_processes", "2", "--main_process_port", "0"]
-    command = [sys.executable, "-m", "kvfold.distill", str(file), "--profile", profile, "--", *extra]
+    command = [warm_python(), "-m", "kvfold.distill", str(file), "--profile", profile, "--", *extra]
     return subprocess.run(
         command, check=False, capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
     ).returncode

@@ -6,7 +6,6 @@ Where it says no, a sentence says why.
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from kvfold.convert.families.recognition import FAMILIES
 from kvfold.convert.families.support import Support, support
 
 from ...support.tiny import ROPE, make, same_bytes
+from ...support.warm_python import warm_python
 
 SHAPE = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16}
 MLA_FULL = ("--to", "mla", "--rank", "full", "--calibration", "none", "--container", "stock")
@@ -204,7 +204,7 @@ def battery(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], l
         cases.append((("variant", name), source, out))
     pairs = json.dumps([(str(source), str(out)) for _, source, out in cases])
     done = subprocess.run(
-        [sys.executable, "-P", "-c", PROBE], input=pairs, capture_output=True, text=True, cwd=root,
+        [warm_python(), "-P", "-c", PROBE], input=pairs, capture_output=True, text=True, cwd=root,
         check=False,
         env={**os.environ, "HF_MODULES_CACHE": str(root / "modules")},
     )  # fmt: skip

@@ -5,7 +5,6 @@ The written checkpoint, loaded by a process that knows no kvfold, is its source.
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ import torch
 from kvfold.convert.cli import main
 
 from ...support.tiny import make
+from ...support.warm_python import warm_python
 
 # Runs apart from the tests, where kvfold cannot be imported even by accident.
 PROBE = """
@@ -87,7 +87,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, obje
         main([str(source), *options, "--out", str(out)], standalone_mode=False)
         pairs.append((case, str(source), str(out)))
     done = subprocess.run(
-        [sys.executable, "-P", "-c", PROBE],
+        [warm_python(), "-P", "-c", PROBE],
         input=json.dumps(pairs),
         capture_output=True,
         text=True,

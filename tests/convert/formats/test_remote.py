@@ -6,7 +6,6 @@ One process that cannot import kvfold loads every case: importing transformers t
 
 import json
 import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ import pytest
 from kvfold.convert.cli import main
 
 from ...support.tiny import make
+from ...support.warm_python import warm_python
 
 PROBE = """
 import json, sys
@@ -107,10 +107,10 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]
         main([str(source), *options, "--out", str(out)], standalone_mode=False)
         pairs.append((case, str(source), str(out)))
     done = subprocess.run(
-        [sys.executable, "-P", "-c", PROBE], input=json.dumps(pairs), capture_output=True, text=True,
+        [warm_python(), "-P", "-c", PROBE], input=json.dumps(pairs), capture_output=True, text=True,
         cwd=root, check=False,
         env={"HF_MODULES_CACHE": str(root / "modules"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1",
-             "PATH": "/usr/bin:/bin"},
+             "HF_HUB_DISABLE_PROGRESS_BARS": "1", "PATH": "/usr/bin:/bin"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return dict(json.loads(done.stdout))

@@ -5,7 +5,6 @@ Exact where nothing is discarded, and its table of families is true.
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ from kvfold.convert.methods.latent import source_bands, to_mla, uniform_bands
 
 from ...support.folds import FOR_ALL, WEIGHTS, WIDE, attempt, failing
 from ...support.tiny import ROPE, make
+from ...support.warm_python import warm_python
 
 FULL = ("--to", "mla", "--rank", "full", *WEIGHTS)
 ONE_HEAD = {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64}
@@ -73,7 +73,7 @@ def exact(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, dic
         assert code == 0, text
     cases = json.dumps([(name, str(root / f"{name}-source"), str(root / name)) for name in EXACT])
     done = subprocess.run(
-        [sys.executable, "-P", "-c", PROBE],
+        [warm_python(), "-P", "-c", PROBE],
         input=cases,
         capture_output=True,
         text=True,

@@ -6,7 +6,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -23,6 +22,7 @@ from kvfold.convert.write.fold_journal import JOURNAL
 
 from ...support.folds import GQA, MLA, convert
 from ...support.tiny import make, same_bytes
+from ...support.warm_python import warm_python
 
 
 def weights(directory: Path) -> dict[str, torch.Tensor]:
@@ -30,6 +30,13 @@ def weights(directory: Path) -> dict[str, torch.Tensor]:
     for file in sorted(directory.glob("*.safetensors")):
         tensors |= load_file(file)
     return tensors
+
+
+def kill(process: subprocess.Popen[bytes]) -> None:
+    """Kill a process, and wait until none is left that holds its output: a warm one works in a fork."""
+    process.send_signal(signal.SIGKILL)
+    assert process.stdout is not None
+    process.stdout.read()
 
 
 @pytest.mark.parametrize("options", [GQA, ("--to", "mqa", "--calibration", "none"), MLA])
@@ -132,7 +139,7 @@ def test_a_killed_run_leaves_no_output_and_is_resumed(
     source = make(tmp_path / "source", num_hidden_layers=4)
     out, whole = tmp_path / "out", tmp_path / "whole"
     assert convert(source, *MLA, out=whole).exit_code == 0
-    arguments = [sys.executable, "-c", KILLED, str(source), *MLA, "--out", str(out)]
+    arguments = [warm_python(), "-c", KILLED, str(source), *MLA, "--out", str(out)]
     with subprocess.Popen(arguments, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"reached\n"
@@ -140,7 +147,7 @@ def test_a_killed_run_leaves_no_output_and_is_resumed(
         second = convert(source, *MLA, out=out)
         assert second.exit_code == 2
         assert "another kvfold is writing" in second.output
-        process.send_signal(signal.SIGKILL)
+        kill(process)
     assert not out.exists()
     assert (tmp_path / "out.partial").is_dir()
     folded = []
@@ -170,11 +177,11 @@ def test_a_run_killed_with_other_shards_is_not_resumed(tmp_path: Path) -> None:
     """The layout of the half-written files belongs to the plan: tensors would land at other offsets."""
     source = make(tmp_path / "source", num_hidden_layers=4)
     out, whole = tmp_path / "out", tmp_path / "whole"
-    arguments = [sys.executable, "-c", KILLED, str(source), *MLA, "--out", str(out)]
+    arguments = [warm_python(), "-c", KILLED, str(source), *MLA, "--out", str(out)]
     with subprocess.Popen(arguments, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"reached\n"
-        process.send_signal(signal.SIGKILL)
+        kill(process)
     for path in (out, whole):
         assert convert(source, *MLA, "--shard-size", "20KB", out=path).exit_code == 0
     assert same_bytes(out, whole) == []
@@ -186,11 +193,11 @@ def test_a_missing_shard_is_not_resumed_over(tmp_path: Path) -> None:
     out, whole, small = tmp_path / "out", tmp_path / "whole", ("--shard-size", "20KB")
     assert convert(source, *MLA, *small, out=whole).exit_code == 0
     with subprocess.Popen(
-        [sys.executable, "-c", KILLED, str(source), *MLA, *small, "--out", str(out)], stdout=subprocess.PIPE
+        [warm_python(), "-c", KILLED, str(source), *MLA, *small, "--out", str(out)], stdout=subprocess.PIPE
     ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"reached\n"
-        process.send_signal(signal.SIGKILL)
+        kill(process)
     sorted((tmp_path / "out.partial").glob("*.safetensors"))[0].unlink()
     assert convert(source, *MLA, *small, out=out).exit_code == 0
     assert same_bytes(out, whole) == []

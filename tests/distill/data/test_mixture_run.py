@@ -6,7 +6,6 @@ Stopped, resumed and shared among processes it reads the same.
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from kvfold.distill.data import token_documents as documents
 from kvfold.distill.run.job import distill
 
 from ...support.distillation import metrics, same_bits, stop_at
+from ...support.warm_python import warm_python
 from ..conftest import MakeRecipe
 
 
@@ -55,7 +55,7 @@ def test_the_teacher_writes_once(
     file = tmp_path / "recipe.yaml"
     together = make_recipe(data=data, output=str(tmp_path / "together"), tokens=576)
     file.write_text(yaml.safe_dump(together.resolved()), encoding="utf-8")
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    launch = [warm_python(), "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     subprocess.run(
         [*launch, "-m", "kvfold.distill", str(file)],
         env={**os.environ, "ACCELERATE_USE_CPU": "true"},

@@ -25,6 +25,7 @@ from kvfold.distill.recipe.recipe import Recipe
 
 from ...support.distillation import metrics, same_bits, weights, write_recipe
 from ...support.shown_code import check_words, kvfold_words
+from ...support.warm_python import warm_python
 from ..conftest import MakeRecipe
 
 ROOT = Path(__file__).parents[3]
@@ -45,6 +46,11 @@ SCONTROL = """#!{python}
 import os, sys
 print("127.0.0.1") if sys.argv[1] == "show" else open(os.environ["QUEUE"], "a").write(sys.argv[1] + "\\n")
 """
+# What the templates start, by an interpreter that has its modules imported.
+COMMANDS = {"kvfold": "kvfold", "torchrun": "torch.distributed.run"}
+COMMAND = """#!/bin/sh
+exec "{{warm}}" -m {module} "$@"
+"""
 SAY = """#!{python}
 import json, os, sys
 line = json.dumps([os.path.basename(sys.argv[0]), *sys.argv[1:]]) + "\\n"
@@ -55,7 +61,7 @@ os.write(1, line.encode())  # at once, since two machines write to one place
 def write_programs(folder: Path, programs: Mapping[str, str]) -> None:
     folder.mkdir()
     for name, text in programs.items():
-        (folder / name).write_text(text.format(python=sys.executable, machines=MACHINES))
+        (folder / name).write_text(text.format(python=sys.executable, warm=warm_python(), machines=MACHINES))
         (folder / name).chmod(0o755)
 
 
@@ -134,7 +140,8 @@ def wait_for_step(directory: Path, step: int, processes: Sequence[Any]) -> None:
 
 @pytest.fixture
 def programs(tmp_path: Path) -> Path:
-    write_programs(tmp_path / "bin", {"srun": SRUN, "scontrol": SCONTROL})
+    commands = {name: COMMAND.format(module=module) for name, module in COMMANDS.items()}
+    write_programs(tmp_path / "bin", {"srun": SRUN, "scontrol": SCONTROL, **commands})
     return tmp_path / "bin"
 
 

@@ -2,7 +2,6 @@
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ import yaml
 from kvfold.distill.run.job import distill
 
 from ...support.distillation import KILLED, launch, metrics, weights
+from ...support.warm_python import warm_python
 from ..conftest import MakeRecipe
 
 STAGE = {"losses": {"kl": 0.5, "ce": 0.5}, "tokens": 576, "micro_batch": 2, "lr": 1e-4, "batch_tokens": 192}
@@ -71,7 +71,7 @@ def test_a_killed_run_goes_on_with_another_number_of_processes(
         else {}
     )
     torchrun = [
-        sys.executable,
+        warm_python(),
         "-m",
         "torch.distributed.run",
         "--standalone",

@@ -6,7 +6,6 @@ By the run before its first stage, by `validate` and by `explain`.
 import os
 import shutil
 import subprocess
-import sys
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from kvfold.distill.run.preflight import check_stages
 from kvfold.distill.stages.weights import find_trained
 
 from ...support.tokenizers import save_tokenizer
+from ...support.warm_python import warm_python
 from ..conftest import MakeRecipe
 
 FIRST: dict[str, Any] = {
@@ -257,7 +257,7 @@ def test_of_two_processes_the_first_tells_what_both_have_met(
     file = write(make_recipe(losses={"hidden_mse": 1}, teacher=str(others / "deeper")), tmp_path)
     config = str(resources.files("kvfold.distill.parallel") / "profiles" / "ddp.yaml")
     launcher = [
-        sys.executable,
+        warm_python(),
         "-m",
         "accelerate.commands.launch",
         "--config_file",

@@ -6,7 +6,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from kvfold.distill.stages.state import Progress
 from kvfold.distill.watch.metrics import trim_metrics
 
 from ...support.distillation import KILLED, STAGES, metrics, same_bits, stop_at, weights, write_recipe
+from ...support.warm_python import warm_python
 from ..conftest import MakeRecipe
 
 
@@ -38,7 +38,7 @@ def test_killed_and_resumed_gives_the_same_bits(
     make_recipe: MakeRecipe, tmp_path: Path, uninterrupted: Path
 ) -> None:
     recipe = make_recipe(stages=STAGES, save={"every": 2})
-    command = [sys.executable, "-c", KILLED, str(write_recipe(recipe, tmp_path / "recipe.yaml"))]
+    command = [warm_python(), "-c", KILLED, str(write_recipe(recipe, tmp_path / "recipe.yaml"))]
     for step in ("3", "8"):  # in the first stage, and again in the second
         assert subprocess.run([*command, step], check=False).returncode == -signal.SIGKILL
         assert not (tmp_path / "out").exists()

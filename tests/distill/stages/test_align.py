@@ -4,7 +4,6 @@ same result however a step is cut."""
 import gc
 import signal
 import subprocess
-import sys
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -34,6 +33,7 @@ from kvfold.models.shipped.modeling_kvfold import KvfoldForCausalLM
 from ...support.distillation import KILLED, launch, metrics, weights, write_recipe
 from ...support.tiny import make
 from ...support.tokenizers import save_tokenizer
+from ...support.warm_python import warm_python
 from ..conftest import MakeRecipe
 
 TOKENS = 24
@@ -259,7 +259,7 @@ def test_two_processes_and_a_kill_change_nothing(
         assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
 
     recipe = make_recipe(stages=[stage, kl], output=str(again), save={"every": 1}, **float32_models)
-    command = [sys.executable, "-c", KILLED, str(write_recipe(recipe, tmp_path / "recipe.yaml")), "2"]
+    command = [warm_python(), "-c", KILLED, str(write_recipe(recipe, tmp_path / "recipe.yaml")), "2"]
     assert subprocess.run(command, check=False, capture_output=True).returncode == -signal.SIGKILL
     distill(recipe)
     mine, other = weights(again), weights(alone)
