@@ -9,7 +9,6 @@ that are read while modules are imported - the program leaves to the real interp
 Not for tests of what a process imports.
 """
 
-import atexit
 import gc
 import json
 import os
@@ -44,7 +43,7 @@ IMPORTED = (
     "PYTHONHASHSEED",
     "PYTHONWARNINGS",
 )
-SET_LATER = ("HF_MODULES_CACHE",)
+SET_LATER = ("HF_MODULES_CACHE", "TORCHINDUCTOR_CACHE_DIR")  # the second by torch itself
 LENGTH = 8  # bytes of a number, before a message and for an exit status
 
 
@@ -56,15 +55,8 @@ def _imported(environment: dict[str, str]) -> dict[str, str]:
     }
 
 
-def warm_python() -> str:
-    """Return the program's path; a first call starts the server of this process."""
-    global _program
-    if _program is None:
-        _program = _start()
-    return _program
-
-
-_program: str | None = None
+_server: subprocess.Popen[bytes] | None = None
+_place = ""
 PROGRAM = """#!{python} -IS
 import sys
 sys.path.append({folder!r})
@@ -73,8 +65,22 @@ ask({address!r}, {python!r})
 """
 
 
-def _start() -> str:
-    place = tempfile.mkdtemp(prefix="warm-")
+def warm_python() -> str:
+    """Return the program's path; a first call starts the server of this process.
+
+    Where the system has no files for processes (it is not Linux), it is the interpreter itself.
+    """
+    global _server, _place
+    if not hasattr(os, "pidfd_open"):
+        return sys.executable
+    if _server is None:
+        _place = tempfile.mkdtemp(prefix="warm-")
+        _server = _start(_place)
+    return os.path.join(_place, "python")
+
+
+def _start(place: str) -> subprocess.Popen[bytes]:
+    """Write the program and start the server, which ends with this process: its input does."""
     address, program = os.path.join(place, "socket"), os.path.join(place, "python")
     with open(program, "w") as file:
         folder = os.path.dirname(os.path.abspath(__file__))
@@ -84,16 +90,7 @@ def _start() -> str:
         listener.bind(address)
         listener.listen(64)
         command = [sys.executable, "-P", __file__, str(listener.fileno())]
-        server = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[listener.fileno()], cwd=place)
-
-    def end() -> None:
-        assert server.stdin is not None
-        server.stdin.close()
-        server.wait()
-        shutil.rmtree(place)
-
-    atexit.register(end)
-    return program
+        return subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[listener.fileno()], cwd=place)
 
 
 # ---- the program -----------------------------------------------------------------------------------------
@@ -145,12 +142,12 @@ def _parts(words: list[str]) -> tuple[set[str], str, list[str]] | None:
 
 def serve(listener: socket.socket) -> Callable[[], Any]:
     """Import modules and fork for each program that asks; return, in a fork, what it shall run."""
+    at_start = _imported(dict(os.environ))  # before modules add their own
     for module in MODULES:
         import_module(module)
     gc.collect()
     gc.freeze()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    at_start = _imported(dict(os.environ))
     while select.select([listener, sys.stdin], [], [])[0] == [listener]:
         link, _ = listener.accept()
         if os.fork():
@@ -161,6 +158,7 @@ def serve(listener: socket.socket) -> Callable[[], Any]:
         if (task := _keep(link, at_start)) is not None:
             return task
         os._exit(0)
+    shutil.rmtree(os.getcwd())
     os._exit(0)
 
 
