@@ -156,6 +156,7 @@ def test_progress_and_notices(
     for name in ("calibration text", "statistics", "fold"):
         counts = [(done, total) for description, done, total in heard if description == name]
         assert counts == [(n, counts[0][1]) for n in range(1, counts[0][1] + 1)], name
+    assert heard[-1] == ("fold", 6, 6), "layers, not tensors that are copied"
     assert list(found.notices) == [record.message for record in caplog.records]
     assert found.notices
     said = capfd.readouterr()

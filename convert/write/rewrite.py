@@ -10,7 +10,7 @@ import json
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import as_completed
+from concurrent.futures import Future, as_completed
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from functools import partial as bind
@@ -158,16 +158,28 @@ def _work(units: dict[str, Unit], writer: ShardWriter, journal: FoldJournal, job
         journal.add(found)
         found.clear()
 
-    with fold_threads(jobs) as pool:
-        names = {pool.submit(unit): name for name, unit in units.items()}
-        for future in progress(as_completed(names), "fold", len(names)):
-            found[names[future]] = future.result()
-            if (
-                names[future].startswith("layer ") or time.monotonic() - synced > _SYNC
-            ):  # a layer is worth the wait
+    def finished(names: dict[Future[Found], str]) -> Iterator[str]:
+        nonlocal synced
+        for future in as_completed(names):
+            name = names[future]
+            found[name] = future.result()
+            if _is_layer(name) or time.monotonic() - synced > _SYNC:  # a layer is worth the wait
                 record()
                 synced = time.monotonic()
+            yield name
         record()
+
+    # Copies take next to no time and come behind the layers of their file: counted, they would multiply the
+    # time that is said to be left.
+    layers = sum(map(_is_layer, units))
+    with fold_threads(jobs) as pool:
+        names = {pool.submit(unit): name for name, unit in units.items()}
+        for _ in progress(filter(_is_layer, finished(names)), "fold", layers):
+            pass
+
+
+def _is_layer(name: str) -> bool:
+    return name.startswith("layer ")
 
 
 def _units(plan: Plan, writer: ShardWriter) -> Iterator[tuple[str, Unit]]:
