@@ -5,7 +5,6 @@ import os
 import shutil
 import socket
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,6 +18,7 @@ from kvfold.convert.write import rewrite
 from kvfold.core.processes import gather_rows, place, processes, sum_over_ranks, together
 
 from ..support.tiny import make, same_bytes
+from ..support.warm_python import warm_python
 
 # The second process: every command after the other, as a launcher would start it. Its exit codes and whatever
 # it says.
@@ -43,7 +43,7 @@ def run_in_two(commands: list[list[str]]) -> list[tuple[Result, int, str]]:
     """The first process's results, and the other's exit codes and outputs."""
     ports = [free_port() for _ in commands]
     given = json.dumps(list(zip(ports, commands, strict=True)))
-    other = subprocess.Popen([sys.executable, "-c", OTHER, given], stdout=subprocess.PIPE, text=True)
+    other = subprocess.Popen([warm_python(), "-c", OTHER, given], stdout=subprocess.PIPE, text=True)
     launched = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
     results = [
         CliRunner(env={**launched, "MASTER_PORT": str(port)}).invoke(main, command)
@@ -181,7 +181,7 @@ def test_killed_processes_are_gone_on_from(tmp_path: Path, monkeypatch: pytest.M
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": port,
         }
-        arguments = [sys.executable, "-c", STOPPED, *command, str(out)]
+        arguments = [warm_python(), "-c", STOPPED, *command, str(out)]
         started.append(subprocess.Popen(arguments, env={**os.environ, **launched}, stdout=subprocess.PIPE))
     for process in started:
         assert process.stdout is not None

@@ -3,7 +3,6 @@
 import json
 import os
 import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from kvfold.core.files import write_whole
 from kvfold.eval.evaluation_journal import EvaluationJournal, reserved
 
 from ..support.tiny import make, same_bytes
+from ..support.warm_python import warm_python
 
 MLA = ("--to", "mla", "--rank", "24", "--rope-dim", "4")
 SELF = ("--calibration", "self", "--sequences", "2", "--length", "16", "--refine", "0")
@@ -171,7 +171,7 @@ def test_a_run_killed_after_its_statistics_resumes_with_them(
     source, file = make(tmp_path / "source"), tmp_path / "s.safetensors"
     options = (*SELF, "--save-statistics", str(file))
     assert convert(source, *SELF, out=tmp_path / "whole").exit_code == 0
-    command = [sys.executable, "-c", KILLED, str(source), *MLA, *options, "--out", str(tmp_path / "out")]
+    command = [warm_python(), "-c", KILLED, str(source), *MLA, *options, "--out", str(tmp_path / "out")]
     assert subprocess.run(command, capture_output=True, check=False).returncode == -9
     assert sorted(path.name for path in tmp_path.iterdir()) == ["s.safetensors", "source", "whole"]
     kept = file.read_bytes()

@@ -9,7 +9,6 @@ that are read while modules are imported - the program leaves to the real interp
 Not for tests of what a process imports.
 """
 
-import gc
 import json
 import os
 import runpy
@@ -145,8 +144,6 @@ def serve(listener: socket.socket) -> Callable[[], Any]:
     at_start = _imported(dict(os.environ))  # before modules add their own
     for module in MODULES:
         import_module(module)
-    gc.collect()
-    gc.freeze()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     while select.select([listener, sys.stdin], [], [])[0] == [listener]:
         link, _ = listener.accept()

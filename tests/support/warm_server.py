@@ -7,6 +7,7 @@ need different ones (`verify`'s probe must begin without kvfold, commands that a
 import multiprocessing
 from collections.abc import Callable, Sequence
 from multiprocessing import forkserver
+from multiprocessing.context import ForkServerProcess
 from typing import Any
 from unittest import mock
 
@@ -26,8 +27,13 @@ class WarmServer:
 
     def run(self, function: Callable[..., None], *arguments: Any) -> int | None:
         """Call a function of a module in a new process; returns the exit code."""
+        process = self.start(function, *arguments)
+        process.join()
+        return process.exitcode
+
+    def start(self, function: Callable[..., None], *arguments: Any) -> ForkServerProcess:
+        """Return a new process that calls a function of a module."""
         process = self._context.Process(target=function, args=arguments)
         with mock.patch.object(forkserver, "connect_to_new_process", self._server.connect_to_new_process):
             process.start()
-        process.join()
-        return process.exitcode
+        return process
