@@ -33,6 +33,8 @@ from .options import Options
 
 # The window of the GPTQ line of work (arXiv 2210.17323), far below the positions of today's models.
 LONGEST_DEFAULT = 2048
+# Of a text, for each token that is needed; tokenizers of today take 3 to 5 of prose.
+CHARACTERS = 8
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,7 @@ def cut(text: Text, loaded: Loaded | Described, window: int, options: Options) -
         raise InvalidInput(
             f"{option}: --text {text.name} itself decides where BOS stands; leave the option out"
         )
-    windows = _CUTS[text.cut](text, loaded, window, options.bos)
+    windows = _CUTS[text.cut](text, loaded, window, options)
     largest, found = int(windows.ids_NW.max()), len(windows.ids_NW)
     if largest >= loaded.vocabulary:
         raise InvalidInput(
@@ -123,13 +125,16 @@ def cut(text: Text, loaded: Loaded | Described, window: int, options: Options) -
     return replace(windows, name=f"{windows.name} max-windows={kept}", original=None, **tensors)
 
 
-def _plain(text: Text, loaded: Loaded | Described, window: int, bos: bool | None) -> TextWindows:
-    start = loaded.tokenizer.bos_token_id
+def _plain(text: Text, loaded: Loaded | Described, window: int, options: Options) -> TextWindows:
+    start, bos = loaded.tokenizer.bos_token_id, options.bos
     if bos and start is None:
         raise InvalidInput(f"--bos: the tokenizer of {loaded.path} has no BOS token; use --no-bos")
     with_bos = start is not None if bos is None else bos
-    ids, sizes = _tokens(loaded.tokenizer, text.joined, add_special_tokens=False)
-    ids_NW, size_NW = _fill(text, ids, sizes, window - with_bos, with_bos)
+    body = window - with_bos
+    # One window more than is read shows that the text goes on.
+    needed = (options.max_windows + 1) * body if options.max_windows else None
+    ids, sizes = _first_tokens(loaded.tokenizer, text.joined, needed)
+    ids_NW, size_NW = _fill(text, ids, sizes, body, with_bos)
     if with_bos:
         ids_NW, size_NW = (
             functional.pad(rows, (1, 0), value=value) for rows, value in ((ids_NW, start), (size_NW, 0))
@@ -138,14 +143,14 @@ def _plain(text: Text, loaded: Loaded | Described, window: int, bos: bool | None
     return _whole(f"{text.name} window={window} bos={where}", where, ids_NW, size_NW)
 
 
-def _gptq(text: Text, loaded: Loaded | Described, window: int, bos: bool | None) -> TextWindows:
+def _gptq(text: Text, loaded: Loaded | Described, window: int, options: Options) -> TextWindows:
     ids, sizes = _tokens(loaded.tokenizer, text.joined)
     start = loaded.tokenizer.bos_token_id
     where = "first" if start is not None and ids[:1] == [start] else "none"
     return _whole(f"{text.name} bos={where}", where, *_fill(text, ids, sizes, window, False))
 
 
-def _rolling(text: Text, loaded: Loaded | Described, window: int, bos: bool | None) -> TextWindows:
+def _rolling(text: Text, loaded: Loaded | Described, window: int, options: Options) -> TextWindows:
     tokenizer = loaded.tokenizer
     prefix = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
     if prefix is None:
@@ -210,6 +215,24 @@ def _whole(name: str, bos: str, ids_NW: Tensor, size_NW: Tensor) -> TextWindows:
     """Return windows in which every id except the first is scored."""
     scored_NT = torch.ones_like(ids_NW[:, 1:], dtype=torch.bool)
     return TextWindows(name, bos, ids_NW.shape[1], ids_NW, scored_NT, size_NW[:, 1:].sum(1))
+
+
+def _first_tokens(tokenizer: Any, text: str, needed: int | None) -> tuple[list[int], list[int]]:
+    """Return ids and sizes of a text's first tokens, `needed` or more (None: all), as in the whole text.
+
+    A long text takes a hundred times its size in memory, so it is not tokenised whole for a few windows. The
+    end of a part may be tokenised unlike the same place in the text: two parts of unlike lengths must agree.
+    """
+    length = CHARACTERS * needed if needed and tokenizer.is_fast else len(text)
+    while 2 * length < len(text):
+        part, longer = (
+            [values[:needed] for values in _tokens(tokenizer, text[:end], add_special_tokens=False)]
+            for end in (length, length * 3 // 2)
+        )
+        if len(part[0]) == needed and part == longer:
+            return part[0], part[1]
+        length *= 2
+    return _tokens(tokenizer, text, add_special_tokens=False)
 
 
 def _tokens(tokenizer: Any, text: str, **how: Any) -> tuple[list[int], list[int]]:
