@@ -18,7 +18,7 @@ WORKERS ?= --numprocesses logical --maxprocesses 4 --dist worksteal
 
 DOCS_VENV := .venv-docs
 
-# Many images of containers set this. Each of the processes that tests start would compile torch and transformers anew: 19 instead of 9 CPU s.
+# Many container images set this. Every process would then compile torch and transformers anew: 19 instead of 8 CPU s (2026-11-26).
 unexport PYTHONDONTWRITEBYTECODE
 
 # Python compiles a module when it is first imported; compiling them all here doubled the time of an installation (75 and 162 s, 2026-11-23).

@@ -33,7 +33,7 @@ from .options import Options
 
 # The window of the GPTQ line of work (arXiv 2210.17323), far below the positions of today's models.
 LONGEST_DEFAULT = 2048
-# Of a text, for each token that is needed; tokenizers of today take 3 to 5 of prose.
+# Characters that are read first for each token that is needed; in prose a token has 3 to 5.
 CHARACTERS = 8
 
 
@@ -220,7 +220,7 @@ def _whole(name: str, bos: str, ids_NW: Tensor, size_NW: Tensor) -> TextWindows:
 def _first_tokens(tokenizer: Any, text: str, needed: int | None) -> tuple[list[int], list[int]]:
     """Return ids and sizes of a text's first tokens, `needed` or more (None: all), as in the whole text.
 
-    A long text takes a hundred times its size in memory, so it is not tokenised whole for a few windows. The
+    Tokens take 240 bytes for each character of the text, so it is not tokenised whole for a few windows. The
     end of a part may be tokenised unlike the same place in the text: two parts of unlike lengths must agree.
     """
     length = CHARACTERS * needed if needed and tokenizer.is_fast else len(text)

@@ -1,7 +1,7 @@
 """Environment of every test."""
 
 import os
-from pathlib import Path
+import sys
 
 import pytest
 
@@ -13,10 +13,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 @pytest.fixture
 def warm_probe(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let `verify` run its probe in a forked process; see tests/support/warm_probe.py."""
-    from kvfold.verification import fresh_process, verify
+    """Let `verify` run its probe in a forked process, for tests that are not about how it starts."""
+    from .support.warm_python import warm_python
 
-    from .support.warm_probe import run_warm
-
-    folder = Path(fresh_process.__file__).parent
-    monkeypatch.setattr(verify, "run_apart", lambda script, asked: run_warm(str(folder / script), asked))
+    monkeypatch.setattr(sys, "executable", warm_python())

@@ -144,7 +144,7 @@ def refine(
     if steps:
         taken = order(loss.used, steps, batch, passes=passes, seed=seed)
         most = RATE * loss.relative(before)
-        rate = _rate(start, loss, taken[: trial_steps(steps)], most, momentum, fixed)
+        rate = _rate(start, before, loss, taken[: trial_steps(steps)], most, momentum, fixed)
         fitted = _descend(start, loss, taken, rate, momentum, fixed)
         best, after = loss.least(best, *_on_the_way(start, fitted))
     if solve:
@@ -296,15 +296,21 @@ def trial_steps(steps: int) -> int:
 
 
 def _rate(
-    start: Layer, loss: _Loss, taken: list[Tensor], rate: float, momentum: float, fixed: Set[str]
+    start: Layer,
+    before: float,
+    loss: _Loss,
+    taken: list[Tensor],
+    rate: float,
+    momentum: float,
+    fixed: Set[str],
 ) -> float:
     """Return the rate, or a quarter, sixteenth, ... of it, whose first steps lose least on held-back inputs.
 
+    `before` is what the start loses.
     An orthogonalised step moves every direction of a matrix alike, also those in which the gradient is noise.
     The wider a layer, the more there are of these: the rate that is best for hidden sizes of 128 and 256
     makes layers of 576 and 640 worse than they were, where a sixteenth of it gains (LOG.md).
     """
-    before = loss.measure(start)
 
     def tried(rate: float) -> float:
         end = _descend(start, loss, taken, rate, momentum, fixed)

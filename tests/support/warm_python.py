@@ -1,9 +1,10 @@
-"""An interpreter whose processes begin with torch and transformers imported: `warm_python()`, for `sys.executable`.
+"""An interpreter whose processes begin with torch and transformers imported: `warm_python()`.
 
-Importing them takes 8 to 20 CPU seconds, several times what most tests do in the processes they start. The
-path is that of a small program. It hands its arguments, environment, folder and standard streams to a server
-that has imported them, and the server forks. Signals are passed on, the exit status comes back, and the fork is
-killed when the program is, with all that it started. What a fork cannot do as a new process would - other options of Python, variables
+Importing them takes 8 CPU seconds, several times what most tests do in the processes they start. The path is
+that of a small program. It hands its arguments, environment, folder and standard streams to a server that has
+imported them, and the server forks. Signals are passed on, the exit status comes back, and the fork is killed
+when the program is, with all that it started: read the killed program's output to its end, as `communicate`
+does, and the fork is gone. What a fork cannot do as a new process would - other options of Python, variables
 that are read while modules are imported - the program leaves to the real interpreter.
 
 Not for tests of what a process imports.
