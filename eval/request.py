@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import click
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 
 from ..checkpoints.record import folded_parent, source_directory
 from ..core.console import is_first, notice
@@ -15,6 +15,7 @@ from ..core.errors import InvalidInput
 from ..core.hub import resolve
 from ..core.processes import together
 from ..core.settings import suggest
+from ..core.type_adapters import type_adapter
 from ..core.untrusted import shorten
 from ..models.load_options import DEVICE_MAPS, DEVICES, DTYPES
 from ..texts.corpus import read_text
@@ -129,7 +130,7 @@ def eval_request(
 def _read_options(given: Mapping[str, Any]) -> Options:
     """Return options whose values are what the command would accept."""
     try:
-        options = TypeAdapter(Options).validate_python(dict(given))
+        options = type_adapter(Options).validate_python(dict(given))
     except ValidationError as error:
         name, first = error.errors()[0]["loc"][0], error.errors()[0]
         reason = first["msg"].replace("Input should", "it should")

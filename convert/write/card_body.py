@@ -201,12 +201,12 @@ def _making(record: dict[str, Any], source: str) -> list[str]:
 
 def _loading(written: Written, place: str) -> list[str]:
     """Return one section per engine: the command that loads the model, or the reasons why it fails."""
-    from ..decide.engine_rules import lint
+    from ..decide.engine_rules import lint_written
     from ..decide.rules.engine_pairs import UNKNOWN
 
     parts = ["## Loading"]
     for engine, name in _ENGINES.items():
-        found = lint(written.directory, [engine])
+        found = lint_written(written, [engine])
         failing = [finding for finding in found if finding.fails]
         parts.append(f"### {name}")
         is_known = all(finding.effect != UNKNOWN for finding in found)

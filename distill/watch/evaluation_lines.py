@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import Field, ValidationError
 
 from ...core.errors import InvalidInput
+from ...core.type_adapters import type_adapter
 from ...core.untrusted import printable
 from .metrics import read_lines
 
@@ -58,7 +59,7 @@ def read_evaluations(file: Path) -> list[dict[str, Any]]:
         kind = _EvaluationLine if number else _StartLine
         try:
             # As JSON, so that the strict types take objects and lists.
-            TypeAdapter(kind).validate_json(json.dumps(line), strict=True)
+            type_adapter(kind).validate_json(json.dumps(line), strict=True)
         except ValidationError as error:
             first = error.errors()[0]
             place = printable(".".join(map(str, first["loc"])))[:100]

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from ..core import untrusted
 from ..core.errors import InvalidInput
+from ..core.type_adapters import type_adapter
 from .cost_blocks import CacheBlock, SpeedBlock
 from .quality_blocks import (
     Estimate,
@@ -270,10 +271,10 @@ def parsed(kind: type[T], content: Any, path: Path, remedy: str, place: tuple[st
     Raises:
         InvalidInput: a value is missing, of another type, or out of its range.
     """
-    from pydantic import TypeAdapter, ValidationError
+    from pydantic import ValidationError
 
     try:
-        return TypeAdapter(kind).validate_python(content)
+        return type_adapter(kind).validate_python(content)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, (*place, *first["loc"])))

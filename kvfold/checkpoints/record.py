@@ -11,6 +11,7 @@ from typing import Any
 
 from ..core.errors import InvalidInput
 from ..core.hub import resolve
+from ..core.type_adapters import type_adapter
 from ..core.untrusted import printable, read_json, shorten
 from .recorded import Recorded
 from .side_files import flaw_of
@@ -48,11 +49,11 @@ def read_record(directory: Path) -> dict[str, Any] | None:
 
 def _check_fields(record: dict[str, Any], damaged: str) -> None:
     """Check the fields of a record that kvfold reads."""
-    from pydantic import TypeAdapter, ValidationError
+    from pydantic import ValidationError
 
     try:
         # As JSON, so that the strict types take objects and lists; a lone surrogate has no UTF-8.
-        TypeAdapter(Recorded).validate_json(json.dumps(record), strict=True)
+        type_adapter(Recorded).validate_json(json.dumps(record), strict=True)
     except ValidationError as error:
         first = error.errors()[0]
         where = printable(".".join(map(str, first["loc"])))[:100]
