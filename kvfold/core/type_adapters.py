@@ -22,7 +22,7 @@ def type_adapter(kind: type[T]) -> "TypeAdapter[T]":
         >>> type_adapter(list[int]).validate_python(["1"])
         [1]
     """
-    made: Callable[[Any], TypeAdapter[T]] = _made
+    made: Callable[[Any], TypeAdapter[T]] = _made  # a cached function takes no type variable
     return made(kind)
 
 

@@ -78,9 +78,11 @@ def read_sequences(text: str | Path, tokenizer: Any, *, sequences: int, length: 
             ids.append(start)
         ids += tokenizer(document, add_special_tokens=False, verbose=False)["input_ids"]
     if len(ids) < wanted:
+        held = len(ids) // length
+        fewer = f"read at most {held} sequences from it" if held else "take a shorter length"
         raise InvalidInput(
             f"{printable(text)} holds {len(ids)} tokens, and {sequences} calibration sequences of {length} "
-            f"take {wanted}; name a longer text or take fewer sequences"
+            f"take {wanted}; name a longer text, or {fewer}"
         )
     windows = torch.tensor(ids[:wanted]).view(sequences, length)
     if start is not None:

@@ -39,8 +39,9 @@ def test_read_sequences(tmp_path: Path) -> None:
             windows, read_sequences(tmp_path / name, tokenizer, sequences=4, length=10, seed=1)
         )
     assert (windows[:, 1:] == windows[:, 1:2]).all(), "a document fills each window here"
-    with pytest.raises(InvalidInput, match="holds 80 tokens"):
-        read_sequences(tmp_path / "a.jsonl", tokenizer, sequences=9, length=10, seed=0)
+    for length, advice in ((10, "read at most 8 sequences from it"), (81, "take a shorter length")):
+        with pytest.raises(InvalidInput, match=f"holds 80 tokens, .* or {advice}"):
+            read_sequences(tmp_path / "a.jsonl", tokenizer, sequences=9, length=length, seed=0)
     (tmp_path / "b.jsonl").write_text('{"content": "no text"}\n')
     (tmp_path / "c.txt").write_bytes(b"\xff\xfe")
     for name, reason in {

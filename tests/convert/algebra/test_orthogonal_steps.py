@@ -59,5 +59,7 @@ def test_singular_values_take_the_same_steps_at_every_shape(shape: tuple[int, ..
     value = value / value.norm()
     for _ in range(5):
         value = 3.4445 * value - 4.7750 * value**3 + 2.0315 * value**5
-    # In float32 by the Gram matrix it is off by 1e-4 to 4e-4, depending on the processor.
-    torch.testing.assert_close(found.double(), left * value @ right, rtol=0, atol=6e-4)
+    off = found.double() - left * value @ right
+    # The Gram matrix squares the singular values; in float32 some processors then lose more of the small ones.
+    assert off.abs().max() < (6e-4 if decades else 5e-6)
+    assert off.square().mean().sqrt() < (2e-4 if decades else 1e-6)

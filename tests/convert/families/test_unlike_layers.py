@@ -145,8 +145,11 @@ def test_equal_heads_merge_losslessly_and_each_kind_caches_less(name: str, tmp_p
     source = source_of(tmp_path / "source", name, equal_heads=True)
     wanted = logits(source)
     turned_copies(source, pairs="tied" in name)
-    # The root mean square: at one token of 88, rounding is 20 times as large on some processors.
-    assert (logits(source) - wanted).square().mean().sqrt() < 2e-6
+    change = logits(source) - wanted
+    assert change.square().mean().sqrt() < 2e-6
+    assert (
+        change.abs().max() < 2e-5
+    )  # at one token of 88, some processors round 20 times as much as at others
     out = fold(source, "half", "--to", "gqa", "--kv-heads", "2", *WEIGHTS)
     torch.testing.assert_close(logits(out), wanted, atol=2e-5, rtol=0)
     steps, sizes = stepped(out)
