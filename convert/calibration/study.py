@@ -35,7 +35,7 @@ from . import passes
 from .calibration_text import alternating, count_read, digest_of, name_of, read_text
 from .capacity import Need
 from .moments import Layout
-from .reach import breakdown, default_length, reach
+from .reach import default_length, reach_of
 from .self_text import OwnText, write_text
 from .statistics import RUN_DIGITS, Statistics, read_run
 
@@ -174,18 +174,11 @@ def _within_reach(text: OwnText, model: Any, chosen: bool) -> tuple[Tensor, int 
         chosen: whether the length of the text was left to kvfold; otherwise it stays.
     """
     length = text.tokens_BT.shape[1]
-    ends = {
-        end: sign
-        for end, sign in (
-            (reach(text.entropy_BT), "its entropy jumps"),
-            (None if model is None else breakdown(model, text.tokens_BT), "it predicts text much worse"),
-        )
-        if end is not None
-    }
-    if not ends:
+    broken = reach_of(text.tokens_BT, text.entropy_BT, model)
+    if broken is None:
         return text.tokens_BT, None
-    end = min(ends)
-    found = f"the source's own text breaks down from position {end} on, where {ends[end]}"
+    end, sign = broken
+    found = f"the source's own text breaks down from position {end} on, where {sign}"
     if not chosen:
         notice(f"{found}; it was probably trained on {end} tokens: leave out --length {length}, or use less")
         return text.tokens_BT, end

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from kvfold import MQA, fold
 from kvfold.checkpoints.record import read_record
-from kvfold.convert.calibration.reach import LENGTH, breakdown, default_length, reach
+from kvfold.convert.calibration.reach import LENGTH, breakdown, default_length, jump, reach_of
 from kvfold.convert.families.source import open_source
 from tests.support.tiny import make
 
@@ -26,8 +26,8 @@ def entropies(mean_T: torch.Tensor, sequences: int = 24) -> torch.Tensor:
 @pytest.mark.parametrize("end", [64, 128, 256])
 def test_a_jump_is_found(end: int) -> None:
     mean_T = torch.full((512,), 4.0)
-    mean_T[end:] += 0.6
-    assert reach(entropies(mean_T)) == end
+    mean_T[end:] += 1.0
+    assert jump(entropies(mean_T)) == end
 
 
 @pytest.mark.parametrize(
@@ -37,11 +37,12 @@ def test_a_jump_is_found(end: int) -> None:
         torch.linspace(4, 3, 512),
         0.7 - 0.5 * torch.exp(-torch.arange(512) / 60.0),  # a text that begins with a phrase
         1 + 0.2 * torch.arange(1, 513).log2(),
+        3.5 + 0.3 * (torch.arange(512) >= 128),  # SmolLM2-135M, whose own text drifts away
     ],
-    ids=["flat", "falling", "rising to a level", "rising as a logarithm"],
+    ids=["flat", "falling", "rising to a level", "rising as a logarithm", "rising by a little"],
 )
 def test_text_that_changes_slowly_is_whole(mean_T: torch.Tensor) -> None:
-    assert reach(entropies(mean_T)) is None
+    assert jump(entropies(mean_T)) is None
 
 
 class Reader:
@@ -83,8 +84,19 @@ def test_a_text_behind_another_shows_nothing(reader: Reader, tokens_BT: torch.Te
     assert breakdown(reader, tokens_BT) is None
 
 
+def test_pairs_of_texts_overrule_entropies() -> None:
+    jump_BT = torch.zeros(16, 511)
+    jump_BT[:, 128:] = 3.0
+    assert reach_of(COUNTS_BT, jump_BT, Reader(512)) is None
+    assert reach_of(COUNTS_BT, torch.zeros(16, 511), Reader(128)) == (128, "it predicts text much worse")
+    by_entropy = (128, "its entropy jumps")
+    assert reach_of(COUNTS_BT, jump_BT, None) == by_entropy
+    assert reach_of(COUNTS_BT[:5], jump_BT[:5], Reader(512)) == by_entropy
+    assert reach_of(COUNTS_BT[:, :127], jump_BT[:, 64:190], Reader(512)) == (64, "its entropy jumps")
+
+
 def test_one_sequence_shows_nothing() -> None:
-    assert reach(torch.cat([torch.ones(1, 256), torch.full((1, 256), 9.0)], 1)) is None
+    assert jump(torch.cat([torch.ones(1, 256), torch.full((1, 256), 9.0)], 1)) is None
 
 
 @pytest.mark.parametrize(
