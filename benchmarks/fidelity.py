@@ -21,9 +21,9 @@ from kvfold.convert.algebra.target import Geometry, budget_elements
 from kvfold.convert.calibration.statistics import Statistics
 from kvfold.convert.calibration.study import study
 from kvfold.convert.decide.plan import make_plan
+from kvfold.convert.efforts import EFFORTS
 from kvfold.convert.families.source import Source, open_source
 from kvfold.convert.methods.published import PEERS, peer
-from kvfold.convert.methods.refinement import STEPS
 from kvfold.convert.methods.shared_key import DECOMPOSITIONS
 from kvfold.convert.methods.table import reads_statistics
 from kvfold.convert.request import fold_request
@@ -45,29 +45,30 @@ SAME = 1e-6  # relative difference of perplexities up to which two runs measured
 Fold = tuple[
     str, str, dict[str, str], int | None
 ]  # target, method, further options, refinement; None: by weights alone
+SHORT, LONG = (EFFORTS[name].steps for name in ("default", "best"))
 FOLDS: dict[str, Fold] = {
     "gqa mean": ("gqa", "mean", {}, None),
     "gqa aligned": ("gqa", "aligned", {}, None),
     "gqa aligned:grouped": ("gqa", "aligned:grouped", {}, None),
     "gqa, weights only": ("gqa", "subspace", {}, None),
     "gqa, closed form": ("gqa", "subspace", {}, 0),
-    "gqa, default effort": ("gqa", "subspace", {"effort": "default"}, STEPS),
-    "gqa": ("gqa", "subspace", {}, STEPS),
+    "gqa, default effort": ("gqa", "subspace", {"effort": "default"}, SHORT),
+    "gqa": ("gqa", "subspace", {}, LONG),
     "mla, weights only": ("mla", "subspace", {}, None),
     "mla uniform, closed form": ("mla", "subspace", {"slots": "uniform"}, 0),
     "mla, closed form": ("mla", "subspace", {}, 0),
-    "mla, default effort": ("mla", "subspace", {"effort": "default"}, STEPS),
-    "mla": ("mla", "subspace", {}, STEPS),
-    "mla, linear norm": ("mla", "subspace", {"latent_norm": "linear"}, STEPS),
+    "mla, default effort": ("mla", "subspace", {"effort": "default"}, SHORT),
+    "mla": ("mla", "subspace", {}, LONG),
+    "mla, linear norm": ("mla", "subspace", {"latent_norm": "linear"}, LONG),
     "mla --rope decoupled, own code": (
         "mla",
         "subspace",
         {"rope": "decoupled", "container": "remote"},
-        STEPS,
+        LONG,
     ),
     "mla --rope intact, closed form": ("mla", "subspace", {"rope": "intact"}, 0),
-    "mla --rope intact, default effort": ("mla", "subspace", {"rope": "intact", "effort": "default"}, STEPS),
-    "mla --rope intact": ("mla", "subspace", {"rope": "intact"}, STEPS),
+    "mla --rope intact, default effort": ("mla", "subspace", {"rope": "intact", "effort": "default"}, SHORT),
+    "mla --rope intact": ("mla", "subspace", {"rope": "intact"}, LONG),
 }
 RULES = {f"mla {name}": name for name in PEERS if ":" not in name}  # rows that are swept
 # Rotary widths of a sweep: shares of a head, or of the cache where every head has pairs of its own.

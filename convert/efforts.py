@@ -41,6 +41,6 @@ EFFORTS = {
         sequences=48, steps=100, batch=2, momentum=0.8, passes=True, solve=True, draws=2, widths=True
     ),
     "best": Effort(
-        sequences=192, steps=100, batch=8, momentum=0.9, passes=False, solve=True, draws=4, widths=True
+        sequences=192, steps=300, batch=8, momentum=0.9, passes=False, solve=True, draws=4, widths=True
     ),
 }
