@@ -244,7 +244,7 @@ def measure(trial: Trial, label: str, budget: str) -> Cell | None:
     "--budget", "budgets", multiple=True, help="A share of the cache; 50%, 25% and 12.5% by default."
 )
 @click.option(
-    "--update", is_flag=True, help="Keep the other cells of the results, if the source scores alike."
+    "--update", is_flag=True, help="Keep other cells of earlier results, if the source scores alike."
 )
 @click.option("--window", default=256, show_default=True)
 @click.option("--max-windows", type=int)
@@ -341,7 +341,10 @@ def updated(name: str, result: dict[str, Any]) -> dict[str, Any]:
         InvalidInput: the earlier run read another text or other windows, was calibrated otherwise, or its
             source scored differently.
     """
-    earlier = json.loads((RESULTS / f"fidelity-{name}.json").read_text(encoding="utf-8"))
+    file = RESULTS / f"fidelity-{name}.json"
+    if not file.exists():
+        return result
+    earlier = json.loads(file.read_text(encoding="utf-8"))
     for key in ("protocol", "text_sha256", "calibration"):
         if earlier[key] != result[key]:
             raise InvalidInput(f"fidelity-{name}.json has {key} {earlier[key]}, and this run {result[key]}")

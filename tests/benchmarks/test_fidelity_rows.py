@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from benchmarks import fidelity
-from benchmarks.fidelity import FOLDS, RULES, Trial, chosen, main
+from benchmarks.fidelity import FOLDS, RULES, Trial, chosen, main, updated
 from kvfold.convert.calibration.study import study
 from kvfold.convert.families.source import open_source
 from kvfold.core.errors import InvalidInput
@@ -83,3 +83,16 @@ def test_every_method_takes_saved_statistics(tmp_path: Path, monkeypatch: pytest
     tried = found["rows"]["mla care"]["50%"]["settings"]
     assert any(":fold" in setting for setting in tried)
     assert sum(":balance" in setting for setting in tried) >= 2
+
+
+def test_rows_of_an_earlier_run_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.fidelity.RESULTS", tmp_path)
+    about = {"protocol": "text", "text_sha256": "0", "calibration": ["self", 8, 32], "source_perplexity": 2.0}
+    first = {**about, "rows": {"gqa": {"50%": {"lost": 0.2}}}}
+    assert updated("tiny", first) == first
+    (tmp_path / "fidelity-tiny.json").write_text(json.dumps(first))
+    second = {**about, "rows": {"gqa": {"25%": {"lost": 0.3}}, "mla": {"50%": {"lost": 0.1}}}}
+    rows = {"gqa": {"50%": {"lost": 0.2}, "25%": {"lost": 0.3}}, "mla": {"50%": {"lost": 0.1}}}
+    assert updated("tiny", second)["rows"] == rows
+    with pytest.raises(InvalidInput, match=r"fidelity-tiny.json has a source of perplexity 2.0"):
+        updated("tiny", {**second, "source_perplexity": 2.1})
