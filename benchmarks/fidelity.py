@@ -60,12 +60,7 @@ FOLDS: dict[str, Fold] = {
     "mla, default effort": ("mla", "subspace", {"effort": "default"}, SHORT),
     "mla": ("mla", "subspace", {}, LONG),
     "mla, linear norm": ("mla", "subspace", {"latent_norm": "linear"}, LONG),
-    "mla --rope decoupled, own code": (
-        "mla",
-        "subspace",
-        {"rope": "decoupled", "container": "remote"},
-        LONG,
-    ),
+    "mla --rope decoupled, own code": ("mla", "subspace", {"rope": "decoupled", "container": "remote"}, LONG),
     "mla --rope intact, closed form": ("mla", "subspace", {"rope": "intact"}, 0),
     "mla --rope intact, default effort": ("mla", "subspace", {"rope": "intact", "effort": "default"}, SHORT),
     "mla --rope intact": ("mla", "subspace", {"rope": "intact"}, LONG),
