@@ -352,7 +352,7 @@ def updated(name: str, result: dict[str, Any]) -> dict[str, Any]:
     for label, row in result["rows"].items():
         for budget, cell in row.items():
             rows.setdefault(label, {})[budget] = better(rows.get(label, {}).get(budget), cell)
-    order = [label for label in (*FOLDS, *RULES) if label in rows]
+    order = dict.fromkeys((*(label for label in (*FOLDS, *RULES) if label in rows), *rows))
     kept = {key: value for key, value in earlier.items() if key not in ("machine", "date")}
     return {**kept, "rows": {label: rows[label] for label in order}}
 

@@ -25,7 +25,7 @@ FIRST = 32  # positions that are never doubted
 # 2,048 tokens, rises by 0.27 behind position 128.
 RISE, TIMES, ERRORS = 0.5, 2.0, 2.0
 # Pairs of texts, their shortest length, and how much worse the second is predicted behind the first where
-# predictions break down, in nats: 0.99 where a trained source broke down, 0.20 and less where four were
+# predictions break down, in nats: 0.99 where a trained source broke down, 0.24 and less where four were
 # sound.
 PAIRS, FEWEST, SHORTEST, WORSE = 8, 3, 64, 0.5
 
@@ -61,7 +61,7 @@ def reach_of(tokens_BT: Tensor, entropy_BT: Tensor, model: Any) -> tuple[int, st
         entropy_BT: of the prediction before every token of it, nats.
         model: a transformers causal language model in eval mode; None where none fits in memory.
     """
-    if model is not None and len(tokens_BT) >= 2 * FEWEST and tokens_BT.shape[1] >= 2 * SHORTEST:
+    if model is not None and _pairs(tokens_BT):
         end, sign = breakdown(model, tokens_BT), "it predicts text much worse"
     else:
         end, sign = jump(entropy_BT), "its entropy jumps"
@@ -112,9 +112,8 @@ def breakdown(model: Any, tokens_BT: Tensor) -> int | None:
         A length L, where the source reads L tokens well and 2·L badly. None where it reads all well, or there
         are fewer than `FEWEST` pairs.
     """
-    pairs = min(PAIRS, len(tokens_BT) // 2)
-    length = SHORTEST
-    while pairs >= FEWEST and 2 * length <= tokens_BT.shape[1]:
+    pairs, length = _pairs(tokens_BT), SHORTEST
+    while pairs and 2 * length <= tokens_BT.shape[1]:
         first_PL, second_PL = tokens_BT[: 2 * pairs, :length].split(pairs)
         joined_P = _second_half(model, torch.cat([first_PL, second_PL], 1), length // 2)
         worse_P = joined_P - _second_half(model, second_PL, length // 2)
@@ -122,6 +121,12 @@ def breakdown(model: Any, tokens_BT: Tensor) -> int | None:
             return length
         length *= 2
     return None
+
+
+def _pairs(tokens_BT: Tensor) -> int:
+    """Return the number of pairs that are read; 0 where there are too few, or none is long enough."""
+    pairs = min(PAIRS, len(tokens_BT) // 2)
+    return pairs if pairs >= FEWEST and tokens_BT.shape[1] >= 2 * SHORTEST else 0
 
 
 def _second_half(model: Any, ids_PT: Tensor, count: int) -> Tensor:

@@ -88,11 +88,12 @@ def test_every_method_takes_saved_statistics(tmp_path: Path, monkeypatch: pytest
 def test_rows_of_an_earlier_run_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("benchmarks.fidelity.RESULTS", tmp_path)
     about = {"protocol": "text", "text_sha256": "0", "calibration": ["self", 8, 32], "source_perplexity": 2.0}
-    first = {**about, "rows": {"gqa": {"50%": {"lost": 0.2}}}}
+    noted = {"gqa, by hand": {"50%": {"lost": 0.4}}}  # of another run, under a name of its own
+    first = {**about, "rows": {**noted, "gqa": {"50%": {"lost": 0.2}}}}
     assert updated("tiny", first) == first
     (tmp_path / "fidelity-tiny.json").write_text(json.dumps(first))
     second = {**about, "rows": {"gqa": {"25%": {"lost": 0.3}}, "mla": {"50%": {"lost": 0.1}}}}
     rows = {"gqa": {"50%": {"lost": 0.2}, "25%": {"lost": 0.3}}, "mla": {"50%": {"lost": 0.1}}}
-    assert updated("tiny", second)["rows"] == rows
+    assert updated("tiny", second)["rows"] == {**rows, **noted}
     with pytest.raises(InvalidInput, match=r"fidelity-tiny.json has a source of perplexity 2.0"):
         updated("tiny", {**second, "source_perplexity": 2.1})

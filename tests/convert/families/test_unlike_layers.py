@@ -147,9 +147,8 @@ def test_equal_heads_merge_losslessly_and_each_kind_caches_less(name: str, tmp_p
     turned_copies(source, pairs="tied" in name)
     change = logits(source) - wanted
     assert change.square().mean().sqrt() < 2e-6
-    assert (
-        change.abs().max() < 2e-5
-    )  # at one token of 88, some processors round 20 times as much as at others
+    # At one token of 88, some processors round 20 times as much as at others.
+    assert change.abs().max() < 2e-5
     out = fold(source, "half", "--to", "gqa", "--kv-heads", "2", *WEIGHTS)
     torch.testing.assert_close(logits(out), wanted, atol=2e-5, rtol=0)
     steps, sizes = stepped(out)
