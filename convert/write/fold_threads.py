@@ -15,6 +15,9 @@ def fold_threads(jobs: int) -> Iterator[ThreadPoolExecutor]:
     """
     usual = torch.get_num_threads()
     device = torch.cuda.current_device() if torch.cuda.is_available() else None
+    if device is not None:
+        # The first decomposition on a GPU loads a library, which torch refuses to do in two threads at once.
+        torch.linalg.inv(torch.ones(1, 1, device="cuda"))
 
     def prepare() -> None:
         torch.set_num_threads(1)

@@ -12,6 +12,7 @@ from kvfold.convert.calibration.capacity import default_jobs, fold_bytes
 from kvfold.convert.decide.plan import Plan
 from kvfold.convert.families.source import open_source
 from kvfold.convert.write import rewrite
+from kvfold.convert.write.fold_threads import fold_threads
 from kvfold.convert.write.layer_fold import LayerFold
 
 from ...support.folds import GQA, MLA, convert
@@ -89,3 +90,16 @@ def test_the_record_has_the_hash_of_every_source_file(tmp_path: Path) -> None:
     }
     assert len(weights) > 3
     assert weights.items() <= recorded.items()
+
+
+def test_a_gpu_decomposes_once_before_threads_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch loads its library for that at the first use, and fails where two threads do it at once."""
+    said, ones = list[str](), torch.ones
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: said.append(f"thread on {device}"))
+    monkeypatch.setattr(torch, "ones", lambda *shape, device: said.append(device) or ones(*shape))
+    monkeypatch.setattr(torch.linalg, "inv", lambda matrix: said.append(f"inverse {tuple(matrix.shape)}"))
+    with fold_threads(2) as pool:
+        assert pool.submit(lambda: 7).result() == 7
+    assert said == ["cuda", "inverse (1, 1)", "thread on 0"]
