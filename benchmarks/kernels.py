@@ -99,7 +99,11 @@ def _resources(binary: bytes, reader: Path) -> dict[str, int]:
 
 
 def replayed(call: Callable[[], Any]) -> Callable[[], float]:
-    """Return a function that replays a recorded graph of `call` and returns its milliseconds."""
+    """Return a function that replays a recorded graph of `call` and returns its milliseconds.
+
+    The function holds `call`: a graph does not hold the tensors that it reads, and the next recording gives
+    what nobody holds back to the driver.
+    """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -119,6 +123,7 @@ def replayed(call: Callable[[], Any]) -> Callable[[], float]:
         end.synchronize()
         return float(start.elapsed_time(end)) / REPLAYS
 
+    run.reads = call  # type: ignore[attr-defined]
     return run
 
 
@@ -209,6 +214,26 @@ def measured(
         "share_of_copy": {name: speed / copy_speed for name, speed in speeds.items()},
         "slowest_over_fastest_round": spread,
     }  # fmt: skip
+
+
+@torch.no_grad()
+def tiled(
+    rank: int, rope: int, context: int, batch: int, tile: int, stages: int, *, heads: int = HEADS
+) -> dict[str, Any]:
+    """Return milliseconds of the kernel with one choice of latents per tile and of tiles on their way.
+
+    The choices of `kernels_kvfold.TILES` should be the fastest of these; GPU only.
+    """
+    options: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
+    query, turned = (
+        torch.randn(batch, heads, 1, rank, **options),
+        torch.randn(batch, heads, 1, rope, **options),
+    )
+    latent, key = torch.randn(batch, context, rank, **options), torch.randn(batch, context, rope, **options)
+    given = (query, turned, latent, key, None, (HEAD + rope) ** -0.5)
+    processors = kernels._processors(latent.device)
+    run = replayed(lambda: kernels.fused(*given, tile=tile, stages=stages, processors=processors))
+    return {"tile": tile, "stages": stages, "ms": statistics.median(run() for _ in range(ROUNDS))}
 
 
 def _key(query: Tensor, rank: int, rope: int, rows: int, mask: Tensor | None = None) -> tuple[Any, ...]:

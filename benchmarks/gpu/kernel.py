@@ -1,13 +1,14 @@
 """The kernel of latent attention: whether it is right, and how near it comes to the memory's speed.
 
-First folds in transformers (`benchmarks.cuda_check`), then the kernel against float64 at every width, its
-speed against FlashAttention over the source's keys and values (`benchmarks.kernels`), and whole decoding
-steps with a static cache: eager, and by torch.compile, which records CUDA graphs.
+The width that engines take comes first: the kernel against float64, its speed against FlashAttention over the
+source's keys and values (`benchmarks.kernels`), the choices of its tiles, and whole decoding steps with a
+static cache, eager and by torch.compile, which records CUDA graphs. Then other widths, and folds in
+transformers (`benchmarks.cuda_check`), which take longest.
 """
 
 import statistics
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -45,24 +46,42 @@ def kernel(ledger: Ledger, sizes: Sizes, device: str) -> None:
         sizes: of the day.
         device: `cuda` or `cpu`, where the kernel itself is left out.
     """
+    first = sizes.speeds[0][:2]
+    _agreements(ledger, sizes.agreements[:1], ROWS + MORE, device)
+    _speeds(ledger, [cell for cell in sizes.speeds if cell[:2] == first], sizes, device)
+    for tile, stages in sizes.tiles if device == "cuda" else ():
+        for context, batch in sizes.steps:
+            label = f"tile {tile} x {stages}, {context} tokens, batch {batch}"
+            ledger.attempt(label, partial(benchmark.tiled, *first, context, batch, tile, stages))
+    shape, needs = Shape(**sizes.step_shape), 30.0 if device == "cuda" else 0.0
+    for context, batch in sizes.steps:
+        for kind in KINDS:
+            label = f"step {kind}, {context} tokens, batch {batch}"
+            ledger.attempt(label, partial(decoding_step, kind, shape, context, batch, device), needs)
+    _agreements(ledger, sizes.agreements[1:], ROWS, device)
+    _speeds(ledger, [cell for cell in sizes.speeds if cell[:2] != first], sizes, device)
     with tempfile.TemporaryDirectory() as folder:
         for checked in FOLDS:
             name = f"{checked.source} {checked.options}"
             if sizes.checks in name:
                 ledger.attempt(f"check {name}", partial(check, Path(folder), name, device))
-    for number, (rank, rope) in enumerate(sizes.agreements):
-        for heads, length, mask in (*ROWS, *(MORE if number == 0 else ())):
-            is_main = number == 0 and (heads, length, mask) in ROWS
-            for dtype in (torch.bfloat16, *((torch.float16, torch.float32) if is_main else ())):
+
+
+def _agreements(
+    ledger: Ledger, widths: Iterable[tuple[int, int]], rows: tuple[tuple[int, int, str], ...], device: str
+) -> None:
+    """Compare the kernel with float64 at ranks and rotary widths; with `MORE`, in every dtype, too."""
+    dtypes = (torch.float16, torch.float32) if len(rows) > len(ROWS) else ()
+    for rank, rope in widths:
+        for heads, length, mask in rows:
+            for dtype in (torch.bfloat16, *(dtypes if (heads, length, mask) in ROWS else ())):
                 label = f"agreement {rank}+{rope}, {heads} x {length} rows, mask {mask}, {str(dtype)[6:]}"
                 ledger.attempt(label, partial(agreed, rank, rope, heads, length, mask, dtype, device))
-    for cell in sizes.speeds:
+
+
+def _speeds(ledger: Ledger, cells: Iterable[tuple[int, int, int, int]], sizes: Sizes, device: str) -> None:
+    for cell in cells:
         ledger.attempt("speed {}+{}, {} tokens, batch {}".format(*cell), partial(timed, cell, sizes, device))
-    shape, needs = Shape(**sizes.step_shape), 60.0 if device == "cuda" else 0.0
-    for context, batch in sizes.steps:
-        for kind in KINDS:
-            label = f"step {kind}, {context} tokens, batch {batch}"
-            ledger.attempt(label, partial(decoding_step, kind, shape, context, batch, device), needs)
 
 
 def check(folder: Path, name: str, device: str) -> Row:

@@ -34,6 +34,7 @@ class Sizes:
         checks: words that folds of `benchmarks.cuda_check` must contain.
         agreements: rank and rotary width of correctness checks.
         speeds: rank, rotary width, context and batch of timings, the most important first.
+        tiles: latents of a tile and tiles on their way, each of them timed at the contexts of `steps`.
         fresh: bytes of cache that a timing reads at least.
         heads: attention heads of timings.
         steps: context and batch of whole decoding steps.
@@ -62,6 +63,7 @@ class Sizes:
     checks: str
     agreements: tuple[tuple[int, int], ...]
     speeds: tuple[tuple[int, int, int, int], ...]
+    tiles: tuple[tuple[int, int], ...]
     fresh: int
     heads: int
     steps: tuple[tuple[int, int], ...]
@@ -102,6 +104,7 @@ FULL = Sizes(
     speeds=tuple(
         (*width, context, batch) for width in _WIDTHS for context in _CONTEXTS for batch in _BATCHES
     ),
+    tiles=((64, 2), (64, 3), (32, 2), (32, 4), (32, 6), (128, 1), (16, 8)),
     fresh=2**28,
     heads=32,
     steps=((32768, 8), (8192, 1)),
@@ -157,6 +160,7 @@ TOY = Sizes(
     checks="gpt2 --to mqa",
     agreements=((24, 8),),
     speeds=((32, 8, 64, 2),),
+    tiles=((16, 1),),
     fresh=2**12,
     heads=4,
     steps=((16, 2),),
