@@ -24,6 +24,7 @@ CASES: dict[str, tuple[tuple[int, ...], str, torch.dtype, int]] = {
     "static cache": ((2, 4, 1, 90, 32, 16), "static", torch.float32, 40),
     "added": ((2, 20, 2, 33, 40, 16), "added", torch.float32, 9),
     "more rows than a block": ((1, 40, 1, 40, 32, 16), "", torch.float32, 4),
+    "many splits": ((1, 4, 1, 400, 40, 8), "", torch.float32, 40),
     "half precision": ((2, 4, 1, 100, 64, 8), "boolean", torch.float16, 7),
 }
 

@@ -20,8 +20,8 @@ Flash-Decoding, softmax by running maximum as in arXiv 1805.02867). Written in T
 
 On its first use for a device, dtype and widths the kernel is compared with plain products in float32 on the
 tensors at hand; where it does not compile or does not agree, plain products serve from then on, and a warning
-says so. So far it ran in Triton's interpreter (float32 and float16, which that knows; not bfloat16) and was
-compiled for GPUs, but not run on one. KVFOLD_FUSED=0 in the environment leaves it out.
+says so. It ran on an H200 (Triton 3.6, 2026-11-26); the way in which splits are joined is newer, and ran in
+Triton's interpreter. KVFOLD_FUSED=0 in the environment leaves it out.
 
 Legend: attention_kvfold.py; M = N·T rows that read the same cache.
 """
@@ -119,20 +119,33 @@ if triton is not None:
         tl.store(logarithms + place, best + tl.log2(total), mask=there)
 
     @triton.jit
-    def _joined(sums, logarithms, joined, rows_M, splits, C: tl.constexpr, C2: tl.constexpr):  # type: ignore[no-untyped-def]
-        """Of one row: the means of all splits, by their weights."""
+    def _joined(  # type: ignore[no-untyped-def]
+        sums, logarithms, joined, rows_M, splits,
+        C: tl.constexpr, PART: tl.constexpr, TOGETHER: tl.constexpr,
+    ):  # fmt: skip
+        """Of one row and PART columns: the means of all splits, by their weights.
+
+        TOGETHER splits are read at once, since each read is waited for.
+        """
         sequence, row = tl.program_id(1).to(tl.int64), tl.program_id(0)
-        c = tl.arange(0, C2)
-        best, total, mean = -1e38, 0.0, tl.zeros([C2], tl.float32)
-        for split in range(splits):
-            place = (sequence * splits + split) * rows_M + row
-            logarithm = tl.load(logarithms + place)
+        c, n = tl.program_id(2) * PART + tl.arange(0, PART), tl.arange(0, TOGETHER)
+        best, total = tl.full([TOGETHER], -1e38, tl.float32), tl.zeros([TOGETHER], tl.float32)
+        mean = tl.zeros([TOGETHER, PART], tl.float32)
+        for start in range(0, splits, TOGETHER):
+            there = start + n < splits
+            place = (sequence * splits + start + n) * rows_M + row
+            logarithm = tl.load(logarithms + place, mask=there, other=-1e38)
+            own = tl.load(
+                sums + place[:, None] * C + c[None, :], mask=there[:, None] & (c < C)[None, :], other=0.0
+            )
             peak = tl.maximum(best, logarithm)
             weight, decay = tl.exp2(logarithm - peak), tl.exp2(best - peak)
-            mean = mean * decay + weight * tl.load(sums + place * C + c, mask=c < C, other=0.0)
+            mean = mean * decay[:, None] + weight[:, None] * own
             total = total * decay + weight
             best = peak
-        tl.store(joined + (sequence * rows_M + row) * C + c, mean / total, mask=c < C)
+        weight = tl.exp2(best - tl.max(best, 0))
+        whole = tl.sum(mean * weight[:, None], 0) / tl.sum(total * weight, 0)
+        tl.store(joined + (sequence * rows_M + row) * C + c, whole, mask=c < C)
 
 
 def plain(
@@ -200,7 +213,10 @@ def fused(
         C=rank, C2=width, R=rope, R2=max(16, triton.next_power_of_2(rope)), ROWS=block, TILE=tile, MASK=kind,
         num_warps=_warps(block, width), num_stages=stages,
     )  # fmt: skip
-    _joined[(rows, batch)](sums, logarithms, joined_BNTC, rows, splits, C=rank, C2=width, num_warps=4)
+    part = min(width, 128)
+    _joined[(rows, batch, triton.cdiv(rank, part))](
+        sums, logarithms, joined_BNTC, rows, splits, C=rank, PART=part, TOGETHER=16, num_warps=4
+    )
     return joined_BNTC
 
 
