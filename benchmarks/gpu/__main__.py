@@ -12,7 +12,7 @@ _RESULTS = Path(__file__).parent.parent / "results"
 
 
 @click.command(cls=Command)
-@click.argument("part", type=click.Choice([*_NAMES, "all", "summary", "unpack"]))
+@click.argument("part", type=click.Choice([*_NAMES, "pretrained", "all", "summary", "unpack"]))
 @click.option(
     "--out",
     type=click.Path(path_type=Path),
@@ -37,13 +37,25 @@ _RESULTS = Path(__file__).parent.parent / "results"
 @click.option(
     "--source",
     type=click.Path(path_type=Path),
-    help="fold, distil: a checkpoint instead of the one that was trained.",
+    help="fold, distil: a checkpoint instead of the one that was trained. pretrained: the checkpoint.",
 )
+@click.option("--text", type=click.Path(path_type=Path), help="pretrained: evaluation text.")
+@click.option("--data", type=click.Path(path_type=Path), help="pretrained: text that folds are trained on.")
 @click.option("--toy", is_flag=True, help="Sizes of a test, on the CPU.")
-def main(part: str, out: Path, work: Path, minutes: float, source: Path | None, toy: bool) -> None:
+def main(
+    part: str,
+    out: Path,
+    work: Path,
+    minutes: float,
+    source: Path | None,
+    text: Path | None,
+    data: Path | None,
+    toy: bool,
+) -> None:
     """Measure one part, or all in turn.
 
-    `summary` writes tables of what --out has; `unpack` makes a checkpoint of the twin in --out.
+    `pretrained` is not one of all, since it needs a checkpoint and texts. `summary` writes tables of what
+    --out has; `unpack` makes a checkpoint of the twin in --out.
     """
     os.environ["HF_HUB_OFFLINE"] = "1"
     os.environ.setdefault(
@@ -61,7 +73,7 @@ def main(part: str, out: Path, work: Path, minutes: float, source: Path | None, 
         return
     failed = 0
     for name in _NAMES if part == "all" else (part,):
-        failed += run_part(name, out, work, 60 * minutes, source, toy)
+        failed += run_part(name, out, work, 60 * minutes, source, toy, (text, data))
     if failed:
         raise SystemExit(1)
 

@@ -17,7 +17,7 @@ from kvfold.core.files import replace_text
 
 from ..machine import machine
 
-PARTS = ("kernel", "train", "fold", "distil")
+PARTS = ("kernel", "train", "fold", "distil", "pretrained")
 Row = dict[str, Any]
 # Failures of one row, which do not end a part: of a GPU, of another version of a package, of a child process.
 _FAILURES = (

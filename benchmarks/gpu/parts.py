@@ -12,13 +12,22 @@ from .fold import fold
 from .kernel import kernel
 from .ledger import Ledger
 from .parcel import pack
+from .pretrained import pretrained
 from .sizes import SIZES
 from .source import SPENT, train
 from .summary import table
 from .text import write_text
 
 
-def run_part(part: str, out: Path, work: Path, seconds: float, source: Path | None, toy: bool) -> int:
+def run_part(
+    part: str,
+    out: Path,
+    work: Path,
+    seconds: float,
+    source: Path | None,
+    toy: bool,
+    texts: tuple[Path | None, Path | None] = (None, None),
+) -> int:
     """Measure what is missing of a part, print its table and return the number of rows that failed.
 
     Args:
@@ -28,9 +37,10 @@ def run_part(part: str, out: Path, work: Path, seconds: float, source: Path | No
         seconds: of this call.
         source: a checkpoint to be folded; None: the one that the part `train` made.
         toy: whether sizes are those of a test.
+        texts: of the part `pretrained`: for evaluation and training.
 
     Raises:
-        InvalidInput: torch sees no GPU, or there is no source.
+        InvalidInput: torch sees no GPU, or there is no source or text.
     """
     if not toy and not torch.cuda.is_available():
         raise InvalidInput(
@@ -45,6 +55,11 @@ def run_part(part: str, out: Path, work: Path, seconds: float, source: Path | No
         train(ledger, sizes, work, device, min(SPENT * seconds, sizes.most_seconds))
         if (work / "twin").exists():
             pack(work / "twin", out)
+    elif part == "pretrained":
+        text, data = texts
+        if source is None or text is None or data is None:
+            raise InvalidInput("the part pretrained needs --source DIR, --text FILE and --data FILE")
+        pretrained(ledger, sizes, work, source.resolve(), text.resolve(), data.resolve())
     else:
         directory = source or work / "source"
         if not (directory / "config.json").exists():

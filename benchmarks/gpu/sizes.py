@@ -54,6 +54,10 @@ class Sizes:
         retrieval: settings of the suite `retrieval`.
         recovery: sizes of `benchmarks.recovery`'s runs.
         cells: target, start and recipe of distillations.
+        pretrained: options of `kvfold convert` for folds of a pretrained source, by name.
+        pretrained_windows: tokens of an evaluation window, and how many.
+        trained: which of these folds are trained.
+        training: tokens of a window, and keys of a recipe's stage and evaluation.
         kinds: kinds of `benchmarks.training`.
         step_tokens: tokens of a timed training step, and of a window.
         losses: options of `benchmarks.losses`.
@@ -83,6 +87,10 @@ class Sizes:
     retrieval: dict[str, Any]
     recovery: dict[str, int]
     cells: tuple[tuple[str, str, str], ...]
+    pretrained: dict[str, str]
+    pretrained_windows: tuple[tuple[int, int], ...]
+    trained: tuple[str, ...]
+    training: dict[str, Any]
     kinds: tuple[tuple[str, str], ...]
     step_tokens: tuple[int, int]
     losses: tuple[str, ...]
@@ -145,6 +153,21 @@ FULL = Sizes(
         ("mla 12.5%", "best", "ce"), ("mla 12.5%", "plain", "kl"), ("mla 25%", "best", "kl"),
         ("mla 25%", "plain", "ce"), ("gqa 1 head", "best", "kl"), ("gqa 1 head", "plain", "ce"),
     ),
+    pretrained={
+        "mla 50%": "--to mla --kv-budget 50% --container remote --length 256",
+        # the best of twelve settings on SmolLM2-135M (docs/results.md)
+        "transmla 50%": "--to mla --kv-budget 50% --rope-dim 32 --method transmla:fold2:balance0.5"
+        " --container remote",
+        "mla 25%": "--to mla --kv-budget 25% --container remote",
+        "gqa 1 head": "--to gqa --kv-heads 1",
+    },
+    pretrained_windows=((256, 32), (2048, 16)),
+    trained=("mla 50%", "transmla 50%"),
+    training={
+        "window": 1024,
+        "stage": {"lr": 2e-4, "tokens": 2**22, "batch_tokens": 32768, "micro_batch": 8},
+        "evaluate": {"every": 16, "windows": 32},
+    },
     kinds=(
         ("all", "plain"), ("all", "online"), ("attention", "plain"), ("attention", "online"),
         ("attention", "shared"),
@@ -191,6 +214,17 @@ TOY = Sizes(
     },
     recovery={"tokens": 1024, "batch_tokens": 512, "window": 64, "evaluations": 2, "windows": 2},
     cells=(("mla 25%", "plain", "kl"),),
+    pretrained={
+        "mla 50%": "--to mla --kv-budget 50% --container remote --sequences 4 --length 32 --refine 2",
+        "gqa 1 head": "--to gqa --kv-heads 1",
+    },
+    pretrained_windows=((64, 2),),
+    trained=("mla 50%",),
+    training={
+        "window": 64,
+        "stage": {"lr": 2e-4, "tokens": 512, "batch_tokens": 256, "micro_batch": 2},
+        "evaluate": {"every": 1, "windows": 2},
+    },
     kinds=(("all", "plain"), ("all", "online")),
     step_tokens=(128, 32),
     losses=("--tokens", "32", "--vocabulary", "64", "--hidden", "16", "--repeats", "1", "--chunks", "10"),

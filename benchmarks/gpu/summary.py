@@ -53,6 +53,7 @@ TITLES = {
     "train": "A source trained on the spot",
     "fold": "Folds of it",
     "distil": "Distillation of its folds",
+    "pretrained": "A pretrained source",
 }
 
 
@@ -197,9 +198,40 @@ def _distil(rows: Rows) -> list[Table]:
     ]
 
 
+def _pretrained(rows: Rows) -> list[Table]:
+    windows = list(dict.fromkeys(window for row in _kind(rows, "fold") for window in row["losses"]))
+    lost = [
+        (
+            label.removeprefix("fold "), _number(row["fold_seconds"]), _number(row["predicted"]),
+            *(
+                f"{row['losses'][window]['lost']:.4f} ± {row['losses'][window]['standard_error']:.4f}"
+                for window in windows
+            ),
+        )
+        for label, row in rows.items()
+        if label.startswith("fold ")
+    ]  # fmt: skip
+    points = [
+        (
+            label.removeprefix("training "), str(point["tokens"]),
+            _number(point["eval_perplexity"], "{:.2f}"), _number(point.get("eval_kl")),
+            _number(point.get("recovered_share"), "{:.1%}"),
+        )
+        for label, row in rows.items()
+        if label.startswith("training ")
+        for point in row["points"]
+        if "eval_perplexity" in point
+    ]  # fmt: skip
+    return [
+        (("fold", "s", "predicted", *(f"lost, windows of {window}" for window in windows)), lost),
+        (("training of", "tokens", "perplexity", "KL", "recovered"), points),
+    ]
+
+
 TABLES: dict[str, Callable[[Rows], list[Table]]] = {
     "kernel": _kernel,
     "train": _train,
     "fold": _fold,
     "distil": _distil,
+    "pretrained": _pretrained,
 }

@@ -18,6 +18,8 @@ in one file; the day is that of the last run, unless there is a row for each.
 # Files whose names do not begin with that of their benchmark; - becomes _ in the others.
 _COMMANDS = {
     "fold-cost-sizes": "fold_cost",
+    "gpu-kernel": "gpu kernel",
+    "gpu-pretrained": "gpu pretrained",
     "convert-curves": "convert_speed --curves",
     "latent-norm": "fidelity",
     "llama-cpp-cpu": "llama_cpp",
@@ -47,7 +49,8 @@ def command(name: str) -> str:
     """
     for start in _starts(name):
         module, *options = _COMMANDS.get(start, start.replace("-", "_")).split()
-        if (ROOT / "benchmarks" / f"{module}.py").exists():
+        place = ROOT / "benchmarks" / module
+        if place.with_suffix(".py").exists() or (place / "__main__.py").exists():
             return " ".join([f"benchmarks.{module}", *options])
     raise ValueError(f"no benchmark writes benchmarks/results/{name}.json; name it in docs/make/runs_page.py")
 

@@ -5,6 +5,7 @@ What needs a GPU is left out here: the kernel itself, CUDA graphs, and FSDP 2 in
 
 import gc
 import json
+import subprocess
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -21,6 +22,7 @@ from safetensors.torch import load_file
 
 from benchmarks import kernels, losses
 from benchmarks.gpu import distil as distillation
+from benchmarks.gpu import pretrained
 from benchmarks.gpu.__main__ import main
 from benchmarks.gpu.ledger import Ledger, NotRun
 from benchmarks.gpu.parcel import pack, unpack
@@ -28,8 +30,9 @@ from benchmarks.gpu.parts import run_part
 from benchmarks.gpu.sizes import FULL, TOY
 from benchmarks.gpu.source import Training, new_model, rate_at
 from benchmarks.gpu.summary import table, write_summary
-from benchmarks.gpu.text import documents, is_held_out
+from benchmarks.gpu.text import HELD, TRAIN, documents, is_held_out
 from benchmarks.gpu.tokens import ASKED, Windows, make_tokenizer, make_tokens
+from kvfold.cli import main as kvfold_command
 from kvfold.core.errors import InvalidInput
 from kvfold.distill.recipe.recipe_file import read_recipe
 
@@ -109,6 +112,52 @@ def test_distillations_are_measured(day: Path, monkeypatch: pytest.MonkeyPatch) 
     assert set(recovery["own_reached"]) == {"90%", "95%", "99%"}
     assert found["step all, plain"]["seconds"] > 0
     assert [row["kind"] for row in found["losses"]["losses"]] == ["dense", "chunked"]
+
+
+def test_a_pretrained_source_is_measured(day: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands run in this process; the first fold keeps its statistics for the others."""
+    commands = []
+
+    def in_process(words: list[str], _seconds: float) -> str:
+        commands.append(words[3:])
+        return CliRunner().invoke(kvfold_command, words[3:], catch_exceptions=False).stdout
+
+    monkeypatch.setattr(pretrained, "child", in_process)
+    texts = (day / HELD, day / TRAIN)
+    for _ in range(2):
+        assert run_part("pretrained", day / "out", day, 600, day / "source", True, texts) == 0
+    found = rows(day, "pretrained")
+    assert list(found) == ["fold mla 50%", "fold gqa 1 head", "training mla 50%"]
+    assert [words[0] for words in commands] == ["convert", "eval", "convert", "eval", "distill"]
+    assert "--save-statistics" in commands[0]
+    assert "--calibration" in commands[2]
+    assert found["fold mla 50%"]["losses"]["64"]["lost"] > -1
+    assert [point["tokens"] for point in found["training mla 50%"]["points"]] == [256, 512]
+    assert "| mla 50% | 512 |" in write_summary(day / "out")
+
+
+def test_a_training_that_the_time_ends_keeps_its_points(
+    day: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was measured until then; without any, the row fails."""
+
+    def late(words: list[str], _seconds: float) -> str:
+        raise subprocess.TimeoutExpired(words, 1)
+
+    monkeypatch.setattr(pretrained, "child", late)
+    ledger = Ledger("pretrained", "toy", tmp_path, tmp_path / "out", 100)
+    given = (ledger, TOY, tmp_path, day / "source", day / HELD, day / TRAIN)
+    with pytest.raises(InvalidInput, match="no fold mla 50% to train"):
+        pretrained.trained(*given, "mla 50%")
+    (tmp_path / "mla-50").mkdir()
+    with pytest.raises(RuntimeError, match="before its first step"):
+        pretrained.trained(*given, "mla 50%")
+    partial = tmp_path / "mla-50-trained.partial"
+    partial.mkdir()
+    (partial / "metrics.jsonl").write_text(json.dumps({"step": 8, "tokens": 2048, "kl": 0.5}) + "\n")
+    row = pretrained.trained(*given, "mla 50%")
+    assert row["stopped"]
+    assert row["points"] == [{"tokens": 2048, "kl": 0.5}]
 
 
 def test_the_kernel_is_measured(day: Path) -> None:
@@ -253,6 +302,7 @@ def test_the_twin_fits_what_may_come_home(tmp_path: Path) -> None:
         (["summary"], "has no gpu-"),
         (["unpack"], "has no twin.tar.0"),
         (["cook"], "is not one of"),
+        (["pretrained", "--toy"], "needs --source DIR, --text FILE and --data FILE"),
     ],
 )
 def test_bad_input(words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
