@@ -1,8 +1,9 @@
 """Rates of this machine, by a micro-benchmark of about a second."""
 
+import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from statistics import median
 
@@ -41,6 +42,14 @@ class Rates:
     stream: float
     call: float
     threads: int
+
+    def of_calls(self) -> "Rates":
+        """Return rates by which only small operations take time."""
+        free = math.inf
+        return replace(
+            self, products=free, decoding=free, single=free, mixing=free, double=free, decomposition=free,
+            stream=free,
+        )  # fmt: skip
 
 
 @cache

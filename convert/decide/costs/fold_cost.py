@@ -30,18 +30,20 @@ from .quantised_cost import prepared
 
 # Measured seconds over counted ones, fitted by hand on folds of three sources (benchmarks/README.md).
 FACTORS = {
-    "text": 1.4,
-    "statistics": 2.0,
+    "text": 1.7,
+    "statistics": 1.1,
     "closed form": 1.15,
     "refinement": 1.0,
     "rounded length": 1.6,
     "quantised cache": 1.25,
 }
-_STARTED = 1.2e6  # small operations as long as importing torch and transformers takes
+_STARTED = 1.6e6  # small operations as long as importing torch and transformers takes
 BASE = 6.5e8  # bytes of a process that has imported them
 _DECODED, _PASSED = 20, 150  # small operations of a layer for a token, and for a batch forward and backward
+_NUMBERED = 5500  # bytes that are moved for each of a layer's hidden numbers, forward and backward
 _TURNED = 70  # of a round of the latent's turn
 _READ = 2.5  # times that decoding passes over keys and values
+_NORMED = 1.5  # of the seconds counted for a latent norm
 _FITTED = 24  # evaluations of the fit of a latent norm, which ends early
 _OPTIMISED = 3e5  # small operations as long as importing what torch's optimizers need takes
 _ROUNDED = 65  # of the search for a rounded length
@@ -127,13 +129,29 @@ def predict_cost(plan: Plan, calibration: str, rates: Rates) -> FoldCost:
         seconds["text"] = _text(replace(shapes, sequences=count), rates)
     if is_read:
         seconds["statistics"] = _statistics(shapes, rates)
-    # A plan by weights alone has a linear norm, which statistics may change.
-    can_fit = plan.latent_norm is not None and plan.request.latent_norm != "linear"
-    fitted = can_fit and calibration != "none"
-    layers = shapes.layers / jobs
-    seconds["closed form"] = layers * _closed(plan, shapes, rates)
+    by_layer = _of_layers(plan, calibration, shapes, rates, jobs)
+    # Python's own part of small operations is of one thread at a time, however many layers are at work.
+    held = _of_layers(plan, calibration, shapes, rates.of_calls(), 1)
+    seconds |= {phase: value + (1 - 1 / jobs) * held[phase] for phase, value in by_layer.items()}
+    found = {phase: value * FACTORS.get(phase, 1.0) for phase, value in seconds.items() if value}
+    fitted = _fits_norm(plan, calibration)
+    return FoldCost(seconds=found, peak_bytes=_peak(plan, shapes, calibration, jobs, fitted=fitted))
+
+
+def _fits_norm(plan: Plan, calibration: str) -> bool:
+    """Return whether a latent norm is fitted.
+
+    A plan by weights alone has a linear one, which statistics may change.
+    """
+    return plan.latent_norm is not None and plan.request.latent_norm != "linear" and calibration != "none"
+
+
+def _of_layers(plan: Plan, calibration: str, shapes: Shapes, rates: Rates, jobs: int) -> dict[str, float]:
+    """Return the seconds of the phases in which `jobs` layers are folded at once."""
+    layers, fitted = shapes.layers / jobs, _fits_norm(plan, calibration)
+    seconds = {"closed form": layers * _closed(plan, shapes, rates)}
     if fitted:
-        norm = _norm(plan, shapes, rates)
+        norm = _NORMED * _norm(plan, shapes, rates)
         turns = _turns(norm_choice.LAYERS, shapes, jobs)
         seconds["closed form"] += layers * norm + turns * (norm + 2 * _closed(plan, shapes, rates))
         seconds["closed form"] += _OPTIMISED * rates.call
@@ -144,8 +162,7 @@ def predict_cost(plan: Plan, calibration: str, rates: Rates) -> FoldCost:
             seconds["rounded length"] = layers * _rounded(plan, shapes, rates)
         if plan.request.cache_dtype != "bfloat16":
             seconds["quantised cache"] = _quantised(plan, shapes, rates, jobs, fitted=fitted)
-    found = {phase: value * FACTORS.get(phase, 1.0) for phase, value in seconds.items() if value}
-    return FoldCost(seconds=found, peak_bytes=_peak(plan, shapes, calibration, jobs, fitted=fitted))
+    return seconds
 
 
 def _text(shapes: Shapes, rates: Rates) -> float:
@@ -165,7 +182,8 @@ def _statistics(shapes: Shapes, rates: Rates) -> float:
     """Return the seconds of a pass forward and backward with its moments."""
     x, keys, maps = shapes.tokens, shapes.key_heads * shapes.width, shapes.heads * shapes.length
     products = 2 * 2 * x * shapes.weights + shapes.layers * 12 * x * maps * shapes.width
-    moved = (shapes.layers * 24 * x * maps + 8 * x * shapes.vocabulary) * FLOAT
+    moved = (shapes.layers * 60 * x * maps + 8 * x * shapes.vocabulary) * FLOAT
+    moved += shapes.layers * x * shapes.hidden * _NUMBERED
     sides = (shapes.hidden + 1) ** 2 + shapes.hidden**2 + 2 * keys**2
     moments = shapes.layers * 2 * x * (sides * 9 / 16 + 2 * shapes.heads * shapes.width**2)
     batches = math.ceil(shapes.sequences / batch_size(shapes.length))

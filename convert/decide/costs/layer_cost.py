@@ -14,6 +14,7 @@ from ..plan import Plan
 
 SLOW = 5  # of a small operation inside a module, in those of `Rates.call`
 FLOAT, DOUBLE = 4, 8  # bytes
+_MOVED = 24  # times that a number of a layer's queries is read or written besides products: rotation, loss
 _ATTENDED = 60  # small operations of one layer's attention
 _DESCENDED = 50  # small operations of a step of refinement for each of a layer's tensors
 _RATES = 3  # rates of refinement that are tried, in most layers
@@ -114,7 +115,9 @@ def _forward(shapes: Shapes, rates: Rates, projections: float, width: float) -> 
         width: of keys and values.
     """
     # Scores and mixing are over half of the keys.
-    return 2 * projections / rates.single + 2 * shapes.length * shapes.heads * width / rates.mixing
+    inside = shapes.heads * width
+    moved = _MOVED * inside * FLOAT / rates.stream
+    return 2 * projections / rates.single + 2 * shapes.length * inside / rates.mixing + moved
 
 
 def of_source(shapes: Shapes, rates: Rates) -> float:
