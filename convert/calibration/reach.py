@@ -2,7 +2,7 @@
 
 A model can have more positions than it was trained on. Beyond those its text falls apart: it predicts a text
 much worse behind another one than alone. Its uncertainty jumps there, too, but a sound model's also rises
-where free text drifts away from what it knows, so that this counts only where pairs of texts cannot be read.
+where free text drifts away from what it knows, so that this counts only where there are too few texts.
 Statistics of such positions are of inputs that no use of the model should have.
 
 Legend: B sequences, T tokens, P pairs of sequences, L tokens of each sequence of a pair.
@@ -28,6 +28,7 @@ RISE, TIMES, ERRORS = 0.5, 2.0, 2.0
 # predictions break down, in nats: 0.99 where a trained source broke down, 0.24 and less where four were
 # sound.
 PAIRS, FEWEST, SHORTEST, WORSE = 8, 3, 64, 0.5
+_AT_ONCE = 2  # texts: logits of a large vocabulary take much memory, and weights may be read at every pass
 
 
 def default_length(source: Source) -> int:
@@ -59,9 +60,9 @@ def reach_of(tokens_BT: Tensor, entropy_BT: Tensor, model: Any) -> tuple[int, st
     Args:
         tokens_BT: ids of text that the source wrote, int64.
         entropy_BT: of the prediction before every token of it, nats.
-        model: a transformers causal language model in eval mode; None where none fits in memory.
+        model: a transformers causal language model in eval mode.
     """
-    if model is not None and _pairs(tokens_BT):
+    if _pairs(tokens_BT):
         end, sign = breakdown(model, tokens_BT), "it predicts text much worse"
     else:
         end, sign = jump(entropy_BT), "its entropy jumps"
@@ -123,6 +124,18 @@ def breakdown(model: Any, tokens_BT: Tensor) -> int | None:
     return None
 
 
+def readings(sequences: int, length: int) -> int:
+    """Return how often a source runs to read the pairs of a text of so many sequences, at most.
+
+    Example:
+        >>> readings(48, 256)
+        16
+    """
+    tokens_BT = torch.empty(sequences, length, device="meta")
+    doublings = (length // SHORTEST).bit_length() - 1
+    return max(0, doublings) * 2 * -(-_pairs(tokens_BT) // _AT_ONCE)
+
+
 def _pairs(tokens_BT: Tensor) -> int:
     """Return the number of pairs that are read; 0 where there are too few, or none is long enough."""
     pairs = min(PAIRS, len(tokens_BT) // 2)
@@ -132,9 +145,9 @@ def _pairs(tokens_BT: Tensor) -> int:
 def _second_half(model: Any, ids_PT: Tensor, count: int) -> Tensor:
     """Return the mean loss of the last `count` tokens of every text (P,), nats."""
     losses = []
-    for ids_T in ids_PT:  # one at a time, since logits of a large vocabulary take much memory
-        ids_1T = ids_T[None].to(model.device)
+    for some_BT in ids_PT.to(model.device).split(_AT_ONCE):
         with torch.no_grad():
-            output = model(input_ids=ids_1T[:, :-1], use_cache=False, logits_to_keep=count)
-        losses.append(cross_entropy(output.logits[0, -count:].float(), ids_1T[0, -count:]))
-    return torch.stack(losses).cpu()
+            output = model(input_ids=some_BT[:, :-1], use_cache=False, logits_to_keep=count)
+        logits_BVT = output.logits[:, -count:].mT.float()
+        losses.append(cross_entropy(logits_BVT, some_BT[:, -count:], reduction="none").mean(1))
+    return torch.cat(losses).cpu()

@@ -8,6 +8,8 @@ import itertools
 import json
 import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,7 +37,7 @@ from . import passes
 from .calibration_text import alternating, count_read, digest_of, name_of, read_text
 from .capacity import Need
 from .moments import Layout
-from .reach import default_length, reach_of
+from .reach import default_length, reach_of, readings
 from .self_text import OwnText, write_text
 from .statistics import RUN_DIGITS, Statistics, read_run
 
@@ -100,8 +102,12 @@ def study(
         model = LayeredModel(source.checkpoint) if layerwise else _whole_model(source.checkpoint)
     own_BT, end = None, None
     if own:
-        written = _sample(source, model, need, sequences=sequences - count, length=length, seed=seed)
-        own_BT, end = _within_reach(written, None if isinstance(model, LayeredModel) else model, chosen)
+        with _running(model, need, sequences - count, length) as (whole, batch):
+            written = write_text(
+                whole, sequences=sequences - count, length=length, bos=source.config.get("bos_token_id"),
+                seed=seed, batch_size=batch,
+            )  # fmt: skip
+            own_BT, end = _within_reach(written, whole, chosen)
     tokens_BT = alternating(own_BT, read_BT)
     statistics = _collect(source, model, tokens_BT, calibration=name_of(calibration), seed=seed, work=work)
     statistics = replace(statistics, reach=end)
@@ -170,7 +176,7 @@ def _within_reach(text: OwnText, model: Any, chosen: bool) -> tuple[Tensor, int 
 
     Args:
         text: that the source wrote.
-        model: the source; None where it does not fit in memory, so that only entropies are looked at.
+        model: the source, which reads some of it again.
         chosen: whether the length of the text was left to kvfold; otherwise it stays.
     """
     length = text.tokens_BT.shape[1]
@@ -273,21 +279,15 @@ def _reused(file: Path, run: str, work: Path | None) -> Statistics:
     return replace(statistics, layers=tuple(layer.parked(_place(work)) for layer in statistics.layers))
 
 
-def _sample(source: Source, model: Any, need: Need, *, sequences: int, length: int, seed: int) -> OwnText:
-    """Return text that the source writes, as many sequences at once as fit next to it in memory."""
-    settings: dict[str, Any] = {
-        "sequences": sequences,
-        "length": length,
-        "bos": source.config.get("bos_token_id"),
-        "seed": seed,
-    }
+@contextmanager
+def _running(model: Any, need: Need, sequences: int, length: int) -> Iterator[tuple[Any, int]]:
+    """Yield a source that runs whole, and how many sequences it writes at once: as many as fit next to it."""
     if not isinstance(model, LayeredModel):
-        return write_text(
-            model, batch_size=need.fitting_sequences(need.weights, sequences, loaded=True), **settings
-        )
+        yield model, need.fitting_sequences(need.weights, sequences, loaded=True)
+        return
     batch = need.fitting_sequences(need.layer + need.rest, sequences)
     kept = need.fitting_layers(batch)
-    times = -(-sequences // batch) * length
+    times = -(-sequences // batch) * length + readings(sequences, length)
     notice(
         f"the source is larger than memory and writes {sequences} sequences of its own: "
         f"{len(model.blocks) - kept} of its "
@@ -295,7 +295,7 @@ def _sample(source: Source, model: Any, need: Need, *, sequences: int, length: i
         f"read twice"
     )
     with model.streamed(kept) as whole:
-        return write_text(whole, batch_size=batch, **settings)
+        yield whole, batch
 
 
 def layout_of(source: Source) -> Layout:

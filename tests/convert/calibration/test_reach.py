@@ -11,8 +11,11 @@ from safetensors.torch import load_file, save_file
 
 from kvfold import MQA, fold
 from kvfold.checkpoints.record import read_record
+from kvfold.convert.calibration.capacity import Need
 from kvfold.convert.calibration.reach import LENGTH, breakdown, default_length, jump, reach_of
+from kvfold.convert.calibration.study import study
 from kvfold.convert.families.source import open_source
+from kvfold.models.layered_model import LayeredModel
 from tests.support.tiny import make
 
 BROKEN = 64  # the position from which the source of `broken` predicts next to nothing
@@ -90,7 +93,6 @@ def test_pairs_of_texts_overrule_entropies() -> None:
     assert reach_of(COUNTS_BT, jump_BT, Reader(512)) is None
     assert reach_of(COUNTS_BT, torch.zeros(16, 511), Reader(128)) == (128, "it predicts text much worse")
     by_entropy = (128, "its entropy jumps")
-    assert reach_of(COUNTS_BT, jump_BT, None) == by_entropy
     assert reach_of(COUNTS_BT[:5], jump_BT[:5], Reader(512)) == by_entropy
     assert reach_of(COUNTS_BT[:, :127], jump_BT[:, 64:190], Reader(512)) == (64, "its entropy jumps")
 
@@ -147,6 +149,26 @@ def test_calibration_stops_where_the_sources_own_text_breaks_down(tmp_path: Path
     again = fold(broken, MQA(), out=tmp_path / "again", sequences=4, refine=0)
     files = [(made.directory / "model.safetensors").read_bytes() for made in (folded, again)]
     assert files[0] == files[1]
+
+
+def test_a_source_larger_than_memory_reads_pairs_too(
+    broken: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Six sequences make pairs; the notice counts how often layers are read for them."""
+    reads, load = list[int](), LayeredModel.load
+    source, how = open_source(broken), {"sequences": 6, "seed": 0}
+    whole = study(source, "self", **how, layerwise=False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Need, "fitting_layers", lambda *_: 0)
+        patch.setattr(LayeredModel, "load", lambda self, number: reads.append(number) or load(self, number))
+        layered = study(source, "self", **how, layerwise=True, work=tmp_path)
+    assert whole is not None
+    assert layered is not None
+    assert layered.reach == whole.reach == BROKEN
+    assert caplog.text.count("it predicts text much worse") == 2
+    passes = int(caplog.text.partition("layers are read ")[2].split()[0])
+    for_statistics, written = 2, 255
+    assert written < max(map(reads.count, reads)) - for_statistics <= passes
 
 
 def test_a_length_that_is_named_stays_and_is_reported(tmp_path: Path, broken: Path) -> None:
