@@ -101,8 +101,8 @@ def _resources(binary: bytes, reader: Path) -> dict[str, int]:
 def replayed(call: Callable[[], Any]) -> Callable[[], float]:
     """Return a function that replays a recorded graph of `call` and returns its milliseconds.
 
-    The function holds `call`: a graph does not hold the tensors that it reads, and the next recording gives
-    what nobody holds back to the driver.
+    The function keeps `call`: a graph does not keep the tensors that it reads, and the next recording returns
+    to the driver what nothing keeps.
     """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -114,7 +114,7 @@ def replayed(call: Callable[[], Any]) -> Callable[[], float]:
     with torch.cuda.graph(graph):
         call()
 
-    def run() -> float:
+    def run(_reads: Callable[[], Any] = call) -> float:
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
         for _ in range(REPLAYS):
@@ -123,7 +123,6 @@ def replayed(call: Callable[[], Any]) -> Callable[[], float]:
         end.synchronize()
         return float(start.elapsed_time(end)) / REPLAYS
 
-    run.reads = call  # type: ignore[attr-defined]
     return run
 
 
@@ -218,22 +217,23 @@ def measured(
 
 @torch.no_grad()
 def tiled(
-    rank: int, rope: int, context: int, batch: int, tile: int, stages: int, *, heads: int = HEADS
+    rank: int, rope: int, context: int, batch: int, tile: int, stages: int, heads: int, fresh: int
 ) -> dict[str, Any]:
-    """Return milliseconds of the kernel with one choice of latents per tile and of tiles on their way.
+    """Return milliseconds per layer of the kernel with one choice of latents per tile and tiles on their way.
 
-    The choices of `kernels_kvfold.TILES` should be the fastest of these; GPU only.
+    The first of `kernels_kvfold.TILES` should be the fastest that cards have room for; GPU only. As many
+    layers' caches are read as make `fresh` bytes, so that none comes from the processor's own cache.
     """
     options: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
-    query, turned = (
-        torch.randn(batch, heads, 1, rank, **options),
-        torch.randn(batch, heads, 1, rope, **options),
-    )
-    latent, key = torch.randn(batch, context, rank, **options), torch.randn(batch, context, rope, **options)
-    given = (query, turned, latent, key, None, (HEAD + rope) ** -0.5)
-    processors = kernels._processors(latent.device)
-    run = replayed(lambda: kernels.fused(*given, tile=tile, stages=stages, processors=processors))
-    return {"tile": tile, "stages": stages, "ms": statistics.median(run() for _ in range(ROUNDS))}
+    query, turned = (torch.randn(batch, heads, 1, width, **options) for width in (rank, rope))
+    layers = max(1, fresh // (batch * context * (rank + rope) * 2))
+    caches = [
+        tuple(torch.randn(batch, context, width, **options) for width in (rank, rope)) for _ in range(layers)
+    ]
+    how = {"tile": tile, "stages": stages, "processors": kernels._processors(query.device)}
+    scale = (HEAD + rope) ** -0.5
+    run = replayed(lambda: [kernels.fused(query, turned, *cache, None, scale, **how) for cache in caches])
+    return {"tile": tile, "stages": stages, "ms": statistics.median(run() for _ in range(ROUNDS)) / layers}
 
 
 def _key(query: Tensor, rank: int, rope: int, rows: int, mask: Tensor | None = None) -> tuple[Any, ...]:

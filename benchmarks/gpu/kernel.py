@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ MORE = (
     (32, 4, "added"),
     (40, 3, "none"),
 )  # at the first
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 STEPS = 12  # timed, of each kind
 KINDS = ("mha", "remote")
 
@@ -47,18 +49,20 @@ def kernel(ledger: Ledger, sizes: Sizes, device: str) -> None:
         device: `cuda` or `cpu`, where the kernel itself is left out.
     """
     first = sizes.speeds[0][:2]
-    _agreements(ledger, sizes.agreements[:1], ROWS + MORE, device)
+    _agreements(ledger, sizes.agreements[:1], ROWS, DTYPES, device)
+    _agreements(ledger, sizes.agreements[:1], MORE, DTYPES[:1], device)
     _speeds(ledger, [cell for cell in sizes.speeds if cell[:2] == first], sizes, device)
-    for tile, stages in sizes.tiles if device == "cuda" else ():
+    for tile, stages in sizes.tiles:
         for context, batch in sizes.steps:
             label = f"tile {tile} x {stages}, {context} tokens, batch {batch}"
-            ledger.attempt(label, partial(benchmark.tiled, *first, context, batch, tile, stages))
+            given = (*first, context, batch, tile, stages, sizes.heads, sizes.fresh)
+            ledger.attempt(label, partial(benchmark.tiled, *given))
     shape, needs = Shape(**sizes.step_shape), 30.0 if device == "cuda" else 0.0
     for context, batch in sizes.steps:
         for kind in KINDS:
             label = f"step {kind}, {context} tokens, batch {batch}"
             ledger.attempt(label, partial(decoding_step, kind, shape, context, batch, device), needs)
-    _agreements(ledger, sizes.agreements[1:], ROWS, device)
+    _agreements(ledger, sizes.agreements[1:], ROWS, DTYPES[:1], device)
     _speeds(ledger, [cell for cell in sizes.speeds if cell[:2] != first], sizes, device)
     with tempfile.TemporaryDirectory() as folder:
         for checked in FOLDS:
@@ -68,15 +72,16 @@ def kernel(ledger: Ledger, sizes: Sizes, device: str) -> None:
 
 
 def _agreements(
-    ledger: Ledger, widths: Iterable[tuple[int, int]], rows: tuple[tuple[int, int, str], ...], device: str
+    ledger: Ledger,
+    widths: Iterable[tuple[int, int]],
+    rows: Iterable[tuple[int, int, str]],
+    dtypes: Iterable[torch.dtype],
+    device: str,
 ) -> None:
-    """Compare the kernel with float64 at ranks and rotary widths; with `MORE`, in every dtype, too."""
-    dtypes = (torch.float16, torch.float32) if len(rows) > len(ROWS) else ()
-    for rank, rope in widths:
-        for heads, length, mask in rows:
-            for dtype in (torch.bfloat16, *(dtypes if (heads, length, mask) in ROWS else ())):
-                label = f"agreement {rank}+{rope}, {heads} x {length} rows, mask {mask}, {str(dtype)[6:]}"
-                ledger.attempt(label, partial(agreed, rank, rope, heads, length, mask, dtype, device))
+    """Compare the kernel with float64 at ranks and rotary widths, rows and dtypes."""
+    for (rank, rope), (heads, length, mask), dtype in product(widths, rows, dtypes):
+        label = f"agreement {rank}+{rope}, {heads} x {length} rows, mask {mask}, {str(dtype)[6:]}"
+        ledger.attempt(label, partial(agreed, rank, rope, heads, length, mask, dtype, device))
 
 
 def _speeds(ledger: Ledger, cells: Iterable[tuple[int, int, int, int]], sizes: Sizes, device: str) -> None:

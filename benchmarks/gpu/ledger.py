@@ -2,7 +2,6 @@
 
 import gc
 import json
-import subprocess
 import time
 import traceback
 from collections.abc import Callable
@@ -19,11 +18,6 @@ from ..machine import machine
 
 PARTS = ("kernel", "train", "fold", "distil", "pretrained")
 Row = dict[str, Any]
-# Failures of one row, which do not end a part: of a GPU, of another version of a package, of a child process.
-_FAILURES = (
-    RuntimeError, ImportError, AttributeError, TypeError, ValueError, LookupError, ArithmeticError, OSError,
-    AssertionError, subprocess.SubprocessError,
-)  # fmt: skip
 
 
 class NotRun(Exception):
@@ -98,15 +92,15 @@ class Ledger:
             self.not_run[label] = str(reason)
         except torch.OutOfMemoryError as error:
             self.not_run[label] = f"it does not fit into the GPU's memory: {_first_line(error)}"
-        except _FAILURES as error:
+        except Exception as error:  # of a GPU, a compiler, another version of a package, a child process
             traceback.print_exc()
             self.failed[label] = _first_line(error)
         else:
             self.rows[label] = {**row, "wall_seconds": round(time.monotonic() - begun, 2)}
+        self.write()  # first, since a GPU that a row has broken fails at the next call
         if torch.cuda.is_available():
             gc.collect()  # outside the handlers, whose traceback would hold tensors
             torch.cuda.empty_cache()
-        self.write()
         said = self.not_run.get(label) or self.failed.get(label) or f"{time.monotonic() - begun:.1f} s"
         click.echo(f"{self.part}: {label}: {said}", err=True)
         return self.rows.get(label)

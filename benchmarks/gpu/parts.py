@@ -49,6 +49,8 @@ def run_part(
     device, sizes = ("cpu", SIZES["toy"]) if toy else ("cuda", SIZES["full"])
     torch.manual_seed(0)
     ledger = Ledger(part, sizes.name, work, out, seconds)
+    if part != "pretrained" and texts != (None, None):
+        raise InvalidInput("--text and --data are of the part pretrained alone; leave them out")
     if part == "kernel":
         kernel(ledger, sizes, device)
     elif part == "train":
@@ -59,7 +61,7 @@ def run_part(
         text, data = texts
         if source is None or text is None or data is None:
             raise InvalidInput("the part pretrained needs --source DIR, --text FILE and --data FILE")
-        pretrained(ledger, sizes, work, source.resolve(), text.resolve(), data.resolve())
+        pretrained(ledger, sizes, work.resolve(), source.resolve(), text.resolve(), data.resolve())
     else:
         directory = source or work / "source"
         if not (directory / "config.json").exists():

@@ -14,7 +14,7 @@ import yaml
 from kvfold.core.errors import InvalidInput
 
 from .distil import child
-from .ledger import Ledger, Row
+from .ledger import Ledger, NotRun, Row
 from .sizes import Sizes
 
 STATISTICS = "pretrained.safetensors"
@@ -23,7 +23,8 @@ STATISTICS = "pretrained.safetensors"
 def pretrained(ledger: Ledger, sizes: Sizes, work: Path, source: Path, text: Path, data: Path) -> None:
     """Fold a source, evaluate the folds, and train some of them; rows of the part `pretrained`.
 
-    The first fold takes the statistics that the others read. A training ends when the time does.
+    The first fold takes the statistics that the others read. Each training has an equal part of the time that
+    is left; one that this ends is a row with the points until then, and is not resumed.
 
     Args:
         ledger: of the part.
@@ -35,18 +36,26 @@ def pretrained(ledger: Ledger, sizes: Sizes, work: Path, source: Path, text: Pat
     """
     for label in sizes.pretrained:
         ledger.attempt(f"fold {label}", partial(folded, ledger, sizes, work, source, text, label))
-    for label in sizes.trained:
-        ledger.attempt(f"training {label}", partial(trained, ledger, sizes, work, source, text, data, label))
+    for number, label in enumerate(sizes.trained):
+        seconds = ledger.left() / (len(sizes.trained) - number)
+        given = (seconds, sizes, work, source, text, data, label)
+        ledger.attempt(f"training {label}", partial(trained, *given))
 
 
 def folded(ledger: Ledger, sizes: Sizes, work: Path, source: Path, text: Path, label: str) -> Row:
     """Return seconds of one fold, and the nats that it loses in windows of every length.
 
     Raises:
+        NotRun: the time ended, or there are no statistics.
         RuntimeError: a command failed.
     """
     out, saved = place(work, label), work / STATISTICS
-    shutil.rmtree(out, ignore_errors=True)
+    for left in work.glob(f"{out.name}*"):  # a fold that was stopped would be resumed in less time
+        shutil.rmtree(left, ignore_errors=True)
+    if label == next(iter(sizes.pretrained)):
+        saved.unlink(missing_ok=True)
+    elif not saved.exists():
+        raise NotRun("the first fold has not left its statistics")
     options = sizes.pretrained[label].split()
     options += ["--calibration", str(saved)] if saved.exists() else ["--save-statistics", str(saved)]
     start = time.monotonic()
@@ -70,14 +79,15 @@ def folded(ledger: Ledger, sizes: Sizes, work: Path, source: Path, text: Path, l
             "lost": loss["difference"]["mean"],
             "standard_error": loss["difference"]["standard_error"],
             "source_perplexity": loss["teacher"]["perplexity"],
+            "kl": found["suites"]["fidelity"]["kl"]["mean"],
         }
     return row
 
 
 def trained(
-    ledger: Ledger, sizes: Sizes, work: Path, source: Path, text: Path, data: Path, label: str
+    seconds: float, sizes: Sizes, work: Path, source: Path, text: Path, data: Path, label: str
 ) -> Row:
-    """Return the points of one training, as far as it got.
+    """Return the points of one training, as far as it got in so many seconds.
 
     Raises:
         InvalidInput: there is no fold of that name.
@@ -85,8 +95,9 @@ def trained(
     """
     if not place(work, label).exists():
         raise InvalidInput(f"there is no fold {label} to train, since its row was not measured")
-    own, out, file = sizes.training, work / f"{place(work, label).name}-trained", work / "recipe.yaml"
-    shutil.rmtree(out, ignore_errors=True)
+    own, out, file = sizes.training, work / f"trained-{place(work, label).name}", work / "recipe.yaml"
+    for left in work.glob(f"{out.name}*"):
+        shutil.rmtree(left, ignore_errors=True)
     stage = {"name": "kl", "losses": {"kl": 1.0}, "train": "all", "schedule": "wsd", **own["stage"]}
     recipe = {
         "schema": 1,
@@ -101,14 +112,15 @@ def trained(
     file.write_text(yaml.safe_dump(recipe), encoding="utf-8")
     is_stopped = False
     try:
-        child([sys.executable, "-m", "kvfold", "distill", str(file)], ledger.left())
+        child([sys.executable, "-m", "kvfold", "distill", str(file)], seconds)
     except subprocess.TimeoutExpired:
         is_stopped = True
     # A run that was stopped has its files next to where the output would be.
     lines = next(work.glob(f"{out.name}*/metrics.jsonl"), None)
     if lines is None:
         raise RuntimeError("the training was stopped before its first step")
-    points = [json.loads(line) for line in lines.read_text(encoding="utf-8").splitlines()]
+    written = lines.read_text(encoding="utf-8").splitlines(keepends=True)
+    points = [json.loads(line) for line in written if line.endswith("\n")]  # a run may be stopped in a line
     kept = (
         "tokens",
         "kl",
@@ -131,8 +143,15 @@ def place(work: Path, label: str) -> Path:
 
 
 def said(ledger: Ledger, *words: str) -> dict[str, Any]:
-    """Run a command of kvfold in a process of its own; return the object that it prints."""
-    found: dict[str, Any] = json.loads(
-        child([sys.executable, "-m", "kvfold", *words, "--json"], ledger.left())
-    )
+    """Run a command of kvfold in a process of its own; return the object that it prints.
+
+    Raises:
+        NotRun: the time ended.
+        RuntimeError: the command failed.
+    """
+    try:
+        printed = child([sys.executable, "-m", "kvfold", *words, "--json"], ledger.left())
+    except subprocess.TimeoutExpired as late:
+        raise NotRun("the time ended; the same command measures it") from late
+    found: dict[str, Any] = json.loads(printed)
     return found

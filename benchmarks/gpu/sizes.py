@@ -112,7 +112,7 @@ FULL = Sizes(
     speeds=tuple(
         (*width, context, batch) for width in _WIDTHS for context in _CONTEXTS for batch in _BATCHES
     ),
-    tiles=((64, 2), (64, 3), (32, 2), (32, 4), (32, 6), (128, 1), (16, 8)),
+    tiles=((64, 2), (64, 3), (32, 2), (32, 4), (32, 6), (16, 8)),
     fresh=2**28,
     heads=32,
     steps=((32768, 8), (8192, 1)),
@@ -183,7 +183,7 @@ TOY = Sizes(
     checks="gpt2 --to mqa",
     agreements=((24, 8),),
     speeds=((32, 8, 64, 2),),
-    tiles=((16, 1),),
+    tiles=(),
     fresh=2**12,
     heads=4,
     steps=((16, 2),),

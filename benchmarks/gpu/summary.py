@@ -92,7 +92,13 @@ def _kernel(rows: Rows) -> list[Table]:
             _number(max((row["error"] for row in _kind(rows, "agreement")), default=None), "{:.1e}"),
         )
     ]  # fmt: skip
+    tiles = [
+        (label.removeprefix("tile "), _number(row["ms"]))
+        for label, row in rows.items()
+        if label.startswith("tile ")
+    ]
     return [
+        (("latents of a tile x tiles on their way", "ms per layer"), tiles),
         (("folds that are right", "widths and masks that agree", "largest error"), right),
         (
             (

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 
@@ -15,9 +15,10 @@ def fold_threads(jobs: int) -> Iterator[ThreadPoolExecutor]:
     """
     usual = torch.get_num_threads()
     device = torch.cuda.current_device() if torch.cuda.is_available() else None
-    if device is not None:
+    if device is not None and jobs > 1:
         # The first decomposition on a GPU loads a library, which torch refuses to do in two threads at once.
-        torch.linalg.inv(torch.ones(1, 1, device="cuda"))
+        with suppress(RuntimeError):  # where the GPU is full, layers that need it say so
+            torch.linalg.inv(torch.ones(1, 1, device="cuda"))
 
     def prepare() -> None:
         torch.set_num_threads(1)

@@ -44,7 +44,7 @@ class Rates:
     threads: int
 
     def of_calls(self) -> "Rates":
-        """Return rates by which only small operations take time."""
+        """Return the same rates with all but small operations infinitely fast."""
         free = math.inf
         return replace(
             self, products=free, decoding=free, single=free, mixing=free, double=free, decomposition=free,

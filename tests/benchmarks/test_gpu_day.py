@@ -145,19 +145,41 @@ def test_a_training_that_the_time_ends_keeps_its_points(
         raise subprocess.TimeoutExpired(words, 1)
 
     monkeypatch.setattr(pretrained, "child", late)
-    ledger = Ledger("pretrained", "toy", tmp_path, tmp_path / "out", 100)
-    given = (ledger, TOY, tmp_path, day / "source", day / HELD, day / TRAIN)
+    given = (100.0, TOY, tmp_path, day / "source", day / HELD, day / TRAIN)
     with pytest.raises(InvalidInput, match="no fold mla 50% to train"):
         pretrained.trained(*given, "mla 50%")
     (tmp_path / "mla-50").mkdir()
     with pytest.raises(RuntimeError, match="before its first step"):
         pretrained.trained(*given, "mla 50%")
-    partial = tmp_path / "mla-50-trained.partial"
-    partial.mkdir()
-    (partial / "metrics.jsonl").write_text(json.dumps({"step": 8, "tokens": 2048, "kl": 0.5}) + "\n")
+
+    def stopped(words: list[str], seconds: float) -> str:
+        partial = tmp_path / "trained-mla-50.partial"
+        partial.mkdir()
+        lines = json.dumps({"step": 8, "tokens": 2048, "kl": 0.5}) + '\n{"step": 16, "tok'
+        (partial / "metrics.jsonl").write_text(lines)
+        return late(words, seconds)
+
+    monkeypatch.setattr(pretrained, "child", stopped)
     row = pretrained.trained(*given, "mla 50%")
     assert row["stopped"]
     assert row["points"] == [{"tokens": 2048, "kl": 0.5}]
+
+
+def test_a_fold_that_the_time_ends_is_measured_again(
+    day: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And no other one takes the statistics that it should have left."""
+
+    def late(words: list[str], _seconds: float) -> str:
+        raise subprocess.TimeoutExpired(words, 1)
+
+    monkeypatch.setattr(pretrained, "child", late)
+    texts = (day / HELD, day / TRAIN)
+    assert run_part("pretrained", tmp_path / "out", tmp_path, 100, day / "source", True, texts) == 0
+    result = json.loads((tmp_path / "out" / "gpu-pretrained.json").read_text())
+    assert result["not_run"]["fold mla 50%"].startswith("the time ended")
+    assert "has not left its statistics" in result["not_run"]["fold gqa 1 head"]
+    assert not result["rows"]
 
 
 def test_the_kernel_is_measured(day: Path) -> None:
@@ -191,7 +213,15 @@ def test_a_failure_does_not_end_a_part(tmp_path: Path) -> None:
     def leave_out() -> dict[str, Any]:
         raise NotRun("the package is not installed here")
 
+    class CompilerError(Exception):
+        """As of Triton, which is no RuntimeError."""
+
+    def compile_it() -> dict[str, Any]:
+        raise CompilerError("out of resources")
+
     ledger = Ledger("kernel", "toy", tmp_path, tmp_path / "out", 100)
+    assert ledger.attempt("zero", compile_it) is None
+    assert ledger.failed.pop("zero") == "CompilerError: out of resources"
     assert ledger.attempt("one", fail) is None
     assert ledger.attempt("two", leave_out) is None
     assert ledger.attempt("three", lambda: {"value": 3}) is not None
@@ -303,6 +333,7 @@ def test_the_twin_fits_what_may_come_home(tmp_path: Path) -> None:
         (["unpack"], "has no twin.tar.0"),
         (["cook"], "is not one of"),
         (["pretrained", "--toy"], "needs --source DIR, --text FILE and --data FILE"),
+        (["fold", "--toy", "--text", "a.txt"], "are of the part pretrained alone"),
     ],
 )
 def test_bad_input(words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,7 @@ CASES: dict[str, tuple[tuple[int, ...], str, torch.dtype, int]] = {
     "added": ((2, 20, 2, 33, 40, 16), "added", torch.float32, 9),
     "more rows than a block": ((1, 40, 1, 40, 32, 16), "", torch.float32, 4),
     "many splits": ((1, 4, 1, 400, 40, 8), "", torch.float32, 40),
+    "a rank in parts": ((2, 2, 1, 300, 200, 8), "static", torch.float32, 60),
     "half precision": ((2, 4, 1, 100, 64, 8), "boolean", torch.float16, 7),
 }
 

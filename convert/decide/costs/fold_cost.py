@@ -40,8 +40,8 @@ FACTORS = {
 _STARTED = 1.6e6  # small operations as long as importing torch and transformers takes
 BASE = 6.5e8  # bytes of a process that has imported them
 _DECODED, _PASSED = 20, 150  # small operations of a layer for a token, and for a batch forward and backward
-_NUMBERED = 5500  # bytes that are moved for each of a layer's hidden numbers, forward and backward
 _TURNED = 70  # of a round of the latent's turn
+_NUMBERED = 5500  # bytes that a pass forward and backward moves for each of a layer's hidden numbers
 _READ = 2.5  # times that decoding passes over keys and values
 _NORMED = 1.5  # of the seconds counted for a latent norm
 _FITTED = 24  # evaluations of the fit of a latent norm, which ends early
@@ -129,10 +129,12 @@ def predict_cost(plan: Plan, calibration: str, rates: Rates) -> FoldCost:
         seconds["text"] = _text(replace(shapes, sequences=count), rates)
     if is_read:
         seconds["statistics"] = _statistics(shapes, rates)
-    by_layer = _of_layers(plan, calibration, shapes, rates, jobs)
-    # Python's own part of small operations is of one thread at a time, however many layers are at work.
-    held = _of_layers(plan, calibration, shapes, rates.of_calls(), 1)
-    seconds |= {phase: value + (1 - 1 / jobs) * held[phase] for phase, value in by_layer.items()}
+    seconds |= _of_layers(plan, calibration, shapes, rates, jobs)
+    # Small operations are counted as of one thread at a time, however many layers are at work: most of each
+    # is Python's own, under its lock.
+    alone, at_once = (_of_layers(plan, calibration, shapes, rates.of_calls(), count) for count in (1, jobs))
+    for phase, held in alone.items():
+        seconds[phase] += held - at_once[phase]
     found = {phase: value * FACTORS.get(phase, 1.0) for phase, value in seconds.items() if value}
     fitted = _fits_norm(plan, calibration)
     return FoldCost(seconds=found, peak_bytes=_peak(plan, shapes, calibration, jobs, fitted=fitted))

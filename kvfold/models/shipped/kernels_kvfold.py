@@ -123,7 +123,7 @@ if triton is not None:
         sums, logarithms, joined, rows_M, splits,
         C: tl.constexpr, PART: tl.constexpr, TOGETHER: tl.constexpr,
     ):  # fmt: skip
-        """Of one row and PART columns: the means of all splits, by their weights.
+        """Average the means of all splits by their weights, for one row and PART columns.
 
         TOGETHER splits are read at once, since each read is waited for.
         """
@@ -262,7 +262,7 @@ def _first_sound(tensors: Any, scale: float) -> tuple[int, int] | None:
     given: tuple[Any, ...] = (*tensors, scale)
     dtype, mask, reason = tensors[2].dtype, tensors[4], ""
     is_boolean = mask is not None and mask.dtype == torch.bool
-    # A row that sees no token is zero in the kernel, and a mean of all tokens in a softmax.
+    # A row that sees no token means nothing: a softmax gives it the mean of all tokens, the kernel another.
     sees_B1T1 = mask[..., : tensors[2].shape[1]].any(-1, keepdim=True) if is_boolean else 1
     for tile, stages in TILES[dtype.itemsize]:
         try:

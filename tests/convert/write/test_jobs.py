@@ -92,14 +92,22 @@ def test_the_record_has_the_hash_of_every_source_file(tmp_path: Path) -> None:
     assert weights.items() <= recorded.items()
 
 
+def full(*_: object, **__: object) -> None:
+    raise torch.OutOfMemoryError("the GPU is full")
+
+
 def test_a_gpu_decomposes_once_before_threads_do(monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch loads its library for that at the first use, and fails where two threads do it at once."""
     said, ones = list[str](), torch.ones
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: said.append(f"thread on {device}"))
-    monkeypatch.setattr(torch, "ones", lambda *shape, device: said.append(device) or ones(*shape))
-    monkeypatch.setattr(torch.linalg, "inv", lambda matrix: said.append(f"inverse {tuple(matrix.shape)}"))
+    monkeypatch.setattr(torch, "ones", lambda *shape, device: ones(*shape))
+    for name in ("inv", "eigh", "solve", "cholesky", "cholesky_ex"):
+        monkeypatch.setattr(torch.linalg, name, lambda *_: said.append("decomposition"))
     with fold_threads(2) as pool:
         assert pool.submit(lambda: 7).result() == 7
-    assert said == ["cuda", "inverse (1, 1)", "thread on 0"]
+    assert said == ["decomposition", "thread on 0"]
+    monkeypatch.setattr(torch, "ones", full)
+    with fold_threads(2) as pool:
+        assert pool.submit(lambda: 7).result() == 7
