@@ -79,6 +79,8 @@ EARLIER = {
         "7e1f8492c6ab0a2cdb04bcdfb6c729ade2626e6a111ccfd93daec5cb0e803af1",
     ),
     "kernels_kvfold.py": (
+        "71fca4018c17ea732c0436615cfb31383d21bd5290e8d07ec6a6cb5b670e6a92",
+        "911ed4fccc53e087d93bf42c3aa936dae3e28907de38082c93f7ad4376057fcb",
         "e12b98291658197ebab3367d5700f829745e9ba78597c13d31c75af578a4e579",
         "0ec17d0613279d182122bafe651474accf0a2ad120edc86bad8f36accc550096",
         "5cf3eaef9a860438b64dbda6555a819ee78bbc2d78d16c6b54b80062b6c4ec8c",
