@@ -136,13 +136,15 @@ def test_a_pretrained_source_is_measured(day: Path, monkeypatch: pytest.MonkeyPa
     assert "| mla 50% | 512 |" in write_summary(day / "out")
 
 
+def late(words: list[str], _seconds: float) -> str:
+    """Stand for a child process that the time ends."""
+    raise subprocess.TimeoutExpired(words, 1)
+
+
 def test_a_training_that_the_time_ends_keeps_its_points(
     day: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What was measured until then; without any, the row fails."""
-
-    def late(words: list[str], _seconds: float) -> str:
-        raise subprocess.TimeoutExpired(words, 1)
 
     monkeypatch.setattr(pretrained, "child", late)
     given = (100.0, TOY, tmp_path, day / "source", day / HELD, day / TRAIN)
@@ -169,9 +171,6 @@ def test_a_fold_that_the_time_ends_is_measured_again(
     day: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And no other one takes the statistics that it should have left."""
-
-    def late(words: list[str], _seconds: float) -> str:
-        raise subprocess.TimeoutExpired(words, 1)
 
     monkeypatch.setattr(pretrained, "child", late)
     texts = (day / HELD, day / TRAIN)
