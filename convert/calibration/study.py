@@ -102,12 +102,8 @@ def study(
         model = LayeredModel(source.checkpoint) if layerwise else _whole_model(source.checkpoint)
     own_BT, end = None, None
     if own:
-        with _running(model, need, sequences - count, length) as (whole, batch):
-            written = write_text(
-                whole, sequences=sequences - count, length=length, bos=source.config.get("bos_token_id"),
-                seed=seed, batch_size=batch,
-            )  # fmt: skip
-            own_BT, end = _within_reach(written, whole, chosen)
+        how = {"sequences": sequences - count, "length": length, "seed": seed}
+        own_BT, end = _own_text(source, model, need, chosen, **how)
     tokens_BT = alternating(own_BT, read_BT)
     statistics = _collect(source, model, tokens_BT, calibration=name_of(calibration), seed=seed, work=work)
     statistics = replace(statistics, reach=end)
@@ -277,6 +273,16 @@ def _reused(file: Path, run: str, work: Path | None) -> Statistics:
     if file.stat().st_size < free_bytes():
         return replace(statistics, layers=tuple(layer.copied() for layer in statistics.layers))
     return replace(statistics, layers=tuple(layer.parked(_place(work)) for layer in statistics.layers))
+
+
+def _own_text(
+    source: Source, model: Any, need: Need, chosen: bool, *, sequences: int, length: int, seed: int
+) -> tuple[Tensor, int | None]:
+    """Return text that the source writes, up to where it breaks down, as `_within_reach` does."""
+    bos = source.config.get("bos_token_id")
+    with _running(model, need, sequences, length) as (whole, batch):
+        text = write_text(whole, sequences=sequences, length=length, bos=bos, seed=seed, batch_size=batch)
+        return _within_reach(text, whole, chosen)
 
 
 @contextmanager
