@@ -13,7 +13,7 @@ from .kernel import kernel
 from .ledger import Ledger
 from .parcel import pack
 from .pretrained import pretrained
-from .sizes import SIZES
+from .sizes import SIZES, Sizes
 from .source import SPENT, train
 from .summary import table
 from .text import write_text
@@ -58,10 +58,7 @@ def run_part(
         if (work / "twin").exists():
             pack(work / "twin", out)
     elif part == "pretrained":
-        text, data = texts
-        if source is None or text is None or data is None:
-            raise InvalidInput("the part pretrained needs --source DIR, --text FILE and --data FILE")
-        pretrained(ledger, sizes, work.resolve(), source.resolve(), text.resolve(), data.resolve())
+        _pretrained(ledger, sizes, work, source, *texts)
     else:
         directory = source or work / "source"
         if not (directory / "config.json").exists():
@@ -80,3 +77,12 @@ def run_part(
     for label, reason in [*ledger.not_run.items(), *ledger.failed.items()]:
         click.echo(f"  {label}: {reason}")
     return len(ledger.failed)
+
+
+def _pretrained(
+    ledger: Ledger, sizes: Sizes, work: Path, source: Path | None, text: Path | None, data: Path | None
+) -> None:
+    """Measure the part `pretrained`, whose places are resolved since commands run in the repository."""
+    if source is None or text is None or data is None:
+        raise InvalidInput("the part pretrained needs --source DIR, --text FILE and --data FILE")
+    pretrained(ledger, sizes, work.resolve(), source.resolve(), text.resolve(), data.resolve())

@@ -18,6 +18,15 @@ from .ledger import Ledger, NotRun, Row
 from .sizes import Sizes
 
 STATISTICS = "pretrained.safetensors"
+KEPT = (
+    "tokens",
+    "kl",
+    "eval_perplexity",
+    "eval_kl",
+    "recovered_share",
+    "tokens_per_second",
+    "peak_memory_gib",
+)
 
 
 def pretrained(ledger: Ledger, sizes: Sizes, work: Path, source: Path, text: Path, data: Path) -> None:
@@ -121,19 +130,10 @@ def trained(
         raise RuntimeError("the training was stopped before its first step")
     written = lines.read_text(encoding="utf-8").splitlines(keepends=True)
     points = [json.loads(line) for line in written if line.endswith("\n")]  # a run may be stopped in a line
-    kept = (
-        "tokens",
-        "kl",
-        "eval_perplexity",
-        "eval_kl",
-        "recovered_share",
-        "tokens_per_second",
-        "peak_memory_gib",
-    )
     return {
         "stopped": is_stopped,
         "recipe": stage,
-        "points": [{key: point[key] for key in kept if key in point} for point in points],
+        "points": [{key: point[key] for key in KEPT if key in point} for point in points],
     }
 
 
