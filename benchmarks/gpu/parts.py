@@ -85,4 +85,9 @@ def _pretrained(
     """Measure the part `pretrained`, whose places are resolved since commands run in the repository."""
     if source is None or text is None or data is None:
         raise InvalidInput("the part pretrained needs --source DIR, --text FILE and --data FILE")
+    if not (source / "config.json").is_file():
+        raise InvalidInput(f"--source {source} has no config.json; name the directory of a checkpoint")
+    for option, file in (("--text", text), ("--data", data)):
+        if not file.is_file():
+            raise InvalidInput(f"{option} {file} is not a file; name a text")
     pretrained(ledger, sizes, work.resolve(), source.resolve(), text.resolve(), data.resolve())

@@ -144,7 +144,7 @@ def late(words: list[str], _seconds: float) -> str:
 def test_a_training_that_the_time_ends_keeps_its_points(
     day: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was measured until then; without any, the row fails."""
+    """A row has the points until then; without any, it fails."""
 
     monkeypatch.setattr(pretrained, "child", late)
     given = (100.0, TOY, tmp_path, day / "source", day / HELD, day / TRAIN)
@@ -332,6 +332,14 @@ def test_the_twin_fits_what_may_come_home(tmp_path: Path) -> None:
         (["unpack"], "has no twin.tar.0"),
         (["cook"], "is not one of"),
         (["pretrained", "--toy"], "needs --source DIR, --text FILE and --data FILE"),
+        (
+            ["pretrained", "--toy", "--source", "/nope", "--text", "/nope", "--data", "/nope"],
+            "--source /nope has no config.json",
+        ),
+        (
+            ["pretrained", "--toy", "--source", "recipes/demo", "--text", "/nope", "--data", "/nope"],
+            "--text /nope is not a file",
+        ),
         (["fold", "--toy", "--text", "a.txt"], "are of the part pretrained alone"),
     ],
 )

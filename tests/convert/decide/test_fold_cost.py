@@ -115,7 +115,7 @@ def test_preparing_a_cache_takes_longer(
 
 
 def test_layers_at_once_take_less_time_and_more_memory(source: Path) -> None:
-    """What is computed takes half; small operations take as long as one layer after the other."""
+    """Computing takes half the time; small operations take as long as one layer after the other."""
     four = replace(RATES, threads=4)
     one, several = (predict_cost(plan(source, jobs=jobs), "self", four) for jobs in (1, 2))
     for phase in ("closed form", "refinement", "rounded length"):
