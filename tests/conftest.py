@@ -7,6 +7,9 @@ import pytest
 
 # Tiny matrices: threads cost more than they bring, and pytest-xdist runs one process a core already.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Expected numbers are a CPU's, and processes that tests start would share one GPU. KVFOLD_TEST_GPU=1 shows it.
+if os.environ.get("KVFOLD_TEST_GPU") != "1":
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from ..algebra.attention import Attention
 from ..algebra.metric import LayerMetric
 from ..algebra.subspaces import low_rank_energy
+from ..algebra.target import Geometry
 from .latent import Band, Keys, saved_by_slots, separate
 
 Layers = Callable[[], Iterable[tuple[Attention, LayerMetric]]]
@@ -85,3 +86,18 @@ def least(groups: Sequence[Losses]) -> int:
     return min(
         groups[0], key=lambda width: sum(sum(loss.values()) for group in groups for loss in group[width])
     )
+
+
+def rotary_widths(geometry: Geometry, elements: int) -> list[int]:
+    """Return the rotary widths to choose from.
+
+    They are every quarter of a head, or of the cache where that is less, up to two heads, then steps of a
+    quarter of the width. Finer steps change the predicted loss by less than its own error, and each costs a
+    decomposition of every layer.
+    """
+    step = max(2, min(geometry.head_dim, elements) // 8 * 2)
+    widths, width = [], step
+    while width < elements and width <= geometry.cache_elements // 2:
+        widths.append(width)
+        width += step if width < 2 * geometry.head_dim else max(step, width // 4 // step * step)
+    return widths

@@ -11,11 +11,11 @@ from ..algebra.attention import Attention
 from ..algebra.metric import LayerMetric, metric_of
 from ..algebra.rotary import frequencies, rope_parameters
 from ..algebra.subspaces import low_rank_energy
-from ..algebra.target import Geometry, LatentTarget, Target
+from ..algebra.target import LatentTarget, Target
 from ..calibration.statistics import LayerStatistics, Statistics
 from ..families.layers.layer_rotation import layer_rope
 from ..families.source import Source
-from .allocation import Layers, allocate, least, losses_by_width, saved, unslotted
+from .allocation import Layers, allocate, least, losses_by_width, rotary_widths, saved, unslotted
 from .allocation import Losses as LossesByWidth
 from .features import features_of, lost_intact
 from .key_regression import regressed
@@ -124,7 +124,10 @@ def _chosen(
     if rule is not None:
         return _by_rule(source, target, statistics, options, method, rule)
     if statistics is None:
-        return Division(target=target, bands=_fixed_bands(source, target))
+        if wanted == "uniform" or (wanted is None and target.qk_rope_head_dim <= source.rotary_width):
+            return Division(target=target, bands=_fixed_bands(source, target))
+        # Statistics will allocate them; until then any slots of the right number do.
+        return Division(target=replace(target, slots="allocated"), bands=_any_bands(source, target))
     return _divided(source, target, statistics, options)
 
 
@@ -161,7 +164,7 @@ def _divided(
     kind: Literal["uniform", "allocated"] = "uniform" if fixed else options.get("slots") or "allocated"
     widths = [target.qk_rope_head_dim]
     if kind == "allocated" and options.get("kv_budget") is not None and options.get("rope_dim") is None:
-        widths = [width for width in _widths(source.geometry, elements) if width < elements]
+        widths = [width for width in rotary_widths(source.geometry, elements) if width < elements]
     statistics_of = dict(zip(source.attending, statistics.layers, strict=True))
     slots: list[dict[int, tuple[Band, ...]]] = []
     lost: list[LossesByWidth] = []
@@ -235,21 +238,6 @@ def _lost_without_slots(source: Source, taken: LayerStatistics, layer: int, rank
     return {"slots": 0.0, "latent": float(energy[rank:].sum()) / 2}
 
 
-def _widths(geometry: Geometry, elements: int) -> list[int]:
-    """Return the rotary widths to choose from.
-
-    They are every quarter of a head, or of the cache where that is less, up to two heads, then steps of a
-    quarter of the width. Finer steps change the predicted loss by less than its own error, and each costs a
-    decomposition of every layer.
-    """
-    step = max(2, min(geometry.head_dim, elements) // 8 * 2)
-    widths, width = [], step
-    while width < elements and width <= geometry.cache_elements // 2:
-        widths.append(width)
-        width += step if width < 2 * geometry.head_dim else max(step, width // 4 // step * step)
-    return widths
-
-
 def _by_rule(
     source: Source,
     target: LatentTarget,
@@ -284,10 +272,12 @@ def _any_bands(source: Source, target: LatentTarget) -> tuple[Band, ...]:
 
     Each frequency has at most one for every key head.
     """
-    table_F, _ = source.frequencies()
-    return allocate(
-        torch.ones(len(table_F), source.geometry.num_key_value_heads), table_F, target.qk_rope_head_dim // 2
-    )
+    bands: tuple[Band, ...] = ()
+    for number, group in enumerate(source.layers_by_table):
+        table_F, _ = source.frequencies(group[0])
+        alike_FK = torch.ones(len(table_F), source.geometry.num_key_value_heads)
+        bands += _of_table(allocate(alike_FK, table_F, target.qk_rope_head_dim // 2), number)
+    return bands
 
 
 def _own_width(source: Source, target: LatentTarget, rule: Peer, *, budgeted: bool) -> LatentTarget:
@@ -337,7 +327,7 @@ def _uniform(source: Source, target: LatentTarget, layer: int, number: int) -> t
     if target.qk_rope_head_dim > source.rotary_width:
         raise InvalidInput(
             f"--rope-dim {target.qk_rope_head_dim} does not fit: {source.rotary_width} dimensions of "
-            "a head rotate, and only statistics can allocate more slots than that; leave it out"
+            "a head rotate; use at most as many"
         )
     table_F, _ = source.frequencies(layer)
     rope = layer_rope(source.config, layer)

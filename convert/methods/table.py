@@ -82,12 +82,14 @@ def check_prepared(
         )
 
 
-def check_calibrated(method: str, slots: str | None, *, calibrated: bool, biased: bool = False) -> None:
+def check_calibrated(
+    method: str, target: GroupedTarget | LatentTarget, *, calibrated: bool, biased: bool = False
+) -> None:
     """Refuse to fold without statistics what cannot be.
 
     Args:
         method: name of a method.
-        slots: `allocated` or `uniform`, where the user says so.
+        target: attention of the output.
         calibrated: whether there are statistics.
         biased: whether biases must go into weights.
 
@@ -104,7 +106,7 @@ def check_calibrated(method: str, slots: str | None, *, calibrated: bool, biased
             "the source's biases can go into weights by statistics only; use --calibration self, or an "
             "engine that takes biases"
         )
-    if slots == "allocated":
+    if isinstance(target, LatentTarget) and target.slots == "allocated":
         raise InvalidInput(
             "--slots allocated needs statistics to allocate by; use --calibration self, or --slots uniform"
         )

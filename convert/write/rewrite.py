@@ -29,7 +29,6 @@ from ...core.disk import disk_error, is_full, writing_errors
 from ...core.errors import InvalidInput
 from ...core.hub import commit_of
 from ...core.processes import from_first, place, together, union
-from ..algebra.target import LatentTarget
 from ..calibration.capacity import default_jobs
 from ..decide.measured.settle import settle
 from ..decide.plan import Plan, PlannedLayer
@@ -64,9 +63,8 @@ def rewrite(plan: Plan, out: Path, *, source_name: str | None = None) -> dict[st
     """
     with together():
         check_output(out, plan.source.checkpoint.directory)
-        slots = plan.target.slots if isinstance(plan.target, LatentTarget) else None
         methods.check_calibrated(
-            plan.method, slots, calibrated=plan.statistics is not None, biased=plan.folds_biases
+            plan.method, plan.target, calibrated=plan.statistics is not None, biased=plan.folds_biases
         )
         if plan.container.kind == "stock" and plan.source.norms and plan.statistics is None:
             raise InvalidInput(

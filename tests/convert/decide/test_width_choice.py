@@ -11,11 +11,13 @@ from kvfold.convert.algebra.target import LatentTarget
 from kvfold.convert.calibration.statistics import Statistics
 from kvfold.convert.calibration.study import study
 from kvfold.convert.decide.measured import layer_losses, width_choice
+from kvfold.convert.decide.measured.layer_losses import spread_layers
 from kvfold.convert.decide.measured.width_choice import measure_widths, settle_width
 from kvfold.convert.decide.plan import Plan, make_plan
 from kvfold.convert.families.source import open_source
 from kvfold.convert.request import fold_request
 from kvfold.convert.write.rewrite import rewrite
+from kvfold.core.errors import InvalidInput
 
 from ...support.tiny import make
 
@@ -98,6 +100,19 @@ def test_a_layer_that_cannot_be_measured_keeps_the_plan(
     assert width_of(settle_width(plan)) == width_of(plan)
 
 
+def test_a_given_width_may_exceed_what_rotates_in_a_head(source: Path, tmp_path: Path) -> None:
+    """Where statistics allocate the slots; without them there is nothing to allocate by."""
+    wide = kvfold.MLA(rank=40, rope_dim=24)
+    options: dict[str, Any] = {"calibration": "self", "sequences": 4, "length": 32, "refine": 0}
+    kvfold.fold(source, wide, out=tmp_path / "out", container="remote", **options)
+    target = json.loads((tmp_path / "out" / "kvfold.json").read_text())["target"]
+    assert (target["qk_rope_head_dim"], target["slots"]) == (24, "allocated")
+    with pytest.raises(InvalidInput, match=r"24 does not fit: 16 .* use --calibration self"):
+        kvfold.fold(source, wide, out=tmp_path / "none", container="remote", calibration="none")
+    with pytest.raises(InvalidInput, match=r"--rope-dim 24 does not fit: 16 .* at most as many"):
+        kvfold.fold(source, wide, out=tmp_path / "none", container="remote", slots="uniform", **options)
+
+
 @pytest.mark.parametrize("given", [{"rope_dim": 8}, {"kv_budget": None, "rank": "24"}, {"slots": "uniform"}])
 def test_a_width_that_is_given_is_kept(source: Path, statistics: Statistics, given: dict[str, Any]) -> None:
     plan = planned(source, statistics, **given)
@@ -116,6 +131,39 @@ def test_a_choice_of_form_stays_with_another_width(tmp_path: Path, monkeypatch: 
     settled = settle_width(plan)
     assert width_of(settled) == other
     assert form in settled.notices
+
+
+def test_measured_layers_stand_for_all() -> None:
+    """Exactly where losses are as predicted, and by the heaviest layers first."""
+    losses_L = [0.1, 8.0, 6.0, 0.2, 0.1, 0.3, 3.0, 0.1, 0.1, 0.1]
+    for count in range(1, 12):
+        factors = spread_layers(losses_L, count)
+        assert len(factors) <= count
+        estimate = sum(factor * losses_L[layer] for layer, factor in factors.items())
+        assert estimate == pytest.approx(sum(losses_L))
+    assert {1, 2, 6} <= spread_layers(losses_L, 4).keys()
+    assert spread_layers([0.0] * 10, 4) == {1: 2.5, 3: 2.5, 6: 2.5, 8: 2.5}
+
+
+def test_losses_of_many_layers_are_measured_on_those_that_lose_most(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = make(tmp_path / "source", num_key_value_heads=4, head_dim=16, num_hidden_layers=12)
+    taken = study(open_source(source), "self", sequences=4, length=32, seed=0)
+    plan = planned(source, taken)
+    predicted = [sum(loss.values()) for loss in plan.losses if loss]
+    assert len(predicted) == 12
+    folded: list[int] = []
+
+    def as_predicted(_: Plan, number: int) -> tuple[None, dict[str, float]]:
+        folded.append(number)
+        return None, {"folded": 1.1 * predicted[number]}
+
+    monkeypatch.setattr(layer_losses, "fold_attention", as_predicted)
+    found = layer_losses.closed_form_loss(plan, width_choice.LAYERS, "test")
+    assert found == pytest.approx(1.1 * sum(predicted))
+    assert max(range(12), key=lambda layer: predicted[layer]) in folded
+    assert len(folded) <= width_choice.LAYERS
 
 
 def test_what_is_measured_is_what_the_record_says(
