@@ -103,7 +103,8 @@ class FoldRequest(Settings):
     sequences: Annotated[int, Field(ge=1)] | None = None
     """Calibration sequences; left out, as `effort` says."""
     length: Annotated[int, Field(ge=2)] | None = None
-    """Tokens of a calibration sequence; left out, 512, or fewer where the source was trained on fewer."""
+    """Tokens of a calibration sequence; left out, 256 where the source writes text and 512 of another text,
+    or fewer where it was trained on fewer."""
     context: Annotated[int, BeforeValidator(_as_tokens), Field(ge=2)] | None = None
     """Tokens of the texts that the output is for; left out, the source's positions."""
     seed: int = Field(default=0, ge=0)

@@ -16,9 +16,13 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from ...core.untrusted import read_json
+from ...texts.calibration_name import parts
 from ..families.source import Source
 
-LENGTH = 512  # tokens of a calibration sequence where nothing says less
+# Tokens of a calibration sequence where nothing says less: of a text that is read, and of one that the source
+# writes, which strays the farther the longer it is. SmolLM2-135M folds as well after 256 as after 512 tokens
+# of its own, in two fifths of the time (LOG.md).
+READ, WRITTEN = 512, 256
 FIRST = 32  # positions that are never doubted
 # How much the mean entropy rises between spans, each twice as long as the one before, where predictions break
 # down: nats, a multiple of the largest rise before, and standard errors on top. SmolLM2-135M, trained on
@@ -31,13 +35,15 @@ PAIRS, FEWEST, SHORTEST, WORSE = 8, 3, 64, 0.5
 _AT_ONCE = 2  # texts: logits of a large vocabulary take much memory, and weights may be read at every pass
 
 
-def default_length(source: Source) -> int:
-    """Return the tokens of a calibration sequence by default: `LENGTH`, or what a source was trained on.
+def default_length(source: Source, calibration: str | None) -> int:
+    """Return the tokens of a calibration sequence by default: `READ`, `WRITTEN`, or what a source takes.
 
     Args:
         source: the checkpoint. A scaled rotation names the positions of the first training; a tokenizer may
             name a length of its own.
+        calibration: as for `study.study`; None: `self`.
     """
+    usual = WRITTEN if calibration is None or parts(calibration)[0] else READ
     scaled = source.config.get("rope_parameters") or source.config.get("rope_scaling") or {}
     stated: list[Any] = [
         source.positions,
@@ -46,7 +52,7 @@ def default_length(source: Source) -> int:
         _stated_by_tokenizer(source.checkpoint.directory),
     ]
     lengths = (int(value) for value in stated if isinstance(value, int | float) and value >= FIRST)
-    return max(2, min(LENGTH, source.positions, *lengths))
+    return max(2, min(usual, source.positions, *lengths))
 
 
 def _stated_by_tokenizer(directory: Path) -> Any:
@@ -54,16 +60,17 @@ def _stated_by_tokenizer(directory: Path) -> Any:
     return read_json(file).get("model_max_length") if file.is_file() else None
 
 
-def reach_of(tokens_BT: Tensor, entropy_BT: Tensor, model: Any) -> tuple[int, str] | None:
+def reach_of(tokens_BT: Tensor, entropy_BT: Tensor, model: Any, positions: int) -> tuple[int, str] | None:
     """Return the position from which on a source's predictions break down, and its sign in words; or None.
 
     Args:
         tokens_BT: ids of text that the source wrote, int64.
         entropy_BT: of the prediction before every token of it, nats.
         model: a transformers causal language model in eval mode.
+        positions: that it has.
     """
-    if _pairs(tokens_BT):
-        end, sign = breakdown(model, tokens_BT), "it predicts text much worse"
+    if _pairs(len(tokens_BT), tokens_BT.shape[1]):
+        end, sign = breakdown(model, tokens_BT, positions), "it predicts text much worse"
     else:
         end, sign = jump(entropy_BT), "its entropy jumps"
     return None if end is None else (end, sign)
@@ -97,7 +104,7 @@ def jump(entropy_BT: Tensor) -> int | None:
     return None
 
 
-def breakdown(model: Any, tokens_BT: Tensor) -> int | None:
+def breakdown(model: Any, tokens_BT: Tensor, positions: int) -> int | None:
     """Return the first position from which on a source predicts a text much worse than at the beginning.
 
     Pairs of sequences are joined at lengths that double. The second half of the second one is predicted
@@ -108,38 +115,61 @@ def breakdown(model: Any, tokens_BT: Tensor) -> int | None:
     Args:
         model: a transformers causal language model in eval mode.
         tokens_BT: ids of text that the source wrote, int64.
+        positions: of the source.
 
     Returns:
         A length L, where the source reads L tokens well and 2·L badly. None where it reads all well, or there
         are fewer than `FEWEST` pairs.
     """
-    pairs, length = _pairs(tokens_BT), SHORTEST
-    while pairs and 2 * length <= tokens_BT.shape[1]:
+    sequences, written = tokens_BT.shape
+    pairs = _pairs(sequences, written)
+    for length in joined_lengths(sequences, written, positions):
         first_PL, second_PL = tokens_BT[: 2 * pairs, :length].split(pairs)
         joined_P = _second_half(model, torch.cat([first_PL, second_PL], 1), length // 2)
         worse_P = joined_P - _second_half(model, second_PL, length // 2)
         if float(worse_P.mean()) > WORSE + ERRORS * float(worse_P.std()) / pairs**0.5:
             return length
-        length *= 2
     return None
 
 
-def readings(sequences: int, length: int) -> int:
-    """Return how often a source runs to read the pairs of a text of so many sequences, at most.
+def joined_lengths(sequences: int, length: int, positions: int) -> list[int]:
+    """Return the lengths at which pairs of sequences are joined, at most; none where there are too few.
+
+    Args:
+        sequences: of the text.
+        length: tokens of each. Two are no longer together than `READ`, unless one is: maps of attention take
+            memory.
+        positions: of the source, which bound them too.
 
     Example:
-        >>> readings(48, 256)
+        >>> joined_lengths(48, 256, 2048), joined_lengths(48, 256, 256), joined_lengths(4, 256, 2048)
+        ([64, 128, 256], [64, 128], [])
+    """
+    longest, lengths = min(positions, max(length, READ)), list[int]()
+    shortest = SHORTEST if _pairs(sequences, length) else length + 1
+    while shortest <= min(length, longest // 2):
+        lengths.append(shortest)
+        shortest *= 2
+    return lengths
+
+
+def readings(sequences: int, length: int, positions: int) -> int:
+    """Return how often a source runs to read the pairs of a text, at most.
+
+    Arguments are those of `joined_lengths`.
+
+    Example:
+        >>> readings(48, 256, 256)
         16
     """
-    tokens_BT = torch.empty(sequences, length, device="meta")
-    doublings = (length // SHORTEST).bit_length() - 1
-    return max(0, doublings) * 2 * -(-_pairs(tokens_BT) // _AT_ONCE)
+    batches = -(-_pairs(sequences, length) // _AT_ONCE)
+    return 2 * batches * len(joined_lengths(sequences, length, positions))
 
 
-def _pairs(tokens_BT: Tensor) -> int:
+def _pairs(sequences: int, length: int) -> int:
     """Return the number of pairs that are read; 0 where there are too few, or none is long enough."""
-    pairs = min(PAIRS, len(tokens_BT) // 2)
-    return pairs if pairs >= FEWEST and tokens_BT.shape[1] >= 2 * SHORTEST else 0
+    pairs = min(PAIRS, sequences // 2)
+    return pairs if pairs >= FEWEST and length >= 2 * SHORTEST else 0
 
 
 def _second_half(model: Any, ids_PT: Tensor, count: int) -> Tensor:

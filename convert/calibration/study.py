@@ -87,7 +87,7 @@ def study(
             return saved
         own, text = parts(calibration)
         chosen = length is None
-        length = default_length(source) if length is None else min(length, source.positions)
+        length = default_length(source, calibration) if length is None else min(length, source.positions)
         need = Need.of(source, sequences=min(batch_size(length), sequences), length=length)
     if layerwise is None:
         layerwise = any(from_every(need.whole > free_bytes()))  # all exchange the same sums
@@ -167,20 +167,24 @@ def _keep(statistics: Statistics, file: Path, run: str) -> None:
     statistics.save(file, run)
 
 
-def _within_reach(text: OwnText, model: Any, chosen: bool) -> tuple[Tensor, int | None]:
+def _within_reach(text: OwnText, model: Any, positions: int, chosen: bool) -> tuple[Tensor, int | None]:
     """Return the tokens of a text up to where its predictions break down, and where that is; report it.
 
     Args:
         text: that the source wrote.
         model: the source, which reads some of it again.
+        positions: that it has.
         chosen: whether the length of the text was left to kvfold; otherwise it stays.
     """
     length = text.tokens_BT.shape[1]
-    broken = reach_of(text.tokens_BT, text.entropy_BT, model)
+    broken = reach_of(text.tokens_BT, text.entropy_BT, model, positions)
     if broken is None:
         return text.tokens_BT, None
     end, sign = broken
     found = f"the source's own text breaks down from position {end} on, where {sign}"
+    if end >= length:
+        notice(f"{found}; distances beyond that are left out")
+        return text.tokens_BT, end
     if not chosen:
         notice(f"{found}; it was probably trained on {end} tokens: leave out --length {length}, or use less")
         return text.tokens_BT, end
@@ -280,20 +284,22 @@ def _own_text(
 ) -> tuple[Tensor, int | None]:
     """Return text that the source writes, up to where it breaks down, as `_within_reach` does."""
     bos = source.config.get("bos_token_id")
-    with _running(model, need, sequences, length) as (whole, batch):
+    with _running(model, need, sequences, length, source.positions) as (whole, batch):
         text = write_text(whole, sequences=sequences, length=length, bos=bos, seed=seed, batch_size=batch)
-        return _within_reach(text, whole, chosen)
+        return _within_reach(text, whole, source.positions, chosen)
 
 
 @contextmanager
-def _running(model: Any, need: Need, sequences: int, length: int) -> Iterator[tuple[Any, int]]:
+def _running(
+    model: Any, need: Need, sequences: int, length: int, positions: int
+) -> Iterator[tuple[Any, int]]:
     """Yield a source that runs whole, and how many sequences it writes at once: as many as fit next to it."""
     if not isinstance(model, LayeredModel):
         yield model, need.fitting_sequences(need.weights, sequences, loaded=True)
         return
     batch = need.fitting_sequences(need.layer + need.rest, sequences)
     kept = need.fitting_layers(batch)
-    times = -(-sequences // batch) * length + readings(sequences, length)
+    times = -(-sequences // batch) * length + readings(sequences, length, positions)
     notice(
         f"the source is larger than memory and writes {sequences} sequences of its own: "
         f"{len(model.blocks) - kept} of its "

@@ -88,7 +88,7 @@ def _context_notices(plan: Plan) -> list[str]:
         unread = "its keys are rebuilt and rotated, which loses nothing of any distance"
     if unread is not None:
         return [f"--context {context} has no effect on this fold: {unread}"]
-    length = min(plan.request.length or default_length(source), source.positions)
+    length = min(plan.request.length or default_length(source, plan.request.calibration), source.positions)
     if plan.statistics is not None:
         length = plan.statistics.layers[0].input_BTD.shape[1]
     told = context_notice(source, context, length)

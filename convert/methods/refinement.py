@@ -30,6 +30,7 @@ MOMENTUM = 0.9  # share of the gradients' running mean that is kept from one ste
 # the steps. It is the largest that is tried.
 RATE = 0.12
 QUARTERS = 5  # times that a rate is divided by four, at most
+NARROW = 256  # hidden size up to which the largest rate is tried first; at twice that a quarter of it, ...
 LEAST_TRIAL = 20  # steps on which a rate is tried: fewer say little of how far noise leads
 SHARES = (1.0, 0.75, 0.5, 0.25)  # of the way from the closed form to what was fitted
 # Share of the mean energy of the mixed values that is added to each in a solve for the output projection.
@@ -300,16 +301,17 @@ def _rate(
     before: float,
     loss: _Loss,
     taken: list[Tensor],
-    rate: float,
+    most: float,
     momentum: float,
     fixed: Set[str],
 ) -> float:
-    """Return the rate, or a quarter, sixteenth, ... of it, whose first steps lose least on held-back inputs.
+    """Return the rate, `most` or a quarter, sixteenth, ... of it, whose first steps lose least.
 
-    `before` is what the start loses.
+    Loss is that on held-back inputs; `before` is what the start loses.
     An orthogonalised step moves every direction of a matrix alike, also those in which the gradient is noise.
     The wider a layer, the more there are of these: the rate that is best for hidden sizes of 128 and 256
-    makes layers of 576 and 640 worse than they were, where a sixteenth of it gains (LOG.md).
+    makes layers of 576 and 640 worse than they were, where a sixteenth of it gains (LOG.md). So the search
+    begins at a rate for the layer's width, and goes on while it gains.
     """
 
     def tried(rate: float) -> float:
@@ -318,12 +320,15 @@ def _rate(
         # Where every rate leads too far for so small a sample, they differ by what is gained on the way.
         return lost if lost < before else loss.least(*_on_the_way(start, end))[1]
 
+    first = rate = most / 4 ** max(0, round(math.log2(len(start.o_DNH) / NARROW)))
     lost = tried(rate)
     for _ in range(QUARTERS):
-        slower = tried(rate / 4)
-        if lost <= slower:  # false where the larger rate diverges to NaN
+        smaller = tried(rate / 4)
+        if lost <= smaller:  # false where the larger rate diverges to NaN
             break
-        rate, lost = rate / 4, slower
+        rate, lost = rate / 4, smaller
+    while rate >= first and rate * 4 <= most and (larger := tried(rate * 4)) < lost:
+        rate, lost = rate * 4, larger
     return rate
 
 

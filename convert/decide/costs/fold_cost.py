@@ -17,7 +17,7 @@ from ....core.units import show_bytes
 from ....texts.calibration_name import names_statistics, parts
 from ...algebra.target import GroupedTarget, LatentTarget
 from ...calibration.capacity import Need, fold_bytes
-from ...calibration.reach import FEWEST, PAIRS
+from ...calibration.reach import PAIRS, joined_lengths
 from ...calibration.study import batch_size
 from ...efforts import EFFORTS
 from ...families.source import Source
@@ -174,8 +174,8 @@ def _text(shapes: Shapes, rates: Rates) -> float:
     cached = _READ * shapes.sequences * shapes.length**2 * shapes.heads * shapes.width * FLOAT * repeated
     predicted = 8 * shapes.tokens * shapes.vocabulary * FLOAT  # softmax, entropy and draw
     calls = shapes.length * (shapes.layers * _DECODED + 40) * SLOW * rates.call
-    pairs = min(PAIRS, shapes.sequences // 2)
-    read = 3 * pairs * shapes.length if pairs >= FEWEST else 0  # at lengths that double, joined and alone
+    joined = joined_lengths(shapes.sequences, shapes.length, shapes.positions)
+    read = 3 * min(PAIRS, shapes.sequences // 2) * sum(joined)  # joined and alone
     read_products = 2 * read * shapes.weights / rates.products
     return products + read_products + (shapes.layers * cached + predicted) / rates.stream + calls
 

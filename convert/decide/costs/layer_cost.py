@@ -27,6 +27,7 @@ class Shapes:
 
     sequences: int
     length: int
+    positions: int
     layers: int
     hidden: int
     heads: int
@@ -44,11 +45,13 @@ class Shapes:
     def of(cls, plan: Plan) -> "Shapes":
         """Return the counts of a fold."""
         source, request = plan.source, plan.request
-        geometry, length = source.geometry, request.length or default_length(source)
+        geometry = source.geometry
+        length = request.length or default_length(source, request.calibration)
         need, vocabulary = Need.of(source, sequences=1, length=2), int(source.config["vocab_size"])
         return cls(
             sequences=plan.effort.sequences,
             length=min(length, source.positions),
+            positions=source.positions,
             layers=source.layers,
             hidden=geometry.hidden_size,
             heads=geometry.num_attention_heads,

@@ -12,8 +12,17 @@ from safetensors.torch import load_file, save_file
 from kvfold import MQA, fold
 from kvfold.checkpoints.record import read_record
 from kvfold.convert.calibration.capacity import Need
-from kvfold.convert.calibration.reach import LENGTH, breakdown, default_length, jump, reach_of
+from kvfold.convert.calibration.reach import (
+    READ,
+    WRITTEN,
+    breakdown,
+    default_length,
+    joined_lengths,
+    jump,
+    reach_of,
+)
 from kvfold.convert.calibration.study import study
+from kvfold.convert.calibration.text_length import at_context
 from kvfold.convert.families.source import open_source
 from kvfold.models.layered_model import LayeredModel
 from tests.support.tiny import make
@@ -70,7 +79,8 @@ COUNTS_BT = (torch.arange(512) + torch.arange(16)[:, None]) % 50
 
 @pytest.mark.parametrize("end", [64, 128, 256])
 def test_a_text_behind_another_shows_where_a_source_ends(end: int) -> None:
-    assert breakdown(Reader(end), COUNTS_BT) == end
+    assert breakdown(Reader(end), COUNTS_BT, 512) == end
+    assert breakdown(Reader(end), COUNTS_BT[:, :256], 512) == end
 
 
 @pytest.mark.parametrize(
@@ -79,22 +89,31 @@ def test_a_text_behind_another_shows_where_a_source_ends(end: int) -> None:
         (Reader(512), COUNTS_BT),
         (Reader(128, rise=0.2), COUNTS_BT),  # sound sources lose as much behind another text
         (Reader(128), COUNTS_BT[:5]),
-        (Reader(128), COUNTS_BT[:, :255]),
+        (Reader(64), COUNTS_BT[:, :127]),
     ],
     ids=["sound", "a little worse", "too few pairs", "too short to see"],
 )
 def test_a_text_behind_another_shows_nothing(reader: Reader, tokens_BT: torch.Tensor) -> None:
-    assert breakdown(reader, tokens_BT) is None
+    assert breakdown(reader, tokens_BT, 1024) is None
+
+
+def test_pairs_are_joined_as_far_as_a_source_reads() -> None:
+    assert breakdown(Reader(256), COUNTS_BT[:, :256], 511) is None
+    assert joined_lengths(16, 512, 4096) == joined_lengths(16, 512, 512) == [64, 128, 256]
+    assert joined_lengths(16, 1024, 4096) == [64, 128, 256, 512]
+    assert joined_lengths(16, 256, 4096) == [64, 128, 256]
+    assert joined_lengths(16, 256, 511) == joined_lengths(16, 255, 4096) == [64, 128]
+    assert joined_lengths(16, 127, 4096) == joined_lengths(5, 512, 4096) == []
 
 
 def test_pairs_of_texts_overrule_entropies() -> None:
     jump_BT = torch.zeros(16, 511)
     jump_BT[:, 128:] = 3.0
-    assert reach_of(COUNTS_BT, jump_BT, Reader(512)) is None
-    assert reach_of(COUNTS_BT, torch.zeros(16, 511), Reader(128)) == (128, "it predicts text much worse")
+    assert reach_of(COUNTS_BT, jump_BT, Reader(512), 512) is None
+    assert reach_of(COUNTS_BT, torch.zeros(16, 511), Reader(128), 512) == (128, "it predicts text much worse")
     by_entropy = (128, "its entropy jumps")
-    assert reach_of(COUNTS_BT[:5], jump_BT[:5], Reader(512)) == by_entropy
-    assert reach_of(COUNTS_BT[:, :127], jump_BT[:, 64:190], Reader(512)) == (64, "its entropy jumps")
+    assert reach_of(COUNTS_BT[:5], jump_BT[:5], Reader(512), 512) == by_entropy
+    assert reach_of(COUNTS_BT[:, :127], jump_BT[:, 64:190], Reader(512), 512) == (64, "its entropy jumps")
 
 
 def test_one_sequence_shows_nothing() -> None:
@@ -104,10 +123,10 @@ def test_one_sequence_shows_nothing() -> None:
 @pytest.mark.parametrize(
     ("rope", "stated", "length"),
     [
-        ("default", None, LENGTH),
+        ("default", None, READ),
         ("default", 200, 200),
-        ("default", 10**30, LENGTH),
-        ("default", "unknown", LENGTH),
+        ("default", 10**30, READ),
+        ("default", "unknown", READ),
         ("llama3", None, 64),
         ("yarn", None, 32),
     ],
@@ -118,24 +137,30 @@ def test_files_say_what_a_source_was_trained_on(
     source = make(tmp_path / "source", rope=rope, max_position_embeddings=1024)
     if stated is not None:
         (source / "tokenizer_config.json").write_text(json.dumps({"model_max_length": stated}))
-    assert default_length(open_source(source)) == length
+    assert default_length(open_source(source), "stdlib") == length
+    for own in ("self", "self+stdlib", None):
+        assert default_length(open_source(source), own) == min(length, WRITTEN)
 
 
-@pytest.fixture(scope="module")
-def broken(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A source whose positions from `BROKEN` on drown what it knows."""
-    source = make(tmp_path_factory.mktemp("broken") / "source", "gpt2", max_position_embeddings=256)
+def make_broken(directory: Path, end: int) -> Path:
+    """Make a source whose positions from `end` on drown what it knows."""
+    source = make(directory, "gpt2", max_position_embeddings=256)
     file = source / "model.safetensors"
     tensors = load_file(file)
     words_VD = tensors["transformer.wte.weight"] * 30
     loud_D, still_D = torch.linalg.svd(words_VD)[2][[0, -1]]
     tensors["transformer.wte.weight"] = words_VD
-    tensors["transformer.wpe.weight"][:BROKEN] = 1e3 * loud_D
-    tensors["transformer.wpe.weight"][BROKEN:] = 1e3 * still_D
+    tensors["transformer.wpe.weight"][:end] = 1e3 * loud_D
+    tensors["transformer.wpe.weight"][end:] = 1e3 * still_D
     tensors["transformer.ln_f.weight"].fill_(1.0)
     tensors["transformer.ln_f.bias"].zero_()
     save_file(tensors, file, metadata={"format": "pt"})
     return source
+
+
+@pytest.fixture(scope="module")
+def broken(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_broken(tmp_path_factory.mktemp("broken") / "source", BROKEN)
 
 
 def test_calibration_stops_where_the_sources_own_text_breaks_down(tmp_path: Path, broken: Path) -> None:
@@ -186,3 +211,18 @@ def test_a_sound_source_is_read_whole(tmp_path: Path) -> None:
     assert record is not None
     assert record["calibration"]["length"] == 128
     assert not any("breaks down" in notice for notice in folded.notices)
+
+
+def test_a_source_that_breaks_down_behind_its_text_is_folded_for_that_length(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Texts of 128 tokens are sound, and two of them in a row are not."""
+    source = open_source(make_broken(tmp_path / "source", 128))
+    found = study(source, "self", sequences=6, seed=0, length=128)
+    assert found is not None
+    assert found.reach == found.layers[0].input_BTD.shape[1] == 128
+    assert "breaks down from position 128 on" in caplog.text
+    assert "distances beyond that are left out" in caplog.text
+    at_all = at_context(source, found, None)
+    assert at_all is not None
+    assert at_all.layers[0].distance_NT.shape[1] == 128
