@@ -173,7 +173,7 @@ def _within_reach(text: OwnText, model: Any, positions: int, chosen: bool) -> tu
     Args:
         text: that the source wrote.
         model: the source, which reads some of it again.
-        positions: that it has.
+        positions: the most that it takes.
         chosen: whether the length of the text was left to kvfold; otherwise it stays.
     """
     length = text.tokens_BT.shape[1]
@@ -181,10 +181,13 @@ def _within_reach(text: OwnText, model: Any, positions: int, chosen: bool) -> tu
     if broken is None:
         return text.tokens_BT, None
     end, sign = broken
-    found = f"the source's own text breaks down from position {end} on, where {sign}"
     if end >= length:
-        notice(f"{found}; distances beyond that are left out")
+        notice(
+            f"the source predicts its own text much worse behind {end} tokens; greater distances are left "
+            "out, unless --context asks for them"
+        )
         return text.tokens_BT, end
+    found = f"the source's own text breaks down from position {end} on, where {sign}"
     if not chosen:
         notice(f"{found}; it was probably trained on {end} tokens: leave out --length {length}, or use less")
         return text.tokens_BT, end

@@ -10,7 +10,7 @@ from ...core.console import notice
 from ...core.errors import InvalidInput
 from ...core.hub import resolve
 from ...core.processes import together
-from ..algebra.target import GroupedTarget, LatentTarget, query_rank
+from ..algebra.target import GroupedTarget, query_rank
 from ..calibration.reach import default_length
 from ..calibration.study import study
 from ..calibration.text_length import context_notice
@@ -138,9 +138,8 @@ def choose_calibration(request: FoldRequest, plan: Plan, dry_run: bool = False) 
     if wanted is None and _keeps_everything(plan) and not plan.folds_biases:
         _refuse_unread(request)
         return None
-    if wanted == "none":
-        _check_rotary_width(request, plan)
-    check_calibrated(plan.method, plan.target, calibrated=wanted != "none", biased=plan.folds_biases)
+    about = plan.method, plan.target, plan.source.rotary_width
+    check_calibrated(*about, calibrated=wanted != "none", biased=plan.folds_biases)
     if wanted == "none" and refine:
         raise InvalidInput(
             f"--refine {refine} needs text to refine on; leave it out, or use --calibration self"
@@ -161,17 +160,6 @@ def choose_calibration(request: FoldRequest, plan: Plan, dry_run: bool = False) 
         notice(f"planned by weights alone, to be quick; the fold itself uses --calibration self{may}")
         return None
     return "self" if wanted is None else wanted
-
-
-def _check_rotary_width(request: FoldRequest, plan: Plan) -> None:
-    """Refuse a rotary width that only statistics can divide among frequencies."""
-    rotating = plan.source.rotary_width
-    is_allocated = isinstance(plan.target, LatentTarget) and plan.target.slots == "allocated"
-    if is_allocated and request.slots is None:
-        raise InvalidInput(
-            f"--rope-dim {request.rope_dim} does not fit: {rotating} dimensions of a head rotate, and only "
-            f"statistics can allocate more slots than that; use --calibration self, or at most {rotating}"
-        )
 
 
 def _refuse_unread(request: FoldRequest) -> None:

@@ -29,8 +29,10 @@ MOMENTUM = 0.9  # share of the gradients' running mean that is kept from one ste
 # error. It falls in proportion to the relative error that the closed form left, and linearly to nothing over
 # the steps. It is the largest that is tried.
 RATE = 0.12
-QUARTERS = 5  # times that a rate is divided by four, at most
-NARROW = 256  # hidden size up to which the largest rate is tried first; at twice that a quarter of it, ...
+QUARTERS = 5  # times that the first rate is divided by four, at most
+# Hidden size of layers of which the largest rate is tried first. Of one twice as large it is a quarter of
+# that, of one four times as large a sixteenth, ...
+SMALL_HIDDEN = 256
 LEAST_TRIAL = 20  # steps on which a rate is tried: fewer say little of how far noise leads
 SHARES = (1.0, 0.75, 0.5, 0.25)  # of the way from the closed form to what was fitted
 # Share of the mean energy of the mixed values that is added to each in a solve for the output projection.
@@ -320,7 +322,7 @@ def _rate(
         # Where every rate leads too far for so small a sample, they differ by what is gained on the way.
         return lost if lost < before else loss.least(*_on_the_way(start, end))[1]
 
-    first = rate = most / 4 ** max(0, round(math.log2(len(start.o_DNH) / NARROW)))
+    first = rate = most * 0.25 ** max(0, round(math.log2(len(start.o_DNH) / SMALL_HIDDEN)))
     lost = tried(rate)
     for _ in range(QUARTERS):
         smaller = tried(rate / 4)

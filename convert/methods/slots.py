@@ -120,11 +120,17 @@ def _chosen(
         )
     if target.slots == "source":
         return Division(target=target, bands=_fixed_bands(source, target))
+    is_wide = target.qk_rope_head_dim > source.rotary_width
+    if wanted == "uniform" and is_wide and peer(method) is None:
+        raise InvalidInput(
+            f"--rope-dim {target.qk_rope_head_dim} does not fit --slots uniform: {source.rotary_width} "
+            f"dimensions of a head rotate; choose at most {source.rotary_width}, or leave --slots out"
+        )
     rule = peer(method)
     if rule is not None:
         return _by_rule(source, target, statistics, options, method, rule)
     if statistics is None:
-        if wanted == "uniform" or (wanted is None and target.qk_rope_head_dim <= source.rotary_width):
+        if wanted == "uniform" or (wanted is None and not is_wide):
             return Division(target=target, bands=_fixed_bands(source, target))
         # Statistics will allocate them; until then any slots of the right number do.
         return Division(target=replace(target, slots="allocated"), bands=_any_bands(source, target))
@@ -327,7 +333,7 @@ def _uniform(source: Source, target: LatentTarget, layer: int, number: int) -> t
     if target.qk_rope_head_dim > source.rotary_width:
         raise InvalidInput(
             f"--rope-dim {target.qk_rope_head_dim} does not fit: {source.rotary_width} dimensions of "
-            "a head rotate; use at most as many"
+            f"a head rotate; choose at most {source.rotary_width}"
         )
     table_F, _ = source.frequencies(layer)
     rope = layer_rope(source.config, layer)

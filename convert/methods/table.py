@@ -83,13 +83,14 @@ def check_prepared(
 
 
 def check_calibrated(
-    method: str, target: GroupedTarget | LatentTarget, *, calibrated: bool, biased: bool = False
+    method: str, target: GroupedTarget | LatentTarget, rotating: int, *, calibrated: bool, biased: bool
 ) -> None:
     """Refuse to fold without statistics what cannot be.
 
     Args:
         method: name of a method.
         target: attention of the output.
+        rotating: dimensions of a source's head that rotate.
         calibrated: whether there are statistics.
         biased: whether biases must go into weights.
 
@@ -107,6 +108,12 @@ def check_calibrated(
             "engine that takes biases"
         )
     if isinstance(target, LatentTarget) and target.slots == "allocated":
+        if target.qk_rope_head_dim > rotating:
+            raise InvalidInput(
+                f"--rope-dim {target.qk_rope_head_dim} does not fit: {rotating} dimensions of a head rotate, "
+                "and only statistics can allocate more slots than that; use --calibration self, or at most "
+                f"{rotating}"
+            )
         raise InvalidInput(
             "--slots allocated needs statistics to allocate by; use --calibration self, or --slots uniform"
         )

@@ -63,9 +63,8 @@ def rewrite(plan: Plan, out: Path, *, source_name: str | None = None) -> dict[st
     """
     with together():
         check_output(out, plan.source.checkpoint.directory)
-        methods.check_calibrated(
-            plan.method, plan.target, calibrated=plan.statistics is not None, biased=plan.folds_biases
-        )
+        about = plan.method, plan.target, plan.source.rotary_width
+        methods.check_calibrated(*about, calibrated=plan.statistics is not None, biased=plan.folds_biases)
         if plan.container.kind == "stock" and plan.source.norms and plan.statistics is None:
             raise InvalidInput(
                 "norms of queries and keys can be replaced for the stock class by statistics only; use "

@@ -45,11 +45,13 @@ class Shapes:
     def of(cls, plan: Plan) -> "Shapes":
         """Return the counts of a fold."""
         source, request = plan.source, plan.request
-        geometry = source.geometry
+        geometry, sequences = source.geometry, plan.effort.sequences
         length = request.length or default_length(source, request.calibration)
+        if plan.statistics is not None:
+            sequences, length = plan.statistics.layers[0].input_BTD.shape[:2]
         need, vocabulary = Need.of(source, sequences=1, length=2), int(source.config["vocab_size"])
         return cls(
-            sequences=plan.effort.sequences,
+            sequences=sequences,
             length=min(length, source.positions),
             positions=source.positions,
             layers=source.layers,

@@ -1,5 +1,7 @@
 """The loss of a plan's closed form on some of its layers, for choices that need more than a prediction."""
 
+import math
+from bisect import bisect_right
 from collections.abc import Sequence
 from concurrent.futures import as_completed
 from dataclasses import replace
@@ -45,26 +47,34 @@ def closed_form_loss(plan: Plan, layers: int, description: str) -> float | None:
 def spread_layers(predicted_L: Sequence[float], count: int) -> dict[int, float]:
     """Return the layers to measure for the sum over all, and the factor for what each loses.
 
-    A few layers can lose half of the sum, so layers stand at even steps of the cumulated predictions, each
-    for as much of the sum as a step (systematic sampling with probability in proportion to size). All are
-    returned, by 1, if there are no more than `count`; without predictions steps are layers.
+    A few layers can lose half of the sum. So layers stand at even steps of the cumulated predictions, each
+    for as much of the sum as a step (systematic sampling with probability in proportion to size); one that is
+    predicted to lose a step or more stands for itself. All do if there are no more than `count`. Without
+    finite predictions steps are layers.
 
     Args:
         predicted_L: loss of every layer, in any unit.
         count: most layers.
 
     Example:
-        >>> spread_layers([4.0, 1.0, 1.0, 2.0], 2)
-        {0: 1.0, 3: 2.0}
+        >>> spread_layers([4.0, 1.0, 1.0, 1.0, 1.0], 3)
+        {0: 1.0, 2: 2.0, 4: 2.0}
     """
-    layers = len(predicted_L)
-    if layers <= count:
-        return dict.fromkeys(range(layers), 1.0)
-    sizes_L = predicted_L if sum(predicted_L) > 0 else [1.0] * layers
-    sums_L = list(accumulate(sizes_L))
+    if len(predicted_L) <= count:
+        return dict.fromkeys(range(len(predicted_L)), 1.0)
+    is_usable = 0 < sum(predicted_L) < math.inf
+    sizes = dict(enumerate(predicted_L if is_usable else [1.0] * len(predicted_L)))
     factors: dict[int, float] = {}
-    for step in range(count):
-        aim = sums_L[-1] * (step + 0.5) / count
-        layer = next(at for at, until in enumerate(sums_L) if until > aim)
-        factors[layer] = factors.get(layer, 0.0) + sums_L[-1] / count / sizes_L[layer]
-    return factors
+    while left := count - len(factors):
+        step = sum(sizes.values()) / left
+        certain = [layer for layer, size in sizes.items() if size >= step > 0]
+        if not certain:
+            break
+        # Without these, steps are smaller, and others may exceed them.
+        factors |= dict.fromkeys(certain, 1.0)
+        sizes = {layer: size for layer, size in sizes.items() if layer not in factors}
+    if left and step > 0:
+        layers, sums = list(sizes), list(accumulate(sizes.values()))
+        drawn = [layers[bisect_right(sums, (number + 0.5) * step)] for number in range(left)]
+        factors |= {layer: step / sizes[layer] for layer in drawn}
+    return dict(sorted(factors.items()))

@@ -15,7 +15,7 @@ from .layer_losses import closed_form_loss
 # How much more a fitted norm may lose by the closed form, of which refinement recovers most (LOG.md): nats
 # per token summed over all layers, or a share of the loss with a linear norm, whichever is more.
 NATS, SHARE = 0.005, 0.15
-LAYERS = 4  # measured at most; they stand for all
+LAYERS = 4  # measured at most, of which the loss of all is estimated
 
 
 def settle_norm(plan: Plan) -> Plan:

@@ -14,7 +14,7 @@ from ..plan import Plan, make_plan
 from ..rope_choice import CHOSEN
 from .layer_losses import closed_form_loss
 
-LAYERS = 8  # measured at most; they stand for all
+LAYERS = 8  # measured at most, of which the loss of all is estimated
 
 
 def settle_width(plan: Plan) -> Plan:

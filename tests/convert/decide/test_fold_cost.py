@@ -8,10 +8,12 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+from kvfold.convert.calibration.study import study
 from kvfold.convert.cli import main
 from kvfold.convert.decide.costs import fold_cost
 from kvfold.convert.decide.costs.fold_cost import cost_of, predict_cost, show_seconds
 from kvfold.convert.decide.plan import Plan, make_plan
+from kvfold.convert.families.source import open_source
 from kvfold.convert.request import fold_request
 from kvfold.core.machine_rates import Rates, measure_rates
 
@@ -47,6 +49,17 @@ def test_more_text_and_more_steps_take_longer(source: Path) -> None:
         predict_cost(plan(source, effort=name), "self", RATES).total for name in ("quick", "default", "best")
     ]
     assert efforts == sorted(efforts)
+
+
+def test_statistics_say_how_much_text_there_is(source: Path) -> None:
+    """Whatever the effort and the length of a text to be read would be."""
+    taken = study(open_source(source), "self", sequences=8, length=32, seed=0)
+    sizes = {"kv_budget": None, "rank": "12", "rope_dim": 4}
+    saved = make_plan(source, plan(source, **sizes).request, taken)
+    asked = plan(source, **sizes, sequences=8, length=32)
+    found, same = (predict_cost(each, "s.safetensors", RATES).seconds for each in (saved, asked))
+    assert found["refinement"] == pytest.approx(same["refinement"])
+    assert "statistics" not in found
 
 
 def test_a_phase_takes_as_long_as_its_rates_say(source: Path) -> None:

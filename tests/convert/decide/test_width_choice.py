@@ -109,8 +109,21 @@ def test_a_given_width_may_exceed_what_rotates_in_a_head(source: Path, tmp_path:
     assert (target["qk_rope_head_dim"], target["slots"]) == (24, "allocated")
     with pytest.raises(InvalidInput, match=r"24 does not fit: 16 .* use --calibration self"):
         kvfold.fold(source, wide, out=tmp_path / "none", container="remote", calibration="none")
-    with pytest.raises(InvalidInput, match=r"--rope-dim 24 does not fit: 16 .* at most as many"):
+    with pytest.raises(
+        InvalidInput, match=r"--rope-dim 24 does not fit --slots uniform: 16 .* leave --slots out"
+    ):
         kvfold.fold(source, wide, out=tmp_path / "none", container="remote", slots="uniform", **options)
+
+
+def test_slots_of_a_given_width_for_every_rotary_table(tmp_path: Path) -> None:
+    source = make(tmp_path / "source", "gemma3_text", num_key_value_heads=4, head_dim=16)
+    taken = study(open_source(source), "self", sequences=4, length=32, seed=0)
+    tables = range(len(open_source(source).layers_by_table))
+    assert len(tables) == 2
+    for statistics in (None, taken):
+        plan = planned(source, statistics, kv_budget=None, rank="40", rope_dim=24, rope="decoupled")
+        slots = [sum(band.slots for band in plan.bands if band.table == table) for table in tables]
+        assert slots == [12, 12]
 
 
 @pytest.mark.parametrize("given", [{"rope_dim": 8}, {"kv_budget": None, "rank": "24"}, {"slots": "uniform"}])
@@ -142,7 +155,10 @@ def test_measured_layers_stand_for_all() -> None:
         estimate = sum(factor * losses_L[layer] for layer, factor in factors.items())
         assert estimate == pytest.approx(sum(losses_L))
     assert {1, 2, 6} <= spread_layers(losses_L, 4).keys()
-    assert spread_layers([0.0] * 10, 4) == {1: 2.5, 3: 2.5, 6: 2.5, 8: 2.5}
+    assert spread_layers([20.0, *[0.5] * 29], 8).keys() == {0, 3, 7, 11, 15, 19, 23, 27}
+    even = {1: 2.5, 3: 2.5, 6: 2.5, 8: 2.5}
+    for nothing in ([0.0] * 10, [1.0, float("nan")] * 5, [float("inf")] + [1.0] * 9):
+        assert spread_layers(nothing, 4) == even
 
 
 def test_losses_of_many_layers_are_measured_on_those_that_lose_most(
