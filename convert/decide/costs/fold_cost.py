@@ -49,7 +49,7 @@ _OPTIMISED = 3e5  # small operations as long as importing what torch's optimizer
 _ROUNDED = 65  # of the search for a rounded length
 _GROUPED = 4  # orders of the heads that are measured
 _WIDTHS = 11  # rotary widths that a budget is divided among
-_NEIGHBOURS = 4  # of them that are measured
+_NEIGHBOURS = 4  # of them that are measured, or three and intact rotation
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,13 +12,14 @@ from ....core.processes import from_first, together
 from ...algebra.target import LatentTarget
 from ..plan import Plan, make_plan
 from ..rope_choice import CHOSEN
+from .intact_notice import intact_notice, measure_intact
 from .layer_losses import closed_form_loss
 
 LAYERS = 8  # measured at most, of which the loss of all is estimated
 
 
 def settle_width(plan: Plan) -> Plan:
-    """Return the plan with its rotary width chosen.
+    """Return the plan with its rotary width chosen, and a notice where intact rotation loses far less.
 
     A plan that has no choice, or whose effort is too small for it, is returned as it is. Every process of a
     distributed run gets what the first one measured.
@@ -27,13 +28,15 @@ def settle_width(plan: Plan) -> Plan:
         return plan
     with together():
         found = measure_widths(plan) if is_first() else None
-    found = from_first(found)
+        intact = measure_intact(plan, LAYERS) if found else None
+    found, intact = from_first((found, intact))
     planned = plan.target.qk_rope_head_dim
     if not found:
         return replace(plan, widths={})
     width = min(found, key=lambda each: found[each])
+    told = intact_notice(found[width], intact)
     if width == planned:
-        return replace(plan, widths={})
+        return replace(plan, widths={}, notices=(*plan.notices, *told))
     request = plan.request.model_copy(update={"rope_dim": width})
     settled = make_plan(plan.source, request, plan.statistics)
     form = [
@@ -44,7 +47,7 @@ def settle_width(plan: Plan) -> Plan:
         f"{found[planned]:.4g} nats with {planned} and {found[width]:.4g} with {width} on held-back "
         "calibration tokens"
     )
-    return replace(settled, request=plan.request, notices=(*form, *settled.notices, reason))
+    return replace(settled, request=plan.request, notices=(*form, *settled.notices, reason, *told))
 
 
 def measure_widths(plan: Plan) -> dict[int, float]:

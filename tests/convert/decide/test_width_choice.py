@@ -47,8 +47,9 @@ def width_of(plan: Plan) -> int:
 
 
 def told(monkeypatch: pytest.MonkeyPatch, losses: dict[int, float]) -> list[int]:
-    """Let widths lose this much; return those that are asked for, in order."""
+    """Let widths lose this much, and intact rotation nobody knows; return those asked for, in order."""
     asked: list[int] = []
+    monkeypatch.setattr(width_choice, "measure_intact", lambda plan, layers: None)
     monkeypatch.setattr(
         width_choice, "_loss", lambda plan, width: (asked.append(width), losses.get(width, 9.0))[1]
     )

@@ -1,0 +1,88 @@
+"""Where MLA's rotation is left open, a notice says what it would lose intact."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvfold.convert.calibration.statistics import Statistics
+from kvfold.convert.calibration.study import study
+from kvfold.convert.decide.measured.intact_notice import intact_notice, measure_intact
+from kvfold.convert.decide.measured.width_choice import LAYERS, measure_widths, settle_width
+from kvfold.convert.decide.plan import Plan, make_plan
+from kvfold.convert.families.source import open_source
+from kvfold.convert.families.support import LIMIT
+from kvfold.convert.request import fold_request
+from kvfold.convert.write.rewrite import rewrite
+
+from ...support.tiny import make
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make(tmp_path_factory.mktemp("intact") / "source", num_key_value_heads=4, head_dim=16)
+
+
+@pytest.fixture(scope="module")
+def statistics(source: Path) -> Statistics:
+    taken = study(open_source(source), "self", sequences=4, length=32, seed=0)
+    assert taken is not None
+    return taken
+
+
+def planned(source: Path, statistics: Statistics, **options: Any) -> Plan:
+    asked = {"model": str(source), "to": "mla", "kv_budget": "25%", "refine": 0, **options}
+    return make_plan(source, fold_request(asked), statistics)
+
+
+def test_intact_rotation_is_measured_as_it_would_be_folded(
+    source: Path, statistics: Statistics, tmp_path: Path
+) -> None:
+    plan = planned(source, statistics, container="remote")
+    found = measure_intact(plan, LAYERS)
+    record = rewrite(planned(source, statistics, rope="intact"), tmp_path / "out")
+    assert record["target"]["kv_lora_rank"] == 32
+    assert found == pytest.approx(sum(layer["measured"]["folded"] for layer in record["layers"]), rel=1e-3)
+
+
+def test_the_notice_has_what_was_measured(source: Path, statistics: Statistics) -> None:
+    plan = planned(source, statistics, container="remote")
+    intact, widths = measure_intact(plan, LAYERS), measure_widths(plan)
+    assert intact is not None
+    assert min(widths.values()) > intact
+    is_told = min(widths.values()) - intact > LIMIT
+    told = [one for one in settle_width(plan).notices if one.startswith("--rope intact")]
+    assert told == list(intact_notice(min(widths.values()), intact))
+    assert bool(told) == is_told
+
+
+def test_only_a_clear_difference_is_told() -> None:
+    assert intact_notice(1.0, None) == intact_notice(0.06, 0.02) == intact_notice(0.1, 0.3) == ()
+    (told,) = intact_notice(0.2225, 0.0963)
+    assert "0.0963 instead of 0.2225 nats" in told
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"rope": "decoupled", "container": "remote"},
+        {"rope_dim": 8, "container": "remote"},
+        {"container": "stock"},
+        {"engines": ("vllm",), "container": "remote"},
+    ],
+    ids=["form", "width", "stock class", "vLLM"],
+)
+def test_what_is_decided_is_not_measured(source: Path, statistics: Statistics, given: dict[str, Any]) -> None:
+    if "engines" in given:
+        source = make(source.parent / "wide", num_attention_heads=16, num_key_value_heads=16, head_dim=64)
+        taken = study(open_source(source), "self", sequences=2, length=16, seed=0)
+        assert taken is not None
+        statistics, given = taken, {**given, "kv_budget": None, "rank": "512"}
+    assert measure_intact(planned(source, statistics, **given), LAYERS) is None
+
+
+def test_sources_with_key_norms_have_a_choice_of_their_own(tmp_path: Path) -> None:
+    source = make(tmp_path / "source", "qwen3", num_key_value_heads=4, head_dim=16)
+    taken = study(open_source(source), "self", sequences=4, length=32, seed=0)
+    assert taken is not None
+    assert measure_intact(planned(source, taken, container="remote", kv_budget="50%"), LAYERS) is None
