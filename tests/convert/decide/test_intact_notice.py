@@ -18,18 +18,6 @@ from kvfold.convert.write.rewrite import rewrite
 from ...support.tiny import make
 
 
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make(tmp_path_factory.mktemp("intact") / "source", num_key_value_heads=4, head_dim=16)
-
-
-@pytest.fixture(scope="module")
-def statistics(source: Path) -> Statistics:
-    taken = study(open_source(source), "self", sequences=4, length=32, seed=0)
-    assert taken is not None
-    return taken
-
-
 def planned(source: Path, statistics: Statistics, **options: Any) -> Plan:
     asked = {"model": str(source), "to": "mla", "kv_budget": "25%", "refine": 0, **options}
     return make_plan(source, fold_request(asked), statistics)

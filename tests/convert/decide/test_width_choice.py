@@ -24,18 +24,6 @@ from ...support.tiny import make
 BUDGET = {"kv_budget": "50%", "container": "remote", "refine": 0}
 
 
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make(tmp_path_factory.mktemp("width") / "source", num_key_value_heads=4, head_dim=16)
-
-
-@pytest.fixture(scope="module")
-def statistics(source: Path) -> Statistics:
-    taken = study(open_source(source), "self", sequences=4, length=32, seed=0)
-    assert taken is not None
-    return taken
-
-
 def planned(source: Path, statistics: Statistics | None, **options: Any) -> Plan:
     request = fold_request({"model": str(source), "to": "mla", **BUDGET, **options})
     return make_plan(source, request, statistics)
