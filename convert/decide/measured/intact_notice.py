@@ -21,12 +21,13 @@ def measure_intact(plan: Plan, layers: int) -> float | None:
         layers: at most so many are folded.
 
     Returns:
-        Nats per token on held-back tokens; None where the output cannot have that form, the user has decided,
-        or an engine must run it that saves no cache then. Sources with key norms have a choice of their own.
+        Nats per token on held-back tokens; None where the source cannot have that form, the user has decided
+        against it or against own code, or an engine must run it that saves no cache then. Sources with key
+        norms have a choice of their own.
     """
     target, request = plan.target, plan.request
     is_decided = request.rope is not None or request.rope_dim is not None or plan.source.family.k_norm
-    if is_decided or plan.container.kind != "remote" or not set(plan.engines) <= {"transformers"}:
+    if is_decided or request.container == "stock" or not set(plan.engines) <= {"transformers"}:
         return None
     assert isinstance(target, LatentTarget), "only MLA has rotation to leave intact"
     cached = str(target.kv_lora_rank + target.qk_rope_head_dim)
@@ -49,6 +50,6 @@ def intact_notice(decoupled: float, intact: float | None) -> tuple[str, ...]:
         return ()
     return (
         f"--rope intact loses less with the same cache: {intact:.4g} instead of {decoupled:.4g} nats by the "
-        "closed form on held-back calibration tokens; but it rebuilds keys at every step, and vLLM saves no "
-        "cache with it",
+        "closed form on held-back calibration tokens; but its output brings its own code, keys are rebuilt "
+        "at every step, and vLLM saves no cache with it",
     )

@@ -33,8 +33,11 @@ def test_intact_rotation_is_measured_as_it_would_be_folded(
     assert found == pytest.approx(sum(layer["measured"]["folded"] for layer in record["layers"]), rel=1e-3)
 
 
-def test_the_notice_has_what_was_measured(source: Path, statistics: Statistics) -> None:
-    plan = planned(source, statistics, container="remote")
+@pytest.mark.parametrize("given", [{}, {"container": "remote"}, {"engines": ("transformers",)}])
+def test_the_notice_has_what_was_measured(
+    source: Path, statistics: Statistics, given: dict[str, Any]
+) -> None:
+    plan = planned(source, statistics, **given)
     intact, widths = measure_intact(plan, LAYERS), measure_widths(plan)
     assert intact is not None
     assert min(widths.values()) > intact
