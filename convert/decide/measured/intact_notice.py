@@ -1,7 +1,7 @@
 """A notice for those who leave MLA's rotation open: what it would lose intact, measured on the same tokens.
 
-Nothing positional is lost then, but keys are rebuilt at every step, and engines other than transformers save
-no cache. So it stays the user's choice.
+Nothing positional is lost then, but keys are rebuilt at every step, and no engine but transformers runs it
+with a smaller cache. So it stays the user's choice.
 """
 
 from dataclasses import replace
@@ -26,12 +26,13 @@ def measure_intact(plan: Plan, layers: int) -> float | None:
         norms have a choice of their own.
     """
     target, request = plan.target, plan.request
-    is_decided = request.rope is not None or request.rope_dim is not None or plan.source.family.k_norm
+    is_decided = any(one is not None for one in (request.rope, request.rope_dim, request.slots))
+    is_decided = is_decided or plan.source.family.k_norm is not None
     if is_decided or request.container == "stock" or not set(plan.engines) <= {"transformers"}:
         return None
     assert isinstance(target, LatentTarget), "only MLA has rotation to leave intact"
     cached = str(target.kv_lora_rank + target.qk_rope_head_dim)
-    sizes = {"rope": "intact", "rank": cached, "kv_budget": None, "slots": None, "cache_dtype": "bfloat16"}
+    sizes = {"rope": "intact", "rank": cached, "kv_budget": None, "cache_dtype": "bfloat16"}
     try:
         intact = make_plan(plan.source, request.model_copy(update=sizes), plan.statistics)
     except InvalidInput:

@@ -58,10 +58,11 @@ def test_only_a_clear_difference_is_told() -> None:
     [
         {"rope": "decoupled", "container": "remote"},
         {"rope_dim": 8, "container": "remote"},
+        {"slots": "allocated", "container": "remote"},
         {"container": "stock"},
         {"engines": ("vllm",), "container": "remote"},
     ],
-    ids=["form", "width", "stock class", "vLLM"],
+    ids=["form", "width", "slots", "stock class", "vLLM"],
 )
 def test_what_is_decided_is_not_measured(source: Path, statistics: Statistics, given: dict[str, Any]) -> None:
     if "engines" in given:
