@@ -120,8 +120,8 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 @click.option(
     "--length",
     type=click.IntRange(min=2),
-    help="Tokens of each; by default 256 where the source writes text and 512 of another text, or fewer where "
-    "the source was trained on fewer, if that shows.",
+    help="Tokens of each; by default 256 where the source writes text and 512 of another text, or fewer "
+    "where the source was trained on fewer, if that shows.",
 )
 @click.option(
     "--context",
