@@ -145,12 +145,10 @@ def joined_lengths(sequences: int, length: int, positions: int) -> list[int]:
         >>> joined_lengths(48, 256, 2048), joined_lengths(48, 256, 256), joined_lengths(4, 256, 2048)
         ([64, 128, 256], [64, 128], [])
     """
-    longest, lengths = min(positions, max(length, READ)), list[int]()
-    shortest = SHORTEST if _pairs(sequences, length) else length + 1
-    while shortest <= min(length, longest // 2):
-        lengths.append(shortest)
-        shortest *= 2
-    return lengths
+    if not _pairs(sequences, length):
+        return []
+    longest = min(length, min(positions, max(length, READ)) // 2)
+    return [SHORTEST << doubling for doubling in range((longest // SHORTEST).bit_length())]
 
 
 def readings(sequences: int, length: int, positions: int) -> int:

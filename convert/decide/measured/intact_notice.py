@@ -14,7 +14,7 @@ from .layer_losses import closed_form_loss
 
 
 def measure_intact(plan: Plan, layers: int) -> float | None:
-    """Measure the closed form with the same cache and rotation left intact.
+    """Measure the closed form with rotation left intact and a latent of as many numbers as are cached.
 
     Args:
         plan: with rotation decoupled.
@@ -50,7 +50,7 @@ def intact_notice(decoupled: float, intact: float | None) -> tuple[str, ...]:
     if intact is None or decoupled - intact <= LIMIT:
         return ()
     return (
-        f"--rope intact loses less with the same cache: {intact:.4g} instead of {decoupled:.4g} nats by the "
-        "closed form on held-back calibration tokens; but its output brings its own code, keys are rebuilt "
-        "at every step, and vLLM saves no cache with it",
+        f"--rope intact loses less with the same budget: {intact:.4g} instead of {decoupled:.4g} nats by the "
+        "closed form on held-back calibration tokens; but its output brings its own code, one layer caches "
+        "three more numbers per token, keys are rebuilt at every step, and vLLM saves no cache with it",
     )
