@@ -7,7 +7,8 @@ from .errors import InvalidInput
 from .untrusted import printable
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?(@[\w./-]+)?")
-# Everything that a checkpoint needs, without pickles; the card, for its licence.
+# Everything that a checkpoint needs, without pickles; the card, for its licence; the code of remote outputs,
+# which kvfold compares with its own and does not run.
 _WANTED = [
     "model*.safetensors",
     "*.json",
@@ -15,6 +16,7 @@ _WANTED = [
     "*.model",
     "*.txt",
     "*.tiktoken",
+    "*_kvfold.py",
     "LICENSE*",
     "NOTICE*",
     "README.md",

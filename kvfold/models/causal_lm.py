@@ -23,7 +23,7 @@ from .dequantised import from_tensors, without_quantisation
 from .expected_weights import check_found, check_loadable, multimodal_class
 from .load_failures import loading_failures, no_progress_bars
 from .load_options import LoadOptions
-from .remote_code import carries_own_code, check_form, is_remote, source_config
+from .remote_code import carries_own_code, check_form, code_refusal, is_remote, source_config
 
 _SAMPLE = 10_000  # characters on which two tokenizers must agree
 # Objects of JSON in which transformers looks for a tokenizer.
@@ -364,10 +364,7 @@ def _check_directory(directory: Path, options: LoadOptions) -> tuple[bool, bool]
     check_safetensors(directory)
     own = carries_own_code(directory)
     if is_remote(directory) and not (own or options.trust_remote_code):
-        raise InvalidInput(
-            f"the code in {directory} (*_kvfold.py) is not that of this kvfold; read it, then allow it with "
-            "--trust-remote-code, or convert the source again"
-        )
+        raise InvalidInput(code_refusal(directory))
     return own, options.trust_remote_code and not own
 
 

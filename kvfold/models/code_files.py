@@ -14,7 +14,7 @@ from ..checkpoints.quantised.packed_checkpoint import open_checkpoint
 from ..checkpoints.quantised.schemes import MODELOPT_FILE
 from ..checkpoints.shards import INDEX
 from ..core.untrusted import read_json
-from .remote_code import AUTO_MAP, FILES, HERE, carries_own_code, is_remote
+from .remote_code import AUTO_MAP, FILES, HERE, carries_own_code, is_remote, missing_code
 
 CONFIGS = ("config.json", *SIDE_CONFIGS)
 _CODE = {".py", ".pyc", ".so", ".pyd"}
@@ -35,6 +35,9 @@ def foreign_code(directory: Path) -> str:
         for field, named in _named_code(directory / name):
             if not (remote and name == "config.json" and field == "auto_map" and named == AUTO_MAP):
                 return f"{field} in {name} names {_shown(named)}, which is not code that this kvfold ships"
+    missing = missing_code(directory) if remote else ""
+    if missing:
+        return f"files of its code are missing ({missing})"
     if remote and not carries_own_code(directory):
         return "the code next to the weights is not that of this kvfold"
     if remote and read_config(directory).get("auto_map") != AUTO_MAP:

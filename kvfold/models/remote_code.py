@@ -262,6 +262,25 @@ def carries_own_code(directory: Path) -> bool:
     return is_remote(directory) and all(_is_own(directory, name) for name in FILES)
 
 
+def missing_code(directory: Path) -> str:
+    """Return the names of the code files that a remote output lacks; empty where it has all of them."""
+    return ", ".join(name for name in FILES if not (directory / name).exists())
+
+
+def code_refusal(directory: Path) -> str:
+    """Return why a remote output that does not carry kvfold's own code is not loaded, and what to do."""
+    missing = missing_code(directory)
+    if missing:
+        return (
+            f"{directory} lacks files of its code ({missing}); copy them from where it came from, "
+            "or convert the source again"
+        )
+    return (
+        f"the code in {directory} (*_kvfold.py) is not that of this kvfold; read it, then allow it with "
+        "--trust-remote-code, or convert the source again"
+    )
+
+
 def _is_own(directory: Path, name: str) -> bool:
     found = _digest(directory / name)
     return found == _digest(HERE / name) or found in EARLIER[name]

@@ -12,22 +12,28 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
+from kvfold import MLA, fold
+
 from ..support.tiny import make
+from ..support.tokenizers import save_tokenizer
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 MQA = ("--to", "mqa", "--calibration", "none", "--json")
 
 
-def kvfold(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    """The command in a process of its own: huggingface_hub reads its environment when imported."""
+def kvfold(
+    *arguments: str, cwd: Path, command: str = "convert", **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """A command in a process of its own: huggingface_hub reads its environment when imported."""
     settings = {**os.environ, "HF_HOME": str(cwd / "hf"), "HF_HUB_DISABLE_XET": "1", **environment}
-    command = [sys.executable, "-m", "kvfold", "convert", *arguments]
-    return subprocess.run(command, cwd=cwd, env=settings, capture_output=True, text=True, check=False)
+    words = [sys.executable, "-m", "kvfold", command, *arguments]
+    return subprocess.run(words, cwd=cwd, env=settings, capture_output=True, text=True, check=False)
 
 
 def test_a_cached_model_is_found_offline(tmp_path: Path) -> None:
@@ -97,13 +103,20 @@ def _oid(data: bytes) -> str:
     return hashlib.sha1(data, usedforsecurity=False).hexdigest()
 
 
-@pytest.fixture
-def endpoint(tmp_path: Path) -> Iterator[str]:
-    handler = type("TinyHub", (Hub,), {"directory": make(tmp_path / "served", shard_size="20KB")})
+@contextmanager
+def serving(directory: Path) -> Iterator[str]:
+    """Serve a directory as `org/tiny`, and yield the address."""
+    handler = type("TinyHub", (Hub,), {"directory": directory})
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}"
         server.shutdown()
+
+
+@pytest.fixture
+def endpoint(tmp_path: Path) -> Iterator[str]:
+    with serving(make(tmp_path / "served", shard_size="20KB")) as address:
+        yield address
 
 
 def test_a_model_is_downloaded_by_its_id(tmp_path: Path, endpoint: str) -> None:
@@ -124,6 +137,21 @@ def test_a_model_is_downloaded_by_its_id(tmp_path: Path, endpoint: str) -> None:
         assert refused.returncode == 2, refused.stderr
         assert sentence in refused.stderr
         assert "Traceback" not in refused.stderr
+
+
+def test_a_published_remote_output_is_used_by_its_id(tmp_path: Path) -> None:
+    """Its code comes with it, so that kvfold knows it as its own; other Python files stay there."""
+    source = make(tmp_path / "source", vocab_size=258)
+    save_tokenizer(source)
+    target = MLA(kv_budget="50%", rope="intact")
+    served = fold(source, target, out=tmp_path / "served", calibration="none", verify="none").directory
+    (served / "other.py").write_text("raise SystemError\n")
+    words = ("org/tiny", "--text", "stdlib", "--window", "16", "--max-windows", "2", "--suite", "ppl")
+    with serving(served) as endpoint:
+        online = {"HF_ENDPOINT": endpoint, "HF_HUB_OFFLINE": "0"}
+        done = kvfold(*words, "--device", "cpu", command="eval", cwd=tmp_path, **online)
+    assert done.returncode == 0, done.stderr
+    assert not [*tmp_path.rglob("snapshots/*/other.py")]
 
 
 def test_an_unreachable_hub_is_one_sentence(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from kvfold.convert.methods.intact import linearised
 from kvfold.core.errors import InvalidInput
 from kvfold.eval.options import Options
 from kvfold.models.causal_lm import load
+from kvfold.models.code_files import foreign_code
 from kvfold.models.shipped.attention_kvfold import KvfoldDecoupledAttention
 from kvfold.models.shipped.modeling_kvfold import KvfoldForCausalLM
 
@@ -170,6 +171,10 @@ def test_code_that_is_not_ours_does_not_run(folded: Path) -> None:
     path.write_text(kept + "\nraise SystemError\n")
     with pytest.raises(InvalidInput, match="is not that of this kvfold"):
         load(folded, Options(device="cpu"))
+    path.unlink()
+    with pytest.raises(InvalidInput, match=r"lacks files of its code \(modeling_kvfold.py\)"):
+        load(folded, Options(device="cpu"))
+    assert foreign_code(folded) == "files of its code are missing (modeling_kvfold.py)"
     path.write_text(kept)
 
 
