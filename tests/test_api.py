@@ -18,6 +18,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import kvfold
 from kvfold import api
 from kvfold.checkpoints.record import read_record
+from kvfold.models.causal_lm import load
+from kvfold.models.code_files import foreign_code
+from kvfold.models.load_options import LoadOptions
 from kvfold.results import Folded
 
 DEMO = Path(__file__).parent.parent / "recipes" / "demo"
@@ -140,6 +143,22 @@ def test_a_model_in_memory() -> None:
         assert not torch.equal(few(ids_1T).logits, source(ids_1T).logits)
     assert source.config.num_key_value_heads == heads
     assert all(torch.equal(weight, before[name]) for name, weight in source.state_dict().items())
+
+
+def test_a_model_in_memory_is_saved_with_its_code(tmp_path: Path) -> None:
+    """`save_pretrained` of one with kvfold's own class writes what transformers and kvfold load."""
+    source, tokenizer = AutoModelForCausalLM.from_pretrained(DEMO), AutoTokenizer.from_pretrained(DEMO)
+    target = kvfold.MLA(kv_budget="50%", rope="intact")
+    folded = kvfold.fold(source, target, tokenizer=tokenizer, calibration="none")
+    for part in (folded, tokenizer):
+        part.save_pretrained(tmp_path)
+    assert foreign_code(tmp_path) == ""
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, trust_remote_code=True)
+    ours = load(tmp_path, LoadOptions(device="cpu", dtype="bfloat16")).model
+    ids_1T = torch.arange(16)[None]
+    with torch.no_grad():
+        assert torch.equal(theirs(ids_1T).logits, folded(ids_1T).logits)
+        assert torch.equal(ours(ids_1T).logits, folded(ids_1T).logits)
 
 
 def test_progress_and_notices(

@@ -266,9 +266,12 @@ def build_empty(directory: Path, attention: str | None, dtype: torch.dtype) -> A
 
 
 def _own_class() -> Any:
-    from .shipped.modeling_kvfold import KvfoldForCausalLM
+    from .shipped.modeling_kvfold import KvfoldForCausalLM as Own
 
-    return KvfoldForCausalLM
+    # So that `save_pretrained` of a loaded model writes this code next to the weights.
+    Own.config_class.register_for_auto_class("AutoConfig")
+    Own.register_for_auto_class("AutoModelForCausalLM")
+    return Own
 
 
 def _read_weights(loader: Any, directory: Path, *, hide_progress: bool, **options: Any) -> Any:
