@@ -257,9 +257,13 @@ class ShardWriter:
             file = directory / (
                 "model.safetensors" if single else f"model-{index:05d}-of-{len(shards):05d}.safetensors"
             )
-            self._files[str(file)] = self._open(file, shard, allocate)
+            try:
+                self._open(file, shard, allocate)
+            except BaseException:
+                self.release()  # an open file would keep its space on a full disk even once it is removed
+                raise
 
-    def _open(self, file: Path, shard: dict[str, TensorSpec], allocate: bool) -> int:
+    def _open(self, file: Path, shard: dict[str, TensorSpec], allocate: bool) -> None:
         # Widest dtype first, so that every tensor starts at a multiple of its item size.
         ordered = sorted(shard.items(), key=lambda item: -item[1].dtype.itemsize)
         rows: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -278,15 +282,13 @@ class ShardWriter:
             begin, _ = rows[name]["data_offsets"]
             self._entries[name] = Entry(file, start + begin, spec)
         prefix = struct.pack("<Q", len(header)) + header
-        descriptor = open_bytes(file, create=allocate)
+        descriptor = self._files[str(file)] = open_bytes(file, create=allocate)
         self.resumed &= (
             os.fstat(descriptor).st_size == start + end and read_at(descriptor, start, 0) == prefix
         )
-        if not allocate:
-            return descriptor
-        write_at(descriptor, prefix, 0)
-        reserve(descriptor, start + end)
-        return descriptor
+        if allocate:
+            write_at(descriptor, prefix, 0)
+            reserve(descriptor, start + end)
 
     def write(self, name: str, tensor: Tensor, first: int = 0) -> None:
         """Write consecutive elements of a tensor, cast to its planned dtype.
