@@ -71,6 +71,17 @@ def _named_code(path: Path) -> Iterator[tuple[str, Any]]:
             pending += value
 
 
+def config_for_copy(source: Path) -> dict[str, Any]:
+    """Return config.json of a checkpoint without the names of any code but this kvfold's.
+
+    Raises:
+        InvalidInput: there is none, or it is no JSON object.
+    """
+    named = {"auto_map": dict(AUTO_MAP)} if is_remote(source) else {}
+    config: dict[str, Any] = without_code(read_config(source))
+    return config | named
+
+
 def copy_config(source: Path, out: Path) -> None:
     """Write config.json of one checkpoint into another, in which no code but this kvfold's is named.
 
@@ -81,9 +92,8 @@ def copy_config(source: Path, out: Path) -> None:
     Raises:
         InvalidInput: there is none, or it is no JSON object.
     """
-    config = read_config(source)
-    kept = without_code(config) | ({"auto_map": dict(AUTO_MAP)} if is_remote(source) else {})
-    if kept == config:
+    kept = config_for_copy(source)
+    if kept == read_config(source):
         shutil.copyfile(source / "config.json", out / "config.json")
     else:
         (out / "config.json").write_text(json.dumps(kept, indent=2) + "\n", encoding="utf-8")

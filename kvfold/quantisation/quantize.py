@@ -23,6 +23,7 @@ from ..core.console import progress
 from ..core.errors import InvalidInput
 from ..core.files import whole_directory
 from ..core.untrusted import shorten
+from ..models.code_files import config_for_copy
 from ..models.remote_code import carries_own_code, ship
 from .chosen_weights import LATENT, RoundedWeights, choose_weights
 from .scheme_names import SCHEMES
@@ -166,7 +167,8 @@ def write_quantized(plan: QuantizePlan, shard_size: int = SHARD_SIZE) -> dict[st
         copy_side_files(source, place)
         if carries_own_code(source):
             ship(source, place)
-        config = {**plan.checkpoint.config, "quantization_config": plan.rounding.config(plan.chosen.ignore)}
+        config = config_for_copy(source)
+        config["quantization_config"] = plan.rounding.config(plan.chosen.ignore)
         (place / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         write_record(place, record)
         write_card(place, record)

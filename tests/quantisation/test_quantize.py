@@ -19,7 +19,9 @@ from kvfold.checkpoints.record import folded_parent, read_record
 from kvfold.cli import main
 from kvfold.core.errors import InvalidInput
 from kvfold.models.causal_lm import load
+from kvfold.models.code_files import foreign_code
 from kvfold.models.load_options import LoadOptions
+from kvfold.models.remote_code import AUTO_MAP
 from kvfold.quantisation.quantize import plan_quantize
 from kvfold.quantisation.scheme_names import SCHEMES
 
@@ -155,6 +157,18 @@ def test_several_shards(place: Path, tmp_path: Path) -> None:
         == 0
     )
     assert len(QuantisedCheckpoint(tmp_path / "out").files) > 1
+
+
+def test_names_of_foreign_code_are_left_out(place: Path, tmp_path: Path) -> None:
+    """An output with code of its own names kvfold's."""
+    for name, wanted in (("gqa", None), ("intact", AUTO_MAP)):
+        named = Path(shutil.copytree(place / name, tmp_path / name))
+        config = json.loads((named / "config.json").read_text())
+        config |= {"auto_map": {"AutoModelForCausalLM": "evil/repo--modeling.Evil"}}
+        (named / "config.json").write_text(json.dumps(config))
+        out = kvfold.quantize(named, "fp8", out=tmp_path / f"{name}-out").directory
+        assert json.loads((out / "config.json").read_text()).get("auto_map") == wanted
+        assert foreign_code(out) == ""
 
 
 def test_the_other_commands_take_the_output(place: Path, tmp_path: Path) -> None:
