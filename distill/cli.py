@@ -8,7 +8,7 @@ import click
 
 from ..core.console import Command, notice, show_json, show_table, show_text
 from ..core.errors import InvalidInput
-from .display import duration, is_main_process, wait_for_rank_0
+from .display import LOSS_COLUMNS, duration, is_main_process, loss_rows, wait_for_rank_0
 
 if TYPE_CHECKING:
     from .recipe.recipe import Profile, Recipe
@@ -211,13 +211,8 @@ def _run(recipe: "Recipe", as_json: bool) -> None:
 
 
 def _show_losses(result: "TrainingResult") -> None:
-    rows = [
-        (stage["name"], name, f"{stage['first'][name]:.4f}", f"{stage['last'][name]:.4f}")
-        for stage in result.stages
-        for name in stage["last"]
-    ]
     title = f"{result.steps} steps, {result.tokens:,} tokens"
-    show_table(title, ("stage", "loss", "first step", "last tenth"), rows)
+    show_table(title, LOSS_COLUMNS, loss_rows(result.stages))
 
 
 def _show_evaluation(found: dict[str, Any]) -> None:

@@ -3,7 +3,7 @@
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,6 +24,21 @@ SHOWN: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("memory_gib", "memory", lambda value: f"{value:.2f} GiB"),
     ("seconds_left", "left", lambda value: duration(value)),
 )
+
+LOSS_COLUMNS = ("stage", "loss", "first step", "last tenth")
+
+
+def loss_rows(stages: Iterable[Mapping[str, Any]]) -> list[tuple[str, str, str, str]]:
+    """Return the rows of a table of every loss of every stage at both ends, as a run's record has them."""
+    return [
+        (stage["name"], name, *(_loss(stage[end][name]) for end in ("first", "last")))
+        for stage in stages
+        for name in stage["last"]
+    ]
+
+
+def _loss(value: float | None) -> str:
+    return "unknown" if value is None else f"{value:.4f}"
 
 
 def is_main_process() -> bool:

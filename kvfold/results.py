@@ -113,18 +113,15 @@ class TrainingRun(Tabular):
 
     @property
     def stages(self) -> list[dict[str, Any]]:
-        """Name and losses of every stage, at its `first` step and over its `last` tenth."""
+        """Name and losses of every stage, at its `first` step and over its `last` tenth; None: unknown."""
         return list(self.report["stages"])
 
     def grid(self) -> Grid:
         """Return every loss of every stage at both ends."""
-        rows = [
-            (stage["name"], name, f"{stage['first'][name]:.4f}", f"{stage['last'][name]:.4f}")
-            for stage in self.stages
-            for name in stage["last"]
-        ]
+        from .distill.display import LOSS_COLUMNS, loss_rows
+
         title = f"{self.steps} steps, {self.tokens:,} tokens"
-        return Grid(title, ("stage", "loss", "first step", "last tenth"), rows)
+        return Grid(title, LOSS_COLUMNS, loss_rows(self.stages))
 
 
 @dataclass(frozen=True, kw_only=True)

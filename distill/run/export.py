@@ -32,7 +32,9 @@ def write_output(run: RunContext, record: dict[str, Any], chosen: ChosenWeights 
         output: must not exist.
     """
     final = _checkpoint(run, run.partial / "final", chosen)
-    shutil.copyfile(run.partial / "metrics.jsonl", final / "metrics.jsonl")
+    metrics = run.partial / "metrics.jsonl"
+    if metrics.exists():  # a power failure may have taken it
+        shutil.copyfile(metrics, final / metrics.name)
     history = read_evaluations(run.partial / "evaluations.jsonl")
     if history:
         write_curve(final, history)

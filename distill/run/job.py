@@ -117,9 +117,15 @@ def _distill(run: RunContext, output: Path) -> dict[str, Any]:
             for sentence in recipe.few_steps():
                 notice(sentence)
         with tracking(accelerator, recipe, progress.total_steps):
-            _run_stages(run, progress, found)
-        record = {"student": str(run.student), "teacher": str(run.teacher), "models": progress.models}
-        record |= summarise(partial / "metrics.jsonl", recipe)
+            progress = _run_stages(run, progress, found)
+        record: dict[str, Any] = {
+            "student": str(run.student),
+            "teacher": str(run.teacher),
+            "models": progress.models,
+            "steps": progress.total_steps,
+            "tokens": progress.tokens,
+            "stages": summarise(partial / "metrics.jsonl", recipe),
+        }
         chosen = best_kept(partial, recipe.evaluate)
         history = read_evaluations(partial / "evaluations.jsonl")
         if recipe.evaluate and history:

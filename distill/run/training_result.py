@@ -18,7 +18,8 @@ class TrainingResult:
         steps: optimizer steps of all stages.
         tokens: tokens trained on.
         stages: for every stage its `name`, `steps`, and its losses at its `first` step and over its `last`
-            tenth, in nats per token for the losses that compare distributions.
+            tenth, in nats per token for the losses that compare distributions; None where a power failure
+            took them.
         evaluation: perplexities of teacher, start and output on held-out text, and the share recovered; None
             if the recipe evaluates nothing.
         notices: sentences on what may surprise the reader, given while this process ran.

@@ -29,6 +29,7 @@ from ...checkpoints.shards import ShardWriter, TensorSpec, is_finite, read_heade
 from ...core.console import notice
 from ...core.disk import DiskError, disk_sentence, naming
 from ...core.errors import InvalidInput
+from ...core.system_calls import sync_path
 from ...core.untrusted import read_json
 from ..parallel.tensors import full_tensor, local_part, named_weights
 from .weights import adapted, is_adapter, merged
@@ -128,6 +129,9 @@ def save(directory: Path, progress: Progress, gathered: Gathered, keep: int) -> 
         with naming(directory):
             partial.mkdir(parents=True)
             _write(partial, progress, gathered)
+            # A run that resumes from this state does not log its steps again.
+            for log in [*directory.parent.glob("*.jsonl"), directory.parent]:
+                sync_path(log)
             finish(partial, final)
     except DiskError as error:
         shutil.rmtree(partial, ignore_errors=True)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ...core.console import notice
 from ...core.errors import InvalidInput
 from ...core.files import replace_text
 from ...core.system_calls import peak_resident_bytes
@@ -84,32 +85,34 @@ def trim_metrics(file: Path, steps: int) -> None:
         replace_text(file, "".join(kept))
 
 
-def summarise(file: Path, recipe: Recipe) -> dict[str, Any]:
-    """Return steps and tokens of a finished run, and for every stage its losses at both ends.
+def summarise(file: Path, recipe: Recipe) -> list[dict[str, Any]]:
+    """Return for every stage of a finished run its losses at both ends.
 
     `first` is the loss of the first step, before any training. `last` is the mean over the last tenth of the
-    logged steps. Losses are in nats per token where they compare distributions.
+    logged steps. Losses are in nats per token where they compare distributions. They are None, with a
+    notice, where the file has lost the line of the stage's first or last step.
     """
     lines = read_lines(file)
     stages = []
+    end = 0
     for stage in recipe.stages:
-        own = [line for line in lines if line.get("stage") == stage.name]
-        tail = own[-math.ceil(len(own) / 10) :]
+        begin, end = end + 1, end + recipe.steps(stage)
         losses = [name for name, weight in stage.losses.items() if weight]
-        if not own or not all(_has_numbers(line, losses) for line in (own[0], *tail)):
-            raise InvalidInput(
-                f"{file} is damaged: it lacks the losses of stage {stage.name}; "
-                f"remove {file.parent} to start over"
-            )
-        first = {name: own[0][name] for name in losses}
-        last = {name: sum(line[name] for line in tail) / len(tail) for name in losses}
+        own = [line for line in lines if line.get("stage") == stage.name and _has_numbers(line, losses)]
+        tail = own[-math.ceil(len(own) / 10) :]
+        starts = bool(own) and own[0]["step"] == begin
+        ends = bool(own) and own[-1]["step"] == end
+        first = {name: own[0][name] if starts else None for name in losses}
+        last = {name: sum(line[name] for line in tail) / len(tail) if ends else None for name in losses}
+        if not (starts and ends):
+            notice(f"{file.name} has lost losses of stage {stage.name}; they are recorded as unknown")
         stages.append({"name": stage.name, "steps": recipe.steps(stage), "first": first, "last": last})
-    return {"steps": lines[-1]["step"], "tokens": lines[-1]["tokens"], "stages": stages}
+    return stages
 
 
 def _has_numbers(line: Mapping[str, Any], names: Sequence[str]) -> bool:
-    """Return whether a line has these values, steps and tokens, as numbers."""
-    return all(type(line.get(name)) in {int, float} for name in (*names, "step", "tokens"))
+    """Return whether a line has these values and the step, as numbers."""
+    return all(type(line.get(name)) in {int, float} for name in (*names, "step"))
 
 
 def peak_memory() -> float:

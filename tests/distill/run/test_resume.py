@@ -14,6 +14,7 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import save_file
 
+from kvfold.checkpoints.record import read_record
 from kvfold.core.errors import InvalidInput
 from kvfold.distill.cli import main
 from kvfold.distill.run import claim, loop
@@ -229,6 +230,38 @@ def test_a_full_disk_is_told_and_leaves_the_states_before(
     ]
     distill(recipe)
     assert same_bits(tmp_path / "out", uninterrupted)
+
+
+def test_metrics_that_a_power_failure_took_are_unknown(
+    make_recipe: MakeRecipe, tmp_path: Path, uninterrupted: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The weights are written all the same."""
+    file = write_recipe(make_recipe(stages=STAGES), tmp_path / "recipe.yaml")
+    with monkeypatch.context() as patch:
+        stop_at(patch, 8, signal.SIGTERM)
+        assert CliRunner().invoke(main, [str(file)]).exit_code == 143
+    (tmp_path / "out.partial" / "metrics.jsonl").write_bytes(b"")
+    result = CliRunner().invoke(main, [str(file)])
+    assert result.exit_code == 0, result.output
+    assert "metrics.jsonl has lost losses of stage first; they are recorded as unknown" in result.stderr
+    assert same_bits(tmp_path / "out", uninterrupted)
+    found = (read_record(tmp_path / "out") or {})["distill"]
+    assert (found["steps"], found["tokens"]) == (10, 1920)
+    ends = [stage[end]["kl"] for stage in found["stages"] for end in ("first", "last")]
+    assert ends == [None, None, None, metrics(tmp_path / "out")[-1]["kl"]]
+    assert result.output.count("unknown") == 2 + 3
+
+
+def test_metrics_are_on_the_disk_before_the_state_that_follows_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that resumes from the state does not write them again."""
+    (tmp_path / "metrics.jsonl").touch()
+    done: list[str] = []
+    monkeypatch.setattr(state, "sync_path", lambda path: done.append(path.name))
+    monkeypatch.setattr(state, "finish", lambda _, final: done.append(final.name))
+    state.save(tmp_path / "state", Progress(), state.Gathered(), 1)
+    assert done == ["metrics.jsonl", tmp_path.name, "step-00000000"]
 
 
 def test_metrics_keep_the_lines_of_steps_that_stand(tmp_path: Path) -> None:
