@@ -99,7 +99,9 @@ def write_whole(file: Path, content: str, *, replace: bool = False) -> None:
 
 
 def rename_whole(partial: Path, directory: Path, unneeded: Iterable[Path] = ()) -> None:
-    """Force a directory to the disk and give it its final name.
+    """Force a directory, and all that is in it, to the disk and give it its final name.
+
+    Links are not followed.
 
     Args:
         partial: the finished directory.
@@ -111,14 +113,16 @@ def rename_whole(partial: Path, directory: Path, unneeded: Iterable[Path] = ()) 
         OSError: a file cannot be forced to the disk, or the directory cannot be renamed.
     """
     unneeded = list(unneeded)
-    for path in [*partial.iterdir(), partial]:
-        if path not in unneeded:
+    for path in [*partial.rglob("*"), partial]:
+        if path not in unneeded and not path.is_symlink():
             sync_path(path)
     _check_free(directory, replace=False)
     release_held(partial)
     for path in unneeded:
         path.unlink(missing_ok=True)
     partial.rename(directory)
+    with suppress(OSError):  # the output is whole under its name, which only a power failure could still undo
+        sync_path(directory.parent)
 
 
 def replace_text(file: Path, content: str) -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from kvfold.core import files
 from kvfold.core.errors import InvalidInput
 from kvfold.core.files import (
     locked,
@@ -104,6 +105,21 @@ def test_a_finished_directory_loses_what_it_does_not_need(tmp_path: Path) -> Non
     assert (partial / "journal").exists()  # so that the same command resumes
     rename_whole(partial, tmp_path / "out", [partial / "journal"])
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["model"]
+
+
+def test_every_level_of_a_finished_directory_is_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it holds before it gets its name, and the name afterwards."""
+    inner = tmp_path / "partial" / "stages" / "first"
+    inner.mkdir(parents=True)
+    (inner / "model").touch()
+    (inner / "link").symlink_to("nowhere")
+    synced = []
+    monkeypatch.setattr(files, "sync_path", lambda path: synced.append((path, inner.exists())))
+    rename_whole(tmp_path / "partial", tmp_path / "out")
+    within = [inner / "model", inner, inner.parent, tmp_path / "partial"]
+    assert sorted(synced) == sorted([*((path, True) for path in within), (tmp_path, False)])
 
 
 def test_inside_our_own_directory_a_killed_runs_file_is_replaced(tmp_path: Path) -> None:
