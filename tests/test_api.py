@@ -214,6 +214,7 @@ def mistakes(work: Path) -> Iterator[tuple[Any, str]]:
     yield lambda: kvfold.evaluate(DEMO, text="stdlib", memory="x"), "'x' is not a size"
     yield lambda: kvfold.verify(work / "gone"), "is not a directory"
     yield lambda: kvfold.verify(DEMO, engines=["vlm"]), "'vlm' is unknown; choose from"
+    yield lambda: kvfold.verify(DEMO, engines=[]), "the list of engines is empty; choose from"
     yield lambda: kvfold.publish(work / "gone", "me/x", dry_run=True), "is not a directory"
     yield lambda: kvfold.publish(DEMO, "me/x", dry_run=True), "has no kvfold.json"
     yield lambda: kvfold.publish(DEMO, "me/x", verify="much", dry_run=True), "verify is 'much'"

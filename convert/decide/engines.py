@@ -12,10 +12,12 @@ def read_engines(text: str | None) -> tuple[str, ...]:
     """Return the engines in a comma-separated list, each once; none where there is no list.
 
     Raises:
-        InvalidInput: kvfold has no rules for one of them.
+        InvalidInput: the list is empty, or kvfold has no rules for one of them.
     """
     if text is None:
         return ()
+    if not text:
+        raise InvalidInput(f"the list of engines is empty; choose from: {', '.join(ENGINES)}")
     names = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
     for name in names:
         if name not in ENGINES:
