@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+HOURS = 4.0  # that a run may take: a large model on a slow disk takes one to load
 NEAR = 1e-3  # by which log-probabilities in another engine may differ, float32
 PROBES = {"vllm": "probe_vllm.py", "mlx": "probe_mlx.py"}
 MODULES = {"vllm": "vllm", "mlx": "mlx_lm"}  # by which an engine is found
@@ -32,18 +33,22 @@ def run_apart(script: str, asked: dict[str, Any]) -> dict[str, Any]:
     """Run a probe (probe.py, probe_vllm.py, ...) in a fresh process, with an empty cache of modules.
 
     Returns:
-        Its answer; `{"failed": why}` where it has none.
+        Its answer; `{"failed": why}` where it has none, or none within HOURS.
     """
     with tempfile.TemporaryDirectory() as place:
-        done = subprocess.run(
-            [sys.executable, "-P", str(Path(__file__).with_name(script))],
-            input=json.dumps(asked),
-            capture_output=True,
-            text=True,
-            cwd=place,
-            check=False,
-            env={**os.environ, "HF_MODULES_CACHE": place, "HF_HUB_OFFLINE": "1"},
-        )
+        try:
+            done = subprocess.run(
+                [sys.executable, "-P", str(Path(__file__).with_name(script))],
+                input=json.dumps(asked),
+                capture_output=True,
+                text=True,
+                cwd=place,
+                check=False,
+                env={**os.environ, "HF_MODULES_CACHE": place, "HF_HUB_OFFLINE": "1"},
+                timeout=HOURS * 3600,
+            )
+        except subprocess.TimeoutExpired:
+            return {"failed": f"the run was stopped, since it had not ended after {HOURS:g} hours"}
     if done.returncode:
         lines = done.stderr.strip().splitlines()
         return {

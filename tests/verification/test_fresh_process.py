@@ -11,8 +11,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from kvfold.verification import probe_vllm
-from kvfold.verification.fresh_process import NEAR, Packed, compare_served, run_apart, serve
+from kvfold.verification import fresh_process, probe_vllm
+from kvfold.verification.fresh_process import NEAR, Check, Packed, compare_served, run_apart, serve
 from kvfold.verification.probe import load
 
 from ..support.quantised import FORMATS, quantise
@@ -115,6 +115,18 @@ def test_a_run_that_fails_is_told(tmp_path: Path) -> None:
     }
     failed = run_apart("probe.py", {**asked, "directory": str(tmp_path)})
     assert "the run ended with" in failed["failed"]
+
+
+def test_a_run_that_hangs_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It fails its check."""
+    hanging = tmp_path / "python"
+    hanging.write_text("#!/bin/sh\nexec sleep 60\n")
+    hanging.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(hanging))
+    monkeypatch.setattr(fresh_process, "HOURS", 1e-5)
+    told = "the run was stopped, since it had not ended after 1e-05 hours"
+    assert run_apart("probe.py", {}) == {"failed": told}
+    assert compare_served({"failed": told}, {}, None) == ([Check("vllm", False, told)], {})
 
 
 def test_a_bound_on_scores_is_computed_in_the_reference(tmp_path: Path) -> None:
