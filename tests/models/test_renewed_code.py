@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -116,3 +117,14 @@ def test_from_python(earlier: Path, made: Path, tmp_path: Path) -> None:
     assert (earlier / ATTENTION).read_bytes() == (made / "remote" / ATTENTION).read_bytes()
     with pytest.raises(kvfold.InvalidInput, match="brings no code of kvfold's"):
         kvfold.verify(made / "stock", run=False, renew_code=True)
+
+
+def test_the_configuration_describes_every_field_that_the_code_reads() -> None:
+    read = {
+        name
+        for file in HERE.glob("*_kvfold.py")
+        for name in re.findall(r"kvfold(?:\[|\.get\()\"(\w+)\"", file.read_text())
+    }
+    assert {"form", "latent_norm"} <= read
+    text = (HERE / "configuration_kvfold.py").read_text().split('"""')[1]
+    assert {name for name in read if f"kvfold.{name} " not in text} == set()

@@ -67,7 +67,7 @@ class _FoldedAttention(nn.Module):
     q_norm: Any
     k_norm: Any
     head_dim: int
-    norm_spans_heads: bool
+    norm_spans_heads: bool  # as the query norm tells: of one key head the key norm has one width either way
 
     def __init__(self, config: Any, layer: int, stock: Any) -> None:
         # Not super(): the stock class is among the bases, and must not build its projections.
@@ -155,8 +155,8 @@ class KvfoldDecoupledAttention(_FoldedAttention):
         if norms_of(stock)[1] is not None:
             norms = zip(norms_of(stock), config.kvfold["norm_widths"], strict=True)
             self.q_norm, self.k_norm = (sized(norm, width) for norm, width in norms)
-            self.norm_spans_heads = config.kvfold["norm_widths"][1] != config.kvfold["head_dim"]
             self.head_dim, groups = config.kvfold["head_dim"], config.kvfold["key_heads"]
+            self.norm_spans_heads = config.kvfold["norm_widths"][0] != self.head_dim
             encoded, query = 2 * groups * self.head_dim, heads * self.head_dim
             self.k_proj = self._linear("k", hidden, groups * self.head_dim)
             self.v_proj = self._linear("v", hidden, groups * self.head_dim)
@@ -288,7 +288,7 @@ class KvfoldIntactAttention(_FoldedAttention):
         kinds = getattr(config, "layer_types", None) or [None] * config.num_hidden_layers
         self.home = kinds.index(kinds[layer]) if self.rotary is None else layer
         self.q_norm, self.k_norm = norms_of(stock)
-        self.norm_spans_heads = self.k_norm is not None and self.k_norm.weight.shape[-1] != self.head_dim
+        self.norm_spans_heads = self.q_norm is not None and self.q_norm.weight.shape[-1] != self.head_dim
         self.q_lora_rank = config.q_lora_rank
         if self.q_lora_rank is None:
             self.q_proj = self._linear("q", hidden, heads * self.head_dim)
@@ -320,7 +320,7 @@ class KvfoldIntactAttention(_FoldedAttention):
             digits_BTE = torch.stack(
                 [known.position_BT // _DIGIT**power % _DIGIT for power in range(3)], dim=-1
             )
-            digits_B1TE = digits_BTE[:, None].expand(len(latent_B1TC), -1, -1, -1).to(latent_B1TC.dtype)
+            digits_B1TE = digits_BTE[:, None].expand(len(latent_B1TC), -1, -1, -1).to(latent_B1TC)
         latent_B1SC, digits_B1SE = cache.update(latent_B1TC, digits_B1TE, self.layer_idx, *where)
         if self.layer_idx == self.home:
             low_BS, middle_BS, high_BS = digits_B1SE.squeeze(1).float().unbind(-1)
@@ -365,7 +365,7 @@ class KvfoldIntactAttention(_FoldedAttention):
             latent_B1SC, position_BS = self._remember(
                 latent_B1SC, position_embeddings[2], cache, *places(kwargs)
             )
-            frequencies_F = self._own(position_embeddings[2].frequencies_F)
+            frequencies_F = self._own(position_embeddings[2].frequencies_F).to(position_BS.device)
             if self._rebuilds(length, latent_B1SC.shape[-2], attention_mask):
                 output_BNTV, weights = attend_rotated(
                     query_BNTH, latent_B1SC, position_BS, frequencies_F, self.kv_b_proj, self.v_head_dim,

@@ -20,18 +20,25 @@ config.json is the source's own, with `model_type: kvfold` and these fields:
     kvfold.source_architecture  the source's causal language model
     kvfold.attention            where the attention of a layer is: "model.layers.{layer}.self_attn"
     kvfold.frequencies          tables of angular frequencies of the rotary pairs (slots, or pairs of a head),
-    radians per token kvfold.tables               the number of each layer's table; empty where there is one
+                                radians per token
+    kvfold.tables               the number of each layer's table; empty where there is one
     kvfold.scale                factor on q·k
     kvfold.growth               rate r and length L, where queries grow by 1 + r·log(1 + position // L);
-    otherwise absent kvfold.biases               which of the projections "q", "kv", "k", "v", "o" have a bias
+                                otherwise absent
+    kvfold.biases               which of the projections "q", "kv", "k", "v", "o" have a bias
     kvfold.layers               numbers of the layers that attend; absent where all do
     kvfold.gate                 name of the projection that gates each head's output; otherwise absent
-    kvfold.head_dim, kvfold.key_heads, kvfold.norm_widths           of the source, where it has key norms and
-    the form is decoupled
-    kv_lora_rank, qk_rope_head_dim, qk_nope_head_dim, v_head_dim    widths of the decoupled form
-    latent_rank, v_head_dim, kvfold.head_dim, kvfold.key_heads      widths of the intact form
-    q_lora_rank                                                     width of compressed queries; null where
-    they are not
+    kvfold.latent_norm          "fitted" where norms of latents are real ones; otherwise absent
+    kvfold.head_dim             of the source, in the intact form and where it has key norms
+    kvfold.key_heads            of the source, likewise
+    kvfold.norm_widths          widths of the source's query and key norms, where the form is decoupled;
+                                otherwise absent
+    kv_lora_rank                width of the latent in the decoupled form
+    latent_rank                 width of the latent in the intact form
+    qk_rope_head_dim            width of the shared rotary key in the decoupled form
+    qk_nope_head_dim            width of a head's un-rotated query in the decoupled form
+    v_head_dim                  width of a head's value
+    q_lora_rank                 width of compressed queries; null where they are not
 """
 
 from typing import Any

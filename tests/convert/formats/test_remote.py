@@ -85,6 +85,14 @@ CASES: dict[str, tuple[str, dict[str, Any], tuple[str, ...], int]] = {
     "qwen2-intact": ("qwen2", {"num_key_value_heads": 2}, INTACT, 32 + 3),
     "qwen3": ("qwen3", {"num_key_value_heads": 2}, FULL, 64 + 3),
     "olmo2": ("olmo2", {"num_key_value_heads": 2}, FULL, 32 + 3),
+    # Its key norm spans all heads, and is as wide as a head.
+    "olmo2-one-key-head": ("olmo2", {"num_key_value_heads": 1}, FULL, 16 + 3),
+    "olmo2-one-key-head-decoupled": (
+        "olmo2",
+        {"num_key_value_heads": 1},
+        (*FULL, "--rope", "decoupled"),
+        16,
+    ),
     "gpt2": ("gpt2", {}, FULL, 64),
     "qwen2-queries": ("qwen2", {"num_key_value_heads": 2}, (*FULL, *QUERIES), 32),
     "qwen3-queries": ("qwen3", {"num_key_value_heads": 2}, (*FULL, *QUERIES), 64 + 3),

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from click import ClickException
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
@@ -98,6 +99,18 @@ def test_every_attention_function_computes_the_same(folded: Path, implementation
     other = loaded(folded, attn_implementation=implementation)
     assert other.config._attn_implementation == implementation
     torch.testing.assert_close(logits(other), logits(loaded(folded)), atol=1e-5, rtol=0)
+
+
+def test_layers_on_two_devices_generate(folded: Path) -> None:
+    """By accelerate's hooks, as of `device_map="auto"`; the meta device stands for a second GPU."""
+    model = loaded(folded)
+    for part in (*model.model.layers[1:], model.model.norm, model.lm_head):
+        add_hook_to_module(part.to("meta"), AlignDevicesHook(execution_device="meta"))
+    with torch.no_grad():
+        first = model(input_ids=IDS[:, :8], use_cache=True)
+        again = model(input_ids=IDS[:, 8:9], past_key_values=first.past_key_values)
+    assert again.logits.device.type == "meta"
+    assert again.past_key_values.get_seq_length() == 9
 
 
 def test_weights_of_attention_are_recorded(folded: Path) -> None:
