@@ -3,20 +3,23 @@
 Sources that the stock class cannot hold need kvfold's own attention.
 """
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 from ...core.errors import InvalidInput
-from ..algebra.target import LatentTarget
+from ..algebra.target import LatentTarget, Target, from_options
 from ..families.recognition import BEHIND_ROTATION, UNLIKE, intact_reason, latent_obstacle
 from ..families.source import Source
 from ..formats.blocks import folded_block
 from ..formats.container import Container
 from ..formats.remote import Remote
+from ..formats.serving import slot_rope
 from ..formats.stock import Stock
+from ..methods.intact import full_rank
 from ..methods.key_regression import NO_FULL_RANK
 from ..methods.latent import Band
-from ..methods.slots import slot_rope, slots_of
+from ..methods.slots import slots_of
 
 
 @dataclass(frozen=True)
@@ -116,6 +119,30 @@ def wanted_form(
             f"--container {container} does not apply to --to {to}, which is written in the source's own class"
         )
     return None
+
+
+def target_of(source: Source, to: str, sizes: Mapping[str, Any], form: Form | None) -> Target:
+    """Return the target that the user asked for, in the form that the source takes."""
+    if form is None:
+        return from_options(source.geometry, to, **sizes)
+    geometry = source.geometry
+    target = from_options(
+        geometry,
+        to,
+        **{**sizes, "rope": form.rope},
+        rotary_width=source.rotary_width,
+        normed=source.family.k_norm is not None,
+    )
+    if (
+        source.mixed
+        and isinstance(target, LatentTarget)
+        and target.slots == "source"
+        and target.qk_rope_head_dim
+    ):
+        # Layers without rotation cannot use slots, so their keys need room in the latent.
+        rank = full_rank(geometry.hidden_size, geometry.cache_elements, normed=False)
+        return replace(target, kv_lora_rank=rank)
+    return target
 
 
 def latent_container(source: Source, target: LatentTarget, bands: tuple[Band, ...], form: Form) -> Container:

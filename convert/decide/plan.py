@@ -16,7 +16,7 @@ from torch import Tensor
 from ... import __version__
 from ...checkpoints.quantised.unconverted import OutputModules
 from ...checkpoints.shards import TensorSpec
-from ..algebra.target import LatentTarget, Target, budget_notices, from_options
+from ..algebra.target import LatentTarget, Target, budget_notices
 from ..calibration.statistics import Statistics
 from ..calibration.text_length import at_context
 from ..efforts import Effort
@@ -26,20 +26,20 @@ from ..formats.container import Container
 from ..formats.copies import Copy
 from ..formats.host_class import grouped_container
 from ..methods import table as methods
-from ..methods.intact import full_rank
 from ..methods.latent import Band
 from ..methods.query_rank import planned_losses, query_notices, query_parameters
 from ..methods.slots import Division, choose_slots
 from ..request import FoldRequest
 from .engine_choice import choose_plan, engine_notices, format_notices
 from .engines import SERVED, are_served, containers_for, read_engines
-from .form import Form, latent_container, wanted_form
+from .form import Form, latent_container, target_of, wanted_form
 from .profile_choice import plan_profiles, served_notices
 from .quantised_output import output_modules, planned_copies, quantised_fields, quantised_notices
 from .rope_choice import choose_rope
-from .serving_shape import served_container, served_target
+from .serving_shape import served_container, served_shape
 from .stock_norm import LatentNorm, first_norm, written_dtypes
 
+_NOT_SIZES = {"container", "slots", "engine", "profile", "theta"}
 CONTEXTS = (4096, 32768, 131072)  # tokens that cache sizes are shown for
 
 
@@ -73,6 +73,7 @@ class Plan:
         losses: the same by layer that attends and part: `slots` (rotation that the slots lose), `latent` and
             `queries`.
         widths: the rotary widths that width_choice.py has yet to choose from; empty: it is decided.
+        thetas: the values of `rope_theta` that table_choice.py has yet to choose from, the present one first.
         refine: number of steps by which each layer is refined where there are statistics.
         effort: sequences in each of these steps, and draws for the weights of lengths.
         dtype: of the attention's tensors.
@@ -109,6 +110,7 @@ class Plan:
     formats: tuple[str, ...] = ()
     inputs: Mapping[int, Tensor] = field(default_factory=dict)
     widths: Mapping[int, Division] = field(default_factory=dict)
+    thetas: tuple[float, ...] = ()
 
     @property
     def tokenizer(self) -> Path:
@@ -238,7 +240,12 @@ class Plan:
         }
 
 
-def make_plan(place: Path | Source, request: FoldRequest, statistics: Statistics | None = None) -> Plan:
+def make_plan(
+    place: Path | Source,
+    request: FoldRequest,
+    statistics: Statistics | None = None,
+    theta: float | None = None,
+) -> Plan:
     """Decide a fold from what the user asked for.
 
     Args:
@@ -246,6 +253,7 @@ def make_plan(place: Path | Source, request: FoldRequest, statistics: Statistics
         request: the target with its sizes and form, the method, the dtype and the steps of refinement.
         statistics: of the source; with them MLA's slots are allocated, and a budget is divided, by predicted
             loss.
+        theta: `rope_theta` of the stock class for engines; None: the source's own.
 
     Returns:
         The plan of the least lossy output format that the engines run.
@@ -255,7 +263,7 @@ def make_plan(place: Path | Source, request: FoldRequest, statistics: Statistics
     """
     source = place if isinstance(place, Source) else open_source(place)
     statistics = at_context(source, statistics, request.context)
-    options = request.sizes()
+    options = {**request.sizes(), "theta": theta}
     engines = read_engines(options["engine"])
     has_size = request.rank is not None or request.kv_budget is not None
 
@@ -295,18 +303,16 @@ def _plan_of_form(
 ) -> Plan:
     """Return the plan of one output format and form; arguments are those of `_plan`."""
     to = request.to
-    sizes = {key: options[key] for key in options.keys() - {"container", "slots", "engine", "profile"}}
+    sizes = {key: options[key] for key in options.keys() - _NOT_SIZES}
     is_served = options["container"] == SERVED
     container_name = "stock" if is_served else options["container"]
     form = wanted_form(source, to, sizes.get("rope"), container_name, options.get("slots"))
     target: Target
-    fixed: tuple[Band, ...] = ()
-    if is_served:
-        target, fixed = served_target(source, options, options["profile"])
-    else:
-        target = _target(source, to, sizes, form)
+    served = served_shape(source, options, options["profile"]) if is_served else None
+    target = target_of(source, to, sizes, form) if served is None else served.target
     method = _method(source, target, request)
-    division = choose_slots(source, target, statistics, options, method, fixed)
+    fixed, table_S = ((), None) if served is None else (served.bands, served.table)
+    division = choose_slots(source, target, statistics, options, method, fixed, table_S)
     target, bands = division.target, division.bands
     norm = first_norm(source, form, target, request.latent_norm, statistics, request.dtype)
     written, notices = written_dtypes(source, norm, request.dtype, dequantize=request.dequantize)
@@ -340,6 +346,7 @@ def _plan_of_form(
         predicted=predicted,
         losses=losses or (None,) * len(layers),
         widths=division.widths,
+        thetas=() if served is None or statistics is None else served.thetas,
         refine=refine,
         effort=taken,
         dtype=kind,
@@ -357,30 +364,6 @@ def _method(source: Source, target: Target, request: FoldRequest) -> str:
     methods.check_prepared(target, method, request.cache_dtype, request.rank)
     check_prepared_values(source, request.cache_dtype)
     return method
-
-
-def _target(source: Source, to: str, sizes: Mapping[str, Any], form: Form | None) -> Target:
-    """Return the target that the user asked for, in the form that the source takes."""
-    if form is None:
-        return from_options(source.geometry, to, **sizes)
-    geometry = source.geometry
-    target = from_options(
-        geometry,
-        to,
-        **{**sizes, "rope": form.rope},
-        rotary_width=source.rotary_width,
-        normed=source.family.k_norm is not None,
-    )
-    if (
-        source.mixed
-        and isinstance(target, LatentTarget)
-        and target.slots == "source"
-        and target.qk_rope_head_dim
-    ):
-        # Layers without rotation cannot use slots, so their keys need room in the latent.
-        rank = full_rank(geometry.hidden_size, geometry.cache_elements, normed=False)
-        return replace(target, kv_lora_rank=rank)
-    return target
 
 
 def _container(

@@ -7,15 +7,16 @@ approximated, and the measured loss includes them. Anything else is refused.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
+from torch import Tensor
+
 from ...core.errors import InvalidInput
-from ..algebra.rotary import rope_parameters
 from ..algebra.target import LatentTarget, budget_elements, check_options, query_rank, share_of
 from ..families.source import STILL, Source
 from ..formats.blocks import CENTRED_EPSILON, FoldedBlock, folded_block
-from ..formats.serving import find_places, nearest_bands, table
+from ..formats.serving import find_places, nearest_bands, table, thetas
 from ..formats.serving_widths import SERVING, Profile, Served, choose_heads
 from ..formats.stock import Stock
 from ..methods.intact import full_rank
@@ -25,16 +26,33 @@ from .engines import ENGINES, read_engines
 from .rules.engine_pairs import takes_any_width
 
 
-def served_target(
-    source: Source, options: Mapping[str, Any], profile: Profile = SERVING
-) -> tuple[LatentTarget, tuple[Band, ...]]:
+@dataclass(frozen=True, kw_only=True)
+class ServedShape:
+    """A target that is folded for a profile, and the rotary slots that it can have.
+
+    Attributes:
+        target: the target.
+        bands: its slots by weights alone: those of the table that the source can use.
+        table: frequencies of all slots of the class, of which statistics choose; None where nothing is to be
+            chosen.
+        thetas: values of `rope_theta` that such a table can be made with, the source's own first; empty where
+            nothing is to be chosen.
+    """
+
+    target: LatentTarget
+    bands: tuple[Band, ...]
+    table: Tensor | None = None
+    thetas: tuple[float, ...] = ()
+
+
+def served_shape(source: Source, options: Mapping[str, Any], profile: Profile = SERVING) -> ServedShape:
     """Return the target that is folded for a profile, and its rotary slots.
 
-    The latent is at most the profile's. Slots are those of the profile's table that the source can use.
+    The latent is at most the profile's.
 
     Args:
         source: decoupled and held by the stock class.
-        options: of `plan.make_plan`.
+        options: of `plan.make_plan`, with `theta`: the `rope_theta` of the table; None: the source's own.
         profile: the widths that engines take.
 
     Raises:
@@ -55,7 +73,7 @@ def served_target(
         raise InvalidInput("--to mla takes either --rank N (or --rank full) or --kv-budget SHARE, not both")
     if rank == "full":
         target, bands = _whole(source, profile)
-        return replace(target, q_lora_rank=queries), bands
+        return ServedShape(target=replace(target, q_lora_rank=queries), bands=bands)
     size = source.geometry.cache_elements
     if profile.cached >= size:
         raise saves_nothing(size, profile, read_engines(options["engine"]))
@@ -70,8 +88,11 @@ def served_target(
         raise InvalidInput(
             f"--rank {rank} does not fit; the serving profile {profile} takes at most {profile.latent}"
         )
-    bands = nearest_bands(source.slot_frequencies()[0], table(profile, _theta(source)), STILL)
-    return LatentTarget(kv_lora_rank=int(rank), qk_rope_head_dim=2 * len(bands), q_lora_rank=queries), bands
+    known = thetas(source, profile)
+    slots_S = table(profile, options.get("theta") or known[0])
+    bands = nearest_bands(source.slot_frequencies()[0], slots_S, STILL)
+    target = LatentTarget(kv_lora_rank=int(rank), qk_rope_head_dim=2 * len(bands), q_lora_rank=queries)
+    return ServedShape(target=target, bands=bands, table=slots_S, thetas=known)
 
 
 def saves_nothing(size: int, profile: Profile, engines: Sequence[str]) -> InvalidInput:
@@ -102,7 +123,7 @@ def _whole(source: Source, profile: Profile) -> tuple[LatentTarget, tuple[Band, 
         if source.mixed
         else heads * width
     )
-    if rank > profile.latent or _places(source, bands, profile) is None:
+    if rank > profile.latent or _placed(source, bands, profile) is None:
         raise InvalidInput(
             f"--rank full needs a slot for each rotary pair of {heads} key/value heads of width "
             f"{width}, but the serving profile {profile} has one slot at each of "
@@ -111,13 +132,16 @@ def _whole(source: Source, profile: Profile) -> tuple[LatentTarget, tuple[Band, 
     return LatentTarget(kv_lora_rank=rank, qk_rope_head_dim=heads * width, slots="source"), bands
 
 
-def _theta(source: Source) -> float:
-    return float(rope_parameters(source.config)["rope_theta"])
-
-
-def _places(source: Source, bands: tuple[Band, ...], profile: Profile) -> tuple[int, ...] | None:
+def _placed(
+    source: Source, bands: tuple[Band, ...], profile: Profile
+) -> tuple[float, tuple[int, ...]] | None:
+    """Return the `rope_theta` whose table has all slots, and their places in it; None where none has."""
     slots = [band.frequency for band in bands for _ in range(band.slots)]
-    return find_places(slots, table(profile, _theta(source)))
+    for theta in thetas(source, profile):
+        places = find_places(slots, table(profile, theta))
+        if places is not None:
+            return theta, places
+    return None
 
 
 def served_container(
@@ -128,7 +152,7 @@ def served_container(
     compressed: bool,
     profile: Profile = SERVING,
 ) -> Stock:
-    """Return the output format of a target from `served_target`.
+    """Return the output format of a target from `served_shape`.
 
     Args:
         source: the checkpoint that is folded.
@@ -149,14 +173,15 @@ def served_container(
         )
     nope = 0 if target.slots == "source" and not source.mixed else source.geometry.head_dim
     widths = choose_heads(profile, nope, source.geometry.head_dim)
-    places = _places(source, bands, profile)
-    assert places is not None, "served_target chose slots of the table"
+    placed = _placed(source, bands, profile)
+    assert placed is not None, "served_shape chose slots of a table"
+    theta, places = placed
     block = folded_block(source.family, source.config)
     scale = stream_scale(source, block, profile)
     return Stock(
         geometry=source.geometry,
         target=target,
-        rope={"rope_type": "default", "rope_theta": _theta(source)},
+        rope={"rope_type": "default", "rope_theta": theta},
         biases=False,
         block=replace(block.scaled(scale), untied=True),
         served=Served(

@@ -21,10 +21,10 @@ from ..families.packing import outputs, pack, shapes
 from ..families.recognition import Family
 from ..families.source import Source
 from ..methods.latent import source_bands
-from ..methods.slots import slot_rope
 from .container import Container
 from .copies import Copy, unchanged
 from .grouped import Grouped, cached_queries
+from .serving import slot_rope
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,14 +1,19 @@
-"""The rotary table that engines compute for the stock latent class, and a fold's slots in it."""
+"""The rotary tables that engines compute for the stock latent class, and a fold's slots in them."""
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..algebra.rotary import frequencies, rope_parameters
+from ..families.source import Source
 from ..methods.latent import Band
 from .serving_widths import Profile
 
+# Steps between the frequencies of tables to choose from, by the step between those of the source.
+_STEPS = (1.0, 1 / 2, 1 / 3, 1 / 4)
 _SAME = 3e-7  # relative: frequencies that differ by a rounding of float32
 
 
@@ -18,6 +23,25 @@ def table(profile: Profile, theta: float) -> Tensor:
     They are float64, fastest first.
     """
     return (theta ** -(torch.arange(0, profile.rope, 2).float() / profile.rope)).double()
+
+
+def thetas(source: Source, profile: Profile) -> tuple[float, ...]:
+    """Return values of `rope_theta` to choose from, the source's own first.
+
+    Any value is one number in config.json, which all engines read. With the source's own, the slots of 128
+    dimensions that rotate are spread over twice the step when they get 64: every second of the source's
+    pairs has a slot, and slow pairs, which need none, as many as fast ones. With the root of it, the slots
+    turn like the fastest half of the pairs; with smaller steps, several are near each of the fastest.
+    """
+    own = float(rope_parameters(source.config)["rope_theta"])
+    table_F, _ = source.slot_frequencies()
+    step = own ** (2 / source.rotary_width)
+    found = float(table_F[0] / table_F[1]) if source.rotary_width > 2 else step
+    step = step if math.isclose(step, found, rel_tol=1e-5) else found  # scaled rotation is not theta's alone
+    others = (float(f"{step ** (share * profile.rope / 2):.7g}") for share in _STEPS)
+    return own, *(
+        each for each in others if 1 < each < math.inf and not math.isclose(each, own, rel_tol=1e-4)
+    )
 
 
 def nearest_bands(frequencies_F: Tensor, slots_S: Tensor, still: float) -> tuple[Band, ...]:
@@ -42,15 +66,56 @@ def nearest_bands(frequencies_F: Tensor, slots_S: Tensor, still: float) -> tuple
     )
 
 
-def find_places(frequencies: Sequence[float], slots_S: Tensor) -> tuple[int, ...] | None:
+def find_places(slots: Sequence[float], slots_S: Tensor) -> tuple[int, ...] | None:
     """Return the class's slots that turn at some frequencies, each used once.
 
     The result is None where a frequency has no slot of its own.
     """
     places = []
-    for frequency in frequencies:
+    for frequency in slots:
         same = ((slots_S / frequency - 1).abs() < _SAME).nonzero().flatten().tolist()
         if not same or same[0] in places:
             return None
         places.append(same[0])
     return tuple(places)
+
+
+def slot_rope(source: Source, bands: tuple[Band, ...]) -> dict[str, Any]:
+    """Return rope parameters that put the slots where the bands are.
+
+    A table that is theta^(-2i/R) stays `default`, which every engine knows. Any other is written as
+    `longrope` factors relative to that table, which transformers takes literally.
+    """
+    theta = rope_parameters(source.config)["rope_theta"]
+    wanted_S = torch.tensor(
+        [band.frequency for band in bands for _ in range(band.slots)], dtype=torch.float64
+    )
+    default = {"rope_type": "default", "rope_theta": theta}
+    stock_S, _ = frequencies(default, 2 * len(wanted_S), source.positions)
+    if torch.equal(stock_S, wanted_S):
+        return default
+    factors = _factors(wanted_S, theta)
+    return {
+        "rope_type": "longrope",
+        "rope_theta": theta,
+        "short_factor": factors,
+        "long_factor": factors,
+        "factor": 1.0,
+        "attention_factor": 1.0,
+        "original_max_position_embeddings": source.positions,
+    }
+
+
+def _factors(wanted_S: torch.Tensor, theta: float) -> list[float]:
+    """Return longrope factors from which transformers computes exactly these frequencies.
+
+    It computes 1 / (factor · theta^(2i/R)) in float32. A frequency that is off by one unit in the last place
+    turns a pair by position · 6e-8 of its angle too far.
+    """
+    width = 2 * len(wanted_S)
+    base_S = theta ** (torch.arange(0, width, 2, dtype=torch.int64).float() / width)
+    guess_S = (1 / (wanted_S * base_S.double())).float()
+    steps = torch.arange(-4, 5).float()[:, None] * torch.finfo(torch.float32).eps
+    candidates = guess_S * (1 + steps)
+    off = (1.0 / (candidates * base_S)).double().sub(wanted_S).abs()
+    return [float(factor) for factor in candidates.gather(0, off.argmin(0, keepdim=True))[0]]

@@ -9,6 +9,7 @@ Legend: factor.py.
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
+from scipy import optimize  # type: ignore[import-untyped]
 from torch import Tensor
 
 from ..algebra.attention import Attention
@@ -35,6 +36,36 @@ def allocate(saved_FK: Tensor, frequencies_F: Tensor, slots: int) -> tuple[Band,
     return tuple(
         Band(frequency=float(frequencies_F[f]), pairs=(f,), slots=n) for f, n in enumerate(counts) if n
     )
+
+
+def assign(layers: Layers, frequencies_F: Tensor, slots_S: Tensor) -> tuple[Band, ...]:
+    """Give each slot of a table to the part of the keys that it serves best.
+
+    A slot serves one of the source's pairs, of near frequency, and pairs may have several. It carries one of
+    the pair's components, and saves what its own frequency keeps of that component's rotation beyond what the
+    mean over distances keeps. Which slot serves which component is an assignment problem.
+
+    Args:
+        layers: gives attention and metric of every layer.
+        frequencies_F: the source's angular frequencies.
+        slots_S: those of the slots.
+
+    Returns:
+        The slots that save something, those of a pair from the nearest frequency on.
+    """
+    saved_SFK = torch.zeros(())
+    for attention, metric in layers():
+        saved_SFK = saved_SFK + Keys.of(attention, metric).saved_near(frequencies_F, slots_S, metric)
+    saved_SX = saved_SFK.flatten(1)
+    slots, parts = optimize.linear_sum_assignment(saved_SX.numpy(), maximize=True)
+    pairs = torch.as_tensor(parts) // saved_SFK.shape[2]
+    bands = [
+        Band(frequency=float(slots_S[slot]), pairs=(pair,), slots=1)
+        for slot, pair, gain in zip(slots, pairs.tolist(), saved_SX[slots, parts].tolist(), strict=True)
+        if gain > 0
+    ]
+    own_F = frequencies_F.tolist()
+    return tuple(sorted(bands, key=lambda band: (band.pairs, abs(own_F[band.pairs[0]] - band.frequency))))
 
 
 def saved(layers: Layers, frequencies_F: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ that attention spans, e^(-i f Δ) is replaced by its mean ρ(f). These keys and 
 of least weighted squared error. Last, every head's queries are fitted to the resulting keys.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -21,13 +21,17 @@ from ..algebra.metric import LayerMetric, with_bias
 from ..algebra.queries import fit_queries
 from ..algebra.rotary import complex_rows, half_rows, interleaved_rows
 from ..algebra.spectrum import spectrum
-from ..algebra.subspaces import leading, low_rank
+from ..algebra.subspaces import factor, leading, low_rank
 from ..algebra.target import LatentTarget
+
+NEAR = 2.0  # ratio of frequencies below which a slot may serve a pair
 
 
 @dataclass(frozen=True, kw_only=True)
 class Band:
     """Slots of one frequency, and the source's rotary pairs that they serve.
+
+    Several bands may serve one pair, each what those before it left.
 
     Attributes:
         frequency: φ, radians per token.
@@ -118,17 +122,19 @@ def to_mla(
 
 @dataclass(frozen=True, kw_only=True)
 class Keys:
-    """A layer's keys as complex rows, with what does not depend on the slots that they are given.
+    """A layer's keys as complex rows, or what slots have left of them, with what an error in them costs.
 
     Attributes:
         z_KFE: the keys.
         seen_KFE: z C, their images under the input's moment.
         pairs_FKK: G at each rotary pair, complex.
+        moment_EE: C; None: the identity.
     """
 
     z_KFE: Tensor
     seen_KFE: Tensor
     pairs_FKK: Tensor
+    moment_EE: Tensor | None = None
 
     @classmethod
     def of(cls, attention: Attention, metric: LayerMetric) -> "Keys":
@@ -137,7 +143,7 @@ class Keys:
         moment_EE = metric.moment(k_KHE)
         z_KFE = complex_rows(k_KHE)
         seen_KFE = z_KFE if moment_EE is None else complex_rows(k_KHE @ moment_EE)
-        return cls(z_KFE=z_KFE, seen_KFE=seen_KFE, pairs_FKK=metric.pairs(len(k_KHE)))
+        return cls(z_KFE=z_KFE, seen_KFE=seen_KFE, pairs_FKK=metric.pairs(len(k_KHE)), moment_EE=moment_EE)
 
     def weighted(
         self, frequencies_F: Tensor, band: Band, metric: LayerMetric
@@ -160,6 +166,52 @@ class Keys:
             rows[:, members].transpose(0, 1).flatten(0, 1) for rows in (self.z_KFE, self.seen_KFE)
         )
         return rows_ME, torch.block_diag(*blocks), seen_ME
+
+    def cost(self, kept_NF: Tensor) -> float:
+        """Return what the keys cost if no more than ρ = `kept_NF` of their rotation is kept, in that unit."""
+        lost_NF = 1 - kept_NF.abs().square()
+        root_KF = lost_NF.unflatten(0, (len(self.z_KFE), -1)).mean(1).clamp(min=0).sqrt()
+        weight_FKK = root_KF.T[:, :, None] * self.pairs_FKK * root_KF.T[:, None, :]
+        return float((weight_FKK * self.inner().mT).sum().real)
+
+    def inner(self) -> Tensor:
+        """Return the products z C zᴴ of all heads at each pair (F, K, K)."""
+        return torch.einsum("kfe,lfe->fkl", self.seen_KFE, self.z_KFE.conj())
+
+    def saved_near(self, frequencies_F: Tensor, slots_S: Tensor, metric: LayerMetric) -> Tensor:
+        """Return what slots save of the first, second, ... component of each pair (S, F, K).
+
+        It is in the metric's unit, falls along K, and is 0 where frequencies differ by a factor of `NEAR`.
+        """
+        heads = len(self.z_KFE)
+        ratio_SF = slots_S[:, None] / frequencies_F
+        slot_X, pair_X = ((ratio_SF > 1 / NEAR) & (ratio_SF < NEAR)).nonzero(as_tuple=True)
+        turned_NX = metric.fidelity(frequencies_F[pair_X] - slots_S[slot_X]).abs().square()
+        still_NX = metric.fidelity(frequencies_F).abs().square()[:, pair_X]
+        root_KX = (turned_NX - still_NX).clamp(min=0).unflatten(0, (heads, -1)).mean(1).sqrt()
+        lower_XKK = factor(root_KX.T[:, :, None] * self.pairs_FKK[pair_X] * root_KX.T[:, None, :])
+        energy_XK = torch.linalg.eigvalsh(lower_XKK.mH @ self.inner()[pair_X] @ lower_XKK)
+        saved_SFK = torch.zeros(*ratio_SF.shape, heads, dtype=torch.float64)
+        saved_SFK[slot_X, pair_X] = energy_XK.flip(-1).clamp(min=0) / 2  # as in saved_by_slots
+        return saved_SFK
+
+    def copy(self) -> "Keys":
+        """Return keys of which `take` can take without changing these."""
+        return replace(self, z_KFE=self.z_KFE.clone(), seen_KFE=self.seen_KFE.clone())
+
+    def take(self, frequencies_F: Tensor, band: Band, metric: LayerMetric) -> tuple[Tensor, Tensor, Tensor]:
+        """Take the part that a band's slots carry out of these keys, in place.
+
+        Returns:
+            The slots' keys (R, E); the part of the pairs that they carry (M, E), rows pair-major; and its
+            images (M, E).
+        """
+        keys_RE, shares_MR, _ = leading(*self.weighted(frequencies_F, band, metric), band.slots)
+        image_RE = keys_RE if self.moment_EE is None else keys_RE @ self.moment_EE.to(keys_RE.dtype)
+        taken_ME, seen_ME = shares_MR @ keys_RE, shares_MR @ image_RE
+        for rows_KFE, gone_ME in ((self.z_KFE, taken_ME), (self.seen_KFE, seen_ME)):
+            rows_KFE[:, list(band.pairs)] -= gone_ME.unflatten(0, (-1, len(rows_KFE))).transpose(0, 1)
+        return keys_RE, taken_ME, seen_ME
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,21 +243,14 @@ def separate(keys: Keys, frequencies_F: Tensor, bands: tuple[Band, ...], metric:
 
     The rest of the keys stays, un-rotated.
     """
-    heads = len(keys.z_KFE)
+    rest = keys.copy()
+    k_slots = [rest.take(frequencies_F, band, metric)[0] for band in bands]
     still_NF = metric.fidelity(frequencies_F)
-    rest_KFE = keys.z_KFE.clone()
-    k_slots = []
-    for band in bands:
-        members = list(band.pairs)
-        keys_RE, shares, _ = leading(*keys.weighted(frequencies_F, band, metric), band.slots)
-        shares_MKR = shares.unflatten(0, (len(members), heads))
-        rest_KFE[:, members] -= (shares_MKR @ keys_RE).transpose(0, 1)
-        k_slots.append(keys_RE)
-    still_KF = still_NF.abs().square().unflatten(0, (heads, -1)).mean(1).sqrt()
+    still_KF = still_NF.abs().square().unflatten(0, (len(keys.z_KFE), -1)).mean(1).sqrt()
     damping_BS = torch.cat([still_KF, still_KF], -1).view(metric.key_BSS.shape[:2])
     return Parts(
         k_rope_RE=interleaved_rows(torch.cat(k_slots)),
-        k_nope_KPE=half_rows(rest_KFE),
+        k_nope_KPE=half_rows(rest.z_KFE),
         key_BSS=damping_BS[:, :, None] * metric.key_BSS * damping_BS[:, None, :],
     )
 
@@ -232,18 +277,17 @@ def lost_by_slots(
     distances loses of its rotation. A part in a slot of another frequency loses the fidelity of that
     frequency.
     """
-    keys = Keys.of(attention, metric)
+    rest = Keys.of(attention, metric).copy()
     lost = 0.0
     for band in bands:
-        rows_ME, weight_MM, seen_ME = keys.weighted(frequencies_F, band, metric)
-        _, _, energy_M = leading(rows_ME, weight_MM, seen_ME, band.slots)
-        lost += float(energy_M[band.slots :].sum())
-        off_NM = 1 - metric.fidelity(frequencies_F[list(band.pairs)] - band.frequency).abs().square()
-        off_KM = off_NM.unflatten(0, (len(keys.z_KFE), -1)).mean(1)
-        size_KM = (seen_ME * rows_ME.conj()).sum(-1).real.view(len(band.pairs), -1).T
-        lost += float(
-            (off_KM * size_KM * keys.pairs_FKK[list(band.pairs)].diagonal(dim1=1, dim2=2).real.T).sum()
+        members = list(band.pairs)
+        _, taken_ME, seen_ME = rest.take(frequencies_F, band, metric)
+        carried_KFE, seen_KFE = (
+            rows_ME.unflatten(0, (len(members), -1)).transpose(0, 1) for rows_ME in (taken_ME, seen_ME)
         )
+        carried = Keys(z_KFE=carried_KFE, seen_KFE=seen_KFE, pairs_FKK=rest.pairs_FKK[members])
+        lost += carried.cost(metric.fidelity(frequencies_F[members] - band.frequency))
+    lost += rest.cost(metric.fidelity(frequencies_F))
     return lost / 4  # a complex error counts half in each of its real parts; the quadratic form's ½
 
 

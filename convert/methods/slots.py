@@ -1,10 +1,11 @@
-"""The frequencies of the rotary slots of MLA, and their notation in config.json for stock engines."""
+"""The frequencies of the rotary slots of MLA, and what a target is predicted to lose with them."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from ...core.errors import InvalidInput
 from ..algebra.attention import Attention
@@ -15,7 +16,7 @@ from ..algebra.target import LatentTarget, Target
 from ..calibration.statistics import LayerStatistics, Statistics
 from ..families.layers.layer_rotation import layer_rope
 from ..families.source import Source
-from .allocation import Layers, allocate, least, losses_by_width, rotary_widths, saved, unslotted
+from .allocation import Layers, allocate, assign, least, losses_by_width, rotary_widths, saved, unslotted
 from .allocation import Losses as LossesByWidth
 from .features import features_of, lost_intact
 from .key_regression import regressed
@@ -50,6 +51,7 @@ def choose_slots(
     options: Mapping[str, Any],
     method: str,
     fixed: tuple[Band, ...] = (),
+    table_S: Tensor | None = None,
 ) -> Division:
     """Choose the rotary slots of an MLA target, and predict their losses.
 
@@ -63,11 +65,12 @@ def choose_slots(
         options: of `plan.make_plan`.
         method: name of the method.
         fixed: slots that are given, because an engine has no others.
+        table_S: frequencies of the slots that an engine can have, of which statistics choose others.
 
     Raises:
         InvalidInput: the options ask for slots that the source or the method does not have.
     """
-    chosen = _chosen(source, target, statistics, options, method, fixed)
+    chosen = _chosen(source, target, statistics, options, method, fixed, table_S)
     if options.get("kv_budget") is None or fixed:
         return chosen
     widths = {
@@ -91,6 +94,7 @@ def _chosen(
     options: Mapping[str, Any],
     method: str,
     fixed: tuple[Band, ...],
+    table_S: Tensor | None,
 ) -> Division:
     wanted = options.get("slots")
     if isinstance(target, LatentTarget) and fixed:
@@ -101,7 +105,7 @@ def _chosen(
             )
         if statistics is None:
             return Division(target=target, bands=fixed)
-        return _divided(source, target, statistics, options, fixed)
+        return _divided(source, target, statistics, options, fixed, table_S)
     if not isinstance(target, LatentTarget) or not target.qk_rope_head_dim:
         if wanted is not None:
             raise InvalidInput(
@@ -158,20 +162,24 @@ def _divided(
     statistics: Statistics,
     options: Mapping[str, Any],
     fixed: tuple[Band, ...] = (),
+    table_S: Tensor | None = None,
 ) -> Division:
     """Return a target whose slots are allocated by predicted loss.
 
     The rotary width is chosen too, where the user left both widths open. It is one for all layers; layers of
     different rotary tables have their own slots.
     """
+    statistics_of = dict(zip(source.attending, statistics.layers, strict=True))
     if fixed:
-        source.slot_frequencies()  # which refuses different tables
+        table_F, _ = source.slot_frequencies()  # which refuses different tables
+        layers = _layers_of(source, source.rotating, statistics_of, str(options["container"]))
+        fixed = fixed if table_S is None else assign(layers, table_F, table_S)
+        target = replace(target, qk_rope_head_dim=2 * len(fixed))
     elements = target.kv_lora_rank + target.qk_rope_head_dim
     kind: Literal["uniform", "allocated"] = "uniform" if fixed else options.get("slots") or "allocated"
     widths = [target.qk_rope_head_dim]
     if kind == "allocated" and options.get("kv_budget") is not None and options.get("rope_dim") is None:
         widths = [width for width in rotary_widths(source.geometry, elements) if width < elements]
-    statistics_of = dict(zip(source.attending, statistics.layers, strict=True))
     slots: list[dict[int, tuple[Band, ...]]] = []
     lost: list[LossesByWidth] = []
     for number, group in enumerate(source.layers_by_table):
@@ -349,48 +357,7 @@ def bands_of(source: Source, bands: Iterable[Band], layer: int) -> tuple[Band, .
     return tuple(band for band in bands if band.table == table)
 
 
-def slots_of(source: Source, bands: Iterable[Band], layer: int) -> torch.Tensor:
+def slots_of(source: Source, bands: Iterable[Band], layer: int) -> Tensor:
     """Return the frequencies of a layer's rotary slots, (S,), float64."""
     own = bands_of(source, bands, layer)
     return torch.tensor([band.frequency for band in own for _ in range(band.slots)], dtype=torch.float64)
-
-
-def slot_rope(source: Source, bands: tuple[Band, ...]) -> dict[str, Any]:
-    """Return rope parameters that put the slots where the bands are.
-
-    A table that is theta^(-2i/R) stays `default`, which every engine knows. Any other is written as
-    `longrope` factors relative to that table, which transformers takes literally.
-    """
-    theta = rope_parameters(source.config)["rope_theta"]
-    wanted_S = torch.tensor(
-        [band.frequency for band in bands for _ in range(band.slots)], dtype=torch.float64
-    )
-    default = {"rope_type": "default", "rope_theta": theta}
-    stock_S, _ = frequencies(default, 2 * len(wanted_S), source.positions)
-    if torch.equal(stock_S, wanted_S):
-        return default
-    factors = _factors(wanted_S, theta)
-    return {
-        "rope_type": "longrope",
-        "rope_theta": theta,
-        "short_factor": factors,
-        "long_factor": factors,
-        "factor": 1.0,
-        "attention_factor": 1.0,
-        "original_max_position_embeddings": source.positions,
-    }
-
-
-def _factors(wanted_S: torch.Tensor, theta: float) -> list[float]:
-    """Return longrope factors from which transformers computes exactly these frequencies.
-
-    It computes 1 / (factor · theta^(2i/R)) in float32. A frequency that is off by one unit in the last place
-    turns a pair by position · 6e-8 of its angle too far.
-    """
-    width = 2 * len(wanted_S)
-    base_S = theta ** (torch.arange(0, width, 2, dtype=torch.int64).float() / width)
-    guess_S = (1 / (wanted_S * base_S.double())).float()
-    steps = torch.arange(-4, 5).float()[:, None] * torch.finfo(torch.float32).eps
-    candidates = guess_S * (1 + steps)
-    off = (1.0 / (candidates * base_S)).double().sub(wanted_S).abs()
-    return [float(factor) for factor in candidates.gather(0, off.argmin(0, keepdim=True))[0]]

@@ -1,0 +1,108 @@
+"""The `rope_theta` of an output for engines is the one whose slots turn like the source's pairs."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from kvfold.convert.calibration.statistics import Statistics
+from kvfold.convert.calibration.study import study
+from kvfold.convert.decide.measured import table_choice
+from kvfold.convert.decide.measured.table_choice import settle_table
+from kvfold.convert.decide.plan import Plan, make_plan
+from kvfold.convert.families.source import Source, open_source
+from kvfold.convert.formats.stock import Stock
+from kvfold.convert.request import fold_request
+from kvfold.convert.write.rewrite import rewrite
+
+from ...support.tiny import make
+
+OWN, FAST = 1e8, 1e4  # 8 pairs turn at 1, 0.1, ... 1e-7, of which 4 slots meet every second, or the fastest
+IDS = torch.arange(48)[None] ** 2 * 7 % 97
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Source:
+    """Four key heads of one content, so that a latent of 32 holds all keys and values without rotation."""
+    rope = {"rope_type": "default", "rope_theta": OWN}
+    place = tmp_path_factory.mktemp("table") / "source"
+    return open_source(
+        make(place, num_key_value_heads=4, head_dim=16, equal_heads=True, rope_parameters=rope)
+    )
+
+
+@pytest.fixture(scope="module")
+def statistics(source: Source) -> Statistics:
+    taken = study(source, "self", sequences=4, length=48, seed=0)
+    assert taken is not None
+    return taken
+
+
+def planned(source: Source, statistics: Statistics | None, **options: Any) -> Plan:
+    asked = {"rank": "32", "rope_dim": 8, "engines": "mlx", "refine": 0, "latent_norm": "linear", **options}
+    return make_plan(
+        source, fold_request({"model": str(source.checkpoint.directory), "to": "mla", **asked}), statistics
+    )
+
+
+def theta_of(plan: Plan) -> float:
+    assert isinstance(plan.container, Stock)
+    return float(plan.container.rope["rope_theta"])
+
+
+def logits(directory: Path) -> Tensor:
+    with torch.no_grad():
+        out: Tensor = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()(IDS).logits
+    return out
+
+
+def test_slots_meet_the_pairs_that_turn(source: Source, statistics: Statistics, tmp_path: Path) -> None:
+    """Pairs that hardly turn within the text need no slot, so such an output computes what the source does."""
+    plan = planned(source, statistics)
+    assert plan.thetas[:2] == (OWN, FAST)
+    assert theta_of(plan) == OWN
+    settled = settle_table(plan)
+    assert theta_of(settled) == FAST
+    assert settled.thetas == ()
+    assert settled.request == plan.request
+    (said,) = (one for one in settled.notices if "rope_theta" in one)
+    assert said.startswith("rope_theta becomes 10000, from which engines compute other rotary frequencies")
+
+    expected = logits(source.checkpoint.directory)
+    errors = []
+    for name, each in (("own", replace(plan, thetas=())), ("fast", settled)):
+        rewrite(each, tmp_path / name)
+        config = json.loads((tmp_path / name / "config.json").read_text())
+        assert config["rope_theta"] == config["rope_parameters"]["rope_theta"] == theta_of(each)
+        errors.append(float((logits(tmp_path / name) - expected).abs().max()))
+    assert errors[1] < 0.1 * errors[0]
+
+
+def test_pairs_share_the_slots_that_are_left(source: Source, statistics: Statistics) -> None:
+    """With as many slots as pairs, some pairs get two where heads differ, and every slot turns near its pair."""
+    plan = make_plan(source, planned(source, None).request, statistics, FAST)
+    table_F, _ = source.slot_frequencies()
+    assert plan.bands
+    for band in plan.bands:
+        (pair,) = band.pairs
+        assert 0.5 < band.frequency / table_F[pair] < 2
+
+
+def test_no_table_is_chosen_where_nothing_can_be_measured(
+    source: Source, statistics: Statistics, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(table_choice, "closed_form_loss", lambda *_: None)
+    plan = planned(source, statistics)
+    assert theta_of(settle_table(plan)) == OWN
+    monkeypatch.setattr(table_choice, "closed_form_loss", lambda *_: pytest.fail("not to be measured"))
+    for other in (
+        planned(source, None),
+        planned(source, statistics, effort="quick"),
+        planned(source, statistics, engines="transformers", container="remote", latent_norm="auto"),
+    ):
+        assert settle_table(other).bands == other.bands
