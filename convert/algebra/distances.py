@@ -24,6 +24,7 @@ STEEPEST = 4.0  # exponent
 _SPANS = 5  # whose mean weights are fitted, each longer than the one before by the same factor
 _ROUNDS = 60  # of finding weights; from 20 on nothing changes by more than 1e-3
 _STEP = 0.7  # exponent of a correction; 1 oscillates
+_LEAST = 1e-200  # sum of weights, of 1 in all; below it a query's attention counts as none
 
 
 def extended(distance_NT: Tensor, lengths: Sequence[int], first_NT: Tensor | None = None) -> Tensor:
@@ -70,14 +71,15 @@ def _weights(mass_NT: Tensor) -> Tensor:
     weight_NT = wanted_NT / torch.arange(length, 0, -1)
     for _ in range(_ROUNDS):
         given_NT = weight_NT * _shares_of_queries(weight_NT)
-        weight_NT = weight_NT * torch.where(wanted_NT > 0, wanted_NT / given_NT, 0) ** _STEP
+        weight_NT = weight_NT * torch.where(given_NT > 0, wanted_NT / given_NT, 0) ** _STEP
         weight_NT = weight_NT / weight_NT.sum(1, keepdim=True)
     return weight_NT
 
 
 def _shares_of_queries(weight_NT: Tensor) -> Tensor:
     """Return the sum over all queries that see a distance of what a weight of 1 gets there (N, T)."""
-    share_NT = 1 / weight_NT.cumsum(1).clamp(min=torch.finfo(weight_NT.dtype).tiny)
+    seen_NT = weight_NT.cumsum(1)
+    share_NT = torch.where(seen_NT > _LEAST, 1 / seen_NT, 0)
     return share_NT.flip(1).cumsum(1).flip(1)
 
 

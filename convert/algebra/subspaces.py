@@ -3,8 +3,14 @@
 Legend: metric.py; M rows, R of them kept.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
+from torch.linalg import LinAlgError  # type: ignore[attr-defined]
+
+from ...core.errors import InvalidInput
 
 _LARGE = 1024  # rows from which on a matrix is decomposed on the GPU
 
@@ -86,6 +92,25 @@ def low_rank_energy(rows_CD: Tensor, metric_BSS: Tensor, input_DD: Tensor | None
             gram = factor_DD.mT @ gram @ factor_DD
     energy: Tensor = torch.linalg.eigvalsh(_placed(gram)).cpu().flip(-1).clamp(min=0)
     return energy
+
+
+@contextmanager
+def decomposing(statistics: str) -> Iterator[None]:
+    """Report statistics whose matrices cannot be decomposed.
+
+    Args:
+        statistics: what they are called, such as `the statistics of layer 3`.
+
+    Raises:
+        InvalidInput: their values are extreme, such as those of a damaged file.
+    """
+    try:
+        yield
+    except LinAlgError:
+        raise InvalidInput(
+            f"{statistics} cannot be decomposed, because their values are extreme; take them again, with "
+            "--calibration self or another text"
+        ) from None
 
 
 def _there(energy: Tensor) -> Tensor:

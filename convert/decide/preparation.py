@@ -10,6 +10,7 @@ from ...core.console import notice
 from ...core.errors import InvalidInput
 from ...core.hub import resolve
 from ...core.processes import together
+from ..algebra.subspaces import decomposing
 from ..algebra.target import GroupedTarget, query_rank
 from ..calibration.reach import default_length
 from ..calibration.study import study
@@ -68,7 +69,8 @@ def prepare(request: FoldRequest, *, dry_run: bool = False, source: Source | Non
             work=None if request.out is None else request.out.parent,
         )
         if statistics is not None:
-            plan = settle(make_plan(source or directory, request, statistics))
+            with decomposing("the statistics"):
+                plan = settle(make_plan(source or directory, request, statistics))
         if Path(calibration).exists():
             calibration = str(Path(calibration).resolve())  # the record is read from other directories too
         plan = replace(plan, request=plan.request.model_copy(update={"calibration": calibration}))

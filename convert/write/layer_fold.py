@@ -4,7 +4,6 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
-from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
 from ...core.errors import InvalidInput
 from ...core.system_calls import trim_memory
@@ -12,6 +11,7 @@ from ..algebra.attention import Attention, IntactAttention, LatentAttention
 from ..algebra.input_scale import channel_scales, through_channels, with_channels
 from ..algebra.metric import UNWEIGHTED, metric_of
 from ..algebra.spectrum import LatentSpectrum
+from ..algebra.subspaces import decomposing
 from ..algebra.target import GroupedTarget, LatentTarget
 from ..calibration.statistics import LayerStatistics
 from ..decide.plan import Plan
@@ -65,13 +65,8 @@ def fold_attention(
     Raises:
         InvalidInput: the statistics hold values that cannot be decomposed, such as those of a damaged file.
     """
-    try:
+    with decomposing(f"the statistics of layer {number}"):
         folded = _fold_attention(plan, number)
-    except LinAlgError:
-        raise InvalidInput(
-            f"the statistics of layer {number} cannot be decomposed, because their values are extreme; take "
-            "them again, with --calibration self or another text"
-        ) from None
     trim_memory()
     return folded
 

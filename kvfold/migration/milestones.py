@@ -17,6 +17,7 @@ from ..checkpoints.cost_blocks import CacheBlock
 from ..checkpoints.eval_json import read_report
 from ..checkpoints.quality_blocks import PerplexityBlock
 from ..checkpoints.record import read_record
+from ..convert.algebra.subspaces import decomposing
 from ..convert.calibration.statistics import Statistics
 from ..convert.calibration.study import study
 from ..convert.decide.measured.settle import settle
@@ -173,8 +174,8 @@ def _fold(asked: Migration, step: Step, folded: Path) -> None:
             "refine": asked.refine,
         }
     )
-    plan = make_plan(asked.source, request, statistics)
-    plan = settle(plan)
+    with decomposing("the statistics"):
+        plan = settle(make_plan(asked.source, request, statistics))
     for sentence in plan.notices:
         notice(sentence)
     folded.parent.mkdir(exist_ok=True)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..checkpoints.shards import TensorSpec
+from ..convert.algebra.subspaces import decomposing
 from ..convert.algebra.target import GroupedTarget, budget_elements
 from ..convert.calibration.statistics import Statistics
 from ..convert.decide.engine_choice import unfit
@@ -103,7 +104,8 @@ class Candidate:
 
         They may divide its cache otherwise, so that other engines take it.
         """
-        return _candidate(self.plan.source, self.request, statistics, self.inside)
+        with decomposing("the statistics"):
+            return _candidate(self.plan.source, self.request, statistics, self.inside)
 
 
 def check_alike(source: Source) -> None:

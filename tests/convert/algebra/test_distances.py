@@ -81,3 +81,15 @@ def test_the_shortest_texts_take_the_power_of_the_prior(length: int) -> None:
     assert found_NU.shape == (4, 40)
     assert bool((found_NU > 0).all())
     torch.testing.assert_close(found_NU.sum(1), torch.ones(4, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("least", [0.0, 1e-300, 1e-45])
+def test_a_head_that_reads_nothing_near_gets_finite_distances(least: float) -> None:
+    """No weights give such a mass: the first query reads nothing but itself."""
+    for near in (1, 2, 5, 15):
+        near_NT = torch.full((2, 16), 1 / 16, dtype=torch.float64)
+        near_NT[0, :near] = least
+        near_NT[1, near - 1] = least
+        found_NU = extended(near_NT / near_NT.sum(1, keepdim=True), [16, 64])
+        assert bool(found_NU.isfinite().all())
+        assert bool((found_NU >= 0).all())
