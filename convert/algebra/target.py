@@ -3,7 +3,6 @@
 Cache sizes are in elements per token per layer; multiply by layers and by the bytes of the cache's dtype.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar, Literal
@@ -299,13 +298,13 @@ def _halvings(width: int, limit: int) -> int:
 
 
 def budget_elements(source: Geometry, budget: str) -> int:
-    """Return the elements per token and layer that a share of the source's cache amounts to."""
+    """Return the elements per token and layer that a share of the source's cache amounts to, rounded down."""
     return int(source.cache_elements * read_share(budget, "--kv-budget", "the source's cache"))
 
 
 def share_of(elements: int, source: Geometry) -> str:
     """Return a share of the source's cache in percent, rounded up, so that as a budget it is enough."""
-    return f"{math.ceil(elements / source.cache_elements * 1e5) / 1e3:g}%"
+    return f"{-(-elements * 10**5 // source.cache_elements) / 1e3:g}%"
 
 
 def _listed(numbers: list[int]) -> str:

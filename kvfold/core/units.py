@@ -7,6 +7,7 @@ budget of `300k` training tokens is 300 x 1000.
 import re
 from collections.abc import Mapping
 from decimal import Decimal
+from fractions import Fraction
 from typing import Any, Literal
 
 import click
@@ -87,8 +88,8 @@ def parse_tokens(value: object) -> object:
         raise ValueError("it should be a number of tokens, such as 5000, 300k, 5M or 1B") from None
 
 
-def read_share(text: str, option: str, whole: str) -> float:
-    """Read a share of something, between 0 and 1 and neither.
+def read_share(text: str, option: str, whole: str) -> Fraction:
+    """Read a share of something, between 0 and 1 and neither, exactly as it is written.
 
     Args:
         text: `25%` or `0.25`.
@@ -99,7 +100,7 @@ def read_share(text: str, option: str, whole: str) -> float:
         InvalidInput: the text is not such a share.
     """
     match = re.fullmatch(rf"{_NUMBER}(%?)", text.strip())
-    share = float(match[1]) / (100 if match[2] else 1) if match else 0.0
+    share = Fraction(Decimal(match[1])) / (100 if match[2] else 1) if match else Fraction(0)
     if not 0 < share < 1:
         raise InvalidInput(f"{option} {text} is not a share of {whole}; write for example 25% or 0.25")
     return share
