@@ -142,9 +142,7 @@ def place(candidate: Candidate, bounds: Bounds, kind: CacheDtype | None = None) 
         kind: the number format of its cache; None: the output's dtype.
     """
     plan, ranks, geometry = candidate.plan, bounds.ranks, candidate.plan.source.geometry
-    absorbed = absorbs(plan, candidate.served_by)
-    needed = demand(plan, bounds.context, bounds.batch, absorbed=absorbed, ranks=ranks, kind=kind)
-    needed = replace(needed, weights=needed.weights + candidate.other_bytes // ranks.tensor)
+    needed, absorbed = _needed(candidate, bounds, kind), absorbs(plan, candidate.served_by)
     cost = decoding(plan, bounds.context, bounds.batch, absorbed=absorbed, ranks=ranks, kind=kind)
     itemsize = plan.dtype.itemsize
     return Row(
@@ -157,6 +155,13 @@ def place(candidate: Candidate, bounds: Bounds, kind: CacheDtype | None = None) 
         kind=kind,
         share=token_bytes(plan, kind=kind) / (geometry.cache_elements * itemsize),
     )
+
+
+def _needed(candidate: Candidate, bounds: Bounds, kind: CacheDtype | None) -> Demand:
+    """Return the memory that a candidate takes of each rank, with the tensors around its text tower."""
+    absorbed, ranks = absorbs(candidate.plan, candidate.served_by), bounds.ranks
+    needed = demand(candidate.plan, bounds.context, bounds.batch, absorbed=absorbed, ranks=ranks, kind=kind)
+    return replace(needed, weights=needed.weights + candidate.other_bytes // ranks.tensor)
 
 
 def place_all(
@@ -320,15 +325,10 @@ def what_would_fit(rows: Sequence[Row], bounds: Bounds) -> dict[str, Any]:
 
 def _largest(row: Row, change: Callable[[int], Bounds]) -> int:
     """Return the largest size for which a row fits; 0 for none."""
-    plan = row.candidate.plan
-    absorbed = absorbs(plan, row.candidate.served_by)
 
     def fits(size: int) -> bool:
         bounds = change(size)
-        needed = demand(
-            plan, bounds.context, bounds.batch, absorbed=absorbed, ranks=bounds.ranks, kind=row.kind
-        )
-        return bounds.hold(needed)
+        return bounds.hold(_needed(row.candidate, bounds, row.kind))
 
     if not fits(1):
         return 0

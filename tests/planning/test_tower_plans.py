@@ -218,3 +218,12 @@ def test_the_tower_alone_is_planned_as_the_text_model_that_it_is(
         InvalidInput, match="its class is Llama4ForConditionalGeneration; its folds were not run"
     ):
         kvfold.plan(sources["llama4"], engines=["vllm"])
+
+
+def test_what_would_fit_counts_the_tensors_around_the_tower(sources: dict[str, Path]) -> None:
+    asked = ("plan", str(sources["llava"]), "--budgets", "50%")
+    totals = [row["memory"]["total"] for row in run(*asked, "--context", "512")["candidates"]]
+    tight = (*asked, "--memory", str(min(totals) - 1))
+    would = run(*tight, "--context", "512", code=3)["would_fit"]
+    assert run(*tight, "--context", str(would["context"]))["chosen"]
+    run(*tight, "--context", str(would["context"] + 1), code=3)
