@@ -4,16 +4,18 @@ import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 
+from .directory import TOKENIZER_FILES
 from .eval_json import MeasuredCheckpoint
+from .quantised.schemes import MODELOPT_FILE
 from .record import read_record, sha256
 
 _PARTS = (
     "*.safetensors",
     "*.safetensors.index.json",
     "config.json",
+    MODELOPT_FILE,
+    *TOKENIZER_FILES,
     "tokenizer*",
-    "*.model",
-    "special_tokens_map.json",
     "*.py",
 )
 _TOLD = ("stage", "version", "target", "method", "cache")  # of kvfold.json

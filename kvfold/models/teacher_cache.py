@@ -26,6 +26,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.functional import linear
 
+from ..checkpoints.quantised.schemes import MODELOPT_FILE
 from ..checkpoints.shards import is_finite
 from ..core.disk import DiskError, disk_sentence, naming
 from ..core.errors import InvalidInput
@@ -40,7 +41,8 @@ _MANIFEST = "manifest.json"
 _HEAD = "head.safetensors"
 _LOCK = "lock"
 _KEY = 16  # bytes
-_DECISIVE = (".safetensors", ".py")  # files on which hidden states depend, besides config.json
+_DECISIVE = (".safetensors", ".py")  # files on which hidden states depend, in addition to the next two
+_CONFIGS = ("config.json", MODELOPT_FILE)
 
 
 def identify(hashes: Mapping[str, str], computed_in: str, dtype: str | None = None) -> dict[str, Any]:
@@ -51,7 +53,7 @@ def identify(hashes: Mapping[str, str], computed_in: str, dtype: str | None = No
         computed_in: dtype of the computation, as torch names it.
         dtype: in which the states are stored; None: in which they are computed.
     """
-    files = {name: hashes[name] for name in hashes if name.endswith(_DECISIVE) or name == "config.json"}
+    files = {name: hashes[name] for name in hashes if name.endswith(_DECISIVE) or name in _CONFIGS}
     return {"schema": _SCHEMA, "teacher": files, "dtype": dtype or computed_in, "computed_in": computed_in}
 
 

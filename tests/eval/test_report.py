@@ -98,6 +98,19 @@ def test_the_checkpoint_is_named_by_its_hash_and_by_its_record(make: Make, mha: 
     assert checkpoint(mha, {}).record is None
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["vocab.json", "vocab.txt", "merges.txt", "qwen.tiktoken", "added_tokens.json", "hf_quant_config.json"],
+)
+def test_every_file_of_tokens_and_of_numbers_decides_the_identity(make: Make, name: str) -> None:
+    directory = make(seed=7)
+    found = [identity(hashes_of(directory))]
+    for content in ("{}", '{"a": 0}'):
+        (directory / name).write_text(content)
+        found.append(identity(hashes_of(directory)))
+    assert len(set(found)) == 3
+
+
 def test_a_checkpoint_in_the_hubs_cache_is_named_as_there(make: Make, tmp_path: Path) -> None:
     snapshot = tmp_path / "models--org--name" / "snapshots" / "0123abcd"
     snapshot.parent.mkdir(parents=True)

@@ -242,6 +242,14 @@ def test_two_runs_extend_one_cache(
     assert len(list((tmp_path / "cache").glob("hidden-*"))) == 1
 
 
+def test_hidden_states_depend_on_what_names_the_quantised_weights() -> None:
+    hashes = {"config.json": "1", "model.safetensors": "2", "modeling_kvfold.py": "3"}
+    decisive = {**hashes, "hf_quant_config.json": "4"}
+    told = teacher_cache.identify({**decisive, "tokenizer_config.json": "5", "vocab.json": "6"}, "float32")
+    assert told["teacher"] == decisive
+    assert teacher_cache.identify(hashes, "float32")["teacher"] == hashes
+
+
 def test_a_cache_for_something_else_is_refused(
     windows: TrainingWindows, online: Online, teacher: Path, tmp_path: Path
 ) -> None:
