@@ -5,6 +5,7 @@ Windows are taken as independent, not tokens, since the losses of neighbouring t
 
 import math
 from collections.abc import Callable, Sequence
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,11 @@ import numpy.typing as npt
 from ..checkpoints.quality_blocks import Estimate
 
 LEVEL = 0.95
+NORMAL = NormalDist().inv_cdf((1 + LEVEL) / 2)  # half of an interval, in standard errors
 RESAMPLES = 400  # of the bootstrap; the standard error is then known to 4 %
+# Windows below which there is no bootstrap. Its interval of a percentile holds the truth in 92 % of all cases
+# with eight windows, in 82 % with four and in 45 % with two.
+LEAST_WINDOWS = 8
 
 Array = npt.NDArray[Any]
 
@@ -54,6 +59,35 @@ def paired_difference(
     return estimate([our - their for our, their in zip(ours, theirs, strict=True)], weights)
 
 
+def proportion(scores: Sequence[float]) -> Estimate:
+    """Return the mean of scores from 0 to 1, one per prompt or document, with the interval of Wilson (1927).
+
+    Student's interval is too narrow near 0 and 1, and where all scores are equal it has no width. The
+    standard error is half of Wilson's interval divided by `NORMAL`, so that it is never 0. Wilson's interval
+    is made for scores that are 0 or 1; those in between vary less.
+    """
+    count, mean = len(scores), math.fsum(scores) / len(scores)
+    shrunk = 1 + NORMAL**2 / count
+    middle = (mean + NORMAL**2 / (2 * count)) / shrunk
+    error = math.sqrt(mean * (1 - mean) / count + (NORMAL / (2 * count)) ** 2) / shrunk
+    return Estimate(mean, error, max(middle - NORMAL * error, 0.0), min(middle + NORMAL * error, 1.0))
+
+
+def proportion_difference(ours: Sequence[float], theirs: Sequence[float]) -> Estimate:
+    """Return the mean of `ours` - `theirs`, scores from 0 to 1 on the same prompts or documents.
+
+    Error and interval are those of Agresti and Min (2005, Statistics in Medicine 24:729). Half a pair is
+    added to each of the four outcomes, so that the interval has a width where all differences are equal.
+    """
+    change_N = np.subtract(ours, theirs)
+    count = len(change_N) + 2
+    middle = float(change_N.sum()) / count
+    error = math.sqrt((float(change_N @ change_N) + 1) / count - middle**2) / math.sqrt(count)
+    return Estimate(
+        float(change_N.mean()), error, max(middle - NORMAL * error, -1.0), min(middle + NORMAL * error, 1.0)
+    )
+
+
 def transformed(value: Estimate, function: Callable[[float], float], slope: float) -> Estimate:
     """Return an increasing function of an estimate by the delta method.
 
@@ -72,7 +106,7 @@ def transformed(value: Estimate, function: Callable[[float], float], slope: floa
 def resampled(statistic: Callable[[Array], Array], windows: int) -> list[Estimate]:
     """Return statistics that are not means, with the percentile bootstrap over windows.
 
-    Every call with the same statistic returns the same bits.
+    Every call with the same statistic returns the same bits. Below `LEAST_WINDOWS` there are no errors.
 
     Args:
         statistic: maps the number of times that each window counts (R, N), for R resamples at once, to the
@@ -80,7 +114,7 @@ def resampled(statistic: Callable[[Array], Array], windows: int) -> list[Estimat
         windows: N.
     """
     found = statistic(np.ones((1, windows), np.int64))[:, 0]
-    if windows < 2:
+    if windows < LEAST_WINDOWS:
         return [Estimate(float(value), None) for value in found]
 
     def of_indices(index_RN: Array, axis: int) -> Array:

@@ -15,12 +15,17 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
-from scipy import stats  # type: ignore[import-untyped]
-
-from ...checkpoints.quality_blocks import Grid, NeedleDifference, NeedleMap, NeedleMeans, RetrievalBlock
+from ...checkpoints.quality_blocks import (
+    Estimate,
+    Grid,
+    NeedleDifference,
+    NeedleMap,
+    NeedleMeans,
+    RetrievalBlock,
+)
 from ...core.console import progress
 from ...core.errors import InvalidInput
-from ..estimate import LEVEL, estimate, paired_difference
+from ..estimate import estimate, proportion, proportion_difference
 from ..scores import UNQUANTISED
 from ..subject import Subject
 from .answers import answer, rank
@@ -128,35 +133,30 @@ def _map(lengths: tuple[int, ...], depths: tuple[float, ...], rows: Sequence[Map
     def cells(name: str) -> list[list[list[float]]]:
         return [[row[name][at * samples :][:samples] for at in range(len(depths))] for row in rows]
 
-    def grid(values: list[list[list[float]]], error: bool = False) -> Grid:
-        estimates = [[estimate(cell) for cell in row] for row in values]
-        return tuple(
-            tuple((one.standard_error or 0.0) if error else one.mean for one in row) for row in estimates
-        )
+    def means(values: list[list[list[float]]]) -> list[list[Estimate]]:
+        return [[proportion(cell) for cell in row] for row in values]
+
+    def grid(cells: list[list[Estimate]], name: str) -> Grid:
+        return tuple(tuple(getattr(one, name) for one in row) for row in cells)
+
+    def flat(values: list[list[list[float]]]) -> list[float]:
+        return [each for row in values for cell in row for each in cell]
 
     exact, ranks = cells("exact"), cells("rank")
     choice = [[[float(each == 1) for each in cell] for cell in row] for row in ranks]
-    wilson = [
-        [stats.binomtest(int(sum(cell)), samples).proportion_ci(LEVEL, method="wilson") for cell in row]
-        for row in exact
-    ]
+    exact_means, choice_means = means(exact), means(choice)
     return NeedleMap(
         lengths=lengths,
         depths=depths,
         samples=samples,
-        accuracy=grid(exact),
-        standard_error=grid(exact, error=True),
-        low=tuple(tuple(float(one.low) for one in row) for row in wilson),
-        high=tuple(tuple(float(one.high) for one in row) for row in wilson),
-        choice=grid(choice),
-        choice_standard_error=grid(choice, error=True),
-        rank=grid(ranks),
-        overall=NeedleMeans(
-            *(
-                estimate([each for row in values for cell in row for each in cell])
-                for values in (exact, choice, ranks)
-            )
-        ),
+        accuracy=grid(exact_means, "mean"),
+        standard_error=grid(exact_means, "standard_error"),
+        low=grid(exact_means, "low"),
+        high=grid(exact_means, "high"),
+        choice=grid(choice_means, "mean"),
+        choice_standard_error=grid(choice_means, "standard_error"),
+        rank=tuple(tuple(sum(cell) / samples for cell in row) for row in ranks),
+        overall=NeedleMeans(proportion(flat(exact)), proportion(flat(choice)), estimate(flat(ranks))),
     )
 
 
@@ -177,8 +177,8 @@ def _difference(
         return [float(each == 1) for each in all_of(role, "rank")]
 
     return NeedleDifference(
-        paired_difference(all_of("student", "exact"), all_of(other, "exact")),
-        paired_difference(right("student"), right(other)),
+        proportion_difference(all_of("student", "exact"), all_of(other, "exact")),
+        proportion_difference(right("student"), right(other)),
     )
 
 

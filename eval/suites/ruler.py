@@ -18,7 +18,7 @@ from ...checkpoints.quality_blocks import RulerBlock, RulerScores
 from ...core.console import progress
 from ...core.errors import InvalidInput
 from ...models.finite import refuse
-from ..estimate import estimate, paired_difference
+from ..estimate import proportion, proportion_difference
 from ..subject import Subject
 from .decoding import greedy, read
 from .haystack import prose
@@ -78,7 +78,7 @@ def measure(subject: Subject) -> RulerBlock:
         found[role][task].append(subject.part(f"ruler/{role}/{task}/{length}", ask))
     difference = None
     if "teacher" in found:
-        difference = paired_difference(_all(found["student"]), _all(found["teacher"]))
+        difference = proportion_difference(_all(found["student"]), _all(found["teacher"]))
     scores = {role: _scores(values, len(lengths)) for role, values in found.items()}
     return RulerBlock(
         tasks=tasks,
@@ -124,9 +124,9 @@ def _scores(found: Found, lengths: int) -> RulerScores:
         return [value for rows in found.values() for value in rows[number]]
 
     return RulerScores(
-        overall=estimate(_all(found)),
-        by_length=tuple(estimate(at(number)) for number in range(lengths)),
-        by_task={task: estimate([value for row in rows for value in row]) for task, rows in found.items()},
+        overall=proportion(_all(found)),
+        by_length=tuple(proportion(at(number)) for number in range(lengths)),
+        by_task={task: proportion([value for row in rows for value in row]) for task, rows in found.items()},
         accuracy={
             task: tuple(sum(row) / len(row) for row in rows)
             for task, rows in found.items()

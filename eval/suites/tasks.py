@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from scipy import stats  # type: ignore[import-untyped]
 
 from ...checkpoints.quality_blocks import (
@@ -28,12 +27,11 @@ from ...core.console import progress
 from ...core.errors import InvalidInput
 from ...core.files import write_whole
 from ...core.untrusted import read_json
-from ..estimate import LEVEL, estimate
+from ..estimate import NORMAL, estimate, paired_difference, proportion, proportion_difference
 from ..subject import Subject
 from . import harness
 
 TASKS = "mla-core"
-_RESAMPLES = 2000
 
 
 def rows(found: TasksBlock, roles: tuple[str, ...]) -> list[list[str]]:
@@ -160,8 +158,11 @@ def _metric(name: str, metric: str, roles: Mapping[str, Mapping[str, Any]]) -> T
             f"--tasks {name}: its data changed since --task-cache was written; name another directory"
         )
     values = {role: entry.get("values") for role, entry in entries.items()}
+    known = [each for scores in values.values() if scores is not None for each in scores]
+    are_scores = min(known, default=0) >= 0 and max(known, default=0) <= 1
+    mean, compare = (proportion, proportion_difference) if are_scores else (estimate, paired_difference)
     estimates = {
-        role: Estimate(entry["value"], None) if values[role] is None else estimate(values[role])
+        role: Estimate(entry["value"], None) if values[role] is None else mean(values[role])
         for role, entry in entries.items()
     }
     ours, theirs = values["student"], values.get("teacher")
@@ -169,7 +170,7 @@ def _metric(name: str, metric: str, roles: Mapping[str, Mapping[str, Any]]) -> T
     if "teacher" in entries:
         difference = Estimate(estimates["student"].mean - estimates["teacher"].mean, None)
     if ours is not None and theirs is not None:
-        difference = paired_bootstrap(ours, theirs)
+        difference = compare(ours, theirs)
         turned = flips(ours, theirs) if {*ours, *theirs} <= {0.0, 1.0} else None
     return TaskMetric(
         student=estimates["student"],
@@ -185,29 +186,6 @@ def flips(student: Sequence[float], teacher: Sequence[float]) -> AnswerFlips:
     lost = sum(their > our for our, their in zip(student, teacher, strict=True))
     won = sum(our > their for our, their in zip(student, teacher, strict=True))
     return AnswerFlips(lost, won, float(stats.binomtest(lost, lost + won, 0.5).pvalue) if lost + won else 1.0)
-
-
-def paired_bootstrap(student: Sequence[float], teacher: Sequence[float]) -> Estimate:
-    """Return the mean of student - teacher, with the percentile bootstrap over documents.
-
-    Every call with the same values returns the same bits.
-    """
-    change_N = np.subtract(student, teacher)
-    mean = float(change_N.mean())
-    if len(change_N) < 2:
-        return Estimate(mean, None)
-    if not np.ptp(change_N):
-        return Estimate(mean, 0.0, mean, mean)
-    again = stats.bootstrap(
-        (change_N,),
-        np.mean,
-        n_resamples=_RESAMPLES,
-        batch=100,
-        confidence_level=LEVEL,
-        method="percentile",
-        rng=np.random.default_rng(0),
-    )
-    return Estimate(mean, float(again.standard_error), *map(float, again.confidence_interval))
 
 
 def _average(tasks: Sequence[TaskScores]) -> TaskAverage:
@@ -234,8 +212,7 @@ def _mean(differences: Sequence[Estimate | None]) -> Estimate | None:
     if len(errors) < len(known):
         return Estimate(mean, None)
     error = math.hypot(*errors) / len(known)
-    margin = float(stats.norm.ppf((1 + LEVEL) / 2)) * error
-    return Estimate(mean, error, mean - margin, mean + margin)
+    return Estimate(mean, error, mean - NORMAL * error, mean + NORMAL * error)
 
 
 def _interval(value: Estimate) -> str:

@@ -31,7 +31,8 @@ class Estimate:
 
     Attributes:
         mean: the number itself, over all of them.
-        standard_error: its standard error; None where it is unknown, as for a single window.
+        standard_error: its standard error; None where it is unknown, as for a single window. Of scores from 0
+            to 1 it is half of the interval, in units of a normal one, and so above 0 where all are right.
         low, high: its 95 % confidence interval; None where it is unknown.
     """
 
@@ -325,7 +326,7 @@ class TaskMetric:
 
     Attributes:
         student, teacher, parent: the models; with a standard error where the metric is a mean over documents.
-        difference: student - teacher on the same documents, with error and interval by the paired bootstrap.
+        difference: student - teacher on the same documents, with error and interval by Agresti and Min.
         flips: None where a document is not simply right or wrong.
     """
 
