@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import click
 from pydantic import ValidationError
@@ -14,7 +14,7 @@ from ..core.console import is_first, notice
 from ..core.errors import InvalidInput
 from ..core.hub import resolve
 from ..core.processes import together
-from ..core.settings import suggest
+from ..core.settings import refuse_truth, suggest
 from ..core.type_adapters import type_adapter
 from ..core.untrusted import shorten
 from ..models.load_options import DEVICE_MAPS, DEVICES, DTYPES
@@ -129,6 +129,12 @@ def eval_request(
 
 def _read_options(given: Mapping[str, Any]) -> Options:
     """Return options whose values are what the command would accept."""
+    kinds = get_type_hints(Options)
+    for option, value in given.items():
+        try:
+            refuse_truth(value, kinds[option])
+        except ValueError as mistake:
+            raise InvalidInput(f"{option} is {shorten(value)}; {mistake}") from None
     try:
         options = type_adapter(Options).validate_python(dict(given))
     except ValidationError as error:

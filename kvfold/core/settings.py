@@ -4,9 +4,9 @@ import difflib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Self
+from typing import Any, Self, get_args
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
 
 from .errors import InvalidInput
 from .untrusted import shorten
@@ -16,6 +16,12 @@ class Settings(BaseModel):
     """A frozen set of named values; an unknown name is a mistake, and a docstring describes each value."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _numbers_are_no_truth_values(cls, value: object, info: ValidationInfo) -> object:
+        refuse_truth(value, cls.model_fields[str(info.field_name)].annotation)
+        return value
 
     @classmethod
     def read(
@@ -46,6 +52,32 @@ class Settings(BaseModel):
             noun = "key" if where else "name"
             sentence = _sentence(error, {"": cls, **sections}, other_names, noun)
             raise InvalidInput(f"{where}: {sentence}" if where else sentence) from None
+
+
+def refuse_truth(value: object, kind: object) -> None:
+    """Refuse a truth value in place of a number: pydantic reads true as 1.
+
+    Args:
+        value: of a field, or a container of such values.
+        kind: the field's type.
+
+    Raises:
+        ValueError: it is one, and the type has numbers and no truth values.
+    """
+    parts = _parts(kind)
+    if bool in parts or not (int in parts or float in parts):
+        return
+    reason = _KINDS["int" if int in parts else "float"]
+    for name, each in value.items() if isinstance(value, Mapping) else ():
+        if isinstance(each, bool):
+            raise ValueError(f"{name} is {each}; {reason}")
+    if any(isinstance(each, bool) for each in (value if isinstance(value, list | tuple) else [value])):
+        raise ValueError(reason)
+
+
+def _parts(kind: object) -> list[object]:
+    """Return a type and all that it is made of."""
+    return [kind, *(part for argument in get_args(kind) for part in _parts(argument))]
 
 
 def _texts(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

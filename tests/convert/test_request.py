@@ -119,6 +119,9 @@ def test_a_command_says_what_its_request_says(request_: FoldRequest, tmp_path: P
         ),
         ({"model": "m", "to": "mla", "kv_lora_rank": 8}, "did you mean 'rank'?"),
         ({"model": "m", "to": "gqa", "kv_heads": "two"}, "kv_heads is 'two'; it should be a whole number"),
+        ({"model": "m", "to": "gqa", "kv_heads": True}, "kv_heads is True; it should be a whole number"),
+        ({"model": "m", "to": "gqa", "shard_size": True}, "shard_size is True; it should be a whole number"),
+        ({"model": "m", "to": "mla", "context": False}, "context is False; it should be a whole number"),
         ({"model": "m", "to": "mla", "rank": [8]}, "rank is [8]; it should be text"),
         ({"model": "m", "to": "mla", "rank": True}, "rank is True; it should be text"),
         (

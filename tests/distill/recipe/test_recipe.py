@@ -116,6 +116,8 @@ def test_few_steps_are_told(stage: str, sentence: str, tmp_path: Path) -> None:
         (", lr: 5e-5", "", r"stages\[0\].lr is missing: Peak learning rate"),
         ("lr: 5e-5", "lr: -1", r"stages\[0\].lr is -1; it should be greater than 0"),
         ("lr: 5e-5", "lr: fast", r"stages\[0\].lr is 'fast'; it should be a number$"),
+        ("lr: 5e-5", "lr: true", r"stages\[0\].lr is True; it should be a number$"),
+        ("lr: 5e-5", "lr: 5e-5, losses: {kl: true}", r"\[0\].losses: kl is True; it should be a number$"),
         ("lr: 5e-5", "lr: .inf", r"stages\[0\].lr is inf; it should be a finite number"),
         (
             "5M",
