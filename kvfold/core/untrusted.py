@@ -13,6 +13,7 @@ from typing import Any
 from .errors import InvalidInput
 
 LIMIT_BYTES = 2**26
+YAML_BYTES = 2**20  # a thousand times a recipe; it takes seconds to read
 DEPTH = 64
 _YAML_NODES = 10**6  # with every alias written out
 # A bracket with all that stands before it, strings included; possessive and never failing, hence linear.
@@ -166,7 +167,7 @@ def read_json_lines(path: Path, remedy: str, limit_bytes: int = 2**30) -> list[d
 
 def read_yaml(
     path: Path,
-    limit_bytes: int = LIMIT_BYTES,
+    limit_bytes: int = YAML_BYTES,
     depth: int = DEPTH,
     *,
     name: str | None = None,
@@ -198,7 +199,7 @@ def read_yaml(
 def parse_yaml(
     content: str | bytes,
     name: str,
-    limit_bytes: int = LIMIT_BYTES,
+    limit_bytes: int = YAML_BYTES,
     depth: int = DEPTH,
     *,
     top: type | None = dict,
@@ -225,10 +226,11 @@ def parse_yaml(
     text = _decode(content, limit_bytes, name)
     try:
         _check_events(text, depth, name)
-        node = yaml.compose(text, Loader=yaml.SafeLoader)
+        loader = _yaml_loader()(text)
+        node = loader.get_single_node()
         if unique_keys:
             _check_mappings(node, name)
-        value = yaml.safe_load(text)
+        value = None if node is None else loader.construct_document(node)
     except InvalidInput:
         raise
     except (yaml.YAMLError, ValueError, TypeError, OverflowError) as error:  # the last three: bad dates, keys
@@ -293,13 +295,20 @@ def _check_brackets(text: str, depth: int, name: str) -> None:
             raise _too_deep(name, depth)
 
 
+def _yaml_loader() -> Any:
+    """Return the class that reads YAML's plain types: libyaml's, else Python's, which is far slower."""
+    import yaml
+
+    return getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
 def _check_events(text: str, depth: int, name: str) -> None:
     """Refuse YAML that nests too deeply or whose aliases expand to too much, before any value is built."""
     import yaml
 
     anchored: dict[str, int] = {}  # values below each anchor, aliases written out
     opened: list[tuple[str | None, int]] = [(None, 0)]  # anchor, and values so far
-    for event in yaml.parse(text, Loader=yaml.SafeLoader):
+    for event in yaml.parse(text, Loader=_yaml_loader()):
         if isinstance(event, yaml.CollectionStartEvent):
             opened.append((event.anchor, 1))
             if len(opened) > depth + 1:

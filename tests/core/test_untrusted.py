@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from kvfold.core.errors import InvalidInput
 from kvfold.core.untrusted import parse_json, parse_yaml, printable, read_json, read_yaml
@@ -56,6 +57,13 @@ def test_json_that_is_read() -> None:
     assert parse_json("[[], " * 40 + "0" + "]" * 40, "here", top=list)
 
 
+@pytest.fixture(params=["libyaml", "python"])
+def loader(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read YAML with libyaml and without it."""
+    if request.param == "python":
+        monkeypatch.delattr(yaml, "CSafeLoader", raising=False)
+
+
 @pytest.mark.parametrize(
     ("content", "options", "sentence"),
     [
@@ -76,14 +84,17 @@ def test_json_that_is_read() -> None:
         ("a: 1\na: 2", {"unique_keys": True}, "has the key 'a' twice"),
         ("b: [{a: 1, a: 2}]", {"unique_keys": True}, "has the key 'a' twice"),
         ("a: 1", {"limit_bytes": 3}, "more than 3 bytes"),
+        ("#" * (2**20 + 1), {}, "more than 1048576 bytes"),
     ],
 )
+@pytest.mark.usefixtures("loader")
 def test_yaml_that_is_refused(content: str | bytes, options: dict[str, Any], sentence: str) -> None:
     with pytest.raises(InvalidInput, match=f"^here .*({sentence})") as refusal:
         parse_yaml(content, "here", **options)
     assert "\n" not in str(refusal.value)
 
 
+@pytest.mark.usefixtures("loader")
 def test_yaml_that_is_read() -> None:
     assert parse_yaml("a: &x {b: 1}\nc: *x\nd: [*x, *x]", "here", unique_keys=True)["d"] == [{"b": 1}] * 2
     assert parse_yaml("", "here", top=None) is None
