@@ -5,7 +5,6 @@ with one sentence that names the file, whatever the file holds.
 """
 
 import json
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,6 @@ LIMIT_BYTES = 2**26
 YAML_BYTES = 2**20  # a thousand times a recipe; it takes seconds to read
 DEPTH = 64
 _YAML_NODES = 10**6  # with every alias written out
-# A bracket with all that stands before it, strings included; possessive and never failing, hence linear.
-_BRACKET = re.compile(r'(?:[^"\[\]{}]|"(?:[^"\\]|\\.?)*+"?)*+([\[\]{}]|\Z)', re.DOTALL)
 _KINDS = {dict: "object", list: "list", str: "string", int: "number", float: "number", bool: "truth value"}
 
 
@@ -111,7 +108,6 @@ def parse_json(
         InvalidInput: as of `read_json`.
     """
     text = _decode(content, limit_bytes, name)
-    _check_brackets(text, depth, name)
 
     def read_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found: dict[str, Any] = {}
@@ -136,8 +132,12 @@ def parse_json(
         raise InvalidInput(
             f"{name} is not JSON ({error.msg}, line {error.lineno} column {error.colno}); give one JSON value"
         ) from None
+    except RecursionError:
+        raise _too_deep(name, depth) from None
     except ValueError:  # Python reads no integer of more than 4300 digits
         raise InvalidInput(f"{name} holds a number of too many digits; give a shorter one") from None
+    if text.count("[") + text.count("{") > depth and _is_deeper(value, depth):
+        raise _too_deep(name, depth)
     _check_top(value, top, name, "JSON")
     return value
 
@@ -284,15 +284,15 @@ def _decode(content: str | bytes, limit_bytes: int, name: str) -> str:
         raise InvalidInput(f"{name} is not UTF-8 text (byte {error.start}); save it as UTF-8") from None
 
 
-def _check_brackets(text: str, depth: int, name: str) -> None:
-    """Refuse JSON that nests too deeply, before a parser that recurses sees it."""
-    if text.count("[") + text.count("{") <= depth:
-        return
-    level = 0
-    for match in _BRACKET.finditer(text):
-        level += {"[": 1, "{": 1, "": 0}.get(match[1], -1)
-        if level > depth:
-            raise _too_deep(name, depth)
+def _is_deeper(value: Any, depth: int) -> bool:
+    """Return whether lists and objects of JSON nest in more than some levels."""
+    inside = [value]
+    for _ in range(depth + 1):
+        containers = [each for each in inside if isinstance(each, dict | list)]
+        inside = [one for each in containers for one in (each.values() if isinstance(each, dict) else each)]
+        if not containers:
+            return False
+    return True
 
 
 def _yaml_loader() -> Any:
