@@ -6,27 +6,14 @@ keys, and engines such as vLLM then cache keys and values whole.
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from ...core.errors import InvalidInput
 from ..families.source import Source
 from ..families.support import LIMIT
 from .engines import are_served, read_engines
 
-
-class Predicting(Protocol):
-    """The part of a plan that the choice reads."""
-
-    @property
-    def predicted(self) -> float | None:
-        """Return the predicted loss, nats per token."""
-
-    @property
-    def notices(self) -> tuple[str, ...]:
-        """Return sentences for the user."""
-
-
-Output = TypeVar("Output", bound=Any)
+Output = TypeVar("Output", bound=Any)  # a plan; plan.py imports this file
 CHOSEN = "rotation is "  # how the notice of a choice begins
 
 
