@@ -29,7 +29,7 @@ from .evaluation_journal import EvaluationJournal
 from .options import Options
 from .scores import UNQUANTISED, Live, LogitSource, Scores, gather, pending, score
 from .stored_teacher import OPTION, StoredTeacher, fill
-from .windows import TextWindows, cut, window_length
+from .windows import Limit, TextWindows, cut, limit_of, window_length
 
 _NO_NUMBERS = (
     "device_map",
@@ -143,6 +143,11 @@ class Subject:
     def described(self, role: str) -> Described:
         """Return the model's tokenizer and configuration without its weights."""
         return self._described[role]
+
+    @property
+    def limit(self) -> Limit:
+        """Return the positions that every model has."""
+        return limit_of(self._described.values())
 
     def config(self, role: str) -> dict[str, Any]:
         """Return the model's config.json."""

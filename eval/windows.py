@@ -17,10 +17,11 @@ Legend: N windows, W ids of a window (rolling: one more than the model reads), T
 scored.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -65,6 +66,40 @@ class TextWindows:
         return int(self.bytes_N.sum()) if self.original is None else self.original.bytes
 
 
+class Limit(NamedTuple):
+    """The positions that every model has; None where none of them has a limit.
+
+    Attributes:
+        positions: of the model that has fewest.
+        path: its directory.
+    """
+
+    positions: int | None
+    path: Path | None
+
+    def check(self, asked: str, tokens: int) -> None:
+        """Refuse more tokens than the model has positions.
+
+        Args:
+            asked: the option and its value, for the error.
+            tokens: that a model would read.
+
+        Raises:
+            InvalidInput: they are more.
+        """
+        if self.positions is not None and tokens > self.positions:
+            raise InvalidInput(
+                f"{asked} exceeds the {self.positions} positions of {self.path}; "
+                f"use {self.positions} or fewer"
+            )
+
+
+def limit_of(models: Iterable[Loaded | Described]) -> Limit:
+    """Return the positions that every model has."""
+    limits = [Limit(model.positions, model.path) for model in models if model.positions]
+    return min(limits, default=Limit(None, None), key=lambda limit: limit.positions or 0)
+
+
 def window_length(window: int | None, models: Sequence[Loaded | Described], text: Text | None = None) -> int:
     """Return the window of the protocol or of the user, or else the longest that fits every model.
 
@@ -80,15 +115,11 @@ def window_length(window: int | None, models: Sequence[Loaded | Described], text
                 f"{asked}: --text {text.name} has windows of {text.window}; leave out one of them"
             )
         window, asked = text.window, f"--text {text.name}: {text.window}"
-    limits = [(loaded.positions, loaded.path) for loaded in models if loaded.positions is not None]
+    limit = limit_of(models)
     if window is None:
-        shortest = min((positions for positions, _ in limits), default=LONGEST_DEFAULT)
+        shortest = limit.positions or LONGEST_DEFAULT
         return shortest if text is not None and text.cut == "rolling" else min(LONGEST_DEFAULT, shortest)
-    for positions, path in limits:
-        if window > positions:
-            raise InvalidInput(
-                f"{asked} exceeds the {positions} positions of {path}; use {positions} or fewer"
-            )
+    limit.check(asked, window)
     return window
 
 

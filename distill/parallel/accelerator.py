@@ -26,6 +26,13 @@ def is_sharded() -> bool:
     return os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
 
 
+def computes_in_bf16(recipe: Recipe) -> bool:
+    """Return whether a run on this machine computes in bfloat16."""
+    if recipe.precision != "auto":
+        return recipe.precision == "bf16"
+    return recipe.device != "cpu" and torch.cuda.is_available() and torch.cuda.is_bf16_supported()
+
+
 def make_accelerator(recipe: Recipe, trackers_directory: Path | None = None) -> Accelerator:
     """Return the processes, devices and precision of a run.
 
@@ -37,8 +44,6 @@ def make_accelerator(recipe: Recipe, trackers_directory: Path | None = None) -> 
         InvalidInput: the launcher asks for something that kvfold does not support, or the windows of a step
             cannot be divided evenly among the processes.
     """
-    has_bf16 = recipe.device != "cpu" and torch.cuda.is_available() and torch.cuda.is_bf16_supported()
-    bf16 = recipe.precision == "bf16" or (recipe.precision == "auto" and has_bf16)
     # All processes wait while rank 0 tokenises and writes, which may take much longer than ten minutes.
     patience = InitProcessGroupKwargs(timeout=timedelta(days=1))
     check_launcher()
@@ -53,7 +58,7 @@ def make_accelerator(recipe: Recipe, trackers_directory: Path | None = None) -> 
     )
     accelerator = Accelerator(
         cpu=recipe.device == "cpu",
-        mixed_precision="bf16" if bf16 else "no",
+        mixed_precision="bf16" if computes_in_bf16(recipe) else "no",
         kwargs_handlers=[patience, copies],
         log_with=list(recipe.trackers) or None,
         project_dir=trackers_directory,

@@ -206,14 +206,10 @@ def _footprints(recipe: Recipe, processes: int) -> tuple[list[dict[str, Any] | N
 
 
 def _footprint(recipe: Recipe, stage: Stage, student: Path, teacher: Path, processes: int) -> dict[str, Any]:
-    import torch
-
+    from ..parallel.accelerator import computes_in_bf16
     from .footprint import footprint, matmul_rate, skeleton
 
-    gpu = recipe.device != "cpu" and torch.cuda.is_available()
-    bf16 = recipe.precision == "bf16" or (
-        recipe.precision == "auto" and gpu and torch.cuda.is_bf16_supported()
-    )
+    bf16 = computes_in_bf16(recipe)
     shards = processes if recipe.profile in SHARDED else 1
     keeps_layers = recipe.profile == "zero2"
     found = footprint(

@@ -4,11 +4,12 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from ...checkpoints.directory import copy_side_files, finish, link_or_copy
+from ...checkpoints.directory import copy_side_files, finish
 from ...checkpoints.quantised.packed_checkpoint import open_checkpoint
 from ...checkpoints.quantised.schemes import MODELOPT_FILE
 from ...checkpoints.record import distilled_record, write_record
 from ...convert.write.model_card import write_card
+from ...core.files import link_or_copy
 from ...models.code_files import copy_config
 from ...models.remote_code import ship
 from ..recipe.recipe import Stage

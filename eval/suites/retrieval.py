@@ -24,7 +24,6 @@ from ...checkpoints.quality_blocks import (
     RetrievalBlock,
 )
 from ...core.console import progress
-from ...core.errors import InvalidInput
 from ..estimate import estimate, proportion, proportion_difference
 from ..scores import UNQUANTISED
 from ..subject import Subject
@@ -192,21 +191,12 @@ def _lengths(subject: Subject, haystack: Haystack) -> list[int]:
 
     The default is a quarter, a half and all of the positions of every model, up to `LONGEST`, where keys fit.
     """
-    limits = [
-        (positions, subject.paths[role])
-        for role in subject.roles
-        if (positions := subject.described(role).positions)
-    ]
-    longest, path = min(limits, default=(LONGEST, None), key=lambda limit: limit[0])
+    limit = subject.limit
     asked = subject.settings.get("retrieval_lengths")
     if asked is None:
-        most = min(longest, LONGEST)
+        most = min(limit.positions or LONGEST, LONGEST)
         lengths = [length for length in (most // 4, most // 2, most) if length >= haystack.least()]
         return lengths or [most]
     lengths = numbers("--retrieval-lengths", asked)
-    if path is not None and lengths[-1] > longest:
-        raise InvalidInput(
-            f"--retrieval-lengths {lengths[-1]} exceeds the {longest} positions of {path}; use "
-            f"{longest} or fewer"
-        )
+    limit.check(f"--retrieval-lengths {lengths[-1]}", lengths[-1])
     return lengths

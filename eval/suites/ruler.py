@@ -154,19 +154,11 @@ def _tasks(settings: Mapping[str, Any]) -> tuple[str, ...]:
 
 def _lengths(subject: Subject) -> list[int]:
     """Return the lengths asked for; by default half and all of every model's positions, up to `LONGEST`."""
-    limits = [
-        (positions, subject.paths[role])
-        for role in subject.roles
-        if (positions := subject.described(role).positions)
-    ]
-    longest, path = min(limits, default=(LONGEST, None), key=lambda limit: limit[0])
+    limit = subject.limit
     asked = subject.settings.get("ruler_lengths")
     if asked is None:
-        most = min(longest, LONGEST)
+        most = min(limit.positions or LONGEST, LONGEST)
         return [most // 2, most]
     lengths = numbers("--ruler-lengths", asked)
-    if path is not None and lengths[-1] > longest:
-        raise InvalidInput(
-            f"--ruler-lengths {lengths[-1]} exceeds the {longest} positions of {path}; use {longest} or fewer"
-        )
+    limit.check(f"--ruler-lengths {lengths[-1]}", lengths[-1])
     return lengths

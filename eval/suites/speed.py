@@ -211,13 +211,8 @@ def _contexts(subject: Subject, tokens: int) -> list[int]:
 
     The default is those of `CONTEXTS` that fit every model, or else the longest that fits all.
     """
-    limits = [
-        (positions, subject.paths[role])
-        for role in subject.roles
-        if (positions := subject.described(role).positions)
-    ]
     asked = subject.settings.get("speed_context")
-    longest, path = min(limits, default=(None, None), key=lambda limit: limit[0])
+    longest, path = subject.limit
     if longest is not None and longest <= tokens:
         raise InvalidInput(
             f"--speed-tokens {tokens}: {path} has {longest} positions; use fewer, e.g. --speed-tokens 4"

@@ -326,19 +326,6 @@ def finish(partial: Path, out: Path, unneeded: Iterable[Path] = ()) -> None:
     rename_whole(partial, out, unneeded)
 
 
-def link_or_copy(source: str, place: str) -> None:
-    """Link a file, or copy it on a file system without hard links; for `shutil.copytree`.
-
-    Args:
-        source: the file.
-        place: its second name.
-    """
-    try:
-        os.link(source, place)
-    except OSError:
-        shutil.copy2(source, place)
-
-
 def copy_side_files(source: Path, out: Path) -> None:
     """Copy the files that travel with the weights: tokenizer, chat template, generation config, licence.
 

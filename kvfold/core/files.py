@@ -344,3 +344,17 @@ def _unfinished(file: Path) -> Path:
     unfinished = file.with_name(f"{file.name}.partial")
     unfinished.unlink(missing_ok=True)  # a killed run left it; it might be a link
     return unfinished
+
+
+def link_or_copy(source: str | Path, place: str | Path, *, symbolic: bool = False) -> None:
+    """Link a file, or copy it where links are impossible; for `shutil.copytree`.
+
+    Args:
+        source: the file.
+        place: its second name.
+        symbolic: whether the link is a symbolic one, which may cross file systems.
+    """
+    try:
+        (os.symlink if symbolic else os.link)(source, place)
+    except OSError:  # a file system, or an account, that may not make links
+        shutil.copy2(source, place)

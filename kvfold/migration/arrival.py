@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from .. import __version__
-from ..checkpoints.directory import check_output, finish, link_or_copy
+from ..checkpoints.directory import check_output, finish
 from ..core.console import notice
 from ..core.errors import InvalidInput
-from ..core.files import replace_text
+from ..core.files import link_or_copy, replace_text
 from ..core.untrusted import read_json
 from .request import RECORD, SCHEMA, Migration, write_json
 

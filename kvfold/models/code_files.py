@@ -1,7 +1,6 @@
 """Code in a checkpoint: finding code that is not kvfold's, and copies that hold no other code."""
 
 import json
-import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ from ..checkpoints.directory import NAMES_CODE, SIDE_CONFIGS, read_config, witho
 from ..checkpoints.quantised.packed_checkpoint import open_checkpoint
 from ..checkpoints.quantised.schemes import MODELOPT_FILE
 from ..checkpoints.shards import INDEX
+from ..core.files import link_or_copy
 from ..core.untrusted import read_json
 from .remote_code import AUTO_MAP, FILES, HERE, carries_own_code, is_remote, missing_code
 
@@ -119,12 +119,5 @@ def clean_copy(directory: Path) -> Iterator[Path]:
         for name in FILES:
             shutil.copyfile(HERE / name, clean / name)
         for path in weights:
-            _link(path.resolve(), clean / path.name)
+            link_or_copy(path.resolve(), clean / path.name, symbolic=True)
         yield clean
-
-
-def _link(source: Path, place: Path) -> None:
-    try:
-        os.symlink(source, place)
-    except OSError:  # a file system, or an account, that may not make links
-        shutil.copyfile(source, place)
