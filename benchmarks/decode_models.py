@@ -139,7 +139,6 @@ def fill(
             for heads, width in shape.cached(kind)
         ]
         if kind.endswith("intact"):
-            made[1] = (
-                made[1].zero_() if layer == 0 else made[1][..., :0]
-            )  # digits of positions, by the first layer
+            # Digits of positions, by the first layer.
+            made[1] = made[1].zero_() if layer == 0 else made[1][..., :0]
         cache.update(*made, layer)

@@ -42,9 +42,8 @@ from .phases import Phases
 
 BUDGETS = ("50%", "25%", "12.5%")
 SAME = 1e-6  # relative difference of perplexities up to which two runs measured one thing
-Fold = tuple[
-    str, str, dict[str, str], int | None
-]  # target, method, further options, refinement; None: by weights alone
+# Target, method, further options, refinement; None: by weights alone.
+Fold = tuple[str, str, dict[str, str], int | None]
 SHORT, LONG = (EFFORTS[name].steps for name in ("default", "best"))
 FOLDS: dict[str, Fold] = {
     "gqa mean": ("gqa", "mean", {}, None),

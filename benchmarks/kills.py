@@ -191,9 +191,8 @@ def two_at_once(place: Place, name: str) -> dict[str, Any]:
     os.kill(first, signal.SIGCONT)
     ended = finish(first, place.work)
     faults = []
-    loser = (
-        ended if refused.code == 0 else refused
-    )  # the second may end before the first has claimed the output
+    # The second may end before the first has claimed the output.
+    loser = ended if refused.code == 0 else refused
     if {ended.code, refused.code} != {0, 2} or not loser.said.startswith("Error: "):
         faults = [
             f"the first ended by {ended.code}: {ended.said}",

@@ -176,9 +176,8 @@ def make_recipe(grid: Grid, run: Run) -> Recipe:
                 "micro_batch": 8,
             }
         )
-    cache = (
-        work / f"teacher-{steps * setting.batch_tokens}-{run.seed}"
-    )  # of windows that all runs of a seed read
+    # Of windows that all runs of a seed read.
+    cache = work / f"teacher-{steps * setting.batch_tokens}-{run.seed}"
     every = steps if is_tuning else max(1, steps // setting.evaluations)
     return Recipe.model_validate(
         {

@@ -134,8 +134,7 @@ def cut(text: Text, loaded: Loaded | Described, window: int, options: Options) -
 
     Raises:
         InvalidInput: the text fills no window, the tokenizer lacks the BOS that was asked for, or the
-        protocol
-            itself decides on BOS.
+            protocol itself decides on BOS.
     """
     if text.cut != "windows" and options.bos is not None:
         option = "--bos" if options.bos else "--no-bos"

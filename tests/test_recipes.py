@@ -85,9 +85,8 @@ def test_it_runs(name: str, tmp_path: Path) -> None:
         tmp_path / "source"
     )
     save_tokenizer(tmp_path / "source")
-    if (
-        family == "qwen2"
-    ):  # has a class of its own, which the folded checkpoint's configuration does not lead to
+    # Has a class of its own, which the folded checkpoint's configuration does not lead to.
+    if family == "qwen2":
         own = {
             "tokenizer_class": "Qwen2Tokenizer",
             "bos_token": None,

@@ -58,9 +58,8 @@ def main(
     --out has; `unpack` makes a checkpoint of the twin in --out.
     """
     os.environ["HF_HUB_OFFLINE"] = "1"
-    os.environ.setdefault(
-        "HF_MODULES_CACHE", str(work.resolve() / "modules")
-    )  # before transformers is imported
+    # Before transformers is imported.
+    os.environ.setdefault("HF_MODULES_CACHE", str(work.resolve() / "modules"))
     from .parcel import unpack
     from .parts import run_part
     from .summary import write_summary

@@ -153,9 +153,8 @@ def decoding_step(kind: str, shape: Shape, context: int, batch: int, device: str
 
     def step(forward: Callable[..., Any]) -> Tensor:
         for layer in cache.layers:
-            layer.cumulative_length.fill_(
-                context
-            )  # every step writes the same place, so that none is beyond the end
+            # Every step writes the same place, so that none is beyond the end.
+            layer.cumulative_length.fill_(context)
         logits: Tensor = forward(input_ids=ids_B1, position_ids=position_B1, use_cache=True, **named).logits
         return logits
 

@@ -16,9 +16,8 @@ from torch.nn.functional import pad
 
 from .spectrum import LatentSpectrum
 
-LATENT_EPSILON = (
-    1e-6  # of the norms in latent attention: fixed in transformers' class, whatever rms_norm_eps says
-)
+# Of the norms in latent attention: fixed in transformers' class, whatever rms_norm_eps says.
+LATENT_EPSILON = 1e-6
 
 
 class _Layer:

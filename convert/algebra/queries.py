@@ -73,9 +73,8 @@ def fit_queries(
     turn_VT = torch.polar(torch.ones_like(angle_VT), -angle_VT)
     fitted: list[Tensor] = []
     for head, weight_T in enumerate(metric.distance_NT.to(turn_VT.dtype)):
-        if not head or not torch.equal(
-            metric.distance_NT[head], metric.distance_NT[head - 1]
-        ):  # without data all are alike
+        # Without data all are alike.
+        if not head or not torch.equal(metric.distance_NT[head], metric.distance_NT[head - 1]):
             shift_VV = (turn_VT * weight_T) @ turn_VT.mH
             sum_VV = (turn_VT * weight_T) @ turn_VT.mT
             solve = _solver(turned(gram_QQ, shift_VV[row_P][:, row_P], sum_VV[row_P][:, row_P]))

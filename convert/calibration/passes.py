@@ -43,7 +43,7 @@ def collect(
 
     Raises:
         InvalidInput: the sequences are too few, too short or too long for the model, or a statistic is NaN or
-        infinite.
+            infinite.
     """
     check_length(model, sequences.shape[1])
     batches = share(sequences, batch_size, seed)

@@ -111,7 +111,7 @@ def to_intact(
         target: `kv_lora_rank` is the rank; from `full_rank` on the result is exact.
         metric: what errors cost, at keys behind their norm.
         moment_EE: second moment of normed keys and values; that of `linearised` attention where there is
-        none.
+            none.
     """
     plain = linearised(attention, metric.input_EE)
     normed = attention.k_norm_KH is not None
@@ -258,9 +258,8 @@ def gains(attention: Attention, input_EE: Tensor | None) -> tuple[Tensor, Tensor
         if norm is None:
             found.append(torch.ones_like(square_NH))
             continue
-        mean = (
-            square_NH.mean(1, keepdim=True) if len(norm) == 1 else square_NH.mean()
-        )  # of a head, or of all as one vector
+        # Of a head, or of all as one vector.
+        mean = square_NH.mean(1, keepdim=True) if len(norm) == 1 else square_NH.mean()
         found.append(norm * mean.clamp(min=1e-12).rsqrt() * torch.ones_like(square_NH))
     return found[0], found[1]
 

@@ -167,9 +167,8 @@ def phases(z_MFE: Tensor) -> Tensor:
 
     They are found by alternating projections.
     """
-    inner_FMM = torch.einsum(
-        "mfe,nfe->fmn", z_MFE, z_MFE.conj()
-    )  # all that matters; its size does not depend on E
+    # All that matters; its size does not depend on E.
+    inner_FMM = torch.einsum("mfe,nfe->fmn", z_MFE, z_MFE.conj())
     turn_FM = torch.ones_like(inner_FMM[..., 0])
     before = 0.0
     for _ in range(SWEEPS):

@@ -143,7 +143,7 @@ def placed_bands(
 
     Raises:
         InvalidInput: the key heads cannot have equal shares of the slots, or there are more slots than pairs
-        that rotate.
+            that rotate.
     """
     heads = len(next(iter(layers()))[0].k_KHD)
     each, rest = divmod(len(stock_S), heads)

@@ -90,9 +90,8 @@ def _stored_losses(its: Finishing, layer: Layer, sample: LayerSample) -> Loss:
 
     It takes a small part of the time of a fit to the format, which finds better ones.
     """
-    moments = tuple(
-        replace(each, rows_KXW=None) for each in sampled_moments(layer, its.slots_S, sample)
-    )  # without numbers of tokens nothing is fitted
+    # Without numbers of tokens nothing is fitted.
+    moments = tuple(replace(each, rows_KXW=None) for each in sampled_moments(layer, its.slots_S, sample))
     written, found = _as_written(its, layer), {}
     for name in its.plan.formats:
         dtype = cache_dtype(name)

@@ -59,7 +59,7 @@ def rewrite(plan: Plan, out: Path, *, source_name: str | None = None) -> dict[st
 
     Raises:
         InvalidInput: `out` exists or cannot be written, the disk is too small, or a weight is NaN or
-        infinite.
+            infinite.
     """
     with together():
         check_output(out, plan.source.checkpoint.directory)

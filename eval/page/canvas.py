@@ -51,9 +51,8 @@ DARK = {
 }
 _SERIES = [name for name in LIGHT if re.fullmatch(r"c\d", name)]
 _WIDTH = 4.1  # inches; narrow, so that texts remain legible on a phone
-_FONT = (
-    "DejaVu Sans, Verdana, sans-serif"  # the first is what matplotlib measures with, the second is as wide
-)
+# The first is what matplotlib measures with, the second is as wide.
+_FONT = "DejaVu Sans, Verdana, sans-serif"
 
 
 def series(number: int) -> str:
@@ -112,9 +111,8 @@ def legend(drawn: "Figure", axes: "Axes") -> None:
     """Add a legend below the axes, where it hides nothing; it has two columns unless a name is long."""
     handles, names = axes.get_legend_handles_labels()
     if handles:
-        drawn.set_figheight(
-            drawn.get_figheight() + 0.17 * max(0, len(names) // 2 - 2)
-        )  # the height of a line
+        # The height of a line.
+        drawn.set_figheight(drawn.get_figheight() + 0.17 * max(0, len(names) // 2 - 2))
         columns = 1 if max(map(len, names)) > 22 else 2
         drawn.legend(handles, names, loc="outside lower center", ncols=columns)
 

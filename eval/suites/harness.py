@@ -200,9 +200,8 @@ def _load(name: str, directory: Path | None, fewshot: int | None) -> Any:
         ) from error
     for task in tasks["tasks"].values():
         default = task.get_config("num_fewshot")
-        if default is None or (
-            fewshot is not None and default != 0
-        ):  # a task that says 0 cannot have examples
+        # A task that says 0 cannot have examples.
+        if default is None or (fewshot is not None and default != 0):
             task.set_config(key="num_fewshot", value=fewshot or 0)
         task.set_fewshot_seed(seed=_SEED)
     return tasks

@@ -58,7 +58,7 @@ def check_picture(file: Path) -> None:
 
     Raises:
         InvalidInput: the file exists or is no PNG, its directory does not exist, or matplotlib is not
-        installed.
+            installed.
     """
     if file.suffix.lower() != ".png":
         raise InvalidInput(f"--png {file} does not end in .png; name a PNG file")

@@ -177,9 +177,8 @@ def _failures(publication: Publication) -> Iterator[None]:
 def _sentence(repository: str, error: BaseException) -> str:
     """Return the reason of a failure, without the Hub's address."""
     response = getattr(error, "response", None)
-    match = (
-        re.search(r"\((\d{3}) [A-Z]", str(error)) if response is None else None
-    )  # the form of hf_xet's messages
+    # The form of hf_xet's messages.
+    match = re.search(r"\((\d{3}) [A-Z]", str(error)) if response is None else None
     status = int(match[1]) if match else getattr(response, "status_code", None)
     if status is None:
         return f"the Hub cannot be reached ({_plain(error)}); when it can, {RESUME}"

@@ -96,9 +96,8 @@ def test_a_teachers_cache_serves_several_students_to_the_bit(
         found = evaluate(student, other, text, options, suites=SCORED)
         assert found.suites == evaluate(student, other, text, PLAIN, suites=SCORED).suites
         assert (loads.count(other.name) == 2) == (student == mha)  # the second student finds the states
-    assert states_in(tmp_path / "states") == [
-        (19, 31, 32)
-    ]  # of the scored positions; hidden states, not logits
+    # Of the scored positions; hidden states, not logits.
+    assert states_in(tmp_path / "states") == [(19, 31, 32)]
 
 
 def states_in(directory: Path) -> list[tuple[int, ...]]:
@@ -205,9 +204,8 @@ def test_weights_on_the_disk_give_the_same_numbers(
 
 
 def test_the_command_spreads_weights_as_asked(make: Make, text: Text, tmp_path: Path) -> None:
-    half = make(
-        dtype=torch.bfloat16
-    )  # read as float32: what lies on the disk has another precision than what is used
+    # Read as float32: what lies on the disk has another precision than what is used.
+    half = make(dtype=torch.bfloat16)
     file = tmp_path / "letters.txt"
     file.write_text(text.joined)
     arguments = [

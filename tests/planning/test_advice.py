@@ -90,9 +90,8 @@ def test_memory_is_weights_cache_and_activations() -> None:
         assert row.demand.cache == 3 * 200 * one.plan.cache()["after"]["bytes_per_token"]
         assert row.demand.total == row.demand.weights + row.demand.cache + row.demand.activations
         read = row.decoding.bytes - row.demand.cache // 3
-        assert (
-            read == row.demand.weights // 3 or row.decoding.form == "expanded"
-        )  # the demo's head is its embeddings
+        # The demo's head is its embeddings.
+        assert read == row.demand.weights // 3 or row.decoding.form == "expanded"
 
 
 def test_a_sliding_window_bounds_the_cache(tmp_path: Path) -> None:

@@ -193,9 +193,8 @@ class _Handler(BaseHTTPRequestHandler):
         url = f"{self.hub.endpoint}/{owner}/{name}"
         if f"{owner}/{name}" in self.hub.repositories:
             raise Refused(409, "You already created this model repo", url=url)
-        private = (
-            wanted.get("private") or wanted.get("visibility") == "private"
-        )  # as versions of the library say it
+        # As versions of the library say it.
+        private = wanted.get("private") or wanted.get("visibility") == "private"
         self.hub.repositories[f"{owner}/{name}"] = Repository(bool(private))
         return {"url": url}
 

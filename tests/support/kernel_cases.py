@@ -40,9 +40,8 @@ def case(sizes: tuple[int, ...], kind: str, dtype: torch.dtype, processors: int)
     latent, rope = torch.randn(B, S, C + 4)[..., :C], torch.randn(B, S, R)
     mask = None
     if kind:
-        mask = (
-            torch.rand(1 if kind == "added" else B, 1, T, S + 7) > 0.3
-        )  # longer than the cache, as some caches have it
+        # Longer than the cache, as some caches have it.
+        mask = torch.rand(1 if kind == "added" else B, 1, T, S + 7) > 0.3
         if kind == "static":
             mask[..., 21:] = False
         mask[..., 0] = True

@@ -21,9 +21,8 @@ from torch import Tensor
 GROUP = 16
 FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 E4M3 = torch.float8_e4m3fn
-Encoded = tuple[
-    dict[str, Tensor], Tensor
-]  # stored tensors by the ending after the module's name, and the weight
+# Stored tensors by the ending after the module's name, and the weight.
+Encoded = tuple[dict[str, Tensor], Tensor]
 
 
 @dataclass(frozen=True)

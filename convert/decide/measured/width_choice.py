@@ -39,9 +39,8 @@ def settle_width(plan: Plan) -> Plan:
         return replace(plan, widths={}, notices=(*plan.notices, *told))
     request = plan.request.model_copy(update={"rope_dim": width})
     settled = make_plan(plan.source, request, plan.statistics)
-    form = [
-        sentence for sentence in plan.notices if sentence.startswith(CHOSEN)
-    ]  # which a width leaves alone
+    # A width leaves these alone.
+    form = [sentence for sentence in plan.notices if sentence.startswith(CHOSEN)]
     reason = (
         f"the rotary width is {width}: {planned} is predicted to lose less, but the closed form loses "
         f"{found[planned]:.4g} nats with {planned} and {found[width]:.4g} with {width} on held-back "

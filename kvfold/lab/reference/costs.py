@@ -112,9 +112,8 @@ def latent(
     }
     if experts > 1:
         parameters["router"] = experts * rank
-    used = (
-        sum(parameters.values()) - (experts - top_k) * rank * rows
-    )  # W_UK and W_UV once for a token, on either side
+    # W_UK and W_UV once for a token, on either side.
+    used = sum(parameters.values()) - (experts - top_k) * rank * rows
     pair = heads * (2 * rank + rope if absorbed else nope + rope + value)
     up = "d_c·n_h·(d_n+d_v)" if experts == 1 else "d_c·(k·n_h·(d_n+d_v) + E)"
     once = f"d·(n_h·(d_n+d_r) + d_c + d_r + n_h·d_v) + {up}"

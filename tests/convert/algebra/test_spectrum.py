@@ -34,9 +34,8 @@ def test_few_numbers_from_the_first_to_the_last(size: int) -> None:
     assert list(found.index) == sorted(set(found.index))
     assert found.cost == tuple(float(energy[number - 1]) / 2 for number in found.index)
     ratios = [later / earlier for earlier, later in zip(found.index[40:], found.index[41:], strict=False)]
-    assert (
-        size < 1000 or max(ratios) / min(ratios) < 1.05
-    )  # even in the logarithm once whole numbers allow it
+    # Even in the logarithm once whole numbers allow it.
+    assert size < 1000 or max(ratios) / min(ratios) < 1.05
 
 
 def test_it_is_what_cutting_off_costs() -> None:

@@ -110,9 +110,8 @@ def test_fisher_predicts_kl(model: Any, role: str) -> None:
     layer = collect(model, ids, batch_size=64, **SETTINGS).layers[1]
     fisher = layer.key_fisher if role == "k" else layer.value_fisher
     generator = torch.Generator().manual_seed(2)
-    half = (
-        torch.randn(len(fisher), 3, generator=generator, dtype=torch.float64) * 1e-2
-    )  # S = half halfᵀ, rank 3
+    # S = half halfᵀ, rank 3.
+    half = torch.randn(len(fisher), 3, generator=generator, dtype=torch.float64) * 1e-2
     module = model.get_submodule(PROJECTIONS(1)[role])
 
     def disturb(_: Any, inputs: Any, output: Tensor) -> Tensor:

@@ -94,9 +94,8 @@ def test_heads_for_engines(tmp_path: Path) -> None:
     )
     assert code == 0, text
     assert json.loads((tmp_path / "out" / "kvfold.json").read_text())["engines"] == FOR_ALL.split(",")
-    source = make(
-        tmp_path / "neox", "gpt_neox", hidden_size=64, num_attention_heads=4
-    )  # an MLP that is not four times as wide
+    # An MLP that is not four times as wide.
+    source = make(tmp_path / "neox", "gpt_neox", hidden_size=64, num_attention_heads=4)
     code, text = attempt(
         source, tmp_path / "no", "--to", "gqa", "--kv-heads", "2", "--engine", "vllm", *WEIGHTS
     )

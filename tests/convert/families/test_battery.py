@@ -163,9 +163,8 @@ print(json.dumps(report))
 
 def options_of(kind: str, target: str) -> dict[str, Any]:
     """Return the settings that a tiny checkpoint needs for its class to hold the target."""
-    windows = (
-        {"sliding_window": 512} if target == "mla" and kind in {"ministral", "cwm"} else {}
-    )  # as long as its positions
+    # As long as its positions.
+    windows = {"sliding_window": 512} if target == "mla" and kind in {"ministral", "cwm"} else {}
     return {**SHAPE, **windows}
 
 

@@ -112,9 +112,8 @@ def test_copies_and_pickles_compute_the_same(name: str, tmp_path: Path) -> None:
 def test_caps_and_sinks_count_in_prefill_by_sdpa_too(form: str, family: str, tmp_path: Path) -> None:
     expected = at_once(made(form, tmp_path / "eager", family, attn_implementation="eager"))
     model = made(form, tmp_path / "sdpa", family)
-    model.config._attn_implementation = (
-        "sdpa"  # what some releases of transformers choose for some of these families
-    )
+    # What some releases of transformers choose for some of these families.
+    model.config._attn_implementation = "sdpa"
     check(at_once(model), expected)
     check(by_token(model), expected)
 

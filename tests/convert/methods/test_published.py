@@ -242,9 +242,8 @@ def test_by_the_paper_on_activations(name: str, latent_map: Any, rope_dim: int, 
     expected = plain(a, rope_dim, 7, x_XD, x_XD[:20], latent_map)
     folded = folded_output(name, a, LatentTarget(kv_lora_rank=7, qk_rope_head_dim=rope_dim), x_XD, x_XD[:20])
     torch.testing.assert_close(folded, expected)
-    assert (
-        folded - output(a, x_XD[:20])
-    ).norm() > 0.1 * expected.norm()  # the rank is one at which something is lost
+    # The rank is one at which something is lost.
+    assert (folded - output(a, x_XD[:20])).norm() > 0.1 * expected.norm()
 
 
 @pytest.mark.parametrize(("name", "latent_map"), MAPS)
@@ -357,9 +356,8 @@ def lost_by(
     """The mean relative error of the layers' outputs."""
     table_F, attention, statistics, seen = trained
     peer, target = PEERS[name], LatentTarget(kv_lora_rank=rank, qk_rope_head_dim=rope_dim)
-    stock_S = (
-        table_F.new_zeros(rope_dim // 2) if peer.per_head else table_F
-    )  # of the first kind only the length is read
+    # Of the first kind only the length is read.
+    stock_S = table_F.new_zeros(rope_dim // 2) if peer.per_head else table_F
     bands = peer.bands(lambda: zip(attention, statistics, strict=True), table_F, stock_S)
     slots_S = torch.tensor([band.frequency for band in bands for _ in range(band.slots)], dtype=torch.float64)
     errors = []

@@ -44,18 +44,16 @@ def test_heads_that_four_does_not_divide_well(head_dim: int, budget: str, tmp_pa
 
 @pytest.mark.parametrize("options", [WEIGHTS, (*CALIBRATED, "--slots", "uniform")])
 def test_a_latent_that_holds_everything_is_not_made_wider(options: tuple[str, ...], tmp_path: Path) -> None:
-    source = make(
-        tmp_path / "source", num_attention_heads=4, num_key_value_heads=4, head_dim=16
-    )  # 128 elements of 32 inputs
+    # 128 elements of 32 inputs.
+    source = make(tmp_path / "source", num_attention_heads=4, num_key_value_heads=4, head_dim=16)
     plan = planned(source, "--kv-budget", "75%", *options)
     assert plan["target"]["kv_lora_rank"] == 32
     assert plan["cache"]["ratio"] < 0.5
 
 
 def test_a_latent_of_normed_keys_may_be_wider_than_what_it_is_made_of(tmp_path: Path) -> None:
-    source = make(
-        tmp_path / "source", "qwen3", num_attention_heads=4, num_key_value_heads=4, head_dim=32
-    )  # 256 of 32 inputs
+    # 256 of 32 inputs.
+    source = make(tmp_path / "source", "qwen3", num_attention_heads=4, num_key_value_heads=4, head_dim=32)
     assert planned(source, "--kv-budget", "95%", *WEIGHTS)["target"]["kv_lora_rank"] == 243
 
 

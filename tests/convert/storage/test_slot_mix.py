@@ -44,9 +44,8 @@ def test_numbers_of_a_frequency_are_as_large_as_errors_in_them_cost_and_all_alik
     torch.testing.assert_close(value_R, rounded_R)
     torch.testing.assert_close(value_R, value_R[:1].expand(4))
     apart = float((energy_R * cost_R).sum())
-    assert float((value_R * rounded_R).sum()) == pytest.approx(
-        (20 + 1) ** 2
-    )  # of two pairs: 2 * (21 / 2)^2 * 2
+    # Of two pairs: 2 * (21 / 2)^2 * 2.
+    assert float((value_R * rounded_R).sum()) == pytest.approx((20 + 1) ** 2)
     assert float((value_R * rounded_R).sum()) < 0.6 * apart
 
 

@@ -101,9 +101,8 @@ def test_memory_at_the_size_of_a_large_vocabulary() -> None:
         ).loss
 
     assert peak_gigabytes(whole) > 15
-    assert (
-        peak_gigabytes(mixed) < 7
-    )  # 4.2 of it the head's gradient and its head in bfloat16, with a product of that size
+    # 4.2 of it the head's gradient and its head in bfloat16, with a product of that size.
+    assert peak_gigabytes(mixed) < 7
 
 
 def test_logits_of_all_tokens_never_exist() -> None:

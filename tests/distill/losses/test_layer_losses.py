@@ -108,9 +108,8 @@ def test_relations_do_not_change_with_a_rotation_of_the_heads_numbers() -> None:
 
 def test_other_numbers_of_heads_are_joined_and_cut_alike() -> None:
     student, teacher = normal(2, 2, 7, 4), normal(2, 6, 7, 4, seed=1)
-    joined = (
-        teacher.unflatten(1, (2, 3)).transpose(2, 3).flatten(3)
-    )  # two relation heads, of three heads each
+    # Two relation heads, of three heads each.
+    joined = teacher.unflatten(1, (2, 3)).transpose(2, 3).flatten(3)
     torch.testing.assert_close(
         attention_relation(student, teacher)[0], attention_relation(student, joined)[0]
     )

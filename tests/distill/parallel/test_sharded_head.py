@@ -72,9 +72,8 @@ def work(rank: int, directory: Path) -> None:
         mine = slice(2 * rank, 2 * rank + 2)
         part = Batch(batch.input_ids_BS[mine], batch.labels_BS[mine], batch.position_ids_BS[mine])
         rows = torch.arange(4 * LENGTH) // (2 * LENGTH) == rank
-        module(part, teacher.at(rows)).mul(
-            2
-        ).backward()  # shards get the mean over processes; this makes it the sum
+        # Shards get the mean over processes; this makes it the sum.
+        module(part, teacher.at(rows)).mul(2).backward()
         whole = gradients(model)
         if rank == 0:
             save_file(whole, directory / f"{name}.safetensors")

@@ -61,9 +61,8 @@ def kind_of(event: str, arguments: Sequence[Any], work: Path) -> str | None:
     if not changes or not path.is_relative_to(work):
         return None
     place = str(path.relative_to(work))
-    if (
-        event != "os.rename" or "out.partial/state/step" not in place
-    ):  # every step of every stage is once the last that is saved
+    # Every step of every stage is once the last that is saved.
+    if event != "os.rename" or "out.partial/state/step" not in place:
         place = re.sub(r"-[0-9a-f]{5,}|(?<=stages/)\w+", "", place)
     return f"{event} {place if event == 'os.rename' or place.count('/') < 2 else os.path.dirname(place)}"
 

@@ -313,9 +313,8 @@ def test_a_larger_teacher_with_a_padded_vocabulary_teaches(
     result = distill(make_recipe(teacher=str(tmp_path / "large")))
     found = [metrics(result.output)]
     with torch.no_grad():
-        model.get_input_embeddings().weight[258:] = (
-            7.0  # padding, which is no token: nothing may depend on it
-        )
+        # Padding, which is no token: nothing may depend on it.
+        model.get_input_embeddings().weight[258:] = 7.0
     model.save_pretrained(tmp_path / "changed")
     save_tokenizer(tmp_path / "changed")
     found.append(

@@ -108,9 +108,8 @@ def test_recovered_share_is_undefined_for_a_reason(
 def test_the_teacher_itself_recovered_all_and_the_parent_itself_nothing(
     make: Make, mha: Path, text: Text
 ) -> None:
-    cautious = make(
-        initializer_range=0.02
-    )  # near uniform, so better on random text than the sure and wrong `mha`
+    # Near uniform, so better on random text than the sure and wrong `mha`.
+    cautious = make(initializer_range=0.02)
     teacher, parent = (
         evaluate(path, cautious, text, OPTIONS, parent=mha).ppl.recovered_share for path in (cautious, mha)
     )
