@@ -18,6 +18,9 @@ def rope_parameters(config: dict[str, Any]) -> dict[str, Any]:
     """Return the rotary part of a config.json, always with `rope_type` and `rope_theta`.
 
     It is `rope_parameters` as transformers 5 writes it, or `rope_theta` and `rope_scaling` of transformers 4.
+
+    Raises:
+        InvalidInput: it is no object, or its theta no number.
     """
     scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(scaling, dict):

@@ -31,7 +31,11 @@ def count_read(calibration: str, sequences: int) -> int:
 
 
 def read_text(source: Source, text: str, *, sequences: int, length: int, seed: int) -> Tensor:
-    """Return tokens of a text (sequences, length), each an id that the source has an embedding for."""
+    """Return tokens of a text (sequences, length), each an id that the source has an embedding for.
+
+    Raises:
+        InvalidInput: the text cannot be read or is too short, or the tokenizer writes ids without embeddings.
+    """
     directory = source.checkpoint.directory
     tokens = read_sequences(text, load_tokenizer(directory), sequences=sequences, length=length, seed=seed)
     largest, vocabulary = int(tokens.max()), source.config["vocab_size"]

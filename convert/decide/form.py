@@ -146,7 +146,11 @@ def target_of(source: Source, to: str, sizes: Mapping[str, Any], form: Form | No
 
 
 def latent_container(source: Source, target: LatentTarget, bands: tuple[Band, ...], form: Form) -> Container:
-    """Return the output format of a target whose form `choose_form` chose."""
+    """Return the output format of a target whose form `choose_form` chose.
+
+    Raises:
+        InvalidInput: the stock class cannot hold all of a source that normalises its heads.
+    """
     if not form.remote:
         if source.norms and target.slots == "source":
             raise InvalidInput(NO_FULL_RANK)

@@ -144,6 +144,9 @@ def complete(family: Family, config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a config.json with the family's defaults filled in.
 
     Its sizes are also given under the names that Llama's has.
+
+    Raises:
+        InvalidInput: it does not say which layers rotate.
     """
     renamed = {ours: config[theirs] for ours, theirs in family.names.items() if theirs in config}
     whole = {**family.defaults, **config, **renamed}

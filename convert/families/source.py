@@ -205,6 +205,9 @@ class Source:
         """Return the same for methods that only weigh by frequencies.
 
         Where frequencies depend on the input's length, these are those of short inputs.
+
+        Raises:
+            InvalidInput: there are more or fewer short factors than rotary pairs.
         """
         rope = layer_rope(self.config, layer)
         if (

@@ -72,7 +72,11 @@ class TrainingEvaluation:
         return read_evaluations(self.file)
 
     def start(self, measure: Measure, stage: str, progress: Progress) -> None:
-        """Evaluate the student before it is trained, and the teacher; once per run. All processes call it."""
+        """Evaluate the student before it is trained, and the teacher; once per run. All processes call it.
+
+        Raises:
+            InvalidInput: the run was started with another text, or as of `evaluate`.
+        """
         history = self.history()
         self.accelerator.wait_for_everyone()  # all have looked before one writes
         if not history:
@@ -89,6 +93,9 @@ class TrainingEvaluation:
         Returns:
             `eval_perplexity`, `eval_kl` (nats per token) and `eval_same_top1` of the student, and
             `recovered_share` unless it is undefined.
+
+        Raises:
+            InvalidInput: the student's perplexity is not finite.
         """
         history = self.history()  # before the sums, at which all processes meet, and before a line is written
         sum_NK = self._sums(measure)

@@ -98,7 +98,11 @@ class TeacherCache:
         self.refresh()
 
     def refresh(self) -> None:
-        """Read the directory again, to which other processes may have added."""
+        """Read the directory again, to which other processes may have added.
+
+        Raises:
+            InvalidInput: it is damaged, or holds something else, or states of another teacher or precision.
+        """
         manifest = self._read_manifest()
         if manifest is None or not (self.directory / _HEAD).is_file():
             return

@@ -100,7 +100,11 @@ class QuantisedCheckpoint(Checkpoint):
         return whole
 
     def stream(self, name: str, by_rows: bool = False) -> Iterator[tuple[int, Tensor]]:
-        """Yield a tensor in flat pieces of whole rows, as `Checkpoint.stream`."""
+        """Yield a tensor in flat pieces of whole rows, as `Checkpoint.stream`.
+
+        Raises:
+            InvalidInput: a piece is NaN or infinite.
+        """
         packed = self.packed.get(name)
         if packed is None:
             yield from self.stored.stream(name, by_rows)
