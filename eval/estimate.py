@@ -16,8 +16,8 @@ from ..checkpoints.quality_blocks import Estimate
 LEVEL = 0.95
 NORMAL = NormalDist().inv_cdf((1 + LEVEL) / 2)  # half of an interval, in standard errors
 RESAMPLES = 400  # of the bootstrap; the standard error is then known to 4 %
-# Windows below which there is no bootstrap. Its interval of a percentile holds the truth in 92 % of all cases
-# with eight windows, in 82 % with four and in 45 % with two.
+# Windows below which there is no bootstrap. In simulations its interval of a percentile holds the truth in
+# about 90 % of all cases with eight windows, in 80 % with four and in half of them with two.
 LEAST_WINDOWS = 8
 
 Array = npt.NDArray[Any]
