@@ -29,16 +29,34 @@ _OTHER_NAMES = {
 }  # fmt: skip
 
 
-def _as_text(value: object) -> object:
-    """Return a number as the command line writes it; pydantic judges the rest."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
+def _as_rank(value: object) -> str:
+    """Return a rank as the command line writes it; a text is judged with the source's sizes."""
+    if isinstance(value, int | float) and not isinstance(value, bool) and value % 1 == 0:
+        return str(int(value))
+    if isinstance(value, str):
         return value
+    raise ValueError("it should be a whole number or 'full'")
+
+
+def _as_share(value: object) -> str:
+    """Return a share as the command line writes it; a text is judged with the source's sizes."""
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise ValueError("it should be a share, for example '25%' or 0.25")
     return str(value)
 
 
-def _as_names(value: object) -> object:
-    """Return a list of names from a list with commas; pydantic judges the rest."""
-    return tuple(name.strip() for name in value.split(",")) if isinstance(value, str) else value
+def _as_place(value: object) -> object:
+    """Refuse an empty text, which would be the current directory; pydantic judges the rest."""
+    if value == "":
+        raise ValueError("it should be a path, not an empty text")
+    return value
+
+
+def _as_list(value: object) -> object:
+    """Return values from a text with commas or from a single number; pydantic judges the rest."""
+    if isinstance(value, str):
+        return tuple(part.strip() for part in value.split(","))
+    return (value,) if isinstance(value, float) else value
 
 
 def _as_bytes(value: object) -> object:
@@ -46,7 +64,7 @@ def _as_bytes(value: object) -> object:
     if not isinstance(value, str):
         return value
     try:
-        return read_size(value, "shard_size", "bytes")
+        return read_size(value, "size", "bytes")
     except InvalidInput:
         raise ValueError("it should be a size, for example 500MB or 5GB") from None
 
@@ -61,8 +79,13 @@ def _as_tokens(value: object) -> object:
         raise ValueError("it should be a number of tokens, for example 8192 or 8k") from None
 
 
-Number = Annotated[str, BeforeValidator(_as_text)]
-Names = Annotated[tuple[str, ...], BeforeValidator(_as_names)]
+Rank = Annotated[str, BeforeValidator(_as_rank)]
+Share = Annotated[str, BeforeValidator(_as_share)]
+Names = Annotated[tuple[str, ...], BeforeValidator(_as_list)]
+Shares = Annotated[tuple[Share, ...], BeforeValidator(_as_list)]
+Bytes = Annotated[int, BeforeValidator(_as_bytes)]
+Tokens = Annotated[int, BeforeValidator(_as_tokens)]
+Place = Annotated[Path, BeforeValidator(_as_place)]
 
 
 class FoldRequest(Settings):
@@ -74,13 +97,13 @@ class FoldRequest(Settings):
     """Attention of the output."""
     kv_heads: int | None = None
     """GQA: key/value heads of the output."""
-    rank: Number | None = None
+    rank: Rank | None = None
     """MLA: kv_lora_rank, or `full`, which keeps everything and saves nothing (a proof)."""
     rope_dim: int | None = None
     """MLA: qk_rope_head_dim, cached next to the latent; chosen when left out."""
-    kv_budget: Number | None = None
+    kv_budget: Share | None = None
     """GQA, MLA: cache after the fold as a share of the source's, e.g. `25%` or 0.25."""
-    q_lora_rank: Number | None = None
+    q_lora_rank: Rank | None = None
     """MLA: rank of the queries, or `full`; left out, queries stay as they are."""
     rope: Literal["decoupled", "intact"] | None = None
     """MLA: a rotary key next to the latent, or keys that are rebuilt from the latent, then rotated."""
@@ -105,17 +128,17 @@ class FoldRequest(Settings):
     length: Annotated[int, Field(ge=2)] | None = None
     """Tokens of a calibration sequence; left out, 256 where the source writes text and 512 of another text,
     or fewer where it was trained on fewer."""
-    context: Annotated[int, BeforeValidator(_as_tokens), Field(ge=2)] | None = None
+    context: Annotated[Tokens, Field(ge=2)] | None = None
     """Tokens of the texts that the output is for; left out, the source's positions."""
     seed: int = Field(default=0, ge=0)
     """Seed of the calibration."""
-    save_statistics: Path | None = None
+    save_statistics: Place | None = None
     """File (.safetensors) that keeps the statistics."""
     refine: Annotated[int, Field(ge=0)] | None = None
     """Steps by which each layer is fitted to the source's; left out, as `effort` says; 0: closed form."""
     method: str | None = None
     """Name of a method of the target; left out, `subspace`."""
-    out: Path | None = None
+    out: Place | None = None
     """Output directory, which must not exist; left out, `./<model>-<target>`."""
     revision: str | None = None
     """Branch, tag or commit of a Hub id."""
@@ -125,7 +148,7 @@ class FoldRequest(Settings):
     """Of a multimodal checkpoint, write the folded text tower alone, as a causal language model."""
     dequantize: bool = False
     """Write the weights of a quantised source unquantised; otherwise only its attention is."""
-    shard_size: Annotated[int, BeforeValidator(_as_bytes), Field(ge=1)] = SHARD_SIZE
+    shard_size: Annotated[Bytes, Field(ge=1)] = SHARD_SIZE
     """Largest size of a weight file: bytes, or a text such as `5GB`."""
     verify: Literal["full", "lint", "none"] = "lint"
     """At the end ask the rules of `kvfold verify` (`lint`), or also run the output next to its source."""

@@ -108,6 +108,9 @@ def test_the_table_of_a_plan() -> None:
     assert len(table) == len(list(table)) == len(table.rows)
     assert all(row["label"] in table._repr_html_() for row in table)
     assert "(the source)" in str(table)
+    for same in ("50%", [0.5], 0.5):
+        again = kvfold.plan(DEMO, context="1k", batch=2, memory="1GB", budgets=same)
+        assert [row["label"] for row in again] == [row["label"] for row in table]
     nothing = kvfold.plan(DEMO, context=1024, memory="1MB")
     assert nothing.chosen is None
     assert nothing.advice.startswith("Nothing fits. What would: --memory ")

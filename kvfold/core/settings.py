@@ -133,6 +133,8 @@ _KINDS = {
     "int": "it should be a whole number",
     "bool": "it should be true or false",
     "string": "it should be text",
+    "tuple": "it should be a list",
+    "path": "it should be a path",
 }
 
 

@@ -197,7 +197,7 @@ def _recommend(source: Source, request: PlanRequest, inside: Surroundings | None
 def _find(
     source: Source, shares: tuple[str, ...], request: PlanRequest, inside: Surroundings | None
 ) -> tuple[list[Candidate], dict[str, str]]:
-    engine = ",".join(request.engines) or None
+    engine = ",".join(request.engines) if request.engines else None
     candidates, refused = find_candidates(source, shares, engine, inside=inside)
     if not candidates:
         reasons = "; ".join(f"{kind}: {why}" for kind, why in refused.items())

@@ -1,10 +1,10 @@
 """`PlanRequest`: everything that a user can ask of a comparison of targets."""
 
-from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
+from ..convert.request import Bytes, Names, Place, Shares, Tokens
 from ..core.settings import Settings
 
 
@@ -19,11 +19,11 @@ class PlanRequest(Settings):
 
     model: str = Field(min_length=1)
     """The source: a directory, or a Hub id with an optional `@revision`."""
-    context: int = Field(default=32 * 1024, ge=1)
+    context: Tokens = Field(default=32 * 1024, ge=1)
     """Tokens of each sequence."""
     batch: int = Field(default=1, ge=1)
     """Sequences at once."""
-    memory: Annotated[int, AfterValidator(_with_unit)] | None = None
+    memory: Annotated[Bytes, AfterValidator(_with_unit)] | None = None
     """Bytes for weights, cache and activations, of each rank; None: unbounded."""
     tp: int = Field(default=1, ge=1)
     """Ranks of tensor parallelism that serve the model."""
@@ -33,9 +33,9 @@ class PlanRequest(Settings):
     """`quality` puts the least predicted loss first; `speed` the fewest bytes moved for a decoded token."""
     tolerance: float = Field(default=0.1, ge=0)
     """With the goal `speed`: most predicted loss, nats per token."""
-    engines: tuple[str, ...] = ()
+    engines: Names = ()
     """Engines that must run the output; none: any."""
-    budgets: tuple[str, ...] | None = None
+    budgets: Shares | None = None
     """Shares of the source's cache to try for MLA."""
     calibration: str = "none"
     """Text that losses are predicted on, as in a `FoldRequest`; `none` predicts from the weights alone."""
@@ -47,13 +47,13 @@ class PlanRequest(Settings):
     """Tokens of a calibration sequence; left out, as in a `FoldRequest`."""
     seed: int = Field(default=0, ge=0)
     """Seed of the calibration."""
-    save_statistics: Path | None = None
+    save_statistics: Place | None = None
     """File (.safetensors) that keeps the statistics."""
-    cache_dtypes: tuple[str, ...] = ()
+    cache_dtypes: Names = ()
     """Number formats of the cache to compare, each with every target; none: the output's dtype."""
     curve: bool = False
     """Also predict the loss of targets that do not fit, as a curve over the cache."""
-    png: Path | None = None
+    png: Place | None = None
     """Picture of the curve."""
     revision: str | None = None
     """Branch, tag or commit of a Hub id."""

@@ -122,8 +122,12 @@ def test_a_command_says_what_its_request_says(request_: FoldRequest, tmp_path: P
         ({"model": "m", "to": "gqa", "kv_heads": True}, "kv_heads is True; it should be a whole number"),
         ({"model": "m", "to": "gqa", "shard_size": True}, "shard_size is True; it should be a whole number"),
         ({"model": "m", "to": "mla", "context": False}, "context is False; it should be a whole number"),
-        ({"model": "m", "to": "mla", "rank": [8]}, "rank is [8]; it should be text"),
-        ({"model": "m", "to": "mla", "rank": True}, "rank is True; it should be text"),
+        ({"model": "m", "to": "mla", "rank": [8]}, "rank is [8]; it should be a whole number or 'full'"),
+        ({"model": "m", "to": "mla", "rank": True}, "rank is True; it should be a whole number or 'full'"),
+        ({"model": "m", "to": "mla", "rank": 8.5}, "rank is 8.5; it should be a whole number or 'full'"),
+        ({"model": "m", "to": "mla", "kv_budget": [1]}, "kv_budget is [1]; it should be a share"),
+        ({"model": "m", "to": "mqa", "out": 5}, "out is 5; it should be a path"),
+        ({"model": "m", "to": "mqa", "out": ""}, "out is ''; it should be a path, not an empty text"),
         (
             {"model": "m", "to": "mla", "sequences": 0},
             "sequences is 0; it should be greater than or equal to 1",
@@ -164,6 +168,10 @@ def test_a_mistake_is_one_sentence(values: dict[str, Any], sentence: str, tmp_pa
     assert result.exit_code == 2
     assert sentence in result.output
     assert "request.json: " in result.output
+
+
+def test_a_whole_float_is_a_rank() -> None:
+    assert request_of("m", MLA(rank=32.0)).rank == "32"
 
 
 @pytest.mark.parametrize(
