@@ -8,6 +8,7 @@ import gc
 import json
 import logging
 import os
+import re
 import sys
 import threading
 import time
@@ -30,6 +31,7 @@ T = TypeVar("T")
 ProgressCallback = Callable[[str, int, int], None]  # a description, items done, items in all
 LOG = logging.getLogger("kvfold")
 LOG.addHandler(logging.NullHandler())  # a library prints nothing unless its user configures logging
+_EMPTY = re.compile(r"(--[\w-]+)=|")  # `--out=` and an empty argument
 PLAIN_INTERVAL = 10.0  # seconds between progress lines where there is no terminal
 
 
@@ -49,8 +51,15 @@ class Command(click.Command):
     """
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse the arguments; refuse one too many, and one that no record could hold: it is not UTF-8."""
-        for argument in args:
+        """Parse the arguments; refuse one too many, an empty one, and one that is not UTF-8.
+
+        No record could hold the last, and an empty path would be the current directory.
+        """
+        for before, argument in zip(["", *args], args, strict=False):
+            empty = _EMPTY.fullmatch(argument)
+            if empty:
+                name = empty[1] or (before if before.startswith("--") else "an argument")
+                raise _Refusal(f"{name} is empty; give it a value, or leave it out")
             if any("\ud800" <= character <= "\udfff" for character in argument):
                 raise _Refusal(
                     f"the argument {printable(argument)} is not UTF-8; rename the file or the directory"

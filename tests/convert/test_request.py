@@ -174,6 +174,13 @@ def test_a_whole_float_is_a_rank() -> None:
     assert request_of("m", MLA(rank=32.0)).rank == "32"
 
 
+@pytest.mark.parametrize("words", [("--out", ""), ("--out=",)])
+def test_an_empty_output_is_not_this_directory(words: tuple[str, ...]) -> None:
+    result = CliRunner().invoke(main, ["m", "--to", "mqa", *words])
+    assert result.exit_code == 2
+    assert "--out is empty; give it a value, or leave it out" in result.output
+
+
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [
