@@ -113,10 +113,11 @@ def eval_request(
     """
     names = chosen(",".join(suites))
     known = [one.name for one in fields(Options)]
-    own = [str(option.name) for suite in SUITES.values() for option in suite.options]
     for name in given:
-        if name not in [*known, *own]:
-            raise InvalidInput(f"unknown option {name!r}; {suggest(name, [*known, *own], {})}")
+        if name not in option_names():
+            others = ["text", "suites", "teacher", "out", "progress"]  # the arguments of `kvfold.evaluate`
+            hint = suggest(name, [*others, *option_names()], {})
+            raise InvalidInput(f"unknown option {name!r}; {hint}")
     return EvalRequest(
         model=str(model),
         teacher=None if teacher is None else str(teacher),
@@ -125,6 +126,12 @@ def eval_request(
         settings=read_settings(names, {name: given[name] for name in given if name not in known}),
         options=_read_options({name: given[name] for name in given if name in known}),
     )
+
+
+def option_names() -> list[str]:
+    """Return the fields of `Options`, and the suites' own options."""
+    own = [str(option.name) for suite in SUITES.values() for option in suite.options]
+    return [*(one.name for one in fields(Options)), *own]
 
 
 def _read_options(given: Mapping[str, Any]) -> Options:

@@ -218,6 +218,7 @@ def mistakes(work: Path) -> Iterator[tuple[Any, str]]:
         "unknown option 'windw'; did you mean 'window'?",
     )
     yield lambda: kvfold.evaluate(DEMO, text="stdlib", memory="x"), "'x' is not a size"
+    yield lambda: kvfold.evaluate(DEMO, suite="cache"), "unknown option 'suite'; did you mean 'suites'?"
     yield lambda: kvfold.verify(work / "gone"), "is not a directory"
     yield lambda: kvfold.verify(DEMO, engines=["vlm"]), "'vlm' is unknown; choose from"
     yield lambda: kvfold.verify(DEMO, engines=[]), "the list of engines is empty; choose from"
