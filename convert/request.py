@@ -8,12 +8,12 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, TypedDict
+from typing import Annotated, Any, ClassVar, Literal, Self, TypedDict
 
 from pydantic import BeforeValidator, Field
 
 from ..core.errors import InvalidInput
-from ..core.settings import Settings
+from ..core.settings import Settings, suggest
 from ..core.units import read_size
 from ..core.untrusted import read_yaml
 from ..texts.calibration_name import names_statistics
@@ -246,6 +246,18 @@ class _Wanted:
     """A target as a user asks for it."""
 
     to: ClassVar[str]
+
+    def __new__(cls, *values: Any, **given: Any) -> Self:
+        """Refuse what the target does not take; Python's own mistake would be a `TypeError`."""
+        names = [field.name for field in fields(cls)]
+        if values:
+            write = f"{names[0]}={values[0]!r}" if names else ""
+            raise InvalidInput(f"{cls.__name__} takes values by name; write {cls.__name__}({write})")
+        for name in given:
+            if name not in names:
+                hint = suggest(name, names, _OTHER_NAMES) if names else "it takes none"
+                raise InvalidInput(f"unknown name {name!r} of {cls.__name__}; {hint}")
+        return super().__new__(cls)
 
     def options(self) -> dict[str, Any]:
         """Return the target's fields of a `FoldRequest`."""

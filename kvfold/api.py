@@ -2,7 +2,8 @@
 
 Nothing is printed. Notices go to the result and to the logger `kvfold`; progress goes to a callback, which is
 called with a description, how many items are done and how many there are. Every mistake in what is given is
-an `InvalidInput`, a `ValueError` whose message is one sentence.
+an `InvalidInput`, a `ValueError` whose message is one sentence; only arguments that are missing or one too
+many are a `TypeError`.
 """
 
 from __future__ import annotations
@@ -11,10 +12,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack, overload
 
-from .arguments import directory_of, names_of, optional_path, optional_text, path_of, paths_of, text_of
+from .arguments import directory_of, names_of, optional_path, optional_text, paths_of, public, text_of
 from .core.console import ProgressCallback, calling
 from .core.errors import InvalidInput
-from .core.units import read_size
 from .results import Folded, Measurements, Published, Quantized, TrainingRun
 
 if TYPE_CHECKING:
@@ -50,6 +50,7 @@ def fold(
 ) -> PreTrainedModel: ...
 
 
+@public
 def fold(
     source: str | Path | PreTrainedModel,
     target: GQA | MQA | MLA,
@@ -95,17 +96,17 @@ def fold(
     from .fold_run import carry_out, fold_loaded
 
     names = names_of(engines, "engines")
-    if isinstance(source, str | Path):
-        if tokenizer is not None:
-            raise InvalidInput("tokenizer is for a loaded model; a directory and a Hub id have their own")
-        with calling(progress):
-            return carry_out(request_of(source, target, out=out, engines=names, **options))
-    if out is not None:
-        raise InvalidInput(f"out is {str(out)!r}; leave it out, since a loaded model has no output")
     with calling(progress):
+        if isinstance(source, str | Path):
+            if tokenizer is not None:
+                raise InvalidInput("tokenizer is for a loaded model; a directory and a Hub id have their own")
+            return carry_out(request_of(source, target, out=out, engines=names, **options))
+        if out is not None:
+            raise InvalidInput(f"out is {str(out)!r}; leave it out, since a loaded model has no output")
         return fold_loaded(source, target, tokenizer, engines=names, **options)
 
 
+@public
 def plan(
     source: str | Path,
     *,
@@ -121,8 +122,7 @@ def plan(
     Args:
         source: a directory, or a Hub id with an optional `@revision`.
         context: tokens of each sequence: a number, or a text such as `"32k"` (32 x 1024).
-        memory: bytes for weights, cache and activations: a number, or a text such as `"24GB"`; None:
-            unbounded.
+        memory: bytes for weights, cache and activations, or a text such as `"24GB"`; None: unbounded.
         batch: sequences at once.
         engines: engines that must run the output; none: any.
         progress: called with a description, how many items are done and how many there are.
@@ -140,18 +140,15 @@ def plan(
         >>> table.chosen["label"], len(table) > 10
         ('MLA 128, rope intact', True)
     """
-    from .convert.decide.engines import read_engines
     from .planning.recommendation import PlanRequest, recommend
 
-    given: dict[str, Any] = {**options, "model": text_of(source, "source"), "batch": batch}
-    names = names_of(engines, "engines")
-    given["engines"] = read_engines(",".join(names)) if names else ()
-    given["context"] = read_size(context, "context", "tokens") if isinstance(context, str) else context
-    given["memory"] = read_size(memory, "memory", "bytes") if isinstance(memory, str) else memory
+    options |= {"model": text_of(source, "source"), "context": context, "memory": memory, "batch": batch}
+    options["engines"] = names_of(engines, "engines")
     with calling(progress):
-        return recommend(PlanRequest.read(given))
+        return recommend(PlanRequest.read(options))
 
 
+@public
 def train(
     recipe: str | Path | Recipe | Mapping[str, Any], *, progress: ProgressCallback | None = None
 ) -> TrainingRun:
@@ -198,6 +195,7 @@ def train(
     return TrainingRun(directory=result.output, report=result.to_dict(), notices=tuple(heard.notices))
 
 
+@public
 def evaluate(
     directory: str | Path,
     *,
@@ -212,14 +210,12 @@ def evaluate(
 
     Args:
         directory: the checkpoint, a directory or a Hub id.
-        text: a protocol such as `wikitext2-gptq-2048`, a UTF-8 file, or `stdlib`; None for suites that read
-            none.
+        text: a protocol such as `wikitext2-gptq-2048`, a UTF-8 file, or `stdlib`; None if no suite reads one.
         suites: what to measure: `ppl`, `fidelity`, `cache`, `speed`, `retrieval`, `ruler`, `tasks`.
         teacher: the model to compare with; by default the source named in kvfold.json.
         out: a file for the JSON report, from which an interrupted evaluation is resumed.
         progress: called with a description, how many items are done and how many there are.
-        options: fields of `kvfold.eval.options.Options` (window, max_windows, device, ...), and the suites'
-            own options.
+        options: fields of `kvfold.eval.options.Options` (window, device, ...), and the suites' own options.
 
     Returns:
         What was measured. `result["kl.mean"]` is a number by its path.
@@ -243,6 +239,7 @@ def evaluate(
     return Measurements(report=result.to_json(), table=result.grid(), notices=tuple(heard.notices))
 
 
+@public
 def verify(
     directory: str | Path,
     *,
@@ -282,14 +279,14 @@ def verify(
 
     names = read_engines(",".join(names_of(engines, "engines")))
     origin, built = optional_path(source, "source"), optional_path(llama_cpp, "llama_cpp")
-    with calling():
-        place = directory_of(directory)
-        check_llama_cpp(names, built)
-        if renew_code:
-            renew(place)
-        return run_checks(place, names, origin, run=run, llama_cpp=built, cache_dtype=cache_dtype)
+    place = directory_of(directory)
+    check_llama_cpp(names, built)
+    if renew_code:
+        renew(place)
+    return run_checks(place, names, origin, run=run, llama_cpp=built, cache_dtype=cache_dtype)
 
 
+@public
 def quantize(
     directory: str | Path,
     scheme: str,
@@ -326,6 +323,7 @@ def quantize(
         return Quantized(directory=plan.out, record=write_quantized(plan))
 
 
+@public
 def publish(
     directory: str | Path,
     repository: str,
@@ -368,6 +366,7 @@ def publish(
     return found
 
 
+@public
 def report(
     directories: Sequence[str | Path], out: str | Path = "report.html", *, png: str | Path | None = None
 ) -> Path:
@@ -395,6 +394,5 @@ def report(
     """
     from .eval.page.report_page import write_page
 
-    with calling():
-        places = paths_of(directories, "directories")
-        return write_page(places, path_of(out, "out"), optional_path(png, "png")).file
+    places = paths_of(directories, "directories")
+    return write_page(places, Path(text_of(out, "out")), optional_path(png, "png")).file

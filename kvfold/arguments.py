@@ -1,14 +1,40 @@
-"""Checks of what a caller of the Python API gives, whose types nobody has checked."""
+"""The border of the Python API: checks of what a caller gives, whose types nobody has checked."""
 
 from __future__ import annotations
 
+import inspect
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
+from .core.console import calling
 from .core.errors import InvalidInput
 from .core.untrusted import shorten
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def public(function: Callable[P, R]) -> Callable[P, R]:
+    """Decorate a function of the Python API.
+
+    An unknown keyword argument becomes an `InvalidInput`. A missing argument stays Python's `TypeError`.
+    """
+    parameters = inspect.signature(function).parameters
+
+    @wraps(function)
+    def call(*args: P.args, **given: P.kwargs) -> R:
+        for name in given:
+            if name not in parameters and "options" not in parameters:
+                from .core.settings import suggest
+
+                raise InvalidInput(f"unknown name {name!r}; {suggest(name, parameters, {})}")
+        with calling():
+            return function(*args, **given)
+
+    return call
 
 
 def text_of(value: Any, name: str) -> str:
@@ -90,4 +116,4 @@ def names_of(value: Any, name: str) -> tuple[str, ...]:
         names = (None,)
     if not all(isinstance(one, str) for one in names):
         raise InvalidInput(f"{name} is {shorten(value)}; it should be a list of names")
-    return names
+    return tuple(one.strip() for one in names)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import __version__
-from .arguments import optional_path, path_of, text_of
+from .arguments import optional_path, path_of, public, text_of
 from .core.console import is_first, notice
 from .core.errors import InvalidInput
 from .core.processes import from_first, together
@@ -79,6 +79,7 @@ def fold_tower(request: FoldRequest, tower: Tower, fold: Callable[[FoldRequest],
     return _verified(replace(folded, directory=out, record=record, request=request))
 
 
+@public
 def assemble(
     tower: str | Path, whole: str | Path, *, out: str | Path | None = None, shard_size: int = 5 * 10**9
 ) -> Path:

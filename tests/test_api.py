@@ -204,8 +204,8 @@ def mistakes(work: Path) -> Iterator[tuple[Any, str]]:
     yield lambda: anything(DEMO, gqa, tokenizer=1), "tokenizer is for a loaded model"
     yield lambda: anything(3, gqa), "the source is a int"
     yield lambda: anything(torch.nn.Linear(2, 2), gqa, out="x"), "a loaded model has no output"
-    yield lambda: kvfold.plan(DEMO, context="many"), "context 'many' is not a number of tokens"
-    yield lambda: kvfold.plan(DEMO, memory="24 apples"), "memory '24 apples' is not a number of bytes"
+    yield lambda: kvfold.plan(DEMO, context="many"), "context is 'many'; it should be a number of tokens"
+    yield lambda: kvfold.plan(DEMO, memory="24 apples"), "memory is '24 apples'; it should be a size"
     yield lambda: kvfold.plan(DEMO, context=0), "context is 0"
     yield lambda: kvfold.plan(DEMO, gaol="speed"), "unknown name 'gaol'; did you mean 'goal'?"
     yield lambda: kvfold.train(work / "none.yaml"), "cannot be read"
@@ -233,8 +233,24 @@ def mistakes(work: Path) -> Iterator[tuple[Any, str]]:
     yield lambda: kvfold.report([work / "gone"], work / "gone.html"), "gone"
 
 
+def wrong_names() -> Iterator[tuple[Any, str]]:
+    """Yield calls whose arguments have other names or no name, and what they say."""
+    functions: Any = kvfold
+    yield (
+        lambda: functions.verify(DEMO, enginess=["vllm"]),
+        "unknown name 'enginess'; did you mean 'engines'?",
+    )
+    yield lambda: functions.train({}, foo=1), "unknown name 'foo'; known: recipe, progress"
+    yield lambda: functions.assemble(DEMO, DEMO, outt="x"), "unknown name 'outt'; did you mean 'out'?"
+    yield lambda: functions.plan(DEMO, progress=3), "progress is 3; it should be a function of"
+    yield lambda: functions.GQA(2), "GQA takes values by name; write GQA(kv_heads=2)"
+    yield lambda: functions.MQA(2), "MQA takes values by name; write MQA()"
+    yield lambda: functions.MQA(kv_heads=1), "unknown name 'kv_heads' of MQA; it takes none"
+    yield lambda: functions.MLA(kv_budgt=0.5), "unknown name 'kv_budgt' of MLA; did you mean 'kv_budget'?"
+
+
 def test_mistakes_are_one_sentence(work: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    for call, words in mistakes(work):
+    for call, words in (*mistakes(work), *wrong_names()):
         with pytest.raises(kvfold.InvalidInput) as caught:
             call()
         assert words in str(caught.value)

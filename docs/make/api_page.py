@@ -6,7 +6,8 @@ INTRODUCTION = """# Python API
 
 `import kvfold` loads no torch. A function imports what it needs when it is called. Nothing is printed:
 notices go to the result and to the logger `kvfold`, progress goes to a callback. Every mistake in what you
-pass is a `kvfold.InvalidInput`, which is a `ValueError`.
+pass is a `kvfold.InvalidInput`, which is a `ValueError`; only arguments that are missing or one too many are
+Python's `TypeError`.
 """
 FUNCTIONS = ("fold", "plan", "train", "evaluate", "verify", "quantize", "publish", "report", "absorb")
 RESULTS = (

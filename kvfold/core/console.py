@@ -24,7 +24,7 @@ import click
 from .disk import disk_error, disk_sentence, writing_errors
 from .errors import InvalidInput, bounded
 from .grid import WIDTH, Grid
-from .untrusted import printable
+from .untrusted import printable, shorten
 from .waiting import wait_passively_if_busy
 
 T = TypeVar("T")
@@ -220,6 +220,11 @@ def listening(progress: ProgressCallback | None = None) -> Iterator[Listener]:
 @contextmanager
 def calling(progress: ProgressCallback | None = None) -> Iterator[Listener]:
     """Yield a listener for a call of the Python API, in which an error of a file is `InvalidInput` too."""
+    if progress is not None and not callable(progress):
+        raise InvalidInput(
+            f"progress is {shorten(progress)}; it should be a function of a description, the items done and "
+            "the items in all"
+        )
     with listening(progress) as listener, explaining():
         yield listener
 
