@@ -56,7 +56,7 @@ class EvalRequest:
         reading = [name for name in self.suites if SUITES[name].reads_text]
         if self.text is None and reading:
             raise InvalidInput(
-                f"the suites {', '.join(reading)} read a text; choose one with --text, e.g. --text stdlib"
+                f"the suites {', '.join(reading)} read a text; choose one with --text, for example stdlib"
             )
 
 

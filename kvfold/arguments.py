@@ -1,10 +1,10 @@
-"""The border of the Python API: checks of what a caller gives, whose types nobody has checked."""
+"""The border of the Python API: checks of what a caller gives, and messages in the caller's terms."""
 
 from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
@@ -20,9 +20,11 @@ R = TypeVar("R")
 def public(function: Callable[P, R]) -> Callable[P, R]:
     """Decorate a function of the Python API.
 
-    An unknown keyword argument becomes an `InvalidInput`. A missing argument stays Python's `TypeError`.
+    An unknown keyword argument becomes an `InvalidInput`, and messages give arguments their names in Python:
+    `kv_budget` for `--kv-budget`. A missing argument stays Python's `TypeError`.
     """
     parameters = inspect.signature(function).parameters
+    options = _OPTIONS[function.__name__] if "options" in parameters else tuple
 
     @wraps(function)
     def call(*args: P.args, **given: P.kwargs) -> R:
@@ -31,10 +33,44 @@ def public(function: Callable[P, R]) -> Callable[P, R]:
                 from .core.settings import suggest
 
                 raise InvalidInput(f"unknown name {name!r}; {suggest(name, parameters, {})}")
-        with calling():
+        with calling(names=_by_option([*options(), *parameters])):
             return function(*args, **given)
 
     return call
+
+
+def _by_option(names: Sequence[str]) -> Mapping[str, str]:
+    """Return arguments by the options that commands have in their place."""
+    found = {f"--{name.replace('_', '-')}": name for name in names}
+    # A list is an option that is given several times: `engines` is `--engine`.
+    lists = {option.removesuffix("s"): name for option, name in found.items() if option.endswith("s")}
+    return {**lists, **found, **({"--to": "target"} if "target" in names else {})}
+
+
+def _fold_options() -> Iterable[str]:
+    from .convert.request import FoldRequest
+
+    return FoldRequest.model_fields
+
+
+def _plan_options() -> Iterable[str]:
+    from .planning.request import PlanRequest
+
+    return PlanRequest.model_fields
+
+
+def _eval_options() -> Iterable[str]:
+    from .eval.request import option_names
+
+    return option_names()
+
+
+# The names that a function takes as `**options`.
+_OPTIONS: Mapping[str, Callable[[], Iterable[str]]] = {
+    "fold": _fold_options,
+    "plan": _plan_options,
+    "evaluate": _eval_options,
+}
 
 
 def text_of(value: Any, name: str) -> str:

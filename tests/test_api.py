@@ -190,16 +190,17 @@ def mistakes(work: Path) -> Iterator[tuple[Any, str]]:
     mla, gqa = kvfold.MLA(kv_budget="25%"), kvfold.GQA(kv_heads=2)
     anything: Any = kvfold.fold
     yield lambda: kvfold.fold(work / "gone", mla), "is not a directory"
-    yield lambda: kvfold.fold(DEMO, kvfold.GQA()), "--to gqa takes either"
+    yield lambda: kvfold.fold(DEMO, kvfold.GQA()), "target gqa takes either kv_heads N or kv_budget SHARE"
     yield lambda: kvfold.fold(DEMO, kvfold.GQA(kv_heads=3), calibration="none"), "do not fold into 3"
     yield lambda: kvfold.fold(DEMO, kvfold.MLA(kv_budget="250%")), "is not a share of the source's cache"
+    yield lambda: kvfold.fold(DEMO, gqa, out=""), "out is ''; it should be a path, not an empty text"
     yield lambda: anything(DEMO, "mla"), "the target is 'mla'; it should be kvfold.GQA"
     yield lambda: anything(DEMO, mla, rnak=3), "unknown name 'rnak'; did you mean 'rank'?"
     yield lambda: anything(DEMO, mla, sequences="many"), "sequences is 'many'"
     yield lambda: kvfold.fold(DEMO, kvfold.GQA(kv_heads=True)), "kv_heads is True; it should be a whole"
     yield lambda: kvfold.plan(DEMO, batch=True), "batch is True; it should be a whole number"
     yield lambda: kvfold.evaluate(DEMO, text="stdlib", window=True), "window is True; it should be a whole"
-    yield lambda: kvfold.fold(DEMO, gqa, engines=["vlm"]), "--engine 'vlm' is unknown; choose from"
+    yield lambda: kvfold.fold(DEMO, gqa, engines=["vlm"]), "engines 'vlm' is unknown; choose from"
     yield lambda: kvfold.fold(DEMO, gqa, out=DEMO), "exists and nothing is overwritten"
     yield lambda: anything(DEMO, gqa, tokenizer=1), "tokenizer is for a loaded model"
     yield lambda: anything(3, gqa), "the source is a int"
@@ -207,12 +208,14 @@ def mistakes(work: Path) -> Iterator[tuple[Any, str]]:
     yield lambda: kvfold.plan(DEMO, context="many"), "context is 'many'; it should be a number of tokens"
     yield lambda: kvfold.plan(DEMO, memory="24 apples"), "memory is '24 apples'; it should be a size"
     yield lambda: kvfold.plan(DEMO, context=0), "context is 0"
+    yield lambda: kvfold.plan(DEMO, budgets=[2.5]), "budgets 2.5 is not a share of the source's cache"
+    yield lambda: kvfold.plan(DEMO, budgets=5), "budgets is 5; it should be a list"
     yield lambda: kvfold.plan(DEMO, gaol="speed"), "unknown name 'gaol'; did you mean 'goal'?"
     yield lambda: kvfold.train(work / "none.yaml"), "cannot be read"
     yield lambda: kvfold.train({"schema": 1}), "recipe: "
     yield lambda: kvfold.train(3), "the recipe is a int"  # type: ignore[arg-type] # a mistake on purpose
-    yield lambda: kvfold.evaluate(DEMO), "choose one with --text"
-    yield lambda: kvfold.evaluate(DEMO, text="stdlib", suites=["pplx"]), "pplx"
+    yield lambda: kvfold.evaluate(DEMO), "choose one with text, for example stdlib"
+    yield lambda: kvfold.evaluate(DEMO, text="stdlib", suites=["pplx"]), "suites pplx"
     yield (
         lambda: kvfold.evaluate(DEMO, text="stdlib", windw=3),
         "unknown option 'windw'; did you mean 'window'?",

@@ -10,7 +10,7 @@ from typing import Any
 from ...checkpoints.directory import check_output
 from ...checkpoints.quantised.packed_checkpoint import open_checkpoint
 from ...checkpoints.record import source_directory
-from ...core.errors import InvalidInput
+from ...core.errors import InvalidInput, naming
 from ...core.untrusted import read_yaml
 from ...models.causal_lm import describe
 from ...models.load_options import LoadOptions
@@ -61,10 +61,8 @@ def check_before_launch(recipe: Recipe) -> None:
 def check_places(recipe: Recipe) -> list[str]:
     """Check everything that a recipe names on this machine; result and errors as of `validate`."""
     student, teacher = models_of(recipe)
-    try:
+    with naming({"--out": "output"}):
         check_output(recipe.output_directory)
-    except InvalidInput as mistake:
-        raise InvalidInput(str(mistake).replace("--out", "output")) from None
     check_trackers(recipe.trackers)
     if any(stage.train == "lora" for stage in recipe.stages):
         check_peft()

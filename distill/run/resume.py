@@ -20,7 +20,7 @@ from ...checkpoints.directory import check_output
 from ...checkpoints.record import read_record, source_directory
 from ...checkpoints.shards import HEADER_LIMIT
 from ...core.console import notice
-from ...core.errors import InvalidInput
+from ...core.errors import InvalidInput, naming
 from ...core.hub import resolve
 from ..data.token_store import holds_same
 from ..recipe.recipe import SHARED, Recipe, differences
@@ -78,13 +78,8 @@ def _resolve(role: str, name: str) -> Path:
 @contextmanager
 def as_settings() -> Iterator[None]:
     """Turn advice to use an option of another command into advice to set a key of the recipe."""
-    try:
+    with naming({"--out": "--set output=DIR", "--teacher": "--set teacher=DIR"}):
         yield
-    except InvalidInput as mistake:
-        what, mark, advice = str(mistake).rpartition("; ")
-        for option, key in (("--out", "output"), ("--teacher", "teacher")):
-            advice = advice.replace(option, f"--set {key}=DIR") if mark else advice
-        raise InvalidInput(what + mark + advice) from None
 
 
 def find_result(recipe: Recipe, output: Path, partial: Path) -> dict[str, Any] | None:

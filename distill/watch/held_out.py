@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ...core.errors import InvalidInput
+from ...core.errors import InvalidInput, naming, renamed
 from ...eval.options import Options
 from ...eval.windows import TextWindows, cut
 from ...models.causal_lm import Described, Loaded
@@ -93,9 +93,8 @@ def open_held_out(recipe: Recipe, student: Loaded | Described) -> HeldOut | None
     try:
         windows = cut(text, student, length, Options(max_windows=settings.windows))
     except InvalidInput as mistake:
-        raise InvalidInput(
-            f"evaluate.source {str(mistake).replace('--window', 'evaluate.seq_len')}"
-        ) from None
+        sentence = renamed(str(mistake), {"--window": "evaluate.seq_len"})
+        raise InvalidInput(f"evaluate.source {sentence}") from None
     if len(windows.ids_NW) < 2:
         raise InvalidInput(
             f"evaluate.source {settings.source} fills one window of {length} tokens, but a standard error "
@@ -208,10 +207,8 @@ def _candidates(
 def _read(settings: Evaluate) -> Text:
     file = Path(settings.source).expanduser()
     if not file.is_file() or is_plain_text(file):
-        try:
+        with naming({"--text": "evaluate.source"}):
             return read_text(settings.source)
-        except InvalidInput as mistake:
-            raise InvalidInput(str(mistake).replace("--text", "evaluate.source")) from None
     # A file of the kinds that data.source may be, and read as such.
     source = DocumentSource(
         settings.source,

@@ -12,17 +12,18 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from io import TextIOWrapper
+from types import MappingProxyType
 from typing import Any, NoReturn, TypeVar
 
 import click
 
 from .disk import disk_error, disk_sentence, writing_errors
-from .errors import InvalidInput, bounded
+from .errors import InvalidInput, bounded, naming, renamed
 from .grid import WIDTH, Grid
 from .untrusted import printable, shorten
 from .waiting import wait_passively_if_busy
@@ -190,10 +191,12 @@ class Listener:
 
     Attributes:
         progress: called with a description, how many items are done and how many there are.
+        names: of options in notices, as of `renamed`.
         notices: the sentences that were given to `notice`, in order.
     """
 
     progress: ProgressCallback | None
+    names: Mapping[str, str]
     notices: list[str] = field(default_factory=list)
 
 
@@ -202,12 +205,14 @@ _IS_SHOWN: ContextVar[bool] = ContextVar("kvfold_is_shown", default=False)
 
 
 @contextmanager
-def listening(progress: ProgressCallback | None = None) -> Iterator[Listener]:
+def listening(
+    progress: ProgressCallback | None = None, names: Mapping[str, str] = MappingProxyType({})
+) -> Iterator[Listener]:
     """Yield a listener for the duration; a listener further out hears the same."""
     outer = _LISTENER.get()
-    if progress is None and outer is not None:
-        progress = outer.progress
-    listener = Listener(progress)
+    if outer is not None:
+        progress, names = progress or outer.progress, names or outer.names
+    listener = Listener(progress, names)
     token = _LISTENER.set(listener)
     try:
         yield listener
@@ -218,14 +223,24 @@ def listening(progress: ProgressCallback | None = None) -> Iterator[Listener]:
 
 
 @contextmanager
-def calling(progress: ProgressCallback | None = None) -> Iterator[Listener]:
-    """Yield a listener for a call of the Python API, in which an error of a file is `InvalidInput` too."""
+def calling(
+    progress: ProgressCallback | None = None, names: Mapping[str, str] = MappingProxyType({})
+) -> Iterator[Listener]:
+    """Yield a listener for a call of the Python API, in which an error of a file is `InvalidInput` too.
+
+    Args:
+        progress: the callback, which the caller gave.
+        names: of options in notices and mistakes, as of `renamed`.
+
+    Raises:
+        InvalidInput: the callback cannot be called, or as in the block.
+    """
     if progress is not None and not callable(progress):
         raise InvalidInput(
             f"progress is {shorten(progress)}; it should be a function of a description, the items done and "
             "the items in all"
         )
-    with listening(progress) as listener, explaining():
+    with listening(progress, names) as listener, naming(names), explaining():
         yield listener
 
 
@@ -290,6 +305,7 @@ def notice(text: str) -> None:
         return
     listener = _LISTENER.get()
     if listener is not None:
+        text = renamed(text, listener.names)
         listener.notices.append(text)
     if is_shown():
         click.echo(f"Note: {printable(text)}", err=True)

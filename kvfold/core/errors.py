@@ -1,7 +1,13 @@
-"""The one exception for mistakes of the user."""
+"""The one exception for mistakes of the user, and the names that its messages use for options."""
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 LONGEST = 1500  # characters of a sentence; a value of a file that it quotes may be of any length
 _BEGINNING = 1000
+# An option, or a whole command that a sentence quotes, whose options keep their names.
+_OPTION = re.compile(r"`[^`]*`|\b(?:kvfold|vllm) [a-z]+ [^;,)]*|(?<![\w-])--[a-z][a-z0-9-]*")
 
 
 class InvalidInput(ValueError):
@@ -26,3 +32,27 @@ def bounded(sentence: str) -> str:
     if len(sentence) <= LONGEST:
         return sentence
     return f"{sentence[:_BEGINNING]} ... {sentence[_BEGINNING + 5 - LONGEST :]}"
+
+
+def renamed(sentence: str, names: Mapping[str, str]) -> str:
+    """Return a sentence in which options have other names, apart from those of a command that it quotes.
+
+    Args:
+        sentence: about options of the command line.
+        names: by option, such as `kv_budget` for `--kv-budget`; other options stay as they are.
+    """
+    return _OPTION.sub(lambda found: names.get(found[0], found[0]), sentence)
+
+
+@contextmanager
+def naming(names: Mapping[str, str]) -> Iterator[None]:
+    """Let mistakes in the block give options other names, as `renamed` does.
+
+    Raises:
+        InvalidInput: as in the block.
+    """
+    try:
+        yield
+    except InvalidInput as mistake:
+        mistake.args = (bounded(renamed(str(mistake), names)),)
+        raise

@@ -15,7 +15,7 @@ from ..convert.efforts import EFFORTS
 from ..convert.families.source import Source, open_source
 from ..convert.request import FoldRequest, fold_request
 from ..core.console import notice
-from ..core.errors import InvalidInput
+from ..core.errors import InvalidInput, renamed
 from ..core.hub import resolve
 from ..core.units import parse_tokens, read_share, show_percent
 from ..distill.recipe.recipe import Recipe
@@ -150,7 +150,7 @@ def _read_steps(source: Source, to: str, shares: str | None) -> tuple[Step, ...]
                     f"{step.name} gives no smaller cache than {steps[-1].name} before it; name falling sizes"
                 )
         except InvalidInput as reason:
-            sentence = str(reason).replace("--kv-budget", "--steps")
+            sentence = renamed(str(reason), {"--kv-budget": "--steps"})
             if shares is not None:
                 raise InvalidInput(
                     sentence if sentence.startswith("--steps") else f"--steps {shares}: {sentence}"

@@ -11,7 +11,8 @@ import torch
 from click.testing import CliRunner
 
 from kvfold.cli import main as kvfold
-from kvfold.core.console import loading
+from kvfold.core.console import listening, loading, notice
+from kvfold.core.errors import renamed
 
 
 def test_loading_leaves_others_alone() -> None:
@@ -23,6 +24,16 @@ def test_loading_leaves_others_alone() -> None:
     with loading():
         assert gc.isenabled()
     assert gc.get_freeze_count() == before
+
+
+def test_options_get_other_names_outside_of_commands() -> None:
+    names = {"--kv-budget": "kv_budget", "--to": "target"}
+    sentence = "--kv-budget 5 (kvfold convert --to mla): use `--to gqa`, --to mqa or --kv-budgets"
+    said = renamed(sentence, names)
+    assert said == "kv_budget 5 (kvfold convert --to mla): use `--to gqa`, target mqa or --kv-budgets"
+    with listening(names=names) as heard, listening() as inner:
+        notice("--to is told")
+    assert heard.notices == inner.notices == ["target is told"]
 
 
 def test_loading_in_a_command() -> None:

@@ -241,7 +241,7 @@ def test_a_model_that_cannot_be_used_is_one_sentence(
 
 def test_suites_that_read_a_text_ask_for_it(mha: Path) -> None:
     check_mistake(
-        run(mha), "the suites ppl, fidelity read a text; choose one with --text, e.g. --text stdlib"
+        run(mha), "the suites ppl, fidelity read a text; choose one with --text, for example stdlib"
     )
 
 
