@@ -111,8 +111,13 @@ def test_the_table_of_a_plan() -> None:
     for same in ("50%", [0.5], 0.5):
         again = kvfold.plan(DEMO, context="1k", batch=2, memory="1GB", budgets=same)
         assert [row["label"] for row in again] == [row["label"] for row in table]
+    few = kvfold.plan(DEMO, context=256, batch=16, memory="8MB", budgets=("50%",))
+    assert 0 < len(few) == len(few.rows) < len(few.report["candidates"]) == len(table)
+    assert all(row["fits"] for row in few)
+    assert len(few.grid(every=True).rows) - len(few.grid().rows) == len(table) - len(few)
     nothing = kvfold.plan(DEMO, context=1024, memory="1MB")
     assert nothing.chosen is None
+    assert not list(nothing)
     assert nothing.advice.startswith("Nothing fits. What would: --memory ")
 
 

@@ -119,12 +119,15 @@ UNFIT = 3  # exit code where nothing fits: an answer, and no mistake
     help="Plan the text tower of a multimodal model alone, as a causal language model; by default it is "
     "folded in its place.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
-def main(context: str, memory: str | None, as_json: bool, **options: Any) -> None:
-    """Find the best target for MODEL (a directory or a Hub id) in a memory, at a context and batch.
+@click.option("--all", "every", is_flag=True, help="Also list the targets that do not fit.")
+@click.option(
+    "--json", "as_json", is_flag=True, help="Print one JSON object instead of tables, with all targets."
+)
+def main(context: str, memory: str | None, every: bool, as_json: bool, **options: Any) -> None:
+    """List the targets for MODEL (a directory or a Hub id) that fit a memory, at a context and batch.
 
-    Nothing is written. Targets are GQA at every divisor, MQA, and MLA at shares of the cache. Exit code 3:
-    none of them fits.
+    The best comes first. Nothing is written. Targets are GQA at every divisor, MQA, and MLA at shares of the
+    cache. Exit code 3: none of them fits.
     """
     from .recommendation import PlanRequest, recommend
 
@@ -132,7 +135,7 @@ def main(context: str, memory: str | None, as_json: bool, **options: Any) -> Non
     if as_json:
         show_json(found.report)
     else:
-        _show(found)
+        _show(found, every=every)
     if found.chosen is None:
         sys.exit(UNFIT)
 
@@ -155,15 +158,18 @@ def _settings(context: str, memory: str | None, options: dict[str, Any]) -> dict
     return settings
 
 
-def _show(found: "Candidates") -> None:
+def _show(found: "Candidates", *, every: bool) -> None:
     refused: dict[str, list[str]] = {}
     for kind in ("gqa", "mla decoupled", "mla intact"):
         if kind in found.report["refused"]:
             refused.setdefault(found.report["refused"][kind], []).append(kind)
     for why, kinds in refused.items():
         notice(f"no {' and no '.join(kinds)}: {why}")
-    table = found.grid()
+    table = found.grid(every=every)
     show_table(table.title, table.columns, table.rows)
+    count = len(found.report["candidates"])
+    if len(found) < count and not every:
+        notice(f"targets that do not fit are left out ({count - len(found)} of {count}); --all lists them")
     if "curve" in found.report:
         points = found.report["curve"]
         lines = [(p["line"], p["label"], f"{p['share']:.1%}", f"{p['loss']:.4f}") for p in points]

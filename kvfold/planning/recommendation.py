@@ -39,10 +39,11 @@ _COLUMNS = (
 
 @dataclass(frozen=True)
 class Candidates(Tabular):
-    """The targets that a source could be folded to, the best first.
+    """The targets of a source that fit, the best first.
 
     Attributes:
-        report: everything that was found, as plain values; the same as `kvfold plan --json`.
+        report: everything that was found, as plain values; the same as `kvfold plan --json`. Its candidates
+            are also those that do not fit.
         bounds: the memory, context and batch that they were held against.
     """
 
@@ -51,8 +52,8 @@ class Candidates(Tabular):
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """The candidates: label, command, cache, memory in bytes, predicted loss, engines."""
-        return list(self.report["candidates"])
+        """The candidates that fit: label, command, cache, memory in bytes, predicted loss, engines."""
+        return [row for row in self.report["candidates"] if row["fits"]]
 
     @property
     def chosen(self) -> dict[str, Any] | None:
@@ -65,9 +66,14 @@ class Candidates(Tabular):
     def __len__(self) -> int:
         return len(self.rows)
 
-    def grid(self) -> Grid:
-        """Return the candidates as a table, with the source in its last line."""
+    def grid(self, *, every: bool = False) -> Grid:
+        """Return the candidates as a table, with the source in its last line.
+
+        Args:
+            every: also those that do not fit.
+        """
         report = self.report
+        shown, count = report["candidates"] if every else self.rows, len(report["candidates"])
         limit = "any memory" if report["memory"] is None else show_bytes(report["memory"])
         title = (
             f"{report['source']} ({report['family']}) at {report['context']:,} tokens x {report['batch']} "
@@ -75,7 +81,9 @@ class Candidates(Tabular):
         )
         if self.bounds.ranks.tensor > 1:
             title += f", TP {report['tp']}" + (f" with DCP {report['dcp']}" if report["dcp"] > 1 else "")
-        rows = [_cells(row) for row in report["candidates"]]
+        if len(self) < count:
+            title += f": {len(self)} of {count} targets fit"
+        rows = [_cells(row) for row in shown]
         rows += [_cells({**row, "engines": {}}) for row in report["source_stored"]]
         if report["unchanged"] is not None:
             source = {"label": "(the source)", "predicted_loss": 0.0, "engines": {}}
@@ -85,15 +93,10 @@ class Candidates(Tabular):
             columns[1] = "cache bytes"
         if self.bounds.ranks.tensor > 1:
             columns.append("elements per rank")
-            of_rank = [row["rank"]["elements_per_token_per_layer"] for row in self._all()]
+            own = [*report["source_stored"], *([report["unchanged"]] if report["unchanged"] else [])]
+            of_rank = [row["rank"]["elements_per_token_per_layer"] for row in (*shown, *own)]
             rows = [[*cells, str(held)] for cells, held in zip(rows, of_rank, strict=True)]
         return Grid(title, tuple(columns), rows)
-
-    def _all(self) -> list[dict[str, Any]]:
-        """Return the candidates and the source, in the order of the table."""
-        unchanged = self.report["unchanged"]
-        own = [*self.report["source_stored"], *([] if unchanged is None else [unchanged])]
-        return [*self.report["candidates"], *own]
 
     @property
     def loss_heading(self) -> str:

@@ -213,6 +213,20 @@ def test_by_weights_alone_it_says_so() -> None:
     assert "--kv-budget 50%" in whole["command"]  # more would keep nothing more
 
 
+def test_the_table_shows_what_fits_unless_all_is_asked_for() -> None:
+    tight = (str(DEMO), "--context", "256", "--batch", "16", "--memory", "8MB", "--budgets", "25%")
+    fits = [row["fits"] for row in report(*tight)["candidates"]]
+    count, left = len(fits), fits.count(False)
+    assert 0 < left < count
+    shown, every = run(*tight), run(*tight, "--all")
+    assert shown.stdout.count(" yes │") == every.stdout.count(" yes │") == count - left
+    assert shown.stdout.count(" no │") == 1, "the source"
+    assert every.stdout.count(" no │") == 1 + left
+    assert f"left out ({left} of {count}); --all lists them" in shown.stderr
+    assert "--all" not in every.stderr
+    assert f"in 8 MB: {count - left} of {count} targets fit" in shown.stdout
+
+
 def test_where_nothing_fits_it_says_what_would() -> None:
     few = (str(DEMO), "--budgets", "50%,12.5%")
     tight = (*few, "--context", "256", "--batch", "16", "--memory", "4MB")
