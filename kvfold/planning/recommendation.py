@@ -23,7 +23,7 @@ from ..core.errors import InvalidInput
 from ..core.grid import Grid, Tabular
 from ..core.hub import resolve
 from ..core.units import read_share, show_bytes
-from .advice import Advice, Bounds, Row, place, place_all, predict_rows, rank, what_would_fit
+from .advice import Advice, Bounds, Row, compare, place, place_all, predict_rows, rank, what_would_fit
 from .candidates import SHARES, Candidate, check_alike, find_candidates, plan_source
 from .loss_curve import SHARES as CURVE_SHARES
 from .loss_curve import check_picture, draw, points_of
@@ -108,7 +108,9 @@ class Candidates(Tabular):
         """Sentences about the candidate to take and its command, or about what would fit."""
         chosen = self.chosen
         if chosen is not None:
-            return f"{chosen['label']}: {chosen['reason']}\n{chosen['command']}\n{in_words(chosen['fold'])}"
+            found = f"{chosen['label']}: {chosen['reason']}\n{chosen['command']}\n{in_words(chosen['fold'])}"
+            other = chosen["alternative"]
+            return found + (f"\nOr {other['label']}: {other['reason']}\n{other['command']}" if other else "")
         found, bounds = self.report["would_fit"], self.bounds
         ways = [f"--memory {-(-found['memory'] // 10**6)}MB ({found['label']})"]
         if found["context"]:
@@ -246,7 +248,7 @@ def _report(
     statistics: Statistics | None,
     unchanged: Candidate | None,
 ) -> dict[str, Any]:
-    bounds, chosen = advice.bounds, advice.chosen
+    bounds, chosen, other = advice.bounds, advice.chosen, advice.alternative
     own = None
     if unchanged is not None:
         whole = place(unchanged, bounds).to_dict()
@@ -276,6 +278,13 @@ def _report(
             "reason": advice.reason,
             "command": _command(chosen, request),
             "fold": cost_by_default(chosen.asked, request.sequences).to_dict(),
+            "alternative": None
+            if other is None
+            else {
+                "label": other.name,
+                "reason": compare(chosen, other),
+                "command": _command(other, request),
+            },
         },
         "would_fit": None if chosen else what_would_fit(advice.rows, bounds),
     }

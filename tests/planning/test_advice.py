@@ -131,6 +131,19 @@ def test_by_weights_alone_the_slots_that_statistics_will_choose_come_first() -> 
     assert rank(rows, bounds, "quality", 0.1, calibrated=False).rows[0].candidate is plain
 
 
+def test_what_runs_more_widely_at_the_same_loss_is_named() -> None:
+    tight = (str(DEMO), "--context", "256", "--batch", "16", "--memory", "8MB", "--budgets", "25%")
+    chosen = report(*tight)["chosen"]
+    other = chosen["alternative"]
+    assert (chosen["label"], other["label"]) == ("MLA 48+16, remote", "MLA 48+16, stock uniform")
+    assert other["reason"].startswith(
+        "the same cache and predicted loss in transformers, sglang, without trust"
+    )
+    assert "--container stock --slots uniform" in other["command"]
+    assert run(*tight).stdout.splitlines()[-1] == other["command"]
+    assert report(*tight, "--speed", "--tolerance", "1")["chosen"]["alternative"] is None, "MQA needs none"
+
+
 def test_formulas_count_the_weights_that_are_written() -> None:
     for one in find("25%").values():
         written = [spec.shape for name, spec in one.plan.layers[0].writes.items() if "norm" not in name]
