@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from ...checkpoints.record import FILE as RECORD
 from ...checkpoints.shards import INDEX
 from ...core.errors import InvalidInput
 from ...core.files import locked, remove_own, replace_text
-from ...core.untrusted import LIMIT_BYTES, parse_json
+from ...core.untrusted import LIMIT_BYTES, parse_json, shorten
 
 JOURNAL = "journal.jsonl"
 LOCK = "lock"
@@ -41,15 +42,18 @@ class FoldJournal:
         file: the journal; it is replaced.
         fingerprint: hexadecimal SHA-256 of the plan, its first line.
         done: units that are finished already.
+        asked: the options of the fold, its second line; none in the journal of a rank above 0.
 
     Attributes:
         done: the finished units, with what was found about each.
     """
 
-    def __init__(self, file: Path, fingerprint: str, done: Mapping[str, Found]) -> None:
+    def __init__(
+        self, file: Path, fingerprint: str, done: Mapping[str, Found], asked: Mapping[str, Any] | None = None
+    ) -> None:
         self.done: dict[str, Found] = {}
         self._file = file
-        self._fingerprint = fingerprint
+        self._head = "".join(json.dumps(line) + "\n" for line in (fingerprint, asked) if line is not None)
         self.restart(done)
 
     def restart(self, done: Mapping[str, Found]) -> None:
@@ -61,7 +65,7 @@ class FoldJournal:
         Raises:
             OSError: the journal cannot be written.
         """
-        replace_text(self._file, json.dumps(self._fingerprint) + "\n" + _lines(done))
+        replace_text(self._file, self._head + _lines(done))
         self.done = dict(done)
 
     def add(self, found: Mapping[str, Found]) -> None:
@@ -79,32 +83,34 @@ class FoldJournal:
 
 
 @contextmanager
-def first_journal(partial: Path, fingerprint: str) -> Iterator[FoldJournal]:
+def first_journal(partial: Path, fingerprint: str, asked: Mapping[str, Any]) -> Iterator[FoldJournal]:
     """Claim the directory of a half-written output, and open the journal of rank 0 in it.
 
     Units that an earlier run of the same plan has finished are in the journal. What a run of another plan has
-    left is removed. A kill leaves the directory for the next run. An error that a rerun would meet again
-    removes what kvfold wrote, and no other file.
+    left is removed, unless it holds finished layers. A kill leaves the directory for the next run. An error
+    that a rerun would meet again removes what kvfold wrote, and no other file.
 
     Args:
         partial: the directory; it is made if it does not exist.
         fingerprint: hexadecimal SHA-256 of the plan.
+        asked: the options of the fold, of which a later run with others names those that differ.
 
     Yields:
         The open journal.
 
     Raises:
-        InvalidInput: another run is writing there, or the directory holds a file that kvfold did not write.
+        InvalidInput: another run is writing there, or the directory holds finished layers of another plan, or
+            a file that kvfold did not write.
     """
     _check_claimable(partial)
     partial.mkdir(parents=True, exist_ok=True)
     with locked(partial / LOCK, _busy(partial)):
         _check_claimable(partial)
-        done = _merge(partial, fingerprint)
+        done = _merge(partial, fingerprint, asked)
         if done is None:
             remove_own(partial, lambda path: _is_own(path) and path.name not in {LOCK, JOURNAL})
         try:
-            journal = FoldJournal(partial / JOURNAL, fingerprint, done or {})
+            journal = FoldJournal(partial / JOURNAL, fingerprint, done or {}, asked)
             for path in _others(partial):
                 path.unlink()
             yield journal
@@ -183,16 +189,53 @@ class _KeepAll(InvalidInput):
     """An error after which the half-written output stays."""
 
 
-def _merge(partial: Path, fingerprint: str) -> dict[str, Found] | None:
-    """Return what all journals of an earlier run tell; None if one of them is of another plan."""
-    done = _read(partial / JOURNAL, fingerprint)
+@dataclass(frozen=True)
+class _Read:
+    """A journal of an earlier run: its fingerprint, the options of the fold where it has them, its units."""
+
+    fingerprint: str
+    asked: dict[str, Any]
+    done: dict[str, Found]
+
+
+def _merge(partial: Path, fingerprint: str, asked: Mapping[str, Any]) -> dict[str, Found] | None:
+    """Return the units of all journals of an earlier run; None if that of rank 0 is of no use.
+
+    Raises:
+        InvalidInput: another run is at work, or an earlier one finished layers of another plan.
+    """
+    first = _read(partial / JOURNAL)
+    found = [first]
     for path in _others(partial):
         if path.suffix == ".jsonl":
             rank = path.stem.partition("-")[2]
             with locked(partial / f"{LOCK}-{rank}", _busy(partial)):  # no rank of that run is still at work
-                own = _read(path, fingerprint)
-            done = None if done is None else {**done, **(own or {})}
-    return done
+                found.append(_read(path))
+    strangers = [journal for journal in found if journal and journal.fingerprint != fingerprint]
+    layers = {name for journal in strangers for name in journal.done if name.startswith("layer ")}
+    if layers:
+        count = "1 finished layer" if len(layers) == 1 else f"{len(layers)} finished layers"
+        told = _difference(strangers[0].asked, asked)
+        raise InvalidInput(
+            f"{partial} holds {count} of a fold {told}; give the command as it was to resume it, name "
+            "another --out, or remove that directory"
+        )
+    if first is None or first.fingerprint != fingerprint:
+        return None
+    return {name: unit for journal in found if journal for name, unit in journal.done.items()}
+
+
+def _difference(before: Mapping[str, Any], asked: Mapping[str, Any]) -> str:
+    """Return how a fold that was begun differs from the one that is asked for."""
+    changed = [name for name in {**asked, **before} if before.get(name) != asked.get(name)]
+    if not before:
+        return "with other options or of another source"
+    if not changed:  # the source's files, a text, or the rounding of sums in another order
+        return "of other source files, or by other statistics (of another text, device or number of threads)"
+    if "model" in changed:
+        return f"of another source ({shorten(before.get('model'))})"
+    options = ["--engine" if name == "engines" else f"--{name.replace('_', '-')}" for name in changed]
+    return f"with another {', '.join(options)}"
 
 
 def _others(partial: Path) -> list[Path]:
@@ -204,21 +247,25 @@ def _lines(found: Mapping[str, Found]) -> str:
     return "".join(json.dumps([name, value]) + "\n" for name, value in found.items())
 
 
-def _read(file: Path, fingerprint: str) -> dict[str, Found] | None:
-    """Return what a journal of this plan records; None if there is none, or it is of another plan."""
+def _read(file: Path) -> _Read | None:
+    """Return a journal; None if there is none, or no run of kvfold wrote it as it is."""
     if not file.is_file():
         return None
     if file.stat().st_size > LIMIT_BYTES:
         return None  # no fold has so many units
     text = file.read_text(encoding="utf-8", errors="replace")
     lines = text[: text.rfind("\n") + 1].splitlines()  # a kill may have cut the last line short
-    if lines[:1] != [json.dumps(fingerprint)]:
+    if not lines or _HEAD.fullmatch(lines[0] + "\n") is None:
         return None
+    fingerprint = lines.pop(0).strip('"')
     try:
-        found = [parse_json(line, "a line", top=list) for line in lines[1:]]
+        asked = parse_json(lines.pop(0), "a line") if lines and lines[0].startswith("{") else {}
+        found = [parse_json(line, "a line", top=list) for line in lines]
     except InvalidInput:
-        return None  # no run of kvfold wrote these lines: everything is folded again
-    return {unit[0]: unit[1] for unit in found} if all(map(_is_unit, found)) else None
+        return None
+    if not all(map(_is_unit, found)):
+        return None
+    return _Read(fingerprint, asked, {unit[0]: unit[1] for unit in found})
 
 
 def _is_unit(line: list[Any]) -> bool:

@@ -130,7 +130,7 @@ def _share(plan: Plan, out: Path, partial: Path, first: ExitStack) -> dict[str, 
                     "the processes do not see the same source; give them one directory that they all share"
                 )
             if rank == 0:
-                journal = first.enter_context(first_journal(partial, fingerprint))
+                journal = first.enter_context(first_journal(partial, fingerprint, plan.request.essentials()))
                 writer = own.enter_context(ShardWriter(partial, specs, shard_size))
                 if not writer.resumed:
                     journal.restart({})

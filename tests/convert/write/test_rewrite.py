@@ -166,18 +166,36 @@ def test_an_output_that_lacks_only_its_name_gets_it(tmp_path: Path) -> None:
     assert not (tmp_path / "out.partial").exists()
 
 
-def test_a_run_killed_with_other_shards_is_not_resumed(tmp_path: Path) -> None:
-    """The layout of the half-written files belongs to the plan: tensors would land at other offsets."""
+def test_finished_layers_of_a_fold_with_other_options_are_kept(tmp_path: Path) -> None:
+    """They may be hours of work: another command neither takes nor removes them, and names what differs."""
     source = make(tmp_path / "source", num_hidden_layers=4)
-    out, whole = tmp_path / "out", tmp_path / "whole"
+    out, whole, partial = tmp_path / "out", tmp_path / "whole", tmp_path / "out.partial"
     arguments = [warm_python(), "-c", KILLED, str(source), *MLA, "--out", str(out)]
     with subprocess.Popen(arguments, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"reached\n"
         process.kill()
         process.communicate()
+    before = {path.name: path.read_bytes() for path in partial.iterdir()}
+    refused = convert(source, *MLA, "--shard-size", "20KB", out=out)
+    assert refused.exit_code == 2
+    assert f"{partial} holds 2 finished layers of a fold with another --shard-size; " in refused.stderr
+    config, mark = source / "config.json", (source / "config.json").stat()
+    os.utime(config, ns=(mark.st_atime_ns, mark.st_mtime_ns + 1))
+    changed = convert(source, *MLA, out=out)
+    assert changed.exit_code == 2
+    assert "holds 2 finished layers of a fold of other source files" in changed.stderr
+    other = convert(make(tmp_path / "other", num_hidden_layers=4), *MLA, out=out)
+    assert other.exit_code == 2
+    assert f"of a fold of another source ('{source}')" in other.stderr
+    (partial / JOURNAL).rename(partial / "journal-1.jsonl")
+    (partial / JOURNAL).write_text(f'"{"0" * 64}"\n')
+    assert convert(source, *MLA, out=out).exit_code == 2, "the layers of every process count"
+    (partial / "journal-1.jsonl").replace(partial / JOURNAL)
+    assert before == {path.name: path.read_bytes() for path in partial.iterdir() if path.name != "lock-1"}
+    os.utime(config, ns=(mark.st_atime_ns, mark.st_mtime_ns))
     for path in (out, whole):
-        assert convert(source, *MLA, "--shard-size", "20KB", out=path).exit_code == 0
+        assert convert(source, *MLA, out=path).exit_code == 0
     assert same_bytes(out, whole) == []
 
 
