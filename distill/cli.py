@@ -148,7 +148,9 @@ class _Distill(Command):
 )
 @click.argument("launcher", nargs=-1, type=click.UNPROCESSED, metavar="[-- ACCELERATE...]")
 @click.option(
-    "--dry-run", is_flag=True, help="Check the recipe, show it with its steps and tokens, and stop."
+    "--dry-run",
+    is_flag=True,
+    help="Check the recipe and what it names, as validate does, show it with its steps and tokens, and stop.",
 )
 @JSON
 def main(
@@ -177,7 +179,7 @@ def main(
             f"unexpected argument {launcher[0]}; put accelerate arguments after `--`, together with --profile"
         )
     if dry_run:
-        _show_plan(read, as_json)
+        _show_plan(read.model_copy(update={"profile": profile}), as_json)
         return
     check_launched()
     if profile and not is_launched():
@@ -235,6 +237,9 @@ def _show_evaluation(found: dict[str, Any]) -> None:
 
 
 def _show_plan(recipe: "Recipe", as_json: bool) -> None:
+    from .run.explain import check_run
+
+    sentences = check_run(recipe)
     stages = [
         {
             "name": stage.name,
@@ -243,7 +248,7 @@ def _show_plan(recipe: "Recipe", as_json: bool) -> None:
         }
         for stage in recipe.stages
     ]
-    for sentence in recipe.few_steps():
+    for sentence in sentences:
         notice(sentence)
     if as_json:
         show_json({"recipe": recipe.resolved(), "stages": stages})

@@ -23,6 +23,7 @@ from ..stages.weights import check_peft
 from ..watch.held_out import check_held_out
 from ..watch.trackers import check_trackers
 from .preflight import check_stages
+from .resume import complete, find_result
 
 
 def validate(file: Path, overrides: Sequence[str] = ()) -> tuple[Recipe, list[str]]:
@@ -56,6 +57,21 @@ def check_before_launch(recipe: Recipe) -> None:
     student, teacher = models_of(recipe)
     if student and teacher:
         check_stages(recipe, student, teacher, sharded=recipe.profile in SHARDED)
+
+
+def check_run(recipe: Recipe) -> list[str]:
+    """Check a recipe as its run does, which may have ended before.
+
+    Returns:
+        Sentences on what may surprise the reader without being a mistake.
+
+    Raises:
+        InvalidInput: as of `check_places`, or the output exists and is of another run.
+    """
+    output = recipe.output_directory
+    if find_result(recipe, output, recipe.working_directory) is not None:
+        return [complete(output)]
+    return check_places(recipe)
 
 
 def check_places(recipe: Recipe) -> list[str]:

@@ -46,7 +46,7 @@ from .context import RunContext
 from .export import write_output, write_stage
 from .loop import advance, train_stage
 from .preflight import check_stages
-from .resume import find_models, find_result, last_progress
+from .resume import complete, find_models, find_result, last_progress
 from .training_result import TrainingResult
 
 
@@ -94,9 +94,7 @@ def _open_processes(recipe: Recipe) -> Accelerator:
 def _tidy_up(accelerator: Accelerator, output: Path, partial: Path) -> None:
     accelerator.wait_for_everyone()  # before rank 0 removes what the others still read
     if accelerator.is_main_process:
-        notice(
-            f"{output} is already complete for this recipe; to train again, remove it or name another output"
-        )
+        notice(complete(output))
         if partial.exists():
             tidy(partial)
     accelerator.end_training()

@@ -100,6 +100,11 @@ def find_result(recipe: Recipe, output: Path, partial: Path) -> dict[str, Any] |
     return None
 
 
+def complete(output: Path) -> str:
+    """Return a sentence about the output of a run that has ended before."""
+    return f"{output} is already complete for this recipe; to train again, remove it or name another output"
+
+
 def last_progress(
     recipe: Recipe, partial: Path, student: Path, teacher: Path
 ) -> tuple[Progress, Path | None]:

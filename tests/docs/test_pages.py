@@ -168,7 +168,7 @@ def test_folders_of_the_layout_are_there() -> None:
 def test_shipped_recipes_are_valid(recipe: Path) -> None:
     read = read_recipe(recipe, ())
     assert read.stages
-    result = CliRunner().invoke(main, ["distill", str(recipe), "--dry-run"])
+    result = CliRunner().invoke(main, ["distill", "explain", str(recipe)])
     assert result.exit_code == 0, result.output
 
 

@@ -220,14 +220,6 @@ def test_overrides(tmp_path: Path) -> None:
         read_recipe(file, ["data.sede=1"])
 
 
-def test_a_dry_run_shows_the_resolved_recipe(tmp_path: Path) -> None:
-    result = CliRunner().invoke(main, [str(write(tmp_path, GOOD)), "--dry-run"])
-    assert result.exit_code == 0
-    shown = yaml.safe_load(result.stdout.split("Stages")[0])
-    assert shown["stages"][0]["tokens"] == 5_000_000
-    assert "5,013,504" in result.stdout
-
-
 def test_token_numbers() -> None:
     assert [parse_tokens(text) for text in ("5000", "300k", "1.001M", "1B", "1_000", "1e6")] == [
         5000, 300_000, 1_001_000, 10**9, 1000, 10**6,

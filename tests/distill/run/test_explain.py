@@ -224,6 +224,26 @@ def test_activations_are_told_within_a_factor_of_two(
     assert 0.5 < found.memory["activations"] / sum(kept.values()) < 2
 
 
+def test_a_dry_run_shows_the_resolved_recipe(file: Path) -> None:
+    result = run(file, "--dry-run", "--profile", "cpu")
+    assert result.exit_code == 0
+    shown = yaml.safe_load(result.stdout.split("Stages")[0])
+    assert shown == yaml.safe_load(file.read_text(encoding="utf-8")) | {"profile": "cpu"}
+    stage = shown["stages"][0]
+    assert f"{stage['tokens']:,}" in result.stdout
+
+
+def test_a_dry_run_refuses_what_the_run_refuses(file: Path, teacher: Path, tmp_path: Path) -> None:
+    """It checks the models and texts too, and an output that is there already."""
+    refused = run(file, "--dry-run", "--set", f"student={teacher}")
+    assert refused.exit_code == 2
+    assert "has no kvfold.json that names its source; name the teacher" in refused.stderr
+    assert refused.stdout == ""
+    refused = run(file, "--dry-run", "--json", "--set", "data.source=./none.jsonl")
+    assert (refused.exit_code, refused.stdout) == (2, "")
+    assert run(file, "--dry-run", "--set", f"output={tmp_path}").exit_code == 2
+
+
 def test_a_recipe_is_still_run_by_its_name(file: Path) -> None:
     assert run(file, "--dry-run").exit_code == 0
     assert run("--dry-run", file).exit_code == 0
