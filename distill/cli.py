@@ -209,7 +209,10 @@ def _run(recipe: "Recipe", as_json: bool) -> None:
     _show_losses(result)
     if result.evaluation:
         _show_evaluation(result.evaluation)
-    show_text(f"Wrote {result.output}. Next: kvfold eval {result.output} --text FILE")
+    done = f"Wrote {result.output}"
+    if not result.is_new:
+        done = f"Nothing was trained or written: {result.output} is complete already, and this is its result"
+    show_text(f"{done}. Next: kvfold eval {result.output} --text FILE")
 
 
 def _show_losses(result: "TrainingResult") -> None:

@@ -76,14 +76,15 @@ def distill(recipe: Recipe) -> TrainingResult:
     output = recipe.output_directory
     partial = recipe.working_directory
     with interruptible(signals), listening() as heard:
-        record = find_result(recipe, output, partial)
-        if record is None:
+        found = find_result(recipe, output, partial)
+        if found is None:
             student, teacher = find_models(recipe, output)
             accelerator = _open_processes(recipe)
             record = _distill(RunContext(recipe, accelerator, student, teacher, partial, signals), output)
         else:
             _tidy_up(_open_processes(recipe), output, partial)
-        return TrainingResult.from_record(output, record, tuple(heard.notices))
+            record = found
+        return TrainingResult.from_record(output, record, tuple(heard.notices), is_new=found is None)
 
 
 def _open_processes(recipe: Recipe) -> Accelerator:

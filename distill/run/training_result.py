@@ -24,6 +24,7 @@ class TrainingResult:
             if the recipe evaluates nothing.
         notices: sentences on what may surprise the reader, given while this process ran.
         record: everything above as it is stored in the output's kvfold.json.
+        is_new: whether this process trained; False where the output was complete already.
     """
 
     output: Path
@@ -35,10 +36,11 @@ class TrainingResult:
     evaluation: dict[str, Any] | None
     notices: tuple[str, ...]
     record: dict[str, Any]
+    is_new: bool = True
 
     @classmethod
     def from_record(
-        cls, output: Path, record: dict[str, Any], notices: tuple[str, ...] = ()
+        cls, output: Path, record: dict[str, Any], notices: tuple[str, ...] = (), *, is_new: bool = True
     ) -> "TrainingResult":
         """Return the result of a run from its record: `student`, `teacher`, `models`, `steps`, and so on."""
         return cls(
@@ -51,6 +53,7 @@ class TrainingResult:
             evaluation=record.get("evaluation"),
             notices=notices,
             record=record,
+            is_new=is_new,
         )
 
     @property

@@ -134,6 +134,9 @@ def test_a_run_that_was_killed_when_its_output_stood_has_ended(
         assert (result.exit_code, "out is already complete for this recipe" in result.stderr) == (0, True)
         assert json.loads(result.stdout)["stages"][0]["steps"] == 2
         assert not partial.exists()
+    shown = CliRunner().invoke(main, [str(file)]).stdout
+    assert "Nothing was trained or written" in shown
+    assert "Wrote" not in shown
     assert (tmp_path / "out" / "model.safetensors").stat() == before
     other = CliRunner().invoke(main, [str(file), "--set", f"teacher={student}"])
     assert (other.exit_code, "out exists and nothing is overwritten" in other.stderr) == (2, True)
