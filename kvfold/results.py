@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from .core.errors import InvalidInput
 from .core.grid import Grid, Tabular
 from .core.units import show_bytes, show_kinds
 
@@ -124,9 +126,20 @@ class TrainingRun(Tabular):
         return Grid(title, LOSS_COLUMNS, loss_rows(self.stages))
 
 
+class NoSuchNumber(InvalidInput, KeyError):
+    """An error in the path of a number: a report has no number there."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])  # KeyError would put the sentence in quotes
+
+
 @dataclass(frozen=True, kw_only=True)
-class Measurements(Tabular):
-    """An evaluation.
+class Measurements(Tabular, Mapping[str, "float | None"]):
+    """An evaluation, and a mapping of its numbers.
+
+    Its keys are the short names of `kvfold eval --assert` (`kl.mean`, `ppl`, `cache.ratio`) whose suite was
+    run, so that `dict(found)` has the numbers that matter most. `found[path]`, `found.get(path)` and
+    `path in found` also take any longer path of the report, such as `ppl.student.perplexity`.
 
     Attributes:
         report: everything that was measured, as plain values; what `kvfold eval --json` prints.
@@ -146,11 +159,27 @@ class Measurements(Tabular):
                 `ppl.student.perplexity`.
 
         Raises:
-            InvalidInput: the path leads nowhere, or not to a number.
+            NoSuchNumber: the path leads nowhere, or not to a number; a KeyError and an InvalidInput.
         """
         from .eval.assertions import look_up
 
-        return look_up(path, self.report)
+        if not isinstance(path, str):
+            raise NoSuchNumber(f"{path!r} is not the path of a number; give a text such as 'kl.mean'")
+        try:
+            return look_up(path, self.report)
+        except InvalidInput as mistake:
+            raise NoSuchNumber(str(mistake)) from None
+
+    def __iter__(self) -> Iterator[str]:
+        from .eval.assertions import ALIASES
+
+        return (name for name in ALIASES if name in self)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __bool__(self) -> bool:
+        return True  # also where no suite with a short name was run
 
     def grid(self) -> Grid:
         """Return the numbers that matter most, a column for each model."""

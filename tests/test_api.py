@@ -133,6 +133,16 @@ def test_measurements_have_paths(folded: Folded) -> None:
         _ = found["ppl"]
     with pytest.raises(kvfold.InvalidInput, match=r"suites.fidelity.kl is not a number"):
         _ = found["fidelity.kl"]
+    numbers = dict(found)
+    assert list(numbers) == list(found) == list(found.keys())
+    assert {"kl.mean", "top1", "cache.ratio"} <= numbers.keys()
+    assert numbers["cache.ratio"] == found.get("cache.ratio") == found["cache.ratio"]
+    assert "cache.student.elements_per_token_per_layer" in found
+    assert "ppl" not in found
+    assert found.get("ppl") is None
+    assert 0 not in found
+    with pytest.raises(KeyError, match=r"^0 is not the path of a number; give a text such as 'kl.mean'$"):
+        _ = found[0]  # type: ignore[index]
 
 
 def test_a_model_in_memory() -> None:
