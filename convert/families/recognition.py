@@ -1,5 +1,6 @@
 """The family of a checkpoint, the meaning of its config.json, and obstacles to a latent cache."""
 
+import difflib
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -55,6 +56,7 @@ _SAME_AS = {
 _INNER = ("text_config", "decoder", "generator", "text_encoder")
 BEHIND_ROTATION = "it normalises queries and keys after rotation"
 UNLIKE = "its layers differ in the width of their heads"
+_SEE = "see `kvfold families` for those that kvfold folds"
 _LATENT = {"deepseek_v2", "deepseek_v3", "youtu", "minicpm3"}
 
 
@@ -65,11 +67,12 @@ def family_of(config: Mapping[str, Any]) -> Family:
         InvalidInput: an encoder, latent attention already, another head than a language model's, a family
             that kvfold does not know, or a variant of one that it does not fold.
     """
-    kind = str(config.get("model_type"))
-    known = ", ".join(sorted(FAMILIES))
+    if config.get("model_type") is None:
+        raise InvalidInput(f"config.json has no model_type; {_SEE}")
+    kind = str(config["model_type"])
     if kind in _ENCODERS or config.get("is_encoder_decoder"):
         raise InvalidInput(
-            f"model_type {kind} is an encoder model, which kvfold cannot fold; it folds decoders: {known}"
+            f"model_type {kind} is an encoder model, which kvfold cannot fold; it folds decoders: {_SEE}"
         )
     if is_multimodal(config):
         raise InvalidInput(
@@ -78,16 +81,18 @@ def family_of(config: Mapping[str, Any]) -> Family:
             "--text-only`"
         )
     if kind in _LATENT:
-        raise InvalidInput(f"model_type {kind} already has latent attention; kvfold folds {known}")
+        raise InvalidInput(f"model_type {kind} already has latent attention; {_SEE}")
     if kind in UNFOLDED:
-        raise InvalidInput(f"model_type {kind} cannot be folded: {UNFOLDED[kind]}; kvfold folds {known}")
+        raise InvalidInput(f"model_type {kind} cannot be folded: {UNFOLDED[kind]}; {_SEE}")
     if kind not in FAMILIES and "text_config" in config:
         raise InvalidInput(
             f"model_type {kind} has a text_config, but no vision_config or audio_config; kvfold folds the "
             "text tower of a model that has one of them, so correct config.json, or name another checkpoint"
         )
     if kind not in FAMILIES:
-        raise InvalidInput(f"model_type {kind!r} is unknown; kvfold folds {known}")
+        near = difflib.get_close_matches(kind, FAMILIES, n=1)
+        meant = f"did you mean {near[0]!r}? Otherwise " if near else ""
+        raise InvalidInput(f"model_type {shorten(kind)} is unknown; {meant}{_SEE}")
     family = FAMILIES[kind]
     if inner := [name for name in _INNER if config.get(name) is not None]:
         raise InvalidInput(

@@ -154,8 +154,14 @@ CASES: dict[str, tuple[Callable[[Path], None], tuple[str, ...], str]] = {
     "unknown family": (
         config_with(model_type="mamba"),
         MLA,
-        "cannot be folded: it has no attention; kvfold folds ",
+        "cannot be folded: it has no attention; see `kvfold families`",
     ),
+    "misspelt family": (
+        config_with(model_type="lama"),
+        MLA,
+        "model_type 'lama' is unknown; did you mean 'llama'? Otherwise see `kvfold families`",
+    ),
+    "no family": (config_with(model_type=None), MLA, "config.json has no model_type; see `kvfold families`"),
     "encoder": (config_with(model_type="bert"), MLA, "is an encoder model"),
     "latent already": (config_with(model_type="deepseek_v3"), MLA, "already has latent attention"),
     "quantised": (
