@@ -52,11 +52,10 @@ def settle_norm(plan: Plan) -> Plan:
             f"the latent's norm is linear, because a fitted one would cost more than {NATS} nats and "
             f"{SHARE:.0%} of the loss: {costs}",
         )
-    return replace(
-        plan,
-        latent_norm="fitted",
-        notices=(*plan.notices, f"the latent's norm is fitted: {costs}, before refinement"),
-    )
+    told = [f"the latent's norm is fitted: {costs}, before refinement"]
+    if f"{linear:.4f}" == f"{fitted:.4f}":  # it costs nothing that could be said
+        told = []
+    return replace(plan, latent_norm="fitted", notices=(*plan.notices, *told))
 
 
 def measure_norms(plan: Plan) -> tuple[float, float] | None:

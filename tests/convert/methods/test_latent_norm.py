@@ -318,6 +318,19 @@ def test_the_choice_is_recorded_and_said(tmp_path: Path) -> None:
     assert "latent's norm" not in said["linear"]
 
 
+@pytest.mark.parametrize(("fitted", "is_said"), [(0.00003, False), (0.0002, True)])
+def test_a_fitted_norm_that_costs_nothing_is_not_mentioned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fitted: float, is_said: bool
+) -> None:
+    """Its loss is mentioned where four decimals show a difference."""
+    place = "kvfold.convert.decide.measured.norm_choice.measure_norms"
+    monkeypatch.setattr(place, lambda plan: (0.00001, fitted))
+    source = make(tmp_path / "source", num_hidden_layers=1)
+    output = convert(source, tmp_path / "out", *FOLD, "--kv-budget", "25%", "--latent-norm", "auto")
+    assert json.loads((tmp_path / "out" / "kvfold.json").read_text())["latent_norm"] == "fitted"
+    assert ("the latent's norm is fitted: it raises the loss" in output) == is_said
+
+
 def test_a_bound_that_is_missed_gives_a_linear_norm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvfold.convert.decide.measured.norm_choice.NATS", -1e9)
     monkeypatch.setattr("kvfold.convert.decide.measured.norm_choice.SHARE", -1e9)
