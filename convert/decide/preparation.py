@@ -10,6 +10,7 @@ from ...core.console import notice
 from ...core.errors import InvalidInput
 from ...core.hub import resolve
 from ...core.processes import together
+from ...texts.calibration_name import names_statistics
 from ..algebra.subspaces import decomposing
 from ..algebra.target import GroupedTarget, query_rank
 from ..calibration.reach import default_length
@@ -74,7 +75,8 @@ def prepare(request: FoldRequest, *, dry_run: bool = False, source: Source | Non
         if Path(calibration).exists():
             calibration = str(Path(calibration).resolve())  # the record is read from other directories too
         plan = replace(plan, request=plan.request.model_copy(update={"calibration": calibration}))
-    plan = replace(plan, notices=(*plan.notices, *_context_notices(plan)))
+    told = [*_statistics_notices(request, plan), *_context_notices(plan), *_size_notices(plan)]
+    plan = replace(plan, notices=(*plan.notices, *told))
     return PreparedFold(plan=plan, out=request.out or Path(output_name(request.model, plan.target.to_dict())))
 
 
@@ -95,6 +97,37 @@ def _context_notices(plan: Plan) -> list[str]:
         length = plan.statistics.layers[0].input_BTD.shape[1]
     told = context_notice(source, context, length)
     return [] if told is None else [told]
+
+
+def _statistics_notices(request: FoldRequest, plan: Plan) -> list[str]:
+    """Return a sentence where options that the user gave have no effect on statistics saved earlier."""
+    statistics = plan.statistics
+    if statistics is None or request.calibration is None or not names_statistics(request.calibration):
+        return []
+    length = statistics.layers[0].input_BTD.shape[1]
+    found = {"sequences": statistics.tokens // length, "length": length, "seed": statistics.seed}
+    asked = {name: getattr(request, name) for name in found if name in request.model_fields_set}
+    if asked.get("length") is not None:
+        asked["length"] = min(asked["length"], plan.source.positions)  # as where the statistics were taken
+    unread = [name for name, value in asked.items() if value is not None and value != found[name]]
+    if not unread:
+        return []
+    options = ", ".join(f"--{name} {getattr(request, name)}" for name in unread)
+    return [
+        f"{options} {'has' if len(unread) == 1 else 'have'} no effect: the statistics in {request.calibration} "
+        f"are of {found['sequences']} sequences of {length} tokens by seed {statistics.seed}"
+    ]
+
+
+def _size_notices(plan: Plan) -> list[str]:
+    """Return a sentence where a fold keeps all key/value heads."""
+    heads = plan.target.num_key_value_heads if isinstance(plan.target, GroupedTarget) else None
+    if heads is None or heads != plan.source.geometry.num_key_value_heads:
+        return []
+    return [
+        f"the output has {heads} key/value heads, as many as the source, so its cache is not smaller; fewer "
+        "--kv-heads make it smaller"
+    ]
 
 
 def _check_statistics_place(request: FoldRequest, source: Path) -> None:

@@ -129,6 +129,24 @@ def test_saved_statistics_give_the_same_bytes(tmp_path: Path) -> None:
     assert math.isfinite(loss)
 
 
+def test_options_of_the_text_have_no_effect_on_saved_statistics(tmp_path: Path) -> None:
+    """A sentence names those that differ, and what the file holds."""
+    source, file, out = make(tmp_path / "source"), tmp_path / "statistics.safetensors", tmp_path / "out"
+    taken = ("--rank", "9", "--refine", "0", "--sequences", "4", "--length", "16")
+    assert convert(source, *taken, "--save-statistics", str(file), out=tmp_path / "one").exit_code == 0
+    saved = ("--rank", "9", "--calibration", str(file), "--length", "16", "--dry-run")
+    for options, sentence in (
+        ((), None),
+        (("--sequences", "4", "--seed", "0"), None),
+        (("--sequences", "12", "--seed", "3"), "--sequences 12, --seed 3 have no effect: the statistics in "),
+        (("--length", "64"), "--length 64 has no effect: the statistics in "),
+    ):
+        notices = json.loads(convert(source, *saved, *options, out=out).stdout)["notices"]
+        found = [text for text in notices if " no effect" in text]
+        held = f"{file} are of 4 sequences of 16 tokens by seed 0"
+        assert found == ([] if sentence is None else [sentence + held])
+
+
 def test_calibration_on_a_text_file(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("\n".join(read_text("stdlib").documents)[:200_000])

@@ -295,6 +295,14 @@ def test_dry_run_writes_nothing_and_says_what_would_be(tmp_path: Path) -> None:
     assert plan["output_bytes"] == sum(t.nbytes for t in weights(out).values())
 
 
+def test_a_fold_that_keeps_all_heads_says_that_it_saves_nothing(tmp_path: Path) -> None:
+    source = make(tmp_path / "source")
+    for heads, count in (("8", 1), ("4", 0)):
+        plan = convert(source, "--to", "gqa", "--kv-heads", heads, "--dry-run", "--json")
+        notices = json.loads(plan.stdout)["notices"]
+        assert sum("as many as the source, so its cache is not smaller" in text for text in notices) == count
+
+
 def test_json_is_one_object(tmp_path: Path) -> None:
     source = make(tmp_path / "source")
     result = convert(source, *GQA, "--json")
