@@ -100,9 +100,9 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
     metavar="self|none|stdlib|FILE|DATASET|self+FILE",
     help="Text on which the loss of a fold is predicted and measured: `self` (default), text that the model "
     "writes; `none`, weights alone; `stdlib`, the source text of Python's standard library without what "
-    "`kvfold eval --text stdlib` reads; a text (.txt, .jsonl, .json, .parquet, also compressed, or a "
-    "directory of them); a data set, org/name[:config[:split[:field]]]; half of each, as in self+FILE; or "
-    "saved statistics (.safetensors).",
+    "`kvfold eval --text stdlib` reads; a text (UTF-8 of any suffix, or .txt, .jsonl, .json, .parquet, "
+    "also compressed, or a directory of these); a data set, org/name[:config[:split[:field]]]; half of each, "
+    "as in self+FILE; or saved statistics (.safetensors).",
 )
 @click.option(
     "--layerwise/--no-layerwise",

@@ -113,9 +113,10 @@ def _statistics_notices(request: FoldRequest, plan: Plan) -> list[str]:
     if not unread:
         return []
     options = ", ".join(f"--{name} {getattr(request, name)}" for name in unread)
+    verb = "has" if len(unread) == 1 else "have"
     return [
-        f"{options} {'has' if len(unread) == 1 else 'have'} no effect: the statistics in {request.calibration} "
-        f"are of {found['sequences']} sequences of {length} tokens by seed {statistics.seed}"
+        f"{options} {verb} no effect: the statistics in {request.calibration} are of "
+        f"{found['sequences']} sequences of {length} tokens by seed {statistics.seed}"
     ]
 
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from ...core.errors import InvalidInput
 from ...models.causal_lm import Described
 from ...texts.sources import check_text, first_rows, local_files
-from ...texts.text_files import is_plain_text
+from ...texts.text_files import compression, is_plain_text
 from ..recipe.data_section import SELF, Data, TextSource
 from ..recipe.recipe import Recipe
 from .chat import Refused, check_template, conversation, messages_of
@@ -129,7 +129,7 @@ def take_sample(source: TextSource) -> SourceSample | None:
 
 def _begin(file: Path, source: TextSource, key: str) -> tuple[list[Any], float | None]:
     """Return the first values of a field in a file, and the proportion of the file that they are."""
-    if is_plain_text(file) and file.suffix == ".txt":  # it is one document, however large
+    if is_plain_text(file) and not compression(file):  # it is one document, however large
         return _begin_text(file, source, key)
     documents = replace(source.documents, place=str(file))
     rows = first_rows(documents, _DOCUMENTS)

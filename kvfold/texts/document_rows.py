@@ -24,7 +24,7 @@ from ..core.errors import InvalidInput
 from ..core.untrusted import parse_json, printable
 from . import text_files
 from .standard_library import stdlib_documents
-from .text_files import builder_of, compression, find_files
+from .text_files import builder_of, compression, find_files, is_plain_text
 
 BATCH = 64  # documents read at once
 SHUFFLE_BUFFER = 2000  # documents, from which the next one is drawn; all of the standard library's
@@ -138,7 +138,8 @@ def _request(source: DocumentSource, seed: int | None, batch: int) -> RowsReques
     files = find_files(source.place, source.option)
     if not files:
         return RowsRequest(source.place, source.config, (), source.split, seed, batch, least)
-    return RowsRequest(str(builder_of(files[0])), None, tuple(map(str, files)), "train", seed, batch, least)
+    builder = builder_of(files[0]) or "text"
+    return RowsRequest(builder, None, tuple(map(str, files)), "train", seed, batch, least)
 
 
 def open_rows(request: RowsRequest) -> Iterator[Mapping[str, Any]]:
@@ -248,7 +249,7 @@ def _is_harmless(file: Path) -> bool:
     """Return True for a file that no reader crashes on: plain text, or JSON objects that nest little."""
     if compression(file):
         return False
-    if builder_of(file) == "text":
+    if is_plain_text(file):
         return True
     if builder_of(file) != "json" or file.stat().st_size > _CHECKED:
         return False

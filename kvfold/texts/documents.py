@@ -14,10 +14,9 @@ from ..core.errors import InvalidInput
 from ..core.untrusted import is_text, parse_json, printable
 from .calibration_name import parts
 from .document_rows import DocumentSource, read_batches
-from .text_files import can_open, compression, exists, find_files, is_data_set, kind, open_text
+from .text_files import can_open, compression, exists, find_files, is_data_set, is_plain_text, kind, open_text
 
 _BLOCK = 16  # characters of a plain text, for each token of a sequence, that are tokenised at once
-_PLAIN = {".txt", ".jsonl"}
 _LARGEST = 2**32  # bytes of a plain text, which is read whole
 _OPTION = "--calibration"
 _DATA_SET_PARTS = 4  # org/name, configuration, split, field
@@ -53,9 +52,9 @@ def read_sequences(text: str | Path, tokenizer: Any, *, sequences: int, length: 
     """Read windows of a text as token ids.
 
     Args:
-        text: as for `check_calibration`. Of a .txt or .jsonl file (also .gz, .xz, .bz2) blocks or documents
-            are taken from anywhere. Of anything else they are drawn from a buffer that starts at the
-            beginning. Documents are in the field `text`.
+        text: as for `check_calibration`. Of a plain text or a .jsonl file (also .gz, .xz, .bz2) blocks or
+            documents are taken from anywhere. Of anything else they are drawn from a buffer that starts at
+            the beginning. Documents are in the field `text`.
         tokenizer: that of the source.
         sequences: the number of windows.
         length: tokens per window.
@@ -94,7 +93,8 @@ def _documents(text: str, block: int, seed: int) -> Iterable[str]:
     """Return documents in an order of the seed; a plain text is cut into blocks of so many characters."""
     check_calibration(text)
     file = Path(text)
-    if file.is_file() and kind(file) in _PLAIN and can_open(file):
+    is_read_whole = is_plain_text(file) or kind(file) == ".jsonl"
+    if text != "stdlib" and file.is_file() and is_read_whole and can_open(file):
         documents = _read_whole(file, block)
         order = torch.randperm(len(documents), generator=torch.Generator().manual_seed(seed)).tolist()
         return (documents[index] for index in order)
@@ -102,7 +102,7 @@ def _documents(text: str, block: int, seed: int) -> Iterable[str]:
 
 
 def _read_whole(file: Path, block: int) -> list[str]:
-    """Return all documents of a .jsonl file, or all blocks of a .txt file."""
+    """Return all documents of a .jsonl file, or all blocks of a plain text."""
     name = printable(file)
     documents: list[str] = []
     if not compression(file) and file.stat().st_size > _LARGEST:
@@ -112,7 +112,7 @@ def _read_whole(file: Path, block: int) -> list[str]:
         )
     try:
         with open_text(file) as stream:
-            if kind(file) == ".txt":
+            if is_plain_text(file):
                 text = stream.read()
                 return [text[at : at + block] for at in range(0, len(text), block)]
             for number, line in enumerate(stream, 1):

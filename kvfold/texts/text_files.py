@@ -1,10 +1,12 @@
 """Files of texts: their kinds and compressions, the files that a name stands for, and bounded decompression.
 
-Only regular files are read. Of a directory, only those that resolve inside it, or to the blobs of the Hub's
-cache.
+A file that is named itself may have any suffix: it is plain text if it is UTF-8. Of directories and globs
+only files of known kinds are taken. Only regular files are read. Of a directory, only those that resolve
+inside it, or to the blobs of the Hub's cache.
 """
 
 import bz2
+import codecs
 import glob
 import gzip
 import io
@@ -23,6 +25,7 @@ _COMPRESSIONS = {*_DECOMPRESSORS, ".zst"}
 # A compressed file may expand to the larger of the two. Prose shrinks to a fifth, logs to a thirtieth.
 LEAST_EXPANSION = 2**28  # bytes
 EXPANSION = 100  # times the compressed size
+_BEGINNING = 2**16  # bytes of a file of another suffix, by which text is recognised
 
 
 def compression(file: Path) -> str:
@@ -97,8 +100,10 @@ def _look_up(name: str, called: str) -> list[Path]:
                 f"{called} is a directory that holds no file of a known kind; name one of {KINDS}"
             )
     elif path.is_file():
-        if not builder_of(path):
-            raise InvalidInput(f"{called} is of no known kind; name a file of {KINDS}")
+        if not builder_of(path) and not _begins_as_text(path):
+            raise InvalidInput(
+                f"{called} is of no known kind and no UTF-8 text; name a UTF-8 text file, or one of {KINDS}"
+            )
         found = [path]
     else:
         matches = (Path(file) for file in glob.glob(str(path), recursive=True))
@@ -108,6 +113,17 @@ def _look_up(name: str, called: str) -> list[Path]:
         if not found:
             raise InvalidInput(f"{called} is neither a file of {KINDS} here nor an org/name on the Hub")
     return found
+
+
+def _begins_as_text(file: Path) -> bool:
+    """Return True if the beginning of a file is UTF-8 without null characters, as no binary format's is."""
+    with file.open("rb") as stream:
+        beginning = stream.read(_BEGINNING)
+    try:
+        codecs.getincrementaldecoder("utf-8")().decode(beginning)  # it may end within a character
+    except UnicodeDecodeError:
+        return False
+    return b"\0" not in beginning
 
 
 def _is_inside(file: Path, directory: Path) -> bool:

@@ -14,7 +14,9 @@ import torch
 from kvfold.core.errors import InvalidInput
 from kvfold.models.causal_lm import load_model, load_tokenizer
 from kvfold.texts import document_rows
+from kvfold.texts.document_rows import DocumentSource
 from kvfold.texts.documents import check_calibration, read_sequences
+from kvfold.texts.sources import read_texts
 
 from ..support.tiny import make
 from ..support.tokenizers import characters
@@ -101,19 +103,36 @@ def test_every_kind_of_file_holds_the_same(tmp_path: Path) -> None:
         assert torch.equal(windows, read_sequences(tmp_path / name, tokenizer, **{**TAKEN, "sequences": 8}))
 
 
+def test_a_plain_text_may_have_any_suffix(tmp_path: Path) -> None:
+    """As for `eval --text`, it is read like a .txt file, for calibration and for training."""
+    content = "".join(letter * 9 for letter in "abcdefgh")
+    found = []
+    for name in ("a.txt", "README.md", "NOTICE"):
+        (tmp_path / name).write_text(content, encoding="utf-8")
+        check_calibration(str(tmp_path / name))
+        found.append(read_sequences(tmp_path / name, characters(), **TAKEN))
+        assert list(read_texts(DocumentSource(str(tmp_path / name)), 0)) == [[content]]
+    assert all(torch.equal(windows, found[0]) for windows in found)
+    (tmp_path / "long.md").write_text("\N{SNOWMAN}" * 2**15, encoding="utf-8")
+    check_calibration(str(tmp_path / "long.md"))
+
+
 def test_what_is_no_text(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "mixed").mkdir()
     (tmp_path / "mixed" / "a.txt").write_text("a")
     (tmp_path / "mixed" / "a.jsonl").write_text('{"text": "a"}\n')
-    (tmp_path / "table.csv").write_text("text\na\n")
+    (tmp_path / "page.pdf").write_bytes(b"%PDF-1.7\n\xe2\xe3")
+    (tmp_path / "weights.md").write_bytes(b"text\0")
+    (tmp_path / "late.md").write_bytes(b"text" * 2**15 + b"\xff")
     (tmp_path / "number.jsonl").write_text('{"text": 1}\n')
     (tmp_path / "other.json").write_text('{"content": "a"}\n')
     (tmp_path / "broken.parquet").write_bytes(b"PAR1")
     for name, reason in {
         "empty": "holds no file of a known kind",
         "mixed": "holds files of several kinds",
-        "table.csv": "is of no known kind",
+        "page.pdf": "is of no known kind and no UTF-8 text; name a UTF-8 text file, or one of",
+        "weights.md": "is of no known kind and no UTF-8 text",
         "absent.txt": "is not none, self, stdlib, a file",
         "a/b/c": "is not none, self, stdlib, a file",
     }.items():
@@ -123,6 +142,7 @@ def test_what_is_no_text(tmp_path: Path) -> None:
         "number.jsonl": 'line 1 holds no text in its field "text"',
         "other.json": "has no field 'text'; its documents' field can be content",
         "broken.parquet": "cannot be read",
+        "late.md": "is not UTF-8 text",
         "empty": "holds no file of a known kind",
     }.items():
         with pytest.raises(InvalidInput, match=reason):

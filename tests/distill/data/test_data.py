@@ -239,7 +239,7 @@ def test_mistakes_about_data_are_named(tmp_path: Path, student: Path, text: Path
     tokenizer = AutoTokenizer.from_pretrained(student)
     (tmp_path / "a.jsonl").write_text('{"body": "text", "n": 3}\n')
     (tmp_path / "bad.jsonl").write_text('{"text": "a"\n{"text')
-    (tmp_path / "a.pdf").write_text("x")
+    (tmp_path / "a.pdf").write_bytes(b"%PDF-1.7\n\0\xff")
     noise = "".join(random.Random(0).choices("abcdefgh", k=4000))
     for name, compress in (("xz", lzma.compress), ("gz", gzip.compress), ("bz2", bz2.compress)):
         whole = compress(json.dumps({"text": noise}).encode())
