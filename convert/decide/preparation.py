@@ -10,12 +10,14 @@ from ...core.console import notice
 from ...core.errors import InvalidInput
 from ...core.hub import resolve
 from ...core.processes import together
+from ...core.untrusted import shorten
 from ...texts.calibration_name import names_statistics
 from ..algebra.subspaces import decomposing
 from ..algebra.target import GroupedTarget, query_rank
 from ..calibration.reach import default_length
 from ..calibration.study import study
 from ..calibration.text_length import context_notice
+from ..families.config_fields import known_ids
 from ..families.source import Source
 from ..methods.table import check_calibrated, reads_statistics
 from ..request import FoldRequest
@@ -76,7 +78,7 @@ def prepare(request: FoldRequest, *, dry_run: bool = False, source: Source | Non
             calibration = str(Path(calibration).resolve())  # the record is read from other directories too
         plan = replace(plan, request=plan.request.model_copy(update={"calibration": calibration}))
     told = [*_statistics_notices(request, plan), *_context_notices(plan), *_size_notices(plan)]
-    plan = replace(plan, notices=(*plan.notices, *told))
+    plan = replace(plan, notices=(*plan.notices, *told, *_id_notices(plan.source)))
     return PreparedFold(plan=plan, out=request.out or Path(output_name(request.model, plan.target.to_dict())))
 
 
@@ -129,6 +131,16 @@ def _size_notices(plan: Plan) -> list[str]:
         f"the output has {heads} key/value heads, as many as the source, so its cache is not smaller; fewer "
         "--kv-heads make it smaller"
     ]
+
+
+def _id_notices(source: Source) -> list[str]:
+    """Return a sentence where config.json names tokens that the source does not have."""
+    named, size = source.checkpoint.config, source.config["vocab_size"]
+    absent = known_ids(named, size)
+    if not absent:
+        return []
+    fields = " and ".join(f"{field} {shorten(named[field])}" for field in absent)
+    return [f"config.json has {fields}, beyond the {size} tokens of the vocabulary; they are taken as absent"]
 
 
 def _check_statistics_place(request: FoldRequest, source: Path) -> None:

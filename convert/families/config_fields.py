@@ -188,6 +188,9 @@ def check_kinds(config: Mapping[str, Any]) -> None:
 def check_ids(config: Mapping[str, Any], vocabulary: int) -> None:
     """Check the token ids in a config.json.
 
+    Ids of the beginning and the end may be beyond the vocabulary: they are the defaults of a class whose
+    vocabulary is larger, and `known_ids` leaves them out. Transformers cannot load such an id of padding.
+
     Args:
         config: as it is on disk.
         vocabulary: the number of embeddings.
@@ -197,13 +200,37 @@ def check_ids(config: Mapping[str, Any], vocabulary: int) -> None:
     """
     for field in _IDS:
         value = config.get(field)
-        ids = value if field == "eos_token_id" and isinstance(value, list) else [value]
-        for one in ids:
+        most = vocabulary - 1 if field == "pad_token_id" else LARGEST
+        for one in _ids_of(config, field):
             # -1 stands for no padding in checkpoints of the first Llama.
             if one is None or (field == "pad_token_id" and _is_whole(one) and one == -1):
                 continue
-            if not _is_whole(one) or not 0 <= one < vocabulary:
+            if not _is_whole(one) or not 0 <= one <= most:
                 raise _wrong(field, value, f"a token id from 0 to {vocabulary - 1}")
+
+
+def known_ids(config: Mapping[str, Any], vocabulary: int) -> dict[str, Any]:
+    """Return the ids of the beginning and the end without those beyond the vocabulary.
+
+    Args:
+        config: a complete one, whose ids were checked.
+        vocabulary: the number of embeddings.
+
+    Returns:
+        The fields that change. One whose ids are all beyond is None.
+    """
+    changed: dict[str, Any] = {}
+    for field in ("bos_token_id", "eos_token_id"):
+        ids = [one for one in _ids_of(config, field) if one is not None]
+        known = [one for one in ids if one < vocabulary]
+        if known != ids:
+            changed[field] = known or None
+    return changed
+
+
+def _ids_of(config: Mapping[str, Any], field: str) -> list[Any]:
+    value = config.get(field)
+    return value if field == "eos_token_id" and isinstance(value, list) else [value]
 
 
 def _check_table(values: Mapping[str, Any], table: Mapping[str, _Check], path: str) -> None:

@@ -18,7 +18,7 @@ from ..algebra.attention import Attention
 from ..algebra.forward import Scoring
 from ..algebra.rotary import FIXED, frequencies, longrope_factor
 from ..algebra.target import Geometry
-from .config_fields import check_fields, check_ids, check_kinds, check_lists
+from .config_fields import check_fields, check_ids, check_kinds, check_lists, known_ids
 from .late_norms import has_late_norms, late_gain, with_late_norms
 from .layers.layer_kinds import reach_of
 from .layers.layer_rotation import check_rotation, fixed_rotation, layer_rope
@@ -347,6 +347,7 @@ def open_source(place: Path | Checkpoint) -> Source:
     if family.mixers is not None:
         check_kinds(config)
     check_ids(checkpoint.config, config["vocab_size"])
+    config |= known_ids(config, config["vocab_size"])
     layers = attending(family, config)
     if family.mixers is None:
         layers = tuple(range(config["num_hidden_layers"]))

@@ -146,7 +146,9 @@ WEIGHTS: dict[str, tuple[Damage, str]] = {
     ),
 }
 FIELDS: dict[str, tuple[Damage, str]] = {
-    "id beyond": (config(eos_token_id=97), "eos_token_id 97, where a token id from 0 to 96"),
+    "padding beyond": (config(pad_token_id=97), "pad_token_id 97, where a token id from 0 to 96"),
+    "id huge": (config(eos_token_id=2**31), "eos_token_id 2147483648, where a token id from 0 to 96"),
+    "id true": (config(bos_token_id=True), "bos_token_id True"),
     "id negative": (config(bos_token_id=-5), "bos_token_id -5"),
     "id in a list": (config(eos_token_id=[1, "a"]), "eos_token_id [1, 'a']"),
     "id no number": (config(pad_token_id=1.5), "pad_token_id 1.5"),

@@ -14,6 +14,7 @@ from click.testing import CliRunner, Result
 
 from kvfold.convert.algebra.rotary import frequencies
 from kvfold.convert.cli import main
+from kvfold.convert.families.source import open_source
 from kvfold.convert.methods.allocation import allocate
 from kvfold.eval.options import Options
 from kvfold.eval.run import evaluate
@@ -145,6 +146,21 @@ def test_options_of_the_text_have_no_effect_on_saved_statistics(tmp_path: Path) 
         found = [text for text in notices if " no effect" in text]
         held = f"{file} are of 4 sequences of 16 tokens by seed 0"
         assert found == ([] if sentence is None else [sentence + held])
+
+
+@pytest.mark.parametrize("family", ["phi3", "smollm3"])
+def test_ids_beyond_the_vocabulary_are_taken_as_absent(tmp_path: Path, family: str) -> None:
+    """A small model of a class has the default ids of its configuration, which is for a larger vocabulary."""
+    source = make(tmp_path / "source", family, bos_token_id=None, eos_token_id=None)
+    config = json.loads((source / "config.json").read_text())
+    config |= {"bos_token_id": 128000, "eos_token_id": [2, 128001]}
+    (source / "config.json").write_text(json.dumps(config))
+    taken = ("--rank", "9", "--refine", "0", "--sequences", "2", "--length", "12", "--calibration", "self")
+    result = convert(source, *taken, out=tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    said = "config.json has bos_token_id 128000 and eos_token_id [2, 128001], beyond the 97 tokens of the vocabulary"
+    assert any(text.startswith(said) for text in json.loads(result.stdout)["notices"])
+    assert open_source(source).config["eos_token_id"] == [2]
 
 
 def test_calibration_on_a_text_file(tmp_path: Path) -> None:
