@@ -18,7 +18,8 @@ class Effort:
         passes: whether steps take all sequences once before they take any again.
         solve: whether the output projection is solved for on the calibration text.
         draws: by which the weights of tokens' lengths in a latent norm are estimated.
-        widths: whether rotary widths next to the one that is predicted to lose least are measured.
+        widths: whether rotary widths next to the one that is predicted to lose least, or engines' tables of
+            slots, are measured.
     """
 
     sequences: int

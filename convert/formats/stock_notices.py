@@ -39,9 +39,7 @@ def brought_to_profile(source: Source, target: LatentTarget, served: Served) -> 
         )
     kind = rope_parameters(source.config)["rope_type"]
     if kind != "default":
-        notices.append(
-            f"rope_type {kind} becomes the default table; each pair takes the slot with the nearest frequency"
-        )
+        notices.append(f"rope_type {kind} becomes a default table; pairs take slots of a near frequency")
     if source.biased:
         notices.append(
             "biases of queries, keys and values go into their weights, as the linear function of a layer's "

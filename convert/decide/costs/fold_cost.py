@@ -49,6 +49,7 @@ _OPTIMISED = 3e5  # small operations as long as importing what torch's optimizer
 _ROUNDED = 65  # of the search for a rounded length
 _GROUPED = 4  # orders of the heads that are measured
 _WIDTHS = 11  # rotary widths that a budget is divided among
+_TABLES = 4  # for engines, that are predicted and measured
 _NEIGHBOURS = 4  # of them that are measured, or three and intact rotation
 
 
@@ -265,16 +266,19 @@ def _rounded(plan: Plan, shapes: Shapes, rates: Rates) -> float:
 
 
 def _division(plan: Plan, shapes: Shapes, rates: Rates, jobs: int) -> float:
-    """Return the seconds in which a budget is divided among slots and latent, with `jobs` layers at once."""
+    """Return the seconds in which slots are chosen, and a budget is divided, with `jobs` layers at once."""
     request = plan.request
-    if not isinstance(plan.target, LatentTarget) or request.kv_budget is None or request.rope_dim is not None:
+    if not isinstance(plan.target, LatentTarget) or plan.target.slots == "source":
         return 0.0
     side = min(shapes.hidden, 2 * shapes.key_heads * shapes.width)
-    predicted = shapes.layers * _WIDTHS * (side**3 / rates.decomposition + 6 * side**3 / rates.double)
-    if not plan.effort.widths or plan.container.profile is not None:
-        return predicted
+    predicted = shapes.layers * (side**3 / rates.decomposition + 6 * side**3 / rates.double)
     each = _closed(plan, shapes, rates) + measured(plan, shapes, rates)
-    return predicted + _NEIGHBOURS * _turns(width_choice.LAYERS, shapes, jobs) * each
+    each *= _turns(width_choice.LAYERS, shapes, jobs) * plan.effort.widths
+    if plan.container.profile is not None:
+        return _TABLES * (predicted + each)
+    if request.kv_budget is None or request.rope_dim is not None:
+        return 0.0
+    return _WIDTHS * predicted + _NEIGHBOURS * each
 
 
 def _turns(layers: int, shapes: Shapes, jobs: int) -> int:
