@@ -110,7 +110,7 @@ def test_what_is_made_of_an_earlier_output_gets_this_versions_code(earlier: Path
 def test_from_python(earlier: Path, made: Path, tmp_path: Path) -> None:
     before = (earlier / ATTENTION).read_bytes()
     assert kvfold.verify(earlier, run=False).failures
-    with pytest.raises(kvfold.InvalidInput, match=r"is for --engine llama\.cpp"):
+    with pytest.raises(kvfold.InvalidInput, match=r"is for engines llama\.cpp"):
         kvfold.verify(earlier, run=False, llama_cpp=tmp_path, renew_code=True)
     assert (earlier / ATTENTION).read_bytes() == before
     assert kvfold.verify(earlier, run=False, renew_code=True).failures == []

@@ -201,7 +201,7 @@ def test_a_length_that_is_named_stays_and_is_reported(tmp_path: Path, broken: Pa
     record = read_record(folded.directory)
     assert record is not None
     assert record["calibration"]["length"] == 200
-    assert any("leave out --length 200" in notice for notice in folded.notices)
+    assert any("leave out length 200" in notice for notice in folded.notices)
 
 
 def test_a_sound_source_is_read_whole(tmp_path: Path) -> None:
