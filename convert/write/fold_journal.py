@@ -18,6 +18,7 @@ from ...checkpoints.directory import SIDE_FILES
 from ...checkpoints.quantised.schemes import MODELOPT_FILE
 from ...checkpoints.record import FILE as RECORD
 from ...checkpoints.shards import INDEX
+from ...core.console import notice
 from ...core.errors import InvalidInput
 from ...core.files import locked, remove_own, replace_text
 from ...core.untrusted import LIMIT_BYTES, parse_json, shorten
@@ -99,8 +100,8 @@ def first_journal(partial: Path, fingerprint: str, asked: Mapping[str, Any]) -> 
         The open journal.
 
     Raises:
-        InvalidInput: another run is writing there, or the directory holds finished layers of another plan, or
-            a file that kvfold did not write.
+        InvalidInput: another run is writing there, or it holds finished layers with other options, or a
+            file that kvfold did not write.
     """
     _check_claimable(partial)
     partial.mkdir(parents=True, exist_ok=True)
@@ -202,7 +203,7 @@ def _merge(partial: Path, fingerprint: str, asked: Mapping[str, Any]) -> dict[st
     """Return the units of all journals of an earlier run; None if that of rank 0 is of no use.
 
     Raises:
-        InvalidInput: another run is at work, or an earlier one finished layers of another plan.
+        InvalidInput: another run is at work, or an earlier one finished layers with other options.
     """
     first = _read(partial / JOURNAL)
     found = [first]
@@ -215,10 +216,16 @@ def _merge(partial: Path, fingerprint: str, asked: Mapping[str, Any]) -> dict[st
     layers = {name for journal in strangers for name in journal.done if name.startswith("layer ")}
     if layers:
         count = "1 finished layer" if len(layers) == 1 else f"{len(layers)} finished layers"
-        told = _difference(strangers[0].asked, asked)
+        before = strangers[0].asked
+        if before == dict(asked):  # nothing that the user could give otherwise makes use of them
+            notice(
+                f"the fold starts over: {partial} held {count} of other source files, or by other statistics "
+                "(of another text, device or number of threads)"
+            )
+            return None
         raise InvalidInput(
-            f"{partial} holds {count} of a fold {told}; give the command as it was to resume it, name "
-            "another --out, or remove that directory"
+            f"{partial} holds {count} of a fold {_difference(before, asked)}; give the command as it was to "
+            "resume it, name another --out, or remove that directory"
         )
     if first is None or first.fingerprint != fingerprint:
         return None
@@ -230,8 +237,6 @@ def _difference(before: Mapping[str, Any], asked: Mapping[str, Any]) -> str:
     changed = [name for name in {**asked, **before} if before.get(name) != asked.get(name)]
     if not before:
         return "with other options or of another source"
-    if not changed:  # the source's files, a text, or the rounding of sums in another order
-        return "of other source files, or by other statistics (of another text, device or number of threads)"
     if "model" in changed:
         return f"of another source ({shorten(before.get('model'))})"
     options = ["--engine" if name == "engines" else f"--{name.replace('_', '-')}" for name in changed]

@@ -98,9 +98,7 @@ def test_a_given_width_may_exceed_what_rotates_in_a_head(source: Path, tmp_path:
     assert (target["qk_rope_head_dim"], target["slots"]) == (24, "allocated")
     with pytest.raises(InvalidInput, match=r"24 does not fit: 16 .* use calibration self"):
         kvfold.fold(source, wide, out=tmp_path / "none", container="remote", calibration="none")
-    with pytest.raises(
-        InvalidInput, match=r"rope_dim 24 does not fit slots uniform: 16 .* leave slots out"
-    ):
+    with pytest.raises(InvalidInput, match=r"rope_dim 24 does not fit slots uniform: 16 .* leave slots out"):
         kvfold.fold(source, wide, out=tmp_path / "none", container="remote", slots="uniform", **options)
 
 
