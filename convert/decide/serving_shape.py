@@ -64,7 +64,7 @@ def served_shape(source: Source, options: Mapping[str, Any], profile: Profile = 
         if value not in (None, {"slots": "uniform", "rope_dim": profile.rope}[option]):
             raise InvalidInput(
                 f"--{option.replace('_', '-')} {value} does not fit: the serving profile {profile} takes "
-                f"{profile.rope} rotary dimensions at the default frequencies; leave it out"
+                f"{profile.rope} rotary dimensions on a table of rope_theta; leave it out"
             )
     budget = options.get("kv_budget")
     rank = options.get("rank")
@@ -92,6 +92,8 @@ def served_shape(source: Source, options: Mapping[str, Any], profile: Profile = 
     slots_S = table(profile, options.get("theta") or known[0])
     bands = nearest_bands(source.slot_frequencies()[0], slots_S, STILL)
     target = LatentTarget(kv_lora_rank=int(rank), qk_rope_head_dim=2 * len(bands), q_lora_rank=queries)
+    if options.get("slots") == "uniform":
+        return ServedShape(target=target, bands=bands)
     return ServedShape(target=target, bands=bands, table=slots_S, thetas=known)
 
 

@@ -14,6 +14,7 @@ from .serving_widths import Profile
 
 # Steps between the frequencies of tables to choose from, by the step between those of the source.
 _STEPS = (1.0, 1 / 2, 1 / 3, 1 / 4)
+_LARGEST = 1e9  # value of `rope_theta`; published models have up to 1e7
 _SAME = 3e-7  # relative: frequencies that differ by a rounding of float32
 
 
@@ -38,10 +39,9 @@ def thetas(source: Source, profile: Profile) -> tuple[float, ...]:
     step = own ** (2 / source.rotary_width)
     found = float(table_F[0] / table_F[1]) if source.rotary_width > 2 else step
     step = step if math.isclose(step, found, rel_tol=1e-5) else found  # scaled rotation is not theta's alone
-    others = (float(f"{step ** (share * profile.rope / 2):.7g}") for share in _STEPS)
-    return own, *(
-        each for each in others if 1 < each < math.inf and not math.isclose(each, own, rel_tol=1e-4)
-    )
+    powers = [share * profile.rope / 2 * math.log(step) for share in _STEPS]
+    others = [float(f"{math.exp(power):.7g}") for power in powers if 0 < power < math.log(_LARGEST)]
+    return own, *(each for each in others if not math.isclose(each, own, rel_tol=1e-4))
 
 
 def nearest_bands(frequencies_F: Tensor, slots_S: Tensor, still: float) -> tuple[Band, ...]:

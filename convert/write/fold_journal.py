@@ -216,11 +216,11 @@ def _merge(partial: Path, fingerprint: str, asked: Mapping[str, Any]) -> dict[st
     layers = {name for journal in strangers for name in journal.done if name.startswith("layer ")}
     if layers:
         count = "1 finished layer" if len(layers) == 1 else f"{len(layers)} finished layers"
-        before = strangers[0].asked
-        if before == dict(asked):  # nothing that the user could give otherwise makes use of them
+        before = next((journal.asked for journal in strangers if journal.asked), {})
+        if not before or before == dict(asked):  # no option that the user could give makes use of them
             notice(
-                f"the fold starts over: {partial} held {count} of other source files, or by other statistics "
-                "(of another text, device or number of threads)"
+                f"the fold starts over: {partial} held {count} by another version of kvfold, of other source "
+                "files, or by other statistics (of another text, device or number of threads)"
             )
             return None
         raise InvalidInput(
@@ -235,8 +235,6 @@ def _merge(partial: Path, fingerprint: str, asked: Mapping[str, Any]) -> dict[st
 def _difference(before: Mapping[str, Any], asked: Mapping[str, Any]) -> str:
     """Return how a fold that was begun differs from the one that is asked for."""
     changed = [name for name in {**asked, **before} if before.get(name) != asked.get(name)]
-    if not before:
-        return "with other options or of another source"
     if "model" in changed:
         return f"of another source ({shorten(before.get('model'))})"
     options = ["--engine" if name == "engines" else f"--{name.replace('_', '-')}" for name in changed]

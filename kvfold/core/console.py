@@ -56,11 +56,16 @@ class Command(click.Command):
 
         No record could hold the last, and an empty path would be the current directory.
         """
-        for before, argument in zip(["", *args], args, strict=False):
+        takes_value = {
+            name for part in self.params if not getattr(part, "is_flag", True) for name in part.opts
+        }
+        own = args[: args.index("--")] if "--" in args else args  # what follows is another program's
+        for before, argument in zip(["", *own], own, strict=False):
             empty = _EMPTY.fullmatch(argument)
             if empty:
-                name = empty[1] or (before if before.startswith("--") else "an argument")
+                name = empty[1] or (before if before in takes_value else "an argument")
                 raise _Refusal(f"{name} is empty; give it a value, or leave it out")
+        for argument in args:
             if any("\ud800" <= character <= "\udfff" for character in argument):
                 raise _Refusal(
                     f"the argument {printable(argument)} is not UTF-8; rename the file or the directory"

@@ -7,7 +7,10 @@ from contextlib import contextmanager
 LONGEST = 1500  # characters of a sentence; a value of a file that it quotes may be of any length
 _BEGINNING = 1000
 # An option, or a whole command that a sentence quotes, whose options keep their names.
-_OPTION = re.compile(r"`[^`]*`|\b(?:kvfold|vllm) [a-z]+ [^;,)]*|(?<![\w-])--[a-z][a-z0-9-]*")
+_COMMANDS = (
+    "assemble|convert|demo|distill|engines|eval|families|lab|migrate|plan|publish|quantize|report|verify"
+)
+_OPTION = re.compile(rf"`[^`]*`|\b(?:kvfold (?:{_COMMANDS})|vllm serve) [^;,)]*|(?<![\w-])--[a-z][a-z0-9-]*")
 
 
 class InvalidInput(ValueError):

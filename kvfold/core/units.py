@@ -102,7 +102,9 @@ def read_share(text: str, option: str, whole: str) -> Fraction:
     match = re.fullmatch(rf"{_NUMBER}(%?)", text.strip())
     share = Fraction(Decimal(match[1])) / (100 if match[2] else 1) if match else Fraction(0)
     if not 0 < share < 1:
-        raise InvalidInput(f"{option} {text} is not a share of {whole}; write for example 25% or 0.25")
+        raise InvalidInput(
+            f"{option} {text or repr(text)} is not a share of {whole}; write for example 25% or 0.25"
+        )
     return share
 
 

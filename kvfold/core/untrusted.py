@@ -233,7 +233,8 @@ def parse_yaml(
         value = None if node is None else loader.construct_document(node)
     except InvalidInput:
         raise
-    except (yaml.YAMLError, ValueError, TypeError, OverflowError) as error:  # the last three: bad dates, keys
+    except (yaml.YAMLError, ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
+        # All but the first: dates, truth values and keys that PyYAML takes for what their tags say.
         reason = printable(" ".join(str(error).split()))
         raise InvalidInput(f"{name} is not YAML ({reason}); correct it") from None
     _check_top(value, top, name, "YAML")

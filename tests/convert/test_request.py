@@ -181,6 +181,12 @@ def test_an_empty_output_is_not_this_directory(words: tuple[str, ...]) -> None:
     assert "--out is empty; give it a value, or leave it out" in result.output
 
 
+def test_an_empty_argument_behind_a_flag_is_not_the_flags() -> None:
+    result = CliRunner().invoke(main, ["m", "--to", "mqa", "--dry-run", ""])
+    assert result.exit_code == 2
+    assert "an argument is empty" in result.output
+
+
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [

@@ -77,6 +77,8 @@ def loader(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
         ("a: *b", {}, r"alias \*b"),
         ("a: [1", {}, "is not YAML"),
         ("a: !!python/object/apply:os.system [true]", {}, "is not YAML"),
+        ("a: !!bool maybe", {}, "is not YAML"),
+        ("a: !!timestamp q", {}, "is not YAML"),
         ("a: 2026-99-99", {}, "is not YAML"),
         ("{[a]: 1}: 2", {}, "is not YAML"),
         ("a: \x00", {}, "is not YAML"),

@@ -49,7 +49,8 @@ _OPTIMISED = 3e5  # small operations as long as importing what torch's optimizer
 _ROUNDED = 65  # of the search for a rounded length
 _GROUPED = 4  # orders of the heads that are measured
 _WIDTHS = 11  # rotary widths that a budget is divided among
-_TABLES = 4  # for engines, that are predicted and measured
+# Tables of slots for engines that are measured, of five at most: some are predicted to be far worse.
+_TABLES = 4
 _NEIGHBOURS = 4  # of them that are measured, or three and intact rotation
 
 

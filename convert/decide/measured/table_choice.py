@@ -33,6 +33,8 @@ def settle_table(plan: Plan) -> Plan:
     plans = {plan.thetas[0]: plan} | {
         theta: other for theta, other in plans.items() if (other.predicted or 0.0) <= WORSE * least
     }
+    if len(plans) < 2:
+        return replace(plan, thetas=())
     with together():
         found = _measure(plans) if is_first() else None
     found = from_first(found)

@@ -16,6 +16,8 @@ from kvfold.convert.decide.measured import table_choice
 from kvfold.convert.decide.measured.table_choice import settle_table
 from kvfold.convert.decide.plan import Plan, make_plan
 from kvfold.convert.families.source import Source, open_source
+from kvfold.convert.formats.serving import table, thetas
+from kvfold.convert.formats.serving_widths import SERVING
 from kvfold.convert.formats.stock import Stock
 from kvfold.convert.request import fold_request
 from kvfold.convert.write.rewrite import rewrite
@@ -103,6 +105,20 @@ def test_no_table_is_chosen_where_nothing_can_be_measured(
     for other in (
         planned(source, None),
         planned(source, statistics, effort="quick"),
+        planned(source, statistics, slots="uniform"),
         planned(source, statistics, engines="transformers", container="remote", latent_norm="auto"),
     ):
         assert settle_table(other).bands == other.bands
+
+
+def test_every_table_turns(tmp_path: Path) -> None:
+    """Sources of few rotary pairs, far apart: no `rope_theta` is so large that slots stand still in float32."""
+    for width, theta in ((8, 1e6), (2, 1e10)):
+        rope = {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": width / 32}
+        place = make(tmp_path / f"source-{width}", "stablelm", hidden_size=256, rope_parameters=rope)
+        opened = open_source(place)
+        assert opened.rotary_width == width
+        known = thetas(opened, SERVING)
+        assert known[0] == theta
+        for each in known:
+            assert (table(SERVING, each) > 0).all()

@@ -184,17 +184,17 @@ def test_finished_layers_of_a_fold_with_other_options_are_kept(tmp_path: Path) -
     assert other.exit_code == 2
     assert f"of a fold of another source ('{source}')" in other.stderr
     (partial / JOURNAL).rename(partial / "journal-1.jsonl")
-    (partial / JOURNAL).write_text(f'"{"0" * 64}"\n')
-    assert convert(source, *MLA, "--shard-size", "20KB", out=out).exit_code == 2, (
-        "every process's layers count"
-    )
+    head, options = before[JOURNAL].decode().splitlines()[:2]
+    (partial / JOURNAL).write_text(f"{head}\n{options}\n")
+    every = convert(source, *MLA, "--shard-size", "20KB", out=out)
+    assert every.exit_code == 2, "the layers of every process count"
     (partial / "journal-1.jsonl").replace(partial / JOURNAL)
     assert before == {path.name: path.read_bytes() for path in partial.iterdir() if path.name != "lock-1"}
     config = source / "config.json"  # as of a source that was downloaded anew
     os.utime(config, ns=(config.stat().st_atime_ns, config.stat().st_mtime_ns + 1))
     again = convert(source, *MLA, out=out)
     assert again.exit_code == 0
-    assert f"the fold starts over: {partial} held 2 finished layers of other source files" in again.output
+    assert f"the fold starts over: {partial} held 2 finished layers by another version" in again.output
     assert convert(source, *MLA, out=whole).exit_code == 0
     assert same_bytes(out, whole) == []
 
