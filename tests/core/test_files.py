@@ -110,7 +110,7 @@ def test_a_finished_directory_loses_what_it_does_not_need(tmp_path: Path) -> Non
 def test_every_level_of_a_finished_directory_is_on_the_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What it holds before it gets its name, and the name afterwards."""
+    """Everything in it before it gets its name, and the name afterwards."""
     inner = tmp_path / "partial" / "stages" / "first"
     inner.mkdir(parents=True)
     (inner / "model").touch()

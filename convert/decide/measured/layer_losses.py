@@ -44,6 +44,16 @@ def closed_form_loss(plan: Plan, layers: int, description: str) -> float | None:
     return sum(factor * loss for factor, loss in zip(chosen.values(), stored, strict=True))
 
 
+def slots_loss(plan: Plan, layers: int, description: str) -> float | None:
+    """Return `closed_form_loss` with a linear norm and a cache that is not quantised.
+
+    Which slots lose least does not depend on these, and they cost time.
+    """
+    request = plan.request.model_copy(update={"cache_dtype": "bfloat16"})
+    plain = replace(plan, latent_norm=plan.latent_norm and "linear", request=request)
+    return closed_form_loss(plain, layers, description)
+
+
 def spread_layers(predicted_L: Sequence[float], count: int) -> dict[int, float]:
     """Return the layers to measure for the sum over all, and the factor for what each loses.
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from ....core.console import is_first
 from ....core.processes import from_first, together
 from ..plan import Plan, make_plan
-from .layer_losses import closed_form_loss
+from .layer_losses import slots_loss
 from .width_choice import LAYERS
 
 WORSE = 1.5  # times the least predicted loss, from which on a table is not measured
@@ -23,44 +23,45 @@ def settle_table(plan: Plan) -> Plan:
     A plan that has no choice, or whose effort is too small for it, is returned as it is. Every process of a
     distributed run gets what the first one measured.
     """
-    if len(plan.thetas) < 2 or not plan.effort.widths:
-        return replace(plan, thetas=())
-    plans = {theta: make_plan(plan.source, plan.request, plan.statistics, theta) for theta in plan.thetas[1:]}
-    plans = {
-        theta: other for theta, other in plans.items() if other.container.cached == plan.container.cached
-    }
-    least = min(each.predicted or 0.0 for each in (plan, *plans.values()))
-    plans = {plan.thetas[0]: plan} | {
-        theta: other for theta, other in plans.items() if (other.predicted or 0.0) <= WORSE * least
-    }
+    decided = replace(plan, thetas=())
+    plans = _candidates(plan) if plan.thetas and plan.effort.widths else {}
     if len(plans) < 2:
-        return replace(plan, thetas=())
+        return decided
     with together():
         found = _measure(plans) if is_first() else None
-    found = from_first(found)
-    if not found:
-        return replace(plan, thetas=())
-    own, theta = plan.thetas[0], min(found, key=lambda each: found[each])
+    losses = from_first(found) or {}
+    own = plan.thetas[0]
+    theta = min(losses, key=losses.__getitem__, default=own)
     if theta == own:
-        return replace(plan, thetas=())
+        return decided
     reason = (
         f"rope_theta becomes {theta:g}, from which engines compute other rotary frequencies: the closed form "
-        f"loses {found[own]:.4g} nats with the source's {own:g} and {found[theta]:.4g} with {theta:g} on "
+        f"loses {losses[own]:.4g} nats with the source's {own:g} and {losses[theta]:.4g} with {theta:g} on "
         "held-back calibration tokens"
     )
     return replace(plans[theta], thetas=(), notices=(*plans[theta].notices, reason))
+
+
+def _candidates(plan: Plan) -> dict[float, Plan]:
+    """Return the plans to measure by their `rope_theta`, the source's own first.
+
+    The others are of the same cache, and not predicted to be far worse.
+    """
+    own, *thetas = plan.thetas
+    plans = {own: plan}
+    for theta in thetas:
+        other = make_plan(plan.source, plan.request, plan.statistics, theta)
+        if other.container.cached == plan.container.cached:
+            plans[theta] = other
+    most = WORSE * min(each.predicted or 0.0 for each in plans.values())
+    return {theta: each for theta, each in plans.items() if theta == own or (each.predicted or 0.0) <= most}
 
 
 def _measure(plans: dict[float, Plan]) -> dict[float, float]:
     """Return what the closed forms of some plans lose; empty where `forward.attend` does not compute them."""
     found = {}
     for theta, plan in plans.items():
-        tried = replace(
-            plan,
-            latent_norm=plan.latent_norm and "linear",  # which costs nothing
-            request=plan.request.model_copy(update={"cache_dtype": "bfloat16"}),
-        )
-        loss = closed_form_loss(tried, LAYERS, f"rope_theta {theta:g}")
+        loss = slots_loss(plan, LAYERS, f"rope_theta {theta:g}")
         if loss is None:
             return {}
         found[theta] = loss

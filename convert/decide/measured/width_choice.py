@@ -13,7 +13,7 @@ from ...algebra.target import LatentTarget
 from ..plan import Plan, make_plan
 from ..rope_choice import CHOSEN
 from .intact_notice import intact_notice, measure_intact
-from .layer_losses import closed_form_loss
+from .layer_losses import slots_loss
 
 LAYERS = 8  # measured at most, of which the loss of all is estimated
 
@@ -81,11 +81,5 @@ def measure_widths(plan: Plan) -> dict[int, float]:
 
 def _loss(plan: Plan, width: int) -> float | None:
     """Return the loss of a plan with another rotary width; None where it cannot be measured."""
-    tried = replace(
-        plan,
-        target=plan.widths[width].target,
-        bands=plan.widths[width].bands,
-        latent_norm=plan.latent_norm and "linear",  # which costs nothing
-        request=plan.request.model_copy(update={"cache_dtype": "bfloat16"}),
-    )
-    return closed_form_loss(tried, LAYERS, f"rotary width {width}")
+    tried = replace(plan, target=plan.widths[width].target, bands=plan.widths[width].bands)
+    return slots_loss(tried, LAYERS, f"rotary width {width}")

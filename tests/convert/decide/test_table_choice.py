@@ -98,10 +98,10 @@ def test_pairs_share_the_slots_that_are_left(source: Source, statistics: Statist
 def test_no_table_is_chosen_where_nothing_can_be_measured(
     source: Source, statistics: Statistics, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(table_choice, "closed_form_loss", lambda *_: None)
+    monkeypatch.setattr(table_choice, "slots_loss", lambda *_: None)
     plan = planned(source, statistics)
     assert theta_of(settle_table(plan)) == OWN
-    monkeypatch.setattr(table_choice, "closed_form_loss", lambda *_: pytest.fail("not to be measured"))
+    monkeypatch.setattr(table_choice, "slots_loss", lambda *_: pytest.fail("not to be measured"))
     for other in (
         planned(source, None),
         planned(source, statistics, effort="quick"),
