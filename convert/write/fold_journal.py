@@ -236,7 +236,7 @@ def _difference(before: Mapping[str, Any], asked: Mapping[str, Any]) -> str:
     """Return how a fold that was begun differs from the one that is asked for."""
     changed = [name for name in {**asked, **before} if before.get(name) != asked.get(name)]
     if "model" in changed:
-        return f"of another source ({shorten(before.get('model'))})"
+        return f"of another source ({shorten(before.get('model'), 300)})"
     options = ["--engine" if name == "engines" else f"--{name.replace('_', '-')}" for name in changed]
     return f"with another {', '.join(options)}"
 

@@ -28,7 +28,7 @@ from ...core.console import is_first, progress
 from ...core.disk import disk_error, is_full, writing_errors
 from ...core.errors import InvalidInput
 from ...core.hub import commit_of
-from ...core.processes import from_first, place, together, union
+from ...core.processes import from_first, place, released_together, together, union
 from ..calibration.capacity import default_jobs
 from ..decide.measured.settle import settle
 from ..decide.plan import Plan, PlannedLayer
@@ -123,7 +123,7 @@ def _share(plan: Plan, out: Path, partial: Path, first: ExitStack) -> dict[str, 
     specs = plan.specs
     done: dict[str, Found] = {}
     agreed = from_first(fingerprint)
-    with ExitStack() as own:
+    with released_together(), ExitStack() as own:
         with together(), _failures(plan, out):
             if fingerprint != agreed:
                 raise InvalidInput(

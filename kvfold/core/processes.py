@@ -120,6 +120,19 @@ def together() -> Iterator[None]:
         raise _Shared(first) from mistake
 
 
+@contextmanager
+def released_together() -> Iterator[None]:
+    """Let an error that every process has received leave a block only once all of them have left it.
+
+    What a process closes inside the block, such as a lock, is closed in all when rank 0 then removes files.
+    """
+    try:
+        yield
+    except _Shared:
+        from_every(None)
+        raise
+
+
 def sum_over_ranks(total: "Tensor") -> "Tensor":
     """Sum a CPU tensor over all processes, in place.
 

@@ -5,16 +5,18 @@ import os
 import shutil
 import socket
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from click.testing import CliRunner, Result
+from filelock import FileLock, Timeout
 from safetensors.torch import load_file, save_file
 
 from kvfold.convert.calibration.statistics import Statistics
 from kvfold.convert.cli import main
-from kvfold.convert.write import rewrite
+from kvfold.convert.write import fold_journal, rewrite
 from kvfold.core.processes import gather_rows, place, processes, sum_over_ranks, together
 
 from ..support.tiny import make, same_bytes
@@ -39,11 +41,11 @@ def free_port() -> int:
         return int(one.getsockname()[1])
 
 
-def run_in_two(commands: list[list[str]]) -> list[tuple[Result, int, str]]:
-    """The first process's results, and the other's exit codes and outputs."""
+def run_in_two(commands: list[list[str]], before: str = "") -> list[tuple[Result, int, str]]:
+    """The first process's results, and the other's exit codes and outputs; the other runs some code first."""
     ports = [free_port() for _ in commands]
     given = json.dumps(list(zip(ports, commands, strict=True)))
-    other = subprocess.Popen([warm_python(), "-c", OTHER, given], stdout=subprocess.PIPE, text=True)
+    other = subprocess.Popen([warm_python(), "-c", before + OTHER, given], stdout=subprocess.PIPE, text=True)
     launched = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
     results = [
         CliRunner(env={**launched, "MASTER_PORT": str(port)}).invoke(main, command)
@@ -165,6 +167,42 @@ def test_layers_are_shared_by_processes(tmp_path: Path) -> None:
     assert (mistaken.exit_code, code, said) == (2, 2, "")
     assert "model.layers.4.self_attn.q_proj.weight" in mistaken.output
     assert not list(tmp_path.glob("refused*"))
+
+
+# The second process lets go of its lock slowly.
+SLOW = """
+import time
+from filelock import FileLock, Timeout
+release = FileLock.release
+FileLock.release = lambda *args, **named: (time.sleep(0.5), release(*args, **named))[1]
+"""
+
+
+def test_files_are_removed_once_every_process_has_let_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that releases its lock after rank 0 removed the directory's files would make the file again."""
+    broken = make(tmp_path / "broken", num_hidden_layers=2)
+    tensors = load_file(broken / "model.safetensors")
+    tensors["model.layers.1.self_attn.q_proj.weight"][0, 0] = float("nan")
+    save_file(tensors, broken / "model.safetensors", {"format": "pt"})
+    remove_own, free = fold_journal.remove_own, []
+
+    def check_free(directory: Path, is_own: Callable[[Path], bool]) -> list[Path]:
+        if (directory / "lock-1").exists():
+            try:
+                FileLock(directory / "lock-1").acquire(timeout=0).lock.release()
+                free.append(True)
+            except Timeout:
+                free.append(False)
+        return remove_own(directory, is_own)
+
+    monkeypatch.setattr(fold_journal, "remove_own", check_free)
+    command = [str(broken), "--to", "mla", "--rank", "24", "--calibration", "none", "--out"]
+    ((result, code, _),) = run_in_two([[*command, str(tmp_path / "out")]], SLOW)
+    assert (result.exit_code, code) == (2, 2), result.output
+    assert free == [True]
+    assert not list(tmp_path.glob("out*"))
 
 
 def test_killed_processes_are_gone_on_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
