@@ -99,12 +99,12 @@ def dry_run(request: FoldRequest) -> tuple[dict[str, Any], FoldCost] | None:
 def _fold(request: FoldRequest) -> Folded:
     """Fold a causal language model; arguments and result are those of `carry_out`."""
     from .convert.decide.preparation import prepare
-    from .convert.write.rewrite import rewrite
+    from .convert.write.rewrite import check_begun, rewrite
     from .verification.engine_runs import engines_to_check
     from .verification.verify import verify
 
     with listening() as heard:
-        prepared = prepare(request)
+        prepared = prepare(request, check=check_begun)
         plan, out = prepared.plan, prepared.out
         for text in plan.notices:
             notice(text)

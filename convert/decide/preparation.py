@@ -1,5 +1,6 @@
 """The steps before a fold: resolve the source, plan, take statistics where needed, plan again."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,13 @@ class PreparedFold:
     out: Path
 
 
-def prepare(request: FoldRequest, *, dry_run: bool = False, source: Source | None = None) -> PreparedFold:
+def prepare(
+    request: FoldRequest,
+    *,
+    dry_run: bool = False,
+    source: Source | None = None,
+    check: Callable[[FoldRequest, Path], None] | None = None,
+) -> PreparedFold:
     """Return the plan of a request, for which statistics are taken where the fold reads them.
 
     Args:
@@ -46,6 +53,7 @@ def prepare(request: FoldRequest, *, dry_run: bool = False, source: Source | Non
         dry_run: whether nothing will be written; then weights alone decide, unless the request names a
             calibration.
         source: what the request names, where it is open already.
+        check: called before statistics are taken, with the request as it will be recorded and the output.
 
     Raises:
         InvalidInput: the source cannot be folded like this, the output exists, or the calibration is
@@ -60,6 +68,10 @@ def prepare(request: FoldRequest, *, dry_run: bool = False, source: Source | Non
             check_output(request.out, directory)
         _check_statistics_place(request, directory)
         calibration = choose_calibration(request, plan, dry_run)
+        out = request.out or Path(output_name(request.model, plan.target.to_dict()))
+        asked = _as_recorded(plan, calibration)
+        if check is not None:
+            check(asked, out)
     if calibration is not None:
         statistics = study(
             plan.source,
@@ -74,12 +86,21 @@ def prepare(request: FoldRequest, *, dry_run: bool = False, source: Source | Non
         if statistics is not None:
             with decomposing("the statistics"):
                 plan = settle(make_plan(source or directory, request, statistics))
-        if Path(calibration).exists():
-            calibration = str(Path(calibration).resolve())  # the record is read from other directories too
-        plan = replace(plan, request=plan.request.model_copy(update={"calibration": calibration}))
+        plan = replace(plan, request=asked)
     told = [*_statistics_notices(request, plan), *_context_notices(plan), *_size_notices(plan)]
     plan = replace(plan, notices=(*plan.notices, *told, *_id_notices(plan.source)))
-    return PreparedFold(plan=plan, out=request.out or Path(output_name(request.model, plan.target.to_dict())))
+    out = request.out or Path(output_name(request.model, plan.target.to_dict()))
+    return PreparedFold(plan=plan, out=out)
+
+
+def _as_recorded(plan: Plan, calibration: str | None) -> FoldRequest:
+    """Return the request of a plan by weights alone as the output will record it."""
+    if calibration is None:
+        return plan.request
+    if Path(calibration).exists():
+        calibration = str(Path(calibration).resolve())  # the record is read from other directories too
+    refine = None if calibration == "none" else plan.refine
+    return plan.request.model_copy(update={"calibration": calibration, "refine": refine})
 
 
 def _context_notices(plan: Plan) -> list[str]:

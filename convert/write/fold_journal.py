@@ -8,7 +8,7 @@ many processes it runs.
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -124,6 +124,22 @@ def first_journal(partial: Path, fingerprint: str, asked: Mapping[str, Any]) -> 
             raise
 
 
+def check_options(partial: Path, asked: Mapping[str, Any]) -> None:
+    """Refuse a directory with finished layers of a fold with other options, before any long work.
+
+    Args:
+        partial: the directory of the half-written output; it need not exist.
+        asked: the options of the fold.
+
+    Raises:
+        InvalidInput: it holds finished layers with other options.
+    """
+    if partial.is_symlink() or not _is_marked(partial):
+        return
+    found = [_read(path) for path in (partial / JOURNAL, *_others(partial)) if path.suffix == ".jsonl"]
+    _compare(partial, [journal for journal in found if journal], json.loads(json.dumps(asked)))
+
+
 @contextmanager
 def other_journal(partial: Path, fingerprint: str, rank: int) -> Iterator[FoldJournal]:
     """Open an empty journal for a rank above 0.
@@ -215,21 +231,30 @@ def _merge(partial: Path, fingerprint: str, asked: Mapping[str, Any]) -> dict[st
     strangers = [journal for journal in found if journal and journal.fingerprint != fingerprint]
     layers = {name for journal in strangers for name in journal.done if name.startswith("layer ")}
     if layers:
-        count = "1 finished layer" if len(layers) == 1 else f"{len(layers)} finished layers"
-        before = next((journal.asked for journal in strangers if journal.asked), {})
-        if not before or before == dict(asked):  # no option that the user could give makes use of them
-            notice(
-                f"the fold starts over: {partial} held {count} by another version of kvfold, of other source "
-                "files, or by other statistics (of another text, device or number of threads)"
-            )
-            return None
-        raise InvalidInput(
-            f"{partial} holds {count} of a fold {_difference(before, asked)}; give the command as it was to "
-            "resume it, name another --out, or remove that directory"
+        _compare(partial, strangers, asked)
+        notice(  # no option that the user could give makes use of them
+            f"the fold starts over: {partial} held {_count(layers)} by another version of kvfold, of other "
+            "source files, or by other statistics (of another text, device or number of threads)"
         )
+        return None
     if first is None or first.fingerprint != fingerprint:
         return None
     return {name: unit for journal in found if journal for name, unit in journal.done.items()}
+
+
+def _compare(partial: Path, journals: Sequence[_Read], asked: Mapping[str, Any]) -> None:
+    """Refuse a fold where journals have finished layers of one with other options."""
+    layers = {name for journal in journals for name in journal.done if name.startswith("layer ")}
+    before = next((journal.asked for journal in journals if journal.asked), {})
+    if layers and before and before != dict(asked):
+        raise InvalidInput(
+            f"{partial} holds {_count(layers)} of a fold {_difference(before, asked)}; give the command as "
+            "it was to resume it, name another --out, or remove that directory"
+        )
+
+
+def _count(layers: Collection[str]) -> str:
+    return "1 finished layer" if len(layers) == 1 else f"{len(layers)} finished layers"
 
 
 def _difference(before: Mapping[str, Any], asked: Mapping[str, Any]) -> str:

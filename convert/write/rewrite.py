@@ -33,7 +33,16 @@ from ..calibration.capacity import default_jobs
 from ..decide.measured.settle import settle
 from ..decide.plan import Plan, PlannedLayer
 from ..methods import table as methods
-from .fold_journal import FoldJournal, Found, first_journal, only_unnamed, other_journal, unneeded
+from ..request import FoldRequest
+from .fold_journal import (
+    FoldJournal,
+    Found,
+    check_options,
+    first_journal,
+    only_unnamed,
+    other_journal,
+    unneeded,
+)
 from .fold_threads import fold_threads
 from .layer_fold import fold
 from .layer_order import in_order
@@ -41,6 +50,19 @@ from .model_card import write_card
 
 _SYNC = 1.0  # seconds between two times that small units are forced to the disk
 Unit = Callable[[], Found]
+
+
+def check_begun(request: FoldRequest, out: Path) -> None:
+    """Refuse an output of which another fold has finished layers, before statistics are taken.
+
+    Args:
+        request: the fold, as its record will have it.
+        out: the output directory.
+
+    Raises:
+        InvalidInput: finished layers next to it are of a fold with other options.
+    """
+    check_options(_partial(out), request.essentials())
 
 
 def rewrite(plan: Plan, out: Path, *, source_name: str | None = None) -> dict[str, Any]:
@@ -73,7 +95,7 @@ def rewrite(plan: Plan, out: Path, *, source_name: str | None = None) -> dict[st
     with together():
         plan = in_order(plan)
     plan = settle(plan)
-    partial = out.with_name(out.name + ".partial")
+    partial = _partial(out)
     with together():
         finished = _name_finished(plan, partial, out) if is_first() else None
     finished = from_first(finished)
@@ -87,6 +109,11 @@ def rewrite(plan: Plan, out: Path, *, source_name: str | None = None) -> dict[st
                 _complete(plan, partial, record)
                 finish(partial, out, unneeded(partial))
     return record
+
+
+def _partial(out: Path) -> Path:
+    """Return the directory of the half-written output."""
+    return out.with_name(out.name + ".partial")
 
 
 def _name_finished(plan: Plan, partial: Path, out: Path) -> dict[str, Any] | None:

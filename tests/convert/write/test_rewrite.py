@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from kvfold.checkpoints import shards
 from kvfold.checkpoints.shards import INDEX
 from kvfold.convert.cli import main
+from kvfold.convert.decide import preparation
 from kvfold.convert.write import rewrite
 from kvfold.convert.write.fold_journal import JOURNAL
 
@@ -112,6 +113,7 @@ KILLED = """
 import pathlib, sys, time
 from kvfold.convert.write import rewrite
 from kvfold.convert.cli import main
+from kvfold.convert.decide import preparation
 fold = rewrite.fold
 def slow(plan, number):
     if number == 2:
@@ -196,6 +198,29 @@ def test_finished_layers_of_a_fold_with_other_options_are_kept(tmp_path: Path) -
     assert again.exit_code == 0
     assert f"the fold starts over: {partial} held 2 finished layers by another version" in again.output
     assert convert(source, *MLA, out=whole).exit_code == 0
+    assert same_bytes(out, whole) == []
+
+
+def test_other_options_are_refused_before_statistics_are_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They take hours for a large model; the same options resume, and take the same statistics."""
+    source, out, whole = make(tmp_path / "source", num_hidden_layers=4), tmp_path / "out", tmp_path / "whole"
+    words = [str(source), "--to", "mla", "--rank", "9", "--length", "12", "--sequences", "4"]
+    with subprocess.Popen(
+        [warm_python(), "-c", KILLED, *words, "--out", str(out)], stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"reached\n"
+        process.kill()
+        process.communicate()
+    with monkeypatch.context() as patch:
+        patch.setattr(preparation, "study", lambda *args, **options: pytest.fail("statistics were taken"))
+        refused = CliRunner().invoke(main, [*words, "--effort", "quick", "--seed", "1", "--out", str(out)])
+    assert refused.exit_code == 2, refused.output
+    assert "holds 2 finished layers of a fold with another --effort, --seed" in refused.stderr
+    assert CliRunner().invoke(main, [*words, "--out", str(out)]).exit_code == 0
+    assert CliRunner().invoke(main, [*words, "--out", str(whole)]).exit_code == 0
     assert same_bytes(out, whole) == []
 
 
