@@ -6,26 +6,22 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from subprocess import CompletedProcess
 from typing import Any
 
 from ..core.errors import InvalidInput
+from .fresh_process import HOURS
 
 CONVERTER = "convert_hf_to_gguf.py"
 PROGRAMS = ("llama-perplexity", "llama-completion")
 _PLACES = ("build/bin", "bin", ".")
 _UNKNOWN_TOKENIZER = "BPE pre-tokenizer was not recognized"
 _ATTEMPTS = 3  # a thread writes the programs' log, and they exit without waiting for it
-_FIXED = (
-    "-fa",
-    "off",
-    "-ctk",
-    "f32",
-    "-ctv",
-    "f32",
-)  # flash attention and the cache's default round to 16 bits
+# Flash attention and the cache's default round to 16 bits.
+_FIXED = ("-fa", "off", "-ctk", "f32", "-ctv", "f32")
 
 
 class LlamaFailure(Exception):
@@ -68,9 +64,10 @@ class LlamaCpp:
                 f"--llama-cpp {home} has no {' and '.join(PROGRAMS)} in {', '.join(_PLACES)}; build them "
                 f"with `cmake -B build && cmake --build build --target {' '.join(PROGRAMS)}`"
             )
-        told = subprocess.run(
-            [str(programs / PROGRAMS[0]), "--version"], capture_output=True, text=True, check=False
-        )
+        try:
+            told = _finished([str(programs / PROGRAMS[0]), "--version"])
+        except LlamaFailure as failure:
+            raise InvalidInput(f"--llama-cpp {home}: {failure}; build it again") from None
         found = re.search(r"version: (.+)", told.stdout + told.stderr)
         return cls(home.resolve(), programs.resolve(), f"llama.cpp {found.group(1) if found else 'unknown'}")
 
@@ -145,14 +142,7 @@ class LlamaCpp:
         """
         words = ["-m", str(model), "-p", prompt, "-n", str(steps), "--temp", "0", "--ignore-eos", "-no-cnv"]
         words += ["--no-display-prompt", "--no-warmup", "-t", _threads(), *options]
-        done = subprocess.run(
-            [str(self.programs / "llama-completion"), *words],
-            capture_output=True,
-            text=True,
-            check=False,
-            stdin=subprocess.DEVNULL,
-            errors="replace",
-        )
+        done = _finished([str(self.programs / "llama-completion"), *words])
         if done.returncode:
             raise LlamaFailure(f"llama-completion ended with {_last(done.stderr)}")
         return done.stdout
@@ -178,27 +168,42 @@ class LlamaCpp:
         return ["-c", str(context), "--chunks", str(chunks), "-t", _threads()]
 
     def _run(self, program: str, arguments: Sequence[str]) -> str:
-        done = subprocess.run(
-            [str(self.programs / program), *arguments],
-            capture_output=True,
-            text=True,
-            check=False,
-            errors="replace",
-        )
+        done = _finished([str(self.programs / program), *arguments])
         if done.returncode:
             raise LlamaFailure(f"{program} ended with {_last(done.stderr)}")
         return done.stdout + done.stderr
 
-    def _python(self, arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    def _python(self, arguments: Sequence[str]) -> CompletedProcess[str]:
         path = os.pathsep.join([str(self.home / "gguf-py"), *filter(None, [os.environ.get("PYTHONPATH")])])
+        return _finished([sys.executable, *arguments], {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1"})
+
+
+def _finished(words: Sequence[str], environment: Mapping[str, str] | None = None) -> CompletedProcess[str]:
+    """Run a program to its end, without any input.
+
+    Args:
+        words: the program and its arguments.
+        environment: variables that are added to this process's.
+
+    Raises:
+        LlamaFailure: it has not ended after HOURS, or cannot be started.
+    """
+    try:
         return subprocess.run(
-            [sys.executable, *arguments],
+            list(words),
             capture_output=True,
             text=True,
             check=False,
+            stdin=subprocess.DEVNULL,
             errors="replace",
-            env={**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"},
+            env={**os.environ, **(environment or {})},
+            timeout=HOURS * 3600,
         )
+    except subprocess.TimeoutExpired:
+        name = Path(words[0]).name
+        raise LlamaFailure(f"{name} was stopped, since it had not ended after {HOURS:g} hours") from None
+    except OSError as error:
+        raise LlamaFailure(f"{words[0]} cannot be started: {error.strerror}") from None
 
 
 def _same_tokenizer(one: Path, other: Path) -> bool:

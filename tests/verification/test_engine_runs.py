@@ -15,6 +15,7 @@ from click.testing import CliRunner
 from kvfold.cli import main
 from kvfold.convert.decide.lint import LintFinding
 from kvfold.core.errors import InvalidInput
+from kvfold.verification import llama_programs
 from kvfold.verification.engine_runs import started_engines
 from kvfold.verification.llama_programs import LlamaCpp, LlamaFailure, read_base
 from kvfold.verification.verify import verify
@@ -126,6 +127,19 @@ def test_what_the_programs_print(home: Path, tmp_path: Path) -> None:
     program(home, "llama-completion", "raise SystemExit('error: the model is too large')")
     with pytest.raises(LlamaFailure, match="too large"):
         llama.complete(model, "once", 4)
+
+
+def test_a_program_that_does_not_end_is_stopped(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is one of another machine taken for llama.cpp's."""
+    llama = LlamaCpp.at(home)
+    program(home, "llama-completion", "import time\ntime.sleep(600)")
+    with monkeypatch.context() as patch:
+        patch.setattr(llama_programs, "HOURS", 1e-4)
+        with pytest.raises(LlamaFailure, match="llama-completion was stopped, since it had not ended after"):
+            llama.complete(home, "once", 4)
+    (home / "build" / "bin" / "llama-perplexity").write_text("#!/no/such/interpreter\n")
+    with pytest.raises(InvalidInput, match="llama-perplexity cannot be started"):
+        LlamaCpp.at(home)
 
 
 def test_a_tokenizer_that_the_converter_does_not_know(home: Path, tmp_path: Path) -> None:
