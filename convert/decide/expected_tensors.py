@@ -35,7 +35,7 @@ def expected_tensors(config: Mapping[str, Any], names: Collection[str]) -> dict[
     if kind == "deepseek_v3":
         return _stock(config)
     if kind == "kvfold":
-        return _remote(config, names)
+        return _remote(config)
     return _grouped(FAMILIES[str(kind)], config, names) if kind in FAMILIES else {}
 
 
@@ -74,7 +74,7 @@ def _stock(config: Mapping[str, Any]) -> dict[str, Shape]:
     return attention | dict.fromkeys(names)
 
 
-def _remote(config: Mapping[str, Any], names: Collection[str]) -> dict[str, Shape]:
+def _remote(config: Mapping[str, Any]) -> dict[str, Shape]:
     ours = config["kvfold"]
     family = FAMILIES[ours["source_model_type"]]
     place = ours["attention"]

@@ -21,7 +21,6 @@ __all__ = [
     "Family",
     "as_causal",
     "attending",
-    "check_for_latent",
     "complete",
     "family_of",
     "geometry_of",
@@ -295,17 +294,6 @@ def rotated(family: Family, config: Mapping[str, Any], layer: int) -> bool:
         kinds = config.get("layer_types")
         return config.get("sliding_window") is None or not kinds or kinds[layer] == "sliding_attention"
     return family.unrotated is None or config[family.unrotated][layer] in (1, "sliding_attention")
-
-
-def check_for_latent(config: Mapping[str, Any]) -> None:
-    """Refuse what the stock latent class cannot hold.
-
-    Raises:
-        InvalidInput: says what it is.
-    """
-    obstacle = latent_obstacle(config)
-    if obstacle is not None:
-        raise InvalidInput(obstacle)
 
 
 def latent_obstacle(config: Mapping[str, Any], *, regressed: bool = False) -> str | None:

@@ -86,7 +86,7 @@ def arrive(asked: Migration, identity: dict[str, Any], found: list[dict[str, Any
     report = json.loads(_moved(json.dumps(report), moved))
     place = origin if held else _linked(origin, asked.partial / "unmet")
     write_json(place / "report.json", report)
-    _write_page(asked, [asked.partial / step["kept"] / step["step"] for step in found], place / "report.html")
+    _write_page([asked.partial / step["kept"] / step["step"] for step in found], place / "report.html")
     if asked.keep_steps:
         _keep_steps(asked, origin, place / "steps")
     _relocate(place, moved)
@@ -123,7 +123,7 @@ def _renew(out: Path, place: Path) -> None:
     shutil.rmtree(place)
 
 
-def _write_page(asked: Migration, directories: list[Path], page: Path) -> None:
+def _write_page(directories: list[Path], page: Path) -> None:
     """Write a page that compares the steps, as `kvfold report` does.
 
     It is left out, with a notice, if its libraries are not installed.

@@ -78,4 +78,3 @@ TGI = read(
     "2026-11-22",
     "server/text_generation_server/models/custom_modeling/flash_deepseek_v3_modeling.py",
 )
-TGI_OTHERS = read("TGI 00dede8", "2026-11-22", "server/text_generation_server/models/__init__.py")
