@@ -47,44 +47,30 @@ def is_text(value: Any) -> bool:
 
 
 def read_json(
-    path: Path,
-    limit_bytes: int = LIMIT_BYTES,
-    depth: int = DEPTH,
-    *,
-    name: str | None = None,
-    top: type | None = dict,
-    unique_keys: bool = False,
-    constants: bool = True,
+    path: Path, limit_bytes: int = LIMIT_BYTES, *, name: str | None = None, top: type | None = dict
 ) -> Any:
     """Read a JSON file that may be damaged or hostile.
 
     Args:
         path: a regular file, or a link to one.
         limit_bytes: the largest file that is read.
-        depth: the most levels of lists and objects.
         name: the file's name in errors; by default its path.
         top: the type of the whole, `dict` or `list`; None for any.
-        unique_keys: refuse an object that has a key twice; otherwise the last value counts.
-        constants: accept NaN, Infinity and -Infinity, which Python writes and JSON does not have.
 
     Returns:
         The value.
 
     Raises:
-        InvalidInput: the file cannot be read, exceeds a limit, is not JSON, or is not what the options ask.
+        InvalidInput: the file cannot be read, exceeds a limit, is not JSON, or is of another type.
     """
     name = printable(path if name is None else name)
-    content = _read_bytes(path, limit_bytes, name)
-    return parse_json(
-        content, name, limit_bytes, depth, top=top, unique_keys=unique_keys, constants=constants
-    )
+    return parse_json(_read_bytes(path, limit_bytes, name), name, limit_bytes, top=top)
 
 
 def parse_json(
     content: str | bytes,
     name: str,
     limit_bytes: int = LIMIT_BYTES,
-    depth: int = DEPTH,
     *,
     top: type | None = dict,
     unique_keys: bool = False,
@@ -96,16 +82,15 @@ def parse_json(
         content: text, or bytes in UTF-8 with or without a byte order mark.
         name: the origin of the content, for errors.
         limit_bytes: the most characters or bytes of `content`.
-        depth: as in `read_json`, like the arguments that follow.
-        top: the type of the whole.
-        unique_keys: refuse repeated keys.
-        constants: accept NaN and infinities.
+        top: as in `read_json`.
+        unique_keys: refuse an object that has a key twice; otherwise the last value counts.
+        constants: accept NaN, Infinity and -Infinity, which Python writes and JSON does not have.
 
     Returns:
         The value.
 
     Raises:
-        InvalidInput: as of `read_json`.
+        InvalidInput: as of `read_json`, or the options refuse the content.
     """
     text = _decode(content, limit_bytes, name)
 
@@ -133,11 +118,11 @@ def parse_json(
             f"{name} is not JSON ({error.msg}, line {error.lineno} column {error.colno}); give one JSON value"
         ) from None
     except RecursionError:
-        raise _too_deep(name, depth) from None
+        raise _too_deep(name) from None
     except ValueError:  # Python reads no integer of more than 4300 digits
         raise InvalidInput(f"{name} holds a number of too many digits; give a shorter one") from None
-    if text.count("[") + text.count("{") > depth and _is_deeper(value, depth):
-        raise _too_deep(name, depth)
+    if text.count("[") + text.count("{") > DEPTH and _is_too_deep(value):
+        raise _too_deep(name)
     _check_top(value, top, name, "JSON")
     return value
 
@@ -165,72 +150,48 @@ def read_json_lines(path: Path, remedy: str, limit_bytes: int = 2**30) -> list[d
         raise InvalidInput(f"{name} is damaged: {reason}; {remedy}") from None
 
 
-def read_yaml(
-    path: Path,
-    limit_bytes: int = YAML_BYTES,
-    depth: int = DEPTH,
-    *,
-    name: str | None = None,
-    top: type | None = dict,
-    unique_keys: bool = False,
-) -> Any:
-    """Read a YAML file that may be damaged or hostile.
+def read_yaml(path: Path) -> dict[Any, Any]:
+    """Read a YAML file of one mapping that may be damaged or hostile.
 
     Args:
         path: a regular file, or a link to one.
-        limit_bytes: as in `read_json`, like the arguments that follow.
-        depth: the most levels of lists and mappings.
-        name: the file's name in errors; by default its path.
-        top: the type of the whole.
-        unique_keys: refuse a mapping that has a key twice.
 
     Returns:
-        The value, of YAML's plain types; None for an empty file if `top` is None.
+        The mapping, of YAML's plain types.
 
     Raises:
-        InvalidInput: the file cannot be read, exceeds a limit, is not YAML, is not what the options ask, or
-            its aliases expand to more than a million values.
+        InvalidInput: the file cannot be read, exceeds a limit, is not YAML, holds no mapping, or its aliases
+            expand to more than a million values.
     """
-    name = printable(path if name is None else name)
-    content = _read_bytes(path, limit_bytes, name)
-    return parse_yaml(content, name, limit_bytes, depth, top=top, unique_keys=unique_keys)
+    name = printable(path)
+    mapping: dict[Any, Any] = parse_yaml(_read_bytes(path, YAML_BYTES, name), name)
+    return mapping
 
 
 def parse_yaml(
-    content: str | bytes,
-    name: str,
-    limit_bytes: int = YAML_BYTES,
-    depth: int = DEPTH,
-    *,
-    top: type | None = dict,
-    unique_keys: bool = False,
+    content: str | bytes, name: str, limit_bytes: int = YAML_BYTES, *, top: type | None = dict
 ) -> Any:
     """Parse YAML that may be damaged or hostile.
 
     Args:
         content: text, or bytes in UTF-8.
         name: the origin of the content, for errors.
-        limit_bytes: as in `parse_json`, like the arguments that follow.
-        depth: the most levels.
-        top: the type of the whole.
-        unique_keys: refuse repeated keys.
+        limit_bytes: the most characters or bytes of `content`.
+        top: the type of the whole, `dict` or `list`; None for any.
 
     Returns:
-        The value.
+        The value, of YAML's plain types; None for no content if `top` is None.
 
     Raises:
-        InvalidInput: as of `read_yaml`.
+        InvalidInput: the content exceeds a limit, is not YAML, is of another type, or its aliases expand to
+            more than a million values.
     """
     import yaml
 
     text = _decode(content, limit_bytes, name)
     try:
-        _check_events(text, depth, name)
-        loader = _yaml_loader()(text)
-        node = loader.get_single_node()
-        if unique_keys:
-            _check_mappings(node, name)
-        value = None if node is None else loader.construct_document(node)
+        _check_events(text, name)
+        value = yaml.load(text, _yaml_loader())
     except InvalidInput:
         raise
     except (yaml.YAMLError, ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
@@ -285,10 +246,10 @@ def _decode(content: str | bytes, limit_bytes: int, name: str) -> str:
         raise InvalidInput(f"{name} is not UTF-8 text (byte {error.start}); save it as UTF-8") from None
 
 
-def _is_deeper(value: Any, depth: int) -> bool:
-    """Return whether lists and objects of JSON nest in more than some levels."""
+def _is_too_deep(value: Any) -> bool:
+    """Return whether lists and objects of JSON nest in more levels than `DEPTH`."""
     inside = [value]
-    for _ in range(depth + 1):
+    for _ in range(DEPTH + 1):
         containers = [each for each in inside if isinstance(each, dict | list)]
         inside = [one for each in containers for one in (each.values() if isinstance(each, dict) else each)]
         if not containers:
@@ -303,7 +264,7 @@ def _yaml_loader() -> Any:
     return getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
-def _check_events(text: str, depth: int, name: str) -> None:
+def _check_events(text: str, name: str) -> None:
     """Refuse YAML that nests too deeply or whose aliases expand to too much, before any value is built."""
     import yaml
 
@@ -312,8 +273,8 @@ def _check_events(text: str, depth: int, name: str) -> None:
     for event in yaml.parse(text, Loader=_yaml_loader()):
         if isinstance(event, yaml.CollectionStartEvent):
             opened.append((event.anchor, 1))
-            if len(opened) > depth + 1:
-                raise _too_deep(name, depth)
+            if len(opened) > DEPTH + 1:
+                raise _too_deep(name)
             continue
         if isinstance(event, yaml.CollectionEndEvent):
             anchor, size = opened.pop()
@@ -338,31 +299,6 @@ def _check_events(text: str, depth: int, name: str) -> None:
             )
 
 
-def _check_mappings(node: Any, name: str) -> None:
-    """Refuse a YAML mapping with a key twice, in a tree of nodes of a depth that was checked."""
-    import yaml
-
-    waiting = [node]
-    seen: set[int] = set()
-    while waiting:
-        node = waiting.pop()
-        if id(node) in seen or not isinstance(node, yaml.CollectionNode):
-            continue
-        seen.add(id(node))
-        if not isinstance(node, yaml.MappingNode):
-            waiting += node.value
-            continue
-        keys = set()
-        for key, value in node.value:
-            if isinstance(key, yaml.ScalarNode):
-                if (key.tag, key.value) in keys:
-                    raise InvalidInput(
-                        f"{name} has the key {printable(key.value)!r} twice in one mapping; keep one"
-                    )
-                keys.add((key.tag, key.value))
-            waiting += [key, value]
-
-
 def _check_top(value: Any, top: type | None, name: str, language: str) -> None:
     if top is None or isinstance(value, top):
         return
@@ -373,5 +309,5 @@ def _check_top(value: Any, top: type | None, name: str, language: str) -> None:
     raise InvalidInput(f"{name} holds {found}; give {expected} of {language}")
 
 
-def _too_deep(name: str, depth: int) -> InvalidInput:
-    return InvalidInput(f"{name} nests lists and objects more than {depth} levels deep; flatten it")
+def _too_deep(name: str) -> InvalidInput:
+    return InvalidInput(f"{name} nests lists and objects more than {DEPTH} levels deep; flatten it")

@@ -85,8 +85,6 @@ def loader(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
         (b"\xff", {}, "is not UTF-8"),
         ("", {}, "holds nothing; give a mapping of YAML"),
         ("- 1", {}, "holds a list; give a mapping of YAML"),
-        ("a: 1\na: 2", {"unique_keys": True}, "has the key 'a' twice"),
-        ("b: [{a: 1, a: 2}]", {"unique_keys": True}, "has the key 'a' twice"),
         ("a: 1", {"limit_bytes": 3}, "more than 3 bytes"),
         ("#" * (2**20 + 1), {}, "more than 1048576 bytes"),
     ],
@@ -100,7 +98,7 @@ def test_yaml_that_is_refused(content: str | bytes, options: dict[str, Any], sen
 
 @pytest.mark.usefixtures("loader")
 def test_yaml_that_is_read() -> None:
-    assert parse_yaml("a: &x {b: 1}\nc: *x\nd: [*x, *x]", "here", unique_keys=True)["d"] == [{"b": 1}] * 2
+    assert parse_yaml("a: &x {b: 1}\nc: *x\nd: [*x, *x]", "here")["d"] == [{"b": 1}] * 2
     assert parse_yaml("", "here", top=None) is None
 
 
