@@ -180,7 +180,7 @@ def run(recipe: Recipe, teacher: Path) -> dict[str, float]:
     return {"seconds": seconds, "peak_bytes": peak - before}
 
 
-def dearest(act: Callable[[], Any], count: int = 6) -> dict[str, list[dict[str, Any]]]:
+def dearest(act: Callable[[], Any]) -> dict[str, list[dict[str, Any]]]:
     """The operations that took longest by themselves, with their shares of the processor's time.
 
     As a whole and by shapes.
@@ -201,7 +201,7 @@ def dearest(act: Callable[[], Any], count: int = 6) -> dict[str, list[dict[str, 
                 "share": round(event.self_cpu_time_total / whole, 3),
                 "calls": event.count,
             }
-            for event in events[:count]
+            for event in events[:6]
         ]
     return found
 

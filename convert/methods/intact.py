@@ -46,7 +46,7 @@ class Encoded:
     value_BSS: Tensor
 
 
-def encoded(attention: Attention, frequencies_F: Tensor, sample: LayerSample, *, seed: int = 0) -> Encoded:
+def encoded(attention: Attention, frequencies_F: Tensor, sample: LayerSample) -> Encoded:
     """Compute the vectors that a latent encodes, and the cost of an error in them, on a sample.
 
     Sequences that are held back take no part, and first tokens count as in `metric.of_keys`. The cost is the
@@ -58,13 +58,12 @@ def encoded(attention: Attention, frequencies_F: Tensor, sample: LayerSample, *,
         attention: the source's weights, with key norms.
         frequencies_F: its angular frequencies.
         sample: of its inputs.
-        seed: of what is drawn.
     """
     device = fitting_device()
     source = attention.to(torch.float32, device)
     scoring = sample.scoring.to(torch.float32, device)
     root_DD = matrix_root(sample.fisher_DD).to(device, torch.float32)
-    draw = torch.Generator().manual_seed(seed)
+    draw = torch.Generator().manual_seed(0)
     keys = attention.k_KHD.shape[0] * attention.k_KHD.shape[1]
     sizes = 2 * keys, keys, keys
     sums, firsts = ([torch.zeros(size, size, dtype=torch.float64) for size in sizes] for _ in range(2))

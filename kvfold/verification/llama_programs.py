@@ -20,8 +20,8 @@ PROGRAMS = ("llama-perplexity", "llama-completion")
 _PLACES = ("build/bin", "bin", ".")
 _UNKNOWN_TOKENIZER = "BPE pre-tokenizer was not recognized"
 _ATTEMPTS = 3  # a thread writes the programs' log, and they exit without waiting for it
-# Flash attention and the cache's default round to 16 bits.
-_FIXED = ("-fa", "off", "-ctk", "f32", "-ctv", "f32")
+# Flash attention and the default cache round to 16 bits.
+_EXACT = ("-fa", "off", "-ctk", "f32", "-ctv", "f32")
 
 
 class LlamaFailure(Exception):
@@ -98,9 +98,7 @@ class LlamaCpp:
             raise LlamaFailure(f"{CONVERTER} ended with {_last(done.stderr)}")
         return out
 
-    def perplexity(
-        self, model: Path, text: Path, base: Path, context: int, chunks: int, options: Sequence[str] = _FIXED
-    ) -> float | None:
+    def perplexity(self, model: Path, text: Path, base: Path, context: int, chunks: int) -> float | None:
         """Write the log-probabilities of a text to a file that `read_base` reads.
 
         Returns:
@@ -110,11 +108,11 @@ class LlamaCpp:
             LlamaFailure: the program fails.
         """
         words = ["-m", str(model), "-f", str(text), "--kl-divergence-base", str(base), "-lv", "4"]
-        log = self._run("llama-perplexity", [*words, *self._window(context, chunks), *options])
+        log = self._run("llama-perplexity", [*words, *self._window(context, chunks), *_EXACT])
         return _cached(log)
 
     def divergence(
-        self, model: Path, base: Path, text: Path, context: int, chunks: int, options: Sequence[str] = _FIXED
+        self, model: Path, base: Path, text: Path, context: int, chunks: int
     ) -> dict[str, float] | None:
         """Return llama.cpp's own measure of a model's distance from the log-probabilities in a file.
 
@@ -127,21 +125,21 @@ class LlamaCpp:
         """
         words = ["-m", str(model), "-f", str(text), "--kl-divergence-base", str(base), "--kl-divergence"]
         for _ in range(_ATTEMPTS):
-            log = self._run("llama-perplexity", [*words, *self._window(context, chunks), *options])
+            log = self._run("llama-perplexity", [*words, *self._window(context, chunks), *_EXACT])
             mean = re.search(r"Mean\s+KLD:\s+(-?[\d.]+)", log)
             top = re.search(r"Same top p:\s+([\d.]+)", log)
             if mean and top:
                 return {"mean": float(mean.group(1)), "same_top": float(top.group(1)) / 100}
         return None
 
-    def complete(self, model: Path, prompt: str, steps: int, options: Sequence[str] = _FIXED) -> str:
+    def complete(self, model: Path, prompt: str, steps: int) -> str:
         """Return the text that greedy decoding adds to a prompt.
 
         Raises:
             LlamaFailure: the program fails.
         """
         words = ["-m", str(model), "-p", prompt, "-n", str(steps), "--temp", "0", "--ignore-eos", "-no-cnv"]
-        words += ["--no-display-prompt", "--no-warmup", "-t", _threads(), *options]
+        words += ["--no-display-prompt", "--no-warmup", "-t", _threads(), *_EXACT]
         done = _finished([str(self.programs / "llama-completion"), *words])
         if done.returncode:
             raise LlamaFailure(f"llama-completion ended with {_last(done.stderr)}")
