@@ -3,7 +3,7 @@
 Both are answered by predicted losses in one unit (nats, where the metric comes from data): a component left
 without a slot loses what the mean over distances loses of its rotation; the latent loses the energy of the
 directions that it drops.
-Legend: factor.py.
+Legend: attention.py.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -38,7 +38,7 @@ def by_value(pool: Pool) -> Pool:
     """Return a method for sources with key norms, which pools values by `pool` and keys by `keys`.
 
     Args:
-        pool: a method of pool.py, whose values and output projection are taken.
+        pool: a method of pooling.py, whose values and output projection are taken.
     """
 
     def pooled(

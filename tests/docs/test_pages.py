@@ -151,13 +151,16 @@ def test_every_page_is_in_the_navigation() -> None:
     assert sorted(listed) == sorted({*GENERATED, *(path.name for path in (ROOT / "docs").glob("*.md"))})
 
 
-def test_folders_of_the_layout_are_there() -> None:
-    """Every folder in the table of CONTRIBUTING exists, and every package of convert is named."""
+def test_folders_and_files_of_the_layout_are_there() -> None:
+    """What CONTRIBUTING and extending.md name exists, and every package of convert is named."""
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     named = set(re.findall(r"^\| `([\w/]+)/`", text, re.M))
     assert all((ROOT / name).is_dir() for name in named)
     packages = {f"convert/{path.parent.name}" for path in (ROOT / "convert").glob("*/__init__.py")}
     assert packages <= named
+    for page in ("CONTRIBUTING.md", "docs/extending.md"):
+        for file in re.findall(r"`([a-z]+/[\w/]+\.py)`", (ROOT / page).read_text(encoding="utf-8")):
+            assert (ROOT / file).is_file(), f"{page}: {file}"
 
 
 @pytest.mark.parametrize(
