@@ -18,6 +18,12 @@ from kvfold.verification.verify import verify
 from .folds import FOLDS, Fold, make_folds
 from .saved_rows import SavedRows
 
+ONLY = click.option(
+    "--only",
+    metavar="WORDS",
+    default="",
+    help="Folds whose source or options contain these words; saves nothing without --update.",
+)
 UPDATE = click.option(
     "--update", is_flag=True, help="Keep saved rows, run the other folds, and save after each of them."
 )
@@ -120,6 +126,11 @@ def run_folds(
                 if update:
                     saved.write()
     _show(rows, engine)
+    finish(saved, rows, only, update)
+
+
+def finish(saved: SavedRows, rows: list[dict[str, Any]], only: str, update: bool) -> None:
+    """Save the rows where all were made and none failed, count them, and exit with 1 where one failed."""
     failed = sum(bool(row["failures"]) for row in rows)
     if not only and not update and not failed:
         saved.write()

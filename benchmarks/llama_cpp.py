@@ -22,7 +22,7 @@ from kvfold.verification.llama_programs import LlamaCpp, LlamaFailure
 from kvfold.verification.verify import verify
 from tests.support.tiny import make
 
-from .engine_rows import UPDATE
+from .engine_rows import UPDATE, finish
 from .folds import DEMO, HEAD, SOURCES, widen
 from .gguf_types import GOAL, TYPES, quantised
 from .saved_rows import SavedRows
@@ -148,14 +148,7 @@ def main(home: Path, only: str, update: bool) -> None:
             for row in types:
                 keep("types", row, "model")
     _show(rows, types)
-    failed = sum(bool(row["failures"]) for row in (*rows, *types))
-    if not only and not update and not failed:
-        saved.write()
-    if update or not (only or failed):
-        click.echo(f"saved in {saved.path}")
-    click.echo(f"{len(rows) + len(types) - failed} passed, {failed} failed")
-    if failed:
-        raise SystemExit(1)
+    finish(saved, [*rows, *types], only, update)
 
 
 def _show(rows: list[dict[str, Any]], types: list[dict[str, Any]]) -> None:

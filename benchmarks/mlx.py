@@ -13,7 +13,7 @@ import click
 from kvfold.core.console import Command
 from kvfold.core.errors import InvalidInput
 
-from .engine_rows import UPDATE, run_folds
+from .engine_rows import ONLY, UPDATE, run_folds
 from .folds import FAMILIES, FOLDS, Fold
 
 NEAR = 3e-5  # nats, float32: what sums in another order cost on these folds
@@ -35,12 +35,7 @@ def folds() -> tuple[Fold, ...]:
 
 
 @click.command(cls=Command)
-@click.option(
-    "--only",
-    metavar="WORDS",
-    default="",
-    help="Folds whose source or options contain these words; saves nothing without --update.",
-)
+@ONLY
 @UPDATE
 def main(only: str, update: bool) -> None:
     """Run every fold, print the table, and save it in benchmarks/results/mlx-cpu.json."""

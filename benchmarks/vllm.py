@@ -18,17 +18,12 @@ from kvfold.core.console import Command
 from kvfold.core.errors import InvalidInput
 from kvfold.verification.fresh_process import NEAR
 
-from .engine_rows import UPDATE, run_folds
+from .engine_rows import ONLY, UPDATE, run_folds
 from .folds import FAMILIES, FOLDS, IN_PLACE, OF_QUANTISED
 
 
 @click.command(cls=Command)
-@click.option(
-    "--only",
-    metavar="WORDS",
-    default="",
-    help="Folds whose source or options contain these words; saves nothing without --update.",
-)
+@ONLY
 @UPDATE
 def main(only: str, update: bool) -> None:
     """Serve every fold, print the table, and save it in benchmarks/results/vllm-cpu.json (vllm-cuda.json on
