@@ -73,9 +73,9 @@ def generate(model: Any, batch: int = 2, **options: Any) -> list[list[int]]:
     return tokens
 
 
-def chunks(model: Any, mask: Tensor = MASK, cache: Any = None) -> Tensor:
+def chunks(model: Any, mask: Tensor = MASK) -> Tensor:
     """Logits of IDS, read in pieces through a cache; the first row is padded on the left."""
-    found = []
+    found, cache = [], None
     for first, last in ((0, 30), (30, 33), (33, 34), (34, 40)):
         step = {
             "attention_mask": mask[:, :last],

@@ -142,18 +142,14 @@ def test_a_program_that_does_not_end_is_stopped(home: Path, monkeypatch: pytest.
         LlamaCpp.at(home)
 
 
-def test_a_tokenizer_that_the_converter_does_not_know(home: Path, tmp_path: Path) -> None:
-    """It is written as GPT-2's, and said so; any other refusal is one."""
-    llama = LlamaCpp.at(home)
-    with pytest.raises(LlamaFailure, match="no such class"):
-        llama.convert(tmp_path, tmp_path / "out.gguf", "f32")
-    assert llama.guessed == []
+def write_converter(home: Path, refusal: str) -> None:
+    """Write a converter that refuses the tokenizer of every checkpoint in these words."""
     (home / "conversion").mkdir()
     (home / "conversion" / "__init__.py").touch()
     (home / "conversion" / "base.py").write_text(
         "class TextModel:\n"
         "    def get_vocab_base_pre(self, tokenizer):\n"
-        "        raise NotImplementedError('BPE pre-tokenizer was not recognized')\n"
+        f"        raise NotImplementedError({refusal!r})\n"
     )
     (home / "convert_hf_to_gguf.py").write_text(
         "import sys\n"
@@ -162,6 +158,15 @@ def test_a_tokenizer_that_the_converter_does_not_know(home: Path, tmp_path: Path
         "name = TextModel().get_vocab_base_pre(None)\n"
         "Path(sys.argv[sys.argv.index('--outfile') + 1]).write_text(name)\n"
     )
+
+
+def test_a_tokenizer_that_the_converter_does_not_know(home: Path, tmp_path: Path) -> None:
+    """It is written as GPT-2's, and said so; any other refusal is one."""
+    llama = LlamaCpp.at(home)
+    with pytest.raises(LlamaFailure, match="no such class"):
+        llama.convert(tmp_path, tmp_path / "out.gguf", "f32")
+    assert llama.guessed == []
+    write_converter(home, "BPE pre-tokenizer was not recognized")
     assert llama.convert(tmp_path, tmp_path / "out.gguf", "f32").read_text() == "gpt-2"
     assert llama.guessed == [tmp_path]
 
@@ -171,20 +176,7 @@ def test_the_same_tokenizer_is_guessed_once(home: Path, tmp_path: Path) -> None:
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "tokenizer.json").write_text("{}")
-    (home / "conversion").mkdir()
-    (home / "conversion" / "__init__.py").touch()
-    (home / "conversion" / "base.py").write_text(
-        "class TextModel:\n"
-        "    def get_vocab_base_pre(self, tokenizer):\n"
-        "        raise NotImplementedError('it was started')\n"
-    )
-    (home / "convert_hf_to_gguf.py").write_text(
-        "import sys\n"
-        "from pathlib import Path\n"
-        "from conversion.base import TextModel\n"
-        "name = TextModel().get_vocab_base_pre(None)\n"
-        "Path(sys.argv[sys.argv.index('--outfile') + 1]).write_text(name)\n"
-    )
+    write_converter(home, "it was started")
     llama = LlamaCpp.at(home)
     with pytest.raises(LlamaFailure, match="it was started"):
         llama.convert(tmp_path / "two", tmp_path / "out.gguf", "f32")

@@ -26,9 +26,8 @@ from kvfold.models.shipped.attention_kvfold import KvfoldDecoupledAttention
 from kvfold.models.shipped.modeling_kvfold import KvfoldForCausalLM
 
 from ...support.folds import fold_latent
+from ...support.latent_decoding import IDS, chunks
 from ...support.tiny import make
-
-IDS = torch.arange(2 * 40).reshape(2, 40) ** 2 * 7 % 97
 
 
 def loaded(directory: Path, **options: Any) -> Any:
@@ -147,30 +146,14 @@ def test_the_configuration_can_be_copied_and_pickled(folded: Path) -> None:
 
 def test_absorbing_the_up_projections_changes_nothing(folded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of a padded text through the cache: attention in the latent against expanded keys."""
-    mask = torch.ones_like(IDS)
-    mask[0, :5] = 0
-
-    def steps() -> Tensor:
-        model, cache, found = loaded(folded), None, []
-        for first, last in ((0, 30), (30, 33), (33, 34), (34, 40)):
-            step = {
-                "attention_mask": mask[:, :last],
-                "position_ids": (mask.cumsum(1) - 1).clamp(min=0)[:, first:last],
-            }
-            with torch.no_grad():
-                output = model(input_ids=IDS[:, first:last], past_key_values=cache, use_cache=True, **step)
-            cache = output.past_key_values
-            found.append(output.logits)
-        return torch.cat(found, 1)[:, 5:]
-
     taken = []
     absorbed = KvfoldDecoupledAttention._absorbed
     monkeypatch.setattr(
         KvfoldDecoupledAttention, "_absorbed", lambda *args: taken.append(1) or absorbed(*args)
     )
-    one = steps()
+    one = chunks(loaded(folded))[:, 5:]
     monkeypatch.setattr(KvfoldDecoupledAttention, "_absorbs", lambda *_: False)
-    torch.testing.assert_close(steps(), one, atol=1e-5, rtol=0)
+    torch.testing.assert_close(chunks(loaded(folded))[:, 5:], one, atol=1e-5, rtol=0)
     assert bool(taken) == (loaded(folded).config.kvfold["form"] == "decoupled")
 
 
