@@ -1,4 +1,4 @@
-"""What GGUF types of weights cost a source and its folds, run by llama.cpp.
+"""The cost of GGUF types of weights, to a source and its folds, run by llama.cpp.
 
 `python -m benchmarks.gguf_types MODEL --text FILE --llama-cpp DIR --name NAME`. The source and its latent
 folds for llama.cpp, all rounded to bfloat16 first, are written in BF16 by llama.cpp's own converter, and in

@@ -184,7 +184,7 @@ def main(
 ) -> None:
     """Print and save what a quantised cache adds to a fold's divergence from its source.
 
-    Cells that the results have are kept, so that a stopped run goes on where it was.
+    Cells that the results have are kept, so that a stopped run resumes.
     """
     directory = resolve(model)
     statistics = study(open_source(directory), calibration, sequences=sequences, length=length, seed=0)

@@ -12,7 +12,7 @@ of the held-out text; all that is reported is measured on the first half. Alignm
 then that of the KL after it.
 
 Every finished run is a row of benchmarks/results/recovery-NAME.json; runs that have theirs are left out, so
-that a stopped grid goes on when the same command is given again.
+that a stopped grid resumes when the same command is given again.
 """
 
 import json

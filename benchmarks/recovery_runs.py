@@ -201,7 +201,7 @@ def make_recipe(grid: Grid, run: Run) -> Recipe:
 
 
 def train(grid: Grid, run: Run) -> Row:
-    """Run it, or go on with it; returns its row, with the perplexity and KL after so many tokens."""
+    """Run it, or resume it; return its row, with the perplexity and KL after so many tokens."""
     recipe = make_recipe(grid, run)
     output = Path(recipe.output)
     if not output.exists():

@@ -1,4 +1,4 @@
-"""What folds lose of retrieval: `python -m benchmarks.retrieval DIRECTORY`.
+"""The loss of folds in retrieval: `python -m benchmarks.retrieval DIRECTORY`.
 
 The source is trained into DIRECTORY first, if there is none (`retrieval_source`: 30 minutes of one core, the
 same weights each time on one kind of machine). It is then folded by rows of `fidelity`, calibrated with its

@@ -1,4 +1,4 @@
-"""The demonstration: a mistake in an option is found before anything is written, and a stopped run goes on."""
+"""The demonstration: a mistake in an option is found before anything is written, and a stopped run resumes."""
 
 import signal
 import tempfile

@@ -1,4 +1,4 @@
-"""The benchmark of recovery: what is counted, what is trained on what, and that a stopped grid goes on."""
+"""The benchmark of recovery: what is counted, what is trained on what, and that a stopped grid resumes."""
 
 import math
 from dataclasses import replace

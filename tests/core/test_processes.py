@@ -1,4 +1,4 @@
-"""Several processes of a launcher do what one does: each a share, the first one alone speaks and writes."""
+"""Several processes of a launcher do what one does: each does its share, and only rank 0 prints and writes."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""An interrupted evaluation goes on where it was, gives the same report, and mixes with no other."""
+"""An interrupted evaluation resumes, gives the same report, and mixes with no other."""
 
 import json
 from pathlib import Path
@@ -28,7 +28,7 @@ class Killed(BaseException):
     """As SIGKILL ends a process: nothing is caught."""
 
 
-def test_a_killed_run_goes_on_and_gives_the_same_report(
+def test_a_killed_run_resumes_and_gives_the_same_report(
     mha: Path, other: Path, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from kvfold.eval import scores

@@ -1,4 +1,4 @@
-"""The rotary width of MLA is measured beside the one that is predicted to lose least."""
+"""The rotary width of MLA is measured next to the one that is predicted to lose least."""
 
 import json
 from pathlib import Path

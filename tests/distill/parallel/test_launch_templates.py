@@ -1,6 +1,6 @@
 """The templates of recipes/launch, with local processes in place of machines.
 
-One run begins under SLURM, which sends it back to its queue, goes on under SkyPilot, where a process is
+One run begins under SLURM, which sends it back to its queue, resumes under SkyPilot, where a process is
 killed, and ends under Kubernetes: the same bits as without a stop under torchrun's template.
 """
 

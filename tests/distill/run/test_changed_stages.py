@@ -1,4 +1,4 @@
-"""A run goes on with other stages behind those that it has begun, to the bits of a run that had them from
+"""A run resumes with other stages after those that it has begun, to the bits of a run that had them from
 the start.
 """
 

@@ -221,7 +221,7 @@ class Launched(Exception):
 def test_mistakes_are_told_by_the_process_that_would_launch(
     make_recipe: MakeRecipe, others: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With its exit code; of a run that goes on, what it does not read again may be gone."""
+    """With its exit code; what a resumed run does not read again may be gone."""
 
     def execve(*_: object) -> None:
         raise Launched

@@ -1,6 +1,6 @@
 """Evaluation while training.
 
-It changes nothing, goes on where a run was stopped, and never reads what is trained on.
+It changes nothing, resumes where a run was stopped, and never reads what is trained on.
 """
 
 import json
@@ -179,7 +179,7 @@ def test_another_held_out_text_is_refused_on_the_way(
 def test_a_killed_run_keeps_its_history_and_its_best(
     make_recipe: MakeRecipe, held: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Killed after evaluations that no state was saved for: what goes on ends with the same files."""
+    """Killed after evaluations that no state was saved for: a resumed run ends with the same files."""
     section = {"source": str(held), "every": 2, "windows": 4, "keep": "best"}
     made = {"evaluate": section, "tokens": 192 * 22, "save": {"every": 7}}
     whole = distill(make_recipe(output=str(tmp_path / "whole"), **made)).output

@@ -1,4 +1,4 @@
-"""Trackers get what metrics.jsonl gets, on this machine, and a run that goes on tells nothing twice."""
+"""Trackers get what metrics.jsonl gets, on this machine, and a resumed run reports nothing twice."""
 
 from importlib.util import find_spec
 from pathlib import Path

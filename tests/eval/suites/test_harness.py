@@ -1,4 +1,4 @@
-"""lm-evaluation-harness as a part of an evaluation: what is kept, what goes on, what is refused."""
+"""lm-evaluation-harness as a part of an evaluation: what is kept, what is resumed, what is refused."""
 
 import json
 import math
