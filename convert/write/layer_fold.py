@@ -268,7 +268,9 @@ def _pooled(plan: Plan, number: int, target: GroupedTarget) -> tuple[Attention, 
     # The predicted gain is of second order and by pairs: where it can be measured, that decides.
     ways = (reordered(attention, metric, order) for order, _ in orders)
     folds = [pool(moved, target, its_metric, table_F) for moved, its_metric in ways]
-    pooled = min(folds, key=lambda fold: _loss(fold, attention, table_F, sample)) if folds[1:] else folds[0]
+    pooled = folds[0]
+    if folds[1:]:
+        pooled = min(folds, key=lambda fold: measure(fold, table_F, attention, table_F, sample))
     return _finished(plan, number, pooled, attention, table_F, table_F, sample)
 
 
@@ -283,10 +285,6 @@ def _is_movable(plan: Plan, number: int, attention: Attention, sample: LayerSamp
     if plan.source.followers(number):  # which read the heads in the source's order
         return False
     return attention.q_norm_NH is None or (len(attention.q_norm_NH) == 1 and sample is not None)
-
-
-def _loss(pooled: Attention, attention: Attention, table_F: Tensor, sample: LayerSample) -> float:
-    return measure(pooled, table_F, attention, table_F, sample)
 
 
 def _sample(
