@@ -188,7 +188,7 @@ def read_settings(suites: tuple[str, ...], given: Mapping[str, Any]) -> dict[str
     return dict(context.params)
 
 
-def run_request(request: EvalRequest, out: Path | None = None) -> Result:
+def run_request(request: EvalRequest, out: Path | None) -> Result:
     """Return what the suites of a request find, and write it to a file where one is named.
 
     Args:

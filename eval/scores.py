@@ -237,7 +237,7 @@ def _score_batch(
     return {measure: torch.cat(parts).float().cpu() for measure, parts in chunks.items()}
 
 
-def _compare(teacher_CV: Tensor, student_CV: Tensor, chunks: dict[str, list[Tensor]], end: str = "") -> None:
+def _compare(teacher_CV: Tensor, student_CV: Tensor, chunks: dict[str, list[Tensor]], end: str) -> None:
     teacher_CV, student_CV = common_vocabulary(teacher_CV, student_CV)
     chunks.setdefault(f"kl{end}", []).append(token_kl(teacher_CV, student_CV))
     chunks.setdefault(f"same{end}", []).append(teacher_CV.argmax(-1) == student_CV.argmax(-1))

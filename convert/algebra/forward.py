@@ -105,7 +105,7 @@ def attend(
 def keys_and_values(
     layer: Attention | IntactAttention | NormedLatentAttention,
     input_BTD: Tensor,
-    norm_epsilon: float = 0.0,
+    norm_epsilon: float,
     cache: Cache | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return keys behind their norm and before rotation, and values, (B, K, T, H).

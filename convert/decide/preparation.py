@@ -172,7 +172,7 @@ def _check_statistics_place(request: FoldRequest, source: Path) -> None:
             raise InvalidInput(f"--save-statistics {kept} is {place} or inside it; name a file elsewhere")
 
 
-def choose_calibration(request: FoldRequest, plan: Plan, dry_run: bool = False) -> str | None:
+def choose_calibration(request: FoldRequest, plan: Plan, dry_run: bool) -> str | None:
     """Return what a fold is calibrated on: the user's choice, else `self`; None where it reads no statistics.
 
     Args:

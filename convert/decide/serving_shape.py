@@ -17,7 +17,7 @@ from ..algebra.target import LatentTarget, budget_elements, check_options, query
 from ..families.source import STILL, Source
 from ..formats.blocks import CENTRED_EPSILON, FoldedBlock, folded_block
 from ..formats.serving import find_places, nearest_bands, table, thetas
-from ..formats.serving_widths import SERVING, Profile, Served, choose_heads
+from ..formats.serving_widths import Profile, Served, choose_heads
 from ..formats.stock import Stock
 from ..methods.intact import full_rank
 from ..methods.key_regression import NO_FULL_RANK
@@ -45,7 +45,7 @@ class ServedShape:
     thetas: tuple[float, ...] = ()
 
 
-def served_shape(source: Source, options: Mapping[str, Any], profile: Profile = SERVING) -> ServedShape:
+def served_shape(source: Source, options: Mapping[str, Any], profile: Profile) -> ServedShape:
     """Return the target that is folded for a profile, and its rotary slots.
 
     The latent is at most the profile's.
@@ -152,7 +152,7 @@ def served_container(
     bands: tuple[Band, ...],
     *,
     compressed: bool,
-    profile: Profile = SERVING,
+    profile: Profile,
 ) -> Stock:
     """Return the output format of a target from `served_shape`.
 

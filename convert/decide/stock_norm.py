@@ -68,7 +68,7 @@ def first_norm(
 
 
 def written_dtypes(
-    source: Source, norm: LatentNorm | None, dtype: str, *, dequantize: bool = False
+    source: Source, norm: LatentNorm | None, dtype: str, *, dequantize: bool
 ) -> tuple[dict[str, torch.dtype], list[str]]:
     """Return the dtype that each source tensor is written in, and a notice where it was changed.
 

@@ -230,7 +230,7 @@ class _Loss:
         slots_S: Tensor,
         sample: LayerSample,
         device: torch.device,
-        cache: Caches | None = None,
+        cache: Caches | None,
         read: Tensor | None = None,
     ) -> None:
         self._cache = cache

@@ -201,7 +201,7 @@ POWER = 4  # of C in transmla-care, as published
 Decomposition = Callable[[Tensor, Tensor, Tensor, int], Compressed]
 
 
-def folded_bands(frequencies_F: Tensor, slots: int, multiple: int = 1) -> tuple[Band, ...]:
+def folded_bands(frequencies_F: Tensor, slots: int, multiple: int) -> tuple[Band, ...]:
     """Group neighbouring pairs, whose components turn as the pairs at even steps in the group do.
 
     This is FreqFold (TransMLA, arXiv 2502.07864, section 4). It takes as many pairs for a slot as there are,

@@ -50,8 +50,8 @@ def choose_slots(
     statistics: Statistics | None,
     options: Mapping[str, Any],
     method: str,
-    fixed: tuple[Band, ...] = (),
-    table_S: Tensor | None = None,
+    fixed: tuple[Band, ...],
+    table_S: Tensor | None,
 ) -> Division:
     """Choose the rotary slots of an MLA target, and predict their losses.
 

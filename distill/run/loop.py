@@ -33,7 +33,7 @@ def train_stage(
     context: StageContext,
     progress: Progress,
     found: Path | None,
-    evaluation: TrainingEvaluation | None = None,
+    evaluation: TrainingEvaluation | None,
 ) -> Progress:
     """Train one stage from `progress` to its end.
 

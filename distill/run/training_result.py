@@ -40,7 +40,7 @@ class TrainingResult:
 
     @classmethod
     def from_record(
-        cls, output: Path, record: dict[str, Any], notices: tuple[str, ...] = (), *, is_new: bool = True
+        cls, output: Path, record: dict[str, Any], notices: tuple[str, ...], *, is_new: bool
     ) -> "TrainingResult":
         """Return the result of a run from its record: `student`, `teacher`, `models`, `steps`, and so on."""
         return cls(

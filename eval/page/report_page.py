@@ -25,7 +25,7 @@ class ReportPage:
     summary: dict[str, Any]
 
 
-def write_page(directories: Sequence[Path], out: Path, png: Path | None = None) -> ReportPage:
+def write_page(directories: Sequence[Path], out: Path, png: Path | None) -> ReportPage:
     """Write one page about several checkpoints.
 
     Args:

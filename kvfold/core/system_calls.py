@@ -17,7 +17,7 @@ _BINARY = getattr(os, "O_BINARY", 0)
 _at_a_time = threading.Lock()  # a descriptor has one position for all threads
 
 
-def open_bytes(file: str | os.PathLike[str], *, create: bool = False) -> int:
+def open_bytes(file: str | os.PathLike[str], *, create: bool) -> int:
     """Return a descriptor to read and write a file's bytes.
 
     Args:

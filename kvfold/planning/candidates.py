@@ -155,7 +155,7 @@ def find_candidates(
             if inside is not None:
                 check_request(asked, inside.tower)
                 asked = tower_request(asked)
-            candidate = _candidate(source, asked, inside=inside)
+            candidate = _candidate(source, asked, None, inside)
         except InvalidInput as refusal:
             refused.setdefault(kind, str(refusal))
             continue
@@ -167,7 +167,7 @@ def find_candidates(
     return list(found.values()), {kind: why for kind, why in refused.items() if kind not in had}
 
 
-def plan_source(source: Source, inside: Surroundings | None = None) -> Candidate | None:
+def plan_source(source: Source, inside: Surroundings | None) -> Candidate | None:
     """Plan the source as it is, as one more candidate.
 
     The result is None where it has no form in which it could be written unchanged.
@@ -179,7 +179,7 @@ def plan_source(source: Source, inside: Surroundings | None = None) -> Candidate
     """
     asked = _request(source, "gqa", {"kv_heads": source.geometry.num_key_value_heads})
     try:
-        return _candidate(source, asked, inside=inside)
+        return _candidate(source, asked, None, inside)
     except InvalidInput:
         return None
 
@@ -215,8 +215,8 @@ def _request(source: Source, to: str, options: Mapping[str, Any]) -> FoldRequest
 def _candidate(
     source: Source,
     request: FoldRequest,
-    statistics: Statistics | None = None,
-    inside: Surroundings | None = None,
+    statistics: Statistics | None,
+    inside: Surroundings | None,
 ) -> Candidate:
     plan = settle_slots(make_plan(source, request, statistics))
     written = plan if inside is None else WholeOutput.of(inside, plan)

@@ -53,7 +53,7 @@ class RoundedWeights:
 
 
 def choose_weights(
-    checkpoint: Checkpoint, *, grouped: bool, group: int | None = None, kept: Collection[str] = LATENT
+    checkpoint: Checkpoint, *, grouped: bool, group: int | None, kept: Collection[str]
 ) -> RoundedWeights:
     """Choose the weights to round.
 

@@ -80,7 +80,7 @@ class QuantizePlan:
 def plan_quantize(
     directory: Path,
     scheme: str,
-    out: Path | None = None,
+    out: Path | None,
     *,
     group: int | None = None,
     kept: tuple[str, ...] = LATENT,
