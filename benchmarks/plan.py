@@ -23,8 +23,8 @@ from kvfold.core.console import show_table
 from kvfold.core.hub import resolve
 from kvfold.eval.options import Options
 from kvfold.eval.run import evaluate
-from kvfold.planning.advice import Bounds, Row, place, predict_rows
 from kvfold.planning.candidates import SHARES, find_candidates
+from kvfold.planning.ranking import Bounds, Row, place, predict_rows
 from kvfold.texts.corpus import read_text
 
 from .machine import save

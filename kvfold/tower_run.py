@@ -40,10 +40,10 @@ def fold_tower(request: FoldRequest, tower: Tower, fold: Callable[[FoldRequest],
     """
     if request.text_only:
         return _alone(request, tower, fold)
-    from .convert.towers.assembly import put_back
     from .convert.towers.places import Places
-    from .convert.towers.possible import check_request, tower_request
+    from .convert.towers.tower_targets import check_request, tower_request
     from .convert.towers.view import named_as_whole
+    from .convert.towers.whole_checkpoint import put_back
     from .models.expected_weights import check_multimodal
 
     check_request(request, tower)

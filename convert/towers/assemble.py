@@ -16,9 +16,9 @@ from ...models.expected_weights import check_multimodal
 from ...models.remote_code import is_remote
 from ..families.recognition import is_multimodal
 from ..request import fold_request
-from .assembly import write_whole
 from .text_class import STOCK, holds_other_classes
 from .tower import Tower, find_tower
+from .whole_checkpoint import write_whole
 
 _TARGETS = ("gqa", "mqa", "mla")
 # Fields by which the other tensors of a tower get their shapes.

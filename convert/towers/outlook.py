@@ -4,9 +4,9 @@ from typing import Any
 
 from ...checkpoints.quantised.packed_checkpoint import as_stored
 from ..families.recognition import FAMILIES
-from .assembly import other_specs
-from .possible import latent_never, latent_refusal
 from .tower import Tower
+from .tower_targets import latent_never, latent_refusal
+from .whole_checkpoint import other_specs
 
 
 def tower_report(tower: Tower, *, in_place: bool, dequantize: bool = False) -> dict[str, Any]:

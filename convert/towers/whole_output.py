@@ -7,8 +7,8 @@ from typing import Any
 
 from ...checkpoints.shards import TensorSpec
 from ..decide.engine_choice import PlannedOutput
-from .assembly import names_in_place, other_specs, whole_config
 from .tower import Tower
+from .whole_checkpoint import names_in_place, other_specs, whole_config
 
 
 @dataclass(frozen=True, kw_only=True)

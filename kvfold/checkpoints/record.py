@@ -13,7 +13,7 @@ from ..core.errors import InvalidInput
 from ..core.hub import resolve
 from ..core.type_adapters import type_adapter
 from ..core.untrusted import printable, read_json, shorten
-from .recorded import Recorded
+from .record_fields import Recorded
 from .side_files import flaw_of
 
 FILE = "kvfold.json"

@@ -100,7 +100,7 @@ def main(dry_run: bool, as_json: bool, **options: Any) -> None:
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise InvalidInput("kvfold migrate runs in one process; start it without a launcher")
-    from .itinerary import read_request
+    from .request_reader import read_request
 
     asked = read_request(**options)
     if dry_run:
@@ -121,7 +121,7 @@ def main(dry_run: bool, as_json: bool, **options: Any) -> None:
 
 def _run(asked: "Migration") -> dict[str, Any]:
     from ..core.signals import Interrupted, interruptible
-    from .milestones import migrate
+    from .steps import migrate
 
     try:
         with interruptible([]):

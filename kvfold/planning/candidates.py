@@ -19,8 +19,8 @@ from ..convert.decide.plan import Plan, make_plan
 from ..convert.families.source import Source
 from ..convert.formats.serving_widths import PROFILES
 from ..convert.request import FoldRequest, fold_request
-from ..convert.towers.assembly import whole_config
-from ..convert.towers.possible import check_request, tower_request
+from ..convert.towers.tower_targets import check_request, tower_request
+from ..convert.towers.whole_checkpoint import whole_config
 from ..convert.towers.whole_output import Surroundings, WholeOutput
 from ..core.errors import InvalidInput
 

@@ -12,7 +12,7 @@ from ..core.files import whole_file
 from .prediction import NATS
 
 if TYPE_CHECKING:
-    from .advice import Row
+    from .ranking import Row
 
 SHARES = ("75%", "62.5%", "50%", "37.5%", "25%", "18.75%", "12.5%", "9.375%", "6.25%")
 _KNEE = 1e-3  # of the loss axis: below it is linear, so that nothing lost has a place

@@ -23,11 +23,11 @@ from ..core.errors import InvalidInput
 from ..core.grid import Grid, Tabular
 from ..core.hub import resolve
 from ..core.units import read_share, show_bytes
-from .advice import Advice, Bounds, Row, compare, place, place_all, predict_rows, rank, what_would_fit
 from .candidates import SHARES, Candidate, check_alike, find_candidates, plan_source
 from .loss_curve import SHARES as CURVE_SHARES
 from .loss_curve import check_picture, draw, points_of
 from .prediction import source_loss
+from .ranking import Advice, Bounds, Row, compare, place, place_all, predict_rows, rank, what_would_fit
 from .request import PlanRequest
 
 __all__ = ["Candidates", "PlanRequest", "recommend"]

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 from ..convert.decide.costs.fold_cost import FoldCost, cost_of
 from ..convert.decide.preparation import prepare
-from ..convert.towers.assembly import names_in_place, whole_config
 from ..convert.towers.outlook import tower_report
-from ..convert.towers.possible import check_request, tower_request
+from ..convert.towers.tower_targets import check_request, tower_request
 from ..convert.towers.view import tower_source
+from ..convert.towers.whole_checkpoint import names_in_place, whole_config
 from ..core.console import is_first
 
 if TYPE_CHECKING:

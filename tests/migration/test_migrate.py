@@ -17,8 +17,8 @@ import pytest
 
 from kvfold.core.errors import InvalidInput
 from kvfold.distill.stages.state import newest
-from kvfold.migration import milestones
-from kvfold.migration.itinerary import read_bound
+from kvfold.migration import steps
+from kvfold.migration.request_reader import read_bound
 
 from ..support.migrations import DEMO, arguments, interrupt, invoke, unproven
 from ..support.tiny import make
@@ -64,10 +64,10 @@ def test_records_name_the_places_where_things_are(whole: Path) -> None:
 
 
 def stopped(words: list[str], monkeypatch: pytest.MonkeyPatch, at: str, stop: Any) -> None:
-    """Begin a migration, without its proof, that ends where `milestones.<at>` is `stop`."""
+    """Begin a migration, without its proof, that ends where `steps.<at>` is `stop`."""
     unproven(monkeypatch)
     with monkeypatch.context() as patch:
-        patch.setattr(milestones, at, stop)
+        patch.setattr(steps, at, stop)
         assert invoke(words).exit_code == 1
 
 
@@ -77,8 +77,8 @@ def test_a_fold_that_does_not_pass_verify_is_refused_again(
     """The first run leaves the fold behind; the second judges it, too, before it trains it."""
     unproven(monkeypatch)
     found = SimpleNamespace(failures=["cache: it is not smaller"])
-    monkeypatch.setattr(milestones, "verify", lambda *_, **__: found)
-    monkeypatch.setattr(milestones, "distill", lambda *_: pytest.fail("it was trained"))
+    monkeypatch.setattr(steps, "verify", lambda *_, **__: found)
+    monkeypatch.setattr(steps, "distill", lambda *_: pytest.fail("it was trained"))
     for _ in range(2):
         done = invoke(arguments(texts, tmp_path / "out"))
         assert "does not pass kvfold verify: cache: it is not smaller" in done.stderr
@@ -111,7 +111,7 @@ def test_what_is_done_is_not_done_again_and_the_bound_may_change(
     texts: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = ratios(json.loads((whole / "report.json").read_text()))
-    measure = milestones.evaluate
+    measure = steps.evaluate
 
     def stop_at_second(student: Path, *rest: Any, **more: Any) -> Any:
         if student.name == "12.5%":
@@ -121,7 +121,7 @@ def test_what_is_done_is_not_done_again_and_the_bound_may_change(
     out = tmp_path / "out"
     stopped(arguments(texts, out), monkeypatch, "evaluate", stop_at_second)
     for name in ("study", "rewrite", "distill"):
-        monkeypatch.setattr(milestones, name, None)
+        monkeypatch.setattr(steps, name, None)
     between = sum(expected.values()) / 2
     done = invoke([*arguments(texts, out, f"ppl<{between:.6f}x"), "--json"])
     assert done.exit_code == 0, done.output

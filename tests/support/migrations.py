@@ -7,7 +7,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from kvfold.cli import main
-from kvfold.migration import milestones
+from kvfold.migration import steps
 from kvfold.migration.request import write_json
 
 DEMO = Path(__file__).parents[2] / "recipes" / "demo"
@@ -33,7 +33,7 @@ def invoke(words: list[str]) -> Result:
 def unproven(monkeypatch: pytest.MonkeyPatch) -> None:
     """Spare migrations the proof, which another test is about."""
     monkeypatch.setattr(
-        milestones,
+        steps,
         "_identity",
         lambda asked: write_json(asked.partial / "identity.json", IDENTITY) or IDENTITY,
     )

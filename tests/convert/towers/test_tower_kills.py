@@ -139,7 +139,7 @@ def test_a_finished_fold_outlives_a_stop_while_it_is_put_back(
         raise end
 
     with monkeypatch.context() as patched:
-        patched.setattr("kvfold.convert.towers.assembly.put_back", stop)
+        patched.setattr("kvfold.convert.towers.whole_checkpoint.put_back", stop)
         assert CliRunner().invoke(main, words(source, place)).exit_code != 0
     monkeypatch.setattr("kvfold.fold_run._fold", stop)
     again = CliRunner().invoke(main, words(source, place))

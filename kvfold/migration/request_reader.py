@@ -1,7 +1,4 @@
-"""The way from the command line of `kvfold migrate` to a checked migration.
-
-It sets the bound, the sizes, and the recipe of every step.
-"""
+"""The reading of options of `kvfold migrate`: the bound, the sizes, and the recipe of every step."""
 
 import re
 import tempfile

@@ -24,8 +24,8 @@ from kvfold.eval.options import Options
 from kvfold.eval.run import evaluate
 from kvfold.lab.reference import costs
 from kvfold.planning import demand as costs_of
-from kvfold.planning.advice import Bounds, place, predict_rows, rank
 from kvfold.planning.candidates import Candidate, find_candidates
+from kvfold.planning.ranking import Bounds, place, predict_rows, rank
 from kvfold.texts.corpus import read_text
 
 from ..support.tiny import ROPE, make

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from kvfold.migration import milestones
 from kvfold.migration import request as migration
+from kvfold.migration import steps
 
 from ..support.migrations import arguments, interrupt, invoke, unproven
 
@@ -29,7 +29,7 @@ def test_another_bound_goes_on_from_what_met_none(
     (unmet / "mine").touch()
     # A bound on the KL may ask for the fold's own evaluation; nothing else is made again.
     for name in ("study", "rewrite", "distill"):
-        monkeypatch.setattr(milestones, name, None)
+        monkeypatch.setattr(steps, name, None)
     second = invoke([*arguments(texts, out, "kl<1e-9", steps="50%"), "--json"])
     assert second.exit_code == 3, second.output
     assert json.loads((unmet / "report.json").read_text()) == json.loads(second.stdout)

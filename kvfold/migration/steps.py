@@ -34,7 +34,7 @@ from ..eval.evaluation_journal import reserved
 from ..eval.run import evaluate
 from ..texts.calibration_name import names_statistics
 from ..verification.verify import verify
-from .arrival import arrive, check_places, find_report
+from .outcome import arrive, check_places, find_report
 from .request import Migration, Step, claimed, write_json
 
 # KL in nats that rounding in half precision explains; in float32 `verify` itself asks for less.

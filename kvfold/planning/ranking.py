@@ -1,7 +1,4 @@
-"""Recommendation of a target.
-
-Those that fit a memory at a context and batch, by predicted loss or by what decoding moves.
-"""
+"""Candidates at a context, batch and memory, ranked by predicted loss or by what decoding moves."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
