@@ -14,6 +14,11 @@ FREQUENCIES_F, _ = frequencies({"rope_type": "default", "rope_theta": 100.0}, H,
 OWN = factor.uniform_bands(FREQUENCIES_F, FREQUENCIES_F)
 
 
+def drawn(*shape: int, seed: int = 0) -> Tensor:
+    """Numbers from a standard normal distribution, float64."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
 def layer(seed: int = 0, heads: int = 4, key_heads: int = 4, biases: bool = False) -> Attention:
     """A random layer, float64."""
     random = torch.Generator().manual_seed(seed)

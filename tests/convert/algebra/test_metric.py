@@ -10,20 +10,18 @@ from kvfold.convert.algebra.attention import Attention
 from kvfold.convert.algebra.metric import from_statistics, metric_of, of_keys
 from kvfold.convert.calibration.statistics import LayerStatistics
 
+from ...support.layers import drawn
+
 D, N, K, H, TEXTS, T = 12, 4, 2, 4, 64, 16
 SINK = 30.0  # how much larger the first token's gradient is
 
 
-def random(*shape: int, seed: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
 def attention() -> Attention:
     return Attention(
-        q_NHD=random(N, H, D, seed=0),
-        k_KHD=random(K, H, D, seed=1),
-        v_KHD=random(K, H, D, seed=2),
-        o_DNH=random(D, N, H, seed=3),
+        q_NHD=drawn(N, H, D, seed=0),
+        k_KHD=drawn(K, H, D, seed=1),
+        v_KHD=drawn(K, H, D, seed=2),
+        o_DNH=drawn(D, N, H, seed=3),
         scale=H**-0.5,
     )
 
@@ -35,9 +33,9 @@ def moment(rows: Tensor) -> Tensor:
 
 def sample() -> tuple[Tensor, Tensor, Tensor]:
     """Inputs and gradients at keys and values, in which every text begins with one and the same token."""
-    input_BTD = random(TEXTS, T, D, seed=4).to(torch.bfloat16).double()
-    input_BTD[:, 0] = random(D, seed=5).to(torch.bfloat16).double()
-    gradients = [random(TEXTS, T, K * H, seed=seed) for seed in (6, 7)]
+    input_BTD = drawn(TEXTS, T, D, seed=4).to(torch.bfloat16).double()
+    input_BTD[:, 0] = drawn(D, seed=5).to(torch.bfloat16).double()
+    gradients = [drawn(TEXTS, T, K * H, seed=seed) for seed in (6, 7)]
     for rows in gradients:
         rows[:, 0] *= SINK
         rows[:, 0, 1:] *= 0.1  # not in the directions of other tokens
@@ -74,7 +72,7 @@ def test_errors_cost_what_they_do_to_first_and_other_tokens() -> None:
     cost, found = 0.0, 0.0
     for seed in range(40):
         # Errors of a fold are combinations of the rows that it has.
-        mixed = random(2, K * H, K * H, seed=9 + seed)
+        mixed = drawn(2, K * H, K * H, seed=9 + seed)
         errors = [
             mix @ rows.flatten(0, 1) for mix, rows in zip(mixed, (source.k_KHD, source.v_KHD), strict=True)
         ]

@@ -6,9 +6,7 @@ from torch import Tensor
 
 from kvfold.convert.algebra.rounding_turn import least_rounded, turn
 
-
-def drawn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+from ...support.layers import drawn
 
 
 def cost(turn_CC: Tensor, first_CC: Tensor, second_CC: Tensor) -> float:

@@ -30,13 +30,11 @@ from kvfold.convert.methods.latent_norm import (
 )
 from kvfold.convert.methods.length_form import FLOOR, fit_form, fit_root, raised_root
 from kvfold.convert.methods.refinement import LayerSample, length_weights
-from tests.support.tiny import make
+
+from ...support.layers import drawn
+from ...support.tiny import make
 
 FOLD = ("--to", "mla", "--container", "stock", "--sequences", "6", "--length", "48", "--refine", "3")
-
-
-def drawn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def normed(tokens: int, width: int, *, seed: int = 0, least: float = 0.2) -> tuple[Tensor, Tensor]:

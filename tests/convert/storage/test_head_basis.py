@@ -10,11 +10,9 @@ from kvfold.convert.algebra.forward import attend
 from kvfold.convert.methods.latent_norm import LatentTokens, with_latent_norm
 from kvfold.convert.storage.head_basis import with_balanced_heads
 
+from ...support.layers import drawn
+
 SLOTS_S = torch.tensor([0.3], dtype=torch.float64)
-
-
-def drawn(*shape: int, seed: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def layer(*, bias: bool) -> tuple[LatentAttention, Tensor]:

@@ -4,7 +4,6 @@ import dataclasses
 
 import pytest
 import torch
-from torch import Tensor
 
 from kvfold.convert.algebra.attention import LatentAttention
 from kvfold.convert.algebra.forward import attend
@@ -18,12 +17,10 @@ from kvfold.convert.storage.rounded_length import (
     rounding_cost,
 )
 
+from ...support.layers import drawn
+
 SHARE = 0.01
 SLOTS_S = torch.tensor([0.3], dtype=torch.float64)
-
-
-def drawn(*shape: int, seed: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def levelled(mixed: bool = True) -> tuple[LatentAttention, LayerSample]:

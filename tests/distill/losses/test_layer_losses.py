@@ -9,18 +9,16 @@ from kvfold.core.errors import InvalidInput
 from kvfold.distill.losses import attention_output, attention_relation, hidden_cosine, hidden_mse
 from kvfold.distill.losses.layers import power_of
 
+from ...support.layers import drawn
+
 POSITIONS = torch.tensor([[0, 1, 2, 0, 1, 0, 1], [0, 1, 2, 3, 4, 5, 6]])
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 @pytest.mark.parametrize("loss", [hidden_mse, attention_output])
 def test_relative_error_is_1_for_an_output_of_zero_and_has_no_unit(loss: type(hidden_mse)) -> None:  # type: ignore[valid-type]
-    teacher = normal(6, 5)
+    teacher = drawn(6, 5)
     assert loss(torch.zeros(6, 5).double(), teacher)[0].item() == pytest.approx(6)
-    student = normal(6, 5, seed=1)
+    student = drawn(6, 5, seed=1)
     value, count = loss(student, teacher)
     torch.testing.assert_close(value, 6 * (student - teacher).square().sum() / teacher.square().sum())
     assert count == 6
@@ -28,7 +26,7 @@ def test_relative_error_is_1_for_an_output_of_zero_and_has_no_unit(loss: type(hi
 
 
 def test_a_given_power_makes_the_sum_independent_of_how_tokens_are_cut() -> None:
-    student, teacher = normal(8, 5, seed=1), normal(8, 5)
+    student, teacher = drawn(8, 5, seed=1), drawn(8, 5)
     power = power_of(teacher)
     parts = [hidden_mse(student[part], teacher[part], power=power)[0] for part in (slice(0, 3), slice(3, 8))]
     torch.testing.assert_close(torch.stack(parts).sum(), hidden_mse(student, teacher)[0])
@@ -39,7 +37,7 @@ def test_a_teacher_that_gives_nothing_divides_by_no_zero() -> None:
 
 
 def test_cosine_reads_directions_only() -> None:
-    student, teacher = normal(6, 5, seed=1), normal(6, 5)
+    student, teacher = drawn(6, 5, seed=1), drawn(6, 5)
     value, count = hidden_cosine(student, teacher)
     torch.testing.assert_close(value, 6 - functional.cosine_similarity(student, teacher).sum())
     torch.testing.assert_close(hidden_cosine(3 * student, teacher)[0], value)
@@ -49,7 +47,7 @@ def test_cosine_reads_directions_only() -> None:
 
 @pytest.mark.parametrize("loss", [hidden_mse, hidden_cosine, attention_output])
 def test_the_teacher_is_a_constant_sums_are_wide_and_widths_must_agree(loss: type(hidden_mse)) -> None:  # type: ignore[valid-type]
-    student, teacher = (normal(6, 5, seed=seed).bfloat16().requires_grad_() for seed in range(2))
+    student, teacher = (drawn(6, 5, seed=seed).bfloat16().requires_grad_() for seed in range(2))
     value, _ = loss(student, teacher)
     value.backward()
     assert value.dtype == torch.float32
@@ -84,8 +82,8 @@ def dense_relation(student: Tensor, teacher: Tensor, position_ids: Tensor, score
 def test_relations_in_blocks_of_rows_are_the_dense_ones(
     block: int, positions: Tensor | None, scored: Tensor | None
 ) -> None:
-    ours, theirs = (normal(2, 3, 7, 4).requires_grad_() for _ in range(2))
-    teacher = normal(2, 3, 7, 6, seed=1)
+    ours, theirs = (drawn(2, 3, 7, 4).requires_grad_() for _ in range(2))
+    teacher = drawn(2, 3, 7, 6, seed=1)
     value, count = attention_relation(ours, teacher, position_ids_BS=positions, scored_BS=scored, block=block)
     whole, everywhere = torch.arange(7).expand(2, 7), torch.ones(2, 7).bool()
     expected = dense_relation(
@@ -99,15 +97,15 @@ def test_relations_in_blocks_of_rows_are_the_dense_ones(
 
 
 def test_relations_do_not_change_with_a_rotation_of_the_heads_numbers() -> None:
-    teacher = normal(2, 3, 7, 4)
-    rotation, _ = torch.linalg.qr(normal(4, 4, seed=2))
+    teacher = drawn(2, 3, 7, 4)
+    rotation, _ = torch.linalg.qr(drawn(4, 4, seed=2))
     assert attention_relation(teacher, teacher)[0] == 0
     assert attention_relation(teacher @ rotation, teacher)[0].item() == pytest.approx(0, abs=1e-12)
     assert attention_relation(2 * teacher, teacher)[0] > 0.01
 
 
 def test_other_numbers_of_heads_are_joined_and_cut_alike() -> None:
-    student, teacher = normal(2, 2, 7, 4), normal(2, 6, 7, 4, seed=1)
+    student, teacher = drawn(2, 2, 7, 4), drawn(2, 6, 7, 4, seed=1)
     # Two relation heads, of three heads each.
     joined = teacher.unflatten(1, (2, 3)).transpose(2, 3).flatten(3)
     torch.testing.assert_close(
