@@ -13,8 +13,9 @@ from benchmarks.fidelity import FOLDS, RULES, Trial, chosen, main, updated
 from kvfold.convert.calibration.study import study
 from kvfold.convert.families.source import open_source
 from kvfold.core.errors import InvalidInput
-from tests.support.tiny import make
-from tests.support.tokenizers import save_tokenizer
+
+from ..support.tiny import make
+from ..support.tokenizers import save_tokenizer
 
 
 def test_rows_are_chosen_by_label_and_method() -> None:

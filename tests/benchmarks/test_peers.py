@@ -13,8 +13,9 @@ from benchmarks.peer_settings import SWEEPS, first_settings
 from benchmarks.peers import Bench, PeerRun, joined, read_run, score, sweep, updated
 from kvfold.convert.algebra.target import Geometry
 from kvfold.core.errors import InvalidInput
-from tests.support.tiny import make
-from tests.support.warm_python import warm_python
+
+from ..support.tiny import make
+from ..support.warm_python import warm_python
 
 # Two modules with the names and signatures of TransMLA's converter. The first keeps the batches that it gets;
 # the second halves the values.

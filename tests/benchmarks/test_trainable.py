@@ -12,7 +12,8 @@ from benchmarks.ways_of_training import BATCH, RATES, STEPS, WAYS
 from kvfold.convert.calibration.statistics import Statistics
 from kvfold.convert.calibration.study import study
 from kvfold.convert.families.source import open_source
-from tests.support.tiny import make
+
+from ..support.tiny import make
 
 
 def test_a_fitted_output_is_trained_as_its_source_and_a_linear_one_is_not(

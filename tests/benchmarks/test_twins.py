@@ -11,8 +11,9 @@ from safetensors.torch import load_file
 from benchmarks.twin_sources import KINDS, new_twin, read_llama, root_mean_squares, train
 from benchmarks.twins import main
 from kvfold.core.errors import InvalidInput
-from tests.support.tiny import make
-from tests.support.tokenizers import save_tokenizer
+
+from ..support.tiny import make
+from ..support.tokenizers import save_tokenizer
 
 TEXT = "the quick brown fox jumps over the lazy dog and runs away from it into the woods. " * 40
 

@@ -16,8 +16,9 @@ from kvfold.convert.families.source import open_source
 from kvfold.convert.request import fold_request
 from kvfold.convert.write.rewrite import rewrite
 from kvfold.models.causal_lm import load_model
-from tests.support.rewritten import WAYS, Layer, Way, binary_channels, rewrite_source
-from tests.support.tiny import make
+
+from ..support.rewritten import WAYS, Layer, Way, binary_channels, rewrite_source
+from ..support.tiny import make
 
 FOLDS: dict[str, dict[str, Any]] = {
     "gqa": {"to": "gqa", "kv_heads": 2, "refine": 0},

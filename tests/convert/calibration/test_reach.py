@@ -25,7 +25,8 @@ from kvfold.convert.calibration.study import study
 from kvfold.convert.calibration.text_length import at_context
 from kvfold.convert.families.source import open_source
 from kvfold.models.layered_model import LayeredModel
-from tests.support.tiny import make
+
+from ...support.tiny import make
 
 BROKEN = 64  # the position from which the source of `broken` predicts next to nothing
 

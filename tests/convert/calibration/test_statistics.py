@@ -16,7 +16,8 @@ from kvfold.convert.calibration.statistics import Statistics
 from kvfold.convert.families.recognition import FAMILIES
 from kvfold.core.errors import InvalidInput
 from kvfold.models.causal_lm import load_model
-from tests.support.tiny import make
+
+from ...support.tiny import make
 
 PROJECTIONS = FAMILIES["llama"].projections
 LAYOUT = Layout(

@@ -15,7 +15,8 @@ from kvfold.convert.calibration.text_length import at_context
 from kvfold.convert.cli import main
 from kvfold.convert.families.source import open_source
 from kvfold.core.errors import InvalidInput
-from tests.support.tiny import make
+
+from ...support.tiny import make
 
 SHORT = {"sequences": 2, "length": 8, "seed": 0}
 

@@ -23,10 +23,10 @@ from kvfold.convert.storage.cache_basis import SIZE, caches_of, fit_basis, in_ba
 from kvfold.convert.storage.cache_fit import FLOOR, LARGEST, SHARE, rounding_cost
 from kvfold.convert.storage.cache_moments import sampled_moments, weights_moments
 from kvfold.core.cache_dtypes import cache_dtype
-from tests.support.tiny import make
 
 from ...support.layers import FREQUENCIES_F, OWN, H, layer
 from ...support.refined_layers import normed, sample, teacher
+from ...support.tiny import make
 
 INT4 = cache_dtype("int4")
 FOLD = ("--to", "mla", "--kv-budget", "50%", "--sequences", "6", "--length", "32", "--refine", "3")
