@@ -45,7 +45,7 @@ def test_outputs_are_scored_on_texts_at_several_lengths(
     assert row["kl"] == pytest.approx(measured["kl.mean"], rel=1e-4)
 
 
-def test_other_directories_and_too_few_tokens_are_refused(tmp_path: Path) -> None:
+def test_other_directories_and_too_few_tokens_are_refused() -> None:
     for options, reason in ((["--tokens", "100"], "less than a window"), ([], "has no kvfold.json")):
         result = CliRunner().invoke(main, [str(DEMO), "--text", "stdlib", "--name", "none", *options])
         assert result.exit_code == 2, result.output

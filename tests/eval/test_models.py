@@ -50,7 +50,7 @@ def test_weights_that_transformers_would_invent_are_refused(
         load(directory, CPU)
 
 
-def test_what_is_no_checkpoint_is_refused(make: Make, tmp_path: Path) -> None:
+def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="has no config"):
         load(tmp_path, CPU)
     with pytest.raises(InvalidInput, match="is not a directory"):

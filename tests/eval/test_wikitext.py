@@ -234,7 +234,7 @@ def test_what_contradicts_a_protocol_is_one_sentence(
 
 
 @pytest.mark.parametrize("name", ["wikitext2-gptq-64", "lm-eval:wikitext"])
-def test_rows_that_are_too_few_say_so(mha: Path, make: Make, tmp_path: Path, name: str) -> None:
+def test_rows_that_are_too_few_say_so(mha: Path, tmp_path: Path, name: str) -> None:
     (tmp_path / "few.json").write_text('["", ""]')
     with pytest.raises(
         InvalidInput, match=r"has 2 tokens, but a window of 64 takes 64 of them; .*-2 would fit|holds no text"

@@ -31,8 +31,8 @@ from ...support.tiny import make
 BROKEN = 64  # the position from which the source of `broken` predicts next to nothing
 
 
-def entropies(mean_T: torch.Tensor, sequences: int = 24) -> torch.Tensor:
-    noise_BT = torch.randn(sequences, len(mean_T), generator=torch.Generator().manual_seed(0))
+def entropies(mean_T: torch.Tensor) -> torch.Tensor:
+    noise_BT = torch.randn(24, len(mean_T), generator=torch.Generator().manual_seed(0))
     return mean_T + noise_BT + 0.3 * noise_BT[:, :1]
 
 

@@ -184,12 +184,12 @@ def test_batch_size_changes_nothing(model: Any, ids: Tensor, stats: Statistics, 
     assert_same(collect(model, ids, batch_size=batch_size, **SETTINGS), stats)
 
 
-def assert_same(one: Statistics, other: Statistics, rtol: float = 1e-10) -> None:
+def assert_same(one: Statistics, other: Statistics) -> None:
     for mine, theirs in zip(one.layers, other.layers, strict=True):
         for name, tensor in vars(mine).items():
             expected = getattr(theirs, name)
             torch.testing.assert_close(
-                tensor, expected, rtol=0, atol=rtol * expected.abs().max().item(), msg=name
+                tensor, expected, rtol=0, atol=1e-10 * expected.abs().max().item(), msg=name
             )
 
 

@@ -172,7 +172,7 @@ def test_fields_without_meaning_are_one_sentence(case: str, source: Path, tmp_pa
     assert "\n" not in str(raised.value)
 
 
-def test_layers_follow_from_each_family_s_own_fields(tmp_path: Path) -> None:
+def test_layers_follow_from_each_family_s_own_fields() -> None:
     """Qwen3-Next's interval, Jamba's period, Bamba's and LFM2's numbers, Granite's older names."""
     from kvfold.convert.families.recognition import FAMILIES, attending, complete
 

@@ -158,7 +158,7 @@ def test_a_kept_stage_is_a_checkpoint(make_recipe: MakeRecipe, latents: dict[str
 
 
 def test_what_cannot_be_streamed_is_refused(
-    make_recipe: MakeRecipe, teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make_recipe: MakeRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     streamed = {**STAGE, "mode": "stream"}
     with pytest.raises(ValueError, match="it must come before all others"):

@@ -162,7 +162,7 @@ def test_kl_to_a_cache_is_exact_within_its_dtype(
 
 
 def test_a_run_from_a_cache_needs_no_teacher(
-    make_recipe: MakeRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    make_recipe: MakeRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = distill(make_recipe(output=str(tmp_path / "plain")))
     setting = {"teacher_cache": str(tmp_path / "cache")}

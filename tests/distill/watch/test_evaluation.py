@@ -100,7 +100,7 @@ def test_without_matplotlib_there_are_the_numbers(
     assert "pip install 'kvfold[report]'" in caplog.text
 
 
-def test_the_best_weights_can_be_the_output(make_recipe: MakeRecipe, held: Path, tmp_path: Path) -> None:
+def test_the_best_weights_can_be_the_output(make_recipe: MakeRecipe, held: Path) -> None:
     """A rate at which the loss goes up and down: what is best is not what is last."""
     section = {"source": str(held), "every": 1, "windows": 4, "keep": "best"}
     rate = {"lr": 0.1, "losses": {"ce": 1.0}, "schedule": "constant", "warmup": 0, "grad_clip": None}
@@ -117,7 +117,7 @@ def test_the_best_weights_can_be_the_output(make_recipe: MakeRecipe, held: Path,
 
 
 def test_the_start_stays_where_nothing_beats_it(
-    make_recipe: MakeRecipe, held: Path, student: Path, teacher: Path, tmp_path: Path
+    make_recipe: MakeRecipe, held: Path, student: Path, tmp_path: Path
 ) -> None:
     """A rate that makes every step worse.
 

@@ -102,7 +102,7 @@ def test_tasks_are_listed_once_for_all(mha: Path, own_tasks: Path, monkeypatch: 
     assert [given["include_defaults"] for given in made[2:]] == [False]
 
 
-def test_changed_data_is_not_paired_with_what_was_kept(mha: Path, other: Path, own_tasks: Path) -> None:
+def test_changed_data_is_not_paired_with_what_was_kept(mha: Path, own_tasks: Path) -> None:
     ours = harness.run(lambda: load(mha, CPU), "kv_one", own_tasks, batch_size=8, limit=None, fewshot=None)
     theirs = json.loads(json.dumps(ours).replace("kv_one/8/", "kv_one/8/other"))
     with pytest.raises(InvalidInput, match="kv_one: its data changed since --task-cache was written"):
@@ -128,9 +128,7 @@ def test_logits_that_are_not_numbers_are_refused(make: Make, own_tasks: Path) ->
         ("absent", r"--tasks absent: it cannot be loaded \(FileNotFoundError\)"),
     ],
 )
-def test_mistakes_are_one_sentence(
-    mha: Path, own_tasks: Path, tmp_path: Path, names: str, sentence: str
-) -> None:
+def test_mistakes_are_one_sentence(mha: Path, own_tasks: Path, names: str, sentence: str) -> None:
     one = (own_tasks / "kv_one.yaml").read_text()
     (own_tasks / "broken.yaml").write_text(
         one.replace("kv_one", "broken").replace("output_type: multiple_choice", "output_type: x")

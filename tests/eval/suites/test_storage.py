@@ -80,7 +80,7 @@ def test_models_one_at_a_time_give_the_same(mha: Path, other: Path, text: Text) 
     assert apart.ppl.student.perplexity == pytest.approx(together.ppl.student.perplexity, rel=1e-5)
 
 
-def test_bytes_hold_the_scales(mha: Path, latent: Path, text: Text) -> None:
+def test_bytes_hold_the_scales(mha: Path, latent: Path) -> None:
     found = evaluate(latent, mha, None, Options(device="cpu", cache_dtype="int8"), suites=("cache",)).cache
     assert found.student.cache_dtype == "int8"
     assert found.student.quantised_bytes_per_token == 2 * (12 + 4 + 4)
