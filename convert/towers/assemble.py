@@ -18,7 +18,7 @@ from ..families.recognition import is_multimodal
 from ..request import fold_request
 from .text_class import STOCK, holds_other_classes
 from .tower import Tower, find_tower
-from .whole_checkpoint import write_whole
+from .whole_checkpoint import write_around
 
 _TARGETS = ("gqa", "mqa", "mla")
 # Fields by which the other tensors of a tower get their shapes.
@@ -58,7 +58,7 @@ def assemble_tower(folded: Path, whole: str, out: Path | None, shard_size: int) 
         asked = {**record["request"], "model": whole, "text_only": True}
         request = fold_request(asked, f"{folded.name}/kvfold.json")
         made |= {"command": request.command, "request": request.essentials()}
-    write_whole(tower, folded, place, made, shard_size=shard_size)
+    write_around(tower, folded, place, made, shard_size=shard_size)
     return place
 
 

@@ -66,10 +66,10 @@ def put_back(tower: Tower, folded: Path, out: Path, request: FoldRequest) -> dic
         "parents": [{"stage": "source", "path": str(tower.directory.resolve())}],
         "source": describe(tower.directory, request.source_name, commit_of(tower.directory)),
     }
-    return write_whole(tower, folded, out, made, shard_size=request.shard_size)
+    return write_around(tower, folded, out, made, shard_size=request.shard_size)
 
 
-def write_whole(
+def write_around(
     tower: Tower, folded: Path, out: Path, made: dict[str, Any], *, shard_size: int
 ) -> dict[str, Any]:
     """Write a whole checkpoint around another tower than its own, all or nothing, and return its record.
