@@ -268,7 +268,6 @@ LINES_FILE = (change_lines, change_lines, change_lines, change_bytes, change_who
 TENSOR_FILE = (change_header, change_header, change_length, change_numbers, change_bytes, cut_short)
 CARD_FILE = (change_front_matter, change_front_matter, change_bytes, change_whole)
 CODE_FILE = (add_code, add_code, change_bytes, cut_short)
-_FILLINGS = (float("nan"), float("inf"), 0.0, -1.0, 255.0, 1e30)
 _DTYPES = (
     "float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "int64", "int32", "int8", "uint8", "bool",
 )  # fmt: skip

@@ -1,10 +1,8 @@
 """Two revisions that must fold alike: `python -m benchmarks.same_bytes --before REV [--after REV]`.
 
 The same commands (ROWS) run with both revisions, each in an environment of its own (see revisions.py),
-through the
-command line only: `python -m kvfold convert|distill|eval`. Every file that they write is compared, as
-differences.py
-says: weights, configurations and tokenizers by SHA-256, kvfold.json and eval.json value by value.
+through the command line only: `python -m kvfold convert|distill|eval`. Every file that they write is compared
+as differences.py says: weights, configurations and tokenizers by SHA-256, kvfold.json and eval.json by value.
 
 Both revisions read the same tiny sources, which this benchmark makes, and run at the same path one after the
 other, so that no path that they record can differ. One thread and no GPU: another order of a sum would be
