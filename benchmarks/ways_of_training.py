@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import Dataset
 from transformers import Trainer, TrainingArguments
 
@@ -64,10 +64,17 @@ def train_adapters(model: Any, tokens_BT: Tensor, rate: float) -> Any:
     """Train LoRA adapters on all linear layers by AdamW; return the model with the adapters merged."""
     from peft import LoraConfig, get_peft_model
 
+    targets: dict[str, Any] = {"target_modules": "all-linear"}
+    if model.config.model_type == "deepseek_v3":  # of which PEFT 0.21 leaves out the MLP (docs/serve.md)
+        targets = {
+            "target_modules": ["q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"],
+            "target_parameters": [f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")],
+        }
     torch.manual_seed(0)
-    adapted = get_peft_model(
-        model, LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
-    )
+    adapted = get_peft_model(model, LoraConfig(r=16, lora_alpha=32, task_type="CAUSAL_LM", **targets))
+    plain = [name for name, module in adapted.named_modules() if type(module) is nn.Linear]
+    left = [name for name in plain if ".lora_" not in name and not name.endswith((".base_layer", "lm_head"))]
+    assert not left, f"no adapter: {', '.join(left)}"
     return train_plainly(adapted, tokens_BT, rate).merge_and_unload()
 
 

@@ -20,6 +20,12 @@ _TRAINING = (
     "Train it further like its source, with `transformers.Trainer`, TRL or PEFT. For LoRA, "
     "`target_modules` are `all-linear`, or some of {}."
 )
+# PEFT takes a dense model of this class for one with experts, and leaves its MLP out of `target_modules`.
+_STOCK_TRAINING = (
+    "Train it further like its source, with `transformers.Trainer`, TRL or PEFT. For LoRA, "
+    "`target_modules` are {}, and `target_parameters` are {}: PEFT 0.21 leaves the MLP of this class out of "
+    "`all-linear`."
+)
 _LINEAR = (
     "Train it further with `kvfold distill` only: the norm of its latent is linear by a small "
     "scale, which optimizers destroy."
@@ -213,7 +219,7 @@ def _loading(written: Written, place: str) -> list[str]:
         if is_known and not failing:
             parts.append(_how(engine, written, place))
         if engine == "transformers" and written.layout in {"stock", "decoupled", "intact"}:
-            parts.append(_LINEAR if written.is_linear else _TRAINING.format(_projections(written)))
+            parts.append(_LINEAR if written.is_linear else _training(written))
         if found:
             parts.append(_reasons(failing or found))
         if is_known and not failing and engine != "transformers":
@@ -221,15 +227,29 @@ def _loading(written: Written, place: str) -> list[str]:
     return parts
 
 
-def _projections(written: Written) -> str:
-    """Return the names of the attention's linear layers, as adapters take them.
+def _training(written: Written) -> str:
+    """Return how to train a latent model, with the names that PEFT takes."""
+    projections = _listed(_weights_next_to(written, "kv_b_proj"))
+    if written.layout != "stock":
+        return _TRAINING.format(projections)
+    return _STOCK_TRAINING.format(
+        projections, _listed([f"mlp.{name}.weight" for name in _weights_next_to(written, "down_proj")])
+    )
+
+
+def _weights_next_to(written: Written, known: str) -> list[str]:
+    """Return the names of the linear layers in the module of a known one, as adapters take them.
 
     PEFT refuses any other layer by name: `q_rope_proj` has one matrix per head.
     """
-    place = next(name.rpartition("kv_b_proj")[0] for name in written.specs if ".kv_b_proj." in name)
+    place = next(name.rpartition(known)[0] for name in written.specs if f".{known}." in name)
     inside = [name.removeprefix(place) for name in written.specs if name.startswith(place)]
     parts = [name.partition(".")[0] for name in inside]
-    return ", ".join(f"`{part}`" for part in dict.fromkeys(parts) if "proj" in part and part != "q_rope_proj")
+    return [part for part in dict.fromkeys(parts) if "proj" in part and part != "q_rope_proj"]
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
 
 
 def _reasons(findings: Sequence[LintFinding]) -> str:

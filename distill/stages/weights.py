@@ -108,7 +108,9 @@ def _add_adapters(model: nn.Module, lora: Lora, targets: list[str]) -> None:
     # The same first weights in every process and at every start.
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())), _on_the_cpu(model):
         torch.manual_seed(0)
-        inject_adapter_in_model(config, model)
+        # Inside a module without a config: by one of deepseek_v3, PEFT 0.21 takes a dense model for one with
+        # experts, and leaves out its MLP.
+        inject_adapter_in_model(config, nn.ModuleDict({"model": model}))
 
 
 @contextmanager

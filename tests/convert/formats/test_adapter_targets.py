@@ -1,5 +1,6 @@
 """LoRA on the layers that docs/serve.md and the model card name."""
 
+import copy
 import re
 from pathlib import Path
 
@@ -56,10 +57,29 @@ def test_adapters_go_where_the_page_and_the_card_say(kind: str, tmp_path: Path) 
     attention = model.model.layers[0].self_attn
     linear = {name for name, module in attention.named_modules() if isinstance(module, nn.Linear)}
     card = (out / "README.md").read_text(encoding="utf-8")
-    told = re.search(r"`target_modules` are `all-linear`, or some of (.+)\.", card)
-    assert told is not None
+    every = {
+        name for name, module in model.named_modules() if isinstance(module, nn.Linear) and name != "lm_head"
+    }
+    if label == "MLA in the stock class":
+        told = re.search(r"`target_modules` are (.+), and `target_parameters` are (.+): PEFT", card)
+        assert told is not None
+        parameters = re.findall(r"`([\w.]+)`", told[2])
+        (named,) = re.findall(r"target_parameters=\[(.+)\]", PAGE.read_text(encoding="utf-8"))
+        assert sorted(parameters) == sorted(named.replace('"', "").split(", "))
+        targets = {"target_modules": names_in(told[1]), "target_parameters": parameters}
+    else:
+        told = re.search(r"`target_modules` are `all-linear`, or some of (.+)\.", card)
+        assert told is not None
+        targets = {"target_modules": "all-linear"}
     assert set(names_in(told[1])) == linear
     assert told_by_page(label, kind) == linear
+
+    whole = get_peft_model(copy.deepcopy(model), LoraConfig(r=2, task_type="CAUSAL_LM", **targets))
+    assert every == {
+        name.removeprefix("base_model.model.").removesuffix(".lora_A.default")
+        for name, _ in whole.named_modules()
+        if name.endswith(".lora_A.default")
+    }
 
     adapted = get_peft_model(model, LoraConfig(r=2, target_modules=sorted(linear), task_type="CAUSAL_LM"))
     tokens = torch.arange(20)[None]

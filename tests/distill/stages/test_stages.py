@@ -13,6 +13,7 @@ from kvfold.distill.run import loop
 from kvfold.distill.run.job import distill
 
 from ...support.distillation import metrics, same_bits, stop_at, weights
+from ...support.folds import fold_latent
 from ...support.tokenizers import save_tokenizer
 from ..conftest import MakeRecipe
 
@@ -55,6 +56,19 @@ def test_an_adapters_change_has_its_rank(make_recipe: MakeRecipe, teacher: Path)
         spectrum = torch.linalg.svdvals(change)
         assert spectrum[1] > 1e-4
         assert spectrum[2] < 1e-6
+
+
+def test_adapters_reach_the_mlp_of_a_stock_output(make_recipe: MakeRecipe, teacher: Path) -> None:
+    """PEFT takes its class for one with experts, and would leave these layers out without an error."""
+    pytest.importorskip("peft")
+    student = fold_latent(teacher, "--container", "stock", "--rank", "8")
+    targets = ["kv_b_proj", "gate_proj", "down_proj"]
+    made = make_recipe(student=str(student), **{**LORA, "lora": {"rank": 2, "targets": targets}})
+    before, after = weights(student), weights(distill(made).output)
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    # The scale of `kv_a_proj_with_mqa`, which makes the norm linear, is another after training.
+    changed -= {name for name in before if "kv_a_proj" in name}
+    assert changed == {name for name in before if name.split(".")[-2] in targets}
 
 
 def test_a_stage_of_adapters_goes_on_in_the_same_bits(
