@@ -41,6 +41,7 @@ from .layers_kvfold import (
     Positions,
     adapt_call,
     add_features,
+    dropout_of,
     eager_attention,
     function_of,
     gate_of,
@@ -76,7 +77,7 @@ class _FoldedAttention(nn.Module):
         self.layer_idx = layer
         self.is_causal = True
         self.scaling = config.kvfold["scale"]
-        self.attention_dropout = getattr(stock, "attention_dropout", 0.0)
+        self.attention_dropout = dropout_of(stock)
         self.sliding_window = getattr(stock, "sliding_window", None)
         self.softcap = getattr(config, "attn_logit_softcapping", None)
         self.sinks = getattr(stock, "sinks", None)
@@ -280,11 +281,8 @@ class KvfoldIntactAttention(_FoldedAttention):
     def __init__(self, config: Any, layer: int, stock: Any) -> None:
         super().__init__(config, layer, stock)
         hidden, heads, groups = config.hidden_size, config.num_attention_heads, config.kvfold["key_heads"]
-        self.head_dim, self.v_head_dim, self.num_key_value_groups = (
-            config.kvfold["head_dim"],
-            config.v_head_dim,
-            heads // groups,
-        )
+        self.head_dim, self.v_head_dim = config.kvfold["head_dim"], config.v_head_dim
+        self.num_key_value_groups = heads // groups
         kinds = getattr(config, "layer_types", None) or [None] * config.num_hidden_layers
         self.home = kinds.index(kinds[layer]) if self.rotary is None else layer
         self.q_norm, self.k_norm = norms_of(stock)

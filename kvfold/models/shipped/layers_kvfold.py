@@ -168,6 +168,16 @@ def norms_of(stock: Any) -> tuple[Any, Any]:
     return getattr(stock, "q_norm", None), getattr(stock, "k_norm", None)
 
 
+def dropout_of(stock: Any) -> float:
+    """Return the rate at which a stock attention module drops attention weights in training.
+
+    Classes store it under different names, as a number or as a module with one. Without any the rate is 0.
+    """
+    rates = (getattr(stock, name, None) for name in ("attention_dropout", "attn_dropout", "dropout"))
+    rate = next((rate for rate in rates if rate is not None), 0.0)
+    return float(getattr(rate, "p", rate))
+
+
 def gate_of(stock: Any, name: str, hidden: int, rows: int) -> Any:
     """Return the projection of an output gate: the stock module's, or that of a part of its queries."""
     gate = getattr(stock, name, None)
