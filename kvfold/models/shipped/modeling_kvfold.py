@@ -107,6 +107,13 @@ class KvfoldModel(_Folded):
 class KvfoldForCausalLM(_Folded, GenerationMixin):
     """The causal language model."""
 
+    def init_continuous_batching(self, *_: Any, **__: Any) -> Any:
+        """Refuse continuous batching: its cache has pages for keys and values, which no latent fits."""
+        raise NotImplementedError(
+            "transformers' continuous batching (generate_batch) caches keys and values of heads, and this "
+            "model caches a latent; use generate(), or fold the source with --to gqa"
+        )
+
 
 def _share_conversions(config: Any, architecture: str) -> None:
     """Have transformers read other weights by the source's rules, such as fused experts or new names."""

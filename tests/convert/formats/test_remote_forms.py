@@ -112,6 +112,12 @@ def test_layers_on_two_devices_generate(folded: Path) -> None:
     assert again.past_key_values.get_seq_length() == 9
 
 
+def test_continuous_batching_is_refused(folded: Path) -> None:
+    """Before anything is generated: the library's own thread would turn an error into empty lists."""
+    with pytest.raises(NotImplementedError, match=r"use generate\(\), or fold the source with --to gqa"):
+        loaded(folded).generate_batch([[3, 4, 5], [6, 7]], max_new_tokens=2)
+
+
 def test_weights_of_attention_are_recorded(folded: Path) -> None:
     output = loaded(folded, attn_implementation="eager")(input_ids=IDS, output_attentions=True)
     assert len(output.attentions) == 2
