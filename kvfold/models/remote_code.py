@@ -56,6 +56,7 @@ EARLIER = {
         "e2b78a62dca90d103f49f833c61663eae59c88ab93656dd32bde5112f451aeec",
         "d553ded43d7a0ef7ce3adb68a1899bcc0339acf0023b419a3de77acd1061af5d",
         "91483066c2898b40a541791c8c121a319ad91048da4b0c6c9728a52f816cf35e",
+        "0bd18afe1644eac0a9b00ae0f9747e03788e0d825866f47748eae71fb002836b",
     ),
     "attention_kvfold.py": (
         "3fdace985e99c6d5f0fd7879793e69c5074f9ee12d7af81fb3770bc9639e43c7",

@@ -49,6 +49,11 @@ def _blank(make: Any, *which: Any) -> Any:
     return made.__new__(made)
 
 
+def _has_own_table(model: Any) -> bool:
+    """Return whether a model rotates by a fold's frequencies, in its decoder or in its attention."""
+    return any(isinstance(module, KvfoldRotaryEmbedding) for module in model.modules())
+
+
 class _Folded(PreTrainedModel):
     """A class whose instances are of a subclass of the source's stock class, with attention replaced."""
 
@@ -64,16 +69,32 @@ class _Folded(PreTrainedModel):
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         _share_conversions(config, self.stock.__name__)
         super().__init__(config, *args, **kwargs)
-        base, form = self.base_model, config.kvfold["form"]
-        path = config.kvfold["attention"].removeprefix(self.base_model_prefix + ".")
+        (start, path), form = self._start(config.kvfold["attention"]), config.kvfold["form"]
         for layer in config.kvfold.get("layers") or range(config.num_hidden_layers):
             place, _, name = path.format(layer=layer).rpartition(".")
-            parent = base.get_submodule(place)
+            parent = start.get_submodule(place)
             stock = getattr(parent, name)
             setattr(parent, name, _attention_class(form, stock.__class__)(config, layer, stock))
+        decoder = start.get_submodule(path.partition(".{layer}")[0].rpartition(".")[0])
         for name in ("rotary_emb", "pos_emb"):
-            if hasattr(base, name):
-                setattr(base, name, KvfoldRotaryEmbedding(config))
+            if hasattr(decoder, name):
+                setattr(decoder, name, KvfoldRotaryEmbedding(config))
+        if any(config.kvfold["frequencies"]) and not _has_own_table(self):
+            raise ValueError(
+                f"{type(decoder).__name__} of transformers {transformers.__version__} has no rotary table "
+                "(rotary_emb or pos_emb) that this fold could replace; use another release of transformers"
+            )
+
+    def _start(self, path: str) -> tuple[Any, str]:
+        """Return the module where a path of the configuration starts, and the path from there.
+
+        It starts at the model with a head, or below the head where the source's weights are named like that.
+        """
+        head, _, rest = path.partition(".")
+        for module in (self, self.base_model):
+            if hasattr(module, head):
+                return module, path
+        return self, rest
 
     @classmethod
     def from_pretrained(
