@@ -11,7 +11,7 @@ import torch
 
 from ..algebra.target import Geometry, LatentTarget
 from ..families.family import Family
-from ..families.recognition import FAMILIES, attending, complete, geometry_of
+from ..families.recognition import FAMILIES, attending, complete, configured, geometry_of
 from ..families.source import shape_of
 from ..families.stored_tensors import attention_shapes, names_outside_attention
 from ..formats.remote import Remote
@@ -81,6 +81,7 @@ def _remote(config: Mapping[str, Any]) -> dict[str, Shape]:
     own = family.o.rpartition(".")[0]
     family = replace(family, prefix=place.removesuffix(own))
     whole = complete(family, {**config, "model_type": ours["source_model_type"]})
+    family = configured(family, whole)
     intact = ours["form"] == "intact"
     heads, width = whole["num_attention_heads"], config["v_head_dim"]
     container = Remote(
@@ -112,6 +113,7 @@ def _grouped(family: Family, config: Mapping[str, Any], names: Collection[str]) 
     if family.prefix + family.embedding not in names and family.embedding in names:
         family = replace(family, prefix="")
     whole = complete(family, config)
+    family = configured(family, whole)
     geometry = geometry_of(whole)
     layers = attending(family, whole) if family.mixers else tuple(range(whole["num_hidden_layers"]))
     first = family.projections(layers[0]) if layers else {}

@@ -22,6 +22,7 @@ __all__ = [
     "as_causal",
     "attending",
     "complete",
+    "configured",
     "family_of",
     "geometry_of",
     "intact_reason",
@@ -110,6 +111,16 @@ def family_of(config: Mapping[str, Any]) -> Family:
             raise InvalidInput(
                 f"config.json has {field} {value!r}; kvfold folds {family.label} where it is {allowed[-1]}"
             )
+    return configured(family, config)
+
+
+def configured(family: Family, config: Mapping[str, Any]) -> Family:
+    """Return a family's row without the norms and the rotation that a config.json turns off.
+
+    Args:
+        family: the row.
+        config: a complete one, or one as it is on disk.
+    """
     if family.norm_flag is not None and not config.get(family.norm_flag, family.defaults[family.norm_flag]):
         family = replace(family, q_norm=None, k_norm=None, late_norms=None)
     return family if _rotates(family, config) else replace(family, rotary=None)
@@ -303,7 +314,7 @@ def latent_obstacle(config: Mapping[str, Any], *, regressed: bool = False) -> st
         config: a complete one.
         regressed: key norms are no obstacle, because linear functions stand for them.
     """
-    family = FAMILIES[config["model_type"]]
+    family = configured(FAMILIES[config["model_type"]], config)
     if regressed:
         family = replace(family, q_norm=None, k_norm=None)
     for reason in stock_reasons(family):

@@ -157,6 +157,7 @@ def _remote(family: Family, config: Mapping[str, Any]) -> Support:
     form = "decoupled" if reason is None else f"intact: {reason}"
     if reason is None and family.k_norm is not None:
         form = f"intact: with statistics decoupled, where that loses at most {LIMIT} nats more"
+        form += "" if family.norm_flag is None else f"; decoupled where {family.norm_flag} is false"
     return Support(
         target="mla", container="remote", architecture="KvfoldForCausalLM", status="exact", why=form
     )

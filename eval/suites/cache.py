@@ -10,7 +10,14 @@ from torch import Tensor
 
 from ...checkpoints.cost_blocks import CacheAtLength, CacheBlock, ModelCache
 from ...convert.families.layers.layer_shapes import own_geometry
-from ...convert.families.recognition import FAMILIES, attending, complete, geometry_of, is_multimodal
+from ...convert.families.recognition import (
+    FAMILIES,
+    attending,
+    complete,
+    configured,
+    geometry_of,
+    is_multimodal,
+)
 from ...convert.towers.tower import text_config
 from ...core.console import notice
 from ...core.errors import InvalidInput
@@ -161,7 +168,8 @@ def predicted(config: Mapping[str, Any]) -> float | None:
     if kind not in FAMILIES:
         return None
     try:
-        family, whole = FAMILIES[kind], complete(FAMILIES[kind], config)
+        whole = complete(FAMILIES[kind], config)
+        family = configured(FAMILIES[kind], whole)
         geometry = geometry_of(whole)
         if not family.unlike:
             return geometry.cache_elements

@@ -35,6 +35,10 @@ OUTPUTS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "intact": ({"num_key_value_heads": 4}, ("--to", "mla", "--rank", "full", "--rope", "intact")),
     "gqa": ({}, ("--to", "gqa", "--kv-heads", "2")),
 }
+# Every family, and with its norms off where its config.json may say so.
+VARIANTS = [(kind, True) for kind in sorted(FAMILIES)] + [
+    (kind, False) for kind in sorted(FAMILIES) if FAMILIES[kind].norm_flag is not None
+]
 
 
 def convert(source: Path, out: Path, *options: str) -> None:
@@ -149,14 +153,14 @@ def test_every_rule_carries_its_evidence() -> None:
         assert all(evidence.proof and evidence.date.startswith("2026-") for evidence in rule.engines.values())
 
 
-@pytest.mark.parametrize("kind", sorted(FAMILIES))
-def test_no_tensor_of_a_whole_checkpoint_is_missed(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "is_normed"), VARIANTS)
+def test_no_tensor_of_a_whole_checkpoint_is_missed(kind: str, is_normed: bool, tmp_path: Path) -> None:
     """The rules expect of every family's checkpoint what transformers saves, in its own class and with
-    kvfold's attention, where that holds the family.
+    kvfold's attention, where that holds the family, and where its config.json turns the norms off.
     """
-    source = make(
-        tmp_path / "source", kind, hidden_size=64, num_attention_heads=4, num_key_value_heads=4, head_dim=16
-    )
+    off: dict[str, Any] = {} if is_normed else {str(FAMILIES[kind].norm_flag): False, "attention_bias": True}
+    shape = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16}
+    source = make(tmp_path / "source", kind, **{**shape, **off})
     assert not [finding for finding in lint(source, ["transformers"]) if finding.fails]
     latent = ("--to", "mla", "--rank", "full", "--container", "remote")
     row = FAMILIES[kind]
