@@ -140,12 +140,16 @@ def as_causal(named: str) -> str:
 
 
 def _rotates(family: Family, config: Mapping[str, Any]) -> bool:
-    """Return whether a config.json leaves its family's rotation on, where it may be off altogether."""
+    """Return whether some layer rotates; true where only a complete config.json would say."""
     if family.rotates == "position_embedding_type":
         return config.get(family.rotates) == "rope"
-    rope = config.get("rope_parameters")
-    null = isinstance(rope, dict) and "rope_theta" in rope and rope["rope_theta"] is None
-    return family.rotates is None or not null
+    if family.rotates == "rope_theta":
+        rope = config.get("rope_parameters")
+        return not (isinstance(rope, dict) and "rope_theta" in rope and rope["rope_theta"] is None)
+    kinds = config.get("layer_types" if family.unrotated == "sliding_window" else str(family.unrotated))
+    if not isinstance(kinds, list) or len(kinds) != config.get("num_hidden_layers"):
+        return True
+    return any(rotated(family, config, layer) for layer in range(len(kinds)))
 
 
 def is_multimodal(config: Mapping[str, Any]) -> bool:

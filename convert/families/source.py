@@ -19,12 +19,13 @@ from ..algebra.forward import Scoring
 from ..algebra.rotary import FIXED, frequencies, longrope_factor
 from ..algebra.target import Geometry
 from .config_fields import check_fields, check_ids, check_kinds, check_lists, known_ids
+from .family import Family
 from .late_norms import has_late_norms, late_gain, with_late_norms
 from .layers.layer_kinds import reach_of
 from .layers.layer_rotation import check_rotation, fixed_rotation, layer_rope
 from .layers.layer_shapes import LayerShape, donor_of, own_geometry, own_row
 from .packing import half_order, unpack
-from .recognition import Family, attending, complete, family_of, geometry_of, rotary_width, rotated
+from .recognition import attending, complete, configured, family_of, geometry_of, rotary_width, rotated
 from .stored_tensors import biases_of, check_whole, has_own_head
 
 # A pair that does not rotate has this frequency: longrope factors can say it, and its angle is nothing at any
@@ -346,6 +347,7 @@ def open_source(place: Path | Checkpoint) -> Source:
     check_lists(config)
     if family.mixers is not None:
         check_kinds(config)
+    family = configured(family, config)  # which layers rotate may be known only now
     check_ids(checkpoint.config, config["vocab_size"])
     config |= known_ids(config, config["vocab_size"])
     layers = attending(family, config)

@@ -25,6 +25,7 @@ from ...support.warm_python import warm_python
 
 SHAPE = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16}
 MLA_FULL = ("--to", "mla", "--rank", "full", "--calibration", "none", "--container", "stock")
+MLA_REMOTE = (*MLA_FULL[:-1], "remote")
 # target -> (whether the source's heads are equal, options); each is lossless
 LOSSLESS: dict[str, list[tuple[bool, tuple[str, ...]]]] = {
     "gqa": [
@@ -33,7 +34,7 @@ LOSSLESS: dict[str, list[tuple[bool, tuple[str, ...]]]] = {
     ],
     "mqa": [(True, ("--to", "mqa", "--calibration", "none"))],
     "mla": [(False, MLA_FULL)],
-    "mla remote": [(False, (*MLA_FULL[:-1], "remote"))],
+    "mla remote": [(False, MLA_REMOTE)],
 }
 REMOTE = "mla remote"
 
@@ -111,6 +112,10 @@ VARIANTS: dict[str, tuple[str, bool, dict[str, Any], Callable[[Path], None], tup
     "smollm3, grouped": ("smollm3", False, {"num_key_value_heads": 1, "hidden_size": 128,
                                             "attention_bias": True}, nothing,
                          MLA_FULL),
+    "smollm3, unrotated": ("smollm3", False, {"no_rope_layers": [0, 0]}, nothing, MLA_REMOTE),
+    "cohere2, unrotated": ("cohere2", False, {"layer_types": ["full_attention"] * 2}, nothing, MLA_REMOTE),
+    "cohere2, unrotated, heads": ("cohere2", True, {"layer_types": ["full_attention"] * 2}, nothing,
+                                  ("--to", "mqa", "--method", "aligned", "--calibration", "none")),
     "phi3, grouped": ("phi3", False, {"num_key_value_heads": 1}, nothing, MLA_FULL),
 }  # fmt: skip
 # Runs apart from the tests, where kvfold cannot be imported even by accident. Steps with the cache give what the
