@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ...core.errors import InvalidInput
+from .rope_fields import stated_rope
 
 
 def rope_parameters(config: dict[str, Any]) -> dict[str, Any]:
@@ -22,7 +23,7 @@ def rope_parameters(config: dict[str, Any]) -> dict[str, Any]:
     Raises:
         InvalidInput: it is no object, or its theta no number.
     """
-    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    scaling = stated_rope(config)
     if not isinstance(scaling, dict):
         raise InvalidInput(f"config.json has rope parameters {scaling!r}, where an object is needed")
     kind = scaling.get("rope_type") or scaling.get("type") or "default"

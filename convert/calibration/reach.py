@@ -17,6 +17,8 @@ from torch.nn.functional import cross_entropy
 
 from ...core.untrusted import read_json
 from ...texts.calibration_name import parts
+from ..algebra.rope_fields import stated_rope
+from ..families.layers.layer_kinds import ATTENTION
 from ..families.source import Source
 
 # Tokens of a calibration sequence where nothing says less: of a text that is read, and of one that the source
@@ -44,11 +46,12 @@ def default_length(source: Source, calibration: str | None) -> int:
         calibration: as for `study.study`; None: `self`.
     """
     usual = WRITTEN if calibration is None or parts(calibration)[0] else READ
-    scaled = source.config.get("rope_parameters") or source.config.get("rope_scaling") or {}
+    scaled = stated_rope(source.config)
+    scaled = scaled.get(ATTENTION, scaled)
     stated: list[Any] = [
         source.positions,
         source.config.get("original_max_position_embeddings"),
-        scaled.get("original_max_position_embeddings") if isinstance(scaled, dict) else None,
+        scaled.get("original_max_position_embeddings"),
         _stated_by_tokenizer(source.checkpoint.directory),
     ]
     lengths = (int(value) for value in stated if isinstance(value, int | float) and value >= FIRST)

@@ -64,6 +64,8 @@ class Family:
         rotary: rotated pairs are (i, i + R/2), `half`, or (2i, 2i + 1), `interleaved`, or (i + R/2, i),
             `reversed`, or there are none.
         stretches: a rope_type `dynamic` with a field `alpha` stretches the base once and for all.
+        windowed_theta: where config.json has one set of rope parameters for all layers, those with a window
+            rotate unscaled, by the base in this config field or else by this number; None: as all layers.
         rotates: the config field that says whether any layer rotates: `position_embedding_type`, which is
             `rope`, or `rope_theta`, which is not null; None where layers rotate as the other fields say.
         unrotated: the config field that says which layers have no rotation; `sliding_window`: where it is
@@ -118,6 +120,7 @@ class Family:
     late_norms: Literal["weighted", "bare"] | None = None
     rotary: Literal["half", "interleaved", "reversed"] | None = "half"
     stretches: bool = False
+    windowed_theta: tuple[str | None, float] | None = None
     rotates: Literal["position_embedding_type", "rope_theta"] | None = None
     unrotated: str | None = None
     full_first: bool = False

@@ -29,6 +29,7 @@ _APERTUS: dict[str, Any] = {
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
     },
+    "rope_theta": 12000000.0,  # of another set of rope parameters that has none
     "rms_norm_eps": 1e-05,
 }
 _GEMMA4 = {
@@ -79,6 +80,7 @@ NEWER_DEFAULTS: dict[str, dict[str, Any]] = {
             "high_freq_factor": 4.0,
             "original_max_position_embeddings": 8192,
         },
+        "rope_theta": 1000000.0,
     },
     "seed_oss": {
         **_COMMON,

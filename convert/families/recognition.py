@@ -7,11 +7,13 @@ from typing import Any
 
 from ...core.errors import InvalidInput
 from ...core.untrusted import shorten
+from ..algebra.rope_fields import stated_rope
 from ..algebra.target import Geometry
 from .config_fields import LARGEST, is_size
 from .family import Block, Family
 from .layers.layer_kinds import ATTENTION, CHUNKED, kinds_of
 from .layers.layer_shapes import first_follower, overrides
+from .layers.rope_forms import by_kind, stretched
 from .rows import FAMILIES
 from .unfolded import UNFOLDED
 
@@ -188,7 +190,9 @@ def complete(family: Family, config: Mapping[str, Any]) -> dict[str, Any]:
         if family.unrotated == "no_rope_layers" and isinstance(turned, list):
             whole["layer_types"] = [CHUNKED if turns else ATTENTION for turns in turned]
     if family.stretches:
-        whole |= _stretched(whole)
+        whole |= stretched(whole)
+    if family.windowed_theta is not None:
+        whole |= by_kind(whole, *family.windowed_theta)
     if family.mixers is not None:
         whole["layer_types"] = kinds_of(family.mixers, whole, len(layers))
     if family.unlike:
@@ -197,37 +201,6 @@ def complete(family: Family, config: Mapping[str, Any]) -> dict[str, Any]:
             whole["layer_types"] = [*kinds[:-1], ATTENTION]
         whole["per_layer_config"] = overrides(whole, len(layers))
     return whole
-
-
-def _stretched(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the rope parameters of a base that a number `alpha` stretches, as Hunyuan's class computes it.
-
-    They are empty where config.json has no such number. The type is called `dynamic` there, although nothing
-    depends on the length of the input.
-
-    Args:
-        config: a complete one, whose fields were checked and whose sizes may still be anything.
-
-    Raises:
-        InvalidInput: the number makes no base.
-    """
-    rope: Any = config.get("rope_parameters") or config.get("rope_scaling")
-    if not isinstance(rope, dict) or "dynamic" not in (rope.get("rope_type"), rope.get("type")):
-        return {}
-    alpha = rope.get("alpha")
-    width: Any = config.get("head_dim")
-    if width is None and is_size(config["hidden_size"]) and is_size(config["num_attention_heads"]):
-        width = config["hidden_size"] // config["num_attention_heads"]
-    if not alpha or not is_size(width) or width < 4:
-        return {}
-    theta = rope.get("rope_theta") or config.get("rope_theta") or 10000.0
-    try:
-        base = theta * float(alpha) ** (width / (width - 2))
-    except OverflowError:
-        raise InvalidInput(
-            f"config.json has alpha {alpha} in its rope parameters, which is too large"
-        ) from None
-    return {"rope_parameters": {"rope_type": "default", "rope_theta": base}}
 
 
 def attending(family: Family, config: Mapping[str, Any]) -> tuple[int, ...]:
@@ -298,7 +271,7 @@ def rotary_width(family: Family, config: Mapping[str, Any], head_dim: int) -> in
 
 def partial_factor(config: Mapping[str, Any]) -> Any:
     """Return partial_rotary_factor, from either of its places in config.json."""
-    rope = config.get("rope_parameters") or config.get("rope_scaling")
+    rope = stated_rope(config)
     nested = rope.get("partial_rotary_factor") if isinstance(rope, dict) else None
     return nested or config.get("partial_rotary_factor")
 

@@ -91,6 +91,7 @@ _ROWS = {
         names={"sliding_window_pattern": "_sliding_window_pattern"},
         **QK_NORM,
         norm_shift=1.0,
+        windowed_theta=("rope_local_base_freq", 1e4),
         scale=("query_pre_attn_scalar", -0.5),
         soft_cap="attn_logit_softcapping",
         layer_tensors=layer_names(*SANDWICH, *GATED),
@@ -133,6 +134,7 @@ _ROWS = {
         architecture="Olmo3ForCausalLM",
         **QK_NORM,
         norm_spans="heads",
+        windowed_theta=(None, 5e5),  # its configuration takes rope_theta for the other layers alone
         layer_tensors=layer_names(*AFTER, *GATED),
         block=ADDED,
     ),

@@ -19,10 +19,7 @@ def layer_rope(config: Mapping[str, Any], layer: int) -> dict[str, Any]:
     kind = _kind(config, layer)
     nested = config.get("rope_parameters")
     if isinstance(nested, dict) and isinstance(nested.get(kind), dict):
-        return rope_parameters({**config, "rope_parameters": nested[kind]})
-    local = config.get("rope_local_base_freq")
-    if kind == "sliding_attention" and local and not nested:
-        return rope_parameters({"rope_theta": local})
+        return rope_parameters({**config, "rope_parameters": nested[kind], "rope_scaling": None})
     return rope_parameters(dict(config))
 
 

@@ -75,6 +75,30 @@ def gemma3_of_4x(source: Path) -> None:
     edit_config(source, dropped, rope_theta=1e4, rope_local_base_freq=1e3, sliding_window_pattern=2)
 
 
+def flat_rope(source: Path, **changes: Any) -> None:
+    """As transformers 4 wrote configurations: one set of rope parameters, whatever the kinds of layers are."""
+    edit_config(source, ("rope_parameters",), **changes)
+
+
+def yarn_of_4x(source: Path) -> None:
+    scaling = {key: value for key, value in ROPE["yarn"].items() if key != "rope_theta"}
+    flat_rope(source, rope_theta=1e4, rope_scaling={**scaling, "attention_factor": 1.2})
+
+
+def llama3_of_4x(source: Path) -> None:
+    """Theta and factors are not those that the class has where nothing is said."""
+    scaling = {key: value for key, value in ROPE["llama3"].items() if key != "rope_theta"}
+    flat_rope(source, rope_theta=1e5, rope_scaling=scaling)
+
+
+def hunyuan_of_4x(source: Path) -> None:
+    flat_rope(source, rope_theta=100.0, rope_scaling={"type": "dynamic", "alpha": 50.0, "factor": 1.0})
+
+
+def no_rope(source: Path) -> None:
+    flat_rope(source, rope_theta=1e4)
+
+
 def nothing(source: Path) -> None:
     pass
 
@@ -91,6 +115,18 @@ VARIANTS: dict[str, tuple[str, bool, dict[str, Any], Callable[[Path], None], tup
     "gpt2, scaled by layer": ("gpt2", True, {"scale_attn_by_inverse_layer_idx": True}, nothing,
                               ("--to", "mqa", "--calibration", "none")),
     "gemma3, 4.x config": ("gemma3_text", True, {}, gemma3_of_4x, ("--to", "mqa", "--calibration", "none")),
+    "gemma3, 4.x config, yarn": ("gemma3_text", False, {}, yarn_of_4x, MLA_REMOTE),
+    "olmo3, 4.x config, yarn": ("olmo3", False, {}, yarn_of_4x, MLA_REMOTE),
+    "olmo3, 4.x config, yarn, heads": ("olmo3", False, {}, yarn_of_4x, ("--to", "gqa", "--kv-heads", "4")),
+    "olmo3, 4.x config": ("olmo3", False, {}, no_rope, MLA_REMOTE),
+    "cwm, 4.x config": ("cwm", False, {}, llama3_of_4x, MLA_REMOTE),
+    "cwm, 4.x config, heads": ("cwm", True, {}, llama3_of_4x, ("--to", "mqa", "--calibration", "none")),
+    "apertus, 4.x config": ("apertus", False, {}, llama3_of_4x, MLA_REMOTE),
+    "hunyuan, 4.x config": ("hunyuan_v1_dense", True, {}, hunyuan_of_4x,
+                            ("--to", "mqa", "--calibration", "none")),
+    "ministral 3, no rope parameters": ("ministral3", True, {}, no_rope,
+                                        ("--to", "mqa", "--calibration", "none")),
+    "gpt-oss, no rope parameters": ("gpt_oss", False, {}, no_rope, MLA_REMOTE),
     "phi3, partly rotary": ("phi3", True, {"rope_parameters": {**ROPE["default"],
                                                                "partial_rotary_factor": 0.75}}, nothing,
                             ("--to", "mqa", "--method", "aligned")),
