@@ -67,6 +67,8 @@ _TRANSFORMERS = (
           "it caches every query head's keys and values"),
     _rule(_HF_AND_VLLM, _REMOTE, "refuses to load", "a shipped file or its name is missing", check.code,
           "the code is looked up next to the weights"),
+    _rule({"transformers": seen.HF}, _REMOTE, "prints nonsense", "a fold of Llama 4 by an earlier kvfold",
+          check.unheld, "kvfold's attention computes something else, or ends with an error; use --to gqa"),
     _rule({"transformers": seen.HF_CACHE}, _REMOTE, "prints nonsense",
           "attention_kvfold.py of an earlier kvfold", check.old_code,
           "from transformers 5.24 on it decodes without its cache; kvfold verify --renew-code replaces it"),

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from ...core.errors import InvalidInput
 from ..algebra.target import LatentTarget, Target, from_options
-from ..families.recognition import BEHIND_ROTATION, UNLIKE, intact_reason, latent_obstacle
+from ..families.recognition import BEHIND_ROTATION, UNLIKE, intact_reason, latent_obstacle, never_latent
 from ..families.source import Source
 from ..formats.blocks import folded_block
 from ..formats.container import Container
@@ -20,6 +20,11 @@ from ..methods.intact import full_rank
 from ..methods.key_regression import NO_FULL_RANK
 from ..methods.latent import Band
 from ..methods.slots import slots_of
+
+_AND = {
+    BEHIND_ROTATION: ", and no output format rebuilds such keys",
+    UNLIKE: ", and one latent serves all",
+}
 
 
 @dataclass(frozen=True)
@@ -48,14 +53,10 @@ def choose_form(source: Source, rope: str | None, container: str) -> Form:
     Raises:
         InvalidInput: the user's choice cannot hold the source.
     """
-    if source.family.late_norms is not None:
+    never = never_latent(source.family)
+    if never is not None:
         raise InvalidInput(
-            f"--to mla cannot hold {source.family.label}: {BEHIND_ROTATION}, and no output format rebuilds "
-            "such keys; use --to gqa"
-        )
-    if source.family.unlike:
-        raise InvalidInput(
-            f"--to mla cannot hold {source.family.label}: {UNLIKE}, and one latent serves all; use --to gqa"
+            f"--to mla cannot hold {source.family.label}: {never}{_AND.get(never, '')}; use --to gqa"
         )
     if source.family.k_norm is not None and not source.rotary_width:
         raise InvalidInput(

@@ -89,6 +89,8 @@ class Family:
             layer of their kind.
         unlike: layers of one kind may differ from others in the width of heads and in key/value heads; the
             rules are in layer_shapes.py.
+        unlatent: why no output format of latent attention holds the family, even where config.json turns its
+            norms off; None where one may.
         kv_heads: config field with the key/value heads; None where the class has as many as query heads.
         host: another family whose class computes the same and has fewer key/value heads
             (containers/rehosted.py).
@@ -135,6 +137,7 @@ class Family:
     key_values: str | None = None
     followers: str | None = None
     unlike: bool = False
+    unlatent: str | None = None
     kv_heads: str | None = "num_key_value_heads"
     host: str | None = None
     block: Block | str = Block()

@@ -157,6 +157,8 @@ NEWER = {
         norm_flag="use_qk_norm",
         rotary="interleaved",
         unrotated="no_rope_layers",
+        unlatent="its class can scale queries by position in layers without rotation, and rotates in the "
+        "others by complex numbers",
         layer_tensors=layer_names(*NORMS),
         block=EXPERTS,
     ),

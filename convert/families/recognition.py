@@ -30,6 +30,7 @@ __all__ = [
     "intact_reason",
     "is_multimodal",
     "latent_obstacle",
+    "never_latent",
     "rotary_width",
     "rotated",
 ]
@@ -332,17 +333,27 @@ def intact_reason(family: Family, *, biased: bool, unlike: bool) -> str | None:
     return "its layers have unlike rotary embeddings" if unlike else None
 
 
+def never_latent(family: Family) -> str | None:
+    """Return why no output format of latent attention holds a checkpoint; None where one may.
+
+    Args:
+        family: the row of the checkpoint, from `configured`.
+    """
+    if family.late_norms is not None:
+        return BEHIND_ROTATION
+    return UNLIKE if family.unlike else family.unlatent
+
+
 def stock_reasons(family: Family) -> list[str]:
     """Return why the stock latent class can hold no checkpoint of a family; empty when it can."""
+    never = never_latent(family)
     properties = {
-        BEHIND_ROTATION: family.late_norms is not None,
-        UNLIKE: family.unlike,
         "it normalises its keys after the projection": family.k_norm is not None,
         "it bounds its attention scores": family.soft_cap is not None,
         "its attention has sinks": family.sinks is not None,
         "some of its layers do not attend": family.mixers is not None,
         "it gates each head's output": family.gate is not None,
     }
-    return [reason for reason, holds in properties.items() if holds] + (
-        [family.block] if isinstance(family.block, str) else []
-    )
+    reasons = [] if never is None else [never]
+    reasons += [reason for reason, holds in properties.items() if holds]
+    return reasons + ([family.block] if isinstance(family.block, str) else [])

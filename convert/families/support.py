@@ -13,15 +13,14 @@ import click
 from ...core.console import Command, show_json, show_table
 from .hosts import HOSTS
 from .recognition import (
-    BEHIND_ROTATION,
     FAMILIES,
-    UNLIKE,
     Family,
     as_causal,
     attending,
     complete,
     intact_reason,
     is_multimodal,
+    never_latent,
     rotated,
     stock_reasons,
 )
@@ -149,10 +148,9 @@ def _remote(family: Family, config: Mapping[str, Any]) -> Support:
     """
     turns = {rotated(family, config, layer) for layer in attending(family, config)}
     # Families with sinks have biases.
-    if family.late_norms is not None:
-        return Support(target="mla", container="remote", status="no", why=BEHIND_ROTATION)
-    if family.unlike:
-        return Support(target="mla", container="remote", status="no", why=UNLIKE)
+    never = never_latent(family)
+    if never is not None:
+        return Support(target="mla", container="remote", status="no", why=never)
     reason = intact_reason(family, biased=True, unlike=family.rotary is not None and len(turns) > 1)
     form = "decoupled" if reason is None else f"intact: {reason}"
     if reason is None and family.k_norm is not None:

@@ -1,7 +1,7 @@
 """The targets that have a place in a whole multimodal checkpoint, and the refusals of the others."""
 
 from ...core.errors import InvalidInput
-from ..families.recognition import BEHIND_ROTATION, FAMILIES, UNLIKE, complete, configured, latent_obstacle
+from ..families.recognition import FAMILIES, complete, configured, latent_obstacle, never_latent
 from ..request import FoldRequest
 from .text_class import STOCK, decoder_place, holds_other_classes
 from .tower import Tower
@@ -37,7 +37,7 @@ def latent_refusal(tower: Tower) -> str:
 def latent_never(tower: Tower) -> str:
     """Return why no output format of latent attention holds a tower, not even alone; empty where one may."""
     family = configured(FAMILIES[tower.model_type], tower.config)
-    return BEHIND_ROTATION if family.late_norms is not None else UNLIKE if family.unlike else ""
+    return never_latent(family) or ""
 
 
 def check_request(request: FoldRequest, tower: Tower) -> None:

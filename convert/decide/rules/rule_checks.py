@@ -10,6 +10,7 @@ import torch
 from ....core.errors import InvalidInput
 from ....core.untrusted import read_json
 from ....models.remote_code import ATTENTION, AUTO_MAP, FILES, loses_cache
+from ...families.recognition import FAMILIES, configured, never_latent
 from ...formats.serving_widths import NARROW, NORM_EPSILON, SERVING
 from ..expected_tensors import expected_tensors
 from ..lint import Written
@@ -37,6 +38,16 @@ def gaps(written: Written) -> str:
         if shape and written.specs[name].shape != shape:
             return f"{name} has shape {written.specs[name].shape}, not {shape}"
     return ""
+
+
+def unheld(written: Written) -> str:
+    """Find a source that kvfold's attention does not hold, which earlier versions folded nevertheless."""
+    kind = written.config["kvfold"].get("source_model_type")
+    family = FAMILIES.get(str(kind))
+    if family is None:
+        return ""
+    reason = never_latent(configured(family, written.config))
+    return "" if reason is None else f"it is a fold of {family.label}: {reason}"
 
 
 def half(written: Written) -> str:

@@ -91,6 +91,33 @@ def test_llama_4_without_norms_has_none(tmp_path: Path) -> None:
     assert [normed.window(layer) for layer in range(2)] == [9, None]
 
 
+@pytest.mark.parametrize("is_tuned", [True, False])
+def test_llama_4_without_norms_is_refused_for_another_reason(is_tuned: bool, tmp_path: Path) -> None:
+    settings = {"use_qk_norm": False, "attn_temperature_tuning": is_tuned}
+    source = make(tmp_path / "source", "llama4_text", **{**SHAPE, **settings})
+    mla = ("--to", "mla", "--rank", "full", "--calibration", "none")
+    for options in (mla, (*mla, "--container", "stock"), (*mla, "--container", "remote")):
+        code, text = attempt(source, tmp_path / "out", *options)
+        assert code == 2
+        assert "its class can scale queries by position in layers without rotation" in text
+        assert "normalises" not in text
+        assert text.strip().endswith("use --to gqa")
+    assert not (tmp_path / "out").exists()
+    code, text = attempt(source, tmp_path / "out", "--to", "gqa", "--kv-heads", "4")
+    assert code == 0, text
+
+
+def test_a_latent_fold_of_llama_4_by_an_earlier_kvfold_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its forward pass ends with an error, which the rules say without running it."""
+    source = make(tmp_path / "source", "llama4_text", **SHAPE, use_qk_norm=False)
+    monkeypatch.setattr("kvfold.convert.decide.form.never_latent", lambda family: None)
+    code, text = attempt(source, tmp_path / "out", "--to", "mla", "--rank", "full", "--calibration", "none")
+    assert code == 3
+    assert "it is a fold of Llama 4, text" in text
+
+
 def test_a_stretched_base_is_checked(tmp_path: Path) -> None:
     """Hunyuan's `alpha` is a part of the rotary table, and a damaged one is refused by name."""
     file = make(tmp_path / "hunyuan", "hunyuan_v1_dense", **SHAPE) / "config.json"
