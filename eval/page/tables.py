@@ -131,10 +131,11 @@ def _cache_row(
     name: str, model: ModelCache, lengths: Sequence[int], with_batches: bool
 ) -> tuple[TableCell, ...]:
     contexts = {context.tokens: context for context in model.contexts}
+    expected = model.predicted_elements_per_token_per_layer
     cells = [
         _words(name),
         _number(model.elements_per_token_per_layer, f"{model.elements_per_token_per_layer:,.6g}"),
-        _count(model.predicted_elements_per_token_per_layer),
+        _number(expected, "" if expected is None else f"{expected:,.6g}"),
         _words(model.stored_dtype),
     ]
     for length in lengths:

@@ -26,6 +26,7 @@ from ...models.causal_lm import Loaded
 from ..subject import Subject
 
 CONTEXTS = (4_096, 32_768, 131_072)
+_DIGITS = 3  # of a position, which attention_kvfold.py caches with rotation intact
 _TOKENS = 64  # read to measure the growth of the cache
 
 
@@ -81,7 +82,7 @@ def rows(found: CacheBlock, roles: tuple[str, ...]) -> list[list[str]]:
         ],
         [
             "  by config.json",
-            *("unknown" if elements is None else f"{elements:,}" for elements in predicted),
+            *("unknown" if elements is None else f"{elements:,.10g}" for elements in predicted),
         ],
         ["cache, elements/token", *(f"{model.elements_per_token:,.10g}" for model in models)],
         [
@@ -160,10 +161,13 @@ def predicted(config: Mapping[str, Any]) -> float | None:
     Where layers are unlike, it is the mean of those with a cache.
 
     Latent attention caches its latent and, where it has one, a rotary key (arXiv 2405.04434, section 2.1).
-    Every other attention caches the keys and values of each key/value head.
+    With rotation intact it also caches positions. Every other attention caches the keys and values of each
+    key/value head.
     """
     if (latent := config.get("kv_lora_rank", config.get("latent_rank"))) is not None:
-        return int(latent) + int(config.get("qk_rope_head_dim") or 0)
+        elements = int(latent) + int(config.get("qk_rope_head_dim") or 0)
+        digits, layers = _digits(config)
+        return (elements * layers + digits) / layers if digits else elements
     kind = str(config.get("model_type"))
     if kind not in FAMILIES:
         return None
@@ -179,6 +183,21 @@ def predicted(config: Mapping[str, Any]) -> float | None:
         return sum(sizes) / len(sizes)
     except InvalidInput:  # a shape that kvfold cannot fold
         return None
+
+
+def _digits(config: Mapping[str, Any]) -> tuple[int, int]:
+    """Return the digits of a token's position that all layers cache, and the number of layers that attend.
+
+    With rotation intact, the first of each kind of layer caches them.
+    """
+    ours = config.get("kvfold")
+    kind = str(ours.get("source_model_type")) if isinstance(ours, dict) else ""
+    if not isinstance(ours, dict) or ours.get("form") != "intact" or kind not in FAMILIES:
+        return 0, 1
+    whole = complete(FAMILIES[kind], {**config, "model_type": kind})
+    layers = ours.get("layers") or range(whole["num_hidden_layers"])
+    kinds = whole.get("layer_types") or [None] * whole["num_hidden_layers"]
+    return _DIGITS * len({kinds[layer] for layer in layers}), len(layers)
 
 
 def _count(subject: Subject, role: str) -> dict[str, Any]:
@@ -208,7 +227,7 @@ def _model(subject: Subject, role: str, size: CacheSize, memory: int | None) -> 
         notice(
             f"the cache of {path} holds {size.elements_per_token_per_layer:g} elements per token and "
             f"layer in transformers, "
-            f"but {expected} by its config.json"
+            f"but {expected:g} by its config.json"
         )
     return ModelCache(
         elements_per_token_per_layer=size.elements_per_token_per_layer,
@@ -216,7 +235,7 @@ def _model(subject: Subject, role: str, size: CacheSize, memory: int | None) -> 
         elements_per_token=size.elements_per_token,
         bytes_per_token=size.bytes_per_token,
         dtype=size.dtype,
-        predicted_bytes_per_token=None if expected is None else expected * size.growing * itemsize,
+        predicted_bytes_per_token=None if expected is None else round(expected * size.growing * itemsize),
         stored_dtype=stored,
         weight_bytes=weights,
         contexts=tuple(contexts),

@@ -14,6 +14,8 @@ from kvfold.eval.run import evaluate
 from kvfold.eval.suites.cache import CacheSize, count, predicted
 from kvfold.models.causal_lm import load
 
+from ...support.folds import attempt
+from ...support.tiny import make as make_tiny
 from ...support.tokenizers import save_tokenizer
 from ..conftest import SHAPE
 
@@ -111,3 +113,27 @@ def test_a_cache_other_than_promised_is_told(
     monkeypatch.setattr("kvfold.eval.suites.cache.predicted", lambda config: 16)
     caches(mha)
     assert "holds 64 elements per token and layer in transformers, but 16 by its config.json" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("kind", "digits", "attending"), [("llama", 3, 3), ("gemma3_text", 6, 3), ("lfm2", 3, 2)]
+)
+def test_positions_of_intact_latents_are_promised_too(
+    kind: str, digits: int, attending: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The first layer of each kind caches three digits, so no cache is larger than promised."""
+    layers = {
+        "gemma3_text": {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+        "lfm2": {"layer_types": ["full_attention", "conv", "full_attention"]},
+    }
+    shape = {"num_hidden_layers": 3, "num_key_value_heads": 2, "vocab_size": 260}
+    source = make_tiny(tmp_path / "source", kind, **{**shape, **layers.get(kind, {})})
+    save_tokenizer(source)
+    intact = ("--to", "mla", "--rank", "16", "--rope", "intact", "--calibration", "none")
+    code, text = attempt(source, tmp_path / "out", *intact)
+    assert code == 0, text
+    found = caches(tmp_path / "out").student
+    expected = (16 * attending + digits) / attending
+    assert found.elements_per_token_per_layer == found.predicted_elements_per_token_per_layer == expected
+    assert found.predicted_bytes_per_token == 4 * (16 * attending + digits)
+    assert "by its config.json" not in caplog.text
