@@ -38,8 +38,9 @@ _SUITES = "; ".join(f"{name}: {suite.summary}" for name, suite in SUITES.items()
 @click.option(
     "--text",
     metavar="PROTOCOL|FILE|stdlib",
-    help="wikitext2-gptq-2048 (or another window), lm-eval:wikitext, a UTF-8 text, or the held-out part of "
-    "Python's library.",
+    help="wikitext2-gptq-2048 (or another window), lm-eval:wikitext, the held-out part of Python's library, "
+    "or a text: UTF-8 of any suffix, or .txt, .jsonl, .json, .parquet with documents in a field `text`, also "
+    "compressed.",
 )
 @click.option(
     "--rows",

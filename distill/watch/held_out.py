@@ -16,9 +16,7 @@ from ...eval.options import Options
 from ...eval.windows import TextWindows, cut
 from ...models.causal_lm import Described, Loaded
 from ...texts.corpus import Text, read_text
-from ...texts.document_rows import DocumentSource
-from ...texts.sources import local_files, read_texts
-from ...texts.text_files import is_plain_text
+from ...texts.sources import local_files
 from ..data.batch import IGNORED, Batch
 from ..recipe.data_section import Data
 from ..recipe.recipe import Recipe
@@ -205,19 +203,8 @@ def _candidates(
 
 
 def _read(settings: Evaluate) -> Text:
-    file = Path(settings.source).expanduser()
-    if not file.is_file() or is_plain_text(file):
-        with naming({"--text": "evaluate.source"}):
-            return read_text(settings.source)
-    # A file of the kinds that data.source may be, and read as such.
-    source = DocumentSource(
-        settings.source,
-        settings.text_field,
-        option="evaluate.source",
-        field_option="evaluate.text_field",
-    )
-    documents = [text for texts in read_texts(source, seed=0) for text in texts]
-    return Text(f"text:{file.name}", tuple(documents))
+    with naming({"--text": "evaluate.source"}):
+        return read_text(settings.source, field=settings.text_field, field_option="evaluate.text_field")
 
 
 def _is_copy(one: Path, other: Path) -> bool:

@@ -1,6 +1,7 @@
 """Evaluation texts by name: files, the standard library, WikiText-2 by a named protocol."""
 
 import hashlib
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,7 +9,10 @@ from typing import Literal
 
 from ..core.errors import InvalidInput
 from ..core.untrusted import printable
+from .document_rows import DocumentSource
+from .sources import read_texts
 from .standard_library import stdlib_documents
+from .text_files import compression, is_plain_text
 
 _LARGEST = 2**30  # bytes of a text
 
@@ -55,20 +59,23 @@ class Text:
         return hashlib.sha256(self.joined.encode()).hexdigest()
 
 
-def read_text(text: str, rows: Path | None = None) -> Text:
+def read_text(text: str, rows: Path | None = None, field: str = "text", field_option: str = "") -> Text:
     """Read the evaluation text that a user named.
 
     Args:
         text: `stdlib` (the held-out modules of the running interpreter), `wikitext2-gptq-N`,
-            `lm-eval:wikitext`, or the path of a UTF-8 text file, with or without `text:` before it.
+            `lm-eval:wikitext`, or the path of a file, with or without `text:` before it: a UTF-8 text, or
+            rows of documents as training reads them (.jsonl, .json, .parquet), also compressed.
         rows: a file with the rows of WikiText-2, read instead of those on the Hub.
+        field: the field that holds a document, in files that have fields.
+        field_option: the option or key that gave the field, for errors; empty if there is none.
 
     Returns:
         The text with its name and protocol.
 
     Raises:
-        InvalidInput: the file is missing, is not UTF-8 or holds only white space; WikiText-2 cannot
-            be obtained.
+        InvalidInput: the file is missing, is not UTF-8, has no such field or holds only white space;
+            WikiText-2 cannot be obtained.
     """
     if match := re.fullmatch(r"wikitext2-gptq-(\d+)", text):
         return _gptq(text, int(match[1]), rows)
@@ -81,7 +88,16 @@ def read_text(text: str, rows: Path | None = None) -> Text:
         )
     if text == "stdlib":
         return Text("stdlib", stdlib_documents(held_out=True))
-    return _file(Path(text.removeprefix("text:")), text)
+    path = Path(os.path.expanduser(text.removeprefix("text:")))
+    _check_file(path, text)
+    if compression(path) or not is_plain_text(path):
+        place = text.removeprefix("text:")
+        documents = _read_rows(DocumentSource(place, field, option="--text", field_option=field_option))
+    else:
+        documents = (_read_plain(path, text),)
+    if not any(document.strip() for document in documents):
+        raise InvalidInput(f"{printable(text)} holds no text; an evaluation needs at least one window of it")
+    return Text(f"text:{path.name}", documents)
 
 
 def _gptq(name: str, window: int, rows: Path | None) -> Text:
@@ -100,7 +116,7 @@ def _harness(name: str, rows: Path | None) -> Text:
     return Text(name, tuple(map(plain_spelling, pages)), "rolling", original=original)
 
 
-def _file(path: Path, text: str) -> Text:
+def _check_file(path: Path, text: str) -> None:
     if not path.is_file():
         raise InvalidInput(
             f"{printable(text)} is not a file; --text takes a UTF-8 text file or the word stdlib, "
@@ -111,12 +127,27 @@ def _file(path: Path, text: str) -> Text:
             f"{printable(text)} has {path.stat().st_size:,} bytes; an evaluation reads a text of at most "
             f"{_LARGEST:,}, so name a part of it"
         )
+
+
+def _read_rows(source: DocumentSource) -> tuple[str, ...]:
+    """Return the documents of a file in the order in which a recipe's `evaluate.source` has them."""
+    documents: list[str] = []
+    characters = 0
+    for texts in read_texts(source, seed=0):
+        documents += texts
+        characters += sum(map(len, texts))
+        if characters > _LARGEST:
+            raise InvalidInput(
+                f"{source.called} holds more than {_LARGEST:,} characters, the most that an evaluation "
+                "reads; name a part of it"
+            )
+    return tuple(documents)
+
+
+def _read_plain(path: Path, text: str) -> str:
     try:
-        content = path.read_bytes().decode("utf-8")  # with its line ends, since the file is scored and hashed
+        return path.read_bytes().decode("utf-8")  # with its line ends, since the file is scored and hashed
     except UnicodeDecodeError as error:
         raise InvalidInput(
             f"{printable(text)} is not UTF-8 text (byte {error.start}); convert it, e.g. with iconv -t UTF-8"
         ) from None
-    if not content.strip():
-        raise InvalidInput(f"{printable(text)} holds no text; an evaluation needs at least one window of it")
-    return Text(f"text:{path.name}", (content,))

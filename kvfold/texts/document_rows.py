@@ -13,7 +13,7 @@ import pickle
 import subprocess
 import sys
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -43,7 +43,7 @@ class DocumentSource:
         config: the configuration of a data set.
         split: the split of a data set.
         option: the option or key that gave the place.
-        field_option: the option or key that gave the field.
+        field_option: the option or key that gave the field; empty if none can.
     """
 
     place: str
@@ -108,11 +108,14 @@ def read_batches(source: DocumentSource, seed: int | None, batch: int = BATCH) -
         batches = _read_apart(request, source)
     for columns in batches:
         if source.field not in columns:
-            raise InvalidInput(
-                f"{source.called} has no field {source.field!r}; "
-                f"{source.field_option} can be {', '.join(columns)}"
-            )
+            raise InvalidInput(f"{source.called} has no field {source.field!r}; {_advise(source, columns)}")
         yield columns
+
+
+def _advise(source: DocumentSource, fields: Iterable[str]) -> str:
+    if source.field_option:
+        return f"{source.field_option} can be {', '.join(fields)}"
+    return f"rename the one of {', '.join(fields)} that holds its documents"
 
 
 def read_downloaded(source: DocumentSource) -> Iterator[Mapping[str, Any]]:

@@ -138,7 +138,7 @@ def _read_line(line: str, name: str) -> str:
 
 def _read_stream(text: str, seed: int) -> Iterator[str]:
     """Yield the documents that `datasets` opens, without empty ones."""
-    source = DocumentSource(text, option=_OPTION, field_option="its documents' field")
+    source = DocumentSource(text, option=_OPTION, field_option="")
     if not exists(text) and _names_data_set(text):
         name, config, split, field = [*text.split(":"), "", "", ""][:_DATA_SET_PARTS]
         source = replace(

@@ -76,7 +76,7 @@ def test_mistakes_are_named(
     section["source"] = str(names.get(section["source"], section["source"]))
     if section["source"].startswith("wikitext2"):
         monkeypatch.setattr(
-            "kvfold.distill.watch.held_out.read_text", lambda name: Text(name, ("a",), "gptq", 48)
+            "kvfold.distill.watch.held_out.read_text", lambda name, **_: Text(name, ("a",), "gptq", 48)
         )
     with pytest.raises(InvalidInput, match=message):
         distill(make_recipe(tokens=192, evaluate=section))

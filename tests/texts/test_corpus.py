@@ -1,0 +1,54 @@
+"""Evaluation texts: plain files as they are, and files of rows by their documents."""
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+from datasets import Dataset
+
+from kvfold.core.errors import InvalidInput
+from kvfold.texts.corpus import read_text
+
+DOCUMENTS = ["One sentence.", "Another one,\nof two lines.", "A third."]
+
+
+def rows(key: str = "text") -> list[dict[str, str]]:
+    return [{key: document} for document in DOCUMENTS]
+
+
+def test_rows_are_read_by_their_documents(tmp_path: Path) -> None:
+    lines = "".join(json.dumps(row) + "\n" for row in rows())
+    (tmp_path / "a.jsonl").write_text(lines)
+    (tmp_path / "a.json").write_text(json.dumps(rows()))
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    Dataset.from_list(rows()).to_parquet(tmp_path / "a.parquet")
+    texts = {file.name: read_text(str(file)) for file in sorted(tmp_path.iterdir())}
+    assert {name: text.name for name, text in texts.items()} == {name: f"text:{name}" for name in texts}
+    assert len({text.sha256 for text in texts.values()}) == 1
+    found = read_text(f"text:{tmp_path / 'a.jsonl'}")
+    assert sorted(found.documents) == sorted(DOCUMENTS)
+    assert found.joined == "\n\n".join(found.documents)
+
+
+def test_a_plain_text_of_any_suffix_is_read_as_it_is(tmp_path: Path) -> None:
+    content = "a,b\r\n1,2\r\n"
+    for name in ("a.txt", "a.csv", "a.md", "a"):
+        (tmp_path / name).write_bytes(content.encode())
+        assert read_text(str(tmp_path / name)).documents == (content,)
+    (tmp_path / "b.txt.gz").write_bytes(gzip.compress(b"compressed prose"))
+    assert read_text(str(tmp_path / "b.txt.gz")).documents == ("compressed prose",)
+
+
+def test_rows_without_text_are_refused(tmp_path: Path) -> None:
+    for name, content, sentence in (
+        ("other.jsonl", json.dumps({"prompt": "a", "answer": "b"}), "rename the one of prompt, answer that"),
+        ("number.jsonl", json.dumps({"text": 1}), "the field 'text' holds no text"),
+        ("empty.jsonl", "", "holds no documents"),
+        ("blank.jsonl", json.dumps({"text": " "}), "holds no text"),
+        ("broken.parquet", "PAR1", "--text .*broken.parquet cannot be read"),
+    ):
+        (tmp_path / name).write_text(content)
+        with pytest.raises(InvalidInput, match=sentence) as caught:
+            read_text(str(tmp_path / name))
+        assert "iconv" not in str(caught.value)
