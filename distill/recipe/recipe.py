@@ -165,6 +165,16 @@ class Save(Settings):
     keep_stages: bool = False
     """If true, each stage but the last writes its model as a checkpoint in `<output>/stages/NAME`."""
 
+    @field_validator("keep", mode="before")
+    @classmethod
+    def _keep_counts_states(cls, keep: object) -> object:
+        """Refuse a value of another section's key of that name."""
+        if keep in ("last", "best"):
+            raise ValueError(
+                f"it should be a number of states; for the weights of the output write evaluate.keep: {keep}"
+            )
+        return keep
+
 
 class Recipe(Settings):
     """A whole run."""

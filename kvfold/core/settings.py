@@ -1,7 +1,7 @@
 """Settings that pydantic checks, and a mistake in them as one sentence."""
 
 import difflib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Self, get_args
@@ -105,7 +105,7 @@ def description_of(settings: type[Settings], name: str) -> str:
 
 
 def suggest(
-    name: str, known: Iterable[str], other_names: Mapping[str, str], belongs_in: str | None = None
+    name: str, known: Iterable[str], other_names: Mapping[str, str], belongs_in: Sequence[str] = ()
 ) -> str:
     """Return half a sentence about an unknown name.
 
@@ -113,10 +113,10 @@ def suggest(
         name: the unknown name.
         known: the names that would be right.
         other_names: names that other programs give to some of them.
-        belongs_in: a place that has such a name.
+        belongs_in: all places that have such a name.
 
     Returns:
-        The known name nearest to `name`, or else the place, or else all known names.
+        The known name nearest to `name`, or else the places, or else all known names.
     """
     known = list(known)
     names = {other: own for other, own in other_names.items() if own in known}
@@ -124,7 +124,7 @@ def suggest(
     match = difflib.get_close_matches(name, names, n=1)
     if match:
         return f"did you mean {names[match[0]]!r}?"
-    return f"it belongs in {belongs_in}" if belongs_in else f"known: {', '.join(known)}"
+    return f"it belongs in {' or '.join(belongs_in)}" if belongs_in else f"known: {', '.join(known)}"
 
 
 # By the kind of value that pydantic names in the type of an error, such as `float_parsing` and `float_type`.
@@ -156,7 +156,7 @@ def _sentence(
         where = f" in {place.rpartition('.')[0]}" if parents else ""
         homes = [other for other, settings in sections.items() if other and name in names_of(settings)]
         known = names_of(sections[section])
-        hint = suggest(str(name), known, other_names, homes[0] if homes else None)
+        hint = suggest(str(name), known, other_names, homes)
         return f"unknown {noun} {shorten(name)}{where}; {hint}"
     if error["type"] == "missing":
         return f"{place} is missing: {description_of(sections[section], str(name))}"

@@ -112,6 +112,8 @@ def test_few_steps_are_told(stage: str, sentence: str, tmp_path: Path) -> None:
             r"unknown key 'seqlen' in data; did you mean 'seq_len'\?",
         ),
         ("output:", "lr: 1\noutput:", r"unknown key 'lr'; it belongs in stages"),
+        ("output:", "keep: best\noutput:", r"unknown key 'keep'; it belongs in save or evaluate"),
+        ("output:", "save: {keep: best}\noutput:", r"save\.keep is 'best'; .*write evaluate\.keep: best"),
         ("output:", "quux: 1\noutput:", r"unknown key 'quux'; known: schema, student"),
         (", lr: 5e-5", "", r"stages\[0\].lr is missing: Peak learning rate"),
         ("lr: 5e-5", "lr: -1", r"stages\[0\].lr is -1; it should be greater than 0"),
