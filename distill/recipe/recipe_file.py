@@ -90,7 +90,8 @@ def _override(content: dict[str, Any], override: str) -> None:
     try:
         for part in parents:
             place = place[int(part)] if isinstance(place, list) else place.setdefault(part, {})
-        place[int(last) if isinstance(place, list) else last] = parse_yaml(value, f"--set {key}", top=None)
+        found = parse_yaml(value, f"--set {key}", top=None, unique_keys=True)
+        place[int(last) if isinstance(place, list) else last] = found
     except InvalidInput:
         raise
     except (ValueError, IndexError, TypeError, AttributeError):

@@ -151,7 +151,7 @@ def read_json_lines(path: Path, remedy: str, limit_bytes: int = 2**30) -> list[d
 
 
 def read_yaml(path: Path) -> dict[Any, Any]:
-    """Read a YAML file of one mapping that may be damaged or hostile.
+    """Read a YAML file of one mapping, written for kvfold, that may be damaged or hostile.
 
     Args:
         path: a regular file, or a link to one.
@@ -160,16 +160,21 @@ def read_yaml(path: Path) -> dict[Any, Any]:
         The mapping, of YAML's plain types.
 
     Raises:
-        InvalidInput: the file cannot be read, exceeds a limit, is not YAML, holds no mapping, or its aliases
-            expand to more than a million values.
+        InvalidInput: the file cannot be read, exceeds a limit, is not YAML, holds no mapping or one that has
+            a key twice, or its aliases expand to more than a million values.
     """
     name = printable(path)
-    mapping: dict[Any, Any] = parse_yaml(_read_bytes(path, YAML_BYTES, name), name)
+    mapping: dict[Any, Any] = parse_yaml(_read_bytes(path, YAML_BYTES, name), name, unique_keys=True)
     return mapping
 
 
 def parse_yaml(
-    content: str | bytes, name: str, limit_bytes: int = YAML_BYTES, *, top: type | None = dict
+    content: str | bytes,
+    name: str,
+    limit_bytes: int = YAML_BYTES,
+    *,
+    top: type | None = dict,
+    unique_keys: bool = False,
 ) -> Any:
     """Parse YAML that may be damaged or hostile.
 
@@ -178,20 +183,25 @@ def parse_yaml(
         name: the origin of the content, for errors.
         limit_bytes: the most characters or bytes of `content`.
         top: the type of the whole, `dict` or `list`; None for any.
+        unique_keys: refuse a mapping that has a key twice; otherwise the last value counts.
 
     Returns:
         The value, of YAML's plain types; None for no content if `top` is None.
 
     Raises:
-        InvalidInput: the content exceeds a limit, is not YAML, is of another type, or its aliases expand to
-            more than a million values.
+        InvalidInput: the content exceeds a limit, is not YAML, is of another type, has a key twice where that
+            is refused, or its aliases expand to more than a million values.
     """
     import yaml
 
     text = _decode(content, limit_bytes, name)
     try:
         _check_events(text, name)
-        value = yaml.load(text, _yaml_loader())
+        loader = _yaml_loader()(text)
+        node = loader.get_single_node()
+        if unique_keys:
+            _check_keys(node, name)
+        value = None if node is None else loader.construct_document(node)
     except InvalidInput:
         raise
     except (yaml.YAMLError, ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
@@ -297,6 +307,37 @@ def _check_events(text: str, name: str) -> None:
             raise InvalidInput(
                 f"{name} holds more than {_YAML_NODES} values, aliases written out; shorten it"
             )
+
+
+def _check_keys(node: Any, name: str) -> None:
+    """Refuse a YAML mapping with a key twice, in a tree of nodes of a depth that was checked.
+
+    A key next to a merge (`<<`) that has it is no repetition, and neither are several merges.
+    """
+    import yaml
+
+    waiting = [node]
+    seen: set[int] = set()
+    while waiting:
+        node = waiting.pop()
+        if id(node) in seen or not isinstance(node, yaml.CollectionNode):
+            continue
+        seen.add(id(node))
+        if not isinstance(node, yaml.MappingNode):
+            waiting += node.value
+            continue
+        lines: dict[tuple[str, str], int] = {}
+        for key, value in node.value:
+            waiting += [key, value]
+            if not isinstance(key, yaml.ScalarNode) or key.tag == "tag:yaml.org,2002:merge":
+                continue
+            line = key.start_mark.line + 1
+            if first := lines.get((key.tag, key.value)):
+                where = f"line {line}" if first == line else f"lines {first} and {line}"
+                raise InvalidInput(
+                    f"{name} has the key {shorten(key.value)} twice in one mapping, on {where}; keep one"
+                )
+            lines[key.tag, key.value] = line
 
 
 def _check_top(value: Any, top: type | None, name: str, language: str) -> None:

@@ -86,6 +86,13 @@ def loader(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
         ("", {}, "holds nothing; give a mapping of YAML"),
         ("- 1", {}, "holds a list; give a mapping of YAML"),
         ("a: 1", {"limit_bytes": 3}, "more than 3 bytes"),
+        ("a: 1\nb: 2\na: 3", {"unique_keys": True}, "has the key 'a' twice in one mapping, on lines 1 and 3"),
+        (
+            "- {b: 1, b: 1}",
+            {"unique_keys": True, "top": None},
+            "the key 'b' twice in one mapping, on line 1;",
+        ),
+        ("a: &x {b: 1}\nc: {<<: *x, d: 2, d: 3}", {"unique_keys": True}, "'d' twice .* on line 2;"),
         ("#" * (2**20 + 1), {}, "more than 1048576 bytes"),
     ],
 )
@@ -100,12 +107,18 @@ def test_yaml_that_is_refused(content: str | bytes, options: dict[str, Any], sen
 def test_yaml_that_is_read() -> None:
     assert parse_yaml("a: &x {b: 1}\nc: *x\nd: [*x, *x]", "here")["d"] == [{"b": 1}] * 2
     assert parse_yaml("", "here", top=None) is None
+    assert parse_yaml("a: 1\na: 2", "here") == {"a": 2}
+    merged = "a: &x {b: 1}\nc: &y {d: 1}\ne: {<<: *x, b: 2, <<: *y}\nf: *x\n1: 0\n'1': 0"
+    assert parse_yaml(merged, "here", unique_keys=True)["e"] == {"b": 2, "d": 1}
 
 
 def test_files(tmp_path: Path) -> None:
     file = tmp_path / "a"
     file.write_text('{"a": 1}')
     assert read_json(file) == read_yaml(file) == {"a": 1}
+    (tmp_path / "twice").write_text("a: 1\na: 1")
+    with pytest.raises(InvalidInput, match="twice has the key 'a' twice in one mapping, on lines 1 and 2"):
+        read_yaml(tmp_path / "twice")
     (tmp_path / "link").symlink_to(file)
     assert read_json(tmp_path / "link") == {"a": 1}
     os.mkfifo(tmp_path / "fifo")
