@@ -5,7 +5,7 @@ Importing this module loads nothing heavy.
 
 import operator
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from types import UnionType
 from typing import Any, get_args, get_type_hints
@@ -33,6 +33,11 @@ ALIASES = {
     "recovered": "ppl.recovered_share.value",
     "cache.ratio": "cache.ratio",
     "cache.elements": "cache.student.elements_per_token_per_layer",
+}
+# Numbers that are undefined without one of the models, by the beginnings of their paths.
+_READ_FROM = {
+    "teacher": ("fidelity", "ppl.teacher", "ppl.difference", "ppl.ratio", "ppl.recovered_share"),
+    "parent": ("ppl.parent", "ppl.recovered_share"),
 }
 _OPERATORS = {"<=": operator.le, ">=": operator.ge, "==": operator.eq, "<": operator.lt, ">": operator.gt}
 _NUMBERS = (int, float)
@@ -89,6 +94,26 @@ def parse(text: str, suites: Sequence[str]) -> Assertion:
     _check_start(names, suites, f"--assert {text!r}")
     _check_path(names, f"--assert {text!r}")
     return Assertion(text, names, match[2], bound)
+
+
+def check_models(assertions: Sequence[Assertion], missing: Mapping[str, str]) -> None:
+    """Refuse assertions that no measurement can meet, before anything is measured.
+
+    Args:
+        assertions: to be checked.
+        missing: the models that are missing of `teacher` and `parent`, each with the reason and the remedy.
+
+    Raises:
+        InvalidInput: a number would be undefined without one of them.
+    """
+    for assertion in assertions:
+        for role, reason in missing.items():
+            if any(assertion.path[1:][: len(start)] == start for start in map(_split, _READ_FROM[role])):
+                raise InvalidInput(f"--assert {assertion.text!r} can never hold: {reason}")
+
+
+def _split(path: str) -> tuple[str, ...]:
+    return tuple(path.split("."))
 
 
 def look_up(path: str, report: dict[str, Any]) -> float | None:

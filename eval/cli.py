@@ -25,7 +25,8 @@ _SUITES = "; ".join(f"{name}: {suite.summary}" for name, suite in SUITES.items()
 @click.command(
     "eval",
     cls=Launched,
-    epilog=f"Short paths for --assert: {', '.join(f'{short} ({path})' for short, path in ALIASES.items())}.",
+    epilog=f"Short paths for --assert: {', '.join(f'{short} ({path})' for short, path in ALIASES.items())}. "
+    "In the JSON report these paths are below `suites`: jq .suites.fidelity.kl.mean eval.json.",
 )
 @click.argument("model")
 @click.option(
@@ -162,6 +163,7 @@ def main(
         suites=names,
         settings=settings,
         options=Options(**options),
+        assertions=tuple(wanted),
     )
     result = run_request(request, out)
     if not is_first():

@@ -9,7 +9,7 @@ from typing import Any, get_type_hints
 import click
 from pydantic import ValidationError
 
-from ..checkpoints.record import folded_parent, source_directory
+from ..checkpoints.record import folded_parent, is_distilled, read_record, source_directory
 from ..core.console import is_first, notice
 from ..core.errors import InvalidInput
 from ..core.hub import resolve
@@ -19,6 +19,7 @@ from ..core.type_adapters import type_adapter
 from ..core.untrusted import shorten
 from ..models.load_options import DEVICE_MAPS, DEVICES, DTYPES
 from ..texts.corpus import read_text
+from .assertions import Assertion, check_models
 from .evaluation_journal import EvaluationJournal, reserved
 from .options import Options
 from .result import Result
@@ -41,6 +42,7 @@ class EvalRequest:
         suites: names of `SUITES`.
         settings: values of the suites' own options, by their names.
         options: how to load and how to cut.
+        assertions: that the caller will check on the result.
     """
 
     model: str
@@ -50,6 +52,7 @@ class EvalRequest:
     suites: tuple[str, ...] = DEFAULT
     settings: Mapping[str, Any] = field(default_factory=dict)
     options: Options = field(default_factory=Options)
+    assertions: tuple[Assertion, ...] = ()
 
     def __post_init__(self) -> None:
         """Refuse suites that read a text where there is none."""
@@ -68,7 +71,8 @@ def measure(request: EvalRequest, journal: EvaluationJournal) -> Result:
         journal: what an interrupted evaluation of the same has measured already.
 
     Raises:
-        InvalidInput: a checkpoint or the text cannot be used, or a suite refuses.
+        InvalidInput: a checkpoint or the text cannot be used, a suite refuses, or an assertion is about a
+            model that is missing.
     """
     with together():
         content = None if request.text is None else read_text(request.text, request.rows)
@@ -80,6 +84,7 @@ def measure(request: EvalRequest, journal: EvaluationJournal) -> Result:
                 "with it"
             )
         parent = folded_parent(student)
+        check_models(request.assertions, _missing(student, source, parent))
     return evaluate(
         student,
         source,
@@ -90,6 +95,24 @@ def measure(request: EvalRequest, journal: EvaluationJournal) -> Result:
         settings=request.settings,
         journal=journal,
     )
+
+
+def _missing(student: Path, source: Path | None, parent: Path | None) -> dict[str, str]:
+    """Return the models that cannot be compared with, each with the reason and the remedy."""
+    missing = {}
+    if parent is None and is_distilled(read_record(student) or {}):
+        missing["parent"] = (
+            f"the fold from which {student} was distilled is not where its kvfold.json says; put it back, or "
+            "leave the assertion out"
+        )
+    elif parent is None:
+        missing["parent"] = (
+            f"{student} was not distilled from a fold, so nothing was recovered; leave the assertion out, or "
+            "evaluate the output of kvfold distill"
+        )
+    if source is None:
+        missing["teacher"] = f"{student} has no teacher; choose one with --teacher"
+    return missing
 
 
 def eval_request(
