@@ -20,6 +20,7 @@ from torch import Tensor
 from ...checkpoints.directory import Checkpoint
 from ...core.console import is_first, notice
 from ...core.errors import InvalidInput
+from ...core.files import check_makeable
 from ...core.memory import free_bytes
 from ...core.processes import from_every, together
 from ...models.causal_lm import device, load_model, with_base
@@ -241,6 +242,8 @@ def read_saved(source: Source, calibration: str, save: Path | None) -> Statistic
         raise InvalidInput(
             f"--save-statistics {save}: there is no directory {save.parent}; make it, or name another file"
         )
+    if save is not None and not save.exists() and is_first():
+        check_makeable(save)
     if names_statistics(calibration):
         if save is not None:
             raise InvalidInput(

@@ -125,16 +125,18 @@ def first_journal(partial: Path, fingerprint: str, asked: Mapping[str, Any]) -> 
 
 
 def check_options(partial: Path, asked: Mapping[str, Any]) -> None:
-    """Refuse a directory with finished layers of a fold with other options, before any long work.
+    """Refuse a directory that `first_journal` would refuse later, before any long work.
 
     Args:
         partial: the directory of the half-written output; it need not exist.
         asked: the options of the fold.
 
     Raises:
-        InvalidInput: it holds finished layers with other options.
+        InvalidInput: it holds finished layers with other options, or a file that kvfold did not write.
     """
-    if partial.is_symlink() or not _is_marked(partial):
+    if not _is_unnamed(partial):
+        _check_claimable(partial)
+    if not _is_marked(partial):
         return
     found = [_read(path) for path in (partial / JOURNAL, *_others(partial)) if path.suffix == ".jsonl"]
     _compare(partial, [journal for journal in found if journal], json.loads(json.dumps(asked)))
@@ -171,16 +173,18 @@ def only_unnamed(partial: Path) -> Iterator[bool]:
     Raises:
         InvalidInput: another run is at work there.
     """
-    if (
-        partial.is_symlink()
-        or not (partial / RECORD).is_file()
-        or (partial / JOURNAL).exists()
-        or _strange(partial)
-    ):
+    if not _is_unnamed(partial):
         yield False
         return
     with locked(partial / LOCK, _busy(partial)):
         yield True
+
+
+def _is_unnamed(partial: Path) -> bool:
+    """Return whether a directory holds a finished output, and no journal."""
+    if partial.is_symlink() or not (partial / RECORD).is_file() or (partial / JOURNAL).exists():
+        return False
+    return not _strange(partial)
 
 
 def unneeded(partial: Path) -> list[Path]:

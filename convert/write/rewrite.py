@@ -27,6 +27,7 @@ from ...checkpoints.shards import ShardWriter
 from ...core.console import is_first, progress
 from ...core.disk import disk_error, is_full, writing_errors
 from ...core.errors import InvalidInput
+from ...core.files import check_makeable
 from ...core.hub import commit_of
 from ...core.processes import from_first, place, released_together, together, union
 from ..calibration.capacity import default_jobs
@@ -53,15 +54,18 @@ Unit = Callable[[], Found]
 
 
 def check_begun(request: FoldRequest, out: Path) -> None:
-    """Refuse an output of which another fold has finished layers, before statistics are taken.
+    """Refuse an output that could not be written or resumed after all, before statistics are taken.
 
     Args:
         request: the fold, as its record will have it.
         out: the output directory.
 
     Raises:
-        InvalidInput: finished layers next to it are of a fold with other options.
+        InvalidInput: nothing can be made there, or what is next to it has finished layers of a fold with
+            other options, or is not kvfold's.
     """
+    if is_first():
+        check_makeable(out)
     check_options(_partial(out), request.essentials())
 
 

@@ -16,7 +16,7 @@ import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, mkdtemp
 from typing import TYPE_CHECKING
 
 from .disk import naming
@@ -80,6 +80,30 @@ def whole_directory(directory: Path) -> Iterator[Path]:
         temporary.mkdir()
         yield temporary
         rename_whole(temporary, directory)
+
+
+def check_makeable(path: Path) -> None:
+    """Check before long work that a directory or a file can be made, by making an empty directory next to it.
+
+    File systems such as /proc refuse what their permissions allow. Nothing gets the name of `path`, and the
+    directory, whose name is new, is removed at once. Where the parent does not exist, the nearest directory
+    above it that does is checked.
+
+    Args:
+        path: what will be written.
+
+    Raises:
+        InvalidInput: the system refuses it.
+    """
+    parent = path.absolute().parent
+    while not parent.exists():
+        parent = parent.parent
+    try:
+        Path(mkdtemp(dir=parent, prefix=PREFIX)).rmdir()
+    except OSError as error:
+        raise InvalidInput(
+            f"cannot write {path}: nothing can be made in {parent} ({error.strerror}); name another place"
+        ) from None
 
 
 def write_whole(file: Path, content: str, *, replace: bool = False) -> None:

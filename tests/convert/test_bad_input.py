@@ -14,6 +14,7 @@ from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
 from kvfold.checkpoints.shards import INDEX
+from kvfold.convert.calibration import study
 from kvfold.convert.cli import main
 
 from ..support.tiny import make
@@ -317,6 +318,30 @@ def test_outputs_that_cannot_be(tmp_path: Path) -> None:
         result = CliRunner().invoke(main, [str(source), *MLA, "--out", str(out)])
         assert result.exit_code == 2, out
         assert sentence in result.output
+
+
+def test_a_place_that_nothing_can_be_written_to_is_refused_before_statistics_are_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They take hours for a large model; neither /proc nor a directory of the user's can become the output."""
+    source = make(tmp_path / "source")
+    (tmp_path / "out.partial").mkdir()
+    (tmp_path / "out.partial" / "mine").touch()
+    free = tmp_path / "free"
+    words = [str(source), *MLA, "--calibration", "self"]
+    monkeypatch.setattr(study, "_whole_model", lambda *_: pytest.fail("statistics were taken"))
+    for more, sentence in (
+        (("--out", str(tmp_path / "out")), "out.partial exists and is not a half-written output of kvfold"),
+        (("--out", "/proc/out"), "cannot write /proc/out"),
+        (
+            ("--out", str(free), "--save-statistics", "/proc/s.safetensors"),
+            "cannot write /proc/s.safetensors",
+        ),
+    ):
+        result = CliRunner().invoke(main, [*words, *more])
+        assert result.exit_code == 2, result.output
+        assert sentence in result.output
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.partial", "source"]
 
 
 def test_a_converted_checkpoint_is_not_converted_again(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from kvfold.core import files
 from kvfold.core.errors import InvalidInput
 from kvfold.core.files import (
+    check_makeable,
     locked,
     remove_left,
     remove_own,
@@ -48,6 +49,20 @@ def test_a_file_has_the_rights_that_any_new_file_has(tmp_path: Path) -> None:
     write_whole(tmp_path / "ours", "")
     rights = [stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("usual", "ours")]
     assert rights[0] == rights[1]
+
+
+def test_a_place_in_which_something_can_be_made_stays_as_it_is(tmp_path: Path) -> None:
+    check_makeable(tmp_path / "e.json")
+    check_makeable(tmp_path / "new" / "er" / "out")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="there is no /proc, where nobody can make a directory")
+@pytest.mark.parametrize("path", ["/proc/out", "/proc/new/out"])
+def test_a_place_in_which_nothing_can_be_made_is_refused(path: str) -> None:
+    """Its permissions allow it where the user is root."""
+    with pytest.raises(InvalidInput, match=f"cannot write {path}: nothing can be made in /proc"):
+        check_makeable(Path(path))
 
 
 def test_names_that_look_temporary_are_the_users(tmp_path: Path) -> None:
