@@ -103,7 +103,7 @@ def test_the_cache_is_counted_in_the_layers_that_attend(name: str, folds: dict[s
     digits = 3 if name == "intact" else 0  # of positions, once for all layers
     assert size.growing == 2
     assert size.elements_per_token == 2 * cache["after"]["elements_per_token_per_layer"] + digits
-    assert predicted(config) == cache["after"]["elements_per_token_per_layer"]
+    assert predicted(config) == size.elements_per_token_per_layer
     assert size.state_bytes > 0
     with torch.no_grad():
         layers = growth(loaded.model, torch.arange(40)[None])
