@@ -15,9 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...core.errors import InvalidInput
+from ...core.units import counted
 from ...models.causal_lm import Described
 from ...texts.sources import check_text, first_rows, local_files
 from ...texts.text_files import compression, is_plain_text
+from ...texts.text_flaws import utf8_flaw
 from ..recipe.data_section import SELF, Data, TextSource
 from ..recipe.recipe import Recipe
 from .chat import Refused, check_template, conversation, messages_of
@@ -83,8 +85,9 @@ def check_texts(recipe: Recipe, student: Described | None) -> tuple[list[str], l
         held = None if sample.share is None else round(len(ids) / sample.share)
         if sample.share == 1 and len(ids) <= data.seq_len:
             raise InvalidInput(
-                f"data.source {source.source} holds {len(ids)} tokens in {len(sample.values)} documents, but "
-                f"one window of data.seq_len {data.seq_len} takes {data.seq_len + 1}; name a longer text"
+                f"data.source {source.source} holds {counted(len(ids), 'token')} in "
+                f"{counted(len(sample.values), 'document')}, but one window of "
+                f"data.seq_len {data.seq_len} takes {data.seq_len + 1}; name a longer text"
             )
         if held is not None and held < wanted:
             sentences.append(
@@ -159,7 +162,7 @@ def _begin_text(file: Path, source: TextSource, key: str) -> tuple[list[Any], fl
         # The last character may be cut in two.
         text = getincrementaldecoder("utf-8")().decode(content, final=is_whole)
     except UnicodeDecodeError as error:
-        raise InvalidInput(f"data.source {file} cannot be read: {error}") from None
+        raise InvalidInput(f"data.source {file} cannot be read: {utf8_flaw('it', error)}") from None
     return [text] if text else [], 1.0 if is_whole else len(content) / file.stat().st_size
 
 

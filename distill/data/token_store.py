@@ -14,6 +14,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from ...core.errors import InvalidInput
+from ...core.units import counted
 from ...core.untrusted import read_json
 from ..display import is_main_process, progress_bar
 from ..recipe.data_section import SELF, Data, TextSource
@@ -176,7 +177,8 @@ def _fill(
                 break
     if written <= data.seq_len:
         raise InvalidInput(
-            f"data.source {source.source} holds {written} tokens in {documents} documents, but one window of "
+            f"data.source {source.source} holds {counted(written, 'token')} in "
+            f"{counted(documents, 'document')}, but one window of "
             f"data.seq_len {data.seq_len} takes {data.seq_len + 1}; name a longer text"
         )
     return written

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from ...core.settings import Settings
-from ...core.units import parse_tokens
+from ...core.units import counted, parse_tokens
 from .data_section import SELF, Data
 from .watch_section import Evaluate, TrackerName
 
@@ -104,6 +104,17 @@ class Stage(Settings):
     """Decoupled weight decay of matrices. Norms and biases have none."""
     grad_clip: Annotated[float, Field(gt=0)] | None = 1.0
     """Largest gradient norm of a step. null: no limit."""
+
+    @field_validator("losses", mode="before")
+    @classmethod
+    def _losses_have_weights(cls, losses: object) -> object:
+        """Refuse names without weights, and say how they are written with them."""
+        names = [losses] if isinstance(losses, str) else losses
+        if isinstance(names, list) and names and all(isinstance(name, str) for name in names):
+            raise ValueError(
+                f"each loss has a weight; write {{{', '.join(f'{name}: 1.0' for name in names)}}}"
+            )
+        return losses
 
     @field_validator("losses")
     @classmethod
@@ -297,8 +308,8 @@ class Recipe(Settings):
                 else f"{FEW_STEPS} steps of one window take {FEW_STEPS * self.data.seq_len} tokens"
             )
             found.append(
-                f"stage {stage.name} has {steps} optimizer steps of {self.step_tokens(stage)} tokens, which "
-                f"recover little; {remedy}"
+                f"stage {stage.name} has {counted(steps, 'optimizer step')} of {self.step_tokens(stage)} "
+                f"tokens, which recover{'s' * (steps == 1)} little; {remedy}"
             )
         return found
 

@@ -47,6 +47,11 @@ def read_size(text: str, option: str, kind: Literal["tokens", "bytes"]) -> int:
     return size
 
 
+def counted(count: int, noun: str) -> str:
+    """Return a number with a noun that forms its plural by an s, such as `1 step` or `2 steps`."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 class ByteSize(click.ParamType):  # type: ignore[type-arg] # click 8.2 takes no argument
     """The type of an option that takes bytes, such as `500MB` or `5GB`; its value is an `int`."""
 

@@ -6,6 +6,7 @@ weights, says which modules are linear; experts that transformers joins are know
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 # Modules of latent attention, of every container. `kv_a` writes the cache. `kv_b` is absorbed into queries
 # and outputs in decoding, for which engines dequantise it; remote containers multiply its weight directly.
 LATENT = ("kv_a_proj_with_mqa", "kv_a_proj", "kv_b_proj")
+_LEAST_GROUP = 8  # columns; smaller groups would spend more on scales than they save
 _ROUTERS = ("gate", "router", "shared_expert_gate")
 _MIXERS = ("linear_attn", "mamba", "conv")  # layers without attention: states that errors add up in
 _EXPERT = re.compile(r"(.*\.experts)\.\d+\..+\.weight$")
@@ -88,7 +90,7 @@ def choose_weights(
         columns = sorted({spec.shape[1] for name, spec in specs.items() if _reason(name, kept) == ""})
         raise InvalidInput(
             f"groups of {group} divide no width of a linear module in {checkpoint.directory} (widths "
-            f"{', '.join(map(str, columns))}); use another --group-size, or a scheme without groups"
+            f"{', '.join(map(str, columns))}); use {_fitting(columns)}a scheme without groups"
         )
     reasons = dict.fromkeys(left.values())
     return RoundedWeights(
@@ -141,6 +143,14 @@ def _best_group(specs: Mapping[str, TensorSpec]) -> int:
         return sum(spec.shape[0] * spec.shape[1] for spec in specs.values() if spec.shape[1] % group)
 
     return min(GROUPS, key=lambda group: (lost(group), -group))
+
+
+def _fitting(columns: Iterable[int]) -> str:
+    """Return an option with group sizes that divide a width, or else divisors of all, as words of advice."""
+    shared = math.gcd(*columns)
+    sizes = [group for group in GROUPS if any(width % group == 0 for width in columns)]
+    sizes = sizes or [group for group in range(shared, _LEAST_GROUP - 1, -1) if shared % group == 0][:3]
+    return f"--group-size {', '.join(map(str, sizes))}, or " if sizes else ""
 
 
 def _with_joined(candidates: Iterable[str], left: Mapping[str, str]) -> dict[str, str]:

@@ -25,6 +25,7 @@ from ..core.untrusted import parse_json, printable
 from . import text_files
 from .standard_library import stdlib_documents
 from .text_files import builder_of, compression, find_files, is_plain_text
+from .text_flaws import first_flaw
 
 BATCH = 64  # documents read at once
 SHUFFLE_BUFFER = 2000  # documents, from which the next one is drawn; all of the standard library's
@@ -171,7 +172,15 @@ def explain(error: BaseException, source: DocumentSource) -> InvalidInput:
     if of_disk is not None and is_full(of_disk):
         return InvalidInput(f"{source.called} cannot be read: {disk_sentence(of_disk)}")
     reason = printable(" ".join(str(error).split())) or type(error).__name__
-    return InvalidInput(f"{source.called} cannot be read: {reason}")
+    return InvalidInput(f"{source.called} cannot be read: {_flaw(source) or reason}")
+
+
+def _flaw(source: DocumentSource) -> str | None:
+    """Return the flaw of a source's files that a user can find; None where there is no such."""
+    try:
+        return first_flaw(find_files(source.place, source.option), str(Path(source.place).expanduser()))
+    except (OSError, RuntimeError, InvalidInput):
+        return None
 
 
 def _read_here(request: RowsRequest, source: DocumentSource) -> Iterator[Mapping[str, Any]]:

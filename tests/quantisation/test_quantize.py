@@ -237,7 +237,11 @@ def test_unusable_requests_are_one_sentence(place: Path, tmp_path: Path) -> None
     cases = {
         ("gqa", "int3", None): "there is no scheme 'int3'; choose one of fp8, w4a16, w8a8",
         ("gqa", "fp8", 32): "group_size has no effect on scheme fp8",
-        ("gqa", "w4a16", 48): "groups of 48 divide no width .*widths 64, 160",
+        (
+            "gqa",
+            "w4a16",
+            48,
+        ): "groups of 48 divide no width .*widths 64, 160.*; use group_size 64, 32, or a scheme",
         ("gqa", "w4a16", 0): "group_size is 0; it should be a positive number",
         ("nothing", "fp8", None): "nothing is not a directory",
     }

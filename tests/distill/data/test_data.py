@@ -253,9 +253,9 @@ def test_mistakes_about_data_are_named(tmp_path: Path, student: Path, text: Path
         ({"source": "a.jsonl", "text_field": "n"}, "holds no text"),
         (
             {"source": "a.jsonl", "text_field": "body"},
-            "holds 5 tokens in 1 documents, but one window of data.seq_len 16 takes 17",
+            "holds 5 tokens in 1 document, but one window of data.seq_len 16 takes 17",
         ),
-        ({"source": "bad.jsonl"}, "cannot be read: JSON"),
+        ({"source": "bad.jsonl"}, "cannot be read: line 1 is not JSON"),
         ({"source": "none.jsonl"}, "is neither a file of .*.jsonl.* here nor an org/name on the Hub"),
         ({"source": "a.pdf"}, "is of no known kind"),
         *(

@@ -47,10 +47,10 @@ def check(recipe: Any, tmp_path: Path, *words: str) -> Result:
         (
             "a.jsonl",
             '{"text": "short"}\n',
-            "holds 6 tokens in 1 documents, but one window of data.seq_len 32 takes 33",
+            "holds 6 tokens in 1 document, but one window of data.seq_len 32 takes 33",
         ),
         ("a.txt", "", "a.txt holds no documents"),
-        ("a.txt", b"caf\xe9 " * 99, "a.txt cannot be read: 'utf-8' codec can't decode"),
+        ("a.txt", b"caf\xe9 " * 99, "a.txt cannot be read: it is not UTF-8 text (byte 3); save it as UTF-8"),
         ("a.jsonl.gz", b"no gzip", "a.jsonl.gz cannot be read: "),
         ("a.parquet", "no parquet", "a.parquet cannot be read: "),
     ],

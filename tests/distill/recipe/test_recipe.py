@@ -90,6 +90,11 @@ def test_the_batch_follows_from_the_tokens(tokens: str, step_tokens: int, steps:
             "stage kl has 47 optimizer steps of 128 tokens, which recover little; 50 steps of one window take 6400 "
             "tokens",
         ),
+        (
+            "tokens: 1",
+            "stage kl has 1 optimizer step of 128 tokens, which recovers little; 50 steps of one window take 6400 "
+            "tokens",
+        ),
     ],
 )
 def test_few_steps_are_told(stage: str, sentence: str, tmp_path: Path) -> None:
@@ -112,6 +117,8 @@ def test_few_steps_are_told(stage: str, sentence: str, tmp_path: Path) -> None:
             r"unknown key 'seqlen' in data; did you mean 'seq_len'\?",
         ),
         ("output:", "lr: 1\noutput:", r"unknown key 'lr'; it belongs in stages"),
+        ("lr: 5e-5", "lr: 5e-5, losses: kl", r"losses is 'kl'; each loss has a weight; write \{kl: 1\.0\}"),
+        ("lr: 5e-5", "lr: 5e-5, losses: [kl, ce]", r"weight; write \{kl: 1\.0, ce: 1\.0\}"),
         ("output:", "keep: best\noutput:", r"unknown key 'keep'; it belongs in save or evaluate"),
         ("output:", "save: {keep: best}\noutput:", r"save\.keep is 'best'; .*write evaluate\.keep: best"),
         ("output:", "quux: 1\noutput:", r"unknown key 'quux'; known: schema, student"),
