@@ -32,8 +32,8 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
     "--config",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="A request in YAML or JSON: `model`, and these options with `_` for `-`. The command line "
-    "overrides it.",
+    help="A request in YAML or JSON: a mapping of `model` and these options with `_` for `-`, such as "
+    "`kv_budget: 25%`, except --dry-run and --json. The command line overrides it.",
 )
 @click.option("--to", type=click.Choice(NAMES), help="Attention of the output (required).")
 @click.option("--kv-heads", type=int, help="GQA: key/value heads of the output.")

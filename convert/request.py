@@ -234,10 +234,14 @@ def fold_request(values: Mapping[str, Any], where: str = "") -> FoldRequest:
 def read_config(file: Path, overrides: Mapping[str, Any]) -> FoldRequest:
     """Return the request in a YAML or JSON file, with some values replaced.
 
+    `engine` is also read there, which is the name of the option.
+
     Raises:
         InvalidInput: names the field, its value and what would be right.
     """
     values = read_yaml(file)
+    if "engine" in values and "engines" not in values:
+        values["engines"] = values.pop("engine")
     return fold_request({**values, **overrides}, file.name)
 
 

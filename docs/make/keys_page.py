@@ -43,7 +43,8 @@ def keys_page() -> str:
         parts.append(f"## {TITLES[section]}\n\n{_first(model)}\n\n{_keys(model)}\n")
     parts.append(
         "## A request of kvfold convert\n\n`kvfold convert --config request.yaml` takes these keys. They are "
-        "the options of the command with `_` for `-`, and the arguments of `kvfold.fold`.\n\n"
+        "the options of the command with `_` for `-`, and the arguments of `kvfold.fold`; `engines` may also "
+        "be written `engine`.\n\n"
         f"{_keys(FoldRequest)}\n"
     )
     return "\n".join(parts)

@@ -174,6 +174,16 @@ def test_a_whole_float_is_a_rank() -> None:
     assert request_of("m", MLA(rank=32.0)).rank == "32"
 
 
+def test_a_file_may_name_engines_as_the_option_does(tmp_path: Path) -> None:
+    file = tmp_path / "request.yaml"
+    file.write_text("{model: m, to: mla, engine: 'vllm,sglang'}")
+    assert read_config(file, {}).engines == ("vllm", "sglang")
+    assert read_config(file, {"engines": "mlx"}).engines == ("mlx",)
+    file.write_text("{model: m, to: mla, engine: [vllm], engines: [mlx]}")
+    with pytest.raises(InvalidInput, match="unknown key 'engine'; did you mean 'engines'"):
+        read_config(file, {})
+
+
 @pytest.mark.parametrize("words", [("--out", ""), ("--out=",)])
 def test_an_empty_output_is_not_this_directory(words: tuple[str, ...]) -> None:
     result = CliRunner().invoke(main, ["m", "--to", "mqa", *words])

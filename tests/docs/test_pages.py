@@ -14,6 +14,7 @@ from click.testing import CliRunner
 
 import kvfold
 from kvfold.cli import main
+from kvfold.convert.request import read_config
 from kvfold.distill.recipe.recipe_file import read_recipe
 
 from ..support.shown_code import PAGES, ROOT, Block, all_blocks, check_words, kvfold_words
@@ -122,12 +123,16 @@ def test_python_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert names["README.md"]["report"]["kl.mean"] > 0
 
 
-def test_recipes_in_pages_are_valid(tmp_path: Path) -> None:
+def test_recipes_and_requests_in_pages_are_valid(tmp_path: Path) -> None:
+    requests = []
     for number, block in enumerate(block for block in BLOCKS if block.kind == "yaml"):
+        file = tmp_path / f"{number}.yaml"
+        file.write_text(block.text, encoding="utf-8")
         if block.text.startswith("schema: 1"):
-            file = tmp_path / f"{number}.yaml"
-            file.write_text(block.text, encoding="utf-8")
             assert read_recipe(file).stages
+        if block.text.startswith("model: "):
+            requests.append(read_config(file, {}))
+    assert [request.engines for request in requests] == [("mlx",)]
 
 
 def test_links_lead_somewhere() -> None:
