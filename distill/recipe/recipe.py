@@ -313,6 +313,16 @@ class Recipe(Settings):
             )
         return found
 
+    def rounded_batches(self) -> list[str]:
+        """Return a sentence for every stage whose `batch_tokens` is no whole number of windows."""
+        return [
+            f"stage {stage.name}: batch_tokens {stage.batch_tokens} is rounded down to "
+            f"{self.step_tokens(stage)}, {counted(self.step_windows(stage), 'window')} of "
+            f"data.seq_len {self.data.seq_len}"
+            for stage in self.stages
+            if stage.batch_tokens not in (None, self.step_tokens(stage))
+        ]
+
     @property
     def output_directory(self) -> Path:
         """Directory of the distilled checkpoint."""

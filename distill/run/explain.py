@@ -92,7 +92,7 @@ def check_places(recipe: Recipe) -> list[str]:
     sentences, tokens = check_texts(recipe, described)
     if recipe.evaluate:
         check_held_out(recipe, described, tokens)
-    return [*recipe.few_steps(), *sentences]
+    return [*recipe.rounded_batches(), *recipe.few_steps(), *sentences]
 
 
 def models_of(recipe: Recipe) -> tuple[Path | None, Path | None]:

@@ -113,7 +113,7 @@ def _distill(run: RunContext, output: Path) -> dict[str, Any]:
                 trim_metrics(partial / name, progress.total_steps)
             if found:
                 notice(f"resuming after step {progress.total_steps}, saved in {found}")
-            for sentence in recipe.few_steps():
+            for sentence in (*recipe.rounded_batches(), *recipe.few_steps()):
                 notice(sentence)
         with tracking(accelerator, recipe, progress.total_steps):
             progress = _run_stages(run, progress, found)

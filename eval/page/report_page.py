@@ -45,6 +45,8 @@ def write_page(directories: Sequence[Path], out: Path, png: Path | None) -> Repo
     from .groups import read_groups
 
     check_places(out, png)
+    for sentence in _repeated(directories):
+        notice(sentence)
     groups = read_groups(directories)
     for sentence in notices(groups):
         notice(sentence)
@@ -52,3 +54,15 @@ def write_page(directories: Sequence[Path], out: Path, png: Path | None) -> Repo
     pictures = write(parts, out, png)
     figures = sum(len(section.charts) for part in parts for section in part.sections)
     return ReportPage(out, figures, summary(parts, out, pictures))
+
+
+def _repeated(directories: Sequence[Path]) -> list[str]:
+    """Return a sentence for every directory that is named again."""
+    seen: set[Path] = set()
+    sentences = []
+    for directory in directories:
+        place = directory.resolve()
+        if place in seen:
+            sentences.append(f"{directory} is named more than once; the page shows it once")
+        seen.add(place)
+    return sentences

@@ -197,8 +197,8 @@ def _recipe(source: Source, window: int, tokens: int, seed: int) -> dict[str, An
     weights = sum(checkpoint.spec(name).nbytes // checkpoint.spec(name).dtype.itemsize for name in checkpoint)
     # Fifty steps if there are enough tokens, but sixteen windows in each: at these rates, fewer windows make
     # a student worse.
-    batch = max(16 * window, min(65536, tokens // 50))
-    steps = -(-tokens // (batch // window * window))
+    batch = max(16, min(65536, tokens // 50) // window) * window
+    steps = -(-tokens // batch)
     stage = {
         "name": "kl",
         "tokens": tokens,

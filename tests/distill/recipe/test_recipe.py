@@ -102,6 +102,13 @@ def test_few_steps_are_told(stage: str, sentence: str, tmp_path: Path) -> None:
     assert recipe.few_steps() == [sentence]
 
 
+def test_a_batch_that_is_rounded_down_is_told(tmp_path: Path) -> None:
+    told = "stage kl: batch_tokens 200 is rounded down to 128, 1 window of data.seq_len 128"
+    for batch, sentences in (("200", [told]), ("256", []), (None, [])):
+        given = GOOD if batch is None else GOOD.replace("lr:", f"batch_tokens: {batch}, lr:")
+        assert read_recipe(write(tmp_path, given)).rounded_batches() == sentences
+
+
 @pytest.mark.parametrize(
     ("before", "after", "message"),
     [

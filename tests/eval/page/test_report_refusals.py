@@ -83,3 +83,12 @@ def test_places_that_are_taken_or_wrong(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"fold", "taken", "empty", "moved"}
     with pytest.raises(InvalidInput, match="at least one"):
         read_groups([])
+
+
+def test_a_directory_that_is_named_twice_is_told(tmp_path: Path) -> None:
+    fold = write_checkpoint(tmp_path / "fold")
+    result = run_report(fold, tmp_path / "." / "fold" / ".." / "fold", "--out", tmp_path / "page")
+    assert result.exit_code == 0, result.output
+    assert result.stderr.count("is named more than once; the page shows it once") == 1
+    once = run_report(fold, "--out", tmp_path / "other")
+    assert "more than once" not in once.stderr
