@@ -67,12 +67,22 @@ class Assertion:
     bound: float
 
 
-def parse(text: str, suites: Sequence[str]) -> Assertion:
+def parse(
+    text: str,
+    suites: Sequence[str],
+    *,
+    option: str = "--assert",
+    examples: str = "'kl.mean<0.1'",
+    not_run: str = "add it to --suite",
+) -> Assertion:
     """Parse an assertion such as `kl.mean<0.1`.
 
     Args:
         text: an alias or a dotted path of eval.json, with or without `suites.`; an operator; a number.
         suites: the suites that are run.
+        option: the option that has the text, for errors.
+        examples: what may be written, for errors.
+        not_run: what to do where the text names a suite that is not run, for errors.
 
     Raises:
         InvalidInput: the text has another form, or names a suite that is not run.
@@ -82,17 +92,14 @@ def parse(text: str, suites: Sequence[str]) -> Assertion:
         bound = float(match[3]) if match else float("nan")
     except ValueError:
         bound = float("nan")
+    label = f"{option} {text!r}"
     if match is None or bound != bound:
-        raise InvalidInput(
-            f"--assert {text!r} is not a comparison with a number; write for example 'kl.mean<0.1'"
-        )
+        raise InvalidInput(f"{label} is not a comparison with a number; write for example {examples}")
     names = _whole_path(match[1])
     if names[0] == "suites" and names[1:2] and names[1] in SUITES and names[1] not in suites:
-        raise InvalidInput(
-            f"--assert {text!r} names the suite {names[1]}, which is not run; add it to --suite"
-        )
-    _check_start(names, suites, f"--assert {text!r}")
-    _check_path(names, f"--assert {text!r}")
+        raise InvalidInput(f"{label} names the suite {names[1]}, which is not run; {not_run}")
+    _check_start(names, suites, label)
+    _check_path(names, label)
     return Assertion(text, names, match[2], bound)
 
 
@@ -116,6 +123,19 @@ def _split(path: str) -> tuple[str, ...]:
     return tuple(path.split("."))
 
 
+def short_names(suites: Sequence[str]) -> list[str]:
+    """Return the short names of the numbers that some suites measure.
+
+    Args:
+        suites: names of `SUITES`.
+
+    Example:
+        >>> short_names(["cache"])
+        ['cache.ratio', 'cache.elements']
+    """
+    return [name for name, path in ALIASES.items() if path.partition(".")[0] in suites]
+
+
 def look_up(path: str, report: dict[str, Any]) -> float | None:
     """Return a number of a report by its path, such as `kl.mean`; None where it is undefined.
 
@@ -137,7 +157,7 @@ def _check_start(names: tuple[str, ...], suites: Sequence[str], label: str) -> N
     if names[0] not in HEAD:
         raise InvalidInput(
             f"{label}: the report has no {names[0]}; a path may begin with {', '.join([*suites, *HEAD])}, "
-            f"and the short names are {', '.join(ALIASES)}"
+            f"and the short names are {', '.join(short_names(suites))}"
         )
 
 

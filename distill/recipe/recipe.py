@@ -284,8 +284,7 @@ class Recipe(Settings):
         """Return the windows per optimizer step, over all processes."""
         if stage.batch_tokens is not None:
             return stage.batch_tokens // self.data.seq_len
-        most = min(_LARGEST_BATCH, stage.tokens // _STEPS) // self.data.seq_len
-        return 2 ** (most.bit_length() - 1) if most else 1
+        return default_windows(stage.tokens, self.data.seq_len)
 
     def step_tokens(self, stage: Stage) -> int:
         """Return the tokens per optimizer step, over all processes."""
@@ -345,6 +344,24 @@ class Recipe(Settings):
         for stage, entry in zip(self.stages, values["stages"], strict=True):
             entry["batch_tokens"] = stage.batch_tokens or self.step_tokens(stage)
         return values
+
+
+def default_windows(tokens: int, seq_len: int) -> int:
+    """Return the windows per optimizer step where `batch_tokens` is left out.
+
+    Args:
+        tokens: of the stage.
+        seq_len: tokens per window.
+
+    Returns:
+        The largest power of two that leaves the stage at least 100 steps of at most 65536 tokens; at least 1.
+
+    Example:
+        >>> default_windows(200_000, 256)
+        4
+    """
+    most = min(_LARGEST_BATCH, tokens // _STEPS) // seq_len
+    return 2 ** (most.bit_length() - 1) if most else 1
 
 
 def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:

@@ -18,7 +18,7 @@ from ..convert.families.source import open_source
 from ..core.errors import InvalidInput
 from ..core.files import PREFIX, locked, remove_own, replace_text
 from ..core.untrusted import read_json
-from ..distill.recipe.recipe import Recipe, differences
+from ..distill.recipe.recipe import Recipe, differences, flatten
 from ..eval.assertions import Assertion
 from ..eval.options import Options
 from ..texts.corpus import Text
@@ -32,6 +32,13 @@ _FIRST = {"lock", RECORD, f"{RECORD}.partial", f"{RECORD}.new"}
 _DIRECTORIES = {"identity", "folded", "distilled", "unmet", "identity.partial", "unmet.partial"}
 _FILES = {
     f"{name}{end}" for name in ("identity.json", "statistics.safetensors") for end in ("", ".partial", ".new")
+}
+
+
+# Keys of the record that follow from the batch of a step's distillation, and their names for `--set`.
+_BATCH = {
+    "recipe.stages[0].batch_tokens": "stages.0.batch_tokens",
+    "recipe.evaluate.every": "evaluate.every",
 }
 
 
@@ -202,7 +209,15 @@ def _check_same(record: Path, asked: Migration) -> None:
     if not record.exists():
         write_json(record, new)
         return
-    changed = differences(_read(record), new)
+    old = _read(record)
+    changed = differences(old, new)
+    values = flatten(old)
+    if changed and all(one.partition(" ")[0] in _BATCH for one in changed):
+        again = " ".join(f"--set {name}={values[key]}" for key, name in _BATCH.items() if key in values)
+        raise InvalidInput(
+            f"{record.parent} was begun with other batches, as earlier versions choose them; add {again} to "
+            "the command to resume it, or remove it to start again"
+        )
     if changed:
         raise InvalidInput(
             f"{record.parent} was begun with another {', '.join(changed)}; run the same command to resume "

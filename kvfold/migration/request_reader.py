@@ -1,7 +1,10 @@
 """The reading of options of `kvfold migrate`: the bound, the sizes, and the recipe of every step."""
 
+import math
 import re
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +18,11 @@ from ..core.console import notice
 from ..core.errors import InvalidInput, renamed
 from ..core.hub import resolve
 from ..core.units import parse_tokens, read_share, show_percent
-from ..distill.recipe.recipe import Recipe
+from ..distill.recipe.recipe import Recipe, default_windows
 from ..distill.recipe.recipe_file import read_recipe
 from ..distill.recipe.watch_section import Evaluate
 from ..distill.watch.held_out import check_apart
-from ..eval.assertions import ALIASES, Assertion, parse
+from ..eval.assertions import Assertion, parse, short_names
 from ..eval.options import Options
 from ..texts.calibration_name import names_statistics
 from ..texts.corpus import read_text
@@ -29,6 +32,10 @@ from .default_options import STEPS, WINDOW
 from .request import Migration, Step
 
 SUITES = ("ppl", "fidelity", "cache")
+_BOUNDED = ("ppl", "fidelity")  # suites that measure what a bound may be about
+_EXAMPLES = "'ppl<1.02x' or 'kl<0.05'"
+# Keys of the recipe that are filled in by options.
+_OPTIONS = {"evaluate.source": "--text", "data.source": "--train"}
 # Peak learning rates of recipes/ by weights of the source: the larger a model, the smaller its steps.
 RATES = ((50e6, 5e-4), (1e9, 3e-4), (3e9, 5e-5), (float("inf"), 2e-5))
 
@@ -36,24 +43,28 @@ RATES = ((50e6, 5e-4), (1e9, 3e-4), (3e9, 5e-5), (float("inf"), 2e-5))
 def read_bound(text: str) -> Assertion:
     """Return the bound that a text describes.
 
-    It is `ppl<1.02x`, a multiple of the source's perplexity, or a comparison of `kvfold eval --assert`.
+    It is `ppl<1.02x`, a multiple of the source's perplexity, or a comparison of `kvfold eval --assert` with a
+    number that the suites `ppl` and `fidelity` measure.
 
     Raises:
-        InvalidInput: it has another form.
+        InvalidInput: it has another form, or bounds the cache.
     """
     times = re.fullmatch(r"\s*ppl\s*(<=?)\s*([\d.]+)x\s*", text)
-    name = re.match(r"\s*([\w.]*)", text)
-    if times is None and (name is None or name[1] not in ALIASES):
-        known = ", ".join(ALIASES)
+    known = f"{_EXAMPLES}, of {', '.join(short_names(_BOUNDED))}"
+    bound = parse(
+        f"ppl.ratio{times[1]}{times[2]}" if times else text,
+        SUITES,
+        option="--until",
+        examples=known,
+        not_run=f"bound what kvfold migrate measures, for example {known}",
+    )
+    if bound.path[:2] == ("suites", "cache"):
         raise InvalidInput(
-            f"--until {text!r} is not a bound; write for example 'ppl<1.02x' or 'kl<0.05', of {known}"
+            f"--until {text!r} bounds the cache, which --steps decides before any work; name sizes there, "
+            f"such as --steps 25%, and bound what they lose, for example {_EXAMPLES}"
         )
-    try:
-        bound = parse(f"ppl.ratio{times[1]}{times[2]}" if times else text, SUITES)
-    except InvalidInput:
-        raise InvalidInput(
-            f"--until {text!r} is not a comparison with a number; write for example 'ppl<1.02x' or 'kl<0.05'"
-        ) from None
+    if bound.path[0] != "suites":
+        raise InvalidInput(f"--until {text!r} is no bound of what is lost; write for example {known}")
     if times and bound.bound <= 0:
         raise InvalidInput(
             f"--until {text!r} can never hold, since perplexities are above 0; write for example 'ppl<1.02x'"
@@ -185,25 +196,40 @@ def _read_recipe(source: Source, text: str, window: int, out: Path, given: dict[
         file = Path(work) / "recipe"
         file.write_text(yaml.safe_dump(content), encoding="utf-8")
         recipe = read_recipe(file, given["overrides"])
-    for named in recipe.data.sources:
-        check_source(named.source)
-    check_apart(Evaluate(source=text), recipe.data)
+    with naming_options():
+        for named in recipe.data.sources:
+            check_source(named.source)
+        check_apart(Evaluate(source=text), recipe.data)
+    for sentence in recipe.few_steps():
+        notice(f"--tokens-per-step {given['tokens_per_step']}: {sentence}")
     return recipe
 
 
+@contextmanager
+def naming_options() -> Iterator[None]:
+    """Let mistakes in the block name `--text` and `--train` in place of the keys that a recipe has for them.
+
+    Raises:
+        InvalidInput: as in the block.
+    """
+    try:
+        yield
+    except InvalidInput as mistake:
+        sentence = str(mistake)
+        for key, option in _OPTIONS.items():
+            sentence = re.sub(rf"(?<![\w./-]){re.escape(key)}(?= )", option, sentence)
+        raise InvalidInput(sentence) from None
+
+
 def _recipe(source: Source, window: int, tokens: int, seed: int) -> dict[str, Any]:
-    """Return the default recipe of a step's distillation: forward KL, in as many steps as make sense."""
+    """Return the default recipe of a step's distillation: forward KL, with the batch left to kvfold."""
     checkpoint = source.checkpoint
     weights = sum(checkpoint.spec(name).nbytes // checkpoint.spec(name).dtype.itemsize for name in checkpoint)
-    # Fifty steps if there are enough tokens, but sixteen windows in each: at these rates, fewer windows make
-    # a student worse.
-    batch = max(16, min(65536, tokens // 50) // window) * window
-    steps = -(-tokens // batch)
+    steps = math.ceil(tokens / (default_windows(tokens, window) * window))
     stage = {
         "name": "kl",
         "tokens": tokens,
         "losses": {"kl": 1.0},
-        "batch_tokens": batch,
         "micro_batch": max(1, 4096 // window),
     }
     stage["lr"] = next(rate for most, rate in RATES if weights <= most)

@@ -36,6 +36,7 @@ from ..texts.calibration_name import names_statistics
 from ..verification.verify import verify
 from .outcome import arrive, check_places, find_report
 from .request import Migration, Step, claimed, write_json
+from .request_reader import naming_options
 
 # KL in nats that rounding in half precision explains; in float32 `verify` itself asks for less.
 SAME = 1e-3
@@ -128,7 +129,9 @@ def _carry_out(asked: Migration, step: Step) -> dict[str, Any]:
         broken = verify(folded, run=False).failures
         if broken:
             raise Unmet(f"the fold to {step.name} does not pass kvfold verify: {'; '.join(broken)}")
-        distill(asked.recipe.model_copy(update={"student": str(folded), "output": str(distilled)}))
+        recipe = asked.recipe.model_copy(update={"student": str(folded), "output": str(distilled)})
+        with naming_options():
+            distill(recipe)
     report = _evaluate(asked, distilled, folded)
     ppl = report["suites"]["ppl"]
     perplexity = {who: ppl[role]["perplexity"] for who, role in _ROLES.items()}

@@ -208,6 +208,7 @@ def test_steps_that_a_source_cannot_take_are_left_out(tmp_path: Path) -> None:
         ("ppl <= 2x", "suites.ppl.ratio.mean", 2.0),
         ("ppl<15.5", "suites.ppl.student.perplexity", 15.5),
         ("kl<0.05", "suites.fidelity.kl.mean", 0.05),
+        ("fidelity.kl.mean<0.05", "suites.fidelity.kl.mean", 0.05),
     ],
 )
 def test_bounds(text: str, path: str, bound: float) -> None:
@@ -221,6 +222,28 @@ def test_bounds(text: str, path: str, bound: float) -> None:
 def test_wrong_bounds(text: str) -> None:
     with pytest.raises(InvalidInput, match="--until"):
         read_bound(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("kl.added<0.1", "names the suite storage, which is not run; bound what kvfold migrate measures"),
+        ("cache.ratio<0.3", "bounds the cache, which --steps decides before any work; name sizes there"),
+        ("cache.student.elements_per_token_per_layer < 9", "bounds the cache, which --steps decides"),
+        ("schema<2", "is no bound of what is lost"),
+        ("ppl.x<1", "suites.ppl has no x; it has"),
+        (
+            "kl<x",
+            "is not a comparison with a number; write for example 'ppl<1.02x' or 'kl<0.05', of kl, kl.mean",
+        ),
+    ],
+)
+def test_a_wrong_bound_says_what_is_wrong(text: str, sentence: str) -> None:
+    with pytest.raises(InvalidInput) as mistake:
+        read_bound(text)
+    assert str(mistake.value).startswith(f"--until {text!r}")
+    assert sentence in str(mistake.value)
+    assert "kl.added" not in str(mistake.value).removeprefix(f"--until {text!r}")
 
 
 @pytest.mark.parametrize(
@@ -251,9 +274,76 @@ def test_mistakes(texts: Path, tmp_path: Path, changed: dict[str, str], sentence
 
 
 def test_text_that_is_trained_on_is_refused(texts: Path, tmp_path: Path) -> None:
-    done = invoke(arguments(texts, tmp_path / "out", train=str(texts / "held.txt")))
+    """The options are named that the user gave, not the keys of the recipe that they become."""
+    held = texts / "held.txt"
+    done = invoke(arguments(texts, tmp_path / "out", train=str(held)))
     assert done.exit_code == 2
-    assert "is trained on" in done.stderr
+    assert f"Error: --text {held} is trained on: it is {held} of --train {held}; name a text" in done.stderr
+    lost = invoke(arguments(texts, tmp_path / "out", train="missing.txt"))
+    assert "Error: --train missing.txt is neither a file" in lost.stderr
+
+
+def test_text_that_holds_what_is_trained_on_is_refused(
+    texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its words are searched for when the training text is read."""
+    unproven(monkeypatch)
+    train = tmp_path / "train.txt"
+    train.write_text((texts / "train.txt").read_text() + "\n" + (texts / "held.txt").read_text())
+    words = arguments(texts, tmp_path / "out", train=str(train), set="evaluate.every=1")
+    words[words.index("--tokens-per-step") + 1] = "30k"
+    done = invoke(words)
+    assert done.exit_code == 2
+    assert f"Error: --text {texts / 'held.txt'} is trained on: " in done.stderr
+
+
+def plan_of(out: Path, *more: str) -> dict[str, Any]:
+    done = invoke(
+        [
+            "migrate",
+            str(DEMO),
+            "--to",
+            "mla",
+            "--until",
+            "kl<1",
+            "--out",
+            str(out),
+            *more,
+            "--dry-run",
+            "--json",
+        ]
+    )
+    assert done.exit_code == 0, done.output
+    return {"notes": done.stderr, **json.loads(done.stdout)["distillation"]["stages"][0]}
+
+
+@pytest.mark.parametrize("window", [256, 128, 32])
+def test_a_distillation_has_a_hundred_steps(tmp_path: Path, window: int) -> None:
+    stage = plan_of(tmp_path / "out", "--window", str(window))
+    steps = stage["tokens"] / stage["batch_tokens"]
+    assert (100 <= steps < 200, stage["notes"]) == (True, "")
+
+
+def test_a_distillation_of_few_steps_is_told_before_it_begins(tmp_path: Path) -> None:
+    told = plan_of(tmp_path / "out", "--window", "256", "--tokens-per-step", "10k")["notes"]
+    assert "Note: --tokens-per-step 10k: stage kl has 40 optimizer steps of 256 tokens, which recover" in told
+
+
+def test_a_migration_with_the_batches_of_an_earlier_version_is_resumed(
+    texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sentence that refuses the command names what to add to it."""
+    unproven(monkeypatch)
+    monkeypatch.setattr(steps, "_carry_out", interrupt)
+    words = arguments(texts, tmp_path / "out", set="data.seed=0")[:-2]
+    before = ["--set", "stages.0.batch_tokens=512", "--set", "evaluate.every=1"]
+    assert invoke([*words, *before]).exit_code == 1
+    refused = invoke(words)
+    assert refused.exit_code == 2
+    assert f"was begun with other batches, as earlier versions choose them; add {' '.join(before)} to" in (
+        refused.stderr
+    )
+    assert invoke([*words, *before]).exit_code == 1, "it is begun again"
 
 
 def test_a_damaged_note_and_another_run_are_told(texts: Path, tmp_path: Path) -> None:

@@ -22,7 +22,8 @@ def arguments(texts: Path, out: Path, bound: str = "ppl<9x", **changed: str) -> 
         "until": bound,
         "out": str(out), "set": "evaluate=null", **changed,
     }  # fmt: skip
-    return ["migrate", str(DEMO), *(word for name, value in options.items() for word in (f"--{name}", value))]
+    words = [word for name, value in options.items() for word in (f"--{name}", value)]
+    return ["migrate", str(DEMO), *words, "--set", "stages.0.batch_tokens=512"]
 
 
 def invoke(words: list[str]) -> Result:
