@@ -1,11 +1,14 @@
 """The umbrella command: every sub-command of `kvfold`."""
 
+from typing import Any
+
 import click
 
 from . import __version__
 from .convert.cli import main as convert
 from .convert.families.support import main as families
 from .convert.towers.cli import main as assemble
+from .core.console import refusing
 from .demo import main as demo
 from .distill.cli import main as distill
 from .eval.cli import main as evaluate
@@ -21,6 +24,20 @@ from .verification.engine_table import main as engines
 
 class _InOrder(click.Group):
     """A group whose help lists the commands as they were added: in the order in which they are used."""
+
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
+    ) -> click.Context:
+        """Read the options before the command, and report what cannot be read as one sentence."""
+        with refusing():
+            return super().make_context(info_name, args, parent, **extra)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find the command, and report one that does not exist as one sentence."""
+        with refusing():
+            return super().resolve_command(ctx, args)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return the names of the commands."""

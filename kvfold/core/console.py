@@ -45,11 +45,35 @@ class _Refusal(click.ClickException):
     exit_code = 2
 
 
+@contextmanager
+def refusing() -> Iterator[None]:
+    """Let click's mistakes in the block, such as an unknown option, end as one line in place of four.
+
+    Raises:
+        click.ClickException: with click's sentence, the command whose --help has more, and exit code 2.
+    """
+    try:
+        yield
+    except click.exceptions.NoArgsIsHelpError:
+        raise
+    except click.UsageError as mistake:
+        command = "" if mistake.ctx is None else f"; see {mistake.ctx.command_path} --help"
+        text = " ".join(mistake.format_message().split()).removesuffix(".")
+        raise _Refusal(bounded(printable(text + command))) from None
+
+
 class Command(click.Command):
-    """A click command whose `InvalidInput` ends as one line with exit code 2, without a traceback.
+    """A click command whose mistakes end as one line with exit code 2, without a traceback.
 
     The line is `Error: <sentence>`. Characters that stdout cannot encode are printed as escapes.
     """
+
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
+    ) -> click.Context:
+        """Read the arguments, and report what cannot be read as one sentence."""
+        with refusing():
+            return super().make_context(info_name, args, parent, **extra)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse the arguments; refuse one too many, an empty one, and one that is not UTF-8.
@@ -93,11 +117,11 @@ class Command(click.Command):
             sys.stdout.reconfigure(errors="backslashreplace")
         wait_passively_if_busy()
         try:
-            with showing(), explaining():
+            with refusing(), showing(), explaining():
                 return super().invoke(ctx)
         except InvalidInput as mistake:
             raise _Refusal(printable(str(mistake))) from None
-        except click.UsageError:
+        except _Refusal:
             raise
         except click.ClickException as mistake:  # a check that fails, which may name a file
             kind = type("_Failure", (click.ClickException,), {"exit_code": mistake.exit_code})

@@ -36,6 +36,36 @@ def test_options_get_other_names_outside_of_commands() -> None:
     assert heard.notices == inner.notices == ["target is told"]
 
 
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("evla", "No such command 'evla'"),
+        ("--verbos", "No such option"),
+        ("eval recipes/demo --txet stdlib", "No such option"),
+        ("eval", "Missing argument 'MODEL'"),
+        ("convert recipes/demo", "Missing option '--to'. Choose from: gqa, mqa, mla; see"),
+        ("distill explain", "Missing argument 'RECIPE"),
+        (
+            "eval recipes/demo --window many",
+            "Invalid value for '--window': 'many' is not a valid integer range",
+        ),
+        (
+            "eval recipes/demo out",
+            "unexpected argument out; kvfold eval takes MODEL, and --out names the output",
+        ),
+    ],
+)
+def test_a_mistake_in_the_words_of_a_command_is_one_sentence(words: str, sentence: str) -> None:
+    done = CliRunner().invoke(kvfold, words.split(), prog_name="kvfold")
+    command = " ".join(
+        word for word in words.split()[:2] if word in {"eval", "convert", "distill", "explain"}
+    )
+    (line,) = done.stderr.splitlines()
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert line.startswith(f"Error: {sentence}")
+    assert line.endswith(f"; see {f'kvfold {command}'.strip()} --help")
+
+
 def test_loading_in_a_command() -> None:
     """In a fresh process what is imported is set aside, and the collector runs again, also after an import
     that fails.
