@@ -129,12 +129,16 @@ def eval_request(
         text: a protocol, a file or `stdlib`; None for suites that read none.
         suites: names of `SUITES`.
         teacher: the model to compare with; None: the source named in kvfold.json.
-        given: fields of `Options`, and the suites' own options.
+        given: fields of `Options`, `rows`, and the suites' own options.
 
     Raises:
         InvalidInput: a suite or an option is unknown, or a value is unusable.
     """
     names = chosen(",".join(suites))
+    given = dict(given)
+    rows = given.pop("rows", None)
+    if not isinstance(rows, str | Path | None):
+        raise InvalidInput(f"rows is {shorten(rows)}; it should be a path")
     known = [one.name for one in fields(Options)]
     for name in given:
         if name not in option_names():
@@ -145,6 +149,7 @@ def eval_request(
         model=str(model),
         teacher=None if teacher is None else str(teacher),
         text=None if text is None else str(text),
+        rows=None if rows is None else Path(rows),
         suites=names,
         settings=read_settings(names, {name: given[name] for name in given if name not in known}),
         options=_read_options({name: given[name] for name in given if name in known}),
@@ -152,9 +157,9 @@ def eval_request(
 
 
 def option_names() -> list[str]:
-    """Return the fields of `Options`, and the suites' own options."""
+    """Return the fields of `Options`, `rows`, and the suites' own options."""
     own = [str(option.name) for suite in SUITES.values() for option in suite.options]
-    return [*(one.name for one in fields(Options)), *own]
+    return [*(one.name for one in fields(Options)), "rows", *own]
 
 
 def _read_options(given: Mapping[str, Any]) -> Options:

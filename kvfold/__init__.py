@@ -37,6 +37,9 @@ _HOMES = {
     "assemble": ".tower_run",
     "InvalidInput": ".core.errors",
 }
+# Names of commands that are functions of another name here, and of commands that only the shell has.
+_FUNCTIONS = {"convert": "fold", "distill": "train", "eval": "evaluate"}
+_COMMANDS = ("demo", "engines", "families", "lab", "migrate")
 __all__ = [
     "GQA",
     "MLA",
@@ -57,7 +60,10 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        hint = f"; the function is kvfold.{_FUNCTIONS[name]}" if name in _FUNCTIONS else ""
+        if name in _COMMANDS:
+            hint = f"; it is a command only: kvfold {name} --help"
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
     return getattr(import_module(_HOMES[name], __name__), name)
 
 

@@ -101,7 +101,7 @@ def fold(
             if tokenizer is not None:
                 raise InvalidInput("tokenizer is for a loaded model; a directory and a Hub id have their own")
             return carry_out(request_of(source, target, out=out, engines=names, **options))
-        if out is not None:
+        if out is not None and hasattr(source, "save_pretrained"):
             raise InvalidInput(f"out is {str(out)!r}; leave it out, since a loaded model has no output")
         return fold_loaded(source, target, tokenizer, engines=names, **options)
 
@@ -216,7 +216,8 @@ def evaluate(
         teacher: the model to compare with; by default the source named in kvfold.json.
         out: a file for the JSON report, from which an interrupted evaluation is resumed.
         progress: called with a description, how many items are done and how many there are.
-        options: fields of `kvfold.eval.options.Options` (window, device, ...), and the suites' own options.
+        options: fields of `kvfold.eval.options.Options` (window, device, ...), the suites' own options, and
+            `rows`, a JSON file with the rows of WikiText-2 in place of the Hub's.
 
     Returns:
         What was measured. `result["kl.mean"]` is a number by its path.

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from importlib.resources import files
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -79,6 +80,29 @@ def test_the_public_names() -> None:
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         _ = kvfold.nothing  # type: ignore[attr-defined] # that there is none is what is tested
     assert files(kvfold).joinpath("py.typed").is_file()
+
+
+def test_a_name_of_a_command_says_which_function_it_is() -> None:
+    """In a process that has imported none of the modules of these names."""
+    code = (
+        "import kvfold\n"
+        "for name in ('convert', 'distill', 'eval', 'migrate'):\n"
+        "    try:\n"
+        "        getattr(kvfold, name)\n"
+        "    except AttributeError as error:\n"
+        "        print(error)\n"
+        "from kvfold import convert, distill, eval\n"
+        "print(convert.__name__, distill.__name__, eval.__name__)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    begin = "module 'kvfold' has no attribute"
+    assert done.stdout.splitlines() == [
+        f"{begin} 'convert'; the function is kvfold.fold",
+        f"{begin} 'distill'; the function is kvfold.train",
+        f"{begin} 'eval'; the function is kvfold.evaluate",
+        f"{begin} 'migrate'; it is a command only: kvfold migrate --help",
+        "kvfold.convert kvfold.distill kvfold.eval",
+    ]
 
 
 def test_a_fold_and_its_result(folded: Folded, work: Path) -> None:
@@ -219,7 +243,12 @@ def mistakes(work: Path) -> Iterator[tuple[Any, str]]:
     yield lambda: kvfold.fold(DEMO, gqa, out=DEMO), "exists and nothing is overwritten"
     yield lambda: anything(DEMO, gqa, tokenizer=1), "tokenizer is for a loaded model"
     yield lambda: anything(3, gqa), "the source is a int"
-    yield lambda: anything(torch.nn.Linear(2, 2), gqa, out="x"), "a loaded model has no output"
+    yield lambda: anything(None, mla, out="x"), "the source is a NoneType; it should be a directory"
+    model = SimpleNamespace(save_pretrained=None)
+    yield (
+        lambda: anything(model, gqa, out="x"),
+        "out is 'x'; leave it out, since a loaded model has no output",
+    )
     yield lambda: kvfold.plan(DEMO, context="many"), "context is 'many'; it should be a number of tokens"
     yield lambda: kvfold.plan(DEMO, memory="24 apples"), "memory is '24 apples'; it should be a size"
     yield lambda: kvfold.plan(DEMO, context=0), "context is 0"
@@ -236,6 +265,11 @@ def mistakes(work: Path) -> Iterator[tuple[Any, str]]:
         "unknown option 'windw'; did you mean 'window'?",
     )
     yield lambda: kvfold.evaluate(DEMO, text="stdlib", memory="x"), "'x' is not a size"
+    yield (
+        lambda: kvfold.evaluate(DEMO, text="stdlib", rows=work),
+        "rows is for WikiText-2, not for text stdlib",
+    )
+    yield lambda: kvfold.evaluate(DEMO, text="wikitext2-gptq-20", rows=3), "rows is 3; it should be a path"
     yield lambda: kvfold.evaluate(DEMO, suite="cache"), "unknown option 'suite'; did you mean 'suites'?"
     yield lambda: kvfold.verify(work / "gone"), "is not a directory"
     yield lambda: kvfold.verify(DEMO, engines=["vlm"]), "'vlm' is unknown; choose from"
