@@ -124,7 +124,7 @@ def together() -> Iterator[None]:
 def released_together() -> Iterator[None]:
     """Let an error that every process has received leave a block only once all of them have left it.
 
-    What a process closes inside the block, such as a lock, is closed in all when rank 0 then removes files.
+    When rank 0 then removes files, every process has released the locks that it held inside the block.
     """
     try:
         yield

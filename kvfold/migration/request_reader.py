@@ -107,7 +107,7 @@ def read_request(
         raise InvalidInput(
             f"--refine {given['refine']} needs text to refine on; leave it out, or use --calibration self"
         )
-    length = min(512, window)  # as `kvfold convert` does it
+    length = min(512, window)
     effort = EFFORTS[given["effort"]]
     taken = {
         "calibration": calibration,

@@ -119,8 +119,8 @@ def _harness(name: str, rows: Path | None) -> Text:
 def _check_file(path: Path, text: str) -> None:
     if not path.is_file():
         raise InvalidInput(
-            f"{printable(text)} is not a file; --text takes a UTF-8 text file or the word stdlib, "
-            f"wikitext2-gptq-2048 or lm-eval:wikitext"
+            f"{printable(text)} is not a file; --text takes a file of text or of documents, or the word "
+            f"stdlib, wikitext2-gptq-2048 or lm-eval:wikitext"
         )
     if path.stat().st_size > _LARGEST:
         raise InvalidInput(

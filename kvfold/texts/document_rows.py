@@ -116,7 +116,7 @@ def read_batches(source: DocumentSource, seed: int | None, batch: int = BATCH) -
 def _advise(source: DocumentSource, fields: Iterable[str]) -> str:
     if source.field_option:
         return f"{source.field_option} can be {', '.join(fields)}"
-    return f"rename the one of {', '.join(fields)} that holds its documents"
+    return f"it has {', '.join(fields)}; rename the field with the documents to {source.field!r}"
 
 
 def read_downloaded(source: DocumentSource) -> Iterator[Mapping[str, Any]]:

@@ -157,7 +157,7 @@ def test_every_page_is_in_the_navigation() -> None:
 
 
 def test_folders_and_files_of_the_layout_are_there() -> None:
-    """What CONTRIBUTING and extending.md name exists, and every package of convert is named."""
+    """All that CONTRIBUTING and extending.md name, and every package of convert is named."""
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     named = set(re.findall(r"^\| `([\w/]+)/`", text, re.M))
     assert all((ROOT / name).is_dir() for name in named)

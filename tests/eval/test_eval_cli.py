@@ -195,7 +195,7 @@ def test_an_assertion_that_does_not_hold_exits_3_after_the_report(
         (["--rows", "/absent.json"], "--rows is for WikiText-2, not for --text"),
         (
             ["--text", "/absent.txt"],
-            "/absent.txt is not a file; --text takes a UTF-8 text file or the word stdlib",
+            "/absent.txt is not a file; --text takes a file of text or of documents, or the word stdlib",
         ),
     ],
 )

@@ -156,23 +156,16 @@ def test_where_no_step_holds_the_first_has_a_name_that_tells(
     assert "from which another bound could resume; move or remove it, or name another --out" in again.stderr
 
 
-def test_dry_run_writes_nothing(tmp_path: Path) -> None:
-    done = invoke(
-        [
-            "migrate",
-            str(DEMO),
-            "--to",
-            "mla",
-            "--until",
-            "kl<0.1",
-            "--out",
-            str(tmp_path / "out"),
-            "--dry-run",
-            "--json",
-        ]
-    )
+def plan_of(out: Path, *more: str) -> dict[str, Any]:
+    """Return what --dry-run says of a migration of the demo to MLA, and the notes under `notes`."""
+    words = ["migrate", str(DEMO), "--to", "mla", "--until", "kl<1", "--out", str(out)]
+    done = invoke([*words, *more, "--dry-run", "--json"])
     assert done.exit_code == 0, done.output
-    plan = json.loads(done.stdout)
+    return {"notes": done.stderr, **json.loads(done.stdout)}
+
+
+def test_dry_run_writes_nothing(tmp_path: Path) -> None:
+    plan = plan_of(tmp_path / "out")
     assert [step["cache"]["ratio"] for step in plan["steps"]] == [0.5, 0.25, 0.125]
     assert plan["distillation"]["data"]["source"] == "stdlib"
     assert not list(tmp_path.iterdir())
@@ -297,31 +290,12 @@ def test_text_that_holds_what_is_trained_on_is_refused(
     assert f"Error: --text {texts / 'held.txt'} is trained on: " in done.stderr
 
 
-def plan_of(out: Path, *more: str) -> dict[str, Any]:
-    done = invoke(
-        [
-            "migrate",
-            str(DEMO),
-            "--to",
-            "mla",
-            "--until",
-            "kl<1",
-            "--out",
-            str(out),
-            *more,
-            "--dry-run",
-            "--json",
-        ]
-    )
-    assert done.exit_code == 0, done.output
-    return {"notes": done.stderr, **json.loads(done.stdout)["distillation"]["stages"][0]}
-
-
 @pytest.mark.parametrize("window", [256, 128, 32])
 def test_a_distillation_has_a_hundred_steps(tmp_path: Path, window: int) -> None:
-    stage = plan_of(tmp_path / "out", "--window", str(window))
+    plan = plan_of(tmp_path / "out", "--window", str(window))
+    (stage,) = plan["distillation"]["stages"]
     steps = stage["tokens"] / stage["batch_tokens"]
-    assert (100 <= steps < 200, stage["notes"]) == (True, "")
+    assert (100 <= steps < 200, plan["notes"]) == (True, "")
 
 
 def test_a_distillation_of_few_steps_is_told_before_it_begins(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ def test_a_plain_text_of_any_suffix_is_read_as_it_is(tmp_path: Path) -> None:
 
 def test_rows_without_text_are_refused(tmp_path: Path) -> None:
     for name, content, sentence in (
-        ("other.jsonl", json.dumps({"prompt": "a", "answer": "b"}), "rename the one of prompt, answer that"),
+        ("other.jsonl", json.dumps({"prompt": "a", "answer": "b"}), "it has prompt, answer; rename the"),
         ("number.jsonl", json.dumps({"text": 1}), "the field 'text' holds no text"),
         ("empty.jsonl", "", "holds no documents"),
         ("blank.jsonl", json.dumps({"text": " "}), "holds no text"),

@@ -140,7 +140,7 @@ def test_what_is_no_text(tmp_path: Path) -> None:
             check_calibration(str(tmp_path / name))
     for name, reason in {
         "number.jsonl": 'line 1 holds no text in its field "text"',
-        "other.json": "has no field 'text'; rename the one of content that holds its documents",
+        "other.json": "has no field 'text'; it has content; rename the field with the documents to 'text'",
         "broken.parquet": "cannot be read",
         "late.md": "is not UTF-8 text",
         "empty": "holds no file of a known kind",

@@ -49,7 +49,7 @@ def test_the_held_out_half_of_the_standard_library_is_apart(make_recipe: MakeRec
 @pytest.mark.parametrize(
     ("section", "message"),
     [
-        ({"source": "missing.txt"}, "missing.txt is not a file; evaluate.source takes a UTF-8 text file"),
+        ({"source": "missing.txt"}, "missing.txt is not a file; evaluate.source takes a file of text"),
         (
             {"source": "HELD", "seq_len": 65},
             "evaluate.seq_len 65 exceeds the 64 positions of the student",
