@@ -28,7 +28,8 @@ from ..algebra.forward import attend
 from ..methods.refinement import BATCH, LayerSample, fitting_device, output_root
 
 SHARE = 0.02  # ε; FP8 errs by 0.026 of a number, bfloat16 by 0.0016 (LOG.md)
-STEPS = 60  # of the search
+STEPS = 60  # of the search before refinement
+FEW_STEPS = 20  # of the one after it, which begins close to its end
 _LEAST = 1e-6  # of the mean: what each direction is taken to have of S and of K at least
 
 
@@ -115,7 +116,7 @@ def rounding_cost(costs: LatentCosts, root_CC: Tensor, share: float) -> Tensor:
 
 
 @torch.enable_grad()
-def rounded_root(costs: LatentCosts, share: float = SHARE, steps: int = STEPS) -> Tensor:
+def rounded_root(costs: LatentCosts, share: float, steps: int) -> Tensor:
     """Return B (C, C), float64, of least cost of lengths and of rounding together, by L-BFGS from 1.
 
     A step takes about 8 X C² operations.

@@ -35,7 +35,7 @@ from ..methods.refinement import (
 from ..storage.cache_basis import caches_of, fit_basis, in_basis
 from ..storage.cache_moments import sampled_moments, weights_moments
 from ..storage.head_basis import with_balanced_heads
-from ..storage.rounded_length import SHARE, latent_costs, rounded_root, rounding_cost
+from ..storage.rounded_length import FEW_STEPS, SHARE, STEPS, latent_costs, rounded_root, rounding_cost
 
 Loss = dict[str, float]
 
@@ -167,20 +167,30 @@ def _refined(its: Finishing, layer: Layer) -> tuple[Layer, Loss | None]:
     """Refine a layer where that is possible, and return it with its loss."""
     if its.sample is None:
         return layer, None
-    start, folded = _with_rounded_length(its, layer, its.sample)
+    start, folded = _with_rounded_length(its, layer, its.sample, STEPS)
     found = _fitted(its, start, its.sample)
     if folded is None:
         folded = found.folded
     if found.refined > folded:
         return layer, {"folded": folded, "refined": folded}
-    return found.layer, {"folded": folded, "refined": found.refined}
+    # Large rates of refinement take back part of what the length before it had saved (LOG.md).
+    refined, _ = _with_rounded_length(its, found.layer, its.sample, FEW_STEPS)
+    return refined, {"folded": folded, "refined": found.refined}
 
 
-def _with_rounded_length(its: Finishing, layer: Layer, sample: LayerSample) -> tuple[Layer, float | None]:
-    """Return a layer that will be refined with a length with which rounding its weights costs less.
+def _with_rounded_length(
+    its: Finishing, layer: Layer, sample: LayerSample, steps: int
+) -> tuple[Layer, float | None]:
+    """Return a layer to be refined, or refined, with a length with which rounding its weights costs less.
 
     It is kept where the loss of held-back sequences rises by less than the predicted cost of rounding falls.
-    Refinement recovers most of that rise (LOG.md); a closed form would not.
+    Refinement recovers most of that rise (LOG.md); a closed form that stays one would not, and keeps its own.
+
+    Args:
+        its: the layer's plan and source.
+        layer: any; only a latent behind a norm has a length to choose.
+        sample: of the source's inputs.
+        steps: most steps of the search.
 
     Returns:
         The layer, and its loss before; None where there is no length to choose.
@@ -191,7 +201,7 @@ def _with_rounded_length(its: Finishing, layer: Layer, sample: LayerSample) -> t
         return layer, None
     costs = latent_costs(layer, its.slots_S, sample, its.plan.effort.draws)
     trim_memory()
-    root_CC = rounded_root(costs)
+    root_CC = rounded_root(costs, SHARE, steps)
     made: Any = layer
     made = replace(made, level_CC=root_CC.to(layer.level_CC) @ layer.level_CC)
     same_CC = torch.eye(len(root_CC)).to(root_CC)

@@ -46,7 +46,7 @@ _READ = 2.5  # times that decoding passes over keys and values
 _NORMED = 1.5  # of the seconds counted for a latent norm
 _FITTED = 24  # evaluations of the fit of a latent norm, which ends early
 _OPTIMISED = 3e5  # small operations as long as importing what torch's optimizers need takes
-_ROUNDED = 65  # of the search for a rounded length
+_ROUNDED = 65 + 22  # of the searches for a rounded length, before refinement and after it
 _GROUPED = 4  # orders of the heads that are measured
 _WIDTHS = 11  # rotary widths that a budget is divided among
 # Tables of slots for engines that are measured, of five at most: some are predicted to be far worse.
@@ -256,14 +256,14 @@ def _balanced(plan: Plan, shapes: Shapes, rates: Rates) -> float:
 
 
 def _rounded(plan: Plan, shapes: Shapes, rates: Rates) -> float:
-    """Return the seconds of choosing the length of one layer's latent with which rounding costs less."""
+    """Return the seconds of choosing one layer's lengths for rounding, before refinement and after it."""
     assert isinstance(plan.target, LatentTarget)
     rank, draws = plan.target.kv_lora_rank, plan.effort.draws
     costs = shapes.tokens * drawn(plan, shapes, rates, draws)
     moments = 2 * shapes.tokens * rank * (shapes.hidden + draws * rank) / rates.double
     search = _ROUNDED * (searched(shapes.tokens, rank, rates) + 12 * rank**3 / rates.double)
     root = shapes.hidden**3 / rates.decomposition
-    return costs + moments + search + root + 2 * measured(plan, shapes, rates)
+    return 2 * (costs + moments + root + 2 * measured(plan, shapes, rates)) + search
 
 
 def _division(plan: Plan, shapes: Shapes, rates: Rates, jobs: int) -> float:

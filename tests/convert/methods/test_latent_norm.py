@@ -30,6 +30,7 @@ from kvfold.convert.methods.latent_norm import (
 )
 from kvfold.convert.methods.length_form import FLOOR, fit_form, fit_root, raised_root
 from kvfold.convert.methods.refinement import LayerSample, length_weights
+from kvfold.convert.storage.rounded_length import FEW_STEPS, STEPS, LatentCosts
 
 from ...support.layers import drawn
 from ...support.tiny import make
@@ -278,10 +279,34 @@ def test_a_length_for_rounding_leaves_closed_forms_alone(
         return losses, load_file(tmp_path / name / "model.safetensors")
 
     refined, closed = folded("refined"), folded("closed", "--refine", "0")
-    monkeypatch.setattr("kvfold.convert.write.layer_finish.rounded_root", lambda costs: torch.eye(1))
+    monkeypatch.setattr("kvfold.convert.write.layer_finish.rounded_root", lambda costs, *_: torch.eye(1))
     assert refined[0] == pytest.approx(closed[0])
     _, again = folded("again", "--refine", "0")
     assert all(torch.equal(tensor, again[name]) for name, tensor in closed[1].items())
+
+
+def test_a_length_for_rounding_is_chosen_again_after_refinement(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Refinement takes back part of what the first had saved; one that costs more loss than it saves is left."""
+    source = make(tmp_path / "source", hidden_size=64, num_key_value_heads=4)
+    seen: list[int] = []
+
+    def folded(name: str, last_CC: Tensor) -> dict[str, Tensor]:
+        def root(costs: LatentCosts, share: float, steps: int) -> Tensor:
+            seen.append(steps)
+            same_CC = torch.eye(costs.unit_XC.shape[1], dtype=torch.float64)
+            return same_CC if steps == STEPS else last_CC * same_CC
+
+        monkeypatch.setattr("kvfold.convert.write.layer_finish.rounded_root", root)
+        convert(source, tmp_path / name, *FOLD, "--kv-budget", "25%", "--latent-norm", "fitted")
+        return load_file(tmp_path / name / "model.safetensors")
+
+    plain = folded("same", torch.ones((), dtype=torch.float64))
+    assert seen[:2] == [STEPS, FEW_STEPS]
+    rank = json.loads((tmp_path / "same" / "config.json").read_text())["kv_lora_rank"]
+    left = folded("left", torch.logspace(-2, 2, rank, dtype=torch.float64)[:, None])
+    assert all(torch.equal(tensor, left[name]) for name, tensor in plain.items())
 
 
 def test_a_float16_source_stays_float16(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from kvfold.convert.methods.latent_norm import in_level_basis
 from kvfold.convert.methods.length_form import whitening
 from kvfold.convert.methods.refinement import LayerSample
 from kvfold.convert.storage.rounded_length import (
+    STEPS,
     LatentCosts,
     latent_costs,
     rounded_root,
@@ -87,7 +88,7 @@ def test_a_direction_of_little_energy_gets_less_of_the_length() -> None:
         error_CC=size_C.diag(),
         curvature_CC=worth_C.diag(),
     )
-    root_CC = rounded_root(costs, 0.02)
+    root_CC = rounded_root(costs, 0.02, STEPS)
     rows_C, columns_C = root_CC.norm(dim=0), torch.linalg.inv(root_CC).norm(dim=1)
     assert rows_C[-1] < 0.5 * rows_C[0]
     before = size_C.sum() * worth_C.sum()
@@ -103,16 +104,16 @@ def test_a_token_without_a_latent_has_no_say() -> None:
     unit_XC = torch.cat([costs.unit_XC, torch.zeros(1, 6, dtype=torch.float64)])
     weight_X = torch.cat([costs.weight_X, torch.zeros(1, dtype=torch.float64)])
     padded = dataclasses.replace(costs, unit_XC=unit_XC, weight_X=weight_X)
-    torch.testing.assert_close(rounded_root(padded, SHARE), rounded_root(costs, SHARE))
+    torch.testing.assert_close(rounded_root(padded, SHARE, STEPS), rounded_root(costs, SHARE, STEPS))
 
 
 def test_lengths_that_cost_much_stay() -> None:
     layer, sample = levelled()
     costs = latent_costs(layer, SLOTS_S, sample, draws=4)
     dear = dataclasses.replace(costs, weight_X=1e6 * costs.weight_X)
-    length_X = (dear.unit_XC @ rounded_root(dear, SHARE).mT).norm(dim=-1)
+    length_X = (dear.unit_XC @ rounded_root(dear, SHARE, STEPS).mT).norm(dim=-1)
     torch.testing.assert_close(length_X, torch.ones_like(length_X), rtol=0.01, atol=0)
-    cheap_X = (costs.unit_XC @ rounded_root(costs, SHARE).mT).norm(dim=-1)
+    cheap_X = (costs.unit_XC @ rounded_root(costs, SHARE, STEPS).mT).norm(dim=-1)
     assert float((cheap_X - 1).abs().max()) > 0.02
 
 
@@ -120,9 +121,9 @@ def test_weights_without_errors_keep_their_length() -> None:
     layer, sample = levelled()
     costs = latent_costs(layer, SLOTS_S, sample, draws=1)
     eye_CC = torch.eye(6, dtype=torch.float64)
-    torch.testing.assert_close(rounded_root(costs, 0.0), eye_CC)
+    torch.testing.assert_close(rounded_root(costs, 0.0, STEPS), eye_CC)
     idle = dataclasses.replace(costs, curvature_CC=torch.zeros(6, 6, dtype=torch.float64))
-    torch.testing.assert_close(rounded_root(idle, SHARE), eye_CC)
+    torch.testing.assert_close(rounded_root(idle, SHARE, STEPS), eye_CC)
 
 
 def test_where_lengths_cost_nothing_the_basis_is_balanced() -> None:
