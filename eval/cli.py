@@ -33,7 +33,7 @@ _SUITES = "; ".join(f"{name}: {suite.summary}" for name, suite in SUITES.items()
     "--suite",
     default=",".join(DEFAULT),
     show_default=True,
-    metavar="NAMES",
+    metavar="NAME,...",
     help=f"Suites to run. {_SUITES}.",
 )
 @click.option(

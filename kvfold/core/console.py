@@ -76,10 +76,12 @@ class Command(click.Command):
             return super().make_context(info_name, args, parent, **extra)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse the arguments; refuse one too many, an empty one, and one that is not UTF-8.
+        """Parse the arguments; refuse one too many, an empty or repeated one, and one that is not UTF-8.
 
-        No record could hold the last, and an empty path would be the current directory.
+        No record could hold the last, and an empty path would be the current directory. `--out=~/x`, which
+        bash leaves as it is, is in the home directory.
         """
+        args = [_home(argument) for argument in args]
         takes_value = {
             name for part in self.params if not getattr(part, "is_flag", True) for name in part.opts
         }
@@ -95,11 +97,22 @@ class Command(click.Command):
                     f"the argument {printable(argument)} is not UTF-8; rename the file or the directory"
                 )
         allowed, ctx.allow_extra_args = ctx.allow_extra_args, True
+        if not ctx.resilient_parsing:
+            self._refuse_repeated(ctx, args)
         extra = super().parse_args(ctx, args)
         ctx.allow_extra_args = allowed
         if extra and not (allowed or ctx.resilient_parsing):
             ctx.fail(self._one_too_many(ctx, extra))
         return extra
+
+    def _refuse_repeated(self, ctx: click.Context, args: list[str]) -> None:
+        """Refuse to drop a list: of an option that is given twice click takes the last, as scripts expect."""
+        *_, given = self.make_parser(ctx).parse_args(list(args))
+        for part in given:
+            if not isinstance(part, click.Option) or part.multiple or "," not in (part.metavar or ""):
+                continue
+            if given.count(part) > 1:
+                ctx.fail(f"{part.opts[0]} is given {given.count(part)} times; give it once, with commas")
 
     def _one_too_many(self, ctx: click.Context, extra: list[str]) -> str:
         """Return what to say of arguments that have no place, often the name of the output."""
@@ -126,6 +139,13 @@ class Command(click.Command):
         except click.ClickException as mistake:  # a check that fails, which may name a file
             kind = type("_Failure", (click.ClickException,), {"exit_code": mistake.exit_code})
             raise kind(bounded(printable(mistake.message))) from None
+
+
+def _home(argument: str) -> str:
+    name, is_option, place = argument.partition("=~")
+    if is_option and name.startswith("--") and "=" not in name and place[:1] in {"", "/"}:
+        return f"{name}={os.path.expanduser('~' + place)}"
+    return argument
 
 
 @contextmanager

@@ -132,9 +132,9 @@ def _run(asked: "Migration") -> dict[str, Any]:
 
 
 def _show_plan(asked: "Migration", as_json: bool) -> None:
-    from ..checkpoints.directory import check_output
+    from .outcome import check_places
 
-    check_output(asked.out, asked.source)
+    check_places(asked)
     plans = [(step.name, step.plan.to_dict()) for step in asked.steps]
     if as_json:
         recipe = {

@@ -10,7 +10,7 @@ from .. import __version__
 from ..checkpoints.directory import check_output, finish
 from ..core.console import notice
 from ..core.errors import InvalidInput
-from ..core.files import link_or_copy, replace_text
+from ..core.files import check_makeable, link_or_copy, replace_text
 from ..core.untrusted import read_json
 from .request import RECORD, SCHEMA, Migration, write_json
 
@@ -30,7 +30,7 @@ def find_report(asked: Migration) -> dict[str, Any] | None:
 
 
 def check_places(asked: Migration) -> None:
-    """Refuse outputs that exist.
+    """Refuse outputs that exist, and places where nothing can be made.
 
     Outputs that an earlier run of this migration left without meeting its bound are allowed.
 
@@ -38,6 +38,7 @@ def check_places(asked: Migration) -> None:
         InvalidInput: names the output, and what to do.
     """
     check_output(asked.out, asked.source)
+    check_makeable(asked.out)
     unmet = _unmet(asked)
     if unmet.is_dir() and not unmet.is_symlink() and (asked.partial / RECORD).is_file():
         return

@@ -18,12 +18,15 @@ from ..core.console import notice
 from ..core.errors import InvalidInput, renamed
 from ..core.hub import resolve
 from ..core.units import parse_tokens, read_share, show_percent
+from ..distill.data.samples import check_texts
 from ..distill.recipe.recipe import Recipe, default_windows
 from ..distill.recipe.recipe_file import read_recipe
 from ..distill.recipe.watch_section import Evaluate
-from ..distill.watch.held_out import check_apart
+from ..distill.watch.held_out import check_held_out
 from ..eval.assertions import Assertion, parse, short_names
 from ..eval.options import Options
+from ..models.causal_lm import describe
+from ..models.load_options import LoadOptions
 from ..texts.calibration_name import names_statistics
 from ..texts.corpus import read_text
 from ..texts.documents import check_calibration
@@ -199,7 +202,13 @@ def _read_recipe(source: Source, text: str, window: int, out: Path, given: dict[
     with naming_options():
         for named in recipe.data.sources:
             check_source(named.source)
-        check_apart(Evaluate(source=text), recipe.data)
+        student = describe(source.checkpoint.directory, LoadOptions())
+        sentences, tokens = check_texts(recipe, student)
+        # Of the bound's text, even if the distillation looks at another one or at none.
+        judged = recipe.model_copy(update={"evaluate": Evaluate(source=text)})
+        check_held_out(judged, student, tokens)
+    for sentence in sentences:
+        notice(_with_options(sentence))
     for sentence in recipe.few_steps():
         notice(f"--tokens-per-step {given['tokens_per_step']}: {sentence}")
     return recipe
@@ -215,10 +224,13 @@ def naming_options() -> Iterator[None]:
     try:
         yield
     except InvalidInput as mistake:
-        sentence = str(mistake)
-        for key, option in _OPTIONS.items():
-            sentence = re.sub(rf"(?<![\w./-]){re.escape(key)}(?= )", option, sentence)
-        raise InvalidInput(sentence) from None
+        raise InvalidInput(_with_options(str(mistake))) from None
+
+
+def _with_options(sentence: str) -> str:
+    for key, option in _OPTIONS.items():
+        sentence = re.sub(rf"(?<![\w./-]){re.escape(key)}(?= )", option, sentence)
+    return sentence
 
 
 def _recipe(source: Source, window: int, tokens: int, seed: int) -> dict[str, Any]:

@@ -1,10 +1,12 @@
 """Behaviour that all commands share."""
 
 import gc
+import json
 import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -50,6 +52,10 @@ def test_options_get_other_names_outside_of_commands() -> None:
             "Invalid value for '--window': 'many' is not a valid integer range",
         ),
         (
+            "eval recipes/demo --suite ppl --suite=cache",
+            "--suite is given 2 times; give it once, with commas",
+        ),
+        (
             "eval recipes/demo out",
             "unexpected argument out; kvfold eval takes MODEL, and --out names the output",
         ),
@@ -64,6 +70,33 @@ def test_a_mistake_in_the_words_of_a_command_is_one_sentence(words: str, sentenc
     assert (done.exit_code, done.stdout) == (2, "")
     assert line.startswith(f"Error: {sentence}")
     assert line.endswith(f"; see {f'kvfold {command}'.strip()} --help")
+
+
+def test_the_last_of_several_values_counts(tmp_path: Path) -> None:
+    """Scripts append options to replace earlier ones."""
+    words = [
+        "convert",
+        "recipes/demo",
+        "--to",
+        "mqa",
+        "--to",
+        "gqa",
+        "--kv-heads",
+        "2",
+        "--dry-run",
+        "--json",
+    ]
+    done = CliRunner().invoke(kvfold, [*words, "--out", str(tmp_path / "out")])
+    assert json.loads(done.stdout)["target"]["name"] == "gqa"
+
+
+def test_a_home_directory_in_an_option_is_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shells replace `~` in `--out ~/x`, and not in `--out=~/x`."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "taken").mkdir()
+    words = ["convert", "recipes/demo", "--to", "gqa", "--kv-heads", "2", "--out=~/taken"]
+    done = CliRunner().invoke(kvfold, words)
+    assert (done.exit_code, f"{tmp_path / 'taken'} " in done.stderr) == (2, True)
 
 
 def test_loading_in_a_command() -> None:

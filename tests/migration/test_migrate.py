@@ -22,6 +22,7 @@ from kvfold.migration.request_reader import read_bound
 
 from ..support.migrations import DEMO, arguments, interrupt, invoke, unproven
 from ..support.tiny import make
+from ..support.tokenizers import save_tokenizer
 from ..support.warm_python import warm_python
 
 
@@ -172,7 +173,8 @@ def test_dry_run_writes_nothing(tmp_path: Path) -> None:
 
 
 def test_steps_that_a_source_cannot_take_are_left_out(tmp_path: Path) -> None:
-    source = make(tmp_path / "source", num_key_value_heads=4)
+    source = make(tmp_path / "source", num_key_value_heads=4, vocab_size=300)
+    save_tokenizer(source)
     words = [
         "migrate",
         str(source),
@@ -266,6 +268,13 @@ def test_mistakes(texts: Path, tmp_path: Path, changed: dict[str, str], sentence
     assert not list(tmp_path.iterdir())
 
 
+def test_a_place_where_nothing_can_be_made_is_refused_at_once(texts: Path) -> None:
+    for words in (arguments(texts, Path("/proc/x")), [*arguments(texts, Path("/proc/x")), "--dry-run"]):
+        done = invoke(words)
+        assert done.exit_code == 2
+        assert "Error: cannot write /proc/x: nothing can be made in /proc" in done.stderr
+
+
 def test_text_that_is_trained_on_is_refused(texts: Path, tmp_path: Path) -> None:
     """The options are named that the user gave, not the keys of the recipe that they become."""
     held = texts / "held.txt"
@@ -279,7 +288,7 @@ def test_text_that_is_trained_on_is_refused(texts: Path, tmp_path: Path) -> None
 def test_text_that_holds_what_is_trained_on_is_refused(
     texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its words are searched for when the training text is read."""
+    """Its words are searched for in the beginning of the training text at once, and in all of it by the run."""
     unproven(monkeypatch)
     train = tmp_path / "train.txt"
     train.write_text((texts / "train.txt").read_text() + "\n" + (texts / "held.txt").read_text())
@@ -288,6 +297,7 @@ def test_text_that_holds_what_is_trained_on_is_refused(
     done = invoke(words)
     assert done.exit_code == 2
     assert f"Error: --text {texts / 'held.txt'} is trained on: " in done.stderr
+    assert "Step 1" not in done.stderr
 
 
 @pytest.mark.parametrize("window", [256, 128, 32])
