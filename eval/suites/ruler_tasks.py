@@ -212,7 +212,9 @@ def _common(draw: random.Random, length: int) -> _Parts:
 
     def text(uncommon: int) -> str:
         taken = [others[number % len(others)] for number in range(uncommon)]
-        listed = list(common) * often + taken * seldom
+        # A text that takes the other words again repeats the common ones as many times more often.
+        rounds = max(1, -(-uncommon // len(others)))
+        listed = list(common) * (often * rounds) + taken * seldom
         random.Random(seed).shuffle(listed)
         return "\n" + " ".join(f"{number}. {word}" for number, word in enumerate(listed, 1))
 
@@ -233,7 +235,9 @@ def _frequent(draw: random.Random, _: int) -> _Parts:
         return "\n" + " ".join(listed)
 
     question = f"\nThe {FREQUENT} most frequent words in this coded text are"
-    return _Parts(needles=(), question=question, answers=tuple(words[:FREQUENT]), dense=lambda n: text(9 * n))
+    return _Parts(
+        needles=(), question=question, answers=tuple(words[:FREQUENT]), dense=lambda n: text(9 + 9 * n)
+    )
 
 
 def _codes(draw: random.Random, count: int, letters: int, alphabet: str) -> list[str]:

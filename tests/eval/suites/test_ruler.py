@@ -89,8 +89,11 @@ def test_variables_are_those_that_the_number_reaches(tasks: RulerTasks, wide: Pa
     assert len(held) == 10  # an example, and the chain
 
 
-@pytest.mark.parametrize(("task", "count"), [("cwe", 10), ("fwe", 3)])
-@pytest.mark.parametrize("length", [LENGTH, 9000])
+# The longest text takes each uncommon word of the filler more than ten times.
+@pytest.mark.parametrize(
+    ("task", "count", "length"),
+    [("cwe", 10, LENGTH), ("cwe", 10, 9000), ("cwe", 10, 400_000), ("fwe", 3, LENGTH), ("fwe", 3, 9000)],
+)
 def test_frequent_words_are_the_most_frequent_ones_with_a_gap(
     tasks: RulerTasks, wide: Path, task: str, count: int, length: int
 ) -> None:
@@ -101,6 +104,11 @@ def test_frequent_words_are_the_most_frequent_ones_with_a_gap(
     assert {word for word, _ in ranked[:count]} == set(prompt.answers)
     assert len(ranked) > count
     assert ranked[count - 1][1] > ranked[count][1]
+
+
+def test_a_text_too_short_to_have_a_third_most_frequent_word_is_refused(tasks: RulerTasks) -> None:
+    with pytest.raises(InvalidInput, match="leaves no room for the task fwe"):
+        tasks.sample("fwe", 300, "0/0")
 
 
 def test_each_prompt_gets_its_own_answer_whatever_is_read_together(tasks: RulerTasks, wide: Path) -> None:
