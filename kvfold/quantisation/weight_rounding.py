@@ -79,7 +79,11 @@ class Rounding:
         fields = rows_RC[:, None] if self.group is None else rows_RC.unflatten(1, (-1, self.group))
         low_RG, high_RG = torch.aminmax(fields, dim=-1)
         scale_RG, zero_RG = calculate_qparams(low_RG, high_RG, self.scheme.weights)
-        state = {"weight": rows_RC, "weight_scale": scale_RG.to(dtype), "weight_zero_point": zero_RG}
+        state = {
+            "weight": rows_RC,
+            "weight_scale": _stored_scale(scale_RG, dtype),
+            "weight_zero_point": zero_RG,
+        }
         found: dict[str, Tensor] = BaseCompressor.get_value_from_registry(self.format).compress(
             state, self.scheme
         )
@@ -113,6 +117,17 @@ class Rounding:
         )
         found: dict[str, Any] = made.model_dump(mode="json")
         return found
+
+
+def _stored_scale(scale_RG: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return scales in the dtype that stores them.
+
+    Those below its normal numbers are rounded up: float16 would make them zero, which holds no weight, or so
+    much smaller that the largest weights are cut off.
+    """
+    least = torch.finfo(dtype).smallest_normal
+    step = least * torch.finfo(dtype).eps
+    return torch.where(scale_RG < least, (scale_RG / step).ceil() * step, scale_RG).to(dtype)
 
 
 def rounding(name: str, group: int | None) -> Rounding:

@@ -24,6 +24,7 @@ from kvfold.models.load_options import LoadOptions
 from kvfold.models.remote_code import AUTO_MAP
 from kvfold.quantisation.quantize import plan_quantize
 from kvfold.quantisation.scheme_names import SCHEMES
+from kvfold.quantisation.weight_rounding import rounding
 
 from ..support.tiny import make
 from ..support.tokenizers import save_tokenizer
@@ -87,6 +88,25 @@ def test_weights_are_rounded_and_everything_else_keeps_its_bytes(
         assert ((found - exact).unflatten(1, (-1, width)).abs() <= bound * most).all(), key
     for file in ("tokenizer.json", "chat_template.jinja"):
         assert (tmp_path / "out" / file).read_bytes() == (place / name / file).read_bytes()
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_scales_below_float16_lose_no_row(scheme: str) -> None:
+    """A row that is nearly dead has a scale that float16 rounds to zero, or by a third."""
+    made = rounding(scheme, 32 if SCHEMES[scheme].grouped else None)
+    most_R1 = torch.logspace(-7, -3, 41)[:, None]
+    rows_RC = (most_R1 * torch.linspace(-1, 1, 64)).half().float()
+    parts = made.parts(rows_RC, torch.float16)
+    scale_RG = parts["weight_scale"].float()
+    largest = {"fp8": 448, "w8a8": 127.5, "w4a16": 7.5}[scheme]
+    assert (scale_RG > 0).all()
+    assert (
+        scale_RG * largest * (1 + 2**-11) >= rows_RC.unflatten(1, (scale_RG.shape[1], -1)).abs().amax(-1)
+    ).all()
+    if scheme != "w4a16":
+        half_step = {"w8a8": 0.5, "fp8": 16}[scheme]
+        error_RC = parts["weight"].float() * scale_RG - rows_RC
+        assert (error_RC.abs() <= half_step * scale_RG * (1 + 2**-10)).all()
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
