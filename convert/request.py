@@ -4,9 +4,11 @@ The command, the Python API, `kvfold convert --config` and kvfold.json use it; `
 targets as Python writes them.
 """
 
+import os
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self, TypedDict
 
@@ -31,32 +33,41 @@ _OTHER_NAMES = {
 
 def _as_rank(value: object) -> str:
     """Return a rank as the command line writes it; a text is judged with the source's sizes."""
-    if isinstance(value, int | float) and not isinstance(value, bool) and value % 1 == 0:
-        return str(int(value))
-    if isinstance(value, str):
+    number: Any = value
+    if isinstance(value, str) and value:
         return value
-    raise ValueError("it should be a whole number or 'full'")
+    if isinstance(value, bool) or not isinstance(value, Real) or number % 1 != 0:
+        raise ValueError("it should be a whole number or 'full'")
+    return str(int(number))
 
 
 def _as_share(value: object) -> str:
     """Return a share as the command line writes it; a text is judged with the source's sizes."""
-    if isinstance(value, bool) or not isinstance(value, str | int | float):
+    if isinstance(value, bool) or not isinstance(value, str | Real):
         raise ValueError("it should be a share, for example '25%' or 0.25")
     return str(value)
 
 
 def _as_place(value: object) -> object:
-    """Refuse an empty text, which would be the current directory; pydantic judges the rest."""
+    """Return a path with the home directory for `~`; pydantic judges the rest.
+
+    An empty text is refused, which would be the current directory.
+    """
     if value == "":
         raise ValueError("it should be a path, not an empty text")
-    return value
+    return Path(os.path.expanduser(value)) if isinstance(value, str | Path) else value
+
+
+def _as_calibration(value: object) -> object:
+    """Return the text of a path, with the home directory for `~`; pydantic judges the rest."""
+    return os.path.expanduser(str(value)) if isinstance(value, str | Path) else value
 
 
 def _as_list(value: object) -> object:
     """Return values from a text with commas or from a single number; pydantic judges the rest."""
     if isinstance(value, str):
         return tuple(part.strip() for part in value.split(","))
-    return (value,) if isinstance(value, float) else value
+    return (value,) if isinstance(value, Real) and not isinstance(value, Integral) else value
 
 
 def _as_bytes(value: object) -> object:
@@ -85,6 +96,7 @@ Names = Annotated[tuple[str, ...], BeforeValidator(_as_list)]
 Shares = Annotated[tuple[Share, ...], BeforeValidator(_as_list)]
 Bytes = Annotated[int, BeforeValidator(_as_bytes)]
 Tokens = Annotated[int, BeforeValidator(_as_tokens)]
+CalibrationName = Annotated[str, Field(min_length=1), BeforeValidator(_as_calibration)]
 Place = Annotated[Path, BeforeValidator(_as_place)]
 
 
@@ -117,7 +129,7 @@ class FoldRequest(Settings):
     """Engines that must run the output: transformers, vllm, sglang, llama.cpp, mlx and others."""
     slots: Literal["allocated", "uniform"] | None = None
     """MLA: rotary slots where they save most, or on the table that stock engines compute."""
-    calibration: Annotated[str, Field(min_length=1)] | None = None
+    calibration: CalibrationName | None = None
     """`self`, `none`, a text, a data set, `self+TEXT` or saved statistics; left out, `self` where needed."""
     layerwise: bool | None = None
     """Take statistics with one layer in memory at a time; left out, when the model does not fit whole."""
@@ -353,6 +365,6 @@ def request_of(model: str | Path, target: GQA | MQA | MLA, **options: Any) -> Fo
     if not isinstance(target, _Wanted):
         raise InvalidInput(f"the target is {target!r}; it should be kvfold.GQA(...), MQA() or MLA(...)")
     given = {name: value for name, value in options.items() if value is not None}
-    if isinstance(given.get("calibration"), Path):
-        given["calibration"] = str(given["calibration"])
+    for name in target.options().keys() & given.keys():
+        raise InvalidInput(f"{name} is given twice, in the target and as an option; leave one of them out")
     return fold_request({"model": str(model), **target.options(), **given})

@@ -14,7 +14,7 @@ from ..core.console import is_first, notice
 from ..core.errors import InvalidInput
 from ..core.hub import resolve
 from ..core.processes import together
-from ..core.settings import refuse_truth, suggest
+from ..core.settings import reason_of, refuse_truth, suggest
 from ..core.type_adapters import type_adapter
 from ..core.untrusted import shorten
 from ..models.load_options import DEVICE_MAPS, DEVICES, DTYPES
@@ -173,9 +173,11 @@ def _read_options(given: Mapping[str, Any]) -> Options:
     try:
         options = type_adapter(Options).validate_python(dict(given))
     except ValidationError as error:
-        name, first = error.errors()[0]["loc"][0], error.errors()[0]
-        reason = first["msg"].replace("Input should", "it should")
-        raise InvalidInput(f"{name} is {shorten(first['input'])}; {reason}") from None
+        first = error.errors()[0]
+        reason = reason_of(first["type"], first["msg"])
+        if not first["loc"]:  # a mistake that `Options` itself finds, whose sentence has the value
+            raise InvalidInput(reason) from None
+        raise InvalidInput(f"{first['loc'][0]} is {shorten(first['input'])}; {reason}") from None
     for name, least in _LEAST.items():
         value = getattr(options, name)
         if value is not None and value < least:

@@ -157,7 +157,7 @@ def train(
     It runs in this process. For several processes use `kvfold distill --profile`.
 
     Args:
-        recipe: a YAML file, a `Recipe`, or a mapping of a recipe's keys.
+        recipe: a YAML file, a `Recipe`, or a mapping of a recipe's keys; a place in it may be a `Path`.
         progress: called with a stage's name, how many steps are done and how many there are.
 
     Returns:
@@ -359,7 +359,7 @@ def publish(
     from .publishing.publish import release
 
     name = text_of(repository, "repository")
-    if verify not in {None, "lint", "full"}:
+    if verify is not None and verify not in ("lint", "full"):
         raise InvalidInput(f"verify is {verify!r}; it should be 'lint', 'full' or None")
     with calling(progress):
         found = release(directory_of(directory), name, private=private, verification=verify, dry_run=dry_run)

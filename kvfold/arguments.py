@@ -29,6 +29,9 @@ def public(function: Callable[P, R]) -> Callable[P, R]:
     @wraps(function)
     def call(*args: P.args, **given: P.kwargs) -> R:
         for name in given:
+            own = _ARGUMENTS.get(name)
+            if own in parameters and name not in parameters:
+                raise InvalidInput(f"unknown name {name!r}; did you mean {own!r}?")
             if name not in parameters and "options" not in parameters:
                 from .core.settings import suggest
 
@@ -65,6 +68,8 @@ def _eval_options() -> Iterable[str]:
     return option_names()
 
 
+# The arguments of functions, by the names of the fields that they fill.
+_ARGUMENTS = {"model": "source", "to": "target"}
 # The names that a function takes as `**options`.
 _OPTIONS: Mapping[str, Callable[[], Iterable[str]]] = {
     "fold": _fold_options,
@@ -74,7 +79,7 @@ _OPTIONS: Mapping[str, Callable[[], Iterable[str]]] = {
 
 
 def text_of(value: Any, name: str) -> str:
-    """Return the text of a path or of a name, such as a Hub id.
+    """Return the text of a path, with the home directory for `~`, or of a name, such as a Hub id.
 
     Args:
         value: a text or a path.
@@ -88,7 +93,7 @@ def text_of(value: Any, name: str) -> str:
         raise InvalidInput(f"{name} is {shorten(value)}; it should be a text or a path")
     if not text or "\0" in text:
         raise InvalidInput(f"{name} is {shorten(text)}, which nothing can be called; name another")
-    return text
+    return os.path.expanduser(text)
 
 
 def path_of(value: Any, name: str) -> Path:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from .core.console import is_first, listening, notice
 from .core.errors import InvalidInput
+from .core.untrusted import shorten
 from .results import Folded
 
 if TYPE_CHECKING:
@@ -43,6 +44,11 @@ def fold_loaded(
         raise InvalidInput(
             f"the source is a {type(source).__name__}; it should be a directory, a Hub id, or a loaded "
             f"transformers model with tokenizer=..."
+        )
+    if not hasattr(tokenizer, "save_pretrained"):
+        raise InvalidInput(
+            f"tokenizer is {shorten(tokenizer)}; it should be a loaded tokenizer, as "
+            f"AutoTokenizer.from_pretrained returns it"
         )
     with tempfile.TemporaryDirectory(prefix="kvfold-") as work:
         directory = Path(work) / "model"

@@ -6,18 +6,24 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from .arguments import public
 from .core.errors import InvalidInput
 from .core.grid import Grid, Tabular
 from .core.units import show_bytes, show_kinds
+from .core.untrusted import shorten
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    import torch
+
     from .convert.request import FoldRequest
     from .verification.verify import VerificationReport
 
+_LOADED_DTYPES = ("auto", "float32", "bfloat16", "float16")  # of `Folded.load`
 
-@dataclass(frozen=True, kw_only=True)
+
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Folded(Tabular):
     """A folded checkpoint.
 
@@ -46,23 +52,29 @@ class Folded(Tabular):
         loss = self.record["predicted_loss"]
         return None if loss is None else float(loss)
 
-    def load(self, dtype: str = "auto", device: str = "auto") -> Any:
+    @public
+    def load(self, dtype: str | torch.dtype = "auto", device: str | torch.device = "auto") -> Any:
         """Return the checkpoint as a transformers model in eval mode.
 
         It needs no remote code: kvfold's own classes load what kvfold wrote.
 
         Args:
-            dtype: `float32` or `bfloat16`; `auto` is the checkpoint's own.
-            device: `cpu` or `cuda`; `auto` is cuda where there is one.
+            dtype: `float32`, `bfloat16` or `float16`, or torch's; `auto` is the checkpoint's own.
+            device: `cpu` or `cuda`, or torch's; `auto` is cuda where there is one.
 
         Raises:
             InvalidInput: it cannot be loaded whole, or there is no such device.
         """
         from .models.causal_lm import load
-        from .models.load_options import LoadOptions
+        from .models.load_options import DEVICES, LoadOptions
 
-        kind = str(self.record["dtype"]) if dtype == "auto" else dtype
-        return load(self.directory, LoadOptions(dtype=kind, device=device), multimodal=True).model
+        kind, place = str(dtype).removeprefix("torch."), str(device)
+        if kind not in _LOADED_DTYPES:
+            raise InvalidInput(f"dtype is {shorten(dtype)}; it should be one of {', '.join(_LOADED_DTYPES)}")
+        if place.partition(":")[0] not in DEVICES:
+            raise InvalidInput(f"device is {shorten(device)}; it should be one of {', '.join(DEVICES)}")
+        kind = str(self.record["dtype"]) if kind == "auto" else kind
+        return load(self.directory, LoadOptions(dtype=kind, device=place), multimodal=True).model
 
     def grid(self) -> Grid:
         """Return the fold in a few lines."""
@@ -88,7 +100,7 @@ class Folded(Tabular):
         return Grid(str(self.directory), ("", ""), rows)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class TrainingRun(Tabular):
     """A finished distillation.
 
@@ -133,7 +145,7 @@ class NoSuchNumber(InvalidInput, KeyError):
         return str(self.args[0])  # KeyError would put the sentence in quotes
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Measurements(Tabular, Mapping[str, "float | None"]):
     """An evaluation, and a mapping of its numbers.
 
@@ -186,7 +198,7 @@ class Measurements(Tabular, Mapping[str, "float | None"]):
         return self.table
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Quantized(Tabular):
     """A checkpoint with rounded weights.
 
@@ -224,7 +236,7 @@ def quantized_grid(title: str, found: dict[str, Any]) -> Grid:
     return Grid(title, ("", ""), rows)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Published(Tabular):
     """A checkpoint on the Hub, or one that would go there.
 

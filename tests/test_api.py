@@ -116,10 +116,15 @@ def test_a_fold_and_its_result(folded: Folded, work: Path) -> None:
     assert any("load the output in transformers" in text for text in folded.notices)
     assert folded.verification is not None
     assert folded.verification.failures == []
-    for shown in (str(folded), folded._repr_html_()):
+    for shown in (str(folded), repr(folded), folded._repr_html_()):
         assert "25.0%" in shown
         assert "nats per token" in shown
     assert folded._repr_html_().startswith("<table>")
+    with pytest.raises(kvfold.InvalidInput, match=r"^device is 'gpu'; it should be one of auto, cpu, cuda$"):
+        folded.load(device="gpu")
+    with pytest.raises(kvfold.InvalidInput, match=r"^dtype is 'bf16'; it should be one of auto, float32"):
+        folded.load(dtype="bf16")
+    assert folded.load(dtype=torch.float32, device=torch.device("cpu")).dtype == torch.float32
     model = folded.load(dtype="bfloat16")
     assert model.dtype == torch.bfloat16
     assert model(torch.arange(8)[None]).logits.isfinite().all()
@@ -131,6 +136,8 @@ def test_the_table_of_a_plan() -> None:
     assert table.chosen["command"].startswith("kvfold convert ")
     assert len(table) == len(list(table)) == len(table.rows)
     assert all(row["label"] in table._repr_html_() for row in table)
+    assert [table[0], table[-1]] == [table.rows[0], table.rows[-1]]
+    assert repr(table) == str(table)
     assert "(the source)" in str(table)
     for same in ("50%", [0.5], 0.5):
         again = kvfold.plan(DEMO, context="1k", batch=2, memory="1GB", budgets=same)
@@ -285,6 +292,28 @@ def mistakes(work: Path) -> Iterator[tuple[Any, str]]:
     yield lambda: kvfold.report([work / "gone"], work / "gone.html"), "gone"
 
 
+def wrong_values(work: Path) -> Iterator[tuple[Any, str]]:
+    """Yield calls with values of kinds that an argument does not take, and a part of what they say."""
+    functions: Any = kvfold
+    model = SimpleNamespace(save_pretrained=None)
+    mla, gqa = kvfold.MLA(rank=32), kvfold.GQA(kv_heads=2)
+    yield lambda: functions.fold(DEMO, mla, rank=3), "rank is given twice, in the target and as an option"
+    yield lambda: functions.fold(DEMO, kvfold.MLA(rank="")), "rank is ''; it should be a whole number or"
+    yield lambda: functions.fold(DEMO, gqa, calibration=""), "calibration is ''; it should not be empty"
+    yield lambda: functions.fold(model, gqa, tokenizer="x"), "tokenizer is 'x'; it should be a loaded"
+    yield lambda: functions.evaluate(DEMO, text="stdlib", cache_dtype="int3"), "cache dtype 'int3' is not"
+    yield lambda: functions.evaluate(DEMO, text="stdlib", device=3), "device is 3; it should be text"
+    yield lambda: functions.evaluate(DEMO, text="stdlib", bos="each"), "bos is 'each'; it should be true"
+    yield lambda: functions.evaluate(DEMO, suites=()), "suites names nothing; known are ppl, "
+    yield lambda: functions.verify(DEMO, run=False, cache_dtype=["x"]), "cache dtype ['x'] is not known"
+    yield lambda: functions.publish(DEMO, "me/x", verify=["lint"]), "verify is ['lint']; it should be"
+    recipe = {"schema": 1, "student": str(DEMO), "output": str(work / "none"), "stages": [{"tokens": 64}]}
+    yield (
+        lambda: functions.train({**recipe, "data": {"source": "", "seq_len": 32}}),
+        "recipe: data.source is ''; it should be the name of a text",
+    )
+
+
 def wrong_names() -> Iterator[tuple[Any, str]]:
     """Yield calls whose arguments have other names or no name, and what they say."""
     functions: Any = kvfold
@@ -294,6 +323,10 @@ def wrong_names() -> Iterator[tuple[Any, str]]:
     )
     yield lambda: functions.train({}, foo=1), "unknown name 'foo'; known: recipe, progress"
     yield lambda: functions.assemble(DEMO, DEMO, outt="x"), "unknown name 'outt'; did you mean 'out'?"
+    mla = kvfold.MLA(rank=32)
+    yield lambda: functions.fold(DEMO, mla, model="x"), "unknown name 'model'; did you mean 'source'?"
+    yield lambda: functions.plan(DEMO, model="x"), "unknown name 'model'; did you mean 'source'?"
+    yield lambda: functions.fold(DEMO, mla, to="gqa"), "unknown name 'to'; did you mean 'target'?"
     yield lambda: functions.plan(DEMO, progress=3), "progress is 3; it should be a function of"
     yield lambda: functions.GQA(2), "GQA takes values by name; write GQA(kv_heads=2)"
     yield lambda: functions.MQA(2), "MQA takes values by name; write MQA()"
@@ -302,7 +335,7 @@ def wrong_names() -> Iterator[tuple[Any, str]]:
 
 
 def test_mistakes_are_one_sentence(work: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    for call, words in (*mistakes(work), *wrong_names()):
+    for call, words in (*mistakes(work), *wrong_values(work), *wrong_names()):
         with pytest.raises(kvfold.InvalidInput) as caught:
             call()
         assert words in str(caught.value)

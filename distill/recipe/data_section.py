@@ -15,7 +15,7 @@ _TWO_FIELDS = "text_field and messages_field are both given; documents are eithe
 class TextSource(Settings):
     """One text of a mixture, or only its name. A key that is missing here is taken from `data`."""
 
-    source: str
+    source: str = Field(min_length=1)
     """The text, as in `data.source`."""
     weight: float = Field(default=1.0, gt=0)
     """Proportion of the run's windows that are read from this text, relative to the other weights."""
@@ -89,7 +89,7 @@ class Data(Settings):
     @field_validator("source", mode="before")
     @classmethod
     def _is_named(cls, source: object) -> object:
-        if not isinstance(source, str | list | tuple):
+        if not isinstance(source, str | list | tuple) or source == "":
             raise ValueError(
                 "it should be the name of a text, or a list of texts such as {source: stdlib, weight: 1}"
             )

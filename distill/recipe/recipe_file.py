@@ -56,6 +56,8 @@ def read_recipe(file: Path, overrides: Sequence[str] = ()) -> Recipe:
 def as_recipe(recipe: str | Path | Recipe | Mapping[str, Any]) -> Recipe:
     """Return a recipe from a YAML file, a mapping of a recipe's keys, or a recipe.
 
+    A mapping may have paths where a file has their texts.
+
     Raises:
         InvalidInput: it is none of these, or something in it cannot be used.
     """
@@ -64,8 +66,17 @@ def as_recipe(recipe: str | Path | Recipe | Mapping[str, Any]) -> Recipe:
     if isinstance(recipe, str | Path):
         return read_recipe(Path(recipe))
     if isinstance(recipe, Mapping):
-        return Recipe.read(recipe, _OTHER_NAMES, "recipe", SECTIONS)
+        return Recipe.read(_plain(recipe), _OTHER_NAMES, "recipe", SECTIONS)
     raise InvalidInput(f"the recipe is a {type(recipe).__name__}; it should be a file, a Recipe or a mapping")
+
+
+def _plain(value: Any) -> Any:
+    """Return a value of Python as a recipe file would have it: a path at any depth becomes its text."""
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {name: _plain(inner) for name, inner in value.items()}
+    return [_plain(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
 def describe_key(key: str) -> str:

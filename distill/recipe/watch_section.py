@@ -16,7 +16,7 @@ class Evaluate(Settings):
     mode: stream have none, since the whole student is never in memory.
     """
 
-    source: str
+    source: str = Field(min_length=1)
     """The held-out text: a .txt, .jsonl, .json or .parquet file, `stdlib` (modules that training on `stdlib`
     leaves out), or `wikitext2-gptq-N`. Text that the run trains on is refused."""
     text_field: str = "text"

@@ -229,11 +229,10 @@ def chosen(names: str) -> tuple[str, ...]:
     """
     asked = [name.strip() for name in names.split(",") if name.strip()]
     unknown = [name for name in asked if name not in SUITES]
-    if unknown or not asked:
-        raise InvalidInput(
-            f"--suite {names}: {unknown[0] if unknown else 'nothing'} is not a suite; known are "
-            f"{', '.join(SUITES)}"
-        )
+    if not asked:
+        raise InvalidInput(f"--suite names nothing; known are {', '.join(SUITES)}")
+    if unknown:
+        raise InvalidInput(f"--suite {names}: {unknown[0]} is not a suite; known are {', '.join(SUITES)}")
     return tuple(name for name in SUITES if name in asked)
 
 

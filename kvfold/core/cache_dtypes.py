@@ -130,7 +130,7 @@ def cache_dtype(name: str) -> CacheDtype:
     Raises:
         InvalidInput: there is no such format.
     """
-    if name not in CACHE_DTYPES:
+    if not isinstance(name, str) or name not in CACHE_DTYPES:
         raise InvalidInput(f"cache dtype {name!r} is not known; use one of {', '.join(CACHE_DTYPES)}")
     return CACHE_DTYPES[name]
 

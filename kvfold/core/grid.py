@@ -75,7 +75,10 @@ def _shown(cell: str) -> str:
 
 
 class Tabular(ABC):
-    """A result that shows itself as a table: in a terminal, in rich output and in a notebook."""
+    """A result that shows itself as a table: in a terminal, in rich output and in a notebook.
+
+    A dataclass of this kind is made with `repr=False`, so that Python's prompt shows the table too.
+    """
 
     @abstractmethod
     def grid(self) -> Grid:
@@ -83,6 +86,9 @@ class Tabular(ABC):
 
     def __str__(self) -> str:
         return str(self.grid())
+
+    def __repr__(self) -> str:
+        return str(self)
 
     def __rich__(self) -> Grid:
         """Return the table, which rich draws."""

@@ -138,6 +138,25 @@ _KINDS = {
 }
 
 
+def reason_of(kind: str, message: str) -> str:
+    """Return what pydantic's error says that a value should be, in plain words.
+
+    Args:
+        kind: pydantic's type of the error, such as `float_parsing`.
+        message: pydantic's sentence.
+    """
+    wanted = _KINDS.get(kind.partition("_")[0])
+    if wanted and kind.endswith(("_parsing", "_type", "_from_float")):
+        return wanted
+    return {
+        "model_type": "it should be a mapping of keys to values",
+        "value_error": message.removeprefix("Value error, "),
+        "string_pattern_mismatch": "it should consist of letters, digits and _.+-, as a file name",
+        "string_too_short": "it should not be empty",
+        "too_short": "it should have at least one entry",
+    }.get(kind, message.replace("Input should", "it should"))
+
+
 def _sentence(
     errors: ValidationError,
     sections: Mapping[str, type[Settings]],
@@ -160,13 +179,7 @@ def _sentence(
         return f"unknown {noun} {shorten(name)}{where}; {hint}"
     if error["type"] == "missing":
         return f"{place} is missing: {description_of(sections[section], str(name))}"
-    kind = error["type"].partition("_")[0]
-    reason = _KINDS.get(kind if error["type"].endswith(("_parsing", "_type", "_from_float")) else "") or {
-        "model_type": "it should be a mapping of keys to values",
-        "value_error": error["msg"].removeprefix("Value error, "),
-        "string_pattern_mismatch": "it should consist of letters, digits and _.+-, as a file name",
-        "too_short": "it should have at least one entry",
-    }.get(error["type"], error["msg"].replace("Input should", "it should"))
+    reason = reason_of(error["type"], error["msg"])
     if error["type"] == "value_error" and isinstance(error["input"], dict):  # a mistake in a whole section
         return f"{place}: {reason}" if place else reason
     return f"{place} is {shorten(error['input'], 200)}; {reason}" if place else reason

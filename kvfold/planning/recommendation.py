@@ -37,7 +37,7 @@ _COLUMNS = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Candidates(Tabular):
     """The targets of a source that fit, the best first.
 
@@ -59,6 +59,9 @@ class Candidates(Tabular):
     def chosen(self) -> dict[str, Any] | None:
         """The label, command and reason of the candidate to take; None where none fits."""
         return self.report["chosen"]  # type: ignore[no-any-return]
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return self.rows[index]
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         return iter(self.rows)

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from ..convert.request import Bytes, Names, Place, Shares, Tokens
+from ..convert.request import Bytes, CalibrationName, Names, Place, Shares, Tokens
 from ..core.settings import Settings
 
 
@@ -37,7 +37,7 @@ class PlanRequest(Settings):
     """Engines that must run the output; none: any."""
     budgets: Shares | None = None
     """Shares of the source's cache to try for MLA."""
-    calibration: str = "none"
+    calibration: CalibrationName = "none"
     """Text that losses are predicted on, as in a `FoldRequest`; `none` predicts from the weights alone."""
     layerwise: bool | None = None
     """Take statistics with one layer in memory at a time; None: when the model does not fit whole."""

@@ -9,6 +9,7 @@ import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -102,8 +103,7 @@ def plan_quantize(
         raise InvalidInput(f"there is no scheme {scheme!r}; choose one of {', '.join(SCHEMES)}")
     if group is not None and not SCHEMES[scheme].grouped:
         raise InvalidInput(f"--group-size has no effect on --scheme {scheme}, whose scales belong to rows")
-    if group is not None and (type(group) is not int or group < 1):
-        raise InvalidInput(f"group_size is {shorten(group)}; it should be a positive number")
+    group = None if group is None else _size_of(group)
     check_package()
     if not directory.is_dir():
         raise InvalidInput(f"{directory} is not a directory; give the directory of a checkpoint")
@@ -131,6 +131,13 @@ def plan_quantize(
     return QuantizePlan(
         checkpoint=checkpoint, out=out, scheme=scheme, rounding=made, chosen=chosen, specs=specs, dtype=dtype
     )
+
+
+def _size_of(group: Any) -> int:
+    """Return the columns of a group, which Python may give as an integer of numpy."""
+    if isinstance(group, bool) or not isinstance(group, Integral) or int(group) < 1:
+        raise InvalidInput(f"group_size is {shorten(group)}; it should be a positive whole number")
+    return int(group)
 
 
 def write_quantized(plan: QuantizePlan, shard_size: int = SHARD_SIZE) -> dict[str, Any]:

@@ -33,7 +33,7 @@ TIE = 1e-3  # logits nearer than this share of their deviation are as good
 Precision = Literal["exact", "rounded"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class VerificationReport(Tabular):
     """The result of a verification.
 

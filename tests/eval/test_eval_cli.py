@@ -174,7 +174,7 @@ def test_an_assertion_that_does_not_hold_exits_3_after_the_report(
         (["--teacher", "./absent"], "./absent is not a directory"),
         (["--out", "/absent/eval.json"], "there is no directory /absent"),
         (["--suite", "pl"], "--suite pl: pl is not a suite; known are ppl, fidelity, storage"),
-        (["--suite", ","], "--suite ,: nothing is not a suite"),
+        (["--suite", ","], "--suite names nothing; known are ppl"),
         (
             ["--suite", "ppl", "--memory", "1GB"],
             "--memory belongs to the suite cache, which --suite does not name",

@@ -262,7 +262,7 @@ def test_unusable_requests_are_one_sentence(place: Path, tmp_path: Path) -> None
             "w4a16",
             48,
         ): "groups of 48 divide no width .*widths 64, 160.*; use group_size 64, 32, or a scheme",
-        ("gqa", "w4a16", 0): "group_size is 0; it should be a positive number",
+        ("gqa", "w4a16", 0): "group_size is 0; it should be a positive whole number",
         ("nothing", "fp8", None): "nothing is not a directory",
     }
     for (name, scheme, group), sentence in cases.items():

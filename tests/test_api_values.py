@@ -1,0 +1,63 @@
+"""Values that Python gives to the API: numbers of numpy, paths, and `~`."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kvfold
+
+DEMO = Path(__file__).parent.parent / "recipes" / "demo"
+
+
+@pytest.mark.parametrize(
+    ("target", "sizes"),
+    [
+        (kvfold.MLA(rank=np.int64(32), q_lora_rank=np.int32(16)), {"kv_lora_rank": 32, "q_lora_rank": 16}),
+        (kvfold.MLA(rank=1), {"kv_lora_rank": 1}),
+        (kvfold.GQA(kv_budget=np.float32(0.5)), {"num_key_value_heads": 4}),
+    ],
+)
+def test_numbers_of_numpy(target: Any, sizes: dict[str, int], tmp_path: Path) -> None:
+    found = kvfold.fold(DEMO, target, out=tmp_path / "out", calibration="none").record["target"]
+    assert {name: found[name] for name in sizes} == sizes
+
+
+def test_numbers_of_numpy_in_other_functions(tmp_path: Path) -> None:
+    size: Any = np.int64(32)
+    done = kvfold.quantize(DEMO, "w4a16", out=tmp_path / "q", group_size=size)
+    assert done.record["quantize"]["group_size"] == 32
+    share = np.float32(0.25)
+    same = kvfold.plan(DEMO, budgets="25%")
+    assert [row["label"] for row in kvfold.plan(DEMO, budgets=share)] == [row["label"] for row in same]
+
+
+def test_paths_and_the_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`~` is the home directory in every place, as it is in the name of a source and in a recipe."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("import os\n" * 400)
+    small: Any = {"sequences": 2, "length": 32, "refine": 0}
+    for text, out in (("~/text.txt", "~/first"), (Path("~/text.txt"), Path("~/second"))):
+        found = kvfold.fold(DEMO, kvfold.GQA(kv_heads=2), out=out, calibration=text, **small)
+        assert found.directory == Path(str(out).replace("~", str(tmp_path)))
+    assert kvfold.verify("~/first", run=False).failures == []
+    assert kvfold.quantize("~/first", "fp8", out="~/rounded").directory == tmp_path / "rounded"
+    assert kvfold.plan(DEMO, calibration=tmp_path / "text.txt", sequences=2, length=32).chosen
+    assert not (tmp_path / "~").exists()
+
+
+def test_paths_in_the_mapping_of_a_recipe(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("import os\n" * 400)
+    kvfold.fold(DEMO, kvfold.GQA(kv_heads=2), out=tmp_path / "folded", calibration="none")
+    recipe: dict[str, Any] = {
+        "schema": 1,
+        "student": tmp_path / "folded",
+        "teacher": DEMO,
+        "output": tmp_path / "distilled",
+        "data": {"source": [{"source": tmp_path / "text.txt"}], "seq_len": 32},
+        "stages": [{"name": "kl", "tokens": 64, "batch_tokens": 64, "micro_batch": 2, "lr": 1e-4}],
+        "device": "cpu",
+    }
+    assert kvfold.train(recipe).directory == tmp_path / "distilled"
