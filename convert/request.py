@@ -365,6 +365,6 @@ def request_of(model: str | Path, target: GQA | MQA | MLA, **options: Any) -> Fo
     if not isinstance(target, _Wanted):
         raise InvalidInput(f"the target is {target!r}; it should be kvfold.GQA(...), MQA() or MLA(...)")
     given = {name: value for name, value in options.items() if value is not None}
-    for name in target.options().keys() & given.keys():
+    for name in sorted(target.options().keys() & given.keys()):
         raise InvalidInput(f"{name} is given twice, in the target and as an option; leave one of them out")
     return fold_request({"model": str(model), **target.options(), **given})

@@ -23,7 +23,8 @@ def public(function: Callable[P, R]) -> Callable[P, R]:
     An unknown keyword argument becomes an `InvalidInput`, and messages give arguments their names in Python:
     `kv_budget` for `--kv-budget`. A missing argument stays Python's `TypeError`.
     """
-    parameters = inspect.signature(function).parameters
+    parameters = dict(inspect.signature(function).parameters)
+    parameters.pop("self", None)  # of a method
     options = _OPTIONS[function.__name__] if "options" in parameters else tuple
 
     @wraps(function)

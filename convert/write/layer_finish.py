@@ -1,6 +1,7 @@
 """A layer after its closed form: norms fitted, weights refined, its cache prepared for a format."""
 
 from dataclasses import dataclass, replace
+from math import inf
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ from ..storage.head_basis import with_balanced_heads
 from ..storage.rounded_length import FEW_STEPS, SHARE, STEPS, latent_costs, rounded_root, rounding_cost
 
 Loss = dict[str, float]
+RISE = 0.03  # of a refined layer's loss, for weights that are rounded at less cost
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,12 +176,12 @@ def _refined(its: Finishing, layer: Layer) -> tuple[Layer, Loss | None]:
     if found.refined > folded:
         return layer, {"folded": folded, "refined": folded}
     # Large rates of refinement take back part of what the length before it had saved (LOG.md).
-    refined, _ = _with_rounded_length(its, found.layer, its.sample, FEW_STEPS)
+    refined, _ = _with_rounded_length(its, found.layer, its.sample, FEW_STEPS, RISE)
     return refined, {"folded": folded, "refined": found.refined}
 
 
 def _with_rounded_length(
-    its: Finishing, layer: Layer, sample: LayerSample, steps: int
+    its: Finishing, layer: Layer, sample: LayerSample, steps: int, rise: float = inf
 ) -> tuple[Layer, float | None]:
     """Return a layer to be refined, or refined, with a length with which rounding its weights costs less.
 
@@ -191,6 +193,8 @@ def _with_rounded_length(
         layer: any; only a latent behind a norm has a length to choose.
         sample: of the source's inputs.
         steps: most steps of the search.
+        rise: the loss may rise by this share at most. Nothing recovers what is lost after refinement, and
+            tokens whose latent is nearly zero make the predicted cost of rounding as large as any number.
 
     Returns:
         The layer, and its loss before; None where there is no length to choose.
@@ -207,7 +211,7 @@ def _with_rounded_length(
     same_CC = torch.eye(len(root_CC)).to(root_CC)
     saved = float(rounding_cost(costs, same_CC, SHARE) - rounding_cost(costs, root_CC, SHARE))
     folded = its.loss(layer, sample)
-    return (made if its.loss(made, sample) - folded < saved else layer), folded
+    return (made if its.loss(made, sample) - folded < min(saved, rise * folded) else layer), folded
 
 
 def _fitted(

@@ -64,7 +64,7 @@ def as_recipe(recipe: str | Path | Recipe | Mapping[str, Any]) -> Recipe:
     if isinstance(recipe, Recipe):
         return recipe
     if isinstance(recipe, str | Path):
-        return read_recipe(Path(recipe))
+        return read_recipe(Path(recipe).expanduser())
     if isinstance(recipe, Mapping):
         return Recipe.read(_plain(recipe), _OTHER_NAMES, "recipe", SECTIONS)
     raise InvalidInput(f"the recipe is a {type(recipe).__name__}; it should be a file, a Recipe or a mapping")

@@ -81,11 +81,12 @@ class Command(click.Command):
         No record could hold the last, and an empty path would be the current directory. `--out=~/x`, which
         bash leaves as it is, is in the home directory.
         """
-        args = [_home(argument) for argument in args]
         takes_value = {
             name for part in self.params if not getattr(part, "is_flag", True) for name in part.opts
         }
-        own = args[: args.index("--")] if "--" in args else args  # what follows is another program's
+        end = args.index("--") if "--" in args else len(args)  # what follows is another program's
+        own = [_home(argument) for argument in args[:end]]
+        args = [*own, *args[end:]]
         for before, argument in zip(["", *own], own, strict=False):
             empty = _EMPTY.fullmatch(argument)
             if empty:
@@ -97,9 +98,9 @@ class Command(click.Command):
                     f"the argument {printable(argument)} is not UTF-8; rename the file or the directory"
                 )
         allowed, ctx.allow_extra_args = ctx.allow_extra_args, True
+        extra = super().parse_args(ctx, list(args))
         if not ctx.resilient_parsing:
             self._refuse_repeated(ctx, args)
-        extra = super().parse_args(ctx, args)
         ctx.allow_extra_args = allowed
         if extra and not (allowed or ctx.resilient_parsing):
             ctx.fail(self._one_too_many(ctx, extra))

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--steps",
-    metavar="SHARES",
+    metavar="SHARE,...",
     help=f"Falling proportions of the source's cache.  [default: those of {STEPS} that it allows]",
 )
 @click.option(

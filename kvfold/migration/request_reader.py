@@ -38,7 +38,12 @@ SUITES = ("ppl", "fidelity", "cache")
 _BOUNDED = ("ppl", "fidelity")  # suites that measure what a bound may be about
 _EXAMPLES = "'ppl<1.02x' or 'kl<0.05'"
 # Keys of the recipe that are filled in by options.
-_OPTIONS = {"evaluate.source": "--text", "data.source": "--train"}
+_OPTIONS = {
+    "evaluate.source": "--text",
+    "data.source": "--train",
+    "evaluate.seq_len": "--window",
+    "data.seq_len": "--window",
+}
 # Peak learning rates of recipes/ by weights of the source: the larger a model, the smaller its steps.
 RATES = ((50e6, 5e-4), (1e9, 3e-4), (3e9, 5e-5), (float("inf"), 2e-5))
 
@@ -203,10 +208,12 @@ def _read_recipe(source: Source, text: str, window: int, out: Path, given: dict[
         for named in recipe.data.sources:
             check_source(named.source)
         student = describe(source.checkpoint.directory, LoadOptions())
-        sentences, tokens = check_texts(recipe, student)
-        # Of the bound's text, even if the distillation looks at another one or at none.
-        judged = recipe.model_copy(update={"evaluate": Evaluate(source=text)})
-        check_held_out(judged, student, tokens)
+        sentences, samples = check_texts(recipe, student)
+        # The distillation may look at another text than the bound, or at none.
+        judged = recipe.model_copy(update={"evaluate": Evaluate(source=text, seq_len=window)})
+        check_held_out(judged, student, samples)
+    if recipe.evaluate is not None:
+        check_held_out(recipe, student, samples)
     for sentence in sentences:
         notice(_with_options(sentence))
     for sentence in recipe.few_steps():

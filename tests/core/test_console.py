@@ -8,12 +8,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import click
 import pytest
 import torch
 from click.testing import CliRunner
 
 from kvfold.cli import main as kvfold
-from kvfold.core.console import listening, loading, notice
+from kvfold.core.console import Command, listening, loading, notice
 from kvfold.core.errors import renamed
 
 
@@ -56,6 +57,10 @@ def test_options_get_other_names_outside_of_commands() -> None:
             "--suite is given 2 times; give it once, with commas",
         ),
         (
+            "migrate recipes/demo --to gqa --until kl<1 --out x --steps 50% --steps 25%",
+            "--steps is given 2 times; give it once, with commas",
+        ),
+        (
             "eval recipes/demo out",
             "unexpected argument out; kvfold eval takes MODEL, and --out names the output",
         ),
@@ -64,7 +69,7 @@ def test_options_get_other_names_outside_of_commands() -> None:
 def test_a_mistake_in_the_words_of_a_command_is_one_sentence(words: str, sentence: str) -> None:
     done = CliRunner().invoke(kvfold, words.split(), prog_name="kvfold")
     command = " ".join(
-        word for word in words.split()[:2] if word in {"eval", "convert", "distill", "explain"}
+        word for word in words.split()[:2] if word in {"eval", "convert", "distill", "explain", "migrate"}
     )
     (line,) = done.stderr.splitlines()
     assert (done.exit_code, done.stdout) == (2, "")
@@ -90,13 +95,25 @@ def test_the_last_of_several_values_counts(tmp_path: Path) -> None:
     assert json.loads(done.stdout)["target"]["name"] == "gqa"
 
 
-def test_a_home_directory_in_an_option_is_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shells replace `~` in `--out ~/x`, and not in `--out=~/x`."""
-    monkeypatch.setenv("HOME", str(tmp_path))
-    (tmp_path / "taken").mkdir()
-    words = ["convert", "recipes/demo", "--to", "gqa", "--kv-heads", "2", "--out=~/taken"]
-    done = CliRunner().invoke(kvfold, words)
-    assert (done.exit_code, f"{tmp_path / 'taken'} " in done.stderr) == (2, True)
+def test_a_home_directory_in_an_option_is_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shells replace `~` in `--out ~/x`, and not in `--out=~/x`; other texts and another program's stay."""
+
+    @click.command(cls=Command)
+    @click.option("--out", multiple=True)
+    @click.argument("words", nargs=-1)
+    def show(out: tuple[str, ...], words: tuple[str, ...]) -> None:
+        click.echo(" ".join([*out, *words]))
+
+    monkeypatch.setenv("HOME", "/home/me")
+    given = ["--out=~/x", "--out=~", "--out=~you/x", "--out=a=~/x", "--", "--out=~/x"]
+    assert CliRunner().invoke(show, given).stdout == "/home/me/x /home/me ~you/x a=~/x --out=~/x\n"
+
+
+def test_help_is_shown_where_a_list_is_given_twice() -> None:
+    done = CliRunner().invoke(
+        kvfold, ["eval", "recipes/demo", "--suite", "ppl", "--suite", "cache", "--help"]
+    )
+    assert (done.exit_code, done.stdout.startswith("Usage:")) == (0, True)
 
 
 def test_loading_in_a_command() -> None:
