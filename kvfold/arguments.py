@@ -80,7 +80,7 @@ _OPTIONS: Mapping[str, Callable[[], Iterable[str]]] = {
 
 
 def text_of(value: Any, name: str) -> str:
-    """Return the text of a path, with the home directory for `~`, or of a name, such as a Hub id.
+    """Return the text of a path or of a name, such as a Hub id.
 
     Args:
         value: a text or a path.
@@ -94,12 +94,12 @@ def text_of(value: Any, name: str) -> str:
         raise InvalidInput(f"{name} is {shorten(value)}; it should be a text or a path")
     if not text or "\0" in text:
         raise InvalidInput(f"{name} is {shorten(text)}, which nothing can be called; name another")
-    return os.path.expanduser(text)
+    return text
 
 
 def path_of(value: Any, name: str) -> Path:
-    """Return a path; arguments and errors are those of `text_of`."""
-    return Path(text_of(value, name))
+    """Return a path, with the home directory for `~`; arguments and errors are those of `text_of`."""
+    return Path(text_of(value, name)).expanduser()
 
 
 def directory_of(value: Any) -> Path:

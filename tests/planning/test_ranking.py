@@ -367,7 +367,8 @@ def test_statistics_are_saved_also_where_nothing_fits(tmp_path: Path) -> None:
     ],
 )
 def test_mistakes_are_sentences(arguments: tuple[str, ...], sentence: str) -> None:
-    result = run(str(DEMO), "--budgets", "50%", *arguments)
+    given = arguments if "--budgets" in arguments else ("--budgets", "50%", *arguments)
+    result = run(str(DEMO), *given)
     assert result.exit_code == 2, result.output
     assert sentence in result.stderr
     assert "Traceback" not in result.output

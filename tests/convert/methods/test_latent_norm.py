@@ -285,9 +285,7 @@ def test_a_length_for_rounding_leaves_closed_forms_alone(
     assert all(torch.equal(tensor, again[name]) for name, tensor in closed[1].items())
 
 
-def test_a_length_for_rounding_is_chosen_again_after_refinement(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_length_is_chosen_again_after_refinement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Refinement takes back part of what the first saved. Loss rises hardly, whatever rounding seems to cost."""
     place = "kvfold.convert.write.layer_finish"
     source = make(tmp_path / "source", hidden_size=64, num_key_value_heads=4)
