@@ -259,6 +259,8 @@ def test_a_wrong_bound_says_what_is_wrong(text: str, sentence: str) -> None:
         ({"set": "stages.0.rate=1"}, "unknown key 'rate'"),
         ({"calibration": "none"}, "--refine 1 needs text to refine on"),
         ({"out": str(DEMO / "inside")}, "is inside the source"),
+        ({"set": "evaluate.source=nofile.txt"}, "evaluate.source nofile.txt is not a file"),
+        ({"set": "evaluate.seq_len=99999"}, "evaluate.seq_len 99999 exceeds the 256 positions"),
     ],
 )
 def test_mistakes(texts: Path, tmp_path: Path, changed: dict[str, str], sentence: str) -> None:
