@@ -117,14 +117,16 @@ def end(processes: Sequence[Any]) -> list[int]:
     return [process.returncode for process in processes]
 
 
-def kill(processes: Sequence[Any]) -> None:
-    """Kill processes with all that they started: launchers give their workers sessions of their own."""
+def kill(processes: Sequence[Any]) -> str:
+    """Kill processes with all that they started, and return what they had printed.
+
+    Launchers give their workers sessions of their own.
+    """
     trees = [psutil.Process(process.pid) for process in processes if process.poll() is None]
     for member in [one for tree in trees for one in (tree, *tree.children(recursive=True))]:
         with suppress(psutil.NoSuchProcess):
             member.kill()
-    for process in processes:
-        process.communicate()
+    return "\n".join(process.communicate()[0] or "" for process in processes)
 
 
 def wait_for_step(directory: Path, step: int, processes: Sequence[Any]) -> None:
@@ -133,8 +135,7 @@ def wait_for_step(directory: Path, step: int, processes: Sequence[Any]) -> None:
     log = directory / "metrics.jsonl"
     while not (log.exists() and f'"step": {step},' in log.read_text()):
         if time.monotonic() > until or any(process.poll() is not None for process in processes):
-            kill(processes)
-            raise AssertionError(f"step {step} was not reached")
+            raise AssertionError(f"step {step} was not reached:\n{kill(processes)[-4000:]}")
         time.sleep(0.05)
 
 
