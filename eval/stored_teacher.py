@@ -51,6 +51,7 @@ class StoredTeacher:
         )
 
 
+@torch.no_grad()
 def fill(
     cache: TeacherCache,
     ids_NW: Tensor,

@@ -115,11 +115,18 @@ def test_a_teachers_cache_goes_on_where_it_was_cut_off(
     gone = [next(file for file in files if len(load_file(file)["hidden"]) == size) for size in (4, 3)]
     for file in gone:
         file.unlink()
-    monkeypatch.setattr(
-        stored_teacher, "last_hidden", lambda loaded, ids: ran.append(len(ids)) or real(loaded, ids)
-    )
+    graphs = []
+
+    def watched(loaded: Any, ids: torch.Tensor) -> torch.Tensor:
+        ran.append(len(ids))
+        hidden = real(loaded, ids)
+        graphs.extend([True] if hidden.requires_grad else [])
+        return hidden
+
+    monkeypatch.setattr(stored_teacher, "last_hidden", watched)
     again = evaluate(mha, other, text, options, suites=SCORED)
     assert ran == [4, 3]  # the batches that are gone
+    assert not graphs, "what autograd would need of every layer is not kept"
     assert all(file.is_file() for file in gone)
     assert again.suites == evaluate(mha, other, text, PLAIN, suites=SCORED).suites
 
