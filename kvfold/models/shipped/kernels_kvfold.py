@@ -20,8 +20,7 @@ Flash-Decoding, softmax by running maximum as in arXiv 1805.02867). Written in T
 
 On its first use for a device, dtype and widths the kernel is compared with plain products in float32 on the
 tensors at hand; where it does not compile or does not agree, plain products serve from then on, and a warning
-says so. It ran on an H200 (Triton 3.6, 2026-11-26); the way in which splits are joined is newer, and ran in
-Triton's interpreter. KVFOLD_FUSED=0 in the environment leaves it out.
+says so. It ran on an H200 (Triton 3.6, 2026-11-27). KVFOLD_FUSED=0 in the environment leaves it out.
 
 Legend: attention_kvfold.py; M = N·T rows that read the same cache.
 """
@@ -42,7 +41,7 @@ except ImportError:  # comes with CUDA builds of torch only
 
 MOST_RANK, MOST_ROPE = 1024, 256
 TILES = {
-    2: ((64, 2), (32, 2), (16, 1)),
+    2: ((64, 3), (64, 2), (32, 2), (16, 1)),
     4: ((32, 1), (16, 1)),
 }  # (latents, stages) by bytes of a number, best first
 # Relative, of the first use; in float32 TF32 may be on.
@@ -213,11 +212,23 @@ def fused(
         C=rank, C2=width, R=rope, R2=max(16, triton.next_power_of_2(rope)), ROWS=block, TILE=tile, MASK=kind,
         num_warps=_warps(block, width), num_stages=stages,
     )  # fmt: skip
-    part = min(width, 128)
+    part, together = _join_shape(rows * batch, rank, splits, processors)
     _joined[(rows, batch, triton.cdiv(rank, part))](
-        sums, logarithms, joined_BNTC, rows, splits, C=rank, PART=part, TOGETHER=16, num_warps=4
+        sums, logarithms, joined_BNTC, rows, splits, C=rank, PART=part, TOGETHER=together, num_warps=4
     )
     return joined_BNTC
+
+
+def _join_shape(rows: int, rank: int, splits: int, processors: int) -> tuple[int, int]:
+    """Return the columns that a program joins, and the splits that it reads at once.
+
+    Columns are as many as leave two programs to each processor, since a program that has more of them to read
+    waits less often.
+    """
+    part = max(16, triton.next_power_of_2(rank))
+    while part > 64 and rows * triton.cdiv(rank, part) < 2 * processors:
+        part //= 2
+    return part, min(32, 4096 // part, triton.next_power_of_2(splits))
 
 
 def _block(rows: int, row_bytes: int) -> int:
