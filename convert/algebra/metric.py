@@ -48,12 +48,17 @@ class LayerMetric:
     query_NHH: Tensor
     distance_NT: Tensor
 
+    def to(self, device: torch.device) -> "LayerMetric":
+        """Return the same on another device."""
+        moved = {name: value.to(device) for name, value in vars(self).items() if value is not None}
+        return replace(self, **moved)
+
     def fidelity(self, frequency_F: Tensor) -> Tensor:
         """Return ρ(f) (N, F), each head's mean of e^(-i f Δ) over its attention distances.
 
         It is complex and at most 1 in magnitude.
         """
-        distance_T = torch.arange(self.distance_NT.shape[1], dtype=torch.float64)
+        distance_T = torch.arange(self.distance_NT.shape[1]).to(self.distance_NT)
         angle_TF = distance_T[:, None] * frequency_F
         return torch.complex(self.distance_NT @ angle_TF.cos(), -(self.distance_NT @ angle_TF.sin()))
 

@@ -17,6 +17,7 @@ from ..algebra.metric import LayerMetric
 from ..algebra.subspaces import low_rank_energy
 from ..algebra.target import Geometry
 from .latent import Band, Keys, saved_by_slots, separate
+from .refinement import fitting_device
 
 Layers = Callable[[], Iterable[tuple[Attention, LayerMetric]]]
 Losses = dict[int, list[dict[str, float]]]  # of layers, by the width of the slots
@@ -103,7 +104,10 @@ def losses_by_width(
         what components without a slot lose of their rotation, and `latent`, what the latent drops.
     """
     losses: Losses = {width: [] for width in candidates}
-    for number, (attention, metric) in enumerate(layers()):
+    device = fitting_device()
+    frequencies_F = frequencies_F.to(device)
+    for number, (own, costs) in enumerate(layers()):
+        attention, metric = own.to(torch.float64, device), costs.to(device)
         keys = Keys.of(attention, metric)
         for width, bands in candidates.items():
             energy = low_rank_energy(*separate(keys, frequencies_F, bands, metric).stack(attention, metric))

@@ -11,6 +11,7 @@ Legend: attention.py; B sequences, T tokens.
 import math
 from collections.abc import Iterator, Set
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 from ..algebra.attention import Attention, IntactAttention, LatentAttention
 from ..algebra.forward import PLAIN, AnyAttention, Caches, Scoring, attend
 from ..algebra.orthogonal_steps import Moving, order
+from ..algebra.subspaces import eigh
 
 Layer = TypeVar("Layer", Attention, LatentAttention, IntactAttention)
 
@@ -68,6 +70,12 @@ class LayerSample:
     def held_back(self) -> Tensor:
         """Return the numbers of the sequences that measure the fit."""
         return torch.arange(len(self.input_BTD) - self._held, len(self.input_BTD))
+
+    @cached_property
+    def output_root(self) -> Tensor:
+        """Return F (D, D), float32, with F Fᵀ the Fisher moment at the attention's output."""
+        energy_D, basis_DD = eigh(self.fisher_DD.to(torch.float64))
+        return (basis_DD * energy_D.clamp(min=0).sqrt()).to(torch.float32)
 
     @property
     def _held(self) -> int:
@@ -189,7 +197,7 @@ def length_weights(layer: LatentAttention, slots_S: Tensor, sample: LayerSample,
     """
     device = fitting_device()
     folded, scoring = layer.to(torch.float32, device), sample.scoring.to(torch.float32, device)
-    root_DD = output_root(sample, device)
+    root_DD = sample.output_root.to(device)
     generator = torch.Generator().manual_seed(0)
     weights = []
     for part_BTD in sample.input_BTD.split(BATCH):
@@ -203,13 +211,6 @@ def length_weights(layer: LatentAttention, slots_S: Tensor, sample: LayerSample,
             weight_BT += slope_BT.square() / draws
         weights.append(weight_BT.to("cpu", torch.float64))
     return torch.cat(weights)
-
-
-def output_root(sample: LayerSample, device: torch.device) -> Tensor:
-    """Return F (D, D), float32, with F Fᵀ the Fisher moment at the attention's output."""
-    energy_D, basis_DD = torch.linalg.eigh(sample.fisher_DD.to(torch.float64))
-    root_DD: Tensor = basis_DD * energy_D.clamp(min=0).sqrt()
-    return root_DD.to(device, torch.float32)
 
 
 def fitting_device() -> torch.device:

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..algebra.attention import Attention, IntactAttention, LatentAttention
 from ..algebra.forward import attend
 from ..algebra.metric import with_bias
-from ..methods.refinement import BATCH, LayerSample, fitting_device, output_root
+from ..methods.refinement import BATCH, LayerSample, fitting_device
 
 TOKENS = 4096  # at most, whose numbers are kept
 DRAWS = 4  # for the cost of errors: with more the coordinates hardly change
@@ -47,7 +47,7 @@ def sampled_moments(
     """
     device = fitting_device()
     folded, scoring = layer.to(torch.float32, device), sample.scoring.to(torch.float32, device)
-    root_DD = output_root(sample, device)
+    root_DD = sample.output_root.to(device)
     generator = torch.Generator().manual_seed(0)
     seen: list[Tensor] = []
 

@@ -36,7 +36,8 @@ def with_balanced_heads(layer: LatentAttention, input_BTD: Tensor) -> LatentAtte
         return layer  # the former's queries are not written
     rows_NPC = layer.k_up_NPC @ torch.linalg.inv(layer.level_CC)
     query_NPP, key_NPP = (rows.new_zeros(heads, width, width) for rows in (layer.q_nope_NPA, rows_NPC))
-    for input_TD in input_BTD.to(rows_NPC):
+    for each_TD in input_BTD:
+        input_TD = each_TD.to(rows_NPC)
         latent_TC = torch.nn.functional.normalize(input_TD @ layer.down_CD.mT @ layer.level_CC.mT, dim=-1)
         key_NPT = rows_NPC @ latent_TC.mT
         key_NPP += key_NPT @ key_NPT.mT
@@ -44,16 +45,17 @@ def with_balanced_heads(layer: LatentAttention, input_BTD: Tensor) -> LatentAtte
         if layer.q_nope_NP is not None:
             query_NPT = query_NPT + layer.q_nope_NP[..., None]
         query_NPP += query_NPT @ query_NPT.mT
+    # A GPU takes longer than a CPU for decompositions that are as small as a head.
     basis_NPP = torch.stack(
         [
-            balanced(_shares(*keys), _shares(*queries))
+            balanced(_shares(*keys).cpu(), _shares(*queries).cpu())
             for keys, queries in zip(
                 zip(key_NPP, rows_NPC, strict=True),
                 zip(query_NPP, layer.q_nope_NPA, strict=True),
                 strict=True,
             )
         ]
-    )
+    ).to(rows_NPC)
     back_NPP = torch.linalg.inv(basis_NPP).mT
     q_nope_NPA = back_NPP @ layer.q_nope_NPA
     size = (layer.q_nope_NPA.square().mean((1, 2)) / q_nope_NPA.square().mean((1, 2))).sqrt()

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ..algebra.attention import LatentAttention
 from ..algebra.forward import attend
-from ..methods.refinement import BATCH, LayerSample, fitting_device, output_root
+from ..methods.refinement import BATCH, LayerSample, fitting_device
 
 SHARE = 0.02  # ε; FP8 errs by 0.026 of a number, bfloat16 by 0.0016 (LOG.md)
 STEPS = 60  # of the search before refinement
@@ -66,7 +66,7 @@ def latent_costs(layer: LatentAttention, slots_S: Tensor, sample: LayerSample, d
     assert layer.level_CC is not None
     device, rank = fitting_device(), len(layer.down_CD)
     folded, scoring = layer.to(torch.float32, device), sample.scoring.to(torch.float32, device)
-    root_DD = output_root(sample, device)
+    root_DD = sample.output_root.to(device)
     generator = torch.Generator().manual_seed(0)
     written: list[Tensor] = []
 
