@@ -202,7 +202,7 @@ def _work(units: dict[str, Unit], writer: ShardWriter, journal: FoldJournal, job
     layers = sum(map(_is_layer, units))
     with fold_threads(jobs) as pool:
         names = {pool.submit(unit): name for name, unit in units.items()}
-        for _ in progress(filter(_is_layer, finished(names)), "fold", layers):
+        for _ in progress(filter(_is_layer, finished(names)), "fold", layers, jobs):
             pass
 
 

@@ -7,6 +7,7 @@ import atexit
 import gc
 import json
 import logging
+import math
 import os
 import re
 import sys
@@ -193,10 +194,16 @@ def leave(code: int = 0) -> NoReturn:
     os._exit(code)
 
 
-def progress(items: Iterable[T], description: str, total: int) -> Iterator[T]:
+def progress(items: Iterable[T], description: str, total: int, at_once: int = 1) -> Iterator[T]:
     """Yield `items` and report how many are done: to the listener, and on stderr inside a command.
 
     On a terminal a command shows a bar with the time left, elsewhere a plain line every few seconds.
+
+    Args:
+        items: done when the next one is asked for.
+        description: of the work.
+        total: their number.
+        at_once: as many are worked on side by side, so that the first is done when others nearly are.
     """
     if not is_first():
         yield from items
@@ -217,7 +224,8 @@ def progress(items: Iterable[T], description: str, total: int) -> Iterator[T]:
         now = time.monotonic()
         if now - shown >= PLAIN_INTERVAL:
             shown = now
-            left = (now - start) / done * (total - done)
+            rounds = math.ceil(total / at_once) / math.ceil(done / at_once)
+            left = (now - start) * (rounds - 1)
             print(f"{description}: {done}/{total}, {left:.0f} s left", file=sys.stderr, flush=True)
 
 

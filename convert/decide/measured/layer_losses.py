@@ -33,9 +33,10 @@ def closed_form_loss(plan: Plan, layers: int, description: str) -> float | None:
     jobs = plan.request.jobs or default_jobs(
         plan.source, plan.statistics, **plan.fitted_ranks(norm=plan.latent_norm == "fitted")
     )
-    with fold_threads(min(jobs, len(chosen))) as pool:
+    jobs = min(jobs, len(chosen))
+    with fold_threads(jobs) as pool:
         folding = [pool.submit(fold_attention, closed, attending[one]) for one in chosen]
-        for done in progress(as_completed(folding), description, len(folding)):
+        for done in progress(as_completed(folding), description, len(folding), jobs):
             done.result()
     losses = [each.result()[1] for each in folding]
     if any(loss is None for loss in losses):
