@@ -41,7 +41,8 @@ _RESULTS = Path(__file__).parent.parent / "results"
 )
 @click.option("--text", type=click.Path(path_type=Path), help="pretrained: evaluation text.")
 @click.option("--data", type=click.Path(path_type=Path), help="pretrained: text that folds are trained on.")
-@click.option("--toy", is_flag=True, help="Sizes of a test, on the CPU.")
+@click.option("--toy", "sizes", flag_value="toy", help="Sizes of a test, on the CPU.")
+@click.option("--lent", "sizes", flag_value="lent", help="Sizes for 15 minutes of a GPU in all.")
 def main(
     part: str,
     out: Path,
@@ -50,7 +51,7 @@ def main(
     source: Path | None,
     text: Path | None,
     data: Path | None,
-    toy: bool,
+    sizes: str | None,
 ) -> None:
     """Measure one part, or all in turn.
 
@@ -72,7 +73,7 @@ def main(
         return
     failed = 0
     for name in _NAMES if part == "all" else (part,):
-        failed += run_part(name, out, work, 60 * minutes, source, toy, (text, data))
+        failed += run_part(name, out, work, 60 * minutes, source, sizes or "full", (text, data))
     if failed:
         raise SystemExit(1)
 

@@ -18,6 +18,7 @@ from .ledger import Ledger, NotRun, Row
 from .sizes import Sizes
 from .source import retrieved
 from .text import HELD, TRAIN
+from .tokens import CALIBRATION
 
 STATISTICS = "statistics.safetensors"
 TRIALS = 8  # folds that the sweep of a published rule makes, about
@@ -60,12 +61,18 @@ def fold(ledger: Ledger, sizes: Sizes, work: Path, directory: Path, device: str)
 
 
 def statistics(sizes: Sizes, work: Path, directory: Path) -> Row:
-    """Read calibration text and keep the statistics; return time and memory."""
+    """Read calibration text and keep the statistics; return time and memory.
+
+    The text is what the source was trained on, with its copies and questions; of another source, the
+    training text.
+    """
     saved, phases = work / STATISTICS, Phases()
     saved.unlink(missing_ok=True)  # of another source
     sequences, length = sizes.calibration
     options: dict[str, Any] = {"sequences": sequences, "length": length, "seed": 0, "save": saved}
-    phases.run("statistics", lambda: study(open_source(directory), str(work / TRAIN), **options))
+    own = directory.resolve().parent == work.resolve() and (work / CALIBRATION).exists()
+    text = work / (CALIBRATION if own else TRAIN)
+    phases.run("statistics", lambda: study(open_source(directory), str(text), **options))
     return {**phases.found, "sequences": sequences, "length": length}
 
 

@@ -1,4 +1,4 @@
-"""The twin as files that may come home: a tar archive in parts of less than 16 MiB."""
+"""A small source as files that may come home: a tar archive in parts of less than 16 MiB."""
 
 import tarfile
 import tempfile
@@ -16,7 +16,7 @@ def pack(directory: Path, out: Path) -> list[Path]:
         earlier.unlink()
     with tempfile.TemporaryFile() as stream:
         with tarfile.open(fileobj=stream, mode="w") as archive:
-            archive.add(directory, arcname=directory.name)
+            archive.add(directory, arcname="twin")
         stream.seek(0)
         files = []
         while part := stream.read(PART):

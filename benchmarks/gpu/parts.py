@@ -25,7 +25,7 @@ def run_part(
     work: Path,
     seconds: float,
     source: Path | None,
-    toy: bool,
+    sizes_name: str,
     texts: tuple[Path | None, Path | None] = (None, None),
 ) -> int:
     """Measure what is missing of a part, print its table and return the number of rows that failed.
@@ -36,17 +36,17 @@ def run_part(
         work: directory of everything else.
         seconds: of this call.
         source: a checkpoint to be folded; None: the one that the part `train` made.
-        toy: whether sizes are those of a test.
+        sizes_name: of SIZES; `toy` runs on the CPU.
         texts: of the part `pretrained`: for evaluation and training.
 
     Raises:
         InvalidInput: torch sees no GPU, or there is no source or text.
     """
-    if not toy and not torch.cuda.is_available():
+    if sizes_name != "toy" and not torch.cuda.is_available():
         raise InvalidInput(
             "torch sees no CUDA device here; --toy runs the same at the sizes of a test on this CPU"
         )
-    device, sizes = ("cpu", SIZES["toy"]) if toy else ("cuda", SIZES["full"])
+    device, sizes = "cpu" if sizes_name == "toy" else "cuda", SIZES[sizes_name]
     torch.manual_seed(0)
     ledger = Ledger(part, sizes.name, work, out, seconds)
     if part != "pretrained" and texts != (None, None):
@@ -55,8 +55,8 @@ def run_part(
         kernel(ledger, sizes, device)
     elif part == "train":
         train(ledger, sizes, work, device, min(SPENT * seconds, sizes.most_seconds))
-        if (work / "twin").exists():
-            pack(work / "twin", out)
+        if (work / sizes.carried).exists():
+            pack(work / sizes.carried, out)
     elif part == "pretrained":
         _pretrained(ledger, sizes, work, source, *texts)
     else:

@@ -1,6 +1,6 @@
-"""Sizes of every part: `FULL` for a data-centre GPU, `TOY` for tests on a CPU."""
+"""Sizes of every part: `FULL` for a data-centre GPU, `LENT` for 15 minutes of it, `TOY` for a test."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvfold.convert.methods.refinement import STEPS
@@ -30,7 +30,7 @@ class Sizes:
     """Sizes of a whole day.
 
     Attributes:
-        name: `full` or `toy`; results of the two are never mixed.
+        name: `full`, `lent` or `toy`; results of two of them are never mixed.
         checks: words that folds of `benchmarks.cuda_check` must contain.
         agreements: rank and rotary width of correctness checks.
         speeds: rank, rotary width, context and batch of timings, the most important first.
@@ -44,6 +44,7 @@ class Sizes:
         window: tokens of a training window, and positions of the sources.
         sources: by name; the first is folded and distilled.
         shares: of the time of training, by name of source.
+        carried: the source that is small enough to be carried home.
         most_seconds: of training.
         calibration: sequences and tokens of each.
         budgets: shares of the cache, the most important first.
@@ -77,6 +78,7 @@ class Sizes:
     window: int
     sources: dict[str, SourceSizes]
     shares: dict[str, float]
+    carried: str
     most_seconds: float
     calibration: tuple[int, int]
     budgets: tuple[str, ...]
@@ -139,6 +141,7 @@ FULL = Sizes(
         ),
     },
     shares={"source": 0.8, "twin": 0.2},
+    carried="twin",
     most_seconds=3600.0,
     calibration=(48, 2048),
     budgets=("25%", "12.5%", "50%"),
@@ -178,6 +181,33 @@ FULL = Sizes(
     ),
 )  # fmt: skip
 
+# One source that trains for three minutes and is small enough to be carried home, where what needs no GPU is
+# measured.
+LENT = replace(
+    FULL,
+    name="lent",
+    text_bytes=120 * 10**6,
+    vocabulary=8192,
+    sources={
+        # 29 M parameters, 58 MB in bfloat16; 8 key/value heads of 64
+        "source": SourceSizes(
+            config={
+                "hidden_size": 512, "intermediate_size": 1280, "num_hidden_layers": 7,
+                "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 64,
+            },
+            micro_batch=8, step_windows=8, rate=1.5e-3,
+        ),
+    },
+    shares={"source": 1.0},
+    carried="source",
+    most_seconds=140.0,
+    folds=("mla, default effort", "gqa, default effort", "mla --rope intact, default effort", "gqa mean"),
+    windows=(16, 4096),
+    recovery={**FULL.recovery, "tokens": 2**21, "windows": 16},
+    cells=(("mla 12.5%", "best", "kl"), ("mla 12.5%", "plain", "ce"), ("mla 12.5%", "plain", "kl")),
+    kinds=(("all", "plain"), ("all", "online"), ("attention", "shared")),
+)  # fmt: skip
+
 TOY = Sizes(
     name="toy",
     checks="gpt2 --to mqa",
@@ -202,6 +232,7 @@ TOY = Sizes(
         for name, size in (("source", 32), ("twin", 16))
     },
     shares={"source": 0.6, "twin": 0.4},
+    carried="twin",
     most_seconds=1.5,
     calibration=(4, 64),
     budgets=("25%",),
@@ -229,4 +260,4 @@ TOY = Sizes(
     step_tokens=(128, 32),
     losses=("--tokens", "32", "--vocabulary", "64", "--hidden", "16", "--repeats", "1", "--chunks", "10"),
 )  # fmt: skip
-SIZES = {sizes.name: sizes for sizes in (FULL, TOY)}
+SIZES = {sizes.name: sizes for sizes in (FULL, LENT, TOY)}

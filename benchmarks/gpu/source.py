@@ -25,7 +25,7 @@ from kvfold.texts.corpus import read_text
 from .ledger import Ledger, NotRun, Row
 from .sizes import Sizes, SourceSizes
 from .text import HELD, write_text
-from .tokens import Windows, make_tokenizer, make_tokens
+from .tokens import Windows, make_tokenizer, make_tokens, write_calibration
 
 WARMUP = 0.03  # of the time
 SAVE_EVERY = 120.0  # seconds between two states
@@ -179,7 +179,11 @@ def train(ledger: Ledger, sizes: Sizes, work: Path, device: str, seconds: float)
 
 def _tokens(sizes: Sizes, work: Path) -> Row:
     tokenizer = make_tokenizer(work, sizes.vocabulary)
-    return {"tokens": len(make_tokens(work, tokenizer)), "vocabulary": len(tokenizer)}
+    tokens = make_tokens(work, tokenizer)
+    sequences, length = sizes.calibration
+    count = 2 * max(1, sequences * length // sizes.window)  # more than is read
+    write_calibration(work, Windows(tokens, tokenizer, sizes.window, "cpu"), tokenizer, count)
+    return {"tokens": len(tokens), "vocabulary": len(tokenizer)}
 
 
 def _source(name: str, ledger: Ledger, sizes: Sizes, work: Path, device: str, seconds: float) -> Row:

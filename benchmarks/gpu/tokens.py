@@ -1,7 +1,7 @@
 """A tokenizer trained on the spot, and the windows that a source is trained on.
 
-Three windows of four are text. One of eight repeats its first half, from which a model learns to copy; one of
-eight hides numbers in text and asks for them at its end, in the words of the suite `retrieval`, with other
+Five windows of eight are text. One of eight repeats its first half, from which a model learns to copy; two of
+eight hide numbers in text and ask for them at their ends, in the words of the suite `retrieval`, with other
 filler, numbers and names than the suite's own. Legend: B windows, S tokens.
 """
 
@@ -14,12 +14,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvfold.core.files import replace_text
+
 from .text import TRAIN
 
 SAMPLE = 30 * 10**6  # characters that the tokenizer is trained on
 TOKENS = "tokens.npy"
 EOS = "<|end|>"
-COPIES, QUESTIONS = 8, 8  # one window of so many
+TURN, COPIES, QUESTIONS = 8, (1,), (3, 5)  # of so many windows in turn, those that copy and those that ask
+CALIBRATION = "calibration.jsonl"
+FAR = 10**9  # number of the first window of calibration, which no training gets to
 ASKED = 6  # numbers that a window hides
 THINGS = (
     "apple", "bridge", "cloud", "desert", "eagle", "feather", "glacier", "harbor", "ink", "jungle", "kitchen",
@@ -80,6 +84,12 @@ def make_tokens(work: Path, tokenizer: Any) -> Tensor:
     return torch.from_numpy(np.load(place).astype(np.int32))
 
 
+def write_calibration(work: Path, windows: "Windows", tokenizer: Any, count: int) -> None:
+    """Write windows as the source was trained on them, as text for the statistics of its folds."""
+    texts = tokenizer.batch_decode(windows.batch(FAR, count))
+    replace_text(work / CALIBRATION, "".join(json.dumps({"text": text}) + "\n" for text in texts))
+
+
 class Windows:
     """Windows of training, drawn by number, on a device.
 
@@ -106,9 +116,9 @@ class Windows:
         windows_BS = self.tokens[starts_B.to(self.tokens.device)[:, None] + steps_S].long()
         half = self.length // 2
         for row in range(count):
-            if (first + row) % COPIES == 1:
+            if (first + row) % TURN in COPIES:
                 windows_BS[row, half : 2 * half] = windows_BS[row, :half].clone()
-            elif (first + row) % QUESTIONS == 5:
+            elif (first + row) % TURN in QUESTIONS:
                 self._ask(windows_BS[row], first + row)
         return windows_BS
 

@@ -43,7 +43,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 def day(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory of a day whose part `train` is done; results are in `out`."""
     work = tmp_path_factory.mktemp("day")
-    assert run_part("train", work / "out", work, 600, None, toy=True) == 0
+    assert run_part("train", work / "out", work, 600, None, "toy") == 0
     return work
 
 
@@ -58,9 +58,9 @@ def rows(day: Path, part: str) -> dict[str, Any]:
 
 def measure(day: Path, part: str) -> dict[str, Any]:
     """Measure a part, and again, which measures nothing."""
-    assert run_part(part, day / "out", day, 600, None, toy=True) == 0
+    assert run_part(part, day / "out", day, 600, None, "toy") == 0
     first = rows(day, part)
-    assert run_part(part, day / "out", day, 600, None, toy=True) == 0
+    assert run_part(part, day / "out", day, 600, None, "toy") == 0
     assert rows(day, part) == first
     assert f"benchmarks.gpu {part}" in write_summary(day / "out")
     return first
@@ -125,7 +125,7 @@ def test_a_pretrained_source_is_measured(day: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(pretrained, "child", in_process)
     texts = (day / HELD, day / TRAIN)
     for _ in range(2):
-        assert run_part("pretrained", day / "out", day, 600, day / "source", True, texts) == 0
+        assert run_part("pretrained", day / "out", day, 600, day / "source", "toy", texts) == 0
     found = rows(day, "pretrained")
     assert list(found) == ["fold mla 50%", "fold gqa 1 head", "training mla 50%"]
     assert [words[0] for words in commands] == ["convert", "eval", "convert", "eval", "distill"]
@@ -174,7 +174,7 @@ def test_a_fold_that_the_time_ends_is_measured_again(
 
     monkeypatch.setattr(pretrained, "child", late)
     texts = (day / HELD, day / TRAIN)
-    assert run_part("pretrained", tmp_path / "out", tmp_path, 100, day / "source", True, texts) == 0
+    assert run_part("pretrained", tmp_path / "out", tmp_path, 100, day / "source", "toy", texts) == 0
     result = json.loads((tmp_path / "out" / "gpu-pretrained.json").read_text())
     assert result["not_run"]["fold mla 50%"].startswith("the time ended")
     assert "has not left its statistics" in result["not_run"]["fold gqa 1 head"]
