@@ -18,8 +18,10 @@ in one file; the day is that of the last run, unless there is a row for each.
 # Files whose names do not begin with that of their benchmark; - becomes _ in the others.
 _COMMANDS = {
     "fold-cost-sizes": "fold_cost",
+    "gpu-distil": "gpu distil --lent",
     "gpu-kernel": "gpu kernel",
     "gpu-pretrained": "gpu pretrained",
+    "gpu-train": "gpu train --lent",
     "convert-curves": "convert_speed --curves",
     "latent-norm": "fidelity",
     "llama-cpp-cpu": "llama_cpp",
