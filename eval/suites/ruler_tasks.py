@@ -212,9 +212,9 @@ def _common(draw: random.Random, length: int) -> _Parts:
 
     def text(uncommon: int) -> str:
         taken = [others[number % len(others)] for number in range(uncommon)]
-        # A text that takes the other words again repeats the common ones as many times more often.
-        rounds = max(1, -(-uncommon // len(others)))
-        listed = list(common) * (often * rounds) + taken * seldom
+        # A text that takes the other words again repeats the common ones more often in proportion.
+        times = max(often, -(-often * uncommon // len(others)))
+        listed = list(common) * times + taken * seldom
         random.Random(seed).shuffle(listed)
         return "\n" + " ".join(f"{number}. {word}" for number, word in enumerate(listed, 1))
 

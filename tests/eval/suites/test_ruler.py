@@ -1,5 +1,6 @@
 """Prompts of RULER's tasks hold what they ask for, and answers are scored for the prompt they belong to."""
 
+import random
 import re
 from collections import Counter
 from pathlib import Path
@@ -14,7 +15,7 @@ from kvfold.checkpoints.quality_blocks import RulerBlock
 from kvfold.core.errors import InvalidInput
 from kvfold.eval.options import Options
 from kvfold.eval.run import evaluate
-from kvfold.eval.suites import ruler
+from kvfold.eval.suites import ruler, ruler_tasks
 from kvfold.eval.suites.ruler_tasks import TASKS, RulerTasks, score
 
 from ..conftest import Make
@@ -104,6 +105,18 @@ def test_frequent_words_are_the_most_frequent_ones_with_a_gap(
     assert {word for word, _ in ranked[:count]} == set(prompt.answers)
     assert len(ranked) > count
     assert ranked[count - 1][1] > ranked[count][1]
+
+
+@pytest.mark.parametrize("share", [1.0, 1.01, 1.5, 1.99, 2.0, 2.01, 9.3])
+def test_common_words_keep_their_lead_where_others_are_taken_again(share: float) -> None:
+    """Ten to one on average, as in a text that takes each other word once."""
+    parts = ruler_tasks._common(random.Random(0), ruler_tasks.LONG)
+    assert parts.dense is not None
+    others = len(ruler_tasks._vocabulary()) - ruler_tasks.COMMON
+    counts = Counter(re.findall(r"[a-z]+", parts.dense(round(share * others))))
+    common = {counts.pop(word) for word in parts.answers}
+    assert len(common) == 1
+    assert 9.9 < common.pop() / (counts.total() / others) < 10.5
 
 
 def test_a_text_too_short_to_have_a_third_most_frequent_word_is_refused(tasks: RulerTasks) -> None:
