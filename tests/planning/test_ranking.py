@@ -6,6 +6,7 @@ What fits, what it costs, what it is predicted to lose, and whether measured per
 import json
 import math
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ FEW = ("--context", "256", "--budgets", "50%,12.5%")
 def statistics(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Statistics of the demo checkpoint on text of its own."""
     file = tmp_path_factory.mktemp("statistics") / "demo.safetensors"
-    study(open_source(DEMO), "self", sequences=12, length=256, seed=0, save=file)
+    study(open_source(DEMO), "self", sequences=12, length=128, seed=0, save=file)
     return file
 
 
@@ -154,7 +155,10 @@ def test_formulas_count_the_weights_that_are_written() -> None:
 
 
 def test_ranking_agrees_with_measured_perplexity(tmp_path: Path, statistics: Path) -> None:
-    """GQA and MLA, decoupled and intact, together: Spearman's correlation of predicted and measured loss."""
+    """GQA and MLA, decoupled and intact, together: Spearman's correlation of predicted and measured loss.
+
+    Both are of the closed form.
+    """
     source, bounds = open_source(DEMO), Bounds(context=256, batch=1, memory=None)
     candidates, _ = find_candidates(source, ("50%", "25%", "12.5%"))
     wanted = [one for one in candidates if one.request.slots is None and one.request.container != "remote"]
@@ -163,7 +167,7 @@ def test_ranking_agrees_with_measured_perplexity(tmp_path: Path, statistics: Pat
     assert len(rows) >= 8
     measured, text = [], read_text("stdlib")
     for number, row in enumerate(rows):
-        rewrite(row.candidate.plan, tmp_path / str(number))
+        rewrite(replace(row.candidate.plan, refine=0), tmp_path / str(number))
         options = Options(window=256, max_windows=8, trust_remote_code=True)
         lost = evaluate(tmp_path / str(number), DEMO, text, options).ppl.difference
         assert lost is not None
@@ -311,8 +315,9 @@ def test_losses_are_predicted_through_norms_bounds_sinks_and_windows(
     assert all(loss is None or math.isfinite(loss) for loss in losses.values())
 
 
-def test_curve_and_picture(tmp_path: Path, statistics: Path) -> None:
-    picture = tmp_path / "curve.png"
+def test_curve_and_picture(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    picture, statistics = tmp_path / "curve.png", tmp_path_factory.mktemp("few") / "demo.safetensors"
+    study(open_source(DEMO), "self", sequences=6, length=64, seed=0, save=statistics)
     arguments = (
         str(DEMO),
         "--budgets",
