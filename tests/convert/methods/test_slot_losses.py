@@ -1,11 +1,14 @@
 """Predicted losses of rotary slots, and the assignment of a table's slots to a source's pairs."""
 
+from dataclasses import replace
 from itertools import permutations
 
 import pytest
 import torch
 
+from kvfold.convert.algebra import subspaces
 from kvfold.convert.algebra.metric import weights_only
+from kvfold.convert.methods import allocation
 from kvfold.convert.methods.allocation import allocate, assign, saved, unslotted
 from kvfold.convert.methods.latent import Band, Keys, lost_by_slots, saved_by_slots, separate, source_bands
 
@@ -62,3 +65,24 @@ def test_the_sources_own_table_is_its_own_assignment() -> None:
         nothing = lost_by_slots(attention, FREQUENCIES_F, (), metric)
         assert nothing == pytest.approx(float(saved_by_slots(attention, FREQUENCIES_F, metric).sum()) / 2)
         assert lost_by_slots(attention, FREQUENCIES_F, bands, metric) < nothing
+
+
+def test_widths_are_compared_where_layers_are_fitted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, of which the meta device takes the place: it refuses tensors of the CPU next to its own."""
+    meta, seen = torch.device("meta"), []
+
+    def energy(*given: torch.Tensor) -> torch.Tensor:
+        seen.extend(part.device for part in given)
+        return torch.ones(40, dtype=torch.float64)
+
+    monkeypatch.setattr(allocation, "fitting_device", lambda: meta)
+    monkeypatch.setattr(allocation, "low_rank_energy", energy)
+    monkeypatch.setattr(subspaces, "factor", lambda metric: torch.linalg.cholesky_ex(metric)[0])
+    attention, plain = LAYERS[0]
+    costs = replace(plain, input_EE=torch.eye(attention.k_KHD.shape[-1] + 1, dtype=torch.float64))
+    bands = (Band(frequency=0.5, pairs=(0, 1), slots=1), Band(frequency=0.1, pairs=(0, 1, 2, 3), slots=2))
+    found = allocation.losses_by_width(
+        lambda: [(attention, costs)], FREQUENCIES_F, 20, {6: bands}, {6: [0.25]}
+    )
+    assert seen == [meta] * 3
+    assert found == {6: [{"slots": 0.25, "latent": (40 - 14) / 2}]}
