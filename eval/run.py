@@ -8,6 +8,7 @@ from typing import Any
 from ..checkpoints.eval_json import SCHEMA, TextProtocol
 from ..checkpoints.quality_blocks import SuiteBlock
 from ..core.console import is_first
+from ..core.memory import enough_memory
 from ..core.processes import together
 from ..texts.corpus import Text
 from .evaluation_journal import EvaluationJournal
@@ -17,6 +18,7 @@ from .subject import Subject, versions
 from .suites.catalogue import DEFAULT, SUITES, with_storage
 
 
+@enough_memory("use a smaller --batch-size or --window, --dtype bfloat16, or --one-at-a-time")
 def evaluate(
     student: Path,
     teacher: Path | None,
@@ -45,7 +47,8 @@ def evaluate(
 
     Raises:
         InvalidInput: a checkpoint cannot be loaded, two checkpoints cannot be compared, the text does not
-            suit the windows, a model's logits are not finite, or a suite refuses its settings.
+            suit the windows, a model's logits are not finite, memory is full, or a suite refuses its
+            settings.
     """
     suites = with_storage(suites, options.cache_dtype)
     measures = _measures(suites, settings or {})

@@ -21,7 +21,7 @@ from ...checkpoints.directory import Checkpoint
 from ...core.console import is_first, notice
 from ...core.errors import InvalidInput
 from ...core.files import check_makeable
-from ...core.memory import free_bytes
+from ...core.memory import enough_memory, free_bytes
 from ...core.processes import from_every, together
 from ...models.causal_lm import device, load_model, with_base
 from ...models.dequantised import from_tensors
@@ -52,6 +52,7 @@ def batch_size(length: int) -> int:
     return max(1, CPU_TOKENS // length) if device().type == "cpu" else SEQUENCES
 
 
+@enough_memory("read shorter sequences with --length, or one layer at a time with --layerwise")
 def study(
     source: Source,
     calibration: str,
@@ -79,8 +80,8 @@ def study(
         work: the directory for activations between layers, unless TMPDIR is set; by default the current one.
 
     Raises:
-        InvalidInput: there is no such file, it is of another model, a statistic is not finite, or another run
-            saves other statistics as `save` in the meantime.
+        InvalidInput: there is no such file, it is of another model, a statistic is not finite, memory is
+            full, or another run saves other statistics as `save` in the meantime.
     """
     with together():
         saved = read_saved(source, calibration, save)

@@ -29,9 +29,10 @@ from ...core.disk import disk_error, is_full, writing_errors
 from ...core.errors import InvalidInput
 from ...core.files import check_makeable
 from ...core.hub import commit_of
+from ...core.memory import enough_memory
 from ...core.processes import from_first, place, released_together, together, union
 from ..calibration.capacity import default_jobs
-from ..decide.measured.settle import settle
+from ..decide.measured.settle import FEWER, settle
 from ..decide.plan import Plan, PlannedLayer
 from ..methods import table as methods
 from ..request import FoldRequest
@@ -69,6 +70,7 @@ def check_begun(request: FoldRequest, out: Path) -> None:
     check_options(_partial(out), request.essentials())
 
 
+@enough_memory(FEWER)
 def rewrite(plan: Plan, out: Path, *, source_name: str | None = None) -> dict[str, Any]:
     """Carry out a plan; of several processes each its share, on any machines that see the same directories.
 
@@ -84,8 +86,8 @@ def rewrite(plan: Plan, out: Path, *, source_name: str | None = None) -> dict[st
         The record that is in the output's kvfold.json.
 
     Raises:
-        InvalidInput: `out` exists or cannot be written, the disk is too small, or a weight is NaN or
-            infinite.
+        InvalidInput: `out` exists or cannot be written, the disk or memory is too small, or a weight is NaN
+            or infinite.
     """
     with together():
         check_output(out, plan.source.checkpoint.directory)

@@ -22,6 +22,7 @@ from accelerate import Accelerator
 
 from ...core.console import listening, notice
 from ...core.errors import InvalidInput
+from ...core.memory import enough_memory
 from ...core.signals import interruptible
 from ...models.causal_lm import Described, Loaded
 from ..data.order import TrainingWindows
@@ -50,6 +51,10 @@ from .resume import complete, find_models, find_result, last_progress
 from .training_result import TrainingResult
 
 
+@enough_memory(
+    "set micro_batch: 1 in the stage, gradient_checkpointing: true, or teacher: shared where only attention "
+    "is trained; kvfold distill explain predicts the memory of each stage"
+)
 def distill(recipe: Recipe) -> TrainingResult:
     """Train `recipe.student` and write `recipe.output`.
 
@@ -63,7 +68,8 @@ def distill(recipe: Recipe) -> TrainingResult:
         The result of the run.
 
     Raises:
-        InvalidInput: something in the recipe cannot be used, the training diverged, or the disk is full.
+        InvalidInput: something in the recipe cannot be used, the training diverged, or the disk or memory is
+            full.
         Interrupted: a signal stopped the run; the same recipe resumes it.
 
     Example:

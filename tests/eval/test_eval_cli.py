@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import CliRunner, Result
 
 from kvfold.checkpoints.record import describe, write_record
@@ -276,3 +277,14 @@ def test_help_imports_nothing_heavy() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "--text" in done.stdout
+
+
+def test_a_full_gpu_is_one_sentence(mha: Path, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has ...")
+
+    monkeypatch.setattr("kvfold.eval.scores.last_hidden", full)
+    result = run(mha, "--text", file, "--window", "32", "--suite", "ppl")
+    assert result.exit_code == 2
+    assert "Error: the GPU has too little memory (2.00 GiB more were needed); use a smaller" in result.output
+    assert "--batch-size" in result.output

@@ -111,3 +111,26 @@ def test_a_gpu_decomposes_once_before_threads_do(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch, "ones", full)
     with fold_threads(2) as pool:
         assert pool.submit(lambda: 7).result() == 7
+
+
+@pytest.mark.parametrize(
+    ("place", "remedy"),
+    [
+        ("kvfold.convert.calibration.study._collect", "one layer at a time with --layerwise"),
+        ("kvfold.convert.write.rewrite.fold", "fold fewer layers at once with --jobs 1"),
+    ],
+)
+def test_a_full_gpu_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, remedy: str
+) -> None:
+    source, sizes = make(tmp_path / "source"), ("--length", "8", "--sequences", "2", "--refine", "0")
+
+    def full(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has ...")
+
+    monkeypatch.setattr(place, full)
+    result = convert(source, "--to", "gqa", "--kv-heads", "2", *sizes)
+    assert result.exit_code == 2
+    sentence = result.output.splitlines()[-1]
+    assert sentence.startswith("Error: the GPU has too little memory (2.00 GiB more were needed); ")
+    assert remedy in sentence

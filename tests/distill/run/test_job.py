@@ -209,3 +209,12 @@ def test_other_mistakes_are_named(make_recipe: MakeRecipe, teacher: Path, text: 
         distill(make_recipe(data={"source": str(text), "seq_len": 128}))
     with pytest.raises(InvalidInput, match="stage kl diverged: the gradient of step 2 is nan"):
         distill(make_recipe(lr=1e30, grad_clip=None, warmup=0))
+
+
+def test_a_full_gpu_is_one_sentence(make_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has ...")
+
+    monkeypatch.setattr("kvfold.distill.stages.objective.predict", full)
+    with pytest.raises(InvalidInput, match=r"the GPU has too little memory .*; set micro_batch: 1"):
+        distill(make_recipe())
