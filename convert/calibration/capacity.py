@@ -46,6 +46,11 @@ class Need:
         """
         return _BASE + self.weights + self.activations + self.statistics
 
+    @property
+    def by_layer(self) -> int:
+        """Bytes of a run with one layer in memory, at the layer that passes back over a batch."""
+        return _BASE + self.rest + self.layer + self.activations // self.layers
+
     @classmethod
     def of(cls, source: Source, *, sequences: int, length: int) -> "Need":
         """Estimate the need of a source from its shapes, for batches of `sequences` times `length` tokens."""
@@ -92,6 +97,31 @@ class Need:
         """Return the number of layers whose weights fit in memory next to the cache of the sequences."""
         free = free_bytes() - self.rest - self.layer - sequences * self.cached
         return max(0, min(self.layers, free // self.layer))
+
+
+def divided_batch(source: Source, sequences: int, length: int, layerwise: bool | None) -> tuple[Need, int]:
+    """Return the need of statistics with batches that fit in memory, and the number that divides them.
+
+    Smaller batches come before one layer at a time: that reads all layers again for each token that the
+    source writes.
+
+    Args:
+        source: the checkpoint.
+        sequences: the most in a batch.
+        length: tokens of each.
+        layerwise: whether one layer at a time is in memory; None: where the whole model does not fit.
+
+    Returns:
+        The need, and 1, 2, 4, ...: the first that lets the whole model fit, else one layer, else the last.
+    """
+    divisors = [1 << halving for halving in range(sequences.bit_length())]
+    needs = {each: Need.of(source, sequences=max(1, sequences // each), length=length) for each in divisors}
+    free = free_bytes()
+    sizes = [{each: need.whole for each, need in needs.items()}] if not layerwise else []
+    sizes += [{each: need.by_layer for each, need in needs.items()}] if layerwise is not False else []
+    fitting = (each for size in sizes for each in divisors if size[each] <= free)
+    divisor = next(fitting, divisors[-1])
+    return needs[divisor], divisor
 
 
 def fold_bytes(

@@ -36,7 +36,7 @@ from ..families.source import Source
 from . import layerwise as by_layer
 from . import passes
 from .calibration_text import alternating, count_read, digest_of, name_of, read_text
-from .capacity import Need
+from .capacity import Need, divided_batch
 from .moments import Layout
 from .reach import default_length, reach_of, readings
 from .self_text import OwnText, write_text
@@ -90,7 +90,7 @@ def study(
         own, text = parts(calibration)
         chosen = length is None
         length = default_length(source, calibration) if length is None else min(length, source.positions)
-        need = Need.of(source, sequences=min(batch_size(length), sequences), length=length)
+        need, divisor = divided_batch(source, min(batch_size(length), sequences), length, layerwise)
     if layerwise is None:
         layerwise = any(from_every(need.whole > free_bytes()))  # all exchange the same sums
     with together():
@@ -107,8 +107,8 @@ def study(
         how = {"sequences": sequences - count, "length": length, "seed": seed}
         own_BT, end = _own_text(source, model, need, chosen, **how)
     tokens_BT = alternating(own_BT, read_BT)
-    statistics = _collect(source, model, tokens_BT, calibration=name_of(calibration), seed=seed, work=work)
-    statistics = replace(statistics, reach=end)
+    taken = _collect(source, model, tokens_BT, divisor, work, calibration=name_of(calibration), seed=seed)
+    statistics = replace(taken, reach=end)
     if save is not None and is_first():
         _keep(statistics, save, run)
     return statistics
@@ -198,15 +198,14 @@ def _within_reach(text: OwnText, model: Any, positions: int, chosen: bool) -> tu
 
 
 def _collect(
-    source: Source, model: Any, tokens: Tensor, *, calibration: str, seed: int, work: Path | None
+    source: Source, model: Any, tokens: Tensor, divisor: int, work: Path | None, **about: Any
 ) -> Statistics:
-    """Take statistics on some tokens, with the whole model or one layer at a time."""
-    how: dict[str, Any] = {
-        "layout": layout_of(source),
-        "batch_size": batch_size(tokens.shape[-1]),
-        "seed": seed,
-        "calibration": calibration,
-    }
+    """Take statistics on some tokens, with the whole model or one layer at a time.
+
+    `divisor` divides the size of a batch.
+    """
+    size = max(1, min(batch_size(tokens.shape[-1]), len(tokens)) // divisor)
+    how: dict[str, Any] = {"layout": layout_of(source), "batch_size": size, **about}
     if isinstance(model, LayeredModel):
         return by_layer.collect(model, tokens, **how, work=_place(work))
     return passes.collect(model, tokens, **how)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvfold.convert.calibration import layerwise, passes
+from kvfold.convert.calibration import capacity, layerwise, passes
 from kvfold.convert.calibration import study as study_module
 from kvfold.convert.calibration.capacity import Need
 from kvfold.convert.calibration.self_text import sample_from
@@ -166,7 +166,7 @@ def test_chosen_by_memory(
     assert need.weights == sum(4 * source.checkpoint[name].numel() for name in source.checkpoint)
     assert need.layer * 2 + need.rest == need.weights
     fits = study(source, "self", **text, work=tmp_path)
-    for module in (study_module, __import__("kvfold.convert.calibration.capacity", fromlist=["free_bytes"])):
+    for module in (study_module, capacity):
         monkeypatch.setattr(module, "free_bytes", lambda: need.rest + need.layer + 2 * need.cached)
     smaller = study(source, "self", **text, work=tmp_path / "not" / "there")
     assert "larger than memory" in caplog.text
@@ -177,6 +177,34 @@ def test_chosen_by_memory(
     assert forced is not None
     assert_equal(fits, smaller)
     assert_equal(fits, forced)
+
+
+def test_smaller_batches_come_before_single_layers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, modes: list[str]
+) -> None:
+    """Where the whole model fits next to the activations of half a batch, half a batch is read at once."""
+    source, text = open_source(make(tmp_path / "source")), {"sequences": 4, "length": 64, "seed": 0}
+    usual = study(source, "self", **text, work=tmp_path)
+    read, score = list[int](), passes.score
+
+    def counted(model: Any, hidden_BTD: Tensor, chance_BT: Tensor) -> Tensor:
+        read.append(len(hidden_BTD))
+        return score(model, hidden_BTD, chance_BT)
+
+    monkeypatch.setattr(passes, "score", counted)
+    half = Need.of(source, sequences=2, length=64)
+    for module in (study_module, capacity):
+        monkeypatch.setattr(module, "free_bytes", lambda: half.whole)
+    halved = study(source, "self", **text, work=tmp_path)
+    assert modes == ["whole", "whole"]
+    assert read == [2, 2]
+    assert usual is not None
+    assert halved is not None
+    assert_equal(usual, halved)
+    for module in (study_module, capacity):
+        monkeypatch.setattr(module, "free_bytes", lambda: half.by_layer)
+    study(source, "self", **text, work=tmp_path)
+    assert modes[2:] == ["layerwise"]
 
 
 def test_one_process_without_room_decides_for_all(
