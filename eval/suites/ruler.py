@@ -13,10 +13,12 @@ from itertools import groupby
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ...checkpoints.quality_blocks import RulerBlock, RulerScores
 from ...core.console import progress
 from ...core.errors import InvalidInput
+from ...models.causal_lm import Loaded
 from ...models.finite import refuse
 from ..estimate import proportion, proportion_difference
 from ..subject import Subject
@@ -104,19 +106,28 @@ def _ask(subject: Subject, role: str, prompts: Sequence[RulerPrompt]) -> list[fl
         for start in range(0, len(numbers_B), size):
             batch = numbers_B[start : start + size]
             ids_BP = torch.tensor([prompts[number].ids for number in batch], device=loaded.device)
-            logits_BKV, cache = read(loaded, ids_BP, last=1)
-            for row, finite in enumerate(logits_BKV.isfinite().all(-1).all(-1).tolist()):
-                if not finite:
-                    raise refuse(role, loaded, ids_BP[row : row + 1], row)
-            generated = []
-            for _ in range(max(prompts[number].steps for number in batch)):
-                generated.append(greedy(logits_BKV))
-                logits_BKV, cache = read(loaded, generated[-1].to(loaded.device), cache, last=1)
-            answers_BT = torch.cat(generated, 1)
-            for number, answer_T in zip(batch, answers_BT, strict=True):
+            steps = max(prompts[number].steps for number in batch)
+            for number, answer_T in zip(batch, _continued(loaded, ids_BP, steps, role), strict=True):
                 prompt = prompts[number]
                 found[number] = score(loaded.tokenizer.decode(answer_T[: prompt.steps]), prompt.answers)
     return found
+
+
+def _continued(loaded: Loaded, ids_BP: Tensor, steps: int, role: str) -> Tensor:
+    """Return the tokens (B, steps) that a model writes behind prompts; their cache is freed.
+
+    Raises:
+        InvalidInput: the logits are not finite.
+    """
+    logits_BKV, cache = read(loaded, ids_BP, last=1)
+    for row, finite in enumerate(logits_BKV.isfinite().all(-1).all(-1).tolist()):
+        if not finite:
+            raise refuse(role, loaded, ids_BP[row : row + 1], row)
+    generated = [greedy(logits_BKV)]
+    while len(generated) < steps:
+        logits_BKV, cache = read(loaded, generated[-1].to(loaded.device), cache, last=1)
+        generated.append(greedy(logits_BKV))
+    return torch.cat(generated, 1)
 
 
 def _scores(found: Found, lengths: int) -> RulerScores:

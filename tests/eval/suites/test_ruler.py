@@ -2,6 +2,7 @@
 
 import random
 import re
+import weakref
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -188,3 +189,22 @@ def test_lengths_are_half_and_all_of_the_positions(wide: Path) -> None:
 def test_mistakes_are_one_sentence(wide: Path, settings: dict[str, Any], sentence: str) -> None:
     with pytest.raises(InvalidInput, match=sentence):
         run(wide, ruler_samples=1, **settings)
+
+
+def test_one_cache_exists_at_a_time(wide: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of prompts that are answered is freed before the next are read."""
+    alive: weakref.WeakSet[Any] = weakref.WeakSet()
+    before, read = list[int](), ruler.read
+
+    def counted(loaded: Any, ids_BT: torch.Tensor, cache: Any = None, **how: Any) -> tuple[torch.Tensor, Any]:
+        if cache is None:
+            before.append(len(alive))
+        logits_BKV, cache = read(loaded, ids_BT, cache, **how)
+        alive.add(cache)
+        return logits_BKV, cache
+
+    monkeypatch.setattr(ruler, "read", counted)
+    settings = {"ruler_tasks": "niah_single", "ruler_lengths": "700", "ruler_samples": 3}
+    one_by_one = Options(device="cpu", batch_size=1)
+    evaluate(wide, None, None, one_by_one, suites=("ruler",), settings=settings)
+    assert before == [0, 0, 0]
