@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from ...convert.calibration.self_text import sample_from
 from ...core.errors import InvalidInput
+from ...core.memory import free_bytes
 from ...core.processes import place
 from ...texts.sources import read_texts
 from ..recipe.data_section import Data, TextSource
@@ -22,7 +23,7 @@ from ..recipe.data_section import Data, TextSource
 START = 1  # mark of a document's first token
 SCORED = 2  # mark of a token that is predicted
 _AT_ONCE = 2**22  # tokens that the teacher writes between two writes to disk
-_WRITTEN_TOGETHER = 32  # sequences per batch that the teacher writes
+_WRITTEN_TOGETHER = 32  # sequences per batch that the teacher writes, at most
 
 
 class Piece(NamedTuple):
@@ -130,12 +131,21 @@ def written_pieces(data: Data, tokenizer: Any, teacher: Any, tokens: int) -> Pie
             length=data.seq_len,
             bos=start,
             seed=seed,
-            batch_size=_WRITTEN_TOGETHER,
+            batch_size=_written_together(teacher, data.seq_len),
         )
         for row in sequences.tolist():
             # With a padded vocabulary, a model may by rare chance write an id that stands for no token.
             known = next((at for at, token in enumerate(row) if token >= len(tokenizer)), len(row))
             yield from _split(row[:known], around, data.packing)
+
+
+def _written_together(teacher: Any, length: int) -> int:
+    """Return how many sequences a teacher writes at once: as many as memory has room for their cache."""
+    text = teacher.config.get_text_config()
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    cached = 2 * text.num_hidden_layers * heads * width * length * teacher.dtype.itemsize
+    return int(max(1, min(_WRITTEN_TOGETHER, free_bytes() // cached)))
 
 
 def _split(row: list[int], around: Ends, packing: str) -> Iterable[Piece]:

@@ -16,7 +16,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
+from kvfold.convert.calibration.self_text import sample_from
 from kvfold.core.errors import InvalidInput
+from kvfold.distill.data import token_documents
 from kvfold.distill.data.batch import IGNORED
 from kvfold.distill.data.order import Stream, TrainingWindows, schedule, windows_per_source
 from kvfold.distill.data.token_documents import SCORED, START
@@ -233,6 +235,25 @@ def test_text_that_the_teacher_writes(
     with torch.no_grad():
         own, random_ids = (float(model(input_ids=x, labels=x).loss) for x in (ids, noise))
     assert own < random_ids - 1
+
+
+def test_a_teacher_writes_as_much_at_once_as_memory_holds(
+    tmp_path: Path, teacher: Path, with_eos: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(teacher).eval()
+    data, at_once = Data(source="self", seq_len=16, seed=3), list[int]()
+
+    def counted(*given: Any, batch_size: int, **how: Any) -> torch.Tensor:
+        at_once.append(batch_size)
+        return sample_from(*given, batch_size=batch_size, **how)
+
+    monkeypatch.setattr(token_documents, "sample_from", counted)
+    sequence = 2 * 2 * 32 * 16 * 4  # keys and values of both layers
+    for name, free in (("many", 2**40), ("few", 3 * sequence), ("none", 0)):
+        monkeypatch.setattr(token_documents, "free_bytes", lambda free=free: free)
+        (tmp_path / name).mkdir()
+        write(tmp_path / name, data, with_eos, 4, model)
+    assert at_once == [32, 3, 1]
 
 
 def test_mistakes_about_data_are_named(tmp_path: Path, student: Path, text: Path) -> None:
