@@ -102,9 +102,10 @@ def agrees(source: Attention, frequencies_F: Tensor, sample: LayerSample) -> boo
 
     The model may have a part that no row of the table of families describes.
     """
-    wanted_BTD = sample.output_BTD.float()
-    input_BTD = sample.input_BTD[: len(wanted_BTD)].float()
-    given_BTD = attend(source.to(torch.float32), input_BTD, frequencies_F, sample.scoring.to(torch.float32))
+    wanted_BTD = sample.output_BTD.to(fitting_device(), torch.float32)
+    how = wanted_BTD.dtype, wanted_BTD.device
+    input_BTD = sample.input_BTD[: len(wanted_BTD)].to(wanted_BTD)
+    given_BTD = attend(source.to(*how), input_BTD, frequencies_F, sample.scoring.to(*how))
     return bool((given_BTD - wanted_BTD).norm() <= AGREEMENT * wanted_BTD.norm())
 
 
@@ -235,11 +236,8 @@ class _Loss:
         read: Tensor | None = None,
     ) -> None:
         self._cache = cache
-        self._fisher_DD, self._device, self._slots_S = (
-            sample.fisher_DD.to(device, torch.float32),
-            device,
-            slots_S,
-        )
+        self._fisher_DD = sample.fisher_DD.to(device, torch.float32)
+        self._device, self._slots_S = device, slots_S
         self._input_BTD, self._scoring = sample.input_BTD, sample.scoring.to(torch.float32, device)
         teacher = source.to(torch.float32, device)
         read = torch.arange(len(self._input_BTD)) if read is None else read
