@@ -140,12 +140,16 @@ def written_pieces(data: Data, tokenizer: Any, teacher: Any, tokens: int) -> Pie
 
 
 def _written_together(teacher: Any, length: int) -> int:
-    """Return how many sequences a teacher writes at once: as many as memory has room for their cache."""
+    """Return how many sequences a teacher writes at once: as many as memory has room for their cache.
+
+    It is a power of two, so that a little more or less free memory does not round other logits.
+    """
     text = teacher.config.get_text_config()
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     cached = 2 * text.num_hidden_layers * heads * width * length * teacher.dtype.itemsize
-    return int(max(1, min(_WRITTEN_TOGETHER, free_bytes() // cached)))
+    fitting: int = max(1, min(_WRITTEN_TOGETHER, free_bytes() // cached))
+    return 1 << (fitting.bit_length() - 1)
 
 
 def _split(row: list[int], around: Ends, packing: str) -> Iterable[Piece]:

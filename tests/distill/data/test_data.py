@@ -253,7 +253,7 @@ def test_a_teacher_writes_as_much_at_once_as_memory_holds(
         monkeypatch.setattr(token_documents, "free_bytes", lambda free=free: free)
         (tmp_path / name).mkdir()
         write(tmp_path / name, data, with_eos, 4, model)
-    assert at_once == [32, 3, 1]
+    assert at_once == [32, 2, 1]
 
 
 def test_mistakes_about_data_are_named(tmp_path: Path, student: Path, text: Path) -> None:
