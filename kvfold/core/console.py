@@ -10,6 +10,7 @@ import logging
 import math
 import os
 import re
+import signal
 import sys
 import threading
 import time
@@ -127,7 +128,7 @@ class Command(click.Command):
         )
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command, and report what it cannot do as one sentence."""
+        """Run the command, and report what it cannot do, or Ctrl-C, as one sentence."""
         if isinstance(sys.stdout, TextIOWrapper):
             sys.stdout.reconfigure(errors="backslashreplace")
         wait_passively_if_busy()
@@ -136,6 +137,9 @@ class Command(click.Command):
                 return super().invoke(ctx)
         except InvalidInput as mistake:
             raise _Refusal(printable(str(mistake))) from None
+        except KeyboardInterrupt:  # click would print "Aborted!" and exit with 1
+            click.echo("Interrupted: stopped by SIGINT; run the same command again to resume.", err=True)
+            sys.exit(128 + signal.SIGINT)
         except _Refusal:
             raise
         except click.ClickException as mistake:  # a check that fails, which may name a file

@@ -110,6 +110,16 @@ def test_a_home_directory_in_an_option_is_the_users(monkeypatch: pytest.MonkeyPa
     assert CliRunner().invoke(show, given).stdout == "/home/me/x /home/me ~you/x a=~/x --out=~/x\n"
 
 
+def test_ctrl_c_says_how_to_resume_and_exits_as_a_shell_expects() -> None:
+    @click.command(cls=Command)
+    def work() -> None:
+        raise KeyboardInterrupt
+
+    done = CliRunner().invoke(work)
+    assert done.exit_code == 130
+    assert done.stderr == "Interrupted: stopped by SIGINT; run the same command again to resume.\n"
+
+
 def test_help_is_shown_where_a_list_is_given_twice() -> None:
     done = CliRunner().invoke(
         kvfold, ["eval", "recipes/demo", "--suite", "ppl", "--suite", "cache", "--help"]
