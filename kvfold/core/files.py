@@ -257,11 +257,11 @@ def private_directory(path: Path) -> Iterator[Path]:
         OSError: the directory cannot be made.
     """
     remove_left(path)
-    parent = path.absolute().parent
-    with (
-        TemporaryDirectory(dir=parent, prefix=PREFIX, ignore_cleanup_errors=True) as name,
-        ExitStack() as held,
-    ):
+    try:
+        made = TemporaryDirectory(dir=path.absolute().parent, prefix=PREFIX, ignore_cleanup_errors=True)
+    except OSError as error:  # it names the private directory, of which the user knows nothing
+        raise OSError(error.errno, error.strerror, str(path)) from None
+    with made as name, ExitStack() as held:
         # Some file systems have no locks. Without one, nothing is left that counts as a killed run's.
         with suppress(OSError, NotImplementedError, InvalidInput):
             held.enter_context(locked(Path(name, _LOCK), "another process holds it"))

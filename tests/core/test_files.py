@@ -65,6 +65,13 @@ def test_a_place_in_which_nothing_can_be_made_is_refused(path: str) -> None:
         check_makeable(Path(path))
 
 
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="there is no /proc, where nobody can make a file")
+def test_a_file_that_cannot_be_made_is_named_and_no_temporary_one() -> None:
+    with pytest.raises(OSError) as caught, whole_file(Path("/proc/page.html")):
+        pass
+    assert caught.value.filename == "/proc/page.html"
+
+
 def test_names_that_look_temporary_are_the_users(tmp_path: Path) -> None:
     elsewhere = tmp_path / "elsewhere"
     elsewhere.write_text("mine")
