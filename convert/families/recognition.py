@@ -60,7 +60,7 @@ _INNER = ("text_config", "decoder", "generator", "text_encoder")
 BEHIND_ROTATION = "it normalises queries and keys after rotation"
 UNLIKE = "its layers differ in the width of their heads"
 _SEE = "see `kvfold families` for those that kvfold folds"
-_LATENT = {"deepseek_v2", "deepseek_v3", "youtu", "minicpm3"}
+_LATENT = {"deepseek_v2", "deepseek_v3", "youtu", "minicpm3", "kvfold"}  # kvfold: outputs with their own code
 
 
 def family_of(config: Mapping[str, Any]) -> Family:

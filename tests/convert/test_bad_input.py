@@ -164,6 +164,7 @@ CASES: dict[str, tuple[Callable[[Path], None], tuple[str, ...], str]] = {
     ),
     "no family": (config_with(model_type=None), MLA, "config.json has no model_type; see `kvfold families`"),
     "encoder": (config_with(model_type="bert"), MLA, "is an encoder model"),
+    "an output with own code": (config_with(model_type="kvfold"), MLA, "already has latent attention"),
     "latent already": (config_with(model_type="deepseek_v3"), MLA, "already has latent attention"),
     "quantised": (
         config_with(quantization_config={"quant_method": "gptq"}),
