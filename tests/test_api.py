@@ -120,7 +120,9 @@ def test_a_fold_and_its_result(folded: Folded, work: Path) -> None:
         assert "25.0%" in shown
         assert "nats per token" in shown
     assert folded._repr_html_().startswith("<table>")
-    with pytest.raises(kvfold.InvalidInput, match=r"^device is 'gpu'; it should be one of auto, cpu, cuda$"):
+    with pytest.raises(
+        kvfold.InvalidInput, match=r"^device is 'gpu'; it should be one of auto, cpu, cuda, or cuda:N$"
+    ):
         folded.load(device="gpu")
     with pytest.raises(kvfold.InvalidInput, match=r"^dtype is 'bf16'; it should be one of auto, float32"):
         folded.load(dtype="bf16")

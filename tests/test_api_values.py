@@ -61,3 +61,30 @@ def test_paths_in_the_mapping_of_a_recipe(tmp_path: Path) -> None:
         "device": "cpu",
     }
     assert kvfold.train(recipe).directory == tmp_path / "distilled"
+
+
+@pytest.mark.parametrize(
+    ("device", "sentence"),
+    [
+        ("cpu:foo", "device is 'cpu:foo'; it should be one of auto, cpu, cuda, or cuda:N"),
+        (0, "device is 0; it should be one of auto, cpu, cuda, or cuda:N"),
+        ("cuda:0", "device cuda:0: torch finds no CUDA device here; use device cpu"),
+        ("cuda:7", "device is 'cuda:7'; torch finds cuda:0 to cuda:0 here"),
+    ],
+)
+def test_a_device_that_is_none(
+    device: Any, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sentences are kvfold's, whichever library would find the mistake."""
+    folded = kvfold.fold(DEMO, kvfold.GQA(kv_heads=2), out=tmp_path / "out", calibration="none")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: device == "cuda:7")
+    monkeypatch.setattr("torch.cuda.device_count", lambda: int(device == "cuda:7"))
+    with pytest.raises(kvfold.InvalidInput) as caught:
+        folded.load(device=device)
+    assert str(caught.value) == sentence
+
+
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="there is no /proc, where nobody can make a directory")
+def test_nothing_is_removed_where_nothing_could_be_written() -> None:
+    with pytest.raises(kvfold.InvalidInput, match="cannot write /proc/x: nothing can be made in /proc"):
+        kvfold.quantize(DEMO, "fp8", out="/proc/x")

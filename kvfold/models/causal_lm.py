@@ -324,8 +324,8 @@ def place_of(options: LoadOptions) -> tuple[str, str]:
         InvalidInput: there is no such device.
     """
     cuda = torch.cuda.is_available()
-    if options.device == "cuda" and not cuda:
-        raise InvalidInput("--device cuda: torch finds no CUDA device here; use --device cpu")
+    if options.device.partition(":")[0] == "cuda" and not cuda:
+        raise InvalidInput(f"--device {options.device}: torch finds no CUDA device here; use --device cpu")
     chosen = options.device
     if chosen == "auto":
         chosen = "cuda" if cuda else "cpu"

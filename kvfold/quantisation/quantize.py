@@ -22,7 +22,7 @@ from ..checkpoints.record import SCHEMA, describe, read_record, write_record
 from ..checkpoints.shards import SHARD_SIZE, ShardWriter, TensorSpec
 from ..core.console import progress
 from ..core.errors import InvalidInput
-from ..core.files import whole_directory
+from ..core.files import check_makeable, whole_directory
 from ..core.untrusted import shorten
 from ..models.code_files import config_for_copy
 from ..models.remote_code import carries_own_code, ship
@@ -161,6 +161,7 @@ def write_quantized(plan: QuantizePlan, shard_size: int = SHARD_SIZE) -> dict[st
 
     source = plan.checkpoint.directory
     record = _record(plan)
+    check_makeable(plan.out)
     plan.out.absolute().parent.mkdir(parents=True, exist_ok=True)
     with _failures(plan), whole_directory(plan.out) as place:
         with ShardWriter(place, plan.specs, shard_size) as writer:
