@@ -60,7 +60,11 @@ def _as_place(value: object) -> object:
 
 def _as_calibration(value: object) -> object:
     """Return the text of a path, with the home directory for `~`; pydantic judges the rest."""
-    return os.path.expanduser(str(value)) if isinstance(value, str | Path) else value
+    if not isinstance(value, str | Path):
+        return value
+    text = str(value)
+    own = "self+" if text.startswith("self+") else ""
+    return own + os.path.expanduser(text.removeprefix(own))
 
 
 def _as_list(value: object) -> object:

@@ -1,10 +1,11 @@
 """A whole evaluation as a user asks for it, and its result."""
 
+import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import click
 from pydantic import ValidationError
@@ -14,7 +15,7 @@ from ..core.console import is_first, notice
 from ..core.errors import InvalidInput
 from ..core.hub import resolve
 from ..core.processes import together
-from ..core.settings import reason_of, refuse_truth, suggest
+from ..core.settings import reason_of, refuse_truth
 from ..core.type_adapters import type_adapter
 from ..core.untrusted import shorten
 from ..models.load_options import DEVICE_MAPS, DEVICES, DTYPES
@@ -129,10 +130,10 @@ def eval_request(
         text: a protocol, a file or `stdlib`; None for suites that read none.
         suites: names of `SUITES`.
         teacher: the model to compare with; None: the source named in kvfold.json.
-        given: fields of `Options`, `rows`, and the suites' own options.
+        given: values by names of `option_names`.
 
     Raises:
-        InvalidInput: a suite or an option is unknown, or a value is unusable.
+        InvalidInput: a suite is unknown, or a value is unusable.
     """
     names = chosen(",".join(suites))
     given = dict(given)
@@ -140,16 +141,11 @@ def eval_request(
     if not isinstance(rows, str | Path | None):
         raise InvalidInput(f"rows is {shorten(rows)}; it should be a path")
     known = [one.name for one in fields(Options)]
-    for name in given:
-        if name not in option_names():
-            others = ["text", "suites", "teacher", "out", "progress"]  # the arguments of `kvfold.evaluate`
-            hint = suggest(name, [*others, *option_names()], {})
-            raise InvalidInput(f"unknown option {name!r}; {hint}")
     return EvalRequest(
         model=str(model),
         teacher=None if teacher is None else str(teacher),
         text=None if text is None else str(text),
-        rows=None if rows is None else Path(rows),
+        rows=None if rows is None else Path(rows).expanduser(),
         suites=names,
         settings=read_settings(names, {name: given[name] for name in given if name not in known}),
         options=_read_options({name: given[name] for name in given if name in known}),
@@ -170,8 +166,11 @@ def _read_options(given: Mapping[str, Any]) -> Options:
             refuse_truth(value, kinds[option])
         except ValueError as mistake:
             raise InvalidInput(f"{option} is {shorten(value)}; {mistake}") from None
+    paths = {name for name in given if Path in get_args(kinds[name])}
     try:
-        options = type_adapter(Options).validate_python(dict(given))
+        options = type_adapter(Options).validate_python(
+            {name: _in_home(value) if name in paths else value for name, value in given.items()}
+        )
     except ValidationError as error:
         first = error.errors()[0]
         reason = reason_of(first["type"], first["msg"])
@@ -187,6 +186,11 @@ def _read_options(given: Mapping[str, Any]) -> Options:
         if value not in choices:
             raise InvalidInput(f"{name} is {shorten(value)}; it should be one of {', '.join(choices)}")
     return options
+
+
+def _in_home(value: object) -> object:
+    """Return a path with the home directory for `~`, as a shell gives it; other values as they are."""
+    return os.path.expanduser(value) if isinstance(value, str | Path) else value
 
 
 def read_settings(suites: tuple[str, ...], given: Mapping[str, Any]) -> dict[str, Any]:
@@ -208,7 +212,7 @@ def read_settings(suites: tuple[str, ...], given: Mapping[str, Any]) -> dict[str
             words += [option.opts[0]] if value else []
         elif value is not None:
             values = list(value) if isinstance(value, list | tuple) else [value]
-            texts = [str(one) for one in values]
+            texts = [str(_in_home(one) if isinstance(option.type, click.Path) else one) for one in values]
             for text in texts if option.multiple else [",".join(texts)]:
                 words += [option.opts[0], text]
     try:

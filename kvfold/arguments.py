@@ -33,10 +33,12 @@ def public(function: Callable[P, R]) -> Callable[P, R]:
             own = _ARGUMENTS.get(name)
             if own in parameters and name not in parameters:
                 raise InvalidInput(f"unknown name {name!r}; did you mean {own!r}?")
-            if name not in parameters and "options" not in parameters:
+            known = [*(other for other in parameters if other != "options"), *options()]
+            if name not in known:
                 from .core.settings import suggest
 
-                raise InvalidInput(f"unknown name {name!r}; {suggest(name, parameters, {})}")
+                own_names = dict.fromkeys(other for other in known if _ARGUMENTS.get(other) not in parameters)
+                raise InvalidInput(f"unknown name {name!r}; {suggest(name, own_names, {})}")
         with calling(names=_by_option([*options(), *parameters])):
             return function(*args, **given)
 
@@ -48,7 +50,9 @@ def _by_option(names: Sequence[str]) -> Mapping[str, str]:
     found = {f"--{name.replace('_', '-')}": name for name in names}
     # A list is an option that is given several times: `engines` is `--engine`.
     lists = {option.removesuffix("s"): name for option, name in found.items() if option.endswith("s")}
-    return {**lists, **found, **({"--to": "target"} if "target" in names else {})}
+    # A recipe is a mapping or a file in Python, which nothing overrides: `--set teacher=DIR` is a key of it.
+    others = {"target": ("--to", "target"), "recipe": ("--set", "the key")}
+    return {**lists, **found, **dict(others[name] for name in others if name in names)}
 
 
 def _fold_options() -> Iterable[str]:

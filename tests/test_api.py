@@ -233,6 +233,13 @@ def test_progress_and_notices(
     assert (said.out, said.err) == ("", "")
 
 
+def without_teacher(work: Path) -> dict[str, Any]:
+    """Return a recipe whose student was not folded by kvfold, and that names no teacher."""
+    stage = {"name": "kl", "tokens": 64, "batch_tokens": 64, "micro_batch": 2, "lr": 1e-4}
+    data = {"source": "stdlib", "seq_len": 32}
+    return {"schema": 1, "student": DEMO, "output": work / "none", "data": data, "stages": [stage]}
+
+
 def mistakes(work: Path) -> Iterator[tuple[Any, str]]:
     """Yield calls that cannot be done, and a part of what they say."""
     mla, gqa = kvfold.MLA(kv_budget="25%"), kvfold.GQA(kv_heads=2)
@@ -271,7 +278,7 @@ def mistakes(work: Path) -> Iterator[tuple[Any, str]]:
     yield lambda: kvfold.evaluate(DEMO, text="stdlib", suites=["pplx"]), "suites pplx"
     yield (
         lambda: kvfold.evaluate(DEMO, text="stdlib", windw=3),
-        "unknown option 'windw'; did you mean 'window'?",
+        "unknown name 'windw'; did you mean 'window'?",
     )
     yield lambda: kvfold.evaluate(DEMO, text="stdlib", memory="x"), "'x' is not a size"
     yield (
@@ -279,7 +286,7 @@ def mistakes(work: Path) -> Iterator[tuple[Any, str]]:
         "rows is for WikiText-2, not for text stdlib",
     )
     yield lambda: kvfold.evaluate(DEMO, text="wikitext2-gptq-20", rows=3), "rows is 3; it should be a path"
-    yield lambda: kvfold.evaluate(DEMO, suite="cache"), "unknown option 'suite'; did you mean 'suites'?"
+    yield lambda: kvfold.evaluate(DEMO, suite="cache"), "unknown name 'suite'; did you mean 'suites'?"
     yield lambda: kvfold.verify(work / "gone"), "is not a directory"
     yield lambda: kvfold.verify(DEMO, engines=["vlm"]), "'vlm' is unknown; choose from"
     yield lambda: kvfold.verify(DEMO, engines=[]), "the list of engines is empty; choose from"
@@ -309,6 +316,8 @@ def wrong_values(work: Path) -> Iterator[tuple[Any, str]]:
     yield lambda: functions.evaluate(DEMO, suites=()), "suites names nothing; known are ppl, "
     yield lambda: functions.verify(DEMO, run=False, cache_dtype=["x"]), "cache dtype ['x'] is not known"
     yield lambda: functions.publish(DEMO, "me/x", verify=["lint"]), "verify is ['lint']; it should be"
+    yield lambda: functions.train(""), "recipe is '', which nothing can be called; name a file"
+    yield lambda: functions.train(without_teacher(work)), "name the teacher with the key teacher=DIR"
     recipe = {"schema": 1, "student": str(DEMO), "output": str(work / "none"), "stages": [{"tokens": 64}]}
     yield (
         lambda: functions.train({**recipe, "data": {"source": "", "seq_len": 32}}),
@@ -330,6 +339,10 @@ def wrong_names() -> Iterator[tuple[Any, str]]:
     yield lambda: functions.plan(DEMO, model="x"), "unknown name 'model'; did you mean 'source'?"
     yield lambda: functions.fold(DEMO, mla, to="gqa"), "unknown name 'to'; did you mean 'target'?"
     yield lambda: functions.plan(DEMO, progress=3), "progress is 3; it should be a function of"
+    yield lambda: functions.plan(DEMO, progress=lambda done: None), "it should be a function of a description"
+    yield lambda: functions.plan(DEMO, zzz=1), "unknown name 'zzz'; known: source, context, memory"
+    yield lambda: functions.fold(DEMO, mla, zzz=1), "unknown name 'zzz'; known: source, target, out"
+    yield lambda: functions.fold(DEMO, mla, progres=1), "unknown name 'progres'; did you mean 'progress'?"
     yield lambda: functions.GQA(2), "GQA takes values by name; write GQA(kv_heads=2)"
     yield lambda: functions.MQA(2), "MQA takes values by name; write MQA()"
     yield lambda: functions.MQA(kv_heads=1), "unknown name 'kv_heads' of MQA; it takes none"

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import kvfold
+from kvfold.eval.request import read_settings
 
 DEMO = Path(__file__).parent.parent / "recipes" / "demo"
 
@@ -45,6 +46,13 @@ def test_paths_and_the_home_directory(tmp_path: Path, monkeypatch: pytest.Monkey
     assert kvfold.verify("~/first", run=False).failures == []
     assert kvfold.quantize("~/first", "fp8", out="~/rounded").directory == tmp_path / "rounded"
     assert kvfold.plan(DEMO, calibration=tmp_path / "text.txt", sequences=2, length=32).chosen
+    found = kvfold.fold(DEMO, kvfold.GQA(kv_heads=2), out="~/both", calibration="self+~/text.txt", **small)
+    assert found.request.calibration == f"self+{tmp_path}/text.txt"
+    with pytest.raises(kvfold.InvalidInput, match=f"rows {tmp_path}/rows.json cannot be read"):
+        kvfold.evaluate("~/first", text="wikitext2-gptq-32", rows="~/rows.json")
+    kvfold.evaluate("~/first", text="~/text.txt", window=32, max_windows=1, teacher_cache="~/hidden")
+    assert (tmp_path / "hidden").is_dir()
+    assert read_settings(("tasks",), {"task_path": "~/tasks"})["task_path"] == tmp_path / "tasks"
     assert not (tmp_path / "~").exists()
 
 

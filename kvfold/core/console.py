@@ -5,6 +5,7 @@ No heavy import here: `--help` goes through this module.
 
 import atexit
 import gc
+import inspect
 import json
 import logging
 import math
@@ -297,13 +298,26 @@ def calling(
     Raises:
         InvalidInput: the callback cannot be called, or as in the block.
     """
-    if progress is not None and not callable(progress):
+    if progress is not None and not _takes_progress(progress):
         raise InvalidInput(
             f"progress is {shorten(progress)}; it should be a function of a description, the items done and "
             "the items in all"
         )
     with listening(progress, names) as listener, naming(names), explaining():
         yield listener
+
+
+def _takes_progress(progress: object) -> bool:
+    """Return whether a callback can be called with a description and two numbers."""
+    if not callable(progress):
+        return False
+    try:
+        inspect.signature(progress).bind("", 0, 0)
+    except TypeError:
+        return False
+    except ValueError:  # one of C, whose arguments are not known
+        return True
+    return True
 
 
 @contextmanager
