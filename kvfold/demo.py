@@ -1,6 +1,7 @@
 """`kvfold demo`: fold, distil and evaluate the bundled checkpoint, in a few minutes and without a network."""
 
 import json
+import signal
 import sys
 import tempfile
 import time
@@ -58,14 +59,14 @@ def main(out: Path | None, tokens: str, as_json: bool) -> None:
     try:
         with nullcontext() if out is None else _claimed(work, tokens):
             results, text_hash = _run(work, tokens)
-    except Interrupted as stop:
+    except (Interrupted, KeyboardInterrupt) as stop:
         advice = (
             "give --out, and the same command resumes"
             if out is None
             else "run the same command again to resume"
         )
-        click.echo(f"Interrupted: {stop}; {advice}.", err=True)
-        sys.exit(128 + stop.signum)
+        click.echo(f"Interrupted: {stop or 'stopped by SIGINT'}; {advice}.", err=True)
+        sys.exit(128 + getattr(stop, "signum", signal.SIGINT))
     seconds = round(time.monotonic() - start)
     if as_json:
         measured = {name: result.to_json() for name, result in results.items()}

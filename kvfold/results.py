@@ -106,7 +106,7 @@ def _check_device(place: str, given: object) -> None:
 
     from .models.load_options import DEVICES
 
-    if not re.fullmatch(rf"{'|'.join(DEVICES)}|(cpu|cuda):\d+", place):
+    if not re.fullmatch(rf"{'|'.join(DEVICES)}|cuda:[0-9]+", place):
         raise InvalidInput(f"device is {shorten(given)}; it should be one of {', '.join(DEVICES)}, or cuda:N")
     kind, _, number = place.partition(":")
     count = torch.cuda.device_count()

@@ -316,7 +316,7 @@ def wrong_values(work: Path) -> Iterator[tuple[Any, str]]:
     yield lambda: functions.evaluate(DEMO, suites=()), "suites names nothing; known are ppl, "
     yield lambda: functions.verify(DEMO, run=False, cache_dtype=["x"]), "cache dtype ['x'] is not known"
     yield lambda: functions.publish(DEMO, "me/x", verify=["lint"]), "verify is ['lint']; it should be"
-    yield lambda: functions.train(""), "recipe is '', which nothing can be called; name a file"
+    yield lambda: functions.train(""), "recipe is empty; name a file"
     yield lambda: functions.train(without_teacher(work)), "name the teacher with the key teacher=DIR"
     recipe = {"schema": 1, "student": str(DEMO), "output": str(work / "none"), "stages": [{"tokens": 64}]}
     yield (

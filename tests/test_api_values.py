@@ -80,7 +80,7 @@ def test_paths_in_the_mapping_of_a_recipe(tmp_path: Path) -> None:
         ("cuda:7", "device is 'cuda:7'; torch finds cuda:0 to cuda:0 here"),
     ],
 )
-def test_a_device_that_is_none(
+def test_a_device_that_does_not_exist(
     device: Any, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The sentences are kvfold's, whichever library would find the mistake."""
@@ -93,6 +93,6 @@ def test_a_device_that_is_none(
 
 
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="there is no /proc, where nobody can make a directory")
-def test_nothing_is_removed_where_nothing_could_be_written() -> None:
+def test_a_place_where_nothing_can_be_written_is_named_alone() -> None:
     with pytest.raises(kvfold.InvalidInput, match="cannot write /proc/x: nothing can be made in /proc"):
         kvfold.quantize(DEMO, "fp8", out="/proc/x")

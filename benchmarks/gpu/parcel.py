@@ -7,7 +7,7 @@ from pathlib import Path
 from kvfold.core.errors import InvalidInput
 
 PART = 15 * 2**20  # bytes
-NAME = "twin.tar"
+NAME = "twin.tar"  # whatever its name was, the source is called twin at home
 
 
 def pack(directory: Path, out: Path) -> list[Path]:

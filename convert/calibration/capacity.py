@@ -4,7 +4,8 @@ import math
 import os
 from dataclasses import dataclass
 
-from ...core.memory import free_bytes, system_bytes
+from ...core.memory import free_bytes, gpu_bytes, system_bytes
+from ...models.causal_lm import device
 from ..families.source import Source
 from .statistics import Statistics
 
@@ -49,7 +50,7 @@ class Need:
     @property
     def by_layer(self) -> int:
         """Bytes of a run with one layer in memory, at the layer that passes back over a batch."""
-        return _BASE + self.rest + self.layer + self.activations // self.layers
+        return _BASE + self.rest + self.layer + (self.activations + self.statistics) // self.layers
 
     @classmethod
     def of(cls, source: Source, *, sequences: int, length: int) -> "Need":
@@ -100,10 +101,11 @@ class Need:
 
 
 def divided_batch(source: Source, sequences: int, length: int, layerwise: bool | None) -> tuple[Need, int]:
-    """Return the need of statistics with batches that fit in memory, and the number that divides them.
+    """Return the need of statistics with batches that fit on a GPU, and the number that divides them.
 
     Smaller batches come before one layer at a time: that reads all layers again for each token that the
-    source writes.
+    source writes. The size of the GPU decides, not what is free of it, so that the same command adds the same
+    numbers in the same order. On a CPU a batch is small already.
 
     Args:
         source: the checkpoint.
@@ -114,12 +116,14 @@ def divided_batch(source: Source, sequences: int, length: int, layerwise: bool |
     Returns:
         The need, and 1, 2, 4, ...: the first that lets the whole model fit, else one layer, else the last.
     """
+    if device().type == "cpu":
+        return Need.of(source, sequences=sequences, length=length), 1
     divisors = [1 << halving for halving in range(sequences.bit_length())]
     needs = {each: Need.of(source, sequences=max(1, sequences // each), length=length) for each in divisors}
-    free = free_bytes()
+    room = gpu_bytes()
     sizes = [{each: need.whole for each, need in needs.items()}] if not layerwise else []
     sizes += [{each: need.by_layer for each, need in needs.items()}] if layerwise is not False else []
-    fitting = (each for size in sizes for each in divisors if size[each] <= free)
+    fitting = (each for size in sizes for each in divisors if size[each] <= room)
     divisor = next(fitting, divisors[-1])
     return needs[divisor], divisor
 

@@ -208,7 +208,8 @@ class Keys:
         """
         keys_RE, shares_MR, _ = leading(*self.weighted(frequencies_F, band, metric), band.slots)
         image_RE = keys_RE
-        if self.moment_EE is not None:  # which is real: as a complex matrix it would cost twice as much
+        if self.moment_EE is not None:
+            # The moment is real: as a complex matrix it would cost twice as much.
             image_RE = torch.complex(keys_RE.real @ self.moment_EE, keys_RE.imag @ self.moment_EE)
         taken_ME, seen_ME = shares_MR @ keys_RE, shares_MR @ image_RE
         for rows_KFE, gone_ME in ((self.z_KFE, taken_ME), (self.seen_KFE, seen_ME)):

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from ...convert.calibration.self_text import sample_from
 from ...core.errors import InvalidInput
-from ...core.memory import free_bytes
+from ...core.memory import gpu_bytes
 from ...core.processes import place
 from ...texts.sources import read_texts
 from ..recipe.data_section import Data, TextSource
@@ -140,16 +140,19 @@ def written_pieces(data: Data, tokenizer: Any, teacher: Any, tokens: int) -> Pie
 
 
 def _written_together(teacher: Any, length: int) -> int:
-    """Return how many sequences a teacher writes at once: as many as memory has room for their cache.
+    """Return how many sequences a teacher writes at once: as many as a GPU has room for their cache.
 
-    It is a power of two, so that a little more or less free memory does not round other logits.
+    The size of the GPU decides, not what is free of it: logits of other batches are rounded otherwise, and a
+    run that is given again should write the same text.
     """
+    if teacher.device.type == "cpu":
+        return _WRITTEN_TOGETHER
     text = teacher.config.get_text_config()
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     cached = 2 * text.num_hidden_layers * heads * width * length * teacher.dtype.itemsize
-    fitting: int = max(1, min(_WRITTEN_TOGETHER, free_bytes() // cached))
-    return 1 << (fitting.bit_length() - 1)
+    room = gpu_bytes() - sum(weight.nbytes for weight in teacher.parameters())
+    return int(max(1, min(_WRITTEN_TOGETHER, room // cached)))
 
 
 def _split(row: list[int], around: Ends, packing: str) -> Iterable[Piece]:

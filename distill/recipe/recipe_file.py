@@ -64,7 +64,7 @@ def as_recipe(recipe: str | Path | Recipe | Mapping[str, Any]) -> Recipe:
     if isinstance(recipe, Recipe):
         return recipe
     if recipe == "":
-        raise InvalidInput("recipe is '', which nothing can be called; name a file")
+        raise InvalidInput("recipe is empty; name a file")
     if isinstance(recipe, str | Path):
         return read_recipe(Path(recipe).expanduser())
     if isinstance(recipe, Mapping):

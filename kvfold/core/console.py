@@ -139,7 +139,8 @@ class Command(click.Command):
         except InvalidInput as mistake:
             raise _Refusal(printable(str(mistake))) from None
         except KeyboardInterrupt:  # click would print "Aborted!" and exit with 1
-            click.echo("Interrupted: stopped by SIGINT; run the same command again to resume.", err=True)
+            if is_first():
+                click.echo("Interrupted: stopped by SIGINT; run the same command again.", err=True)
             sys.exit(128 + signal.SIGINT)
         except _Refusal:
             raise
@@ -208,7 +209,7 @@ def progress(items: Iterable[T], description: str, total: int, at_once: int = 1)
         items: done when the next one is asked for.
         description: of the work.
         total: their number.
-        at_once: as many are worked on side by side, so that the first is done when others nearly are.
+        at_once: how many are worked on side by side; when the first is done, these nearly are.
     """
     if not is_first():
         yield from items

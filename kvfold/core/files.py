@@ -259,7 +259,7 @@ def private_directory(path: Path) -> Iterator[Path]:
     remove_left(path)
     try:
         made = TemporaryDirectory(dir=path.absolute().parent, prefix=PREFIX, ignore_cleanup_errors=True)
-    except OSError as error:  # it names the private directory, of which the user knows nothing
+    except OSError as error:  # it names the private directory, which the user did not choose
         raise OSError(error.errno, error.strerror, str(path)) from None
     with made as name, ExitStack() as held:
         # Some file systems have no locks. Without one, nothing is left that counts as a killed run's.

@@ -14,7 +14,9 @@ _LIMIT = Path("/sys/fs/cgroup/memory.max")
 _USED = Path("/sys/fs/cgroup/memory.current")
 # Words of torch's errors where memory is full; they are of RuntimeError, like most others of torch.
 _OF_CPU = "DefaultCPUAllocator"
-_FULL = re.compile(rf"out of memory|CUBLAS_STATUS_ALLOC_FAILED|{_OF_CPU}: can't allocate")
+_FULL = re.compile(
+    rf"out of memory|CU(BLAS|SOLVER)_STATUS_ALLOC_FAILED|{_OF_CPU}: (can't allocate|not enough)"
+)
 _WANTED = re.compile(r"ried to allocate (\d[\d.]* \w+)")
 
 
@@ -33,11 +35,29 @@ def free_bytes() -> int:
     return int(_SHARE * torch.cuda.mem_get_info()[0])
 
 
+def gpu_bytes() -> int:
+    """Return the bytes of the current GPU that may be planned for, whatever is free of them now.
+
+    It is for what must come out alike when a command is given again.
+    """
+    import torch
+
+    return int(_SHARE * torch.cuda.mem_get_info()[1])
+
+
+def is_full(error: BaseException) -> bool:
+    """Return whether an error says that the memory of a GPU or of the system is full."""
+    return isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError) and _FULL.search(str(error)) is not None
+    )
+
+
 @contextmanager
 def enough_memory(remedy: str) -> Iterator[None]:
-    """Turn torch's error of a full memory, of a GPU or of the system, into one sentence.
+    """Turn an error of a full memory, of a GPU or of the system, into one sentence.
 
-    It may be used as a decorator.
+    It may be used as a decorator. Of several processes one that fails alone cannot end the others, which wait
+    for it; their launcher does. So there the error passes, with the sentence as a note.
 
     Args:
         remedy: the end of the sentence, which says what takes less memory.
@@ -47,15 +67,34 @@ def enough_memory(remedy: str) -> Iterator[None]:
     """
     try:
         yield
-    except RuntimeError as error:
-        text = str(error)
-        if not _FULL.search(text):
+    except (RuntimeError, MemoryError) as error:
+        if not is_full(error):
             raise
-        traceback.clear_frames(error.__traceback__)  # which hold the tensors that filled it
-        wanted = _WANTED.search(text)
-        more = f" ({wanted[1]} more were needed)" if wanted else ""
-        place = "this machine" if _OF_CPU in text else "the GPU"
-        raise InvalidInput(f"{place} has too little memory{more}; {remedy}") from None
+        sentence = f"{_lack(error)}; {remedy}"
+        from .processes import place
+
+        if place()[1] > 1:
+            if sentence not in getattr(error, "__notes__", ()):
+                error.add_note(sentence)
+            raise
+        _release(error)
+        raise InvalidInput(sentence) from None
+
+
+def _lack(error: BaseException) -> str:
+    """Return whose memory is full, and how much more was needed where that is known."""
+    wanted = _WANTED.search(str(error))
+    more = f" ({wanted[1]} more were needed)" if wanted else ""
+    is_system = isinstance(error, MemoryError) or _OF_CPU in str(error)
+    return f"{'this machine' if is_system else 'the GPU'} has too little memory{more}"
+
+
+def _release(error: BaseException) -> None:
+    """Free what filled the memory, which the frames of an error and of those behind it hold."""
+    each: BaseException | None = error
+    while each is not None:
+        traceback.clear_frames(each.__traceback__)
+        each = each.__cause__ or each.__context__
 
 
 def system_bytes() -> int:

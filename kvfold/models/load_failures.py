@@ -7,6 +7,7 @@ from textwrap import shorten
 from types import TracebackType
 
 from ..core.errors import InvalidInput
+from ..core.memory import is_full
 from ..core.untrusted import printable
 
 # The errors of transformers, torch and Python that damaged files cause; RuntimeError covers RecursionError.
@@ -34,6 +35,8 @@ class _Failures(AbstractContextManager[None]):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if kind is None or issubclass(kind, InvalidInput) or not _is_refusal(kind):
+            return
+        if error is not None and is_full(error):  # no fault of the files
             return
         reason = shorten(printable(" ".join(str(error).split())), 200, placeholder=" ...")
         raise InvalidInput(

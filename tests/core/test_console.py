@@ -117,7 +117,7 @@ def test_ctrl_c_says_how_to_resume_and_exits_as_a_shell_expects() -> None:
 
     done = CliRunner().invoke(work)
     assert done.exit_code == 130
-    assert done.stderr == "Interrupted: stopped by SIGINT; run the same command again to resume.\n"
+    assert done.stderr == "Interrupted: stopped by SIGINT; run the same command again.\n"
 
 
 def test_help_is_shown_where_a_list_is_given_twice() -> None:

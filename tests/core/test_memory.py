@@ -1,12 +1,15 @@
 """Memory that a run may plan for, and a memory that is full."""
 
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
 
+from kvfold.core import processes
 from kvfold.core.errors import InvalidInput
 from kvfold.core.memory import enough_memory, free_bytes
+from kvfold.models.load_failures import loading_failures
 
 
 def test_memory_that_torch_keeps_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -36,9 +39,10 @@ def test_memory_that_torch_keeps_is_free(monkeypatch: pytest.MonkeyPatch) -> Non
             ),
             "this machine has too little memory (64 bytes more were needed); use --jobs 1",
         ),
+        (MemoryError(), "this machine has too little memory; use --jobs 1"),
     ],
 )
-def test_a_full_memory_is_one_sentence(error: RuntimeError, sentence: str) -> None:
+def test_a_full_memory_is_one_sentence(error: Exception, sentence: str) -> None:
     held: list[weakref.ref[torch.Tensor]] = []
 
     @enough_memory("use --jobs 1")
@@ -51,6 +55,45 @@ def test_a_full_memory_is_one_sentence(error: RuntimeError, sentence: str) -> No
         work()
     assert str(mistake.value) == sentence
     assert held[0]() is None, "the error keeps what filled the memory"
+
+
+def test_what_filled_the_memory_is_freed_behind_other_errors() -> None:
+    held: list[weakref.ref[torch.Tensor]] = []
+
+    def fill() -> None:
+        large = torch.ones(3)
+        held.append(weakref.ref(large))
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    @enough_memory("use --jobs 1")
+    def work() -> None:
+        try:
+            fill()
+        except RuntimeError as error:
+            raise RuntimeError("CUDA out of memory, again") from error
+
+    with pytest.raises(InvalidInput):
+        work()
+    assert held[0]() is None
+
+
+def test_one_of_several_processes_ends_by_the_error_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others wait for it: only their launcher can end them, when it is gone."""
+    monkeypatch.setattr(processes, "place", lambda: (0, 2))
+    with (
+        pytest.raises(torch.OutOfMemoryError) as full,
+        enough_memory("use --jobs 1"),
+        enough_memory("use --jobs 1"),
+    ):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+    assert full.value.__notes__ == ["the GPU has too little memory; use --jobs 1"]
+
+
+def test_a_memory_that_fills_while_a_model_is_read_is_no_fault_of_its_files(tmp_path: Path) -> None:
+    with pytest.raises(torch.OutOfMemoryError), loading_failures(tmp_path, "model"):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+    with pytest.raises(InvalidInput, match="the model of"), loading_failures(tmp_path, "model"):
+        raise RuntimeError("a shape is wrong")
 
 
 def test_other_errors_pass() -> None:

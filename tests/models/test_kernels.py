@@ -47,6 +47,20 @@ def test_the_kernel_computes_what_plain_products_do() -> None:
 
 
 @needs_triton
+@pytest.mark.parametrize("rows", [1, 32, 256, 2048])
+@pytest.mark.parametrize("rank", [16, 40, 256, 384, 512, 1024])
+@pytest.mark.parametrize("splits", [1, 2, 16, 132])
+def test_partial_sums_are_joined_in_shapes_that_a_gpu_takes(rows: int, rank: int, splits: int) -> None:
+    part, together = kernels._join_shape(rows, rank, splits, processors=132)
+    assert part & (part - 1) == together & (together - 1) == 0, "powers of two"
+    assert part >= 16
+    assert 1 <= together <= max(1, 2 * splits)
+    assert part * together <= 4096
+    programs = rows * -(-rank // part)
+    assert part <= 64 or programs >= 2 * 132, "each processor has work"
+
+
+@needs_triton
 def test_it_compiles_for_gpus_that_are_not_here() -> None:
     """Some choice of tiles fits every card: 99 KB of shared memory are there on all since 2020."""
     command = [sys.executable, "-m", "benchmarks.kernels", "--compile", "--rank", "512", "--json"]

@@ -13,6 +13,7 @@ FEWER = (
 )
 
 
+@enough_memory(FEWER)
 def settle_slots(plan: Plan) -> Plan:
     """Return the plan with its rotary width, or the table of its slots, chosen.
 

@@ -193,16 +193,17 @@ def test_smaller_batches_come_before_single_layers(
 
     monkeypatch.setattr(passes, "score", counted)
     half = Need.of(source, sequences=2, length=64)
-    for module in (study_module, capacity):
-        monkeypatch.setattr(module, "free_bytes", lambda: half.whole)
+    monkeypatch.setattr(capacity, "device", lambda: torch.device("cuda"))
+    for module, name in ((study_module, "free_bytes"), (capacity, "gpu_bytes")):
+        monkeypatch.setattr(module, name, lambda: half.whole)
     halved = study(source, "self", **text, work=tmp_path)
     assert modes == ["whole", "whole"]
     assert read == [2, 2]
     assert usual is not None
     assert halved is not None
     assert_equal(usual, halved)
-    for module in (study_module, capacity):
-        monkeypatch.setattr(module, "free_bytes", lambda: half.by_layer)
+    for module, name in ((study_module, "free_bytes"), (capacity, "gpu_bytes")):
+        monkeypatch.setattr(module, name, lambda: half.by_layer)
     study(source, "self", **text, work=tmp_path)
     assert modes[2:] == ["layerwise"]
 

@@ -16,7 +16,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from kvfold.convert.calibration.self_text import sample_from
 from kvfold.core.errors import InvalidInput
 from kvfold.distill.data import token_documents
 from kvfold.distill.data.batch import IGNORED
@@ -237,23 +236,18 @@ def test_text_that_the_teacher_writes(
     assert own < random_ids - 1
 
 
-def test_a_teacher_writes_as_much_at_once_as_memory_holds(
-    tmp_path: Path, teacher: Path, with_eos: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("device", "room", "count"), [("cpu", 0, 32), ("cuda", 99, 32), ("cuda", 3, 3), ("cuda", 0, 1)]
+)
+def test_a_teacher_writes_as_much_at_once_as_a_gpu_holds(
+    teacher: Path, monkeypatch: pytest.MonkeyPatch, device: str, room: int, count: int
 ) -> None:
-    model = AutoModelForCausalLM.from_pretrained(teacher).eval()
-    data, at_once = Data(source="self", seq_len=16, seed=3), list[int]()
-
-    def counted(*given: Any, batch_size: int, **how: Any) -> torch.Tensor:
-        at_once.append(batch_size)
-        return sample_from(*given, batch_size=batch_size, **how)
-
-    monkeypatch.setattr(token_documents, "sample_from", counted)
-    sequence = 2 * 2 * 32 * 16 * 4  # keys and values of both layers
-    for name, free in (("many", 2**40), ("few", 3 * sequence), ("none", 0)):
-        monkeypatch.setattr(token_documents, "free_bytes", lambda free=free: free)
-        (tmp_path / name).mkdir()
-        write(tmp_path / name, data, with_eos, 4, model)
-    assert at_once == [32, 2, 1]
+    model = AutoModelForCausalLM.from_pretrained(teacher)
+    weights = sum(weight.nbytes for weight in model.parameters())
+    one = 2 * 2 * 32 * 16 * 4  # keys and values of both layers, of a sequence of 16 tokens
+    monkeypatch.setattr(token_documents, "gpu_bytes", lambda: weights + room * one)
+    monkeypatch.setattr(type(model), "device", torch.device(device))
+    assert token_documents._written_together(model, 16) == count
 
 
 def test_mistakes_about_data_are_named(tmp_path: Path, student: Path, text: Path) -> None:
