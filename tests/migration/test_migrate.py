@@ -69,7 +69,7 @@ def stopped(words: list[str], monkeypatch: pytest.MonkeyPatch, at: str, stop: An
     unproven(monkeypatch)
     with monkeypatch.context() as patch:
         patch.setattr(steps, at, stop)
-        assert invoke(words).exit_code == 1
+        assert invoke(words).exit_code == 130
 
 
 def test_a_fold_that_does_not_pass_verify_is_refused_again(
@@ -323,13 +323,13 @@ def test_a_migration_with_the_batches_of_an_earlier_version_is_resumed(
     monkeypatch.setattr(steps, "_carry_out", interrupt)
     words = arguments(texts, tmp_path / "out", set="data.seed=0")[:-2]
     before = ["--set", "stages.0.batch_tokens=512", "--set", "evaluate.every=1"]
-    assert invoke([*words, *before]).exit_code == 1
+    assert invoke([*words, *before]).exit_code == 130
     refused = invoke(words)
     assert refused.exit_code == 2
     assert f"was begun with other batches, as earlier versions choose them; add {' '.join(before)} to" in (
         refused.stderr
     )
-    assert invoke([*words, *before]).exit_code == 1, "it is begun again"
+    assert invoke([*words, *before]).exit_code == 130, "it is begun again"
 
 
 def test_a_damaged_note_and_another_run_are_told(texts: Path, tmp_path: Path) -> None:

@@ -75,7 +75,7 @@ def test_a_run_that_was_killed_while_it_tidied_up_has_ended(
     unproven(monkeypatch)
     with monkeypatch.context() as patch:
         patch.setattr(migration, "_remove", interrupt)
-        assert invoke(words).exit_code == 1
+        assert invoke(words).exit_code == 130
     assert out.exists()
     again = invoke(words)
     assert (again.exit_code, "out is already complete" in again.stderr) == (0, True)
