@@ -145,7 +145,7 @@ def _written_together(teacher: Any, length: int) -> int:
     The size of the GPU decides, not what is free of it: logits of other batches are rounded otherwise, and a
     run that is given again should write the same text.
     """
-    if teacher.device.type == "cpu":
+    if teacher.device.type != "cuda":
         return _WRITTEN_TOGETHER
     text = teacher.config.get_text_config()
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
