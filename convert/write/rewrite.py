@@ -32,7 +32,8 @@ from ...core.hub import commit_of
 from ...core.memory import enough_memory
 from ...core.processes import from_first, place, released_together, together, union
 from ..calibration.capacity import default_jobs
-from ..decide.measured.settle import FEWER, settle
+from ..decide.measured.layer_losses import FEWER
+from ..decide.measured.settle import settle
 from ..decide.plan import Plan, PlannedLayer
 from ..methods import table as methods
 from ..request import FoldRequest

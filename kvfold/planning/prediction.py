@@ -31,6 +31,7 @@ from ..convert.storage.cache_basis import fit_basis, in_basis
 from ..convert.storage.cache_moments import weights_moments
 from ..convert.write.layer_fold import fold_attention
 from ..core.cache_dtypes import CacheDtype
+from ..core.memory import enough_memory
 
 # Of the drawn inputs: on so many, a share of two squares is steady to a few percent.
 SEQUENCES, LENGTH = 2, 256
@@ -83,6 +84,7 @@ def source_loss(plan: Plan, kind: CacheDtype) -> float | None:
     return sum(known) if plan.statistics is not None else sum(known) / len(known)
 
 
+@enough_memory("measure layers on fewer or shorter sequences with --sequences or --length")
 def _predict(plan: Plan, kinds: Sequence[CacheDtype]) -> Losses:
     nothing: Losses = dict.fromkeys([None, *(kind.name for kind in kinds)])
     regresses = plan.container.kind == "stock" and plan.source.family.k_norm is not None

@@ -27,7 +27,7 @@ from benchmarks.gpu.__main__ import main
 from benchmarks.gpu.ledger import Ledger, NotRun
 from benchmarks.gpu.parcel import pack, unpack
 from benchmarks.gpu.parts import run_part
-from benchmarks.gpu.sizes import FULL, TOY
+from benchmarks.gpu.sizes import FULL, LENT, TOY, Sizes
 from benchmarks.gpu.source import Training, new_model, rate_at
 from benchmarks.gpu.summary import table, write_summary
 from benchmarks.gpu.text import HELD, TRAIN, documents, is_held_out
@@ -196,13 +196,22 @@ def test_the_full_day_measures_every_cell_of_the_issue() -> None:
     cells = {(context, batch) for *_, context, batch in FULL.speeds}
     assert cells == {(context, batch) for context in (8192, 32768, 131072) for batch in (1, 8, 64)}
     assert set(FULL.budgets) == {"50%", "25%", "12.5%"}
-    (source, _) = FULL.sources.values()
+    assert 150e6 < parameters(FULL, "source") < 300e6
+
+
+def test_what_is_carried_home_fits() -> None:
+    """In bfloat16, next to its tokenizer and results: 64 MiB in all."""
+    for sizes in (FULL, LENT):
+        assert 2 * parameters(sizes, sizes.carried) < 60 * 2**20
+
+
+def parameters(sizes: Sizes, name: str) -> int:
     with torch.device("meta"):
         tokenizer: Any = type(
-            "Named", (), {"bos_token_id": 0, "eos_token_id": 0, "__len__": lambda _: FULL.vocabulary}
+            "Named", (), {"bos_token_id": 0, "eos_token_id": 0, "__len__": lambda _: sizes.vocabulary}
         )()
-        model = new_model(source, tokenizer, FULL.window)
-    assert 150e6 < sum(weight.numel() for weight in model.parameters()) < 300e6
+        model = new_model(sizes.sources[name], tokenizer, sizes.window)
+    return sum(weight.numel() for weight in model.parameters())
 
 
 def test_a_failure_does_not_end_a_part(tmp_path: Path) -> None:

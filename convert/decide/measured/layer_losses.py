@@ -8,12 +8,20 @@ from dataclasses import replace
 from itertools import accumulate
 
 from ....core.console import progress
+from ....core.memory import enough_memory
 from ...calibration.capacity import default_jobs
 from ...write.fold_threads import fold_threads
 from ...write.layer_fold import fold_attention
 from ..plan import Plan
 
+# The remedy where memory is full while layers are folded.
+FEWER = (
+    "fold fewer layers at once with --jobs 1, or measure them on fewer or shorter sequences with --sequences "
+    "or --length"
+)
 
+
+@enough_memory(FEWER)
 def closed_form_loss(plan: Plan, layers: int, description: str) -> float | None:
     """Fold layers of a plan by the closed form, and measure them on tokens that no fit has seen.
 

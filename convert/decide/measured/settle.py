@@ -1,19 +1,11 @@
 """Choices of a plan that are measured, because no prediction is good enough for them."""
 
-from ....core.memory import enough_memory
 from ..plan import Plan
 from .norm_choice import settle_norm
 from .table_choice import settle_table
 from .width_choice import settle_width
 
-# The remedy where memory is full while layers are folded.
-FEWER = (
-    "fold fewer layers at once with --jobs 1, or measure them on fewer or shorter sequences with --sequences "
-    "or --length"
-)
 
-
-@enough_memory(FEWER)
 def settle_slots(plan: Plan) -> Plan:
     """Return the plan with its rotary width, or the table of its slots, chosen.
 
@@ -22,13 +14,12 @@ def settle_slots(plan: Plan) -> Plan:
     return settle_table(settle_width(plan))
 
 
-@enough_memory(FEWER)
 def settle(plan: Plan) -> Plan:
     """Return the plan with its rotary slots, then its latent norm chosen.
 
     A plan that has no choice is returned as it is.
 
     Raises:
-        InvalidInput: a fitted norm was asked for, and there is nothing to fit it on, or memory is full.
+        InvalidInput: a fitted norm was asked for, and there is nothing to fit it on.
     """
     return settle_norm(settle_slots(plan))
