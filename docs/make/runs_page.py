@@ -12,7 +12,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 INTRODUCTION = """# Runs
 
 Every file of `benchmarks/results` with the command that wrote it, the day and the machine. This page is made
-from those files. The tables of [Results](results.md) name the files. A benchmark saves rows of several runs
+from those files. The pages of [Results](results.md) name the files. A benchmark saves rows of several runs
 in one file; the day is that of the last run, unless there is a row for each.
 """
 # Files whose names do not begin with that of their benchmark; - becomes _ in the others.

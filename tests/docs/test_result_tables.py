@@ -1,4 +1,4 @@
-"""The tables of nats lost in README and docs/results.md say what the result files say."""
+"""The tables of README and docs/results say what the result files say."""
 
 import json
 from pathlib import Path
@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[2]
+PAGES = ROOT / "docs" / "results"
 SOURCES = ("story-1m-gqa", "prose-6m-mha")
 BUDGETS = ("50%", "25%", "12.5%")
 ROWS = {  # rows of a table, with their names in fidelity-*.json
@@ -41,7 +42,7 @@ def _measured() -> dict[str, list[str]]:
     return cells
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/results.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/results/folds.md"])
 def test_nats_lost_are_those_of_the_result_files(page: str) -> None:
     measured, wrong, seen = _measured(), [], 0
     for line in (ROOT / page).read_text(encoding="utf-8").splitlines():
@@ -74,7 +75,7 @@ TRAINED = {  # rows of the table of training and rounding: file, and label of th
 
 def test_training_and_rounding_are_those_of_the_result_files() -> None:
     wrong, seen = [], 0
-    for line in (ROOT / "docs/results.md").read_text(encoding="utf-8").splitlines():
+    for line in (PAGES / "rounding.md").read_text(encoding="utf-8").splitlines():
         label, *cells = [cell.strip() for cell in line.strip("|").split("|")]
         if label not in TRAINED or len(cells) != 11:
             continue
@@ -110,7 +111,7 @@ def test_runs_in_vllm_are_those_of_the_result_files() -> None:
     ]:
         again = f"{row['prefix'][0]} and {row['prefix'][1]} of {row['tokens']}"
         measured.append([row["fold"], f"{row['batch']:.1e}", again])
-    text = (ROOT / "docs/results.md").read_text(encoding="utf-8").split("\n## Run by engines\n")[1]
+    text = (PAGES / "engines.md").read_text(encoding="utf-8").split("\n## Run by engines\n")[1]
     lines = text.split("\n## ")[0].splitlines()
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| ")]
     shown = [row for row in cells if row[0] not in {"source", "fold"}]
@@ -120,8 +121,8 @@ def test_runs_in_vllm_are_those_of_the_result_files() -> None:
 def test_nats_lost_on_wikitext_are_those_of_the_result_file() -> None:
     file = ROOT / "benchmarks/results/fidelity-prose-6m-mha-wikitext2.json"
     rows: dict[str, Any] = json.loads(file.read_text())["rows"]
-    page = (ROOT / "docs/results.md").read_text(encoding="utf-8")
-    table = page.partition("Nats lost on WikiText-2")[2].partition("On text so unlike")[0]
+    page = (PAGES / "folds.md").read_text(encoding="utf-8")
+    table = page.partition("\n## On text unlike")[2].partition("On text so unlike")[0]
     printed = {}
     for line in table.splitlines():
         label, *cells = [cell.strip() for cell in line.strip("|").split("|")]
@@ -146,8 +147,8 @@ def test_nats_lost_by_the_model_of_135_m_parameters_are_those_of_the_result_file
             predicted = "" if cell["predicted"] is None else f"{cell['predicted']:.3f}"
             share = "33 %" if budget == "34%" else budget.replace("%", " %")
             measured.append([share, f"{cell['lost']:.4f}", f"{cell['standard_error']:.3f}", predicted])
-    page = (ROOT / "docs/results.md").read_text(encoding="utf-8")
-    table = page.partition("## A pretrained model of 135 M parameters")[2].partition("\n## ")[0]
+    page = (PAGES / "pretrained.md").read_text(encoding="utf-8")
+    table = page.partition("\n## Folds for texts of 256 tokens")[2].partition("\n## ")[0]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
     printed = [row[1:] for row in rows if len(row) == 5 and row[0].startswith(("GQA", "MLA"))]
     assert sorted(printed) == sorted(measured)

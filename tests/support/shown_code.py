@@ -11,7 +11,7 @@ import click
 from docs.make.commands_page import all_commands
 
 ROOT = Path(__file__).parents[2]
-PAGES = ("README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")))
+PAGES = ("README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md")))
 _BLOCK = re.compile(r"(?:<!-- (?P<mark>[^>]*) -->\n)?```(?P<kind>\w+)\n(?P<text>.*?)```", re.S)
 _ONLY_READ = "not run: "  # a mark in front of a block, with the reason
 _COMPARED = "output is compared"
