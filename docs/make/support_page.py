@@ -1,15 +1,11 @@
 """The page of what can be folded to what and run where, from the tables that the code obeys."""
 
-from collections.abc import Mapping
-from itertools import groupby
-from typing import Any
-
 from kvfold.convert.decide.engines import ENGINES
 from kvfold.convert.decide.rules.engine_pairs import OUTPUTS
 from kvfold.convert.decide.rules.known_classes import CLASSES
 from kvfold.convert.families.recognition import FAMILIES
 from kvfold.convert.families.support import Support, support
-from kvfold.verification.engine_table import NAMES, engine_table, verdict
+from kvfold.verification.engine_table import NAMES, verdict
 
 from .markdown import table
 
@@ -35,20 +31,16 @@ not depend on the length, and no window below `max_position_embeddings`.
 """
 CLASSES_INTRODUCTION = """## Targets and engines
 
-`run` and `read` say that an output runs there if it breaks no rule, and whether the engine was executed or
-its source was read. `no class` means that the engine has no class of its own for the family; the rules say
-what it does then. An MLA output has the DeepSeek-V3 class, or kvfold's own, whatever its family.
-"""
-RULES_INTRODUCTION = """## Rules of the engines
-
-Engines drop, ignore or reinterpret fields without an error. A rule applies to outputs that have the
-property in its second column. [Serve](serve.md) has the kernels by hardware.
+`run` and `read` say that an output runs there if it breaks no rule ([Engines](engines.md)), and whether the
+engine was executed or its source was read. `no class` means that the engine has no class of its own for the
+family; the rules say what it does then. An MLA output has the DeepSeek-V3 class, or kvfold's own, whatever
+its family.
 """
 _LATENT = [output for output in OUTPUTS if output != "grouped"]
 
 
 def support_page() -> str:
-    """Return the page in Markdown: families by targets, families by engines, and the rules of each engine."""
+    """Return the page in Markdown: families by targets, and families by engines."""
     kinds = sorted(FAMILIES, key=lambda kind: FAMILIES[kind].label.lower())
     head = ("family", "`model_type`", "GQA", "MQA", "MLA, stock", "MLA, vLLM and SGLang", "MLA, remote")
     engines = ("output", *(NAMES[engine] for engine in ENGINES))
@@ -59,9 +51,6 @@ def support_page() -> str:
             "",
             CLASSES_INTRODUCTION,
             table(engines, [*map(_latent, _LATENT), *map(_classes, kinds)]),
-            "",
-            RULES_INTRODUCTION,
-            *_rules(),
         ]
     )
 
@@ -91,21 +80,3 @@ def _classes(kind: str) -> tuple[str, ...]:
     verdicts = [verdict("grouped", engine) for engine in ENGINES]
     found = [known if has else "no class" for known, has in zip(verdicts, has_class, strict=True)]
     return f"{family.label}, GQA and MQA", *found
-
-
-def _rules() -> list[str]:
-    parts = []
-    rules: list[dict[str, Any]] = engine_table()["rules"]
-    for engine, entries in groupby(rules, key=lambda rule: str(rule["engine"])):
-        rules_table = table(("outputs", "when", "effect", "reason", "evidence"), map(_rule, entries))
-        parts.append(f"### {NAMES[engine]}\n\n{rules_table}\n")
-    return parts
-
-
-def _rule(rule: Mapping[str, Any]) -> tuple[str, ...]:
-    proof = _proof(rule["evidence"])
-    return "; ".join(rule["outputs"]), rule["condition"] or "always", rule["effect"], rule["why"], proof
-
-
-def _proof(evidence: Mapping[str, str]) -> str:
-    return f"{evidence['kind']}: {evidence['version']}, {evidence['date']}, `{evidence['proof']}`"

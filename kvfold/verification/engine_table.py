@@ -124,7 +124,7 @@ def engine_table(engines: Sequence[str] = ENGINES) -> dict[str, Any]:
 
 
 def markdown() -> str:
-    """Return the four tables in Markdown, as docs/serve.md holds them."""
+    """Return the four tables in Markdown, as docs/engines.md holds them."""
     parts = []
     for title, columns, rows in _tables(engine_table()):
         parts.append(f"{title}:\n\n{_in_markdown(columns, rows)}")

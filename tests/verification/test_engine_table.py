@@ -1,5 +1,5 @@
 """`kvfold engines`: every kind of output has a verdict in every engine, every rule its evidence, and plans,
-`kvfold verify`, docs/serve.md and README.md say the same."""
+`kvfold verify`, docs/engines.md and README.md say the same."""
 
 import json
 from pathlib import Path
@@ -147,7 +147,7 @@ def test_a_class_that_every_engine_has_breaks_no_rule() -> None:
 
 def test_the_command_prints_what_the_docs_hold() -> None:
     """After a change of a rule: `python -c "from kvfold.verification.engine_table import markdown; ..."`."""
-    docs = (Path(__file__).parents[2] / "docs" / "serve.md").read_text(encoding="utf-8")
+    docs = (Path(__file__).parents[2] / "docs" / "engines.md").read_text(encoding="utf-8")
     assert markdown() in docs
     assert runs_table() in docs
     assert runs_table() in (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
