@@ -259,7 +259,7 @@ def _show(folded: "Folded", as_json: bool) -> None:
 
 
 def _summary(folded: "Folded") -> str:
-    """Return a line about what was done, and one about what to do next."""
+    """Return a line about what was done, and two with what to do next."""
     record, cache = folded.record, folded.cache
     before, after = (cache[side]["elements_per_token_per_layer"] for side in ("before", "after"))
     loss = folded.predicted_loss
@@ -271,10 +271,11 @@ def _summary(folded: "Folded") -> str:
             f"({stored['unprepared']:.4f} unprepared)"
         )
     as_stored = f" --cache-dtype {stored['name']}" if stored else ""
+    place = shlex.quote(str(folded.directory))
     return (
         f"{folded.directory}: {record['target']['name'].upper()} by {record['method']}, cache {before} -> "
         f"{after} elements per token and layer ({cache['ratio']:.1%}){cost}\n"
-        f"Next: kvfold eval {shlex.quote(str(folded.directory))} --text FILE{as_stored}"
+        f"Next: kvfold eval {place} --text FILE{as_stored}\n      kvfold distill {place}"
     )
 
 

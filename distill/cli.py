@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .run.training_result import TrainingResult
 
 
+RECIPE = click.argument("recipe", type=click.Path(path_type=Path), metavar="RECIPE|FOLD")
 OVERRIDES = click.option(
     "--set",
     "overrides",
@@ -56,12 +57,14 @@ def validate(recipes: tuple[Path, ...], overrides: tuple[str, ...], as_json: boo
 
 
 @click.command("explain", cls=Command)
-@click.argument("recipe", type=click.Path(path_type=Path))
+@RECIPE
 @OVERRIDES
 @click.option("--processes", type=click.IntRange(min=1), help="Number of processes; by default one per GPU.")
 @JSON
 def explain(recipe: Path, overrides: tuple[str, ...], processes: int | None, as_json: bool) -> None:
     """Show the meaning and origin of every key of RECIPE, and what each stage trains and takes.
+
+    For FOLD, an output of `kvfold convert`, it shows the recipe by which `kvfold distill FOLD` trains it.
 
     Memory is an estimate for one process; --set profile=fsdp2 --processes 8 divides the models among eight.
     Time is a lower bound: the arithmetic at the rate of this machine's matrix products.
@@ -138,7 +141,7 @@ class _Distill(Command):
 
 
 @click.command("distill", cls=_Distill)
-@click.argument("recipe", type=click.Path(path_type=Path))
+@RECIPE
 @OVERRIDES
 @click.option(
     "--profile",
@@ -162,6 +165,9 @@ def main(
     as_json: bool,
 ) -> None:
     """Train a converted checkpoint against its source, as RECIPE (YAML) says.
+
+    FOLD, an output of `kvfold convert`, is trained on text that its source writes, and written to
+    FOLD-distilled. --set data.source=FILE trains it on your own text.
 
     `distill validate RECIPE...` checks recipes. `distill explain RECIPE` shows the meaning of each key and
     what the run takes.

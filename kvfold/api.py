@@ -150,14 +150,17 @@ def plan(
 
 @public
 def train(
-    recipe: str | Path | Recipe | Mapping[str, Any], *, progress: ProgressCallback | None = None
+    recipe: str | Path | Recipe | Mapping[str, Any],
+    *,
+    settings: Mapping[str, Any] | None = None,
+    progress: ProgressCallback | None = None,
 ) -> TrainingRun:
     """Train a folded checkpoint against its source. A run that was stopped is resumed by the same call.
 
-    It runs in this process. For several processes use `kvfold distill --profile`.
-
     Args:
-        recipe: a YAML file, a `Recipe`, or a mapping of a recipe's keys; a place in it may be a `Path`.
+        recipe: a YAML file, a `Recipe`, a mapping of a recipe's keys (a place in it may be a `Path`), or the
+            directory of a fold, which is then trained on text that its source writes.
+        settings: values that replace the recipe's own, by key, such as `{"data.source": "train.jsonl"}`.
         progress: called with a stage's name, how many steps are done and how many there are.
 
     Returns:
@@ -169,20 +172,16 @@ def train(
 
     Example:
         >>> import kvfold
-        >>> data = {"source": "stdlib", "seq_len": 32}
-        >>> stage = {"name": "kl", "tokens": 128, "batch_tokens": 64, "micro_batch": 2, "lr": 1e-4}
-        >>> run = kvfold.train({
-        ...     "schema": 1, "student": str(work / "folded"), "output": str(work / "distilled"),
-        ...     "data": data, "stages": [stage], "device": "cpu",
-        ... })
+        >>> few = {"stages.0.tokens": 128, "stages.0.batch_tokens": 64, "device": "cpu"}
+        >>> run = kvfold.train(work / "folded", settings=few)
         >>> run.steps, run.directory.name
-        (2, 'distilled')
+        (2, 'folded-distilled')
     """
     from .distill.parallel.launch import check_launched, is_launched
     from .distill.recipe.recipe_file import as_recipe
     from .distill.run.job import distill
 
-    recipe = as_recipe(recipe)
+    recipe = as_recipe(recipe, settings)
     check_launched()
     if recipe.profile not in {None, "cpu", "single"} and not is_launched():
         raise InvalidInput(

@@ -50,7 +50,7 @@ def _by_option(names: Sequence[str]) -> Mapping[str, str]:
     found = {f"--{name.replace('_', '-')}": name for name in names}
     # A list is an option that is given several times: `engines` is `--engine`.
     lists = {option.removesuffix("s"): name for option, name in found.items() if option.endswith("s")}
-    # A recipe is a mapping or a file in Python, which nothing overrides: `--set teacher=DIR` is a key of it.
+    # `--set teacher=DIR` is a key of the recipe, or of `settings`.
     others = {"target": ("--to", "target"), "recipe": ("--set", "the key")}
     return {**lists, **found, **dict(others[name] for name in others if name in names)}
 

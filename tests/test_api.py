@@ -332,7 +332,7 @@ def wrong_names() -> Iterator[tuple[Any, str]]:
         lambda: functions.verify(DEMO, enginess=["vllm"]),
         "unknown name 'enginess'; did you mean 'engines'?",
     )
-    yield lambda: functions.train({}, foo=1), "unknown name 'foo'; known: recipe, progress"
+    yield lambda: functions.train({}, foo=1), "unknown name 'foo'; known: recipe, settings, progress"
     yield lambda: functions.assemble(DEMO, DEMO, outt="x"), "unknown name 'outt'; did you mean 'out'?"
     mla = kvfold.MLA(rank=32)
     yield lambda: functions.fold(DEMO, mla, model="x"), "unknown name 'model'; did you mean 'source'?"

@@ -1,4 +1,4 @@
-"""Recipe files: YAML with overrides, and mistakes in them reported in one sentence."""
+"""Recipe files and folds as recipes, with overrides, and mistakes in them reported in one sentence."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -9,6 +9,7 @@ from ...core.errors import InvalidInput
 from ...core.settings import Settings, description_of, names_of
 from ...core.untrusted import parse_yaml, read_yaml
 from .data_section import Data, TextSource
+from .default_recipe import default_recipe
 from .recipe import Lora, Recipe, Save, Stage
 from .watch_section import Evaluate
 
@@ -38,7 +39,7 @@ def read_recipe(file: Path, overrides: Sequence[str] = ()) -> Recipe:
     """Read a recipe.
 
     Args:
-        file: YAML.
+        file: YAML, or a fold, whose recipe is the default one.
         overrides: `key=value` with a dotted key such as `stages.0.lr=1e-4`; values are YAML.
 
     Returns:
@@ -47,29 +48,64 @@ def read_recipe(file: Path, overrides: Sequence[str] = ()) -> Recipe:
     Raises:
         InvalidInput: names the key, its value and a value that would be right.
     """
-    content = read_yaml(file)
+    content = read_content(file)
     for override in overrides:
         _override(content, override)
     return Recipe.read(content, _OTHER_NAMES, file.name, SECTIONS)
 
 
-def as_recipe(recipe: str | Path | Recipe | Mapping[str, Any]) -> Recipe:
-    """Return a recipe from a YAML file, a mapping of a recipe's keys, or a recipe.
+def read_content(file: Path) -> dict[str, Any]:
+    """Return the keys that a recipe gives: those of a YAML file, or of the default recipe of a fold.
+
+    Raises:
+        InvalidInput: the file is no YAML of one mapping, or the directory is no fold.
+    """
+    return default_recipe(file) if file.is_dir() else read_yaml(file)
+
+
+def as_recipe(
+    recipe: str | Path | Recipe | Mapping[str, Any], settings: Mapping[str, Any] | None = None
+) -> Recipe:
+    """Return a recipe from a YAML file, a fold, a mapping of a recipe's keys, or a recipe.
 
     A mapping may have paths where a file has their texts.
+
+    Args:
+        recipe: the recipe, or the directory of a fold, whose recipe is the default one.
+        settings: values of keys that replace the recipe's own, by dotted names such as `stages.0.lr`.
 
     Raises:
         InvalidInput: it is none of these, or something in it cannot be used.
     """
+    name = "recipe"
     if isinstance(recipe, Recipe):
-        return recipe
-    if recipe == "":
-        raise InvalidInput("recipe is empty; name a file")
-    if isinstance(recipe, str | Path):
-        return read_recipe(Path(recipe).expanduser())
-    if isinstance(recipe, Mapping):
-        return Recipe.read(_plain(recipe), _OTHER_NAMES, "recipe", SECTIONS)
-    raise InvalidInput(f"the recipe is a {type(recipe).__name__}; it should be a file, a Recipe or a mapping")
+        if not settings:
+            return recipe
+        content = recipe.resolved()
+    elif recipe == "":
+        raise InvalidInput("recipe is empty; name a file or a fold")
+    elif isinstance(recipe, str | Path):
+        file = Path(recipe).expanduser()
+        content, name = read_content(file), file.name
+    elif isinstance(recipe, Mapping):
+        content = _plain(recipe)
+    else:
+        raise InvalidInput(
+            f"the recipe is a {type(recipe).__name__}; it should be a file, a fold, a Recipe or a mapping"
+        )
+    for key, value in _checked(settings).items():
+        _place(content, key, _plain(value), f"settings[{key!r}]")
+    return Recipe.read(content, _OTHER_NAMES, name, SECTIONS)
+
+
+def _checked(settings: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    if settings is None:
+        return {}
+    if not isinstance(settings, Mapping) or not all(isinstance(key, str) for key in settings):
+        raise InvalidInput(
+            f"settings is {settings!r}; it should be a mapping such as {{'stages.0.lr': 1e-4}}"
+        )
+    return settings
 
 
 def _plain(value: Any) -> Any:
@@ -96,18 +132,25 @@ def describe_key(key: str) -> str:
 
 def _override(content: dict[str, Any], override: str) -> None:
     key, equals, value = override.partition("=")
-    *parents, last = key.split(".")
-    if not equals or not last:
+    if not equals or not key.rpartition(".")[2]:
         raise InvalidInput(f"--set {override} should be key=value, such as --set stages.0.lr=1e-4")
+    found = parse_yaml(value, f"--set {key}", top=None, unique_keys=True)
+    _place(content, key, found, f"--set {key}")
+
+
+def _place(content: dict[str, Any], key: str, value: Any, name: str) -> None:
+    """Put a value in the place that a dotted key names.
+
+    Raises:
+        InvalidInput: there is no such place; `name` is what the user calls the setting.
+    """
+    *parents, last = key.split(".")
     place: Any = content
     try:
         for part in parents:
             place = place[int(part)] if isinstance(place, list) else place.setdefault(part, {})
-        found = parse_yaml(value, f"--set {key}", top=None, unique_keys=True)
-        place[int(last) if isinstance(place, list) else last] = found
-    except InvalidInput:
-        raise
+        place[int(last) if isinstance(place, list) else last] = value
     except (ValueError, IndexError, TypeError, AttributeError):
         raise InvalidInput(
-            f"--set {key}: the recipe has no such key; lists are numbered from 0, as in stages.0.lr"
+            f"{name}: the recipe has no such key; lists are numbered from 0, as in stages.0.lr"
         ) from None

@@ -11,14 +11,13 @@ from ...checkpoints.directory import check_output
 from ...checkpoints.quantised.packed_checkpoint import open_checkpoint
 from ...checkpoints.record import source_directory
 from ...core.errors import InvalidInput, naming
-from ...core.untrusted import read_yaml
 from ...models.causal_lm import describe
 from ...models.load_options import LoadOptions
 from ...texts.sources import check_source
 from ..data.samples import check_texts
 from ..parallel.launch import SHARDED
 from ..recipe.recipe import SHARED, Recipe, Stage, flatten
-from ..recipe.recipe_file import describe_key, read_recipe
+from ..recipe.recipe_file import describe_key, read_content, read_recipe
 from ..stages.weights import check_peft
 from ..watch.held_out import check_held_out
 from ..watch.trackers import check_trackers
@@ -134,22 +133,22 @@ def explain(file: Path, overrides: Sequence[str] = (), processes: int | None = N
     """Return the meaning of every key, and what each stage does and takes.
 
     Args:
-        file: the recipe.
+        file: the recipe, or a fold, whose recipe is the default one.
         overrides: `KEY=VALUE`.
         processes: how many processes divide the run by its profile; None for one per GPU, or one without a
             GPU.
 
     Returns:
-        Plain values: `keys` (`key`, `value`, `from`: file, --set or default, `meaning`), `stages` (`name`,
-        `mode`, `steps`, `tokens`, `step_tokens`, and `footprint`, which is None if a model is not here) and
-        `note`, the reason for None.
+        Plain values: `keys` (`key`, `value`, `from`: file, fold, --set or default, `meaning`), `stages`
+        (`name`, `mode`, `steps`, `tokens`, `step_tokens`, and `footprint`, which is None if a model is not
+        here) and `note`, the reason for None.
 
     Raises:
         InvalidInput: the recipe is wrong, a stage cannot be trained with its models, or several processes are
             named for a profile with one.
     """
     recipe = read_recipe(file, overrides)
-    keys = _keys(recipe, read_yaml(file), overrides)
+    keys = _keys(recipe, {"fold" if file.is_dir() else "file": read_content(file)}, overrides)
     footprints, note = _footprints(recipe, _processes(recipe, processes))
     stages = [
         {
@@ -169,9 +168,11 @@ def explain(file: Path, overrides: Sequence[str] = (), processes: int | None = N
     return {"recipe": str(file), "keys": keys, "stages": stages, "note": note}
 
 
-def _keys(recipe: Recipe, content: Mapping[str, Any], overrides: Sequence[str]) -> list[dict[str, Any]]:
+def _keys(
+    recipe: Recipe, contents: Mapping[str, dict[str, Any]], overrides: Sequence[str]
+) -> list[dict[str, Any]]:
     given = {
-        "file": list(flatten(content)),
+        **{origin: list(flatten(content)) for origin, content in contents.items()},
         "--set": [_place(override.partition("=")[0]) for override in overrides],
     }
     rows = []

@@ -19,6 +19,7 @@ from ..core.errors import InvalidInput, renamed
 from ..core.hub import resolve
 from ..core.units import parse_tokens, read_share, show_percent
 from ..distill.data.samples import check_texts
+from ..distill.recipe.default_recipe import default_save, default_stage, weights_of
 from ..distill.recipe.recipe import Recipe, default_windows
 from ..distill.recipe.recipe_file import read_recipe
 from ..distill.recipe.watch_section import Evaluate
@@ -44,8 +45,6 @@ _OPTIONS = {
     "evaluate.seq_len": "--window",
     "data.seq_len": "--window",
 }
-# Peak learning rates of recipes/ by weights of the source: the larger a model, the smaller its steps.
-RATES = ((50e6, 5e-4), (1e9, 3e-4), (3e9, 5e-5), (float("inf"), 2e-5))
 
 
 def read_bound(text: str) -> Assertion:
@@ -242,21 +241,13 @@ def _with_options(sentence: str) -> str:
 
 def _recipe(source: Source, window: int, tokens: int, seed: int) -> dict[str, Any]:
     """Return the default recipe of a step's distillation: forward KL, with the batch left to kvfold."""
-    checkpoint = source.checkpoint
-    weights = sum(checkpoint.spec(name).nbytes // checkpoint.spec(name).dtype.itemsize for name in checkpoint)
     steps = math.ceil(tokens / (default_windows(tokens, window) * window))
-    stage = {
-        "name": "kl",
-        "tokens": tokens,
-        "losses": {"kl": 1.0},
-        "micro_batch": max(1, 4096 // window),
-    }
-    stage["lr"] = next(rate for most, rate in RATES if weights <= most)
+    stage = default_stage(weights_of(source.checkpoint), tokens, window)
     return {
         "schema": 1,
         "data": {"seq_len": window, "seed": seed},
         "stages": [stage],
         # For the curve, and the proof that the text is not trained on.
         "evaluate": {"every": max(1, steps // 5), "windows": 16},
-        "save": {"every": max(1, min(500, steps // 4))},
+        "save": {"every": default_save(tokens, window)},
     }

@@ -1,0 +1,110 @@
+"""The recipe of a fold that is given without one, and the stage that such recipes have."""
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...checkpoints.record import is_folded, read_record
+from ...core.errors import InvalidInput
+from ...core.untrusted import printable
+from .recipe import default_windows
+
+if TYPE_CHECKING:
+    from ...checkpoints.directory import Checkpoint
+
+TOKENS = (
+    500_000  # recovered half of what folds of prose had lost on unlike text (docs/results/distillation.md)
+)
+WINDOW = 256  # of text that the teacher writes, as for `kvfold convert --length`
+# Peak learning rates of recipes/ by weights of the source: the larger a model, the smaller its steps.
+RATES = ((50e6, 5e-4), (1e9, 3e-4), (3e9, 5e-5), (float("inf"), 2e-5))
+
+
+def default_recipe(fold: Path) -> dict[str, Any]:
+    """Return the recipe of a fold: KL on text that its teacher writes, for the attention alone.
+
+    The teacher is the source that the fold's kvfold.json names. The output stands next to the fold.
+
+    Args:
+        fold: an output of `kvfold convert`.
+
+    Returns:
+        The keys of a recipe file.
+
+    Raises:
+        InvalidInput: kvfold did not fold this directory, or its record is damaged.
+
+    Example:
+        >>> default_recipe(work / "folded")["data"]
+        {'source': 'self', 'seq_len': 32, 'packing': 'documents'}
+    """
+    record = read_record(fold)
+    if record is None or not is_folded(fold):
+        raise InvalidInput(
+            f"{printable(fold)} is a directory, but no output of kvfold convert; name a recipe file or a fold"
+        )
+    from ...checkpoints.directory import Checkpoint
+
+    place = fold if fold.name not in ("", "..") else fold.resolve()
+    window = _window(record, fold)
+    stage = default_stage(weights_of(Checkpoint(fold, packed=True)), TOKENS, window) | {"train": "attention"}
+    if "cache_dtype" in record:
+        stage["cache_dtype"] = record["cache_dtype"]["name"]
+    return {
+        "schema": 1,
+        "student": str(fold),
+        "output": str(place.with_name(f"{place.name}-distilled")),
+        "teacher": "shared",
+        "data": {"source": "self", "seq_len": window, "packing": _packing(record)},
+        "stages": [stage],
+        "save": {"every": default_save(TOKENS, window)},
+    }
+
+
+def default_save(tokens: int, window: int) -> int:
+    """Return the optimizer steps between two saves: a quarter of the stage, at most 500."""
+    steps = math.ceil(tokens / (default_windows(tokens, window) * window))
+    return max(1, min(500, steps // 4))
+
+
+def default_stage(weights: int, tokens: int, window: int) -> dict[str, Any]:
+    """Return a stage of forward KL, whose batch is left to kvfold.
+
+    Args:
+        weights: of the model.
+        tokens: of the stage.
+        window: tokens per window.
+
+    Example:
+        >>> default_stage(135_000_000, 100_000, 256)["lr"]
+        0.0003
+    """
+    return {
+        "name": "kl",
+        "tokens": tokens,
+        "losses": {"kl": 1.0},
+        "micro_batch": max(1, 4096 // window),
+        "lr": next(rate for most, rate in RATES if weights <= most),
+    }
+
+
+def weights_of(checkpoint: "Checkpoint") -> int:
+    """Return the number of stored numbers of a checkpoint."""
+    specs = [checkpoint.spec(name) for name in checkpoint]
+    return sum(spec.nbytes // spec.dtype.itemsize for spec in specs)
+
+
+def _window(record: dict[str, Any], fold: Path) -> int:
+    """Return the tokens of a window: as many as the source wrote per sequence for the fold, if it did."""
+    from ...checkpoints.directory import read_config
+
+    calibration = record.get("calibration") or {}
+    if calibration.get("text") == "self" and calibration.get("length", 0) >= 2:
+        return int(calibration["length"])
+    positions = read_config(fold).get("max_position_embeddings")
+    return min(WINDOW, positions) if isinstance(positions, int) and positions >= 2 else WINDOW
+
+
+def _packing(record: dict[str, Any]) -> str:
+    """Return `stream` where layers without attention carry a document's end into the next document."""
+    return "stream" if "layers" in record.get("cache", {}) else "documents"

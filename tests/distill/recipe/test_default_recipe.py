@@ -1,0 +1,129 @@
+"""Folds as recipes: `kvfold distill DIR` without a file, its settings, and what it refuses."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+import kvfold
+from kvfold.checkpoints.record import read_record, write_record
+from kvfold.convert.cli import main as convert
+from kvfold.distill.cli import main
+from kvfold.distill.recipe.default_recipe import RATES, default_recipe, default_stage
+from kvfold.distill.recipe.recipe_file import as_recipe, read_recipe
+
+from ...support.distillation import weights
+
+FEW = ("stages.0.tokens=192", "stages.0.batch_tokens=96", "device=cpu")
+
+
+@pytest.fixture
+def folded(teacher: Path, tmp_path: Path) -> Path:
+    """An MLA fold by text that its source wrote, 24 tokens at a time."""
+    out = tmp_path / "folded"
+    words = ("--to", "mla", "--kv-budget", "50%", "--sequences", "4", "--length", "24", "--effort", "quick")
+    done = CliRunner().invoke(convert, [str(teacher), *words, "--out", str(out)])
+    assert done.exit_code == 0, done.output
+    return out
+
+
+def test_a_fold_is_trained_on_text_of_its_source(folded: Path) -> None:
+    words = [word for setting in FEW for word in ("--set", setting)]
+    done = CliRunner().invoke(main, [str(folded), *words])
+    assert done.exit_code == 0, done.output
+    out = folded.with_name("folded-distilled")
+    assert f"Wrote {out}" in done.stdout
+    before, after = weights(folded), weights(out)
+    moved = {name for name in before if not torch.equal(before[name], after[name])}
+    assert moved
+    assert all("self_attn" in name for name in moved), moved
+    record = read_record(out)
+    assert record is not None
+    assert record["distill"]["recipe"]["data"]["source"] == "self"
+    assert record["distill"]["recipe"]["data"]["seq_len"] == 24
+    again = CliRunner().invoke(main, [str(folded), *words])
+    assert "is complete already" in again.stdout
+
+
+def test_python_trains_it_alike_and_returns_the_same_bytes(folded: Path) -> None:
+    words = [word for setting in FEW for word in ("--set", setting)]
+    other = folded.with_name("by-command")
+    done = CliRunner().invoke(main, [str(folded), *words, "--set", f"output={other}"])
+    assert done.exit_code == 0, done.output
+    settings = {"stages.0.tokens": 192, "stages.0.batch_tokens": 96, "device": "cpu"}
+    run = kvfold.train(folded, settings=settings)
+    assert run.directory == folded.with_name("folded-distilled")
+    assert (run.directory / "model.safetensors").read_bytes() == (other / "model.safetensors").read_bytes()
+
+
+def test_explain_names_the_fold_as_the_origin(folded: Path) -> None:
+    done = CliRunner().invoke(main, ["explain", str(folded), "--set", "data.source=stdlib", "--json"])
+    assert done.exit_code == 0, done.output
+    origins = {key["key"]: (key["value"], key["from"]) for key in json.loads(done.stdout)["keys"]}
+    assert origins["teacher"] == ("shared", "fold")
+    assert origins["data.source"] == ("stdlib", "--set")
+    assert origins["stages[0].warmup"] == (0.05, "default")
+    assert CliRunner().invoke(main, ["validate", str(folded)]).exit_code == 0
+
+
+def test_the_recipe_follows_from_the_record(folded: Path) -> None:
+    recipe = read_recipe(folded)
+    (stage,) = recipe.stages
+    assert (stage.tokens, stage.lr, stage.train, stage.cache_dtype) == (500_000, 5e-4, "attention", None)
+    assert recipe.save.every * 4 <= recipe.steps(stage)
+    record = read_record(folded)
+    assert record is not None
+    record["calibration"] = {"text": "stdlib", "tokens": 4096, "length": 16, "seed": 0}
+    record["cache_dtype"] = {"name": "int4"}
+    record["cache"]["layers"] = {"full_attention": 1, "linear_attention": 1}
+    (folded / "kvfold.json").unlink()
+    write_record(folded, record)
+    found = default_recipe(folded)
+    assert found["data"] == {"source": "self", "seq_len": 64, "packing": "stream"}  # 64 positions
+    assert found["stages"][0]["cache_dtype"] == "int4"
+
+
+def test_the_output_of_a_relative_place(folded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folded)
+    assert default_recipe(Path())["output"] == str(folded.with_name("folded-distilled"))
+    monkeypatch.chdir(folded.parent)
+    assert default_recipe(Path("folded"))["output"] == "folded-distilled"
+
+
+def test_larger_models_take_smaller_steps() -> None:
+    rates = [default_stage(weights, 1000, 32)["lr"] for weights in (10**6, 10**8, 2 * 10**9, 10**11)]
+    assert rates == [rate for _, rate in RATES]
+    assert rates == sorted(rates, reverse=True)
+
+
+def test_settings_replace_keys_of_any_recipe(folded: Path) -> None:
+    first = as_recipe(folded, {"stages.0.lr": 1e-5, "evaluate.source": Path("held.txt")})
+    assert first.stages[0].lr == 1e-5
+    assert first.evaluate is not None
+    assert first.evaluate.source == "held.txt"
+    second = as_recipe(first, {"stages.0.lr": 2e-5})
+    assert second.stages[0].lr == 2e-5
+    assert second.evaluate == first.evaluate
+    assert as_recipe(first) is first
+
+
+def test_what_is_no_fold_is_refused(teacher: Path, tmp_path: Path) -> None:
+    for directory in (teacher, tmp_path):
+        done = CliRunner().invoke(main, [str(directory)])
+        assert done.exit_code == 2
+        assert (
+            f"{directory} is a directory, but no output of kvfold convert; name a recipe file or a fold"
+            in (done.output)
+        )
+        assert not Path(f"{directory}-distilled.partial").exists()
+
+
+def test_settings_that_cannot_be_used_are_refused(folded: Path) -> None:
+    with pytest.raises(kvfold.InvalidInput, match="settings is \\['lr'\\]; it should be a mapping such as"):
+        kvfold.train(folded, settings=["lr"])  # type: ignore[arg-type] # a mistake on purpose
+    with pytest.raises(kvfold.InvalidInput, match="settings\\['stages.1.lr'\\]: the recipe has no such key"):
+        kvfold.train(folded, settings={"stages.1.lr": 1e-4})
+    with pytest.raises(kvfold.InvalidInput, match="folded: unknown key 'rate' in stages\\[0\\]"):
+        kvfold.train(folded, settings={"stages.0.rate": 1e-4})
