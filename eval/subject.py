@@ -16,7 +16,7 @@ import transformers
 from .. import __version__
 from ..checkpoints.eval_json import MeasuredCheckpoint
 from ..checkpoints.identity import checkpoint, hashes_of
-from ..checkpoints.record import changed_since, read_record
+from ..checkpoints.record import changed_since, other_weights, read_record
 from ..core.cache_dtypes import cache_dtype
 from ..core.console import notice
 from ..core.memory import free_bytes
@@ -85,6 +85,9 @@ class Subject:
         self.checkpoints: dict[str, MeasuredCheckpoint] = {
             role: checkpoint(path, hashes[role]) for role, path in paths.items()
         }
+        for role, path in paths.items():
+            if role != "teacher" and (sentence := other_weights(path, hashes[role])):
+                notice(sentence)
         self._teacher_hashes = hashes.get("teacher", {})
         if "teacher" in paths:
             self._look_for_changes(self._teacher_hashes)

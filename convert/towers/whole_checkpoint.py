@@ -110,7 +110,7 @@ def write_around(
             "container": (config.get("architectures") or [config["model_type"]])[0],
             **made,
         }
-        write_record(partial, record)
+        record = write_record(partial, record)
         write_card(partial, record)
     return record
 

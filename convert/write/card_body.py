@@ -30,6 +30,7 @@ _LINEAR = (
     "Train it further with `kvfold distill` only: the norm of its latent is linear by a small "
     "scale, which optimizers destroy."
 )
+_FURTHER = " Another tool then trained or changed its weights, which the commands below do not include."
 _KINDS = {
     "gqa": "grouped-query attention (GQA)",
     "mqa": "multi-query attention (MQA)",
@@ -51,6 +52,8 @@ def card_body(
     title: str,
     place: str,
     evaluation: EvalSummary | None,
+    *,
+    further: bool = False,
 ) -> str:
     """Return the card below its metadata, in Markdown.
 
@@ -61,27 +64,30 @@ def card_body(
         title: name of the checkpoint.
         place: the repository or directory that engines load it from.
         evaluation: its measured quality.
+        further: another tool trained the checkpoint after its record was written.
     """
     from ..decide.lint import open_written
 
     written = open_written(directory)
     parts = [
         f"# {title}",
-        _opening(record, source),
+        _opening(record, source, further=further),
         *_cache(record, written),
-        *_measured(record, evaluation),
+        *_measured(record, evaluation, further=further),
         *_making(record, source),
         *_loading(written, place),
     ]
     return "\n" + "\n\n".join(parts) + "\n"
 
 
-def _opening(record: dict[str, Any], source: str) -> str:
+def _opening(record: dict[str, Any], source: str, *, further: bool) -> str:
     rounded = record.get("quantize")
+    more = _FURTHER if further else ""
     scheme = "" if rounded is None else f" Its linear weights are in {rounded['scheme'].upper()}."
     if rounded is not None and "target" not in record and not is_distilled(record):
         return (
             f"`{source}` with weights in {rounded['scheme'].upper()}, rounded by kvfold {record['kvfold']}."
+            + more
         )
     kind = _KINDS.get(record.get("target", {}).get("name", ""), "a smaller KV cache")
     ratio = (
@@ -89,9 +95,10 @@ def _opening(record: dict[str, Any], source: str) -> str:
         if record.get("cache")
         else ""
     )
-    trained = " and distilled against it" if is_distilled(record) else ", without training"
+    untrained = "" if further else ", without training"
+    trained = " and distilled against it" if is_distilled(record) else untrained
     folded = f"`{source}` folded to {kind} by kvfold {record.get('kvfold', '')}{ratio}; converted{trained}."
-    return folded + scheme
+    return folded + scheme + more
 
 
 def _cache(record: dict[str, Any], written: Written) -> list[str]:
@@ -128,8 +135,8 @@ def _cache(record: dict[str, Any], written: Written) -> list[str]:
     return ["## KV cache", _table(["", "source", "this model"], rows), *words]
 
 
-def _measured(record: dict[str, Any], evaluation: EvalSummary | None) -> list[str]:
-    predicted = record.get("predicted_loss")
+def _measured(record: dict[str, Any], evaluation: EvalSummary | None, *, further: bool) -> list[str]:
+    predicted = None if further else record.get("predicted_loss")
     words = "" if predicted is None else (
         f"Predicted on calibration text, before any training: {predicted:.4f} nats per token lost. "
         "Every layer was measured alone, so this number ranks folds and does not measure the model."
@@ -161,8 +168,9 @@ def _measured(record: dict[str, Any], evaluation: EvalSummary | None) -> list[st
         same = f"the same most probable token in {fidelity.same_top1.mean:.1%}"
         paragraphs.append(f"KL to the source {fidelity.kl.mean:.4f} nats per token, {same} of positions.")
     if evaluation.recovered_share.value is not None:
+        trained = "Training" if further else "Distillation"
         paragraphs.append(
-            f"Distillation recovered {evaluation.recovered_share.value:.1%} of what the conversion had lost."
+            f"{trained} recovered {evaluation.recovered_share.value:.1%} of what the conversion had lost."
         )
     return ["## Quality", *paragraphs, *([words] if words else [])]
 

@@ -41,7 +41,13 @@ def write_card(directory: Path, record: dict[str, Any]) -> None:
 
 
 def make_card(
-    directory: Path, record: dict[str, Any], title: str, place: str, evaluation: EvalSummary | None = None
+    directory: Path,
+    record: dict[str, Any],
+    title: str,
+    place: str,
+    evaluation: EvalSummary | None = None,
+    *,
+    further: bool = False,
 ) -> ModelCard:
     """Return the card of a checkpoint.
 
@@ -55,15 +61,18 @@ def make_card(
         title: name of the checkpoint.
         place: the repository or directory that engines load it from.
         evaluation: its measured quality.
+        further: another tool trained the checkpoint after its record was written.
 
     Raises:
         InvalidInput: the metadata of README.md cannot be read, or the directory holds no checkpoint.
     """
     from huggingface_hub import ModelCard
 
-    card, known = read_card(directory), metadata(directory, record)
+    card, known = read_card(directory), metadata(directory, record, further=further)
     if card is None or written_by_kvfold(card.text):
-        body = card_body(directory, record, source_name(record["source"]), title, place, evaluation)
+        body = card_body(
+            directory, record, source_name(record["source"]), title, place, evaluation, further=further
+        )
         card = ModelCard("---\n{}\n---\n") if card is None else card
         card.text = f"{body}\n<!-- written by kvfold {_digest(body)}: an edited card is kept as it is -->\n"
     data = card.data
@@ -82,12 +91,13 @@ def make_card(
     return card
 
 
-def metadata(directory: Path, record: dict[str, Any]) -> dict[str, Any]:
+def metadata(directory: Path, record: dict[str, Any], *, further: bool = False) -> dict[str, Any]:
     """Return the card's metadata without measurements; unknown fields are left out.
 
     Args:
         directory: the checkpoint.
         record: its kvfold.json.
+        further: another tool trained the checkpoint after its record was written.
     """
     target, distilled = record.get("target", {}).get("name"), is_distilled(record)
     scheme = (record.get("quantize") or {}).get("scheme")
@@ -102,7 +112,7 @@ def metadata(directory: Path, record: dict[str, Any]) -> dict[str, Any]:
         theirs = read_card(source)
     except InvalidInput:  # the source may have changed since the fold; its card is only read for its licence
         theirs = None
-    relation = "quantized" if scheme else "finetune" if distilled else ""
+    relation = "quantized" if scheme else "finetune" if distilled or further else ""
     return {
         **license.license_of(directory, source, [] if theirs is None else [theirs.data.to_dict()]),
         "library_name": "transformers",

@@ -113,7 +113,7 @@ def rewrite(plan: Plan, out: Path, *, source_name: str | None = None) -> dict[st
         record = _record(plan, source_name or plan.request.source_name, done)
         if is_first():
             with _failures(plan, out):
-                _complete(plan, partial, record)
+                record = _complete(plan, partial, record)
                 finish(partial, out, unneeded(partial))
     return record
 
@@ -256,15 +256,16 @@ def _write_copy(plan: Plan, name: str, writer: ShardWriter) -> Found:
     return {}
 
 
-def _complete(plan: Plan, partial: Path, record: dict[str, Any]) -> None:
-    """Write the files next to the weights."""
+def _complete(plan: Plan, partial: Path, record: dict[str, Any]) -> dict[str, Any]:
+    """Write the files next to the weights; return the record as it is written."""
     copy_side_files(plan.source.checkpoint.directory, partial)
     for file in plan.container.files:
         shutil.copyfile(file, partial / file.name)
     (partial / "config.json").write_text(json.dumps(plan.config, indent=2) + "\n", encoding="utf-8")
     _write_modelopt(plan, partial)
-    write_record(partial, record)
+    record = write_record(partial, record)
     write_card(partial, record)
+    return record
 
 
 def _write_modelopt(plan: Plan, partial: Path) -> None:

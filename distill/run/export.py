@@ -46,7 +46,7 @@ def write_output(run: RunContext, record: dict[str, Any], chosen: ChosenWeights 
             place = Path("stages") / stage.name
             shutil.copytree(run.partial / place, final / place, copy_function=link_or_copy)
     whole = distilled_record(run.student, run.recipe.resolved(), record)
-    write_record(final, whole)
+    whole = write_record(final, whole)
     write_card(final, whole)
     with as_settings():
         finish(final, output)

@@ -190,6 +190,7 @@ class EvalSummary(FiniteNumbers):
     fidelity: FidelitySummary | None = None
     recovered_share: RecoveredLoss = field(default_factory=RecoveredLoss)
     cache_dtype: str | None = None
+    identity: str = ""  # of the checkpoint, see `identity.py`; reports of schema 1 have it elsewhere
 
 
 def read_report(path: Path, directory: Path) -> EvalReport:
@@ -255,6 +256,7 @@ def summarise(report: EvalReport) -> EvalSummary | None:
         fidelity=None if fidelity is None else FidelitySummary(fidelity.kl, fidelity.same_top1),
         recovered_share=scores.recovered_share,
         cache_dtype=report.cache_dtype,
+        identity=report.checkpoint.identity,
     )
 
 

@@ -86,14 +86,55 @@ def check_unfolded(directory: Path) -> None:
         raise InvalidInput(f"{directory} {told}")
 
 
-def write_record(directory: Path, record: dict[str, Any]) -> None:
-    """Write `kvfold.json` into a checkpoint that is being made.
+def write_record(directory: Path, record: dict[str, Any]) -> dict[str, Any]:
+    """Write `kvfold.json` into a checkpoint that is being made, after its weights.
 
     Args:
         directory: the checkpoint.
         record: plain values.
+
+    Returns:
+        The record as it is written: with the SHA-256 of each weight file.
     """
-    (directory / FILE).write_text(json.dumps(record, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    whole = {**record, "weights": {path.name: sha256(path) for path in _weights(directory)}}
+    (directory / FILE).write_text(json.dumps(whole, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    return whole
+
+
+def _weights(directory: Path) -> list[Path]:
+    return sorted(path for path in directory.glob("*.safetensors") if path.is_file())
+
+
+def other_weights(directory: Path, known: Mapping[str, str] | None = None) -> str:
+    """Return a sentence if the weights of a checkpoint are not those that its record describes; else "".
+
+    They differ after training with another tool, where kvfold.json was copied next to the result, and
+    after damage. A checkpoint without a record, or with one of an earlier kvfold, has no hashes to differ
+    from.
+
+    Args:
+        directory: the checkpoint.
+        known: SHA-256 of files in it that were read already, by name.
+
+    Raises:
+        InvalidInput: the record is damaged.
+    """
+    recorded = (read_record(directory) or {}).get("weights", {})
+    if not recorded:
+        return ""
+    files = {path.name: path for path in _weights(directory)}
+    for name in sorted(recorded.keys() | files.keys()):
+        if name not in recorded or name not in files:
+            how = "is not there" if name in recorded else "is not among them"
+        elif recorded[name] != ((known or {}).get(name) or sha256(files[name])):
+            how = "differs"
+        else:
+            continue
+        return (
+            f"the weights of {directory} are not those that its {FILE} describes ({printable(name)} {how}): "
+            "they were trained or changed after kvfold wrote them"
+        )
+    return ""
 
 
 def hub_id(source: Mapping[str, Any]) -> str | None:

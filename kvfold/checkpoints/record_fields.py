@@ -125,3 +125,4 @@ class Recorded(RecordPart):
     distill: RecordedTraining = field(default_factory=RecordedTraining)
     latent_norm: str | None = None
     quantize: RecordedRounding | None = None
+    weights: dict[str, str] = field(default_factory=dict)

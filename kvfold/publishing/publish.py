@@ -31,8 +31,9 @@ def prepare(directory: Path, repository: str, private: bool = False) -> Publicat
     from ..checkpoints.card import FILE as CARD
     from ..checkpoints.eval_json import FILE as EVALUATION
     from ..checkpoints.eval_json import read_summary
+    from ..checkpoints.identity import hashes_of, identity
     from ..checkpoints.record import FILE as RECORD
-    from ..checkpoints.record import read_record
+    from ..checkpoints.record import other_weights, read_record
     from ..convert.write.model_card import make_card
     from .parcel import Publication, choose_files
 
@@ -40,12 +41,21 @@ def prepare(directory: Path, repository: str, private: bool = False) -> Publicat
     record = read_record(directory)
     if record is None:
         raise InvalidInput(
-            f"{directory} has no {RECORD}: kvfold publishes what kvfold convert or distill wrote"
+            f"{directory} has no {RECORD}: kvfold publishes what kvfold convert or distill wrote; if it is "
+            f"one of these, trained further with another tool, copy {RECORD} of that checkpoint into it"
         )
+    hashes = hashes_of(directory)
+    further = other_weights(directory, hashes)
     evaluation = read_summary(directory)
-    card = make_card(directory, record, repository.partition("/")[2], repository, evaluation)
+    if further and evaluation is not None and evaluation.identity != identity(hashes):
+        raise InvalidInput(
+            f"{directory / EVALUATION} was measured on other weights than {directory} has now; remove "
+            f"it, and measure again: kvfold eval {directory} --text FILE --out {directory / EVALUATION}"
+        )
+    title = repository.partition("/")[2]
+    card = make_card(directory, record, title, repository, evaluation, further=bool(further))
     files, left_out = choose_files(directory, str(card))
-    notices = []
+    notices = [further] if further else []
     if evaluation is None:
         there = " after removing the eval.json that is there" if (directory / EVALUATION).exists() else ""
         place, out = shlex.quote(str(directory)), shlex.quote(str(directory / EVALUATION))

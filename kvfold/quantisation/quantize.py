@@ -178,7 +178,7 @@ def write_quantized(plan: QuantizePlan, shard_size: int = SHARD_SIZE) -> dict[st
         config = config_for_copy(source)
         config["quantization_config"] = plan.rounding.config(plan.chosen.ignore)
         (place / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        write_record(place, record)
+        record = write_record(place, record)
         write_card(place, record)
     return record
 

@@ -193,7 +193,18 @@ def _judge(
     gap = seen["greedy_gap"]
     checks.append(Check("cache", gap <= TIE * seen.get("logit_deviation", 1.0), _greedy(gap)))
     checks.append(_cache(seen["cache"], record, written))
+    checks += _weights(written.directory, record)
     return checks + ([] if source is None else [_distance(seen, _lossless(record, written, source))])
+
+
+def _weights(directory: Path, record: dict[str, Any] | None) -> list[Check]:
+    """Compare the weights with the hashes in the record; training with another tool is no failure."""
+    from ..checkpoints.record import other_weights
+
+    if not (record or {}).get("weights"):
+        return []
+    sentence = other_weights(directory)
+    return [Check("weights", None if sentence else True, sentence or "those that kvfold.json describes")]
 
 
 def _first(missing: list[str]) -> str:

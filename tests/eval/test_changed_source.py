@@ -5,13 +5,16 @@ it.
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
+from kvfold.checkpoints.record import other_weights, read_record, write_record
 from kvfold.convert.cli import main as convert
 from kvfold.eval.cli import main as evaluate
 from kvfold.texts.corpus import read_text
 from kvfold.verification.cli import main as verify
+from kvfold.verification.verify import verify as check
 
 from .conftest import Make
 
@@ -36,6 +39,49 @@ def test_a_source_that_has_changed_is_told(make: Make, tmp_path: Path) -> None:
         f"{source} is not what {out} was made of: kvfold.json records another model.safetensors"
         in done.output
     )
+
+
+@pytest.mark.usefixtures("warm_probe")
+def test_weights_that_another_tool_trained_are_reported(make: Make, tmp_path: Path) -> None:
+    source, out, text = make(seed=12), tmp_path / "out", tmp_path / "text.txt"
+    text.write_text("one line and another\n" * 20)
+    command = [str(source), "--to", "mqa", "--calibration", "none", "--verify", "none", "--out", str(out)]
+    assert CliRunner().invoke(convert, command).exit_code == 0
+    measure = [str(out), "--text", str(text), "--window", "32", "--suite", "ppl"]
+    sentence = (
+        f"the weights of {out} are not those that its kvfold.json describes (model.safetensors differs)"
+    )
+    assert sentence not in CliRunner().invoke(evaluate, measure).output
+    report = check(out)
+    assert ("weights", True) in [(each.name, each.passed) for each in report.checks]
+    tensors = load_file(out / "model.safetensors")
+    tensors["model.layers.0.mlp.up_proj.weight"] *= 1.3
+    save_file(tensors, out / "model.safetensors", {"format": "pt"})
+    done = CliRunner().invoke(evaluate, measure)
+    assert done.exit_code == 0, done.output
+    assert sentence in done.output
+    report = check(out)
+    [found] = [each for each in report.checks if each.name == "weights"]
+    assert found.detail.startswith(sentence)
+    assert found.passed is None
+    assert not report.failures, "training with another tool is no failure"
+
+
+def test_all_weight_files_count(tmp_path: Path) -> None:
+    tensors = {"a": torch.zeros(2)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert not other_weights(tmp_path), "there is no record"
+    source = {"name": "source", "path": "/source"}
+    record = write_record(tmp_path, {"schema": 1, "stage": "convert", "source": source, "parents": []})
+    assert record == read_record(tmp_path)
+    assert not other_weights(tmp_path)
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    assert "(adapter_model.safetensors is not among them)" in other_weights(tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / "model-00001-of-00001.safetensors")
+    (tmp_path / "adapter_model.safetensors").unlink()
+    assert "(model-00001-of-00001.safetensors is not among them)" in other_weights(tmp_path)
+    (tmp_path / "model-00001-of-00001.safetensors").unlink()
+    assert "(model.safetensors is not there)" in other_weights(tmp_path)
 
 
 def test_line_ends_are_scored_as_they_are(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from safetensors.torch import load_file, save_file
 
 from kvfold.cli import main
 
@@ -309,6 +310,26 @@ def test_what_cannot_be_published(
     assert code == 2, err
     assert sentence in err
     assert "Traceback" not in err
+
+
+def test_a_copy_that_another_tool_trained(folded: Path, tmp_path: Path) -> None:
+    tuned = tmp_path / "tuned"
+    shutil.copytree(folded, tuned, ignore=shutil.ignore_patterns("kvfold.json"))
+    code, _, err = local(str(tuned), "org/tuned", "--dry-run")
+    assert (code, "trained further with another tool, copy kvfold.json" in err) == (2, True), err
+    shutil.copy(folded / "kvfold.json", tuned)
+    shard = min(tuned.glob("*.safetensors"))
+    tensors = {name: tensor + 1 for name, tensor in load_file(shard).items()}
+    save_file(tensors, shard, {"format": "pt"})
+    code, out, err = local(str(tuned), "org/tuned", "--dry-run")
+    assert code == 0, err
+    assert (
+        f"the weights of {tuned} are not those that its kvfold.json describes ({shard.name} differs)" in err
+    )
+    assert "converted. Another tool then trained or changed its weights" in out
+    assert "without training" not in out
+    assert "Predicted on calibration text" not in out
+    assert "converted, without training" in local(str(folded), "org/tiny", "--dry-run")[1]
 
 
 def test_files_in_directories_of_somebodys_own_are_left_out(folded: Path, tmp_path: Path) -> None:

@@ -174,7 +174,7 @@ def test_a_run_apart_from_kvfold(name: str, outputs: Path) -> None:
     report = verify(outputs / name)
     assert report.failures == []
     checks = {check.name: check for check in report.checks}
-    assert checks.keys() == {"loads", "finite", "cache", "cache size", "source"}
+    assert checks.keys() == {"loads", "finite", "cache", "cache size", "weights", "source"}
     assert checks["cache size"].passed
     assert checks["source"].passed is (None if name == "remote" else True)
     assert (report.measured["kl"] < 1e-9) == (name != "remote")
