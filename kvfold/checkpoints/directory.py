@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..core.errors import InvalidInput
 from ..core.files import rename_whole
-from ..core.hub import check_name
+from ..core.hub import check_new_name
 from ..core.untrusted import read_json, shorten
 from .other_forms import without_config
 from .shards import INDEX, Entry, TensorSpec, is_finite, pieces, read_flat, read_header
@@ -294,7 +294,7 @@ def check_output(out: Path, source: Path | None = None) -> None:
     Raises:
         InvalidInput: the output cannot be written there.
     """
-    check_name(out.absolute())
+    check_new_name(out)
     if out.exists() or out.is_symlink():
         raise InvalidInput(f"{out} exists and nothing is overwritten; name another with --out, or remove it")
     if source is not None and out.resolve().is_relative_to(source.resolve()):

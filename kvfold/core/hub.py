@@ -1,10 +1,15 @@
 """Local directories of models that the user names by a path, or by a Hub id with an optional `@revision`."""
 
+import os
 import re
 from pathlib import Path
 
 from .errors import InvalidInput
-from .untrusted import printable
+from .untrusted import printable, shorten
+
+_NAME_BYTES = (
+    232  # of an output: names are at most 255 bytes, and .kvfold-XXXXXXXX or .tower.partial is added
+)
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?(@[\w./-]+)?")
 # Everything that a checkpoint needs, without pickles; the card, for its licence; the code of remote outputs,
@@ -71,6 +76,21 @@ def check_name(path: Path) -> Path:
     except UnicodeEncodeError:
         raise InvalidInput(f"the path {printable(path)} is not UTF-8; rename the directory") from None
     return path
+
+
+def check_new_name(out: Path) -> None:
+    """Check the name of an output: in UTF-8, and with room for longer names next to it, such as NAME.partial.
+
+    Raises:
+        InvalidInput: it is not in UTF-8, or too long.
+    """
+    check_name(out.absolute())
+    size = len(os.fsencode(out.name))
+    if size > _NAME_BYTES:
+        raise InvalidInput(
+            f"the output's name {shorten(out.name)} has {size} bytes, and longer names are made next to it; "
+            f"use one of at most {_NAME_BYTES} bytes"
+        )
 
 
 def commit_of(directory: Path) -> str | None:

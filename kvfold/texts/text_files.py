@@ -11,6 +11,7 @@ import glob
 import gzip
 import io
 import lzma
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,7 @@ def _look_up(name: str, called: str) -> list[Path]:
     if path.is_dir():
         found = [file for file in sorted(path.rglob("*")) if builder_of(file) and _is_inside(file, path)]
         if not found:
+            _check_listable(path)
             raise InvalidInput(
                 f"{called} is a directory that holds no file of a known kind; name one of {KINDS}"
             )
@@ -113,6 +115,20 @@ def _look_up(name: str, called: str) -> list[Path]:
         if not found:
             raise InvalidInput(f"{called} is neither a file of {KINDS} here nor an org/name on the Hub")
     return found
+
+
+def _check_listable(directory: Path) -> None:
+    """Raise the error of the first directory in a tree that cannot be listed, which a search skips.
+
+    Raises:
+        OSError: as the system says, such as that permission is denied.
+    """
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    for _ in os.walk(directory, onerror=fail):
+        pass
 
 
 def _begins_as_text(file: Path) -> bool:

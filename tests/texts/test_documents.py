@@ -4,6 +4,7 @@ import bz2
 import gzip
 import json
 import lzma
+import os
 import random
 from pathlib import Path
 from typing import Any
@@ -150,6 +151,22 @@ def test_what_is_no_text(tmp_path: Path) -> None:
     for name in ("org/name", "org/name:config", "org/name:config:train", "org/name::train:content"):
         check_calibration(name)
         check_calibration(f"self+{name}")
+
+
+def test_a_directory_that_cannot_be_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Permissions do not stop root, so the system's answer is imitated."""
+    closed = tmp_path / "texts" / "closed"
+    closed.mkdir(parents=True)
+    scandir = os.scandir
+
+    def refuse(place: Any) -> Any:
+        if Path(place) == closed:
+            raise PermissionError(13, "Permission denied", str(place))
+        return scandir(place)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(InvalidInput, match="texts cannot be read: Permission denied"):
+        check_calibration(str(tmp_path / "texts"))
 
 
 def test_data_set_is_asked_for_by_its_parts(monkeypatch: pytest.MonkeyPatch) -> None:
