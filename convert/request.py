@@ -15,7 +15,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, TypedDict
 from pydantic import BeforeValidator, Field
 
 from ..core.errors import InvalidInput
-from ..core.settings import Settings, suggest
+from ..core.settings import Settings, refuse_texts, suggest
 from ..core.units import read_size
 from ..core.untrusted import read_yaml
 from ..texts.calibration_name import names_statistics
@@ -371,4 +371,5 @@ def request_of(model: str | Path, target: GQA | MQA | MLA, **options: Any) -> Fo
     given = {name: value for name, value in options.items() if value is not None}
     for name in sorted(target.options().keys() & given.keys()):
         raise InvalidInput(f"{name} is given twice, in the target and as an option; leave one of them out")
+    refuse_texts({**target.options(), **given}, FoldRequest)
     return fold_request({"model": str(model), **target.options(), **given})

@@ -15,7 +15,7 @@ from ..core.console import is_first, notice
 from ..core.errors import InvalidInput
 from ..core.hub import resolve
 from ..core.processes import together
-from ..core.settings import reason_of, refuse_truth
+from ..core.settings import reason_of, refuse_text, refuse_truth
 from ..core.type_adapters import type_adapter
 from ..core.untrusted import shorten
 from ..models.load_options import DEVICE_MAPS, DEVICES, DTYPES
@@ -162,6 +162,7 @@ def _read_options(given: Mapping[str, Any]) -> Options:
     """Return options whose values are what the command would accept."""
     kinds = get_type_hints(Options)
     for option, value in given.items():
+        refuse_text(option, value, kinds[option])
         try:
             refuse_truth(value, kinds[option])
         except ValueError as mistake:
@@ -208,6 +209,8 @@ def read_settings(suites: tuple[str, ...], given: Mapping[str, Any]) -> dict[str
     words = []
     for option in options:
         value = given.get(str(option.name))
+        if isinstance(option.type, click.types.IntParamType):
+            refuse_text(str(option.name), value, int)
         if option.is_flag:
             words += [option.opts[0]] if value else []
         elif value is not None:

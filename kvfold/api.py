@@ -140,12 +140,12 @@ def plan(
         >>> table.chosen["label"], len(table) > 10
         ('MLA 128, rope intact', True)
     """
-    from .planning.recommendation import PlanRequest, recommend
+    from .planning.recommendation import plan_request, recommend
 
     options |= {"model": text_of(source, "source"), "context": context, "memory": memory, "batch": batch}
     options["engines"] = names_of(engines, "engines")
     with calling(progress):
-        return recommend(PlanRequest.read(options))
+        return recommend(plan_request(options))
 
 
 @public

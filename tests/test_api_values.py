@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import kvfold
+from kvfold.core.errors import InvalidInput
 from kvfold.eval.request import read_settings
 
 DEMO = Path(__file__).parent.parent / "recipes" / "demo"
@@ -96,3 +97,24 @@ def test_a_device_that_does_not_exist(
 def test_a_place_where_nothing_can_be_written_is_named_alone() -> None:
     with pytest.raises(kvfold.InvalidInput, match="cannot write /proc/x: nothing can be made in /proc"):
         kvfold.quantize(DEMO, "fp8", out="/proc/x")
+
+
+@pytest.mark.parametrize("name", ["batch", "sequences", "seed", "length"])
+def test_texts_are_no_numbers_of_a_plan(name: str) -> None:
+    with pytest.raises(InvalidInput, match=f"^{name} is '8'; it should be a whole number, not a text$"):
+        kvfold.plan(DEMO, **{name: "8"})
+
+
+def test_texts_are_no_numbers_of_folds_and_evaluations(tmp_path: Path) -> None:
+    folds: tuple[Any, ...] = (
+        (kvfold.MLA(kv_budget="50%"), {"sequences": "8"}, "sequences is '8'"),
+        (kvfold.MLA(kv_budget="50%"), {"refine": "0"}, "refine is '0'"),
+        (kvfold.GQA(kv_heads="2"), {}, "kv_heads is '2'"),  # type: ignore[arg-type]
+    )
+    for target, given, sentence in folds:
+        with pytest.raises(InvalidInput, match=f"{sentence}; it should be a whole number, not a text"):
+            kvfold.fold(DEMO, target, out=tmp_path / "out", **given)
+    evaluations: tuple[Any, ...] = ({"max_windows": "4"}, {"suites": ["ruler"], "ruler_samples": "2"})
+    for given in evaluations:
+        with pytest.raises(InvalidInput, match=r"is '\d'; it should be a whole number, not a text"):
+            kvfold.evaluate(DEMO, text="stdlib", **given)

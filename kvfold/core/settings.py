@@ -6,7 +6,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Self, get_args
 
-from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, ValidationInfo, field_validator
 
 from .errors import InvalidInput
 from .untrusted import shorten
@@ -73,6 +73,40 @@ def refuse_truth(value: object, kind: object) -> None:
             raise ValueError(f"{name} is {each}; {reason}")
     if any(isinstance(each, bool) for each in (value if isinstance(value, list | tuple) else [value])):
         raise ValueError(reason)
+
+
+def refuse_texts(values: Mapping[str, Any], settings: type[Settings]) -> None:
+    """Refuse texts in place of numbers, which pydantic converts: Python has numbers, unlike YAML's `1e-4`.
+
+    Args:
+        values: by the names of fields; other names are passed over.
+        settings: the fields. Those that read a text themselves, such as `8k`, take it.
+
+    Raises:
+        InvalidInput: names the field and its value.
+    """
+    for name in values.keys() & settings.model_fields.keys():
+        field = settings.model_fields[name]
+        refuse_text(name, values[name], field.annotation, field.metadata)
+
+
+def refuse_text(name: str, value: object, kind: object, metadata: Sequence[object] = ()) -> None:
+    """Refuse a text in place of a number.
+
+    Args:
+        name: of the field, for the error.
+        value: of the field.
+        kind: the field's type.
+        metadata: what pydantic keeps of its annotations.
+
+    Raises:
+        InvalidInput: it is one, and the type has numbers and does not read texts.
+    """
+    parts = [*_parts(kind), *metadata]
+    reads = str in parts or any(isinstance(part, BeforeValidator) for part in parts)
+    if isinstance(value, str) and not reads and (int in parts or float in parts):
+        reason = _KINDS["int" if int in parts else "float"]
+        raise InvalidInput(f"{name} is {shorten(value)}; {reason}, not a text")
 
 
 def _parts(kind: object) -> list[object]:

@@ -28,9 +28,9 @@ from .loss_curve import SHARES as CURVE_SHARES
 from .loss_curve import check_picture, draw, points_of
 from .prediction import source_loss
 from .ranking import Advice, Bounds, Row, compare, place, place_all, predict_rows, rank, what_would_fit
-from .request import PlanRequest
+from .request import PlanRequest, plan_request
 
-__all__ = ["Candidates", "PlanRequest", "recommend"]
+__all__ = ["Candidates", "PlanRequest", "plan_request", "recommend"]
 
 _COLUMNS = (
     "", "cache", "", "parameters", "memory", "fits", "", "bytes per token", "attention FLOPs", "engines",

@@ -1,11 +1,12 @@
 """`PlanRequest`: everything that a user can ask of a comparison of targets."""
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
 from ..convert.request import Bytes, CalibrationName, Names, Place, Shares, Tokens
-from ..core.settings import Settings
+from ..core.settings import Settings, refuse_texts
 
 
 def _with_unit(memory: int) -> int:
@@ -59,3 +60,16 @@ class PlanRequest(Settings):
     """Branch, tag or commit of a Hub id."""
     text_only: bool = False
     """Of a multimodal checkpoint, plan the text tower alone, as a causal language model."""
+
+
+def plan_request(values: Mapping[str, Any]) -> PlanRequest:
+    """Return the request that values of Python describe.
+
+    Args:
+        values: by the names of the fields of `PlanRequest`.
+
+    Raises:
+        InvalidInput: names the field, its value and what would be right.
+    """
+    refuse_texts(values, PlanRequest)
+    return PlanRequest.read(values)
