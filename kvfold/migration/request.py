@@ -94,7 +94,7 @@ class Migration:
     @property
     def partial(self) -> Path:
         """The working directory."""
-        return self.out.with_name(self.out.name + ".partial")
+        return working_directory(self.out)
 
     def asked(self) -> dict[str, Any]:
         """Return everything that the numbers depend on.
@@ -116,6 +116,11 @@ class Migration:
                 key: value for key, value in recipe.items() if key not in {"student", "output", "save"}
             },
         }
+
+
+def working_directory(out: Path) -> Path:
+    """Return the working directory of the migration to an output."""
+    return out.with_name(out.name + ".partial")
 
 
 @contextmanager
@@ -148,6 +153,17 @@ def claimed(asked: Migration) -> Iterator[None]:
             raise
         if asked.out.exists():
             _remove(partial)
+
+
+def begun_length(partial: Path) -> int | None:
+    """Return the tokens of a calibration sequence of the run that has begun in a directory, if one has."""
+    record = partial / RECORD
+    if record.is_symlink() or not record.is_file() or not record.stat().st_size:
+        return None
+    begun = _read(record)
+    calibration = begun.get("calibration") if _MARK in begun else None
+    length = calibration.get("length") if isinstance(calibration, dict) else None
+    return length if type(length) is int and length > 1 else None
 
 
 def _check_claimable(partial: Path) -> None:

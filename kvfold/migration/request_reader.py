@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from ..convert.calibration.reach import default_length
 from ..convert.decide.plan import make_plan
 from ..convert.efforts import EFFORTS
 from ..convert.families.source import Source, open_source
@@ -33,7 +34,7 @@ from ..texts.corpus import read_text
 from ..texts.documents import check_calibration
 from ..texts.sources import check_source
 from .default_options import STEPS, WINDOW
-from .request import Migration, Step
+from .request import Migration, Step, begun_length, working_directory
 
 SUITES = ("ppl", "fidelity", "cache")
 _BOUNDED = ("ppl", "fidelity")  # suites that measure what a bound may be about
@@ -114,12 +115,11 @@ def read_request(
         raise InvalidInput(
             f"--refine {given['refine']} needs text to refine on; leave it out, or use --calibration self"
         )
-    length = min(512, window)
     effort = EFFORTS[given["effort"]]
     taken = {
         "calibration": calibration,
         "sequences": effort.sequences if given["sequences"] is None else given["sequences"],
-        "length": length,
+        "length": _length(source, calibration, window, working_directory(out)),
         "seed": given["seed"],
     }
     return Migration(
@@ -137,6 +137,18 @@ def read_request(
         out=out,
         keep_steps=given["keep_steps"],
     )
+
+
+def _length(source: Source, calibration: str, window: int, partial: Path) -> int | None:
+    """Return the tokens of a calibration sequence: as `kvfold convert` has it, at most those of a window.
+
+    A run that has begun keeps its own, which earlier versions chose otherwise. None leaves the length to
+    `study`, which takes less where the source's own text breaks down before.
+    """
+    begun = begun_length(partial)
+    if begun is not None:
+        return begun
+    return None if default_length(source, calibration) <= window else window
 
 
 def _read_steps(source: Source, to: str, shares: str | None) -> tuple[Step, ...]:

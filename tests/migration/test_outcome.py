@@ -5,11 +5,13 @@ With the better of fold and distilled, and with what another bound can go on fro
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from kvfold.migration import cli, steps
 from kvfold.migration import request as migration
-from kvfold.migration import steps
+from kvfold.migration.request import working_directory, write_json
 
 from ..support.migrations import arguments, interrupt, invoke, unproven
 
@@ -82,3 +84,20 @@ def test_a_run_that_was_killed_while_it_tidied_up_has_ended(
     assert json.loads(again.stdout) == json.loads((out / "report.json").read_text())
     assert not out.with_name("out.partial").exists()
     assert (invoke(words).exit_code, "out exists" in invoke(words).stderr) == (2, True)
+
+
+def test_calibration_is_as_long_as_that_of_convert(
+    texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A window that is shorter counts, and so does what a run of an earlier version began with."""
+    seen: list[Any] = []
+    monkeypatch.setattr(cli, "_run", lambda asked: seen.append(asked) or {"met": True})
+    for window, begun in (("256", None), ("32", None), ("256", 128)):
+        out = tmp_path / f"{window}-{begun}"
+        if begun is not None:
+            working_directory(out).mkdir()
+            record = {"kvfold_migrate": 1, "calibration": {"length": begun}}
+            write_json(working_directory(out) / "asked.json", record)
+        done = invoke([*arguments(texts, out, window=window), "--json"])
+        assert done.exit_code == 0, done.output
+    assert [asked.calibration["length"] for asked in seen] == [None, 32, 128]
