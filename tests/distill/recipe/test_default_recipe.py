@@ -121,9 +121,9 @@ def test_what_is_no_fold_is_refused(teacher: Path, tmp_path: Path) -> None:
 
 
 def test_settings_that_cannot_be_used_are_refused(folded: Path) -> None:
-    with pytest.raises(kvfold.InvalidInput, match="settings is \\['lr'\\]; it should be a mapping such as"):
+    with pytest.raises(kvfold.InvalidInput, match=r"settings is \['lr'\]; it should be a mapping such as"):
         kvfold.train(folded, settings=["lr"])  # type: ignore[arg-type] # a mistake on purpose
-    with pytest.raises(kvfold.InvalidInput, match="settings\\['stages.1.lr'\\]: the recipe has no such key"):
+    with pytest.raises(kvfold.InvalidInput, match=r"settings\['stages\.1\.lr'\]: the recipe has no such key"):
         kvfold.train(folded, settings={"stages.1.lr": 1e-4})
-    with pytest.raises(kvfold.InvalidInput, match="folded: unknown key 'rate' in stages\\[0\\]"):
+    with pytest.raises(kvfold.InvalidInput, match=r"folded: unknown key 'rate' in stages\[0\]"):
         kvfold.train(folded, settings={"stages.0.rate": 1e-4})
