@@ -53,7 +53,7 @@ def skeleton(directory: Path) -> Any:
     Raises:
         InvalidInput: transformers cannot build it.
     """
-    return LayeredModel(open_checkpoint(directory), attention=None).model
+    return LayeredModel(open_checkpoint(directory), attention=None, place=torch.device("cpu")).model
 
 
 def footprint(
@@ -85,13 +85,16 @@ def footprint(
     own = [weight for name, weight in student.named_parameters() if not is_adapter(name)]
     weights = sum(weight.numel() for weight in own)
     shards = processes if stage.how == "end_to_end" else 1
-    memory = {
-        "weights": 4 * (weights + (trained if stage.train == "lora" else 0)) // shards,
-        "gradients": 4 * trained // shards,
-        "optimizer": _ADAMW * trained // shards,
-        "teacher": _teacher_bytes(recipe, stage, student, teacher, bf16) // shards,
-        "activations": _activation_bytes(recipe, stage, student, bf16),
-    }
+    if stage.how == "stream":
+        memory = _streamed_bytes(student, teacher, bf16)
+    else:
+        memory = {
+            "weights": 4 * (weights + (trained if stage.train == "lora" else 0)) // shards,
+            "gradients": 4 * trained // shards,
+            "optimizer": _ADAMW * trained // shards,
+            "teacher": _teacher_bytes(recipe, stage, student, teacher, bf16) // shards,
+        }
+    memory["activations"] = _activation_bytes(recipe, stage, student, bf16)
     if stage.how == "end_to_end":
         tokens = stage.micro_batch * recipe.data.seq_len
         device = torch.device("cuda" if _has_gpu(recipe) else "cpu")
@@ -138,6 +141,20 @@ def _teacher_bytes(recipe: Recipe, stage: Stage, student: Any, teacher: Any, bf1
     if cache_for(stage, recipe) is not None:
         return int(size * teacher.get_output_embeddings().weight.numel())
     return sum(size * weight.numel() for weight in teacher.parameters())
+
+
+def _streamed_bytes(student: Any, teacher: Any, bf16: bool) -> dict[str, int]:
+    """Return the bytes of a stage that has one layer of each model in memory: those of the largest."""
+    layers = decoder_layers(student)
+    trained = max(
+        sum(weight.numel() for weight in layer.parameters() if weight.requires_grad) for layer in layers
+    )
+    return {
+        "weights": 4 * max(map(_size, layers)),
+        "gradients": 4 * trained,
+        "optimizer": _ADAMW * trained,
+        "teacher": (2 if bf16 else 4) * max(map(_size, decoder_layers(teacher))),
+    }
 
 
 def _gathered_bytes(

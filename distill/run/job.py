@@ -248,7 +248,8 @@ def _stream(run: RunContext, stage: Stage, progress: Progress) -> Progress:
     windows = _windows(run, student, None)
     if recipe.evaluate:  # the first stage in memory opens it, which would be late to find it wrong
         check_held_out(recipe, student, windows.tokens)
-    given = Streaming(recipe, stage, run.start, run.teacher, windows, progress.cursor, work, run.signals)
+    models = run.start, run.teacher
+    given = Streaming(recipe, stage, *models, windows, progress.cursor, work, run.accelerator, run.signals)
     metrics = Metrics(run.partial / "metrics.jsonl", stage.name, progress.tokens)
 
     def save() -> None:

@@ -5,7 +5,7 @@ size.
 """
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -16,26 +16,32 @@ from torch import Tensor
 from ...core.errors import InvalidInput
 from ...core.files import save_whole
 
+_DTYPES = (torch.float32, torch.bfloat16)
+
 
 class Boundaries:
     """The boundaries of a stage; two of them exist at a time.
 
     Args:
         work: their directory.
+        dtype: of the hidden states.
     """
 
-    def __init__(self, work: Path) -> None:
+    def __init__(self, work: Path, dtype: torch.dtype) -> None:
         self._work = work
+        self._dtype = dtype
 
-    def store(self, number: int, step: int, hidden: Sequence[Tensor]) -> None:
-        """Write the hidden states (B, S, D) of a step's micro-batches."""
+    def store(self, number: int, step: int, hidden: Iterable[Tensor]) -> None:
+        """Write the hidden states (B, S, D) of a step's micro-batches, of which one at a time is on a GPU."""
         place = self._place(number)
         place.mkdir(parents=True, exist_ok=True)
-        hidden_WSD = torch.cat([hidden_BSD.float().cpu() for hidden_BSD in hidden])
+        hidden_WSD = torch.cat([hidden_BSD.to("cpu", self._dtype) for hidden_BSD in hidden])
         save_whole({"hidden": hidden_WSD}, place / f"step-{step:05d}.safetensors")
 
     def read(self, number: int, step: int, shape: tuple[int, ...]) -> Tensor:
-        """Return the hidden states of a step, float32, on the CPU.
+        """Return the hidden states of a step, on the CPU.
+
+        An earlier start on another machine may have stored them in another precision.
 
         Args:
             number: of the boundary.
@@ -50,21 +56,21 @@ class Boundaries:
             hidden_WSD = load_file(file).get("hidden")
         except (OSError, SafetensorError):
             hidden_WSD = None
-        if hidden_WSD is None or tuple(hidden_WSD.shape) != shape or hidden_WSD.dtype != torch.float32:
+        if hidden_WSD is None or tuple(hidden_WSD.shape) != shape or hidden_WSD.dtype not in _DTYPES:
             raise InvalidInput(f"{file} is damaged; remove {self._work} to begin the stage again")
-        return hidden_WSD
+        return hidden_WSD.to(self._dtype)
 
     def remove(self, number: int) -> None:
         """Remove a boundary."""
         shutil.rmtree(self._place(number), ignore_errors=True)
 
     def check_room(self, tokens: int, width: int) -> None:
-        """Refuse a stage that the disk cannot hold: 8 bytes per token and number of a hidden state.
+        """Refuse a stage whose two boundaries the disk cannot hold.
 
         Raises:
             InvalidInput: names both sizes.
         """
-        need = 2 * 4 * tokens * width
+        need = 2 * self._dtype.itemsize * tokens * width
         held = sum(file.stat().st_size for file in self._work.rglob("*") if file.is_file())
         free = shutil.disk_usage(self._work).free + held
         if need > free:

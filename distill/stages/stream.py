@@ -2,8 +2,9 @@
 
 The hidden states between the teacher's layers are on disk: for every step of the stage those that enter the
 layer at work, and those that leave it so far. The former are removed once the layer is done. Steps, batches
-and gradients are those of `align.Alignment`, so the weights are too. A finished layer stays finished when the
-run is killed.
+and gradients are those of `align.Alignment`, so the weights are too. In bfloat16, the teacher has weights and
+hidden states of that precision, and the student computes in it. A finished layer stays finished when the run
+is killed.
 
     work/  boundary-00003/step-00000.safetensors ...  boundary-00004/...  layer-00000.safetensors
     layer-00000.json ...
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from accelerate import Accelerator
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -62,6 +64,7 @@ class Streaming:
         windows: the data.
         cursor: of the stage's first window.
         work: directory for unfinished work.
+        accelerator: device and precision.
         signals: numbers of the signals received so far.
     """
 
@@ -72,12 +75,18 @@ class Streaming:
     windows: TrainingWindows
     cursor: int
     work: Path
+    accelerator: Accelerator
     signals: list[int]
 
     @property
     def boundaries(self) -> Boundaries:
         """The hidden states between layers."""
-        return Boundaries(self.work)
+        return Boundaries(self.work, self.dtype)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the teacher and of the hidden states between its layers."""
+        return torch.bfloat16 if self.accelerator.mixed_precision == "bf16" else torch.float32
 
     @property
     def tokens(self) -> int:
@@ -120,7 +129,8 @@ def stream_stage(given: Streaming, out: Path, begun: Callable[[], None]) -> list
     """
     given.work.mkdir(parents=True, exist_ok=True)
     try:
-        student, teacher = _Side(given.student, given), _Side(given.teacher, given)
+        student = _Side(given.student, given, torch.float32)
+        teacher = _Side(given.teacher, given, given.dtype)
         given.boundaries.check_room(given.tokens, teacher.layered.model.config.get_text_config().hidden_size)
         change, layers = adds(student.decoder, teacher.decoder), len(teacher.decoder)
         done = _finished(given, layers)
@@ -146,8 +156,9 @@ def stream_stage(given: Streaming, out: Path, begun: Callable[[], None]) -> list
 class _Side:
     """The student or the teacher, with the weights that are in use."""
 
-    def __init__(self, directory: Path, given: Streaming) -> None:
-        self.layered = LayeredModel(open_checkpoint(directory), attention=None)
+    def __init__(self, directory: Path, given: Streaming, dtype: torch.dtype) -> None:
+        checkpoint = open_checkpoint(directory)
+        self.layered = LayeredModel(checkpoint, attention=None, dtype=dtype, place=given.accelerator.device)
         self.decoder = Decoder(self.layered.model)
         if given.recipe.data.packing == "documents":
             with self.layered.streamed(kept=0) as model:
@@ -201,7 +212,7 @@ class _Layer:
         for batch in given.micro_batches(step):
             size = len(batch.input_ids_BS)
             output_BSD, sums = self._learn(batch, inputs_WSD[start : start + size])
-            outputs.append(output_BSD)
+            outputs.append(output_BSD.cpu())  # the step's would fill a GPU
             totals += sums
             start += size
         if number + 1 < len(self._teacher.decoder):
@@ -222,12 +233,14 @@ class _Layer:
         batch = batch.to(device)
         hidden_BSD = hidden_BSD.to(device)
         student, teacher = self._student.decoder, self._teacher.decoder
-        inputs = {"inputs_embeds": torch.zeros_like(hidden_BSD), "position_ids": batch.position_ids_BS}
-        mine = student.calls(**inputs)[number]
-        its = teacher.calls(**inputs)[number]
+        zeros_BSD = torch.zeros_like(hidden_BSD)  # whose dtype the rotary tables get
+        mine = student.calls(inputs_embeds=zeros_BSD.float(), position_ids=batch.position_ids_BS)[number]
+        its = teacher.calls(inputs_embeds=zeros_BSD, position_ids=batch.position_ids_BS)[number]
 
         def see(_: int, read_BSD: Tensor, given_BSD: Tensor) -> None:
-            sums.copy_(torch.stack(learn(student, number, mine, read_BSD, self._adds(given_BSD))))
+            with self._given.accelerator.autocast():
+                learnt = learn(student, number, mine, read_BSD, self._adds(given_BSD))
+            sums.copy_(torch.stack(learnt))
 
         with teacher.seen_by(see):
             return its.run(teacher.layer(number), hidden_BSD), sums
@@ -280,7 +293,7 @@ def _enter(given: Streaming, teacher: _Side) -> None:
     with teacher.layered.rest(without="head"):
         for step in range(given.steps):
             batches = (batch.to(teacher.layered.device) for batch in given.micro_batches(step))
-            given.boundaries.store(0, step, [teacher.decoder.embedded(**batch.inputs) for batch in batches])
+            given.boundaries.store(0, step, (teacher.decoder.embedded(**batch.inputs) for batch in batches))
 
 
 def _write(given: Streaming, out: Path) -> None:

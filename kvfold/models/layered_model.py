@@ -27,6 +27,7 @@ class LayeredModel:
         checkpoint: the source.
         attention: transformers' attention implementation; None: the one that transformers chooses.
         dtype: of the weights.
+        place: where they run; None: on the GPU of this process, or the CPU where there is none.
 
     Raises:
         InvalidInput: transformers cannot build the model, or its decoder layers are not found.
@@ -37,6 +38,7 @@ class LayeredModel:
         checkpoint: Checkpoint,
         attention: str | None = "eager",
         dtype: torch.dtype = torch.float32,
+        place: torch.device | None = None,
     ) -> None:
         from accelerate import init_empty_weights
 
@@ -44,14 +46,14 @@ class LayeredModel:
             self.model = build_empty(checkpoint.directory, attention, dtype).eval()
         self._checkpoint = checkpoint
         self._dtype = dtype
+        self.device = place or device()
         self._stack = layer_list(self.model)
         self.model.tie_weights()  # parameters became new ones on their way to the meta device
         self._keep_own_head()
         for module in self.model.modules():
             for name, buffer in module._buffers.items():
-                module._buffers[name] = None if buffer is None else buffer.to(device())
+                module._buffers[name] = None if buffer is None else buffer.to(self.device)
         self.model.requires_grad_(False)
-        self.device = device()
         self.blocks: list[Any] = list(self.model.get_submodule(self._stack))
 
     def _keep_own_head(self) -> None:
@@ -213,7 +215,7 @@ class LayeredModel:
     def _load(self, names: list[str]) -> None:
         """Read tensors of the checkpoint into the model."""
         with loading_failures(self._checkpoint.directory, "model"):
-            self._convert({name: self._checkpoint.read(name, self._dtype) for name in names}, device())
+            self._convert({name: self._checkpoint.read(name, self._dtype) for name in names}, self.device)
 
     def _convert(self, tensors: dict[str, torch.Tensor], place: torch.device | str) -> Any:
         """Put tensors where transformers would, renamed and joined as it does; return its report."""

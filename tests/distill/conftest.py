@@ -2,12 +2,13 @@
 
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
@@ -120,3 +121,11 @@ def make_recipe(student: Path, text: Path, tmp_path: Path) -> MakeRecipe:
         return Recipe.model_validate(content | {key: value for key, value in changes.items() if key in top})
 
     return make
+
+
+@pytest.fixture
+def fresh_state() -> Iterator[None]:
+    """accelerate keeps the first precision of a process; this one gets another."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)

@@ -152,6 +152,25 @@ def test_the_footprint_is_that_of_the_model(
     assert found.flops >= 4 * (size - 32 * 5)
 
 
+def test_a_streamed_stage_holds_a_layer_of_each_model(
+    make_recipe: MakeRecipe, student: Path, teacher: Path
+) -> None:
+    recipe = make_recipe(mode="stream", losses={"attention_output": 1.0}, train="attention")
+    models = skeleton(student), skeleton(teacher)
+    found = footprint(recipe, recipe.stages[0], *models, bf16=True).memory
+    ours, theirs = (
+        {name: weight.numel() for name, weight in model.named_parameters() if "layers.0." in name}
+        for model in models
+    )
+    attention = sum(count for name, count in ours.items() if "self_attn" in name)
+    assert {name: found[name] for name in ("weights", "gradients", "optimizer", "teacher")} == {
+        "weights": 4 * sum(ours.values()),
+        "gradients": 4 * attention,
+        "optimizer": 8 * attention,
+        "teacher": 2 * sum(theirs.values()),
+    }
+
+
 def test_shards_take_a_share_and_what_is_gathered(
     make_recipe: MakeRecipe, student: Path, teacher: Path
 ) -> None:

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState
 from click.testing import CliRunner
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
@@ -221,14 +220,6 @@ def test_neither_micro_batches_nor_a_stop_change_an_aligned_step(
         for mine, theirs in zip(found[0], other, strict=True):
             assert mine["align.layer.1"] == pytest.approx(theirs["align.layer.1"], rel=1e-4)
             assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-3)
-
-
-@pytest.fixture
-def fresh_state() -> Iterator[None]:
-    """accelerate keeps the first precision of a process; this one gets another."""
-    AcceleratorState._reset_state(reset_partial_state=True)
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from click.testing import CliRunner
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -20,6 +21,7 @@ from kvfold.core.signals import Interrupted
 from kvfold.distill.run.job import distill
 from kvfold.distill.stages import stream
 from kvfold.distill.stages.boundaries import Boundaries
+from kvfold.models import layered_model
 
 from ...support.distillation import metrics, weights
 from ..conftest import MakeRecipe
@@ -78,9 +80,40 @@ def test_the_weights_are_those_of_alignment_in_memory(
     assert stages[0]["last"]["attention_output"] < stages[0]["first"]["attention_output"]
 
 
+@pytest.mark.parametrize("container", ["stock", "remote"])
+def test_bf16_computes_what_alignment_in_memory_does(
+    container: str,
+    make_recipe: MakeRecipe,
+    latents: dict[str, Path],
+    tmp_path: Path,
+    fresh_state: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    student = str(latents[container])
+    found, states = {}, list[Tensor]()
+    read = Boundaries.read
+    monkeypatch.setattr(Boundaries, "read", lambda *given: states.append(read(*given)) or states[-1])
+    for precision, mode in (("bf16", "layerwise"), ("bf16", "stream"), ("fp32", "stream")):
+        AcceleratorState._reset_state(reset_partial_state=True)
+        stages = [{**STAGE, "mode": mode}]
+        out = str(tmp_path / f"{precision}-{mode}")
+        result = distill(make_recipe(stages=stages, student=student, output=out, precision=precision))
+        found[precision, mode] = weights(result.output), metrics(result.output)
+    bf16, whole, fp32 = found["bf16", "stream"], found["bf16", "layerwise"], found["fp32", "stream"]
+    assert [state.dtype for state in states] == [torch.bfloat16] * 6 + [torch.float32] * 6
+    for mine, theirs, exact in zip(bf16[1], whole[1], fp32[1], strict=True):
+        assert mine["attention_output"] == pytest.approx(theirs["attention_output"], rel=1e-5)
+        assert mine["attention_output"] == pytest.approx(exact["attention_output"], rel=2e-2)
+        assert mine["attention_output"] != pytest.approx(exact["attention_output"], rel=1e-5)
+
+
 def test_one_layer_and_no_end_of_the_model_is_in_memory(
     make_recipe: MakeRecipe, latents: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def gpu() -> torch.device:
+        raise AssertionError("the recipe has device: cpu")
+
+    monkeypatch.setattr(layered_model, "device", gpu)
     most: dict[int, list[int]] = {}
     learn, adds, sides = stream.learn, stream.adds, list[Any]()
 
