@@ -70,7 +70,7 @@ def enough_memory(remedy: str) -> Iterator[None]:
     except (RuntimeError, MemoryError) as error:
         if not is_full(error):
             raise
-        sentence = f"{_lack(error)}; {remedy}"
+        sentence = f"{_lack(str(error), is_system=isinstance(error, MemoryError))}; {remedy}"
         from .processes import place
 
         if place()[1] > 1:
@@ -81,12 +81,24 @@ def enough_memory(remedy: str) -> Iterator[None]:
         raise InvalidInput(sentence) from None
 
 
-def _lack(error: BaseException) -> str:
-    """Return whose memory is full, and how much more was needed where that is known."""
-    wanted = _WANTED.search(str(error))
+def lack_of(output: str) -> str | None:
+    """Return that memory is full, by what a process printed that ended with a traceback; None if it was not.
+
+    Args:
+        output: its standard error, whose last line names the exception.
+    """
+    last = next(reversed(output.strip().splitlines()), "")
+    if last.partition(":")[0] == "MemoryError":
+        return _lack(last, is_system=True)
+    return _lack(last) if _FULL.search(last) else None
+
+
+def _lack(words: str, *, is_system: bool = False) -> str:
+    """Return whose memory is full, and how much more was needed where an error's words say it."""
+    wanted = _WANTED.search(words)
     more = f" ({wanted[1]} more were needed)" if wanted else ""
-    is_system = isinstance(error, MemoryError) or _OF_CPU in str(error)
-    return f"{'this machine' if is_system else 'the GPU'} has too little memory{more}"
+    whose = "this machine" if is_system or _OF_CPU in words else "the GPU"
+    return f"{whose} has too little memory{more}"
 
 
 def _release(error: BaseException) -> None:

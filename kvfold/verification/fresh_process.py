@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from ..core.errors import InvalidInput
+from ..core.memory import lack_of
+
 HOURS = 4.0  # that a run may take: a large model on a slow disk takes one to load
 NEAR = 1e-3  # by which log-probabilities in another engine may differ, float32
 PROBES = {"vllm": "probe_vllm.py", "mlx": "probe_mlx.py"}
@@ -34,6 +37,9 @@ def run_apart(script: str, asked: dict[str, Any]) -> dict[str, Any]:
 
     Returns:
         Its answer; `{"failed": why}` where it has none, or none within HOURS.
+
+    Raises:
+        InvalidInput: memory is full, which is no fault of the checkpoint.
     """
     with tempfile.TemporaryDirectory() as place:
         try:
@@ -50,6 +56,12 @@ def run_apart(script: str, asked: dict[str, Any]) -> dict[str, Any]:
         except subprocess.TimeoutExpired:
             return {"failed": f"the run was stopped, since it had not ended after {HOURS:g} hours"}
     if done.returncode:
+        lack = lack_of(done.stderr)
+        if lack is not None:
+            raise InvalidInput(
+                f"{lack} to run the checkpoint; end other programs that use it, or use --lint to apply "
+                "the rules alone"
+            )
         lines = done.stderr.strip().splitlines()
         return {
             "failed": f"the run ended with {lines[-1][:300] if lines else f'exit code {done.returncode}'}"

@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from kvfold.core.errors import InvalidInput
 from kvfold.verification import fresh_process, probe_vllm
 from kvfold.verification.fresh_process import NEAR, Check, Packed, compare_served, run_apart, serve
 from kvfold.verification.probe import load
@@ -127,6 +128,29 @@ def test_a_run_that_hangs_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyP
     told = "the run was stopped, since it had not ended after 1e-05 hours"
     assert run_apart("probe.py", {}) == {"failed": told}
     assert compare_served({"failed": told}, {}, None) == ([Check("vllm", False, told)], {})
+
+
+@pytest.mark.parametrize(
+    ("last", "whose"),
+    [
+        ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has ...", "the GPU"),
+        ("MemoryError", "this machine"),
+    ],
+)
+def test_a_full_memory_is_no_failed_check(
+    last: str, whose: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = tmp_path / "python"
+    full.write_text(f"#!/bin/sh\necho 'Traceback:' >&2\necho '{last}' >&2\nexit 1\n")
+    full.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(full))
+    more = " (2.00 GiB more were needed)" if "GiB" in last else ""
+    with pytest.raises(InvalidInput) as mistake:
+        run_apart("probe.py", {})
+    assert str(mistake.value) == (
+        f"{whose} has too little memory{more} to run the checkpoint; end other programs that use it, or use --lint "
+        "to apply the rules alone"
+    )
 
 
 def test_a_bound_on_scores_is_computed_in_the_reference(tmp_path: Path) -> None:
