@@ -211,14 +211,22 @@ def _mix(q_BNTH: Tensor, k_BNTH: Tensor, v_BNTH: Tensor, scale: float, scoring: 
 
 
 def _fused(q_BNTH: Tensor, k_BNTH: Tensor, v_BNTH: Tensor, **how: Any) -> Tensor:
-    """Mix values by a fused kernel, which wants keys and values of one width."""
-    lacking = k_BNTH.shape[-1] - v_BNTH.shape[-1]
-    if lacking < 0:
-        q_BNTH, k_BNTH = pad(q_BNTH, (0, -lacking)), pad(k_BNTH, (0, -lacking))
-    if lacking > 0:
-        v_BNTH = pad(v_BNTH, (0, lacking))
+    """Mix values by a fused kernel. On a CPU it wants keys and values of one width.
+
+    On a GPU that must also be a multiple of four: torch would form all scores of all heads.
+    """
+    width, needed = v_BNTH.shape[-1], max(k_BNTH.shape[-1], v_BNTH.shape[-1])
+    if v_BNTH.device.type != "cpu":
+        needed += -needed % 4
+    q_BNTH, k_BNTH, v_BNTH = (_wider(rows_BNTH, needed) for rows_BNTH in (q_BNTH, k_BNTH, v_BNTH))
     mixed_BNTH: Tensor = scaled_dot_product_attention(q_BNTH, k_BNTH, v_BNTH, **how)
-    return mixed_BNTH[..., :-lacking] if lacking > 0 else mixed_BNTH
+    return mixed_BNTH[..., :width]
+
+
+def _wider(rows_BNTH: Tensor, width: int) -> Tensor:
+    """Return rows with zeros behind them up to a width."""
+    lacking = width - rows_BNTH.shape[-1]
+    return pad(rows_BNTH, (0, lacking)) if lacking else rows_BNTH
 
 
 def _normed(rows_BNTH: Tensor, weight_NH: Tensor | None, epsilon: float) -> Tensor:

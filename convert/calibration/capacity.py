@@ -13,6 +13,9 @@ _FLOAT = 4  # bytes of a weight, an activation or a cached number: everything ru
 _SUM = 8  # bytes of a statistic
 _SAMPLE = 2**15  # tokens of a layer's inputs that are kept, bfloat16
 _STEP = 8  # sequences in a step of refinement
+# Numbers per token that folding a layer takes: hidden sizes of each token that is kept, then hidden sizes and
+# widths of all query heads of each token in a step. Measured with the fused kernel (LOG.md).
+_ROW, _BY_HIDDEN, _BY_HEADS = 6, 8, 28
 _COPIES = 6  # of a latent's numbers, which a fit to them holds at once
 _BASE = 6 * 10**8  # bytes of the libraries, and of the logits that exist at once
 
@@ -152,21 +155,31 @@ def fold_bytes(
         math.prod(source.checkpoint.spec(name).shape) for name in source.reads(source.attending[0])
     )
     side = max(geometry.hidden_size, geometry.num_key_value_heads * geometry.head_dim)
-    # Refinement keeps inputs and target outputs. For the sequences of a step, autograd needs some rows and
-    # three maps per head.
-    rows = 2 * sequences * length * geometry.hidden_size
-    heads = geometry.num_attention_heads
-    step = (
-        min(sequences, _STEP)
-        * length
-        * (6 * geometry.hidden_size + 6 * heads * geometry.head_dim + 3 * heads * length)
-    )
+    # Refinement keeps inputs and target outputs. For the sequences of a step, autograd needs some rows.
+    # Scores of all heads exist only where the fused kernel does not compute them.
+    rows = _ROW * sequences * length * geometry.hidden_size
+    heads = geometry.num_attention_heads * geometry.head_dim
+    token = _BY_HIDDEN * geometry.hidden_size + _BY_HEADS * heads + _maps(source) * length
+    step = min(sequences, _STEP) * length * token
     # A norm is fitted in float64, to inputs and their squares, then to copies of the latent; a format to
     # copies next to the rest.
     norm = geometry.hidden_size + max(geometry.hidden_size, _COPIES * levelled) if levelled else 0
     moved = sequences * length * _COPIES * (stored or 0)
     fitted = max(_FLOAT * (rows + step), _SUM * sequences * length * norm)
     return _SUM * (3 * attention + 5 * side**2 + moved) + fitted
+
+
+def _maps(source: Source) -> int:
+    """Return how many scores per pair of tokens exist at once while a layer is measured or refined.
+
+    A layer with a bound on its scores or with sinks has three maps per head. A window is a mask that all
+    heads share.
+    """
+    heads = source.geometry.num_attention_heads
+    bound = source.family.soft_cap
+    if source.family.sinks is not None or (bound is not None and source.config[bound] is not None):
+        return 3 * heads
+    return 0 if source.window(source.attending[0]) is None else 2
 
 
 def default_jobs(

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvfold.convert.algebra import forward
 from kvfold.convert.algebra.attention import LatentAttention
 from kvfold.convert.algebra.forward import Scoring, attend
 from kvfold.convert.decide.plan import make_plan
@@ -157,3 +158,20 @@ def test_windows_are_those_of_the_layers_that_have_one(tmp_path: Path) -> None:
         (changed / "model.safetensors").symlink_to(config.with_name("model.safetensors"))
         (changed / "config.json").write_text(json.dumps({**json.loads(config.read_text()), **settings}))
         assert [open_source(changed).window(layer) for layer in range(2)] == wanted
+
+
+@pytest.mark.parametrize(("keys", "values"), [(6, 8), (8, 6), (10, 6), (7, 7), (8, 8)])
+def test_a_fused_kernel_gets_one_width(keys: int, values: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU a multiple of four; `meta` stands for one here."""
+    seen = []
+
+    def fused(*rows: torch.Tensor, **_: object) -> torch.Tensor:
+        seen.append({tensor.shape[-1] for tensor in rows})
+        return rows[-1]
+
+    monkeypatch.setattr(forward, "scaled_dot_product_attention", fused)
+    for device in ("cpu", "meta"):
+        q, k, v = (torch.zeros(1, 2, 3, width, device=device) for width in (keys, keys, values))
+        assert forward._fused(q, k, v).shape == v.shape
+    wide = max(keys, values)
+    assert seen == [{wide}, {wide + -wide % 4}]

@@ -75,6 +75,19 @@ def test_jobs_are_bounded_by_memory_and_layers(tmp_path: Path, monkeypatch: pyte
     assert default_jobs(source, None) == 1
 
 
+def test_memory_grows_with_the_length_but_for_bounded_scores(tmp_path: Path) -> None:
+    """The fused kernel forms no scores of all pairs of tokens; a bound on them and sinks need them."""
+
+    def growth(family: str) -> float:
+        source = open_source(make(tmp_path / family, family))
+        none, short, long = (fold_bytes(source, (4, length)) for length in (0, 4096, 8192))
+        return (long - none) / (short - none)
+
+    assert growth("llama") == 2
+    assert growth("gemma2") > 3.5
+    assert growth("gpt_oss") > 3.5
+
+
 def test_no_jobs_are_refused(tmp_path: Path) -> None:
     result = convert(make(tmp_path / "source"), *GQA, "--jobs", "0")
     assert result.exit_code == 2
