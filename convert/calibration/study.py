@@ -52,6 +52,14 @@ def batch_size(length: int) -> int:
     return max(1, CPU_TOKENS // length) if device().type == "cpu" else SEQUENCES
 
 
+def fitting_batch(source: Source, tokens_BT: Tensor) -> int:
+    """Return how many sequences are read at once with one layer in memory, at most `batch_size`."""
+    sequences, length = tokens_BT.shape
+    most = min(batch_size(length), sequences)
+    _, divisor = divided_batch(source, most, length, layerwise=True)
+    return max(1, most // divisor)
+
+
 @enough_memory("read shorter sequences with --length, or one layer at a time with --layerwise")
 def study(
     source: Source,

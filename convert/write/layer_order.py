@@ -23,7 +23,7 @@ from ..algebra.attention import LatentAttention
 from ..algebra.forward import attend
 from ..algebra.target import LatentTarget
 from ..calibration.layerwise import Calls, enter
-from ..calibration.study import batch_size, layout_of
+from ..calibration.study import fitting_batch, layout_of
 from ..decide.plan import Plan
 from ..methods.layer_sample import sample_of
 from ..methods.published import InOrder, peer, with_few_queries
@@ -49,7 +49,7 @@ def in_order(plan: Plan) -> Plan:
             "earlier kvfold do not hold; collect them again"
         )
     layered = LayeredModel(plan.source.checkpoint)
-    batches = [(part_BT, part_BT) for part_BT in ids_BT.split(batch_size(ids_BT.shape[1]))]
+    batches = [(part_BT, part_BT) for part_BT in ids_BT.split(fitting_batch(plan.source, ids_BT))]
     held = _Held()
     calls = enter(layered, batches, held)
     numbers = range(len(layered.blocks))
@@ -61,18 +61,25 @@ def in_order(plan: Plan) -> Plan:
                 plan = replace(plan, inputs={**plan.inputs, number: moment_EE})
                 through = _through(plan, number, rule.in_order)
             with _replaced(plan, number, layered, through):
-                held.hidden = [calls.run(block, number, hidden_BTD) for hidden_BTD in held.hidden]
+                held.hidden = [calls.run(block, number, hidden_BTD).cpu() for hidden_BTD in held.on(layered)]
     return plan
 
 
 @dataclass
 class _Held:
-    """The hidden states between two layers, by batch; what `layerwise.enter` calls a store."""
+    """The hidden states between two layers, by batch; what `layerwise.enter` calls a store.
+
+    They are on the CPU, and a batch at a time where the layers run.
+    """
 
     hidden: list[Tensor] = field(default_factory=list)
 
     def put(self, boundary: int, at: int, hidden_BTD: Tensor) -> None:
-        self.hidden.append(hidden_BTD)
+        self.hidden.append(hidden_BTD.cpu())
+
+    def on(self, layered: LayeredModel) -> Iterator[Tensor]:
+        """Yield the hidden states where the layers run."""
+        return (hidden_BTD.to(layered.device) for hidden_BTD in self.hidden)
 
 
 def _moment(plan: Plan, number: int, layered: LayeredModel, held: _Held, calls: Calls) -> Tensor:
@@ -85,7 +92,7 @@ def _moment(plan: Plan, number: int, layered: LayeredModel, held: _Held, calls: 
 
     hook = layered.model.get_submodule(_first(plan, number)).register_forward_pre_hook(see)
     try:
-        for hidden_BTD in held.hidden:
+        for hidden_BTD in held.on(layered):
             calls.run(layered.blocks[number], number, hidden_BTD)
     finally:
         hook.remove()

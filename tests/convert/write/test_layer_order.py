@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +10,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import AutoModelForCausalLM
 
+from kvfold.convert.calibration import capacity
+from kvfold.convert.calibration.capacity import Need
+from kvfold.convert.calibration.layerwise import Calls
 from kvfold.convert.calibration.statistics import Statistics
 from kvfold.convert.calibration.study import study
 from kvfold.convert.decide.plan import Plan, make_plan
@@ -113,3 +117,25 @@ def test_saved_statistics_hold_their_tokens(source: Path, statistics: Statistics
     replace(statistics, ids_BT=statistics.ids_BT + 1000).save(large)
     with pytest.raises(InvalidInput, match="but the source has 97 embeddings"):
         study(open_source(source), str(large), sequences=6, seed=0)
+
+
+def test_fewer_sequences_are_read_at_once_where_a_gpu_is_small(
+    source: Path, statistics: Statistics, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The layers see the same inputs, three sequences at a time."""
+    plan = planned(source, statistics, "care", 5)
+    usual = in_order(plan)
+    read, run = list[int](), Calls.run
+
+    def counted(calls: Calls, block: Any, number: int, hidden_BTD: Tensor) -> Tensor:
+        read.append(len(hidden_BTD))
+        return run(calls, block, number, hidden_BTD)
+
+    monkeypatch.setattr(Calls, "run", counted)
+    need = Need.of(plan.source, sequences=3, length=16).by_layer
+    monkeypatch.setattr(capacity, "device", lambda: torch.device("cuda"))
+    monkeypatch.setattr(capacity, "gpu_bytes", lambda: need)
+    halved = in_order(plan)
+    assert set(read) == {3}
+    for number, moment_EE in usual.inputs.items():
+        torch.testing.assert_close(halved.inputs[number], moment_EE, rtol=1e-6, atol=1e-7)
