@@ -8,7 +8,7 @@ from typing import Any
 from ..checkpoints.eval_json import SCHEMA, TextProtocol
 from ..checkpoints.quality_blocks import SuiteBlock
 from ..core.console import is_first
-from ..core.memory import enough_memory
+from ..core.memory import enough_memory, remedy_of
 from ..core.processes import together
 from ..texts.corpus import Text
 from .evaluation_journal import EvaluationJournal
@@ -18,7 +18,6 @@ from .subject import Subject, versions
 from .suites.catalogue import DEFAULT, SUITES, with_storage
 
 
-@enough_memory("use a smaller --batch-size or --window, --dtype bfloat16, or --one-at-a-time")
 def evaluate(
     student: Path,
     teacher: Path | None,
@@ -50,6 +49,27 @@ def evaluate(
             suit the windows, a model's logits are not finite, memory is full, or a suite refuses its
             settings.
     """
+    ways = {
+        "a smaller --batch-size": options.batch_size > 1,
+        "a smaller --window": True,
+        "--dtype bfloat16": options.dtype not in ("bfloat16", "float16"),
+        "--one-at-a-time": not options.one_at_a_time and (teacher, parent) != (None, None),
+    }
+    with enough_memory(remedy_of(ways, "")):
+        return _evaluate(student, teacher, text, options, parent, suites, settings, journal)
+
+
+def _evaluate(
+    student: Path,
+    teacher: Path | None,
+    text: Text | None,
+    options: Options,
+    parent: Path | None,
+    suites: Sequence[str],
+    settings: Mapping[str, Any] | None,
+    journal: EvaluationJournal | None,
+) -> Result:
+    """Measure as `evaluate` does."""
     suites = with_storage(suites, options.cache_dtype)
     measures = _measures(suites, settings or {})
     paths = {"student": student, "teacher": teacher, "parent": parent}

@@ -22,14 +22,14 @@ from accelerate import Accelerator
 
 from ...core.console import listening, notice
 from ...core.errors import InvalidInput
-from ...core.memory import enough_memory
+from ...core.memory import enough_memory, remedy_of
 from ...core.signals import interruptible
 from ...models.causal_lm import Described, Loaded
 from ..data.order import TrainingWindows
 from ..data.token_store import open_windows, write_tokens
 from ..parallel.accelerator import is_sharded, make_accelerator
 from ..recipe.data_section import SELF
-from ..recipe.recipe import Recipe, Stage
+from ..recipe.recipe import SHARED, Recipe, Stage
 from ..stages import state
 from ..stages.cached_teacher import Needed, cache_for, cached_teacher
 from ..stages.stage_work import StageContext
@@ -51,10 +51,6 @@ from .resume import complete, find_models, find_result, last_progress
 from .training_result import TrainingResult
 
 
-@enough_memory(
-    "set micro_batch: 1 in the stage, gradient_checkpointing: true, or teacher: shared where only attention "
-    "is trained; kvfold distill explain predicts the memory of each stage"
-)
 def distill(recipe: Recipe) -> TrainingResult:
     """Train `recipe.student` and write `recipe.output`.
 
@@ -78,6 +74,26 @@ def distill(recipe: Recipe) -> TrainingResult:
         >>> result = distill(read_recipe(Path("recipe.yaml")))  # doctest: +SKIP
         >>> result.output, result.steps  # doctest: +SKIP
     """
+    with enough_memory(_less(recipe)):
+        return _run(recipe)
+
+
+def _less(recipe: Recipe) -> str:
+    """Return what takes less memory than a recipe does."""
+    stages = recipe.stages
+    whole = [stage for stage in stages if stage.how == "end_to_end"]
+    ways = {
+        "micro_batch: 1 in each stage": any(stage.micro_batch > 1 for stage in stages),
+        "gradient_checkpointing: true": bool(whole) and not recipe.gradient_checkpointing,
+        "teacher: shared": recipe.teacher != SHARED and all(stage.train == "attention" for stage in stages),
+        "train: attention": any(stage.train == "all" for stage in stages),
+    }
+    found = remedy_of(ways, "a smaller data.seq_len")
+    return f"{found}; kvfold distill explain predicts the memory of each stage"
+
+
+def _run(recipe: Recipe) -> TrainingResult:
+    """Train as `distill` does."""
     signals: list[int] = []
     output = recipe.output_directory
     partial = recipe.working_directory

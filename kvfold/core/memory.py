@@ -3,7 +3,7 @@
 import gc
 import re
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -79,6 +79,17 @@ def enough_memory(remedy: str) -> Iterator[None]:
             raise
         _release(error)
         raise InvalidInput(sentence) from None
+
+
+def remedy_of(ways: Mapping[str, bool], last: str) -> str:
+    """Return a remedy for `enough_memory` that names only what is left to do.
+
+    Args:
+        ways: what takes less memory, and whether it is still to be done.
+        last: what takes less memory where all of them are done.
+    """
+    *first, end = [way for way, is_left in ways.items() if is_left] or [last]
+    return f"use {', '.join(first)} or {end}" if first else f"use {end}"
 
 
 def lack_of(output: str) -> str | None:

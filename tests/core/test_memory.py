@@ -8,7 +8,7 @@ import torch
 
 from kvfold.core import processes
 from kvfold.core.errors import InvalidInput
-from kvfold.core.memory import enough_memory, free_bytes
+from kvfold.core.memory import enough_memory, free_bytes, remedy_of
 from kvfold.models.load_failures import loading_failures
 
 
@@ -99,3 +99,9 @@ def test_a_memory_that_fills_while_a_model_is_read_is_no_fault_of_its_files(tmp_
 def test_other_errors_pass() -> None:
     with pytest.raises(RuntimeError, match="shapes"), enough_memory("use --jobs 1"):
         raise RuntimeError("shapes do not match")
+
+
+def test_a_remedy_names_what_is_left_to_do() -> None:
+    ways = {"a smaller --window": True, "--jobs 1": False, "--layerwise": True}
+    assert remedy_of(ways, "a GPU with more memory") == "use a smaller --window or --layerwise"
+    assert remedy_of({"--jobs 1": False}, "a GPU with more memory") == "use a GPU with more memory"

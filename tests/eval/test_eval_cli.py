@@ -288,3 +288,6 @@ def test_a_full_gpu_is_one_sentence(mha: Path, file: Path, monkeypatch: pytest.M
     assert result.exit_code == 2
     assert "Error: the GPU has too little memory (2.00 GiB more were needed); use a smaller" in result.output
     assert "--batch-size" in result.output
+    assert "--one-at-a-time" not in result.output, "there is one model"
+    result = run(mha, "--text", file, "--window", "32", "--suite", "ppl", "--batch-size", "1")
+    assert "use a smaller --window or --dtype bfloat16" in result.output

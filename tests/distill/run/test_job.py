@@ -216,5 +216,8 @@ def test_a_full_gpu_is_one_sentence(make_recipe: MakeRecipe, monkeypatch: pytest
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has ...")
 
     monkeypatch.setattr("kvfold.distill.stages.objective.predict", full)
-    with pytest.raises(InvalidInput, match=r"the GPU has too little memory .*; set micro_batch: 1"):
+    sentence = r"the GPU has too little memory .*; use micro_batch: 1 in each stage, gradient_checkpointing"
+    with pytest.raises(InvalidInput, match=sentence):
         distill(make_recipe())
+    with pytest.raises(InvalidInput, match="use teacher: shared; kvfold distill explain"):
+        distill(make_recipe(micro_batch=1, gradient_checkpointing=True, train="attention"))
