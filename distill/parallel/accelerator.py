@@ -41,8 +41,9 @@ def make_accelerator(recipe: Recipe, trackers_directory: Path | None = None) -> 
         trackers_directory: where the recipe's trackers write; needed if it has any.
 
     Raises:
-        InvalidInput: the launcher asks for something that kvfold does not support, or the windows of a step
-            cannot be divided evenly among the processes.
+        InvalidInput: the launcher asks for something that kvfold does not support, accelerate runs in this
+            process with another precision or device, or the windows of a step cannot be divided evenly among
+            the processes.
     """
     # All processes wait while rank 0 tokenises and writes, which may take much longer than ten minutes.
     patience = InitProcessGroupKwargs(timeout=timedelta(days=1))
@@ -56,13 +57,21 @@ def make_accelerator(recipe: Recipe, trackers_directory: Path | None = None) -> 
     copies = DistributedDataParallelKwargs(
         find_unused_parameters=has_unused_weights, gradient_as_bucket_view=True
     )
-    accelerator = Accelerator(
-        cpu=recipe.device == "cpu",
-        mixed_precision="bf16" if computes_in_bf16(recipe) else "no",
-        kwargs_handlers=[patience, copies],
-        log_with=list(recipe.trackers) or None,
-        project_dir=trackers_directory,
-    )
+    try:
+        accelerator = Accelerator(
+            cpu=recipe.device == "cpu",
+            mixed_precision="bf16" if computes_in_bf16(recipe) else "no",
+            kwargs_handlers=[patience, copies],
+            log_with=list(recipe.trackers) or None,
+            project_dir=trackers_directory,
+        )
+    except ValueError as mistake:
+        if "already been initialized" not in str(mistake):
+            raise
+        raise InvalidInput(
+            "accelerate runs in this Python process already, with another precision or device than precision "
+            f"{recipe.precision} and device {recipe.device}; start another process for this run"
+        ) from None
     # A launcher's configuration may set this, and accelerate would then divide the loss by it. The loop
     # divides by tokens.
     accelerator.gradient_accumulation_steps = 1

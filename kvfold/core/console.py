@@ -8,7 +8,6 @@ import gc
 import inspect
 import json
 import logging
-import math
 import os
 import re
 import signal
@@ -28,6 +27,7 @@ import click
 from .disk import disk_error, disk_sentence, writing_errors
 from .errors import InvalidInput, bounded, naming, renamed
 from .grid import WIDTH, Grid
+from .units import seconds_left
 from .untrusted import printable, shorten
 from .waiting import wait_passively_if_busy
 
@@ -219,10 +219,9 @@ def progress(items: Iterable[T], description: str, total: int, at_once: int = 1)
         yield from reported
         return
     if sys.stderr.isatty():
-        from rich.console import Console
-        from rich.progress import track
+        from .progress_bar import shown_in_bar
 
-        yield from track(reported, description=description, total=total, console=Console(stderr=True))
+        yield from shown_in_bar(reported, description, total, at_once)
         return
     start = shown = time.monotonic()
     for done, item in enumerate(reported, 1):
@@ -230,8 +229,7 @@ def progress(items: Iterable[T], description: str, total: int, at_once: int = 1)
         now = time.monotonic()
         if now - shown >= PLAIN_INTERVAL:
             shown = now
-            rounds = math.ceil(total / at_once) / math.ceil(done / at_once)
-            left = (now - start) * (rounds - 1)
+            left = seconds_left(now - start, done, total, at_once)
             print(f"{description}: {done}/{total}, {left:.0f} s left", file=sys.stderr, flush=True)
 
 

@@ -4,6 +4,7 @@ The same letter means two things in the field, and both are kept: a context of `
 budget of `300k` training tokens is 300 x 1000.
 """
 
+import math
 import re
 from collections.abc import Mapping
 from decimal import Decimal
@@ -142,3 +143,13 @@ def show_kinds(layers: Mapping[str, int]) -> str:
         '36 linear_attention layers, 12 full_attention layers'
     """
     return ", ".join(f"{count} {kind} layers" for kind, count in layers.items())
+
+
+def seconds_left(elapsed: float, done: int, total: int, at_once: int = 1) -> float:
+    """Return the seconds that the rest takes, where `at_once` items are worked on side by side.
+
+    Example:
+        >>> seconds_left(10.0, done=1, total=8, at_once=4)  # the first four end together
+        10.0
+    """
+    return elapsed * (math.ceil(total / at_once) / math.ceil(done / at_once) - 1)

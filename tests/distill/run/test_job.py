@@ -221,3 +221,13 @@ def test_a_full_gpu_is_one_sentence(make_recipe: MakeRecipe, monkeypatch: pytest
         distill(make_recipe())
     with pytest.raises(InvalidInput, match="use teacher: shared; kvfold distill explain"):
         distill(make_recipe(micro_batch=1, gradient_checkpointing=True, train="attention"))
+
+
+def test_another_precision_in_the_same_process_is_refused(
+    make_recipe: MakeRecipe, fresh_state: None, tmp_path: Path
+) -> None:
+    """accelerate keeps the first one of a process, and would end with an error of its own."""
+    distill(make_recipe(tokens=192))
+    with pytest.raises(InvalidInput, match="than precision bf16 and device cpu; start another process"):
+        distill(make_recipe(tokens=192, precision="bf16", output=str(tmp_path / "other")))
+    assert distill(make_recipe(tokens=192, output=str(tmp_path / "third"))).steps == 1

@@ -1,0 +1,46 @@
+"""The bar that shows the progress of long work on a terminal."""
+
+from collections.abc import Iterable, Iterator
+from datetime import timedelta
+from typing import TypeVar
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskProgressColumn, TextColumn
+from rich.text import Text
+
+from .units import seconds_left
+
+T = TypeVar("T")
+
+
+def shown_in_bar(items: Iterable[T], description: str, total: int, at_once: int = 1) -> Iterator[T]:
+    """Yield `items` under a bar on stderr, with the time left.
+
+    Args:
+        items: done when the next one is asked for.
+        description: of the work.
+        total: their number.
+        at_once: how many are worked on side by side.
+    """
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), _TimeLeft(at_once))
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        yield from bar.track(items, total=total, description=description)
+
+
+class _TimeLeft(ProgressColumn):
+    """The time that the rest takes; the time that all took when it is done."""
+
+    max_refresh = 0.5
+
+    def __init__(self, at_once: int) -> None:
+        super().__init__()
+        self.at_once = at_once
+
+    def render(self, task: Task) -> Text:
+        elapsed = task.finished_time if task.finished else task.elapsed
+        if not elapsed or not task.completed or not task.total:
+            return Text("-:--:--", style="progress.remaining")
+        left = seconds_left(elapsed, int(task.completed), int(task.total), self.at_once)
+        shown = elapsed if task.finished else left
+        style = "progress.elapsed" if task.finished else "progress.remaining"
+        return Text(str(timedelta(seconds=round(shown))), style=style)

@@ -1,0 +1,39 @@
+"""The time left of work that is done several items at a time."""
+
+import io
+
+import pytest
+from rich.console import Console
+from rich.progress import Task
+
+from kvfold.core import progress_bar
+from kvfold.core.progress_bar import _TimeLeft, shown_in_bar
+from kvfold.core.units import seconds_left
+
+
+def test_items_side_by_side_end_together() -> None:
+    """After the first of four layers at a time, three of four rounds of 16 layers are left, not 15 layers."""
+    assert seconds_left(10, done=1, total=16, at_once=4) == 30
+    assert seconds_left(20, done=8, total=16, at_once=4) == 20
+    assert seconds_left(10, done=1, total=16) == 150
+    assert seconds_left(10, done=16, total=16, at_once=4) == 0
+
+
+@pytest.mark.parametrize(("done", "shown"), [(0, "-:--:--"), (1, "0:00:30"), (16, "0:00:10")])
+def test_the_bar_shows_that_time(done: int, shown: str) -> None:
+    times = iter([0.0, *[10.0] * 9])
+    task = Task(0, "fold", 16, done, _get_time=lambda: next(times), _lock=None)  # type: ignore[arg-type,call-arg]
+    task.start_time = 0.0
+    next(times)
+    task.finished_time = 10.0 if done == 16 else None
+    assert _TimeLeft(at_once=4).render(task).plain == shown
+
+
+def test_items_pass_through_the_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = io.StringIO()
+    monkeypatch.setattr(
+        progress_bar, "Console", lambda **_: Console(file=said, force_terminal=True, width=80)
+    )
+    assert list(shown_in_bar(iter("abc"), "letters", 3)) == ["a", "b", "c"]
+    assert "letters" in said.getvalue()
+    assert "100%" in said.getvalue()
