@@ -27,7 +27,7 @@ JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON obje
 
 
 @click.command("validate", cls=Command)
-@click.argument("recipes", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="RECIPE...")
+@click.argument("recipes", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="RECIPE|FOLD...")
 @OVERRIDES
 @JSON
 def validate(recipes: tuple[Path, ...], overrides: tuple[str, ...], as_json: bool) -> None:
@@ -166,8 +166,8 @@ def main(
 ) -> None:
     """Train a converted checkpoint against its source, as RECIPE (YAML) says.
 
-    FOLD, an output of `kvfold convert`, is trained on text that its source writes, and written to
-    FOLD-distilled. --set data.source=FILE trains it on your own text.
+    Given FOLD, an output of `kvfold convert`, it trains on text that the source writes; the output is
+    FOLD-distilled. --set data.source=FILE trains on your own text.
 
     `distill validate RECIPE...` checks recipes. `distill explain RECIPE` shows the meaning of each key and
     what the run takes.

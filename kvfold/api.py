@@ -160,7 +160,7 @@ def train(
     Args:
         recipe: a YAML file, a `Recipe`, a mapping of a recipe's keys (a place in it may be a `Path`), or the
             directory of a fold, which is then trained on text that its source writes.
-        settings: values that replace the recipe's own, by key, such as `{"data.source": "train.jsonl"}`.
+        settings: values that replace the recipe's own, by key: `{"stages.0.lr": 1e-4}`, with lists from 0.
         progress: called with a stage's name, how many steps are done and how many there are.
 
     Returns:

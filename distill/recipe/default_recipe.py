@@ -12,21 +12,22 @@ from .recipe import default_windows
 if TYPE_CHECKING:
     from ...checkpoints.directory import Checkpoint
 
-TOKENS = (
-    500_000  # recovered half of what folds of prose had lost on unlike text (docs/results/distillation.md)
-)
-WINDOW = 256  # of text that the teacher writes, as for `kvfold convert --length`
-# Peak learning rates of recipes/ by weights of the source: the larger a model, the smaller its steps.
+# By these, folds got back a third of what they had lost on other text (docs/results/distillation.md).
+TOKENS = 200_000
+RATE = 1e-4
+# Tokens of a window where the teacher did not write the fold's calibration text, as for `convert --length`.
+WINDOW = 256
+# Peak learning rates of recipes/ by the number of weights: the larger a model, the smaller its steps.
 RATES = ((50e6, 5e-4), (1e9, 3e-4), (3e9, 5e-5), (float("inf"), 2e-5))
 
 
 def default_recipe(fold: Path) -> dict[str, Any]:
-    """Return the recipe of a fold: KL on text that its teacher writes, for the attention alone.
+    """Return the recipe of a fold: KL on text that its teacher writes.
 
     The teacher is the source that the fold's kvfold.json names. The output stands next to the fold.
 
     Args:
-        fold: an output of `kvfold convert`.
+        fold: an output of `kvfold convert`, or of a distillation of one.
 
     Returns:
         The keys of a recipe file.
@@ -41,20 +42,21 @@ def default_recipe(fold: Path) -> dict[str, Any]:
     record = read_record(fold)
     if record is None or not is_folded(fold):
         raise InvalidInput(
-            f"{printable(fold)} is a directory, but no output of kvfold convert; name a recipe file or a fold"
+            f"{printable(fold)} is a directory without a fold (its kvfold.json names no target); name a recipe "
+            "file or an output of kvfold convert"
         )
     from ...checkpoints.directory import Checkpoint
 
     place = fold if fold.name not in ("", "..") else fold.resolve()
     window = _window(record, fold)
-    stage = default_stage(weights_of(Checkpoint(fold, packed=True)), TOKENS, window) | {"train": "attention"}
+    stage = default_stage(weights_of(Checkpoint(fold, packed=True)), TOKENS, window)
+    stage["lr"] = min(stage["lr"], RATE)
     if "cache_dtype" in record:
         stage["cache_dtype"] = record["cache_dtype"]["name"]
     return {
         "schema": 1,
         "student": str(fold),
         "output": str(place.with_name(f"{place.name}-distilled")),
-        "teacher": "shared",
         "data": {"source": "self", "seq_len": window, "packing": _packing(record)},
         "stages": [stage],
         "save": {"every": default_save(TOKENS, window)},
@@ -63,8 +65,12 @@ def default_recipe(fold: Path) -> dict[str, Any]:
 
 def default_save(tokens: int, window: int) -> int:
     """Return the optimizer steps between two saves: a quarter of the stage, at most 500."""
-    steps = math.ceil(tokens / (default_windows(tokens, window) * window))
-    return max(1, min(500, steps // 4))
+    return max(1, min(500, default_steps(tokens, window) // 4))
+
+
+def default_steps(tokens: int, window: int) -> int:
+    """Return the optimizer steps of a stage whose batch is left to kvfold."""
+    return math.ceil(tokens / (default_windows(tokens, window) * window))
 
 
 def default_stage(weights: int, tokens: int, window: int) -> dict[str, Any]:

@@ -271,7 +271,7 @@ class Recipe(Settings):
             if self.teacher == SHARED and stage.train == "all":
                 raise ValueError(
                     f"stages[{index}].train is all, but teacher: shared keeps one copy of the weights that "
-                    "no stage trains; write train: attention there, or leave teacher out"
+                    "no stage trains; write train: attention there, or teacher: null"
                 )
             if stage.batch_tokens is not None and stage.batch_tokens < self.data.seq_len:
                 raise ValueError(

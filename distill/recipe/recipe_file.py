@@ -81,7 +81,7 @@ def as_recipe(
     if isinstance(recipe, Recipe):
         if not settings:
             return recipe
-        content = recipe.resolved()
+        content = recipe.model_dump(mode="json", by_alias=True)  # a batch that follows from tokens stays open
     elif recipe == "":
         raise InvalidInput("recipe is empty; name a file or a fold")
     elif isinstance(recipe, str | Path):

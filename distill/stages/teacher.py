@@ -146,7 +146,7 @@ def check_whole(recipe: Recipe, sharded: bool) -> None:
     """
     if sharded and recipe.teacher == SHARED:
         raise InvalidInput(
-            "teacher: shared needs whole models in every process; leave it out, or use --profile ddp"
+            "teacher: shared needs whole models in every process; write teacher: null, or use --profile ddp"
         )
 
 

@@ -1,6 +1,5 @@
 """The reading of options of `kvfold migrate`: the bound, the sizes, and the recipe of every step."""
 
-import math
 import re
 import tempfile
 from collections.abc import Iterator
@@ -20,8 +19,8 @@ from ..core.errors import InvalidInput, renamed
 from ..core.hub import resolve
 from ..core.units import parse_tokens, read_share, show_percent
 from ..distill.data.samples import check_texts
-from ..distill.recipe.default_recipe import default_save, default_stage, weights_of
-from ..distill.recipe.recipe import Recipe, default_windows
+from ..distill.recipe.default_recipe import default_save, default_stage, default_steps, weights_of
+from ..distill.recipe.recipe import Recipe
 from ..distill.recipe.recipe_file import read_recipe
 from ..distill.recipe.watch_section import Evaluate
 from ..distill.watch.held_out import check_held_out
@@ -253,7 +252,7 @@ def _with_options(sentence: str) -> str:
 
 def _recipe(source: Source, window: int, tokens: int, seed: int) -> dict[str, Any]:
     """Return the default recipe of a step's distillation: forward KL, with the batch left to kvfold."""
-    steps = math.ceil(tokens / (default_windows(tokens, window) * window))
+    steps = default_steps(tokens, window)
     stage = default_stage(weights_of(source.checkpoint), tokens, window)
     return {
         "schema": 1,

@@ -118,7 +118,7 @@ def test_a_run_with_a_shared_teacher_gives_the_same_bits(
         )
         found.append(weights(distill(recipe).output))
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
-    with pytest.raises(ValueError, match="write train: attention there, or leave teacher out"):
+    with pytest.raises(ValueError, match="write train: attention there, or teacher: null"):
         make_recipe(student=str(like_source), teacher="shared")
 
 
