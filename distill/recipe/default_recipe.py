@@ -42,8 +42,8 @@ def default_recipe(fold: Path) -> dict[str, Any]:
     record = read_record(fold)
     if record is None or not is_folded(fold):
         raise InvalidInput(
-            f"{printable(fold)} is a directory without a fold (its kvfold.json names no target); name a recipe "
-            "file or an output of kvfold convert"
+            f"{printable(fold)} is a directory without a fold (its kvfold.json names no target); name a "
+            "recipe file or an output of kvfold convert"
         )
     from ...checkpoints.directory import Checkpoint
 
