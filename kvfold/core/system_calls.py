@@ -85,6 +85,24 @@ def peak_resident_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
+def limit_memory(size: int) -> None:
+    """Let this process allocate at most `size` bytes more than it has. Only Linux can limit that.
+
+    A request beyond that fails. A lower limit that the process already has stays.
+    """
+    try:
+        import resource
+
+        with open("/proc/self/statm", encoding="ascii") as stream:
+            pages = int(stream.read().split()[5])  # of data and stacks, which RLIMIT_DATA counts
+    except (ImportError, OSError):
+        return
+    limit = pages * resource.getpagesize() + size
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    lower = [each for each in (limit, *before) if each != resource.RLIM_INFINITY]
+    resource.setrlimit(resource.RLIMIT_DATA, (min(lower), before[1]))
+
+
 def trim_memory() -> None:
     """Have the C library return freed memory to the system.
 

@@ -21,10 +21,11 @@ from typing import Any, Literal
 
 from ..core.disk import disk_error, disk_sentence, is_full
 from ..core.errors import InvalidInput
+from ..core.memory import system_bytes
 from ..core.untrusted import parse_json, printable
 from . import text_files
 from .standard_library import stdlib_documents
-from .text_files import builder_of, compression, find_files, is_plain_text
+from .text_files import builder_of, compression, expansion_limit, find_files, is_plain_text
 from .text_flaws import first_flaw
 
 BATCH = 64  # documents read at once
@@ -32,6 +33,10 @@ SHUFFLE_BUFFER = 2000  # documents, from which the next one is drawn; all of the
 # Errors of `datasets` for missing and unreachable sources, and of it and the decompressors for damaged ones.
 UNREADABLE = (OSError, ValueError, EOFError, lzma.LZMAError, zlib.error, ImportError, NotImplementedError)
 _CHECKED = 2**26  # bytes of a JSON file that is checked before it is read in this process
+# Bytes that another process may take of memory, whatever the size of a file. Of Parquet it holds a group of
+# rows, which is mostly 0.1 to 1 GB.
+LEAST_MEMORY = 2**32
+_NO_ROWS = "BatchSize must be greater than 0"  # Arrow's word for a Parquet file whose first group has no row
 
 
 @dataclass(frozen=True)
@@ -72,6 +77,7 @@ class RowsRequest:
         seed: of the shuffle buffer; None for the order in which rows are stored.
         batch: rows of each dictionary.
         least_expansion: bytes to which any compressed file may expand.
+        memory: bytes that a process which only reads them may allocate.
         is_downloaded: whether a data set is read from the cache of `datasets`, after a download if that is
             needed; otherwise its rows are streamed.
     """
@@ -83,6 +89,7 @@ class RowsRequest:
     seed: int | None
     batch: int
     least_expansion: int
+    memory: int
     is_downloaded: bool = False
 
 
@@ -130,20 +137,31 @@ def read_downloaded(source: DocumentSource) -> Iterator[Mapping[str, Any]]:
     Raises:
         InvalidInput: there is neither cache nor network, or the data set is damaged.
     """
-    least = text_files.LEAST_EXPANSION
-    request = RowsRequest(source.place, source.config, (), source.split, None, BATCH, least, True)
+    least, memory = text_files.LEAST_EXPANSION, system_bytes()
+    request = RowsRequest(source.place, source.config, (), source.split, None, BATCH, least, memory, True)
     return _read_apart(request, source)
 
 
 def _request(source: DocumentSource, seed: int | None, batch: int) -> RowsRequest:
     least = text_files.LEAST_EXPANSION
     if source.place == "stdlib":
-        return RowsRequest("stdlib", source.field, (), "train", seed, batch, least)
+        return RowsRequest("stdlib", source.field, (), "train", seed, batch, least, system_bytes())
     files = find_files(source.place, source.option)
+    memory = _memory_for(files)
     if not files:
-        return RowsRequest(source.place, source.config, (), source.split, seed, batch, least)
+        return RowsRequest(source.place, source.config, (), source.split, seed, batch, least, memory)
     builder = builder_of(files[0]) or "text"
-    return RowsRequest(builder, None, tuple(map(str, files)), "train", seed, batch, least)
+    return RowsRequest(builder, None, tuple(map(str, files)), "train", seed, batch, least, memory)
+
+
+def _memory_for(files: Iterable[Path]) -> int:
+    """Return the bytes that reading files, or a data set if there are none, may take of the free memory.
+
+    Parquet stores a repeated value once, so a file of a few hundred bytes may expand without limit.
+    """
+    sizes = [file.stat().st_size for file in files]
+    most = expansion_limit(max(sizes), LEAST_MEMORY) if sizes else system_bytes()
+    return min(most, system_bytes())
 
 
 def open_rows(request: RowsRequest) -> Iterator[Mapping[str, Any]]:
@@ -161,9 +179,36 @@ def open_rows(request: RowsRequest) -> Iterator[Mapping[str, Any]]:
         disable_progress_bars()
         streaming = not request.is_downloaded
         data = load_dataset(request.name, request.config, split=request.split, streaming=streaming)
+    if not request.is_downloaded:
+        data = _undecoded(data)
     if request.seed is not None:
         data = data.shuffle(seed=request.seed, buffer_size=SHUFFLE_BUFFER)
     yield from data.iter(batch_size=request.batch)
+
+
+def _undecoded(data: Any) -> Any:
+    """Return rows whose images, sounds and the like stay as they are stored; JSON is read.
+
+    Where such a value is decoded, the file or the address that it names is opened.
+    """
+    from datasets import Features
+    from datasets.features.features import require_decoding
+
+    if not (data.features and require_decoding(data.features)):
+        return data
+    stored = data.decode(False)
+    description = stored.features.to_dict()
+    _decode_json(description)
+    return stored.cast(Features.from_dict(description))
+
+
+def _decode_json(description: Any) -> None:
+    """Set in a description of features that JSON is decoded."""
+    if isinstance(description, dict) and description.get("_type") == "Json":
+        description["decode"] = True
+    elif isinstance(description, dict | list):
+        for part in description.values() if isinstance(description, dict) else description:
+            _decode_json(part)
 
 
 def explain(error: BaseException, source: DocumentSource) -> InvalidInput:
@@ -171,6 +216,13 @@ def explain(error: BaseException, source: DocumentSource) -> InvalidInput:
     of_disk = disk_error(error)
     if of_disk is not None and is_full(of_disk):
         return InvalidInput(f"{source.called} cannot be read: {disk_sentence(of_disk)}")
+    if isinstance(error, MemoryError):
+        return InvalidInput(
+            f"{source.called} takes more memory than is free, or than a file of its size needs; write it "
+            "with shorter documents and, as Parquet, with smaller row groups"
+        )
+    if _NO_ROWS in str(error):
+        return InvalidInput(f"{source.called} holds a Parquet file without rows; leave that file out")
     reason = printable(" ".join(str(error).split())) or type(error).__name__
     return InvalidInput(f"{source.called} cannot be read: {_flaw(source) or reason}")
 

@@ -6,6 +6,7 @@ import sys
 import traceback
 from typing import Any, NoReturn
 
+from ..core.system_calls import limit_memory
 from .document_rows import UNREADABLE, Frame, explain, open_rows
 from .text_files import BoundedStream, expansion_limit
 
@@ -23,12 +24,13 @@ def main() -> None:
 
     try:
         _wait_for_no_threads()
+        limit_memory(request.memory)  # now that `datasets` has been imported
         for columns in open_rows(request):
             write(("rows", dict(columns)))
         write(("end", None))
     except BrokenPipeError:  # enough was read
         os._exit(0)
-    except UNREADABLE as error:
+    except (*UNREADABLE, MemoryError) as error:
         write(("refusal", str(explain(error, source))))
     except RuntimeError as error:
         if not isinstance(error.__cause__, StopIteration):

@@ -5,6 +5,7 @@ import gzip
 import json
 import lzma
 import os
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from kvfold.core.errors import InvalidInput
-from kvfold.texts import text_files
+from kvfold.texts import document_rows, text_files
 from kvfold.texts.document_rows import read_downloaded
 from kvfold.texts.documents import check_calibration, read_sequences
 from kvfold.texts.sources import DocumentSource, check_source, first_rows, local_files, read_texts
@@ -87,6 +88,70 @@ def test_bombs(
     file.write_bytes(compress(b'{"text": "' + bytes(2**24) + b'"}\n'))
     with pytest.raises(InvalidInput, match="expands to more than"):
         read(file)
+
+
+def _write_parquet(file: Path, columns: dict[str, object], features: dict[str, object] | None = None) -> None:
+    import pyarrow
+    from pyarrow import parquet
+
+    table = pyarrow.table(columns)
+    if features is not None:
+        described = json.dumps({"info": {"features": features}})
+        table = table.replace_schema_metadata({"huggingface": described})
+    parquet.write_table(table, file, row_group_size=len(table) or None)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux limits the memory of a process")
+@pytest.mark.parametrize("read", READERS)
+def test_a_small_parquet_file_cannot_take_all_memory(
+    read: Callable[[Path], list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A column's dictionary holds one value, and each of its rows is that value."""
+    import pyarrow
+
+    monkeypatch.setattr(document_rows, "LEAST_MEMORY", 2**28)
+    text = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 1000), ["x" * 2**20])
+    file = tmp_path / "b.parquet"
+    _write_parquet(file, {"text": text})
+    assert file.stat().st_size < 2**20
+    with pytest.raises(InvalidInput, match=r"b\.parquet takes more memory than is free"):
+        read(file)
+
+
+def test_a_parquet_file_opens_nothing_that_its_rows_name(tmp_path: Path) -> None:
+    import pyarrow
+
+    file = tmp_path / "a.parquet"
+    secret = tmp_path / "secret"
+    os.mkfifo(secret)  # whoever opens it waits for ever
+    kind = pyarrow.struct({"bytes": pyarrow.binary(), "path": pyarrow.string()})
+    image = pyarrow.array([{"bytes": None, "path": str(secret)}], kind)
+    _write_parquet(
+        file,
+        {"text": ["one"], "image": image},
+        {"text": {"_type": "Value", "dtype": "string"}, "image": {"_type": "Image"}},
+    )
+    assert train(file) == ["one"]
+    assert first_rows(DocumentSource(str(file)), 1)[0]["image"] == {"bytes": None, "path": str(secret)}
+
+
+def test_json_in_parquet_is_read(tmp_path: Path) -> None:
+    import datasets
+
+    if not hasattr(datasets, "Json"):
+        pytest.skip("this version of datasets has no JSON")
+    file = tmp_path / "a.parquet"
+    kinds = datasets.Features({"text": datasets.Value("string"), "turn": datasets.Json()})
+    rows = {"text": ["one"], "turn": [{"role": "user"}]}
+    datasets.Dataset.from_dict(rows, features=kinds).to_parquet(file)
+    assert first_rows(DocumentSource(str(file)), 1) == [{"text": "one", "turn": {"role": "user"}}]
+
+
+def test_a_parquet_file_without_rows(tmp_path: Path) -> None:
+    file = tmp_path / "a.parquet"
+    _write_parquet(file, {"text": []})
+    with pytest.raises(InvalidInput, match="without rows; leave that file out"):
+        train(file)
 
 
 def test_a_stream_ends_at_its_limit(tmp_path: Path) -> None:
