@@ -10,7 +10,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from . import hostile_sources
-from .hostile_mutations import CARD_FILE, CODE_FILE, JSON_FILE, LINES_FILE, TENSOR_FILE, TEXT_FILE, Mutation
+from .hostile_mutations import (
+    CARD_FILE,
+    CODE_FILE,
+    JSON_FILE,
+    LINES_FILE,
+    TABLE_FILE,
+    TENSOR_FILE,
+    TEXT_FILE,
+    Mutation,
+)
 from .hostile_scene import CALIBRATED, EVALUATED, GQA, LOSSLESS, MIGRATION, MLA
 
 # Commands by name. A word that begins with @ is a place in the scene.
@@ -46,6 +55,9 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "eval remote": ("eval", "@remote", *_TEXT, "--json"),
     "eval resumed": ("eval", "@fold", *_TEXT, "--out", "@e.json"),
     "eval cache": ("eval", "@distilled", *_TEXT, "--teacher-cache", "@cache", "--json"),
+    "eval jsonl": ("eval", "@fold", "--text", "@text.jsonl", *EVALUATED, "--json"),
+    "eval parquet": ("eval", "@fold", "--text", "@text.parquet", *EVALUATED, "--json"),
+    "eval gz": ("eval", "@fold", "--text", "@text.jsonl.gz", *EVALUATED, "--json"),
     "eval rows": ("eval", "@fold", *_ROWS, *EVALUATED, "--json"),
     "distill": ("distill", "@recipe.yaml"),
     "distill validate": ("distill", "validate", "@recipe.yaml"),
@@ -130,9 +142,9 @@ FILES: dict[str, tuple[tuple[Mutation, ...], tuple[str, ...]]] = {
     "cache/manifest.json": (JSON_FILE, ("eval cache",)),
     "cache/head.safetensors": (TENSOR_FILE, ("eval cache",)),
     "cache/hidden": (TENSOR_FILE, ("eval cache",)),
-    "text.jsonl": (LINES_FILE, ("convert calibrated", "distill")),
-    "text.parquet": (TEXT_FILE, ("convert parquet",)),
-    "text.jsonl.gz": (TEXT_FILE, ("convert gz",)),
+    "text.jsonl": (LINES_FILE, ("convert calibrated", "distill", "eval jsonl")),
+    "text.parquet": (TABLE_FILE, ("convert parquet", "eval parquet")),
+    "text.jsonl.gz": (TEXT_FILE, ("convert gz", "eval gz")),
     "text.txt": (TEXT_FILE, ("eval fold", "api evaluate")),
     "rows.json": (JSON_FILE, ("eval rows",)),
     "recipe.yaml": (CARD_FILE[1:], ("distill validate", "distill", "api train")),

@@ -252,6 +252,44 @@ def change_tensors(content: bytes, draw: random.Random) -> bytes:
     return bytes(save({name: tensor.contiguous().clone() for name, tensor in tensors.items()}))
 
 
+def change_table(content: bytes, draw: random.Random) -> bytes:
+    """Write the rows of a Parquet file as other types, with other columns, or with kinds that name files."""
+    import pyarrow
+    from pyarrow import parquet
+
+    texts = parquet.read_table(pyarrow.BufferReader(content))["text"].to_pylist()
+    action = draw.choice(("cast", "cast", "kind", "kind", "add", "rename", "none", "repeat"))
+    rows = pyarrow.array(texts)
+    if action == "cast":
+        kind = draw.choice(("binary", "large_string", "string_view", "dictionary", "list", "struct", "null"))
+        rows = {
+            "dictionary": lambda: rows.dictionary_encode(),
+            "list": lambda: pyarrow.array([[text] for text in texts]),
+            "struct": lambda: pyarrow.array([{"a": text} for text in texts]),
+            "null": lambda: pyarrow.nulls(len(texts)),
+        }.get(kind, lambda: rows.cast(kind))()
+    elif action == "repeat":  # one text of a megabyte, stored once
+        rows = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 40_000), ["x " * 2**19])
+    table = pyarrow.table({"x\n" if action == "rename" else "text": rows})
+    if action == "none":
+        table = table.slice(0, 0)
+    if action in ("kind", "add"):
+        kind = pyarrow.struct({"bytes": pyarrow.binary(), "path": pyarrow.string()})
+        named = draw.choice(("secret.key", "../secret.key", "/dev/zero", "http://127.0.0.1:9/x"))
+        images = pyarrow.array([{"bytes": None, "path": named}] * len(table), kind)
+        table = table.append_column(draw.choice(("text", "image", "")), images)
+    if action == "kind":
+        kinds = {
+            "text": {"_type": "Value", "dtype": "string"},
+            table.column_names[1]: {"_type": draw.choice(("Image", "Audio", "Video", "Pdf", "Mesh", "x"))},
+        }
+        described = _dump({"info": {"features": kinds}})
+        table = table.replace_schema_metadata({b"huggingface": described})
+    stream = pyarrow.BufferOutputStream()
+    parquet.write_table(table, stream, row_group_size=max(1, len(table)))
+    return bytes(stream.getvalue())
+
+
 def add_code(content: bytes, draw: random.Random) -> bytes:
     """Add code to a Python file that leaves a trace where it runs."""
     lines = content.splitlines()
@@ -288,3 +326,4 @@ TOWER_CONFIG = (
 )  # fmt: skip
 SOURCE_TENSORS = (change_tensors, change_tensors, change_tensors, change_header)
 TEXT_FILE = (change_bytes, change_whole, cut_short)
+TABLE_FILE = (change_table, change_table, change_table, change_bytes, cut_short)
