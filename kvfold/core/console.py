@@ -160,10 +160,11 @@ def _home(argument: str) -> str:
 def explaining() -> Iterator[None]:
     """Turn an error of the file system into the system's own sentence, with the name of the file.
 
-    Libraries' own errors of a full disk are among them.
+    Libraries' own errors of a full disk are among them. So are panics of the library tokenizers, whose search
+    for a pattern gives up after many steps: they derive from BaseException.
 
     Raises:
-        InvalidInput: a file cannot be read or written. Other errors pass.
+        InvalidInput: a file cannot be read or written, or a text cannot be tokenised. Other errors pass.
     """
     try:
         yield
@@ -174,6 +175,13 @@ def explaining() -> Iterator[None]:
         if isinstance(error, OSError) and error.filename is not None:
             raise InvalidInput(f"{error.filename}: {error.strerror}") from error
         raise
+    except BaseException as error:
+        if type(error).__module__ != "pyo3_runtime":
+            raise
+        raise InvalidInput(
+            f"the tokenizer fails on a text ({shorten(str(error))}); use another text, or the tokenizer.json "
+            "that the model was published with"
+        ) from error
 
 
 def run_as_process(command: click.Command) -> None:

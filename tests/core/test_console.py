@@ -15,8 +15,8 @@ from click.testing import CliRunner
 
 from kvfold.cli import main as kvfold
 from kvfold.core import console
-from kvfold.core.console import Command, listening, loading, notice
-from kvfold.core.errors import renamed
+from kvfold.core.console import Command, calling, listening, loading, notice
+from kvfold.core.errors import InvalidInput, renamed
 
 
 def test_loading_leaves_others_alone() -> None:
@@ -108,6 +108,24 @@ def test_a_home_directory_in_an_option_is_the_users(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("HOME", "/home/me")
     given = ["--out=~/x", "--out=~", "--out=~you/x", "--out=a=~/x", "--", "--out=~/x"]
     assert CliRunner().invoke(show, given).stdout == "/home/me/x /home/me ~you/x a=~/x --out=~/x\n"
+
+
+def test_a_pattern_of_a_tokenizer_that_gives_up_is_a_mistake_of_the_files() -> None:
+    """Its error derives from BaseException."""
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("(a+)+$"), "isolated")
+
+    @click.command(cls=Command)
+    def command() -> None:
+        tokenizer.encode("a" * 60 + "b")
+
+    done = CliRunner().invoke(command)
+    assert done.exit_code == 2
+    assert done.stderr.startswith("Error: the tokenizer fails on a text (")
+    with pytest.raises(InvalidInput, match="published with"), calling():
+        tokenizer.encode("a" * 60 + "b")
 
 
 def test_ctrl_c_says_how_to_resume_and_exits_as_a_shell_expects() -> None:
