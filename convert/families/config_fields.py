@@ -59,6 +59,7 @@ _FLAG: _Check = ("true or false", lambda value: isinstance(value, bool))
 _TEXT: _Check = ("a string", lambda value: isinstance(value, str))
 _RATE: _Check = ("a number from 0 to 1", lambda value: _is_number(value) and 0 <= value <= 1)
 _SHARE: _Check = ("a number above 0 and at most 1", _is_share)
+_NAMES: _Check = ("a list of strings", _is_texts)
 
 # A field may also be absent or null; sizes that must be there are checked by `geometry_of`.
 _FIELDS: dict[str, _Check] = {
@@ -88,17 +89,20 @@ _FIELDS: dict[str, _Check] = {
     **dict.fromkeys(("use_parallel_residual", "alibi", "multi_query"), _FLAG),
     **dict.fromkeys(("model_type", "hidden_act", "activation_function", "dtype", "torch_dtype"), _TEXT),
     "initializer_range": _NUMBER,
-    "architectures": ("a list of strings", _is_texts),
+    "architectures": _NAMES,
     "sliding_window": _COUNT,
 }
 # Of a multimodal config.json, next to its text_config: tokens in whose place other inputs stand.
-_PLACES: dict[str, _Check] = dict.fromkeys(
-    (
-        *("image_token_id", "image_token_index", "video_token_id", "audio_token_id", "boi_token_index"),
-        *("eoi_token_index", "vision_token_id", "vision_start_token_id", "vision_end_token_id"),
+_PLACES: dict[str, _Check] = {
+    **dict.fromkeys(
+        (
+            *("image_token_id", "image_token_index", "video_token_id", "audio_token_id", "boi_token_index"),
+            *("eoi_token_index", "vision_token_id", "vision_start_token_id", "vision_end_token_id"),
+        ),
+        ("a token id", lambda value: value == 0 or is_size(value)),
     ),
-    ("a token id", lambda value: value == 0 or is_size(value)),
-)
+    "architectures": _NAMES,
+}
 _ROPE_FIELDS: dict[str, _Check] = {
     **dict.fromkeys(("rope_type", "type"), _TEXT),
     **dict.fromkeys(("rope_theta", "factor", "low_freq_factor", "high_freq_factor"), _POSITIVE),
@@ -134,7 +138,7 @@ def check_fields(config: Mapping[str, Any]) -> None:
 
 
 def check_places(config: Mapping[str, Any]) -> None:
-    """Check the values of a multimodal config.json that are not in its text_config.
+    """Check the values of a multimodal config.json that are not the text model's, and the names of classes.
 
     Args:
         config: as it is on disk.
@@ -143,6 +147,8 @@ def check_places(config: Mapping[str, Any]) -> None:
         InvalidInput: names the first field whose value is wrong, and what would be right.
     """
     _check_table(config, _PLACES, "")
+    if isinstance(text := config.get("text_config"), dict):
+        _check_table(text, {"architectures": _NAMES}, "text_config.")
 
 
 def check_lists(config: Mapping[str, Any]) -> None:

@@ -232,8 +232,14 @@ def _weight_map(directory: Path) -> dict[str, str]:
     index = directory / INDEX
     content = read_json(index)
     weight_map = content.get("weight_map")
-    if not isinstance(weight_map, dict) or not all(map(_is_file_name, weight_map.values())):
+    if not isinstance(weight_map, dict):
         raise InvalidInput(f"{index} is damaged: it has no weight_map; download or save it again")
+    for tensor, name in weight_map.items():
+        if not _is_file_name(name):
+            raise InvalidInput(
+                f"{index} has the shard {shorten(name)} for {shorten(tensor)}, where the name of a file next "
+                "to it is needed; download or save it again"
+            )
     if not isinstance(content.get("metadata"), dict):
         raise InvalidInput(f"{index} has no object in metadata, which transformers needs; save it again")
     for name in sorted(set(weight_map.values())):

@@ -263,6 +263,9 @@ def test_shards_that_disagree_with_their_index(tmp_path: Path) -> None:
     refused("disagrees with its shards about model.norm.weight")
     (source / INDEX).write_text("{}")
     refused("is damaged: it has no weight_map")
+    outside = {**index["weight_map"], "model.norm.weight": "../secret.safetensors"}
+    (source / INDEX).write_text(json.dumps({**index, "weight_map": outside}))
+    refused("has the shard '../secret.safetensors' for 'model.norm.weight', where the name of a file")
     (source / INDEX).write_text(json.dumps(index))
     (source / files[1]).unlink()
     refused(f"lacks the shard {files[1]}")

@@ -192,6 +192,8 @@ TOWERS: dict[str, tuple[Damage, str]] = {
     "text tensor cut": (tensor("layers.1.mlp.up_proj.weight", cut), "up_proj.weight"),
     "place": (config(image_token_id="<image>"), "image_token_id '<image>', where a token id is needed"),
     "kind of the whole": (config(model_type="x"), ""),
+    "classes": (text(architectures=7), "text_config.architectures 7, where a list of strings is needed"),
+    "classes of the whole": (config(architectures="x"), "architectures 'x', where a list of strings"),
     "quantised": (
         config(quantization_config={"quant_method": "fp8"}),
         "has a quantization_config (fp8), but no quantised weight",

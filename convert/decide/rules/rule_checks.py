@@ -315,7 +315,9 @@ def biased_falcon(written: Written) -> str:
 
 
 def _class(written: Written) -> str:
-    return f"its class is {(written.get('architectures', None) or [written.get('model_type', 'unknown')])[0]}"
+    names = written.get("architectures", None)
+    is_named = isinstance(names, list) and names
+    return f"its class is {names[0] if is_named else written.get('model_type', 'unknown')}"
 
 
 def sentencepiece(written: Written) -> str:
