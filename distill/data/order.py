@@ -125,5 +125,7 @@ def schedule(weights: Sequence[float], count: int) -> tuple[NDArray[np.int64], N
 
 def windows_per_source(weights: Sequence[float], windows: int) -> list[int]:
     """Return the number of a run's windows that are from each source."""
+    if len(weights) == 1:
+        return [windows]
     counts: list[int] = np.bincount(schedule(weights, windows)[0], minlength=len(weights)).tolist()
     return counts

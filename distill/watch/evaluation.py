@@ -95,7 +95,7 @@ class TrainingEvaluation:
             `recovered_share` unless it is undefined.
 
         Raises:
-            InvalidInput: the student's perplexity is not finite.
+            InvalidInput: the student's perplexity, or its divergence from the teacher, is not finite.
         """
         history = self.history()  # before the sums, at which all processes meet, and before a line is written
         sum_NK = self._sums(measure)
@@ -105,11 +105,12 @@ class TrainingEvaluation:
             "tokens": progress.tokens,
             **self._found(sum_NK, history),
         }
-        if not math.isfinite(line["perplexity"]):
-            raise InvalidInput(
-                f"stage {stage} diverged: after step {progress.total_steps} the perplexity of the held-out "
-                f"text is {line['perplexity']}; use a lower lr"
-            )
+        for key, called in (("perplexity", "perplexity"), ("kl", "divergence from the teacher")):
+            if not math.isfinite(line[key]):
+                raise InvalidInput(
+                    f"stage {stage} diverged: after step {progress.total_steps} the {called} on the held-out "
+                    f"text is {line[key]}; use a lower lr"
+                )
         if self.accelerator.is_main_process:
             append_line(self.file, line)
             _warn_of_a_worse(line, history)

@@ -68,6 +68,7 @@ def test_sources_share_the_windows_by_weight_from_the_first_on() -> None:
         assert (short_source_W == source_W[:count]).all()
         assert (short_index_W == index_W[:count]).all()
     assert sum(windows_per_source(weights, 777)) == 777
+    assert windows_per_source([2.0], 10**15) == [10**15]  # without an array of them
 
 
 def test_a_mixture_is_a_pure_function_of_the_cursor() -> None:

@@ -70,6 +70,20 @@ def test_it_finds_what_eval_finds_and_changes_nothing(
     assert lines[10].get("recovered_share") == last["recovered_share"]
 
 
+def test_a_student_that_diverged_is_named_whatever_shows_it(
+    make_recipe: MakeRecipe, held: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not the file of evaluations, in which such a line would be damage."""
+    found = TrainingEvaluation._found
+
+    def diverged(self: Any, sum_NK: Any, past: Any) -> dict[str, Any]:
+        return found(self, sum_NK, past) | ({"kl": math.nan} if past else {})
+
+    monkeypatch.setattr(TrainingEvaluation, "_found", diverged)
+    with pytest.raises(InvalidInput, match=r"after step 4 the divergence from the teacher on .* is nan"):
+        distill(make_recipe(evaluate={"source": str(held), "every": 4, "windows": 6}))
+
+
 def test_the_curve_is_drawn(make_recipe: MakeRecipe, held: Path) -> None:
     pytest.importorskip("matplotlib", reason="pip install matplotlib")
     stages = [
