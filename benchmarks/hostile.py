@@ -149,7 +149,8 @@ def main(
         children.append(child)
     for child in children:
         os.waitpid(child, 0)
-    _conclude(todo, read_state(file), name, seed)
+    command = f"python -m benchmarks.hostile --cases {count} --seed {seed}"
+    _conclude(todo, read_state(file), name, command)
 
 
 def _supervise(todo: list[Case], state: Path) -> None:
@@ -174,7 +175,7 @@ def _supervise(todo: list[Case], state: Path) -> None:
         shutil.rmtree(scene.parent, ignore_errors=True)
 
 
-def _conclude(todo: list[Case], found: dict[str, dict[str, Any]], name: str | None, seed: int) -> None:
+def _conclude(todo: list[Case], found: dict[str, dict[str, Any]], name: str | None, command: str) -> None:
     rows = table(todo, found)
     wrong = {case.key: found[case.key]["faults"] for case in todo if found[case.key]["faults"]}
     show_table(
@@ -187,7 +188,7 @@ def _conclude(todo: list[Case], found: dict[str, dict[str, Any]], name: str | No
     if name:
         cpu = sum(found[case.key]["seconds"] for case in todo)
         result = {
-            "command": f"python -m benchmarks.hostile --seed {seed}", "date": date.today().isoformat(),
+            "command": command, "date": date.today().isoformat(),
             "versions": versions(), "machine": machine(), "cases": len(todo), "cpu_seconds": round(cpu),
             "refused": sum(row["refused"] for row in rows), "accepted": sum(row["accepted"] for row in rows),
             "not_right": len(wrong), "by_file_and_command": rows, "faults": wrong,
