@@ -158,7 +158,7 @@ FULL = Sizes(
     ),
     pretrained={
         "mla 50%": "--to mla --kv-budget 50% --container remote --length 256",
-        # the best of twelve settings on SmolLM2-135M (docs/results.md)
+        # the best of twelve settings on SmolLM2-135M (docs/results/pretrained.md)
         "transmla 50%": "--to mla --kv-budget 50% --rope-dim 32 --method transmla:fold2:balance0.5"
         " --container remote",
         "mla 25%": "--to mla --kv-budget 25% --container remote",
