@@ -24,6 +24,7 @@ _EFFORTS = "; ".join(
     for name, row in EFFORTS.items()
 )
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+EXACT = 5e-4  # nats of predicted loss below which training is not suggested
 
 
 @click.command("convert", cls=Launched)
@@ -259,7 +260,7 @@ def _show(folded: "Folded", as_json: bool) -> None:
 
 
 def _summary(folded: "Folded") -> str:
-    """Return a line about what was done, and two with what to do next."""
+    """Return a line about what was done, and what to do next."""
     record, cache = folded.record, folded.cache
     before, after = (cache[side]["elements_per_token_per_layer"] for side in ("before", "after"))
     loss = folded.predicted_loss
@@ -272,10 +273,12 @@ def _summary(folded: "Folded") -> str:
         )
     as_stored = f" --cache-dtype {stored['name']}" if stored else ""
     place = shlex.quote(str(folded.directory))
+    is_exact = record["request"].get("rank") == "full" or (loss is not None and loss < EXACT)
+    train = "" if is_exact else f"\nor train it: kvfold distill {place}"
     return (
         f"{folded.directory}: {record['target']['name'].upper()} by {record['method']}, cache {before} -> "
         f"{after} elements per token and layer ({cache['ratio']:.1%}){cost}\n"
-        f"Next: kvfold eval {place} --text FILE{as_stored}\n      kvfold distill {place}"
+        f"Next: kvfold eval {place} --text FILE{as_stored}{train}"
     )
 
 

@@ -136,3 +136,17 @@ def test_one_copy_of_the_weights_can_be_asked_for(folded: Path) -> None:
     assert kvfold.train(folded, settings={**few, **shared}).steps == 1
     with pytest.raises(kvfold.InvalidInput, match="write train: attention there, or teacher: null"):
         as_recipe(folded, {"teacher": "shared"})
+
+
+@pytest.mark.parametrize(
+    ("words", "suggested"), [(("--kv-budget", "50%"), True), (("--rank", "full"), False)]
+)
+def test_convert_suggests_the_training_where_something_is_lost(
+    teacher: Path, tmp_path: Path, words: tuple[str, str], suggested: bool
+) -> None:
+    out = tmp_path / "out"
+    asked = (str(teacher), "--to", "mla", *words, "--calibration", "none", "--out", str(out))
+    done = CliRunner().invoke(convert, asked)
+    assert done.exit_code == 0, done.output
+    assert f"Next: kvfold eval {out} --text FILE\n" in done.stdout
+    assert (f"or train it: kvfold distill {out}\n" in done.stdout) is suggested
