@@ -106,8 +106,7 @@ def _fold(request: FoldRequest) -> Folded:
     """Fold a causal language model; arguments and result are those of `carry_out`."""
     from .convert.decide.preparation import prepare
     from .convert.write.rewrite import check_begun, rewrite
-    from .verification.engine_runs import engines_to_check
-    from .verification.verify import verify
+    from .verification.verify import verify_fold
 
     with listening() as heard:
         prepared = prepare(request, check=check_begun)
@@ -118,12 +117,9 @@ def _fold(request: FoldRequest) -> Folded:
         for text in record["notices"]:
             if text not in plan.notices:
                 notice(text)
-        verification = None
-        if is_first() and request.verify != "none":
-            engines = engines_to_check(out, plan.engines)
-            verification = verify(out, engines, run=request.verify == "full")
-            for check in verification.checks:
-                notice(f"{check.name}: {check.detail}")
+        verification = verify_fold(out, plan.engines, request.verify) if is_first() else None
+        for check in verification.checks if verification else ():
+            notice(f"{check.name}: {check.detail}")
     return Folded(
         directory=out,
         record=record,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import __version__
 from .arguments import optional_path, path_of, public, text_of
-from .core.console import is_first, notice
+from .core.console import is_first, listening, notice
 from .core.errors import InvalidInput
 from .core.processes import from_first, together
 from .results import Folded
@@ -169,11 +169,11 @@ def _known(directory: Path, record: dict[str, Any], request: FoldRequest) -> Fol
 
 def _verified(folded: Folded) -> Folded:
     """Return a finished fold with the verification that its request asks for."""
-    from .verification.engine_runs import engines_to_check
-    from .verification.verify import verify
+    from .verification.verify import verify_fold
 
-    request = folded.request
-    if not is_first() or request.verify == "none":
+    if not is_first():
         return folded
-    engines = engines_to_check(folded.directory, request.engines)
-    return replace(folded, verification=verify(folded.directory, engines, run=request.verify == "full"))
+    request = folded.request
+    with listening() as heard:
+        verification = verify_fold(folded.directory, request.engines, request.verify)
+    return replace(folded, notices=(*folded.notices, *heard.notices), verification=verification)

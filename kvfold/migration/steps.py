@@ -33,6 +33,7 @@ from ..eval.assertions import Unmet, check
 from ..eval.evaluation_journal import reserved
 from ..eval.run import evaluate
 from ..texts.calibration_name import names_statistics
+from ..verification.fresh_process import reason_of
 from ..verification.verify import verify
 from .outcome import arrive, check_places, find_report
 from .request import Migration, Step, claimed, write_json
@@ -92,9 +93,10 @@ def _identity(asked: Migration) -> dict[str, Any]:
     try:
         rewrite(make_plan(asked.source, request), place)
         seen = verify(place, source=asked.source)
-    except InvalidInput as reason:  # the steps' own numbers are still measured
+    except InvalidInput as mistake:  # the steps' own numbers are still measured
+        reason = reason_of(mistake)
         notice(f"a fold that keeps everything was not compared with the source: {reason}")
-        found: dict[str, Any] = {"checked": False, "reason": str(reason)}
+        found: dict[str, Any] = {"checked": False, "reason": reason}
     else:
         distance = seen.measured.get("kl")
         failures = seen.failures or (

@@ -100,16 +100,22 @@ def _verified(directory: Path, asked: str | None) -> VerificationReport:
         asked: `full`, `lint`, or None for a run only where the source is available.
     """
     from ..checkpoints.record import read_record
+    from ..verification.fresh_process import NotRun, reason_of
     from ..verification.verify import verify
 
     record = read_record(directory)
     is_available = record is not None and Path(record["source"]["path"]).is_dir()
-    if asked is None and is_available:
-        try:
-            return verify(directory)
-        except InvalidInput as reason:
-            notice(f"the checkpoint was not run against its source: {reason}")
-    return verify(directory, run=asked == "full")
+    if asked == "lint" or (asked is None and not is_available):
+        return verify(directory, run=False)
+    try:
+        return verify(directory)
+    except InvalidInput as mistake:
+        if asked is None:
+            notice(f"the checkpoint was not run against its source: {reason_of(mistake)}")
+            return verify(directory, run=False)
+        if isinstance(mistake, NotRun):
+            raise NotRun(mistake.reason, "--verify lint") from None
+        raise
 
 
 def release(

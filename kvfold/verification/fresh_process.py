@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -32,6 +33,26 @@ class Check:
     detail: str
 
 
+class NotRun(InvalidInput):
+    """A lack of memory for the run of a checkpoint, which is no fault of the checkpoint.
+
+    Args:
+        reason: which memory is too small, for what.
+        rules_only: the option of a command that leaves the run out.
+    """
+
+    def __init__(self, reason: str, rules_only: str = "--lint") -> None:
+        super().__init__(
+            f"{reason}; end other programs that take memory, or use {rules_only} to apply the rules alone"
+        )
+        self.reason = reason
+
+
+def reason_of(mistake: InvalidInput) -> str:
+    """Return why a checkpoint was not run, without the option of a command."""
+    return mistake.reason if isinstance(mistake, NotRun) else str(mistake)
+
+
 def run_apart(script: str, asked: dict[str, Any]) -> dict[str, Any]:
     """Run a probe (probe.py, probe_vllm.py, ...) in a fresh process, with an empty cache of modules.
 
@@ -39,7 +60,7 @@ def run_apart(script: str, asked: dict[str, Any]) -> dict[str, Any]:
         Its answer; `{"failed": why}` where it has none, or none within HOURS.
 
     Raises:
-        InvalidInput: memory is full, which is no fault of the checkpoint.
+        NotRun: memory is full, or the system killed the run, which it does for lack of memory.
     """
     with tempfile.TemporaryDirectory() as place:
         try:
@@ -58,10 +79,9 @@ def run_apart(script: str, asked: dict[str, Any]) -> dict[str, Any]:
     if done.returncode:
         lack = lack_of(done.stderr)
         if lack is not None:
-            raise InvalidInput(
-                f"{lack} to run the checkpoint; end other programs that use it, or use --lint to apply "
-                "the rules alone"
-            )
+            raise NotRun(f"{lack} to run the checkpoint")
+        if done.returncode == -signal.SIGKILL:
+            raise NotRun("the run was killed, usually by the system for lack of memory")
         lines = done.stderr.strip().splitlines()
         return {
             "failed": f"the run ended with {lines[-1][:300] if lines else f'exit code {done.returncode}'}"

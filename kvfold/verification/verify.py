@@ -8,6 +8,7 @@ holds kvfold's files instead (code_files.py).
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -15,11 +16,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..convert.decide.engines import ENGINES
-from ..core.errors import InvalidInput
+from ..core.console import notice
 from ..core.grid import Grid, Tabular
 from ..core.units import show_kinds
-from .engine_runs import check_llama_cpp, dequantised_in, run_llama_cpp, started_engines
-from .fresh_process import PROBES, Check, Packed, run_apart, serve
+from .engine_runs import check_llama_cpp, dequantised_in, engines_to_check, run_llama_cpp, started_engines
+from .fresh_process import PROBES, Check, NotRun, Packed, run_apart, serve
 from .llama_programs import LlamaCpp
 
 if TYPE_CHECKING:
@@ -108,8 +109,9 @@ def verify(
             runs keep theirs.
 
     Raises:
-        InvalidInput: there is no checkpoint or no such format, its source is missing, memory does not hold
-            either of them, or llama.cpp is not where it should be.
+        NotRun: memory does not hold the checkpoint or its source.
+        InvalidInput: there is no checkpoint or no such format, its source is missing, or llama.cpp is not
+            where it should be.
     """
     from ..convert.decide.engine_rules import lint
     from ..convert.decide.lint import open_written
@@ -137,6 +139,37 @@ def verify(
     llama = None if llama_cpp is None or "llama.cpp" not in started else LlamaCpp.at(llama_cpp)
     checks, measured = _run(directory, source, started, llama)
     return VerificationReport(directory, asked, findings, tuple(checks), measured, tuple(unasked))
+
+
+def verify_fold(out: Path, asked: Sequence[str], how: str) -> VerificationReport | None:
+    """Verify a fold that was just written.
+
+    Where memory does not hold the run, the fold is complete all the same: a notice says that it was not run,
+    and the rules alone are applied.
+
+    Args:
+        out: the fold.
+        asked: the engines that the user named.
+        how: `full`, `lint` or `none`.
+
+    Returns:
+        The report; None for `none`.
+
+    Raises:
+        InvalidInput: as of `verify`.
+    """
+    if how == "none":
+        return None
+    engines = engines_to_check(out, asked)
+    if how == "full":
+        try:
+            return verify(out, engines)
+        except NotRun as lack:
+            notice(
+                f"{out} is written; it was not run, since {lack.reason}; check it later with kvfold verify "
+                f"{shlex.quote(str(out))}"
+            )
+    return verify(out, engines, run=False)
 
 
 def _run(
@@ -327,9 +360,9 @@ def _size(written: Written, source: Path | None) -> dict[str, Any]:
     logits = 8 * SEQUENCES * length * written.get("vocab_size", 1)  # of both models, float32
     free = free_bytes() - logits
     if max(stored) > free:
-        raise InvalidInput(
+        raise NotRun(
             f"{written.directory} takes {max(stored) / 1e9:.1f} GB of memory to run, but only "
-            f"{max(free, 0) / 1e9:.1f} GB are free; use --lint to apply the rules alone"
+            f"{max(free, 0) / 1e9:.1f} GB are free"
         )
     dtype = "float32" if 4 * max(counts) <= free else "auto"
     return {"dtype": dtype, "sequences": SEQUENCES, "length": length}

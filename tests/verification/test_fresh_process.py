@@ -11,9 +11,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from kvfold.core.errors import InvalidInput
 from kvfold.verification import fresh_process, probe_vllm
-from kvfold.verification.fresh_process import NEAR, Check, Packed, compare_served, run_apart, serve
+from kvfold.verification.fresh_process import NEAR, Check, NotRun, Packed, compare_served, run_apart, serve
 from kvfold.verification.probe import load
 
 from ..support.quantised import FORMATS, quantise
@@ -145,12 +144,24 @@ def test_a_full_memory_is_no_failed_check(
     full.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(full))
     more = " (2.00 GiB more were needed)" if "GiB" in last else ""
-    with pytest.raises(InvalidInput) as mistake:
+    with pytest.raises(NotRun) as mistake:
         run_apart("probe.py", {})
     assert str(mistake.value) == (
-        f"{whose} has too little memory{more} to run the checkpoint; end other programs that use it, or use --lint "
-        "to apply the rules alone"
+        f"{whose} has too little memory{more} to run the checkpoint; end other programs that take memory, or use "
+        "--lint to apply the rules alone"
     )
+
+
+def test_a_run_that_the_system_kills_is_no_failed_check(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed = tmp_path / "python"
+    killed.write_text("#!/bin/sh\nkill -KILL $$\n")
+    killed.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(killed))
+    with pytest.raises(NotRun) as mistake:
+        run_apart("probe.py", {})
+    assert mistake.value.reason == "the run was killed, usually by the system for lack of memory"
 
 
 def test_a_bound_on_scores_is_computed_in_the_reference(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
+import kvfold
 from kvfold.cli import main
 from kvfold.convert.decide.engine_rules import RULES, lint
 from kvfold.convert.decide.engines import ENGINES
@@ -248,6 +249,47 @@ def test_the_last_step_of_convert(outputs: Path, tmp_path: Path, monkeypatch: py
         )
         assert result.exit_code == code, result.output
         assert ("does not pass" in result.output) == bool(code)
+
+
+@pytest.fixture
+def full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every run in a fresh process end as where the system kills it for lack of memory."""
+    killed = tmp_path / "python"
+    killed.write_text("#!/bin/sh\nkill -KILL $$\n")
+    killed.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(killed))
+
+
+KILLED = "the run was killed, usually by the system for lack of memory"
+
+
+@pytest.mark.usefixtures("full")
+def test_a_fold_is_written_where_its_run_does_not_fit(outputs: Path, tmp_path: Path) -> None:
+    out = tmp_path / "a fold"
+    options = ("--to", "mla", "--rank", "full", "--calibration", "none", "--verify", "full")
+    found = CliRunner().invoke(main, ["convert", str(outputs / "full-source"), *options, "--out", str(out)])
+    assert found.exit_code == 0, found.output
+    assert found.stdout.startswith(f"{out}: MLA by ")
+    assert (
+        f"{out} is written; it was not run, since {KILLED}; check it later with kvfold verify '{out}'"
+        in found.stderr
+    )
+    assert "FAILS" not in found.output
+
+
+@pytest.mark.usefixtures("full")
+def test_each_caller_names_its_own_way_without_a_run(outputs: Path) -> None:
+    directory = str(outputs / "gqa")
+    rest = f"{KILLED}; end other programs that take memory, or use %s to apply the rules alone"
+    found = CliRunner().invoke(main, ["verify", directory])
+    assert (found.exit_code, rest % "--lint" in found.stderr) == (2, True)
+    found = CliRunner().invoke(main, ["publish", directory, "org/tiny", "--dry-run", "--verify", "full"])
+    assert (found.exit_code, rest % "--verify lint" in found.stderr) == (2, True)
+    found = CliRunner().invoke(main, ["publish", directory, "org/tiny", "--dry-run"])
+    assert (found.exit_code, f"not run against its source: {KILLED}\n" in found.stderr) == (0, True)
+    with pytest.raises(kvfold.InvalidInput) as mistake:
+        kvfold.verify(directory)
+    assert str(mistake.value) == rest % "run=False"
 
 
 def test_the_run_cannot_import_kvfold() -> None:
