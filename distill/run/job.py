@@ -81,11 +81,17 @@ def distill(recipe: Recipe) -> TrainingResult:
 def _less(recipe: Recipe) -> str:
     """Return what takes less memory than a recipe does."""
     stages = recipe.stages
-    whole = [stage for stage in stages if stage.how == "end_to_end"]
+    has_whole = any(stage.how == "end_to_end" for stage in stages)
+    may_share = (
+        recipe.teacher is None  # another one shares nothing
+        and not (has_whole and is_sharded())
+        and all(stage.train != "all" for stage in stages)
+        and any(stage.how != "stream" for stage in stages)
+    )
     ways = {
         "micro_batch: 1 in each stage": any(stage.micro_batch > 1 for stage in stages),
-        "gradient_checkpointing: true": bool(whole) and not recipe.gradient_checkpointing,
-        "teacher: shared": recipe.teacher != SHARED and all(stage.train == "attention" for stage in stages),
+        "gradient_checkpointing: true": has_whole and not recipe.gradient_checkpointing,
+        f"teacher: {SHARED}": may_share,
         "train: attention": any(stage.train == "all" for stage in stages),
     }
     found = remedy_of(ways, "a smaller data.seq_len")

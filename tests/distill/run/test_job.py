@@ -5,6 +5,7 @@ import math
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -221,6 +222,56 @@ def test_a_full_gpu_is_one_sentence(make_recipe: MakeRecipe, monkeypatch: pytest
         distill(make_recipe())
     with pytest.raises(InvalidInput, match="use teacher: shared; kvfold distill explain"):
         distill(make_recipe(micro_batch=1, gradient_checkpointing=True, train="attention"))
+
+
+STREAM = {"mode": "stream", "losses": {"attention_output": 1.0}, "train": "attention"}
+LAYERWISE = {**STREAM, "mode": "layerwise"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_sharded", "is_shared"),
+    [
+        ({"train": "all"}, False, False),
+        ({"train": "attention"}, False, True),
+        ({"train": "attention+norms"}, False, True),
+        ({"train": "lora"}, False, True),
+        ({"train": "attention", "teacher": "shared"}, False, False),
+        ({"train": "attention", "teacher": "another"}, False, False),
+        ({"train": "attention"}, True, False),
+        (STREAM, False, False),
+        (LAYERWISE, False, True),
+        (LAYERWISE, True, True),
+    ],
+)
+def test_a_shared_teacher_is_named_where_it_is_allowed(
+    changes: dict[str, Any],
+    is_sharded: bool,
+    is_shared: bool,
+    make_recipe: MakeRecipe,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def full(_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has ...")
+
+    monkeypatch.setattr("kvfold.distill.run.job._run", full)
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", str(is_sharded).lower())
+    with pytest.raises(InvalidInput) as mistake:
+        distill(make_recipe(**changes))
+    assert ("teacher: shared" in str(mistake.value)) == is_shared
+
+
+@pytest.mark.parametrize("train", ["attention+norms", "lora"])
+def test_a_shared_teacher_may_be_had_with_norms_and_adapters(
+    train: str, make_recipe: MakeRecipe, float32_models: dict[str, str]
+) -> None:
+    if train == "lora":
+        pytest.importorskip("peft", reason="pip install peft")
+    assert (
+        distill(
+            make_recipe(tokens=192, train=train, student=float32_models["student"], teacher="shared")
+        ).steps
+        == 1
+    )
 
 
 def test_another_precision_in_the_same_process_is_refused(
