@@ -144,17 +144,38 @@ def _teacher_bytes(recipe: Recipe, stage: Stage, student: Any, teacher: Any, bf1
 
 
 def _streamed_bytes(student: Any, teacher: Any, bf16: bool) -> dict[str, int]:
-    """Return the bytes of a stage that has one layer of each model in memory: those of the largest."""
-    layers = decoder_layers(student)
+    """Return the bytes of a stage that has one layer of each model in memory, with what that layer trains.
+
+    The embedding is in memory before the layers, with one of them where the stage begins. Where that takes
+    more, it counts.
+    """
+    size = 2 if bf16 else 4
     trained = max(
-        sum(weight.numel() for weight in layer.parameters() if weight.requires_grad) for layer in layers
+        sum(weight.numel() for weight in layer.parameters() if weight.requires_grad)
+        for layer in decoder_layers(student)
     )
-    return {
-        "weights": 4 * max(map(_size, layers)),
+    layers = {
+        "weights": 4 * _largest_layer(student),
         "gradients": 4 * trained,
         "optimizer": _ADAMW * trained,
-        "teacher": (2 if bf16 else 4) * max(map(_size, decoder_layers(teacher))),
+        "teacher": size * _largest_layer(teacher),
     }
+    begun = [
+        {**dict.fromkeys(layers, 0), name: each * _beginning(model)}
+        for name, each, model in (("weights", 4, student), ("teacher", size, teacher))
+    ]
+    return max([layers, *begun], key=lambda memory: sum(memory.values()))
+
+
+def _largest_layer(model: Any) -> int:
+    return max(map(_size, decoder_layers(model)))
+
+
+def _beginning(model: Any) -> int:
+    """Return the numbers of a model's first layer and of all that is outside its layers, but for the head."""
+    layers, head = decoder_layers(model), model.get_output_embeddings().weight
+    is_tied = head is model.get_input_embeddings().weight
+    return _size(model) - sum(map(_size, layers)) + _size(layers[0]) - (0 if is_tied else head.numel())
 
 
 def _gathered_bytes(

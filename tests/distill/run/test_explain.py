@@ -12,7 +12,7 @@ import pytest
 import torch
 import yaml
 from click.testing import CliRunner, Result
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from kvfold.cli import main as kvfold
 from kvfold.distill.cli import main
@@ -169,6 +169,23 @@ def test_a_streamed_stage_holds_a_layer_of_each_model(
         "optimizer": 8 * attention,
         "teacher": 2 * sum(theirs.values()),
     }
+
+
+@pytest.mark.parametrize(("tied", "bf16"), [(True, True), (True, False), (False, False)])
+def test_a_streamed_stage_begins_with_a_large_embedding(
+    tied: bool, bf16: bool, make_recipe: MakeRecipe, teacher: Path
+) -> None:
+    """Which is in memory next to the first layer, of one model at a time."""
+    recipe = make_recipe(mode="stream", losses={"attention_output": 1.0}, train="attention")
+    config = AutoConfig.from_pretrained(teacher)
+    config.vocab_size, config.tie_word_embeddings = 8192, tied
+    with torch.device("meta"):
+        student, source = (AutoModelForCausalLM.from_config(config) for _ in range(2))
+    found = footprint(recipe, recipe.stages[0], student, source, bf16=bf16).memory
+    layer = sum(weight.numel() for weight in student.model.layers[0].parameters())
+    beginning = 4 * (8192 * 32 + 32 + layer)  # the last norm, too
+    names = ("weights", "gradients", "optimizer", "teacher")
+    assert [found[name] for name in names] == [beginning, 0, 0, 0]
 
 
 def test_shards_take_a_share_and_what_is_gathered(
