@@ -260,20 +260,6 @@ def test_a_shared_teacher_is_named_where_it_is_allowed(
     assert ("teacher: shared" in str(mistake.value)) == is_shared
 
 
-@pytest.mark.parametrize("train", ["attention+norms", "lora"])
-def test_a_shared_teacher_may_be_had_with_norms_and_adapters(
-    train: str, make_recipe: MakeRecipe, float32_models: dict[str, str]
-) -> None:
-    if train == "lora":
-        pytest.importorskip("peft", reason="pip install peft")
-    assert (
-        distill(
-            make_recipe(tokens=192, train=train, student=float32_models["student"], teacher="shared")
-        ).steps
-        == 1
-    )
-
-
 def test_another_precision_in_the_same_process_is_refused(
     make_recipe: MakeRecipe, fresh_state: None, tmp_path: Path
 ) -> None:

@@ -108,6 +108,16 @@ def test_shared_keeps_what_a_stage_trains(teacher: Path, like_source: Path) -> N
     assert torch.equal(shared.predictions(batch()).hidden_TD, before)
 
 
+@pytest.mark.parametrize("train", ["attention+norms", "lora"])
+def test_norms_and_adapters_learn_from_a_shared_teacher(
+    train: str, make_recipe: MakeRecipe, like_source: Path
+) -> None:
+    if train == "lora":
+        pytest.importorskip("peft", reason="pip install peft")
+    recipe = make_recipe(tokens=192, train=train, student=str(like_source), teacher="shared")
+    assert distill(recipe).steps == 1
+
+
 def test_a_run_with_a_shared_teacher_gives_the_same_bits(
     make_recipe: MakeRecipe, like_source: Path, tmp_path: Path
 ) -> None:
