@@ -172,14 +172,16 @@ def fold_bytes(
 def _maps(source: Source) -> int:
     """Return how many scores per pair of tokens exist at once while a layer is measured or refined.
 
-    A layer with a bound on its scores or with sinks has three maps per head. A window is a mask that all
-    heads share.
+    A layer with a bound on its scores or with sinks has three maps per head, and all layers of a source have
+    them or none. A window is a mask that all heads share; a single layer with one counts, as layers of any
+    kind are folded side by side.
     """
     heads = source.geometry.num_attention_heads
     bound = source.family.soft_cap
     if source.family.sinks is not None or (bound is not None and source.config[bound] is not None):
         return 3 * heads
-    return 0 if source.window(source.attending[0]) is None else 2
+    has_window = any(source.window(layer) is not None for layer in source.attending)
+    return 2 if has_window else 0
 
 
 def default_jobs(

@@ -4,6 +4,7 @@ import hashlib
 import json
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -78,14 +79,17 @@ def test_jobs_are_bounded_by_memory_and_layers(tmp_path: Path, monkeypatch: pyte
 def test_memory_grows_with_the_length_but_for_bounded_scores(tmp_path: Path) -> None:
     """The fused kernel forms no scores of all pairs of tokens; a bound on them and sinks need them."""
 
-    def growth(family: str) -> float:
-        source = open_source(make(tmp_path / family, family))
+    def growth(family: str, name: str = "", **settings: Any) -> float:
+        source = open_source(make(tmp_path / (name or family), family, **settings))
         none, short, long = (fold_bytes(source, (4, length)) for length in (0, 4096, 8192))
         return (long - none) / (short - none)
 
     assert growth("llama") == 2
     assert growth("gemma2") > 3.5
     assert growth("gpt_oss") > 3.5
+    mixed = ["sliding_attention", "full_attention"]
+    first, last = (growth("ministral", kinds[0], layer_types=kinds) for kinds in (mixed, mixed[::-1]))
+    assert first == last > 3.5, "the mask of a window, whichever layers have it"
 
 
 def test_no_jobs_are_refused(tmp_path: Path) -> None:
