@@ -30,7 +30,10 @@ _LINEAR = (
     "Train it further with `kvfold distill` only: the norm of its latent is linear by a small "
     "scale, which optimizers destroy."
 )
-_FURTHER = " Another tool then trained or changed its weights, which the commands below do not include."
+_FURTHER = (
+    " Its weights are not those that kvfold wrote: they were trained or changed later, which the commands "
+    "below do not include."
+)
 _KINDS = {
     "gqa": "grouped-query attention (GQA)",
     "mqa": "multi-query attention (MQA)",
@@ -64,7 +67,7 @@ def card_body(
         title: name of the checkpoint.
         place: the repository or directory that engines load it from.
         evaluation: its measured quality.
-        further: another tool trained the checkpoint after its record was written.
+        further: the weights are not those that the record describes, as after training with another tool.
     """
     from ..decide.lint import open_written
 

@@ -61,7 +61,7 @@ def make_card(
         title: name of the checkpoint.
         place: the repository or directory that engines load it from.
         evaluation: its measured quality.
-        further: another tool trained the checkpoint after its record was written.
+        further: the weights are not those that the record describes, as after training with another tool.
 
     Raises:
         InvalidInput: the metadata of README.md cannot be read, or the directory holds no checkpoint.
@@ -97,7 +97,7 @@ def metadata(directory: Path, record: dict[str, Any], *, further: bool = False) 
     Args:
         directory: the checkpoint.
         record: its kvfold.json.
-        further: another tool trained the checkpoint after its record was written.
+        further: the weights are not those that the record describes, as after training with another tool.
     """
     target, distilled = record.get("target", {}).get("name"), is_distilled(record)
     scheme = (record.get("quantize") or {}).get("scheme")

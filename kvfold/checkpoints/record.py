@@ -109,30 +109,32 @@ def other_weights(directory: Path, known: Mapping[str, str] | None = None) -> st
     """Return a sentence if the weights of a checkpoint are not those that its record describes; else "".
 
     They differ after training with another tool, where kvfold.json was copied next to the result, and
-    after damage. A checkpoint without a record, or with one of an earlier kvfold, has no hashes to differ
-    from.
+    after damage. Other safetensors in the directory, such as saved statistics, do not count. A checkpoint
+    without a record, or with one of an earlier kvfold, has no hashes to differ from.
 
     Args:
         directory: the checkpoint.
         known: SHA-256 of files in it that were read already, by name.
 
     Raises:
-        InvalidInput: the record is damaged.
+        InvalidInput: the record or the index is damaged, or a weight file is missing.
     """
+    from .directory import weight_files
+
     recorded = (read_record(directory) or {}).get("weights", {})
     if not recorded:
         return ""
-    files = {path.name: path for path in _weights(directory)}
+    files = {path.name: path for path in weight_files(directory)}
     for name in sorted(recorded.keys() | files.keys()):
         if name not in recorded or name not in files:
-            how = "is not there" if name in recorded else "is not among them"
+            how = "is not among them" if name in recorded else "is not described"
         elif recorded[name] != ((known or {}).get(name) or sha256(files[name])):
             how = "differs"
         else:
             continue
         return (
             f"the weights of {directory} are not those that its {FILE} describes ({printable(name)} {how}): "
-            "they were trained or changed after kvfold wrote them"
+            "they were trained, changed or damaged after kvfold wrote them"
         )
     return ""
 

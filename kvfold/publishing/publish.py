@@ -47,22 +47,20 @@ def prepare(directory: Path, repository: str, private: bool = False) -> Publicat
     hashes = hashes_of(directory)
     further = other_weights(directory, hashes)
     evaluation = read_summary(directory)
+    place, out = shlex.quote(str(directory)), shlex.quote(str(directory / EVALUATION))
+    measure = f"kvfold eval {place} --text FILE --out {out}"
     if further and evaluation is not None and evaluation.identity != identity(hashes):
-        raise InvalidInput(
-            f"{directory / EVALUATION} was measured on other weights than {directory} has now; remove "
-            f"it, and measure again: kvfold eval {directory} --text FILE --out {directory / EVALUATION}"
-        )
+        flaw = f"was measured on other weights than {directory} has now"
+        if not evaluation.identity:  # schema 1
+            flaw = "does not say which weights it was measured on"
+        raise InvalidInput(f"{directory / EVALUATION} {flaw}; remove it, and measure again: {measure}")
     title = repository.partition("/")[2]
     card = make_card(directory, record, title, repository, evaluation, further=bool(further))
     files, left_out = choose_files(directory, str(card))
     notices = [further] if further else []
     if evaluation is None:
         there = " after removing the eval.json that is there" if (directory / EVALUATION).exists() else ""
-        place, out = shlex.quote(str(directory)), shlex.quote(str(directory / EVALUATION))
-        notices.append(
-            f"the card has no perplexity; measure it first{there}: kvfold eval {place} --text FILE --out "
-            f"{out}"
-        )
+        notices.append(f"the card has no perplexity; measure it first{there}: {measure}")
     if not card.data.get("license"):
         notices.append(
             f"the source does not say its licence; name it as `license:` in the metadata of "

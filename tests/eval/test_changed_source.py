@@ -2,6 +2,7 @@
 it.
 """
 
+import json
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from kvfold.checkpoints.record import other_weights, read_record, write_record
 from kvfold.convert.cli import main as convert
+from kvfold.core.errors import InvalidInput
 from kvfold.eval.cli import main as evaluate
 from kvfold.texts.corpus import read_text
 from kvfold.verification.cli import main as verify
@@ -67,21 +69,30 @@ def test_weights_that_another_tool_trained_are_reported(make: Make, tmp_path: Pa
     assert not report.failures, "training with another tool is no failure"
 
 
-def test_all_weight_files_count(tmp_path: Path) -> None:
+def test_the_files_that_hold_the_weights_count(tmp_path: Path) -> None:
     tensors = {"a": torch.zeros(2)}
-    save_file(tensors, tmp_path / "model.safetensors")
+    whole, shard = tmp_path / "model.safetensors", tmp_path / "model-00001-of-00001.safetensors"
+    save_file(tensors, whole)
     assert not other_weights(tmp_path), "there is no record"
     source = {"name": "source", "path": "/source"}
     record = write_record(tmp_path, {"schema": 1, "stage": "convert", "source": source, "parents": []})
     assert record == read_record(tmp_path)
     assert not other_weights(tmp_path)
-    save_file(tensors, tmp_path / "adapter_model.safetensors")
-    assert "(adapter_model.safetensors is not among them)" in other_weights(tmp_path)
-    (tmp_path / "model.safetensors").rename(tmp_path / "model-00001-of-00001.safetensors")
-    (tmp_path / "adapter_model.safetensors").unlink()
-    assert "(model-00001-of-00001.safetensors is not among them)" in other_weights(tmp_path)
-    (tmp_path / "model-00001-of-00001.safetensors").unlink()
-    assert "(model.safetensors is not there)" in other_weights(tmp_path)
+    save_file(tensors, tmp_path / "statistics.safetensors")
+    assert not other_weights(tmp_path), "the model is not read from it"
+    whole.rename(shard)
+    index = {"metadata": {}, "weight_map": {"a": shard.name}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert f"({shard.name} is not described)" in other_weights(tmp_path)
+    (tmp_path / "statistics.safetensors").unlink()
+    write_record(tmp_path, record)
+    assert not other_weights(tmp_path)
+    shard.write_bytes(shard.read_bytes()[:-1])
+    told = f"({shard.name} differs): they were trained, changed or damaged after kvfold wrote them"
+    assert told in other_weights(tmp_path)
+    shard.unlink()
+    with pytest.raises(InvalidInput, match="lacks the shard"):
+        other_weights(tmp_path)
 
 
 def test_line_ends_are_scored_as_they_are(tmp_path: Path) -> None:

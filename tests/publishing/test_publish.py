@@ -16,6 +16,7 @@ import pytest
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
+from kvfold.checkpoints.identity import hashes_of, identity
 from kvfold.cli import main
 
 from ..support.hub_server import Hub, Repository, serving
@@ -326,10 +327,37 @@ def test_a_copy_that_another_tool_trained(folded: Path, tmp_path: Path) -> None:
     assert (
         f"the weights of {tuned} are not those that its kvfold.json describes ({shard.name} differs)" in err
     )
-    assert "converted. Another tool then trained or changed its weights" in out
+    assert "converted. Its weights are not those that kvfold wrote: they were trained or changed later" in out
     assert "without training" not in out
     assert "Predicted on calibration text" not in out
     assert "converted, without training" in local(str(folded), "org/tiny", "--dry-run")[1]
+
+
+def test_measurements_of_a_changed_copy(folded: Path, tmp_path: Path) -> None:
+    """They are on the card where they were made on the weights that are there."""
+    tuned = Path(shutil.copytree(folded, tmp_path / "a copy"))
+    shard = min(tuned.glob("*.safetensors"))
+    save_file({name: tensor + 1 for name, tensor in load_file(shard).items()}, shard, {"format": "pt"})
+    reports = Path(__file__).parents[1] / "checkpoints" / "reports"
+    report = json.loads((reports / "schema-2.json").read_text())
+    for content, flaw in (
+        (report, f"was measured on other weights than {tuned} has now"),
+        (
+            json.loads((reports / "schema-1.json").read_text()),
+            "does not say which weights it was measured on",
+        ),
+    ):
+        (tuned / "eval.json").write_text(json.dumps(content))
+        code, _, err = local(str(tuned), "org/tuned", "--dry-run")
+        command = f"kvfold eval '{tuned}' --text FILE --out '{tuned / 'eval.json'}'"
+        assert f"{flaw}; remove it, and measure again: {command}" in err
+        assert code == 2
+    report["checkpoint"]["identity"] = identity(hashes_of(tuned))
+    (tuned / "eval.json").write_text(json.dumps(report))
+    code, out, err = local(str(tuned), "org/tuned", "--dry-run")
+    assert code == 0, err
+    recovered = report["suites"]["ppl"]["recovered_share"]["value"]
+    assert f"Training recovered {recovered:.1%} of what the conversion had lost." in out
 
 
 def test_files_in_directories_of_somebodys_own_are_left_out(folded: Path, tmp_path: Path) -> None:
