@@ -211,9 +211,10 @@ def _mix(q_BNTH: Tensor, k_BNTH: Tensor, v_BNTH: Tensor, scale: float, scoring: 
 
 
 def _fused(q_BNTH: Tensor, k_BNTH: Tensor, v_BNTH: Tensor, **how: Any) -> Tensor:
-    """Mix values by a fused kernel. On a CPU it wants keys and values of one width.
+    """Mix values by a fused kernel.
 
-    On a GPU that must also be a multiple of four: torch would form all scores of all heads.
+    It needs keys and values of one width. On a GPU the width must be a multiple of four; otherwise torch
+    forms the scores of all heads.
     """
     width, needed = v_BNTH.shape[-1], max(k_BNTH.shape[-1], v_BNTH.shape[-1])
     if v_BNTH.device.type != "cpu":

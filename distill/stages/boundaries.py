@@ -41,7 +41,8 @@ class Boundaries:
     def read(self, number: int, step: int, shape: tuple[int, ...]) -> Tensor:
         """Return the hidden states of a step, on the CPU.
 
-        An earlier start on another machine may have stored them in another precision.
+        An earlier start on another machine may have stored them in another precision. Layers that are aligned
+        already keep the precision of the earlier start.
 
         Args:
             number: of the boundary.
