@@ -9,6 +9,7 @@ from typing import cast
 
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
+from accelerate.state import AcceleratorState
 
 from ...core.errors import InvalidInput
 from ..losses import LOSSES
@@ -68,10 +69,7 @@ def make_accelerator(recipe: Recipe, trackers_directory: Path | None = None) -> 
     except ValueError as mistake:
         if "already been initialized" not in str(mistake):
             raise
-        raise InvalidInput(
-            "accelerate runs in this Python process already, with another precision or device than precision "
-            f"{recipe.precision} and device {recipe.device}; start another process for this run"
-        ) from None
+        raise InvalidInput(_unlike_running(recipe)) from None
     # A launcher's configuration may set this, and accelerate would then divide the loss by it. The loop
     # divides by tokens.
     accelerator.gradient_accumulation_steps = 1
@@ -79,6 +77,19 @@ def make_accelerator(recipe: Recipe, trackers_directory: Path | None = None) -> 
         _return_freed_memory()
     _check_division(recipe, accelerator.num_processes)
     return accelerator
+
+
+def _unlike_running(recipe: Recipe) -> str:
+    """Return that accelerate runs in this process already, unlike what a recipe asks for."""
+    running = AcceleratorState()
+    precision = {"no": "fp32"}.get(running.mixed_precision, running.mixed_precision)
+    device = running.device.type
+    wanted = "bf16" if computes_in_bf16(recipe) else "fp32"
+    place = "cpu" if recipe.device == "cpu" else device
+    return (
+        f"accelerate runs in this Python process already, with precision {precision} on {device}, and this "
+        f"run takes precision {wanted} on {place}; start another process for it"
+    )
 
 
 def _check_division(recipe: Recipe, processes: int) -> None:

@@ -260,11 +260,18 @@ def test_a_shared_teacher_is_named_where_it_is_allowed(
     assert ("teacher: shared" in str(mistake.value)) == is_shared
 
 
+@pytest.mark.parametrize(
+    ("first", "second", "told"),
+    [
+        ("fp32", "bf16", "precision fp32 on cpu, and this run takes precision bf16 on cpu"),
+        ("bf16", "auto", "precision bf16 on cpu, and this run takes precision fp32 on cpu"),
+    ],
+)
 def test_another_precision_in_the_same_process_is_refused(
-    make_recipe: MakeRecipe, fresh_state: None, tmp_path: Path
+    first: str, second: str, told: str, make_recipe: MakeRecipe, fresh_state: None, tmp_path: Path
 ) -> None:
     """accelerate keeps the first one of a process, and would end with an error of its own."""
-    distill(make_recipe(tokens=192))
-    with pytest.raises(InvalidInput, match="than precision bf16 and device cpu; start another process"):
-        distill(make_recipe(tokens=192, precision="bf16", output=str(tmp_path / "other")))
-    assert distill(make_recipe(tokens=192, output=str(tmp_path / "third"))).steps == 1
+    distill(make_recipe(tokens=192, precision=first))
+    with pytest.raises(InvalidInput, match=f"{told}; start another process for it"):
+        distill(make_recipe(tokens=192, precision=second, output=str(tmp_path / "other")))
+    assert distill(make_recipe(tokens=192, precision=first, output=str(tmp_path / "third"))).steps == 1
