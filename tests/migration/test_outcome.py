@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvfold.migration import cli, steps
+from kvfold.migration import cli, request_reader, steps
 from kvfold.migration import request as migration
 from kvfold.migration.request import working_directory, write_json
 
@@ -101,3 +101,51 @@ def test_calibration_is_as_long_as_that_of_convert(
         done = invoke([*arguments(texts, out, window=window), "--json"])
         assert done.exit_code == 0, done.output
     assert [asked.calibration["length"] for asked in seen] == [None, 32, 128]
+
+
+@pytest.mark.parametrize("length", [None, 128])
+def test_a_begun_run_keeps_the_length_of_its_calibration(
+    length: int | None, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one of an earlier version, which wrote a number where this one leaves the length open."""
+    unproven(monkeypatch)
+    lengths: list[int | None] = []
+    study = steps.study
+
+    def seen(*given: Any, **options: Any) -> Any:
+        lengths.append(options["length"])
+        return study(*given, **options)
+
+    monkeypatch.setattr(steps, "study", seen)
+    results = []
+    for name, stop in (("whole", ""), ("begun", "study")):
+        out = tmp_path / name
+        words = [*arguments(texts, out, window="256", steps="50%"), "--json"]
+        with monkeypatch.context() as patch:
+            if length is not None:
+                patch.setattr(request_reader, "_length", lambda *_: length)
+            if stop:
+                patch.setattr(steps, stop, interrupt)
+            assert invoke(words).exit_code == (130 if stop else 0)
+        if stop:
+            record = json.loads((working_directory(out) / "asked.json").read_text())
+            assert record["calibration"]["length"] == length
+            again = invoke(words)
+            assert again.exit_code == 0, again.output
+        results.append((out / "model.safetensors").read_bytes())
+    assert lengths == [length] * 2
+    assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("content", ["{", "[]"])
+def test_a_damaged_record_of_a_run_is_one_sentence(content: str, texts: Path, tmp_path: Path) -> None:
+    """Also of a dry run, which reads it and writes nothing."""
+    out = tmp_path / "out"
+    partial = working_directory(out)
+    partial.mkdir()
+    (partial / "asked.json").write_text(content)
+    done = invoke([*arguments(texts, out), "--dry-run"])
+    assert (done.exit_code, done.stdout) == (2, "")
+    told = f"Error: {partial / 'asked.json'} is damaged; remove {partial} to start again"
+    assert done.stderr.strip() == told
+    assert [path.name for path in partial.iterdir()] == ["asked.json"]

@@ -40,6 +40,6 @@ def unproven(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def interrupt(*_: Any) -> None:
+def interrupt(*_: Any, **__: Any) -> None:
     """Stand in for a function that the user interrupts."""
     raise KeyboardInterrupt
