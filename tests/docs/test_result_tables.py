@@ -133,6 +133,32 @@ def test_nats_lost_on_wikitext_are_those_of_the_result_file() -> None:
     }
 
 
+def test_predicted_folds_are_those_of_the_result_file() -> None:
+    file = ROOT / "benchmarks/results/fold-cost-sizes.json"
+    predicted = json.loads(file.read_text(encoding="utf-8"))["predicted"]
+    page = (ROOT / "docs/convert.md").read_text(encoding="utf-8")
+    table = page.partition("| source | `--kv-budget 25%` |")[2].partition("\n\n")[0]
+    found, size = {}, ""
+    for line in table.splitlines()[2:]:
+        name, options, *cells = [cell.strip() for cell in line.strip("|").split("|")]
+        size = name or size
+        found[size, options.strip("`")] = cells
+    assert found == {
+        (size, options.replace(" --kv-budget 25%", "")): [_cost(cost) for cost in costs.values()]
+        for options, sizes in predicted.items()
+        for size, costs in sizes.items()
+    }
+
+
+def _cost(cost: dict[str, Any]) -> str:
+    """Return seconds and bytes as the table prints them: hours with two digits or more."""
+    seconds, hours = cost["seconds"], cost["seconds"] / 3600
+    time = f"{hours:.1f} h" if hours < 10 else f"{hours:.0f} h"
+    if hours < 2:
+        time = f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+    return f"{time}, {cost['peak_bytes'] / 1e9:.0f} GB"
+
+
 def _plain(label: str) -> str:
     """Return the name of a row in a result file."""
     known = {key.replace("*", "").partition(" (")[0]: name for key, name in ROWS.items()}
