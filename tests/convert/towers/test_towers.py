@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +129,22 @@ def test_a_fold_is_verified_as_the_whole_class(llava: Path) -> None:
     assert words["cache size"].startswith("8 elements per token and layer in the live cache")
     assert report.measured["kl"] > 1e-6
     assert type(folded.load(device="cpu")).__name__ == "LlavaForConditionalGeneration"
+
+
+def test_a_whole_fold_is_written_where_its_run_does_not_fit(
+    llava: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed = tmp_path / "python"
+    killed.write_text("#!/bin/sh\nkill -KILL $$\n")
+    killed.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(killed))
+    out = llava.with_name("llava-not-run")
+    folded = kvfold.fold(llava, MLA(rank=4, rope_dim=4), out=out, calibration="none", verify="full")
+    [told] = [text for text in folded.notices if text.startswith(f"{out} is written; it was not run, since")]
+    assert told.endswith(f"check it later with kvfold verify {out}")
+    assert folded.verification is not None
+    assert folded.verification.checks == ()
+    assert (out / "kvfold.json").is_file()
 
 
 @pytest.mark.parametrize("target", ["gqa", "mla"])
