@@ -7,9 +7,8 @@ from pathlib import Path
 from .errors import InvalidInput
 from .untrusted import printable, shorten
 
-_NAME_BYTES = (
-    232  # of an output: names are at most 255 bytes, and .kvfold-XXXXXXXX or .tower.partial is added
-)
+# Of the name of an output: names are at most 255 bytes, and .kvfold-XXXXXXXX or .tower.partial is added.
+_NAME_BYTES = 232
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?(@[\w./-]+)?")
 # Everything that a checkpoint needs, without pickles; the card, for its licence; the code of remote outputs,
