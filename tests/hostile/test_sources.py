@@ -179,8 +179,11 @@ FIELDS: dict[str, tuple[Damage, str]] = {
     "interval zero": (config(sliding_window_pattern=0), "sliding_window_pattern 0"),
     "deep": (written("config.json", f'{{"a": {DEEP}'), "levels deep"),
     "deep index": (indexed(f'{{"weight_map": {DEEP}'), "levels deep"),
-    "index elsewhere": (indexed('{"weight_map": {"a": "../source/a.safetensors"}}'), "is damaged"),
-    "index of lists": (indexed('{"weight_map": {"a": ["b"]}}'), "is damaged"),
+    "index elsewhere": (
+        indexed('{"weight_map": {"a": "../source/a.safetensors"}}'),
+        "has the shard '../source/a.safetensors' for",
+    ),
+    "index of lists": (indexed('{"weight_map": {"a": ["b"]}}'), "has the shard ['b'] for"),
     "no index": (lambda source: (source / "model.safetensors").rename(source / "a.safetensors"), "neither"),
     "other weights": (config(transformers_weights="adapter_model.bin"), "transformers_weights"),
     "adapter": (written("adapter_config.json", "{}"), "has an adapter"),

@@ -129,7 +129,7 @@ def test_a_shared_teacher_is_refused_where_models_are_sharded(
     recipe = make_recipe(teacher="shared", stages=[align, {**FIRST, "name": "second"}])
     check_stages(recipe, student, teacher, sharded=False)
     with pytest.raises(
-        InvalidInput, match="stage second: teacher: shared needs whole models in every process; leave it out"
+        InvalidInput, match="stage second: teacher: shared needs whole models in every process; write"
     ):
         check_stages(recipe, student, teacher, sharded=True)
     check_stages(make_recipe(teacher="shared", stages=[align]), student, teacher, sharded=True)
