@@ -58,6 +58,11 @@ def read_bound(text: str) -> Assertion:
     """
     times = re.fullmatch(r"\s*ppl\s*(<=?)\s*([\d.]+)x\s*", text)
     known = f"{_EXAMPLES}, of {', '.join(short_names(_BOUNDED))}"
+    if re.match(r"\s*(suites\.)?cache\b", text):
+        raise InvalidInput(
+            f"--until {text!r} bounds the cache, which --steps decides before any work; name sizes there, "
+            f"such as --steps 25%, and bound what they lose, for example {_EXAMPLES}"
+        )
     bound = parse(
         f"ppl.ratio{times[1]}{times[2]}" if times else text,
         SUITES,
@@ -65,11 +70,6 @@ def read_bound(text: str) -> Assertion:
         examples=known,
         not_run=f"bound what kvfold migrate measures, for example {known}",
     )
-    if bound.path[:2] == ("suites", "cache"):
-        raise InvalidInput(
-            f"--until {text!r} bounds the cache, which --steps decides before any work; name sizes there, "
-            f"such as --steps 25%, and bound what they lose, for example {_EXAMPLES}"
-        )
     if bound.path[0] != "suites":
         raise InvalidInput(f"--until {text!r} is no bound of what is lost; write for example {known}")
     if times and bound.bound <= 0:

@@ -224,6 +224,8 @@ def test_wrong_bounds(text: str) -> None:
     [
         ("kl.added<0.1", "names the suite storage, which is not run; bound what kvfold migrate measures"),
         ("cache.ratio<0.3", "bounds the cache, which --steps decides before any work; name sizes there"),
+        ("cache<0.3", "bounds the cache, which --steps decides"),
+        (" suites.cache.ratio < 0.3", "bounds the cache, which --steps decides"),
         ("cache.student.elements_per_token_per_layer < 9", "bounds the cache, which --steps decides"),
         ("schema<2", "is no bound of what is lost"),
         ("ppl.x<1", "suites.ppl has no x; it has"),
