@@ -7,7 +7,7 @@ from pathlib import Path
 from .directory import TOKENIZER_FILES
 from .eval_json import MeasuredCheckpoint
 from .quantised.schemes import MODELOPT_FILE
-from .record import read_record, sha256
+from .record import hashes, read_record
 
 _PARTS = (
     "*.safetensors",
@@ -21,12 +21,12 @@ _PARTS = (
 _TOLD = ("stage", "version", "target", "method", "cache")  # of kvfold.json
 
 
-def checkpoint(directory: Path, hashes: Mapping[str, str]) -> MeasuredCheckpoint:
+def checkpoint(directory: Path, known: Mapping[str, str]) -> MeasuredCheckpoint:
     """Name a checkpoint.
 
     Args:
         directory: the checkpoint.
-        hashes: of its files, from `hashes_of`.
+        known: SHA-256 of its files, from `hashes_of`.
 
     Raises:
         InvalidInput: its kvfold.json is damaged.
@@ -35,7 +35,7 @@ def checkpoint(directory: Path, hashes: Mapping[str, str]) -> MeasuredCheckpoint
     told = None if record is None else {key: record[key] for key in _TOLD if key in record}
     hub = directory.parent.parent.name if directory.parent.name == "snapshots" else ""
     name = hub.removeprefix("models--").replace("--", "/") or directory.name
-    return MeasuredCheckpoint(str(directory), name, identity(hashes), told)
+    return MeasuredCheckpoint(str(directory), name, identity(known), told)
 
 
 def hashes_of(directory: Path) -> dict[str, str]:
@@ -48,14 +48,14 @@ def hashes_of(directory: Path) -> dict[str, str]:
         directory: the checkpoint.
     """
     files = {path.name: path for pattern in _PARTS for path in directory.glob(pattern) if path.is_file()}
-    return {name: sha256(files[name]) for name in sorted(files)}
+    return hashes({name: files[name] for name in sorted(files)})
 
 
-def identity(hashes: Mapping[str, str]) -> str:
+def identity(known: Mapping[str, str]) -> str:
     """Return the hexadecimal SHA-256 of the output of sha256sum for some files, sorted by name.
 
     Args:
-        hashes: hexadecimal SHA-256 of each file, by name.
+        known: hexadecimal SHA-256 of each file, by name.
     """
-    lines = [f"{hashes[name]}  {name}\n" for name in sorted(hashes)]
+    lines = [f"{known[name]}  {name}\n" for name in sorted(known)]
     return hashlib.sha256("".join(lines).encode()).hexdigest()
