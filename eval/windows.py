@@ -19,10 +19,11 @@ scored.
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -30,12 +31,11 @@ from torch.nn import functional
 from ..core.errors import InvalidInput
 from ..models.causal_lm import Described, Loaded
 from ..texts.corpus import Size, Text
+from ..texts.token_parts import token_parts
 from .options import Options
 
 # The window of the GPTQ line of work (arXiv 2210.17323), far below the positions of today's models.
 LONGEST_DEFAULT = 2048
-# Characters that are read first for each token that is needed; in prose a token has 3 to 5.
-CHARACTERS = 8
 
 
 @dataclass(frozen=True)
@@ -248,34 +248,37 @@ def _whole(name: str, bos: str, ids_NW: Tensor, size_NW: Tensor) -> TextWindows:
 
 
 def _first_tokens(tokenizer: Any, text: str, needed: int | None) -> tuple[list[int], list[int]]:
-    """Return ids and sizes of a text's first tokens, `needed` or more (None: all), as in the whole text.
-
-    Tokens take 240 bytes for each character of the text, so it is not tokenised whole for a few windows. The
-    end of a part may be tokenised unlike the same place in the text: two parts of unlike lengths must agree.
-    """
-    length = CHARACTERS * needed if needed and tokenizer.is_fast else len(text)
-    while 2 * length < len(text):
-        part, longer = (
-            [values[:needed] for values in _tokens(tokenizer, text[:end], add_special_tokens=False)]
-            for end in (length, length * 3 // 2)
-        )
-        if len(part[0]) == needed and part == longer:
-            return part[0], part[1]
-        length *= 2
-    return _tokens(tokenizer, text, add_special_tokens=False)
+    """Return ids and sizes of a text's first tokens, `needed` or more (None: all), as in the whole text."""
+    ids: list[int] = []
+    ends: list[int] = []
+    for part in token_parts(tokenizer, text):
+        ids += part.ids
+        ends += part.ends
+        if needed and len(ids) >= needed:
+            break
+    return ids, _sizes(text, ids, ends)
 
 
-def _tokens(tokenizer: Any, text: str, **how: Any) -> tuple[list[int], list[int]]:
-    """Return a text's token ids and the UTF-8 bytes that each stands for; these sum to the text's bytes.
+def _tokens(tokenizer: Any, text: str) -> tuple[list[int], list[int]]:
+    """Return ids and sizes of a text's tokens, with the special tokens that the tokenizer adds by itself."""
+    if not tokenizer.is_fast:
+        ids = tokenizer(text, verbose=False).input_ids
+        return ids, _sizes(text, ids, [])
+    encoded = tokenizer(text, verbose=False, return_offsets_mapping=True)
+    return encoded.input_ids, _sizes(text, encoded.input_ids, [end for _, end in encoded.offset_mapping])
+
+
+def _sizes(text: str, ids: list[int], ends: list[int]) -> list[int]:
+    """Return the UTF-8 bytes that each token stands for; these sum to the bytes of the text up to the last.
 
     A character belongs to the first token that ends after it, so that a character of several tokens is
-    counted once. A slow tokenizer gives no offsets; all its tokens then get the average size.
+    counted once. A slow tokenizer gives no ends; all its tokens then get the average size.
     """
-    if not tokenizer.is_fast:
-        ids = tokenizer(text, verbose=False, **how).input_ids
-        ends = [len(text.encode()) * (number + 1) // len(ids) for number in range(len(ids))]
-        return ids, [after - before for before, after in pairwise([0, *ends])]
-    encoded = tokenizer(text, verbose=False, return_offsets_mapping=True, **how)
-    at = [0, *accumulate(len(character.encode()) for character in text)]
-    ends = [at[end] for end in accumulate((end for _, end in encoded.offset_mapping), max)]
-    return encoded.input_ids, [after - before for before, after in pairwise([0, *ends])]
+    if not ends:
+        bytes_ = [len(text.encode()) * (number + 1) // len(ids) for number in range(len(ids))]
+        return [after - before for before, after in pairwise([0, *bytes_])]
+    points = numpy.frombuffer(text[: max(ends)].encode("utf-32-le"), numpy.uint32)
+    each = 1 + sum((points > last).astype(numpy.int8) for last in (0x7F, 0x7FF, 0xFFFF))
+    upto = numpy.concatenate([[0], numpy.cumsum(each)])[numpy.maximum.accumulate(ends)]
+    sizes: list[int] = numpy.diff(upto, prepend=0).tolist()
+    return sizes

@@ -8,6 +8,7 @@ import json
 from codecs import getincrementaldecoder
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from ...models.causal_lm import Described
 from ...texts.sources import check_text, first_rows, local_files
 from ...texts.text_files import compression, is_plain_text
 from ...texts.text_flaws import utf8_flaw
+from ...texts.token_parts import read_ids
 from ..recipe.data_section import SELF, Data, TextSource
 from ..recipe.recipe import Recipe
 from .chat import Refused, check_template, conversation, messages_of
@@ -182,5 +184,5 @@ def _tokenise(
             raise refusals[0]
         return
     around = ends(tokenizer, data.packing)
-    for ids in tokenizer(values, add_special_tokens=False, verbose=False)["input_ids"] if values else ():
-        yield np.asarray(around.first + ids + around.last, dtype=np.int32)
+    for parts in read_ids(tokenizer, values):
+        yield np.asarray([*around.first, *chain.from_iterable(parts), *around.last], dtype=np.int32)

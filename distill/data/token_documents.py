@@ -18,6 +18,7 @@ from ...core.errors import InvalidInput
 from ...core.memory import gpu_bytes
 from ...core.processes import place
 from ...texts.sources import read_texts
+from ...texts.token_parts import read_ids
 from ..recipe.data_section import Data, TextSource
 
 START = 1  # mark of a document's first token
@@ -80,18 +81,26 @@ def check_ids(ids: NDArray[np.int32], tokenizer: Any, vocabulary: int, what: str
 def text_pieces(source: TextSource, data: Data, tokenizer: Any) -> Pieces:
     """Yield documents of plain text, tokenised without special tokens other than their ends.
 
+    A long document is yielded in parts.
+
     Raises:
         InvalidInput: the source cannot be read, or its field is missing or is not text.
     """
     around = ends(tokenizer, data.packing)
     for texts in read_texts(source.documents, data.seed):
-        for ids in tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]:
-            if ids or data.packing == "stream":
-                yield document(around.first + ids + around.last, data.packing)
+        for parts in read_ids(tokenizer, texts):
+            ids = next(parts)
+            if not ids and data.packing != "stream":
+                continue
+            ids, packing = around.first + ids, data.packing
+            for following in parts:
+                yield document(ids, packing)
+                ids, packing = following, "stream"  # only its beginning begins the document
+            yield document(ids + around.last, packing)
 
 
 def document(ids: list[int], packing: str) -> Piece:
-    """Return a document whose ids include its ends."""
+    """Return a document, or the beginning of one, whose ids include its ends."""
     marks = np.full(len(ids), SCORED, dtype=np.uint8)
     if packing == "documents":
         marks[:1] = START

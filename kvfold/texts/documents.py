@@ -15,6 +15,7 @@ from ..core.untrusted import is_text, parse_json, printable
 from .calibration_name import parts
 from .document_rows import DocumentSource, read_batches
 from .text_files import can_open, compression, exists, find_files, is_data_set, is_plain_text, kind, open_text
+from .token_parts import token_parts
 
 _BLOCK = 16  # characters of a plain text, for each token of a sequence, that are tokenised at once
 _LARGEST = 2**32  # bytes of a plain text, which is read whole
@@ -75,7 +76,10 @@ def read_sequences(text: str | Path, tokenizer: Any, *, sequences: int, length: 
             break
         if start is not None:
             ids.append(start)
-        ids += tokenizer(document, add_special_tokens=False, verbose=False)["input_ids"]
+        for part in token_parts(tokenizer, document):
+            ids += part.ids
+            if len(ids) >= wanted:
+                break
     if len(ids) < wanted:
         held = len(ids) // length
         fewer = f"read at most {held} sequences from it" if held else "take a shorter length"

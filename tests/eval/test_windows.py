@@ -1,17 +1,19 @@
 """Windows hold the text's tokens once and in order; what cannot be cut says why."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoTokenizer
+from transformers import BatchEncoding
 
 from kvfold.core.errors import InvalidInput
 from kvfold.eval import windows as protocols
 from kvfold.eval.options import Options
 from kvfold.eval.windows import cut, window_length
 from kvfold.models.causal_lm import load
+from kvfold.texts import token_parts
 from kvfold.texts.corpus import Text, read_text
 
 from .conftest import Make
@@ -91,50 +93,33 @@ def test_the_standard_library_is_a_text_that_needs_no_file(mha: Path) -> None:
     assert windows.ids_NW.shape == (2, 64)
 
 
-@pytest.fixture
-def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Lengths of the texts that are tokenised, in characters."""
-    lengths: list[int] = []
-    tokens = protocols._tokens
-
-    def seen(tokenizer: Any, text: str, **how: Any) -> tuple[list[int], list[int]]:
-        lengths.append(len(text))
-        return tokens(tokenizer, text, **how)
-
-    monkeypatch.setattr(protocols, "_tokens", seen)
-    return lengths
-
-
-def test_a_few_windows_of_a_long_text_do_not_tokenise_it_whole(read: list[int]) -> None:
+def test_a_few_windows_of_a_long_text_do_not_tokenise_it_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     text, loaded = read_text("stdlib"), load(DEMO, CPU)
     whole = cut(text, loaded, 256, CPU)
-    few = cut(text, loaded, 256, Options(max_windows=12))
-    assert read[0] == len(text.joined) > 3 * sum(read[1:])
+    part = 2**16
+    monkeypatch.setattr(token_parts, "PART", part)
+    read: list[int] = []
+
+    class Counted:
+        is_fast = True
+        bos_token_id = loaded.tokenizer.bos_token_id
+
+        def __call__(self, part: str, **how: Any) -> Any:
+            read.append(len(part))
+            return loaded.tokenizer(part, **how)
+
+    few = cut(text, replace(loaded, tokenizer=Counted()), 256, Options(max_windows=12))
+    assert read == [part, part]
+    assert len(text.joined) > 3 * sum(read)
     for name in ("ids_NW", "scored_NT", "bytes_N"):
         assert torch.equal(getattr(few, name), getattr(whole, name)[:12]), name
 
 
-def test_long_tokens_take_a_longer_part(monkeypatch: pytest.MonkeyPatch, read: list[int]) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(DEMO)
-    monkeypatch.setattr(protocols, "CHARACTERS", 1)
-    text = "and so on, " * 2_000
-    ids, sizes = protocols._first_tokens(tokenizer, text, 200)
-    assert read == [200, 300, 400, 600, 800, 1200]
-    whole_ids, whole_sizes = protocols._tokens(tokenizer, text, add_special_tokens=False)
-    assert (ids, sizes) == (whole_ids[:200], whole_sizes[:200])
+def test_a_tokenizer_without_offsets_gives_all_tokens_the_average_size() -> None:
+    class Slow:
+        is_fast = False
 
+        def __call__(self, text: str, **how: Any) -> Any:
+            return BatchEncoding({"input_ids": [1, 2, 3, 4]})
 
-def test_parts_that_disagree_are_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tokenizer whose first token depends on the end of the text, and one that gives no offsets."""
-    calls: list[int] = []
-
-    def from_the_end(tokenizer: Any, text: str, **how: Any) -> tuple[list[int], list[int]]:
-        calls.append(len(text))
-        return [len(text), *range(len(text) - 1)], [1] * len(text)
-
-    monkeypatch.setattr(protocols, "_tokens", from_the_end)
-    for is_fast in (True, False):
-        calls.clear()
-        tokenizer = type("Tokenizer", (), {"is_fast": is_fast})
-        assert protocols._first_tokens(tokenizer, "a" * 1000, 10)[0][0] == 1000
-        assert (len(calls) > 1) == is_fast
+    assert protocols._first_tokens(Slow(), "\u00e4" * 6, 2) == ([1, 2, 3, 4], [3, 3, 3, 3])

@@ -23,6 +23,7 @@ from kvfold.distill.data.order import Stream, TrainingWindows, schedule, windows
 from kvfold.distill.data.token_documents import SCORED, START
 from kvfold.distill.data.token_store import open_windows, write_tokens
 from kvfold.distill.recipe.data_section import Data
+from kvfold.texts import token_parts
 
 from ...support.tokenizers import save_tokenizer
 
@@ -149,6 +150,29 @@ def test_a_document_is_bos_its_text_and_eos(tmp_path: Path, with_eos: PreTrained
         assert (write(tmp_path, data, with_eos).tokens == np.where(tokens == 0, 257, tokens)).all()
     finally:
         with_eos.bos_token = "<s>"
+
+
+@pytest.mark.parametrize("packing", ["documents", "stream"])
+def test_a_long_document_is_written_in_parts(
+    tmp_path: Path, with_eos: PreTrainedTokenizerFast, packing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "texts.jsonl").write_text(
+        "".join(
+            json.dumps({"text": "".join(random.Random(n).choices("abcdefgh ", k=n))}) + "\n"
+            for n in (900, 7, 700)
+        )
+    )
+    data = Data(source=str(tmp_path / "texts.jsonl"), seq_len=8, packing=packing)
+    found = []
+    for part in (token_parts.PART, 200):
+        monkeypatch.setattr(token_parts, "PART", part)
+        monkeypatch.setattr(token_parts, "_OVERLAP", 60)
+        place = tmp_path / str(part)
+        place.mkdir()
+        write_tokens(place / "tokens.bin", data, with_eos, 150, vocabulary=len(with_eos))
+        found.append([(place / name).read_bytes() for name in ("tokens.bin", "marks.bin", "tokens.json")])
+    assert found[0] == found[1]
+    assert len(found[0][1]) == 150 * 8 + 1
 
 
 def test_the_stream_of_old_is_the_stream_of_today(tmp_path: Path, student: Path, text: Path) -> None:
