@@ -17,6 +17,7 @@ from ..checkpoints.directory import SIDE_FILES, TOKENIZER_FILES, check_safetenso
 from ..checkpoints.other_forms import without_config
 from ..checkpoints.quantised.packed_checkpoint import QuantisedCheckpoint, is_quantised
 from ..checkpoints.side_files import check_readable
+from ..checkpoints.tokenizer_growth import check_growth
 from ..core.errors import InvalidInput
 from ..core.untrusted import printable, read_json, shorten
 from .dequantised import from_tensors, without_quantisation
@@ -219,7 +220,7 @@ def load_tokenizer(directory: Path, *, trust_remote_code: bool = False) -> Any:
         )
     for name in _TOKENIZER_OBJECTS:
         if (directory / name).is_file():
-            read_json(directory / name, _TOKENIZER_BYTES)
+            check_growth(read_json(directory / name, _TOKENIZER_BYTES), directory / name)
     with loading_failures(directory, "tokenizer"):
         config = {"config": source_config(directory)} if carries_own_code(directory) else {}
         tokenizer = AutoTokenizer.from_pretrained(
