@@ -13,7 +13,8 @@ from torch import Tensor
 from ..core.errors import InvalidInput
 from ..core.untrusted import is_text, parse_json, printable
 from .calibration_name import parts
-from .document_rows import DocumentSource, read_batches
+from .document_rows import DocumentSource
+from .sources import check_empty, read_texts
 from .text_files import can_open, compression, exists, find_files, is_data_set, is_plain_text, kind, open_text
 from .token_parts import token_parts
 
@@ -101,7 +102,7 @@ def _documents(text: str, block: int, seed: int) -> Iterable[str]:
     if text != "stdlib" and file.is_file() and is_read_whole and can_open(file):
         documents = _read_whole(file, block)
         order = torch.randperm(len(documents), generator=torch.Generator().manual_seed(seed)).tolist()
-        return (documents[index] for index in order)
+        return (documents[index] for index in order if documents[index])
     return _read_stream(text, seed)
 
 
@@ -119,9 +120,12 @@ def _read_whole(file: Path, block: int) -> list[str]:
             if is_plain_text(file):
                 text = stream.read()
                 return [text[at : at + block] for at in range(0, len(text), block)]
+            empty = 0
             for number, line in enumerate(stream, 1):
                 if line.strip():
                     documents.append(_read_line(line, f"{name} line {number}"))
+                empty = 0 if line.strip() and documents[-1] else empty + 1
+                check_empty(empty, name)
     except InvalidInput:
         raise
     except UnicodeDecodeError as error:
@@ -153,14 +157,8 @@ def _read_stream(text: str, seed: int) -> Iterator[str]:
             field=field or "text",
             field_option=f"FIELD of {name}:{config}:{split or 'train'}:FIELD",
         )
-    for columns in read_batches(source, seed):
-        for document in columns[source.field]:
-            if document is not None and not is_text(document):
-                raise InvalidInput(
-                    f"{source.called} has no text in a field {source.field!r}; name one of strings"
-                )
-            if document:
-                yield document
+    for texts in read_texts(source, seed, complete=exists(text)):  # a row of a file can be corrected
+        yield from texts
 
 
 def _names_data_set(text: str) -> bool:

@@ -12,33 +12,64 @@ from ..core.errors import InvalidInput
 from ..core.untrusted import is_text
 from .document_rows import DocumentSource, NoDocuments, read_batches
 from .text_files import find_files
+from .text_flaws import line_without
 
+MOST_EMPTY = 10**6  # rows without text, one after the other; a small compressed file may hold many more
 _NO_FILES = ("stdlib", "self")  # the standard library, and text that the teacher writes
 
 
-def read_field(source: DocumentSource, seed: int) -> Iterator[list[Any]]:
+def read_field(source: DocumentSource, seed: int, *, complete: bool = False) -> Iterator[list[Any]]:
     """Yield the values of a source's field in batches, in an order of the seed, without empty ones.
 
     Args:
         source: anything but `self`.
         seed: of the shuffle buffer.
+        complete: whether every row must have the field.
 
     Raises:
-        InvalidInput: the source cannot be read or has no such field.
+        InvalidInput: the source cannot be read, has no such field, or has a million rows without a value one
+            after the other.
     """
+    empty = 0
     for columns in read_batches(source, seed):
-        values = [value for value in columns[source.field] if value]
+        found = columns[source.field]
+        if complete and any(value is None for value in found):
+            raise InvalidInput(
+                f"{source.called}: {_row_without(source)} has no {source.field!r}; give "
+                "every row one, or remove that row"
+            )
+        values = [value for value in found if value]
+        empty = 0 if values else empty + len(found)
+        check_empty(empty, source.called)
         if values:
             yield values
 
 
-def read_texts(source: DocumentSource, seed: int) -> Iterator[list[str]]:
+def _row_without(source: DocumentSource) -> str:
+    return line_without(find_files(source.place, source.option), source.field)
+
+
+def check_empty(rows: int, name: str) -> None:
+    """Check the number of rows without text that were read one after the other.
+
+    Args:
+        rows: their number so far.
+        name: of what is read, for the error.
+
+    Raises:
+        InvalidInput: there are more than a million.
+    """
+    if rows > MOST_EMPTY:
+        raise InvalidInput(f"{name} has more than {MOST_EMPTY:,} empty rows one after the other; remove them")
+
+
+def read_texts(source: DocumentSource, seed: int, *, complete: bool = False) -> Iterator[list[str]]:
     """Yield documents of plain text in batches, as `read_field` does.
 
     Raises:
         InvalidInput: as of `read_field`, and if the field is not text.
     """
-    for texts in read_field(source, seed):
+    for texts in read_field(source, seed, complete=complete):
         check_text(texts, source)
         yield texts
 

@@ -8,7 +8,11 @@ import pytest
 from datasets import Dataset
 
 from kvfold.core.errors import InvalidInput
+from kvfold.texts import sources
 from kvfold.texts.corpus import read_text
+from kvfold.texts.documents import read_sequences
+
+from ..support.tokenizers import characters
 
 DOCUMENTS = ["One sentence.", "Another one,\nof two lines.", "A third."]
 
@@ -52,3 +56,39 @@ def test_rows_without_text_are_refused(tmp_path: Path) -> None:
         with pytest.raises(InvalidInput, match=sentence) as caught:
             read_text(str(tmp_path / name))
         assert "iconv" not in str(caught.value)
+
+
+def test_a_row_that_lacks_its_text_is_named(tmp_path: Path) -> None:
+    lines = [json.dumps(row) for row in rows()]
+    (tmp_path / "a.jsonl").write_text("\n".join([*lines, '{"other": 1}', "", '{"text": null}']) + "\n")
+    (tmp_path / "a.json").write_text(json.dumps([*rows(), {"other": 1}]))
+    Dataset.from_list([*rows(), {"text": None}]).to_parquet(tmp_path / "a.parquet")
+    for name, row in (("a.jsonl", "line 4"), ("a.json", "a row"), ("a.parquet", "a row")):
+        with pytest.raises(InvalidInput, match=f"--text .*{name}: {row} has no 'text'; give every row one"):
+            read_text(str(tmp_path / name))
+        with pytest.raises(InvalidInput, match=f"{name}.* has no (field \"text\"|'text'); give"):
+            read_sequences(tmp_path / name, characters(), sequences=1, length=8, seed=0)
+
+
+def test_many_empty_rows_in_a_row_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file of a few kilobytes holds so many that they are read for minutes; here fewer are refused."""
+    monkeypatch.setattr(sources, "MOST_EMPTY", 500)
+    full = json.dumps({"text": "a" * 64}) + "\n"
+    for name, empty in (("a.jsonl.gz", '{"text": ""}\n'), ("b.jsonl.gz", '{"text": ""}\n\n')):
+        content = full + empty * 6000 + full
+        (tmp_path / name).write_bytes(gzip.compress(content.encode()))
+        for read in (
+            lambda file: read_text(str(file)),
+            lambda file: read_sequences(file, characters(), sequences=1, length=8, seed=0),
+        ):
+            with pytest.raises(
+                InvalidInput, match=f"{name} has more than 500 empty rows one after the other"
+            ):
+                read(tmp_path / name)
+
+
+def test_empty_rows_are_no_documents_of_a_calibration(tmp_path: Path) -> None:
+    """Each was a BOS, so a file of empty rows gave windows of nothing else."""
+    (tmp_path / "a.jsonl").write_text('{"text": ""}\n' * 100)
+    with pytest.raises(InvalidInput, match="holds 0 tokens"):
+        read_sequences(tmp_path / "a.jsonl", characters(), sequences=1, length=8, seed=0)
