@@ -17,7 +17,7 @@ from pydantic import BeforeValidator, Field
 from ..core.errors import InvalidInput
 from ..core.settings import Settings, refuse_texts, suggest
 from ..core.units import read_size
-from ..core.untrusted import read_yaml
+from ..core.untrusted import read_yaml, shorten
 from ..texts.calibration_name import names_statistics
 from .efforts import EFFORTS, Effort
 
@@ -372,4 +372,7 @@ def request_of(model: str | Path, target: GQA | MQA | MLA, **options: Any) -> Fo
     for name in sorted(target.options().keys() & given.keys()):
         raise InvalidInput(f"{name} is given twice, in the target and as an option; leave one of them out")
     refuse_texts({**target.options(), **given}, FoldRequest)
+    for name in ("rank", "q_lora_rank"):
+        if isinstance(wanted := target.options().get(name), str) and wanted != "full":
+            raise InvalidInput(f"{name} is {shorten(wanted)}; it should be a whole number or the text 'full'")
     return fold_request({"model": str(model), **target.options(), **given})

@@ -114,6 +114,11 @@ def test_texts_are_no_numbers_of_folds_and_evaluations(tmp_path: Path) -> None:
     for target, given, sentence in folds:
         with pytest.raises(InvalidInput, match=f"{sentence}; it should be a whole number, not a text"):
             kvfold.fold(DEMO, target, out=tmp_path / "out", **given)
+    for name in ("rank", "q_lora_rank"):
+        with pytest.raises(
+            InvalidInput, match=f"{name} is '8'; it should be a whole number or the text 'full'"
+        ):
+            kvfold.fold(DEMO, kvfold.MLA(**{"rank": 8, name: "8"}), out=tmp_path / "out")
     evaluations: tuple[Any, ...] = ({"max_windows": "4"}, {"suites": ["ruler"], "ruler_samples": "2"})
     for given in evaluations:
         with pytest.raises(InvalidInput, match=r"is '\d'; it should be a whole number, not a text"):

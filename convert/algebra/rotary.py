@@ -67,7 +67,10 @@ def frequencies(rope: dict[str, Any], width: int, positions: int) -> tuple[Tenso
         raise InvalidInput(f"rope_type {kind} needs {missing} in config.json's rope parameters") from None
     except (TypeError, ValueError, ZeroDivisionError):
         raise InvalidInput(f"config.json has rope parameters that make no frequencies: {rope}") from None
-    return frequencies_F.float().double(), factor
+    rounded_F = frequencies_F.float().double()
+    if not (rounded_F.isfinite().all() and math.isfinite(factor)):
+        raise InvalidInput(f"config.json has rope parameters that make infinite frequencies: {rope}")
+    return rounded_F, factor
 
 
 def longrope_factor(rope: dict[str, Any], positions: int) -> float:

@@ -12,6 +12,7 @@ from ...core.untrusted import printable, shorten
 from .layers.layer_kinds import ATTENTION, KINDS
 
 LARGEST = 2**31 - 1  # of sizes, positions and ids
+_LARGEST_NUMBER = 1e30  # float32 has three times 10^38, and holds its products with a position
 _ROPE = ("rope_parameters", "rope_scaling")
 
 
@@ -22,7 +23,7 @@ def _is_whole(value: Any) -> bool:
 def _is_number(value: Any) -> bool:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
-    return abs(value) <= 1e300 and math.isfinite(value)
+    return abs(value) <= _LARGEST_NUMBER and math.isfinite(value)
 
 
 def _is_positive(value: Any) -> bool:
@@ -52,9 +53,9 @@ def _are_positive(value: Any) -> bool:
 
 _Check = tuple[str, Callable[[Any], bool]]  # the words for the values that are right, and the test
 _SIZE: _Check = (f"a whole number from 1 to {LARGEST}", is_size)
-_POSITIVE: _Check = ("a positive number", _is_positive)
+_POSITIVE: _Check = (f"a positive number of at most {_LARGEST_NUMBER:g}", _is_positive)
 _COUNT: _Check = (f"a whole number from 0 to {LARGEST}", lambda value: value == 0 or is_size(value))
-_NUMBER: _Check = ("a finite number", _is_number)
+_NUMBER: _Check = (f"a number from -{_LARGEST_NUMBER:g} to {_LARGEST_NUMBER:g}", _is_number)
 _FLAG: _Check = ("true or false", lambda value: isinstance(value, bool))
 _TEXT: _Check = ("a string", lambda value: isinstance(value, str))
 _RATE: _Check = ("a number from 0 to 1", lambda value: _is_number(value) and 0 <= value <= 1)
@@ -111,7 +112,10 @@ _ROPE_FIELDS: dict[str, _Check] = {
     "original_max_position_embeddings": _SIZE,
     "partial_rotary_factor": _SHARE,
     "truncate": _FLAG,
-    **dict.fromkeys(("short_factor", "long_factor"), ("a list of positive numbers", _are_positive)),
+    **dict.fromkeys(
+        ("short_factor", "long_factor"),
+        (f"a list of positive numbers of at most {_LARGEST_NUMBER:g}", _are_positive),
+    ),
 }
 _KINDS_OF_LAYERS = {"full_attention", "sliding_attention"}  # which may have rope parameters of their own
 _WINDOWLESS = {"exaone4", "exaone_moe"}

@@ -268,10 +268,20 @@ def _is_too_deep(value: Any) -> bool:
 
 
 def _yaml_loader() -> Any:
-    """Return the class that reads YAML's plain types: libyaml's, else Python's, which is far slower."""
+    """Return the class that reads YAML's plain types: libyaml's, else Python's, which is far slower.
+
+    A date is read as its text: a recipe has no dates, and a directory may be called 2026-11-27.
+    """
     import yaml
 
-    return getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    class Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
+        pass
+
+    Loader.yaml_implicit_resolvers = {
+        first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+    return Loader
 
 
 def _check_events(text: str, name: str) -> None:

@@ -160,6 +160,9 @@ FIELDS: dict[str, tuple[Damage, str]] = {
     "rope in a list": (config(rope_parameters=[1]), "rope_parameters [1], where an object"),
     "theta infinite": (rope(rope_theta=float("inf")), "rope_theta inf"),
     "theta zero": (rope(rope_theta=0), "rope_theta 0"),
+    "theta tiny": (rope(rope_theta=1e-320), "rope parameters that make infinite frequencies"),
+    "factor huge": (rope(factor=1e308), "factor 1e+308, where a positive number of at most 1e+30 is needed"),
+    "factor tiny": (rope(factor=1e-300), "rope parameters that make infinite frequencies"),
     "factor in words": (rope(factor="8"), "rope_parameters.factor '8'"),
     "factor missing": (config(rope_parameters={"rope_type": "linear", "rope_theta": 1e4}), "factor"),
     "low above high": (
@@ -228,7 +231,7 @@ def test_query_scale_of_zero_is_refused(tmp_path: Path) -> None:
     result = CliRunner().invoke(
         main, ["convert", str(source), "--to", "mqa", "--calibration", "none", "--dry-run"]
     )
-    check_refused(result, "query_pre_attn_scalar 0, where a positive number is needed")
+    check_refused(result, "query_pre_attn_scalar 0, where a positive number of at most 1e+30 is needed")
 
 
 def test_buffers_of_earlier_versions_are_let_through(good: Path, tmp_path: Path) -> None:
