@@ -31,8 +31,8 @@ _LINEAR = (
     "scale, which optimizers destroy."
 )
 _FURTHER = (
-    " Its weights are not those that kvfold wrote: they were trained or changed later, which the commands "
-    "below do not include."
+    " Its weight files are not those that kvfold wrote: another tool saved them later, and what it "
+    "changed, such as by training, is not among the commands below."
 )
 _KINDS = {
     "gqa": "grouped-query attention (GQA)",

@@ -4,6 +4,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ...checkpoints.other_forms import without_config
 from ...checkpoints.record import is_folded, read_record
 from ...core.errors import InvalidInput
 from ...core.untrusted import printable
@@ -39,6 +40,8 @@ def default_recipe(fold: Path) -> dict[str, Any]:
         >>> default_recipe(work / "folded")["data"]
         {'source': 'self', 'seq_len': 32, 'packing': 'documents'}
     """
+    if (fold / "adapter_config.json").is_file() and not (fold / "config.json").is_file():
+        raise InvalidInput(without_config(fold))
     record = read_record(fold)
     if record is None or not is_folded(fold):
         raise InvalidInput(

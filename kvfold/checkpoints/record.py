@@ -111,8 +111,9 @@ def other_weights(directory: Path, known: Mapping[str, str] | None = None) -> st
     """Return a sentence if the weights of a checkpoint are not those that its record describes; else "".
 
     They differ after training with another tool, where kvfold.json was copied next to the result, and
-    after damage. Other safetensors in the directory, such as saved statistics, do not count. A checkpoint
-    without a record, or with one of an earlier kvfold, has no hashes to differ from.
+    after damage. They also differ where another tool only saved them again, since it writes the same
+    tensors in another order. Other safetensors in the directory, such as saved statistics, do not count.
+    A checkpoint without a record, or with one of an earlier kvfold, has no hashes to differ from.
 
     Args:
         directory: the checkpoint.
@@ -137,7 +138,7 @@ def other_weights(directory: Path, known: Mapping[str, str] | None = None) -> st
             continue
         return (
             f"the weights of {directory} are not those that its {FILE} describes ({printable(name)} {how}): "
-            "they were trained, changed or damaged after kvfold wrote them"
+            "they were trained, changed, saved again by another tool or damaged after kvfold wrote them"
         )
     return ""
 

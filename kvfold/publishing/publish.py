@@ -32,12 +32,15 @@ def prepare(directory: Path, repository: str, private: bool = False) -> Publicat
     from ..checkpoints.eval_json import FILE as EVALUATION
     from ..checkpoints.eval_json import read_summary
     from ..checkpoints.identity import hashes_of, identity
+    from ..checkpoints.other_forms import without_config
     from ..checkpoints.record import FILE as RECORD
     from ..checkpoints.record import other_weights, read_record
     from ..convert.write.model_card import make_card
     from .parcel import Publication, choose_files
 
     _check_name(repository)
+    if not (directory / "config.json").is_file():
+        raise InvalidInput(without_config(directory))
     record = read_record(directory)
     if record is None:
         raise InvalidInput(

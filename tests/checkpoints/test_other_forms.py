@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+import kvfold
 from kvfold.checkpoints.directory import read_config
 from kvfold.checkpoints.other_forms import without_config
 from kvfold.core.errors import InvalidInput
@@ -25,6 +26,16 @@ def test_the_sentence_says_what_there_is_instead(file: str, words: str, tmp_path
     with pytest.raises(InvalidInput) as mistake:
         read_config(tmp_path)
     assert words.format(tmp_path) in str(mistake.value)
+
+
+def test_an_adapter_is_neither_published_nor_distilled(tmp_path: Path) -> None:
+    """Both look for a kvfold.json first, of which an adapter needs none."""
+    (tmp_path / "adapter_config.json").write_text("{}")
+    sentence = "holds an adapter, not a model; merge it into its base model"
+    with pytest.raises(InvalidInput, match=sentence):
+        kvfold.publish(tmp_path, "me/model", dry_run=True)
+    with pytest.raises(InvalidInput, match=sentence):
+        kvfold.train(tmp_path)
 
 
 def test_names_in_a_sentence_stay_on_its_line(tmp_path: Path) -> None:

@@ -88,7 +88,7 @@ def test_the_files_that_hold_the_weights_count(tmp_path: Path) -> None:
     write_record(tmp_path, record)
     assert not other_weights(tmp_path)
     shard.write_bytes(shard.read_bytes()[:-1])
-    told = f"({shard.name} differs): they were trained, changed or damaged after kvfold wrote them"
+    told = f"({shard.name} differs): they were trained, changed, saved again by another tool or damaged after"
     assert told in other_weights(tmp_path)
     shard.unlink()
     with pytest.raises(InvalidInput, match="lacks the shard"):

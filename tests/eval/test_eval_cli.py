@@ -12,6 +12,7 @@ from click.testing import CliRunner, Result
 
 from kvfold.checkpoints.record import describe, write_record
 from kvfold.eval.cli import main
+from kvfold.eval.suites import harness
 from kvfold.texts.corpus import Text
 
 from .conftest import Make
@@ -90,6 +91,15 @@ def test_a_checkpoint_without_a_record_is_measured_alone_and_says_so(mha: Path) 
     assert json.loads(result.stdout)["protocol"]["name"] == "stdlib window=64 bos=each max-windows=2"
     assert json.loads(result.stdout)["teacher"] is None
     assert "--teacher" in result.stderr
+
+
+def test_without_the_harness_a_sentence_says_how_to_get_it(
+    mha: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(harness.importlib.util, "find_spec", lambda name: None)
+    result = run(mha, "--suite", "tasks", "--tasks", "any", "--device", "cpu")
+    assert result.exit_code == 2
+    assert "which is not installed; run: pip install 'kvfold[eval]'" in result.stderr
 
 
 def test_out_holds_the_json_and_is_never_overwritten(mha: Path, file: Path, tmp_path: Path) -> None:

@@ -327,7 +327,7 @@ def test_a_copy_that_another_tool_trained(folded: Path, tmp_path: Path) -> None:
     assert (
         f"the weights of {tuned} are not those that its kvfold.json describes ({shard.name} differs)" in err
     )
-    assert "converted. Its weights are not those that kvfold wrote: they were trained or changed later" in out
+    assert "converted. Its weight files are not those that kvfold wrote: another tool saved them later" in out
     assert "without training" not in out
     assert "Predicted on calibration text" not in out
     assert "converted, without training" in local(str(folded), "org/tiny", "--dry-run")[1]

@@ -43,7 +43,7 @@ def test_what_a_model_scored_is_kept_by_its_hash(
     assert asked == ["kv_one"] * 3
     for file in cache.iterdir():
         file.write_text("{}")
-    with pytest.raises(InvalidInput, match="is not what kvfold has written there; move it away"):
+    with pytest.raises(InvalidInput, match="was not written by kvfold or is damaged; move it away"):
         run_tasks(mha, other, own_tasks, "kv_one", task_cache=cache)
 
 
@@ -122,7 +122,10 @@ def test_logits_that_are_not_numbers_are_refused(make: Make, own_tasks: Path) ->
     ("names", "sentence"),
     [
         ("kv_on", "--tasks kv_on: lm-evaluation-harness has no such task; did you mean kv_one"),
-        ("qqqqqqq", "--tasks qqqqqqq: lm-evaluation-harness has no such task; lm-eval ls tasks prints all"),
+        (
+            "qqqqqqq",
+            "--tasks qqqqqqq: .* no such task; --task-path .*own has absent, broken, kv_both, kv_one, ",
+        ),
         (" , ", "names no task; write for example --tasks mla-core"),
         ("broken", r"--tasks broken: it cannot be loaded \("),
         ("absent", r"--tasks absent: it cannot be loaded \(FileNotFoundError\)"),
@@ -141,16 +144,8 @@ def test_mistakes_are_one_sentence(mha: Path, own_tasks: Path, names: str, sente
 def test_places_that_are_none_are_one_sentence(mha: Path, own_tasks: Path) -> None:
     with pytest.raises(InvalidInput, match=r"--task-path .*kv_one\.yaml is not a directory"):
         run_tasks(mha, None, own_tasks / "kv_one.yaml", "kv_one")
-    with pytest.raises(InvalidInput, match=r"--task-cache .*kv_one\.yaml is no directory"):
+    with pytest.raises(InvalidInput, match=r"--task-cache .*kv_one\.yaml is not a directory"):
         run_tasks(mha, None, own_tasks, "kv_one", task_cache=own_tasks / "kv_one.yaml")
-
-
-def test_without_the_harness_a_sentence_says_how_to_get_it(
-    mha: Path, own_tasks: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(harness.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(InvalidInput, match=r"not installed; pip install 'kvfold\[eval\]'"):
-        run_tasks(mha, None, own_tasks, "kv_one")
 
 
 def test_the_preset_is_of_tasks_that_the_harness_has() -> None:

@@ -15,7 +15,7 @@ import torch
 
 from kvfold.eval.estimate import proportion, proportion_difference
 from kvfold.eval.run import evaluate
-from kvfold.eval.suites.tasks import flips
+from kvfold.eval.suites.tasks import flips, rows
 from kvfold.texts.corpus import read_text
 from kvfold.texts.wikitext import articles
 
@@ -148,5 +148,5 @@ def test_a_limit_reads_the_first_documents_and_examples_are_asked_for(mha: Path,
     assert found.tasks["kv_one"].metrics["acc"].student.mean == np.mean(
         right(mha, own_tasks / "kv_one.json")[0][:4]
     )
-    assert "kv_one, acc, 0-shot, only the first 4" in [row[0] for row in found.rows(("student",))]
+    assert "kv_one, acc, 0-shot, only the first 4" in [row[0] for row in rows(found, ("student",))]
     assert run_tasks(mha, None, own_tasks, "kv_one", fewshot=1).tasks["kv_one"].shots == 1
