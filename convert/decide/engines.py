@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from ...core.errors import InvalidInput
 
 ENGINES = ("transformers", "vllm", "sglang", "llama.cpp", "mlx", "tensorrt-llm", "tgi")
+TYING = frozenset({"transformers", "llama.cpp"})  # run the stock class with its embeddings as its head
 SERVED = "serving"  # the stock class in the widths that engines have kernels for
 
 

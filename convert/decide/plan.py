@@ -377,7 +377,7 @@ def _container(
     if not isinstance(target, LatentTarget):
         return grouped_container(source, target)
     if options["container"] == SERVED:
-        compressed = "llama.cpp" in read_engines(options["engine"])
-        return served_container(source, target, bands, compressed=compressed, profile=options["profile"])
+        engines = read_engines(options["engine"])
+        return served_container(source, target, bands, engines=engines, profile=options["profile"])
     assert form is not None
     return latent_container(source, target, bands, form)

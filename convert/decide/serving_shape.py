@@ -1,8 +1,8 @@
 """Targets, rotary slots and weights that bring a source into the stock latent class as other engines take it.
 
 Changes that keep the function are made: padding, a residual stream scaled so that its norms have the required
-epsilon, a head written out. Changes that lose something (slots of the default table, biases) are
-approximated, and the measured loss includes them. Anything else is refused.
+epsilon, a head written out for engines that want one. Changes that lose something (slots of the default
+table, biases) are approximated, and the measured loss includes them. Anything else is refused.
 """
 
 import math
@@ -22,7 +22,7 @@ from ..formats.stock import Stock
 from ..methods.intact import full_rank
 from ..methods.key_regression import NO_FULL_RANK
 from ..methods.latent import Band, source_bands
-from .engines import ENGINES, read_engines
+from .engines import ENGINES, TYING, read_engines
 from .rules.engine_pairs import takes_any_width
 
 
@@ -151,7 +151,7 @@ def served_container(
     target: LatentTarget,
     bands: tuple[Band, ...],
     *,
-    compressed: bool,
+    engines: Sequence[str],
     profile: Profile,
 ) -> Stock:
     """Return the output format of a target from `served_shape`.
@@ -160,7 +160,8 @@ def served_container(
         source: the checkpoint that is folded.
         target: the target.
         bands: its rotary slots.
-        compressed: write uncompressed queries in the class's compressed form too, which computes the same.
+        engines: that must run the output. For llama.cpp uncompressed queries are written in the class's
+            compressed form, which computes the same. Where all take it, a tied head stays tied.
         profile: the widths that engines take.
 
     Raises:
@@ -185,14 +186,14 @@ def served_container(
         target=target,
         rope={"rope_type": "default", "rope_theta": theta},
         biases=False,
-        block=replace(block.scaled(scale), untied=True),
+        block=replace(block.scaled(scale), untied=not set(engines) <= TYING),
         served=Served(
             profile=profile,
             nope=widths[0],
             value=widths[1],
             places=places,
             stream_scale=scale,
-            compressed=compressed and target.q_lora_rank is None,
+            compressed="llama.cpp" in engines and target.q_lora_rank is None,
         ),
         mixed=source.mixed,
         unread=source.norms,

@@ -2,7 +2,8 @@
 
 The stock latent class shares that block. Factors on embeddings, on the outputs of layers and under the logits
 go into the neighbouring matrices. A norm's constant goes into its weight. LayerNorm without weights is
-RMSNorm once everything that enters the residual stream has mean zero.
+RMSNorm once everything that enters the residual stream has mean zero. Where the head stays the embeddings,
+the last norm undoes their factor.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,6 +18,7 @@ from ..families.recognition import Block, Family
 from .copies import Copy, unchanged
 
 CENTRED_EPSILON = 1e-5  # of OLMo's LayerNorm, which config.json does not say
+_LAST_NORM = "model.norm.weight"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +49,7 @@ class FoldedBlock:
     @property
     def ties(self) -> bool:
         """Return whether the output's head is still its embeddings."""
-        return self.tied and not self.untied and self.embedding == self.logits == 1.0 and not self.centred
+        return self.tied and not self.untied and not self.centred
 
     def config(self, source: Mapping[str, Any]) -> dict[str, Any]:
         """Return the fields of config.json that follow from these changes."""
@@ -87,6 +89,8 @@ class FoldedBlock:
                 if self.logits != 1.0
                 else unchanged(name, spec)
             )
+        if name == _LAST_NORM and self.ties and self.logits != self.embedding:
+            return changed(name, lambda weight: (weight + self.norm_shift) * (self.logits / self.embedding))
         if name.endswith("norm.weight") and self.norm_shift:
             return changed(name, lambda weight: weight + self.norm_shift)
         if name.endswith(".gate_up_proj.weight") and self.gate_up:
@@ -108,7 +112,7 @@ class FoldedBlock:
         norms = [
             name.replace("mlp.down_proj", part) for part in ("input_layernorm", "post_attention_layernorm")
         ]
-        norms += ["model.norm.weight"] if ".layers.0." in name else []
+        norms += [_LAST_NORM] if ".layers.0." in name else []
         width = spec.shape[0]
         made = Copy(source=name, spec=TensorSpec(spec.dtype, (width,)), change=lambda _: torch.ones(width))
         return dict.fromkeys(norms, made)

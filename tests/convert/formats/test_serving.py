@@ -39,6 +39,8 @@ EXACT: dict[str, tuple[str, dict[str, Any], str]] = {
     "mistral, narrow heads": ("mistral", {"head_dim": 16, "rms_norm_eps": 1e-6}, "sglang"),
     "phi3": ("phi3", {"rms_norm_eps": 1e-5}, "vllm,sglang"),
     "granite, tied": ("granite", {"tie_word_embeddings": True}, "vllm"),
+    "llama, tied for llama.cpp": ("llama", {"rms_norm_eps": 1e-5, "tie_word_embeddings": True}, "llama.cpp"),
+    "granite, tied for llama.cpp": ("granite", {"tie_word_embeddings": True}, "llama.cpp"),
     "olmo": ("olmo", {}, "vllm,sglang"),
     "smollm3": ("smollm3", {}, "vllm,sglang"),
 }
@@ -103,6 +105,17 @@ def test_full_rank_is_the_source(name: str, exact: tuple[Path, dict[str, dict[st
     )
     assert record["engines"] == engines.split(",")
     assert f"--engine {engines}" in record["command"]
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_a_head_stays_tied_where_every_engine_takes_it(
+    name: str, exact: tuple[Path, dict[str, dict[str, Any]]]
+) -> None:
+    """Quantisers of llama.cpp give a head that is the embeddings more bits than embeddings alone."""
+    root, _ = exact
+    is_tied = name.endswith("tied for llama.cpp")
+    assert json.loads((root / name / "config.json").read_text())["tie_word_embeddings"] == is_tied
+    assert ("lm_head.weight" not in load_file(root / name / "model.safetensors")) == is_tied
 
 
 def test_a_power_of_two_scales_the_stream_without_rounding(tmp_path: Path) -> None:
