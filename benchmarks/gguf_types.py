@@ -246,7 +246,11 @@ def medians(rows: list[dict[str, Any]]) -> dict[str, float]:
     "--keep", type=click.Path(path_type=Path, file_okay=False), help="Keep folds here, or take them."
 )
 @click.option(
-    "--groups", "kinds", multiple=True, metavar="TYPE", help="Measure this type for groups of tensors alone."
+    "--groups",
+    "kinds",
+    multiple=True,
+    metavar="TYPE",
+    help="Measure this quantised type for groups of tensors alone.",
 )
 @click.option("--name", required=True, help="Of the model in the rows.")
 @click.option("--revision", required=True, help="The commit of kvfold, for the results.")
