@@ -5,8 +5,9 @@ A checkpoint flows one way; each function reads model directories and writes a n
     source/ --fold--> folded/ --train--> distilled/        evaluate compares any of them with the source
 
 `plan` compares targets before anything is written, `verify` checks an output, `quantize` rounds its weights,
-`publish` sends it to the Hub, `report` draws evaluations as a page, `assemble` puts a text tower back into
-its multimodal checkpoint, and `absorb` lets a loaded DeepSeek-class model decode from its latent cache.
+`publish` sends it to the Hub, `report` draws evaluations as a page, `migrate` finds the smallest cache that
+holds a bound, `assemble` puts a text tower back into its multimodal checkpoint, and `absorb` lets a loaded
+DeepSeek-class model decode from its latent cache.
 `import kvfold` loads no torch; a function imports what it needs when it is called.
 """
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from .convert.request import MLA as MLA
     from .convert.request import MQA as MQA
     from .core.errors import InvalidInput as InvalidInput
+    from .migration.migrate_call import migrate as migrate
     from .tower_run import assemble as assemble
 
 __version__ = "0.1.0"
@@ -35,11 +37,12 @@ _HOMES = {
     **dict.fromkeys(("GQA", "MQA", "MLA"), ".convert.request"),
     "absorb": ".convert.formats.absorption",
     "assemble": ".tower_run",
+    "migrate": ".migration.migrate_call",
     "InvalidInput": ".core.errors",
 }
 # Names of commands that are functions of another name here, and of commands that only the shell has.
 _FUNCTIONS = {"convert": "fold", "distill": "train", "eval": "evaluate"}
-_COMMANDS = ("demo", "engines", "families", "lab", "migrate")
+_COMMANDS = ("demo", "engines", "families", "lab")
 __all__ = [
     "GQA",
     "MLA",
@@ -49,6 +52,7 @@ __all__ = [
     "assemble",
     "evaluate",
     "fold",
+    "migrate",
     "plan",
     "publish",
     "quantize",

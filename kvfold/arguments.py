@@ -73,6 +73,12 @@ def _eval_options() -> Iterable[str]:
     return option_names()
 
 
+def _migrate_options() -> Iterable[str]:
+    from .migration.migration_options import MigrationOptions
+
+    return MigrationOptions.model_fields
+
+
 # The arguments of functions, by the names of the fields that they fill.
 _ARGUMENTS = {"model": "source", "to": "target"}
 # The names that a function takes as `**options`.
@@ -80,6 +86,7 @@ _OPTIONS: Mapping[str, Callable[[], Iterable[str]]] = {
     "fold": _fold_options,
     "plan": _plan_options,
     "evaluate": _eval_options,
+    "migrate": _migrate_options,
 }
 
 

@@ -72,7 +72,16 @@ def test_importing_is_light() -> None:
 
 
 def test_the_public_names() -> None:
-    assert set(kvfold.__all__) == {*FUNCTIONS, "absorb", "assemble", "GQA", "MQA", "MLA", "InvalidInput"}
+    assert set(kvfold.__all__) == {
+        *FUNCTIONS,
+        "absorb",
+        "assemble",
+        "migrate",
+        "GQA",
+        "MQA",
+        "MLA",
+        "InvalidInput",
+    }
     assert set(kvfold.__all__) <= set(dir(kvfold))
     for name in kvfold.__all__:
         assert getattr(kvfold, name).__name__ == name
@@ -86,7 +95,7 @@ def test_a_name_of_a_command_says_which_function_it_is() -> None:
     """In a process that has imported none of the modules of these names."""
     code = (
         "import kvfold\n"
-        "for name in ('convert', 'distill', 'eval', 'migrate'):\n"
+        "for name in ('convert', 'distill', 'eval', 'lab'):\n"
         "    try:\n"
         "        getattr(kvfold, name)\n"
         "    except AttributeError as error:\n"
@@ -100,7 +109,7 @@ def test_a_name_of_a_command_says_which_function_it_is() -> None:
         f"{begin} 'convert'; the function is kvfold.fold",
         f"{begin} 'distill'; the function is kvfold.train",
         f"{begin} 'eval'; the function is kvfold.evaluate",
-        f"{begin} 'migrate'; it is a command only: kvfold migrate --help",
+        f"{begin} 'lab'; it is a command only: kvfold lab --help",
         "kvfold.convert kvfold.distill kvfold.eval",
     ]
 

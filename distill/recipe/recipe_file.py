@@ -88,13 +88,13 @@ def as_recipe(
         file = Path(recipe).expanduser()
         content, name = read_content(file), file.name
     elif isinstance(recipe, Mapping):
-        content = _plain(recipe)
+        content = plain_values(recipe)
     else:
         raise InvalidInput(
             f"the recipe is a {type(recipe).__name__}; it should be a file, a fold, a Recipe or a mapping"
         )
     for key, value in _checked(settings).items():
-        _place(content, key, _plain(value), f"settings[{key!r}]")
+        _place(content, key, plain_values(value), f"settings[{key!r}]")
     return Recipe.read(content, _OTHER_NAMES, name, SECTIONS)
 
 
@@ -108,13 +108,13 @@ def _checked(settings: Mapping[str, Any] | None) -> Mapping[str, Any]:
     return settings
 
 
-def _plain(value: Any) -> Any:
+def plain_values(value: Any) -> Any:
     """Return a value of Python as a recipe file would have it: a path at any depth becomes its text."""
     if isinstance(value, Path):
         return str(value)
     if isinstance(value, Mapping):
-        return {name: _plain(inner) for name, inner in value.items()}
-    return [_plain(inner) for inner in value] if isinstance(value, list | tuple) else value
+        return {name: plain_values(inner) for name, inner in value.items()}
+    return [plain_values(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
 def describe_key(key: str) -> str:

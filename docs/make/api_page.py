@@ -9,7 +9,18 @@ notices go to the result and to the logger `kvfold`, progress goes to a callback
 pass is a `kvfold.InvalidInput`, which is a `ValueError`; only arguments that are missing or one too many are
 Python's `TypeError`.
 """
-FUNCTIONS = ("fold", "plan", "train", "evaluate", "verify", "quantize", "publish", "report", "absorb")
+FUNCTIONS = (
+    "fold",
+    "plan",
+    "train",
+    "evaluate",
+    "verify",
+    "quantize",
+    "publish",
+    "report",
+    "migrate",
+    "absorb",
+)
 RESULTS = (
     "kvfold.results.Folded",
     "kvfold.planning.recommendation.Candidates",
@@ -18,6 +29,7 @@ RESULTS = (
     "kvfold.verification.verify.VerificationReport",
     "kvfold.results.Quantized",
     "kvfold.results.Published",
+    "kvfold.migration.migrate_call.Migrated",
 )
 
 

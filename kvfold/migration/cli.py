@@ -1,6 +1,5 @@
 """The command `kvfold migrate`. It imports nothing heavy, since `--help` goes through it."""
 
-import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,7 +9,6 @@ import click
 from ..convert.algebra.target import NAMES
 from ..convert.efforts import EFFORTS
 from ..core.console import Command, show_json, show_table, show_text
-from ..core.errors import InvalidInput
 from ..eval.assertions import Unmet
 from .default_options import STEPS, WINDOW
 
@@ -98,8 +96,6 @@ def main(dry_run: bool, as_json: bool, **options: Any) -> None:
     place. The same command resumes a run that was killed, and a run that met no bound resumes with another
     bound. This text was used to choose the step, so report final numbers on another one.
     """
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise InvalidInput("kvfold migrate runs in one process; start it without a launcher")
     from .request_reader import read_request
 
     asked = read_request(**options)
@@ -160,38 +156,10 @@ def _show_plan(asked: "Migration", as_json: bool) -> None:
 
 
 def _show(report: dict[str, Any]) -> None:
-    rows = []
-    for step in report["steps"]:
-        ppl, share, ratio = step["perplexity"], step["recovered_share"], step["perplexity_ratio"]
-        numbers = [f"{ppl[who]:.4g}" for who in ("source", "folded", "distilled")]
-        recovered = "" if share is None else f"{share:.1%}"
-        interval = "" if ratio["low"] is None else f" [{ratio['low']:.4f}, {ratio['high']:.4f}]"
-        cells = (
-            f"{step['cache_ratio']:.1%}",
-            *numbers,
-            f"{ratio['mean']:.4f}{interval}",
-            f"{step['kl']['mean']:.4f}",
-        )
-        name = step["step"] if step["kept"] == "distilled" else f"{step['step']} (fold)"
-        rows.append((name, *cells, recovered, "yes" if step["met"] else "no"))
-    columns = (
-        "step",
-        "cache",
-        "source",
-        "folded",
-        "distilled",
-        "times source's [95 %]",
-        "KL, nats",
-        "recovered",
-        report["until"],
-    )
-    proof = report["identity"]
-    kept = (
-        f"KL {proof['kl']:.1e} nats when everything is kept"
-        if proof["checked"]
-        else "not compared with everything kept"
-    )
-    show_table(f"{report['source']} to {report['to']}: {kept}", columns, rows)
+    from .migrate_call import migration_grid
+
+    grid = migration_grid(report)
+    show_table(grid.title, grid.columns, grid.rows)
     if report["met"]:
         fold = ", the fold itself" if report["kept"] == "folded" else ""
         show_text(

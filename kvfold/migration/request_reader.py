@@ -1,5 +1,6 @@
 """The reading of options of `kvfold migrate`: the bound, the sizes, and the recipe of every step."""
 
+import os
 import re
 import tempfile
 from collections.abc import Iterator
@@ -92,6 +93,8 @@ def read_request(
     Raises:
         InvalidInput: names the option that cannot be used.
     """
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise InvalidInput("kvfold migrate runs in one process; start it without a launcher")
     wanted = read_bound(bound)
     out = out.absolute().parent.resolve() / out.absolute().name  # as records spell places
     directory = resolve(model)

@@ -25,7 +25,7 @@ from ..convert.decide.plan import make_plan
 from ..convert.families.source import open_source
 from ..convert.request import FoldRequest, fold_request
 from ..convert.write.rewrite import rewrite
-from ..core.console import notice
+from ..core.console import LOG, is_shown, notice
 from ..core.errors import InvalidInput
 from ..core.untrusted import read_json
 from ..distill.run.job import distill
@@ -65,9 +65,9 @@ def migrate(asked: Migration) -> dict[str, Any]:
         identity = _identity(asked)
         found: list[dict[str, Any]] = []
         for number, step in enumerate(asked.steps, 1):
-            click.echo(f"Step {number} of {len(asked.steps)}: {asked.to} {step.name}", err=True)
+            _say(f"Step {number} of {len(asked.steps)}: {asked.to} {step.name}")
             found.append(_carry_out(asked, step))
-            click.echo(f"Step {number} of {len(asked.steps)}: {_told(asked, found[-1])}", err=True)
+            _say(f"Step {number} of {len(asked.steps)}: {_told(asked, found[-1])}")
             if not found[-1]["met"]:
                 break
         return arrive(asked, identity, found)
@@ -84,7 +84,7 @@ def _identity(asked: Migration) -> dict[str, Any]:
         if not _is_identity(earlier):
             raise InvalidInput(f"{file} is damaged; remove it, and run the same command again")
         return earlier
-    click.echo("Verify: a fold that keeps everything against the source", err=True)
+    _say("Verify: a fold that keeps everything against the source")
     heads = open_source(asked.source).geometry.num_key_value_heads
     request = FoldRequest(model=asked.model, to="gqa", kv_heads=heads)
     if asked.to == "mla":
@@ -226,6 +226,14 @@ def _summary(
         "recovered_share": (ppl["recovered_share"] or {}).get("value"),
         "evaluation": report,
     }
+
+
+def _say(text: str) -> None:
+    """Report a step: on stderr inside the command, otherwise to the log."""
+    if is_shown():
+        click.echo(text, err=True)
+    else:
+        LOG.info(text)
 
 
 def _told(asked: Migration, found: dict[str, Any]) -> str:

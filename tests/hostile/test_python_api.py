@@ -42,6 +42,13 @@ CALLS: dict[str, Callable[[Path, Any], object]] = {
     "verify source": lambda source, value: kvfold.verify(source, source=value),
     "publish directory": lambda source, value: kvfold.publish(value, "org/x", dry_run=True),
     "publish repository": lambda source, value: kvfold.publish(source, value, dry_run=True),
+    "migrate source": lambda source, value: kvfold.migrate(value, "gqa", until="kl<1", out="out"),
+    "migrate to": lambda source, value: kvfold.migrate(source, value, until="kl<1", out="out"),
+    "migrate until": lambda source, value: kvfold.migrate(source, "gqa", until=value, out="out"),
+    "migrate text": lambda source, value: kvfold.migrate(source, "gqa", until="kl<1", out="out", text=value),
+    "migrate settings": lambda source, value: kvfold.migrate(
+        source, "gqa", until="kl<1", out="out", settings=value
+    ),
     "report directories": lambda source, value: kvfold.report(value, source / "page.html"),
     "report out": lambda source, value: kvfold.report([source], value),
     "absorb": lambda source, value: kvfold.absorb(value),

@@ -1,0 +1,77 @@
+"""`kvfold.migrate`: the command's search as a function, which prints nothing."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kvfold
+from kvfold.migration import outcome
+from kvfold.migration.cli import main
+from kvfold.migration.migration_options import MigrationOptions
+
+from ..support.migrations import DEMO, unproven
+
+
+def test_a_bound_that_no_step_holds_and_then_another_one(
+    texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    unproven(monkeypatch)
+    monkeypatch.setattr(outcome, "_write_page", lambda *_: None)  # of figures, which take seconds
+    short: dict[str, Any] = {
+        "steps": [0.5], "text": texts / "held.txt", "train": texts / "train.txt", "tokens_per_step": 1024,
+        "window": 32, "max_windows": 4, "sequences": 2, "refine": 1,
+        "settings": {"evaluate": None, "stages.0.batch_tokens": 512},
+    }  # fmt: skip
+    seen = []
+    found = kvfold.migrate(
+        DEMO,
+        "gqa",
+        until="ppl<0.5x",
+        out=tmp_path / "out",
+        progress=lambda *state: seen.append(state),
+        **short,
+    )
+    assert not found.met
+    assert found.directory == tmp_path / "out.unmet"
+    assert [step["cache_ratio"] for step in found.steps] == [0.5]
+    assert seen
+    found = kvfold.migrate(DEMO, "gqa", until="ppl<9x", out=tmp_path / "out", **short)
+    assert found.met
+    assert found.directory == tmp_path / "out"
+    assert json.loads((found.directory / "report.json").read_text()) == found.report
+    assert "50.0%" in str(found)
+    assert found.report["distillation"]["stages"][0]["batch_tokens"] == 512
+    with pytest.raises(kvfold.InvalidInput, match="exists"):
+        kvfold.migrate(DEMO, "gqa", until="ppl<9x", out=found.directory, **short)
+    assert capfd.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    ("changed", "sentence"),
+    [
+        ({"to": "mha"}, "to is 'mha'; it should be one of gqa, mqa, mla"),
+        ({"until": 1.02}, "until is 1.02; it should be a text such as 'ppl<1.02x'"),
+        ({"until": "cache.ratio<0.5"}, "until 'cache.ratio<0.5' bounds the cache, which steps decides"),
+        ({"window": 1}, "window is 1; it should be"),
+        ({"window": "32"}, "window is '32'; it should be a whole number, not a text"),
+        ({"tokens_per_step": "many"}, "tokens_per_step many"),
+        ({"seeds": 3}, "unknown name 'seeds'; did you mean 'seed'"),
+        ({"settings": {"stages.0.lr": object()}}, r"settings\['stages.0.lr'\] is <object"),
+        ({"settings": {"output": "x"}}, "every step has its own student and output"),
+    ],
+)
+def test_mistakes_are_named_as_in_python(changed: dict[str, Any], sentence: str, tmp_path: Path) -> None:
+    given: dict[str, Any] = {"to": "gqa", "until": "kl<1", "out": tmp_path / "out", **changed}
+    with pytest.raises(kvfold.InvalidInput, match=sentence):
+        kvfold.migrate(DEMO, **given)
+    assert not list(tmp_path.iterdir())
+
+
+def test_options_have_the_defaults_of_the_command() -> None:
+    words = ["model", "--to", "gqa", "--until", "kl<1", "--out", "out"]
+    defaults = main.make_context("migrate", words).params
+    for name, field in MigrationOptions.model_fields.items():
+        if name != "settings":  # the command has them as --set
+            assert defaults[name] == field.default, name
