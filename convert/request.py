@@ -15,7 +15,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, TypedDict
 from pydantic import BeforeValidator, Field
 
 from ..core.errors import InvalidInput
-from ..core.settings import Settings, refuse_texts, suggest
+from ..core.settings import LARGEST_SEED, Settings, refuse_texts, suggest
 from ..core.units import read_size
 from ..core.untrusted import read_yaml, shorten
 from ..texts.calibration_name import names_statistics
@@ -146,7 +146,7 @@ class FoldRequest(Settings):
     or fewer where it was trained on fewer."""
     context: Annotated[Tokens, Field(ge=2)] | None = None
     """Tokens of the texts that the output is for; left out, the source's positions."""
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, le=LARGEST_SEED)
     """Seed of the calibration."""
     save_statistics: Place | None = None
     """File (.safetensors) that keeps the statistics."""

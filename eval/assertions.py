@@ -3,6 +3,7 @@
 Importing this module loads nothing heavy.
 """
 
+import math
 import operator
 import re
 from collections.abc import Mapping, Sequence
@@ -93,7 +94,7 @@ def parse(
     except ValueError:
         bound = float("nan")
     label = f"{option} {text!r}"
-    if match is None or bound != bound:
+    if match is None or not math.isfinite(bound):
         raise InvalidInput(f"{label} is not a comparison with a number; write for example {examples}")
     names = _whole_path(match[1])
     if names[0] == "suites" and names[1:2] and names[1] in SUITES and names[1] not in suites:

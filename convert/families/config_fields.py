@@ -89,7 +89,8 @@ _FIELDS: dict[str, _Check] = {
     **dict.fromkeys(("scale_attn_weights", "scale_attn_by_inverse_layer_idx"), _FLAG),
     **dict.fromkeys(("use_parallel_residual", "alibi", "multi_query"), _FLAG),
     **dict.fromkeys(("model_type", "hidden_act", "activation_function", "dtype", "torch_dtype"), _TEXT),
-    "initializer_range": _NUMBER,
+    **dict.fromkeys(("initializer_range", "swiglu_alpha"), _NUMBER),
+    "swiglu_limit": _POSITIVE,
     "architectures": _NAMES,
     "sliding_window": _COUNT,
 }

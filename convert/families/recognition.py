@@ -157,9 +157,10 @@ def _rotates(family: Family, config: Mapping[str, Any]) -> bool:
 
 def is_multimodal(config: Mapping[str, Any]) -> bool:
     """Return whether a config.json describes a model that reads more than text."""
-    return any(key in config for key in ("vision_config", "audio_config")) and (
-        config.get("model_type") not in FAMILIES
-    )
+    kind = config.get("model_type")
+    if not any(key in config for key in ("vision_config", "audio_config")):
+        return False
+    return not isinstance(kind, str) or kind not in FAMILIES
 
 
 def complete(family: Family, config: Mapping[str, Any]) -> dict[str, Any]:

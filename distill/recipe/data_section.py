@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
-from ...core.settings import Settings
+from ...core.settings import LARGEST_SEED, Settings
 from ...texts.document_rows import DocumentSource
 
 SELF = "self"  # text that the teacher writes
@@ -83,7 +83,7 @@ class Data(Settings):
     attention crosses from one to the next."""
     seq_len: int = Field(ge=2)
     """Tokens per window."""
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, le=LARGEST_SEED)
     """Seed of the order of documents and windows, and of the text that `self` writes."""
 
     @field_validator("source", mode="before")

@@ -11,6 +11,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, Va
 from .errors import InvalidInput
 from .untrusted import shorten
 
+LARGEST_SEED = 2**63 - 1  # that torch takes
+
 
 class Settings(BaseModel):
     """A frozen set of named values; an unknown name is a mistake, and a docstring describes each value."""

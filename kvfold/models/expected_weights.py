@@ -141,9 +141,27 @@ def _load_shapes(checkpoint: Checkpoint) -> tuple[Any, dict[str, Any]]:
     return _load_on_meta(kind, config, checkpoint.directory, tensors)
 
 
+def _check_layers(config: Any, directory: Path) -> None:
+    """Refuse layers that a class loads and cannot run: a window without a width, too few experts."""
+    text = config.get_text_config()
+    experts = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None)
+    chosen = getattr(text, "num_experts_per_tok", None)
+    if isinstance(experts, int) and isinstance(chosen, int) and chosen > experts > 0:
+        raise InvalidInput(
+            f"config.json of {directory} has num_experts_per_tok {chosen} and {experts} experts; correct one"
+        )
+    kinds = getattr(text, "layer_types", None) or ()
+    if "sliding_attention" in kinds and getattr(text, "sliding_window", None) is None:
+        raise InvalidInput(
+            f"config.json of {directory} has layers of the kind sliding_attention and no sliding_window; "
+            "give its number of tokens, or correct layer_types"
+        )
+
+
 def _load_on_meta(
     kind: Any, config: Any, directory: Path, tensors: dict[str, Tensor]
 ) -> tuple[Any, dict[str, Any]]:
+    _check_layers(config, directory)
     check_tables(kind, config, directory, sum(tensor.nbytes for tensor in tensors.values()))
     model, found = kind.from_pretrained(
         None,

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field
 
 from ..convert.request import Bytes, CalibrationName, Names, Place, Shares, Tokens
-from ..core.settings import Settings, refuse_texts
+from ..core.settings import LARGEST_SEED, Settings, refuse_texts
 
 
 def _with_unit(memory: int) -> int:
@@ -46,7 +46,7 @@ class PlanRequest(Settings):
     """Calibration sequences."""
     length: Annotated[int, Field(ge=2)] | None = None
     """Tokens of a calibration sequence; left out, as in a `FoldRequest`."""
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, le=LARGEST_SEED)
     """Seed of the calibration."""
     save_statistics: Place | None = None
     """File (.safetensors) that keeps the statistics."""

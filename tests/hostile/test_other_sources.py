@@ -13,8 +13,9 @@ from torch import Tensor
 
 from ..support.quantised import FORMATS, quantise, quantised_tower
 from ..support.tiny import make
+from ..support.tokenizers import save_tokenizer
 from ..support.towers import make_multimodal
-from .conftest import Scene
+from .conftest import Scene, edit_json
 
 Damage = Callable[[Path], object]
 GQA = ("--to", "gqa", "--kv-heads", "2", "--calibration", "none")
@@ -301,3 +302,50 @@ def test_a_damaged_quantised_multimodal_source(
 ) -> None:
     form, damage, sentence = QUANTISED_TOWERS[case]
     refused(scene, sound(f"llava {form}"), damage, sentence, *options)
+
+
+LAYERS: dict[str, tuple[str, Callable[[dict[str, Any]], Any], str]] = {
+    "window": (
+        "gemma3_text",
+        lambda content: content.update(sliding_window=None),
+        "has layers of the kind sliding_attention and no sliding_window",
+    ),
+    "experts": (
+        "qwen3_moe",
+        lambda content: content.update(num_experts_per_tok=10),
+        "has num_experts_per_tok 10 and 4 experts",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", LAYERS)
+def test_layers_that_no_forward_pass_survives_are_refused(scene: Scene, case: str) -> None:
+    """Their classes load such a configuration, and end with an error in every forward pass."""
+    family, damage, words = LAYERS[case]
+    source = make(scene.root / "source", family)
+    edit_json(source / "config.json", damage)
+    scene.refused("convert", source, *GQA, "--out", scene.root / "out", says=words)
+    save_tokenizer(source)
+    (scene.root / "text.txt").write_text("a text " * 50)
+    scene.refused("eval", source, "--text", scene.root / "text.txt", "--suite", "ppl", says=words)
+
+
+@pytest.mark.parametrize("kind", [[], {"a": 1}])
+def test_a_multimodal_model_of_no_kind_is_refused(scene: Scene, kind: Any) -> None:
+    source = make_multimodal(scene.root / "source", "llava")
+    edit_json(source / "config.json", lambda content: content.update(model_type=kind))
+    scene.refused("convert", source, *GQA, "--out", scene.root / "out")
+
+
+def test_a_limit_beyond_the_numbers_of_weights_is_refused(scene: Scene) -> None:
+    source = make(scene.root / "source", "gpt_oss")
+    edit_json(source / "config.json", lambda content: content.update(swiglu_limit=1e308))
+    scene.refused("convert", source, *GQA, "--out", scene.root / "out", says="swiglu_limit 1e+308, where a")
+
+
+def test_a_seed_that_torch_does_not_take_is_refused(scene: Scene) -> None:
+    source = make(scene.root / "source")
+    (scene.root / "text.txt").write_text("a text " * 50)
+    words = ("--calibration", scene.root / "text.txt", "--seed", str(10**40))
+    for command in (("convert", source, *GQA[:4], "--out", scene.root / "out"), ("plan", source)):
+        scene.refused(*command, *words, says="it should be less than or equal to 9223372036854775807")
