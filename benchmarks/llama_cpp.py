@@ -33,6 +33,7 @@ _LATENT = "--to mla --engine llama.cpp --length 128 --sequences 8 --refine 20"
 FOLDS = (
     ("demo", "--to gqa --kv-heads 2 --calibration none"),
     ("demo", _LATENT),
+    ("demo", f"{_LATENT} --kv-budget 12.5%"),
     ("llama", "--to mla --engine llama.cpp --rank 512 --calibration none"),
     ("llama", "--to mla --engine llama.cpp --rank 256 --calibration none"),
     ("qwen2", "--to gqa --kv-heads 2 --calibration none"),

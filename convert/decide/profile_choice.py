@@ -1,4 +1,8 @@
-"""The choice between the serving profiles: 512+64 and 256+64, or the user's widths where engines take any."""
+"""The choice between the serving profiles: 512+64 and 256+64, or the user's widths where engines take any.
+
+Engines that take any width on some hardware alone get a profile, which all of it takes, where one is small
+enough.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
@@ -42,13 +46,16 @@ def profiles_for(source: Source, options: Mapping[str, Any], engines: Sequence[s
     size = source.geometry.cache_elements
     if rank == "full":
         return (SERVING,)
-    if all(map(takes_any_width, engines)) and (rank is None) != (budget is None):
+    has_size = (rank is None) != (budget is None)
+    if has_size and all(map(takes_any_width, engines)):
         return (_own(source, options),)
     smaller = [profile for profile in PROFILES if profile.cached < size]
     if budget is not None:
         smaller = [one for one in smaller if one.cached <= budget_elements(source.geometry, budget)][:1]
     elif rank is not None and rank.isascii() and rank.isdigit():
         smaller = [profile for profile in smaller if int(rank) <= profile.latent][-1:]
+    if has_size and not smaller and all(takes_any_width(engine, everywhere=False) for engine in engines):
+        return (_own(source, options),)
     fits_narrow = rank is None or not rank.isdigit() or int(rank) <= NARROW.latent
     return tuple(smaller) or (NARROW if fits_narrow else SERVING,)  # which is refused with the reason
 
@@ -149,11 +156,16 @@ def served_notices(
 
 
 def kernel_notices(cached: tuple[int, int], engines: Sequence[str]) -> tuple[str, ...]:
-    """Say which kernels the engines have for 256+64, which not all hardware has."""
-    if cached != (NARROW.latent, NARROW.rope):
-        return ()
+    """Say which kernels the engines have for 256+64, which not all hardware has, and for no profile."""
     rows = [row for row in HARDWARE if row.engine in engines]
-    if not rows:
+    if cached == (NARROW.latent, NARROW.rope):
+        words = "; ".join(f"{row.engine} on {row.hardware}: {row.narrow} ({row.evidence})" for row in rows)
+        return (f"kernels for {NARROW}: {words}",) if rows else ()
+    if cached == (SERVING.latent, SERVING.rope):
         return ()
-    words = "; ".join(f"{row.engine} on {row.hardware}: {row.narrow} ({row.evidence})" for row in rows)
-    return (f"kernels for {NARROW}: {words}",)
+    return tuple(
+        f"{row.engine} on {row.hardware} has {row.wide} and {row.narrow} ({row.evidence}), and no kernel for "
+        f"{cached[0]}+{cached[1]}"
+        for row in rows
+        if not row.takes_any_width and takes_any_width(row.engine, everywhere=False)
+    )

@@ -105,10 +105,11 @@ def saves_nothing(size: int, profile: Profile, engines: Sequence[str]) -> Invali
         profile: the narrowest profile.
         engines: that must run the output.
     """
-    if engines and all(map(takes_any_width, engines)):
+    free = [engine for engine in ENGINES if takes_any_width(engine, everywhere=False)]
+    if engines and set(engines) <= set(free):
         other = f"--kv-budget SHARE, such as 50%, of which {' and '.join(engines)} takes any"
     else:
-        other = "--engine " + " or ".join(filter(takes_any_width, ENGINES))
+        other = f"--engine {', '.join(free[:-1])} or {free[-1]}"
     return InvalidInput(
         f"MLA saves nothing in the serving profiles: they cache at least {profile} elements of a latent, and "
         f"the source's cache has only {size}; use --to gqa, or {other}"

@@ -57,6 +57,8 @@ def test_an_unconditional_rule_agrees_with_the_verdict(engine: str) -> None:
 
 def test_engines_with_a_kernel_for_any_width() -> None:
     assert list(filter(takes_any_width, ENGINES)) == ["transformers", "mlx"]
+    somewhere = [engine for engine in ENGINES if takes_any_width(engine, everywhere=False)]
+    assert somewhere == ["transformers", "llama.cpp", "mlx"]
 
 
 SIZES = {"512+64": ("--rank", "512"), "256+64": ("--rank", "256"), "other widths": ("--kv-budget", "6.25%")}

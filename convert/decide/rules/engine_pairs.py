@@ -113,6 +113,11 @@ class Kernels(NamedTuple):
     narrow: str
     evidence: Evidence
 
+    @property
+    def takes_any_width(self) -> bool:
+        """Return whether there are kernels for latents of any width."""
+        return self.wide == self.narrow == _ANY_WIDTH
+
 
 HARDWARE = (
     Kernels("vllm", "CPU", "CPU_MLA (float32), AMX_MLA (bfloat16)", "none: Unsupported block size",
@@ -131,9 +136,12 @@ HARDWARE = (
 )  # fmt: skip
 
 
-def takes_any_width(engine: str) -> bool:
-    """Return whether an engine has kernels for latents of any width on all hardware that is known here."""
-    rows = [row for row in HARDWARE if row.engine == engine]
-    return engine == "transformers" or (
-        bool(rows) and all(row.wide == row.narrow == _ANY_WIDTH for row in rows)
-    )
+def takes_any_width(engine: str, everywhere: bool = True) -> bool:
+    """Return whether an engine has kernels for latents of any width.
+
+    Args:
+        engine: of ENGINES.
+        everywhere: on all hardware that is known here; False: on some.
+    """
+    rows = [row.takes_any_width for row in HARDWARE if row.engine == engine]
+    return engine == "transformers" or (bool(rows) and (all(rows) if everywhere else any(rows)))

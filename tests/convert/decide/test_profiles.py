@@ -46,17 +46,22 @@ def test_a_source_between_the_profiles_loses_nothing_at_256(engine: str, tmp_pat
     assert (ours - theirs).abs().max() < 5e-5 * max(1.0, float(theirs.std()))
 
 
-def test_widths_of_ones_own_where_an_engine_takes_any(tmp_path: Path) -> None:
-    """MLX: the budget's widths, on the default table, with a head of its own."""
+@pytest.mark.parametrize(
+    ("engine", "is_tied"), [("mlx", False), ("llama.cpp", True), ("llama.cpp,mlx", False)]
+)
+def test_widths_of_ones_own_where_an_engine_takes_any(engine: str, is_tied: bool, tmp_path: Path) -> None:
+    """The budget's widths, on the default table. MLX wants a head of its own."""
     source = make(tmp_path / "source", **GOOD)
     code, text = attempt(
-        source, tmp_path / "out", "--to", "mla", "--kv-budget", "50%", "--engine", "mlx", *WEIGHTS
+        source, tmp_path / "out", "--to", "mla", "--kv-budget", "50%", "--engine", engine, *WEIGHTS
     )
     assert code == 0, text
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["kv_lora_rank"] + config["qk_rope_head_dim"] == 256
     assert config["rope_parameters"]["rope_type"] == "default"
-    assert failing(tmp_path / "out", "mlx,transformers") == []
+    assert config["tie_word_embeddings"] == is_tied
+    assert failing(tmp_path / "out", f"{engine},transformers") == []
+    assert ("llama.cpp on CUDA has flash attention 576/512" in text) == ("llama.cpp" in engine)
     assert any("not 512+64" in line for line in failing(tmp_path / "out", "vllm"))
 
 
@@ -64,7 +69,8 @@ def test_widths_of_ones_own_where_an_engine_takes_any(tmp_path: Path) -> None:
     ("engine", "advice"),
     [
         ("mlx", "use --to gqa, or --kv-budget SHARE, such as 50%, of which mlx takes any"),
-        ("vllm,sglang", "use --to gqa, or --engine transformers or mlx"),
+        ("llama.cpp", "use --to gqa, or --kv-budget SHARE, such as 50%, of which llama.cpp takes any"),
+        ("vllm,sglang", "use --to gqa, or --engine transformers, llama.cpp or mlx"),
     ],
 )
 def test_a_source_whose_cache_is_small_gets_one_reason_and_advice_for_its_engine(
