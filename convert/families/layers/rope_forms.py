@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from typing import Any
 
-from ....core.errors import InvalidInput
 from ...algebra.rope_fields import stated_rope
 from ..config_fields import is_size
 
@@ -18,9 +17,6 @@ def stretched(config: Mapping[str, Any]) -> dict[str, Any]:
 
     Args:
         config: a complete one, whose fields were checked and whose sizes may still be anything.
-
-    Raises:
-        InvalidInput: the number makes no base.
     """
     rope: Any = stated_rope(config)
     if not isinstance(rope, dict) or "dynamic" not in (rope.get("rope_type"), rope.get("type")):
@@ -32,12 +28,7 @@ def stretched(config: Mapping[str, Any]) -> dict[str, Any]:
     if not alpha or not is_size(width) or width < 4:
         return {}
     theta = rope.get("rope_theta") or config.get("rope_theta") or 10000.0
-    try:
-        base = theta * float(alpha) ** (width / (width - 2))
-    except OverflowError:
-        raise InvalidInput(
-            f"config.json has alpha {alpha} in its rope parameters, which is too large"
-        ) from None
+    base = theta * float(alpha) ** (width / (width - 2))
     return {"rope_parameters": {"rope_type": "default", "rope_theta": base}, "rope_scaling": None}
 
 

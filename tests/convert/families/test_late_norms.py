@@ -125,7 +125,10 @@ def test_a_stretched_base_is_checked(tmp_path: Path) -> None:
     table_F, _ = open_source(file.parent).frequencies()
     base = 100.0 * 50.0 ** (16 / 14)
     torch.testing.assert_close(table_F, base ** -(torch.arange(8).double() / 8), rtol=1e-6, atol=0)
-    for alpha, words in ((-1.0, "alpha -1.0, where a positive number"), (1e300, "alpha 1e.300 .* too large")):
+    for alpha, words in (
+        (-1.0, "alpha -1.0, where a positive number"),
+        (1e300, "alpha 1e.300, where a positive"),
+    ):
         config["rope_parameters"]["alpha"] = alpha
         file.write_text(json.dumps(config))
         with pytest.raises(InvalidInput, match=words):
