@@ -73,7 +73,7 @@ _EVIDENCE: dict[str, tuple[Evidence | None, ...]] = {
         seen.HF, seen.VLLM_WIDTHS, seen.SGLANG, seen.LLAMA_RUN, seen.MLX, seen.TENSORRT_WIDTHS, seen.TGI,
     ),
     "stock other widths": (
-        seen.HF, seen.VLLM_BROKEN, seen.SGLANG, seen.LLAMA, seen.MLX, seen.TENSORRT_WIDTHS, seen.TGI,
+        seen.HF, seen.VLLM_BROKEN, seen.SGLANG, seen.LLAMA_WIDTHS, seen.MLX, seen.TENSORRT_WIDTHS, seen.TGI,
     ),
     "decoupled 512+64": (
         seen.HF, seen.VLLM, seen.SGLANG_BACKEND, seen.LLAMA_CLASSES, seen.MLX_BROKEN, None, None,
@@ -128,7 +128,7 @@ HARDWARE = (
             "FlashInfer MLA by its check of heads, Triton MLA", seen.VLLM_WIDTHS),
     Kernels("sglang", "any GPU", "Triton, FlashInfer, FlashMLA, trtllm_mla", "Triton, padded to 512",
             seen.SGLANG),
-    Kernels("llama.cpp", "CPU", _ANY_WIDTH, _ANY_WIDTH, seen.LLAMA_RUN),
+    Kernels("llama.cpp", "CPU", _ANY_WIDTH, _ANY_WIDTH, seen.LLAMA_WIDTHS),
     Kernels("llama.cpp", "CUDA", "flash attention 576/512", "flash attention 320/256", seen.LLAMA_CUDA),
     Kernels("mlx", "CPU", _ANY_WIDTH, _ANY_WIDTH, seen.MLX),
     Kernels("tensorrt-llm", "any GPU", "its DeepSeek-V3 class, AutoDeploy", "AutoDeploy alone",

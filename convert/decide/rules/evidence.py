@@ -61,6 +61,7 @@ SGLANG_BACKEND = read(
 LLAMA = read("llama.cpp 0c1e570", "2026-11-22", "conversion/deepseek.py, src/models/deepseek2.cpp")
 LLAMA_CLASSES = read("llama.cpp 0c1e570", "2026-11-22", "conversion/*.py")
 LLAMA_RUN = run("llama.cpp 0.5.0-dev, 0c1e570, on a CPU", "2026-11-25", "python -m benchmarks.llama_cpp")
+LLAMA_WIDTHS = run("llama.cpp 0.5.0-dev, 0c1e570, on a CPU", "2026-11-27", "python -m benchmarks.llama_cpp")
 LLAMA_CUDA = read("llama.cpp", "2026-11", "llama.cpp#22205")
 _MLX = "mlx-lm 0.32.2 with mlx[cpu] 0.32.4"
 MLX = run(_MLX, "2026-11-25", "python -m benchmarks.mlx")
