@@ -1,7 +1,7 @@
 """The choice between the serving profiles: 512+64 and 256+64, or the user's widths where engines take any.
 
-Engines that take any width on some hardware alone get a profile, which all of it takes, where one is small
-enough.
+An engine that takes any width on only some of its hardware gets a profile if one is small enough, because all
+of its hardware runs that.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -54,7 +54,8 @@ def profiles_for(source: Source, options: Mapping[str, Any], engines: Sequence[s
         smaller = [one for one in smaller if one.cached <= budget_elements(source.geometry, budget)][:1]
     elif rank is not None and rank.isascii() and rank.isdigit():
         smaller = [profile for profile in smaller if int(rank) <= profile.latent][-1:]
-    if has_size and not smaller and all(takes_any_width(engine, everywhere=False) for engine in engines):
+    is_free = all(takes_any_width(engine, everywhere=False) for engine in engines)
+    if has_size and is_free and not any(options.get("rope_dim") in (None, one.rope) for one in smaller):
         return (_own(source, options),)
     fits_narrow = rank is None or not rank.isdigit() or int(rank) <= NARROW.latent
     return tuple(smaller) or (NARROW if fits_narrow else SERVING,)  # which is refused with the reason
@@ -156,7 +157,7 @@ def served_notices(
 
 
 def kernel_notices(cached: tuple[int, int], engines: Sequence[str]) -> tuple[str, ...]:
-    """Say which kernels the engines have for 256+64, which not all hardware has, and for no profile."""
+    """Return notices about kernels: for 256+64, which not all hardware has, and for widths of no profile."""
     rows = [row for row in HARDWARE if row.engine in engines]
     if cached == (NARROW.latent, NARROW.rope):
         words = "; ".join(f"{row.engine} on {row.hardware}: {row.narrow} ({row.evidence})" for row in rows)

@@ -109,7 +109,7 @@ def saves_nothing(size: int, profile: Profile, engines: Sequence[str]) -> Invali
     if engines and set(engines) <= set(free):
         other = f"--kv-budget SHARE, such as 50%, of which {' and '.join(engines)} takes any"
     else:
-        other = f"--engine {', '.join(free[:-1])} or {free[-1]}"
+        other = f"--engine {', '.join(free[:-1])} or {free[-1]} with --kv-budget SHARE, such as 50%"
     return InvalidInput(
         f"MLA saves nothing in the serving profiles: they cache at least {profile} elements of a latent, and "
         f"the source's cache has only {size}; use --to gqa, or {other}"

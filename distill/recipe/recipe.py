@@ -33,7 +33,7 @@ Mode = Literal["end_to_end", "layerwise", "stream"]
 StoredFormat = Literal["fp8_e4m3", "fp8_e5m2", "nvfp4", "int8", "int4"]
 Profile = Literal["cpu", "single", "ddp", "fsdp2", "zero2", "zero3", "multinode"]
 ScheduleName = Literal["cosine", "wsd", "constant"]
-_MOST_TOKENS = 10**13  # about as many as the largest models were pretrained on; more is a slip
+_MOST_TOKENS = 10**13  # near what the largest models were pretrained on; more is a slip
 Tokens = Annotated[int, BeforeValidator(parse_tokens), Field(ge=1, le=_MOST_TOKENS)]
 
 

@@ -128,19 +128,18 @@ def other_weights(directory: Path, known: Mapping[str, str] | None = None) -> st
     if not recorded:
         return ""
     files = {path.name: path for path in weight_files(directory)}
-    found = hashes(files, known)
-    for name in sorted(recorded.keys() | files.keys()):
-        if name not in recorded or name not in files:
-            how = "is not among them" if name in recorded else "is not described"
-        elif recorded[name] != found[name]:
-            how = "differs"
-        else:
-            continue
-        return (
-            f"the weights of {directory} are not those that its {FILE} describes ({printable(name)} {how}): "
-            "they were trained, changed, saved again by another tool or damaged after kvfold wrote them"
-        )
-    return ""
+    if alone := sorted(recorded.keys() ^ files.keys()):
+        name, how = alone[0], "is not among them" if alone[0] in recorded else "is not described"
+    else:
+        found = hashes(files, known)
+        name = next((name for name in sorted(files) if recorded[name] != found[name]), "")
+        how = "differs"
+    if not name:
+        return ""
+    return (
+        f"the weights of {directory} are not those that its {FILE} describes ({printable(name)} {how}): "
+        "they were trained, changed, saved again by another tool or damaged after kvfold wrote them"
+    )
 
 
 def hub_id(source: Mapping[str, Any]) -> str | None:
@@ -269,13 +268,11 @@ def changed_since(
         known: SHA-256 of files in it that were read already, by name.
     """
     recorded = record["source"].get("files", {}) if record else {}
-    for name in sorted(recorded):
-        if not name.endswith(".safetensors") and name != "config.json":
-            continue
-        path = source / name
-        if not path.is_file() or recorded[name] != ((known or {}).get(name) or sha256(path)):
-            return str(name)
-    return ""
+    names = sorted(name for name in recorded if name.endswith(".safetensors") or name == "config.json")
+    if gone := next((name for name in names if not (source / name).is_file()), ""):
+        return str(gone)
+    found = hashes({name: source / name for name in names}, known)
+    return str(next((name for name in names if recorded[name] != found[name]), ""))
 
 
 def hashes(files: Mapping[str, Path], known: Mapping[str, str] | None = None) -> dict[str, str]:

@@ -10,6 +10,7 @@ from ..convert.calibration.study import read_saved, study
 from ..convert.calibration.text_length import at_context
 from ..convert.decide.costs.fold_cost import cost_by_default, in_words
 from ..convert.decide.per_rank import Ranks, source_elements
+from ..convert.decide.rules.engine_pairs import takes_any_width
 from ..convert.families.source import Source, open_source
 from ..convert.formats.serving_widths import PROFILES
 from ..convert.request import FoldRequest
@@ -178,7 +179,8 @@ def _recommend(source: Source, request: PlanRequest, inside: Surroundings | None
     check_alike(source)
     ranks = Ranks(tensor=request.tp, context=request.dcp)
     ranks.check(source.geometry)
-    _tell_small(source)
+    if not request.engines or not all(takes_any_width(one, everywhere=False) for one in request.engines):
+        _tell_small(source)
     candidates, refused = _find(source, shares, request, inside)
     bounds = Bounds(context=request.context, batch=request.batch, memory=request.memory, ranks=ranks)
     rows = place_all(candidates, kinds, bounds, request.engines)
@@ -373,7 +375,7 @@ def _tell_small(source: Source) -> None:
         )
         notice(
             f"{which} here: the source caches {size} elements per token and layer, and the latents that "
-            f"engines serve take {' or '.join(f'{profile.cached}' for profile in PROFILES)}"
+            f"vLLM and SGLang serve take {' or '.join(f'{profile.cached}' for profile in PROFILES)}"
         )
 
 

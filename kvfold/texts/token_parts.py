@@ -1,7 +1,8 @@
 """Texts of any length as token ids, in memory for a part of them.
 
 A tokenizer takes 150 bytes and more for each character that it is given at once, so a file of 100 MB that is
-one document would take 15 GB.
+one document would take 15 GB. One that does not tell where its tokens are (a slow one) still reads a text at
+once.
 """
 
 from collections.abc import Iterable, Iterator
@@ -43,14 +44,16 @@ def read_ids(tokenizer: Any, texts: Iterable[str]) -> Iterator[Iterator[list[int
         ...     ids = [token for part in parts for token in part]
     """
     group: list[str] = []
+    held = 0  # characters of the group
     for text in texts:
-        if group and sum(map(len, group)) + len(text) > PART:
+        if group and held + len(text) > PART:
             yield from _together(tokenizer, group)
-            group = []
+            group, held = [], 0
         if len(text) > PART:
             yield (part.ids for part in token_parts(tokenizer, text))
         else:
             group.append(text)
+            held += len(text)
     if group:
         yield from _together(tokenizer, group)
 
@@ -64,7 +67,8 @@ def token_parts(tokenizer: Any, text: str) -> Iterator[Tokens]:
     """Yield the tokens of a text, without special tokens, in parts that are as in the whole text.
 
     Parts of the text overlap by some characters. Two are joined where both have the same tokens on either
-    side of the joint. Where they have none such, the rest of the text is tokenised at once.
+    side of the joint. Where they have none such, as in a long run of one character, the first becomes twice
+    as long.
 
     Args:
         tokenizer: of transformers.
@@ -74,16 +78,18 @@ def token_parts(tokenizer: Any, text: str) -> Iterator[Tokens]:
         yield Tokens(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], [])
         return
     start = first = 0  # of the text's characters, and of the part's tokens that are still to be yielded
-    part = _read(tokenizer, text, 0, PART)
-    while start + PART < len(text):
-        behind = start + PART - _OVERLAP
+    size = PART
+    part = _read(tokenizer, text, start, size)
+    while start + size < len(text):
+        behind = start + size - _OVERLAP
         following = _read(tokenizer, text, behind, behind + PART)
-        joint = _joint(part, following, behind, start + PART)
+        joint = _joint(part, following, behind, start + size)
         if joint is None:
-            part = _read(tokenizer, text, start, len(text))
-            break
+            size *= 2
+            part = _read(tokenizer, text, start, start + size)
+            continue
         yield _tokens(part[first : joint[0]])
-        start, first, part = behind, joint[1], following
+        start, size, first, part = behind, PART, joint[1], following
     yield _tokens(part[first:])
 
 

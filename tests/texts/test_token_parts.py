@@ -60,7 +60,7 @@ def test_texts_keep_their_order_and_short_ones_are_read_together() -> None:
     assert calls == [[3_000, 900], 4_000, 4_000, 1_800, [0, 1], [4_000]]
 
 
-def test_parts_that_do_not_agree_are_read_at_once() -> None:
+def test_parts_that_do_not_agree_grow() -> None:
     """A tokenizer whose tokens depend on where a text begins."""
     calls: list[int] = []
 
@@ -76,7 +76,18 @@ def test_parts_that_do_not_agree_are_read_at_once() -> None:
 
     (only,) = token_parts(FromTheStart(), "a" * 10_000)
     assert only.ids == list(range(10_000))
-    assert calls == [4_000, 4_000, 10_000]
+    assert calls == [4_000, 4_000, 8_000, 2_400, 10_000]
+
+
+def test_a_run_longer_than_an_overlap_is_in_one_part() -> None:
+    """Without a pre-tokenizer, in whose place Llama's tokenizer has none either."""
+    backend = Tokenizer(models.BPE({"a": 0, "aa": 1, "aaa": 2, "b": 3, " ": 4}, [("a", "a"), ("aa", "a")]))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
+    text = "ab " * 2_000 + "a" * 5_000 + "b" + "b a" * 5_000
+    parts = list(token_parts(tokenizer, text))
+    assert [token for part in parts for token in part.ids] == tokenizer(text)["input_ids"]
+    assert len(parts) > 3
+    assert max(len(part.ids) for part in parts) < 10_000
 
 
 def test_a_slow_tokenizer_reads_all_at_once() -> None:

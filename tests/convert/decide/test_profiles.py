@@ -70,7 +70,7 @@ def test_widths_of_ones_own_where_an_engine_takes_any(engine: str, is_tied: bool
     [
         ("mlx", "use --to gqa, or --kv-budget SHARE, such as 50%, of which mlx takes any"),
         ("llama.cpp", "use --to gqa, or --kv-budget SHARE, such as 50%, of which llama.cpp takes any"),
-        ("vllm,sglang", "use --to gqa, or --engine transformers, llama.cpp or mlx"),
+        ("vllm,sglang", "use --to gqa, or --engine transformers, llama.cpp or mlx with --kv-budget SHARE"),
     ],
 )
 def test_a_source_whose_cache_is_small_gets_one_reason_and_advice_for_its_engine(
