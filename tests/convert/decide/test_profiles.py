@@ -66,6 +66,36 @@ def test_widths_of_ones_own_where_an_engine_takes_any(engine: str, is_tied: bool
 
 
 @pytest.mark.parametrize(
+    ("engine", "options", "cached"),
+    [
+        ("llama.cpp", ("--rank", "128"), 256 + 64),
+        ("llama.cpp", ("--rank", "128", "--rope-dim", "32"), 128 + 32),
+        ("llama.cpp", ("--rank", "300"), 300 + 64),
+        ("mlx", ("--rank", "128"), 128 + 64),
+        ("llama.cpp,vllm", ("--kv-budget", "50%"), "the least would be 62.5%"),
+        ("llama.cpp,vllm", ("--rank", "128", "--rope-dim", "32"), "--rope-dim 32 does not fit"),
+    ],
+)
+def test_widths_by_engine(engine: str, options: tuple[str, ...], cached: int | str, tmp_path: Path) -> None:
+    """A profile where one fits, since all hardware of llama.cpp has a kernel for it; else the user's widths."""
+    source = make(tmp_path / "source", **GOOD)
+    code, text = attempt(
+        source,
+        tmp_path / "out",
+        "--to",
+        "mla",
+        "--engine",
+        engine,
+        *options,
+        "--dry-run",
+        "--calibration",
+        "none",
+    )
+    assert code == (2 if isinstance(cached, str) else 0), text
+    assert (cached if isinstance(cached, str) else f" {cached} elements per token and layer") in text
+
+
+@pytest.mark.parametrize(
     ("engine", "advice"),
     [
         ("mlx", "use --to gqa, or --kv-budget SHARE, such as 50%, of which mlx takes any"),
