@@ -4,6 +4,7 @@ A file of a checkpoint, a recipe or a text may be damaged or hostile. Every read
 with one sentence that names the file, whatever the file holds.
 """
 
+import functools
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -267,6 +268,7 @@ def _is_too_deep(value: Any) -> bool:
     return True
 
 
+@functools.cache
 def _yaml_loader() -> Any:
     """Return the class that reads YAML's plain types: libyaml's, else Python's, which is far slower.
 

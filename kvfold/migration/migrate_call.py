@@ -36,12 +36,12 @@ class Migrated(Tabular):
 
     @property
     def met(self) -> bool:
-        """Whether a step holds the bound."""
+        """Return whether a step holds the bound."""
         return bool(self.report["met"])
 
     @property
     def steps(self) -> list[dict[str, Any]]:
-        """Every step that was tried: `cache_ratio`, `perplexity`, `kl`, `met` and more."""
+        """Return every step that was tried: `cache_ratio`, `perplexity`, `kl`, `met` and more."""
         return list(self.report["steps"])
 
     def grid(self) -> Grid:

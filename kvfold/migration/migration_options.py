@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from ..convert.request import CalibrationName, Shares
-from ..core.settings import Settings, refuse_texts
+from ..core.settings import LARGEST_SEED, Settings, refuse_texts
 from ..distill.recipe.recipe_file import plain_values
 
 
@@ -38,7 +38,7 @@ class MigrationOptions(Settings):
     """Calibration sequences; None: those of the effort."""
     refine: Annotated[int, Field(ge=0)] | None = None
     """Steps of refinement of each layer; None: those of the effort."""
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, le=LARGEST_SEED)
     """Seed of calibration and training."""
     settings: Annotated[Mapping[str, Any], BeforeValidator(plain_values), AfterValidator(dict)] = {}
     """Values that replace those of every distillation's recipe, by key: `{"stages.0.lr": 1e-4}`."""

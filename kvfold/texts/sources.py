@@ -40,7 +40,7 @@ def read_field(source: DocumentSource, seed: int, *, complete: bool = False) -> 
             )
         values = [value for value in found if value]
         empty = 0 if values else empty + len(found)
-        check_empty(empty, source.called)
+        check_empty(empty, source.called, source.place)
         if values:
             yield values
 
@@ -49,18 +49,20 @@ def _row_without(source: DocumentSource) -> str:
     return line_without(find_files(source.place, source.option), source.field)
 
 
-def check_empty(rows: int, name: str) -> None:
+def check_empty(rows: int, name: str, place: str | None = None) -> None:
     """Check the number of rows without text that were read one after the other.
 
     Args:
         rows: their number so far.
         name: of what is read, for the error.
+        place: as of a `DocumentSource`, where it may be a data set on the Hub; None for a file.
 
     Raises:
         InvalidInput: there are more than a million.
     """
     if rows > MOST_EMPTY:
-        raise InvalidInput(f"{name} has more than {MOST_EMPTY:,} empty rows one after the other; remove them")
+        remedy = "remove them" if place is None or local_files(place) else "name another source"
+        raise InvalidInput(f"{name} has more than {MOST_EMPTY:,} empty rows one after the other; {remedy}")
 
 
 def read_texts(source: DocumentSource, seed: int, *, complete: bool = False) -> Iterator[list[str]]:

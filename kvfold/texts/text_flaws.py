@@ -44,7 +44,18 @@ def line_without(files: Sequence[Path], field: str) -> str:
         if compression(file) or builder_of(file) != "json" or file.stat().st_size > _LARGEST:
             continue
         for number, content in _values(file):
-            if number and json.loads(content).get(field) is None:
+            if not number:
+                continue
+            try:
+                row = json.loads(content)
+            except (
+                ValueError,
+                RecursionError,
+            ):  # Arrow also reads objects of several lines, and two of one line
+                return "a row"
+            if not isinstance(row, dict):
+                return "a row"
+            if row.get(field) is None:
                 return f"line {number}" if len(files) == 1 else f"{printable(file)} line {number}"
     return "a row"
 

@@ -1,12 +1,14 @@
 """JSON and YAML that is damaged or hostile: one sentence each, and never a crash or a long wait."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from kvfold.core import untrusted
 from kvfold.core.errors import InvalidInput
 from kvfold.core.untrusted import parse_json, parse_yaml, printable, read_json, read_yaml
 
@@ -60,10 +62,13 @@ def test_json_that_is_read() -> None:
 
 
 @pytest.fixture(params=["libyaml", "python"])
-def loader(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def loader(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Read YAML with libyaml and without it."""
     if request.param == "python":
         monkeypatch.delattr(yaml, "CSafeLoader", raising=False)
+    untrusted._yaml_loader.cache_clear()
+    yield
+    untrusted._yaml_loader.cache_clear()
 
 
 @pytest.mark.parametrize(

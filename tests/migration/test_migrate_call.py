@@ -57,6 +57,7 @@ def test_a_bound_that_no_step_holds_and_then_another_one(
         ({"window": 1}, "window is 1; it should be"),
         ({"window": "32"}, "window is '32'; it should be a whole number, not a text"),
         ({"tokens_per_step": "many"}, "tokens_per_step many"),
+        ({"seed": 2**63}, f"seed is {2**63}; it should be less than or equal to {2**63 - 1}"),
         ({"seeds": 3}, "unknown name 'seeds'; did you mean 'seed'"),
         ({"settings": {"stages.0.lr": object()}}, r"settings\['stages.0.lr'\] is <object"),
         ({"settings": {"output": "x"}}, "every step has its own student and output"),

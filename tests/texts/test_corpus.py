@@ -70,6 +70,26 @@ def test_a_row_that_lacks_its_text_is_named(tmp_path: Path) -> None:
             read_sequences(tmp_path / name, characters(), sequences=1, length=8, seed=0)
 
 
+@pytest.mark.parametrize(
+    "content",
+    ['{\n"text": "a"\n}\n{\n"other": 1\n}\n', '{"text": "a"} {"text": null}\n'],
+    ids=["several lines", "one line"],
+)
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
+def test_objects_that_are_not_one_of_each_line(content: str, name: str, tmp_path: Path) -> None:
+    """Arrow reads them, so the row that lacks its text has no line of its own."""
+    (tmp_path / name).write_text(content)
+    with pytest.raises(InvalidInput, match=f"--text .*{name}: a row has no 'text'; give every row one"):
+        read_text(str(tmp_path / name))
+
+
+def test_many_empty_rows_of_a_data_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "MOST_EMPTY", 500)
+    monkeypatch.setattr(sources, "read_batches", lambda *_: iter([{"text": [""] * 501}]))
+    with pytest.raises(InvalidInput, match=r"org/name has more than 500 .*; name another source$"):
+        list(sources.read_texts(sources.DocumentSource("org/name"), seed=0))
+
+
 def test_many_empty_rows_in_a_row_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file of a few kilobytes holds so many that they are read for minutes; here fewer are refused."""
     monkeypatch.setattr(sources, "MOST_EMPTY", 500)
@@ -82,7 +102,7 @@ def test_many_empty_rows_in_a_row_are_refused(tmp_path: Path, monkeypatch: pytes
             lambda file: read_sequences(file, characters(), sequences=1, length=8, seed=0),
         ):
             with pytest.raises(
-                InvalidInput, match=f"{name} has more than 500 empty rows one after the other"
+                InvalidInput, match=f"{name} has more than 500 empty rows one after the other; remove them"
             ):
                 read(tmp_path / name)
 
