@@ -50,8 +50,14 @@ def _by_option(names: Sequence[str]) -> Mapping[str, str]:
     found = {f"--{name.replace('_', '-')}": name for name in names}
     # A list is an option that is given several times: `engines` is `--engine`.
     lists = {option.removesuffix("s"): name for option, name in found.items() if option.endswith("s")}
-    # `--set teacher=DIR` is a key of the recipe, or of `settings`; `--lint` leaves a run out.
-    others = {"target": ("--to", "target"), "recipe": ("--set", "the key"), "run": ("--lint", "run=False")}
+    # `--set teacher=DIR` is a key of the recipe, or of `settings` where there is none; `--lint` leaves a run
+    # out.
+    others = {
+        "target": ("--to", "target"),
+        "settings": ("--set", "settings"),
+        "recipe": ("--set", "the key"),
+        "run": ("--lint", "run=False"),
+    }
     return {**lists, **found, **dict(others[name] for name in others if name in names)}
 
 

@@ -64,7 +64,9 @@ def read_content(file: Path) -> dict[str, Any]:
 
 
 def as_recipe(
-    recipe: str | Path | Recipe | Mapping[str, Any], settings: Mapping[str, Any] | None = None
+    recipe: str | Path | Recipe | Mapping[str, Any],
+    settings: Mapping[str, Any] | None = None,
+    overrides: Sequence[str] = (),
 ) -> Recipe:
     """Return a recipe from a YAML file, a fold, a mapping of a recipe's keys, or a recipe.
 
@@ -73,13 +75,14 @@ def as_recipe(
     Args:
         recipe: the recipe, or the directory of a fold, whose recipe is the default one.
         settings: values of keys that replace the recipe's own, by dotted names such as `stages.0.lr`.
+        overrides: as of `read_recipe`.
 
     Raises:
         InvalidInput: it is none of these, or something in it cannot be used.
     """
     name = "recipe"
     if isinstance(recipe, Recipe):
-        if not settings:
+        if not settings and not overrides:
             return recipe
         content = recipe.model_dump(mode="json", by_alias=True)  # a batch that follows from tokens stays open
     elif recipe == "":
@@ -95,6 +98,8 @@ def as_recipe(
         )
     for key, value in _checked(settings).items():
         _place(content, key, plain_values(value), f"settings[{key!r}]")
+    for override in overrides:
+        _override(content, override)
     return Recipe.read(content, _OTHER_NAMES, name, SECTIONS)
 
 

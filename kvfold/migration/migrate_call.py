@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -157,17 +156,7 @@ def _request(
         to,
         until,
         out=path_of(out, "out"),
-        overrides=tuple(f"{key}={_written(key, value)}" for key, value in given.settings.items()),
+        overrides=(),
         steps=None if given.steps is None else ",".join(given.steps),
-        **given.model_dump(exclude={"settings", "steps"}),
+        **given.model_dump(exclude={"steps"}),
     )
-
-
-def _written(key: str, value: object) -> str:
-    """Return a value as `--set` reads it."""
-    try:
-        return json.dumps(value)
-    except (TypeError, ValueError):
-        raise InvalidInput(
-            f"settings[{key!r}] is {shorten(value)}; it should be a number, a text, a list or a mapping"
-        ) from None

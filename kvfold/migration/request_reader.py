@@ -2,13 +2,10 @@
 
 import os
 import re
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-
-import yaml
 
 from ..convert.calibration.reach import default_length
 from ..convert.decide.plan import make_plan
@@ -22,7 +19,7 @@ from ..core.units import parse_tokens, read_share, show_percent
 from ..distill.data.samples import check_texts
 from ..distill.recipe.default_recipe import default_save, default_stage, default_steps, weights_of
 from ..distill.recipe.recipe import Recipe
-from ..distill.recipe.recipe_file import read_recipe
+from ..distill.recipe.recipe_file import as_recipe
 from ..distill.recipe.watch_section import Evaluate
 from ..distill.watch.held_out import check_held_out
 from ..eval.assertions import Assertion, parse, short_names
@@ -197,9 +194,12 @@ def _read_recipe(source: Source, text: str, window: int, out: Path, given: dict[
 
     Its texts exist, and the evaluation's is not among them.
     """
-    for override in given["overrides"]:
-        if override.partition("=")[0] in {"student", "output"}:
-            raise InvalidInput(f"--set {override}: every step has its own student and output; leave it out")
+    settings = given.get("settings", {})  # of a call in Python, which gives them as values
+    keys = {f"--set {override}": override.partition("=")[0] for override in given["overrides"]}
+    keys |= {f"settings[{key!r}]": key for key in settings}
+    for name, key in keys.items():
+        if key in {"student", "output"}:
+            raise InvalidInput(f"{name}: every step has its own student and output; leave it out")
     try:
         tokens = parse_tokens(given["tokens_per_step"])
     except ValueError as reason:
@@ -213,10 +213,7 @@ def _read_recipe(source: Source, text: str, window: int, out: Path, given: dict[
     content["data"]["source"] = given["train"] or ("stdlib" if text == "stdlib" else "self")
     content |= {"student": str(out), "teacher": str(source.checkpoint.directory), "output": str(out)}
     content["evaluate"]["source"] = text
-    with tempfile.TemporaryDirectory() as work:
-        file = Path(work) / "recipe"
-        file.write_text(yaml.safe_dump(content), encoding="utf-8")
-        recipe = read_recipe(file, given["overrides"])
+    recipe = as_recipe(content, settings, given["overrides"])
     with naming_options():
         for named in recipe.data.sources:
             check_source(named.source)

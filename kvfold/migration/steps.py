@@ -144,7 +144,7 @@ def _carry_out(asked: Migration, step: Step) -> dict[str, Any]:
         if (fold["met"], is_worse) > (best["met"], not is_worse):
             notice(
                 f"distillation made {step.name} worse, so its fold is used; give more --tokens-per-step, or "
-                "a lower --set stages.0.lr=RATE"
+                "a lower rate with --set stages.0.lr=RATE"
             )
             return fold
     return best
