@@ -44,7 +44,7 @@ class Settings(BaseModel):
         Raises:
             InvalidInput: names the field, its value and what would be right.
         """
-        for name, text in _texts(values):
+        for name, text in texts_of(values):
             if "\0" in text:
                 called = f"{where}: {name}" if where else name
                 raise InvalidInput(f"{called} is {shorten(text)}, which holds a null character; remove it")
@@ -116,7 +116,7 @@ def _parts(kind: object) -> list[object]:
     return [kind, *(part for argument in get_args(kind) for part in _parts(argument))]
 
 
-def _texts(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def texts_of(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield all texts and paths among values at any depth, each with the name of its field."""
     waiting = [(str(name), value) for name, value in values.items()]
     while waiting:

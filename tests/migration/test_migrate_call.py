@@ -68,6 +68,7 @@ def test_a_bound_that_no_step_holds_and_then_another_one(
             r"recipe: stages\[0\].lr is nan; it should be a finite",
         ),
         ({"settings": {"stages.0.lr=1": 2}}, r"recipe: unknown key 'lr=1' in stages\[0\]"),
+        ({"settings": {"teacher": "\udc80"}}, r"^recipe: teacher is '\\udc80', which is not a text in UTF-8"),
         ({"settings": {"stages.4.lr": 1}}, r"^settings\['stages.4.lr'\]: the recipe has no such key"),
         ({"settings": {"output": "x"}}, r"^settings\['output'\]: every step has its own student and output"),
     ],
