@@ -123,3 +123,8 @@ def test_texts_are_no_numbers_of_folds_and_evaluations(tmp_path: Path) -> None:
     for given in evaluations:
         with pytest.raises(InvalidInput, match=r"is '\d'; it should be a whole number, not a text"):
             kvfold.evaluate(DEMO, text="stdlib", **given)
+
+
+def test_a_number_of_more_digits_than_python_writes() -> None:
+    with pytest.raises(kvfold.InvalidInput, match="seed is a number of more digits than Python writes"):
+        kvfold.plan(DEMO, seed=10**5000)

@@ -32,7 +32,10 @@ def printable(name: str | Path) -> str:
 
 def shorten(value: Any, width: int = 80) -> str:
     """Return a value of a file as Python writes it, on one line and of at most `width` characters."""
-    text = printable(repr(value))
+    try:
+        text = printable(repr(value))
+    except ValueError:  # Python writes no number of more than 4,300 digits
+        text = "a number of more digits than Python writes"
     return text if len(text) <= width else f"{text[: width - 4]} ..."
 
 
