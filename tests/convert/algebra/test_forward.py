@@ -153,7 +153,7 @@ def test_windows_are_those_of_the_layers_that_have_one(tmp_path: Path) -> None:
     for settings, wanted in (
         ({"use_sliding_window": False}, [None, None]),
         ({"layer_types": None}, [9, None]),
-        ({"sliding_window": None}, [None, None]),
+        ({"layer_types": ["full_attention"] * 2, "sliding_window": None}, [None, None]),
     ):
         changed = tmp_path / str(len(list(tmp_path.iterdir())))
         changed.mkdir()
