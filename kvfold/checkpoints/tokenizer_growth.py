@@ -9,7 +9,7 @@ from typing import Any
 from ..core.errors import InvalidInput
 from ..core.untrusted import printable
 
-_MOST = 64  # times; steps of published models lengthen a text 36 times at most
+_MOST = 64  # times; the steps of published models in the tests count 18 times at most
 _MOST_STEPS = 1000  # of a part; published models have a few dozen
 _PARTS = {"normalizer": "normalizers", "pre_tokenizer": "pretokenizers", "decoder": "decoders"}
 _BYTES = 4  # characters that a ByteLevel step makes of one
