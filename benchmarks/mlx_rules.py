@@ -84,13 +84,13 @@ def tie(directory: Path) -> None:
     (directory / "config.json").write_text(words, encoding="utf-8")
 
 
-def ruled(out: Path, condition: str) -> list[str]:
-    """Return what the rules say of an output in MLX.
+def ruled(out: Path, condition: str, engine: str = "mlx") -> list[str]:
+    """Return what the rules say of an output in an engine.
 
     Raises:
         InvalidInput: none is broken.
     """
-    found = [str(finding) for finding in lint(out, ["mlx"])]
+    found = [str(finding) for finding in lint(out, [engine])]
     if not found:
         raise InvalidInput(f"{out} breaks no rule, and was made to break: {condition}")
     return found

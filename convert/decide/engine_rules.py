@@ -134,6 +134,9 @@ _SGLANG = (
             "the transformers backend knows no latent attention"),
     _rule({"sglang": seen.SGLANG_REGISTRY}, _GROUPED, "refuses to load", "the class is Falcon (GPT-NeoX)",
           check.falcon, "it has no such class, and its transformers backend refuses this one"),
+    _rule({"sglang": seen.SGLANG_BROKEN}, _GROUPED, "refuses to load", "a Gemma 2 without hidden_act",
+          check.unnamed_activation, "its class reads hidden_act, which Google's files have; give it the "
+          "value of hidden_activation"),
     _rule({"sglang": seen.SGLANG_REGISTRY}, _GROUPED, "note", "a class that SGLang does not have",
           check.unlisted_but("sglang", "falcon"), "its transformers backend runs it"),
 )  # fmt: skip

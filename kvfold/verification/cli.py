@@ -53,9 +53,9 @@ def main(
     First, each engine's rules are applied to the written files: they find what it would drop, misread or
     refuse. Then the checkpoint runs in transformers, in a process that cannot import kvfold. It compares
     predictions with the source's, decoding with and without the cache, and the live cache with kvfold.json.
-    With `--engine vllm` or `--engine mlx`, where these are installed, the same text and tokens run there too,
-    and with `--engine llama.cpp --llama-cpp DIR` in llama.cpp. Exit code 3 where something fails. Nothing in
-    DIRECTORY changes, but for `--renew-code`, which refuses links and code that is not kvfold's.
+    With `--engine vllm`, `sglang` or `mlx`, where these are installed, the same text and tokens run there
+    too, and with `--engine llama.cpp --llama-cpp DIR` in llama.cpp. Exit code 3 where something fails.
+    Nothing in DIRECTORY changes, but for `--renew-code`, which refuses links and code that is not kvfold's.
     """
     if renew_code:
         check_llama_cpp(engines, llama_cpp)

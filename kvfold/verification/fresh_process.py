@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,8 +16,10 @@ from ..core.memory import lack_of
 
 HOURS = 4.0  # that a run may take: a large model on a slow disk takes one to load
 NEAR = 1e-3  # by which log-probabilities in another engine may differ, float32
-PROBES = {"vllm": "probe_vllm.py", "mlx": "probe_mlx.py"}
-MODULES = {"vllm": "vllm", "mlx": "mlx_lm"}  # by which an engine is found
+PROBES = {"vllm": "probe_vllm.py", "sglang": "probe_sglang.py", "mlx": "probe_mlx.py"}
+MODULES = {"vllm": "vllm", "sglang": "sglang", "mlx": "mlx_lm"}  # by which an engine is found
+# The last line of a traceback. SGLang kills itself where its scheduler, another process, has printed one.
+_RAISED = re.compile(r"[A-Za-z_.]*(Error|Exception)(:|$)")
 _PLAIN = {"latent": False, "trust": False}  # what a source is
 ROUNDED = 0.05  # by which they may on average in 16 bits, where wrong ones are nats apart
 
@@ -80,12 +83,12 @@ def run_apart(script: str, asked: dict[str, Any]) -> dict[str, Any]:
         lack = lack_of(done.stderr)
         if lack is not None:
             raise NotRun(f"{lack} to run the checkpoint")
-        if done.returncode == -signal.SIGKILL:
-            raise NotRun("the run was killed, usually by the system for lack of memory")
         lines = done.stderr.strip().splitlines()
-        return {
-            "failed": f"the run ended with {lines[-1][:300] if lines else f'exit code {done.returncode}'}"
-        }
+        raised = [line for line in lines if _RAISED.match(line)]
+        if done.returncode == -signal.SIGKILL and not raised:
+            raise NotRun("the run was killed, usually by the system for lack of memory")
+        told = [*lines[-1:], *raised[-1:]] or [f"exit code {done.returncode}"]
+        return {"failed": f"the run ended with {told[-1][:300]}"}
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 

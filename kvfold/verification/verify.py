@@ -96,8 +96,8 @@ def verify(
 ) -> VerificationReport:
     """Apply the rules of some engines, and run a checkpoint and its source in transformers.
 
-    The engines that can be started here run it too: vLLM and MLX where they are installed, llama.cpp where
-    its directory is given.
+    The engines that can be started here run it too: vLLM, SGLang and MLX where they are installed, llama.cpp
+    where its directory is given.
 
     Args:
         directory: the checkpoint.

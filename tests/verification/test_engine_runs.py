@@ -27,14 +27,15 @@ BASE_LINE = "llama_kv_cache: size = 24.00 MiB ( 256 cells, 6 layers, 16/16 seqs)
 
 
 def test_only_what_can_be_started_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    asked = ("transformers", "vllm", "mlx", "llama.cpp", "sglang")
+    asked = ("transformers", "vllm", "mlx", "llama.cpp", "sglang", "tgi")
     monkeypatch.setattr("kvfold.verification.engine_runs.find_spec", lambda name: name == "mlx_lm" or None)
     started, unasked = started_engines(asked, (), None, run=True)
     assert started == ("mlx",)
     assert [line.split(":")[0] for line in unasked] == [
         "vllm is not installed here",
         "llama.cpp is not started without --llama-cpp DIR",
-        "sglang is never started",
+        "sglang is not installed here",
+        "tgi is never started",
     ]
     assert started_engines(asked, (), tmp_path, run=True)[0] == ("mlx", "llama.cpp")
     assert started_engines(asked, (), tmp_path, run=False)[0] == ()

@@ -123,6 +123,7 @@ def test_classes_are_those_of_families() -> None:
     [
         ("sglang", {"model_type": "falcon", "new_decoder_architecture": True}, "refuses to load"),
         ("sglang", {"model_type": "smollm3"}, "its transformers backend runs it"),
+        ("sglang", {"model_type": "gemma2", "hidden_activation": "gelu"}, "has no hidden_act"),
         ("llama.cpp", {"model_type": "falcon", "bias": True}, "shape of the query's bias"),
         ("llama.cpp", {"model_type": "opt"}, "knows no such class"),
         ("mlx", {"model_type": "falcon"}, "mlx-lm has no such class"),

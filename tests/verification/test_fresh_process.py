@@ -164,6 +164,20 @@ def test_a_run_that_the_system_kills_is_no_failed_check(
     assert mistake.value.reason == "the run was killed, usually by the system for lack of memory"
 
 
+def test_a_run_that_kills_itself_ends_with_what_another_process_raised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As SGLang does, whose scheduler has printed a traceback."""
+    last = "AttributeError: 'Gemma2Config' object has no attribute 'hidden_act'"
+    dead = tmp_path / "python"
+    dead.write_text(
+        f'#!/bin/sh\necho "{last}" >&2\necho "Received sigquit from a child" >&2\nkill -KILL $$\n'
+    )
+    dead.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(dead))
+    assert run_apart("probe.py", {}) == {"failed": f"the run ended with {last}"}
+
+
 def test_a_bound_on_scores_is_computed_in_the_reference(tmp_path: Path) -> None:
     """Up to transformers 5.19 the attention that Gemma 2 gets by default leaves it out, without an error."""
     source = make(tmp_path / "source", "gemma2")

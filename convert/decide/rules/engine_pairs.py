@@ -65,7 +65,7 @@ OUTPUTS = _outputs()
 # For each kind of output the evidence that the rules for it rest on, by engine in the order of ENGINES;
 # None: not known.
 _EVIDENCE: dict[str, tuple[Evidence | None, ...]] = {
-    "grouped": (seen.HF, seen.VLLM, seen.SGLANG_REGISTRY, seen.LLAMA_RUN, seen.MLX, seen.TENSORRT, None),
+    "grouped": (seen.HF, seen.VLLM, seen.SGLANG, seen.LLAMA_RUN, seen.MLX, seen.TENSORRT, None),
     "stock 512+64": (
         seen.HF, seen.VLLM, seen.SGLANG, seen.LLAMA_RUN, seen.MLX, seen.TENSORRT, seen.TGI,
     ),
@@ -96,6 +96,7 @@ PAIRS = {
     for engine, found in zip(ENGINES, row, strict=True)
 }
 _ANY_WIDTH = "any width"
+_YARN_ALONE = "none: rotary tables but YaRN's are refused"
 
 
 class Kernels(NamedTuple):
@@ -127,7 +128,8 @@ HARDWARE = (
     Kernels("vllm", "Blackwell", "FlashInfer MLA, FlashMLA, CUTLASS MLA, Triton MLA",
             "FlashInfer MLA by its check of heads, Triton MLA", seen.VLLM_WIDTHS),
     Kernels("sglang", "any GPU", "Triton, FlashInfer, FlashMLA, trtllm_mla", "Triton, padded to 512",
-            seen.SGLANG),
+            seen.SGLANG_READ),
+    Kernels("sglang", "CPU", _YARN_ALONE, _YARN_ALONE, seen.SGLANG_CPU),
     Kernels("llama.cpp", "CPU", _ANY_WIDTH, _ANY_WIDTH, seen.LLAMA_WIDTHS),
     Kernels("llama.cpp", "CUDA", "flash attention 576/512", "flash attention 320/256", seen.LLAMA_CUDA),
     Kernels("mlx", "CPU", _ANY_WIDTH, _ANY_WIDTH, seen.MLX),

@@ -48,7 +48,11 @@ VLLM_READ = read("vLLM 0.32.0", "2026-11", "vllm/model_executor/models/deepseek_
 VLLM_WIDTHS = read("vLLM 0.32.0", "2026-11-22", "vllm/v1/attention/backends/mla/*.py")
 VLLM_BACKEND = read("vLLM 0.32.0", "2026-11-22", "vllm/model_executor/models/transformers/base.py")
 VLLM_PREFILL = read("vLLM 0.32.0", "2026-11", "vllm/v1/attention/backends/mla/prefill; vllm#48855")
-SGLANG = read("SGLang 0.5.23", "2026-11", "sglang/srt/models/deepseek_v2.py")
+SGLANG_READ = read("SGLang 0.5.23", "2026-11", "sglang/srt/models/deepseek_v2.py")
+_SGLANG = "SGLang 0.5.23 on a CPU"
+SGLANG = run(_SGLANG, "2026-11-27", "python -m benchmarks.sglang")
+SGLANG_BROKEN = run(_SGLANG, "2026-11-27", "python -m benchmarks.sglang_rules")
+SGLANG_CPU = run(_SGLANG, "2026-11-27", "sglang.Engine(DIR, device='cpu', attention_backend='torch_native')")
 SGLANG_WIDTHS = read(
     "SGLang 0.5",
     "2026-11-22",

@@ -309,6 +309,13 @@ def falcon(written: Written) -> str:
     return _class(written) if written.get("model_type", "") == "falcon" else ""
 
 
+def unnamed_activation(written: Written) -> str:
+    """Find a Gemma 2 that names its activation in transformers' own field alone."""
+    if written.get("model_type", "") != "gemma2" or "hidden_act" in written.config:
+        return ""
+    return "its config.json has no hidden_act"
+
+
 def biased_falcon(written: Written) -> str:
     """Find a Falcon with biases, as GPT-NeoX is written."""
     return "its class is Falcon with biases" if falcon(written) and written.get("bias", False) else ""

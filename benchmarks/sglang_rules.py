@@ -1,0 +1,163 @@
+"""The rules about SGLang that say what fails, held against SGLang: part of `make test-sglang`.
+
+`python -m benchmarks.sglang_rules` makes outputs that break a rule, and runs SGLang on them. Each must end
+with the error that the rule names, be as wrong as it says, or cache what it says. Exit code 1 where a rule is
+not true.
+"""
+
+import json
+import os
+import tempfile
+from collections.abc import Callable
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import click
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from kvfold.core.console import Command, show_table
+from kvfold.core.errors import InvalidInput
+from kvfold.verification.fresh_process import NEAR, PROBES, run_apart
+
+from .machine import save
+from .mlx_rules import WRONG, fold, ruled, text
+
+STEPS = 4  # tokens that greedy decoding adds
+_STOCK = "--to mla --rank 512 --engine sglang"
+_ANY = "--to mla --kv-budget 25% --container stock"
+
+
+class Case(NamedTuple):
+    """An output that breaks a rule.
+
+    Attributes:
+        source: of folds.SOURCES, or `demo`.
+        options: of `kvfold convert`.
+        condition: of the rule.
+        says: `nonsense`, a number of elements per token and layer that are cached, or words of the error.
+        spoil: what is done to the output by hand.
+        trust: whether its own code may run.
+    """
+
+    source: str
+    options: str
+    condition: str
+    says: str | int
+    spoil: Callable[[Path], None] | None = None
+    trust: bool = False
+
+
+def edit(**changes: Any) -> Callable[[Path], None]:
+    """Return what changes fields of an output's config.json."""
+
+    def apply(directory: Path) -> None:
+        file = directory / "config.json"
+        config = json.loads(file.read_text(encoding="utf-8")) | changes
+        file.write_text(json.dumps(config), encoding="utf-8")
+
+    return apply
+
+
+def bias(directory: Path) -> None:
+    """Give the attention of an output biases, which its class has in transformers."""
+    file = directory / "model.safetensors"
+    tensors = load_file(file)
+    generator = torch.Generator().manual_seed(0)
+    for name, weight in list(tensors.items()):
+        if name.endswith(("kv_a_proj_with_mqa.weight", "o_proj.weight")):
+            tensors[f"{name.removesuffix('weight')}bias"] = torch.randn(len(weight), generator=generator).to(
+                weight.dtype
+            )
+    save_file(tensors, file, {"format": "pt"})
+    edit(attention_bias=True)(directory)
+
+
+CASES = {
+    "no number of experts": Case(
+        "llama", _STOCK, "n_routed_experts is null", "NoneType", edit(n_routed_experts=None)
+    ),
+    "activation": Case("llama", _STOCK, "hidden_act is not silu", "silu", edit(hidden_act="gelu")),
+    "epsilon": Case(
+        "demo", f"{_STOCK} --latent-norm linear", "a linear latent norm, and rms_norm_eps is not 1e-6",
+        "nonsense", edit(rms_norm_eps=1e-5),
+    ),
+    "biases": Case("demo", _STOCK, "attention has biases", "nonsense", bias),
+    "rotary table": Case("demo", _ANY, "rope_type is not default", "nonsense"),
+    "MLA remote": Case("llama", "--to mla --rank 512 --container remote", "always", "shape", trust=True),
+    "MLA remote, rope intact": Case(
+        "llama", "--to mla --rank 256 --rope intact", "always", 1024, trust=True
+    ),
+    "GQA of GPT-NeoX": Case(
+        "gpt_neox", "--to gqa --kv-heads 2", "the class is Falcon (GPT-NeoX)", "not supported"
+    ),
+}  # fmt: skip
+
+
+def row_of(root: Path, name: str) -> dict[str, Any]:
+    """Return the row of an output that breaks a rule."""
+    case = CASES[name]
+    _, out = fold(root, name, case.source, case.options)
+    if case.spoil is not None:
+        case.spoil(out)
+    rules = ruled(out, case.condition, "sglang")
+    tokens = text(json.loads((out / "config.json").read_text(encoding="utf-8")))
+    asked = {
+        "directory": str(out),
+        "dtype": "float32",
+        "trust": case.trust,
+        "latent": True,
+        "multimodal": False,
+    }
+    served = run_apart(PROBES["sglang"], {**asked, "text": [tokens], "prompt": len(tokens), "steps": STEPS})
+    told = served.get("failed", "it loads and answers")
+    is_true = isinstance(case.says, str) and case.says in told
+    if "failed" not in served:
+        gap = _gap(out, tokens, served["log_probs"][0], trust=case.trust)
+        size = sum(served["cache"]) / len(served["cache"])
+        told = f"{gap:.1e} nats from transformers, {size:g} elements per token and layer"
+        is_true = gap > WRONG if case.says == "nonsense" else (size == case.says and gap < NEAR)
+    row = {"output": name, "condition": case.condition, "rules": rules}
+    return row | {"found": " ".join(told.split())[:200], "true": is_true}
+
+
+def _gap(directory: Path, tokens: list[int], found: list[float], *, trust: bool) -> float:
+    """Return the mean difference of log-probabilities from transformers', nats."""
+    model = AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.float32, trust_remote_code=trust
+    ).eval()
+    ids = torch.tensor([tokens])
+    with torch.no_grad():
+        known = model(ids).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
+    return float((torch.tensor(found) - known).abs().mean())
+
+
+@click.command(cls=Command)
+@click.option("--only", default="", help="Outputs whose name contains this; saves nothing.")
+def main(only: str) -> None:
+    """Break the rules, print the table, and save it in benchmarks/results/sglang-rules-cpu.json."""
+    if find_spec("sglang") is None:
+        raise InvalidInput("SGLang is not installed in this environment; `make test-sglang` makes its own")
+    rows = []
+    with tempfile.TemporaryDirectory() as place:
+        for name in CASES:
+            if only in name:
+                rows.append(row_of(Path(place), name))
+                click.echo(f"{name}: {rows[-1]['found']}", err=True)
+    cells = [
+        (row["output"], row["condition"], row["found"], "ok" if row["true"] else "FAILS") for row in rows
+    ]
+    show_table("SGLang and outputs that break a rule", ("output", "rule", "found", ""), cells)
+    if not all(row["true"] for row in rows):
+        raise SystemExit(1)
+    if not only:
+        versions = {name: version(name) for name in ("sglang", "transformers")}
+        click.echo(f"saved in {save('sglang-rules-cpu', {'versions': versions, 'rows': rows})}")
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    main()
