@@ -164,7 +164,7 @@ def _begin_text(file: Path, source: TextSource, key: str) -> tuple[list[Any], fl
         # The last character may be cut in two.
         text = getincrementaldecoder("utf-8")().decode(content, final=is_whole)
     except UnicodeDecodeError as error:
-        raise InvalidInput(f"data.source {file} cannot be read: {utf8_flaw('it', error)}") from None
+        raise InvalidInput(f"data.source {file} cannot be read: {utf8_flaw('it', error.start)}") from None
     return [text] if text else [], 1.0 if is_whole else len(content) / file.stat().st_size
 
 

@@ -17,7 +17,7 @@ from ...convert.calibration.self_text import sample_from
 from ...core.errors import InvalidInput
 from ...core.memory import gpu_bytes
 from ...core.processes import place
-from ...texts.sources import read_texts
+from ...texts.sources import read_long_texts
 from ...texts.token_parts import read_ids
 from ..recipe.data_section import Data, TextSource
 
@@ -87,7 +87,7 @@ def text_pieces(source: TextSource, data: Data, tokenizer: Any) -> Pieces:
         InvalidInput: the source cannot be read, or its field is missing or is not text.
     """
     around = ends(tokenizer, data.packing)
-    for texts in read_texts(source.documents, data.seed):
+    for texts in read_long_texts(source.documents, data.seed):
         for parts in read_ids(tokenizer, texts):
             ids = next(parts)
             if not ids and data.packing != "stream":

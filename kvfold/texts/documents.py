@@ -3,6 +3,7 @@
 import lzma
 import zlib
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,23 @@ from ..core.untrusted import is_text, parse_json, printable
 from .calibration_name import parts
 from .document_rows import DocumentSource
 from .sources import check_empty, read_texts
-from .text_files import can_open, compression, exists, find_files, is_data_set, is_plain_text, kind, open_text
+from .text_files import (
+    can_open,
+    compression,
+    exists,
+    find_files,
+    flaw_of_utf8,
+    is_data_set,
+    is_plain_text,
+    kind,
+    open_text,
+)
+from .text_flaws import utf8_flaw
 from .token_parts import token_parts
 
 _BLOCK = 16  # characters of a plain text, for each token of a sequence, that are tokenised at once
-_LARGEST = 2**32  # bytes of a plain text, which is read whole
+_LARGEST = 2**32  # bytes of a file that is read to its end
+_HELD = 2**25  # characters of blocks that are held at once
 _OPTION = "--calibration"
 _DATA_SET_PARTS = 4  # org/name, configuration, split, field
 
@@ -100,39 +113,66 @@ def _documents(text: str, block: int, seed: int) -> Iterable[str]:
     file = Path(text)
     is_read_whole = is_plain_text(file) or kind(file) == ".jsonl"
     if text != "stdlib" and file.is_file() and is_read_whole and can_open(file):
-        documents = _read_whole(file, block)
-        order = torch.randperm(len(documents), generator=torch.Generator().manual_seed(seed)).tolist()
-        return (documents[index] for index in order if documents[index])
+        generator = torch.Generator().manual_seed(seed)
+        return _read_blocks(file, block, generator) if is_plain_text(file) else _read_lines(file, generator)
     return _read_stream(text, seed)
 
 
-def _read_whole(file: Path, block: int) -> list[str]:
-    """Return all documents of a .jsonl file, or all blocks of a plain text."""
+def _read_blocks(file: Path, block: int, generator: torch.Generator) -> Iterator[str]:
+    """Yield all blocks of a plain text in a random order; each pass over the file reads some of them."""
+    with _errors_of(file):
+        count = sum(1 for _ in _cut(file, block))
+    order = torch.randperm(count, generator=generator)
+    for chosen in order.split(max(1, _HELD // block)):
+        places = {index: at for at, index in enumerate(chosen.tolist())}
+        found = [""] * len(places)
+        with _errors_of(file):
+            for index, text in enumerate(_cut(file, block)):
+                if index in places:
+                    found[places[index]] = text
+        yield from found
+
+
+def _cut(file: Path, block: int) -> Iterator[str]:
+    with open_text(file) as stream:
+        while text := stream.read(block):
+            yield text
+
+
+def _read_lines(file: Path, generator: torch.Generator) -> Iterator[str]:
+    """Yield all documents of a .jsonl file in a random order, without empty ones."""
     name = printable(file)
     documents: list[str] = []
+    empty = 0
+    with _errors_of(file), open_text(file) as stream:
+        for number, line in enumerate(stream, 1):
+            if line.strip():
+                documents.append(_read_line(line, f"{name} line {number}"))
+            empty = 0 if line.strip() and documents[-1] else empty + 1
+            check_empty(empty, name)
+    for index in torch.randperm(len(documents), generator=generator).tolist():
+        if documents[index]:
+            yield documents[index]
+
+
+@contextmanager
+def _errors_of(file: Path) -> Iterator[None]:
+    """Refuse a file that is too large, and one that proves unreadable, in one sentence."""
+    name = printable(file)
     if not compression(file) and file.stat().st_size > _LARGEST:
         raise InvalidInput(
             f"{name} has {file.stat().st_size:,} bytes; a calibration reads the file whole and takes at most "
             f"{_LARGEST:,}, so name a part of it"
         )
     try:
-        with open_text(file) as stream:
-            if is_plain_text(file):
-                text = stream.read()
-                return [text[at : at + block] for at in range(0, len(text), block)]
-            empty = 0
-            for number, line in enumerate(stream, 1):
-                if line.strip():
-                    documents.append(_read_line(line, f"{name} line {number}"))
-                empty = 0 if line.strip() and documents[-1] else empty + 1
-                check_empty(empty, name)
+        yield
     except InvalidInput:
         raise
     except UnicodeDecodeError as error:
-        raise InvalidInput(f"{name} is not UTF-8 text (byte {error.start}); save it as UTF-8") from None
+        byte = flaw_of_utf8(file)
+        raise InvalidInput(utf8_flaw(name, error.start if byte is None else byte)) from None
     except (OSError, EOFError, ValueError, lzma.LZMAError, zlib.error) as error:
         raise InvalidInput(f"{name} cannot be read: {printable(str(error))}") from None
-    return documents
 
 
 def _read_line(line: str, name: str) -> str:

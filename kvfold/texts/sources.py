@@ -10,7 +10,7 @@ from typing import Any
 
 from ..core.errors import InvalidInput
 from ..core.untrusted import is_text
-from .document_rows import DocumentSource, NoDocuments, read_batches
+from .document_rows import DocumentSource, LongText, NoDocuments, read_batches
 from .text_files import find_files
 from .text_flaws import line_without
 
@@ -66,13 +66,24 @@ def check_empty(rows: int, name: str, place: str | None = None) -> None:
 
 
 def read_texts(source: DocumentSource, seed: int, *, complete: bool = False) -> Iterator[list[str]]:
-    """Yield documents of plain text in batches, as `read_field` does.
+    """Yield documents of plain text in batches, as `read_field` does, each a string.
 
     Raises:
         InvalidInput: as of `read_field`, and if the field is not text.
     """
+    for texts in read_long_texts(source, seed, complete=complete):
+        if any(isinstance(text, LongText) for text in texts):
+            yield from (["".join(text)] for text in texts)  # only one of them in memory
+        else:
+            yield texts  # type: ignore[misc]
+
+
+def read_long_texts(
+    source: DocumentSource, seed: int, *, complete: bool = False
+) -> Iterator[list[str | LongText]]:
+    """Yield documents as `read_texts` does, but those of long plain files as iterables of their parts."""
     for texts in read_field(source, seed, complete=complete):
-        check_text(texts, source)
+        check_text([text for text in texts if not isinstance(text, LongText)], source)
         yield texts
 
 

@@ -26,7 +26,7 @@ _COMPRESSIONS = {*_DECOMPRESSORS, ".zst"}
 # A compressed file may expand to the larger of the two. Prose shrinks to a fifth, logs to a thirtieth.
 LEAST_EXPANSION = 2**28  # bytes
 EXPANSION = 100  # times the compressed size
-_BEGINNING = 2**16  # bytes of a file of another suffix, by which text is recognised
+_BEGINNING = 2**16  # bytes of a file of another suffix, by which text is recognised; of what is read at once
 
 
 def compression(file: Path) -> str:
@@ -163,6 +163,27 @@ def open_text(file: Path) -> Any:
         return file.open(encoding="utf-8")
     limit = expansion_limit(file.stat().st_size)
     return io.TextIOWrapper(BoundedStream(_DECOMPRESSORS[compression(file)](file, "rb"), limit), "utf-8")
+
+
+def flaw_of_utf8(file: Path) -> int | None:
+    """Return the place of the first byte that is not UTF-8, or None; of compressed files in their content.
+
+    Args:
+        file: as for `open_text`.
+    """
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    read = 0
+    with open_text(file) as stream:
+        while True:
+            content = stream.buffer.read(_BEGINNING)
+            held = len(decoder.getstate()[0])  # of a character that the part before has begun
+            try:
+                decoder.decode(content, final=not content)
+            except UnicodeDecodeError as error:
+                return read - held + error.start
+            if not content:
+                return None
+            read += len(content)
 
 
 def can_open(file: Path) -> bool:

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ..core.untrusted import printable
-from .text_files import builder_of, compression, is_plain_text
+from .text_files import builder_of, compression, flaw_of_utf8, is_plain_text
 
 _LARGEST = 2**30  # bytes of a file that is searched
 
@@ -25,7 +25,7 @@ def first_flaw(files: Sequence[Path], place: str) -> str | None:
             continue
         flaw = None
         if is_plain_text(file):
-            flaw = _flaw_of_text(file.read_bytes(), "it" if str(file) == place else printable(file))
+            flaw = _flaw_of_text(file, "it" if str(file) == place else printable(file))
         elif builder_of(file) == "json":
             flaw = _flaw_of_json(file, "" if str(file) == place else f"{printable(file)} ")
         if flaw:
@@ -60,17 +60,14 @@ def line_without(files: Sequence[Path], field: str) -> str:
     return "a row"
 
 
-def utf8_flaw(name: str, error: UnicodeDecodeError) -> str:
-    """Return half a sentence for a text that is not UTF-8."""
-    return f"{name} is not UTF-8 text (byte {error.start}); save it as UTF-8"
+def utf8_flaw(name: str, byte: int) -> str:
+    """Return half a sentence for a text that is not UTF-8 from a byte on."""
+    return f"{name} is not UTF-8 text (byte {byte}); save it as UTF-8"
 
 
-def _flaw_of_text(content: bytes, name: str) -> str | None:
-    try:
-        content.decode("utf-8")
-    except UnicodeDecodeError as error:
-        return utf8_flaw(name, error)
-    return None
+def _flaw_of_text(file: Path, name: str) -> str | None:
+    byte = flaw_of_utf8(file)
+    return None if byte is None else utf8_flaw(name, byte)
 
 
 def _flaw_of_json(file: Path, called: str) -> str | None:
@@ -79,7 +76,7 @@ def _flaw_of_json(file: Path, called: str) -> str | None:
         try:
             json.loads(content.decode("utf-8-sig"))
         except UnicodeDecodeError as error:
-            return utf8_flaw(f"{called}line {number}" if number else called.strip() or "it", error)
+            return utf8_flaw(f"{called}line {number}" if number else called.strip() or "it", error.start)
         except json.JSONDecodeError as error:
             if number:
                 return (

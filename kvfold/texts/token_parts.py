@@ -32,12 +32,12 @@ class _Token(NamedTuple):
     end: int
 
 
-def read_ids(tokenizer: Any, texts: Iterable[str]) -> Iterator[Iterator[list[int]]]:
+def read_ids(tokenizer: Any, texts: Iterable[str | Iterable[str]]) -> Iterator[Iterator[list[int]]]:
     """Yield the token ids of each text, without special tokens, as lists that follow each other.
 
     Args:
         tokenizer: of transformers.
-        texts: any number, each of any length.
+        texts: any number, each of any length; one that is in parts is read as far as its ids are.
 
     Example:
         >>> for parts in read_ids(tokenizer, texts):
@@ -46,6 +46,11 @@ def read_ids(tokenizer: Any, texts: Iterable[str]) -> Iterator[Iterator[list[int
     group: list[str] = []
     held = 0  # characters of the group
     for text in texts:
+        if not isinstance(text, str):
+            yield from _together(tokenizer, group)
+            group, held = [], 0
+            yield (part.ids for part in token_parts(tokenizer, text))
+            continue
         if group and held + len(text) > PART:
             yield from _together(tokenizer, group)
             group, held = [], 0
@@ -54,16 +59,17 @@ def read_ids(tokenizer: Any, texts: Iterable[str]) -> Iterator[Iterator[list[int
         else:
             group.append(text)
             held += len(text)
-    if group:
-        yield from _together(tokenizer, group)
+    yield from _together(tokenizer, group)
 
 
 def _together(tokenizer: Any, texts: list[str]) -> Iterator[Iterator[list[int]]]:
+    if not texts:
+        return
     for ids in tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]:
         yield iter([ids])
 
 
-def token_parts(tokenizer: Any, text: str) -> Iterator[Tokens]:
+def token_parts(tokenizer: Any, text: str | Iterable[str]) -> Iterator[Tokens]:
     """Yield the tokens of a text, without special tokens, in parts that are as in the whole text.
 
     Parts of the text overlap by some characters. Two are joined where both have the same tokens on either
@@ -72,29 +78,68 @@ def token_parts(tokenizer: Any, text: str) -> Iterator[Tokens]:
 
     Args:
         tokenizer: of transformers.
-        text: of any length.
+        text: of any length; if it is in parts of its own, as many of them are read as are needed.
     """
     if not tokenizer.is_fast:
-        yield Tokens(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], [])
+        yield Tokens(tokenizer("".join(text), add_special_tokens=False, verbose=False)["input_ids"], [])
         return
     start = first = 0  # of the text's characters, and of the part's tokens that are still to be yielded
     size = PART
-    part = _read(tokenizer, text, start, size)
-    while start + size < len(text):
+    held = _Held(text)
+    part = _read(tokenizer, held, start, size)
+    while held.reaches(start + size + 1):
         behind = start + size - _OVERLAP
-        following = _read(tokenizer, text, behind, behind + PART)
+        following = _read(tokenizer, held, behind, behind + PART)
         joint = _joint(part, following, behind, start + size)
         if joint is None:
             size *= 2
-            part = _read(tokenizer, text, start, start + size)
+            part = _read(tokenizer, held, start, start + size)
             continue
         yield _tokens(part[first : joint[0]])
+        held.drop(behind)
         start, size, first, part = behind, PART, joint[1], following
     yield _tokens(part[first:])
 
 
-def _read(tokenizer: Any, text: str, start: int, end: int) -> list[_Token]:
-    found = tokenizer(text[start:end], add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+class _Held:
+    """The part of a text that is in memory.
+
+    Args:
+        text: a text, or its parts.
+    """
+
+    def __init__(self, text: str | Iterable[str]) -> None:
+        if isinstance(text, str):
+            self._parts = (text[at : at + PART] for at in range(0, len(text), PART))
+        else:
+            self._parts = (part for part in text)
+        self._held = ""
+        self._first = 0  # the place of its first character in the text
+
+    def reaches(self, end: int) -> bool:
+        """Return True if the text has so many characters, which are in memory then."""
+        while self._first + len(self._held) < end:
+            part = next(self._parts, None)
+            if part is None:
+                return False
+            self._held += part
+        return True
+
+    def cut(self, start: int, end: int) -> str:
+        """Return the characters from a place to another, or to the end of the text."""
+        self.reaches(end)
+        return self._held[start - self._first : end - self._first]
+
+    def drop(self, start: int) -> None:
+        """Forget the characters before a place."""
+        self._held = self._held[start - self._first :]
+        self._first = start
+
+
+def _read(tokenizer: Any, text: _Held, start: int, end: int) -> list[_Token]:
+    found = tokenizer(
+        text.cut(start, end), add_special_tokens=False, return_offsets_mapping=True, verbose=False
+    )
     return [
         _Token(token, start + low, start + high)
         for token, (low, high) in zip(found["input_ids"], found["offset_mapping"], strict=True)
