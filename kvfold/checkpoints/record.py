@@ -8,6 +8,7 @@ import json
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 from ..core.errors import InvalidInput
@@ -20,6 +21,7 @@ from .side_files import flaw_of
 FILE = "kvfold.json"
 SCHEMA = 1
 _LIMIT_BYTES = 2**26  # a record with the spectrum of every layer has some MB
+_BLOCK = 2**20  # bytes of a file that are hashed between two looks at an interruption
 _READERS = 8  # files that are hashed at once: a core hashes less than a disk reads
 
 
@@ -284,12 +286,24 @@ def hashes(files: Mapping[str, Path], known: Mapping[str, str] | None = None) ->
     """
     found = dict(known or {})
     unread = [name for name in files if name not in found]
+    ended = Event()
     with ThreadPoolExecutor(_READERS) as pool:
-        found.update(zip(unread, pool.map(sha256, map(files.__getitem__, unread)), strict=True))
+        try:
+            digests = pool.map(lambda name: sha256(files[name], ended), unread)
+            found.update(zip(unread, digests, strict=True))
+        except BaseException:  # such as Ctrl-C, which should not wait for files of gigabytes
+            ended.set()
+            raise
     return {name: found[name] for name in files}
 
 
-def sha256(path: Path) -> str:
-    """Return the hexadecimal SHA-256 of a file."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def sha256(path: Path, ended: Event | None = None) -> str:
+    """Return the hexadecimal SHA-256 of a file, or of the part that was read when `ended` was set."""
+    digest = hashlib.sha256()
+    block = memoryview(bytearray(_BLOCK))
+    with path.open("rb", buffering=0) as file:
+        while size := file.readinto(block):
+            digest.update(block[:size])
+            if ended is not None and ended.is_set():
+                break
+    return digest.hexdigest()
