@@ -139,7 +139,7 @@ def engine_notices(plan: PlannedOutput, engines: Sequence[str]) -> tuple[str, ..
     reasons = "; ".join(f"{', '.join(names)} ({why})" for why, names in others.items())
     return (
         f"load the output in {', '.join(running)}; others would not run it right: {reasons}; for one "
-        "of them, fold with --engine NAME or to GQA",
+        "of them, fold to GQA or name it with --engine",
     )
 
 

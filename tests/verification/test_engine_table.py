@@ -104,7 +104,7 @@ def test_a_fold_for_no_engine_says_which_engines_run_it(tmp_path: Path) -> None:
     assert code == 0, text
     told = next(line for line in text.splitlines() if "load the output in" in line)
     running, others = told.partition("load the output in ")[2].split("; others would not run it right: ")
-    assert others.endswith("; for one of them, fold with --engine NAME or to GQA")
+    assert others.endswith("; for one of them, fold to GQA or name it with --engine")
     for engine in ENGINES:
         findings = lint(tmp_path / "out", [engine])
         fits = all(one.effect == "note" for one in findings)
