@@ -139,9 +139,9 @@ class FoldRequest(Settings):
     """Take statistics with one layer in memory at a time; left out, when the model does not fit whole."""
     effort: Literal["quick", "default", "best"] = "default"
     """How much text is read and how far layers are refined: a row of `efforts.EFFORTS`."""
-    sequences: Annotated[int, Field(ge=1)] | None = None
+    sequences: Annotated[int, Field(ge=1, le=10**9)] | None = None
     """Calibration sequences; left out, as `effort` says."""
-    length: Annotated[int, Field(ge=2)] | None = None
+    length: Annotated[int, Field(ge=2, le=10**9)] | None = None
     """Tokens of a calibration sequence; left out, 256 where the source writes text and 512 of another text,
     or fewer where it was trained on fewer."""
     context: Annotated[Tokens, Field(ge=2)] | None = None

@@ -128,3 +128,12 @@ def test_texts_are_no_numbers_of_folds_and_evaluations(tmp_path: Path) -> None:
 def test_a_number_of_more_digits_than_python_writes() -> None:
     with pytest.raises(kvfold.InvalidInput, match="seed is a number of more digits than Python writes"):
         kvfold.plan(DEMO, seed=10**5000)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"sequences": 10**5000}, {"context": 10**14}, {"batch": 10**400}, {"length": 2**70}]
+)
+def test_numbers_beyond_all_use_are_refused(wrong: dict[str, Any]) -> None:
+    (name,) = wrong
+    with pytest.raises(InvalidInput, match=rf"^{name} is .*; it should be less than or equal to 1000000000$"):
+        kvfold.plan(DEMO, **wrong)

@@ -17,7 +17,7 @@ class TextSource(Settings):
 
     source: str = Field(min_length=1)
     """The text, as in `data.source`."""
-    weight: float = Field(default=1.0, gt=0)
+    weight: float = Field(default=1.0, gt=0, le=1e9)
     """Proportion of the run's windows that are read from this text, relative to the other weights."""
     name: str | None = None
     """As `data.name`."""

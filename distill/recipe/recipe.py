@@ -71,17 +71,17 @@ class Stage(Settings):
     only loss is `attention_output`, otherwise `end_to_end`."""
     tokens: Tokens
     """Tokens to train on, rounded up to whole optimizer steps."""
-    losses: dict[LossName, Annotated[float, Field(ge=0)]] = Field(default={"kl": 1.0})
+    losses: dict[LossName, Annotated[float, Field(ge=0, le=1e6)]] = Field(default={"kl": 1.0})
     """Weight of each loss: `kl` (forward KL to the teacher), `reverse_kl`, `jsd` (between the two), `ce`
     (cross entropy to the text), `hidden_mse` and `hidden_cosine` (output of each layer), `attention_output`
     (relative error of each layer's attention) and `attention_relation` (similarities among the tokens'
     queries, keys and values)."""
-    temperature: float = Field(default=1.0, gt=0)
-    """Divisor of both models' logits in `kl`, `reverse_kl` and `jsd`."""
+    temperature: float = Field(default=1.0, ge=0.01, le=100)
+    """Divisor of both models' logits in `kl`, `reverse_kl` and `jsd`, from 0.01 to 100."""
     jsd_beta: float = Field(default=0.5, ge=0, le=1)
     """Position of `jsd` between forward KL (0) and reverse KL (1)."""
-    lr: float = Field(gt=0)
-    """Peak learning rate of AdamW."""
+    lr: float = Field(gt=0, le=100)
+    """Peak learning rate of AdamW, at most 100."""
     batch_tokens: Tokens | None = None
     """Tokens per optimizer step over all processes, rounded down to whole windows. null: as many as leave the
     stage at least 100 steps, up to 65536; windows are then a power of two."""
@@ -96,13 +96,13 @@ class Stage(Settings):
     install kvfold[lora]`)."""
     lora: Lora | None = None
     """Settings of the adapters of `train: lora`."""
-    warmup: Annotated[float, BeforeValidator(parse_tokens), Field(ge=0)] = 0.05
+    warmup: Annotated[float, BeforeValidator(parse_tokens), Field(ge=0, le=_MOST_TOKENS)] = 0.05
     """Length of the linear warm-up: a fraction of the stage if below 1, otherwise tokens."""
     schedule: ScheduleName = "cosine"
     """Learning rate after the warm-up: `cosine` to zero, `wsd` (constant, then linear to zero over the last
     fifth), or `constant`."""
-    weight_decay: float = Field(default=0.0, ge=0)
-    """Decoupled weight decay of matrices. Norms and biases have none."""
+    weight_decay: float = Field(default=0.0, ge=0, le=100)
+    """Decoupled weight decay of matrices, at most 100. Norms and biases have none."""
     grad_clip: Annotated[float, Field(gt=0)] | None = 1.0
     """Largest gradient norm of a step. null: no limit."""
 

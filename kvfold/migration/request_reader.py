@@ -61,6 +61,10 @@ def read_bound(text: str) -> Assertion:
             f"--until {text!r} bounds the cache, which --steps decides before any work; name sizes there, "
             f"such as --steps 25%, and bound what they lose, for example {_EXAMPLES}"
         )
+    if times and not float(times[2].replace(".", "0")):
+        raise InvalidInput(
+            f"--until {text!r} can never hold, since perplexities are above 0; write for example 'ppl<1.02x'"
+        )
     bound = parse(
         f"ppl.ratio{times[1]}{times[2]}" if times else text,
         SUITES,
@@ -70,10 +74,6 @@ def read_bound(text: str) -> Assertion:
     )
     if bound.path[0] != "suites":
         raise InvalidInput(f"--until {text!r} is no bound of what is lost; write for example {known}")
-    if times and bound.bound <= 0:
-        raise InvalidInput(
-            f"--until {text!r} can never hold, since perplexities are above 0; write for example 'ppl<1.02x'"
-        )
     if not times and bound.path[-1] == "perplexity" and bound.bound < 2:
         raise InvalidInput(
             f"--until {text!r} bounds the perplexity itself, which is hardly ever below 2; did you mean "

@@ -8,6 +8,8 @@ from pydantic import AfterValidator, Field
 from ..convert.request import Bytes, CalibrationName, Names, Place, Shares, Tokens
 from ..core.settings import LARGEST_SEED, Settings, refuse_texts
 
+_MOST = 10**9  # of tokens, sequences and ranks; products of more than that are of no use
+
 
 def _with_unit(memory: int) -> int:
     if memory < 1000:  # 24 for 24 GB
@@ -20,15 +22,15 @@ class PlanRequest(Settings):
 
     model: str = Field(min_length=1)
     """The source: a directory, or a Hub id with an optional `@revision`."""
-    context: Tokens = Field(default=32 * 1024, ge=1)
+    context: Tokens = Field(default=32 * 1024, ge=1, le=_MOST)
     """Tokens of each sequence."""
-    batch: int = Field(default=1, ge=1)
+    batch: int = Field(default=1, ge=1, le=_MOST)
     """Sequences at once."""
     memory: Annotated[Bytes, AfterValidator(_with_unit)] | None = None
     """Bytes for weights, cache and activations, of each rank; None: unbounded."""
-    tp: int = Field(default=1, ge=1)
+    tp: int = Field(default=1, ge=1, le=_MOST)
     """Ranks of tensor parallelism that serve the model."""
-    dcp: int = Field(default=1, ge=1)
+    dcp: int = Field(default=1, ge=1, le=_MOST)
     """Of these, ranks of decode context parallelism, which divides the tokens of repeated heads."""
     goal: Literal["quality", "speed"] = "quality"
     """`quality` puts the least predicted loss first; `speed` the fewest bytes moved for a decoded token."""
@@ -42,9 +44,9 @@ class PlanRequest(Settings):
     """Text that losses are predicted on, as in a `FoldRequest`; `none` predicts from the weights alone."""
     layerwise: bool | None = None
     """Take statistics with one layer in memory at a time; None: when the model does not fit whole."""
-    sequences: int = Field(default=48, ge=1)
+    sequences: int = Field(default=48, ge=1, le=_MOST)
     """Calibration sequences."""
-    length: Annotated[int, Field(ge=2)] | None = None
+    length: Annotated[int, Field(ge=2, le=_MOST)] | None = None
     """Tokens of a calibration sequence; left out, as in a `FoldRequest`."""
     seed: int = Field(default=0, ge=0, le=LARGEST_SEED)
     """Seed of the calibration."""

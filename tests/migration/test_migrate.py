@@ -228,6 +228,13 @@ def test_wrong_bounds(text: str) -> None:
         (" suites.cache.ratio < 0.3", "bounds the cache, which --steps decides"),
         ("cache.student.elements_per_token_per_layer < 9", "bounds the cache, which --steps decides"),
         ("schema<2", "is no bound of what is lost"),
+        ("kl<0", "can never hold: fidelity.kl.mean is at least 0; give another bound"),
+        ("kl.p99<=-0.1", "can never hold: fidelity.kl_percentiles.p99.mean is at least 0"),
+        ("ppl<0.9", "can never hold: ppl.student.perplexity is at least 1"),
+        ("top1>1", "can never hold: fidelity.same_top1.mean is at least 0 and at most 1"),
+        ("top1==1.5", "can never hold: fidelity.same_top1.mean is at least 0 and at most 1"),
+        ("ppl.ratio<0", "can never hold: ppl.ratio.mean is at least 0"),
+        ("ppl<0.0x", "can never hold, since perplexities are above 0"),
         ("ppl.x<1", "suites.ppl has no x; it has"),
         (
             "kl<x",

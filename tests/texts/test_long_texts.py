@@ -70,7 +70,9 @@ def test_no_more_is_read_than_is_asked_for(tmp_path: Path) -> None:
     file.write_bytes(b"abc" * 10_000 + b"\xe4\xb8\xff")
     found = pieces(file)
     assert next(found).ids.size > 2
-    with pytest.raises(InvalidInput, match=r"a\.txt cannot be read: it is not UTF-8 text \(byte 30000\); save"):
+    with pytest.raises(
+        InvalidInput, match=r"a\.txt cannot be read: it is not UTF-8 text \(byte 30000\); save"
+    ):
         list(found)
 
 

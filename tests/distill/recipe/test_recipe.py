@@ -172,7 +172,16 @@ def test_a_batch_that_is_rounded_down_is_told(tmp_path: Path) -> None:
             "losses: {kl: 1, attention_output: 1}, lr:",
             r"stages\[0\]: attention_output is a loss of mode: layerwise",
         ),
-        ("lr:", "temperature: 0, lr:", r"stages\[0\].temperature is 0; it should be greater than 0"),
+        ("lr:", "temperature: 0, lr:", r"temperature is 0; it should be greater than or equal to 0.01"),
+        ("lr:", "temperature: 1e9, lr:", r"temperature is '1e9'; it should be less than or equal to 100"),
+        ("lr:", "weight_decay: 1.0e+308, lr:", r"weight_decay is 1e\+308; it should be less than or equal"),
+        (
+            "lr:",
+            "warmup: 1e300, lr:",
+            r"warmup is '1e300'; it should be less than or equal to 10000000000000",
+        ),
+        ("lr:", "warmup: .nan, lr:", r"warmup is nan; it should be a finite number"),
+        ("lr:", "losses: {kl: 1e308}, lr:", r"losses.kl is '1e308'; it should be less than or equal to"),
         ("lr:", "jsd_beta: 1.5, lr:", r"stages\[0\].jsd_beta is 1.5; it should be less than or equal to 1"),
         (
             "lr:",
