@@ -63,6 +63,8 @@ class Family:
             without weights, in the layers that rotate.
         rotary: rotated pairs are (i, i + R/2), `half`, or (2i, 2i + 1), `interleaved`, or (i + R/2, i),
             `reversed`, or there are none.
+        rotates_partly: its class rotates the share of a head that partial_rotary_factor says; others rotate
+            whole heads, so that a config.json with a smaller share is refused.
         stretches: a rope_type `dynamic` with a field `alpha` stretches the base once and for all.
         windowed_theta: where config.json has one set of rope parameters for all layers, those with a window
             rotate unscaled, by the base in this config field or else by this number; None: as all layers.
@@ -93,7 +95,7 @@ class Family:
             norms off; None where one may.
         kv_heads: config field with the key/value heads; None where the class has as many as query heads.
         host: another family whose class computes the same and has fewer key/value heads
-            (containers/rehosted.py).
+            (host_class.py in formats/).
         block: how the rest of a layer differs from Llama's; a sentence where constants do not bridge it.
         layer_tensors, model_tensors: the others that a whole checkpoint has.
         embedding: the token embeddings; head: the language model's, which has no prefix and may be tied to
@@ -121,6 +123,7 @@ class Family:
     norm_shift: float = 0.0
     late_norms: Literal["weighted", "bare"] | None = None
     rotary: Literal["half", "interleaved", "reversed"] | None = "half"
+    rotates_partly: bool = False
     stretches: bool = False
     windowed_theta: tuple[str | None, float] | None = None
     rotates: Literal["position_embedding_type", "rope_theta"] | None = None

@@ -22,6 +22,7 @@ HYBRID = {
     "qwen3_next": Family(
         label="Qwen3-Next",
         architecture="Qwen3NextForCausalLM",
+        rotates_partly=True,
         **_GATED_ATTENTION,
         mixers="every fourth",
         layer_tensors=layer_names(*NORMS),
@@ -30,6 +31,7 @@ HYBRID = {
     "qwen3_5_text": Family(
         label="Qwen3.5",
         architecture="Qwen3_5ForCausalLM",
+        rotates_partly=True,
         **_GATED_ATTENTION,
         mixers="every fourth",
         layer_tensors=layer_names(*NORMS, *GATED),
@@ -38,6 +40,7 @@ HYBRID = {
     "qwen3_5_moe_text": Family(
         label="Qwen3.5-MoE",
         architecture="Qwen3_5MoeForCausalLM",
+        rotates_partly=True,
         **_GATED_ATTENTION,
         mixers="every fourth",
         layer_tensors=layer_names(*NORMS),
@@ -65,6 +68,7 @@ HYBRID = {
     "bamba": Family(
         label="Bamba",
         architecture="BambaForCausalLM",
+        rotates_partly=True,
         mixers="indices",
         layer_tensors=layer_names("input_layernorm.weight", "pre_ff_layernorm.weight"),
         model_tensors=("final_layernorm.weight",),

@@ -66,6 +66,7 @@ NEWER = {
     "nemotron": Family(
         label="Nemotron",
         architecture="NemotronForCausalLM",
+        rotates_partly=True,
         layer_tensors=layer_names(*affine("input_layernorm", "post_attention_layernorm"), *GATED[1:]),
         model_tensors=affine("norm"),
         block=LAYERNORM,
@@ -111,6 +112,7 @@ NEWER = {
     "glm4_moe": Family(
         label="GLM-4.5 and later",
         architecture="Glm4MoeForCausalLM",
+        rotates_partly=True,
         **QK_NORM,
         norm_flag="use_qk_norm",
         layer_tensors=layer_names(*NORMS),
@@ -123,6 +125,7 @@ NEWER = {
     "minimax_m2": Family(
         label="MiniMax M2",
         architecture="MiniMaxM2ForCausalLM",
+        rotates_partly=True,
         **QK_NORM,
         norm_spans="heads",
         layer_tensors=layer_names(*NORMS),

@@ -42,11 +42,6 @@ _ENCODERS = {
     "xlm-roberta", "bart", "mbart", "marian", "t5", "mt5", "umt5", "pegasus", "clip", "siglip", "vit",
     "whisper",
 }  # fmt: skip
-# Model types whose classes may rotate a part of a head.
-_PARTIAL = {
-    "phi", "phi3", "stablelm", "glm", "glm4", "gpt_neox", "nemotron", "glm4_moe", "minimax_m2", "qwen3_next",
-    "qwen3_5_text", "qwen3_5_moe_text", "bamba",
-}  # fmt: skip
 # Model types of towers that compute, on text, what another model type computes. Sections of M-RoPE have the
 # same position on text, and one table of frequencies.
 _SAME_AS = {
@@ -258,7 +253,7 @@ def rotary_width(family: Family, config: Mapping[str, Any], head_dim: int) -> in
     if family.rotary is None:
         return 0
     share = partial_factor(config)
-    if share not in {None, 1.0} and config["model_type"] not in _PARTIAL:
+    if share not in {None, 1.0} and not family.rotates_partly:
         raise InvalidInput(
             f"config.json has partial_rotary_factor {share}, but {family.architecture} of transformers "
             "rotates whole heads; leave it out"

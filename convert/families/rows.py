@@ -100,6 +100,7 @@ _ROWS = {
     "phi": Family(
         label="Phi-1, Phi-2",
         architecture="PhiForCausalLM",
+        rotates_partly=True,
         needs={"qk_layernorm": (None, False)},
         o="layers.{layer}.self_attn.dense",
         layer_tensors=layer_names(*affine("input_layernorm", "mlp.fc1", "mlp.fc2")),
@@ -109,6 +110,7 @@ _ROWS = {
     "phi3": Family(
         label="Phi-3, Phi-4-mini",
         architecture="Phi3ForCausalLM",
+        rotates_partly=True,
         qkv="layers.{layer}.self_attn.qkv_proj",
         layer_tensors=layer_names(*NORMS, *FUSED_GATE),
         block=Block(gate_up=True),
@@ -154,6 +156,7 @@ _ROWS = {
     "stablelm": Family(
         label="StableLM",
         architecture="StableLmForCausalLM",
+        rotates_partly=True,
         needs={"qk_layernorm": (None, False)},
         layer_tensors=layer_names(*affine("input_layernorm"), *GATED),
         model_tensors=affine("norm"),
@@ -171,6 +174,7 @@ _ROWS = {
     "glm": Family(
         label="GLM",
         architecture="GlmForCausalLM",
+        rotates_partly=True,
         rotary="interleaved",
         layer_tensors=layer_names(*NORMS, *FUSED_GATE),
         block=Block(gate_up=True),
@@ -178,6 +182,7 @@ _ROWS = {
     "glm4": Family(
         label="GLM-4",
         architecture="Glm4ForCausalLM",
+        rotates_partly=True,
         rotary="interleaved",
         layer_tensors=layer_names(
             *NORMS, "post_self_attn_layernorm.weight", "post_mlp_layernorm.weight", *FUSED_GATE
@@ -203,6 +208,7 @@ _ROWS = {
     "gpt_neox": Family(
         label="GPT-NeoX, Pythia",
         architecture="GPTNeoXForCausalLM",
+        rotates_partly=True,
         names={"partial_rotary_factor": "rotary_pct", "rope_theta": "rotary_emb_base"},
         prefix="gpt_neox.",
         qkv="layers.{layer}.attention.query_key_value",

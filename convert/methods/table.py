@@ -1,6 +1,6 @@
 """The table of methods: for each target a name and a function from weights to weights, the default first.
 
-Published rules of others, for comparison, are in peers.py.
+Published rules of others, for comparison, are in published.py.
 """
 
 from collections.abc import Callable

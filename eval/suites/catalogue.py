@@ -2,10 +2,9 @@
 
 A suite is a file of this folder and a row here. The file has these functions:
 
-- `measure(subject)` returns the suite's block of eval.json, or None where the suite does not apply. A block
-is
-  a frozen dataclass of plain values; those of the suites here are described in
-  `checkpoints/quality_blocks.py` and `cost_blocks.py`. See subject.py for the argument.
+- `measure(subject)` returns the suite's block of eval.json, or None where the suite does not apply. See
+  subject.py for the argument. A block is a frozen dataclass of plain values in `quality_blocks.py` or
+  `cost_blocks.py` of `kvfold/checkpoints/`, with a row in `BLOCKS` of `eval_json.py` there.
 - `rows(block, roles)` returns the block's lines of the table that is printed.
 - `check(settings)`, which is optional, refuses bad values of the suite's options before a model is loaded.
 """
