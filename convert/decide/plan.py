@@ -333,7 +333,7 @@ def _plan_of_form(
     copies = planned_copies(source, container, reads, written, keeps=not request.dequantize)
     notices += quantised_notices(source, copies, kind, dequantize=request.dequantize)
     taken = request.taken
-    refine = taken.steps if method == "subspace" else 0
+    refine = taken.steps if method == methods.OWN else 0
     steps = None if statistics is None else refine
     chosen = {"method": method, "sequences": taken.sequences, "refine": steps}
     return Plan(

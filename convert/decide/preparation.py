@@ -20,7 +20,7 @@ from ..calibration.study import study
 from ..calibration.text_length import context_notice
 from ..families.config_fields import known_ids
 from ..families.source import Source
-from ..methods.table import check_calibrated, reads_statistics
+from ..methods.table import OWN, check_calibrated, reads_statistics
 from ..request import FoldRequest
 from .measured.settle import settle
 from .plan import Plan, make_plan
@@ -186,12 +186,12 @@ def choose_calibration(request: FoldRequest, plan: Plan, dry_run: bool) -> str |
     """
     asked, refine = request.calibration, request.refine
     wanted = "self" if asked is None and request.save_statistics is not None else asked
-    if refine and plan.method != "subspace":
+    if refine and plan.method != OWN:
         raise InvalidInput(
             f"--refine {refine} does not apply to --method {plan.method}, which is taken as published; "
             f"leave it out"
         )
-    if request.context is not None and plan.method != "subspace":
+    if request.context is not None and plan.method != OWN:
         raise InvalidInput(
             f"--context {request.context} does not apply to --method {plan.method}, which is taken as "
             f"published; leave it out"

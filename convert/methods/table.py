@@ -1,34 +1,27 @@
-"""The table of methods: for each target a name and a function from weights to weights, the default first.
+"""The names of methods, the default first, and the functions of those for GQA and MQA.
 
-Published rules of others, for comparison, are in published.py.
+Only `subspace`, kvfold's own method, is refined, reads statistics and prepares for a quantised cache. Any
+other is taken as published. For MLA, `subspace` is `latent.to_mla`, and the others are rows of `PEERS` in
+published.py, which say whether they read statistics.
 """
 
-from collections.abc import Callable
-
-from torch import Tensor
-
 from ...core.errors import InvalidInput
-from ..algebra.attention import Attention, LatentAttention
-from ..algebra.metric import LayerMetric
 from ..algebra.target import GroupedTarget, LatentTarget
-from . import latent as factor
-from . import pooling as pool
+from . import pooling
 from .published import PEERS, peer
 
-POOL: dict[str, Callable[[Attention, GroupedTarget, LayerMetric, Tensor], Attention]] = {
-    "subspace": pool.subspace,
-    "aligned": pool.aligned,
-    "aligned:grouped": pool.aligned,  # after heads are put in another order
-    "mean": pool.mean,
+OWN = "subspace"
+POOLS: dict[str, pooling.Pool] = {
+    OWN: pooling.subspace,
+    "aligned": pooling.aligned,
+    "aligned:grouped": pooling.aligned,  # after heads are put in another order
+    "mean": pooling.mean,
 }
-FACTOR: dict[
-    str, Callable[[Attention, LatentTarget, Tensor, tuple[factor.Band, ...], LayerMetric], LatentAttention]
-] = {"subspace": factor.to_mla}
 
 
 def names(target: GroupedTarget | LatentTarget) -> tuple[str, ...]:
     """Return the names of the methods for a target, the default first."""
-    return (*FACTOR, *PEERS) if isinstance(target, LatentTarget) else tuple(POOL)
+    return (OWN, *PEERS) if isinstance(target, LatentTarget) else tuple(POOLS)
 
 
 def check(target: GroupedTarget | LatentTarget, method: str | None) -> str:
@@ -51,7 +44,7 @@ def check(target: GroupedTarget | LatentTarget, method: str | None) -> str:
 def reads_statistics(method: str) -> bool:
     """Return whether a method makes use of statistics."""
     rule = peer(method)
-    return method == "subspace" or (rule is not None and rule.needs_statistics)
+    return method == OWN or (rule is not None and rule.needs_statistics)
 
 
 def check_prepared(
@@ -70,7 +63,7 @@ def check_prepared(
     """
     if cache_dtype == "bfloat16":
         return
-    if method != "subspace":
+    if method != OWN:
         raise InvalidInput(
             f"--cache-dtype {cache_dtype} does not apply to --method {method}, which is taken as published; "
             "leave it out"

@@ -33,6 +33,7 @@ from ..methods.refinement import (
     measure,
     refine,
 )
+from ..methods.table import OWN
 from ..storage.cache_basis import caches_of, fit_basis, in_basis
 from ..storage.cache_moments import sampled_moments, weights_moments
 from ..storage.head_basis import with_balanced_heads
@@ -120,7 +121,7 @@ def _prepared(
     assert loss is not None
     basis = fit_basis(layer, its.slots_S, sampled_moments(layer, its.slots_S, its.sample), dtype)
     ways: list[Any] = [_as_written(its, layer), _as_written(its, in_basis(layer, basis), basis.norm)]
-    if its.plan.method == "subspace" and its.plan.refine:
+    if its.plan.method == OWN and its.plan.refine:
         caches = caches_of(dtype, basis)
         refined, _ = _with_all_parts(its, _fitted(its, layer, its.sample, caches).layer, loss, caches)
         ways.append(_as_written(its, in_basis(refined, basis), basis.norm))
@@ -201,7 +202,7 @@ def _with_rounded_length(
     """
     if not isinstance(layer, LatentAttention) or isinstance(layer, NormedLatentAttention):
         return layer, None
-    if layer.level_CC is None or its.plan.method != "subspace" or not its.plan.refine:
+    if layer.level_CC is None or its.plan.method != OWN or not its.plan.refine:
         return layer, None
     costs = latent_costs(layer, its.slots_S, sample, its.plan.effort.draws)
     trim_memory()
@@ -219,7 +220,7 @@ def _fitted(
 ) -> Refined[Layer]:
     """Refine the weights that are written; the loss is measured through `caches`."""
     plan = its.plan
-    is_refined = plan.method == "subspace"
+    is_refined = plan.method == OWN
     # A norm of single heads serves as many as there are, and is passed on; so is one of all queries, whose
     # number stays.
     spans = plan.source.family.norm_spans == "heads"

@@ -9,7 +9,7 @@ from ...core.errors import InvalidInput
 from ...core.system_calls import trim_memory
 from ..algebra.attention import Attention, IntactAttention, LatentAttention
 from ..algebra.input_scale import channel_scales, through_channels, with_channels
-from ..algebra.metric import UNWEIGHTED, metric_of
+from ..algebra.metric import UNWEIGHTED, LayerMetric, metric_of
 from ..algebra.spectrum import LatentSpectrum
 from ..algebra.subspaces import decomposing
 from ..algebra.target import GroupedTarget, LatentTarget
@@ -22,8 +22,9 @@ from ..methods.grouping import GAIN, arrangements, heads_in, likest, reordered
 from ..methods.head_norms import by_value, followed, merged, turned
 from ..methods.intact import encoded, fold_joint
 from ..methods.key_regression import regressed
+from ..methods.latent import to_mla
 from ..methods.layer_sample import sample_of
-from ..methods.pooling import by_dimension
+from ..methods.pooling import Pool, by_dimension
 from ..methods.published import peer, with_few_queries
 from ..methods.query_rank import Compressible, compress, query_metric
 from ..methods.refinement import Layer, LayerSample, measure
@@ -90,7 +91,7 @@ def _fold_attention(
 
 def _scales(plan: Plan, number: int) -> Tensor | None:
     """Return the sizes of a layer's input channels, by which it is folded; None for methods of others."""
-    if plan.statistics is None or plan.method != "subspace":
+    if plan.statistics is None or plan.method != methods.OWN:
         return None
     return channel_scales(plan.statistics.layers[plan.source.attending.index(number)])
 
@@ -137,9 +138,7 @@ def _latent(plan: Plan, number: int, target: LatentTarget) -> tuple[LatentAttent
     else:
         metric = metric_of(statistics, attention, plan.source.positions)
         one_D = _one(plan, metric.input_EE)
-        latent = methods.FACTOR["subspace"](
-            without_value_bias(attention, one_D), target, table_F, bands, metric
-        )
+        latent = to_mla(without_value_bias(attention, one_D), target, table_F, bands, metric)
         latent = without_key_bias(latent, one_D)
         latent = _compressed(plan, number, latent, without_query_bias(attention, one_D), table_F)
     sample = _sample(plan, number, attention, table_F)
@@ -153,7 +152,7 @@ def _over_features(
     statistics = _statistics(plan, number)
     featured, metric = features_of(plan.source, number, attention, table_F, statistics)
     bands, slots_S = bands_of(plan.source, plan.bands, number), slots_of(plan.source, plan.bands, number)
-    folded = methods.FACTOR["subspace"](featured, target, table_F, bands, metric)
+    folded = to_mla(featured, target, table_F, bands, metric)
     latent = _compressed(plan, number, with_features(folded, attention), attention, table_F)
     sample = _sample(plan, number, attention, table_F)
     return _finished(plan, number, latent, attention, table_F, slots_S, sample)
@@ -167,7 +166,7 @@ def _regressed(
     assert statistics is not None, "rewrite asked for statistics"
     plain, metric = regressed(plan.source, number, attention, table_F, statistics)
     one_D = _one(plan, statistics.input_EE)
-    latent = methods.FACTOR["subspace"](without_value_bias(plain, one_D), target, table_F, plan.bands, metric)
+    latent = to_mla(without_value_bias(plain, one_D), target, table_F, plan.bands, metric)
     latent = _compressed(plan, number, without_key_bias(latent, one_D), plain, table_F)
     sample = _sample(plan, number, attention, table_F)
     return _finished(
@@ -238,16 +237,12 @@ def _following(plan: Plan, number: int, donor: int) -> Attention:
 
 
 def _pooled(plan: Plan, number: int, target: GroupedTarget) -> tuple[Attention, Loss | None]:
+    """Fold a layer to GQA or MQA; where heads may change places, in the order that loses least."""
     attention, (table_F, factor) = _attention(plan, number), plan.source.nominal_frequencies(number)
-    pool = methods.POOL[plan.method]
-    weighs = methods.reads_statistics(plan.method)
-    metric = metric_of(_statistics(plan, number), attention, plan.source.positions) if weighs else UNWEIGHTED
-    if attention.k_norm_KH is not None and plan.method != "mean":
-        pool = by_value(pool)
-    if attention.gate_NHD is not None and attention.gate_NHD.shape[1] > 1 and plan.method != "mean":
-        pool = by_dimension(pool)
-    if plan.source.family.value_norm and plan.method != "mean":
-        pool = turned(key_values=plan.source.keys_are_values(number))
+    pool = _pool_of(plan, number, attention)
+    metric = UNWEIGHTED
+    if methods.reads_statistics(plan.method):
+        metric = metric_of(_statistics(plan, number), attention, plan.source.positions)
     sample = _sample(plan, number, attention, table_F, factor)
     if plan.method == "aligned:grouped":
         if not _is_movable(plan, number, attention, sample):
@@ -256,22 +251,55 @@ def _pooled(plan: Plan, number: int, target: GroupedTarget) -> tuple[Attention, 
                 "of this source forbid; use --method aligned"
             )
         attention = heads_in(likest(attention, target.num_key_value_heads), attention)
-    if plan.method != "subspace" or not _is_movable(plan, number, attention, sample):
+    if plan.method == methods.OWN and _is_movable(plan, number, attention, sample):
+        pooled = _in_best_order(pool, attention, target, metric, table_F, sample)
+    else:
         pooled = pool(attention, target, metric, table_F)
-        return _finished(plan, number, pooled, attention, table_F, table_F, sample)
+    return _finished(plan, number, pooled, attention, table_F, table_F, sample)
+
+
+def _pool_of(plan: Plan, number: int, attention: Attention) -> Pool:
+    """Return the plan's method, changed for the parts of a layer that no method knows.
+
+    `mean` is not changed. Of any other, a source with key norms takes the values alone, one with a gate for
+    each dimension the keys alone, and one with norms of values nothing: head_norms.py and `by_dimension`
+    merge the rest.
+    """
+    pool = methods.POOLS[plan.method]
+    if plan.method == "mean":
+        return pool
+    if plan.source.family.value_norm:
+        return turned(key_values=plan.source.keys_are_values(number))
+    if attention.k_norm_KH is not None:
+        pool = by_value(pool)
+    if attention.gate_NHD is not None and attention.gate_NHD.shape[1] > 1:
+        pool = by_dimension(pool)
+    return pool
+
+
+def _in_best_order(
+    pool: Pool,
+    attention: Attention,
+    target: GroupedTarget,
+    metric: LayerMetric,
+    table_F: Tensor,
+    sample: LayerSample | None,
+) -> Attention:
+    """Return the pooled heads of a layer, in the order of its heads that loses least.
+
+    The predicted gain of an order is of second order and by pairs: where a sample measures it, that decides.
+    """
     orders = arrangements(attention, metric, target.num_key_value_heads)
     if sample is None:
         order, gain = orders[0]
-        moved = reordered(attention, metric, order) if gain > GAIN else (attention, metric)
-        pooled = pool(moved[0], target, moved[1], table_F)
-        return _finished(plan, number, pooled, attention, table_F, table_F, None)
-    # The predicted gain is of second order and by pairs: where it can be measured, that decides.
+        if gain > GAIN:
+            attention, metric = reordered(attention, metric, order)
+        return pool(attention, target, metric, table_F)
     ways = (reordered(attention, metric, order) for order, _ in orders)
     folds = [pool(moved, target, its_metric, table_F) for moved, its_metric in ways]
-    pooled = folds[0]
-    if folds[1:]:
-        pooled = min(folds, key=lambda fold: measure(fold, table_F, attention, table_F, sample))
-    return _finished(plan, number, pooled, attention, table_F, table_F, sample)
+    if len(folds) == 1:
+        return folds[0]
+    return min(folds, key=lambda fold: measure(fold, table_F, attention, table_F, sample))
 
 
 def _is_movable(plan: Plan, number: int, attention: Attention, sample: LayerSample | None) -> bool:

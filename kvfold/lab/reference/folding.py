@@ -19,7 +19,7 @@ from ...convert.methods import table as methods
 from ...convert.methods.allocation import allocate
 from ...convert.methods.grouping import GAIN, arrangements, reordered
 from ...convert.methods.intact import full_rank, to_intact, unrotated
-from ...convert.methods.latent import Band, saved_by_slots, source_bands, uniform_bands
+from ...convert.methods.latent import Band, saved_by_slots, source_bands, to_mla, uniform_bands
 from ...convert.methods.shared_key import affine
 from ...core.errors import InvalidInput
 from .latent_attention import MultiHeadLatentAttention
@@ -152,11 +152,11 @@ def _pooled(
     if source.head_dim % 2:
         raise InvalidInput(f"heads of width {source.head_dim} have no rotary pairs; the width must be even")
     name = methods.check(target, method)
-    if name == "subspace":
+    if name == methods.OWN:
         order, gain = arrangements(attention, metric, groups)[0]
         if gain > GAIN:
             attention, metric = reordered(attention, metric, order)
-    pooled = methods.POOL[name](attention, target, metric, _table(source))
+    pooled = methods.POOLS[name](attention, target, metric, _table(source))
     return MultiHeadAttention.from_weights(pooled, source.frequencies, causal=source.causal)
 
 
@@ -169,8 +169,8 @@ def _latent(
 ) -> MultiHeadLatentAttention:
     if target.rope != "decoupled":
         raise InvalidInput("these modules have a rotary key next to the latent; use rope='decoupled'")
-    if method not in (None, *methods.FACTOR):
-        raise InvalidInput(f"method {method} does not apply to modules; use {', '.join(methods.FACTOR)}")
+    if method not in (None, methods.OWN):
+        raise InvalidInput(f"method {method} does not apply to modules; use {methods.OWN}")
     if target.kv_lora_rank < 1:
         raise InvalidInput(f"kv_lora_rank {target.kv_lora_rank} does not fit; choose 1 or more")
     if not source.frequencies:
@@ -184,7 +184,7 @@ def _latent(
             unrotated(to_intact(attention, target, metric)), causal=source.causal
         )
     bands = _bands(attention, _table(source), target, metric)
-    folded = methods.FACTOR["subspace"](attention, target, _table(source), bands, metric)
+    folded = to_mla(attention, target, _table(source), bands, metric)
     if target.slots == "source":  # slots of that exact form lie pair by pair, as the bands do
         assert len(folded.k_rope_RD) == 2 * sum(band.slots for band in bands)
     slots = [band.frequency for band in bands for _ in range(band.slots)]

@@ -12,7 +12,7 @@ from kvfold.convert.algebra.target import GroupedTarget, LatentTarget
 from kvfold.convert.methods import latent as factor
 from kvfold.convert.methods import pooling as pool
 from kvfold.convert.methods.grouping import heads_in, likest
-from kvfold.convert.methods.table import POOL
+from kvfold.convert.methods.table import POOLS
 
 from ...support.layers import (
     FREQUENCIES_F,
@@ -31,7 +31,7 @@ def x_TD() -> Tensor:
     return torch.randn(20, D, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
 
 
-@pytest.mark.parametrize("method", POOL)
+@pytest.mark.parametrize("method", POOLS)
 @pytest.mark.parametrize("biases", [False, True])
 def test_equal_heads_pool_losslessly(method: str, biases: bool, x_TD: Tensor) -> None:
     a = layer(biases=biases, heads=8)
@@ -42,7 +42,9 @@ def test_equal_heads_pool_losslessly(method: str, biases: bool, x_TD: Tensor) ->
         k_KH=None if a.k_KH is None else a.k_KH[:1].expand_as(a.k_KH).clone(),
         v_KH=None if a.v_KH is None else a.v_KH[:1].expand_as(a.v_KH).clone(),
     )
-    pooled = POOL[method](equal, GroupedTarget(num_key_value_heads=2), weights_only(equal, 64), FREQUENCIES_F)
+    pooled = POOLS[method](
+        equal, GroupedTarget(num_key_value_heads=2), weights_only(equal, 64), FREQUENCIES_F
+    )
     assert len(pooled.k_KHD) == 2
     torch.testing.assert_close(output(pooled, x_TD), output(equal, x_TD))
 
@@ -55,7 +57,7 @@ def test_heads_equal_up_to_phases_and_rotations_pool_losslessly(method: str, x_T
     precision = {"rtol": 0.0, "atol": 1e-3 if method == "aligned" else 1e-9}
     torch.testing.assert_close(
         output(
-            POOL[method](a, GroupedTarget(num_key_value_heads=1), weights_only(a, 64), FREQUENCIES_F), x_TD
+            POOLS[method](a, GroupedTarget(num_key_value_heads=1), weights_only(a, 64), FREQUENCIES_F), x_TD
         ),
         output(a, x_TD),
         **precision,
@@ -107,7 +109,7 @@ def test_methods_rank_as_published(x_TD: Tensor) -> None:
                 - output(a, x_TD)
             ).norm()
         )
-        for name, fold in POOL.items()
+        for name, fold in POOLS.items()
     }
     assert lost["subspace"] < lost["aligned"] < lost["mean"]
 
