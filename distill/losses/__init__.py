@@ -29,7 +29,8 @@ class Loss(NamedTuple):
     """A row of `LOSSES`.
 
     Attributes:
-        function: from student and teacher to the sum over tokens and their count.
+        function: from student and teacher to the sum over tokens and their count. A stage computes losses of
+            `logits` by `mix`, all over one set of logits, and the others by `Objective`, layer by layer.
         reads: what it compares: the predictions before the head (`logits`), hidden states, or a layer's
             attention.
     """

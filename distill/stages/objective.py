@@ -3,6 +3,7 @@
 Shapes: B windows, S tokens of a window, T scored tokens, D hidden size.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,7 @@ from ..data.batch import IGNORED, Batch
 from ..losses import LOSSES, attention_relation, hidden_cosine, hidden_mse, mix
 from ..losses.layers import power_of
 from ..losses.predictions import Predictions, predict
-from ..recipe.recipe import Stage
+from ..recipe.recipe import LossName, Stage
 from .capture import Captured, capturing
 from .teacher import Teacher
 
@@ -116,34 +117,31 @@ class Objective(nn.Module):
 
     def _of_layers(
         self, student: Captured, teacher: Captured, batch: Batch, scored_T: Tensor
-    ) -> dict[Any, Tensor]:
-        """Return the losses of the layers, each the mean over layers of a sum over tokens."""
+    ) -> dict[LossName, Tensor]:
+        """Return the losses of the layers, each the mean over layers of a sum over tokens.
+
+        Of `attention_relation` it is also the mean over queries, keys and values.
+        """
         check_layers(len(student.hidden), len(teacher.hidden))
-        layers = range(len(student.hidden))
         ours, theirs = (
             [hidden_BSD.flatten(0, 1)[scored_T] for hidden_BSD in one.hidden] for one in (student, teacher)
         )
-        found: dict[Any, Tensor] = {}
-        if "hidden_mse" in self._stage.learnt:
-            values = [
-                hidden_mse(ours[layer], theirs[layer], power=self._powers[layer])[0] for layer in layers
-            ]
-            found["hidden_mse"] = torch.stack(values).mean()
-        if "hidden_cosine" in self._stage.learnt:
-            values = [hidden_cosine(ours[layer], theirs[layer])[0] for layer in layers]
-            found["hidden_cosine"] = torch.stack(values).mean()
-        if "attention_relation" in self._stage.learnt:
-            values = [
-                attention_relation(
-                    mine,
-                    its,
-                    position_ids_BS=batch.position_ids_BS,
-                    scored_BS=scored_T.view_as(batch.labels_BS),
-                )[0]
-                for layer in layers
+        scored_BS = scored_T.view_as(batch.labels_BS)
+        of_layer: dict[LossName, Callable[[int], list[Tensor]]] = {
+            "hidden_mse": lambda layer: [
+                hidden_mse(ours[layer], theirs[layer], power=self._powers[layer])[0]
+            ],
+            "hidden_cosine": lambda layer: [hidden_cosine(ours[layer], theirs[layer])[0]],
+            "attention_relation": lambda layer: [
+                attention_relation(mine, its, position_ids_BS=batch.position_ids_BS, scored_BS=scored_BS)[0]
                 for mine, its in zip(student.attention[layer], teacher.attention[layer], strict=True)
-            ]
-            found["attention_relation"] = torch.stack(values).mean()
+            ],
+        }
+        found: dict[LossName, Tensor] = {}
+        for name in LOSSES:  # in the table's order, which decides how their sum is rounded
+            if name in self._stage.learnt and LOSSES[name].reads != "logits":
+                values = [value for layer in range(len(ours)) for value in of_layer[name](layer)]
+                found[name] = torch.stack(values).mean()
         return found
 
 

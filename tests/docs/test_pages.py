@@ -168,6 +168,17 @@ def test_folders_and_files_of_the_layout_are_there() -> None:
             assert (ROOT / file).is_file(), f"{page}: {file}"
 
 
+def test_files_that_the_code_names_are_there() -> None:
+    """In comments and docstrings, where no folder is named; `rules/` names files of engines."""
+    folders = ("convert", "distill", "eval", "kvfold")
+    paths = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    known = {path.name for path in paths} | {"convert_hf_to_gguf.py", "generate.py"}
+    for path in paths:
+        if "rules" not in path.parts:
+            named = re.findall(r"(?<![\w/])[a-z]\w*\.py\b", path.read_text(encoding="utf-8"))
+            assert {*named} <= known, path
+
+
 @pytest.mark.parametrize(
     "recipe",
     [*sorted((ROOT / "recipes").glob("*.yaml")), ROOT / "recipes/demo/distill.yaml"],
