@@ -107,11 +107,11 @@ def choose_profile(
         return *wide, ""
     losses = wide[0].predicted, narrow[0].predicted
     if losses[0] is None or losses[1] is None:
-        return (
-            *wide,
+        why = (
             f"{wide[1]} was taken without a prediction of losses; --rank {narrow[1].latent} takes "
-            + (f"{narrow[1]}, whose cache is smaller"),
+            f"{narrow[1]}, whose cache is smaller"
         )
+        return *wide, why
     told = f"predicted losses are {losses[0]:.4f} nats with {wide[1]} and {losses[1]:.4f} with {narrow[1]}"
     if losses[1] <= losses[0] + NARROW_COST:
         return *narrow, f"{told}: {narrow[1]} was taken; --rank {wide[1].latent} takes {wide[1]}"

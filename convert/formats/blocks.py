@@ -70,36 +70,38 @@ class FoldedBlock:
 
     def copies(self, name: str, spec: TensorSpec) -> dict[str, Copy]:
         """Return the output tensors that are made of one of the source's."""
-
-        def changed(to: str, change: Callable[[Tensor], Tensor]) -> dict[str, Copy]:
-            return {to: Copy(source=name, spec=spec, change=change, by_rows=True)}
-
         if name == self.embedding_name:
-            copies = unchanged(name, spec)
-            if self.embedding != 1.0 or self.centred:
-                copies = changed(name, self._embed)
-            if self.tied and not self.ties:
-                copies |= changed(self.head_name, lambda weight: weight * self.logits)
-            return copies
+            return self._of_embeddings(name, spec)
         if name == self.head_name:
-            if self.tied:
-                return {}  # a copy of the embeddings, which the head no longer is
-            return (
-                changed(name, lambda weight: weight * self.logits)
-                if self.logits != 1.0
-                else unchanged(name, spec)
-            )
+            return self._of_head(name, spec)
         if name == _LAST_NORM and self.ties and self.logits != self.embedding:
-            return changed(name, lambda weight: (weight + self.norm_shift) * (self.logits / self.embedding))
+            factor = self.logits / self.embedding
+            return _changed(name, spec, lambda weight: (weight + self.norm_shift) * factor)
         if name.endswith("norm.weight") and self.norm_shift:
-            return changed(name, lambda weight: weight + self.norm_shift)
+            return _changed(name, spec, lambda weight: weight + self.norm_shift)
         if name.endswith(".gate_up_proj.weight") and self.gate_up:
             return self._split(name, spec)
         if name.endswith(".down_proj.weight") and (self.residual != 1.0 or self.centred):
-            return {name: Copy(source=name, spec=spec, change=self.adds)} | (
-                self._ones(name, spec) if self.centred else {}
-            )
+            added = {name: Copy(source=name, spec=spec, change=self.adds)}
+            return added | (self._ones(name, spec) if self.centred else {})
         return unchanged(name, spec)
+
+    def _of_embeddings(self, name: str, spec: TensorSpec) -> dict[str, Copy]:
+        """Return the embeddings, and the head where it was tied to them and no longer is."""
+        copies = unchanged(name, spec)
+        if self.embedding != 1.0 or self.centred:
+            copies = _changed(name, spec, self._embed)
+        if self.tied and not self.ties:
+            head = Copy(source=name, spec=spec, change=lambda weight: weight * self.logits, by_rows=True)
+            copies |= {self.head_name: head}
+        return copies
+
+    def _of_head(self, name: str, spec: TensorSpec) -> dict[str, Copy]:
+        if self.tied:
+            return {}  # a copy of the embeddings, which the head no longer is
+        if self.logits == 1.0:
+            return unchanged(name, spec)
+        return _changed(name, spec, lambda weight: weight * self.logits)
 
     def _embed(self, weight: Tensor) -> Tensor:
         return (weight - weight.mean(1, keepdim=True) if self.centred else weight) * self.embedding
@@ -124,6 +126,11 @@ class FoldedBlock:
             gate: Copy(source=name, spec=half, change=lambda weight: weight.chunk(2)[0]),
             up: Copy(source=name, spec=half, change=lambda weight: weight.chunk(2)[1]),
         }
+
+
+def _changed(name: str, spec: TensorSpec, change: Callable[[Tensor], Tensor]) -> dict[str, Copy]:
+    """Return a tensor of the same name and shape that is changed row by row."""
+    return {name: Copy(source=name, spec=spec, change=change, by_rows=True)}
 
 
 def folded_block(family: Family, config: Mapping[str, Any]) -> FoldedBlock:

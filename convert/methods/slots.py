@@ -266,9 +266,8 @@ def _by_rule(
     if options.get("rope_dim") is None:
         target = _own_width(source, target, rule, budgeted=options.get("kv_budget") is not None)
     target = replace(target, slots="rule")
-    if (
-        rule.needs_statistics and statistics is None
-    ):  # a plan before its statistics are there: slots of the right number
+    if rule.needs_statistics and statistics is None:
+        # A plan before its statistics are there: slots of the right number.
         bands = _any_bands(source, target) if rule.per_head else _fixed_bands(source, target)
         return Division(target=target, bands=bands)
     table_F, factor = source.frequencies()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -93,14 +94,8 @@ def _check(tower: Tower, folded: Path, record: dict[str, Any]) -> None:
         ours, theirs = config.get(field), tower.config.get(field)
         if ours != theirs:
             raise InvalidInput(f"{folded} has {field} {ours}, but the text tower of {whole} has {theirs}")
-    dtypes = [
-        {Checkpoint(place, packed=True).spec(name).dtype for name in names if name.endswith("norm.weight")}
-        for place, names in ((folded, Checkpoint(folded, packed=True)), (whole, tower.stored))
-    ]
-    if dtypes[0] != dtypes[1]:
-        ours, theirs = (
-            ", ".join(sorted(str(kind).removeprefix("torch.") for kind in each)) for each in dtypes
-        )
+    ours, theirs = _norm_dtypes(folded, None), _norm_dtypes(whole, tower.stored)
+    if ours != theirs:
         raise InvalidInput(
             f"{folded} is in {ours}, but the text tower of {whole} is in {theirs}; fold it in that dtype"
         )
@@ -112,6 +107,19 @@ def _check(tower: Tower, folded: Path, record: dict[str, Any]) -> None:
         )
     elif not _is_tower(tower, source):
         raise InvalidInput(f"{folded} was made of {source}, which is not the text tower of {whole}")
+
+
+def _norm_dtypes(directory: Path, names: Iterable[str] | None) -> str:
+    """Return the dtypes of a checkpoint's norms in words; no format quantises norms.
+
+    Args:
+        directory: the checkpoint.
+        names: the tensors to look at; None for all.
+    """
+    checkpoint = Checkpoint(directory, packed=True)
+    norms = [name for name in (checkpoint if names is None else names) if name.endswith("norm.weight")]
+    kinds = {str(checkpoint.spec(name).dtype).removeprefix("torch.") for name in norms}
+    return ", ".join(sorted(kinds))
 
 
 def _is_tower(tower: Tower, source: Path) -> bool:

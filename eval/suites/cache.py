@@ -71,53 +71,74 @@ class CacheSize:
         return sum(each * min(tokens, most or tokens) for each, most in self.layers)
 
 
+@dataclass(frozen=True)
+class LayerCache:
+    """The cache of one layer of a model that runs.
+
+    Attributes:
+        tensors: keys and values, or what the class keeps in their place.
+        most: the most tokens that it keeps; None for all.
+    """
+
+    tensors: list[Tensor]
+    most: int | None
+
+    @property
+    def elements(self) -> int:
+        """Return how many numbers it holds now."""
+        return sum(tensor.numel() for tensor in self.tensors)
+
+    @property
+    def nbytes(self) -> int:
+        """Return how many bytes it takes now."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+
 def rows(found: CacheBlock, roles: tuple[str, ...]) -> list[list[str]]:
     """Return the lines of the table, each a label and one cell per role."""
     models: list[ModelCache] = [getattr(found, role) for role in roles]
-    predicted = [model.predicted_elements_per_token_per_layer for model in models]
-    lines = [
-        [
-            "cache, elements/token/layer",
-            *(f"{model.elements_per_token_per_layer:,.10g}" for model in models),
-        ],
-        [
-            "  by config.json",
-            *("unknown" if elements is None else f"{elements:,.10g}" for elements in predicted),
-        ],
-        ["cache, elements/token", *(f"{model.elements_per_token:,.10g}" for model in models)],
-        [
-            f"cache, bytes/token ({found.student.dtype})",
-            *(f"{model.bytes_per_token:,.10g}" for model in models),
-        ],
-    ]
-    if found.student.quantised_bytes_per_token is not None:
-        others = [""] * (len(roles) - 1)
-        label = f"cache, bytes/token ({found.student.cache_dtype} and its scales)"
-        lines.append([label, f"{found.student.quantised_bytes_per_token:,.10g}", *others])
-    stored = found.student.stored_dtype
-    if found.student.cache_dtype is not None:
-        stored = (
-            f"{found.student.cache_dtype}; of the others {stored}" if roles[1:] else found.student.cache_dtype
-        )
-    for number, context in enumerate(found.student.contexts):
-        sizes = [model.contexts[number] for model in models]
-        name = f"{context.tokens // 1024}k tokens"
-        lines.append(
-            [
-                f"cache of {name} ({stored})",
-                *(_human(size.bytes) for size in sizes),
-            ]
-        )
-        if found.memory is not None:
-            lines.append(
-                [f"  sequences in {_human(found.memory)}", *(str(size.largest_batch) for size in sizes)]
-            )
+    blank = [""] * (len(roles) - 1)
+    lines = [*_lines_per_token(found.student, models, blank), *_lines_per_context(found, models)]
     if any(model.state_bytes for model in models):
         shown = (f"{_human(model.state_bytes or 0)}, {model.growing_layers} layers grow" for model in models)
         lines.append(["state of layers without attention", *shown])
     if found.ratio is not None:
-        lines.append(["cache, share of the teacher's", f"{found.ratio:.2%}", *[""] * (len(roles) - 1)])
+        lines.append(["cache, share of the teacher's", f"{found.ratio:.2%}", *blank])
     return lines
+
+
+def _lines_per_token(student: ModelCache, models: list[ModelCache], blank: list[str]) -> list[list[str]]:
+    """Return the lines about one token; `blank` are the cells of all models but the student."""
+    lines = [
+        ["cache, elements/token/layer", *(_number(model.elements_per_token_per_layer) for model in models)],
+        ["  by config.json", *(_number(model.predicted_elements_per_token_per_layer) for model in models)],
+        ["cache, elements/token", *(_number(model.elements_per_token) for model in models)],
+        [f"cache, bytes/token ({student.dtype})", *(_number(model.bytes_per_token) for model in models)],
+    ]
+    if student.quantised_bytes_per_token is not None:
+        label = f"cache, bytes/token ({student.cache_dtype} and its scales)"
+        lines.append([label, _number(student.quantised_bytes_per_token), *blank])
+    return lines
+
+
+def _lines_per_context(found: CacheBlock, models: list[ModelCache]) -> list[list[str]]:
+    """Return the lines about whole sequences: their caches, and how many fit into `--memory`."""
+    stored, kind = found.student.stored_dtype, found.student.cache_dtype
+    if kind is not None:
+        stored = f"{kind}; of the others {stored}" if models[1:] else kind
+    lines = []
+    for number, context in enumerate(found.student.contexts):
+        sizes = [model.contexts[number] for model in models]
+        label = f"cache of {context.tokens // 1024}k tokens ({stored})"
+        lines.append([label, *(_human(size.bytes) for size in sizes)])
+        if found.memory is not None:
+            label = f"  sequences in {_human(found.memory)}"
+            lines.append([label, *(str(size.largest_batch) for size in sizes)])
+    return lines
+
+
+def _number(value: float | None) -> str:
+    return "unknown" if value is None else f"{value:,.10g}"
 
 
 def measure(subject: Subject) -> CacheBlock:
@@ -141,18 +162,21 @@ def count(loaded: Loaded) -> CacheSize:
     (short, _), (long, state_bytes) = (_layers(loaded, ids_W[:length]) for length in lengths)
     grown = lengths[1] - lengths[0]
     growth = tuple(
-        ((sum(map(Tensor.numel, after)) - sum(map(Tensor.numel, before))) / grown, most)
-        for (before, _), (after, most) in zip(short, long, strict=True)
+        ((after.elements - before.elements) / grown, after.most)
+        for before, after in zip(short, long, strict=True)
     )
     elements = sum(each for each, _ in growth)
-    before, after = (
-        sum(tensor.nbytes for tensors, _ in layers for tensor in tensors) for layers in (short, long)
+    bytes_grown = sum(layer.nbytes for layer in long) - sum(layer.nbytes for layer in short)
+    kinds = {tensor.dtype for layer in long for tensor in layer.tensors if tensor.is_floating_point()}
+    return CacheSize(
+        elements_per_token_per_layer=elements / max(1, sum(each > 0 for each, _ in growth)),
+        elements_per_token=elements,
+        bytes_per_token=bytes_grown / grown,
+        dtype="+".join(sorted(str(kind).removeprefix("torch.") for kind in kinds)),
+        lengths=lengths,
+        layers=growth,
+        state_bytes=state_bytes,
     )
-    kinds = {tensor.dtype for tensors, _ in long for tensor in tensors if tensor.is_floating_point()}
-    dtypes = sorted(str(kind).removeprefix("torch.") for kind in kinds)
-    mean = elements / max(1, sum(each > 0 for each, _ in growth))
-    per_token = (after - before) / grown
-    return CacheSize(mean, elements, per_token, "+".join(dtypes), lengths, growth, state_bytes=state_bytes)
 
 
 def predicted(config: Mapping[str, Any]) -> float | None:
@@ -246,11 +270,8 @@ def _model(subject: Subject, role: str, size: CacheSize, memory: int | None) -> 
     )
 
 
-def _layers(loaded: Loaded, ids_W: Tensor) -> tuple[list[tuple[list[Tensor], int | None]], int]:
-    """Return each layer's cache tensors after reading W tokens, and the most tokens that it keeps.
-
-    The second result is the size of states that layers without attention keep.
-    """
+def _layers(loaded: Loaded, ids_W: Tensor) -> tuple[list[LayerCache], int]:
+    """Return each layer's cache after reading W tokens, and the bytes that layers without attention keep."""
     ids_1W = ids_W[None].to(loaded.device)
     cache = cache_of(loaded.model.base_model(input_ids=ids_1W, use_cache=True))
     layers = cache.layers
@@ -258,18 +279,13 @@ def _layers(loaded: Loaded, ids_W: Tensor) -> tuple[list[tuple[list[Tensor], int
     states.append(getattr(cache, "linear_cache", ()))
     found = (part for state in states for part in (state.values() if isinstance(state, dict) else state))
     state_bytes = sum(part.nbytes for part in found if isinstance(part, Tensor))
-    grown = [
-        (
-            [
-                value
-                for name, value in vars(layer).items()
-                if isinstance(value, Tensor) and not name.startswith("_")
-            ],
-            _most(layer),
-        )
-        for layer in layers
-    ]
-    return grown, state_bytes
+    return [LayerCache(_public_tensors(layer), _most(layer)) for layer in layers], state_bytes
+
+
+def _public_tensors(layer: Any) -> list[Tensor]:
+    """Return what a layer of a cache keeps; names with an underscore are scratch."""
+    kept = vars(layer).items()
+    return [value for name, value in kept if isinstance(value, Tensor) and not name.startswith("_")]
 
 
 def _most(layer: Any) -> int | None:

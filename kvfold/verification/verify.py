@@ -331,10 +331,8 @@ def _lossless(record: dict[str, Any] | None, written: Written, source: Path) -> 
     biased = [
         any("attn" in name and name.endswith(".bias") for name in model.specs) for model in (stored, written)
     ]
-    if record["target"].get("slots") != "source" or biased == [
-        True,
-        False,
-    ]:  # biases that went into weights are approximated
+    approximates_biases = biased == [True, False]  # they went into weights
+    if record["target"].get("slots") != "source" or approximates_biases:
         return None
     if queries is not None:
         geometry = geometry_of(complete(family_of(stored.config), stored.config))
