@@ -184,18 +184,10 @@ def choose_calibration(request: FoldRequest, plan: Plan, dry_run: bool) -> str |
         InvalidInput: the user asks for statistics that the fold would not read, or for what it cannot do
             without them.
     """
-    asked, refine = request.calibration, request.refine
+    asked = request.calibration
     wanted = "self" if asked is None and request.save_statistics is not None else asked
-    if refine and plan.method != OWN:
-        raise InvalidInput(
-            f"--refine {refine} does not apply to --method {plan.method}, which is taken as published; "
-            f"leave it out"
-        )
-    if request.context is not None and plan.method != OWN:
-        raise InvalidInput(
-            f"--context {request.context} does not apply to --method {plan.method}, which is taken as "
-            f"published; leave it out"
-        )
+    if plan.method != OWN:
+        _refuse_own_options(request, plan.method)
     if not reads_statistics(plan.method):
         if request.save_statistics is not None:
             raise InvalidInput(
@@ -209,26 +201,42 @@ def choose_calibration(request: FoldRequest, plan: Plan, dry_run: bool) -> str |
         return None
     about = plan.method, plan.target, plan.source.rotary_width
     check_calibrated(*about, calibrated=wanted != "none", biased=plan.folds_biases)
-    if wanted == "none" and refine:
-        raise InvalidInput(
-            f"--refine {refine} needs text to refine on; leave it out, or use --calibration self"
-        )
-    if wanted == "none" and request.effort != "default":
-        raise InvalidInput(
-            f"--effort {request.effort} has no effect without calibration text; leave it out, or use "
-            "--calibration self"
-        )
-    if wanted == "none" and request.context is not None:
-        raise InvalidInput(
-            f"--context {request.context} has no effect without statistics; leave it out, or use "
-            "--calibration self"
-        )
+    if wanted == "none":
+        _refuse_without_text(request)
     if wanted is None and dry_run:
         divided = " and may divide the budget into another rank and rotary width"
         may = divided if request.to == "mla" and request.kv_budget is not None else ""
         notice(f"planned by weights alone, to be quick; the fold itself uses --calibration self{may}")
         return None
     return "self" if wanted is None else wanted
+
+
+def _refuse_own_options(request: FoldRequest, method: str) -> None:
+    """Refuse options of kvfold's own method for one that is taken as published."""
+    for option, value in (("--refine", request.refine or None), ("--context", request.context)):
+        if value is not None:
+            raise InvalidInput(
+                f"{option} {value} does not apply to --method {method}, which is taken as published; "
+                "leave it out"
+            )
+
+
+def _refuse_without_text(request: FoldRequest) -> None:
+    """Refuse options that only a fold with calibration text reads."""
+    if request.refine:
+        raise InvalidInput(
+            f"--refine {request.refine} needs text to refine on; leave it out, or use --calibration self"
+        )
+    if request.effort != "default":
+        raise InvalidInput(
+            f"--effort {request.effort} has no effect without calibration text; leave it out, or use "
+            "--calibration self"
+        )
+    if request.context is not None:
+        raise InvalidInput(
+            f"--context {request.context} has no effect without statistics; leave it out, or use "
+            "--calibration self"
+        )
 
 
 def _refuse_unread(request: FoldRequest) -> None:

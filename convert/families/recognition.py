@@ -170,22 +170,8 @@ def complete(family: Family, config: Mapping[str, Any]) -> dict[str, Any]:
     whole = {**family.defaults, **config, **renamed}
     if family.kv_heads is None:
         whole["num_key_value_heads"] = whole["num_attention_heads"]
-    layers = range(whole["num_hidden_layers"]) if isinstance(whole["num_hidden_layers"], int) else ()
-    pattern = whole.get("sliding_window_pattern")
-    interval = whole.get("no_rope_layer_interval")
-    if pattern and not isinstance(pattern, str) and not whole.get("layer_types"):
-        whole["layer_types"] = [
-            "full_attention" if (n + (not family.full_first)) % pattern == 0 else "sliding_attention"
-            for n in layers
-        ]
-    if interval and not whole.get("no_rope_layers"):
-        whole["no_rope_layers"] = [int((n + 1) % interval != 0) for n in layers]
-    if family.unrotated == "no_rope_layers" and "no_rope_layers" not in whole:
-        raise InvalidInput("config.json has no no_rope_layers and no no_rope_layer_interval; it needs one")
-    if whole.get("attention_chunk_size") and whole.get("layer_types") is None:
-        turned = whole.get("no_rope_layers")
-        if family.unrotated == "no_rope_layers" and isinstance(turned, list):
-            whole["layer_types"] = [CHUNKED if turns else ATTENTION for turns in turned]
+    layers = range(whole["num_hidden_layers"]) if isinstance(whole["num_hidden_layers"], int) else range(0)
+    _fill_layer_lists(family, whole, layers)
     if family.stretches:
         whole |= stretched(whole)
     if family.windowed_theta is not None:
@@ -198,6 +184,35 @@ def complete(family: Family, config: Mapping[str, Any]) -> dict[str, Any]:
             whole["layer_types"] = [*kinds[:-1], ATTENTION]
         whole["per_layer_config"] = overrides(whole, len(layers))
     return whole
+
+
+def _fill_layer_lists(family: Family, whole: dict[str, Any], layers: range) -> None:
+    """Add `layer_types` and `no_rope_layers` to a config that says them by a pattern.
+
+    Args:
+        family: its row.
+        whole: the config with the family's defaults, which is changed in place.
+        layers: the numbers of all layers; empty where num_hidden_layers is no number.
+
+    Raises:
+        InvalidInput: it does not say which layers rotate.
+    """
+    pattern = whole.get("sliding_window_pattern")
+    if pattern and not isinstance(pattern, str) and not whole.get("layer_types"):
+        shift = 0 if family.full_first else 1
+        whole["layer_types"] = [
+            ATTENTION if (layer + shift) % pattern == 0 else "sliding_attention" for layer in layers
+        ]
+    interval = whole.get("no_rope_layer_interval")
+    if interval and not whole.get("no_rope_layers"):
+        whole["no_rope_layers"] = [int((layer + 1) % interval != 0) for layer in layers]
+    if family.unrotated != "no_rope_layers":
+        return
+    if "no_rope_layers" not in whole:
+        raise InvalidInput("config.json has no no_rope_layers and no no_rope_layer_interval; it needs one")
+    turned = whole["no_rope_layers"]
+    if whole.get("attention_chunk_size") and whole.get("layer_types") is None and isinstance(turned, list):
+        whole["layer_types"] = [CHUNKED if turns else ATTENTION for turns in turned]
 
 
 def attending(family: Family, config: Mapping[str, Any]) -> tuple[int, ...]:

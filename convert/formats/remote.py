@@ -116,15 +116,17 @@ class Remote(Container):
     def _gate(self) -> str | None:
         """Return the name of the gate's projection in the output."""
         gate = self.family.gate
-        return gate if gate is None else "gate_proj" if gate == "q" else gate.rpartition(".")[2]
+        if gate is None:
+            return None
+        return "gate_proj" if gate == "q" else gate.rpartition(".")[2]
 
     @property
     def _biased(self) -> tuple[str, ...]:
         """Return the projections of the output that have a bias."""
         if self._intact:
-            inner = (
-                {"k", "v"} & self.biases if self._normed else ({"kv"} if self.biases & {"k", "v"} else set())
-            )
+            inner = self.biases & {"k", "v"}
+            if inner and not self._normed:
+                inner = frozenset({"kv"})  # one projection rebuilds both
             return tuple(sorted(inner | (self.biases & {"q", "o"})))
         # A value bias is a constant of the output; a key bias of the un-rotated part is one that softmax does
         # not see.

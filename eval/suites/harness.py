@@ -220,6 +220,15 @@ def _load(name: str, directory: Path | None, fewshot: int | None) -> Any:
 
 
 def _plain(loaded: Loaded, name: str, found: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the harness's result of a task, or of a group of tasks, as plain values.
+
+    Returns:
+        `samples` (documents), `shots`, and `metrics` by name: each has a `value`, and where it is a mean over
+        documents their `values` and `documents`, in the same order.
+
+    Raises:
+        InvalidInput: a log likelihood is not a number.
+    """
     metrics: dict[str, dict[str, Any]] = {}
     documents = set()
     for task, samples in found["samples"].items():
@@ -235,11 +244,10 @@ def _plain(loaded: Loaded, name: str, found: Mapping[str, Any]) -> dict[str, Any
                     )
                     entry["values"].append(float(value))
                     entry["documents"].append(document)
-    for metric in [
-        metric for metric, entry in metrics.items() if not all(map(math.isfinite, entry["values"]))
-    ]:
-        notice(f"{name}: {metric} is not finite in some documents, so it is left out")
-        del metrics[metric]
+    for metric, entry in list(metrics.items()):
+        if not all(map(math.isfinite, entry["values"])):
+            notice(f"{name}: {metric} is not finite in some documents, so it is left out")
+            del metrics[metric]
     for entry in metrics.values():
         entry["value"] = math.fsum(entry["values"]) / len(entry["values"])
     # A metric that is not a mean over documents, such as a perplexity, is taken from the harness.

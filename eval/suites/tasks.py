@@ -151,6 +151,16 @@ def _task(name: str, roles: Mapping[str, Mapping[str, Any]]) -> TaskScores:
 
 
 def _metric(name: str, metric: str, roles: Mapping[str, Mapping[str, Any]]) -> TaskMetric:
+    """Return one metric of a task for all models, paired document by document where it is a mean over them.
+
+    Args:
+        name: of the task.
+        metric: its name in the results of the harness.
+        roles: what `harness.run` returned for each model.
+
+    Raises:
+        InvalidInput: the models were not asked the same documents.
+    """
     entries = {role: found["metrics"].get(metric) for role, found in roles.items()}
     if any(
         entry is None or entry.get("documents") != entries["student"].get("documents")
