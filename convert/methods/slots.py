@@ -96,9 +96,10 @@ def _chosen(
     fixed: tuple[Band, ...],
     table_S: Tensor | None,
 ) -> Division:
-    wanted = options.get("slots")
+    """Choose the slots as `choose_slots` does, whose arguments these are; its latent may be too wide."""
+    wanted, rule = options.get("slots"), peer(method)
     if isinstance(target, LatentTarget) and fixed:
-        if peer(method) is not None:
+        if rule is not None:
             raise InvalidInput(
                 f"--method {method} has slots of its own, but engines other than transformers have a "
                 "fixed table; choose another method"
@@ -107,38 +108,57 @@ def _chosen(
             return Division(target=target, bands=fixed)
         return _divided(source, target, statistics, options, fixed, table_S)
     if not isinstance(target, LatentTarget) or not target.qk_rope_head_dim:
-        if wanted is not None:
-            raise InvalidInput(
-                f"--slots {wanted} does not apply here: there is no rotary part to divide; leave it out"
-            )
-        if isinstance(target, LatentTarget) and peer(method) is not None:
-            raise InvalidInput(
-                f"--method {method} decouples the rotary part, and here there is none; leave it out"
-            )
-        if isinstance(target, LatentTarget) and statistics is not None and target.slots == "none":
-            return Division(target=target, losses=_lost_intact(source, statistics, target.kv_lora_rank))
-        return Division(target=target)
-    if peer(method) is not None and source.family.k_norm is not None:
+        return _without_slots(source, target, statistics, wanted, method)
+    if rule is not None and source.family.k_norm is not None:
         raise InvalidInput(
             f"--method {method} has no place for the key norms of {source.family.label}; leave it out"
         )
     if target.slots == "source":
         return Division(target=target, bands=_fixed_bands(source, target))
+    if rule is not None:
+        return _by_rule(source, target, statistics, options, method, rule)
     is_wide = target.qk_rope_head_dim > source.rotary_width
-    if wanted == "uniform" and is_wide and peer(method) is None:
+    if wanted == "uniform" and is_wide:
         raise InvalidInput(
             f"--rope-dim {target.qk_rope_head_dim} does not fit --slots uniform: {source.rotary_width} "
             f"dimensions of a head rotate; choose at most {source.rotary_width}, or leave --slots out"
         )
-    rule = peer(method)
-    if rule is not None:
-        return _by_rule(source, target, statistics, options, method, rule)
-    if statistics is None:
-        if wanted == "uniform" or (wanted is None and not is_wide):
-            return Division(target=target, bands=_fixed_bands(source, target))
-        # Statistics will allocate them; until then any slots of the right number do.
-        return Division(target=replace(target, slots="allocated"), bands=_any_bands(source, target))
-    return _divided(source, target, statistics, options)
+    if statistics is not None:
+        return _divided(source, target, statistics, options)
+    if wanted == "uniform" or (wanted is None and not is_wide):
+        return Division(target=target, bands=_fixed_bands(source, target))
+    # Statistics will allocate them; until then any slots of the right number do.
+    return Division(target=replace(target, slots="allocated"), bands=_any_bands(source, target))
+
+
+def _without_slots(
+    source: Source, target: Target, statistics: Statistics | None, wanted: str | None, method: str
+) -> Division:
+    """Return a target without rotary slots: GQA, MQA, or MLA whose latent has all of the keys.
+
+    Args:
+        source: the checkpoint.
+        target: the target.
+        statistics: of the source; None where only its weights are used.
+        wanted: the kind of slots that the user asks for.
+        method: name of the method.
+
+    Raises:
+        InvalidInput: the options ask for slots.
+    """
+    if wanted is not None:
+        raise InvalidInput(
+            f"--slots {wanted} does not apply here: there is no rotary part to divide; leave it out"
+        )
+    if not isinstance(target, LatentTarget):
+        return Division(target=target)
+    if peer(method) is not None:
+        raise InvalidInput(
+            f"--method {method} decouples the rotary part, and here there is none; leave it out"
+        )
+    if statistics is not None and target.slots == "none":
+        return Division(target=target, losses=_lost_intact(source, statistics, target.kv_lora_rank))
+    return Division(target=target)
 
 
 def _lost_intact(source: Source, statistics: Statistics, rank: int) -> Losses:

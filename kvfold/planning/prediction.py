@@ -66,7 +66,7 @@ class PredictedLosses:
         if plan.latent_norm == "auto":
             plan = settle_norm(plan)  # as `kvfold convert` does, whose loss this predicts
         norm = "fitted" if plan.latent_norm == "fitted" else None  # a linear one computes what no norm does
-        # Without slots, what is folded depends on the container too (fold.fold_attention).
+        # Without slots, what is folded depends on the container too (layer_fold.fold_attention).
         form = None if plan.bands else plan.container.architecture
         how = (plan.method, plan.bands, form, norm, plan.folds_biases, plan.refine)
         key = (str(plan.target.to_dict()), *how)
