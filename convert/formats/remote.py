@@ -206,52 +206,57 @@ class Remote(Container):
 
     def specs(self, layer: int, dtype: torch.dtype) -> dict[str, TensorSpec]:
         """Return names, shapes and dtypes of one layer's attention tensors."""
-        heads = self.geometry.num_attention_heads
-        groups = self.geometry.num_key_value_heads
-        hidden = self.geometry.hidden_size
-        width = self.geometry.head_dim
-        rank = self.target.kv_lora_rank
-        rope = self.target.qk_rope_head_dim
+        place = self._place.format(layer=layer)
+        shapes: dict[str, tuple[int, ...]] = {}
+        for role, (name, rows, columns) in self._weights().items():
+            shapes[f"{place}.{name}.weight"] = (rows, columns)
+            if role in self._biased:
+                shapes[f"{place}.{name}.bias"] = (rows,)
+        if not self._intact:
+            shapes[f"{place}.kv_a_norm.weight"] = (self.target.kv_lora_rank,)
+            if self.target.q_lora_rank is not None:
+                shapes[f"{place}.q_a_norm.weight"] = (self.target.q_lora_rank,)
+                if "kv" in self._biased:
+                    shapes[f"{place}.q_a_proj.bias"] = (self.target.q_lora_rank,)
+        spans = self.family.norm_spans == "heads"
+        heads = {"q": self.geometry.num_attention_heads, "k": self.geometry.num_key_value_heads}
+        for which, name in self._written_norms(layer).items():
+            shapes[name] = ((heads[which] if spans else 1) * self.geometry.head_dim,)
+        return {name: TensorSpec(dtype, shape) for name, shape in shapes.items()}
+
+    def _weights(self) -> dict[str, tuple[str, int, int]]:
+        """Return name, rows and columns of a layer's projections, in the order in which they are written.
+
+        Keys are roles, by which `_biased` says what has a bias. Of the two projections around the latent that
+        one has the role `kv` which may have one: the projection from it where rotation is intact, otherwise
+        that to it and to the rotary key.
+        """
+        heads, width = self.geometry.num_attention_heads, self.geometry.head_dim
+        hidden, rank = self.geometry.hidden_size, self.target.kv_lora_rank
+        rope, both = self.target.qk_rope_head_dim, 2 * self.geometry.num_key_value_heads * width
+        read = both if self._normed else hidden  # behind key norms a latent reads keys and values
         if self._intact:
-            rows = 2 * groups * width
             weights = {
                 **self._query_weights(heads * width),
-                "kv": ("kv_b_proj", rows, rank),
+                "kv": ("kv_b_proj", both, rank),
                 "o": ("o_proj", hidden, heads * width),
+                "unbiased": ("kv_a_proj", rank, read),
             }
-            weights[""] = ("kv_a_proj", rank, rows if self._normed else hidden)
         else:
             weights = {
                 **self._query_weights(heads * (width if self._normed else self.nope_width + rope)),
-                "kv": ("kv_a_proj_with_mqa", rank + rope, 2 * groups * width if self._normed else hidden),
-                "": ("kv_b_proj", heads * (self.nope_width + width), rank),
+                "kv": ("kv_a_proj_with_mqa", rank + rope, read),
+                "unbiased": ("kv_b_proj", heads * (self.nope_width + width), rank),
                 "o": ("o_proj", hidden, heads * width),
             }
             if self._normed:
                 weights["slots"] = ("q_rope_proj", heads * rope, width)
         if self._normed:
-            weights |= {"k": ("k_proj", groups * width, hidden), "v": ("v_proj", groups * width, hidden)}
+            rows = self.geometry.num_key_value_heads * width
+            weights |= {"k": ("k_proj", rows, hidden), "v": ("v_proj", rows, hidden)}
         if self.family.gate == "q":
             weights["gate"] = ("gate_proj", heads * width, hidden)
-        shapes: dict[str, tuple[int, ...]] = {}
-        for role, (name, rows, columns) in weights.items():
-            shapes[f"{name}.weight"] = (rows, columns)
-            if role in self._biased:
-                shapes[f"{name}.bias"] = (rows,)
-        if not self._intact:
-            shapes["kv_a_norm.weight"] = (rank,)
-            if self.target.q_lora_rank is not None:
-                shapes["q_a_norm.weight"] = (self.target.q_lora_rank,)
-                if "kv" in self._biased:
-                    shapes["q_a_proj.bias"] = (self.target.q_lora_rank,)
-        specs = {
-            f"{self._place.format(layer=layer)}.{name}": TensorSpec(dtype, shape)
-            for name, shape in shapes.items()
-        }
-        spans = self.family.norm_spans == "heads"
-        lengths = {"q": heads if spans else 1, "k": groups if spans else 1}
-        norms = {name: lengths[which] * width for which, name in self._written_norms(layer).items()}
-        return specs | {name: TensorSpec(dtype, (length,)) for name, length in norms.items()}
+        return weights
 
     def _query_weights(self, rows: int) -> dict[str, tuple[str, int, int]]:
         """Return name, rows and columns of the weights that make the queries, by role."""
