@@ -1,6 +1,6 @@
 """The frequencies of the rotary slots of MLA, and what a target is predicted to lose with them."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -24,6 +24,8 @@ from .latent import Band, lost_by_slots, source_bands, uniform_bands
 from .published import Peer, peer
 
 Losses = tuple[dict[str, float], ...]  # predicted, of every layer; empty where nothing is predicted
+SlotsByWidth = dict[int, tuple[Band, ...]]  # of one rotary table, by qk_rope_head_dim
+SlotLosses = dict[int, list[float]]  # of the layers of one table, by qk_rope_head_dim, without the latent's
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,41 +202,53 @@ def _divided(
     widths = [target.qk_rope_head_dim]
     if kind == "allocated" and options.get("kv_budget") is not None and options.get("rope_dim") is None:
         widths = [width for width in rotary_widths(source.geometry, elements) if width < elements]
-    slots: list[dict[int, tuple[Band, ...]]] = []
+    slots: list[SlotsByWidth] = []
     lost: list[LossesByWidth] = []
     for number, group in enumerate(source.layers_by_table):
         layers = _layers_of(source, group, statistics_of, str(options["container"]))
         table_F, _ = source.frequencies(group[0])
         if kind == "uniform":
-            candidates = {widths[0]: fixed or _uniform(source, target, group[0], number)}
-            of_slots = {
-                width: [lost_by_slots(a, table_F, bands, m) for a, m in layers()]
-                for width, bands in candidates.items()
-            }
+            uniform = fixed or _uniform(source, target, group[0], number)
+            found = _given_slots(layers, table_F, widths[0], uniform)
         else:
-            saved_LFK = saved(layers, table_F)
-            candidates = {n: _of_table(allocate(saved_LFK.sum(0), table_F, n // 2), number) for n in widths}
-            of_slots = {
-                n: [unslotted(own_FK, bands) for own_FK in saved_LFK] for n, bands in candidates.items()
-            }
-        slots.append(candidates)
-        lost.append(losses_by_width(layers, table_F, elements, candidates, of_slots))
-    width = least(lost)
+            found = _allocated_slots(layers, table_F, widths, number)
+        slots.append(found[0])
+        lost.append(losses_by_width(layers, table_F, elements, *found))
+    best = least(lost)
     divisions = {
-        n: Division(
-            target=replace(target, kv_lora_rank=elements - n, qk_rope_head_dim=n, slots=kind),
-            bands=tuple(band for candidates in slots for band in candidates[n]),
+        width: Division(
+            target=replace(target, kv_lora_rank=elements - width, qk_rope_head_dim=width, slots=kind),
+            bands=tuple(band for of_table in slots for band in of_table[width]),
         )
-        for n in widths
+        for width in widths
     }
     rotating: dict[int, dict[str, float]] = {}
     for group, by_width in zip(source.layers_by_table, lost, strict=True):
-        rotating |= zip(group, by_width[width], strict=True)
+        rotating |= zip(group, by_width[best], strict=True)
     losses = (
-        rotating.get(n) or _lost_without_slots(source, statistics_of[n], n, elements - width)
-        for n in source.attending
+        rotating.get(layer) or _lost_without_slots(source, statistics_of[layer], layer, elements - best)
+        for layer in source.attending
     )
-    return replace(divisions[width], losses=tuple(losses), widths=divisions if len(divisions) > 1 else {})
+    return replace(divisions[best], losses=tuple(losses), widths=divisions if len(divisions) > 1 else {})
+
+
+def _given_slots(
+    layers: Layers, table_F: Tensor, width: int, bands: tuple[Band, ...]
+) -> tuple[SlotsByWidth, SlotLosses]:
+    """Return given slots of one rotary table by their only width, and what each layer loses with them."""
+    losses = [lost_by_slots(attention, table_F, bands, metric) for attention, metric in layers()]
+    return {width: bands}, {width: losses}
+
+
+def _allocated_slots(
+    layers: Layers, table_F: Tensor, widths: Sequence[int], number: int
+) -> tuple[SlotsByWidth, SlotLosses]:
+    """Return the slots that save most loss in the layers of a table, by width, and what each layer loses."""
+    saved_LFK = saved(layers, table_F)
+    saved_FK = saved_LFK.sum(0)
+    slots = {width: _of_table(allocate(saved_FK, table_F, width // 2), number) for width in widths}
+    losses = {width: [unslotted(own_FK, bands) for own_FK in saved_LFK] for width, bands in slots.items()}
+    return slots, losses
 
 
 def _layers_of(
