@@ -1,5 +1,7 @@
-"""The growth of a text in the steps of a tokenizer.json, by which a hostile one could take all memory."""
+"""The growth of a text in the steps of a tokenizer's files, by which a hostile one could take all memory."""
 
+import base64
+import binascii
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -7,20 +9,141 @@ from pathlib import Path
 from typing import Any
 
 from ..core.errors import InvalidInput
-from ..core.untrusted import printable
+from ..core.untrusted import printable, read_bytes, read_json, shorten
 
+# Objects of JSON in which transformers looks for a tokenizer.
+_OBJECTS = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+)  # fmt: skip
+_PIECES = ("*.model", "*.spm", "*.tokenizer")  # models of SentencePiece
+_LIMIT_BYTES = 2**28
 _MOST = 64  # times; the steps of published models in the tests count 18 times at most
 _MOST_STEPS = 1000  # of a part; published models have a few dozen
 _PARTS = {"normalizer": "normalizers", "pre_tokenizer": "pretokenizers", "decoder": "decoders"}
 _BYTES = 4  # characters that a ByteLevel step makes of one
-# Characters that a step of Unicode makes of one at most. What it made it leaves as it is the next time, and
-# every published tokenizer may have one step of a kind, so the first is not counted. The next ones are, since
-# a step between them may make the characters anew.
+# Characters that a step of Unicode makes of one at most; a Precompiled one with the map of published models.
+# What it made it leaves as it is the next time, and every published tokenizer may have one step of a kind, so
+# the first is not counted. The next ones are, since a step between them may make the characters anew.
 _UNICODE = {"NFKC": 18, "NFKD": 18, "Precompiled": 18, "NFC": 4, "NFD": 4, "Lowercase": 2}
 # The text that such a decoder replaces by a space; an empty one is found between any two characters.
 _REPLACED = {"BPEDecoder": "suffix", "CTC": "word_delimiter_token"}
 # Regular expressions that may match between two characters, or are none of Python's, match everywhere.
 _ASSERTION = re.compile(r"\(\?|[\^$]|\\[ABbGKZz]")
+_MAPPED = {3: "normalizer", 5: "decoder"}  # fields of a SentencePiece model with a map of characters
+_MAP = 2  # the field of that map in them
+_MOST_FIELDS = 10**6  # of a message; the largest published vocabularies have 262,144 pieces
+_TAG = 2**32 - 1  # bits of a tag; readers drop further ones
+_VARINT, _FIXED_64, _LENGTH, _OPEN, _CLOSE, _FIXED_32 = range(6)  # the wire types of Protocol Buffers
+
+
+def check_tokenizer(directory: Path) -> None:
+    """Check the files of a tokenizer that transformers may read, before it does.
+
+    Args:
+        directory: a model directory.
+
+    Raises:
+        InvalidInput: as of `check_growth`, of a tokenizer.json or of a SentencePiece model; a file cannot be
+            read; or tokenizer_config.json names a tokenizer.json elsewhere.
+    """
+    listed: list[str] = []
+    for name in _OBJECTS:
+        file = directory / name
+        if file.is_file():
+            content = read_json(file, _LIMIT_BYTES)
+            check_growth(content, file)
+            if name == "tokenizer_config.json":
+                listed = _versions(content, file)
+    for name in listed:
+        if (directory / name).is_file():
+            check_growth(read_json(directory / name, _LIMIT_BYTES), directory / name)
+    for file in sorted(path for pattern in _PIECES for path in directory.glob(pattern)):
+        if file.is_file():
+            _check_pieces(read_bytes(file, _LIMIT_BYTES), file)
+
+
+def _versions(config: Mapping[str, Any], file: Path) -> list[str]:
+    """Return the names of tokenizer.4.0.json and the like, of which transformers reads its version's."""
+    names = config.get("fast_tokenizer_files")
+    if not isinstance(names, list):
+        return []
+    for name in names:
+        if not isinstance(name, str) or set(name) & set("/\\\0"):
+            raise InvalidInput(
+                f"{printable(file)} has {shorten(name)} in fast_tokenizer_files, where names of files next "
+                "to it are needed; correct or remove the field"
+            )
+    return names
+
+
+def _check_pieces(content: bytes, file: Path) -> None:
+    """Check that a SentencePiece model makes at most 64 characters of one.
+
+    Other content, such as a tokenizer.model of tiktoken, is left to its reader.
+    """
+    for field, message in _fields(content, file):
+        if field not in _MAPPED:
+            continue
+        for inner, characters in _fields(message, file):
+            if inner == _MAP and _longest(characters) > _MOST:
+                raise _growing(_MAPPED[field], file)
+
+
+def _fields(content: bytes, file: Path) -> Iterator[tuple[int, bytes]]:
+    """Yield the fields of bytes of a message of Protocol Buffers, up to what is none.
+
+    Fields of a group count as the message's own.
+    """
+    place = count = 0
+    while place < len(content):
+        tag, place = _varint(content, place)
+        kind, size = tag & 7, 0
+        field = (tag & _TAG) >> 3
+        if kind == _VARINT:
+            _, place = _varint(content, place)
+        elif kind == _LENGTH:
+            size, place = _varint(content, place)
+            yield field, content[place : place + size]
+        elif kind in (_FIXED_32, _FIXED_64):
+            size = 4 if kind == _FIXED_32 else 8
+        elif kind not in (_OPEN, _CLOSE):
+            return
+        place += size
+        count += 1
+        if count > _MOST_FIELDS:
+            raise InvalidInput(
+                f"{printable(file)} has more than {_MOST_FIELDS:,} fields; take the tokenizer that the model "
+                "was published with"
+            )
+
+
+def _varint(content: bytes, place: int) -> tuple[int, int]:
+    """Return a number of Protocol Buffers and the place after it, which is the end where there is none."""
+    number = 0
+    for shift in range(0, 70, 7):
+        if place >= len(content):
+            break
+        byte = content[place]
+        number, place = number | (byte & 127) << shift, place + 1
+        if byte < 128:
+            return number, place
+    return 0, len(content)
+
+
+def _longest(characters: bytes) -> int:
+    """Return how many characters a map of SentencePiece makes of one at most.
+
+    The map is the length of a search tree in 4 bytes, the tree, and texts that each end in a zero byte.
+    """
+    texts = characters[4 + int.from_bytes(characters[:4], "little") :]
+    return max(len(text.decode("utf-8", "replace")) for text in texts.split(b"\0"))
+
+
+def _growing(part: str, file: Path) -> InvalidInput:
+    return InvalidInput(
+        f"the {part} in {printable(file)} can make a text more than {_MOST} times as long; take the "
+        "tokenizer that the model was published with"
+    )
 
 
 def check_growth(tokenizer: Mapping[str, Any], file: Path) -> None:
@@ -35,16 +158,13 @@ def check_growth(tokenizer: Mapping[str, Any], file: Path) -> None:
     """
     for part, inner in _PARTS.items():
         steps = list(_steps(tokenizer.get(part), inner))
-        flaw = ""
         if len(steps) > _MOST_STEPS:
-            flaw = f"has more than {_MOST_STEPS:,} steps"
-        elif _growth(steps) > math.log(_MOST):
-            flaw = f"can make a text more than {_MOST} times as long"
-        if flaw:
             raise InvalidInput(
-                f"the {part} in {printable(file)} {flaw}; take the tokenizer that the model was "
-                "published with"
+                f"the {part} in {printable(file)} has more than {_MOST_STEPS:,} steps; take the tokenizer "
+                "that the model was published with"
             )
+        if _growth(steps) > math.log(_MOST):
+            raise _growing(part, file)
 
 
 def _growth(steps: Sequence[Mapping[str, Any]]) -> float:
@@ -58,7 +178,7 @@ def _growth(steps: Sequence[Mapping[str, Any]]) -> float:
     free = set(_UNICODE.values())
     for step in steps:
         factor = _factor(step)
-        expanded = _UNICODE.get(str(step.get("type")))
+        expanded = max(_UNICODE.get(str(step.get("type")), 0), _mapped(step))
         if expanded in free:
             free.remove(expanded)
         elif expanded:
@@ -72,6 +192,17 @@ def _growth(steps: Sequence[Mapping[str, Any]]) -> float:
         else:
             made |= {letter: max(made.get(letter, 0.0), grown) for letter in set(written)}
     return most
+
+
+def _mapped(step: Mapping[str, Any]) -> int:
+    """Return how many characters the map of a step makes of one at most; 0 where it has none."""
+    characters = step.get("precompiled_charsmap")
+    if not isinstance(characters, str):
+        return 0
+    try:
+        return _longest(base64.b64decode(characters))
+    except (binascii.Error, ValueError):  # of which tokenizers makes nothing either
+        return 0
 
 
 def _replaced(step: Mapping[str, Any]) -> tuple[str | None, str | None]:

@@ -17,9 +17,9 @@ from ..checkpoints.directory import SIDE_FILES, TOKENIZER_FILES, check_safetenso
 from ..checkpoints.other_forms import without_config
 from ..checkpoints.quantised.packed_checkpoint import QuantisedCheckpoint, is_quantised
 from ..checkpoints.side_files import check_readable
-from ..checkpoints.tokenizer_growth import check_growth
+from ..checkpoints.tokenizer_growth import check_tokenizer
 from ..core.errors import InvalidInput
-from ..core.untrusted import printable, read_json, shorten
+from ..core.untrusted import printable, shorten
 from .dequantised import from_tensors, without_quantisation
 from .expected_weights import check_found, check_loadable, multimodal_class
 from .load_failures import loading_failures, no_progress_bars
@@ -27,11 +27,6 @@ from .load_options import LoadOptions
 from .remote_code import carries_own_code, check_form, code_refusal, is_remote, source_config
 
 _SAMPLE = 10_000  # characters on which two tokenizers must agree
-# Objects of JSON in which transformers looks for a tokenizer.
-_TOKENIZER_OBJECTS = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
-)  # fmt: skip
-_TOKENIZER_BYTES = 2**28
 
 
 class _Configured(ABC):
@@ -218,9 +213,7 @@ def load_tokenizer(directory: Path, *, trust_remote_code: bool = False) -> Any:
             f"{printable(directory)} has no tokenizer; copy tokenizer.json and tokenizer_config.json of the "
             "model that it was made from into it"
         )
-    for name in _TOKENIZER_OBJECTS:
-        if (directory / name).is_file():
-            check_growth(read_json(directory / name, _TOKENIZER_BYTES), directory / name)
+    check_tokenizer(directory)
     with loading_failures(directory, "tokenizer"):
         config = {"config": source_config(directory)} if carries_own_code(directory) else {}
         tokenizer = AutoTokenizer.from_pretrained(

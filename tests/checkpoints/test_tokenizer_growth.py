@@ -1,5 +1,6 @@
 """A tokenizer whose steps multiply a text is refused before it reads one."""
 
+import base64
 import json
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from kvfold import recipes
-from kvfold.checkpoints.tokenizer_growth import check_growth
+from kvfold.checkpoints.tokenizer_growth import check_growth, check_tokenizer
 from kvfold.core.errors import InvalidInput
 from kvfold.models.causal_lm import load_tokenizer
 
@@ -99,6 +100,77 @@ def test_a_part_of_the_wrong_form_is_left_to_its_reader(part: Any) -> None:
     check_growth({"normalizer": part}, Path("tokenizer.json"))
     broken = {"type": "Replace", "pattern": {"Regex": "["}, "content": 7}
     check_growth({"normalizer": broken}, Path("tokenizer.json"))
+
+
+def field(number: int, content: bytes) -> bytes:
+    """Return a field of bytes of Protocol Buffers."""
+    size, length = len(content), b""
+    while size > 127:
+        size, length = size >> 7, length + bytes([size & 127 | 128])
+    return bytes([number << 3 | 2]) + length + bytes([size]) + content
+
+
+def characters(*texts: str) -> bytes:
+    """Return a map of SentencePiece: the length of its tree, a tree of no use, the texts."""
+    return (4).to_bytes(4, "little") + bytes(4) + b"".join(text.encode() + b"\0" for text in texts)
+
+
+def pieces(number: int, mapped: bytes) -> bytes:
+    """Return a SentencePiece model with a piece, a group, and a map in the field of a number."""
+    piece = field(1, b"\x0a\x01e\x15\0\0\x80\xbf\x18\x02")  # a text, a float, an enumeration
+    return piece + b"\x33\x08\x01\x34" + field(number, field(1, b"own") + field(2, mapped))
+
+
+@pytest.mark.parametrize(("number", "part"), [(3, "normalizer"), (5, "decoder")])
+def test_a_map_of_a_sentencepiece_model(number: int, part: str, tmp_path: Path) -> None:
+    file = tmp_path / "spiece.model"
+    file.write_bytes(pieces(number, characters("a", "\u0635" * 64, "b")))
+    check_tokenizer(tmp_path)
+    file.write_bytes(pieces(number, characters("a", "\u0635" * 65, "b")))
+    with pytest.raises(
+        InvalidInput, match=rf"the {part} in .*spiece\.model can make a text more than 64 times"
+    ):
+        check_tokenizer(tmp_path)
+
+
+def test_a_file_that_is_no_sentencepiece_model(tmp_path: Path) -> None:
+    file = tmp_path / "tokenizer.model"
+    for content in (
+        b"",
+        b"IQ== 0\nIg== 1\nIw== 2\n",
+        b"\xff" * 20,
+        b"\x1a\xff",
+        b"\x0f",
+        b"\x1a\x02\x12\x09",
+    ):
+        file.write_bytes(content)
+        check_tokenizer(tmp_path)
+    file.write_bytes(b"\x08\x01" * (10**6 + 1))
+    with pytest.raises(InvalidInput, match=r"tokenizer\.model has more than 1,000,000 fields"):
+        check_tokenizer(tmp_path)
+
+
+def test_a_map_of_a_tokenizer_json() -> None:
+    def step(*texts: str) -> dict[str, Any]:
+        mapped = base64.b64encode(characters(*texts)).decode()
+        return {"normalizer": {"type": "Precompiled", "precompiled_charsmap": mapped}}
+
+    check_growth(step("a", "b" * 64), Path("tokenizer.json"))
+    check_growth({"normalizer": {"type": "Precompiled", "precompiled_charsmap": "?"}}, Path("tokenizer.json"))
+    with pytest.raises(InvalidInput, match="the normalizer in a can make a text more than 64 times as long"):
+        check_growth(step("a", "b" * 65), Path("a"))
+
+
+def test_a_tokenizer_json_of_another_version(tmp_path: Path) -> None:
+    config = tmp_path / "tokenizer_config.json"
+    config.write_text('{"fast_tokenizer_files": ["tokenizer.4.0.json", "tokenizer.9999.json"]}')
+    check_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.4.0.json").write_text(json.dumps(described(MULTIPLYING["replace"])))
+    with pytest.raises(InvalidInput, match=r"in .*tokenizer\.4\.0\.json can make a text more than 64 times"):
+        check_tokenizer(tmp_path)
+    config.write_text('{"fast_tokenizer_files": ["../tokenizer.4.0.json"]}')
+    with pytest.raises(InvalidInput, match=r"has '\.\./tokenizer\.4\.0\.json' in fast_tokenizer_files"):
+        check_tokenizer(tmp_path)
 
 
 def test_it_is_refused_before_it_is_loaded(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 `make test-mlx` and `make test-llamacpp` run the engines themselves.
 """
 
+import json
 import struct
 import sys
 from importlib.util import find_spec
@@ -16,7 +17,7 @@ from kvfold.cli import main
 from kvfold.convert.decide.lint import LintFinding
 from kvfold.core.errors import InvalidInput
 from kvfold.verification import llama_programs
-from kvfold.verification.engine_runs import started_engines
+from kvfold.verification.engine_runs import run_llama_cpp, started_engines
 from kvfold.verification.llama_programs import LlamaCpp, LlamaFailure, read_base
 from kvfold.verification.verify import verify
 
@@ -170,6 +171,20 @@ def test_a_tokenizer_that_the_converter_does_not_know(home: Path, tmp_path: Path
     write_converter(home, "BPE pre-tokenizer was not recognized")
     assert llama.convert(tmp_path, tmp_path / "out.gguf", "f32").read_text() == "gpt-2"
     assert llama.guessed == [tmp_path]
+
+
+def test_a_tokenizer_that_multiplies_a_text_is_not_started(home: Path, tmp_path: Path) -> None:
+    """The converter, llama.cpp's programs and the probe would all read the text with it."""
+    step = {"type": "Replace", "pattern": {"String": "e"}, "content": "e" * 100}
+    for name, normalizer in (("ours", None), ("source", step)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "tokenizer.json").write_text(json.dumps({"normalizer": normalizer}))
+    llama, ours, source = LlamaCpp.at(home), tmp_path / "ours", tmp_path / "source"
+    checks, _ = run_llama_cpp(llama, ours, None, None)
+    assert "no such class" in checks[0].detail
+    for given in ((source, None), (ours, source)):
+        with pytest.raises(InvalidInput, match="can make a text more than 64 times as long"):
+            run_llama_cpp(llama, *given, None)
 
 
 def test_the_same_tokenizer_is_guessed_once(home: Path, tmp_path: Path) -> None:
