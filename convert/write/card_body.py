@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ...checkpoints.eval_json import EvalSummary, ModelSummary
 from ...checkpoints.record import is_distilled
 from ...core.units import show_kinds
+from ...core.untrusted import printable
 
 if TYPE_CHECKING:
     from ..decide.lint import LintFinding, Written
@@ -73,7 +75,7 @@ def card_body(
 
     written = open_written(directory)
     parts = [
-        f"# {title}",
+        f"# {_words(title)}",
         _opening(record, source, further=further),
         *_cache(record, written),
         *_measured(record, evaluation, further=further),
@@ -89,8 +91,8 @@ def _opening(record: dict[str, Any], source: str, *, further: bool) -> str:
     scheme = "" if rounded is None else f" Its linear weights are in {rounded['scheme'].upper()}."
     if rounded is not None and "target" not in record and not is_distilled(record):
         return (
-            f"`{source}` with weights in {rounded['scheme'].upper()}, rounded by kvfold {record['kvfold']}."
-            + more
+            f"{_code(source)} with weights in {rounded['scheme'].upper()}, rounded by kvfold "
+            f"{_words(record['kvfold'])}." + more
         )
     kind = _KINDS.get(record.get("target", {}).get("name", ""), "a smaller KV cache")
     ratio = (
@@ -100,7 +102,8 @@ def _opening(record: dict[str, Any], source: str, *, further: bool) -> str:
     )
     untrained = "" if further else ", without training"
     trained = " and distilled against it" if is_distilled(record) else untrained
-    folded = f"`{source}` folded to {kind} by kvfold {record.get('kvfold', '')}{ratio}; converted{trained}."
+    version = _words(record.get("kvfold", ""))
+    folded = f"{_code(source)} folded to {kind} by kvfold {version}{ratio}; converted{trained}."
     return folded + scheme + more
 
 
@@ -111,7 +114,7 @@ def _cache(record: dict[str, Any], written: Written) -> list[str]:
     rows = [
         ["elements per token and layer", *(f"{side['elements_per_token_per_layer']:,}" for side in sides)],
         [
-            f"bytes per token ({record.get('dtype', 'as stored')})",
+            f"bytes per token ({_words(record.get('dtype', 'as stored'))})",
             *(f"{side['bytes_per_token']:,}" for side in sides),
         ],
     ]
@@ -125,13 +128,13 @@ def _cache(record: dict[str, Any], written: Written) -> list[str]:
         )
     kinds = record["cache"].get("layers")
     words = [] if not kinds else [
-        f"The model has {show_kinds(kinds)}. These numbers are those of the layers that attend; the others "
-        "keep a state of fixed size, as in the source."
+        f"The model has {_words(show_kinds(kinds))}. These numbers are those of the layers that attend; the "
+        "others keep a state of fixed size, as in the source."
     ]  # fmt: skip
     if unlike := record["cache"].get("kinds"):
         each = "; ".join(
-            f"{size['layers']} {kind} layers cache {size['before']:,} elements per token in the source, "
-            f"{size['after']:,} here"
+            f"{size['layers']} {_words(kind)} layers cache {size['before']:,} elements per token in the "
+            f"source, {size['after']:,} here"
             for kind, size in unlike.items()
         )
         words.append(f"Elements per layer are a mean: {each}.")
@@ -147,13 +150,13 @@ def _measured(record: dict[str, Any], evaluation: EvalSummary | None, *, further
     stored = record.get("cache_dtype") or {}
     if words and stored.get("predicted_loss") is not None and stored.get("unprepared") is not None:
         words += (
-            f" It is prepared for a cache in {stored['name']}: {stored['predicted_loss']:.4f} nats are "
-            f"predicted with that, {stored['unprepared']:.4f} without the preparation."
+            f" It is prepared for a cache in {_words(stored['name'])}: {stored['predicted_loss']:.4f} nats "
+            f"are predicted with that, {stored['unprepared']:.4f} without the preparation."
         )
     if evaluation is None:
         return ["## Quality", words or "The quality was not measured."]
     protocol, fidelity = evaluation.protocol, evaluation.fidelity
-    its_cache = "" if evaluation.cache_dtype is None else f", its cache in {evaluation.cache_dtype}"
+    its_cache = "" if evaluation.cache_dtype is None else f", its cache in {_words(evaluation.cache_dtype)}"
     models = [
         ("source", evaluation.teacher),
         ("before distillation", evaluation.parent),
@@ -161,10 +164,10 @@ def _measured(record: dict[str, Any], evaluation: EvalSummary | None, *, further
     ]
     rows = [_row(name, model) for name, model in models if model is not None]
     paragraphs = [
-        f"Measured by `kvfold eval` in one run, on the same windows: `{protocol.name}`, "
+        f"Measured by `kvfold eval` in one run, on the same windows: {_code(protocol.name)}, "
         f"{protocol.windows} windows of "
         f"{protocol.window} tokens, {protocol.scored_tokens:,} scored, SHA-256 of the text "
-        f"`{protocol.text_sha256[:16]}`.",
+        f"{_code(protocol.text_sha256[:16])}.",
         _table(["", "perplexity", "live cache, elements per token and layer", "computed in"], rows),
     ]
     if fidelity is not None:
@@ -180,7 +183,7 @@ def _measured(record: dict[str, Any], evaluation: EvalSummary | None, *, further
 
 def _row(name: str, model: ModelSummary) -> list[str]:
     cached = "" if model.cache is None else f"{model.cache.elements_per_token_per_layer:,.10g}"
-    return [name, f"{model.perplexity:.4g}", cached, model.dtype]
+    return [name, f"{model.perplexity:.4g}", cached, _words(model.dtype)]
 
 
 def _making(record: dict[str, Any], source: str) -> list[str]:
@@ -193,25 +196,25 @@ def _making(record: dict[str, Any], source: str) -> list[str]:
         settings = yaml.safe_dump(
             record["distill"].get("recipe", {}), sort_keys=False, allow_unicode=True
         ).strip()
-        recipe = [f"with this recipe.yaml:\n\n```yaml\n{settings}\n```"]
+        recipe = ["with this recipe.yaml:\n\n" + _fenced("yaml", settings)]
     commands += [record[stage]["command"] for stage in ("assemble", "quantize") if stage in record]
     calibration = record.get("calibration")
     text = (
         "none, weights alone"
         if calibration is None
-        else f"{calibration['text']}, {calibration['tokens']:,} tokens"
+        else f"{_words(calibration['text'])}, {calibration['tokens']:,} tokens"
     )
-    target = ", ".join(f"{key} {value}" for key, value in record.get("target", {}).items())
+    target = _words(", ".join(f"{key} {value}" for key, value in record.get("target", {}).items()))
     revision = record["source"].get("revision")
     rows = [
-        ["source", source + (f" at {revision}" if revision else "")],
+        ["source", _words(source + (f" at {revision}" if revision else ""))],
         *(
-            [["target", target], ["method", record.get("method", "")], ["calibration", text]]
+            [["target", target], ["method", _words(record.get("method", ""))], ["calibration", text]]
             if target
             else []
         ),
     ]
-    shown = "```console\n" + "\n".join(f"$ {command}" for command in commands) + "\n```"
+    shown = _fenced("console", "\n".join(f"$ {printable(command)}" for command in commands))
     rest = "`kvfold.json` has the details: hashes of the source's files, the losses of every layer."
     return ["## How it was made", shown, *recipe, _table(["", ""], rows), rest]
 
@@ -308,3 +311,20 @@ def _how(engine: str, written: Written, place: str) -> str:
 def _table(header: list[str], rows: list[list[str]]) -> str:
     lines = [header, ["---"] + ["---:"] * (len(header) - 1), *rows]
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
+def _words(text: str) -> str:
+    """Return a text of a file on one line of Markdown, in which it is neither markup nor HTML."""
+    return re.sub(r"[\\`*\[\]<>]", r"\\\g<0>", printable(text))
+
+
+def _code(text: str) -> str:
+    """Return a text of a file on one line as code of Markdown, which knows no escapes."""
+    return f"`{printable(text).replace('`', chr(39))}`"
+
+
+def _fenced(language: str, text: str) -> str:
+    """Return lines as a block of code, between fences that are longer than any in the lines."""
+    fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
+    lines = "\n".join(map(printable, text.splitlines()))
+    return f"{fence}{language}\n{lines}\n{fence}"

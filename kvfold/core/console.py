@@ -391,6 +391,6 @@ def notice(text: str) -> None:
         text = renamed(text, listener.names)
         listener.notices.append(text)
     if is_shown():
-        click.echo(f"Note: {printable(text)}", err=True)
+        click.echo(f"Note: {bounded(printable(text))}", err=True)
     else:
         LOG.warning(text)

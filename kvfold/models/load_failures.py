@@ -1,12 +1,14 @@
 """Failures of transformers to read a model directory, as one sentence each, and its silence meanwhile."""
 
+import logging
+import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from textwrap import shorten
 from types import TracebackType
 
-from ..core.errors import InvalidInput
+from ..core.errors import InvalidInput, bounded
 from ..core.memory import is_full
 from ..core.untrusted import printable
 
@@ -22,6 +24,16 @@ _NAMED = (
     AssertionError,
     ArithmeticError,
 )
+_STYLE = re.compile(r"\x1b\[\d*m")  # by which transformers makes its words bold or coloured
+
+
+class _Printable(logging.Filter):
+    """A filter that makes messages printable, in which transformers quotes names and values of files."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        lines = _STYLE.sub("", record.getMessage()).splitlines()
+        record.msg, record.args = "\n".join(bounded(printable(line)) for line in lines), None
+        return True
 
 
 class _Failures(AbstractContextManager[None]):
@@ -30,10 +42,19 @@ class _Failures(AbstractContextManager[None]):
     def __init__(self, directory: Path, part: str) -> None:
         self._directory = directory
         self._part = part
+        self._filter = _Printable()
+        self._handlers: list[logging.Handler] = []
+
+    def __enter__(self) -> None:
+        self._handlers = list(logging.getLogger("transformers").handlers)
+        for handler in self._handlers:
+            handler.addFilter(self._filter)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        for handler in self._handlers:
+            handler.removeFilter(self._filter)
         if kind is None or issubclass(kind, InvalidInput) or not _is_refusal(kind):
             return
         if error is not None and is_full(error):  # no fault of the files
@@ -56,6 +77,8 @@ def _is_refusal(kind: type[BaseException]) -> bool:
 
 def loading_failures(directory: Path, part: str) -> AbstractContextManager[None]:
     """Turn a failure of transformers to read a directory into a sentence.
+
+    What transformers logs meanwhile is made printable, since it quotes names and values of the files.
 
     Args:
         directory: the checkpoint.

@@ -40,6 +40,15 @@ def test_options_get_other_names_outside_of_commands() -> None:
     assert heard.notices == inner.notices == ["target is told"]
 
 
+def test_a_notice_is_short(capsys: pytest.CaptureFixture[str]) -> None:
+    """It may quote a name of a file, which may be of any length."""
+    with console.showing():
+        notice(f"there is a weight {'a' * 10**6} that is ignored")
+    shown = capsys.readouterr().err
+    assert len(shown) < 2000
+    assert shown.endswith("a that is ignored\n")
+
+
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [

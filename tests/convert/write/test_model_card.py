@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 from huggingface_hub import ModelCard
+from markdown_it import MarkdownIt
 from pydantic import TypeAdapter
 from safetensors.torch import load_file
 
@@ -219,6 +220,28 @@ def test_a_distilled_checkpoint_tells_its_recipe(outputs: dict[str, Path], tmp_p
     assert "distillation" in card.data["tags"]
     assert "$ kvfold distill recipe.yaml" in card.text
     assert "stages:\n- lr: 0.5\n" in card.text
+
+
+def test_texts_of_a_record_are_no_markup(outputs: dict[str, Path], tmp_path: Path) -> None:
+    """A record, its recipe included, may be anybody's: none of its texts leaves its place in the card."""
+    copy = shutil.copytree(outputs["grouped"], tmp_path / "copy")
+    (copy / "README.md").unlink()
+    record = read_record(copy)
+    assert record is not None
+    evil = "x`\n```\n<img src=a>\n# owned\n[here](http://a) \x1b[31m\u202e |"
+    record |= {"command": evil, "method": evil, "kvfold": evil, "dtype": evil}
+    record["source"] = {**record["source"], "name": evil, "path": evil, "revision": evil}
+    record["calibration"] = {"text": evil, "tokens": 1, "seed": 0}
+    record["target"][evil] = evil
+    record["distill"] = {"recipe": {"note": "a\n```\n````\n# owned", "other": evil}}
+    text = make_card(copy, record, evil, "org/tiny").text
+    page = MarkdownIt("commonmark").enable("table").render(text)
+    assert page.count("<h1>") == 1
+    assert "<img" not in page
+    assert "href" not in page
+    assert "owned" in page
+    assert "org/tiny" in page
+    assert all(letter.isprintable() or letter == "\n" for letter in text)
 
 
 def test_the_hub_id_of_a_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
