@@ -32,8 +32,12 @@ class PlannedOutput(Protocol):
         """Return config.json of the output."""
 
     @property
-    def specs(self) -> dict[str, TensorSpec]:
-        """Return shape and dtype of every tensor, by name."""
+    def read_specs(self) -> dict[str, TensorSpec]:
+        """Return shape and dtype of every tensor as it is read, by name: quantised weights whole."""
+
+    @property
+    def scheme(self) -> str:
+        """Return the method by which its weights are quantised; empty where they are not."""
 
     @property
     def latent_norm(self) -> str | None:
@@ -109,7 +113,8 @@ def judge(plan: PlannedOutput, engines: Sequence[str]) -> list[LintFinding]:
 
 
 def _written(plan: PlannedOutput) -> Written:
-    return Written(HERE, dict(plan.config), plan.specs, plan.latent_norm == "linear", plan.tokenizer)
+    is_linear = plan.latent_norm == "linear"
+    return Written(HERE, dict(plan.config), plan.read_specs, is_linear, plan.tokenizer, plan.scheme)
 
 
 def unfit(plan: PlannedOutput, engines: Sequence[str]) -> dict[str, list[LintFinding]]:

@@ -28,7 +28,7 @@ class Written:
         specs: shape and dtype of every tensor, by name.
         is_linear: the norms of a stock latent are made linear by its scale.
         tokenizer: the directory of its tokenizer; None where that is not to be judged.
-        scheme: of its quantised weights, a key of `SCHEMES`; empty where it has none, or is only planned.
+        scheme: of its quantised weights, a key of `SCHEMES`; empty where it has none.
     """
 
     directory: Path

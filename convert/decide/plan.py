@@ -34,7 +34,14 @@ from .engine_choice import choose_plan, engine_notices, format_notices
 from .engines import SERVED, are_served, containers_for, read_engines
 from .form import Form, latent_container, target_of, wanted_form
 from .profile_choice import plan_profiles, served_notices
-from .quantised_output import output_modules, planned_copies, quantised_fields, quantised_notices
+from .quantised_output import (
+    output_modules,
+    output_scheme,
+    planned_copies,
+    quantised_fields,
+    quantised_notices,
+    read_specs,
+)
 from .rope_choice import choose_rope
 from .serving_shape import served_container, served_shape
 from .stock_norm import LatentNorm, first_norm, written_dtypes
@@ -154,6 +161,16 @@ class Plan:
             else:
                 specs |= copies_of.get(name, {})
         return specs
+
+    @property
+    def read_specs(self) -> dict[str, TensorSpec]:
+        """Return the shape and dtype of every output tensor as it is read: quantised weights whole."""
+        return read_specs(self.source, self.copies, self.specs)
+
+    @property
+    def scheme(self) -> str:
+        """Return the method by which weights of the output are quantised; empty where none are."""
+        return output_scheme(self.source, self.modules)
 
     @property
     def config(self) -> dict[str, Any]:

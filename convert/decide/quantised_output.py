@@ -83,6 +83,14 @@ def quantised_fields(source: Source, modules: OutputModules | None) -> dict[str,
     return {"quantization_config": checkpoint.quantization_for(modules)}
 
 
+def output_scheme(source: Source, modules: OutputModules | None) -> str:
+    """Return the method by which an output is quantised, a key of `SCHEMES`; empty where it is not."""
+    checkpoint = source.checkpoint
+    if modules is None or not isinstance(checkpoint, QuantisedCheckpoint):
+        return ""
+    return checkpoint.method
+
+
 def quantised_notices(
     source: Source, copies: Mapping[str, Copy], dtype: torch.dtype, *, dequantize: bool
 ) -> list[str]:
@@ -145,3 +153,25 @@ def planned_copies(
             made = container.copies(name, spec)
             copies |= with_stored_parts(source, name, made) if keeps else made
     return copies
+
+
+def read_specs(
+    source: Source, copies: Mapping[str, Copy], specs: Mapping[str, TensorSpec]
+) -> dict[str, TensorSpec]:
+    """Return shape and dtype of an output's tensors as they are read: quantised weights whole, not in parts.
+
+    Args:
+        source: the checkpoint.
+        copies: the output tensors that are not folded.
+        specs: of all tensors of the output as they are stored, by name.
+    """
+    read: dict[str, TensorSpec] = {}
+    for name, spec in specs.items():
+        copy = copies.get(name)
+        if copy is None or copy.part is None:
+            read[name] = spec
+            continue
+        ending = copy.part.removeprefix(module_of(copy.source))
+        whole = name.removesuffix(ending) + copy.source.removeprefix(module_of(copy.source))
+        read[whole] = source.checkpoint.spec(copy.source)
+    return read

@@ -35,13 +35,15 @@ class WholeOutput:
 
     Attributes:
         config: its config.json.
-        specs: shape and dtype of every tensor, by name.
+        read_specs: shape and dtype of every tensor as it is read, by name; around the tower as it is stored.
+        scheme: of its quantised weights, as `Plan.scheme`.
         latent_norm: role of the latent's norms, as `Plan.latent_norm`.
         tokenizer: the directory of the tokenizer that it gets.
     """
 
     config: dict[str, Any]
-    specs: dict[str, TensorSpec]
+    read_specs: dict[str, TensorSpec]
+    scheme: str
     latent_norm: str | None
     tokenizer: Path
 
@@ -54,11 +56,12 @@ class WholeOutput:
             plan: its fold.
         """
         tower = around.tower
-        part: Mapping[str, TensorSpec] = plan.specs
+        part: Mapping[str, TensorSpec] = plan.read_specs
         specs = {name: part[ours] for name, ours in names_in_place(tower, part).items()}
         return cls(
             config=whole_config(tower, plan.config),
-            specs=around.specs | specs,
+            read_specs=around.specs | specs,
+            scheme=plan.scheme,
             latent_norm=plan.latent_norm,
             tokenizer=tower.directory,
         )

@@ -287,6 +287,10 @@ class Recipe(Settings):
             return stage.batch_tokens // self.data.seq_len
         return default_windows(stage.tokens, self.data.seq_len)
 
+    def pass_windows(self, stage: Stage, processes: int = 1) -> int:
+        """Return the windows per forward pass of a process: `micro_batch`, or its part of a smaller step."""
+        return min(stage.micro_batch, math.ceil(self.step_windows(stage) / processes))
+
     def step_tokens(self, stage: Stage) -> int:
         """Return the tokens per optimizer step, over all processes."""
         return self.step_windows(stage) * self.data.seq_len

@@ -94,9 +94,9 @@ def footprint(
             "optimizer": _ADAMW * trained // shards,
             "teacher": _teacher_bytes(recipe, stage, student, teacher, bf16) // shards,
         }
-    memory["activations"] = _activation_bytes(recipe, stage, student, bf16)
+    tokens = recipe.pass_windows(stage, shards) * recipe.data.seq_len
+    memory["activations"] = tokens * _activation_bytes(recipe, stage, student, bf16)
     if stage.how == "end_to_end":
-        tokens = stage.micro_batch * recipe.data.seq_len
         device = torch.device("cuda" if _has_gpu(recipe) else "cpu")
         memory["logits"] = 4 * _LOGITS * min(chunk_elements(device), tokens * _vocabulary(student))
     if shards > 1:
@@ -206,7 +206,7 @@ def _size(module: nn.Module) -> int:
 
 
 def _activation_bytes(recipe: Recipe, stage: Stage, student: Any, bf16: bool) -> int:
-    tokens = stage.micro_batch * recipe.data.seq_len
+    """Return the bytes per token of what a forward pass keeps for the backward pass."""
     size = 2 if bf16 else 4
     layers = [_features(layer) for layer in decoder_layers(student)]
     if stage.how != "end_to_end":
@@ -217,16 +217,21 @@ def _activation_bytes(recipe: Recipe, stage: Stage, student: Any, bf16: bool) ->
         one = max(layers) + len(layers) * int(student.config.get_text_config().hidden_size)
     else:
         one = sum(layers)
-    return size * tokens * one
+    return size * one
 
 
 def _features(layer: nn.Module) -> int:
-    """Return the numbers per token that a layer's linear modules read and give."""
-    return sum(map(_wide, layer.modules()))
+    """Return the numbers per token that a layer's linear modules read and give.
+
+    Adapters read what their modules read, and what they give is added, which keeps nothing.
+    """
+    return sum(_wide(module) for name, module in layer.named_modules() if not is_adapter(name))
 
 
 def _wide(module: nn.Module) -> int:
-    weight = getattr(module, "weight", None)
+    weight = dict(module.named_parameters(recurse=False)).get(
+        "weight"
+    )  # an adapter's module shows its base's
     return sum(weight.shape) if isinstance(weight, torch.Tensor) and weight.ndim == 2 else 0
 
 

@@ -89,7 +89,7 @@ def _less(recipe: Recipe) -> str:
         and any(stage.how != "stream" for stage in stages)
     )
     ways = {
-        "micro_batch: 1 in each stage": any(stage.micro_batch > 1 for stage in stages),
+        "micro_batch: 1 in each stage": any(recipe.pass_windows(stage) > 1 for stage in stages),
         "gradient_checkpointing: true": has_whole and not recipe.gradient_checkpointing,
         f"teacher: {SHARED}": may_share,
         "train: attention": any(stage.train == "all" for stage in stages),

@@ -11,6 +11,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import kvfold
+from kvfold.convert.decide.engine_choice import ENGINES, judge
+from kvfold.convert.decide.engine_rules import lint
+from kvfold.convert.decide.lint import open_written
 from kvfold.convert.decide.measured.norm_choice import _with_linear_norm
 from kvfold.convert.decide.plan import make_plan
 from kvfold.convert.request import FoldRequest
@@ -75,6 +78,28 @@ def test_attention_is_the_twins_and_the_rest_keeps_its_bytes(
     check_list(form, config["quantization_config"], attention, rest)
 
 
+@pytest.mark.parametrize(
+    ("name", "to"),
+    [(name, "gqa") for name in FORMATS] + [(name, "mla") for name in FORMATS if name != "mxfp4"],
+)
+def test_engines_judge_a_plan_as_the_output(
+    name: str, to: str, pairs: dict[str, Path], tmp_path: Path
+) -> None:
+    """A plan's packed weights were missing weights: `--engine transformers` was refused, and none was named."""
+    source = pairs[name]
+    container = {"container": "stock"} if to == "mla" else {}
+    sizes = {"kv_heads": 4} if to == "gqa" else {"rank": 24, "rope_dim": 4}
+    plan = make_plan(source, FoldRequest(model=str(source), to=to, calibration="none", **sizes, **container))
+    fold(source, tmp_path / "out", to, **container)
+    written = open_written(tmp_path / "out")
+    assert plan.read_specs == dict(written.specs)
+    assert plan.scheme == written.scheme != ""
+    assert [str(found) for found in judge(plan, ENGINES)] == [
+        str(found) for found in lint(tmp_path / "out", ENGINES)
+    ]
+    assert not any("there is no" in str(found) for found in judge(plan, ENGINES))
+
+
 def check_list(form: Format, quantised: dict[str, Any], attention: set[str], rest: set[str]) -> None:
     """The list names every folded module and the head, and no quantised one."""
     modules = {key.removesuffix(".weight") for key in attention if key.endswith("proj.weight")}
@@ -135,15 +160,8 @@ def test_modelopt_is_listed_in_both_of_its_files(pairs: dict[str, Path], tmp_pat
     assert made.verification is not None
     # It was not asked for transformers, where its source does not run.
     assert made.verification.failures == []
-    asked = kvfold.fold(
-        pairs["modelopt nvfp4"],
-        TARGETS["gqa"],
-        out=tmp_path / "asked",
-        calibration="none",
-        engines="transformers",
-    )
-    assert asked.verification is not None
-    assert "weights are quantised by ModelOpt" in asked.verification.failures[0]
+    with pytest.raises(kvfold.InvalidInput, match="weights are quantised by ModelOpt"):
+        fold(pairs["modelopt nvfp4"], tmp_path / "asked", "gqa", engines="transformers")
     assert content["kv_cache_quant_algo"] is None, "its scales were those of the source's keys and values"
 
 

@@ -18,6 +18,7 @@ from kvfold.cli import main as kvfold
 from kvfold.distill.cli import main
 from kvfold.distill.recipe.recipe import Recipe, flatten
 from kvfold.distill.run.footprint import footprint, skeleton
+from kvfold.distill.stages.weights import set_trainable
 
 from ..conftest import MakeRecipe
 
@@ -239,13 +240,15 @@ def test_a_shared_teacher_takes_what_is_its_own(
     )
 
 
+@pytest.mark.parametrize("train", ["all", "lora"])
 def test_activations_are_told_within_a_factor_of_two(
-    make_recipe: MakeRecipe, student: Path, teacher: Path
+    train: str, make_recipe: MakeRecipe, student: Path, teacher: Path
 ) -> None:
     """Against what autograd really keeps of a step, counted once a storage."""
-    recipe = make_recipe(micro_batch=4)
+    recipe = make_recipe(micro_batch=4, train=train)
     found = footprint(recipe, recipe.stages[0], skeleton(student), skeleton(teacher), bf16=False)
     model = AutoModelForCausalLM.from_pretrained(student, dtype=torch.float32)
+    set_trainable(model, recipe.stages[0])
     weights = {weight.untyped_storage().data_ptr() for weight in model.parameters()}
     kept: dict[int, int] = {}
 
@@ -258,6 +261,20 @@ def test_activations_are_told_within_a_factor_of_two(
         hidden_BSD = model.base_model(torch.zeros(4, 32, dtype=torch.int64)).last_hidden_state
     assert hidden_BSD.requires_grad
     assert 0.5 < found.memory["activations"] / sum(kept.values()) < 2
+
+
+def test_no_more_windows_are_counted_than_a_step_has(
+    make_recipe: MakeRecipe, student: Path, teacher: Path
+) -> None:
+    """Recipes that `kvfold distill FOLD` writes have micro-batches larger than their steps."""
+    recipes = [make_recipe(micro_batch=size) for size in (3, 6, 64)]
+    found = [
+        footprint(recipe, recipe.stages[0], skeleton(student), skeleton(teacher), bf16=False).memory
+        for recipe in recipes
+    ]
+    assert found[1] == found[2]
+    assert found[1]["activations"] == 2 * found[0]["activations"]
+    assert recipes[2].pass_windows(recipes[2].stages[0], processes=4) == 2
 
 
 def test_a_dry_run_shows_the_resolved_recipe(file: Path) -> None:
