@@ -34,16 +34,20 @@ class OwnText:
     entropy_BT: Tensor
 
 
-def sample_from(
-    model: Any, *, sequences: int, length: int, bos: int | None, seed: int, batch_size: int
-) -> Tensor:
+def sample_from(model: Any, **arguments: Any) -> Tensor:
     """Return the tokens of `write_text`, which has the same arguments."""
-    how: dict[str, Any] = {"sequences": sequences, "length": length, "bos": bos}
-    return write_text(model, **how, seed=seed, batch_size=batch_size).tokens_BT
+    return write_text(model, **arguments).tokens_BT
 
 
 def write_text(
-    model: Any, *, sequences: int, length: int, bos: int | None, seed: int, batch_size: int
+    model: Any,
+    *,
+    sequences: int,
+    length: int,
+    bos: int | None,
+    seed: int,
+    batch_size: int,
+    purpose: str = "calibration text",
 ) -> OwnText:
     """Sample text from a model at temperature 1.
 
@@ -56,6 +60,7 @@ def write_text(
         bos: the first token of every sequence; None to draw one from the whole vocabulary.
         seed: the same seed gives the same text for every batch size, apart from rounding.
         batch_size: sequences that are written at once.
+        purpose: of the text, as its progress is named.
 
     Raises:
         InvalidInput: the model takes no text of this length, its probabilities are NaN, or there are fewer
@@ -68,7 +73,7 @@ def write_text(
     batches = chance[rank::ranks].split(batch_size)
     with together():
         steps = (step for batch in batches for step in _continue(model, batch, bos))
-        columns = list(progress(steps, "calibration text", len(batches) * length))
+        columns = list(progress(steps, purpose, len(batches) * length))
 
         def rows(part: int) -> Tensor:
             parts = [column[part] for column in columns]

@@ -141,6 +141,7 @@ def written_pieces(data: Data, tokenizer: Any, teacher: Any, tokens: int) -> Pie
             bos=start,
             seed=seed,
             batch_size=_written_together(teacher, data.seq_len),
+            purpose="text by the teacher",
         )
         for row in sequences.tolist():
             # With a padded vocabulary, a model may by rare chance write an id that stands for no token.

@@ -14,6 +14,7 @@ import torch
 import yaml
 from torch import Tensor
 
+from kvfold.core.console import listening
 from kvfold.core.signals import Interrupted
 from kvfold.distill.data import token_documents as documents
 from kvfold.distill.run.job import distill
@@ -36,7 +37,11 @@ def test_the_teacher_writes_once(
         return written[-1]
 
     monkeypatch.setattr(documents, "sample_from", sample_and_count)
-    distill(make_recipe(data=data, output=str(tmp_path / "whole")))
+    heard: set[str] = set()
+    with listening(lambda description, done, total: heard.add(description)):
+        distill(make_recipe(data=data, output=str(tmp_path / "whole")))
+    assert "text by the teacher" in heard
+    assert "calibration text" not in heard
     with monkeypatch.context() as patch:
         stop_at(patch, 4, signal.SIGTERM)
         with pytest.raises(Interrupted):
