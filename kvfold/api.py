@@ -110,7 +110,7 @@ def fold(
 def plan(
     source: str | Path,
     *,
-    context: int | str = "32k",
+    context: int | str | None = None,
     memory: int | str | None = None,
     batch: int = 1,
     engines: Sequence[str] = (),
@@ -121,7 +121,8 @@ def plan(
 
     Args:
         source: a directory, or a Hub id with an optional `@revision`.
-        context: tokens of each sequence: a number, or a text such as `"32k"` (32 x 1024).
+        context: tokens of each sequence: a number, or a text such as `"32k"` (32 x 1024); None: 32k, or the
+            source's positions where these are fewer.
         memory: bytes for weights, cache and activations, or a text such as `"24GB"`; None: unbounded.
         batch: sequences at once.
         engines: engines that must run the output; none: any.

@@ -23,7 +23,9 @@ UNFIT = 3  # exit code where nothing fits: an answer, and no mistake
 @click.command("plan", cls=Command)
 @click.argument("model")
 @click.option(
-    "--context", default="32k", show_default=True, metavar="TOKENS", help="Of each sequence: 8192 or 8k."
+    "--context",
+    metavar="TOKENS",
+    help="Of each sequence: 8192 or 8k. Default: 32k, or the source's positions where these are fewer.",
 )
 @click.option("--batch", type=click.IntRange(min=1), default=1, show_default=True, help="Sequences at once.")
 @click.option(
@@ -123,7 +125,7 @@ UNFIT = 3  # exit code where nothing fits: an answer, and no mistake
 @click.option(
     "--json", "as_json", is_flag=True, help="Print one JSON object instead of tables, with all targets."
 )
-def main(context: str, memory: str | None, every: bool, as_json: bool, **options: Any) -> None:
+def main(context: str | None, memory: str | None, every: bool, as_json: bool, **options: Any) -> None:
     """List the targets for MODEL (a directory or a Hub id) that fit a memory, at a context and batch.
 
     The best comes first. Nothing is written. Targets are GQA at every divisor, MQA, and MLA at shares of the
@@ -140,11 +142,13 @@ def main(context: str, memory: str | None, every: bool, as_json: bool, **options
         sys.exit(UNFIT)
 
 
-def _settings(context: str, memory: str | None, options: dict[str, Any]) -> dict[str, Any]:
+def _settings(context: str | None, memory: str | None, options: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of a `PlanRequest`, read from what the options say."""
     engines, budgets = options.pop("engines"), options.pop("budgets")
     cache_dtypes = options.pop("cache_dtypes")
-    settings = {**options, "context": read_size(context, "--context", "tokens")}
+    settings = dict(options)
+    if context is not None:
+        settings["context"] = read_size(context, "--context", "tokens")
     if memory is not None:
         settings["memory"] = read_size(memory, "--memory", "bytes")
     if engines is not None:

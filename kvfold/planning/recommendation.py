@@ -33,6 +33,7 @@ from .request import PlanRequest, plan_request
 
 __all__ = ["Candidates", "PlanRequest", "plan_request", "recommend"]
 
+_CONTEXT = 32 * 1024  # tokens of a sequence where the user names no number and the source has as many
 _COLUMNS = (
     "", "cache", "", "parameters", "memory", "fits", "", "bytes per token", "attention FLOPs", "engines",
 )  # fmt: skip
@@ -182,7 +183,8 @@ def _recommend(source: Source, request: PlanRequest, inside: Surroundings | None
     if not request.engines or not all(takes_any_width(one, everywhere=False) for one in request.engines):
         _tell_small(source)
     candidates, refused = _find(source, shares, request, inside)
-    bounds = Bounds(context=request.context, batch=request.batch, memory=request.memory, ranks=ranks)
+    context = request.context or min(_CONTEXT, source.positions)
+    bounds = Bounds(context=context, batch=request.batch, memory=request.memory, ranks=ranks)
     rows = place_all(candidates, kinds, bounds, request.engines)
     statistics = None
     if wants_curve or request.save_statistics is not None or any(row.fits for row in rows):
@@ -351,7 +353,7 @@ def _curve(rows: list[Row], unit: str, request: PlanRequest) -> list[dict[str, A
 
 
 def _warn(source: Source, request: PlanRequest) -> None:
-    if request.context > source.positions:
+    if request.context is not None and request.context > source.positions:
         notice(
             f"--context {request.context} exceeds the source's max_position_embeddings, {source.positions}"
         )

@@ -22,8 +22,8 @@ class PlanRequest(Settings):
 
     model: str = Field(min_length=1)
     """The source: a directory, or a Hub id with an optional `@revision`."""
-    context: Tokens = Field(default=32 * 1024, ge=1, le=_MOST)
-    """Tokens of each sequence."""
+    context: Annotated[Tokens, Field(ge=1, le=_MOST)] | None = None
+    """Tokens of each sequence; None: 32k, or the source's positions where these are fewer."""
     batch: int = Field(default=1, ge=1, le=_MOST)
     """Sequences at once."""
     memory: Annotated[Bytes, AfterValidator(_with_unit)] | None = None

@@ -377,3 +377,15 @@ def test_mistakes_are_sentences(arguments: tuple[str, ...], sentence: str) -> No
     assert result.exit_code == 2, result.output
     assert sentence in result.stderr
     assert "Traceback" not in result.output
+
+
+def test_the_context_is_at_most_the_positions_where_none_is_named() -> None:
+    """A command without --context said that --context 32768 exceeds the positions."""
+    found = run(str(DEMO), "--budgets", "50%")
+    positions = open_source(DEMO).positions
+    assert found.exit_code == 0, found.output
+    assert f"at {positions:,} tokens x 1" in found.stdout.replace("\n", " ")
+    assert "exceeds" not in found.stderr
+    assert "--context 32768 exceeds the source's max_position_embeddings" in run(
+        str(DEMO), "--budgets", "50%", "--context", "32k"
+    ).stderr.replace("\n", " ")
