@@ -7,7 +7,6 @@ the error that the rule names, or be as wrong as it says. Exit code 1 where a ru
 import json
 import os
 import tempfile
-from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -18,17 +17,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from kvfold.convert.cli import main as convert
-from kvfold.convert.decide.engine_rules import lint
-from kvfold.core.console import Command, show_table
+from kvfold.core.console import Command
 from kvfold.core.errors import InvalidInput
-from tests.support.tiny import make
 
-from .folds import DEMO, HEAD, SOURCES, widen
-from .machine import save
+from .rule_rows import WRONG, finish, fold, ruled, text
 
-TOKENS = 48  # of the text; the tiny Gemma 2 has a window of 9
-WRONG = 0.1  # nats, mean: more than rounding a fold costs
 _STOCK = "--to mla --rank 256 --engine mlx --calibration none"
 # name -> source, options, condition of the rule, words of the error
 REFUSED = {
@@ -38,16 +31,6 @@ REFUSED = {
     "longrope": ("llama, linear rope", "--to mla --rank full --container stock",
                  "rope_type is not default", "ZeroDivisionError"),
 }  # fmt: skip
-
-
-def fold(root: Path, name: str, source: str, options: str) -> tuple[Path, Path]:
-    """Return the directories of a source of folds.SOURCES, or `demo`, and of its fold."""
-    place, out = root / source.replace(", ", "-").replace(" ", "-"), root / name.replace(" ", "-")
-    if not place.exists():
-        widen(DEMO, place, HEAD) if source == "demo" else make(place, **SOURCES[source])
-    calibration = [] if "--calibration" in options else ["--calibration", "none"]
-    convert.main([str(place), *options.split(), *calibration, "--out", str(out)], standalone_mode=False)
-    return place, out
 
 
 def scores(directory: Path, dtype: str | None = None) -> numpy.ndarray[Any, Any]:
@@ -67,13 +50,6 @@ def scores(directory: Path, dtype: str | None = None) -> numpy.ndarray[Any, Any]
     return numpy.array(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
 
 
-def text(config: dict[str, Any]) -> list[int]:
-    """Return random tokens of a checkpoint's vocabulary."""
-    generator = torch.Generator().manual_seed(0)
-    tokens: list[int] = torch.randint(3, config["vocab_size"], (TOKENS,), generator=generator).tolist()
-    return tokens
-
-
 def tie(directory: Path) -> None:
     """Delete a checkpoint's head, and say in its config.json that the embedding is the head."""
     file = directory / "model.safetensors"
@@ -84,25 +60,13 @@ def tie(directory: Path) -> None:
     (directory / "config.json").write_text(words, encoding="utf-8")
 
 
-def ruled(out: Path, condition: str, engine: str = "mlx") -> list[str]:
-    """Return what the rules say of an output in an engine.
-
-    Raises:
-        InvalidInput: none is broken.
-    """
-    found = [str(finding) for finding in lint(out, [engine])]
-    if not found:
-        raise InvalidInput(f"{out} breaks no rule, and was made to break: {condition}")
-    return found
-
-
 def refused(root: Path, name: str) -> dict[str, Any]:
     """Return the row of an output that mlx-lm must not load."""
     source, options, condition, error = REFUSED[name]
     _, out = fold(root, name, source, options)
     if name == "tied head":
         tie(out)
-    rules = ruled(out, condition)
+    rules = ruled(out, condition, "mlx")
     told = "it loads and answers"
     try:
         scores(out)
@@ -123,7 +87,7 @@ def rounded(root: Path) -> list[dict[str, Any]]:
     from mlx_lm import convert as quantise  # type: ignore[import-not-found]
 
     source, out = fold(root, "linear", "demo", _STOCK)
-    rules = ruled(out, "a linear latent norm")
+    rules = ruled(out, "a linear latent norm", "mlx")
     gaps: dict[str, dict[str, float]] = {}
     for name, place in {"source": source, "fold": out}.items():
         exact = scores(place, "float32")
@@ -145,7 +109,7 @@ def windowed(root: Path) -> dict[str, Any]:
     """Return the row of a sliding window that mlx-lm's class does not have."""
     source, out = fold(root, "window", "gemma2", "--to gqa --kv-heads 2")
     condition = "a sliding window that mlx-lm's class does not have"
-    rules = ruled(out, condition)
+    rules = ruled(out, condition, "mlx")
     gaps = {}
     for name, place in {"source": source, "fold": out}.items():
         model = AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32).eval()
@@ -170,14 +134,7 @@ def main() -> None:
         root = Path(place)
         rows = [refused(root, name) for name in REFUSED]
         rows += [windowed(root), *rounded(root)]
-    cells = [
-        (row["output"], row["condition"], row["found"], "ok" if row["true"] else "FAILS") for row in rows
-    ]
-    show_table("MLX and outputs that break a rule", ("output", "rule", "found", ""), cells)
-    if not all(row["true"] for row in rows):
-        raise SystemExit(1)
-    versions = {name: version(name) for name in ("mlx", "mlx-lm", "transformers")}
-    click.echo(f"saved in {save('mlx-rules-cpu', {'versions': versions, 'rows': rows})}")
+    finish(rows, "MLX", "mlx-rules-cpu", ("mlx", "mlx-lm", "transformers"))
 
 
 if __name__ == "__main__":

@@ -22,8 +22,8 @@ _MULTIMODAL = ("multimodal", "multimodal stock")
 _VLLM_RUN = {"vllm": seen.VLLM}
 _VLLM_BROKEN = {"vllm": seen.VLLM_BROKEN}
 _HF_AND_VLLM = {"transformers": seen.HF, **_VLLM_BROKEN}
-_VLLM_SGLANG = {"vllm": seen.VLLM_READ, "sglang": seen.SGLANG}
-_DROPPING = {"vllm": seen.VLLM_BROKEN, "sglang": seen.SGLANG, "llama.cpp": seen.LLAMA}
+_VLLM_SGLANG = {"vllm": seen.VLLM_READ, "sglang": seen.SGLANG_BROKEN}
+_DROPPING = {"vllm": seen.VLLM_BROKEN, "sglang": seen.SGLANG_BROKEN, "llama.cpp": seen.LLAMA}
 _NORMED = {**_DROPPING, "tgi": seen.TGI}  # the norm of the latent gets rms_norm_eps there
 _NEAR = {"vllm": seen.VLLM_BROKEN, "llama.cpp": seen.LLAMA, "mlx": seen.MLX_READ, "tgi": seen.TGI}
 
@@ -127,16 +127,16 @@ _SGLANG = (
     _rule({"sglang": seen.SGLANG_WIDTHS}, _STOCK, "note", "what it caches is not 512+64 wide", check.other,
           "Triton pads it to a power of two (--attention-backend triton); of the defaults, an H100's "
           "FlashAttention-3 wants a latent of 256 or more, and other fused kernels (trtllm_mla) want 512+64"),
-    _always({"sglang": seen.SGLANG_BACKEND}, ("decoupled",), "refuses to load", _CODE,
-            "its transformers backend views the expanded keys as head_dim wide, which is the cache's width "
-            "here, and crashes"),
-    _always({"sglang": seen.SGLANG_BACKEND}, ("intact",), "saves no cache", _CODE,
-            "the transformers backend knows no latent attention"),
-    _rule({"sglang": seen.SGLANG_REGISTRY}, _GROUPED, "refuses to load", "the class is Falcon (GPT-NeoX)",
+    _always({"sglang": seen.SGLANG_BROKEN}, _REMOTE, "refuses to load", _CODE,
+            "SGLang has no such class, and its transformers backend does not take this one"),
+    _rule({"sglang": seen.SGLANG_BROKEN}, _GROUPED, "refuses to load", "the class is Falcon (GPT-NeoX)",
           check.falcon, "it has no such class, and its transformers backend refuses this one"),
     _rule({"sglang": seen.SGLANG_BROKEN}, _GROUPED, "refuses to load", "a Gemma 2 without hidden_act",
           check.unnamed_activation, "its class reads hidden_act, which Google's files have; give it the "
           "value of hidden_activation"),
+    _rule({"sglang": seen.SGLANG_BROKEN}, _GROUPED, "refuses to load",
+          "a Mixtral whose head_dim is not hidden_size / num_attention_heads", check.wide_mixtral,
+          "its class computes head_dim so"),
     _rule({"sglang": seen.SGLANG_REGISTRY}, _GROUPED, "note", "a class that SGLang does not have",
           check.unlisted_but("sglang", "falcon"), "its transformers backend runs it"),
 )  # fmt: skip

@@ -18,8 +18,7 @@ HOURS = 4.0  # that a run may take: a large model on a slow disk takes one to lo
 NEAR = 1e-3  # by which log-probabilities in another engine may differ, float32
 PROBES = {"vllm": "probe_vllm.py", "sglang": "probe_sglang.py", "mlx": "probe_mlx.py"}
 MODULES = {"vllm": "vllm", "sglang": "sglang", "mlx": "mlx_lm"}  # by which an engine is found
-# The last line of a traceback. SGLang kills itself where its scheduler, another process, has printed one.
-_RAISED = re.compile(r"[A-Za-z_.]*(Error|Exception)(:|$)")
+_RAISED = re.compile(r"[A-Za-z_.]*(Error|Exception)(:|$)")  # the last line of a traceback
 _PLAIN = {"latent": False, "trust": False}  # what a source is
 ROUNDED = 0.05  # by which they may on average in 16 bits, where wrong ones are nats apart
 
@@ -84,12 +83,24 @@ def run_apart(script: str, asked: dict[str, Any]) -> dict[str, Any]:
         if lack is not None:
             raise NotRun(f"{lack} to run the checkpoint")
         lines = done.stderr.strip().splitlines()
-        raised = [line for line in lines if _RAISED.match(line)]
-        if done.returncode == -signal.SIGKILL and not raised:
-            raise NotRun("the run was killed, usually by the system for lack of memory")
-        told = [*lines[-1:], *raised[-1:]] or [f"exit code {done.returncode}"]
-        return {"failed": f"the run ended with {told[-1][:300]}"}
+        if done.returncode == -signal.SIGKILL:
+            lines = _raised_elsewhere(lines)
+            if not lines:
+                raise NotRun("the run was killed, usually by the system for lack of memory")
+        return {
+            "failed": f"the run ended with {lines[-1][:300] if lines else f'exit code {done.returncode}'}"
+        }
     return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+def _raised_elsewhere(lines: list[str]) -> list[str]:
+    """Return what SGLang's scheduler raised, a process after whose end SGLang kills itself.
+
+    Args:
+        lines: of stderr. Without the one that tells this end it was not SGLang that killed.
+    """
+    is_ended = any("sigquit" in line.lower() for line in lines)
+    return [line for line in lines if _RAISED.match(line)] if is_ended else []
 
 
 @dataclass(frozen=True)
@@ -203,8 +214,9 @@ def _held(numbers: dict[str, Any], served: dict[str, Any], own: dict[str, Any], 
     """Compare an engine's log-probabilities and greedy tokens with transformers'."""
     found = numbers["own"]
     most, mean = found["max_difference"], found["mean_difference"]
+    how = f", by {served['by']}," if "by" in served else ""
     words = (
-        f"{served['version']} in {served['dtype']} gives the text log-probabilities at most "
+        f"{served['version']}{how} in {served['dtype']} gives the text log-probabilities at most "
         f"{most:.1e} from transformers'"
     )
     tokens = f"{found['same_tokens']} of {found['tokens']} greedy tokens are transformers'"

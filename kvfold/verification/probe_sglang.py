@@ -30,8 +30,8 @@ def main() -> None:
     os.environ |= ENVIRONMENT | ({} if cuda else {"SGLANG_USE_CPU_ENGINE": "1"})
     import sglang
 
-    if asked["multimodal"]:
-        lacking = "its multimodal classes need a processor of images, and kvfold asks for text alone"
+    lacking = _lacking(asked, cuda)
+    if lacking:
         print(json.dumps({"version": sglang.__version__, "lacking": lacking}))
         return
     settings = _settings(asked, cuda)
@@ -50,13 +50,13 @@ def main() -> None:
     finally:
         engine.shutdown()
     told = {
-        "version": sglang.__version__ + ("" if cuda else " by torch alone, on a CPU,"),
+        "version": sglang.__version__,
         "dtype": settings["dtype"],
         "log_probs": scores,
         "tokens": [output["output_ids"] for output in grown],
         "cache": json.loads(CACHE.read_text(encoding="utf-8")),
     }
-    print(json.dumps(told), flush=True)
+    print(json.dumps(told if cuda else {**told, "by": "torch alone on a CPU"}), flush=True)
 
 
 def _settings(asked: dict[str, Any], cuda: bool) -> dict[str, Any]:
@@ -75,9 +75,47 @@ def _settings(asked: dict[str, Any], cuda: bool) -> dict[str, Any]:
         "log_level": "error",
     }
     if cuda:
-        # Its kernels of attention take no float32.
+        # FlashInfer and FlashAttention-3, its defaults, take no float32 (read).
         return settings | ({"dtype": "bfloat16"} if asked["dtype"] == "float32" else {})
     return settings | {"device": "cpu", "attention_backend": "torch_native"}
+
+
+def _lacking(asked: dict[str, Any], cuda: bool) -> str:
+    """Return why a checkpoint cannot be judged by a run here; empty where it can."""
+    if asked["multimodal"]:
+        return "its multimodal classes need a processor of images, and kvfold asks for text alone"
+    config = json.loads((Path(asked["directory"]) / "config.json").read_text(encoding="utf-8"))
+    if not cuda and config.get("attn_logit_softcapping") is not None:
+        return "its attention by torch leaves out the bound on scores (attn_logit_softcapping)"
+    try:
+        _changed(cuda)
+    except (ImportError, AttributeError) as error:
+        return f"kvfold knows SGLang 0.5.23, and this is another ({error})"
+    return ""
+
+
+def _changed(cuda: bool) -> tuple[Any, Any, Any]:
+    """Return what `prepare_scheduler` changes: a class, and on a CPU two modules.
+
+    Raises:
+        ImportError, AttributeError: this SGLang does not have it.
+    """
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+    needed: list[tuple[Any, str]] = [(ModelRunner, "alloc_memory_pool")]
+    factory = choice = None
+    if not cuda:
+        from sglang.srt.layers.rotary_embedding import factory
+        from sglang.srt.models.deepseek_common import attention_backend_handler as choice
+
+        needed += [
+            (factory, "get_rope_cpu"),
+            (choice, "AttentionBackendRegistry"),
+            (choice, "AttnForwardMethod"),
+        ]
+    for owner, name in needed:
+        getattr(owner, name)
+    return ModelRunner, factory, choice
 
 
 def prepare_scheduler() -> None:
@@ -88,20 +126,19 @@ def prepare_scheduler() -> None:
     latents. Here the table is the one that it makes on GPUs, and all is computed from the latents, as in
     decoding on GPUs.
     """
+    sys.modules["kvfold"] = None  # type: ignore[assignment]
     import torch
-    from sglang.srt.model_executor.model_runner import ModelRunner
 
-    allocate = ModelRunner.alloc_memory_pool
+    runner_class, factory, choice = _changed(torch.cuda.is_available())
+    allocate = runner_class.alloc_memory_pool
 
     def allocate_and_tell(runner: Any, *given: Any, **named: Any) -> None:
         allocate(runner, *given, **named)
         CACHE.write_text(json.dumps(_elements(runner)), encoding="utf-8")
 
-    ModelRunner.alloc_memory_pool = allocate_and_tell
-    if torch.cuda.is_available():
+    runner_class.alloc_memory_pool = allocate_and_tell
+    if factory is None:
         return
-    from sglang.srt.layers.rotary_embedding import factory
-    from sglang.srt.models.deepseek_common import attention_backend_handler as choice
 
     def rope_of_gpus(*given: Any) -> Any:
         *table, _ = given  # a device comes last, which others do not take

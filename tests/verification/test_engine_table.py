@@ -124,6 +124,11 @@ def test_classes_are_those_of_families() -> None:
         ("sglang", {"model_type": "falcon", "new_decoder_architecture": True}, "refuses to load"),
         ("sglang", {"model_type": "smollm3"}, "its transformers backend runs it"),
         ("sglang", {"model_type": "gemma2", "hidden_activation": "gelu"}, "has no hidden_act"),
+        (
+            "sglang",
+            {"model_type": "mixtral", "head_dim": 64, "num_attention_heads": 8, "hidden_size": 64},
+            "its head_dim is 64, not 8",
+        ),
         ("llama.cpp", {"model_type": "falcon", "bias": True}, "shape of the query's bias"),
         ("llama.cpp", {"model_type": "opt"}, "knows no such class"),
         ("mlx", {"model_type": "falcon"}, "mlx-lm has no such class"),

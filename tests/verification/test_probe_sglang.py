@@ -69,6 +69,9 @@ class ModelRunner:
         self.token_to_kv_pool = Pool()
 
 def schedule():
+    import sys
+
+    assert sys.modules["kvfold"] is None
     from sglang.srt.layers.rotary_embedding import factory
     from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
 
@@ -105,16 +108,24 @@ def test_answers_of_an_engine_with_a_scheduler(tmp_path: Path, monkeypatch: pyte
         file.write_text(code)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    told = run_apart(PROBES["sglang"], ASKED)
-    assert told == {
-        "version": "9 by torch alone, on a CPU,",
+    config = tmp_path / "model" / "config.json"
+    config.parent.mkdir()
+    config.write_text("{}")
+    asked = {**ASKED, "directory": str(config.parent)}
+    assert run_apart(PROBES["sglang"], asked) == {
+        "version": "9",
+        "by": "torch alone on a CPU",
         "dtype": "float32",
         "log_probs": [[-1.0, -2.0], [-1.0, -2.0]],
         "tokens": [[7, 7], [10, 10]],
         "cache": [24.0, 14.0],
     }
-    lacking = run_apart(PROBES["sglang"], {**ASKED, "multimodal": True})
-    assert "need a processor of images" in lacking["lacking"]
+    config.write_text('{"attn_logit_softcapping": 50.0}')
+    assert "leaves out the bound" in run_apart(PROBES["sglang"], asked)["lacking"]
+    assert "processor of images" in run_apart(PROBES["sglang"], {**asked, "multimodal": True})["lacking"]
+    config.write_text("{}")
+    (tmp_path / "sglang/srt/layers/rotary_embedding/factory.py").write_text("")
+    assert "kvfold knows SGLang 0.5.23, and this is another" in run_apart(PROBES["sglang"], asked)["lacking"]
 
 
 @pytest.mark.parametrize(("cuda", "dtype"), [(True, "bfloat16"), (False, "float32")])

@@ -67,25 +67,27 @@ OUTPUTS = _outputs()
 _EVIDENCE: dict[str, tuple[Evidence | None, ...]] = {
     "grouped": (seen.HF, seen.VLLM, seen.SGLANG, seen.LLAMA_RUN, seen.MLX, seen.TENSORRT, None),
     "stock 512+64": (
-        seen.HF, seen.VLLM, seen.SGLANG, seen.LLAMA_RUN, seen.MLX, seen.TENSORRT, seen.TGI,
+        seen.HF, seen.VLLM, seen.SGLANG_LATENT, seen.LLAMA_RUN, seen.MLX, seen.TENSORRT, seen.TGI,
     ),
     "stock 256+64": (
-        seen.HF, seen.VLLM_WIDTHS, seen.SGLANG, seen.LLAMA_RUN, seen.MLX, seen.TENSORRT_WIDTHS, seen.TGI,
+        seen.HF, seen.VLLM_WIDTHS, seen.SGLANG_LATENT, seen.LLAMA_RUN, seen.MLX, seen.TENSORRT_WIDTHS,
+        seen.TGI,
     ),
     "stock other widths": (
-        seen.HF, seen.VLLM_BROKEN, seen.SGLANG, seen.LLAMA_WIDTHS, seen.MLX, seen.TENSORRT_WIDTHS, seen.TGI,
+        seen.HF, seen.VLLM_BROKEN, seen.SGLANG_LATENT, seen.LLAMA_WIDTHS, seen.MLX, seen.TENSORRT_WIDTHS,
+        seen.TGI,
     ),
     "decoupled 512+64": (
-        seen.HF, seen.VLLM, seen.SGLANG_BACKEND, seen.LLAMA_CLASSES, seen.MLX_BROKEN, None, None,
+        seen.HF, seen.VLLM, seen.SGLANG_BROKEN, seen.LLAMA_CLASSES, seen.MLX_BROKEN, None, None,
     ),
     "decoupled 256+64": (
-        seen.HF, seen.VLLM_WIDTHS, seen.SGLANG_BACKEND, seen.LLAMA_CLASSES, seen.MLX_BROKEN, None, None,
+        seen.HF, seen.VLLM_WIDTHS, seen.SGLANG_BROKEN, seen.LLAMA_CLASSES, seen.MLX_BROKEN, None, None,
     ),
     "decoupled other widths": (
-        seen.HF, seen.VLLM_BROKEN, seen.SGLANG_BACKEND, seen.LLAMA_CLASSES, seen.MLX_BROKEN, None, None,
+        seen.HF, seen.VLLM_BROKEN, seen.SGLANG_BROKEN, seen.LLAMA_CLASSES, seen.MLX_BROKEN, None, None,
     ),
     "intact": (
-        seen.HF, seen.VLLM, seen.SGLANG_BACKEND, seen.LLAMA_CLASSES, seen.MLX_BROKEN, None, None,
+        seen.HF, seen.VLLM, seen.SGLANG_BROKEN, seen.LLAMA_CLASSES, seen.MLX_BROKEN, None, None,
     ),
     "multimodal": (seen.HF_MULTIMODAL, seen.VLLM_MULTIMODAL, *5 * (None,)),
     "multimodal stock": (seen.HF_MULTIMODAL, *6 * (None,)),

@@ -51,6 +51,7 @@ VLLM_PREFILL = read("vLLM 0.32.0", "2026-11", "vllm/v1/attention/backends/mla/pr
 SGLANG_READ = read("SGLang 0.5.23", "2026-11", "sglang/srt/models/deepseek_v2.py")
 _SGLANG = "SGLang 0.5.23 on a CPU"
 SGLANG = run(_SGLANG, "2026-11-27", "python -m benchmarks.sglang")
+SGLANG_LATENT = run(f"{_SGLANG}, changed as docs/serve.md says", "2026-11-27", "python -m benchmarks.sglang")
 SGLANG_BROKEN = run(_SGLANG, "2026-11-27", "python -m benchmarks.sglang_rules")
 SGLANG_CPU = run(_SGLANG, "2026-11-27", "sglang.Engine(DIR, device='cpu', attention_backend='torch_native')")
 SGLANG_WIDTHS = read(
@@ -59,9 +60,6 @@ SGLANG_WIDTHS = read(
     "sglang/srt/layers/attention/triton_ops, server_args.py; flash-attention, hopper/flash_api.cpp",
 )
 SGLANG_REGISTRY = read("SGLang 0.5.23", "2026-11-22", "sglang/srt/models/registry.py, model_loader/utils.py")
-SGLANG_BACKEND = read(
-    "SGLang 0.5.23", "2026-11-22", "sglang/srt/models/transformers.py, layers/radix_attention.py"
-)
 LLAMA = read("llama.cpp 0c1e570", "2026-11-22", "conversion/deepseek.py, src/models/deepseek2.cpp")
 LLAMA_CLASSES = read("llama.cpp 0c1e570", "2026-11-22", "conversion/*.py")
 LLAMA_RUN = run("llama.cpp 0.5.0-dev, 0c1e570, on a CPU", "2026-11-25", "python -m benchmarks.llama_cpp")

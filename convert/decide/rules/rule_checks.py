@@ -316,6 +316,15 @@ def unnamed_activation(written: Written) -> str:
     return "its config.json has no hidden_act"
 
 
+def wide_mixtral(written: Written) -> str:
+    """Find a Mixtral with heads of another width than the residual stream divided by their number."""
+    heads, hidden = written.get("num_attention_heads"), written.get("hidden_size")
+    width = written.get("head_dim")
+    if written.get("model_type", "") != "mixtral" or width * heads in (0, hidden):
+        return ""
+    return f"its head_dim is {width}, not {hidden // heads}"
+
+
 def biased_falcon(written: Written) -> str:
     """Find a Falcon with biases, as GPT-NeoX is written."""
     return "its class is Falcon with biases" if falcon(written) and written.get("bias", False) else ""
