@@ -20,8 +20,8 @@ from .engine_rows import ONLY, UPDATE, run_folds
 from .folds import FAMILIES, FITTED, FOLDS, Fold
 
 _SERVED = "--to mla --engine sglang"
-# Falcons, a class that SGLang does not have; a Mixtral with heads that its class does not have (sglang_rules);
-# and Gemma 2, whose bound on scores attention by torch leaves out.
+# Folds of the first two are of classes, or have heads, that SGLang does not have (sglang_rules); and attention by
+# torch leaves out Gemma 2's bound on scores.
 _OTHERS = {"gpt_neox", "mixtral", "gemma2"}
 _EXPERTS = Fold(source="mixtral, 8 heads", options="--to gqa --kv-heads 2")
 _LATENT = (

@@ -94,8 +94,8 @@ def _lacking(asked: dict[str, Any], cuda: bool) -> str:
     return ""
 
 
-def _changed(cuda: bool) -> tuple[Any, Any, Any]:
-    """Return what `prepare_scheduler` changes: a class, and on a CPU two modules.
+def _changed(cuda: bool) -> list[Any]:
+    """Return what `prepare_scheduler` changes: a class and, on a CPU, two modules.
 
     Raises:
         ImportError, AttributeError: this SGLang does not have it.
@@ -103,19 +103,14 @@ def _changed(cuda: bool) -> tuple[Any, Any, Any]:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
     needed: list[tuple[Any, str]] = [(ModelRunner, "alloc_memory_pool")]
-    factory = choice = None
     if not cuda:
         from sglang.srt.layers.rotary_embedding import factory
         from sglang.srt.models.deepseek_common import attention_backend_handler as choice
 
-        needed += [
-            (factory, "get_rope_cpu"),
-            (choice, "AttentionBackendRegistry"),
-            (choice, "AttnForwardMethod"),
-        ]
+        needed += [(factory, "get_rope_cpu"), (choice, "AttentionBackendRegistry")]
     for owner, name in needed:
         getattr(owner, name)
-    return ModelRunner, factory, choice
+    return [owner for owner, _ in needed]
 
 
 def prepare_scheduler() -> None:
@@ -129,7 +124,7 @@ def prepare_scheduler() -> None:
     sys.modules["kvfold"] = None  # type: ignore[assignment]
     import torch
 
-    runner_class, factory, choice = _changed(torch.cuda.is_available())
+    runner_class, *others = _changed(torch.cuda.is_available())
     allocate = runner_class.alloc_memory_pool
 
     def allocate_and_tell(runner: Any, *given: Any, **named: Any) -> None:
@@ -137,8 +132,9 @@ def prepare_scheduler() -> None:
         CACHE.write_text(json.dumps(_elements(runner)), encoding="utf-8")
 
     runner_class.alloc_memory_pool = allocate_and_tell
-    if factory is None:
+    if not others:
         return
+    factory, choice = others
 
     def rope_of_gpus(*given: Any) -> Any:
         *table, _ = given  # a device comes last, which others do not take
