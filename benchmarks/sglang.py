@@ -20,7 +20,7 @@ from .engine_rows import ONLY, UPDATE, run_folds
 from .folds import FAMILIES, FITTED, FOLDS, Fold
 
 _SERVED = "--to mla --engine sglang"
-# Folds of the first two are of classes, or have heads, that SGLang does not have (sglang_rules); and attention by
+# Folds of the first two are of classes, or have heads, that SGLang does not have (sglang_rules); attention by
 # torch leaves out Gemma 2's bound on scores.
 _OTHERS = {"gpt_neox", "mixtral", "gemma2"}
 _EXPERTS = Fold(source="mixtral, 8 heads", options="--to gqa --kv-heads 2")

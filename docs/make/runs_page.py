@@ -27,6 +27,7 @@ _COMMANDS = {
     "llama-cpp-cpu": "llama_cpp",
     "llama-cpp-types": "gguf_types",
     "mlx-rules-cpu": "mlx_rules",
+    "sglang-rules-cpu": "sglang_rules",
     "profile": "phases",
     "vllm-http-cpu": "vllm_http",
 }

@@ -92,6 +92,7 @@ def test_training_and_rounding_are_those_of_the_result_files() -> None:
 
 LABELS = {  # of sources in the table of vLLM, where they differ from those of the file
     "llava": "LLaVA",
+    "mixtral, 8 heads": "mixtral",
     "mistral3": "Mistral 3",
     "gemma3": "Gemma 3",
     "qwen2_5_vl": "Qwen2.5-VL",
@@ -99,23 +100,36 @@ LABELS = {  # of sources in the table of vLLM, where they differ from those of t
 }
 
 
-def test_runs_in_vllm_are_those_of_the_result_files() -> None:
-    measured = []
-    for row in json.loads((ROOT / "benchmarks/results/vllm-cpu.json").read_text(encoding="utf-8"))["rows"]:
+def _runs(engine: str) -> list[list[str]]:
+    """Return the cells of a table that has an engine's runs."""
+    cells = []
+    file = ROOT / f"benchmarks/results/{engine}-cpu.json"
+    for row in json.loads(file.read_text(encoding="utf-8"))["rows"]:
         tokens, cache = f"{row['same_tokens']} of {row['tokens']}", row["cache"]
         difference, source = f"{row['max_difference']:.1e}", LABELS.get(row["source"], row["source"])
         fold = f"`{row['options'].replace(' --calibration none', '')}`"
-        measured.append([source, fold, difference, tokens, f"{cache['before']:g}", f"{cache['vllm']:g}"])
-    for row in json.loads((ROOT / "benchmarks/results/vllm-http-cpu.json").read_text(encoding="utf-8"))[
-        "rows"
-    ]:
-        again = f"{row['prefix'][0]} and {row['prefix'][1]} of {row['tokens']}"
-        measured.append([row["fold"], f"{row['batch']:.1e}", again])
-    text = (PAGES / "engines.md").read_text(encoding="utf-8").split("\n## Run by engines\n")[1]
+        cells.append([source, fold, difference, tokens, f"{cache['before']:g}", f"{cache[engine]:g}"])
+    return cells
+
+
+def _shown(section: str) -> list[list[str]]:
+    text = (PAGES / "engines.md").read_text(encoding="utf-8").split(f"\n## {section}\n")[1]
     lines = text.split("\n## ")[0].splitlines()
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| ")]
-    shown = [row for row in cells if row[0] not in {"source", "fold"}]
-    assert sorted(shown) == sorted(measured)
+    return [row for row in cells if row[0] not in {"source", "fold"}]
+
+
+def test_runs_in_vllm_are_those_of_the_result_files() -> None:
+    measured = _runs("vllm")
+    file = ROOT / "benchmarks/results/vllm-http-cpu.json"
+    for row in json.loads(file.read_text(encoding="utf-8"))["rows"]:
+        again = f"{row['prefix'][0]} and {row['prefix'][1]} of {row['tokens']}"
+        measured.append([row["fold"], f"{row['batch']:.1e}", again])
+    assert sorted(_shown("Run by engines")) == sorted(measured)
+
+
+def test_runs_in_sglang_are_those_of_the_result_file() -> None:
+    assert _shown("Run by SGLang") == _runs("sglang")
 
 
 def test_nats_lost_on_wikitext_are_those_of_the_result_file() -> None:
