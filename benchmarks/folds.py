@@ -65,7 +65,7 @@ SOURCES: dict[str, dict[str, Any]] = {
     },
     "phi3": {"family": "phi3", **_DERIVED},
     "mixtral": {"family": "mixtral", **_SMALL},
-    "mixtral, 8 heads": {"family": "mixtral", **_DERIVED, "head_dim": HEAD},
+    "mixtral, 8 heads": {"family": "mixtral", **_DERIVED, "head_dim": HEAD, "sliding_window": None},
     "olmo2": {"family": "olmo2", **_DERIVED},
     "granite": {"family": "granite", **_DERIVED},
     "glm4": {"family": "glm4", **_SMALL},

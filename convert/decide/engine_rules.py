@@ -137,6 +137,9 @@ _SGLANG = (
     _rule({"sglang": seen.SGLANG_BROKEN}, _GROUPED, "refuses to load",
           "a Mixtral whose head_dim is not hidden_size / num_attention_heads", check.wide_mixtral,
           "its class computes head_dim so"),
+    _rule({"sglang": seen.SGLANG_BROKEN}, _GROUPED, "note",
+          "a sliding window that SGLang's class does not have", check.windowed("sglang"),
+          "SGLang attends to all tokens, so past the window its answers differ, as of the source"),
     _rule({"sglang": seen.SGLANG_REGISTRY}, _GROUPED, "note", "a class that SGLang does not have",
           check.unlisted_but("sglang", "falcon"), "its transformers backend runs it"),
 )  # fmt: skip
@@ -176,8 +179,8 @@ _MLX = (
     _rule({"mlx": seen.MLX_CLASSES}, _GROUPED, "refuses to load", "a class that mlx-lm does not have",
           check.unlisted("mlx"), "mlx-lm has no such class"),
     _rule({"mlx": seen.MLX_BROKEN}, _GROUPED, "note", "a sliding window that mlx-lm's class does not have",
-          check.windowed, "mlx-lm attends to all tokens, so past the window its answers differ, as of the "
-                          "source"),
+          check.windowed("mlx"),
+          "mlx-lm attends to all tokens, so past the window its answers differ, as of the source"),
 )  # fmt: skip
 _OTHERS = (
     _rule({"tensorrt-llm": seen.TENSORRT}, _GROUPED, UNKNOWN, "a class that is not in its index",

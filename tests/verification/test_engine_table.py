@@ -129,6 +129,11 @@ def test_classes_are_those_of_families() -> None:
             {"model_type": "mixtral", "head_dim": 64, "num_attention_heads": 8, "hidden_size": 64},
             "its head_dim is 64, not 8",
         ),
+        (
+            "sglang",
+            {"model_type": "mistral", "sliding_window": 9, "max_position_embeddings": 99},
+            "a window of 9",
+        ),
         ("llama.cpp", {"model_type": "falcon", "bias": True}, "shape of the query's bias"),
         ("llama.cpp", {"model_type": "opt"}, "knows no such class"),
         ("mlx", {"model_type": "falcon"}, "mlx-lm has no such class"),

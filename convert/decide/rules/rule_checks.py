@@ -23,7 +23,9 @@ _WIDE = (SERVING.latent, SERVING.rope)
 _NARROW = (NARROW.latent, NARROW.rope)
 _MLX_LAYERS = 61  # its loader takes every tensor below model.layers.61 for a further prediction head's
 # mlx-lm's classes without sliding windows, which the sources of these families may have.
-_MLX_WHOLE = {"gemma2", "mixtral", "phi3", "starcoder2", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"}
+_LLAMAS = {"mixtral", "phi3", "starcoder2", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"}
+# engine -> classes that have no sliding windows there
+_WHOLE = {"mlx": _LLAMAS | {"gemma2"}, "sglang": _LLAMAS | {"mistral"}}
 _PREFILL = (*((nope, SERVING.rope, value) for nope, value in SERVING.heads), (256, 0, 256))
 
 
@@ -295,13 +297,18 @@ def unlisted_but(engine: str, *others: str) -> Callable[[Written], str]:
     return lambda written: "" if written.get("model_type", "") in others else unlisted(engine)(written)
 
 
-def windowed(written: Written) -> str:
-    """Find a sliding window in a class that has none in mlx-lm."""
-    window = written.get("sliding_window")
-    used = written.get("use_sliding_window", True) and 0 < window < written.get("max_position_embeddings", 1)
-    if not used or written.get("model_type", "") not in _MLX_WHOLE:
-        return ""
-    return f"its attention has a window of {window} tokens"
+def windowed(engine: str) -> Callable[[Written], str]:
+    """Return the condition that an engine's class has no sliding window, and the checkpoint one."""
+
+    def found(written: Written) -> str:
+        window = written.get("sliding_window")
+        longest = written.get("max_position_embeddings", 1)
+        used = written.get("use_sliding_window", True) and 0 < window < longest
+        if not used or written.get("model_type", "") not in _WHOLE[engine]:
+            return ""
+        return f"its attention has a window of {window} tokens"
+
+    return found
 
 
 def falcon(written: Written) -> str:
