@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ...core.console import progress
+from ...core.console import notice, progress
 from ...core.errors import InvalidInput
 from ...core.processes import check_enough, gather_rows, place, together
 from ...models.caches import cache_argument, cache_of, growing_cache
 from ...models.positions import positions_behind
+from .written_batches import WrittenBatches
 
 BLOCK = 256  # tokens of the vocabulary per block; a draw selects a block first
 
@@ -48,6 +49,7 @@ def write_text(
     seed: int,
     batch_size: int,
     purpose: str = "calibration text",
+    kept: WrittenBatches | None = None,
 ) -> OwnText:
     """Sample text from a model at temperature 1.
 
@@ -61,6 +63,7 @@ def write_text(
         seed: the same seed gives the same text for every batch size, apart from rounding.
         batch_size: sequences that are written at once.
         purpose: of the text, as its progress is named.
+        kept: where finished batches are saved, and from where those of an interrupted run are read.
 
     Raises:
         InvalidInput: the model takes no text of this length, its probabilities are NaN, or there are fewer
@@ -72,14 +75,27 @@ def write_text(
     rank, ranks = place()
     batches = chance[rank::ranks].split(batch_size)
     with together():
-        steps = (step for batch in batches for step in _continue(model, batch, bos))
-        columns = list(progress(steps, purpose, len(batches) * length))
+        written = [kept.find(batch, bos) if kept else None for batch in batches]
+        missing = [at for at, found in enumerate(written) if found is None]
+        if len(missing) < len(batches):
+            notice(f"{purpose}: {len(batches) - len(missing)} of {len(batches)} batches were written before")
 
-        def rows(part: int) -> Tensor:
-            parts = [column[part] for column in columns]
-            return torch.cat([torch.stack(parts[at : at + length], 1) for at in range(0, len(parts), length)])
+        def steps() -> Iterator[None]:
+            for at in missing:
+                columns = []
+                for column in _continue(model, batches[at], bos):
+                    columns.append(column)
+                    yield
+                ids, entropies = zip(*columns, strict=True)
+                written[at] = found = torch.stack(ids, 1), torch.stack(entropies, 1)
+                if kept:
+                    kept.save(batches[at], bos, *found)
 
-    return OwnText(gather_rows(rows(0), sequences), gather_rows(rows(1)[:, 1:].contiguous(), sequences))
+        for _ in progress(steps(), purpose, len(missing) * length):
+            pass
+        tokens_BT, entropy_BT = (torch.cat(parts) for parts in zip(*filter(None, written), strict=True))
+
+    return OwnText(gather_rows(tokens_BT, sequences), gather_rows(entropy_BT[:, 1:].contiguous(), sequences))
 
 
 def _continue(model: Any, chance_BT: Tensor, bos: int | None) -> Iterator[tuple[Tensor, Tensor]]:

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...convert.calibration.self_text import sample_from
+from ...convert.calibration.written_batches import WrittenBatches
 from ...core.errors import InvalidInput
 from ...core.memory import gpu_bytes
 from ...core.processes import place
@@ -107,12 +108,21 @@ def document(ids: list[int], packing: str) -> Piece:
     return Piece(np.asarray(ids, dtype=np.int32), marks)
 
 
-def written_pieces(data: Data, tokenizer: Any, teacher: Any, tokens: int) -> Pieces:
+def written_pieces(
+    data: Data, tokenizer: Any, teacher: Any, tokens: int, kept: WrittenBatches | None = None
+) -> Pieces:
     """Yield text that the teacher writes by itself at temperature 1, in sequences of `data.seq_len`.
 
     It is at least `tokens` long. A sequence in which the teacher ends a document and continues becomes two
     documents; a document that it has not ended has no EOS. Each process writes a part and gets the whole, so
     all must read to the end.
+
+    Args:
+        data: the source and how it is cut.
+        tokenizer: the student's.
+        teacher: a transformers model; None if the run has none.
+        tokens: the least number.
+        kept: where finished batches are saved, and from where those of an interrupted run are read.
 
     Raises:
         InvalidInput: no teacher is there, it takes no sequence of this length, has no embedding for the token
@@ -142,6 +152,7 @@ def written_pieces(data: Data, tokenizer: Any, teacher: Any, tokens: int) -> Pie
             seed=seed,
             batch_size=_written_together(teacher, data.seq_len),
             purpose="text by the teacher",
+            kept=kept,
         )
         for row in sequences.tolist():
             # With a padded vocabulary, a model may by rare chance write an id that stands for no token.

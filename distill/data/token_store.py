@@ -4,15 +4,17 @@
 `tokens.json` the number of tokens of each source. tokens.bin appears last: if it is there, all are.
 """
 
+import functools
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 
+from ...convert.calibration.written_batches import WrittenBatches
 from ...core.errors import InvalidInput
 from ...core.units import counted
 from ...core.untrusted import read_json
@@ -23,6 +25,7 @@ from .order import Stream, TrainingWindows, windows_per_source
 from .token_documents import SCORED, Piece, Pieces, check_ids, text_pieces, written_pieces
 
 _PART = 2**24  # tokens that are looked at together
+_Author = Callable[[int], Pieces]  # writes at least so many tokens
 
 
 def open_windows(file: Path, data: Data, vocabulary: int | None = None) -> TrainingWindows:
@@ -58,7 +61,14 @@ def open_windows(file: Path, data: Data, vocabulary: int | None = None) -> Train
 
 
 def write_tokens(
-    file: Path, data: Data, tokenizer: Any, windows: int, teacher: Any = None, *, vocabulary: int
+    file: Path,
+    data: Data,
+    tokenizer: Any,
+    windows: int,
+    teacher: Any = None,
+    *,
+    vocabulary: int,
+    kept: WrittenBatches | None = None,
 ) -> None:
     """Tokenise the sources into `file` and the two files next to it.
 
@@ -73,18 +83,20 @@ def write_tokens(
         windows: number of windows that the run reads.
         teacher: a transformers model, for the source `self`.
         vocabulary: number of token ids that the student has an embedding for.
+        kept: finished batches of the teacher's text.
 
     Raises:
         InvalidInput: a source cannot be read, lacks the field, does not fill one window, or holds a token
             that the student has no embedding for.
     """
     wanted = _wanted(data, windows)
+    author = functools.partial(written_pieces, data, tokenizer, teacher, kept=kept)
     if is_main_process():
-        _write(file, data, tokenizer, wanted, teacher, vocabulary)
+        _write(file, data, tokenizer, wanted, author, vocabulary)
         return
     for source, tokens in zip(data.sources, wanted, strict=True):
         if source.source == SELF:
-            for _ in written_pieces(data, tokenizer, teacher, tokens):
+            for _ in author(tokens):
                 pass
 
 
@@ -121,12 +133,14 @@ def _wanted(data: Data, windows: int) -> list[int]:
     return [max(share, 1) * data.seq_len + 1 for share in windows_per_source(weights, windows)]
 
 
-def _write(file: Path, data: Data, tokenizer: Any, wanted: list[int], teacher: Any, vocabulary: int) -> None:
+def _write(
+    file: Path, data: Data, tokenizer: Any, wanted: list[int], author: _Author, vocabulary: int
+) -> None:
     partials = {name: file.with_name(name + ".partial") for name in ("tokens.json", "marks.bin", file.name)}
     lengths = []
     with partials[file.name].open("wb") as tokens, partials["marks.bin"].open("wb") as marks:
         for source, most in zip(data.sources, wanted, strict=True):
-            with closing(_pieces(source, data, tokenizer, teacher, most, vocabulary)) as pieces:
+            with closing(_pieces(source, data, tokenizer, author, most, vocabulary)) as pieces:
                 known = _known(pieces, source, tokenizer, vocabulary)
                 lengths.append(_fill(tokens, marks, known, source, data, most))
         for stream in (tokens, marks):
@@ -138,10 +152,10 @@ def _write(file: Path, data: Data, tokenizer: Any, wanted: list[int], teacher: A
 
 
 def _pieces(
-    source: TextSource, data: Data, tokenizer: Any, teacher: Any, tokens: int, vocabulary: int
+    source: TextSource, data: Data, tokenizer: Any, author: _Author, tokens: int, vocabulary: int
 ) -> Pieces:
     if source.source == SELF:
-        return written_pieces(data, tokenizer, teacher, tokens)
+        return author(tokens)
     return (
         chat_pieces(source, data, tokenizer, vocabulary)
         if source.messages_field

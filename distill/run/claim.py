@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from ...checkpoints.own_files import TRACKERS, remove_own_tree, strange_files
+from ...core.console import notice
 from ...core.disk import disk_error, disk_sentence, writing_errors
 from ...core.errors import InvalidInput
 from ...core.files import locked
@@ -19,7 +20,8 @@ _LOCK = "lock"  # held while a run is at work; it also marks a directory that kv
 # a directory that kvfold did not make.
 _WRITTEN = ("tokens.bin", "marks.bin", "tokens.json", "metrics.jsonl", "evaluations.jsonl")
 _FILES = (*_WRITTEN, *(f"{name}.partial" for name in _WRITTEN))
-_DIRECTORIES = ("state", "stages", "best", TRACKERS, "final")
+WRITTEN = "written"  # finished batches of the text that the teacher writes
+_DIRECTORIES = ("state", "stages", "best", TRACKERS, "final", WRITTEN)
 _NAMES = {*_FILES, *_DIRECTORIES, _LOCK}
 
 
@@ -27,23 +29,30 @@ _NAMES = {*_FILES, *_DIRECTORIES, _LOCK}
 def claimed(partial: Path) -> Iterator[None]:
     """Keep other runs out of the working directory for the duration.
 
-    A directory without a saved state is emptied first. The directory is removed at the end, and also when
-    `InvalidInput` ends the run before any state was saved. Anything else that ends the run leaves it, to
-    resume from.
+    A directory without a saved state is emptied first, apart from text that the teacher has written. The
+    directory is removed at the end, and also when `InvalidInput` ends the run before any state or text was
+    saved. Anything else that ends the run leaves it, to resume from.
 
     Raises:
         InvalidInput: the directory was not made by kvfold, cannot be made, or another run is at work in it.
     """
     missing = [path for path in (partial, *partial.parents) if not path.exists()]
     with _locked(partial):
-        if not saved(partial / "state"):
-            _empty(partial)
+        if saved(partial / "state"):
+            remove_own_tree(partial / WRITTEN)  # the text is in tokens.bin
+        else:
+            _empty(partial, keep=WRITTEN)
         try:
             with _reporting_disk_errors(partial):
                 yield
         except InvalidInput:
             if not saved(partial / "state"):
-                _remove(partial, missing)
+                if not _has_text(partial):
+                    _remove(partial, missing)
+                else:
+                    notice(
+                        f"the text that the teacher wrote is kept in {partial}; remove it to write it again"
+                    )
             raise
         with ignored():  # the output exists, so the run has ended well
             _remove(partial, [])
@@ -58,7 +67,7 @@ def _reporting_disk_errors(partial: Path) -> Iterator[None]:
         of_disk = disk_error(error, partial)
         if of_disk is None:
             raise
-        kept = "what was saved is kept" if saved(partial / "state") else ""
+        kept = "what was saved is kept" if saved(partial / "state") or _has_text(partial) else ""
         raise InvalidInput(disk_sentence(of_disk, kept=kept)) from None
 
 
@@ -117,9 +126,15 @@ def _strange(partial: Path) -> str | None:
     return None if found is None else f"it holds {found.relative_to(partial)}"
 
 
-def _empty(partial: Path) -> None:
+def _has_text(partial: Path) -> bool:
+    """Return whether the teacher has written text that no state needs yet."""
+    return any((partial / WRITTEN).glob("batch-*.safetensors"))
+
+
+def _empty(partial: Path, keep: str | None = None) -> None:
     for name in _DIRECTORIES:
-        remove_own_tree(partial / name)
+        if name != keep:
+            remove_own_tree(partial / name)
     for name in _FILES:
         (partial / name).unlink(missing_ok=True)
 

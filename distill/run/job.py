@@ -2,8 +2,8 @@
 
 While it runs, everything is stored next to the output:
 
-    <output>.partial/  tokens.bin  metrics.jsonl  evaluations.jsonl  state/step-N/  best/step-N/  stages/NAME/
-                       trackers/  final/
+    <output>.partial/  written/  tokens.bin  metrics.jsonl  evaluations.jsonl  state/step-N/  best/step-N/
+                       stages/NAME/  trackers/  final/
 
 At the end final/ becomes <output>, and the rest is removed.
 
@@ -20,6 +20,7 @@ from typing import Any
 
 from accelerate import Accelerator
 
+from ...convert.calibration.written_batches import WrittenBatches
 from ...core.console import listening, notice
 from ...core.errors import InvalidInput
 from ...core.memory import enough_memory, remedy_of
@@ -42,12 +43,12 @@ from ..watch.evaluation_lines import read_evaluations
 from ..watch.held_out import check_held_out, check_unseen, open_held_out
 from ..watch.metrics import Metrics, summarise, trim_metrics
 from ..watch.trackers import check_trackers, directory_of, tracking
-from .claim import claimed, tidy
+from .claim import WRITTEN, claimed, tidy
 from .context import RunContext
 from .export import write_output, write_stage
 from .loop import advance, train_stage
 from .preflight import check_stages
-from .resume import complete, find_models, find_result, last_progress
+from .resume import complete, find_models, find_result, fingerprint, last_progress
 from .training_result import TrainingResult
 
 
@@ -245,13 +246,25 @@ def _windows(run: RunContext, student: Loaded | Described, teacher: Any) -> Trai
     run.accelerator.wait_for_everyone()  # before one writes what the others look for
     data, count = run.recipe.data, run.recipe.windows
     if is_missing:
-        write_tokens(tokens, data, student.tokenizer, count, teacher, vocabulary=student.vocabulary)
+        kept = _written_batches(run, teacher)
+        write_tokens(
+            tokens, data, student.tokenizer, count, teacher, vocabulary=student.vocabulary, kept=kept
+        )
     run.accelerator.wait_for_everyone()
     windows = open_windows(tokens, data, None if is_missing else student.vocabulary)
     if is_missing:
         for sentence in windows.repeated(count):
             notice(sentence)
     return windows
+
+
+def _written_batches(run: RunContext, teacher: Any) -> WrittenBatches | None:
+    """Return where finished batches of the text that `teacher` writes are kept; None if it writes none."""
+    if teacher is None or not _writes_text(run):
+        return None
+    # The same weights write another text where they are rounded otherwise.
+    model = f"{fingerprint(run.teacher)} {teacher.dtype} {teacher.device.type}"
+    return WrittenBatches(run.partial / WRITTEN, model)
 
 
 def _stream(run: RunContext, stage: Stage, progress: Progress) -> Progress:

@@ -18,6 +18,7 @@ _PATTERNS = (
     "curve.json", "curve.png", "progress.json", "manifest.json", "weights.safetensors",
     "optimizer.safetensors", "layer-*.json", "layer-*.safetensors", "step-*.safetensors", "tokens.bin",
     "tokens.json", "marks.bin", "identity.json", "statistics.safetensors", "journal*.jsonl", "lock", "lock-*",
+    "batch-*.safetensors",
 )  # fmt: skip
 
 

@@ -3,9 +3,11 @@
 Stopped, resumed and shared among processes it reads the same.
 """
 
+import itertools
 import os
 import signal
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,13 @@ import torch
 import yaml
 from torch import Tensor
 
+from kvfold.convert.calibration import self_text
 from kvfold.core.console import listening
+from kvfold.core.errors import InvalidInput
 from kvfold.core.signals import Interrupted
 from kvfold.distill.data import token_documents as documents
+from kvfold.distill.data.order import TrainingWindows
+from kvfold.distill.run import job
 from kvfold.distill.run.job import distill
 
 from ...support.distillation import metrics, same_bits, stop_at
@@ -73,3 +79,53 @@ def test_the_teacher_writes_once(
         shared,
     ) in pairs:  # the same text and the same windows: bfloat16 students, so that a step differs by rounding
         assert alone["kl"] == pytest.approx(shared["kl"], rel=1e-3)
+
+
+def stop_in_batch(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """Send this process SIGTERM in the middle of a batch that the teacher writes."""
+    begun, go_on = itertools.count(1), self_text._continue
+
+    def write_and_signal(*arguments: Any) -> Iterator[tuple[Tensor, Tensor]]:
+        is_last = next(begun) == number
+        for at, column in enumerate(go_on(*arguments)):
+            if is_last and at == 5:
+                os.kill(os.getpid(), signal.SIGTERM)
+            yield column
+
+    monkeypatch.setattr(self_text, "_continue", write_and_signal)
+
+
+def test_text_goes_on_after_the_last_whole_batch(
+    make_recipe: MakeRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = {"source": "self", "seq_len": 32, "seed": 7}
+    stores: list[bytes] = []
+    open_windows = job.open_windows
+
+    def open_and_store(file: Path, *arguments: Any) -> TrainingWindows:
+        stores.append(file.read_bytes())
+        return open_windows(file, *arguments)
+
+    monkeypatch.setattr(job, "open_windows", open_and_store)
+    monkeypatch.setattr(documents, "_WRITTEN_TOGETHER", 8)  # 61 sequences are eight batches
+    distill(make_recipe(data=data, output=str(tmp_path / "whole")))
+    written = tmp_path / "out.partial" / "written"
+    for stopped, finished in ((4, 3), (3, 5)):
+        with monkeypatch.context() as patch:
+            stop_in_batch(patch, stopped)
+            with pytest.raises(Interrupted, match="what was saved is kept"):
+                distill(make_recipe(data=data))
+        assert len(list(written.iterdir())) == finished
+    damaged, *_, foreign = sorted(written.iterdir())
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    foreign.rename(foreign.with_name(f"batch-{'0' * 64}.safetensors"))
+    with pytest.raises(InvalidInput, match="diverged"):  # a lower rate needs no other text
+        distill(make_recipe(data=data, lr=100, weight_decay=100, grad_clip=None, warmup=0))
+    assert len(list(written.iterdir())) == 9
+    with monkeypatch.context() as patch, listening() as heard:
+        stop_in_batch(patch, 1)  # none is begun
+        distill(make_recipe(data=data))
+    assert "text by the teacher: 8 of 8 batches were written before" in heard.notices
+    assert len(set(stores)) == 1
+    assert same_bits(tmp_path / "out", tmp_path / "whole")
+    assert not written.parent.exists()
