@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -193,9 +194,8 @@ def _making(record: dict[str, Any], source: str) -> list[str]:
     recipe = []
     if "distill" in record:
         commands.append("kvfold distill recipe.yaml")
-        settings = yaml.safe_dump(
-            record["distill"].get("recipe", {}), sort_keys=False, allow_unicode=True
-        ).strip()
+        named = _named(record["distill"].get("recipe", {}), record, source)
+        settings = yaml.safe_dump(named, sort_keys=False, allow_unicode=True).strip()
         recipe = ["with this recipe.yaml:\n\n" + _fenced("yaml", settings)]
     commands += [record[stage]["command"] for stage in ("assemble", "quantize") if stage in record]
     calibration = record.get("calibration")
@@ -214,9 +214,37 @@ def _making(record: dict[str, Any], source: str) -> list[str]:
             else []
         ),
     ]
-    shown = _fenced("console", "\n".join(f"$ {printable(command)}" for command in commands))
+    lines = (printable(_named_command(command, record, source)) for command in commands)
+    shown = _fenced("console", "\n".join(f"$ {line}" for line in lines))
     rest = "`kvfold.json` has the details: hashes of the source's files, the losses of every layer."
     return ["## How it was made", shown, *recipe, _table(["", ""], rows), rest]
+
+
+def _named_command(command: str, record: dict[str, Any], source: str) -> str:
+    """Return a command with names in place of absolute paths."""
+    try:
+        words = shlex.split(command)
+    except ValueError:  # kvfold did not write it
+        return command
+    named = _named(words, record, source)
+    return command if named == words else shlex.join(named)
+
+
+def _named(value: Any, record: dict[str, Any], source: str) -> Any:
+    """Return a setting with names in place of absolute paths, which are of one machine and its user alone.
+
+    Args:
+        value: a text, or texts within lists and mappings.
+        record: of the checkpoint.
+        source: name of its source, for the source's path.
+    """
+    if isinstance(value, list):
+        return [_named(item, record, source) for item in value]
+    if isinstance(value, dict):
+        return {key: _named(item, record, source) for key, item in value.items()}
+    if not isinstance(value, str) or not Path(value).is_absolute():
+        return value
+    return source if str(Path(value)) == record["source"]["path"] else Path(value).name or value
 
 
 def _loading(written: Written, place: str) -> list[str]:

@@ -98,7 +98,8 @@ def test_a_converted_checkpoint_has_a_card(outputs: dict[str, Path], layout: str
     )
     assert {"kvfold", record["target"]["name"]} <= set(card.data["tags"])
     assert card.data.get("base_model") is None  # the source was a directory
-    assert f"$ {record['command']}\n" in card.text
+    assert f"$ {record['command'].replace(record['source']['path'], record['source']['name'])}\n" in card.text
+    assert str(directory.parent) not in card.text
     after = record["cache"]["after"]
     assert f"| elements per token and layer | 128 | {after['elements_per_token_per_layer']} |" in card.text
     assert f"| bytes per token (float32) | 1,024 | {after['bytes_per_token']:,} |" in card.text
@@ -220,6 +221,22 @@ def test_a_distilled_checkpoint_tells_its_recipe(outputs: dict[str, Path], tmp_p
     assert "distillation" in card.data["tags"]
     assert "$ kvfold distill recipe.yaml" in card.text
     assert "stages:\n- lr: 0.5\n" in card.text
+
+
+def test_a_card_has_names_for_paths_of_its_author(outputs: dict[str, Path]) -> None:
+    record = read_record(outputs["stock"])
+    assert record is not None
+    record |= {
+        "command": "kvfold convert /home/me/a/ --to mla --calibration '/home/me/my text.txt' --seed 0",
+        "source": {**record["source"], "name": "org/base", "path": "/home/me/a", "revision": "0" * 40},
+        "distill": {"recipe": {"student": "/home/me/out/a-mla", "data": {"source": ["self", "/home/me/t"]}}},
+        "quantize": {"command": "kvfold quantize out/a --scheme int4 --out /home/me/q", "scheme": "int4"},
+    }
+    text = make_card(outputs["stock"], record, "tiny", "org/tiny").text
+    assert "/home" not in text
+    assert "$ kvfold convert org/base --to mla --calibration 'my text.txt' --seed 0\n" in text
+    assert "$ kvfold quantize out/a --scheme int4 --out q\n" in text
+    assert "student: a-mla\ndata:\n  source:\n  - self\n  - t\n" in text
 
 
 def test_texts_of_a_record_are_no_markup(outputs: dict[str, Path], tmp_path: Path) -> None:
