@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -70,6 +71,22 @@ def test_the_table_has_a_cell_for_each_model_in_every_line(mha: Path, other: Pat
         assert result.columns == columns
         assert {len(row) for row in result.rows} == {len(columns)}
         assert all(isinstance(cell, str) for row in result.rows for cell in row)
+
+
+def test_every_line_of_the_table_is_explained(mha: Path, other: Path, text: Text) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "evaluate.md").read_text(encoding="utf-8")
+    cells = [line.split(" | ")[0] for line in page.replace("\\|", "|").splitlines() if line.startswith("| `")]
+    labels = [label for cell in cells for label in re.findall("`([^`]+)`", cell)]
+    known = [re.sub(r"\b(DTYPE|FORMAT|SIZE)\b|\bN(?=k)", ".+", re.escape(label)) for label in labels]
+    options = Options(device="cpu", window=32, cache_dtype="int8")
+    settings = {"memory": 10**9}
+    found = [
+        evaluate(mha, other, text, options, other, settings=settings),
+        evaluate(mha, other, text, OPTIONS, settings=settings),
+    ]
+    lines = {row[0].strip() for result in found for row in result.rows}
+    assert {line for line in lines if not any(re.fullmatch(label, line) for label in known)} == set()
+    assert len(lines) > 25
 
 
 def test_the_checkpoint_is_named_by_its_hash_and_by_its_record(make: Make, mha: Path) -> None:
