@@ -16,7 +16,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 @pytest.fixture
 def warm_probe(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let `verify` run its probe in a forked process, for tests that are not about how it starts."""
+    """Let `verify` run its probe, and files be read, in forked processes: for tests not about their start."""
     from .support.warm_python import warm_python
 
     monkeypatch.setattr(sys, "executable", warm_python())

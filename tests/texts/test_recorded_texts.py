@@ -121,6 +121,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.mark.usefixtures("warm_probe")
 @pytest.mark.parametrize("name", RECORDED)
 def test_texts_are_as_recorded(corpus: Path, name: str) -> None:
     source = DocumentSource(str(corpus / name))
