@@ -5,6 +5,8 @@ import binascii
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -65,8 +67,13 @@ def check_tokenizer(directory: Path) -> None:
 def _versions(config: Mapping[str, Any], file: Path) -> list[str]:
     """Return the names of tokenizer.4.0.json and the like, of which transformers reads its version's."""
     names = config.get("fast_tokenizer_files")
-    if not isinstance(names, list):
+    if names is None:
         return []
+    if not isinstance(names, list):  # transformers would take the keys of an object for names
+        raise InvalidInput(
+            f"{printable(file)} has {shorten(names)} as fast_tokenizer_files, where a list of names is "
+            "needed; correct or remove the field"
+        )
     for name in names:
         if not isinstance(name, str) or set(name) & set("/\\\0"):
             raise InvalidInput(
@@ -154,10 +161,16 @@ def check_growth(tokenizer: Mapping[str, Any], file: Path) -> None:
         file: its place, for the error.
 
     Raises:
-        InvalidInput: its normalizer, pre-tokenizer or decoder could, or has more than 1,000 steps.
+        InvalidInput: its normalizer, pre-tokenizer or decoder could, has too many steps, or one whose type is
+            not named.
     """
     for part, inner in _PARTS.items():
-        steps = list(_steps(tokenizer.get(part), inner))
+        content = tokenizer.get(part)
+        if not isinstance(
+            content, dict | list
+        ):  # a vocabulary has numbers there, which nothing reads as steps
+            continue
+        steps = list(islice(_steps(content, part, inner, file), _MOST_STEPS + 1))
         if len(steps) > _MOST_STEPS:
             raise InvalidInput(
                 f"the {part} in {printable(file)} has more than {_MOST_STEPS:,} steps; take the tokenizer "
@@ -214,16 +227,37 @@ def _replaced(step: Mapping[str, Any]) -> tuple[str | None, str | None]:
     return plain if isinstance(plain, str) else None, content
 
 
-def _steps(part: Any, inner: str) -> Iterator[Mapping[str, Any]]:
-    """Yield the steps of a part in their order; sequences may nest."""
-    if not isinstance(part, dict):
+def _steps(step: Any, part: str, inner: str, file: Path) -> Iterator[Mapping[str, Any]]:
+    """Yield the steps of a part in their order; sequences may nest.
+
+    Raises:
+        InvalidInput: a step names no type of the part, by whose fields alone tokenizers would read it.
+    """
+    kind = step.get("type") if isinstance(step, dict) else None
+    if not isinstance(kind, str) or kind not in _types(part):
+        raise InvalidInput(
+            f"the {part} in {printable(file)} has the step {shorten(step)}, which needs a `type` that "
+            "tokenizers knows; take the tokenizer that the model was published with"
+        )
+    if kind != "Sequence":
+        yield step
         return
-    if part.get("type") != "Sequence":
-        yield part
-        return
-    within = part.get(inner)
-    for step in within if isinstance(within, list) else ():
-        yield from _steps(step, inner)
+    within = step.get(inner)
+    for nested in within if isinstance(within, list) else ():  # tokenizers refuses any other
+        yield from _steps(nested, part, inner, file)
+
+
+@cache
+def _types(part: str) -> frozenset[str]:
+    """Return the types of a part's steps in the installed tokenizers, which are its classes."""
+    from tokenizers import decoders, normalizers, pre_tokenizers
+
+    base = {
+        "normalizer": normalizers.Normalizer,
+        "pre_tokenizer": pre_tokenizers.PreTokenizer,
+        "decoder": decoders.Decoder,
+    }[part]
+    return frozenset(kind.__name__ for kind in base.__subclasses__())
 
 
 def _factor(step: Mapping[str, Any]) -> float:

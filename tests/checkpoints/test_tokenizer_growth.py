@@ -93,13 +93,44 @@ def test_many_steps() -> None:
         check_growth(described([normalizers.Strip()] * 1001), Path("a"))
 
 
+REPLACE = {"type": "Replace", "pattern": {"String": "e"}, "content": "eee"}
+# Steps without their type, each of which tokenizers reads.
+UNTYPED = [
+    {"normalizers": [REPLACE]},
+    {"pattern": {"String": "e"}, "content": "eee"},
+    {**REPLACE, "type": "Unknown"},
+    {**REPLACE, "type": "Normalizer"},
+    {**REPLACE, "type": 7},
+    [{"String": "e"}, "eee"],
+    ["eee"],
+    [[REPLACE]],
+]
+
+
+@pytest.mark.parametrize("step", UNTYPED)
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_a_step_without_its_type(step: Any, is_nested: bool) -> None:
+    part = {"type": "Sequence", "normalizers": [step]} if is_nested else step
+    content = {**json.loads(Tokenizer(models.BPE()).to_str()), "normalizer": part}
+    assert Tokenizer.from_str(json.dumps(content)).normalizer.normalize_str("e").startswith("eee")
+    with pytest.raises(InvalidInput, match=r"the normalizer in a has the step .*, which needs a `type`"):
+        check_growth(content, Path("a"))
+
+
+def test_a_decoder_without_its_type() -> None:
+    with pytest.raises(InvalidInput, match=r"the decoder in a has the step .*, which needs a `type`"):
+        check_growth({"decoder": {"type": "Prepend", "suffix": ""}}, Path("a"))
+
+
 @pytest.mark.parametrize(
-    "part", [None, 1, [], {}, {"type": "Sequence"}, {"type": "Sequence", "normalizers": [1]}]
+    "part", [None, 1, {"type": "Sequence"}, {**REPLACE, "pattern": {"Regex": "["}, "content": 7}]
 )
-def test_a_part_of_the_wrong_form_is_left_to_its_reader(part: Any) -> None:
-    check_growth({"normalizer": part}, Path("tokenizer.json"))
-    broken = {"type": "Replace", "pattern": {"Regex": "["}, "content": 7}
-    check_growth({"normalizer": broken}, Path("tokenizer.json"))
+def test_a_part_that_tokenizers_refuses_is_left_to_it(part: Any) -> None:
+    content = {**json.loads(Tokenizer(models.BPE()).to_str()), "normalizer": part}
+    check_growth(content, Path("tokenizer.json"))
+    if part is not None:
+        with pytest.raises(Exception, match=r"invalid|did not match|missing"):
+            Tokenizer.from_str(json.dumps(content))
 
 
 def field(number: int, content: bytes) -> bytes:
@@ -171,6 +202,13 @@ def test_a_tokenizer_json_of_another_version(tmp_path: Path) -> None:
     config.write_text('{"fast_tokenizer_files": ["../tokenizer.4.0.json"]}')
     with pytest.raises(InvalidInput, match=r"has '\.\./tokenizer\.4\.0\.json' in fast_tokenizer_files"):
         check_tokenizer(tmp_path)
+    for names in ('{"../tokenizer.4.0.json": 1}', '"tokenizer.4.0.json"'):
+        config.write_text(f'{{"fast_tokenizer_files": {names}}}')
+        with pytest.raises(InvalidInput, match="as fast_tokenizer_files, where a list of names is needed"):
+            check_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.4.0.json").unlink()
+    config.write_text('{"fast_tokenizer_files": null}')
+    check_tokenizer(tmp_path)
 
 
 def test_it_is_refused_before_it_is_loaded(tmp_path: Path) -> None:
