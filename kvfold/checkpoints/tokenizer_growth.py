@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ _REPLACED = {"BPEDecoder": "suffix", "CTC": "word_delimiter_token"}
 _ASSERTION = re.compile(r"\(\?|[\^$]|\\[ABbGKZz]")
 _MAPPED = {3: "normalizer", 5: "decoder"}  # fields of a SentencePiece model with a map of characters
 _MAP = 2  # the field of that map in them
-_MOST_FIELDS = 10**6  # of a message; the largest published vocabularies have 262,144 pieces
+_MOST_FIELDS = 10**6  # of a file; the largest published vocabularies have 262,144 pieces
 _TAG = 2**32 - 1  # bits of a tag; readers drop further ones
 _VARINT, _FIXED_64, _LENGTH, _OPEN, _CLOSE, _FIXED_32 = range(6)  # the wire types of Protocol Buffers
 
@@ -88,20 +88,26 @@ def _check_pieces(content: bytes, file: Path) -> None:
 
     Other content, such as a tokenizer.model of tiktoken, is left to its reader.
     """
-    for field, message in _fields(content, file):
+    counted = count(1)
+    for field, message in _fields(content, file, counted):
         if field not in _MAPPED:
             continue
-        for inner, characters in _fields(message, file):
+        for inner, characters in _fields(message, file, counted):
             if inner == _MAP and _longest(characters) > _MOST:
                 raise _growing(_MAPPED[field], file)
 
 
-def _fields(content: bytes, file: Path) -> Iterator[tuple[int, bytes]]:
+def _fields(content: bytes, file: Path, counted: Iterator[int]) -> Iterator[tuple[int, bytes]]:
     """Yield the fields of bytes of a message of Protocol Buffers, up to what is none.
 
     Fields of a group count as the message's own.
+
+    Args:
+        content: the message.
+        file: its place, for the error.
+        counted: numbers the fields of all messages of the file.
     """
-    place = count = 0
+    place = 0
     while place < len(content):
         tag, place = _varint(content, place)
         kind, size = tag & 7, 0
@@ -116,8 +122,7 @@ def _fields(content: bytes, file: Path) -> Iterator[tuple[int, bytes]]:
         elif kind not in (_OPEN, _CLOSE):
             return
         place += size
-        count += 1
-        if count > _MOST_FIELDS:
+        if next(counted) > _MOST_FIELDS:
             raise InvalidInput(
                 f"{printable(file)} has more than {_MOST_FIELDS:,} fields; take the tokenizer that the model "
                 "was published with"
@@ -138,12 +143,20 @@ def _varint(content: bytes, place: int) -> tuple[int, int]:
 
 
 def _longest(characters: bytes) -> int:
-    """Return how many characters a map of SentencePiece makes of one at most.
+    """Return how many characters a map of SentencePiece makes of one at most; of a long text not all.
 
     The map is the length of a search tree in 4 bytes, the tree, and texts that each end in a zero byte.
     """
-    texts = characters[4 + int.from_bytes(characters[:4], "little") :]
-    return max(len(text.decode("utf-8", "replace")) for text in texts.split(b"\0"))
+    place, longest = 4 + int.from_bytes(characters[:4], "little"), 0
+    while longest <= _MOST and (found := _text_beyond(longest).search(characters, place)):
+        place, longest = found.end(), max(longest, len(found[0].decode("utf-8", "replace")))
+    return longest
+
+
+@cache
+def _text_beyond(size: int) -> re.Pattern[bytes]:
+    """Return the pattern of a text of more bytes than a size, up to those that 64 characters can have."""
+    return re.compile(rb"[^\0]{%d,%d}" % (size + 1, 4 * _MOST + 1))
 
 
 def _growing(part: str, file: Path) -> InvalidInput:

@@ -2,6 +2,7 @@
 
 import base64
 import json
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from kvfold import recipes
+from kvfold.checkpoints import tokenizer_growth
 from kvfold.checkpoints.tokenizer_growth import check_growth, check_tokenizer
 from kvfold.core.errors import InvalidInput
 from kvfold.models.causal_lm import load_tokenizer
@@ -179,6 +181,28 @@ def test_a_file_that_is_no_sentencepiece_model(tmp_path: Path) -> None:
     file.write_bytes(b"\x08\x01" * (10**6 + 1))
     with pytest.raises(InvalidInput, match=r"tokenizer\.model has more than 1,000,000 fields"):
         check_tokenizer(tmp_path)
+
+
+def test_fields_of_all_messages_of_a_file_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.model").write_bytes(field(3, field(1, b"a") * 9) * 2)
+    monkeypatch.setattr(tokenizer_growth, "_MOST_FIELDS", 20)
+    check_tokenizer(tmp_path)
+    monkeypatch.setattr(tokenizer_growth, "_MOST_FIELDS", 19)
+    with pytest.raises(InvalidInput, match=r"a\.model has more than 19 fields"):
+        check_tokenizer(tmp_path)
+
+
+def test_a_large_map_takes_no_more_memory() -> None:
+    """Texts of one character of four bytes, then a long one."""
+    mapped = base64.b64encode(characters(*["\U0001f600"] * 50_000, "a" * 300_000)).decode()
+    content = {"normalizer": {"type": "Precompiled", "precompiled_charsmap": mapped}}
+    tracemalloc.start()
+    try:
+        with pytest.raises(InvalidInput, match="more than 64 times"):
+            check_growth(content, Path("a"))
+        assert tracemalloc.get_traced_memory()[1] < 2 * len(mapped)
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_map_of_a_tokenizer_json() -> None:
