@@ -41,7 +41,7 @@ _READ_FROM = {
     "parent": ("ppl.parent", "ppl.recovered_share"),
 }
 _OPERATORS = {"<=": operator.le, ">=": operator.ge, "==": operator.eq, "<": operator.lt, ">": operator.gt}
-# The least and the greatest value of numbers, by the key in their path.
+# The least and the greatest value of numbers, by their own key.
 _RANGES = {
     **dict.fromkeys(("perplexity", "byte_perplexity", "word_perplexity"), (1, math.inf)),
     **dict.fromkeys(("nll", "bits_per_byte", "kl", "kl_percentiles", "kl_max", "ratio"), (0, math.inf)),
@@ -113,8 +113,9 @@ def parse(
 
 def _check_range(names: tuple[str, ...], relation: str, bound: float, label: str) -> None:
     """Refuse a comparison that no value of a number meets; its interval may reach beyond its range."""
-    measured = names[:-1] if names[-1] == "mean" else names[-1:]
-    low, high = next((_RANGES[name] for name in measured if name in _RANGES), (-math.inf, math.inf))
+    *above, own = names[:-1] if names[-1] == "mean" else names
+    known = "kl_percentiles" if above[-1:] == ["kl_percentiles"] else own
+    low, high = _RANGES.get(known, (-math.inf, math.inf))
     can_hold = {
         "<": low < bound,
         "<=": low <= bound,
