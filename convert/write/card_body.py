@@ -42,6 +42,8 @@ _KINDS = {
     "mqa": "multi-query attention (MQA)",
     "mla": "latent attention (MLA)",
 }
+_MARKS = re.compile(r"[\\`*~&\[\]<>]|^[#+-]|(?<![^\W_])_|_(?![^\W_])")  # not within a word
+_ADDRESS = re.compile(r"://|www\.|@[\w-]+\.|mailto:|xmpp:", re.IGNORECASE)
 _ENGINES = {
     "transformers": "transformers",
     "vllm": "vLLM",
@@ -89,10 +91,10 @@ def card_body(
 def _opening(record: dict[str, Any], source: str, *, further: bool) -> str:
     rounded = record.get("quantize")
     more = _FURTHER if further else ""
-    scheme = "" if rounded is None else f" Its linear weights are in {rounded['scheme'].upper()}."
+    scheme = "" if rounded is None else f" Its linear weights are in {_words(rounded['scheme'].upper())}."
     if rounded is not None and "target" not in record and not is_distilled(record):
         return (
-            f"{_code(source)} with weights in {rounded['scheme'].upper()}, rounded by kvfold "
+            f"{_code(source)} with weights in {_words(rounded['scheme'].upper())}, rounded by kvfold "
             f"{_words(record['kvfold'])}." + more
         )
     kind = _KINDS.get(record.get("target", {}).get("name", ""), "a smaller KV cache")
@@ -291,14 +293,14 @@ def _weights_next_to(written: Written, known: str) -> list[str]:
 
 
 def _listed(names: Sequence[str]) -> str:
-    return ", ".join(f"`{name}`" for name in names)
+    return ", ".join(map(_code, names))
 
 
 def _reasons(findings: Sequence[LintFinding]) -> str:
     lines = []
     for finding in findings:
         effect = "" if finding.effect == "note" else f"{finding.effect}: "
-        lines.append(f"- {effect}{finding.sentence} ({finding.learned})")
+        lines.append(f"- {effect}{_words(finding.sentence)} ({finding.learned})")
     return "\n".join(lines)
 
 
@@ -342,13 +344,17 @@ def _table(header: list[str], rows: list[list[str]]) -> str:
 
 
 def _words(text: str) -> str:
-    """Return a text of a file on one line of Markdown, in which it is neither markup nor HTML."""
-    return re.sub(r"[\\`*\[\]<>]", r"\\\g<0>", printable(text))
+    """Return a text of a file on one line of Markdown, in which it is neither markup nor HTML.
+
+    Many readers make a link of an address in spite of escapes, but not in code.
+    """
+    return _code(text) if _ADDRESS.search(text) else _MARKS.sub(r"\\\g<0>", printable(text))
 
 
 def _code(text: str) -> str:
     """Return a text of a file on one line as code of Markdown, which knows no escapes."""
-    return f"`{printable(text).replace('`', chr(39))}`"
+    shown = re.sub(r"\\+\|", "|", printable(text))  # in a table they would undo the escape of the bar
+    return f"`{shown.replace('`', chr(39))}`"
 
 
 def _fenced(language: str, text: str) -> str:

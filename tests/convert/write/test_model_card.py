@@ -1,6 +1,7 @@
 """Model cards: what an output says of itself, and what becomes of a card that its owner wrote."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from click.testing import CliRunner
 from huggingface_hub import ModelCard
 from markdown_it import MarkdownIt
 from pydantic import TypeAdapter
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from kvfold.checkpoints.eval_json import EvalSummary, read_summary
 from kvfold.checkpoints.record import hub_id, read_record, source_directory, write_record
@@ -158,7 +159,7 @@ def test_a_card_says_in_which_format_the_cache_was(outputs: dict[str, Path]) -> 
 
 
 def test_a_users_text_is_kept_and_metadata_is_merged(outputs: dict[str, Path], tmp_path: Path) -> None:
-    copy = shutil.copytree(outputs["stock"], tmp_path / "copy")
+    copy = shutil.copytree(outputs["remote"], tmp_path / "copy")
     text = "\n# Mine\r\n\n---\nA rule, and *my* words.\n"
     (copy / "README.md").write_bytes(
         f"---\nlicense: cc0-1.0\ntags: [mine]\nextra: {{a: 1}}\n---\n{text}".encode()
@@ -185,7 +186,7 @@ def test_a_users_text_is_kept_and_metadata_is_merged(outputs: dict[str, Path], t
 
 
 def test_a_text_without_metadata_is_kept_whole(outputs: dict[str, Path], tmp_path: Path) -> None:
-    copy = shutil.copytree(outputs["stock"], tmp_path / "copy")
+    copy = shutil.copytree(outputs["remote"], tmp_path / "copy")
     (copy / "README.md").write_text("Only words.\n")
     card = remade(copy)
     assert card.text == "Only words.\n"
@@ -193,7 +194,7 @@ def test_a_text_without_metadata_is_kept_whole(outputs: dict[str, Path], tmp_pat
 
 
 def test_our_text_is_made_anew_and_an_edited_one_is_theirs(outputs: dict[str, Path], tmp_path: Path) -> None:
-    copy = shutil.copytree(outputs["stock"], tmp_path / "copy")
+    copy = shutil.copytree(outputs["remote"], tmp_path / "copy")
     ours = (copy / "README.md").read_text()
     (copy / "README.md").write_text(ours.replace("license: mit", "license: cc0-1.0"))
     card = remade(copy)
@@ -204,7 +205,7 @@ def test_our_text_is_made_anew_and_an_edited_one_is_theirs(outputs: dict[str, Pa
 
 
 def test_a_distilled_checkpoint_tells_its_recipe(outputs: dict[str, Path], tmp_path: Path) -> None:
-    copy = shutil.copytree(outputs["stock"], tmp_path / "copy")
+    copy = shutil.copytree(outputs["remote"], tmp_path / "copy")
     (copy / "README.md").unlink()
     record = read_record(copy)
     assert record is not None
@@ -239,26 +240,52 @@ def test_a_card_has_names_for_paths_of_its_author(outputs: dict[str, Path]) -> N
     assert "student: a-mla\ndata:\n  source:\n  - self\n  - t\n" in text
 
 
-def test_texts_of_a_record_are_no_markup(outputs: dict[str, Path], tmp_path: Path) -> None:
+ADDRESSED = (
+    "x`\n```\n<img src=a>\n# owned\n[here](http://a) \x1b[31m\u202e | \\| <img src=b> www.evil.example"
+)
+MARKED = "# x` _owned_ __owned__ ~~owned~~ *owned* <img src=a> [here](a) &lt; | \\| <img src=b>"
+
+
+@pytest.mark.parametrize("evil", [ADDRESSED, MARKED])
+def test_texts_of_a_record_are_no_markup(outputs: dict[str, Path], tmp_path: Path, evil: str) -> None:
     """A record, its recipe included, may be anybody's: none of its texts leaves its place in the card."""
     copy = shutil.copytree(outputs["grouped"], tmp_path / "copy")
     (copy / "README.md").unlink()
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps({**config, "model_type": "bloom", "architectures": [evil]}))
     record = read_record(copy)
     assert record is not None
-    evil = "x`\n```\n<img src=a>\n# owned\n[here](http://a) \x1b[31m\u202e |"
-    record |= {"command": evil, "method": evil, "kvfold": evil, "dtype": evil}
+    record |= {"command": evil, "method": evil, "kvfold": evil, "dtype": evil, "quantize": {"scheme": evil}}
+    record["quantize"]["command"] = evil
+    rounded = {key: value for key, value in record.items() if key != "target"}
     record["source"] = {**record["source"], "name": evil, "path": evil, "revision": evil}
     record["calibration"] = {"text": evil, "tokens": 1, "seed": 0}
     record["target"][evil] = evil
     record["distill"] = {"recipe": {"note": "a\n```\n````\n# owned", "other": evil}}
-    text = make_card(copy, record, evil, "org/tiny").text
-    page = MarkdownIt("commonmark").enable("table").render(text)
-    assert page.count("<h1>") == 1
+    for each in (record, rounded):
+        text = make_card(copy, each, evil, "org/tiny").text
+        page = MarkdownIt("commonmark").enable(["table", "strikethrough"]).render(text)
+        assert page.count("<h1>") == 1
+        for tag in ("<img", "href", "<em>", "<strong>", "<s>"):
+            assert tag not in page
+        assert "its class is" in page
+        assert "OWNED" in page
+        assert "org/tiny" in page
+        # Other readers make links of addresses outside code.
+        assert not re.search("://|www", re.sub("<code.*?</code>", "", page, flags=re.DOTALL), re.IGNORECASE)
+        assert all(letter.isprintable() or letter == "\n" for letter in text)
+
+
+def test_names_of_weights_are_no_markup(outputs: dict[str, Path], tmp_path: Path) -> None:
+    copy = shutil.copytree(outputs["remote"], tmp_path / "copy")
+    (copy / "README.md").unlink()
+    tensors = load_file(copy / "model.safetensors")
+    known = next(name for name in tensors if ".kv_b_proj." in name)
+    tensors[known.replace("kv_b_proj", "proj`<img src=a>")] = tensors[known].clone()
+    save_file(tensors, copy / "model.safetensors", {"format": "pt"})
+    page = MarkdownIt("commonmark").render(remade(copy).text)
+    assert "proj'&lt;img src=a&gt;" in page
     assert "<img" not in page
-    assert "href" not in page
-    assert "owned" in page
-    assert "org/tiny" in page
-    assert all(letter.isprintable() or letter == "\n" for letter in text)
 
 
 def test_the_hub_id_of_a_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
