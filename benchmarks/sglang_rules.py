@@ -100,7 +100,8 @@ CASES = {
         "gpt_neox", _GQA, "the class is Falcon (GPT-NeoX)", "not compatible"
     ),
     "GQA of Gemma 2": Case(
-        "gemma2", _GQA, "a Gemma 2 without hidden_act", "no attribute 'hidden_act'", edit(hidden_act=..., attn_logit_softcapping=None)
+        "gemma2", _GQA, "a Gemma 2 without hidden_act", "no attribute 'hidden_act'",
+        edit(hidden_act=..., attn_logit_softcapping=None),
     ),
     "GQA of Mixtral": Case(
         "mixtral", _GQA, "a Mixtral whose head_dim is not hidden_size / num_attention_heads", "shape mismatch"

@@ -26,6 +26,7 @@ from ...core.errors import InvalidInput
 from ...core.memory import enough_memory, remedy_of
 from ...core.signals import interruptible
 from ...models.causal_lm import Described, Loaded
+from ...texts.sources import check_encoding
 from ..data.order import TrainingWindows
 from ..data.token_store import open_windows, write_tokens
 from ..parallel.accelerator import is_sharded, make_accelerator
@@ -246,6 +247,8 @@ def _windows(run: RunContext, student: Loaded | Described, teacher: Any) -> Trai
     run.accelerator.wait_for_everyone()  # before one writes what the others look for
     data, count = run.recipe.data, run.recipe.windows
     if is_missing:
+        for source in data.sources:  # the teacher may write text for hours before a flaw is read
+            check_encoding(source.source)
         kept = _written_batches(run, teacher)
         write_tokens(
             tokens, data, student.tokenizer, count, teacher, vocabulary=student.vocabulary, kept=kept

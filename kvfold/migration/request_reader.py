@@ -29,7 +29,7 @@ from ..models.load_options import LoadOptions
 from ..texts.calibration_name import names_statistics
 from ..texts.corpus import read_text
 from ..texts.documents import check_calibration
-from ..texts.sources import check_source
+from ..texts.sources import check_encoding, check_source
 from .default_options import STEPS, WINDOW
 from .request import Migration, Step, begun_length, working_directory
 
@@ -217,6 +217,7 @@ def _read_recipe(source: Source, text: str, window: int, out: Path, given: dict[
     with naming_options():
         for named in recipe.data.sources:
             check_source(named.source)
+            check_encoding(named.source)
         student = describe(source.checkpoint.directory, LoadOptions())
         sentences, samples = check_texts(recipe, student)
         # The distillation may look at another text than the bound, or at none.

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from ..core.errors import InvalidInput
-from ..core.untrusted import is_text
+from ..core.untrusted import is_text, printable
 from .document_rows import DocumentSource, LongText, NoDocuments, read_batches
-from .text_files import find_files
-from .text_flaws import line_without
+from .text_files import compression, find_files, flaw_of_utf8, is_plain_text
+from .text_flaws import line_without, utf8_flaw
 
 MOST_EMPTY = 10**6  # rows without text, one after the other; a small compressed file may hold many more
 _NO_FILES = ("stdlib", "self")  # the standard library, and text that the teacher writes
@@ -73,7 +73,8 @@ def read_texts(source: DocumentSource, seed: int, *, complete: bool = False) -> 
     """
     for texts in read_long_texts(source, seed, complete=complete):
         if any(isinstance(text, LongText) for text in texts):
-            yield from (["".join(text)] for text in texts)  # only one of them in memory
+            # Only one of the long ones is in memory.
+            yield from ([text if isinstance(text, str) else "".join(text)] for text in texts)
         else:
             yield texts  # type: ignore[misc]
 
@@ -128,3 +129,17 @@ def check_source(place: str) -> None:
     """
     if place not in _NO_FILES:
         find_files(place, "data.source")
+
+
+def check_encoding(place: str) -> None:
+    """Check that plain texts that a source names are UTF-8 throughout, before the long work that reads them.
+
+    This takes about a second for 500 MB. Compressed files are not checked.
+
+    Raises:
+        InvalidInput: one of them is not.
+    """
+    for file in local_files(place):
+        byte = flaw_of_utf8(file) if is_plain_text(file) and not compression(file) else None
+        if byte is not None:
+            raise InvalidInput(f"data.source {printable(file)} cannot be read: {utf8_flaw('it', byte)}")

@@ -81,7 +81,8 @@ def token_parts(tokenizer: Any, text: str | Iterable[str]) -> Iterator[Tokens]:
         text: of any length; if it is in parts of its own, as many of them are read as are needed.
     """
     if not tokenizer.is_fast:
-        yield Tokens(tokenizer("".join(text), add_special_tokens=False, verbose=False)["input_ids"], [])
+        whole = text if isinstance(text, str) else "".join(text)
+        yield Tokens(tokenizer(whole, add_special_tokens=False, verbose=False)["input_ids"], [])
         return
     start = first = 0  # of the text's characters, and of the part's tokens that are still to be yielded
     size = PART

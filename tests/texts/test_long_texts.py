@@ -1,6 +1,7 @@
 """Plain texts are read in parts, and are the same documents as when they are read at once."""
 
 import gzip
+import tracemalloc
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -94,3 +95,27 @@ def test_a_calibration_holds_some_blocks_at_once(
         InvalidInput, match=rf"is not UTF-8 text \(byte {len(flawed) - 2}\); save it as UTF-8"
     ):
         read_sequences(file, TOKENIZER, sequences=1, length=9, seed=0)
+
+
+class _SlowTokenizer:
+    """A tokenizer that does not tell where its tokens are, as the slow ones of transformers."""
+
+    is_fast = False
+
+    def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
+        return {"input_ids": [len(text)]}
+
+
+def test_a_text_that_is_whole_is_not_joined_anew(tmp_path: Path) -> None:
+    """Joining a string takes eight bytes and more for each of its characters."""
+    short, long = "ab" * (PART // 2), "ab" * 500_000
+    (tmp_path / "a.txt").write_text(short)
+    (tmp_path / "b.txt").write_text("a" * 2 * PART)
+    read = read_texts(DocumentSource(str(tmp_path)), seed=0)
+    assert sorted(len(text) for texts in read for text in texts) == [PART, 2 * PART]
+    tracemalloc.start()
+    try:
+        assert next(token_parts.token_parts(_SlowTokenizer(), long)).ids == [len(long)]
+        assert tracemalloc.get_traced_memory()[1] < len(long)
+    finally:
+        tracemalloc.stop()

@@ -212,6 +212,19 @@ def test_other_mistakes_are_named(make_recipe: MakeRecipe, teacher: Path, text: 
         distill(make_recipe(lr=100, weight_decay=100, grad_clip=None, warmup=0))
 
 
+def test_a_flaw_far_in_a_text_is_found_before_anything_is_written(
+    make_recipe: MakeRecipe, tmp_path: Path
+) -> None:
+    """The run reads a thousandth of the file."""
+    file = tmp_path / "long.txt"
+    file.write_bytes(b"some words " * 200_000 + b"\xff")
+    with pytest.raises(
+        InvalidInput, match=r"long\.txt cannot be read: it is not UTF-8 text \(byte 2200000\)"
+    ):
+        distill(make_recipe(data={"source": str(file), "seq_len": 32}))
+    assert not list((tmp_path / "out.partial").glob("tokens*"))
+
+
 def test_a_full_gpu_is_one_sentence(make_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object, **__: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has ...")
