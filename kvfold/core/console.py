@@ -389,8 +389,10 @@ def notice(text: str) -> None:
     listener = _LISTENER.get()
     if listener is not None:
         text = renamed(text, listener.names)
+    text = bounded(printable(text))
+    if listener is not None:
         listener.notices.append(text)
     if is_shown():
-        click.echo(f"Note: {bounded(printable(text))}", err=True)
+        click.echo(f"Note: {text}", err=True)
     else:
         LOG.warning(text)

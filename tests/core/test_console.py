@@ -40,6 +40,15 @@ def test_options_get_other_names_outside_of_commands() -> None:
     assert heard.notices == inner.notices == ["target is told"]
 
 
+def test_a_notice_of_a_call_in_python_is_short_and_printable(caplog: pytest.LogCaptureFixture) -> None:
+    with listening(None) as heard:
+        notice(f"there is a weight {'a' * 10**6}\x1b[31m that is ignored")
+    (text,) = heard.notices
+    assert caplog.messages == [text]
+    assert len(text) < 3000
+    assert text.endswith(r"\x1b[31m that is ignored")
+
+
 def test_a_notice_is_short(capsys: pytest.CaptureFixture[str]) -> None:
     """It may quote a name of a file, which may be of any length."""
     with console.showing():
