@@ -31,7 +31,13 @@ class _Printable(logging.Filter):
     """A filter that makes messages printable, in which transformers quotes names and values of files."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        lines = _STYLE.sub("", record.getMessage()).splitlines()
+        try:
+            text = record.getMessage()
+        except (
+            Exception
+        ):  # a call with other arguments than its text takes, which logging reports and no more
+            text = str(record.msg)
+        lines = _STYLE.sub("", text).splitlines()
         record.msg, record.args = "\n".join(bounded(printable(line)) for line in lines), None
         return True
 
