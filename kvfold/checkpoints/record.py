@@ -6,7 +6,7 @@ Later stages find the teacher and the parents there.
 import hashlib
 import json
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -298,12 +298,16 @@ def hashes(files: Mapping[str, Path], known: Mapping[str, str] | None = None) ->
 
 
 def sha256(path: Path, ended: Event | None = None) -> str:
-    """Return the hexadecimal SHA-256 of a file, or of the part that was read when `ended` was set."""
+    """Return the hexadecimal SHA-256 of a file.
+
+    Raises:
+        CancelledError: `ended` was set before the end of the file was read.
+    """
     digest = hashlib.sha256()
     block = memoryview(bytearray(_BLOCK))
     with path.open("rb", buffering=0) as file:
         while size := file.readinto(block):
             digest.update(block[:size])
             if ended is not None and ended.is_set():
-                break
+                raise CancelledError(f"{path} is hashed in part")
     return digest.hexdigest()
