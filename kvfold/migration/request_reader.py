@@ -54,14 +54,14 @@ def read_bound(text: str) -> Assertion:
     Raises:
         InvalidInput: it has another form, or bounds the cache.
     """
-    times = re.fullmatch(r"\s*ppl\s*(<=?)\s*([\d.]+)x\s*", text)
+    times = re.fullmatch(r"\s*ppl\s*(<=?)\s*(\d+(?:\.\d*)?)x\s*", text)
     known = f"{_EXAMPLES}, of {', '.join(short_names(_BOUNDED))}"
     if re.match(r"\s*(suites\.)?cache\b", text):
         raise InvalidInput(
             f"--until {text!r} bounds the cache, which --steps decides before any work; name sizes there, "
             f"such as --steps 25%, and bound what they lose, for example {_EXAMPLES}"
         )
-    if times and not float(times[2].replace(".", "0")):
+    if times and not float(times[2]):
         raise InvalidInput(
             f"--until {text!r} can never hold, since perplexities are above 0; write for example 'ppl<1.02x'"
         )

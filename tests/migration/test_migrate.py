@@ -235,6 +235,8 @@ def test_wrong_bounds(text: str) -> None:
         ("top1==1.5", "can never hold: fidelity.same_top1.mean is at least 0 and at most 1"),
         ("ppl.ratio<0", "can never hold: ppl.ratio.mean is at least 0"),
         ("ppl<0.0x", "can never hold, since perplexities are above 0"),
+        ("ppl<.5x", "is not a comparison with a number"),
+        ("ppl<1.2.3x", "is not a comparison with a number"),
         ("ppl.x<1", "suites.ppl has no x; it has"),
         (
             "kl<x",
