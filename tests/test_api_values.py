@@ -137,3 +137,10 @@ def test_numbers_beyond_all_use_are_refused(wrong: dict[str, Any]) -> None:
     (name,) = wrong
     with pytest.raises(InvalidInput, match=rf"^{name} is .*; it should be less than or equal to 1000000000$"):
         kvfold.plan(DEMO, **wrong)
+
+
+@pytest.mark.parametrize("wrong", [{"sequences": 10**10}, {"context": 10**14}, {"length": 2**70}])
+def test_a_fold_refuses_them_too(wrong: dict[str, Any], tmp_path: Path) -> None:
+    (name,) = wrong
+    with pytest.raises(InvalidInput, match=rf"^{name} is .*; it should be less than or equal to 1000000000$"):
+        kvfold.fold(DEMO, kvfold.GQA(kv_heads=1), out=tmp_path / "out", **wrong)

@@ -77,11 +77,11 @@ class Stage(Settings):
     (relative error of each layer's attention) and `attention_relation` (similarities among the tokens'
     queries, keys and values)."""
     temperature: float = Field(default=1.0, ge=0.01, le=100)
-    """Divisor of both models' logits in `kl`, `reverse_kl` and `jsd`, from 0.01 to 100."""
+    """Divisor of both models' logits in `kl`, `reverse_kl` and `jsd`."""
     jsd_beta: float = Field(default=0.5, ge=0, le=1)
     """Position of `jsd` between forward KL (0) and reverse KL (1)."""
     lr: float = Field(gt=0, le=100)
-    """Peak learning rate of AdamW, at most 100."""
+    """Peak learning rate of AdamW."""
     batch_tokens: Tokens | None = None
     """Tokens per optimizer step over all processes, rounded down to whole windows. null: as many as leave the
     stage at least 100 steps, up to 65536; windows are then a power of two."""
@@ -102,8 +102,8 @@ class Stage(Settings):
     """Learning rate after the warm-up: `cosine` to zero, `wsd` (constant, then linear to zero over the last
     fifth), or `constant`."""
     weight_decay: float = Field(default=0.0, ge=0, le=100)
-    """Decoupled weight decay of matrices, at most 100. Norms and biases have none."""
-    grad_clip: Annotated[float, Field(gt=0)] | None = 1.0
+    """Decoupled weight decay of matrices. Norms and biases have none."""
+    grad_clip: Annotated[float, Field(gt=0, le=1e6)] | None = 1.0
     """Largest gradient norm of a step. null: no limit."""
 
     @field_validator("losses", mode="before")

@@ -84,7 +84,7 @@ def _versions(config: Mapping[str, Any], file: Path) -> list[str]:
 
 
 def _check_pieces(content: bytes, file: Path) -> None:
-    """Check that a SentencePiece model makes at most 64 characters of one.
+    """Check that a SentencePiece model makes few characters of one.
 
     Other content, such as a tokenizer.model of tiktoken, is left to its reader.
     """
@@ -155,7 +155,7 @@ def _longest(characters: bytes) -> int:
 
 @cache
 def _text_beyond(size: int) -> re.Pattern[bytes]:
-    """Return the pattern of a text of more bytes than a size, up to those that 64 characters can have."""
+    """Return the pattern of a text of more bytes than a size, up to those that few characters can have."""
     return re.compile(rb"[^\0]{%d,%d}" % (size + 1, 4 * _MOST + 1))
 
 
@@ -167,7 +167,7 @@ def _growing(part: str, file: Path) -> InvalidInput:
 
 
 def check_growth(tokenizer: Mapping[str, Any], file: Path) -> None:
-    """Check that a tokenizer makes no text more than 64 times as long: each step could double its length.
+    """Check that a tokenizer makes no text much longer: each step could double its length.
 
     Args:
         tokenizer: the content of a tokenizer.json; another file of a tokenizer has no such parts.

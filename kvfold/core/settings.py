@@ -12,6 +12,7 @@ from .errors import InvalidInput
 from .untrusted import shorten
 
 LARGEST_SEED = 2**63 - 1  # that torch takes
+LARGEST_COUNT = 10**9  # of tokens, sequences and ranks; products of more than that are of no use
 
 
 class Settings(BaseModel):

@@ -180,6 +180,7 @@ def test_a_batch_that_is_rounded_down_is_told(tmp_path: Path) -> None:
             "warmup: 1e300, lr:",
             r"warmup is '1e300'; it should be less than or equal to 10000000000000",
         ),
+        ("lr:", "grad_clip: 1e300, lr:", r"grad_clip is '1e300'; it should be less than or equal to"),
         ("lr:", "warmup: .nan, lr:", r"warmup is nan; it should be a finite number"),
         ("lr:", "losses: {kl: 1e308}, lr:", r"losses.kl is '1e308'; it should be less than or equal to"),
         ("lr:", "jsd_beta: 1.5, lr:", r"stages\[0\].jsd_beta is 1.5; it should be less than or equal to 1"),
