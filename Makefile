@@ -155,7 +155,7 @@ $(VLLM_VENV)/.installed: pyproject.toml
 $(VLLM_VENV)/torchvision: $(VLLM_VENV)/.installed
 	$(VLLM_VENV)/bin/python -m $(INSTALL) --no-deps --target $@ "$(TORCHVISION)"
 
-# Of this environment torch comes as everywhere; what else SGLang asks for is for CUDA.
+# SGLang's requirements include packages for CUDA; requirements/sglang.txt lists the others.
 test-sglang: $(SGLANG_VENV)/.installed
 	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/benchmarks/sglang_kernels $(SGLANG_VENV)/bin/python -m benchmarks.sglang
 	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/benchmarks/sglang_kernels $(SGLANG_VENV)/bin/python -m benchmarks.sglang_rules

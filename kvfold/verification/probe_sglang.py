@@ -90,7 +90,8 @@ def _lacking(asked: dict[str, Any], cuda: bool) -> str:
     try:
         _changed(cuda)
     except (ImportError, AttributeError) as error:
-        return f"kvfold knows SGLang 0.5.23, and this is another ({error})"
+        lines = str(error).strip().splitlines()
+        return f"it does not load here, or has not what kvfold knows of 0.5.23 ({lines[0] if lines else error!r})"
     return ""
 
 
