@@ -90,8 +90,8 @@ def _lacking(asked: dict[str, Any], cuda: bool) -> str:
     try:
         _changed(cuda)
     except (ImportError, AttributeError) as error:
-        lines = str(error).strip().splitlines()
-        return f"it does not load here, or has not what kvfold knows of 0.5.23 ({lines[0] if lines else error!r})"
+        first, *_ = str(error).strip().splitlines() or [repr(error)]
+        return f"it does not load here, or has not what kvfold knows of 0.5.23 ({first})"
     return ""
 
 
