@@ -63,7 +63,7 @@ def test_a_tower_put_back_is_the_fold_in_its_place(kind: str, tmp_path: Path) ->
         record = json.loads((out / "kvfold.json").read_text())
         assert record["source"]["path"] == str(source.resolve())
         assert [parent["stage"] for parent in record["parents"]] == ["source", "convert"]
-        assert f"$ kvfold assemble {tower} {source}" in (out / "README.md").read_text()
+        assert f"$ kvfold assemble {tower.name} {source.name}" in (out / "README.md").read_text()
 
 
 @pytest.mark.usefixtures("warm_probe")

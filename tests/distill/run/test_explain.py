@@ -123,7 +123,7 @@ def test_explain_says_where_values_come_from(tmp_path: Path, student: Path) -> N
         "save.keep": "default",
     }  # fmt: skip
     assert (keys["stages[0].tokens"]["value"], keys["data.packing"]["value"]) == (5000, "documents")
-    assert keys["stages[0].lr"]["meaning"] == "Peak learning rate of AdamW, at most 100."
+    assert keys["stages[0].lr"]["meaning"] == "Peak learning rate of AdamW."
     assert "kvfold[lora]" in run("explain", file).stdout  # brackets are no markup
     assert found["stages"][0]["steps"] == 6
     whole = Recipe.model_validate({**content, "stages": [{**stage, "losses": {"ce": 0.5}}]})
