@@ -79,14 +79,14 @@ def run_apart(script: str, asked: dict[str, Any]) -> dict[str, Any]:
         except subprocess.TimeoutExpired:
             return {"failed": f"the run was stopped, since it had not ended after {HOURS:g} hours"}
     if done.returncode:
-        lack = lack_of(done.stderr)
-        if lack is not None:
-            raise NotRun(f"{lack} to run the checkpoint")
         lines = done.stderr.strip().splitlines()
         if done.returncode == -signal.SIGKILL:
             lines = _raised_elsewhere(lines)
             if not lines:
                 raise NotRun("the run was killed, usually by the system for lack of memory")
+        lack = lack_of("\n".join(lines))
+        if lack is not None:
+            raise NotRun(f"{lack} to run the checkpoint")
         return {
             "failed": f"the run ended with {lines[-1][:300] if lines else f'exit code {done.returncode}'}"
         }

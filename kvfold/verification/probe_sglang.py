@@ -64,6 +64,7 @@ def _settings(asked: dict[str, Any], cuda: bool) -> dict[str, Any]:
     longest = max(len(asked["text"][0]), asked["prompt"] + asked["steps"])
     settings = {
         "model_path": asked["directory"],
+        "load_format": "safetensors",  # by default it may also read pickles
         "dtype": asked["dtype"],
         "trust_remote_code": asked["trust"],
         "skip_tokenizer_init": True,

@@ -109,7 +109,8 @@ def test_a_bound_outside_the_range_of_a_number_is_refused(text: str) -> None:
     ],
 )
 def test_a_number_has_no_range_by_the_names_above_it(text: str) -> None:
-    parse(text, (*DEFAULT, "tasks"))
+    found = parse(text, (*DEFAULT, "tasks"))
+    assert text == f"{'.'.join(found.path[1:])}<{found.bound:g}"
 
 
 def test_every_alias_leads_to_a_number(make: Make, text: Text) -> None:

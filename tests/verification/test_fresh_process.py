@@ -168,14 +168,20 @@ def test_a_run_that_kills_itself_ends_with_what_another_process_raised(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As SGLang does, whose scheduler has printed a traceback."""
+    script = tmp_path / "python"
+    monkeypatch.setattr(sys, "executable", str(script))
+
+    def ended_with(last: str) -> dict[str, Any]:
+        script.write_text(
+            f'#!/bin/sh\necho "{last}" >&2\necho "Received sigquit from a child" >&2\nkill -KILL $$\n'
+        )
+        script.chmod(0o755)
+        return run_apart("probe.py", {})
+
     last = "AttributeError: 'Gemma2Config' object has no attribute 'hidden_act'"
-    dead = tmp_path / "python"
-    dead.write_text(
-        f'#!/bin/sh\necho "{last}" >&2\necho "Received sigquit from a child" >&2\nkill -KILL $$\n'
-    )
-    dead.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(dead))
-    assert run_apart("probe.py", {}) == {"failed": f"the run ended with {last}"}
+    assert ended_with(last) == {"failed": f"the run ended with {last}"}
+    with pytest.raises(NotRun, match="the GPU has too little memory"):
+        ended_with("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.")
 
 
 def test_a_bound_on_scores_is_computed_in_the_reference(tmp_path: Path) -> None:
