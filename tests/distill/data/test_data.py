@@ -16,6 +16,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
+from kvfold.core.console import listening
 from kvfold.core.errors import InvalidInput
 from kvfold.distill.data import token_documents
 from kvfold.distill.data.batch import IGNORED
@@ -261,16 +262,32 @@ def test_text_that_the_teacher_writes(
     assert own < random_ids - 1
 
 
+def test_progress_names_the_part_of_a_long_text(
+    tmp_path: Path, teacher: Path, student: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(token_documents, "_AT_ONCE", 64)
+    heard = {}
+    with listening(lambda description, done, total: heard.update({description: (done, total)})):
+        model = AutoModelForCausalLM.from_pretrained(teacher).eval()
+        write(tmp_path, Data(source="self", seq_len=32), AutoTokenizer.from_pretrained(student), 4, model)
+    assert heard == {
+        "text by the teacher, part 1 of 2": (32, 32),
+        "text by the teacher, part 2 of 2": (32, 32),
+    }
+
+
 @pytest.mark.parametrize(
-    ("device", "room", "count"), [("cpu", 0, 32), ("cuda", 99, 32), ("cuda", 3, 3), ("cuda", 0, 1)]
+    ("device", "room", "count"),
+    [("cpu", 0, 32), ("cpu", 99, 99), ("cpu", 999, 128), ("cuda", 0, 1), ("cuda", 3, 3), ("cuda", 999, 128)],
 )
-def test_a_teacher_writes_as_much_at_once_as_a_gpu_holds(
+def test_a_teacher_writes_as_much_at_once_as_memory_holds(
     teacher: Path, monkeypatch: pytest.MonkeyPatch, device: str, room: int, count: int
 ) -> None:
     model = AutoModelForCausalLM.from_pretrained(teacher)
     weights = sum(weight.nbytes for weight in model.parameters())
     one = 2 * 2 * 32 * 16 * 4  # keys and values of both layers, of a sequence of 16 tokens
     monkeypatch.setattr(token_documents, "gpu_bytes", lambda: weights + room * one)
+    monkeypatch.setattr(token_documents, "_CACHE_ON_CPU", room * one)
     monkeypatch.setattr(type(model), "device", torch.device(device))
     assert token_documents._written_together(model, 16) == count
 
