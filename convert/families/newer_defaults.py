@@ -60,7 +60,9 @@ NEWER_DEFAULTS: dict[str, dict[str, Any]] = {
         "rope_theta": 100000.0,
     },
     "cwm": {
-        **_SIZES,
+        **_COMMON,
+        "bos_token_id": 128000,
+        "eos_token_id": [128001, 128008, 128009],
         "vocab_size": 128256,
         "hidden_size": 6144,
         "intermediate_size": 21504,

@@ -220,6 +220,17 @@ def cell_of(kind: str) -> Support:
     return next(cell for cell in support(kind) if cell.container == "serving")
 
 
+def test_only_another_activation_keeps_the_stock_class_from_engines() -> None:
+    """docs/serve.md says so: engines compute silu, and Gemma has another."""
+    stock = {
+        kind
+        for kind in FAMILIES
+        for cell in support(kind)
+        if cell.container == "stock" and cell.status != "no"
+    }
+    assert {kind for kind in stock if cell_of(kind).status == "no"} == {"gemma"}
+
+
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_the_table_is_true(kind: str, tmp_path: Path) -> None:
     """A family of which the table says no is refused.
@@ -228,7 +239,7 @@ def test_the_table_is_true(kind: str, tmp_path: Path) -> None:
     """
     cell = cell_of(kind)
     settings = {**WIDE, "hidden_size": 512} if cell.status != "no" else {}
-    settings |= {"sliding_window": 512} if kind == "ministral" else {}  # as long as its positions
+    settings |= {"sliding_window": 512} if kind in {"ministral", "cwm"} else {}  # as long as its positions
     source = make(tmp_path / "source", kind, **settings)
     biased = any(name.endswith("k_proj.bias") for name in load_file(source / "model.safetensors"))
     options = ("--to", "mla", "--engine", "vllm,sglang", "--container", "stock")
