@@ -19,7 +19,7 @@ Kind = Literal["cpu", "cuda"]
 # Devices on which each profile has run, in tests or by hand. Any other gives a notice when it is chosen.
 TESTED: Mapping[Profile, frozenset[Kind]] = {
     "cpu": frozenset({"cpu"}),
-    "single": frozenset({"cpu"}),
+    "single": frozenset({"cpu", "cuda"}),
     "ddp": frozenset({"cpu"}),
     "fsdp2": frozenset({"cpu"}),
     "zero2": frozenset({"cpu"}),

@@ -177,6 +177,13 @@ def test_an_untested_profile_says_so(
     assert "untested" not in run(file, "--profile", "zero2", "--", "--num_processes", "2").stderr
 
 
+def test_one_process_on_a_gpu_is_not_called_untested(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has run (docs/results/gpu.md)."""
+    monkeypatch.setattr(launch, "uses_gpu", lambda *_: True)
+    result = run(file, "--profile", "single")
+    assert (result.exit_code, "untested" in result.stderr) == (0, False)
+
+
 @pytest.mark.parametrize(
     ("variables", "message"),
     [
