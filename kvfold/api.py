@@ -2,8 +2,7 @@
 
 Nothing is printed. Notices go to the result and to the logger `kvfold`; progress goes to a callback, which is
 called with a description, how many items are done and how many there are. Every mistake in what is given is
-an `InvalidInput`, a `ValueError` whose message is one sentence; only arguments that are missing or one too
-many are a `TypeError`.
+an `InvalidInput`, a `ValueError`; only arguments that are missing or one too many are a `TypeError`.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Unpack, overload
 from .arguments import directory_of, names_of, optional_path, optional_text, paths_of, public, text_of
 from .core.console import ProgressCallback, calling
 from .core.errors import InvalidInput
+from .core.units import bytes_of
 from .results import Folded, Measurements, Published, Quantized, TrainingRun
 
 if TYPE_CHECKING:
@@ -85,8 +85,7 @@ def fold(
     Example:
         >>> import kvfold
         >>> folded = kvfold.fold(
-        ...     demo, kvfold.MLA(kv_budget="25%"), out=work / "folded",
-        ...     sequences=4, length=64, refine=0,
+        ...     demo, kvfold.MLA(kv_budget="25%"), out=work / "folded", sequences=4, length=64, refine=0
         ... )
         >>> folded.cache["ratio"]
         0.25
@@ -295,6 +294,7 @@ def quantize(
     *,
     out: str | Path | None = None,
     group_size: int | None = None,
+    shard_size: int | str = "5GB",
     progress: ProgressCallback | None = None,
 ) -> Quantized:
     """Round the linear weights of a checkpoint to 8 or 4 bits, as compressed-tensors stores them.
@@ -304,6 +304,7 @@ def quantize(
         scheme: `fp8`, `w4a16` or `w8a8`.
         out: the output directory, which must not exist; by default `./<name>-<scheme>`.
         group_size: columns of a weight that share a scale, for `w4a16`; None: 128, 64 or 32, by the widths.
+        shard_size: most bytes of a weight file: a number, or a text such as `5GB`.
         progress: called with a description, how many tensors are done and how many there are.
 
     Returns:
@@ -322,7 +323,7 @@ def quantize(
     target, name = optional_path(out, "out"), text_of(scheme, "scheme")
     with calling(progress):
         plan = plan_quantize(directory_of(directory), name, target, group=group_size)
-        return Quantized(directory=plan.out, record=write_quantized(plan))
+        return Quantized(directory=plan.out, record=write_quantized(plan, bytes_of(shard_size, "shard_size")))
 
 
 @public
@@ -340,7 +341,7 @@ def publish(
     Args:
         directory: the checkpoint, which kvfold wrote; it is not changed.
         repository: `owner/name`.
-        private: whether a new repository is private.
+        private: whether the repository is to be private; False: a new one is as its owner's settings say.
         verify: `lint` or `full`; by default full where the source is at hand.
         dry_run: whether nothing is sent; no network is touched.
         progress: called with a description, how many files are sent and how many there are.
@@ -387,9 +388,8 @@ def report(
 
     Example:
         >>> import kvfold
-        >>> kvfold.evaluate(
-        ...     work / "folded", text="stdlib", window=64, max_windows=2, out=work / "folded" / "eval.json"
-        ... )["cache.ratio"]
+        >>> file = work / "folded" / "eval.json"
+        >>> kvfold.evaluate(work / "folded", text="stdlib", window=64, max_windows=2, out=file)["cache.ratio"]
         0.25
         >>> kvfold.report([work / "folded"], work / "report.html").name
         'report.html'

@@ -15,6 +15,7 @@ from .arguments import optional_path, path_of, public, text_of
 from .core.console import is_first, listening, notice
 from .core.errors import InvalidInput
 from .core.processes import from_first, together
+from .core.units import bytes_of
 from .results import Folded
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ def fold_tower(request: FoldRequest, tower: Tower, fold: Callable[[FoldRequest],
 
 @public
 def assemble(
-    tower: str | Path, whole: str | Path, *, out: str | Path | None = None, shard_size: int = 5 * 10**9
+    tower: str | Path, whole: str | Path, *, out: str | Path | None = None, shard_size: int | str = "5GB"
 ) -> Path:
     """Put a text tower that was folded alone (`text_only`) back into its multimodal checkpoint.
 
@@ -91,7 +92,7 @@ def assemble(
         tower: the directory of the folded or distilled tower.
         whole: the multimodal checkpoint that it was taken from, a directory or a Hub id.
         out: the output directory, which must not exist; by default `./<name>-<target>`.
-        shard_size: most bytes of a weight file.
+        shard_size: most bytes of a weight file: a number, or a text such as `5GB`.
 
     Returns:
         The output directory.
@@ -107,8 +108,8 @@ def assemble(
     """
     from .convert.towers.assemble import assemble_tower
 
-    place = optional_path(out, "out")
-    return assemble_tower(path_of(tower, "tower"), text_of(whole, "whole"), place, shard_size)
+    place, size = optional_path(out, "out"), bytes_of(shard_size, "shard_size")
+    return assemble_tower(path_of(tower, "tower"), text_of(whole, "whole"), place, size)
 
 
 def _alone(request: FoldRequest, tower: Tower, fold: Callable[[FoldRequest], Folded]) -> Folded:

@@ -9,11 +9,13 @@ import re
 from collections.abc import Mapping
 from decimal import Decimal
 from fractions import Fraction
+from numbers import Integral
 from typing import Any, Literal
 
 import click
 
 from .errors import InvalidInput
+from .untrusted import shorten
 
 _DECIMAL = {name: 1000**power for power, name in enumerate(("", "KB", "MB", "GB", "TB"))}
 _BINARY = {name: 1024**power for power, name in enumerate(("", "KIB", "MIB", "GIB", "TIB"))}
@@ -46,6 +48,23 @@ def read_size(text: str, option: str, kind: Literal["tokens", "bytes"]) -> int:
             f"{option} {text!r} is not a number of {kind}; write for example {_EXAMPLES[kind]}"
         )
     return size
+
+
+def bytes_of(value: Any, name: str) -> int:
+    """Return a size in bytes that Python gives: a whole number, or a text as `read_size` takes it.
+
+    Args:
+        value: the size.
+        name: of the argument, for the error.
+
+    Raises:
+        InvalidInput: it is no such size, or less than 1.
+    """
+    if isinstance(value, str):
+        return read_size(value, name, "bytes")
+    if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < 1:
+        raise InvalidInput(f"{name} is {shorten(value)}; it should be a size, for example 500MB or 5GB")
+    return int(value)
 
 
 def counted(count: int, noun: str) -> str:

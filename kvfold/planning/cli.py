@@ -83,7 +83,7 @@ UNFIT = 3  # exit code where nothing fits: an answer, and no mistake
     "--calibration",
     metavar="self|none|stdlib|FILE|DATASET|self+FILE",
     help="Text that losses are predicted on, as of `kvfold convert`, or saved statistics (.safetensors). "
-    "Default: none, the weights alone, which ranks roughly.",
+    "Default: none, the weights alone, which ranks roughly, or self with --save-statistics.",
 )
 @click.option(
     "--layerwise/--no-layerwise",
@@ -158,7 +158,7 @@ def _settings(context: str | None, memory: str | None, options: dict[str, Any]) 
     if budgets is not None:
         settings["budgets"] = tuple(dict.fromkeys(share.strip() for share in budgets.split(",")))
     if settings["calibration"] is None:
-        settings["calibration"] = "none" if settings["save_statistics"] is None else "self"
+        del settings["calibration"]
     return settings
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, model_validator
 
 from ..convert.request import Bytes, CalibrationName, Names, Place, Shares, Tokens
 from ..core.settings import LARGEST_COUNT, LARGEST_SEED, Settings, refuse_texts
@@ -39,7 +39,8 @@ class PlanRequest(Settings):
     budgets: Shares | None = None
     """Shares of the source's cache to try for MLA."""
     calibration: CalibrationName = "none"
-    """Text that losses are predicted on, as in a `FoldRequest`; `none` predicts from the weights alone."""
+    """Text that losses are predicted on, as in a `FoldRequest`; `none` predicts from the weights alone. Left
+    out, it is `self` where `save_statistics` is given."""
     layerwise: bool | None = None
     """Take statistics with one layer in memory at a time; None: when the model does not fit whole."""
     sequences: int = Field(default=48, ge=1, le=LARGEST_COUNT)
@@ -60,6 +61,11 @@ class PlanRequest(Settings):
     """Branch, tag or commit of a Hub id."""
     text_only: bool = False
     """Of a multimodal checkpoint, plan the text tower alone, as a causal language model."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _statistics_need_text(cls, values: dict[str, Any]) -> dict[str, Any]:
+        return values if values.get("save_statistics") is None else {"calibration": "self", **values}
 
 
 def plan_request(values: Mapping[str, Any]) -> PlanRequest:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 # Modules of latent attention, of every container. `kv_a` writes the cache. `kv_b` is absorbed into queries
 # and outputs in decoding, for which engines dequantise it; remote containers multiply its weight directly.
 LATENT = ("kv_a_proj_with_mqa", "kv_a_proj", "kv_b_proj")
-_LEAST_GROUP = 8  # columns; smaller groups would spend more on scales than they save
+LEAST_GROUP = 8  # columns; smaller groups would spend more on scales than they save
 _ROUTERS = ("gate", "router", "shared_expert_gate")
 _MIXERS = ("linear_attn", "mamba", "conv")  # layers without attention: states that errors add up in
 _EXPERT = re.compile(r"(.*\.experts)\.\d+\..+\.weight$")
@@ -149,7 +149,7 @@ def _fitting(columns: Iterable[int]) -> str:
     """Return an option with group sizes that divide a width, or else divisors of all, as words of advice."""
     shared = math.gcd(*columns)
     sizes = [group for group in GROUPS if any(width % group == 0 for width in columns)]
-    sizes = sizes or [group for group in range(shared, _LEAST_GROUP - 1, -1) if shared % group == 0][:3]
+    sizes = sizes or [group for group in range(shared, LEAST_GROUP - 1, -1) if shared % group == 0][:3]
     return f"--group-size {', '.join(map(str, sizes))}, or " if sizes else ""
 
 

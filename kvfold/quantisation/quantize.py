@@ -26,7 +26,7 @@ from ..core.files import check_makeable, whole_directory
 from ..core.untrusted import shorten
 from ..models.code_files import config_for_copy
 from ..models.remote_code import carries_own_code, ship
-from .chosen_weights import LATENT, RoundedWeights, choose_weights
+from .chosen_weights import LATENT, LEAST_GROUP, RoundedWeights, choose_weights
 from .scheme_names import SCHEMES
 from .weight_rounding import Rounding, check_package, rounding
 
@@ -135,8 +135,10 @@ def plan_quantize(
 
 def _size_of(group: Any) -> int:
     """Return the columns of a group, which Python may give as an integer of numpy."""
-    if isinstance(group, bool) or not isinstance(group, Integral) or int(group) < 1:
-        raise InvalidInput(f"group_size is {shorten(group)}; it should be a positive whole number")
+    if isinstance(group, bool) or not isinstance(group, Integral) or int(group) < LEAST_GROUP:
+        raise InvalidInput(
+            f"group_size is {shorten(group)}; it should be a whole number of at least {LEAST_GROUP}"
+        )
     return int(group)
 
 

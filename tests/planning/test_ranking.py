@@ -14,6 +14,7 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 
+import kvfold
 from kvfold.cli import main
 from kvfold.convert.calibration.statistics import Statistics
 from kvfold.convert.calibration.study import study
@@ -353,6 +354,12 @@ def test_statistics_are_saved_also_where_nothing_fits(tmp_path: Path) -> None:
     small = ("--budgets", "50%", "--memory", "1kB", "--sequences", "1", "--length", "16")
     result = run(str(DEMO), *small, "--save-statistics", str(kept))
     assert kept.is_file(), result.output
+
+
+def test_saved_statistics_are_of_the_sources_text_where_none_is_named(tmp_path: Path) -> None:
+    kept, few = tmp_path / "kept.safetensors", {"sequences": 1, "length": 16}
+    found = kvfold.plan(DEMO, context=64, budgets="50%", memory="1kB", save_statistics=kept, **few)
+    assert found.report["calibration"] == {"text": "self", "tokens": 16}
 
 
 @pytest.mark.parametrize(

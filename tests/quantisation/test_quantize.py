@@ -177,6 +177,8 @@ def test_several_shards(place: Path, tmp_path: Path) -> None:
         == 0
     )
     assert len(QuantisedCheckpoint(tmp_path / "out").files) > 1
+    again = kvfold.quantize(place / "gqa", "w8a8", out=tmp_path / "again", shard_size="40KB").directory
+    assert len(QuantisedCheckpoint(again).files) == len(QuantisedCheckpoint(tmp_path / "out").files)
 
 
 def test_names_of_foreign_code_are_left_out(place: Path, tmp_path: Path) -> None:
@@ -262,7 +264,7 @@ def test_unusable_requests_are_one_sentence(place: Path, tmp_path: Path) -> None
             "w4a16",
             48,
         ): "groups of 48 divide no width .*widths 64, 160.*; use group_size 64, 32, or a scheme",
-        ("gqa", "w4a16", 0): "group_size is 0; it should be a positive whole number",
+        ("gqa", "w4a16", 4): "group_size is 4; it should be a whole number of at least 8",
         ("nothing", "fp8", None): "nothing is not a directory",
     }
     for (name, scheme, group), sentence in cases.items():
