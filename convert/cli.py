@@ -58,7 +58,8 @@ EXACT = 5e-4  # nats of predicted loss below which training is not suggested
 @click.option(
     "--rope",
     type=click.Choice(("decoupled", "intact")),
-    help="MLA: a rotary key next to the latent (default), or keys that are rebuilt, then rotated.",
+    help="MLA: a rotary key next to the latent, or keys that are rebuilt, then rotated. Default: decoupled; "
+    "of a source with key norms, chosen by the predicted loss and the engines.",
 )
 @click.option(
     "--container",
@@ -166,8 +167,8 @@ EXACT = 5e-4  # nats of predicted loss below which training is not suggested
     type=click.Choice(DTYPES),
     default="auto",
     show_default=True,
-    help="Dtype of the output; auto: the source's, and bfloat16 for what is dequantised. float16 is refused "
-    "where a weight is larger than 65,504, and takes a fitted latent norm.",
+    help="Dtype of the output; auto: the source's; what is dequantised takes that of most other numbers, or "
+    "bfloat16. float16 is refused where a weight is larger than 65,504, and takes a fitted latent norm.",
 )
 @click.option(
     "--dequantize",
@@ -193,7 +194,7 @@ EXACT = 5e-4  # nats of predicted loss below which training is not suggested
     default="lint",
     show_default=True,
     help="At the end: `lint` checks the rules of `kvfold verify`, `full` also runs the output against its "
-    "source.",
+    "source. Exit code 3 where the output, which stays, fails.",
 )
 @click.option(
     "--jobs",

@@ -145,7 +145,8 @@ class FoldRequest(Settings):
     """Tokens of a calibration sequence; left out, 256 where the source writes text and 512 of another text,
     or fewer where it was trained on fewer."""
     context: Annotated[Tokens, Field(ge=2, le=LARGEST_COUNT)] | None = None
-    """Tokens of the texts that the output is for; left out, the source's positions."""
+    """Tokens of the texts that the output is for; left out, texts of all lengths up to the source's
+    positions, or to where its own text breaks down."""
     seed: int = Field(default=0, ge=0, le=LARGEST_SEED)
     """Seed of the calibration."""
     save_statistics: Place | None = None
@@ -159,7 +160,8 @@ class FoldRequest(Settings):
     revision: str | None = None
     """Branch, tag or commit of a Hub id."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Of the output; `auto` is the source's, and bfloat16 for what is dequantised."""
+    """Of the output; `auto` is the source's. What is dequantised takes that of most other numbers, or
+    bfloat16."""
     text_only: bool = False
     """Of a multimodal checkpoint, write the folded text tower alone, as a causal language model."""
     dequantize: bool = False
@@ -312,7 +314,7 @@ class MQA(_Wanted):
 class MLA(_Wanted):
     """Multi-head latent attention (arXiv 2405.04434): one latent for the keys and values of all heads.
 
-    Give either `rank` or `kv_budget`; neither with `engines`, whose kernels have one size.
+    Give either `rank` or `kv_budget`. With `engines` leave both out for a size that their kernels have.
 
     Attributes:
         rank: kv_lora_rank, or `"full"`, which keeps everything and saves nothing (a proof).
@@ -321,7 +323,8 @@ class MLA(_Wanted):
         q_lora_rank: rank of the queries, or `"full"`; None leaves them as they are. It saves weights and no
             cache.
         rope: `decoupled`, a rotary key of its own next to the latent; `intact`, keys that are rebuilt from
-            the latent, then rotated. None is `decoupled`.
+            the latent, then rotated. None is `decoupled`; of a source with key norms it is chosen by the
+            predicted loss and the engines.
         slots: rotary slots where they save most (`allocated`, with statistics) or on the table that stock
             engines compute (`uniform`); chosen when None.
     """
@@ -336,7 +339,7 @@ class MLA(_Wanted):
 
 
 class FoldOptions(TypedDict, total=False):
-    """The keyword arguments of `kvfold.fold` besides its target and output: fields of `FoldRequest`."""
+    """The keyword arguments of `kvfold.fold` apart from its target and output: fields of `FoldRequest`."""
 
     container: Literal["auto", "stock", "remote"]
     latent_norm: Literal["auto", "fitted", "linear"]

@@ -40,7 +40,7 @@ TARGETS: dict[str, dict[str, Any]] = {
 @click.option(
     "--out",
     type=click.Path(path_type=Path),
-    help="Directory for the checkpoints; a stopped demonstration in it goes on.  [default: a new temporary "
+    help="Directory for the checkpoints; a stopped demonstration in it resumes.  [default: a new temporary "
     "directory]",
 )
 @click.option(

@@ -58,7 +58,9 @@ class Shape:
 )
 @click.option("--v-dim", type=click.IntRange(1), help="Width of its values.  [default: a head]")
 @click.option("--experts", type=click.IntRange(2), help="Also MLA with so many experts, two per token.")
-@click.option("--latents", type=click.IntRange(1), help="Also so many latent queries.")
+@click.option(
+    "--latents", type=click.IntRange(1), help="Also so many latent queries that read all tokens (Perceiver)."
+)
 @click.option("--lengths", default="4k,32k,128k", show_default=True, help="Tokens for cache and FLOPs.")
 @click.option(
     "--dtype",
@@ -91,8 +93,8 @@ def main(
     """Compare attention variants: parameters, cache and FLOPs of MHA, GQA, MQA and MLA at a shape.
 
     The shape is that of MODEL, a directory or a Hub id, or of the options. Widths are those of one layer; the
-    cache of MODEL is that of all its layers. Its first layer is measured, or random weights, and the folds of
-    it; heads there keep their width.
+    cache of MODEL is that of all its layers. --measure runs its first layer, or one with random weights, and
+    folds of it, whose heads keep their width.
     """
     if plot is not None and plot.exists():
         raise InvalidInput(f"{plot} exists, and nothing is overwritten; name another file with --plot")

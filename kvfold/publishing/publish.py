@@ -179,10 +179,10 @@ def main(
 
     The checkpoint is verified first; exit code 3 means that kvfold verify fails. It is then uploaded in one
     commit with a model card made from kvfold.json and, where there is one, DIRECTORY/eval.json (written by
-    `kvfold eval --out DIRECTORY/eval.json`). A README.md of your own keeps its text. kvfold.json and
-    eval.json are uploaded unchanged, including the paths in them. DIRECTORY is not changed. The same command
-    resumes an interrupted upload. Only the files that a checkpoint consists of are uploaded; the others are
-    listed as left out.
+    `kvfold eval --out DIRECTORY/eval.json`). A README.md of your own keeps its text. All other files are
+    uploaded unchanged, kvfold.json and eval.json with the paths in them. DIRECTORY is not changed. The same
+    command resumes an interrupted upload. Only the files of a checkpoint and kvfold's measurements of it are
+    uploaded; the others are listed as left out.
     """
     from ..verification.verify import FAILED
 
