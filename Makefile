@@ -87,7 +87,7 @@ hostile: install
 	KVFOLD_HOSTILE=all $(BIN)/python -m pytest $(WORKERS) tests/hostile
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.hostile
 
-# Every command stopped at many moments and given again.
+# Commands stopped at many moments and given again.
 kills: install
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.kills
 

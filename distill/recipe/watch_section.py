@@ -27,7 +27,8 @@ class Evaluate(Settings):
     windows: int = Field(default=32, ge=2)
     """Number of windows, read from the start of the text."""
     seq_len: int | None = Field(default=None, ge=2)
-    """Tokens per window, as in `kvfold eval --window`. null: the same as `data.seq_len`."""
+    """Tokens per window, as in `kvfold eval --window`. null: N of `wikitext2-gptq-N`, otherwise the same as
+    `data.seq_len`."""
     keep: Literal["last", "best"] = "last"
     """Weights that become the output: `last`, or `best` for those with the lowest perplexity, including the
     start's. With `best` they are stored in `<output>.partial/best` during the run, and the text has been used
