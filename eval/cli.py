@@ -1,23 +1,18 @@
 """`kvfold eval`: perplexity, distance to the teacher, cache and more, measured on a checkpoint."""
 
-import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from ..core.cache_dtypes import CACHE_DTYPES
 from ..core.console import is_first, show_json, show_table
-from ..core.errors import InvalidInput
 from ..core.processes import Launched
 from ..core.units import ByteSize
 from ..models.load_options import DEVICE_MAPS, DEVICES, DTYPES
 from .assertions import ALIASES, check, parse
 from .options import Options
 from .suites.catalogue import DEFAULT, SUITES, check_settings, chosen, with_storage
-
-if TYPE_CHECKING:
-    pass
 
 _SUITES = "; ".join(f"{name}: {suite.summary}" for name, suite in SUITES.items())
 
@@ -152,7 +147,6 @@ def main(
     names = with_storage(chosen(suite), options["cache_dtype"])
     settings = _settings(options, names)
     wanted = [parse(expression, names) for expression in assertions]
-    _check_places(options)
     from .request import EvalRequest, run_request
 
     request = EvalRequest(
@@ -187,16 +181,3 @@ def _settings(options: dict[str, Any], suites: tuple[str, ...]) -> dict[str, Any
     settings = {name: options.pop(name) for name in own}
     check_settings(suites, [name for name in own if ctx.get_parameter_source(name) != default])
     return settings
-
-
-def _check_places(options: dict[str, Any]) -> None:
-    """Refuse options for the placement of weights that have no effect or do not work under a launcher."""
-    for name in ("offload_dir", "cpu_memory"):
-        if options[name] is not None and options["device_map"] != "auto":
-            raise InvalidInput(
-                f"--{name.replace('_', '-')} has no effect without --device-map auto; add that option"
-            )
-    if options["device_map"] == "auto" and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise InvalidInput(
-            "--device-map auto uses all devices in one process; start kvfold without a launcher"
-        )

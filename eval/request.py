@@ -56,11 +56,20 @@ class EvalRequest:
     assertions: tuple[Assertion, ...] = ()
 
     def __post_init__(self) -> None:
-        """Refuse suites that read a text where there is none."""
+        """Refuse suites that read a text where there is none, and options of weights that have no effect."""
         reading = [name for name in self.suites if SUITES[name].reads_text]
         if self.text is None and reading:
             raise InvalidInput(
                 f"the suites {', '.join(reading)} read a text; choose one with --text, for example stdlib"
+            )
+        for name in ("offload_dir", "cpu_memory"):
+            if getattr(self.options, name) is not None and self.options.device_map != "auto":
+                raise InvalidInput(
+                    f"--{name.replace('_', '-')} has no effect without --device-map auto; add that option"
+                )
+        if self.options.device_map == "auto" and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise InvalidInput(
+                "--device-map auto uses all devices in one process; start kvfold without a launcher"
             )
 
 

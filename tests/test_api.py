@@ -313,6 +313,10 @@ def mistakes(work: Path) -> Iterator[tuple[Any, str]]:
 def wrong_values(work: Path) -> Iterator[tuple[Any, str]]:
     """Yield calls with values of kinds that an argument does not take, and a part of what they say."""
     functions: Any = kvfold
+    yield (
+        lambda: kvfold.evaluate(DEMO, text="stdlib", offload_dir=work),
+        "offload_dir has no effect without device_map auto",
+    )
     yield lambda: kvfold.assemble(DEMO, DEMO, shard_size=0), "shard_size is 0; it should be a size"
     yield lambda: kvfold.assemble(DEMO, DEMO, shard_size="many"), "shard_size 'many' is not a number of bytes"
     model = SimpleNamespace(save_pretrained=None)

@@ -16,8 +16,9 @@ from transformers import Gemma2Config, Gemma2ForCausalLM
 from kvfold.core.errors import InvalidInput
 from kvfold.eval import stored_teacher
 from kvfold.eval import subject as subject_module
-from kvfold.eval.cli import _check_places, main
+from kvfold.eval.cli import main
 from kvfold.eval.options import Options
+from kvfold.eval.request import EvalRequest
 from kvfold.eval.run import evaluate
 from kvfold.eval.subject import Subject
 from kvfold.models import teacher_cache
@@ -238,4 +239,4 @@ def test_one_process_has_all_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         InvalidInput, match="--device-map auto uses all devices in one process; start kvfold without a"
     ):
-        _check_places({"device_map": "auto", "offload_dir": None, "cpu_memory": None})
+        EvalRequest(model="fold", text="stdlib", options=Options(device_map="auto"))
