@@ -17,6 +17,7 @@ from ..core.hub import resolve
 from ..core.processes import together
 from ..core.settings import reason_of, refuse_text, refuse_truth
 from ..core.type_adapters import type_adapter
+from ..core.units import bytes_of
 from ..core.untrusted import shorten
 from ..models.load_options import DEVICE_MAPS, DEVICES, DTYPES
 from ..texts.corpus import read_text
@@ -27,7 +28,7 @@ from .result import Result
 from .run import evaluate
 from .suites.catalogue import DEFAULT, SUITES, check_settings, chosen
 
-_LEAST = {"window": 2, "max_windows": 1, "batch_size": 1, "cpu_memory": 1}
+_LEAST = {"window": 2, "max_windows": 1, "batch_size": 1}
 _CHOICES = {"device": DEVICES, "dtype": DTYPES, "device_map": DEVICE_MAPS}
 
 
@@ -149,6 +150,8 @@ def eval_request(
     rows = given.pop("rows", None)
     if not isinstance(rows, str | Path | None):
         raise InvalidInput(f"rows is {shorten(rows)}; it should be a path")
+    if given.get("cpu_memory") is not None:
+        given["cpu_memory"] = bytes_of(given["cpu_memory"], "cpu_memory")
     known = [one.name for one in fields(Options)]
     return EvalRequest(
         model=str(model),

@@ -317,6 +317,15 @@ def wrong_values(work: Path) -> Iterator[tuple[Any, str]]:
         lambda: kvfold.evaluate(DEMO, text="stdlib", offload_dir=work),
         "offload_dir has no effect without device_map auto",
     )
+    places = {"device_map": "auto", "offload_dir": work / "weights"}
+    yield (
+        lambda: kvfold.evaluate(DEMO, text="stdlib", cpu_memory="much", **places),
+        "cpu_memory 'much' is not a number of bytes",
+    )
+    yield (
+        lambda: kvfold.evaluate(DEMO, text="stdlib", cpu_memory=0, **places),
+        "cpu_memory is 0; it should be",
+    )
     yield lambda: kvfold.assemble(DEMO, DEMO, shard_size=0), "shard_size is 0; it should be a size"
     yield lambda: kvfold.assemble(DEMO, DEMO, shard_size="many"), "shard_size 'many' is not a number of bytes"
     model = SimpleNamespace(save_pretrained=None)

@@ -18,7 +18,7 @@ from kvfold.eval import stored_teacher
 from kvfold.eval import subject as subject_module
 from kvfold.eval.cli import main
 from kvfold.eval.options import Options
-from kvfold.eval.request import EvalRequest
+from kvfold.eval.request import EvalRequest, eval_request
 from kvfold.eval.run import evaluate
 from kvfold.eval.subject import Subject
 from kvfold.models import teacher_cache
@@ -232,6 +232,11 @@ def test_the_command_spreads_weights_as_asked(make: Make, text: Text, tmp_path: 
     spread = CliRunner().invoke(main, [*arguments, *places])
     assert spread.exit_code == 0, spread.output
     assert json.loads(spread.stdout) == json.loads(CliRunner().invoke(main, arguments).stdout)
+
+
+def test_python_takes_memory_as_a_text() -> None:
+    request = eval_request("fold", "stdlib", ("ppl",), None, {"device_map": "auto", "cpu_memory": "90KB"})
+    assert request.options.cpu_memory == 90_000
 
 
 def test_one_process_has_all_devices(monkeypatch: pytest.MonkeyPatch) -> None:
