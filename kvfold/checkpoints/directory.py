@@ -42,6 +42,7 @@ _LISTED = (
 _CHOOSES = ("attn_implementation", "experts_implementation")
 _BUILT_IN = {None, "eager", "sdpa", "flex_attention", "batched_mm", "grouped_mm"}
 _LIST_LIMIT = 10_000
+_MOST_TENSORS = 2**19  # of a checkpoint; 61 layers of 384 experts in 4 bits have some 281,000
 _WHOLE = "model.safetensors"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
@@ -211,19 +212,21 @@ def _entries(directory: Path, packed: bool) -> dict[str, Entry]:
     files = weight_files(directory)
     if files == [directory / _WHOLE]:
         return read_header(files[0], packed=packed)
-    index, weight_map = directory / INDEX, _weight_map(directory)
+    weight_map = _weight_map(directory)
+    named: dict[str, set[str]] = {}
+    for name, shard in weight_map.items():
+        named.setdefault(shard, set()).add(name)
     entries: dict[str, Entry] = {}
     for file in files:
-        entries |= read_header(file, packed=packed)
-    wrong = sorted(
-        name for name, file in weight_map.items() if name not in entries or entries[name].file.name != file
-    )
-    wrong += sorted(entries.keys() - weight_map.keys())
-    if wrong:
-        more = "" if len(wrong) == 1 else f" and {len(wrong) - 1} more"
-        raise InvalidInput(
-            f"{index} disagrees with its shards about {wrong[0]}{more}; download or save it again"
-        )
+        found = read_header(file, packed=packed)
+        wrong = sorted(named[file.name] - found.keys()) + sorted(found.keys() - named[file.name])
+        if wrong:  # before the next shard is read, so that no number of them fills the memory
+            more = "" if len(wrong) == 1 else f" and {len(wrong) - 1} more"
+            raise InvalidInput(
+                f"{directory / INDEX} disagrees with its shards about {wrong[0]}{more}; download or save it "
+                "again"
+            )
+        entries |= found
     return {name: entries[name] for name in weight_map}
 
 
@@ -234,6 +237,11 @@ def _weight_map(directory: Path) -> dict[str, str]:
     weight_map = content.get("weight_map")
     if not isinstance(weight_map, dict):
         raise InvalidInput(f"{index} is damaged: it has no weight_map; download or save it again")
+    if len(weight_map) > _MOST_TENSORS:
+        raise InvalidInput(
+            f"{index} names {len(weight_map)} tensors, and at most {_MOST_TENSORS} are read; give a smaller "
+            "checkpoint"
+        )
     for tensor, name in weight_map.items():
         if not _is_file_name(name):
             raise InvalidInput(

@@ -1,14 +1,23 @@
-"""The writer of weight files, without a model."""
+"""The writer and the reader of weight files, without a model."""
 
 import errno
+import json
 import os
 from pathlib import Path
 
 import pytest
 import torch
 
-from kvfold.checkpoints import shards
-from kvfold.checkpoints.shards import ShardWriter, TensorSpec
+from kvfold.checkpoints import directory, shards
+from kvfold.checkpoints.directory import Checkpoint
+from kvfold.checkpoints.shards import HEADER_LIMIT, INDEX, ShardWriter, TensorSpec, read_header
+from kvfold.core.errors import InvalidInput
+
+
+def write_header(file: Path, content: bytes) -> Path:
+    """Write a safetensors file of a header alone."""
+    file.write_bytes(len(content).to_bytes(8, "little") + content)
+    return file
 
 
 def test_a_writer_that_cannot_be_opened_holds_no_file(
@@ -30,3 +39,42 @@ def test_a_writer_that_cannot_be_opened_holds_no_file(
     for descriptor in opened:
         with pytest.raises(OSError, match="Bad file descriptor"):
             os.fstat(descriptor)
+
+
+def test_a_header_that_would_fill_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    row = b'{"dtype":"F32","shape":[0],"data_offsets":[0,0]}'
+    file = write_header(tmp_path / "model.safetensors", b'{"__metadata__":{},"a":%b,"b":%b}' % (row, row))
+    monkeypatch.setattr(shards, "_MOST_TENSORS", 2)
+    assert set(read_header(file)) == {"a", "b"}
+    monkeypatch.setattr(shards, "_MOST_TENSORS", 1)
+    with pytest.raises(InvalidInput, match="has a header of more than 1 tensors, the most that are read"):
+        read_header(file)
+    write_header(file, b" " * (HEADER_LIMIT + 1))
+    with pytest.raises(
+        InvalidInput, match="and at most 33554432 are read; save the checkpoint in more files"
+    ):
+        read_header(file)
+
+
+def test_an_index_of_more_tensors_than_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    row = b'{"dtype":"F32","shape":[0],"data_offsets":[0,0]}'
+    write_header(tmp_path / "x.safetensors", b'{"a":%b,"b":%b}' % (row, row))
+    index = {"metadata": {}, "weight_map": {"a": "x.safetensors", "b": "x.safetensors"}}
+    (tmp_path / INDEX).write_text(json.dumps(index))
+    monkeypatch.setattr(directory, "_MOST_TENSORS", 2)
+    assert set(Checkpoint(tmp_path)) == {"a", "b"}
+    monkeypatch.setattr(directory, "_MOST_TENSORS", 1)
+    with pytest.raises(InvalidInput, match="names 2 tensors, and at most 1 are read"):
+        Checkpoint(tmp_path)
+
+
+def test_no_shard_is_read_after_one_that_the_index_contradicts(tmp_path: Path) -> None:
+    """Otherwise links to one file could fill the memory, each with the tensors of that file."""
+    (tmp_path / "config.json").write_text("{}")
+    write_header(tmp_path / "1.safetensors", b'{"a":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}}')
+    (tmp_path / "2.safetensors").write_bytes(b"not read")
+    index = {"metadata": {}, "weight_map": {"b": "1.safetensors", "c": "2.safetensors"}}
+    (tmp_path / INDEX).write_text(json.dumps(index))
+    with pytest.raises(InvalidInput, match="disagrees with its shards about b and 1 more"):
+        Checkpoint(tmp_path)
