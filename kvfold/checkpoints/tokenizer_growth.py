@@ -18,10 +18,16 @@ _OBJECTS = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
 )  # fmt: skip
 _PIECES = ("*.model", "*.spm", "*.tokenizer")  # models of SentencePiece
-_LIMIT_BYTES = 2**28
+_LIMIT_BYTES = 2**26  # twice the largest published tokenizer.json
+_MAP_BYTES = 2**22  # of a map of characters, which takes seconds to check; published ones have 0.25 MB
 _MOST = 64  # times; the steps of published models in the tests count 18 times at most
 _MOST_STEPS = 1000  # of a part; published models have a few dozen
-_PARTS = {"normalizer": "normalizers", "pre_tokenizer": "pretokenizers", "decoder": "decoders"}
+_PARTS = {
+    "normalizer": "normalizers",
+    "pre_tokenizer": "pretokenizers",
+    "post_processor": "processors",
+    "decoder": "decoders",
+}
 _BYTES = 4  # characters that a ByteLevel step makes of one
 # Characters that a step of Unicode makes of one at most; a Precompiled one with the map of published models.
 # What it made it leaves as it is the next time, and every published tokenizer may have one step of a kind, so
@@ -145,8 +151,11 @@ def _varint(content: bytes, place: int) -> tuple[int, int]:
 def _longest(characters: bytes) -> int:
     """Return how many characters a map of SentencePiece makes of one at most; of a long text not all.
 
-    The map is the length of a search tree in 4 bytes, the tree, and texts that each end in a zero byte.
+    A map that is too large to be checked counts as one that makes too many. A map is the length of a search
+    tree in 4 bytes, the tree, and texts that each end in a zero byte.
     """
+    if len(characters) > _MAP_BYTES:
+        return _MOST + 1
     place, longest = 4 + int.from_bytes(characters[:4], "little"), 0
     while longest <= _MOST and (found := _text_beyond(longest).search(characters, place)):
         place, longest = found.end(), max(longest, len(found[0].decode("utf-8", "replace")))
@@ -161,8 +170,8 @@ def _text_beyond(size: int) -> re.Pattern[bytes]:
 
 def _growing(part: str, file: Path) -> InvalidInput:
     return InvalidInput(
-        f"the {part} in {printable(file)} can make a text more than {_MOST} times as long; take the "
-        "tokenizer that the model was published with"
+        f"the {part} in {printable(file)} can make a text more than {_MOST} times as long, or has a map of "
+        f"more than {_MAP_BYTES} bytes; take the tokenizer that the model was published with"
     )
 
 
@@ -174,8 +183,8 @@ def check_growth(tokenizer: Mapping[str, Any], file: Path) -> None:
         file: its place, for the error.
 
     Raises:
-        InvalidInput: its normalizer, pre-tokenizer or decoder could, has too many steps, or one whose type is
-            not named.
+        InvalidInput: its normalizer, pre-tokenizer, post-processor or decoder could, has too many steps, or
+            one whose type is not named.
     """
     for part, inner in _PARTS.items():
         content = tokenizer.get(part)
@@ -189,6 +198,8 @@ def check_growth(tokenizer: Mapping[str, Any], file: Path) -> None:
                 f"the {part} in {printable(file)} has more than {_MOST_STEPS:,} steps; take the tokenizer "
                 "that the model was published with"
             )
+        if part == "post_processor":  # there ByteLevel only moves the places of tokens
+            steps = [step for step in steps if step.get("type") != "ByteLevel"]
         if _growth(steps) > math.log(_MOST):
             raise _growing(part, file)
 
@@ -263,19 +274,22 @@ def _steps(step: Any, part: str, inner: str, file: Path) -> Iterator[Mapping[str
 @cache
 def _types(part: str) -> frozenset[str]:
     """Return the types of a part's steps in the installed tokenizers, which are its classes."""
-    from tokenizers import decoders, normalizers, pre_tokenizers
+    from tokenizers import decoders, normalizers, pre_tokenizers, processors
 
     base = {
         "normalizer": normalizers.Normalizer,
         "pre_tokenizer": pre_tokenizers.PreTokenizer,
+        "post_processor": processors.PostProcessor,
         "decoder": decoders.Decoder,
     }[part]
     return frozenset(kind.__name__ for kind in base.__subclasses__())
 
 
 def _factor(step: Mapping[str, Any]) -> float:
-    """Return how many characters a step may make of one; a step of the wrong form counts as none."""
+    """Return how many characters or tokens a step may make of one; one of the wrong form counts as none."""
     kind = step.get("type")
+    if kind == "TemplateProcessing":
+        return max(1, *(_template_size(step, name) for name in ("single", "pair")))
     if kind == "ByteLevel":
         return _BYTES + bool(step.get("add_prefix_space"))
     if kind == "BertNormalizer":
@@ -293,6 +307,19 @@ def _factor(step: Mapping[str, Any]) -> float:
     if plain := _length(pattern.get("String")):
         return max(1, content / plain)
     return content + 1 if _may_be_empty(pattern.get("Regex")) else max(1, content)
+
+
+def _template_size(step: Mapping[str, Any], name: str) -> int:
+    """Return how many tokens a template of a post-processor makes of texts of one token."""
+    template, special = step.get(name), step.get("special_tokens")
+    size = 0
+    for part in template if isinstance(template, list) else ():
+        token = part.get("SpecialToken") if isinstance(part, dict) else None
+        named = token.get("id") if isinstance(token, dict) else None
+        found = special.get(named) if isinstance(special, dict) and isinstance(named, str) else None
+        written = found.get("ids") if isinstance(found, dict) else None
+        size += len(written) if isinstance(written, list) else 1
+    return size
 
 
 def _length(text: Any) -> int:

@@ -15,6 +15,7 @@ from .errors import InvalidInput
 LIMIT_BYTES = 2**26
 YAML_BYTES = 2**20  # a thousand times a recipe; it takes seconds to read
 DEPTH = 64
+CONTAINERS = 2**21  # of JSON, which take 20 times their bytes; the tokenizer.json of Gemma has 520,000
 _YAML_NODES = 10**6  # with every alias written out
 _KINDS = {dict: "object", list: "list", str: "string", int: "number", float: "number", bool: "truth value"}
 
@@ -51,7 +52,12 @@ def is_text(value: Any) -> bool:
 
 
 def read_json(
-    path: Path, limit_bytes: int = LIMIT_BYTES, *, name: str | None = None, top: type | None = dict
+    path: Path,
+    limit_bytes: int = LIMIT_BYTES,
+    *,
+    name: str | None = None,
+    top: type | None = dict,
+    containers: int = CONTAINERS,
 ) -> Any:
     """Read a JSON file that may be damaged or hostile.
 
@@ -60,6 +66,7 @@ def read_json(
         limit_bytes: the largest file that is read.
         name: the file's name in errors; by default its path.
         top: the type of the whole, `dict` or `list`; None for any.
+        containers: the most lists and objects in it.
 
     Returns:
         The value.
@@ -68,7 +75,10 @@ def read_json(
         InvalidInput: the file cannot be read, exceeds a limit, is not JSON, or is of another type.
     """
     name = printable(path if name is None else name)
-    return parse_json(_read_bytes(path, limit_bytes, name), name, limit_bytes, top=top)
+    content = _read_bytes(path, limit_bytes, name)
+    if content.count(b"[") + content.count(b"{") > containers:  # those in texts count too
+        raise InvalidInput(f"{name} holds more than {containers} lists and objects; shorten it")
+    return parse_json(content, name, limit_bytes, top=top)
 
 
 def parse_json(

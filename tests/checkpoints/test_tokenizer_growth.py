@@ -235,6 +235,55 @@ def test_a_tokenizer_json_of_another_version(tmp_path: Path) -> None:
     check_tokenizer(tmp_path)
 
 
+def template(single: str, ids: int = 1) -> dict[str, Any]:
+    """Return a tokenizer with a template, whose special token writes some ids."""
+    step = {
+        "type": "TemplateProcessing",
+        "single": [
+            {"Sequence": {"id": "A", "type_id": 0}}
+            if part == "A"
+            else {"SpecialToken": {"id": part, "type_id": 0}}
+            for part in single
+        ],
+        "pair": [],
+        "special_tokens": {"s": {"id": "s", "ids": [0] * ids, "tokens": ["s"] * ids}},
+    }
+    return {"post_processor": {"type": "Sequence", "processors": [{"type": "ByteLevel"}, step]}}
+
+
+def test_templates_of_published_models() -> None:
+    check_growth(template("sA"), Path("a"))
+    check_growth(template("s" * 30 + "A" + "s" * 30), Path("a"))
+
+
+@pytest.mark.parametrize("content", [template("A" * 65), template("s" * 65), template("ssA", 32)])
+def test_templates_that_multiply(content: dict[str, Any]) -> None:
+    sentence = "the post_processor in a can make a text more than 64 times as long"
+    with pytest.raises(InvalidInput, match=sentence):
+        check_growth(content, Path("a"))
+    steps = content["post_processor"]["processors"]
+    steps[:] = [template("AA")["post_processor"]] * 7  # each doubles what the one before it made
+    with pytest.raises(InvalidInput, match=sentence):
+        check_growth(content, Path("a"))
+
+
+@pytest.mark.parametrize(
+    "change", [{"single": None}, {"single": [1, {"SpecialToken": 1}]}, {"special_tokens": {"s": []}}]
+)
+def test_a_template_that_tokenizers_refuses_is_left_to_it(change: dict[str, Any]) -> None:
+    content = {**json.loads(Tokenizer(models.BPE()).to_str()), **template("sA")}
+    content["post_processor"]["processors"][1] |= change
+    check_growth(content, Path("a"))
+    with pytest.raises(Exception, match="did not match"):
+        Tokenizer.from_str(json.dumps(content))
+
+
+def test_a_map_that_is_too_large_to_be_checked(tmp_path: Path) -> None:
+    (tmp_path / "a.model").write_bytes(pieces(3, bytes(2**22 + 1)))
+    with pytest.raises(InvalidInput, match="or has a map of more than 4194304 bytes"):
+        check_tokenizer(tmp_path)
+
+
 def test_it_is_refused_before_it_is_loaded(tmp_path: Path) -> None:
     content = json.loads((DEMO / "tokenizer.json").read_text())
     content["normalizer"] = described(MULTIPLYING["replace"])["normalizer"]

@@ -117,6 +117,13 @@ def test_yaml_that_is_read() -> None:
     assert parse_yaml(merged, "here", unique_keys=True)["e"] == {"b": 2, "d": 1}
 
 
+def test_a_file_of_more_lists_than_memory_should_hold(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text('{"a": [[], {}]}')
+    assert read_json(tmp_path / "a", containers=4)
+    with pytest.raises(InvalidInput, match="a holds more than 3 lists and objects; shorten it"):
+        read_json(tmp_path / "a", containers=3)
+
+
 def test_files(tmp_path: Path) -> None:
     file = tmp_path / "a"
     file.write_text('{"a": 1}')

@@ -355,14 +355,11 @@ def sentencepiece(written: Written) -> str:
     return "its tokenizer is a SentencePiece model" if has_pieces else ""
 
 
-_TOKENIZER_BYTES = 2**28
-
-
 @cache
 def _is_byte_level(file: Path, _changed: int) -> bool | None:
     """Return whether a tokenizer.json holds a byte-level BPE; None where it is no tokenizer."""
     try:
-        found = read_json(file, _TOKENIZER_BYTES)
+        found = read_json(file)
     except InvalidInput:  # not a JSON object, or too large
         return None
     model = found.get("model") if isinstance(found, dict) else None
