@@ -27,6 +27,7 @@ import click
 from .disk import disk_error, disk_sentence, writing_errors
 from .errors import InvalidInput, bounded, naming, renamed
 from .grid import WIDTH, Grid
+from .memory import enough_memory
 from .units import seconds_left
 from .untrusted import printable, shorten
 from .waiting import wait_passively_if_busy
@@ -160,14 +161,15 @@ def _home(argument: str) -> str:
 def explaining() -> Iterator[None]:
     """Turn an error of the file system into the system's own sentence, with the name of the file.
 
-    Libraries' own errors of a full disk are among them. So are panics of the library tokenizers, whose search
-    for a pattern gives up after many steps: they derive from BaseException.
+    Libraries' own errors of a full disk are among them, and those of a full memory. So are panics of the
+    library tokenizers, whose search for a pattern gives up after many steps: they derive from BaseException.
 
     Raises:
-        InvalidInput: a file cannot be read or written, or a text cannot be tokenised. Other errors pass.
+        InvalidInput: one of these. Other errors pass.
     """
     try:
-        yield
+        with enough_memory("end other programs, or use a machine with more"):
+            yield
     except writing_errors() as error:
         of_disk = disk_error(error)
         if of_disk is not None:

@@ -2,6 +2,7 @@
 
 import gc
 import re
+import sys
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -71,9 +72,8 @@ def enough_memory(remedy: str) -> Iterator[None]:
         if not is_full(error):
             raise
         sentence = f"{_lack(str(error), is_system=isinstance(error, MemoryError))}; {remedy}"
-        from .processes import place
-
-        if place()[1] > 1:
+        group = sys.modules.get("torch.distributed")  # to import it would take memory
+        if group is not None and group.is_initialized() and group.get_world_size() > 1:
             if sentence not in getattr(error, "__notes__", ()):
                 error.add_note(sentence)
             raise

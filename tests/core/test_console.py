@@ -146,6 +146,22 @@ def test_a_pattern_of_a_tokenizer_that_gives_up_is_a_mistake_of_the_files() -> N
         tokenizer.encode("a" * 60 + "b")
 
 
+def test_a_full_memory_is_one_sentence_in_every_command() -> None:
+    """Also outside of the parts whose sentence names what takes less."""
+
+    @click.command(cls=Command)
+    def work() -> None:
+        raise MemoryError
+
+    done = CliRunner().invoke(work)
+    assert done.exit_code == 2
+    assert done.stderr == (
+        "Error: this machine has too little memory; end other programs, or use a machine with more\n"
+    )
+    with pytest.raises(InvalidInput, match="too little memory"), calling():
+        raise MemoryError
+
+
 def test_ctrl_c_says_how_to_resume_and_exits_as_a_shell_expects() -> None:
     @click.command(cls=Command)
     def work() -> None:

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvfold.core import processes
 from kvfold.core.errors import InvalidInput
 from kvfold.core.memory import enough_memory, free_bytes, remedy_of
 from kvfold.models.load_failures import loading_failures
@@ -79,7 +78,8 @@ def test_what_filled_the_memory_is_freed_behind_other_errors() -> None:
 
 def test_one_of_several_processes_ends_by_the_error_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """The others wait for it: only their launcher can end them, when it is gone."""
-    monkeypatch.setattr(processes, "place", lambda: (0, 2))
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
     with (
         pytest.raises(torch.OutOfMemoryError) as full,
         enough_memory("use --jobs 1"),
