@@ -9,7 +9,7 @@ from typing import Any
 
 from ...checkpoints.directory import Checkpoint, check_output, read_config
 from ...checkpoints.quantised.packed_checkpoint import is_quantised
-from ...checkpoints.record import describe, read_record
+from ...checkpoints.record import describe, directory_at, read_record
 from ...core.console import notice
 from ...core.errors import InvalidInput
 from ...core.hub import commit_of, resolve
@@ -99,11 +99,12 @@ def _check(tower: Tower, folded: Path, record: dict[str, Any]) -> None:
         raise InvalidInput(
             f"{folded} is in {ours}, but the text tower of {whole} is in {theirs}; fold it in that dtype"
         )
-    source = Path(record["source"]["path"])
-    if not source.is_dir():
+    path = record["source"]["path"]
+    source = directory_at(path)
+    if source is None:
         notice(
-            f"{source}, which {folded} was made of, is gone: whether that was the text tower of "
-            f"{whole} is not checked"
+            f"{path}, which {folded} was made of, is gone: whether that was the text tower of {whole} is not "
+            "checked"
         )
     elif not _is_tower(tower, source):
         raise InvalidInput(f"{folded} was made of {source}, which is not the text tower of {whole}")

@@ -322,7 +322,8 @@ def _read_content(path: Path, directory: Path, schemas: tuple[int, ...]) -> dict
 
 def _check_place(measured: str, path: Path, directory: Path) -> None:
     there = Path(measured)
-    if there.is_dir() and there.resolve() != directory.resolve():
+    # In a published report a name stands for the path.
+    if there.is_absolute() and there.is_dir() and there.resolve() != directory.resolve():
         raise InvalidInput(f"{path} was measured on {there}, not on {directory}; {_remedy(path, directory)}")
 
 

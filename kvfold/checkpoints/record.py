@@ -170,8 +170,8 @@ def source_directory(directory: Path, option: str = "--teacher") -> Path | None:
     if record is None:
         return None
     source = record["source"]
-    if Path(source["path"]).is_dir():
-        return Path(source["path"])
+    if place := directory_at(source["path"]):
+        return place
     if source.get("revision") is not None:
         return resolve(hub_id(source) or source["name"], source["revision"])
     raise InvalidInput(
@@ -195,9 +195,18 @@ def folded_parent(directory: Path) -> Path | None:
     if not is_distilled(record):
         return None
     for parent in record.get("parents", []):
-        if parent["stage"] == "convert" and Path(parent["path"]).is_dir():
-            return Path(parent["path"])
+        if parent["stage"] == "convert" and (place := directory_at(parent["path"])):
+            return place
     return None
+
+
+def directory_at(path: str) -> Path | None:
+    """Return the directory at a path of a record; None if there is none, or the path is a name.
+
+    In a published record names stand for paths, and a directory of that name here may be another one.
+    """
+    place = Path(path)
+    return place if place.is_absolute() and place.is_dir() else None
 
 
 def is_distilled(record: Mapping[str, Any]) -> bool:

@@ -56,6 +56,7 @@ class Publication:
         files: all other files, relative to the directory, with their bytes.
         notices: sentences for the user.
         left_out: the entries of the directory that are not sent, with a reason.
+        contents: of the files that are sent otherwise than they are there, by name.
     """
 
     directory: Path
@@ -65,6 +66,7 @@ class Publication:
     files: dict[str, int]
     notices: tuple[str, ...]
     left_out: dict[str, str] = field(default_factory=dict)
+    contents: dict[str, bytes] = field(default_factory=dict)
 
     @property
     def sizes(self) -> dict[str, int]:

@@ -36,6 +36,7 @@ def prepare(directory: Path, repository: str, private: bool = False) -> Publicat
     from ..checkpoints.record import FILE as RECORD
     from ..checkpoints.record import other_weights, read_record
     from ..convert.write.model_card import make_card
+    from .local_paths import without_paths
     from .parcel import Publication, choose_files
 
     _check_name(repository)
@@ -60,6 +61,8 @@ def prepare(directory: Path, repository: str, private: bool = False) -> Publicat
     title = repository.partition("/")[2]
     card = make_card(directory, record, title, repository, evaluation, further=bool(further))
     files, left_out = choose_files(directory, str(card))
+    contents = without_paths(directory, files)
+    files |= {name: len(content) for name, content in contents.items()}
     notices = [further] if further else []
     if evaluation is None:
         there = " after removing the eval.json that is there" if (directory / EVALUATION).exists() else ""
@@ -74,7 +77,7 @@ def prepare(directory: Path, repository: str, private: bool = False) -> Publicat
             f"the source was a directory; name its Hub id as `base_model:` in the metadata of "
             f"{directory / CARD}"
         )
-    return Publication(directory, repository, private, str(card), files, tuple(notices), left_out)
+    return Publication(directory, repository, private, str(card), files, tuple(notices), left_out, contents)
 
 
 def _check_name(repository: str) -> None:
@@ -100,12 +103,12 @@ def _verified(directory: Path, asked: str | None) -> VerificationReport:
         directory: the checkpoint.
         asked: `full`, `lint`, or None for a run only where the source is available.
     """
-    from ..checkpoints.record import read_record
+    from ..checkpoints.record import directory_at, read_record
     from ..verification.fresh_process import NotRun, reason_of
     from ..verification.verify import verify
 
     record = read_record(directory)
-    is_available = record is not None and Path(record["source"]["path"]).is_dir()
+    is_available = record is not None and directory_at(record["source"]["path"]) is not None
     if asked == "lint" or (asked is None and not is_available):
         return verify(directory, run=False)
     try:
@@ -179,10 +182,10 @@ def main(
 
     The checkpoint is verified first; exit code 3 means that kvfold verify fails. It is then uploaded in one
     commit with a model card made from kvfold.json and, where there is one, DIRECTORY/eval.json (written by
-    `kvfold eval --out DIRECTORY/eval.json`). A README.md of your own keeps its text. All other files are
-    uploaded unchanged, kvfold.json and eval.json with the paths in them. DIRECTORY is not changed. The same
-    command resumes an interrupted upload. Only the files of a checkpoint and kvfold's measurements of it are
-    uploaded; the others are listed as left out.
+    `kvfold eval --out DIRECTORY/eval.json`). A README.md of your own keeps its text. In the copies of
+    kvfold.json, eval.json and reports that are uploaded, names stand for absolute paths. DIRECTORY is not
+    changed. The same command resumes an interrupted upload. Only the files of a checkpoint and kvfold's
+    measurements of it are uploaded; the others are listed as left out.
     """
     from ..verification.verify import FAILED
 

@@ -69,7 +69,10 @@ def _upload(api: HfApi, publication: Publication, removed: tuple[str, ...], pare
     """Send the large files, then create the commit with all files; return its id."""
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
-    additions = [CommitOperationAdd(name, str(publication.directory / name)) for name in publication.files]
+    additions = [
+        CommitOperationAdd(name, publication.contents.get(name, str(publication.directory / name)))
+        for name in publication.files
+    ]
     large = [addition for addition in additions if addition.path_in_repo.endswith(".safetensors")]
     for addition in _reported(large, publication.files):
         api.preupload_lfs_files(publication.repository, [addition], free_memory=False)

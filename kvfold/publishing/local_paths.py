@@ -1,0 +1,96 @@
+"""Names in place of the absolute paths in published files, which are of one machine and its user alone."""
+
+import json
+import re
+import shlex
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from ..checkpoints.record import FILE as RECORD
+from ..checkpoints.record import hub_id, read_record
+from ..core.untrusted import read_json
+
+_PATTERNS = (RECORD, "eval.json", "eval-*.json", "report.json", "report.html")
+_COMMANDS = ("command", "train_command")
+
+
+def without_paths(directory: Path, files: Mapping[str, int]) -> dict[str, bytes]:
+    """Return the files of a checkpoint that name places of this machine, with names in place of these.
+
+    A path becomes its last part, and that of the source its Hub id where it has one. A place below the user's
+    home that only a sentence mentions begins with `~`.
+
+    Args:
+        directory: the checkpoint; nothing in it is changed.
+        files: the files that are sent, by name.
+
+    Returns:
+        The content of each file that differs from the one in the directory.
+
+    Raises:
+        InvalidInput: one of them is not JSON.
+    """
+    chosen = [name for name in files if any(Path(name).match(pattern) for pattern in _PATTERNS)]
+    found = {name: read_json(directory / name, top=None) for name in chosen if name.endswith(".json")}
+    names = {path: Path(path).name for content in found.values() for path in _paths(content)}
+    home = str(Path.home())
+    if _is_place(home):
+        names.setdefault(home, "~")
+    contents = dict(found)
+    source = (read_record(directory) or {})["source"]
+    if origin := hub_id(source):  # by its path, where its name is not the id
+        names |= {source["path"]: origin} if _is_place(source["path"]) else {}
+        contents[RECORD] = {**found[RECORD], "source": {**source, "name": origin}}
+    changed = {
+        name: (json.dumps(told, indent=2) + "\n").encode()
+        for name, content in contents.items()
+        if (told := _renamed(content, names)) != found[name]
+    }
+    for name in chosen:
+        if name not in found:
+            page = (directory / name).read_bytes()
+            told = _replaced(page.decode("utf-8", "surrogateescape"), names)
+            if (sent := told.encode("utf-8", "surrogateescape")) != page:
+                changed[name] = sent
+    return changed
+
+
+def _is_place(text: str) -> bool:
+    return Path(text).is_absolute() and len(Path(text).parts) > 1
+
+
+def _paths(value: Any, key: str = "") -> Iterator[str]:
+    """Yield the absolute paths that are a whole text of a JSON value, or a word of a command in it."""
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            yield from _paths(inner, name)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _paths(inner, key)
+    elif isinstance(value, str) and key != "notices":  # sentences, which may begin with a path
+        for word in (value, *(_words(value) if key in _COMMANDS else ())):
+            if _is_place(word):
+                yield word
+
+
+def _words(command: str) -> list[str]:
+    try:
+        return shlex.split(command)
+    except ValueError:  # kvfold did not write it
+        return []
+
+
+def _renamed(value: Any, names: Mapping[str, str]) -> Any:
+    """Return a JSON value with names in place of paths in its texts."""
+    if isinstance(value, dict):
+        return {key: _renamed(inner, names) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_renamed(inner, names) for inner in value]
+    return _replaced(value, names) if isinstance(value, str) else value
+
+
+def _replaced(text: str, names: Mapping[str, str]) -> str:
+    longest_first = sorted(map(re.escape, names), key=len, reverse=True)
+    pattern = rf"(?<![\w.])(?:{'|'.join(longest_first)})(?![\w-])"
+    return re.sub(pattern, lambda found: names[found[0]], text) if names else text
