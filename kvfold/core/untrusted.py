@@ -6,6 +6,7 @@ with one sentence that names the file, whatever the file holds.
 
 import functools
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,9 @@ YAML_BYTES = 2**20  # a thousand times a recipe; it takes seconds to read
 DEPTH = 64
 CONTAINERS = 2**21  # of JSON, which take 20 times their bytes; the tokenizer.json of Gemma has 520,000
 _YAML_NODES = 10**6  # with every alias written out
+# A number of YAML, also one of base 60, whose digits take quadratic time.
+_YAML_NUMBER = re.compile(r"[-+]?[0-9][0-9a-fA-FxX_:.]*")
+_MOST_DIGITS = 4300  # as of Python
 _KINDS = {dict: "object", list: "list", str: "string", int: "number", float: "number", bool: "truth value"}
 
 
@@ -315,6 +319,8 @@ def _check_events(text: str, name: str) -> None:
             anchor, size = opened.pop()
         elif isinstance(event, yaml.ScalarEvent):
             anchor, size = event.anchor, 1
+            if len(event.value) > _MOST_DIGITS and _YAML_NUMBER.fullmatch(event.value):
+                raise InvalidInput(f"{name} holds a number of too many digits; give a shorter one")
         elif isinstance(event, yaml.AliasEvent):
             if event.anchor is None or event.anchor not in anchored:
                 raise InvalidInput(

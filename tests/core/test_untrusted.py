@@ -108,6 +108,12 @@ def test_yaml_that_is_refused(content: str | bytes, options: dict[str, Any], sen
 
 
 @pytest.mark.usefixtures("loader")
+@pytest.mark.parametrize("digits", ["1:" + ":".join(["59"] * 300_000), "0x" + "f" * 10**6, "-" + "7" * 5000])
+def test_a_number_of_yaml_that_would_take_a_minute(digits: str) -> None:
+    with pytest.raises(InvalidInput, match="here holds a number of too many digits; give a shorter one"):
+        parse_yaml(f"a: {digits}", "here")
+
+
 def test_yaml_that_is_read() -> None:
     assert parse_yaml("a: &x {b: 1}\nc: *x\nd: [*x, *x]", "here")["d"] == [{"b": 1}] * 2
     assert parse_yaml("", "here", top=None) is None

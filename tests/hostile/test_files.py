@@ -251,6 +251,7 @@ RECORDS: dict[str, Callable[[dict[str, Any]], object]] = {
     "list as source": put("source", value=[]),
     "stage is a number": put("stage", value=7),
     "cache is a text": put("cache", value="x"),
+    "cache is beyond all floats": put("cache", "after", "bytes_per_token", value=10**4000),
     "cache is text inside": put("cache", "after", "bytes_per_token", value="9"),
     "target has no name": without("target", "name"),
     "parents hold numbers": put("parents", value=[1]),
