@@ -15,7 +15,7 @@ from ...checkpoints import license
 from ...checkpoints.card import FILE, read_card
 from ...checkpoints.directory import read_config
 from ...checkpoints.eval_json import EvalSummary
-from ...checkpoints.record import hub_id, is_distilled
+from ...checkpoints.record import directory_at, hub_id, is_distilled
 from ...core.errors import InvalidInput
 from ..families.recognition import is_multimodal
 from .card_body import card_body
@@ -101,7 +101,7 @@ def metadata(directory: Path, record: dict[str, Any], *, further: bool = False) 
     """
     target, distilled = record.get("target", {}).get("name"), is_distilled(record)
     scheme = (record.get("quantize") or {}).get("scheme")
-    base, source = hub_id(record["source"]), Path(record["source"]["path"])
+    base, source = hub_id(record["source"]), directory_at(record["source"]["path"]) or directory
     tags = [
         "kvfold",
         "kv-cache",

@@ -3,8 +3,10 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 from click.testing import CliRunner
 
 from kvfold.checkpoints.record import hub_id, source_directory
@@ -13,6 +15,11 @@ from kvfold.core.errors import InvalidInput
 from kvfold.publishing.publish import prepare
 
 from ..support.tiny import make
+
+
+def metadata(card: str) -> dict[str, Any]:
+    fields: dict[str, Any] = yaml.safe_load(card.split("---")[1])
+    return fields
 
 
 @pytest.fixture(scope="module")
@@ -64,3 +71,6 @@ def test_a_published_name_is_no_directory_here(
     assert Path("source").is_dir()
     with pytest.raises(InvalidInput, match="source, does not exist any more; name it with --teacher"):
         source_directory(copied)
+    (folded.parent / "source" / "README.md").write_text("---\nlicense: mit\n---\n")
+    assert "license" not in metadata(prepare(copied, "org/x").card)
+    assert metadata(prepare(folded, "org/x").card)["license"] == "mit"
