@@ -1,8 +1,9 @@
 """A whole evaluation in this process: the models by role, and the suites in turn."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from ..checkpoints.eval_json import SCHEMA, TextProtocol
@@ -71,21 +72,26 @@ def _evaluate(
 ) -> Result:
     """Measure as `evaluate` does."""
     suites = with_storage(suites, options.cache_dtype)
-    measures = _measures(suites, settings or {})
+    modules = _modules(suites, settings or {})
     paths = {"student": student, "teacher": teacher, "parent": parent}
     given = {role: path for role, path in paths.items() if path is not None}
     subject = Subject(given, options, text, settings, journal)
     if text is not None:
         _ = subject.windows  # cut by all processes together, before any of them works alone
-    found = {}
-    for name, measure in measures.items():
-        if SUITES[name].on_all_ranks:
-            found[name] = measure(subject)
     with together():
         if is_first():
-            for name, measure in measures.items():
+            for module in modules.values():
+                if hasattr(module, "check_room"):
+                    module.check_room(subject)
+    found: dict[str, SuiteBlock | None] = {}
+    for name, module in modules.items():
+        if SUITES[name].on_all_ranks:
+            found[name] = module.measure(subject)
+    with together():
+        if is_first():
+            for name, module in modules.items():
                 if not SUITES[name].on_all_ranks:
-                    found[name] = measure(subject)
+                    found[name] = module.measure(subject)
     return Result(
         schema=SCHEMA,
         checkpoint=subject.checkpoints["student"],
@@ -99,15 +105,13 @@ def _evaluate(
     )
 
 
-def _measures(
-    suites: Sequence[str], settings: Mapping[str, Any]
-) -> dict[str, Callable[[Subject], SuiteBlock | None]]:
-    """Return the `measure` function of each suite, after every suite has checked its settings."""
+def _modules(suites: Sequence[str], settings: Mapping[str, Any]) -> dict[str, ModuleType]:
+    """Return the module of each suite, after every suite has checked its settings."""
     modules = {name: import_module(f".suites.{SUITES[name].module}", __package__) for name in suites}
     for module in modules.values():
         if hasattr(module, "check"):
             module.check(settings)
-    return {name: module.measure for name, module in modules.items()}
+    return modules
 
 
 def _protocol(subject: Subject) -> TextProtocol:

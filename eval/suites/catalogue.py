@@ -7,6 +7,7 @@ A suite is a file of this folder and a row here. The file has these functions:
   `cost_blocks.py` of `kvfold/checkpoints/`, with a row in `BLOCKS` of `eval_json.py` there.
 - `rows(block, roles)` returns the block's lines of the table that is printed.
 - `check(settings)`, which is optional, refuses bad values of the suite's options before a model is loaded.
+- `check_room(subject)`, which is optional, refuses prompts too long for the models before any suite measures.
 """
 
 from collections.abc import Collection, Sequence
@@ -155,13 +156,13 @@ SUITES = {
                 ["--ruler-lengths"],
                 metavar="N,N",
                 help="ruler: tokens per prompt and answer.  [default: half and all of the models' positions, "
-                "at most 4096]",
+                "at most 4096, as far as every task fits]",
             ),
             click.Option(
                 ["--ruler-tasks"],
                 metavar="NAME,NAME",
                 help="ruler: niah_single, niah_multikey, niah_multivalue, niah_multiquery, vt, cwe, fwe.  "
-                "[default: all]",
+                "[default: all that fit]",
             ),
             click.Option(
                 ["--ruler-samples"],

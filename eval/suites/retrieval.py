@@ -62,6 +62,16 @@ def check(settings: Mapping[str, Any]) -> None:
         numbers("--retrieval-lengths", settings["retrieval_lengths"])
 
 
+def check_room(subject: Subject) -> None:
+    """Check that the prompts fit into every model's positions.
+
+    Raises:
+        InvalidInput: a length exceeds a model's positions or has no room for the keys, or the tokenizer does
+            not distinguish numbers.
+    """
+    _prompts(subject)
+
+
 def measure(subject: Subject) -> RetrievalBlock:
     """Ask every model for the keys of the same prompts.
 
@@ -69,17 +79,7 @@ def measure(subject: Subject) -> RetrievalBlock:
         InvalidInput: a length exceeds a model's positions or has no room for the keys, the tokenizer does not
             distinguish numbers, or logits are not finite.
     """
-    settings, student = subject.settings, subject.described("student")
-    seed, samples = settings.get("retrieval_seed", 0), settings.get("retrieval_samples", SAMPLES)
-    haystack = Haystack(student.path, student.tokenizer, settings.get("retrieval_keys", KEYS))
-    depths = _depths(settings.get("retrieval_depths", DEPTHS))
-    prompts = {
-        (kind, length): [
-            haystack.sample(kind, length, depth, f"{seed}/{n}") for depth in depths for n in range(samples)
-        ]
-        for kind in KINDS
-        for length in _lengths(subject, haystack)
-    }
+    prompts, depths = _prompts(subject), _depths(subject.settings.get("retrieval_depths", DEPTHS))
     roles = subject.roles if subject.options.cache_dtype is None else (*subject.roles, UNQUANTISED)
     units = [(role, *unit) for role in roles for unit in prompts]
     found: dict[str, dict[str, list[dict[str, Any]]]] = {role: {kind: [] for kind in KINDS} for role in roles}
@@ -93,7 +93,7 @@ def measure(subject: Subject) -> RetrievalBlock:
     return RetrievalBlock(
         candidates=CANDIDATES,
         chance=1 / CANDIDATES,
-        seed=seed,
+        seed=subject.settings.get("retrieval_seed", 0),
         filler_sha256=hashlib.sha256("\n".join(prose()).encode()).hexdigest(),
         student=maps["student"],
         teacher=maps.get("teacher"),
@@ -102,6 +102,21 @@ def measure(subject: Subject) -> RetrievalBlock:
         unquantised=maps.get(UNQUANTISED),
         added=_differences(found, UNQUANTISED),
     )
+
+
+def _prompts(subject: Subject) -> dict[tuple[str, int], list[NeedlePrompt]]:
+    """Return the prompts by kind and length, sorted by depth."""
+    settings, student = subject.settings, subject.described("student")
+    seed, samples = settings.get("retrieval_seed", 0), settings.get("retrieval_samples", SAMPLES)
+    haystack = Haystack(student.path, student.tokenizer, settings.get("retrieval_keys", KEYS))
+    depths = _depths(settings.get("retrieval_depths", DEPTHS))
+    return {
+        (kind, length): [
+            haystack.sample(kind, length, depth, f"{seed}/{n}") for depth in depths for n in range(samples)
+        ]
+        for kind in KINDS
+        for length in _lengths(subject, haystack)
+    }
 
 
 def _ask(subject: Subject, role: str, prompts: Sequence[NeedlePrompt]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ...checkpoints.quality_blocks import RulerBlock, RulerScores
-from ...core.console import progress
+from ...core.console import notice, progress
 from ...core.errors import InvalidInput
 from ...models.causal_lm import Loaded
 from ...models.finite import refuse
@@ -24,7 +24,7 @@ from ..estimate import proportion, proportion_difference
 from ..subject import Subject
 from .decoding import greedy, read
 from .haystack import prose
-from .ruler_tasks import TASKS, RulerPrompt, RulerTasks, score
+from .ruler_tasks import TASKS, NoRoom, RulerPrompt, RulerTasks, score
 from .speed import numbers
 
 SAMPLES, LONGEST = 10, 4096
@@ -57,6 +57,19 @@ def check(settings: Mapping[str, Any]) -> None:
     _tasks(settings)
 
 
+def check_room(subject: Subject) -> None:
+    """Check that the prompts fit into every model's positions.
+
+    Raises:
+        InvalidInput: a length exceeds a model's positions or has no room for a task.
+    """
+    prompts = _prompts(subject)
+    left_out = [name for name in _tasks(subject.settings) if name not in {task for task, _ in prompts}]
+    if left_out:
+        shortest = min(length for _, length in prompts)
+        notice(f"--suite ruler leaves out {', '.join(left_out)}: no room in {shortest} tokens")
+
+
 def measure(subject: Subject) -> RulerBlock:
     """Give every model the same prompts.
 
@@ -64,15 +77,9 @@ def measure(subject: Subject) -> RulerBlock:
         InvalidInput: a length exceeds a model's positions or has no room for a task, or logits are not
             finite.
     """
-    settings, student = subject.settings, subject.described("student")
-    seed, samples = settings.get("ruler_seed", 0), settings.get("ruler_samples", SAMPLES)
-    tasks, lengths = _tasks(settings), _lengths(subject)
-    generator = RulerTasks(student.path, student.tokenizer)
-    prompts = {
-        (task, length): [generator.sample(task, length, f"{seed}/{n}") for n in range(samples)]
-        for task in tasks
-        for length in lengths
-    }
+    prompts = _prompts(subject)
+    tasks = tuple(dict.fromkeys(task for task, _ in prompts))
+    lengths = sorted({length for _, length in prompts})
     units = [(role, *unit) for role in subject.roles for unit in prompts]
     found: dict[str, Found] = {role: {task: [] for task in tasks} for role in subject.roles}
     for role, task, length in progress(units, "RULER", len(units)):
@@ -85,8 +92,8 @@ def measure(subject: Subject) -> RulerBlock:
     return RulerBlock(
         tasks=tasks,
         lengths=tuple(lengths),
-        samples=samples,
-        seed=seed,
+        samples=subject.settings.get("ruler_samples", SAMPLES),
+        seed=subject.settings.get("ruler_seed", 0),
         filler_sha256=hashlib.sha256("\n".join(prose()).encode()).hexdigest(),
         student=scores["student"],
         teacher=scores.get("teacher"),
@@ -161,6 +168,41 @@ def _tasks(settings: Mapping[str, Any]) -> tuple[str, ...]:
                 f"--ruler-tasks {given}: {name or 'nothing'} is not a task; known are {', '.join(TASKS)}"
             )
     return tuple(name for name in TASKS if name in asked)
+
+
+def _prompts(subject: Subject) -> dict[tuple[str, int], list[RulerPrompt]]:
+    """Return the prompts by task and length.
+
+    By default, lengths without room for every task are left out where a longer one is left, and tasks without
+    room in a length that is left.
+
+    Raises:
+        InvalidInput: a length exceeds a model's positions or has no room for a task.
+    """
+    settings, student = subject.settings, subject.described("student")
+    seed, samples = settings.get("ruler_seed", 0), settings.get("ruler_samples", SAMPLES)
+    tasks, lengths = _tasks(settings), _lengths(subject)
+    generator = RulerTasks(student.path, student.tokenizer)
+    found, refused = dict[tuple[str, int], list[RulerPrompt]](), dict[tuple[str, int], NoRoom]()
+    for task in tasks:
+        for length in lengths:
+            try:
+                drawn = [generator.sample(task, length, f"{seed}/{n}") for n in range(samples)]
+            except NoRoom as error:
+                refused[task, length] = error
+            else:
+                found[task, length] = drawn
+    if settings.get("ruler_lengths") is None:
+        short = {length for _, length in refused} - {lengths[-1]}
+        lengths = [length for length in lengths if length not in short]
+    without = {task: error for (task, length), error in refused.items() if length in lengths}
+    if without and (settings.get("ruler_tasks") is not None or len(without) == len(tasks)):
+        raise next(iter(without.values()))
+    return {
+        (task, length): drawn
+        for (task, length), drawn in found.items()
+        if length in lengths and task not in without
+    }
 
 
 def _lengths(subject: Subject) -> list[int]:

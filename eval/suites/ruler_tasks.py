@@ -25,6 +25,10 @@ REPEATS = ((6, 1), (30, 3))
 SLACK = 8  # tokens of an answer beyond twice what a right one takes
 
 
+class NoRoom(InvalidInput):
+    """A task that has no room in a length."""
+
+
 @dataclass(frozen=True)
 class RulerPrompt:
     """A prompt.
@@ -85,7 +89,7 @@ class RulerTasks:
             seed: equal seeds draw equal prompts.
 
         Raises:
-            InvalidInput: the task has no room in that many tokens.
+            NoRoom: the task has no room in that many tokens.
         """
         draw = random.Random(f"{seed} {task} {length}")
         parts = TASKS[task](draw, length)
@@ -98,7 +102,7 @@ class RulerTasks:
             dense = self._largest(parts.dense, room)
             room -= len(dense)
         if room < 0 or (parts.dense is not None and not dense):
-            raise InvalidInput(
+            raise NoRoom(
                 f"--ruler-lengths {length} leaves no room for the task {task} in the tokens of {self._path}; "
                 "use longer prompts, or name other tasks with --ruler-tasks"
             )

@@ -84,6 +84,15 @@ def numbers(option: str, value: str) -> list[int]:
     return sorted({int(part) for part in parts})
 
 
+def check_room(subject: Subject) -> None:
+    """Check that the prompts fit into every model's positions.
+
+    Raises:
+        InvalidInput: a cell needs more positions than a model has.
+    """
+    _contexts(subject, subject.settings.get("speed_tokens", TOKENS))
+
+
 def measure(subject: Subject) -> SpeedBlock:
     """Time every cell of the sweep.
 

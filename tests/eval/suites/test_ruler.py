@@ -16,7 +16,7 @@ from kvfold.checkpoints.quality_blocks import RulerBlock
 from kvfold.core.errors import InvalidInput
 from kvfold.eval.options import Options
 from kvfold.eval.run import evaluate
-from kvfold.eval.suites import ruler, ruler_tasks
+from kvfold.eval.suites import ruler, ruler_tasks, speed
 from kvfold.eval.suites.ruler_tasks import TASKS, RulerTasks, score
 
 from ..conftest import Make
@@ -172,6 +172,24 @@ def test_the_same_model_differs_by_nothing_and_the_block_has_every_task(wide: Pa
 def test_lengths_are_half_and_all_of_the_positions(wide: Path) -> None:
     found = run(wide, ruler_samples=1, ruler_tasks="niah_single")
     assert found.lengths == (LENGTH // 2, LENGTH)
+
+
+def test_what_does_not_fit_is_left_out_where_nobody_asked_for_it(
+    make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = run(make(max_position_embeddings=450), ruler_samples=1)
+    assert found.lengths == (450,)
+    assert found.tasks == tuple(task for task in TASKS if task != "cwe")
+    assert "--suite ruler leaves out cwe: no room in 450 tokens" in caplog.text
+
+
+def test_prompts_without_room_are_refused_before_another_suite_measures(
+    wide: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(speed, "measure", lambda _: pytest.fail("it was measured"))
+    settings = {"ruler_lengths": "60", "ruler_tasks": "vt"}
+    with pytest.raises(InvalidInput, match="leaves no room for the task vt"):
+        evaluate(wide, None, None, CPU, suites=("speed", "ruler"), settings=settings)
 
 
 @pytest.mark.parametrize(
