@@ -230,7 +230,7 @@ def _show_evaluation(found: dict[str, Any]) -> None:
     share = "" if found["recovered_share"] is None else f", {found['recovered_share']:.1%} recovered"
     show_text(
         f"Held-out text ({found['text']}): perplexity {found['teacher_perplexity']:.4g} (teacher), "
-        f"{found['start_perplexity']:.4g} (before), {found['perplexity']:.4g} (after step "
+        f"{found['start_perplexity']:.4g} (at first), {found['perplexity']:.4g} (after step "
         f"{found['step']}){share}."
     )
     if found["kept"] == "start":

@@ -231,7 +231,8 @@ def summary(history: list[dict[str, Any]], kept: ChosenWeights | None) -> dict[s
     which = "last"
     if kept:
         line = kept.line
-        which = "start" if _is_start(line) else "best"
+        # A stage of mode stream before the first evaluation has trained the weights already.
+        which = "start" if _is_start(line) and not line["step"] else "best"
     return {
         "text": start["text"],
         "text_sha256": start["text_sha256"],
@@ -246,10 +247,12 @@ def _warn_of_a_worse(line: dict[str, Any], history: list[dict[str, Any]]) -> Non
     """Give notice of the first evaluation of a run that finds the student worse than it started."""
     if not history or any(before["perplexity"] > history[0]["perplexity"] for before in history[1:]):
         return
-    if line["perplexity"] > history[0]["perplexity"]:
+    start = history[0]
+    if line["perplexity"] > start["perplexity"]:
+        when = f"after step {start['step']}" if start["step"] else "before training"
         notice(
             f"after step {line['step']} the perplexity of the held-out text is {line['perplexity']:.5g}, and "
-            f"it was {history[0]['perplexity']:.5g} before training; if it stays above, the lr of stage "
+            f"it was {start['perplexity']:.5g} {when}; if it stays above, the lr of stage "
             f"{line['stage']} is too high"
         )
 

@@ -25,7 +25,7 @@ from kvfold.distill.recipe.watch_section import Evaluate
 from kvfold.distill.run.job import distill
 from kvfold.distill.stages import state
 from kvfold.distill.stages.state import Progress
-from kvfold.distill.watch.evaluation import TrainingEvaluation, best_of
+from kvfold.distill.watch.evaluation import ChosenWeights, TrainingEvaluation, best_of, summary
 from kvfold.distill.watch.held_out import HeldOut
 from kvfold.eval import stored_teacher
 from kvfold.eval.options import Options
@@ -128,6 +128,14 @@ def test_the_best_weights_can_be_the_output(make_recipe: MakeRecipe, held: Path)
     assert told is not None
     assert told["distill"]["evaluation"]["step"] == best["step"]
     assert told["distill"]["evaluation"]["perplexity"] == best["perplexity"]
+
+
+def test_weights_of_a_stage_before_the_first_evaluation_are_not_those_of_the_start() -> None:
+    line = {"step": 79, "perplexity": 2.6, "kl": 0.2, "same_top1": 0.8, "recovered_share": None}
+    first = {**line, "text": "held", "text_sha256": "0", "teacher": {"perplexity": 2.3}}
+    assert summary([first], ChosenWeights(first, None))["kept"] == "best"
+    untrained = {**first, "step": 0}
+    assert summary([untrained], ChosenWeights(untrained, None))["kept"] == "start"
 
 
 def test_the_start_stays_where_nothing_beats_it(
