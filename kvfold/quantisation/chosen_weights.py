@@ -128,11 +128,11 @@ def _reason(name: str, kept: Collection[str]) -> str:
     """Return why a weight is left whatever its shape; empty where it is not."""
     parts = module_of(name).split(".")
     if parts[-1] in kept:
-        return "latent attention's projections to and from the cache stay in 16 bits"
+        return "latent attention's projections to and from the cache stay as they are"
     if parts[-1] in _ROUTERS:
-        return "routers of experts stay in 16 bits"
+        return "routers of experts stay as they are"
     if any(part in _MIXERS for part in parts):
-        return "layers without attention keep their mixers in 16 bits"
+        return "layers without attention keep their mixers as they are"
     return ""
 
 
