@@ -71,11 +71,15 @@ def loader(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     untrusted._yaml_loader.cache_clear()
 
 
+# Newer libyaml, as in wheels for Python 3.14, stops before kvfold does.
+TOO_DEEP = "more than 64 levels|exceeded maximum nesting depth"
+
+
 @pytest.mark.parametrize(
     ("content", "options", "sentence"),
     [
-        ("[" * DEEP, {"top": None}, "more than 64 levels"),
-        ("a: " + "{b: " * DEEP, {}, "more than 64 levels"),
+        ("[" * DEEP, {"top": None}, TOO_DEEP),
+        ("a: " + "{b: " * DEEP, {}, TOO_DEEP),
         ("- " * DEEP, {"top": None}, "more than 64 levels"),
         (LAUGHS, {}, "aliases written out"),
         ("a: &a [*a]", {}, r"alias \*a"),
