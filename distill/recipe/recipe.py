@@ -219,8 +219,8 @@ class Recipe(Settings):
     a line."""
     evaluate: Evaluate | None = None
     """Held-out text on which the student is evaluated while it trains. null: none. The float32 weights in
-    training are evaluated; the output of a bf16 student is rounded when it is written, so `kvfold eval` finds
-    slightly different numbers."""
+    training are evaluated; the output of a bf16 student is rounded when it is written, so the last digits
+    that `kvfold eval` finds differ."""
     trackers: tuple[TrackerName, ...] = ()
     """Trackers that also receive the metrics: `tensorboard`, `wandb`, `trackio` (needs `pip install
     kvfold[trackers]`). The files that they write on this machine end up in `<output>/trackers`."""

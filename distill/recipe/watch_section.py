@@ -23,7 +23,7 @@ class Evaluate(Settings):
     """Field that holds the text of a document, if the file has fields."""
     every: int = Field(default=100, ge=1)
     """Optimizer steps between two evaluations. They use the float32 weights in training; the output of a
-    bf16 student is rounded when it is written, and gives slightly different numbers."""
+    bf16 student is rounded when it is written, and gives other last digits."""
     windows: int = Field(default=32, ge=2)
     """Number of windows, read from the start of the text."""
     seq_len: int | None = Field(default=None, ge=2)

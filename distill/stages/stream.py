@@ -45,6 +45,7 @@ from ..display import Show, progress_bar
 from ..recipe.recipe import Recipe, Stage
 from .align import Adds, adds, clip, learn, step_losses, weights_of
 from .boundaries import Boundaries
+from .fair_rounding import round_fairly
 from .isolation import isolate_documents
 from .kept_quantisation import correct_config, unchanged, written_specs
 from .optimizer import adamw, take_step
@@ -317,7 +318,7 @@ def _write(given: Streaming, out: Path) -> None:
         copy_stored(stored, [name for name in stored if name in kept], writer)
         for name, file in aligned.items():
             if name not in kept:
-                writer.write(name, load_file(file)[name].to(specs[name].dtype))
+                writer.write(name, round_fairly(load_file(file)[name], specs[name].dtype, name))
     copy_config(given.student, partial)
     correct_config(stored, kept, partial)
     copy_side_files(given.student, partial)

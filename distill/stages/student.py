@@ -26,6 +26,7 @@ from ...models.stored_cache import StoredCache
 from ..parallel.accelerator import first_place, shards_models
 from ..parallel.layer_units import LayerUnits, open_in_units, skeleton
 from ..recipe.recipe import Recipe, Stage
+from .fair_rounding import round_fairly
 from .isolation import isolate_documents
 from .kept_quantisation import correct_config, unchanged, written_specs
 from .state import WEIGHTS, restore_weights
@@ -158,7 +159,8 @@ def publish(saved: Path, student: Path, directory: Path) -> None:
             found = to_published(part, {name.removeprefix(prefix): tensor for name, tensor in whole.items()})
             for name, tensor in found.items():
                 if prefix + name not in kept:
-                    writer.write(prefix + name, tensor)
+                    whole_name = prefix + name
+                    writer.write(whole_name, round_fairly(tensor, specs[whole_name].dtype, whole_name))
     copy_config(student, directory)
     correct_config(stored, kept, directory)
     copy_side_files(student, directory)

@@ -43,7 +43,7 @@ _CHOOSES = ("attn_implementation", "experts_implementation")
 _BUILT_IN = {None, "eager", "sdpa", "flex_attention", "batched_mm", "grouped_mm"}
 _LIST_LIMIT = 10_000
 _CONFIG_BYTES, _CONFIG_CONTAINERS = 2**22, 2**17  # a file that is read often; 18,000 modules take 2 MB
-_MOST_TENSORS = 2**19  # of a checkpoint; 61 layers of 384 experts in 4 bits have some 281,000
+_MOST_TENSORS = 2**20  # of a checkpoint; 61 layers of 384 experts in 4 bits have some 281,000
 _WHOLE = "model.safetensors"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 

@@ -192,6 +192,27 @@ def test_publishing_weights_that_were_not_trained_gives_the_checkpoint_back(
         check_same(load_student(tmp_path / "out", 32, CPU).model, load_student(directory, 32, CPU).model)
 
 
+def test_publishing_keeps_what_short_training_changed(tmp_path: Path) -> None:
+    """Each weight moves by a fifth of a step of bfloat16 or less, so the nearest numbers are the old ones."""
+    directory = make(tmp_path / "model", dtype=torch.bfloat16)
+    save_tokenizer(directory)
+    student = load_student(directory, 32, CPU).model
+    with torch.no_grad():
+        for weight in student.parameters():
+            weight.mul_(1 + 0.2 * 2**-8)
+    state.save(tmp_path / "state", state.Progress(), state.Gathered(student), 1)
+    latest = state.newest(tmp_path / "state")
+    assert latest
+    (tmp_path / "out").mkdir()
+    publish(latest, directory, tmp_path / "out")
+    ours, theirs = (load_file(place / "model.safetensors") for place in (tmp_path / "out", directory))
+    for name, weight in student.state_dict().items():
+        assert torch.equal(weight.bfloat16(), theirs[name])
+    before, after = (torch.cat([file[name].flatten() for name in theirs]).float() for file in (theirs, ours))
+    change = (after - before) @ before / before.square().sum()
+    assert float(change) == pytest.approx(0.2 * 2**-8, rel=0.1)
+
+
 def make_deepseek(directory: Path) -> Path:
     """With experts, which transformers keeps in other tensors than its files, and a gate whose buffer is in
     the file.
