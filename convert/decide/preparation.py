@@ -44,7 +44,7 @@ def prepare(
     *,
     dry_run: bool = False,
     source: Source | None = None,
-    check: Callable[[FoldRequest, Path], None] | None = None,
+    check: Callable[[FoldRequest, Path, int], None] | None = None,
 ) -> PreparedFold:
     """Return the plan of a request, for which statistics are taken where the fold reads them.
 
@@ -53,7 +53,8 @@ def prepare(
         dry_run: whether nothing will be written; then weights alone decide, unless the request names a
             calibration.
         source: what the request names, where it is open already.
-        check: called before statistics are taken, with the request as it will be recorded and the output.
+        check: called before statistics are taken, with the request as it will be recorded, the output, and
+            the bytes of its weights.
 
     Raises:
         InvalidInput: the source cannot be folded like this, the output exists, or the calibration is
@@ -71,7 +72,7 @@ def prepare(
         out = request.out or Path(output_name(request.model, plan.target.to_dict()))
         asked = _as_recorded(plan, calibration)
         if check is not None:
-            check(asked, out)
+            check(asked, out, sum(spec.nbytes for spec in plan.specs.values()))
     if calibration is not None:
         statistics = study(
             plan.source,

@@ -25,7 +25,7 @@ from ...checkpoints.quantised.schemes import MODELOPT_FILE
 from ...checkpoints.record import SCHEMA, changed_since, describe, read_record, sha256, write_record
 from ...checkpoints.shards import ShardWriter
 from ...core.console import is_first, progress
-from ...core.disk import disk_error, is_full, writing_errors
+from ...core.disk import check_room, disk_error, is_full, writing_errors
 from ...core.errors import InvalidInput
 from ...core.files import check_makeable
 from ...core.hub import commit_of
@@ -55,19 +55,21 @@ _SYNC = 1.0  # seconds between two times that small units are forced to the disk
 Unit = Callable[[], Found]
 
 
-def check_begun(request: FoldRequest, out: Path) -> None:
+def check_begun(request: FoldRequest, out: Path, size: int) -> None:
     """Refuse an output that could not be written or resumed after all, before statistics are taken.
 
     Args:
         request: the fold, as its record will have it.
         out: the output directory.
+        size: bytes of its weights.
 
     Raises:
-        InvalidInput: nothing can be made there, or what is next to it has finished layers of a fold with
-            other options, or is not kvfold's.
+        InvalidInput: nothing can be made there, the disk is too small, or what is next to it has finished
+            layers of a fold with other options, or is not kvfold's.
     """
     if is_first():
         check_makeable(out)
+        check_room(out, size, _partial(out))
     check_options(_partial(out), request.essentials())
 
 

@@ -8,10 +8,14 @@ No heavy import here: `--help` goes through this module.
 
 import errno
 import os
+import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+
+from .errors import InvalidInput
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _DISK = (*_FULL, errno.EROFS, errno.EIO)
@@ -103,6 +107,27 @@ def disk_sentence(error: DiskError, *, kept: str = "") -> str:
 def is_full(error: OSError) -> bool:
     """Return whether room on the disk would have prevented an error."""
     return error.errno in _FULL
+
+
+def check_room(output: Path, need: int, begun: Path) -> None:
+    """Refuse, before long work, an output that its disk has no room for.
+
+    Args:
+        output: what will be written.
+        need: its bytes.
+        begun: what an earlier run has written of it, which needs no more room; may be missing.
+
+    Raises:
+        InvalidInput: the disk is too small.
+    """
+    place = next(path for path in output.absolute().parents if path.exists())
+    disk = shutil.disk_usage(place)
+    held = sum(file.stat().st_size for file in begun.rglob("*") if file.is_file())
+    if disk.total and need > disk.free + held:  # some network disks do not tell their size
+        raise InvalidInput(
+            f"{output} takes {need / 1e6:,.1f} MB, and the disk of {place} has {disk.free / 1e6:,.1f} MB "
+            "free; make room there, or name an output on a larger disk"
+        )
 
 
 def _temporary() -> str:

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -19,6 +20,7 @@ from kvfold.convert.cli import main
 from kvfold.convert.decide import preparation
 from kvfold.convert.write import rewrite
 from kvfold.convert.write.fold_journal import JOURNAL
+from kvfold.core.disk import check_room
 
 from ...support.folds import GQA, MLA, convert
 from ...support.tiny import make, same_bytes
@@ -289,6 +291,24 @@ def test_a_full_disk_is_one_sentence_and_leaves_nothing(
     assert result.exit_code == 2
     assert "no space left, the output takes" in result.output
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
+
+
+def test_a_disk_that_is_too_small_is_named_before_any_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, usage = make(tmp_path / "source"), shutil.disk_usage(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=10_000))
+        patch.setattr(preparation, "study", None)  # no text is read
+        result = convert(source, *MLA, "--calibration", "self")
+        assert result.exit_code == 2
+        assert re.search(r"out takes 0\.\d MB, and the disk of .* has 0\.0 MB free; make room", result.output)
+        # What an earlier run has written of it takes no more room.
+        (tmp_path / "out.partial").mkdir()
+        (tmp_path / "out.partial" / "model.safetensors").write_bytes(bytes(10**6))
+        check_room(tmp_path / "out", 10**6, tmp_path / "out.partial")
+        patch.setattr(shutil, "disk_usage", lambda _: usage._replace(total=0, free=0))
+        check_room(tmp_path / "out", 10**9, tmp_path / "out.partial")
 
 
 def test_nan_weights_are_named_and_nothing_is_left(tmp_path: Path) -> None:
