@@ -46,8 +46,9 @@ def assemble_tower(folded: Path, whole: str, out: Path | None, shard_size: int) 
     given = Path(whole).expanduser()
     name = None if given.is_dir() else whole.partition("@")[0]
     place = out or Path(f"{given.name if name is None else Path(name).name}-{record['target']['name']}")
-    for read in (directory, folded, Path(record["source"]["path"])):
-        check_output(place, read)
+    for read in (directory, folded, directory_at(record["source"]["path"])):
+        if read is not None:
+            check_output(place, read)
     _check(tower, folded, record)
     check_multimodal(directory)
     made: dict[str, Any] = {

@@ -31,6 +31,7 @@ class TowerView(Checkpoint):
         self.directory = directory
         self.config = read_config(directory)
         self._entries = {name: whole._entries[stored] for stored, name in names.items()}
+        self.opened = self.identity()
 
 
 @contextmanager

@@ -244,6 +244,8 @@ def _named(value: Any, record: dict[str, Any], source: str) -> Any:
         return [_named(item, record, source) for item in value]
     if isinstance(value, dict):
         return {key: _named(item, record, source) for key, item in value.items()}
+    if isinstance(value, str) and value.startswith("self+"):
+        return "self+" + _named(value.removeprefix("self+"), record, source)
     if not isinstance(value, str) or not Path(value).is_absolute():
         return value
     return source if str(Path(value)) == record["source"]["path"] else Path(value).name or value

@@ -35,6 +35,7 @@ from ..calibration.capacity import default_jobs
 from ..decide.measured.layer_losses import FEWER
 from ..decide.measured.settle import settle
 from ..decide.plan import Plan, PlannedLayer
+from ..decide.preparation import check_unchanged
 from ..methods import table as methods
 from ..request import FoldRequest
 from .fold_journal import (
@@ -110,18 +111,13 @@ def rewrite(plan: Plan, out: Path, *, source_name: str | None = None) -> dict[st
     finished = from_first(finished)
     if finished is not None:
         return finished
-    checkpoint = plan.source.checkpoint
-    identity = checkpoint.identity()
     with ExitStack() as first:
         done = _share(plan, out, partial, first)
         record = _record(plan, source_name or plan.request.source_name, done)
         if is_first():
             with _failures(plan, out):
                 record = _complete(plan, partial, record)
-                if checkpoint.identity() != identity:  # the output may hold weights of both
-                    raise InvalidInput(
-                        f"{checkpoint.directory} changed while it was folded; run the same command again"
-                    )
+                check_unchanged(plan.source.checkpoint)  # the output could hold weights of two
                 finish(partial, out, unneeded(partial))
     return record
 

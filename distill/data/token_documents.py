@@ -25,11 +25,9 @@ from ..recipe.data_section import Data, TextSource
 START = 1  # mark of a document's first token
 SCORED = 2  # mark of a token that is predicted
 _AT_ONCE = 2**22  # tokens that the teacher writes between two writes to disk
-# Sequences per batch that the teacher writes: at most so many, and on a CPU, where the memory of the cache
-# bounds them too, so many in any case.
-_MOST_TOGETHER = 128
-_LEAST_ON_CPU = 32
-_CACHE_ON_CPU = 2**30  # bytes
+_WRITTEN_TOGETHER = 32  # sequences per batch that the teacher writes: at most on a GPU, at least on a CPU
+_MOST_ON_CPU = 128
+_CACHE_ON_CPU = 2**30  # bytes that more than `_WRITTEN_TOGETHER` sequences may take
 
 
 class Piece(NamedTuple):
@@ -168,18 +166,18 @@ def written_pieces(
 def _written_together(teacher: Any, length: int) -> int:
     """Return how many sequences a teacher writes at once: as many as there is room for their cache.
 
-    The more there are, the less of the time goes into reading weights: 128 sequences at once of SmolLM2-135M
-    take 0.7 of the CPU time of 32 (LOG.md). The size of a GPU decides, not what is free of it: logits of
-    other batches are rounded otherwise, and a run that is given again should write the same text.
+    The more there are, the less of the time goes into reading weights: on a CPU 128 sequences at once of
+    SmolLM2-135M take 0.7 of the time of 32 (LOG.md). The size of a GPU decides, not what is free of it:
+    logits of other batches are rounded otherwise, and a run that is given again should write the same text.
     """
     text = teacher.config.get_text_config()
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     cached = 2 * text.num_hidden_layers * heads * width * length * teacher.dtype.itemsize
     if teacher.device.type != "cuda":
-        return int(max(_LEAST_ON_CPU, min(_MOST_TOGETHER, _CACHE_ON_CPU // cached)))
+        return int(max(_WRITTEN_TOGETHER, min(_MOST_ON_CPU, _CACHE_ON_CPU // cached)))
     room = gpu_bytes() - sum(weight.nbytes for weight in teacher.parameters())
-    return int(max(1, min(_MOST_TOGETHER, room // cached)))
+    return int(max(1, min(_WRITTEN_TOGETHER, room // cached)))
 
 
 def _split(row: list[int], around: Ends, packing: str) -> Iterable[Piece]:

@@ -59,6 +59,7 @@ class Checkpoint(Mapping[str, Tensor]):
     Attributes:
         directory: the directory.
         config: content of config.json.
+        opened: its `identity` when it was opened.
 
     Raises:
         InvalidInput: there is no config.json, or no safetensors (for a pickle the error names the command
@@ -70,6 +71,7 @@ class Checkpoint(Mapping[str, Tensor]):
         self.config = read_config(directory)
         check_safetensors(directory)
         self._entries = _entries(directory, packed)
+        self.opened = self.identity()
 
     def __getitem__(self, name: str) -> Tensor:
         entry = self._entries[name]

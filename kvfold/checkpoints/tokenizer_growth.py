@@ -170,8 +170,9 @@ def _text_beyond(size: int) -> re.Pattern[bytes]:
 
 def _growing(part: str, file: Path) -> InvalidInput:
     return InvalidInput(
-        f"the {part} in {printable(file)} can make a text more than {_MOST} times as long, or has a map of "
-        f"more than {_MAP_BYTES} bytes; take the tokenizer that the model was published with"
+        f"the {part} in {printable(file)} can make a text more than {_MOST} times as long, or is too large "
+        f"to tell (a map of more than {_MAP_BYTES} bytes); take the tokenizer that the model was published "
+        "with"
     )
 
 

@@ -1,6 +1,7 @@
 """Names in place of the absolute paths in published files, which are of one machine and its user alone."""
 
 import json
+import os
 import re
 import shlex
 from collections.abc import Iterator, Mapping
@@ -13,6 +14,7 @@ from ..core.untrusted import read_json
 
 _PATTERNS = (RECORD, "eval.json", "eval-*.json", "report.json", "report.html")
 _COMMANDS = ("command", "train_command")
+_EVALUATED = re.compile(r"kvfold eval (/[^\s<&]+)")
 
 
 def without_paths(directory: Path, files: Mapping[str, int]) -> dict[str, bytes]:
@@ -34,8 +36,12 @@ def without_paths(directory: Path, files: Mapping[str, int]) -> dict[str, bytes]
     chosen = [name for name in files if any(Path(name).match(pattern) for pattern in _PATTERNS)]
     found = {name: read_json(directory / name, top=None) for name in chosen if name.endswith(".json")}
     names = {path: Path(path).name for content in found.values() for path in _paths(content)}
-    home = str(Path.home())
-    if _is_place(home):
+    for name in chosen:
+        if name not in found:  # a page has commands for other checkpoints
+            text = (directory / name).read_text(encoding="utf-8", errors="surrogateescape")
+            names |= {path: Path(path).name for path in _EVALUATED.findall(text) if _is_place(path)}
+    home = os.path.expanduser("~")
+    if Path(home).is_absolute() and home != os.sep:
         names.setdefault(home, "~")
     contents = dict(found)
     source = (read_record(directory) or {})["source"]
@@ -57,7 +63,8 @@ def without_paths(directory: Path, files: Mapping[str, int]) -> dict[str, bytes]
 
 
 def _is_place(text: str) -> bool:
-    return Path(text).is_absolute() and len(Path(text).parts) > 1
+    """Return whether a text is a path of at least two parts: one, such as `/out`, tells nothing."""
+    return Path(text).is_absolute() and len(Path(text).parts) > 2
 
 
 def _paths(value: Any, key: str = "") -> Iterator[str]:
@@ -70,8 +77,9 @@ def _paths(value: Any, key: str = "") -> Iterator[str]:
             yield from _paths(inner, key)
     elif isinstance(value, str) and key != "notices":  # sentences, which may begin with a path
         for word in (value, *(_words(value) if key in _COMMANDS else ())):
-            if _is_place(word):
-                yield word
+            path = word.removeprefix("self+")  # of --calibration self+FILE
+            if _is_place(path):
+                yield path
 
 
 def _words(command: str) -> list[str]:

@@ -18,5 +18,4 @@ def test_the_nearest_numbers_are_the_old_ones_after_tiny_steps(tmp_path: Path) -
     row = measure(fold.directory, "stdlib", tmp_path, settings, window=64, max_windows=2)
     lost, back = row["lost"], row["taken_back"]
     assert lost["nearest"] == pytest.approx(lost["fold"], abs=1e-4)
-    assert back["nearest"] > 0.9
-    assert abs(lost["fair"] - lost["float32"]) < abs(lost["fold"]) / 10
+    assert 1 > back["nearest"] > back["fair"] > 0.9

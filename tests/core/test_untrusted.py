@@ -118,6 +118,7 @@ def test_a_number_of_yaml_that_would_take_a_minute(digits: str) -> None:
         parse_yaml(f"a: {digits}", "here")
 
 
+@pytest.mark.usefixtures("loader")
 def test_yaml_that_is_read() -> None:
     assert parse_yaml("a: &x {b: 1}\nc: *x\nd: [*x, *x]", "here")["d"] == [{"b": 1}] * 2
     assert parse_yaml("", "here", top=None) is None

@@ -90,6 +90,16 @@ def test_training_and_rounding_are_those_of_the_result_files() -> None:
     assert seen >= 12, "the table was not found"
 
 
+def test_what_an_output_keeps_is_that_of_the_result_files() -> None:
+    text = (PAGES / "distillation.md").read_text(encoding="utf-8")
+    for name in ("smollm2-135m", "demo", "prose-6m"):
+        file = ROOT / f"benchmarks/results/saved-students-{name}.json"
+        row = json.loads(file.read_text(encoding="utf-8"))
+        lost = [f"{row['lost'][label]:.4f}" for label in ("fold", "float32", "nearest", "fair")]
+        back = [f"{100 * row['taken_back'][label]:.1f} %" for label in ("nearest", "fair")]
+        assert f"| {' | '.join([*lost, *back])} |" in text, name
+
+
 LABELS = {  # of sources in the table of vLLM, where they differ from those of the file
     "llava": "LLaVA",
     "mixtral, 8 heads": "mixtral",

@@ -39,22 +39,24 @@ def test_places_of_this_machine_are_published_by_their_names(
     source = "/home/me/.cache/models--org--tiny/snapshots/0123"
     record["source"] |= {"name": "0123", "path": source, "revision": "0123"}
     record["notices"] = [f"{source}/config.json differs", "see /home/me/x/y", "/home/meow/x"]
-    record["command"] = f"kvfold convert {source} --calibration '/home/me/my texts/a.jsonl'"
+    record["command"] = f"kvfold convert {source} --calibration 'self+/home/me/my texts/a.jsonl'"
     copied = Path(shutil.copytree(folded, tmp_path / "copied"))
     (copied / "kvfold.json").write_text(json.dumps(record))
     (copied / "eval-1.json").write_text('{"checkpoint": {"path": "/home/me/out/copied"}, "text": "1/2"}')
     (copied / "eval-2.json").write_text('{"a":1}')
-    (copied / "report.html").write_bytes(b"<b>/home/me/out/copied</b>\r\n\xff")
+    (copied / "report.html").write_bytes(
+        b"<b>/home/me/out/copied</b>\r\n\xff kvfold eval /data/me/b --out /data/me/b/c"
+    )
     publication = prepare(copied, "org/x")
     assert publication.sizes["eval-1.json"] == len(publication.contents["eval-1.json"])
-    assert publication.contents["report.html"] == b"<b>copied</b>\r\n\xff"
+    assert publication.contents["report.html"] == b"<b>copied</b>\r\n\xff kvfold eval b --out b/c"
     assert "eval-2.json" not in publication.contents  # it keeps its bytes
     told = json.loads(publication.contents["eval-1.json"])
     assert told == {"checkpoint": {"path": "copied"}, "text": "1/2"}
     sent = json.loads(publication.contents["kvfold.json"])
     assert sent["source"] == {**record["source"], "name": "org/tiny", "path": "org/tiny"}
     assert hub_id(sent["source"]) == "org/tiny"
-    assert sent["command"] == "kvfold convert org/tiny --calibration 'a.jsonl'"
+    assert sent["command"] == "kvfold convert org/tiny --calibration 'self+a.jsonl'"
     assert sent["notices"] == ["org/tiny/config.json differs", "see ~/x/y", "/home/meow/x"]
     assert json.loads((copied / "kvfold.json").read_text()) == record
     # Published again from a download, it stays as it is.

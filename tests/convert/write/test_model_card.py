@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from kvfold.checkpoints.eval_json import EvalSummary, read_summary
 from kvfold.checkpoints.record import hub_id, read_record, source_directory, write_record
 from kvfold.cli import main
+from kvfold.convert.write import card_body
 from kvfold.convert.write.model_card import make_card, write_card, written_by_kvfold
 
 from ...support.tiny import make
@@ -357,3 +358,8 @@ def test_what_eval_writes_is_what_the_card_reads(tmp_path: Path) -> None:
     assert found.student.cache.elements_per_token_per_layer == 256
     assert found.fidelity is not None
     assert found.fidelity.kl.mean == pytest.approx(0, abs=1e-6)
+
+
+def test_a_text_next_to_the_sources_own_is_named_without_its_place() -> None:
+    record = {"source": {"path": "/data/source"}}
+    assert card_body._named(["self+/data/texts/a.txt", "self"], record, "x") == ["self+a.txt", "self"]

@@ -107,7 +107,7 @@ def test_text_goes_on_after_the_last_whole_batch(
         return open_windows(file, *arguments)
 
     monkeypatch.setattr(job, "open_windows", open_and_store)
-    for bound in ("_LEAST_ON_CPU", "_MOST_TOGETHER"):
+    for bound in ("_WRITTEN_TOGETHER", "_MOST_ON_CPU"):
         monkeypatch.setattr(documents, bound, 8)  # 61 sequences are eight batches
     distill(make_recipe(data=data, output=str(tmp_path / "whole")))
     written = tmp_path / "out.partial" / "written"
