@@ -280,7 +280,7 @@ def test_a_template_that_tokenizers_refuses_is_left_to_it(change: dict[str, Any]
 
 def test_a_map_that_is_too_large_to_be_checked(tmp_path: Path) -> None:
     (tmp_path / "a.model").write_bytes(pieces(3, bytes(2**22 + 1)))
-    with pytest.raises(InvalidInput, match="or is too large to tell .a map of more than 4194304 bytes"):
+    with pytest.raises(InvalidInput, match=r"or is too large to tell .a map of more than 4194304 bytes"):
         check_tokenizer(tmp_path)
 
 
