@@ -34,7 +34,7 @@ LLAMA_PACKAGE ?= llama-cpp-python==0.3.36
 LLAMA_CPP ?= .llama.cpp/source
 LLAMA_VENV := .venv-llamacpp
 
-# `make gpu`: Python with a CUDA build of torch; the minutes of each of the four parts.
+# `make gpu`: Python with a CUDA build of torch; the minutes of each of the five parts.
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 MINUTES ?= 9
 

@@ -7,7 +7,7 @@ import click
 
 from kvfold.core.console import Command
 
-_NAMES = ("kernel", "train", "fold", "distil")
+_NAMES = ("kernel", "train", "fold", "distil", "large")
 _RESULTS = Path(__file__).parent.parent / "results"
 
 

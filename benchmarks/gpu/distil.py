@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -39,12 +40,14 @@ from .text import HELD, TRAIN
 
 RATES = {"ce": 1e-4, "kl": 3e-4, "attention_output": 3e-3}  # not tuned here; the same for every start
 ROOT = Path(__file__).parent.parent.parent
-FIRST = 2  # recoveries that come before everything else
 FSDP = ("single", "fsdp2")
+_ERROR = re.compile(
+    r"(\[rank\d+\]: )?(Error|[\w.]+(Error|Exception)): "
+)  # kvfold's, or a traceback's last line
 
 
 def distil(ledger: Ledger, sizes: Sizes, work: Path, directory: Path, device: str) -> None:
-    """Measure the main recoveries, then steps, FSDP 2, losses and the other recoveries; rows of `distil`.
+    """Measure profiles, steps, losses and, with the time that is left, recoveries; rows of `distil`.
 
     Args:
         ledger: of the part.
@@ -54,22 +57,20 @@ def distil(ledger: Ledger, sizes: Sizes, work: Path, directory: Path, device: st
         device: `cuda` or `cpu`.
     """
     grid = make_grid(sizes, work, directory)
-    targets = list(dict.fromkeys(target for target, *_ in sizes.cells))
-    if not (work / STATISTICS).exists():
-        ledger.attempt("statistics", partial(statistics, sizes, work, directory))
-    if ledger.attempt("folds", partial(_folds, grid, targets, work / STATISTICS)) is None:
-        return
-    _recoveries(ledger, grid, sizes.cells[:FIRST])
     student = work / "stepped"
     if ledger.attempt("student", partial(quarter, directory, student)) is not None:
+        for profile in FSDP if device == "cuda" else ():
+            ledger.attempt(f"profile {profile}", partial(launched, ledger, grid, directory, student, profile))
         for kind in sizes.kinds:
             ledger.attempt(
                 "step {}, {}".format(*kind), partial(one_step, ledger, sizes, directory, student, kind)
             )
-        for profile in FSDP if device == "cuda" else ():
-            ledger.attempt(f"profile {profile}", partial(launched, ledger, grid, directory, student, profile))
     ledger.attempt("losses", partial(losses, ledger, sizes))
-    _recoveries(ledger, grid, sizes.cells[FIRST:])
+    targets = list(dict.fromkeys(target for target, *_ in sizes.cells))
+    if not (work / STATISTICS).exists():
+        ledger.attempt("statistics", partial(statistics, sizes, work, directory))
+    if ledger.attempt("folds", partial(_folds, grid, targets, work / STATISTICS)) is not None:
+        _recoveries(ledger, grid, sizes.cells)
 
 
 def _recoveries(ledger: Ledger, grid: Grid, cells: Iterable[tuple[str, str, str]]) -> None:
@@ -193,5 +194,6 @@ def child(command: list[str], seconds: float) -> str:
     if done.returncode:
         click.echo(done.stderr, err=True)
         said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-        raise RuntimeError(said[-1])
+        # A launcher writes a report of its own below the error.
+        raise RuntimeError(next((line for line in said if _ERROR.match(line)), said[-1]))
     return done.stdout

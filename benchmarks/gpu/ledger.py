@@ -5,6 +5,7 @@ import json
 import time
 import traceback
 from collections.abc import Callable
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from kvfold.core.files import replace_text
 
 from ..machine import machine
 
-PARTS = ("kernel", "train", "fold", "distil", "pretrained")
+PARTS = ("kernel", "train", "fold", "distil", "large", "pretrained")
 Row = dict[str, Any]
 
 
@@ -108,7 +109,7 @@ class Ledger:
     def write(self) -> None:
         """Write all rows, to the working directory and as the result."""
         result = {
-            "machine": self.here, "part": self.part, "sizes": self.sizes,
+            "machine": self.here, "date": date.today().isoformat(), "part": self.part, "sizes": self.sizes,
             "seconds": round(self.before + time.monotonic() - self.start, 1),
             "rows": self.rows, "not_run": self.not_run, "failed": self.failed,
         }  # fmt: skip

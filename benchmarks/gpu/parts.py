@@ -10,6 +10,7 @@ from kvfold.core.errors import InvalidInput
 from .distil import distil
 from .fold import fold
 from .kernel import kernel
+from .large import large
 from .ledger import Ledger
 from .parcel import pack
 from .pretrained import pretrained
@@ -57,6 +58,8 @@ def run_part(
         train(ledger, sizes, work, device, min(SPENT * seconds, sizes.most_seconds))
         if (work / sizes.carried).exists():
             pack(work / sizes.carried, out)
+    elif part == "large":
+        large(ledger, sizes, work.resolve(), device)
     elif part == "pretrained":
         _pretrained(ledger, sizes, work, source, *texts)
     else:

@@ -62,6 +62,8 @@ class Sizes:
         kinds: kinds of `benchmarks.training`.
         step_tokens: tokens of a timed training step, and of a window.
         losses: options of `benchmarks.losses`.
+        large: fields of `LlamaConfig` of a model with random weights, which is folded by command.
+        large_folds: options of `kvfold convert` by name of the fold.
     """
 
     name: str
@@ -96,6 +98,8 @@ class Sizes:
     kinds: tuple[tuple[str, str], ...]
     step_tokens: tuple[int, int]
     losses: tuple[str, ...]
+    large: dict[str, Any]
+    large_folds: dict[str, str]
 
 
 _CONTEXTS = (32768, 8192, 131072)
@@ -179,6 +183,17 @@ FULL = Sizes(
     losses=(
         "--tokens", "8192", "--vocabulary", "128256", "--hidden", "4096", "--repeats", "1", "--chunks", "27",
     ),
+    # the shape of Llama 3.2 1B
+    large={
+        "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 128256, "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-5, "rope_theta": 500_000.0, "tie_word_embeddings": True,
+    },
+    large_folds={
+        "mla 50%": "--to mla --kv-budget 50% --jobs 4",
+        "mla 50% quick": "--to mla --kv-budget 50% --jobs 4 --effort quick",
+        "gqa 50%": "--to gqa --kv-budget 50% --jobs 4",
+    },
 )  # fmt: skip
 
 # One source that trains for three minutes and is small enough to be carried home, where what needs no GPU is
@@ -259,5 +274,10 @@ TOY = Sizes(
     kinds=(("all", "plain"), ("all", "online")),
     step_tokens=(128, 32),
     losses=("--tokens", "32", "--vocabulary", "64", "--hidden", "16", "--repeats", "1", "--chunks", "10"),
+    large={
+        "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 4, "head_dim": 16, "vocab_size": 512, "max_position_embeddings": 256,
+    },
+    large_folds={"mla 50%": "--to mla --kv-budget 50% --sequences 4 --length 32 --refine 2"},
 )  # fmt: skip
 SIZES = {sizes.name: sizes for sizes in (FULL, LENT, TOY)}

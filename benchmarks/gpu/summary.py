@@ -53,6 +53,7 @@ TITLES = {
     "train": "A source trained on the spot",
     "fold": "Folds of it",
     "distil": "Distillation of its folds",
+    "large": "Folds of a real size",
     "pretrained": "A pretrained source",
 }
 
@@ -204,6 +205,17 @@ def _distil(rows: Rows) -> list[Table]:
     ]
 
 
+def _large(rows: Rows) -> list[Table]:
+    lines = [
+        (
+            f"`{row['options']}`", _number(row["seconds"]), _number(row["peak_gpu_mb"], "{:.0f}"),
+            _number(row["predicted_cpu_seconds"], "{:.0f}"),
+        )
+        for row in _kind(rows, "fold")
+    ]  # fmt: skip
+    return [(("fold", "s", "GPU's peak, MB", "predicted of its CPU, s"), lines)]
+
+
 def _pretrained(rows: Rows) -> list[Table]:
     windows = list(dict.fromkeys(window for row in _kind(rows, "fold") for window in row["losses"]))
     lost = [
@@ -239,5 +251,6 @@ TABLES: dict[str, Callable[[Rows], list[Table]]] = {
     "train": _train,
     "fold": _fold,
     "distil": _distil,
+    "large": _large,
     "pretrained": _pretrained,
 }

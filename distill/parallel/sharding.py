@@ -99,10 +99,11 @@ def call_inside(module: nn.Module, function: Callable[[], Any]) -> None:
 
     All processes must call it together. The function may run the model, uncompiled.
     """
-    module.forward = lambda: function()
+    # FSDP 2 of torch 2.11 fails on a GPU without arguments: it looks for those that it moved there.
+    module.forward = lambda _: function()
     try:
         with torch.compiler.set_stance("force_eager"):
-            module()
+            module(None)
     finally:
         del module.forward
     reshard(module)

@@ -19,6 +19,8 @@ in one file; the day is that of the last run, unless there is a row for each.
 _COMMANDS = {
     "fold-cost-sizes": "fold_cost",
     "gpu-distil": "gpu distil --lent",
+    "gpu-fold": "gpu fold --lent",
+    "gpu-fold-source": "gpu train --lent",
     "gpu-kernel": "gpu kernel",
     "gpu-pretrained": "gpu pretrained",
     "gpu-train": "gpu train --lent",

@@ -6,6 +6,7 @@ What needs a GPU is left out here: the kernel itself, CUDA graphs, and FSDP 2 in
 import gc
 import json
 import subprocess
+import sys
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -134,6 +135,25 @@ def test_a_pretrained_source_is_measured(day: Path, monkeypatch: pytest.MonkeyPa
     assert found["fold mla 50%"]["losses"]["64"]["lost"] > -1
     assert [point["tokens"] for point in found["training mla 50%"]["points"]] == [256, 512]
     assert "| mla 50% | 512 |" in write_summary(day / "out")
+
+
+def test_a_large_model_is_folded_by_command(day: Path) -> None:
+    found = measure(day, "large")
+    assert list(found) == ["model", "fold mla 50%"]
+    row = found["fold mla 50%"]
+    assert row["seconds"] >= row["lines"][-1][0] > 0
+    assert row["predicted_cpu_seconds"] > 0
+    assert not (day / "large-mla-50").exists()
+
+
+def test_a_launchers_report_does_not_hide_the_error() -> None:
+    """torchrun writes a report with a line of = signs below the traceback of its process."""
+    said = "Traceback:\n[rank0]: IndexError: tuple index out of range\nFAILED\n====\n"
+    program = f"import sys; sys.stderr.write({said!r}); sys.exit(1)"
+    with pytest.raises(RuntimeError, match=r"IndexError: tuple index out of range"):
+        distillation.child([sys.executable, "-c", program], 60)
+    with pytest.raises(RuntimeError, match="exit code 3"):
+        distillation.child([sys.executable, "-c", "raise SystemExit(3)"], 60)
 
 
 def late(words: list[str], _seconds: float) -> str:
