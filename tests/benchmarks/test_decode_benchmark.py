@@ -1,14 +1,21 @@
 """`python -m benchmarks.decode`: one object with the numbers that it promises, of every kind of model.
 
-Refusals.
+Refusals. Graphs of `benchmarks.kernels`.
 """
 
+import gc
 import json
 import re
+import weakref
+from collections.abc import Callable
+from contextlib import nullcontext
+from unittest.mock import MagicMock
 
 import pytest
+import torch
 from click.testing import CliRunner
 
+from benchmarks import kernels
 from benchmarks.decode import main
 
 TINY = [
@@ -59,3 +66,22 @@ def test_bad_input(options: list[str], words: str) -> None:
     assert result.exit_code == 2
     assert result.exception is not None
     assert re.search(words, result.output), result.output
+
+
+def test_a_replayed_graph_keeps_what_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph does not, and the next recording frees what nobody keeps: an illegal access on an H200."""
+    for name in ("Stream", "current_stream", "CUDAGraph"):
+        monkeypatch.setattr(torch.cuda, name, MagicMock())
+    for name in ("stream", "graph"):
+        monkeypatch.setattr(torch.cuda, name, lambda _: nullcontext())
+
+    def record() -> tuple[Callable[[], float], weakref.ref[torch.Tensor]]:
+        read = torch.zeros(3)
+        return kernels.replayed(lambda: read.sum()), weakref.ref(read)
+
+    run, kept = record()
+    gc.collect()
+    assert kept() is not None
+    del run
+    gc.collect()
+    assert kept() is None
