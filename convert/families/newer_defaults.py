@@ -297,6 +297,18 @@ NEWER_DEFAULTS: dict[str, dict[str, Any]] = {
     },
     "exaone4": _EXAONE,
     "exaone_moe": _EXAONE,
+    "afmoe": {
+        **_SIZES,
+        "vocab_size": 200192,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_attention_heads": 16,
+        "head_dim": 128,
+        "max_position_embeddings": 16384,
+        "rms_norm_eps": 1e-5,
+        "sliding_window": 1024,
+        "sliding_window_pattern": 4,
+    },
     "internlm3": {
         **_SIZES,
         "vocab_size": 128512,

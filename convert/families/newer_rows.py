@@ -222,6 +222,16 @@ NEWER = {
         layer_tensors=layer_names(*NORMS),
         block=EXPERTS,
     ),
+    "afmoe": Family(
+        label="AFMoE (Trinity)",
+        architecture="AfmoeForCausalLM",
+        names={"sliding_window_pattern": "global_attn_every_n_layers"},
+        **QK_NORM,
+        unrotated="sliding_window",
+        gate="layers.{layer}.self_attn.gate_proj",
+        layer_tensors=layer_names(*NORMS, "pre_mlp_layernorm.weight", "post_mlp_layernorm.weight"),
+        block=EXPERTS,
+    ),
     "internlm3": Family(
         label="InternLM 3", architecture="LlamaForCausalLM", block="its class is chosen by name"
     ),

@@ -50,7 +50,7 @@ UNFOLDED: dict[str, str] = {
         "falcon_h1", "lfm3", "nemotron_h", "qwen4_exp", "qwen4_exp_text", "recurrent_gemma", "zamba",
         "zamba2",
     )),
-    **_all(_GATED, ("afmoe", "beam", "hrm_text", "laguna")),
+    **_all(_GATED, ("beam", "hrm_text", "laguna")),
     **_all(_PARTLY, (
         "cohere2_moe", "flint", "granite_swa", "granitemoe_swa", "kolibri1",
     )),

@@ -188,6 +188,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "floor_scale": 8,
     },
     "exaone_moe": {**_EXPERTS, **_MIXED, "num_experts": 4, "first_k_dense_replace": 1},
+    "afmoe": {**_EXPERTS, **_MIXED, "num_experts": 4, "num_dense_layers": 1},
     "falcon": {"new_decoder_architecture": True, "num_kv_heads": 8, "ffn_hidden_size": 48, "bias": True},
 }
 # Classes that have no head_dim of their own.
