@@ -17,7 +17,7 @@ from typing import Any
 from kvfold.cli import main as kvfold
 
 PLACES = {
-    "calibration.study._sample": "text",
+    "calibration.study._own_text": "text",
     "calibration.study._within_reach": "text",
     "calibration.study._collect": "statistics",
     "decide.plan.choose_slots": "closed form",

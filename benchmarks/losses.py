@@ -51,7 +51,7 @@ def liger(name: str, student: Predictions, teacher: Predictions) -> Tensor:
         for tensor in (student.hidden_TD, student.weight_VD, teacher.hidden_TD, teacher.weight_VD)
     )
     fused = LigerFusedLinearJSD(jsd_beta=0.0 if name == "kl" else 1.0)
-    mean: Tensor = fused(student_H, student_W, teacher_H, teacher_W)
+    mean: Tensor = fused(student_H, student_W, teacher_H, teacher_W, shift_labels=None)
     return mean * len(student_H)
 
 

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import click
 import torch
 
 from kvfold.convert.decide.costs.fold_cost import cost_of
@@ -28,6 +29,7 @@ from .text import TRAIN, write_text
 from .tokens import make_tokenizer
 
 MODEL = "large"
+NEEDED = 60.0  # seconds that a fold takes at least
 TOKENIZER = 16384  # tokens of the text's tokenizer; the model's vocabulary is as large as the sizes say
 
 
@@ -44,8 +46,9 @@ def large(ledger: Ledger, sizes: Sizes, work: Path, device: str) -> None:
         ledger.rows.pop("model", None)
     if ledger.attempt("model", partial(_model, sizes, work, device)) is None:
         return
+    needs = NEEDED if device == "cuda" else 0.0
     for label, options in sizes.large_folds.items():
-        ledger.attempt(f"fold {label}", partial(_fold, ledger, work, label, options, device))
+        ledger.attempt(f"fold {label}", partial(_fold, ledger, work, label, options, device), needs)
 
 
 def _model(sizes: Sizes, work: Path, device: str) -> Row:
@@ -70,7 +73,7 @@ def _fold(ledger: Ledger, work: Path, label: str, options: str, device: str) -> 
     """Return the lines of a fold with the seconds at which they came, its time, memory and prediction.
 
     Raises:
-        RuntimeError: the command fails or the time ends; the message has its last line.
+        RuntimeError: the command fails, or the time ends; its lines are shown.
     """
     model, out = work / MODEL, work / f"{MODEL}-{label.replace(' ', '-').replace('%', '')}"
     for left in work.glob(f"{out.name}*"):  # a fold that was stopped would be resumed in less time
@@ -109,8 +112,9 @@ def _watched(command: list[str], limit: float, device: str) -> tuple[list[list[A
         stopper.cancel()
     seconds = round(time.monotonic() - start, 1)
     if running.returncode:
-        last = lines[-1] if lines else [seconds, f"exit code {running.returncode}"]
-        raise RuntimeError(f"the fold ended after {seconds} s, code {running.returncode}: {last[1]}")
+        for when, line in lines:
+            click.echo(f"{when} s: {line}", err=True)
+        raise RuntimeError(f"the fold was stopped after {seconds} s, with code {running.returncode}")
     return lines, seconds, round((free - least) / 1e6, 1) if device == "cuda" else None
 
 

@@ -190,9 +190,9 @@ FULL = Sizes(
         "rms_norm_eps": 1e-5, "rope_theta": 500_000.0, "tie_word_embeddings": True,
     },
     large_folds={
-        "mla 50%": "--to mla --kv-budget 50% --jobs 4",
-        "mla 50% quick": "--to mla --kv-budget 50% --jobs 4 --effort quick",
-        "gqa 50%": "--to gqa --kv-budget 50% --jobs 4",
+        "mla 25%": "--to mla --kv-budget 25% --jobs 4",
+        "mla 25% quick": "--to mla --kv-budget 25% --jobs 4 --effort quick",
+        "gqa 25%": "--to gqa --kv-budget 25% --jobs 4",
     },
 )  # fmt: skip
 

@@ -16,12 +16,13 @@ from ...core.errors import InvalidInput
 from ..recipe.recipe import Profile, Recipe
 
 Kind = Literal["cpu", "cuda"]
-# Devices on which each profile has run, in tests or by hand. Any other gives a notice when it is chosen.
+# Devices on which each profile has run, in tests or by hand, on one GPU at most. Any other gives a notice
+# when it is chosen.
 TESTED: Mapping[Profile, frozenset[Kind]] = {
     "cpu": frozenset({"cpu"}),
     "single": frozenset({"cpu", "cuda"}),
-    "ddp": frozenset({"cpu"}),
-    "fsdp2": frozenset({"cpu"}),
+    "ddp": frozenset({"cpu", "cuda"}),
+    "fsdp2": frozenset({"cpu", "cuda"}),
     "zero2": frozenset({"cpu"}),
     "zero3": frozenset({"cpu"}),
     "multinode": frozenset({"cpu"}),
@@ -117,6 +118,8 @@ def relaunch(recipe: Recipe, profile: Profile, extra: Sequence[str], arguments: 
         )
     if not _has(extra, _COUNT):
         extra = [_COUNT, _processes(profile, gpu), *extra]
+    if gpu and "cuda" in TESTED[profile] and _count(extra) != "1":
+        notice(f"the profile {profile} has run on one GPU, but not yet on several")
     _exec(profile, extra, gpu, arguments)
 
 

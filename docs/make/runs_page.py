@@ -22,6 +22,7 @@ _COMMANDS = {
     "gpu-fold": "gpu fold --lent",
     "gpu-fold-source": "gpu train --lent",
     "gpu-kernel": "gpu kernel",
+    "gpu-large": "gpu large --lent",
     "gpu-pretrained": "gpu pretrained",
     "gpu-train": "gpu train --lent",
     "convert-curves": "convert_speed --curves",

@@ -2,6 +2,7 @@
 compared with.
 """
 
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from safetensors.torch import load_file
 from benchmarks import resident
 from benchmarks.convert_memory import flatness, generate
 from benchmarks.convert_speed import exponent
+from benchmarks.fold_phases import PLACES
 from benchmarks.statistics import summarised
 
 
@@ -75,3 +77,10 @@ def test_every_fold_is_asked_for_the_same_text(name: str, tmp_path: Path) -> Non
     assert (f"--calibration {tmp_path / 'text.txt'} {taken}" in words) == (name != resident.WEIGHTS)
     assert taken in " ".join(commands[resident.RESIDENT])
     assert ("--refine 7" in words) == (name == resident.REFINED)
+
+
+def test_every_phase_of_a_fold_begins_in_a_function_that_exists() -> None:
+    """Clocks are put around functions by their names, which a refactoring may change."""
+    for place in PLACES:
+        module, _, name = place.rpartition(".")
+        assert callable(getattr(import_module(f"kvfold.convert.{module}"), name)), place

@@ -184,6 +184,14 @@ def test_one_process_on_a_gpu_is_not_called_untested(file: Path, monkeypatch: py
     assert (result.exit_code, "untested" in result.stderr) == (0, False)
 
 
+def test_several_gpus_are_new(file: Path, executed: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "uses_gpu", lambda *_: True)
+    told = [run(file, "--profile", "fsdp2", "--", "--num_processes", count).stderr for count in "12"]
+    assert ["has run on one GPU, but not yet on several" in words for words in told] == [False, True]
+    assert "untested" not in "".join(told)
+    assert len(executed) == 2
+
+
 @pytest.mark.parametrize(
     ("variables", "message"),
     [
