@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from ...checkpoints.card import read_card
-from ...checkpoints.directory import Checkpoint, check_output, check_side_files
+from ...checkpoints.directory import check_output, check_side_files
+from ...checkpoints.unchanged import check_unchanged
 from ...core.console import notice
 from ...core.errors import InvalidInput
 from ...core.hub import resolve
@@ -94,16 +95,6 @@ def prepare(
     plan = replace(plan, notices=(*plan.notices, *told, *_id_notices(plan.source)))
     out = request.out or Path(output_name(request.model, plan.target.to_dict()))
     return PreparedFold(plan=plan, out=out)
-
-
-def check_unchanged(checkpoint: Checkpoint) -> None:
-    """Check that the files of a checkpoint are still those that were opened.
-
-    Raises:
-        InvalidInput: one was written or replaced meanwhile.
-    """
-    if checkpoint.identity() != checkpoint.opened:
-        raise InvalidInput(f"{checkpoint.directory} changed while it was read; run the same command again")
 
 
 def _as_recorded(plan: Plan, calibration: str | None) -> FoldRequest:

@@ -19,11 +19,12 @@ from typing import Any
 
 import torch
 
-from ...checkpoints.directory import check_output, copy_side_files, finish
+from ...checkpoints.directory import Checkpoint, check_output, copy_side_files, finish
 from ...checkpoints.quantised.packed_checkpoint import QuantisedCheckpoint
 from ...checkpoints.quantised.schemes import MODELOPT_FILE
-from ...checkpoints.record import SCHEMA, changed_since, describe, read_record, sha256, write_record
+from ...checkpoints.record import SCHEMA, changed_since, describe, read_record, write_record
 from ...checkpoints.shards import ShardWriter
+from ...checkpoints.unchanged import check_unchanged, hash_unchanged
 from ...core.console import is_first, progress
 from ...core.disk import check_room, disk_error, is_full, writing_errors
 from ...core.errors import InvalidInput
@@ -35,7 +36,6 @@ from ..calibration.capacity import default_jobs
 from ..decide.measured.layer_losses import FEWER
 from ..decide.measured.settle import settle
 from ..decide.plan import Plan, PlannedLayer
-from ..decide.preparation import check_unchanged
 from ..methods import table as methods
 from ..request import FoldRequest
 from .fold_journal import (
@@ -117,7 +117,8 @@ def rewrite(plan: Plan, out: Path, *, source_name: str | None = None) -> dict[st
         if is_first():
             with _failures(plan, out):
                 record = _complete(plan, partial, record)
-                check_unchanged(plan.source.checkpoint)  # the output could hold weights of two
+                # The output could hold weights of two sources.
+                check_unchanged(plan.source.checkpoint, _hashes(plan, done))
                 finish(partial, out, unneeded(partial))
     return record
 
@@ -221,7 +222,7 @@ def _units(plan: Plan, writer: ShardWriter) -> Iterator[tuple[str, Unit]]:
     """Yield the units of a plan, in the order of the files that it is read from."""
     checkpoint = plan.source.checkpoint
     for file in checkpoint.files:
-        yield f"file {file.name}", bind(_hash, file)
+        yield f"file {file.name}", bind(_hash, checkpoint, file)
         for layer in plan.layers:
             if checkpoint.file_of(layer.reads[0]) == file:
                 yield f"layer {layer.number}", bind(_write_layer, plan, layer, writer)
@@ -230,8 +231,13 @@ def _units(plan: Plan, writer: ShardWriter) -> Iterator[tuple[str, Unit]]:
                 yield name, bind(_write_copy, plan, name, writer)
 
 
-def _hash(file: Path) -> Found:
-    return {"sha256": sha256(file)}
+def _hash(checkpoint: Checkpoint, file: Path) -> Found:
+    return {"sha256": hash_unchanged(checkpoint, file)}
+
+
+def _hashes(plan: Plan, done: dict[str, Found]) -> dict[str, str]:
+    """Return the hash of each weight file of the source, by name."""
+    return {file.name: done[f"file {file.name}"]["sha256"] for file in plan.source.checkpoint.files}
 
 
 def _write_layer(plan: Plan, layer: PlannedLayer, writer: ShardWriter) -> Found:
@@ -305,7 +311,7 @@ def _record(plan: Plan, source_name: str | None, done: dict[str, Found]) -> dict
     from ... import __version__
 
     found = [done[f"layer {layer.number}"] for layer in plan.layers]
-    hashes = {file.name: done[f"file {file.name}"]["sha256"] for file in plan.source.checkpoint.files}
+    hashes = _hashes(plan, done)
     losses = [layer["measured"] for layer in found]
     directory = plan.source.checkpoint.directory
     parent = {"stage": "source", "path": str(directory.resolve())}

@@ -1,37 +1,73 @@
-"""A source that is replaced while it is folded."""
+"""A source that is replaced or touched while it is folded."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 
+from kvfold.checkpoints.directory import Checkpoint
 from kvfold.checkpoints.shards import ShardWriter
+from kvfold.checkpoints.unchanged import hash_unchanged
 from kvfold.cli import main
 from kvfold.convert.decide import preparation
+from kvfold.core.errors import InvalidInput
 
 from ...support.tiny import make
 
+WORDS = ["--to", "gqa", "--kv-budget", "50%", "--calibration", "none", "--jobs", "1"]
 
-def test_a_source_that_changes_meanwhile_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source, out = make(tmp_path / "source"), tmp_path / "out"
-    write = ShardWriter.write
 
-    def touching(self: ShardWriter, *arguments: Any) -> None:
-        os.utime(source / "model.safetensors", ns=(1, 1))
+def convert(source: Path, out: Path, meanwhile: Callable[[], Any]) -> Result:
+    """Run a fold during which something happens when the first tensor is written."""
+    write, happened = ShardWriter.write, []
+
+    def writing(self: ShardWriter, *arguments: Any) -> None:
+        if not happened:
+            happened.append(meanwhile())
         write(self, *arguments)
 
-    words = ["convert", str(source), "--to", "gqa", "--kv-budget", "50%", "--calibration", "none"]
-    with monkeypatch.context() as patched:
-        patched.setattr(ShardWriter, "write", touching)
-        done = CliRunner().invoke(main, [*words, "--out", str(out)])
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(ShardWriter, "write", writing)
+        return CliRunner().invoke(main, ["convert", str(source), *WORDS, "--out", str(out)])
+
+
+def test_a_source_that_changes_meanwhile_is_refused(tmp_path: Path) -> None:
+    source, out = make(tmp_path / "source"), tmp_path / "out"
+    weights = source / "model.safetensors"
+
+    def replace() -> None:
+        content = bytearray(weights.read_bytes())
+        content[-1] ^= 1
+        weights.write_bytes(content)
+
+    done = convert(source, out, replace)
     assert done.exit_code == 2, done.output
-    assert "source changed while it was read; run the same command again" in done.stderr
-    assert not out.exists()
+    assert f"{weights} changed while it was read; run the same command again" in done.stderr
     assert not list(tmp_path.glob("out*"))
-    again = CliRunner().invoke(main, [*words, "--out", str(out)])
+    again = convert(source, out, lambda: None)
     assert again.exit_code == 0, again.output
+
+
+def test_a_source_that_is_removed_meanwhile_is_refused(tmp_path: Path) -> None:
+    source, out = make(tmp_path / "source"), tmp_path / "out"
+    done = convert(source, out, (source / "config.json").unlink)
+    assert done.exit_code == 2, done.output
+    assert f"{source / 'config.json'} changed while it was read" in done.stderr
+
+
+def test_a_source_that_is_only_touched_meanwhile_is_folded(tmp_path: Path) -> None:
+    source, out = make(tmp_path / "source"), tmp_path / "out"
+
+    def touch() -> None:
+        for file in source.iterdir():
+            os.utime(file, ns=(1, 1))
+
+    done = convert(source, out, touch)
+    assert done.exit_code == 0, done.output
+    assert out.is_dir()
 
 
 def test_a_source_that_changes_while_it_is_calibrated_is_refused(
@@ -59,5 +95,14 @@ def test_a_source_that_changes_while_it_is_calibrated_is_refused(
     ]
     done = CliRunner().invoke(main, [*words, "--out", str(tmp_path / "out")])
     assert done.exit_code == 2, done.output
-    assert "source changed while it was read; run the same command again" in done.stderr
+    assert "model.safetensors changed while it was read; run the same command again" in done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_a_file_that_is_touched_before_it_is_hashed_counts_as_changed(tmp_path: Path) -> None:
+    checkpoint = Checkpoint(make(tmp_path / "source"))
+    file = checkpoint.files[0]
+    hash_unchanged(checkpoint, file)
+    os.utime(file, ns=(1, 1))
+    with pytest.raises(InvalidInput, match="changed while it was read"):  # its hash may be another file's
+        hash_unchanged(checkpoint, file)

@@ -1,0 +1,64 @@
+"""The check that a source keeps its content while it is read."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from ..core.errors import InvalidInput
+from .directory import Checkpoint, read_config
+from .quantised.packed_checkpoint import as_stored
+from .record import sha256
+
+_CONFIG = "config.json"
+
+
+def hash_unchanged(checkpoint: Checkpoint, file: Path) -> str:
+    """Return the hexadecimal SHA-256 that a weight file has had since its checkpoint was opened.
+
+    Args:
+        checkpoint: of the file.
+        file: one of its weight files.
+
+    Raises:
+        InvalidInput: the file was written, replaced or touched since the checkpoint was opened.
+    """
+    found = sha256(file)
+    if file.name in _touched(checkpoint):
+        raise _changed(file)
+    return found
+
+
+def check_unchanged(checkpoint: Checkpoint, known: Mapping[str, str] | None = None) -> None:
+    """Check that the files of a checkpoint still have the content that was opened.
+
+    A file is read again only where its size or its time differs.
+
+    Args:
+        checkpoint: it may be a view of another one's files.
+        known: hashes of its weight files by name, from `hash_unchanged`; without its hash, a file that was
+            touched counts as changed.
+
+    Raises:
+        InvalidInput: a file was written or replaced meanwhile.
+    """
+    hashes = known or {}
+    files = {file.name: file for file in checkpoint.files}
+    for name in _touched(checkpoint):
+        if name == _CONFIG:
+            same = read_config(checkpoint.directory) == as_stored(checkpoint).config
+        else:
+            same = name in hashes and sha256(files[name]) == hashes[name]
+        if not same:
+            raise _changed(files.get(name, checkpoint.directory / name))
+
+
+def _touched(checkpoint: Checkpoint) -> list[str]:
+    """Return the names of the files whose size or time is not as it was when the checkpoint was opened."""
+    try:
+        pairs = zip(checkpoint.opened, checkpoint.identity(), strict=True)
+    except FileNotFoundError as error:
+        raise _changed(Path(error.filename)) from None
+    return [before[0] for before, now in pairs if before != now]
+
+
+def _changed(file: Path) -> InvalidInput:
+    return InvalidInput(f"{file} changed while it was read; run the same command again")
