@@ -20,6 +20,7 @@ from ..checkpoints.quantised.packed_checkpoint import is_quantised
 from ..checkpoints.quantised.packed_tensor import module_of
 from ..checkpoints.record import SCHEMA, describe, read_record, write_record
 from ..checkpoints.shards import SHARD_SIZE, ShardWriter, TensorSpec
+from ..checkpoints.unchanged import check_unchanged
 from ..core.console import progress
 from ..core.errors import InvalidInput
 from ..core.files import check_makeable, whole_directory
@@ -156,8 +157,8 @@ def write_quantized(plan: QuantizePlan, shard_size: int = SHARD_SIZE) -> dict[st
         The record that is in the output's kvfold.json.
 
     Raises:
-        InvalidInput: the output exists by now or cannot be written, the disk is too small, or a weight is
-            NaN or infinite.
+        InvalidInput: the output exists by now or cannot be written, the disk is too small, a weight is NaN or
+            infinite, or the checkpoint changed meanwhile.
     """
     from ..convert.write.model_card import write_card
 
@@ -182,6 +183,7 @@ def write_quantized(plan: QuantizePlan, shard_size: int = SHARD_SIZE) -> dict[st
         (place / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         record = write_record(place, record)
         write_card(place, record)
+        check_unchanged(plan.checkpoint)
     return record
 
 

@@ -22,6 +22,7 @@ from kvfold.models.causal_lm import load
 from kvfold.models.code_files import foreign_code
 from kvfold.models.load_options import LoadOptions
 from kvfold.models.remote_code import AUTO_MAP
+from kvfold.quantisation import quantize
 from kvfold.quantisation.quantize import plan_quantize
 from kvfold.quantisation.scheme_names import SCHEMES
 from kvfold.quantisation.weight_rounding import rounding
@@ -251,6 +252,23 @@ def test_a_failure_leaves_nothing(place: Path, tmp_path: Path, monkeypatch: pyte
     assert result.exit_code == 2
     assert "no space left, the output takes" in result.output
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_source_that_changes_meanwhile_is_refused(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = shutil.copytree(place / "gqa", tmp_path / "source")
+    copy = quantize.copy_side_files
+
+    def replacing(*directories: Path) -> None:
+        shutil.copyfile(place / "stock" / "model.safetensors", source / "model.safetensors")
+        copy(*directories)
+
+    monkeypatch.setattr(quantize, "copy_side_files", replacing)
+    done = command(source, "--scheme", "fp8", "--out", tmp_path / "out")
+    assert done.exit_code == 2, done.output
+    assert "model.safetensors changed while it was read; run the same command again" in done.stderr
+    assert not (tmp_path / "out").exists()
 
 
 def test_unusable_requests_are_one_sentence(place: Path, tmp_path: Path) -> None:
