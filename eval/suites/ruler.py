@@ -24,7 +24,7 @@ from ..estimate import proportion, proportion_difference
 from ..subject import Subject
 from .decoding import greedy, read
 from .haystack import prose
-from .ruler_tasks import TASKS, NoRoom, RulerPrompt, RulerTasks, score
+from .ruler_tasks import TASKS, NoRoom, RulerPrompt, RulerTasks, no_room, score
 from .speed import numbers
 
 SAMPLES, LONGEST = 10, 4096
@@ -183,21 +183,23 @@ def _prompts(subject: Subject) -> dict[tuple[str, int], list[RulerPrompt]]:
     seed, samples = settings.get("ruler_seed", 0), settings.get("ruler_samples", SAMPLES)
     tasks, lengths = _tasks(settings), _lengths(subject)
     generator = RulerTasks(student.path, student.tokenizer)
-    found, refused = dict[tuple[str, int], list[RulerPrompt]](), dict[tuple[str, int], NoRoom]()
+    found, refused = dict[tuple[str, int], list[RulerPrompt]](), set[tuple[str, int]]()
     for task in tasks:
         for length in lengths:
             try:
                 drawn = [generator.sample(task, length, f"{seed}/{n}") for n in range(samples)]
-            except NoRoom as error:
-                refused[task, length] = error
+            except NoRoom:
+                refused.add((task, length))
             else:
                 found[task, length] = drawn
     if settings.get("ruler_lengths") is None:
         short = {length for _, length in refused} - {lengths[-1]}
         lengths = [length for length in lengths if length not in short]
-    without = {task: error for (task, length), error in refused.items() if length in lengths}
+    # Each task with the longest of the lengths that have no room for it.
+    without = {task: length for length in lengths for task in tasks if (task, length) in refused}
     if without and (settings.get("ruler_tasks") is not None or len(without) == len(tasks)):
-        raise next(iter(without.values()))
+        wanting = {length: [task for task in tasks if without.get(task) == length] for length in lengths}
+        raise no_room(student.path, {length: names for length, names in wanting.items() if names})
     return {
         (task, length): drawn
         for (task, length), drawn in found.items()

@@ -8,7 +8,7 @@ are left out.
 import random
 import re
 import string
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -26,7 +26,23 @@ SLACK = 8  # tokens of an answer beyond twice what a right one takes
 
 
 class NoRoom(InvalidInput):
-    """A task that has no room in a length."""
+    """Tasks that have no room in a length."""
+
+
+def no_room(path: Path, tasks: Mapping[int, Sequence[str]]) -> NoRoom:
+    """Return the error about tasks that have no room.
+
+    Args:
+        path: the checkpoint.
+        tasks: their names, by length.
+    """
+    plural = "" if sum(map(len, tasks.values())) == 1 else "s"
+    (length, first), *more = [(length, ", ".join(names)) for length, names in sorted(tasks.items())]
+    others = "".join(f", and {length} for {names}" for length, names in more)
+    return NoRoom(
+        f"--ruler-lengths {length} leaves no room for the task{plural} {first}{others} in the tokens of "
+        f"{path}; use longer prompts, or name other tasks with --ruler-tasks"
+    )
 
 
 @dataclass(frozen=True)
@@ -102,10 +118,7 @@ class RulerTasks:
             dense = self._largest(parts.dense, room)
             room -= len(dense)
         if room < 0 or (parts.dense is not None and not dense):
-            raise NoRoom(
-                f"--ruler-lengths {length} leaves no room for the task {task} in the tokens of {self._path}; "
-                "use longer prompts, or name other tasks with --ruler-tasks"
-            )
+            raise no_room(self._path, {length: [task]})
         # Depths in ascending order keep the order of the needles, which a chain of variables needs.
         depths = sorted(draw.random() for _ in needles)
         body = hide(self._filling(draw, room), list(zip(depths, needles, strict=True)), room)
