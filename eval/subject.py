@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import transformers
@@ -31,6 +31,7 @@ from .scores import UNQUANTISED, Live, LogitSource, Scores, gather, pending, sco
 from .stored_teacher import OPTION, StoredTeacher, fill
 from .windows import Limit, TextWindows, cut, limit_of, window_length
 
+Made = TypeVar("Made")
 _NO_NUMBERS = (
     "device_map",
     "offload_dir",
@@ -73,6 +74,7 @@ class Subject:
         self.roles = tuple(paths)
         self.device, self._dtype = place_of(options)
         self._loaded: dict[str, Loaded] = {}
+        self._made: dict[Callable[[Subject], Any], Any] = {}
         self.stored: StoredCache | None = None
         self._journal = journal or EvaluationJournal()
         with together():
@@ -138,6 +140,17 @@ class Subject:
             measure: returns plain values with finite numbers.
         """
         return self._journal.part(name, measure)
+
+    def once(self, make: Callable[["Subject"], Made]) -> Made:
+        """Return what a function makes of this subject; further calls return the same.
+
+        Args:
+            make: a suite's function, whose value both its check and its measurement use.
+        """
+        if make not in self._made:
+            self._made[make] = make(self)
+        made: Made = self._made[make]
+        return made
 
     def identity(self, role: str) -> str:
         """Return the hash of the files that decide what the model computes."""

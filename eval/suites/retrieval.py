@@ -69,7 +69,7 @@ def check_room(subject: Subject) -> None:
         InvalidInput: a length exceeds a model's positions or has no room for the keys, or the tokenizer does
             not distinguish numbers.
     """
-    _prompts(subject)
+    subject.once(_prompts)
 
 
 def measure(subject: Subject) -> RetrievalBlock:
@@ -79,7 +79,7 @@ def measure(subject: Subject) -> RetrievalBlock:
         InvalidInput: a length exceeds a model's positions or has no room for the keys, the tokenizer does not
             distinguish numbers, or logits are not finite.
     """
-    prompts, depths = _prompts(subject), _depths(subject.settings.get("retrieval_depths", DEPTHS))
+    prompts, depths = subject.once(_prompts), _depths(subject.settings.get("retrieval_depths", DEPTHS))
     roles = subject.roles if subject.options.cache_dtype is None else (*subject.roles, UNQUANTISED)
     units = [(role, *unit) for role in roles for unit in prompts]
     found: dict[str, dict[str, list[dict[str, Any]]]] = {role: {kind: [] for kind in KINDS} for role in roles}

@@ -63,7 +63,7 @@ def check_room(subject: Subject) -> None:
     Raises:
         InvalidInput: a length exceeds a model's positions or has no room for a task.
     """
-    prompts = _prompts(subject)
+    prompts = subject.once(_prompts)
     left_out = [name for name in _tasks(subject.settings) if name not in {task for task, _ in prompts}]
     if left_out:
         shortest = min(length for _, length in prompts)
@@ -77,7 +77,7 @@ def measure(subject: Subject) -> RulerBlock:
         InvalidInput: a length exceeds a model's positions or has no room for a task, or logits are not
             finite.
     """
-    prompts = _prompts(subject)
+    prompts = subject.once(_prompts)
     tasks = tuple(dict.fromkeys(task for task, _ in prompts))
     lengths = sorted({length for _, length in prompts})
     units = [(role, *unit) for role in subject.roles for unit in prompts]

@@ -56,6 +56,19 @@ def run(
     return found
 
 
+def test_prompts_are_made_once(roomy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = list[Path]()
+
+    class Counted(Haystack):
+        def __init__(self, path: Path, tokenizer: Any, keys: int) -> None:
+            made.append(path)
+            super().__init__(path, tokenizer, keys)
+
+    monkeypatch.setattr(retrieval, "Haystack", Counted)
+    run(roomy)
+    assert made == [roomy]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("length", [360, 777])
 @pytest.mark.parametrize("depth", [0.0, 0.5, 1.0])

@@ -216,6 +216,19 @@ def test_mistakes_are_one_sentence(wide: Path, settings: dict[str, Any], sentenc
         run(wide, ruler_samples=1, **settings)
 
 
+def test_prompts_are_made_once(wide: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = list[Path]()
+
+    class Counted(RulerTasks):
+        def __init__(self, path: Path, tokenizer: Any) -> None:
+            made.append(path)
+            super().__init__(path, tokenizer)
+
+    monkeypatch.setattr(ruler, "RulerTasks", Counted)
+    run(wide, ruler_samples=1, ruler_tasks="vt")
+    assert made == [wide]
+
+
 def test_one_cache_exists_at_a_time(wide: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """That of prompts that are answered is freed before the next are read."""
     alive: weakref.WeakSet[Any] = weakref.WeakSet()
