@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from ..checkpoints.record import folded_parent, is_distilled, read_record, source_directory
 from ..core.console import is_first, notice
 from ..core.errors import InvalidInput
-from ..core.hub import resolve
+from ..core.hub import local_directory, resolve
 from ..core.processes import together
 from ..core.settings import reason_of, refuse_text, refuse_truth
 from ..core.type_adapters import type_adapter
@@ -60,9 +60,10 @@ class EvalRequest:
         """Refuse suites that read a text where there is none, and options of weights that have no effect."""
         reading = [name for name in self.suites if SUITES[name].reads_text]
         if self.text is None and reading:
-            raise InvalidInput(
-                f"the suites {', '.join(reading)} read a text; choose one with --text, for example stdlib"
-            )
+            told = f"the suites {', '.join(reading)} read a text; choose one with --text, for example stdlib"
+            if local_directory(self.model) is None:
+                told = f"{self.model} is not a directory here; if it is a Hub id, {told}"
+            raise InvalidInput(told)
         for name in ("offload_dir", "cpu_memory"):
             if getattr(self.options, name) is not None and self.options.device_map != "auto":
                 raise InvalidInput(

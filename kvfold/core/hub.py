@@ -44,6 +44,26 @@ def resolve(model: str, revision: str | None = None) -> Path:
     Raises:
         InvalidInput: there is no such directory, and no such model can be downloaded.
     """
+    path = local_directory(model)
+    if path is not None:
+        if revision is not None:
+            raise InvalidInput(f"--revision {revision} applies to a Hub id, but {model} is a directory")
+        return check_name(path.resolve())
+    name, _, pinned = model.partition("@")
+    if pinned and revision not in {None, pinned}:
+        raise InvalidInput(f"{model} names another revision than --revision {revision}; give one of them")
+    return _download(name, revision or pinned or None)
+
+
+def local_directory(model: str) -> Path | None:
+    """Return the directory that a user names; None for what may be a Hub id, which is not looked for.
+
+    Args:
+        model: as of `resolve`.
+
+    Raises:
+        InvalidInput: it is neither.
+    """
     try:
         path = Path(model).expanduser()
     except RuntimeError:  # ~name, of a user that this machine does not have
@@ -51,18 +71,13 @@ def resolve(model: str, revision: str | None = None) -> Path:
             f"{model} names the home of a user who is not known here; give a directory"
         ) from None
     if path.is_dir():
-        if revision is not None:
-            raise InvalidInput(f"--revision {revision} applies to a Hub id, but {model} is a directory")
-        return check_name(path.resolve())
+        return path
     if path.exists():
         kind = "a GGUF file, and kvfold reads safetensors" if path.suffix == ".gguf" else "a file"
         raise InvalidInput(f"{model} is {kind}; give the directory that holds config.json")
     if model.startswith(("/", ".", "~")) or not _HUB_ID.fullmatch(model):
         raise InvalidInput(f"{model} is not a directory, and not a Hub id of the form org/name")
-    name, _, pinned = model.partition("@")
-    if pinned and revision not in {None, pinned}:
-        raise InvalidInput(f"{model} names another revision than --revision {revision}; give one of them")
-    return _download(name, revision or pinned or None)
+    return None
 
 
 def check_name(path: Path) -> Path:

@@ -252,7 +252,14 @@ def test_a_model_that_cannot_be_used_is_one_sentence(
 
 def test_suites_that_read_a_text_ask_for_it(mha: Path) -> None:
     check_mistake(
-        run(mha), "the suites ppl, fidelity read a text; choose one with --text, for example stdlib"
+        run(mha), "Error: the suites ppl, fidelity read a text; choose one with --text, for example stdlib"
+    )
+
+
+def test_a_model_that_is_not_here_is_named_before_a_text_is_asked_for(tmp_path: Path) -> None:
+    check_mistake(run("./absent"), "./absent is not a directory")
+    check_mistake(
+        run("absent"), "absent is not a directory here; if it is a Hub id, the suites ppl, fidelity"
     )
 
 
