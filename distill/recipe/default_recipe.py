@@ -44,10 +44,7 @@ def default_recipe(fold: Path) -> dict[str, Any]:
         raise InvalidInput(without_config(fold))
     record = read_record(fold)
     if record is None or not is_folded(fold):
-        raise InvalidInput(
-            f"{printable(fold)} is a directory without a fold (its kvfold.json names no target); name a "
-            "recipe file or an output of kvfold convert"
-        )
+        raise InvalidInput(_without_fold(fold))
     from ...checkpoints.directory import Checkpoint
 
     place = fold if fold.name not in ("", "..") else fold.resolve()
@@ -64,6 +61,15 @@ def default_recipe(fold: Path) -> dict[str, Any]:
         "stages": [stage],
         "save": {"every": default_save(TOKENS, window)},
     }
+
+
+def _without_fold(directory: Path) -> str:
+    """Return the sentence for a directory that kvfold did not fold: what it is, and what to do."""
+    if (directory / "config.json").is_file():
+        what, remedy = "a model that is not folded", "convert it first with kvfold convert, or name"
+    else:
+        what, remedy = "a directory without a checkpoint", "name an output of kvfold convert or"
+    return f"{printable(directory)} is {what}; {remedy} a recipe file"
 
 
 def default_save(tokens: int, window: int) -> int:

@@ -113,11 +113,14 @@ def test_settings_replace_keys_of_any_recipe(folded: Path) -> None:
 
 
 def test_what_is_no_fold_is_refused(teacher: Path, tmp_path: Path) -> None:
-    for directory in (teacher, tmp_path):
+    sentences = {
+        teacher: "is a model that is not folded; convert it first with kvfold convert, or name a recipe file",
+        tmp_path: "is a directory without a checkpoint; name an output of kvfold convert or a recipe file",
+    }
+    for directory, sentence in sentences.items():
         done = CliRunner().invoke(main, [str(directory)])
         assert done.exit_code == 2
-        assert f"{directory} is a directory without a fold" in done.output
-        assert "name a recipe file or an output of kvfold convert" in done.output
+        assert f"{directory} {sentence}" in done.output
         assert not Path(f"{directory}-distilled.partial").exists()
 
 
