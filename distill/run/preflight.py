@@ -9,9 +9,11 @@ from ...checkpoints.card import read_card
 from ...checkpoints.directory import check_side_files
 from ...core.errors import InvalidInput
 from ...models.decoder import Decoder
+from ...models.teacher_cache import check_place
 from ..losses import LOSSES
 from ..recipe.recipe import Recipe, Stage
 from ..stages.align import adds, check_inside
+from ..stages.cached_teacher import OPTION
 from ..stages.objective import check_layers
 from ..stages.stream import describe_student
 from ..stages.student import rounding
@@ -30,10 +32,12 @@ def check_stages(recipe: Recipe, student: Path, teacher: Path, *, sharded: bool)
         sharded: whether stages of the whole student divide models among processes.
 
     Raises:
-        InvalidInput: as of `directory.check_side_files` and `stream.describe_student`; or, with the name of
-            the stage, as of `teacher.check_whole`, `weights.find_trained`, `align.adds`,
-            `align.check_inside`, `objective.check_layers` and the losses themselves.
+        InvalidInput: the directory of the teacher's cache is another one's; as of
+            `directory.check_side_files` and `stream.describe_student`; or, with the name of the stage, as of
+            `teacher.check_whole`, `weights.find_trained`, `align.adds`, `align.check_inside`,
+            `objective.check_layers` and the losses themselves.
     """
+    _check_cache(recipe, student, teacher)
     for directory in (student, teacher):
         check_side_files(directory)
         read_card(directory)  # of which the output's card takes the licence
@@ -51,6 +55,17 @@ def check_stages(recipe: Recipe, student: Path, teacher: Path, *, sharded: bool)
         except InvalidInput as mistake:
             name = f"stage {stage.name}: "
             raise InvalidInput(name + str(mistake).removeprefix(name)) from None
+
+
+def _check_cache(recipe: Recipe, student: Path, teacher: Path) -> None:
+    """Refuse to keep the teacher's hidden states where a model is, or will be."""
+    if recipe.teacher_cache is None:
+        return
+    cache = Path(recipe.teacher_cache).expanduser()
+    for place in (student, teacher, recipe.output_directory, recipe.working_directory):
+        if cache.resolve().is_relative_to(place.resolve()):
+            raise InvalidInput(f"{OPTION} {cache} is {place} or inside it; name a directory elsewhere")
+    check_place(cache, OPTION)
 
 
 def _check_stage(stage: Stage, student: Any, teacher: Any) -> None:

@@ -76,6 +76,25 @@ def parts(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
     return (items[start : start + size] for start in range(0, len(items), size))
 
 
+def check_place(directory: Path, option: str) -> None:
+    """Refuse a directory that holds something else than a cache; what a killed run has left is allowed.
+
+    Args:
+        directory: of a cache, which need not exist yet.
+        option: the name of the setting that asks for it, for the error.
+
+    Raises:
+        InvalidInput: it holds something else.
+    """
+    if (directory / _MANIFEST).is_file() or not directory.exists():
+        return
+    if directory.is_dir():
+        names = {path.name for path in directory.iterdir()}
+        if names <= {_LOCK, f"{_MANIFEST}.partial"}:
+            return
+    raise InvalidInput(f"{option} {directory} is no cache of a teacher; name another directory")
+
+
 class TeacherCache:
     """A directory of hidden states, which need not exist yet.
 
@@ -91,7 +110,7 @@ class TeacherCache:
     def __init__(self, directory: Path, option: str, identity: Mapping[str, Any]) -> None:
         check_depth(directory, f"the path of {option}")
         self.directory = directory
-        self._name = f"{option} {directory}"
+        self._option, self._name = option, f"{option} {directory}"
         self._identity = dict(identity)
         self._files: dict[Path, Any] = {}
         self._places: dict[bytes, tuple[Path, int]] = {}
@@ -250,7 +269,7 @@ class TeacherCache:
         """Return the manifest, if there is one, after it was compared with what is asked for."""
         file = self.directory / _MANIFEST
         if not file.is_file():
-            self._check_unused()
+            check_place(self.directory, self._option)
             return None
         try:
             manifest: dict[str, Any] = read_json(file)
@@ -271,16 +290,6 @@ class TeacherCache:
         if type(numbers[0]) not in {int, float} or type(numbers[1]) not in {int, float, type(None)}:
             raise InvalidInput(f"{self._name} has a damaged {_MANIFEST}; name another directory")
         return manifest
-
-    def _check_unused(self) -> None:
-        """Refuse a directory that holds something else; what a killed run has left is allowed."""
-        if not self.directory.exists():
-            return
-        if self.directory.is_dir():
-            names = {path.name for path in self.directory.iterdir()}
-            if names <= {_LOCK, f"{_MANIFEST}.partial"}:
-                return
-        raise InvalidInput(f"{self._name} is no cache of a teacher; name another directory")
 
     @contextmanager
     def _changing(self) -> Iterator[None]:

@@ -192,6 +192,22 @@ def test_an_output_inside_a_model_is_refused(
         assert {path.name for path in directory.iterdir() if path.is_dir()} == set()
 
 
+def test_a_teacher_cache_in_the_place_of_something_else_is_refused_before_the_run(
+    make_recipe: MakeRecipe, student: Path, teacher: Path, tmp_path: Path
+) -> None:
+    out, foreign = tmp_path / "out", tmp_path / "foreign"
+    foreign.mkdir()
+    (foreign / "notes.txt").touch()
+    places = {student / "cache": student, teacher: teacher, out: out, out / "cache": out}
+    sentences = {cache: f"is {place} or inside it; name a directory" for cache, place in places.items()}
+    sentences[tmp_path / "out.partial"] = "out.partial or inside it; name a directory elsewhere"
+    sentences[foreign] = "is no cache of a teacher; name another directory"
+    for cache, sentence in sentences.items():
+        with pytest.raises(InvalidInput, match=f"^teacher_cache {cache} .*{sentence}"):
+            distill(make_recipe(output=str(out), tokens=192, teacher_cache=str(cache)))
+    assert not (student / "cache").exists()
+
+
 def test_a_source_that_was_moved_can_be_named(
     make_recipe: MakeRecipe, student: Path, teacher: Path, tmp_path: Path
 ) -> None:
