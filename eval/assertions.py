@@ -8,6 +8,7 @@ import operator
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
+from difflib import get_close_matches
 from types import UnionType
 from typing import Any, get_args, get_type_hints
 
@@ -180,11 +181,17 @@ def _whole_path(text: str) -> tuple[str, ...]:
 
 
 def _check_start(names: tuple[str, ...], suites: Sequence[str], label: str) -> None:
-    if names[0] not in HEAD:
-        raise InvalidInput(
-            f"{label}: the report has no {names[0]}; a path may begin with {', '.join([*suites, *HEAD])}, "
-            f"and the short names are {', '.join(short_names(suites))}"
-        )
+    if names[0] in HEAD:
+        return
+    short = short_names(suites)
+    known = {*short, *(ALIASES[name] for name in short), *suites, *HEAD}
+    near = get_close_matches(".".join(names), sorted(known))
+    if near:
+        raise InvalidInput(f"{label}: the report has no {names[0]}; did you mean {' or '.join(near)}?")
+    raise InvalidInput(
+        f"{label}: the report has no {names[0]}; a path may begin with {', '.join([*suites, *HEAD])}, "
+        f"and the short names are {', '.join(short)}"
+    )
 
 
 def _check_path(names: tuple[str, ...], label: str) -> None:

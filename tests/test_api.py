@@ -175,6 +175,8 @@ def test_measurements_have_paths(folded: Folded) -> None:
         _ = found["ppl"]
     with pytest.raises(kvfold.InvalidInput, match=r"suites.fidelity.kl is not a number"):
         _ = found["fidelity.kl"]
+    with pytest.raises(KeyError, match=r"^'kl.men': the report has no kl; did you mean kl.mean or "):
+        _ = found["kl.men"]
     numbers = dict(found)
     assert list(numbers) == list(found) == list(found.keys())
     assert {"kl.mean", "top1", "cache.ratio"} <= numbers.keys()
