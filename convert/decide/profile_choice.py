@@ -133,9 +133,15 @@ def plan_profiles(
         make: returns the plan of options with a `profile`, and with its rank where they have no size.
 
     Raises:
-        InvalidInput: the source fits no profile.
+        InvalidInput: the source or the rotary width fits no profile.
     """
     has_size = options.get("rank") is not None or options.get("kv_budget") is not None
+    rope = options.get("rope_dim")
+    if not has_size and rope not in (None, *(profile.rope for profile in PROFILES)):
+        raise InvalidInput(
+            f"--rope-dim {rope} does not fit the serving profiles, {' and '.join(map(str, PROFILES))}, of "
+            f"which {', '.join(engines)} gets one where no size is given; {_remedy(engines)}"
+        )
     if not has_size and NARROW.cached >= source.geometry.cache_elements:
         raise saves_nothing(source.geometry.cache_elements, NARROW, engines)
 
@@ -145,6 +151,13 @@ def plan_profiles(
 
     plan, _, reason = choose_profile(profiles_for(source, options, engines), in_profile)
     return plan, (reason,) if reason else ()
+
+
+def _remedy(engines: Sequence[str]) -> str:
+    """Return what to do about rotary dimensions of no profile."""
+    if all(takes_any_width(engine, everywhere=False) for engine in engines):
+        return "add --rank N or --kv-budget SHARE, or leave it out"
+    return "leave it out"
 
 
 def served_notices(

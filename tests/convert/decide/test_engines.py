@@ -115,8 +115,8 @@ REFUSED: dict[str, tuple[str, dict[str, Any], tuple[str, ...], str]] = {
     "two sizes": ("llama", WIDE, (*MLA_, "sglang", "--rank", "512", "--kv-budget", "60%"), "not both"),
     "full rank": ("llama", WIDE, (*MLA_, "sglang", "--rank", "full"), "one slot at each of 32 default "
                                                                       "frequencies"),
-    "rope dim": ("llama", WIDE, (*MLA_, "sglang", "--rope-dim", "32"), "--rope-dim 32 does not fit: the "
-                                                                       "serving profile"),
+    "rope dim": ("llama", WIDE, (*MLA_, "sglang", "--rope-dim", "32"), "--rope-dim 32 does not fit the "
+                                                                       "serving profiles"),
     "slots": ("llama", WIDE, (*MLA_, "sglang", "--slots", "allocated"), "--slots allocated does not fit"),
     "intact": ("llama", WIDE, (*MLA_, "sglang", "--rope", "intact", "--container", "stock"),
                "rotation is left intact"),

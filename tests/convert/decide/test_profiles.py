@@ -74,6 +74,8 @@ def test_widths_of_ones_own_where_an_engine_takes_any(engine: str, is_tied: bool
         ("mlx", ("--rank", "128"), 128 + 64),
         ("llama.cpp,vllm", ("--kv-budget", "50%"), "the least would be 62.5%"),
         ("llama.cpp,vllm", ("--rank", "128", "--rope-dim", "32"), "--rope-dim 32 does not fit"),
+        ("mlx", ("--rope-dim", "32"), "gets one where no size is given; add --rank N or --kv-budget SHARE"),
+        ("llama.cpp,vllm", ("--rope-dim", "32"), "Error: --rope-dim 32 does not fit the serving profiles"),
     ],
 )
 def test_widths_by_engine(engine: str, options: tuple[str, ...], cached: int | str, tmp_path: Path) -> None:
