@@ -84,14 +84,14 @@ def choose_plan(
     if not engines:
         return EngineChoice(plan=make(containers[0]))
     is_only = len(containers) == 1
-    refused: dict[str, str] = {}
+    refused: dict[str, InvalidInput | LintFinding] = {}
     for container in containers:
         try:
             plan = make(container)
         except InvalidInput as refusal:
             if is_only:
                 raise
-            refused[container] = str(refusal)
+            refused[container] = refusal
             continue
         found = judge(plan, engines)
         failing = [finding for finding in found if finding.fails]
@@ -100,11 +100,23 @@ def choose_plan(
         if not failing and (is_only or not unsaved):
             reasons = _reasons(engines, container, refused)
             return EngineChoice(plan=plan, reasons=reasons, unsaved=tuple(map(str, unsaved)))
-        refused[container] = str((failing or unsaved)[0])
-    if len(set(refused.values())) == 1:
-        raise InvalidInput(next(iter(refused.values())))
-    against = [f"{_FORMS[name]}: {why}" if name in _FORMS else why for name, why in refused.items()]
-    raise InvalidInput(f"no output format of this target suits {', '.join(engines)}: {'; '.join(against)}")
+        refused[container] = (failing or unsaved)[0]
+    sentences = {str(why) for why in refused.values()}
+    raise InvalidInput(sentences.pop() if len(sentences) == 1 else _refusal(engines, refused))
+
+
+def _refusal(engines: Sequence[str], refused: Mapping[str, InvalidInput | LintFinding]) -> str:
+    """Return the sentence for engines that no output format suits: a clause for each, and one remedy."""
+    clauses, remedy = list[str](), "use --to gqa"
+    for container, why in refused.items():
+        sentence = f"{why.engine} {why.effect}: {why.sentence}" if isinstance(why, LintFinding) else str(why)
+        clause, _, advice = sentence.partition("; ")
+        stock = "--container stock"
+        option = stock if container == SERVED else f"--container {container}"
+        clauses.append(f"for {option}, {clause.removeprefix(f'{stock} cannot hold this source: ')}")
+        if isinstance(why, InvalidInput) and advice not in ("", "use --container remote"):
+            remedy = advice
+    return f"no output format of this target suits {', '.join(engines)}: {'; '.join(clauses)}; {remedy}"
 
 
 def judge(plan: PlannedOutput, engines: Sequence[str]) -> list[LintFinding]:
@@ -181,7 +193,9 @@ def format_refusal(plan: PlannedOutput, engines: Sequence[str], dtype: str) -> s
     return None
 
 
-def _reasons(engines: Sequence[str], container: str, refused: Mapping[str, str]) -> tuple[str, ...]:
+def _reasons(
+    engines: Sequence[str], container: str, refused: Mapping[str, InvalidInput | LintFinding]
+) -> tuple[str, ...]:
     """Return a sentence on the format that was chosen and those that were refused."""
     if container not in _FORMS:
         return ()

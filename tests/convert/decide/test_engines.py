@@ -117,6 +117,12 @@ REFUSED: dict[str, tuple[str, dict[str, Any], tuple[str, ...], str]] = {
                                                                       "frequencies"),
     "rope dim": ("llama", WIDE, (*MLA_, "sglang", "--rope-dim", "32"), "--rope-dim 32 does not fit the "
                                                                        "serving profiles"),
+    "no container": (
+        "mixtral", {}, (*MLA_, "mlx", "--kv-budget", "50%"),
+        "Error: no output format of this target suits mlx: for --container remote, mlx refuses to load: it brings "
+        "its own code; for --container stock, the stock MLA class cannot hold Mixtral: its MLPs are mixtures of "
+        "experts; use --to gqa\n"
+    ),
     "slots": ("llama", WIDE, (*MLA_, "sglang", "--slots", "allocated"), "--slots allocated does not fit"),
     "intact": ("llama", WIDE, (*MLA_, "sglang", "--rope", "intact", "--container", "stock"),
                "rotation is left intact"),
