@@ -49,6 +49,10 @@ def test_a_header_that_would_fill_the_memory(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(shards, "_MOST_TENSORS", 1)
     with pytest.raises(InvalidInput, match="has a header of more than 1 tensors, the most that are read"):
         read_header(file)
+    monkeypatch.setattr(shards, "_MOST_METADATA", 1)
+    write_header(file, b'{"__metadata__":{"format":"pt","a":"b"}}')
+    with pytest.raises(InvalidInput, match="has 2 entries in __metadata__, and at most 1 are read"):
+        read_header(file)
     write_header(file, b" " * (HEADER_LIMIT + 1))
     with pytest.raises(
         InvalidInput, match="and at most 33554432 are read; save the checkpoint in more files"
