@@ -24,7 +24,7 @@ PLACES = {
     "decide.preparation.settle": "measured choices",
     "write.rewrite.fold": "closed form",
     "write.layer_finish._with_rounded_length": "rounded length",
-    "write.layer_finish._fitted": "refinement",
+    "write.layer_finish._fitted": "refinement",  # or, without steps, the output projection and a measurement
     "write.layer_finish._prepared": "quantised cache",
 }
 # Phases that hold functions of others, and the phase that all their time is given to; the first that is open

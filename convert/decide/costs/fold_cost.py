@@ -161,7 +161,9 @@ def _of_layers(plan: Plan, calibration: str, shapes: Shapes, rates: Rates, jobs:
         seconds["closed form"] += _OPTIMISED * rates.call
     if calibration != "none":
         seconds["closed form"] += _division(plan, shapes, rates, jobs)
-        seconds["refinement"] = layers * refinement(plan, shapes, rates)
+        # A closed form is measured too, and the output projection of `--effort quick` is solved for.
+        without_steps = "output projection" if plan.solves else "measurement"
+        seconds["refinement" if plan.refine else without_steps] = layers * refinement(plan, shapes, rates)
         if fitted and plan.refine:
             seconds["rounded length"] = layers * _rounded(plan, shapes, rates)
         if plan.request.cache_dtype != "bfloat16":

@@ -43,12 +43,19 @@ def test_more_text_and_more_steps_take_longer(source: Path) -> None:
     assert predict_cost(many, "self+stdlib", RATES).seconds == {**two, "text": one["text"]}
     short, long = (predict_cost(plan(source, refine=steps), "self", RATES) for steps in (100, 200))
     grown = long.seconds["refinement"] - short.seconds["refinement"]
-    closed = predict_cost(plan(source, refine=0), "self", RATES).seconds["refinement"]
+    closed = predict_cost(plan(source, refine=0), "self", RATES).seconds["measurement"]
     assert grown == pytest.approx(short.seconds["refinement"] - closed, rel=0.2)
     efforts = [
         predict_cost(plan(source, effort=name), "self", RATES).total for name in ("quick", "default", "best")
     ]
     assert efforts == sorted(efforts)
+
+
+def test_an_effort_without_steps_is_not_said_to_refine(source: Path) -> None:
+    quick = predict_cost(plan(source, effort="quick"), "self", RATES).seconds
+    assert "refinement" not in quick
+    assert quick["output projection"] > 0
+    assert "output projection" not in predict_cost(plan(source), "self", RATES).seconds
 
 
 def test_statistics_say_how_much_text_there_is(source: Path) -> None:
