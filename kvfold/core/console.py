@@ -221,11 +221,8 @@ def progress(items: Iterable[T], description: str, total: int, at_once: int = 1)
         total: their number.
         at_once: how many are worked on side by side; when the first is done, these nearly are.
     """
-    if not is_first():
-        yield from items
-        return
-    reported = _reported(items, description, total)
-    if not is_shown():
+    reported = _reported(items, description, total) if is_first() else items
+    if not is_first() or not is_shown():
         yield from reported
         return
     if sys.stderr.isatty():
@@ -240,7 +237,8 @@ def progress(items: Iterable[T], description: str, total: int, at_once: int = 1)
         if now - shown >= PLAIN_INTERVAL:
             shown = now
             left = seconds_left(now - start, done, total, at_once)
-            print(f"{description}: {done}/{total}, {left:.0f} s left", file=sys.stderr, flush=True)
+            told = "" if left is None else f", {left:.0f} s left"
+            print(f"{description}: {done}/{total}{told}", file=sys.stderr, flush=True)
 
 
 def _reported(items: Iterable[T], description: str, total: int) -> Iterator[T]:

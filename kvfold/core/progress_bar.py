@@ -37,10 +37,13 @@ class _TimeLeft(ProgressColumn):
         self.at_once = at_once
 
     def render(self, task: Task) -> Text:
-        elapsed = task.finished_time if task.finished else task.elapsed
-        if not elapsed or not task.completed or not task.total:
-            return Text("-:--:--", style="progress.remaining")
-        left = seconds_left(elapsed, int(task.completed), int(task.total), self.at_once)
-        shown = elapsed if task.finished else left
-        style = "progress.elapsed" if task.finished else "progress.remaining"
-        return Text(str(timedelta(seconds=round(shown))), style=style)
+        if task.finished:
+            return Text(_clock(task.finished_time), style="progress.elapsed")
+        left = None
+        if task.elapsed and task.completed and task.total:
+            left = seconds_left(task.elapsed, int(task.completed), int(task.total), self.at_once)
+        return Text(_clock(left), style="progress.remaining")
+
+
+def _clock(seconds: float | None) -> str:
+    return "-:--:--" if seconds is None else str(timedelta(seconds=round(seconds)))

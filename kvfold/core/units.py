@@ -164,11 +164,15 @@ def show_kinds(layers: Mapping[str, int]) -> str:
     return ", ".join(f"{count} {kind} layers" for kind, count in layers.items())
 
 
-def seconds_left(elapsed: float, done: int, total: int, at_once: int = 1) -> float:
+def seconds_left(elapsed: float, done: int, total: int, at_once: int = 1) -> float | None:
     """Return the seconds that the rest takes, where `at_once` items are worked on side by side.
+
+    None while all that are left are at work: when they began is not known.
 
     Example:
         >>> seconds_left(10.0, done=1, total=8, at_once=4)  # the first four end together
         10.0
+        >>> seconds_left(20.0, done=5, total=8, at_once=4)  # the other three may end now
     """
-    return elapsed * (math.ceil(total / at_once) / math.ceil(done / at_once) - 1)
+    rounds, ended = math.ceil(total / at_once), math.ceil(done / at_once)
+    return None if rounds == ended and done < total else elapsed * (rounds / ended - 1)

@@ -255,11 +255,14 @@ def test_an_argument_too_many_is_told_where_it_belongs(words: list[str], wanted:
 def test_the_time_left_counts_what_is_worked_on_side_by_side(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Eight units, four at once: the first four take ten seconds, and so will the other four."""
+    """Eight units, four at once: the first four take ten seconds, and so will the other four.
+
+    When these begin to end, nothing is known of the rest.
+    """
     clock = iter([0.0, *(10.0 + done for done in range(4)), *(21.0 + done for done in range(4))])
     monkeypatch.setattr(console.time, "monotonic", lambda: next(clock))
     monkeypatch.setattr(console, "is_shown", lambda: True)
     monkeypatch.setattr(console, "PLAIN_INTERVAL", 0.0)
     assert list(console.progress(range(8), "fold", 8, at_once=4)) == list(range(8))
     said = [line.partition(", ")[2] for line in capsys.readouterr().err.splitlines()]
-    assert said == ["10 s left", "11 s left", "12 s left", "13 s left", *["0 s left"] * 4]
+    assert said == ["10 s left", "11 s left", "12 s left", "13 s left", "", "", "", "0 s left"]

@@ -19,7 +19,15 @@ def test_items_side_by_side_end_together() -> None:
     assert seconds_left(10, done=16, total=16, at_once=4) == 0
 
 
-@pytest.mark.parametrize(("done", "shown"), [(0, "-:--:--"), (1, "0:00:30"), (16, "0:00:10")])
+def test_nothing_is_said_of_items_that_are_at_work_last() -> None:
+    """After the first of seven layers at a time the other six are not done."""
+    assert seconds_left(10, done=1, total=7, at_once=7) is None
+    assert seconds_left(10, done=7, total=7, at_once=7) == 0
+
+
+@pytest.mark.parametrize(
+    ("done", "shown"), [(0, "-:--:--"), (1, "0:00:30"), (13, "-:--:--"), (16, "0:00:10")]
+)
 def test_the_bar_shows_that_time(done: int, shown: str) -> None:
     times = iter([0.0, *[10.0] * 9])
     task = Task(0, "fold", 16, done, _get_time=lambda: next(times), _lock=None)  # type: ignore[arg-type,call-arg]
