@@ -41,6 +41,8 @@ _LISTED = (
 # kernel, which it may download and run.
 _CHOOSES = ("attn_implementation", "experts_implementation")
 _BUILT_IN = {None, "eager", "sdpa", "flex_attention", "batched_mm", "grouped_mm"}
+# Fields by which config.json has transformers read other files than itself and the weights.
+_ELSEWHERE = ("configuration_files", "transformers_weights")
 _LIST_LIMIT = 10_000
 _CONFIG_BYTES, _CONFIG_CONTAINERS = 2**22, 2**17  # a file that is read often; 18,000 modules take 2 MB
 _MOST_TENSORS = 2**20  # of a checkpoint; 61 layers of 384 experts in 4 bits have some 281,000
@@ -155,12 +157,14 @@ def read_config(directory: Path) -> dict[str, Any]:
         directory: the directory.
 
     Raises:
-        InvalidInput: there is none, it is not a JSON object, or a count in it would fill the memory.
+        InvalidInput: there is none, or it is no object, names other files or code, or has too large a count.
     """
     path = directory / "config.json"
     if not path.is_file():
         raise InvalidInput(without_config(directory))
     config: dict[str, Any] = read_json(path, _CONFIG_BYTES, containers=_CONFIG_CONTAINERS)
+    if names := next((field for field in _ELSEWHERE if config.get(field) is not None), ""):
+        raise InvalidInput(f"{path} has {names}, which names other files than this one; remove the field")
     for field, value in _fields(config):
         if field in _LISTED and isinstance(value, int | float) and not 0 <= value <= _LIST_LIMIT:
             raise InvalidInput(
@@ -263,20 +267,16 @@ def _is_file_name(value: Any) -> bool:
 
 
 def check_safetensors(directory: Path) -> None:
-    """Check that a directory has safetensors, and that transformers reads no other weights.
+    """Check that a directory has safetensors, and no adapter that transformers would add to them.
 
     Args:
         directory: a model directory.
 
     Raises:
-        InvalidInput: it has no safetensors (for a pickle the error names the command that converts it), or an
-            adapter, or config.json names other weights.
+        InvalidInput: as of `read_config`; it has no safetensors (for a pickle the error names the command
+            that converts it), or an adapter.
     """
-    if read_config(directory).get("transformers_weights") is not None:
-        raise InvalidInput(
-            f"{directory / 'config.json'} has transformers_weights, which names other weights than {_WHOLE}; "
-            "remove the field"
-        )
+    read_config(directory)
     if (directory / "adapter_config.json").exists():
         raise InvalidInput(
             f"{directory} has an adapter (adapter_config.json), which transformers adds to the weights; "

@@ -324,6 +324,7 @@ KERNELS: dict[str, Any] = {
     "in a list": {"per_layer_config": [{"attn_implementation": "org/evil"}]},
     "experts": {"_experts_implementation": "org/evil"},
     "not installed": {"_attn_implementation": "flash_attention_3"},
+    "another file": {"configuration_files": ["config.4.0.0.json"]},
 }
 
 
@@ -340,13 +341,11 @@ def test_no_kernel_is_downloaded(
     monkeypatch.setattr(modeling_utils, "is_kernels_available", lambda *_: True)
     monkeypatch.setattr(modeling_utils, "lazy_import_flash_attention", download)
     source = Path(shutil.copytree(good, tmp_path / "source"))
+    (source / "config.4.0.0.json").write_text('{"model_type": "llama", "_attn_implementation": "org/evil"}')
     config(**KERNELS[case])(source)
     recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(
-        json.dumps(
-            {"schema": 1, "student": str(source), "teacher": str(source), "output": str(tmp_path / "out")}
-        )
-    )
+    given = {"student": str(source), "teacher": str(source), "output": str(tmp_path / "out")}
+    recipe.write_text(json.dumps({"schema": 1, **given}))
     for words in (
         ["convert", source, *MLA, "--out", tmp_path / "out"],
         ["eval", source, "--text", "stdlib"],
@@ -359,7 +358,7 @@ def test_no_kernel_is_downloaded(
         result = CliRunner().invoke(main, [str(word) for word in words])
         assert result.exit_code == 2, (words, result.output)
         assert "Traceback" not in result.output
-    check_refused(CliRunner().invoke(main, ["eval", str(source), "--text", "stdlib"]), "a kernel; remove the")
+    check_refused(CliRunner().invoke(main, ["eval", str(source), "--text", "stdlib"]), "; remove the field")
     assert not (tmp_path / "canary").exists()
 
 
