@@ -5,20 +5,19 @@ from its output if that exists already, or from nothing.
 """
 
 import hashlib
-import json
 import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from pydantic import ValidationError
 
-from ...checkpoints.directory import check_output
+from ...checkpoints.directory import check_output, weight_files
 from ...checkpoints.record import read_record, source_directory
-from ...checkpoints.shards import HEADER_LIMIT
+from ...checkpoints.shards import read_header
 from ...core.console import notice
 from ...core.errors import InvalidInput, naming
 from ...core.hub import resolve
@@ -189,28 +188,24 @@ def fingerprints(student: Path, teacher: Path) -> dict[str, str]:
 def fingerprint(directory: Path) -> str:
     """Return a hash of a checkpoint's config and of parts of every weight.
 
-    It does not depend on where the checkpoint is stored, or when it was copied.
+    It does not depend on where the checkpoint is stored, or when it was copied, nor on other safetensors next
+    to its weights, such as saved statistics.
+
+    Raises:
+        InvalidInput: a weight file is missing or damaged.
     """
     digest = hashlib.blake2b((directory / "config.json").read_bytes(), digest_size=16)
-    for file in sorted(directory.glob("*.safetensors")):
-        digest.update(f"{file.name} {file.stat().st_size}\n".encode())
+    for file in weight_files(directory):
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size}\n".encode())
+        tensors = [
+            (entry.start, entry.start + entry.spec.nbytes)
+            for entry in read_header(file, packed=True).values()
+        ]
+        header = (0, min((begin for begin, _ in tensors), default=size))
         with file.open("rb") as stream:
-            for begin, end in _tensors(stream, file.stat().st_size):
+            for begin, end in [header, *sorted(tensors)]:
                 for place in (begin, (begin + end) // 2, max(begin, end - _SAMPLE)):
                     stream.seek(place)
                     digest.update(stream.read(min(_SAMPLE, end - place)))
     return digest.hexdigest()
-
-
-def _tensors(stream: BinaryIO, size: int) -> list[tuple[int, int]]:
-    """Return the places of the header and the tensors of a safetensors file.
-
-    For a damaged file, which loading refuses, it is the whole file.
-    """
-    try:
-        length = 8 + int.from_bytes(stream.read(8), "little")
-        rows = json.loads(stream.read(max(0, min(length, size, HEADER_LIMIT) - 8))).items()
-        places = [row["data_offsets"] for name, row in rows if name != "__metadata__"]
-        return [(0, length), *((length + int(begin), length + int(end)) for begin, end in sorted(places))]
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return [(0, size)]

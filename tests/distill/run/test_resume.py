@@ -314,7 +314,18 @@ def test_folds_that_differ_in_one_matrix_are_told_apart(tmp_path: Path) -> None:
         found.append(fingerprint(directory))
     assert len(set(found)) == 3
     (tmp_path / "None" / "model.safetensors").write_bytes(b"\xff" * 20)
-    assert fingerprint(tmp_path / "None") not in found, "a damaged file is for loading to refuse"
+    with pytest.raises(InvalidInput, match="is truncated or no safetensors file"):
+        fingerprint(tmp_path / "None")
+
+
+def test_other_safetensors_do_not_change_a_fingerprint(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    save_file({"a": torch.ones(4)}, tmp_path / "model.safetensors")
+    expected = fingerprint(tmp_path)
+    header = b'{"a": {"data_offsets": [Infinity, 5]}}'
+    (tmp_path / "statistics.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    os.mkfifo(tmp_path / "pipe.safetensors")
+    assert fingerprint(tmp_path) == expected
 
 
 @pytest.mark.parametrize("number", [errno.EPERM, errno.EOPNOTSUPP])
