@@ -161,3 +161,16 @@ def _download(name: str, revision: str | None) -> Path:
         ) from None
     except (HfHubHTTPError, HFValidationError) as error:
         raise InvalidInput(f"{name} could not be downloaded: {str(error).splitlines()[0]}") from None
+    except Exception as error:  # of a connection that breaks and of any answer, by several libraries
+        if isinstance(error, MemoryError) or getattr(error, "errno", None) is not None:
+            raise  # an error of this machine
+        raise InvalidInput(
+            f"{name} could not be downloaded ({plain_reason(error)}); run the same command again, which "
+            "keeps what has arrived"
+        ) from None
+
+
+def plain_reason(error: BaseException) -> str:
+    """Return an error's message on one line, without addresses."""
+    text = printable(" ".join(re.sub(r"\w+://\S+", "its address", str(error)).split()))
+    return text[:300] or type(error).__name__

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from ..core.console import is_shown, report_progress
 from ..core.errors import InvalidInput
+from ..core.hub import plain_reason
 from .parcel import WEIGHTS, Publication
 
 if TYPE_CHECKING:
@@ -169,7 +170,7 @@ def _failures(publication: Publication) -> Iterator[None]:
     except HTTPError as error:
         raise InvalidInput(_sentence(publication.repository, error)) from None
     except ValueError as error:  # an error about a single file, such as an exceeded quota
-        raise InvalidInput(f"the Hub refuses the upload: {_plain(error)}") from None
+        raise InvalidInput(f"the Hub refuses the upload: {plain_reason(error)}") from None
     except (RuntimeError, ConnectionError, TimeoutError, PermissionError) as error:
         if getattr(error, "filename", None) is not None:
             raise  # an error of a local file
@@ -184,7 +185,7 @@ def _sentence(repository: str, error: BaseException) -> str:
     match = re.search(r"\((\d{3}) [A-Z]", str(error)) if response is None else None
     status = int(match[1]) if match else getattr(response, "status_code", None)
     if status is None:
-        return f"the Hub cannot be reached ({_plain(error)}); when it can, {RESUME}"
+        return f"the Hub cannot be reached ({plain_reason(error)}); when it can, {RESUME}"
     if status == 401 and response is not None and "whoami" in str(response.url):
         return "the Hub does not know the token; set HF_TOKEN to one with write access, or run: hf auth login"
     if status in {401, 403, 404}:
@@ -198,8 +199,3 @@ def _sentence(repository: str, error: BaseException) -> str:
         getattr(error, "server_message", None) or getattr(response, "reason_phrase", type(error).__name__)
     )
     return f"the Hub answered {status} ({' '.join(reason.split())}); {RESUME}"
-
-
-def _plain(error: BaseException) -> str:
-    """Return an error's message on one line, without addresses."""
-    return " ".join(re.sub(r"\w+://\S+", "its address", str(error)).split())[:300] or type(error).__name__

@@ -99,14 +99,35 @@ class Hub(BaseHTTPRequestHandler):
         pass
 
 
+class Cut(Hub):
+    """A server that closes the connection in the middle of a weight file."""
+
+    def reply(self, status: int, body: bytes, error: str | None = None) -> None:
+        if self.command == "GET" and self.path.endswith(".safetensors"):
+            self.close_connection = True
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body[: len(body) // 2])
+        else:
+            super().reply(status, body, error)
+
+
+class Garbled(Hub):
+    """A server that answers something else than the Hub's protocol."""
+
+    def reply(self, status: int, body: bytes, error: str | None = None) -> None:
+        super().reply(status, b"[1, 2]" if self.path.startswith("/api/") else body, error)
+
+
 def _oid(data: bytes) -> str:
     return hashlib.sha1(data, usedforsecurity=False).hexdigest()
 
 
 @contextmanager
-def serving(directory: Path) -> Iterator[str]:
+def serving(directory: Path, kind: type[Hub] = Hub) -> Iterator[str]:
     """Serve a directory as `org/tiny`, and yield the address."""
-    handler = type("TinyHub", (Hub,), {"directory": directory})
+    handler = type("TinyHub", (kind,), {"directory": directory})
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}"
@@ -158,3 +179,14 @@ def test_an_unreachable_hub_is_one_sentence(tmp_path: Path) -> None:
     done = kvfold("org/tiny", *MQA, cwd=tmp_path, HF_ENDPOINT="http://127.0.0.1:9", HF_HUB_OFFLINE="0")
     assert done.returncode == 2
     assert "the Hub cannot be reached" in done.stderr
+
+
+@pytest.mark.parametrize("kind", [Cut, Garbled])
+def test_a_download_that_breaks_off_is_one_sentence(tmp_path: Path, kind: type[Hub]) -> None:
+    with serving(make(tmp_path / "served"), kind) as endpoint:
+        done = kvfold("org/tiny", *MQA, cwd=tmp_path, HF_ENDPOINT=endpoint, HF_HUB_OFFLINE="0")
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    sentence = done.stderr.splitlines()[-1]
+    assert sentence.startswith("Error: org/tiny could not be downloaded (")
+    assert endpoint not in sentence
