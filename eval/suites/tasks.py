@@ -9,15 +9,18 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from scipy import stats  # type: ignore[import-untyped]
 
+from ...checkpoints.eval_json import parsed
 from ...checkpoints.quality_blocks import (
     AnswerFlips,
     Estimate,
+    FiniteNumbers,
     TaskAverage,
     TaskMetric,
     TasksBlock,
@@ -33,6 +36,31 @@ from ..subject import Subject
 from . import harness
 
 TASKS = "mla-core"
+
+
+@dataclass(frozen=True)
+class _KeptMetric(FiniteNumbers):
+    """A metric in --task-cache; without values where it is no mean over documents."""
+
+    value: float
+    values: list[float] | None = None
+    documents: list[str] | None = None
+
+    @property
+    def is_paired(self) -> bool:
+        """Whether there is a value of each document, or of none."""
+        if self.values is None or self.documents is None:
+            return self.values is None and self.documents is None
+        return 0 < len(self.values) == len(self.documents)
+
+
+@dataclass(frozen=True)
+class _KeptScores(FiniteNumbers):
+    """A model's scores in --task-cache."""
+
+    samples: int
+    shots: int
+    metrics: dict[str, _KeptMetric]
 
 
 def rows(found: TasksBlock, roles: tuple[str, ...]) -> list[list[str]]:
@@ -124,14 +152,28 @@ def _answers(subject: Subject, role: str, name: str) -> dict[str, Any]:
     file = settings["task_cache"] / f"{name.replace('/', '_')}-{key[:32]}.json"
     if not file.is_file():
         _keep(file, {"asked": asked, "found": run()})
+    return read_kept(file, asked)
+
+
+def read_kept(file: Path, asked: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the scores in a file of --task-cache, as `harness.run` returned them.
+
+    Args:
+        file: the file.
+        asked: everything that the scores depend on.
+
+    Raises:
+        InvalidInput: the file is not one of these scores.
+    """
+    damaged = InvalidInput(f"{file} was not written by kvfold or is damaged; move it away")
     try:
         kept = read_json(file)
-        found: dict[str, Any] = kept["found"]
-        if kept["asked"] != asked:
-            raise ValueError
-    except (ValueError, KeyError, TypeError):
-        raise InvalidInput(f"{file} was not written by kvfold or is damaged; move it away") from None
-    return found
+        found = parsed(_KeptScores, kept.get("found"), file, "move it away")
+    except InvalidInput:
+        raise damaged from None
+    if kept.get("asked") != asked or not all(metric.is_paired for metric in found.metrics.values()):
+        raise damaged
+    return asdict(found)
 
 
 def _keep(file: Path, value: Any) -> None:
