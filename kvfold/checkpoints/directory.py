@@ -23,13 +23,13 @@ PIECE = 1 << 20  # elements in which a tensor is copied: a piece fits in the pro
 TOKENIZER_FILES = ("*token*.json", "vocab*", "merges.txt", "*.model", "*.tiktoken")
 SIDE_FILES = (
     *TOKENIZER_FILES, "chat_template*", "*.jinja", "generation_config.json",
-    "preprocessor_config.json", "processor_config.json", "LICENSE*", "NOTICE*", "USE_POLICY*",
+    "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json",
+    "LICENSE*", "NOTICE*", "USE_POLICY*",
 )  # fmt: skip
 # Side files in which transformers looks for names of code, and the fields that hold these names.
 SIDE_CONFIGS = (
     "tokenizer_config.json", "processor_config.json", "preprocessor_config.json",
-    "video_preprocessor_config.json",
-    "generation_config.json",
+    "video_preprocessor_config.json", "generation_config.json",
 )  # fmt: skip
 NAMES_CODE = ("auto_map", "custom_pipelines")
 # transformers makes lists this long.

@@ -30,7 +30,6 @@ _OTHERS = (
     # All that travels with weights, without the patterns that files of somebody's own match too.
     *(pattern for pattern in SIDE_FILES if pattern not in {"*token*.json", "vocab*"}),
     "additional_chat_templates/*.jinja",
-    "video_preprocessor_config.json",
     "eval.json",
     "eval-*.json",
     "report.html",

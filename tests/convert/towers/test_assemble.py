@@ -52,6 +52,7 @@ def alone(source: Path, target: str, **options: Any) -> Path:
 def test_a_tower_put_back_is_the_fold_in_its_place(kind: str, tmp_path: Path) -> None:
     """The same weights, bytes and logits with an image as of a fold in one go."""
     source = make_multimodal(tmp_path / kind, kind)
+    (source / "video_preprocessor_config.json").write_text('{"auto_map": {"a": "b.c"}, "fps": 3}')
     for target in ("gqa", "mla") if kind == "llava" else ("gqa",):
         tower = alone(source, target, **({"container": "stock"} if target == "mla" else {}))
         in_place = tmp_path / f"{target}-place"
@@ -60,6 +61,8 @@ def test_a_tower_put_back_is_the_fold_in_its_place(kind: str, tmp_path: Path) ->
         for name in ("model.safetensors", "config.json", "tokenizer.json"):
             assert (out / name).read_bytes() == (in_place / name).read_bytes(), name
         assert torch.equal(logits(out, kind), logits(in_place, kind))
+        for directory in (out, in_place):
+            assert json.loads((directory / "video_preprocessor_config.json").read_text()) == {"fps": 3}
         record = json.loads((out / "kvfold.json").read_text())
         assert record["source"]["path"] == str(source.resolve())
         assert [parent["stage"] for parent in record["parents"]] == ["source", "convert"]
