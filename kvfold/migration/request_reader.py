@@ -36,6 +36,11 @@ from .request import Migration, Step, begun_length, working_directory
 SUITES = ("ppl", "fidelity", "cache")
 _BOUNDED = ("ppl", "fidelity")  # suites that measure what a bound may be about
 _EXAMPLES = "'ppl<1.02x' or 'kl<0.05'"
+# How a fold with less loss compares with a bound, by the third part of a number's path.
+_BETTER = {
+    **dict.fromkeys(("student", "difference", "ratio", "kl", "kl_percentiles", "kl_max"), "<"),
+    **dict.fromkeys(("same_top1", "recovered_share"), ">"),
+}
 # Keys of the recipe that are filled in by options.
 _OPTIONS = {
     "evaluate.source": "--text",
@@ -52,9 +57,9 @@ def read_bound(text: str) -> Assertion:
     number that the suites `ppl` and `fidelity` measure.
 
     Raises:
-        InvalidInput: it has another form, or bounds the cache.
+        InvalidInput: it has another form, bounds the cache, or holds the more is lost.
     """
-    times = re.fullmatch(r"\s*ppl\s*(<=?)\s*(\d+(?:\.\d*)?)x\s*", text)
+    times = re.fullmatch(r"\s*ppl\s*([<>]=?)\s*(\d+(?:\.\d*)?)x\s*", text)
     known = f"{_EXAMPLES}, of {', '.join(short_names(_BOUNDED))}"
     if re.match(r"\s*(suites\.)?cache\b", text):
         raise InvalidInput(
@@ -78,6 +83,13 @@ def read_bound(text: str) -> Assertion:
         raise InvalidInput(
             f"--until {text!r} bounds the perplexity itself, which is hardly ever below 2; did you mean "
             f"'{text.strip()}x'?"
+        )
+    better = _BETTER.get(bound.path[2], bound.relation[0])
+    if bound.relation[0] != better:
+        meant = text.strip().replace(bound.relation, better + bound.relation[1:])
+        raise InvalidInput(
+            f"--until {text!r} does not hold for a fold that loses less, so no search can end at it; did you "
+            f"mean '{meant}'?"
         )
     return Assertion(text.strip(), bound.path, bound.relation, bound.bound)
 

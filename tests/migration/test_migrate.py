@@ -234,6 +234,13 @@ def test_wrong_bounds(text: str) -> None:
         ("top1>1", "can never hold: fidelity.same_top1.mean is at least 0 and at most 1"),
         ("top1==1.5", "can never hold: fidelity.same_top1.mean is at least 0 and at most 1"),
         ("ppl.ratio<0", "can never hold: ppl.ratio.mean is at least 0"),
+        (
+            "kl>0.1",
+            "does not hold for a fold that loses less, so no search can end at it; did you mean 'kl<0.1'?",
+        ),
+        ("ppl >= 1.1x", "did you mean 'ppl <= 1.1x'?"),
+        ("top1<0.9", "did you mean 'top1>0.9'?"),
+        ("kl.max==2", "did you mean 'kl.max<=2'?"),
         ("ppl<0.0x", "can never hold, since perplexities are above 0"),
         ("ppl<.5x", "is not a comparison with a number"),
         ("ppl<1.2.3x", "is not a comparison with a number"),
