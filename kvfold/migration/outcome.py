@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from ..core.files import check_makeable, link_or_copy, replace_text
 from ..core.untrusted import read_json
 from .request import RECORD, SCHEMA, Migration, write_json
 
+PAGE = "report.html"
 UNMET = ".unmet"  # suffix of an output that does not hold the bound
 
 
@@ -87,7 +89,8 @@ def arrive(asked: Migration, identity: dict[str, Any], found: list[dict[str, Any
     report = json.loads(_moved(json.dumps(report), moved))
     place = origin if held else _linked(origin, asked.partial / "unmet")
     write_json(place / "report.json", report)
-    _write_page([asked.partial / step["kept"] / step["step"] for step in found], place / "report.html")
+    paths = [asked.partial / step["kept"] / step["step"] for step in found]
+    _write_page({path: path if not held else _lasting(asked, path, origin) for path in paths}, place / PAGE)
     if asked.keep_steps:
         _keep_steps(asked, origin, place / "steps")
     _relocate(place, moved)
@@ -110,6 +113,13 @@ def _linked(origin: Path, place: Path) -> Path:
     return Path(shutil.copytree(origin, place, copy_function=link_or_copy))
 
 
+def _lasting(asked: Migration, path: Path, origin: Path) -> Path:
+    """Return where a step's checkpoint is once the search has ended; the output if it is nowhere."""
+    if path == origin or not asked.keep_steps:
+        return asked.out
+    return asked.out / "steps" / path.relative_to(asked.partial)
+
+
 def _renew(out: Path, place: Path) -> None:
     """Replace the reports where the same step met no bound before."""
     weights = next(iter(sorted(place.glob("*.safetensors"))))
@@ -118,16 +128,20 @@ def _renew(out: Path, place: Path) -> None:
             f"{out} holds a checkpoint that is no longer the nearest one; move it, and run the same command "
             f"again to resume from {place.parent}"
         )
-    for name in ("report.json", "report.html"):
+    for name in ("report.json", PAGE):
         if (place / name).exists():
             (place / name).replace(out / name)
     shutil.rmtree(place)
 
 
-def _write_page(directories: list[Path], page: Path) -> None:
+def _write_page(places: dict[Path, Path], page: Path) -> None:
     """Write a page that compares the steps, as `kvfold report` does.
 
     It is left out, with a notice, if its libraries are not installed.
+
+    Args:
+        places: the directories of the steps, each with the place that the page's commands name for it.
+        page: the HTML file.
     """
     if find_spec("matplotlib") is None or find_spec("jinja2") is None:
         notice("report.html was left out; to have it, run pip install 'kvfold[report]'")
@@ -136,7 +150,11 @@ def _write_page(directories: list[Path], page: Path) -> None:
     from ..eval.page.groups import read_groups
 
     page.unlink(missing_ok=True)
-    write(compose(read_groups(directories)), page, None)
+    groups = [
+        replace(group, members=tuple(replace(one, directory=places[one.directory]) for one in group.members))
+        for group in read_groups(list(places))
+    ]
+    write(compose(groups), page, None)
 
 
 def _keep_steps(asked: Migration, origin: Path, kept: Path) -> None:

@@ -60,8 +60,13 @@ def test_records_name_the_places_where_things_are(whole: Path) -> None:
     assert folded_parent(whole) == whole.resolve() / "steps/folded/12.5%"
     assert folded_parent(whole / "steps/distilled/50%") == whole.resolve() / "steps/folded/50%"
     assert json.loads((whole / "eval.json").read_text())["checkpoint"]["path"] == str(whole.resolve())
-    for name in ("kvfold.json", "eval.json", "README.md", "report.json"):
+    for name in ("kvfold.json", "eval.json", "README.md", "report.json", "report.html"):
         assert ".partial" not in (whole / name).read_text(), name
+    step = whole / "steps/distilled/50%"
+    assert (
+        f"kvfold eval {step} --suite tasks --out {step}/eval-tasks.json"
+        in (whole / "report.html").read_text()
+    )
 
 
 def stopped(words: list[str], monkeypatch: pytest.MonkeyPatch, at: str, stop: Any) -> None:
@@ -106,6 +111,7 @@ def test_a_killed_run_goes_on_to_the_same_bytes(
     assert done.exit_code == 0, done.output
     assert "resuming after step" in done.stderr
     assert (out / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+    assert f"kvfold eval {out} --suite tasks --out {out}/eval-tasks" in (out / "report.html").read_text()
 
 
 def test_what_is_done_is_not_done_again_and_the_bound_may_change(
