@@ -21,6 +21,7 @@ from torch import Tensor
 from ...checkpoints.cost_blocks import ModelSpeed, PhaseSpeed, Quartiles, SpeedBlock, SpeedCell
 from ...core.console import notice, progress
 from ...core.errors import InvalidInput
+from ...core.settings import LARGEST_COUNT
 from ...models.causal_lm import Loaded
 from ..subject import Subject
 from .decoding import greedy, read
@@ -81,6 +82,8 @@ def numbers(option: str, value: str) -> list[int]:
         raise InvalidInput(
             f"{option} {value}: write whole numbers from 1, separated by commas, e.g. {option} 1,4"
         )
+    if any(int(part) > LARGEST_COUNT for part in parts):
+        raise InvalidInput(f"{option} {value}: write whole numbers of at most {LARGEST_COUNT:,}")
     return sorted({int(part) for part in parts})
 
 

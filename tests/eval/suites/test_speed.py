@@ -211,6 +211,7 @@ def test_quartiles_are_numpys() -> None:
             "--speed-context 60 and 16 decoded tokens exceed the 64 positions of .*; use 48",
         ),
         ({"speed_context": "4,x"}, "--speed-context 4,x: write whole numbers from 1, separated by commas"),
+        ({"speed_batch": f"1,{10**30}"}, "--speed-batch 1,10+: write whole numbers of at most 1,000,000,000"),
         ({"speed_batch": "0"}, "--speed-batch 0: write whole numbers"),
         ({"speed_batch": ""}, "--speed-batch : write whole numbers"),
         ({"speed_tokens": 64}, "--speed-tokens 64: .* has 64 positions; use fewer"),
