@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 
 from ...checkpoints.quality_blocks import ModelPerplexity, PerplexityBlock, RecoveredLoss
+from ...checkpoints.record import is_distilled, read_record
 from ..estimate import estimate, paired_difference, transformed
 from ..scores import Scores
 from ..subject import Subject
@@ -52,6 +53,7 @@ def measure(subject: Subject) -> PerplexityBlock:
             teacher.window_nll if teacher else None,
             parent.window_nll if parent else None,
             counts,
+            no_parent=_no_parent(subject),
         ),
         window_tokens=tuple(map(int, counts)),
     )
@@ -62,6 +64,8 @@ def recovered_share(
     teacher: Sequence[float] | None,
     parent: Sequence[float] | None,
     weights: Sequence[float] | None = None,
+    *,
+    no_parent: str = "no folded parent",
 ) -> RecoveredLoss:
     """Return how much of a conversion's loss its distillation recovered.
 
@@ -73,13 +77,14 @@ def recovered_share(
         teacher: window NLLs of its source, if that was measured.
         parent: window NLLs of the folded checkpoint that it started from, if that was measured.
         weights: scored tokens of each window; None: the same for all.
+        no_parent: the reason to give where `parent` is None.
 
     Returns:
         The share. It is undefined where a model is missing, and where the conversion's loss is at most two
         standard errors of the paired difference, since the quotient would be noise.
     """
     if teacher is None or parent is None:
-        return RecoveredLoss(None, "no teacher" if teacher is None else "no folded parent")
+        return RecoveredLoss(None, "no teacher" if teacher is None else no_parent)
     lost = paired_difference(parent, teacher, weights)
     if lost.standard_error is None:
         return RecoveredLoss(None, "a single window has no standard error")
@@ -88,6 +93,13 @@ def recovered_share(
             None, f"the fold lost {lost.mean:.2g} nats, within noise (2 SE = {2 * lost.standard_error:.2g})"
         )
     return RecoveredLoss(paired_difference(parent, student, weights).mean / lost.mean, None)
+
+
+def _no_parent(subject: Subject) -> str:
+    """Return why there is no folded parent, where there is none."""
+    if is_distilled(read_record(subject.paths["student"]) or {}):
+        return "the fold is not where kvfold.json says"
+    return "no folded parent"
 
 
 def _measured(scores: Scores, role: str, windows: TextWindows, dtype: str) -> ModelPerplexity:

@@ -277,6 +277,9 @@ def test_an_assertion_that_nothing_can_meet_is_refused_before_the_run(
     gone = [{"stage": "convert", "path": str(tmp_path / "gone")}]
     write_record(orphan, {"schema": 1, "stage": "distill", "source": describe(mha, None), "parents": gone})
     check_mistake(asserting(orphan, "recovered>0.5"), "is not where its kvfold.json says; put it back")
+    found = run(orphan, "--text", file, "--device", "cpu", "--window", "32", "--suite", "ppl", "--json")
+    reason = json.loads(found.stdout)["suites"]["ppl"]["recovered_share"]["reason"]
+    assert reason == "the fold is not where kvfold.json says"
 
 
 def check_mistake(result: Result, sentence: str) -> None:
