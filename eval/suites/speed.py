@@ -21,6 +21,7 @@ from torch import Tensor
 from ...checkpoints.cost_blocks import ModelSpeed, PhaseSpeed, Quartiles, SpeedBlock, SpeedCell
 from ...core.console import notice, progress
 from ...core.errors import InvalidInput
+from ...core.memory import enough_memory, remedy_of
 from ...core.settings import LARGEST_COUNT
 from ...models.causal_lm import Loaded
 from ..subject import Subject
@@ -100,7 +101,7 @@ def measure(subject: Subject) -> SpeedBlock:
     """Time every cell of the sweep.
 
     Raises:
-        InvalidInput: a cell needs more positions than a model has.
+        InvalidInput: a cell needs more positions than a model has, or more memory than the system has.
     """
     settings = subject.settings
     tokens = settings.get("speed_tokens", TOKENS)
@@ -136,29 +137,35 @@ def measure(subject: Subject) -> SpeedBlock:
 def _time(
     subject: Subject, roles: Sequence[str], cell: tuple[int, int], tokens: int, seconds: float
 ) -> dict[str, Any]:
-    """Return the seconds of each round by role, or the reason why there are none."""
+    """Return the seconds of each round by role, or the reason why there are none.
+
+    Raises:
+        InvalidInput: the memory of the system is full.
+    """
     if seconds <= 0:
         return {"skipped": "time"}
     start = monotonic()
     models = {role: subject.load(role) for role in roles}
     vocabulary = min(loaded.vocabulary for loaded in models.values())
-    ids_BC = torch.randint(vocabulary, cell, generator=torch.Generator().manual_seed(0))
     raw: dict[str, dict[str, Any]] = {role: {"prefill": [], "decode": []} for role in roles}
     rounds = subject.settings.get("speed_rounds", ROUNDS)
-    try:
-        for role, loaded in models.items():  # this warms up too
-            with peak_memory(loaded.device) as peak:
-                _round(loaded, ids_BC, min(tokens, 2))
-            raw[role]["peak_bytes"] = peak.bytes
-        for number in range(rounds):
-            if number >= _LEAST_ROUNDS and monotonic() - start > seconds:
-                break
-            for role, loaded in models.items():
-                prefill, decode = _round(loaded, ids_BC, tokens)
-                raw[role]["prefill"].append(prefill)
-                raw[role]["decode"].append(decode)
-    except torch.OutOfMemoryError:
-        return {"skipped": "memory"}
+    ways = {"a smaller --speed-batch": cell[0] > 1, "a smaller --speed-context": True}
+    with enough_memory(remedy_of(ways, "")):
+        ids_BC = torch.randint(vocabulary, cell, generator=torch.Generator().manual_seed(0))
+        try:
+            for role, loaded in models.items():  # this warms up too
+                with peak_memory(loaded.device) as peak:
+                    _round(loaded, ids_BC, min(tokens, 2))
+                raw[role]["peak_bytes"] = peak.bytes
+            for number in range(rounds):
+                if number >= _LEAST_ROUNDS and monotonic() - start > seconds:
+                    break
+                for role, loaded in models.items():
+                    prefill, decode = _round(loaded, ids_BC, tokens)
+                    raw[role]["prefill"].append(prefill)
+                    raw[role]["decode"].append(decode)
+        except torch.OutOfMemoryError:  # of a GPU
+            return {"skipped": "memory"}
     return dict(raw)
 
 

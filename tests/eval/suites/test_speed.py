@@ -156,6 +156,24 @@ def test_a_cell_that_does_not_fit_in_memory_is_skipped(mha: Path, monkeypatch: p
     assert (fits.skipped, large.skipped) == (None, "out of memory")
 
 
+@pytest.mark.parametrize(
+    ("batch", "remedy"),
+    [
+        ("2", "use a smaller --speed-batch or a smaller --speed-context"),
+        ("1", "use a smaller --speed-context"),
+    ],
+)
+def test_a_full_memory_of_the_system_names_the_options_of_this_suite(
+    mha: Path, monkeypatch: pytest.MonkeyPatch, batch: str, remedy: str
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise RuntimeError("[enforce fail at alloc_cpu.cpp:1] DefaultCPUAllocator: can't allocate memory")
+
+    monkeypatch.setattr(speed, "read", full)
+    with pytest.raises(InvalidInput, match=f"^this machine has too little memory; {remedy}$"):
+        run(mha, speed_batch=batch, speed_context="4", speed_tokens=1, speed_rounds=3)
+
+
 def test_one_at_a_time_measures_both_and_pairs_nothing(latent: Path, mha: Path, seen: Seen) -> None:
     found = run(
         latent,
