@@ -199,7 +199,12 @@ def _prompts(subject: Subject) -> dict[tuple[str, int], list[RulerPrompt]]:
     without = {task: length for length in lengths for task in tasks if (task, length) in refused}
     if without and (settings.get("ruler_tasks") is not None or len(without) == len(tasks)):
         wanting = {length: [task for task in tasks if without.get(task) == length] for length in lengths}
-        raise no_room(student.path, {length: names for length, names in wanting.items() if names})
+        raise no_room(
+            student.path,
+            {length: names for length, names in wanting.items() if names},
+            is_default=settings.get("ruler_lengths") is None,
+            positions=subject.limit.positions,
+        )
     return {
         (task, length): drawn
         for (task, length), drawn in found.items()

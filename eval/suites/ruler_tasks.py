@@ -29,19 +29,35 @@ class NoRoom(InvalidInput):
     """Tasks that have no room in a length."""
 
 
-def no_room(path: Path, tasks: Mapping[int, Sequence[str]]) -> NoRoom:
+def no_room(
+    path: Path,
+    tasks: Mapping[int, Sequence[str]],
+    *,
+    is_default: bool = False,
+    positions: int | None = None,
+) -> NoRoom:
     """Return the error about tasks that have no room.
 
     Args:
         path: the checkpoint.
         tasks: their names, by length.
+        is_default: the user gave no length.
+        positions: that every model has; None: no limit.
     """
-    plural = "" if sum(map(len, tasks.values())) == 1 else "s"
+    refused = [name for names in tasks.values() for name in names]
+    plural = "" if len(refused) == 1 else "s"
     (length, first), *more = [(length, ", ".join(names)) for length, names in sorted(tasks.items())]
     others = "".join(f", and {length} for {names}" for length, names in more)
+    is_longest = max(tasks) == positions
+    ways = {
+        "use longer prompts": not is_longest,
+        "name other tasks with --ruler-tasks": len(refused) < len(TASKS),
+    }
+    remedy = ", or ".join(way for way, is_left in ways.items() if is_left) or "leave out --suite ruler"
     return NoRoom(
-        f"--ruler-lengths {length} leaves no room for the task{plural} {first}{others} in the tokens of "
-        f"{path}; use longer prompts, or name other tasks with --ruler-tasks"
+        f"--ruler-lengths {length}{', the default,' if is_default else ''} leaves no room for the "
+        f"task{plural} {first}{others} in the tokens of {path}"
+        f"{', and the models have no more positions' if is_longest else ''}; {remedy}"
     )
 
 

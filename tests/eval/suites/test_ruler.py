@@ -201,7 +201,8 @@ def test_prompts_without_room_are_refused_before_another_suite_measures(
         ),
         (
             {"ruler_lengths": "60"},
-            "--ruler-lengths 60 leaves no room for the tasks niah_single, .*, fwe in the tokens of .*",
+            "--ruler-lengths 60 leaves no room for the tasks niah_single, .*, fwe in the tokens of .*; use "
+            "longer prompts$",
         ),
         (
             {"ruler_lengths": "60,450", "ruler_tasks": "vt,niah_single,cwe"},
@@ -214,6 +215,23 @@ def test_prompts_without_room_are_refused_before_another_suite_measures(
 def test_mistakes_are_one_sentence(wide: Path, settings: dict[str, Any], sentence: str) -> None:
     with pytest.raises(InvalidInput, match=sentence):
         run(wide, ruler_samples=1, **settings)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "shown"), [({}, "64, the default, leaves"), ({"ruler_lengths": "64"}, "64 leaves")]
+)
+def test_longer_prompts_are_not_advised_where_the_model_has_no_more_positions(
+    make: Make, lengths: dict[str, Any], shown: str
+) -> None:
+    short = make(max_position_embeddings=64)
+    with pytest.raises(
+        InvalidInput,
+        match=f"^--ruler-lengths {shown} no room for the task vt in the tokens of .*, and the models have no "
+        "more positions; name other tasks with --ruler-tasks$",
+    ):
+        run(short, ruler_samples=1, ruler_tasks="vt", **lengths)
+    with pytest.raises(InvalidInput, match=r"no more positions; leave out --suite ruler$"):
+        run(short, ruler_samples=1, **lengths)
 
 
 def test_prompts_are_made_once(wide: Path, monkeypatch: pytest.MonkeyPatch) -> None:
