@@ -38,7 +38,7 @@ def public(function: Callable[P, R]) -> Callable[P, R]:
                 from .core.settings import suggest
 
                 own_names = dict.fromkeys(other for other in known if _ARGUMENTS.get(other) not in parameters)
-                raise InvalidInput(f"unknown name {name!r}; {suggest(name, own_names, {})}")
+                raise InvalidInput(f"unknown name {name!r}; {suggest(name, own_names, _OTHER_NAMES)}")
         with calling(names=_by_option([*options(), *parameters])):
             return function(*args, **given)
 
@@ -87,6 +87,8 @@ def _migrate_options() -> Iterable[str]:
 
 # The arguments of functions, by the names of the fields that they fill.
 _ARGUMENTS = {"model": "source", "to": "target"}
+# Flags of commands whose values one argument takes.
+_OTHER_NAMES = {"quality": "goal", "speed": "goal"}
 # The names that a function takes as `**options`.
 _OPTIONS: Mapping[str, Callable[[], Iterable[str]]] = {
     "fold": _fold_options,

@@ -42,7 +42,7 @@ def fold_loaded(
 
     if tokenizer is None or not hasattr(source, "save_pretrained"):
         raise InvalidInput(
-            f"the source is a {type(source).__name__}; it should be a directory, a Hub id, or a loaded "
+            f"the source is of type {type(source).__name__}; it should be a directory, a Hub id, or a loaded "
             f"transformers model with tokenizer=..."
         )
     if not hasattr(tokenizer, "save_pretrained"):

@@ -256,6 +256,7 @@ def mistakes(work: Path) -> Iterator[tuple[Any, str]]:
     mla, gqa = kvfold.MLA(kv_budget="25%"), kvfold.GQA(kv_heads=2)
     anything: Any = kvfold.fold
     yield lambda: kvfold.fold(work / "gone", mla), "is not a directory"
+    yield lambda: kvfold.fold("x" * 5000, mla), f"'{'x' * 75} ...: File name too long"
     yield lambda: kvfold.fold(DEMO, kvfold.GQA()), "target gqa takes either kv_heads N or kv_budget SHARE"
     yield lambda: kvfold.fold(DEMO, kvfold.GQA(kv_heads=3), calibration="none"), "do not fold into 3"
     yield lambda: kvfold.fold(DEMO, kvfold.MLA(kv_budget="250%")), "is not a share of the source's cache"
@@ -269,8 +270,8 @@ def mistakes(work: Path) -> Iterator[tuple[Any, str]]:
     yield lambda: kvfold.fold(DEMO, gqa, engines=["vlm"]), "engines 'vlm' is unknown; choose from"
     yield lambda: kvfold.fold(DEMO, gqa, out=DEMO), "exists and nothing is overwritten"
     yield lambda: anything(DEMO, gqa, tokenizer=1), "tokenizer is for a loaded model"
-    yield lambda: anything(3, gqa), "the source is a int"
-    yield lambda: anything(None, mla, out="x"), "the source is a NoneType; it should be a directory"
+    yield lambda: anything(3, gqa), "the source is of type int"
+    yield lambda: anything(None, mla, out="x"), "the source is of type NoneType; it should be a directory"
     model = SimpleNamespace(save_pretrained=None)
     yield (
         lambda: anything(model, gqa, out="x"),
@@ -281,10 +282,11 @@ def mistakes(work: Path) -> Iterator[tuple[Any, str]]:
     yield lambda: kvfold.plan(DEMO, context=0), "context is 0"
     yield lambda: kvfold.plan(DEMO, budgets=[2.5]), "budgets 2.5 is not a share of the source's cache"
     yield lambda: kvfold.plan(DEMO, budgets=5), "budgets is 5; it should be a list"
+    yield lambda: kvfold.plan(DEMO, speed=True), "unknown name 'speed'; did you mean 'goal'?"
     yield lambda: kvfold.plan(DEMO, gaol="speed"), "unknown name 'gaol'; did you mean 'goal'?"
     yield lambda: kvfold.train(work / "none.yaml"), "cannot be read"
     yield lambda: kvfold.train({"schema": 1}), "recipe: "
-    yield lambda: kvfold.train(3), "the recipe is a int"  # type: ignore[arg-type] # a mistake on purpose
+    yield lambda: kvfold.train(3), "the recipe is of type int"  # type: ignore[arg-type] # a mistake on purpose
     yield lambda: kvfold.evaluate(DEMO), "choose one with text, for example stdlib"
     yield lambda: kvfold.evaluate(DEMO, text="stdlib", suites=["pplx"]), "suites pplx"
     yield (

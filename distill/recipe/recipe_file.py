@@ -94,7 +94,8 @@ def as_recipe(
         content = plain_values(recipe)
     else:
         raise InvalidInput(
-            f"the recipe is a {type(recipe).__name__}; it should be a file, a fold, a Recipe or a mapping"
+            f"the recipe is of type {type(recipe).__name__}; it should be a file, a fold, a Recipe or a "
+            "mapping"
         )
     for key, value in _checked(settings).items():
         _place(content, key, plain_values(value), f"settings[{key!r}]")

@@ -4,6 +4,7 @@ No heavy import here: `--help` goes through this module.
 """
 
 import atexit
+import errno
 import gc
 import inspect
 import json
@@ -175,7 +176,9 @@ def explaining() -> Iterator[None]:
         if of_disk is not None:
             raise InvalidInput(disk_sentence(of_disk)) from error
         if isinstance(error, OSError) and error.filename is not None:
-            raise InvalidInput(f"{error.filename}: {error.strerror}") from error
+            too_long = error.errno == errno.ENAMETOOLONG
+            name = shorten(error.filename) if too_long else error.filename
+            raise InvalidInput(f"{name}: {error.strerror}") from error
         raise
     except BaseException as error:
         if type(error).__module__ != "pyo3_runtime":
