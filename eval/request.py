@@ -17,7 +17,7 @@ from ..core.hub import local_directory, resolve
 from ..core.processes import together
 from ..core.settings import reason_of, refuse_text, refuse_truth
 from ..core.type_adapters import type_adapter
-from ..core.units import bytes_of
+from ..core.units import ByteSize, bytes_of
 from ..core.untrusted import shorten
 from ..models.load_options import DEVICE_MAPS, DEVICES, DTYPES
 from ..texts.corpus import read_text
@@ -212,11 +212,12 @@ def read_settings(suites: tuple[str, ...], given: Mapping[str, Any]) -> dict[str
 
     Args:
         suites: those that are run.
-        given: values by the options' names; the others have their defaults.
+        given: values by the options' names; those that are None or missing have their defaults.
 
     Raises:
         InvalidInput: an option belongs to no chosen suite, or its value is unusable.
     """
+    given = {name: value for name, value in given.items() if value is not None}
     check_settings(suites, list(given))
     options = [option for suite in SUITES.values() for option in suite.options]
     words = []
@@ -233,9 +234,26 @@ def read_settings(suites: tuple[str, ...], given: Mapping[str, Any]) -> dict[str
                 words += [option.opts[0], text]
     try:
         context = click.Command("eval", params=list(options)).make_context("eval", words)
+    except click.BadParameter as mistake:
+        wrong: Any = mistake.param
+        raise InvalidInput(
+            f"{wrong.name} is {shorten(given[wrong.name])}; it should be {_wanted(wrong.type)}"
+        ) from None
     except click.UsageError as mistake:
         raise InvalidInput(mistake.format_message()) from None
     return dict(context.params)
+
+
+def _wanted(kind: object) -> str:
+    """Return what a value of a suite's option should be."""
+    if isinstance(kind, ByteSize):
+        return "a size, for example 500MB or 5GB"
+    number = "a number" if isinstance(kind, click.FloatRange) else "a whole number"
+    if not isinstance(kind, click.IntRange | click.FloatRange):
+        return number
+    if kind.max is not None:
+        return f"{number} from {kind.min} to {kind.max}"
+    return f"{number} {'above' if kind.min_open else 'of at least'} {kind.min}"
 
 
 def run_request(request: EvalRequest, out: Path | None) -> Result:

@@ -293,7 +293,7 @@ def mistakes(work: Path) -> Iterator[tuple[Any, str]]:
         lambda: kvfold.evaluate(DEMO, text="stdlib", windw=3),
         "unknown name 'windw'; did you mean 'window'?",
     )
-    yield lambda: kvfold.evaluate(DEMO, text="stdlib", memory="x"), "'x' is not a size"
+    yield lambda: kvfold.evaluate(DEMO, text="stdlib", memory="x"), "memory is 'x'; it should be a size"
     yield (
         lambda: kvfold.evaluate(DEMO, text="stdlib", rows=work),
         "rows is for WikiText-2, not for text stdlib",

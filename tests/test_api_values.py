@@ -57,6 +57,37 @@ def test_paths_and_the_home_directory(tmp_path: Path, monkeypatch: pytest.Monkey
     assert not (tmp_path / "~").exists()
 
 
+def test_none_leaves_an_option_of_a_suite_out() -> None:
+    left_out = {"tasks": None, "limit": None, "speed_tokens": None}
+    assert read_settings(("cache",), left_out) == read_settings(("cache",), {})
+
+
+@pytest.mark.parametrize(
+    ("suite", "given", "sentence"),
+    [
+        (
+            "cache",
+            {"memory": "24 apples"},
+            "memory is '24 apples'; it should be a size, for example 500MB or 5GB",
+        ),
+        ("tasks", {"limit": 1.5}, "limit is 1.5; it should be a whole number of at least 1"),
+        (
+            "retrieval",
+            {"retrieval_keys": 11},
+            "retrieval_keys is 11; it should be a whole number from 2 to 10",
+        ),
+        ("retrieval", {"retrieval_seed": 0.5}, "retrieval_seed is 0.5; it should be a whole number"),
+        ("speed", {"speed_seconds": 0}, "speed_seconds is 0; it should be a number above 0"),
+    ],
+)
+def test_unusable_options_of_suites_are_named_as_in_python(
+    suite: str, given: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        read_settings((suite,), given)
+    assert str(caught.value) == sentence
+
+
 def test_paths_in_the_mapping_of_a_recipe(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("import os\n" * 400)
     kvfold.fold(DEMO, kvfold.GQA(kv_heads=2), out=tmp_path / "folded", calibration="none")
