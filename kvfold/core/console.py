@@ -176,8 +176,7 @@ def explaining() -> Iterator[None]:
         if of_disk is not None:
             raise InvalidInput(disk_sentence(of_disk)) from error
         if isinstance(error, OSError) and error.filename is not None:
-            too_long = error.errno == errno.ENAMETOOLONG
-            name = shorten(error.filename) if too_long else error.filename
+            name = shorten(error.filename) if error.errno == errno.ENAMETOOLONG else error.filename
             raise InvalidInput(f"{name}: {error.strerror}") from error
         raise
     except BaseException as error:
