@@ -256,7 +256,6 @@ def mistakes(work: Path) -> Iterator[tuple[Any, str]]:
     mla, gqa = kvfold.MLA(kv_budget="25%"), kvfold.GQA(kv_heads=2)
     anything: Any = kvfold.fold
     yield lambda: kvfold.fold(work / "gone", mla), "is not a directory"
-    yield lambda: kvfold.fold("x" * 5000, mla), f"'{'x' * 75} ...: File name too long"
     yield lambda: kvfold.fold(DEMO, kvfold.GQA()), "target gqa takes either kv_heads N or kv_budget SHARE"
     yield lambda: kvfold.fold(DEMO, kvfold.GQA(kv_heads=3), calibration="none"), "do not fold into 3"
     yield lambda: kvfold.fold(DEMO, kvfold.MLA(kv_budget="250%")), "is not a share of the source's cache"
@@ -282,7 +281,6 @@ def mistakes(work: Path) -> Iterator[tuple[Any, str]]:
     yield lambda: kvfold.plan(DEMO, context=0), "context is 0"
     yield lambda: kvfold.plan(DEMO, budgets=[2.5]), "budgets 2.5 is not a share of the source's cache"
     yield lambda: kvfold.plan(DEMO, budgets=5), "budgets is 5; it should be a list"
-    yield lambda: kvfold.plan(DEMO, speed=True), "unknown name 'speed'; did you mean 'goal'?"
     yield lambda: kvfold.plan(DEMO, gaol="speed"), "unknown name 'gaol'; did you mean 'goal'?"
     yield lambda: kvfold.train(work / "none.yaml"), "cannot be read"
     yield lambda: kvfold.train({"schema": 1}), "recipe: "
@@ -321,6 +319,7 @@ def wrong_values(work: Path) -> Iterator[tuple[Any, str]]:
         lambda: kvfold.evaluate(DEMO, text="stdlib", offload_dir=work),
         "offload_dir has no effect without device_map auto",
     )
+    yield lambda: kvfold.fold("x" * 5000, kvfold.MQA()), f"'{'x' * 75} ...: File name too long"
     places = {"device_map": "auto", "offload_dir": work / "weights"}
     yield (
         lambda: kvfold.evaluate(DEMO, text="stdlib", cpu_memory="much", **places),
@@ -368,6 +367,7 @@ def wrong_names() -> Iterator[tuple[Any, str]]:
     yield lambda: functions.fold(DEMO, mla, to="gqa"), "unknown name 'to'; did you mean 'target'?"
     yield lambda: functions.plan(DEMO, progress=3), "progress is 3; it should be a function of"
     yield lambda: functions.plan(DEMO, progress=lambda done: None), "it should be a function of a description"
+    yield lambda: functions.plan(DEMO, speed=True), "unknown name 'speed'; did you mean 'goal'?"
     yield lambda: functions.plan(DEMO, zzz=1), "unknown name 'zzz'; known: source, context, memory"
     yield lambda: functions.fold(DEMO, mla, zzz=1), "unknown name 'zzz'; known: source, target, out"
     yield lambda: functions.fold(DEMO, mla, progres=1), "unknown name 'progres'; did you mean 'progress'?"
