@@ -195,8 +195,14 @@ def _making(record: dict[str, Any], source: str) -> list[str]:
     commands = [record["command"]] if "command" in record else []
     recipe = []
     if "distill" in record:
-        commands.append("kvfold distill recipe.yaml")
         named = _named(record["distill"].get("recipe", {}), record, source)
+        student = named.get("student")
+        if student is not None and student == named.get("output"):  # names of steps of `kvfold migrate`
+            named["output"] = f"{student}-distilled"
+        is_fold = [parent["stage"] for parent in record.get("parents", [])][-1:] == ["convert"]
+        if commands and is_fold and isinstance(student, str):
+            commands[0] += f" --out {shlex.quote(student)}"
+        commands.append("kvfold distill recipe.yaml")
         settings = yaml.safe_dump(named, sort_keys=False, allow_unicode=True).strip()
         recipe = ["with this recipe.yaml:\n\n" + _fenced("yaml", settings)]
     commands += [record[stage]["command"] for stage in ("assemble", "quantize") if stage in record]

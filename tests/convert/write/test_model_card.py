@@ -241,6 +241,29 @@ def test_a_card_has_names_for_paths_of_its_author(outputs: dict[str, Path]) -> N
     assert "student: a-mla\ndata:\n  source:\n  - self\n  - t\n" in text
 
 
+@pytest.mark.parametrize(
+    ("student", "output", "names"),
+    [
+        ("/m/out.partial/folded/25%", "/m/out.partial/distilled/25%", ("25%", "25%-distilled")),
+        ("out/fold", "out/fold-distilled", ("out/fold", "out/fold-distilled")),
+    ],
+)
+def test_the_commands_of_a_card_read_what_the_ones_above_write(
+    outputs: dict[str, Path], student: str, output: str, names: tuple[str, str]
+) -> None:
+    record = read_record(outputs["stock"])
+    assert record is not None
+    record |= {
+        "command": "kvfold convert demo --to mla",
+        "parents": [{"stage": "convert", "path": student}],
+        "distill": {"recipe": {"student": student, "output": output}},
+    }
+    text = make_card(outputs["stock"], record, "tiny", "org/tiny").text
+    shown = f"$ kvfold convert demo --to mla --out {names[0]}\n$ kvfold distill recipe.yaml\n"
+    assert shown in text
+    assert f"student: {names[0]}\noutput: {names[1]}\n" in text
+
+
 ADDRESSED = (
     "x`\n```\n<img src=a>\n# owned\n[here](http://a) \x1b[31m\u202e | \\| <img src=b> www.evil.example"
 )
