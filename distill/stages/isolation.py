@@ -1,8 +1,8 @@
 """Packed documents that attend only to themselves.
 
 Given position ids that start again at 0, and no attention mask, transformers makes a mask that ends where
-they do. Some of its classes do not pass the position ids on to where masks are made (in 5.23 Falcon, OPT,
-gpt-oss, AFMoE); these are given the mask that transformers makes for the others. Its effect is tested on the
+they do. Some of its classes do not pass the position ids on to where masks are made (in 5.24 OPT, gpt-oss
+and AFMoE, before it Falcon); these are given the mask that transformers makes for the others. Its effect is tested on the
 model, not looked up.
 """
 

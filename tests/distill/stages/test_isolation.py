@@ -40,7 +40,8 @@ CUTS = (
 )  # the documents of two windows; a document of one token among them
 IDS_BS = torch.arange(2 * LENGTH).reshape(2, LENGTH) ** 2 * 7 % 97
 OLD = Version(transformers.__version__) < Version("5.24")  # Falcon's mask knows no position ids there
-UNAWARE = {"opt", "gpt_oss", "afmoe"} | ({"falcon"} if OLD else set())  # classes that make their mask without them
+# Classes that make their mask without them.
+UNAWARE = {"opt", "gpt_oss", "afmoe"} | ({"falcon"} if OLD else set())
 REFUSED = {"llama4_text"}  # documents meet with every mask that transformers 5.24 makes for it
 OWN = [  # families of each form of attention: every kind of mask, of positions, of host
     *((family, "decoupled") for family in ("llama", "gpt_neox", "gpt2", "ministral", "falcon", "opt")),
