@@ -2,8 +2,8 @@
 
 Given position ids that start again at 0, and no attention mask, transformers makes a mask that ends where
 they do. Some of its classes do not pass the position ids on to where masks are made (in 5.24 OPT, gpt-oss
-and AFMoE, before it Falcon); these are given the mask that transformers makes for the others. Its effect is tested on the
-model, not looked up.
+and AFMoE, before it Falcon); these are given the mask that transformers makes for the others. Its effect is
+tested on the model, not looked up.
 """
 
 from inspect import signature
