@@ -62,9 +62,15 @@ def _check_cache(recipe: Recipe, student: Path, teacher: Path) -> None:
     if recipe.teacher_cache is None:
         return
     cache = Path(recipe.teacher_cache).expanduser()
-    for place in (student, teacher, recipe.output_directory, recipe.working_directory):
+    places = {
+        "student": student, "teacher": teacher, "output": recipe.output_directory,
+        "unfinished output": recipe.working_directory,
+    }  # fmt: skip
+    for role, place in places.items():
         if cache.resolve().is_relative_to(place.resolve()):
-            raise InvalidInput(f"{OPTION} {cache} is {place} or inside it; name a directory elsewhere")
+            raise InvalidInput(
+                f"{OPTION} {cache} is the directory of the {role} or inside it; name a directory elsewhere"
+            )
     check_place(cache, OPTION)
 
 

@@ -198,9 +198,14 @@ def test_a_teacher_cache_in_the_place_of_something_else_is_refused_before_the_ru
     out, foreign = tmp_path / "out", tmp_path / "foreign"
     foreign.mkdir()
     (foreign / "notes.txt").touch()
-    places = {student / "cache": student, teacher: teacher, out: out, out / "cache": out}
-    sentences = {cache: f"is {place} or inside it; name a directory" for cache, place in places.items()}
-    sentences[tmp_path / "out.partial"] = "out.partial or inside it; name a directory elsewhere"
+    roles = {
+        student / "cache": "student", teacher: "teacher", out: "output", out / "cache": "output",
+        tmp_path / "out.partial": "unfinished output",
+    }  # fmt: skip
+    sentences = {
+        cache: f"is the directory of the {role} or inside it; name a directory elsewhere"
+        for cache, role in roles.items()
+    }
     sentences[foreign] = "is no cache of a teacher; name another directory"
     for cache, sentence in sentences.items():
         with pytest.raises(InvalidInput, match=f"^teacher_cache {cache} .*{sentence}"):
