@@ -184,8 +184,8 @@ def _check_start(names: tuple[str, ...], suites: Sequence[str], label: str) -> N
     if names[0] in HEAD:
         return
     short = short_names(suites)
-    known = {*short, *(ALIASES[name] for name in short), *suites, *HEAD}
-    near = get_close_matches(".".join(names), sorted(known))
+    known = sorted({*short, *(ALIASES[name] for name in short)})
+    near = {ALIASES.get(name, name): name for name in get_close_matches(".".join(names), known)}.values()
     if near:
         raise InvalidInput(f"{label}: the report has no {names[0]}; did you mean {' or '.join(near)}?")
     raise InvalidInput(

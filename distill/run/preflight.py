@@ -67,6 +67,8 @@ def _check_cache(recipe: Recipe, student: Path, teacher: Path) -> None:
         "unfinished output": recipe.working_directory,
     }  # fmt: skip
     for role, place in places.items():
+        if place == recipe.working_directory and cache.exists():
+            continue  # of a run that an earlier version began
         if cache.resolve().is_relative_to(place.resolve()):
             raise InvalidInput(
                 f"{OPTION} {cache} is the directory of the {role} or inside it; name a directory elsewhere"

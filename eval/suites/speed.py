@@ -8,6 +8,7 @@ student and teacher, so that other load on the machine affects both.
 Legend: B sequences, C tokens of context.
 """
 
+import math
 import platform
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -23,6 +24,7 @@ from ...core.console import notice, progress
 from ...core.errors import InvalidInput
 from ...core.memory import enough_memory, remedy_of
 from ...core.settings import LARGEST_COUNT
+from ...core.untrusted import shorten
 from ...models.causal_lm import Loaded
 from ..subject import Subject
 from .decoding import greedy, read
@@ -66,10 +68,12 @@ def rows(found: SpeedBlock, roles: tuple[str, ...]) -> list[list[str]]:
 
 
 def check(settings: Mapping[str, Any]) -> None:
-    """Check the lists of batch sizes and contexts."""
+    """Check the lists of batch sizes and contexts, and the time."""
     for name in ("speed_batch", "speed_context"):
         if settings.get(name) is not None:
             numbers(f"--{name.replace('_', '-')}", settings[name])
+    if math.isnan(settings.get("speed_seconds") or 0.0):  # which is in every range
+        raise InvalidInput("--speed-seconds nan: write a number of seconds above 0, e.g. --speed-seconds 300")
 
 
 def numbers(option: str, value: str) -> list[int]:
@@ -79,13 +83,15 @@ def numbers(option: str, value: str) -> list[int]:
         InvalidInput: the value is not such a list.
     """
     parts = [part.strip() for part in value.split(",")]
-    if not all(part.isascii() and part.isdecimal() and int(part) for part in parts):
+    digits = [part.lstrip("0") for part in parts]
+    if not all(part.isascii() and part.isdecimal() for part in parts) or not all(digits):
         raise InvalidInput(
-            f"{option} {value}: write whole numbers from 1, separated by commas, e.g. {option} 1,4"
+            f"{option} {shorten(value)}: write whole numbers from 1, separated by commas, e.g. {option} 1,4"
         )
-    if any(int(part) > LARGEST_COUNT for part in parts):
-        raise InvalidInput(f"{option} {value}: write whole numbers of at most {LARGEST_COUNT:,}")
-    return sorted({int(part) for part in parts})
+    # Python reads no number of thousands of digits.
+    if any(len(part) > len(str(LARGEST_COUNT)) or int(part) > LARGEST_COUNT for part in digits):
+        raise InvalidInput(f"{option} {shorten(value)}: write whole numbers of at most {LARGEST_COUNT:,}")
+    return sorted({int(part) for part in digits})
 
 
 def check_room(subject: Subject) -> None:

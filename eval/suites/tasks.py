@@ -48,7 +48,7 @@ class _KeptMetric(FiniteNumbers):
 
     @property
     def is_paired(self) -> bool:
-        """Whether there is a value of each document, or of none."""
+        """True if there is a value of each document, or of none."""
         if self.values is None or self.documents is None:
             return self.values is None and self.documents is None
         return 0 < len(self.values) == len(self.documents)

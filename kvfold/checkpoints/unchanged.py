@@ -33,12 +33,12 @@ def check_unchanged(checkpoint: Checkpoint, known: Mapping[str, str] | None = No
     A file is read again only where its size or its time differs.
 
     Args:
-        checkpoint: it may be a view of another one's files.
+        checkpoint: of a view of another one's weights it is the view's own config.json that is compared.
         known: hashes of its weight files by name, from `hash_unchanged`; without its hash, a file that was
             touched counts as changed.
 
     Raises:
-        InvalidInput: a file was written or replaced meanwhile.
+        InvalidInput: a file was written, replaced or removed meanwhile.
     """
     hashes = known or {}
     files = {file.name: file for file in checkpoint.files}
@@ -56,7 +56,7 @@ def _touched(checkpoint: Checkpoint) -> list[str]:
     try:
         pairs = zip(checkpoint.opened, checkpoint.identity(), strict=True)
     except FileNotFoundError as error:
-        raise _changed(Path(error.filename)) from None
+        raise InvalidInput(f"{error.filename} was removed while it was read") from None
     return [before[0] for before, now in pairs if before != now]
 
 

@@ -2,6 +2,7 @@
 
 import os
 import re
+import socket
 from pathlib import Path
 
 from .errors import InvalidInput
@@ -162,7 +163,8 @@ def _download(name: str, revision: str | None) -> Path:
     except (HfHubHTTPError, HFValidationError) as error:
         raise InvalidInput(f"{name} could not be downloaded: {str(error).splitlines()[0]}") from None
     except Exception as error:  # of a connection that breaks and of any answer, by several libraries
-        if isinstance(error, MemoryError) or getattr(error, "errno", None) is not None:
+        of_network = isinstance(error, ConnectionError | TimeoutError | socket.gaierror)
+        if isinstance(error, MemoryError) or (getattr(error, "errno", None) is not None and not of_network):
             raise  # an error of this machine
         raise InvalidInput(
             f"{name} could not be downloaded ({plain_reason(error)}); run the same command again, which "

@@ -39,8 +39,10 @@ _EXAMPLES = "'ppl<1.02x' or 'kl<0.05'"
 # How a fold with less loss compares with a bound, by the third part of a number's path.
 _BETTER = {
     **dict.fromkeys(("student", "difference", "ratio", "kl", "kl_percentiles", "kl_max"), "<"),
-    **dict.fromkeys(("same_top1", "recovered_share"), ">"),
+    **dict.fromkeys(("delta_p_rms", "kl_by_position"), "<"),
+    **dict.fromkeys(("same_top1", "recovered_share", "nll_correlation"), ">"),
 }
+_CONSTANT = ("teacher", "parent", "window_tokens")  # what no fold of the source changes
 # Keys of the recipe that are filled in by options.
 _OPTIONS = {
     "evaluate.source": "--text",
@@ -77,7 +79,7 @@ def read_bound(text: str) -> Assertion:
         examples=known,
         not_run=f"bound what kvfold migrate measures, for example {known}",
     )
-    if bound.path[0] != "suites":
+    if bound.path[0] != "suites" or bound.path[2] in _CONSTANT:
         raise InvalidInput(f"--until {text!r} is no bound of what is lost; write for example {known}")
     if not times and bound.path[-1] == "perplexity" and bound.bound < 2:
         raise InvalidInput(

@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import threading
@@ -16,9 +17,12 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 
 from kvfold import MLA, fold
+from kvfold.core.errors import InvalidInput
+from kvfold.core.hub import resolve
 
 from ..support.tiny import make
 from ..support.tokenizers import save_tokenizer
@@ -190,3 +194,18 @@ def test_a_download_that_breaks_off_is_one_sentence(tmp_path: Path, kind: type[H
     sentence = done.stderr.splitlines()[-1]
     assert sentence.startswith("Error: org/tiny could not be downloaded (")
     assert endpoint not in sentence
+
+
+@pytest.mark.parametrize("error", [ConnectionResetError(104, "reset"), socket.gaierror(-2, "no such name")])
+def test_an_error_of_the_network_is_not_one_of_the_machine(
+    error: OSError, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object, **__: object) -> str:
+        raise error
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", broken)
+    with pytest.raises(InvalidInput, match=r"could not be downloaded .* run the same command again"):
+        resolve("org/tiny")
+    error = OSError(28, "No space left on device")
+    with pytest.raises(OSError, match="No space left"):
+        resolve("org/tiny")

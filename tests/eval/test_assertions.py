@@ -71,6 +71,7 @@ def test_what_does_not_hold_says_what_it_is(text: str, shown: str) -> None:
         ("ppl.row.1<2", "suites.ppl has no row; it has student, teacher, parent"),
         ("ppl.student.window_nll.7<2", "suites.ppl.student.window_nll has no 7; it has nothing"),
         ("fidelty.kl.mean<2", "the report has no fidelty; did you mean fidelity.kl.mean"),
+        ("klm<1", "the report has no klm; did you mean kl.mean or kl.max?"),
         ("nothing.x<2", "the report has no nothing; a path may begin with"),
         ("ppl.student<2", "suites.ppl.student is not a number; it has dtype, perplexity"),
         ("suites.ppl<2", "suites.ppl is not a number; it has student, teacher, parent"),

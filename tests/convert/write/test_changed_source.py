@@ -55,7 +55,7 @@ def test_a_source_that_is_removed_meanwhile_is_refused(tmp_path: Path) -> None:
     source, out = make(tmp_path / "source"), tmp_path / "out"
     done = convert(source, out, (source / "config.json").unlink)
     assert done.exit_code == 2, done.output
-    assert f"{source / 'config.json'} changed while it was read" in done.stderr
+    assert f"{source / 'config.json'} was removed while it was read" in done.stderr
 
 
 def test_a_source_that_is_only_touched_meanwhile_is_folded(tmp_path: Path) -> None:

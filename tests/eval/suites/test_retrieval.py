@@ -266,7 +266,7 @@ def test_lengths_fit_the_models_when_none_are_asked_for(roomy: Path, haystack: H
             {"retrieval_lengths": "30"},
             r"--retrieval-lengths 30 leaves no room for the keys of passkey .*; use \d+ or more",
         ),
-        ({"retrieval_lengths": "many"}, "--retrieval-lengths many: write whole numbers"),
+        ({"retrieval_lengths": "many"}, "--retrieval-lengths 'many': write whole numbers"),
     ],
 )
 def test_mistakes_are_one_sentence(roomy: Path, settings: dict[str, Any], sentence: str) -> None:

@@ -208,7 +208,7 @@ def test_prompts_without_room_are_refused_before_another_suite_measures(
             {"ruler_lengths": "60,450", "ruler_tasks": "vt,niah_single,cwe"},
             "--ruler-lengths 60 leaves no room for the tasks niah_single, vt, and 450 for cwe in the .*",
         ),
-        ({"ruler_lengths": "long"}, "--ruler-lengths long: write whole numbers"),
+        ({"ruler_lengths": "long"}, "--ruler-lengths 'long': write whole numbers"),
         ({"ruler_tasks": "vt,qa_1"}, "--ruler-tasks vt,qa_1: qa_1 is not a task; known are niah_single, .*"),
     ],
 )
