@@ -106,11 +106,11 @@ SHAPES: dict[str, dict[str, int]] = {  # of Llama 3.2 1B, Llama 3.1 8B and 70B
 }
 VOCABULARY, KEY_HEADS, POSITIONS = 128_256, 8, 131_072
 CORES, SHARED = 16, 0.8  # and the share of their rates that products on all of them reach
-# One core of the virtual machine of the other results: medians of three measurements by CPU time with a
-# hidden size of 2,048, 2026-11-23, next to other work.
+# One core of a virtual machine: medians of three measurements by CPU time with a hidden size of 2,048,
+# 2026-11-28, next to other work. On 2026-11-23 another one was half to a seventh as fast.
 CORE = Rates(
-    products=51e9, decoding=27e9, single=51e9, mixing=17e9, double=23e9, decomposition=1.4e9, stream=6.8e9,
-    call=8e-6, threads=1,
+    products=99e9, decoding=80e9, single=99e9, mixing=38e9, double=50e9, decomposition=5.6e9, stream=45e9,
+    call=2e-6, threads=1,
 )  # fmt: skip
 MANY = replace(
     CORE, threads=CORES, products=CORE.products * CORES * SHARED, decoding=CORE.decoding * CORES * SHARED

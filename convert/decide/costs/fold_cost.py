@@ -5,7 +5,7 @@ multiplied by what such a count leaves out, one factor per phase (`python -m ben
 them).
 
 Legend: S sequences, T tokens of each, X = S·T, L layers, D hidden size, N and K heads of queries and keys, H
-their width, V vocabulary, M the widest side of a decomposition.
+their width, V vocabulary.
 """
 
 import math
@@ -21,6 +21,7 @@ from ...calibration.reach import PAIRS, joined_lengths
 from ...calibration.study import batch_size
 from ...efforts import EFFORTS
 from ...families.source import Source
+from ...methods.allocation import rotary_widths
 from ...methods.latent_norm import LEAST_PARTS
 from ...methods.table import reads_statistics
 from ..measured import norm_choice, width_choice
@@ -48,7 +49,7 @@ _FITTED = 24  # evaluations of the fit of a latent norm, which ends early
 _OPTIMISED = 3e5  # small operations as long as importing what torch's optimizers need takes
 _ROUNDED = 65 + 22  # of the searches for a rounded length, before refinement and after it
 _GROUPED = 4  # orders of the heads that are measured
-_WIDTHS = 11  # rotary widths that a budget is divided among
+_VALUES = 0.5  # of a decomposition, for eigenvalues alone
 # Tables of slots for engines that are measured, of five at most: some are predicted to be far worse.
 _TABLES = 4
 _NEIGHBOURS = 4  # of them that are measured, or three and intact rotation
@@ -155,7 +156,7 @@ def _of_layers(plan: Plan, calibration: str, shapes: Shapes, rates: Rates, jobs:
     layers, fitted = shapes.layers / jobs, _fits_norm(plan, calibration)
     seconds = {"closed form": layers * _closed(plan, shapes, rates)}
     if fitted:
-        norm = _NORMED * _norm(plan, shapes, rates)
+        norm = _NORMED * _norm(plan, shapes, rates) + shapes.hidden**3 / rates.decomposition
         turns = _turns(norm_choice.LAYERS, shapes, jobs)
         seconds["closed form"] += layers * norm + turns * (norm + 2 * _closed(plan, shapes, rates))
         seconds["closed form"] += _OPTIMISED * rates.call
@@ -199,11 +200,13 @@ def _statistics(shapes: Shapes, rates: Rates) -> float:
 
 def _closed(plan: Plan, shapes: Shapes, rates: Rates) -> float:
     """Return the seconds of one layer's closed form on one thread, and of measuring orders of heads."""
-    side = max(shapes.hidden, 2 * shapes.key_heads * shapes.width)
-    decompositions = 1 if isinstance(plan.target, LatentTarget) else 0.5
-    algebra = decompositions * side**3 / rates.decomposition + 30 * shapes.hidden**3 / rates.double
-    orders = _GROUPED if isinstance(plan.target, GroupedTarget) else 0
-    return algebra + orders * measured(plan, shapes, rates)
+    keys = shapes.key_heads * shapes.width
+    # Products as torch makes them, counted on layers of hidden size 1,024 and 2,048 with 2 to 32 key heads.
+    if isinstance(plan.target, GroupedTarget):
+        algebra = shapes.hidden * keys * (32 * shapes.hidden + 10 * keys)
+        return algebra / rates.double + _GROUPED * measured(plan, shapes, rates)
+    algebra = shapes.hidden * keys * (15 * shapes.hidden + 12 * keys)
+    return algebra / rates.double + min(shapes.hidden, 2 * keys) ** 3 / rates.decomposition
 
 
 def _norm(plan: Plan, shapes: Shapes, rates: Rates) -> float:
@@ -273,15 +276,17 @@ def _division(plan: Plan, shapes: Shapes, rates: Rates, jobs: int) -> float:
     request = plan.request
     if not isinstance(plan.target, LatentTarget) or plan.target.slots == "source":
         return 0.0
-    side = min(shapes.hidden, 2 * shapes.key_heads * shapes.width)
-    predicted = shapes.layers * (side**3 / rates.decomposition + 6 * side**3 / rates.double)
+    rows = 2 * shapes.key_heads * shapes.width
+    products = shapes.hidden * rows * (4 * shapes.hidden + 2 * rows) / rates.double
+    predicted = shapes.layers * (_VALUES * min(shapes.hidden, rows) ** 3 / rates.decomposition + products)
     each = _closed(plan, shapes, rates) + measured(plan, shapes, rates)
     each *= _turns(width_choice.LAYERS, shapes, jobs) * plan.effort.widths
     if plan.container.profile is not None:
         return _TABLES * (predicted + each)
     if request.kv_budget is None or request.rope_dim is not None:
         return 0.0
-    return _WIDTHS * predicted + _NEIGHBOURS * each
+    elements = plan.target.kv_lora_rank + plan.target.qk_rope_head_dim
+    return len(rotary_widths(plan.source.geometry, elements)) * predicted + _NEIGHBOURS * each
 
 
 def _turns(layers: int, shapes: Shapes, jobs: int) -> int:

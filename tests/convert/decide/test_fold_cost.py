@@ -79,6 +79,16 @@ def test_a_phase_takes_as_long_as_its_rates_say(source: Path) -> None:
         assert thrice[phase] == pytest.approx(3 * once[phase]), phase
 
 
+def test_keys_of_fewer_heads_take_less_algebra(tmp_path: Path) -> None:
+    """The size of a decomposition and of products is that of the keys, not the hidden size."""
+    seconds = []
+    for heads in (2, 1):
+        source = make(tmp_path / str(heads), num_key_value_heads=heads)
+        algebra = replace(RATES.of_calls(), call=0.0, double=RATES.double, decomposition=RATES.decomposition)
+        seconds.append(predict_cost(plan(source), "none", algebra).seconds["closed form"])
+    assert seconds[1] < 0.7 * seconds[0]
+
+
 def test_what_is_not_done_costs_nothing(source: Path) -> None:
     by_weights = predict_cost(plan(source, calibration="none"), "none", RATES)
     assert by_weights.seconds.keys() == {"start", "closed form"}
