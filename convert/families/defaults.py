@@ -135,6 +135,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "glm4": _GLM,
     "cohere": {**_COHERE, "rope_theta": 5e5},
     "cohere2": {**_COHERE, "head_dim": 128, "sliding_window": 4096, "sliding_window_pattern": 4},
+    "cohere2_moe": {**_COHERE, "head_dim": 128, "sliding_window": 4096, "sliding_window_pattern": 4,
+                    "prefix_dense_sliding_window_pattern": 1},
     "gpt_neox": {**_SIZES, "vocab_size": 50432, "hidden_size": 6144, "intermediate_size": 24576,
                  "num_hidden_layers": 44,
                  "num_attention_heads": 64, "hidden_act": "gelu", "attention_dropout": 0.0,

@@ -71,7 +71,8 @@ class Family:
         rotates: the config field that says whether any layer rotates: `position_embedding_type`, which is
             `rope`, or `rope_theta`, which is not null; None where layers rotate as the other fields say.
         unrotated: the config field that says which layers have no rotation; `sliding_window`: where it is
-            given, all layers but those with a window.
+            given, all layers but those with a window; `layer_types`: all but those with a window.
+        dense_rotate: the config field that is 1 where all layers without experts rotate, whatever they read.
         full_first: the first of as many layers as sliding_window_pattern says reads all positions, not the
             last.
         mixers: the rule of layer_kinds.py by which some layers have another mixer than attention; None where
@@ -128,6 +129,7 @@ class Family:
     windowed_theta: tuple[str | None, float] | None = None
     rotates: Literal["position_embedding_type", "rope_theta"] | None = None
     unrotated: str | None = None
+    dense_rotate: str | None = None
     full_first: bool = False
     mixers: str | None = None
     gate: str | None = None

@@ -309,6 +309,34 @@ NEWER_DEFAULTS: dict[str, dict[str, Any]] = {
         "sliding_window": 1024,
         "sliding_window_pattern": 4,
     },
+    "flint": {
+        **_SIZES,
+        "vocab_size": 150144,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 49,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "max_position_embeddings": 262144,
+        "sliding_window": 513,
+        "layer_types": [
+            "full_attention" if layer < 2 or layer % 4 == 1 or layer == 48 else "sliding_attention"
+            for layer in range(49)
+        ],
+    },
+    "kolibri1": {
+        **_SIZES,
+        "vocab_size": 128000,
+        "hidden_size": 2560,
+        "intermediate_size": None,
+        "num_hidden_layers": 50,
+        "num_attention_heads": 48,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "max_position_embeddings": 262144,
+        "sliding_window": 513,
+        "sliding_window_pattern": 5,
+    },
     "internlm3": {
         **_SIZES,
         "vocab_size": 128512,

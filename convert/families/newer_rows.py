@@ -232,6 +232,23 @@ NEWER = {
         layer_tensors=layer_names(*NORMS, "pre_mlp_layernorm.weight", "post_mlp_layernorm.weight"),
         block=EXPERTS,
     ),
+    "flint": Family(
+        label="Flint",
+        architecture="FlintForCausalLM",
+        **QK_NORM,
+        unrotated="layer_types",
+        sinks="layers.{layer}.self_attn.softmax_offset",
+        layer_tensors=layer_names(*NORMS, "self_attn.softmax_offset"),
+        block=EXPERTS,
+    ),
+    "kolibri1": Family(
+        label="Kolibri 1",
+        architecture="Kolibri1ForCausalLM",
+        **QK_NORM,
+        unrotated="sliding_window",
+        layer_tensors=layer_names(*NORMS),
+        block=EXPERTS,
+    ),
     "internlm3": Family(
         label="InternLM 3", architecture="LlamaForCausalLM", block="its class is chosen by name"
     ),

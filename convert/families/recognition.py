@@ -11,7 +11,7 @@ from ..algebra.rope_fields import stated_rope
 from ..algebra.target import Geometry
 from .config_fields import LARGEST, is_size
 from .family import Block, Family
-from .layers.layer_kinds import ATTENTION, CHUNKED, kinds_of
+from .layers.layer_kinds import ATTENTION, CHUNKED, SLIDING, dense_first, kinds_of
 from .layers.layer_shapes import first_follower, overrides
 from .layers.rope_forms import by_kind, stretched
 from .rows import FAMILIES
@@ -171,6 +171,8 @@ def complete(family: Family, config: Mapping[str, Any]) -> dict[str, Any]:
     if family.kv_heads is None:
         whole["num_key_value_heads"] = whole["num_attention_heads"]
     layers = range(whole["num_hidden_layers"]) if isinstance(whole["num_hidden_layers"], int) else range(0)
+    if family.dense_rotate:
+        whole = dense_first(whole, family.dense_rotate, len(layers))
     _fill_layer_lists(family, whole, layers)
     if family.stretches:
         whole |= stretched(whole)
@@ -292,8 +294,14 @@ def rotated(family: Family, config: Mapping[str, Any], layer: int) -> bool:
     """Return whether a layer rotates its queries and keys."""
     if family.unrotated == "sliding_window":
         kinds = config.get("layer_types")
-        return config.get("sliding_window") is None or not kinds or kinds[layer] == "sliding_attention"
-    return family.unrotated is None or config[family.unrotated][layer] in (1, "sliding_attention")
+        return config.get("sliding_window") is None or not kinds or kinds[layer] == SLIDING
+    if (
+        family.dense_rotate
+        and config[family.dense_rotate] == 1
+        and config["mlp_layer_types"][layer] == "dense"
+    ):
+        return True
+    return family.unrotated is None or config[family.unrotated][layer] in (1, SLIDING)
 
 
 def latent_obstacle(config: Mapping[str, Any], *, regressed: bool = False) -> str | None:

@@ -205,6 +205,15 @@ _ROWS = {
         layer_tensors=layer_names("input_layernorm.weight", *GATED),
         block=PARALLEL,
     ),
+    "cohere2_moe": Family(
+        label="Cohere 2 MoE",
+        architecture="Cohere2MoeForCausalLM",
+        rotary="interleaved",
+        unrotated="layer_types",
+        dense_rotate="prefix_dense_sliding_window_pattern",
+        layer_tensors=layer_names("input_layernorm.weight"),
+        block=EXPERTS,
+    ),
     "gpt_neox": Family(
         label="GPT-NeoX, Pythia",
         architecture="GPTNeoXForCausalLM",

@@ -52,7 +52,7 @@ UNFOLDED: dict[str, str] = {
     )),
     **_all(_GATED, ("beam", "hrm_text", "laguna")),
     **_all(_PARTLY, (
-        "cohere2_moe", "flint", "granite_swa", "granitemoe_swa", "kolibri1",
+        "granite_swa", "granitemoe_swa",
     )),
     **_all(_DISTANCE, ("bloom", "mpt")),
     **_all(_ALL_HEADS, (

@@ -189,6 +189,23 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
     "exaone_moe": {**_EXPERTS, **_MIXED, "num_experts": 4, "first_k_dense_replace": 1},
     "afmoe": {**_EXPERTS, **_MIXED, "num_experts": 4, "num_dense_layers": 1},
+    "cohere2_moe": {
+        **_MIXED,
+        "logit_scale": 1.0,
+        "num_experts": 4,
+        "num_shared_experts": 1,
+        "mlp_layer_types": ["sparse", "dense"],
+        "prefix_dense_sliding_window_pattern": 2,
+        "prefix_dense_intermediate_size": 48,
+    },
+    "flint": {
+        **_EXPERTS,
+        **_MIXED,
+        "num_experts": 4,
+        "shared_expert_intermediate_size": 16,
+        "mlp_only_layers": [1],
+    },
+    "kolibri1": {**_EXPERTS, **_MIXED, "num_experts": 4, "shared_expert_intermediate_size": 16},
     "falcon": {"new_decoder_architecture": True, "num_kv_heads": 8, "ffn_hidden_size": 48, "bias": True},
 }
 # Classes that have no head_dim of their own.

@@ -88,6 +88,27 @@ def reach_of(config: Mapping[str, Any], layer: int) -> int | None:
     return width if isinstance(width, int) and width > 0 else None
 
 
+def dense_first(config: Mapping[str, Any], pattern: str, layers: int) -> dict[str, Any]:
+    """Return a config whose lists of layers follow from the number of first layers without experts.
+
+    What each of both groups of layers reads follows a pattern of its own (transformers' Cohere2MoeConfig).
+
+    Args:
+        config: a complete one, which may have the lists.
+        pattern: the field with the first group's pattern.
+        layers: number of layers.
+    """
+    dense = config.get("first_k_dense_replace") or 0
+    blocks = ["dense" if layer < dense else "sparse" for layer in range(layers)]
+    counted = [(layer, pattern) for layer in range(dense)]
+    counted += [(layer, "sliding_window_pattern") for layer in range(layers - dense)]
+    kinds = [
+        ATTENTION if (layer + 1) % (config.get(field) or 1) == 0 else SLIDING for layer, field in counted
+    ]
+    lists = {"layer_types": kinds, "mlp_layer_types": blocks}
+    return {**config, **{name: config.get(name) or made for name, made in lists.items()}}
+
+
 def kinds_of(rule: str, config: Mapping[str, Any], layers: int) -> Any:
     """Return the kind of every layer, under transformers' present names.
 

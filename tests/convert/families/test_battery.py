@@ -152,6 +152,9 @@ VARIANTS: dict[str, tuple[str, bool, dict[str, Any], Callable[[Path], None], tup
     "cohere2, unrotated": ("cohere2", False, {"layer_types": ["full_attention"] * 2}, nothing, MLA_REMOTE),
     "cohere2, unrotated, heads": ("cohere2", True, {"layer_types": ["full_attention"] * 2}, nothing,
                                   ("--to", "mqa", "--method", "aligned", "--calibration", "none")),
+    "cohere2 moe, dense layers rotate": (
+        "cohere2_moe", False, {"prefix_dense_sliding_window_pattern": 1}, nothing, MLA_REMOTE
+    ),
     "phi3, grouped": ("phi3", False, {"num_key_value_heads": 1}, nothing, MLA_FULL),
 }  # fmt: skip
 # Runs apart from the tests, where kvfold cannot be imported even by accident. Steps with the cache give what the

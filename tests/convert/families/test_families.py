@@ -176,6 +176,22 @@ def test_defaults_are_those_of_the_configuration_class(kind: str) -> None:
             assert ours["layer_types"][layer] == theirs["layer_types"][layer]
 
 
+@pytest.mark.parametrize(("dense", "first", "then"), [(0, 1, 4), (2, 1, 4), (3, 2, 3), (6, 3, 2)])
+def test_lists_of_layers_follow_from_the_first_without_experts(dense: int, first: int, then: int) -> None:
+    from transformers import AutoConfig
+
+    said = {
+        "num_hidden_layers": 6,
+        "first_k_dense_replace": dense,
+        "prefix_dense_sliding_window_pattern": first,
+        "sliding_window_pattern": then,
+    }
+    theirs = AutoConfig.for_model("cohere2_moe", **said)
+    ours = complete(FAMILIES["cohere2_moe"], {"model_type": "cohere2_moe", **said})
+    assert ours["layer_types"] == theirs.layer_types
+    assert ours["mlp_layer_types"] == theirs.mlp_layer_types
+
+
 def test_every_causal_language_model_of_transformers_is_examined() -> None:
     """Each has a row or a reason, not both; `--all` prints them, and a class of tomorrow is not examined."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
