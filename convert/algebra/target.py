@@ -3,6 +3,7 @@
 Cache sizes are in elements per token per layer; multiply by layers and by the bytes of the cache's dtype.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar, Literal
@@ -132,6 +133,11 @@ def from_options(
     check_options(to, {**sizes, "q_lora_rank": q_lora_rank})
     elements = None if kv_budget is None else budget_elements(source, kv_budget)
     if to == "mla":
+        if (rank is None) == (elements is None):
+            raise InvalidInput(
+                "--to mla takes either --rank N (or --rank full) or --kv-budget SHARE, "
+                f"{_both_or_none(elements)}"
+            )
         if rope == "intact" or rotary_width == 0:
             latent = _joint(source, rank, rope_dim, elements, rope or "decoupled", normed)
         else:
@@ -206,10 +212,6 @@ def budget_notices(source: Geometry, target: Target, budget: str | None) -> tupl
 def _mla(
     source: Geometry, rank: str | None, rope_dim: int | None, elements: int | None, rotary_width: int
 ) -> LatentTarget:
-    if (rank is None) == (elements is None):
-        raise InvalidInput(
-            f"--to mla takes either --rank N (or --rank full) or --kv-budget SHARE, {_both_or_none(elements)}"
-        )
     full = source.num_key_value_heads * source.head_dim
     if rank == "full":
         if rope_dim is not None:
@@ -221,15 +223,12 @@ def _mla(
         rope_dim = limit if elements is None else _halvings(limit, int(elements * ROPE_SHARE))
     if rope_dim not in widths:
         raise InvalidInput(f"--rope-dim {rope_dim} does not fit; choose an even number from 2 to {full}")
-    if elements is not None:
-        kv_lora_rank = elements - rope_dim
-        if kv_lora_rank < 1:
-            raise InvalidInput(
-                f"a budget of {elements} elements per token and layer leaves no room for a latent next to "
-                f"--rope-dim {rope_dim}; the least would be {share_of(rope_dim + 1, source)}"
-            )
-    else:
-        kv_lora_rank = int(rank) if rank is not None and rank.isascii() and rank.isdigit() else 0
+    if elements is not None and elements <= rope_dim:
+        raise InvalidInput(
+            f"a budget of {elements} elements per token and layer leaves no room for a latent next to "
+            f"--rope-dim {rope_dim}; the least would be {share_of(rope_dim + 1, source)}"
+        )
+    kv_lora_rank = read_rank(rank) if elements is None else elements - rope_dim
     most = source.cache_elements - rope_dim - 1
     if not 1 <= kv_lora_rank <= most:
         raise InvalidInput(
@@ -249,10 +248,6 @@ def _joint(
     normed: bool,
 ) -> LatentTarget:
     """Return MLA whose latent is all that is cached."""
-    if (rank is None) == (elements is None):
-        raise InvalidInput(
-            f"--to mla takes either --rank N (or --rank full) or --kv-budget SHARE, {_both_or_none(elements)}"
-        )
     if rope_dim is not None:
         raise InvalidInput(
             "--rope-dim does not apply here: there is no rotary key next to the latent; leave it out"
@@ -261,7 +256,7 @@ def _joint(
     if rank == "full":
         return LatentTarget(kv_lora_rank=full, qk_rope_head_dim=0, slots="source", rope=rope)
     if elements is None:
-        elements = int(rank) if rank is not None and rank.isascii() and rank.isdigit() else 0
+        elements = read_rank(rank)
         if not 1 <= elements <= full:
             raise InvalidInput(
                 f"--rank {rank} does not fit; choose a rank from 1 to {full}, or --rank full, which keeps "
@@ -281,13 +276,18 @@ def query_rank(source: Geometry, text: str | None) -> int | None:
     if text is None:
         return None
     full = min(source.hidden_size, source.num_attention_heads * source.head_dim)
-    rank = full if text == "full" else int(text) if text.isascii() and text.isdigit() else 0
+    rank = full if text == "full" else read_rank(text)
     if not 1 <= rank <= full:
         raise InvalidInput(
             f"--q-lora-rank {text} does not fit; choose a rank from 1 to {full}, or --q-lora-rank "
             "full, which keeps every query"
         )
     return rank
+
+
+def read_rank(text: str | None) -> int:
+    """Return a rank in decimal digits as a number; 0, which fits nothing, for any other text."""
+    return int(text) if text is not None and re.fullmatch("[0-9]{1,18}", text) else 0
 
 
 def _halvings(width: int, limit: int) -> int:

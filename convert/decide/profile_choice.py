@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 from ...core.errors import InvalidInput
-from ..algebra.target import Geometry, LatentTarget, Target, budget_elements, from_options
+from ..algebra.target import Geometry, LatentTarget, Target, budget_elements, from_options, read_rank
 from ..families.source import Source
 from ..formats.serving_widths import NARROW, NORM_EPSILON, PROFILES, SERVING, Profile
 from .per_rank import rank_notices
@@ -43,7 +43,7 @@ def profiles_for(source: Source, options: Mapping[str, Any], engines: Sequence[s
         InvalidInput: the sizes do not fit the source, where engines take any width.
     """
     rank, budget = options.get("rank"), options.get("kv_budget")
-    size = source.geometry.cache_elements
+    size, number = source.geometry.cache_elements, read_rank(rank)
     if rank == "full":
         return (SERVING,)
     has_size = (rank is None) != (budget is None)
@@ -52,13 +52,12 @@ def profiles_for(source: Source, options: Mapping[str, Any], engines: Sequence[s
     smaller = [profile for profile in PROFILES if profile.cached < size]
     if budget is not None:
         smaller = [one for one in smaller if one.cached <= budget_elements(source.geometry, budget)][:1]
-    elif rank is not None and rank.isascii() and rank.isdigit():
-        smaller = [profile for profile in smaller if int(rank) <= profile.latent][-1:]
+    elif number:
+        smaller = [profile for profile in smaller if number <= profile.latent][-1:]
     is_free = all(takes_any_width(engine, everywhere=False) for engine in engines)
     if has_size and is_free and not any(options.get("rope_dim") in (None, one.rope) for one in smaller):
         return (_own(source, options),)
-    fits_narrow = rank is None or not rank.isdigit() or int(rank) <= NARROW.latent
-    return tuple(smaller) or (NARROW if fits_narrow else SERVING,)  # which is refused with the reason
+    return tuple(smaller) or (NARROW if number <= NARROW.latent else SERVING,)  # refused with the reason
 
 
 def _own(source: Source, options: Mapping[str, Any]) -> Profile:

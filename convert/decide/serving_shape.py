@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from ...core.errors import InvalidInput
-from ..algebra.target import LatentTarget, budget_elements, check_options, query_rank, share_of
+from ..algebra.target import LatentTarget, budget_elements, check_options, query_rank, read_rank, share_of
 from ..families.source import STILL, Source
 from ..formats.blocks import CENTRED_EPSILON, FoldedBlock, folded_block
 from ..formats.serving import find_places, nearest_bands, table, thetas
@@ -83,15 +83,15 @@ def served_shape(source: Source, options: Mapping[str, Any], profile: Profile) -
             f"and layer, but the narrowest serving profile caches {profile}; the least would be "
             f"{share_of(profile.cached, source.geometry)}"
         )
-    rank = str(profile.latent) if rank is None else rank
-    if not (rank.isascii() and rank.isdigit() and 1 <= int(rank) <= profile.latent):
+    number = profile.latent if rank is None else read_rank(rank)
+    if not 1 <= number <= profile.latent:
         raise InvalidInput(
             f"--rank {rank} does not fit; the serving profile {profile} takes at most {profile.latent}"
         )
     known = thetas(source, profile)
     slots_S = table(profile, options.get("theta") or known[0])
     bands = nearest_bands(source.slot_frequencies()[0], slots_S, STILL)
-    target = LatentTarget(kv_lora_rank=int(rank), qk_rope_head_dim=2 * len(bands), q_lora_rank=queries)
+    target = LatentTarget(kv_lora_rank=number, qk_rope_head_dim=2 * len(bands), q_lora_rank=queries)
     if options.get("slots") == "uniform":
         return ServedShape(target=target, bands=bands)
     return ServedShape(target=target, bands=bands, table=slots_S, thetas=known)

@@ -100,6 +100,12 @@ CASES: dict[str, tuple[Callable[[Path], None], tuple[str, ...], str]] = {
     ),
     "rank too large": (nothing, ("--to", "mla", "--rank", "125", "--rope-dim", "4"), "ranks from 1 to 123"),
     "rank no number": (nothing, ("--to", "mla", "--rank", "half"), "--rank half does not fit"),
+    "rank of other digits": (
+        nothing,
+        ("--to", "mla", "--rank", "²", "--engine", "vllm"),
+        "--rank ² does not",
+    ),
+    "rank of many digits": (nothing, ("--to", "mla", "--rank", "9" * 5000), "9 does not fit"),
     "rank zero": (nothing, ("--to", "mla", "--rank", "0"), "--rank 0 does not fit"),
     "no rank": (
         nothing,
