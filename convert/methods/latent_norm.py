@@ -6,7 +6,7 @@ Such an M exists, because the input of attention is normed itself: its features 
 d_i x_i² = 1 for every token. The search for M (length_form.py) starts at the form that these shares give the
 latent. Tokens weigh as much as an error in their length costs. All algebra is in float64.
 
-Legend: attention.py; X tokens.
+Legend: attention.py; B sequences, T tokens; X tokens of all sequences.
 """
 
 from dataclasses import dataclass, replace
@@ -16,8 +16,10 @@ import torch
 from torch import Tensor
 
 from ..algebra.attention import LatentAttention
+from ..algebra.forward import attend
 from ..algebra.rounding_turn import least_rounded
 from .length_form import first_form, fit_form, fit_root, raised_root, whitening
+from .refinement import BATCH, LayerSample, fitting_device
 
 # Smallest parts of a direction in the length, of the mean part, that are tried after refinement.
 LEAST_PARTS = (0.02, 0.05, 0.1, 0.2)
@@ -108,6 +110,32 @@ def level_basis(tokens: LatentTokens, down_CD: Tensor) -> Tensor:
     del latent_XC, held_XC  # as large as the copies in the other basis
     form_CC = fit_form(*fitted, first_form(*fitted, rows_CD @ rows_CD.mT))
     return fit_root(*fitted, form_CC) @ white_CC
+
+
+@torch.enable_grad()
+def length_weights(layer: LatentAttention, slots_S: Tensor, sample: LayerSample, draws: int) -> Tensor:
+    """Return how much an error in the length of each token's latent costs (B, T), float64, on the CPU.
+
+    It is the second derivative of the loss by a factor on that latent, as `LayerSample.slopes` estimates it.
+
+    Args:
+        layer: without a latent norm.
+        slots_S: angular frequencies of its slots.
+        sample: of the source's inputs.
+        draws: number of draws.
+    """
+    device = fitting_device()
+    folded, scoring = layer.to(torch.float32, device), sample.scoring.to(torch.float32, device)
+    generator = torch.Generator().manual_seed(0)
+    weights = []
+    for part_BTD in sample.input_BTD.split(BATCH):
+        gain_BT = torch.ones(part_BTD.shape[:2], device=device, requires_grad=True)
+        given_BTD = attend(folded, part_BTD.to(device, torch.float32), slots_S, scoring, gain_BT)
+        weight_BT = torch.zeros_like(gain_BT)
+        for (slope_BT,) in sample.slopes(given_BTD, [gain_BT], draws, generator):
+            weight_BT += slope_BT.square() / draws
+        weights.append(weight_BT.to("cpu", torch.float64))
+    return torch.cat(weights)
 
 
 def with_latent_norm(layer: LatentAttention, tokens: LatentTokens) -> LatentAttention:

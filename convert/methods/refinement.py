@@ -9,7 +9,7 @@ Legend: attention.py; B sequences, T tokens.
 """
 
 import math
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, Generic, TypeVar
@@ -76,6 +76,20 @@ class LayerSample:
         """Return F (D, D), float32, with F Fᵀ the Fisher moment at the attention's output."""
         energy_D, basis_DD = eigh(self.fisher_DD.to(torch.float64))
         return (basis_DD * energy_D.clamp(min=0).sqrt()).to(torch.float32)
+
+    def slopes(
+        self, output_BTD: Tensor, inputs: Sequence[Tensor], draws: int, generator: torch.Generator
+    ) -> Iterator[tuple[Tensor, ...]]:
+        """Yield gradients by some inputs of the layer's output times a draw from N(0, G) for each token.
+
+        With J the derivative of the output, the mean of their outer products estimates Jᵀ G J, the second
+        derivative of the loss.
+        """
+        root_DD = self.output_root.to(output_BTD.device)
+        for draw in range(draws):
+            drawn_BTD = torch.randn(output_BTD.shape, generator=generator).to(root_DD.device) @ root_DD.mT
+            product = (output_BTD * drawn_BTD).sum()
+            yield torch.autograd.grad(product, inputs, retain_graph=draw + 1 < draws)
 
     @property
     def _held(self) -> int:
@@ -181,37 +195,6 @@ def measure(
     device = fitting_device()
     loss = _Loss(source, frequencies_F, slots_S, sample, device, cache, sample.held_back)
     return loss.measure(folded.to(torch.float32, device))
-
-
-@torch.enable_grad()
-def length_weights(layer: LatentAttention, slots_S: Tensor, sample: LayerSample, draws: int) -> Tensor:
-    """Return how much an error in the length of each token's latent costs (B, T), float64, on the CPU.
-
-    It is the second derivative of the loss by a factor on that latent: the diagonal of Jᵀ G J, estimated by
-    a few draws from a normal distribution with covariance G for each token's output.
-
-    Args:
-        layer: without a latent norm.
-        slots_S: angular frequencies of its slots.
-        sample: of the source's inputs.
-        draws: number of draws.
-    """
-    device = fitting_device()
-    folded, scoring = layer.to(torch.float32, device), sample.scoring.to(torch.float32, device)
-    root_DD = sample.output_root.to(device)
-    generator = torch.Generator().manual_seed(0)
-    weights = []
-    for part_BTD in sample.input_BTD.split(BATCH):
-        gain_BT = torch.ones(part_BTD.shape[:2], device=device, requires_grad=True)
-        given_BTD = attend(folded, part_BTD.to(device, torch.float32), slots_S, scoring, gain_BT)
-        weight_BT = torch.zeros_like(gain_BT)
-        for draw in range(draws):
-            drawn_BTD = torch.randn(given_BTD.shape, generator=generator).to(device) @ root_DD.mT
-            product = (given_BTD * drawn_BTD).sum()
-            (slope_BT,) = torch.autograd.grad(product, gain_BT, retain_graph=draw + 1 < draws)
-            weight_BT += slope_BT.square() / draws
-        weights.append(weight_BT.to("cpu", torch.float64))
-    return torch.cat(weights)
 
 
 def fitting_device() -> torch.device:

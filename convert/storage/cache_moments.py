@@ -38,7 +38,7 @@ def sampled_moments(
 ) -> tuple[CacheMoments, ...]:
     """Return the moments of each tensor that a layer caches, in the order of `forward.Cache`.
 
-    H is Jᵀ G J, by a few draws from a normal distribution with covariance G for each token's output.
+    H is the second derivative of the loss, as `LayerSample.slopes` estimates it.
 
     Args:
         layer: folded, float64.
@@ -47,7 +47,6 @@ def sampled_moments(
     """
     device = fitting_device()
     folded, scoring = layer.to(torch.float32, device), sample.scoring.to(torch.float32, device)
-    root_DD = sample.output_root.to(device)
     generator = torch.Generator().manual_seed(0)
     seen: list[Tensor] = []
 
@@ -67,10 +66,7 @@ def sampled_moments(
         tokens += given_BTD.shape[0] * given_BTD.shape[1]
         for both, rows in zip(sums, seen, strict=True):
             both[0] = both[0] + _moment(rows.detach())
-        for draw in range(DRAWS):
-            drawn_BTD = torch.randn(given_BTD.shape, generator=generator).to(device) @ root_DD.mT
-            product = (given_BTD * drawn_BTD).sum()
-            slopes = torch.autograd.grad(product, seen, retain_graph=draw + 1 < DRAWS)
+        for slopes in sample.slopes(given_BTD, seen, DRAWS, generator):
             for both, slope in zip(sums, slopes, strict=True):
                 both[1] = both[1] + _moment(slope) / DRAWS
     some = [torch.cat(parts, 1)[:, :TOKENS] for parts in zip(*kept, strict=True)]

@@ -54,8 +54,7 @@ class LatentCosts:
 def latent_costs(layer: LatentAttention, slots_S: Tensor, sample: LayerSample, draws: int) -> LatentCosts:
     """Return the tokens of a layer's latent and the cost of errors in it, on the sequences that fit a layer.
 
-    Second derivatives are estimated by the squares of gradients of a few draws from a normal distribution
-    with covariance G, the Fisher moment, for each token's output.
+    Second derivatives are those that `LayerSample.slopes` estimates.
 
     Args:
         layer: with `level_CC`, float64.
@@ -66,7 +65,6 @@ def latent_costs(layer: LatentAttention, slots_S: Tensor, sample: LayerSample, d
     assert layer.level_CC is not None
     device, rank = fitting_device(), len(layer.down_CD)
     folded, scoring = layer.to(torch.float32, device), sample.scoring.to(torch.float32, device)
-    root_DD = sample.output_root.to(device)
     generator = torch.Generator().manual_seed(0)
     written: list[Tensor] = []
 
@@ -82,10 +80,7 @@ def latent_costs(layer: LatentAttention, slots_S: Tensor, sample: LayerSample, d
         given_BTD = attend(folded, part_BTD.to(device, torch.float32), slots_S, scoring, cache=watched)
         latent_XC = written[-1].detach().flatten(0, 1).double()
         weight_X = torch.zeros_like(latent_XC[:, 0])
-        for draw in range(draws):
-            drawn_BTD = torch.randn(given_BTD.shape, generator=generator).to(device) @ root_DD.mT
-            product = (given_BTD * drawn_BTD).sum()
-            (slope_BTC,) = torch.autograd.grad(product, written[-1], retain_graph=draw + 1 < draws)
+        for (slope_BTC,) in sample.slopes(given_BTD, [written[-1]], draws, generator):
             slope_XC = slope_BTC.flatten(0, 1).double()
             weight_X += (slope_XC * latent_XC).sum(-1).square() / draws
             curvature_CC += slope_XC.mT @ slope_XC / draws

@@ -18,6 +18,7 @@ from ..methods.latent_norm import (
     LatentTokens,
     NormBasis,
     in_level_basis,
+    length_weights,
     turned_like,
     with_latent_norm,
     with_least_parts,
@@ -29,7 +30,6 @@ from ..methods.refinement import (
     LayerSample,
     Refined,
     fitting_device,
-    length_weights,
     measure,
     refine,
 )

@@ -23,13 +23,14 @@ from kvfold.convert.methods.latent_norm import (
     LatentTokens,
     feature_shares,
     in_level_basis,
+    length_weights,
     level_basis,
     with_latent_norm,
     with_least_parts,
     with_query_norm,
 )
 from kvfold.convert.methods.length_form import FLOOR, fit_form, fit_root, raised_root
-from kvfold.convert.methods.refinement import LayerSample, length_weights
+from kvfold.convert.methods.refinement import LayerSample
 from kvfold.convert.storage.rounded_length import FEW_STEPS, STEPS, LatentCosts
 
 from ...support.layers import drawn
