@@ -56,27 +56,29 @@ def evaluate(
         "--dtype bfloat16": options.dtype not in ("bfloat16", "float16"),
         "--one-at-a-time": not options.one_at_a_time and (teacher, parent) != (None, None),
     }
-    with enough_memory(remedy_of(ways, "")):
-        return _evaluate(student, teacher, text, options, parent, suites, settings, journal)
-
-
-def _evaluate(
-    student: Path,
-    teacher: Path | None,
-    text: Text | None,
-    options: Options,
-    parent: Path | None,
-    suites: Sequence[str],
-    settings: Mapping[str, Any] | None,
-    journal: EvaluationJournal | None,
-) -> Result:
-    """Measure as `evaluate` does."""
     suites = with_storage(suites, options.cache_dtype)
-    modules = _modules(suites, settings or {})
     paths = {"student": student, "teacher": teacher, "parent": parent}
     given = {role: path for role, path in paths.items() if path is not None}
-    subject = Subject(given, options, text, settings, journal)
-    if text is not None:
+    with enough_memory(remedy_of(ways, "")):
+        modules = _modules(suites, settings or {})
+        subject = Subject(given, options, text, settings, journal)
+        found = _measure(subject, modules)
+    return Result(
+        schema=SCHEMA,
+        checkpoint=subject.checkpoints["student"],
+        teacher=subject.checkpoints.get("teacher"),
+        parent=subject.checkpoints.get("parent"),
+        protocol=_protocol(subject) if any(SUITES[name].reads_text for name in suites) else None,
+        suites={name: found[name] for name in suites if name in found},
+        device=subject.device,
+        versions=versions(),
+        cache_dtype=options.cache_dtype,
+    )
+
+
+def _measure(subject: Subject, modules: Mapping[str, ModuleType]) -> dict[str, SuiteBlock | None]:
+    """Return what each suite measures, by its name; see `evaluate` for processes under a launcher."""
+    if subject.text is not None:
         _ = subject.windows  # cut by all processes together, before any of them works alone
     with together():
         if is_first():
@@ -92,17 +94,7 @@ def _evaluate(
             for name, module in modules.items():
                 if not SUITES[name].on_all_ranks:
                     found[name] = module.measure(subject)
-    return Result(
-        schema=SCHEMA,
-        checkpoint=subject.checkpoints["student"],
-        teacher=subject.checkpoints.get("teacher"),
-        parent=subject.checkpoints.get("parent"),
-        protocol=_protocol(subject) if any(SUITES[name].reads_text for name in suites) else None,
-        suites={name: found[name] for name in suites if name in found},
-        device=subject.device,
-        versions=versions(),
-        cache_dtype=options.cache_dtype,
-    )
+    return found
 
 
 def _modules(suites: Sequence[str], settings: Mapping[str, Any]) -> dict[str, ModuleType]:
