@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from ...models.causal_lm import Loaded
-from ...models.finite import refuse
-from .decoding import greedy, read
+from .decoding import greedy, read, read_prompts
 from .haystack import STEPS, NeedlePrompt
 
 
@@ -36,10 +35,7 @@ def answer(loaded: Loaded, batch: Sequence[NeedlePrompt], role: str = "model") -
     """
     device = loaded.device
     ids_BP = torch.tensor([sample.ids for sample in batch], device=device)
-    logits_BKV, cache = read(loaded, ids_BP, last=1)
-    for row, finite in enumerate(logits_BKV.isfinite().all(-1).all(-1).tolist()):
-        if not finite:
-            raise refuse(role, loaded, ids_BP[row : row + 1], row)
+    logits_BKV, cache = read_prompts(loaded, ids_BP, role)
     columns = zip(*(sample.candidates for sample in batch), strict=True)
     # Each candidate in turn reads a copy of the cache, so that at most two caches are in memory.
     score_BC = torch.stack([_score(loaded, cache, logits_BKV, column) for column in columns], 1)

@@ -1,6 +1,7 @@
 """Token-by-token forward passes of a model with its own cache in transformers.
 
-Legend: B sequences, T tokens read at once, K of the last of them whose logits are formed, V vocabulary.
+Legend: B sequences, P tokens of a prompt, T tokens read at once, K of the last of them whose logits are
+formed, V vocabulary.
 """
 
 import inspect
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from ...models.caches import cache_argument, cache_of
 from ...models.causal_lm import Loaded
+from ...models.finite import refuse
 from ...models.positions import positions_behind
 
 
@@ -30,6 +32,24 @@ def read(loaded: Loaded, ids_BT: Tensor, cache: Any = None, last: int | None = N
     output = loaded.model(input_ids=ids_BT, use_cache=True, **place, **fewer)
     logits_BKV: Tensor = output.logits if last is None else output.logits[:, -last:]
     return logits_BKV, cache_of(output)
+
+
+def read_prompts(loaded: Loaded, ids_BP: Tensor, role: str) -> tuple[Tensor, Any]:
+    """Read prompts of one length, and return the logits (B, 1, V) after them and the cache.
+
+    Args:
+        loaded: the model.
+        ids_BP: token ids.
+        role: name of the model in messages.
+
+    Raises:
+        InvalidInput: the logits are not finite.
+    """
+    logits_BKV, cache = read(loaded, ids_BP, last=1)
+    for row, finite in enumerate(logits_BKV.isfinite().all(-1).all(-1).tolist()):
+        if not finite:
+            raise refuse(role, loaded, ids_BP[row : row + 1], row)
+    return logits_BKV, cache
 
 
 def greedy(logits_BKV: Tensor) -> Tensor:

@@ -108,7 +108,8 @@ class Haystack:
                 f"{length - room} tokens in {self._path}; use {length - room} or more"
             )
         depths = [depth, *(draw.random() for _ in needles[1:])]
-        body = hide(self._filling(draw, room), sorted(zip(depths, needles, strict=True)), room)
+        filler = draw_filler(self._sentences, draw, room)
+        body = hide(filler, sorted(zip(depths, needles, strict=True)), room)
         return NeedlePrompt((*self._head, *body, *stem), (*self._head, *stem), keys[0], candidates)
 
     def least(self) -> int:
@@ -144,22 +145,23 @@ class Haystack:
         tokens = tuple(chosen)[:CANDIDATES]
         return [chosen[ids] for ids in tokens], stem, tokens
 
-    def _filling(self, draw: random.Random, room: int) -> list[list[int]]:
-        """Return sentences of `room` tokens in total; the head of the first one is cut off."""
-        end = draw.randrange(len(self._sentences))
-        found: list[list[int]] = []
-        while room > 0:
-            sentence = self._sentences[(end - len(found)) % len(self._sentences)][-room:]
-            found.append(sentence)
-            room -= len(sentence)
-        return found[::-1]
-
     def _needle(self, name: str, key: str) -> list[int]:
         again = "" if name else f" Remember: the secret number is {key}."
         return self._tokens(f" The secret number{name} is {key}.{again}")
 
     def _tokens(self, text: str) -> list[int]:
         return list(self._tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
+
+
+def draw_filler(sentences: Sequence[list[int]], draw: random.Random, room: int) -> list[list[int]]:
+    """Return neighbouring sentences of `room` tokens in total; the head of the first one is cut off."""
+    end = draw.randrange(len(sentences))
+    found: list[list[int]] = []
+    while room > 0:
+        sentence = sentences[(end - len(found)) % len(sentences)][-room:]
+        found.append(sentence)
+        room -= len(sentence)
+    return found[::-1]
 
 
 def hide(sentences: Sequence[list[int]], needles: Sequence[tuple[float, list[int]]], room: int) -> list[int]:

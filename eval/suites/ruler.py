@@ -19,10 +19,9 @@ from ...checkpoints.quality_blocks import RulerBlock, RulerScores
 from ...core.console import notice, progress
 from ...core.errors import InvalidInput
 from ...models.causal_lm import Loaded
-from ...models.finite import refuse
 from ..estimate import proportion, proportion_difference
 from ..subject import Subject
-from .decoding import greedy, read
+from .decoding import greedy, read, read_prompts
 from .haystack import prose
 from .ruler_tasks import TASKS, NoRoom, RulerPrompt, RulerTasks, no_room, score
 from .speed import numbers
@@ -126,10 +125,7 @@ def _continued(loaded: Loaded, ids_BP: Tensor, steps: int, role: str) -> Tensor:
     Raises:
         InvalidInput: the logits are not finite.
     """
-    logits_BKV, cache = read(loaded, ids_BP, last=1)
-    for row, finite in enumerate(logits_BKV.isfinite().all(-1).all(-1).tolist()):
-        if not finite:
-            raise refuse(role, loaded, ids_BP[row : row + 1], row)
+    logits_BKV, cache = read_prompts(loaded, ids_BP, role)
     generated = [greedy(logits_BKV)]
     while len(generated) < steps:
         logits_BKV, cache = read(loaded, generated[-1].to(loaded.device), cache, last=1)

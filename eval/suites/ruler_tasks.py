@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ...core.errors import InvalidInput
-from .haystack import NAMES, hide, prose
+from .haystack import NAMES, draw_filler, hide, prose
 
 KEYS, VALUES, HOPS = 4, 4, 4
 COMMON, FREQUENT = 10, 3  # words that are asked for
@@ -137,7 +137,8 @@ class RulerTasks:
             raise no_room(self._path, {length: [task]})
         # Depths in ascending order keep the order of the needles, which a chain of variables needs.
         depths = sorted(draw.random() for _ in needles)
-        body = hide(self._filling(draw, room), list(zip(depths, needles, strict=True)), room)
+        filler = draw_filler(self._sentences, draw, room)
+        body = hide(filler, list(zip(depths, needles, strict=True)), room)
         return RulerPrompt((*start, *body, *dense, *question), parts.answers, steps)
 
     def _largest(self, dense: Callable[[int], str], room: int) -> list[int]:
@@ -149,15 +150,6 @@ class RulerTasks:
             middle = (low + high) // 2
             low, high = (middle, high) if len(self._tokens(dense(middle))) <= room else (low, middle)
         return self._tokens(dense(low)) if low else []
-
-    def _filling(self, draw: random.Random, room: int) -> list[list[int]]:
-        """Return sentences of `room` tokens in total; the head of the first one is cut off."""
-        end, found = draw.randrange(len(self._sentences)), list[list[int]]()
-        while room > 0:
-            sentence = self._sentences[(end - len(found)) % len(self._sentences)][-room:]
-            found.append(sentence)
-            room -= len(sentence)
-        return found[::-1]
 
     def _tokens(self, text: str) -> list[int]:
         return list(self._tokenizer(text, add_special_tokens=False, verbose=False).input_ids)

@@ -16,7 +16,7 @@ from kvfold.checkpoints.quality_blocks import RulerBlock
 from kvfold.core.errors import InvalidInput
 from kvfold.eval.options import Options
 from kvfold.eval.run import evaluate
-from kvfold.eval.suites import ruler, ruler_tasks, speed
+from kvfold.eval.suites import decoding, ruler, ruler_tasks, speed
 from kvfold.eval.suites.ruler_tasks import TASKS, RulerTasks, score
 
 from ..conftest import Make
@@ -250,7 +250,7 @@ def test_prompts_are_made_once(wide: Path, monkeypatch: pytest.MonkeyPatch) -> N
 def test_one_cache_exists_at_a_time(wide: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """That of prompts that are answered is freed before the next are read."""
     alive: weakref.WeakSet[Any] = weakref.WeakSet()
-    before, read = list[int](), ruler.read
+    before, read = list[int](), decoding.read
 
     def counted(loaded: Any, ids_BT: torch.Tensor, cache: Any = None, **how: Any) -> tuple[torch.Tensor, Any]:
         if cache is None:
@@ -259,7 +259,7 @@ def test_one_cache_exists_at_a_time(wide: Path, monkeypatch: pytest.MonkeyPatch)
         alive.add(cache)
         return logits_BKV, cache
 
-    monkeypatch.setattr(ruler, "read", counted)
+    monkeypatch.setattr(decoding, "read", counted)
     settings = {"ruler_tasks": "niah_single", "ruler_lengths": "700", "ruler_samples": 3}
     one_by_one = Options(device="cpu", batch_size=1)
     evaluate(wide, None, None, one_by_one, suites=("ruler",), settings=settings)
