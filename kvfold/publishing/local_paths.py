@@ -35,31 +35,35 @@ def without_paths(directory: Path, files: Mapping[str, int]) -> dict[str, bytes]
     """
     chosen = [name for name in files if any(Path(name).match(pattern) for pattern in _PATTERNS)]
     found = {name: read_json(directory / name, top=None) for name in chosen if name.endswith(".json")}
-    names = {path: Path(path).name for content in found.values() for path in _paths(content)}
-    for name in chosen:
-        if name not in found:  # a page has commands for other checkpoints
-            text = (directory / name).read_text(encoding="utf-8", errors="surrogateescape")
-            names |= {path: Path(path).name for path in _EVALUATED.findall(text) if _is_place(path)}
+    pages = {name: _read_page(directory / name) for name in chosen if name not in found}
+    paths = [path for content in found.values() for path in _paths(content)]
+    for page in pages.values():  # which have commands for other checkpoints
+        paths += filter(_is_place, _EVALUATED.findall(page))
+    names = {path: Path(path).name for path in paths}
     home = os.path.expanduser("~")
     if Path(home).is_absolute() and home != os.sep:
         names.setdefault(home, "~")
     contents = dict(found)
     source = (read_record(directory) or {})["source"]
-    if origin := hub_id(source):  # by its path, where its name is not the id
-        names |= {source["path"]: origin} if _is_place(source["path"]) else {}
+    origin = hub_id(source)
+    if origin:  # by its path, where its name is not the id
+        if _is_place(source["path"]):
+            names[source["path"]] = origin
         contents[RECORD] = {**found[RECORD], "source": {**source, "name": origin}}
-    changed = {
-        name: (json.dumps(told, indent=2) + "\n").encode()
-        for name, content in contents.items()
-        if (told := _renamed(content, names)) != found[name]
-    }
-    for name in chosen:
-        if name not in found:
-            page = (directory / name).read_bytes()
-            told = _replaced(page.decode("utf-8", "surrogateescape"), names)
-            if (sent := told.encode("utf-8", "surrogateescape")) != page:
-                changed[name] = sent
+    changed = {}
+    for name, content in contents.items():
+        told = _renamed(content, names)
+        if told != found[name]:
+            changed[name] = (json.dumps(told, indent=2) + "\n").encode()
+    for name, page in pages.items():
+        text = _replaced(page, names)
+        if text != page:
+            changed[name] = text.encode("utf-8", "surrogateescape")
     return changed
+
+
+def _read_page(file: Path) -> str:
+    return file.read_bytes().decode("utf-8", "surrogateescape")
 
 
 def _is_place(text: str) -> bool:
