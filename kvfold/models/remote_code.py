@@ -189,27 +189,21 @@ def check_form(directory: Path, config: Mapping[str, Any]) -> None:
     Raises:
         InvalidInput: names the field, its value and what would be right.
     """
+
+    def wrong(field: str, value: Any, remedy: str) -> InvalidInput:
+        return InvalidInput(f"{directory} has {field} {shorten(value)} in config.json{remedy}")
+
     ours = config.get("kvfold")
     if not isinstance(ours, dict):
-        raise InvalidInput(
-            f"{directory} has kvfold {shorten(ours)} in config.json, where an object is needed"
-        )
+        raise wrong("kvfold", ours, ", where an object is needed")
     layers = config.get("num_hidden_layers", 1)
     if type(layers) is not int or layers < 1:
-        raise InvalidInput(
-            f"{directory} has num_hidden_layers {shorten(layers)} in config.json, where a positive number is "
-            "needed"
-        )
+        raise wrong("num_hidden_layers", layers, ", where a positive number is needed")
     form, tables, numbers = ours.get("form"), ours.get("frequencies"), ours.get("tables", [])
     if form not in FORMS:
-        raise InvalidInput(
-            f"{directory} has kvfold.form {shorten(form)} in config.json; it is {' or '.join(FORMS)}"
-        )
+        raise wrong("kvfold.form", form, f"; it is {' or '.join(FORMS)}")
     if not isinstance(tables, list) or not tables or not all(map(_is_table, tables)):
-        raise InvalidInput(
-            f"{directory} has kvfold.frequencies {shorten(tables)} in config.json, where lists of finite "
-            "numbers are needed"
-        )
+        raise wrong("kvfold.frequencies", tables, ", where lists of finite numbers are needed")
     width = config.get("qk_rope_head_dim") if form == "decoupled" else None
     if len({len(table) for table in tables}) > 1 or (
         isinstance(width, int) and any(2 * len(table) != width for table in tables)
@@ -218,29 +212,18 @@ def check_form(directory: Path, config: Mapping[str, Any]) -> None:
             f"{directory} has tables of {', '.join(str(len(table)) for table in tables[:4])} frequencies in "
             f"config.json and qk_rope_head_dim {width}; each table needs half as many"
         )
-    _check_layers(directory, ours.get("layers"), layers)
+    attending = ours.get("layers")
+    if attending is not None and not (attending and _are_below(layers, attending)):
+        raise wrong("kvfold.layers", attending, f", where numbers below {layers} are needed")
     if ours.get("gate") not in GATES:
-        raise InvalidInput(
-            f"{directory} has kvfold.gate {shorten(ours['gate'])} in config.json; it is gate_proj or g_proj"
-        )
-    known = range(len(tables))
-    if not isinstance(numbers, list) or not all(type(one) is int and one in known for one in numbers):
-        raise InvalidInput(
-            f"{directory} has kvfold.tables {shorten(numbers)} in config.json, where numbers below "
-            f"{len(tables)} are needed"
-        )
+        raise wrong("kvfold.gate", ours["gate"], "; it is gate_proj or g_proj")
+    if not _are_below(len(tables), numbers):
+        raise wrong("kvfold.tables", numbers, f", where numbers below {len(tables)} are needed")
 
 
-def _check_layers(directory: Path, numbers: Any, layers: int) -> None:
-    """Check the numbers of the layers that attend, where they are given."""
-    known = range(layers)
-    if numbers is not None and not (
-        isinstance(numbers, list) and numbers and all(type(one) is int and one in known for one in numbers)
-    ):
-        raise InvalidInput(
-            f"{directory} has kvfold.layers {shorten(numbers)} in config.json, where numbers below {layers} "
-            "are needed"
-        )
+def _are_below(limit: int, numbers: Any) -> bool:
+    """Return whether a value is a list of whole numbers from 0 to below a limit."""
+    return isinstance(numbers, list) and all(type(one) is int and 0 <= one < limit for one in numbers)
 
 
 def _is_table(value: Any) -> bool:
