@@ -324,21 +324,26 @@ def _lossless(record: dict[str, Any] | None, written: Written, source: Path) -> 
     from ..convert.families.recognition import complete, family_of, geometry_of
 
     stored = open_written(source)
-    kinds = [{str(spec.dtype) for spec in model.specs.values()} for model in (written, stored)]
     if record["target"]["name"] != "mla":
-        return "exact" if record["cache"]["ratio"] == 1 and kinds[0] == kinds[1] else None
+        is_same = record["cache"]["ratio"] == 1 and _dtypes(written) == _dtypes(stored)
+        return "exact" if is_same else None
     queries = record["target"].get("q_lora_rank")
-    biased = [
-        any("attn" in name and name.endswith(".bias") for name in model.specs) for model in (stored, written)
-    ]
-    approximates_biases = biased == [True, False]  # they went into weights
+    approximates_biases = _has_biases(stored) and not _has_biases(written)  # they went into weights
     if record["target"].get("slots") != "source" or approximates_biases:
         return None
     if queries is not None:
         geometry = geometry_of(complete(family_of(stored.config), stored.config))
         if queries != query_rank(geometry, "full"):
             return None
-    return "exact" if kinds == [{"torch.float32"}] * 2 else "rounded"
+    return "exact" if _dtypes(written) == _dtypes(stored) == {"torch.float32"} else "rounded"
+
+
+def _dtypes(model: Written) -> set[str]:
+    return {str(spec.dtype) for spec in model.specs.values()}
+
+
+def _has_biases(model: Written) -> bool:
+    return any("attn" in name and name.endswith(".bias") for name in model.specs)
 
 
 def _size(written: Written, source: Path | None) -> dict[str, Any]:
