@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack, overload
 
-from .arguments import directory_of, names_of, optional_path, optional_text, paths_of, public, text_of
+from .arguments import directories_of, directory_of, names_of, optional_path, optional_text, public, text_of
 from .core.console import ProgressCallback, calling
 from .core.errors import InvalidInput
 from .core.units import bytes_of
@@ -396,5 +396,5 @@ def report(
     """
     from .eval.page.report_page import write_page
 
-    places = paths_of(directories, "directories")
+    places = directories_of(directories)
     return write_page(places, Path(text_of(out, "out")), optional_path(png, "png")).file

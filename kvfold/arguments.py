@@ -144,20 +144,16 @@ def optional_path(value: Any, name: str) -> Path | None:
     return None if value is None else path_of(value, name)
 
 
-def paths_of(value: Any, name: str) -> list[Path]:
-    """Return paths from a sequence of them, or from a single one.
-
-    Args:
-        value: the sequence or the path.
-        name: of the argument, for the error.
+def directories_of(value: Any) -> list[Path]:
+    """Return the paths of an argument `directories`, which is a sequence of them or a single one.
 
     Raises:
         InvalidInput: it is neither, or as of `text_of`.
     """
     given = [value] if isinstance(value, str | Path) else value
     if not isinstance(given, Sequence):
-        raise InvalidInput(f"{name} is {shorten(given)}; it should be a list of paths")
-    return [path_of(one, f"one of {name}") for one in given]
+        raise InvalidInput(f"directories is {shorten(given)}; it should be a list of paths")
+    return [path_of(one, "one of directories") for one in given]
 
 
 def names_of(value: Any, name: str) -> tuple[str, ...]:

@@ -299,7 +299,7 @@ def _halvings(width: int, limit: int) -> int:
 
 def budget_elements(source: Geometry, budget: str) -> int:
     """Return the elements per token and layer that a share of the source's cache amounts to, rounded down."""
-    return int(source.cache_elements * read_share(budget, "--kv-budget", "the source's cache"))
+    return int(source.cache_elements * read_share(budget, "--kv-budget"))
 
 
 def share_of(elements: int, source: Geometry) -> str:

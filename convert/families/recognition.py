@@ -304,7 +304,7 @@ def rotated(family: Family, config: Mapping[str, Any], layer: int) -> bool:
     return family.unrotated is None or config[family.unrotated][layer] in (1, SLIDING)
 
 
-def latent_obstacle(config: Mapping[str, Any], *, regressed: bool = False) -> str | None:
+def latent_obstacle(config: Mapping[str, Any], *, regressed: bool) -> str | None:
     """Return why the stock latent class cannot hold a checkpoint, and a way out; None when it can.
 
     Args:

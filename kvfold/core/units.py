@@ -113,22 +113,24 @@ def parse_tokens(value: object) -> object:
         raise ValueError("it should be a number of tokens, such as 5000, 300k, 5M or 1B") from None
 
 
-def read_share(text: str, option: str, whole: str) -> Fraction:
-    """Read a share of something, between 0 and 1 and neither, exactly as it is written.
+def read_share(text: str, option: str) -> Fraction:
+    """Read a share of the source's cache, between 0 and 1 and neither, exactly as it is written.
 
     Args:
         text: `25%` or `0.25`.
         option: the option it was given to, for the error.
-        whole: what it is a share of, for the error.
 
     Raises:
         InvalidInput: the text is not such a share.
     """
     match = re.fullmatch(rf"{_NUMBER}(%?)", text.strip())
-    share = Fraction(Decimal(match[1])) / (100 if match[2] else 1) if match else Fraction(0)
+    share = Fraction(Decimal(match[1])) if match else Fraction(0)
+    if match and match[2]:
+        share /= 100
     if not 0 < share < 1:
         raise InvalidInput(
-            f"{option} {text or repr(text)} is not a share of {whole}; write for example 25% or 0.25"
+            f"{option} {text or repr(text)} is not a share of the source's cache; write for example 25% or "
+            "0.25"
         )
     return share
 

@@ -14,6 +14,7 @@ from typing import Any
 from .errors import InvalidInput
 
 LIMIT_BYTES = 2**26
+LINES_BYTES = 2**30
 YAML_BYTES = 2**20  # a thousand times a recipe; it takes seconds to read
 DEPTH = 64
 CONTAINERS = 2**21  # of JSON, which take 20 times their bytes; the tokenizer.json of Gemma has 520,000
@@ -145,22 +146,21 @@ def parse_json(
     return value
 
 
-def read_json_lines(path: Path, remedy: str, limit_bytes: int = 2**30) -> list[dict[str, Any]]:
+def read_json_lines(path: Path, remedy: str) -> list[dict[str, Any]]:
     """Read a file of one JSON object per line that may be damaged or hostile.
 
     Args:
         path: a regular file, or a link to one.
         remedy: the advice in errors.
-        limit_bytes: the largest file that is read.
 
     Returns:
         The objects.
 
     Raises:
-        InvalidInput: the file cannot be read or exceeds the limit, or a line is not a JSON object.
+        InvalidInput: the file cannot be read or exceeds 1 GiB, or a line is not a JSON object.
     """
     name = printable(path)
-    content = _decode(_read_bytes(path, limit_bytes, name), limit_bytes, name)
+    content = _decode(_read_bytes(path, LINES_BYTES, name), LINES_BYTES, name)
     try:
         return [parse_json(line, "a line") for line in content.split("\n") if line]
     except InvalidInput as mistake:

@@ -183,7 +183,7 @@ def _read_steps(source: Source, to: str, shares: str | None) -> tuple[Step, ...]
         try:
             plan = make_plan(directory, fold_request({"model": str(directory), "to": to, **sizes}))
             # In percent, since the directories of two steps must not begin with each other's names.
-            name = show_percent(float(read_share(share, "--steps", "the source's cache")))
+            name = show_percent(float(read_share(share, "--steps")))
             step = Step(name=name, sizes=sizes, plan=plan)
             if steps and step.plan.cache()["ratio"] >= steps[-1].plan.cache()["ratio"]:
                 raise InvalidInput(

@@ -123,7 +123,7 @@ def check_alike(source: Source) -> None:
 
 def find_candidates(
     source: Source,
-    shares: Sequence[str] = SHARES,
+    shares: Sequence[str],
     engine: str | None = None,
     *,
     inside: Surroundings | None = None,

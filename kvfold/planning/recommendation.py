@@ -175,7 +175,7 @@ def _recommend(source: Source, request: PlanRequest, inside: Surroundings | None
     wants_curve = request.curve or request.png is not None
     kinds = tuple(cache_dtype(name) for name in dict.fromkeys(request.cache_dtypes))
     for share in request.budgets or ():
-        read_share(share, "--budgets", "the source's cache")
+        read_share(share, "--budgets")
     shares = request.budgets or (CURVE_SHARES if wants_curve else SHARES)
     check_alike(source)
     ranks = Ranks(tensor=request.tp, context=request.dcp)
