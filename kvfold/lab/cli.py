@@ -17,6 +17,7 @@ from ..core.units import read_size
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from ..convert.families.source import Source
     from .reference.costs import Costs
     from .reference.multi_head import MultiHeadAttention
 
@@ -116,8 +117,10 @@ def main(
         _draw(report, counts, plot)
     if as_json:
         show_json(report)
-    else:
-        _show(report, counts)
+        return
+    _show_costs(report, counts)
+    if options["measure"]:
+        _show_measured(report)
 
 
 def _shape(model: str | None, options: dict[str, Any]) -> tuple[Shape, "MultiHeadAttention | None"]:
@@ -142,11 +145,14 @@ def _shape(model: str | None, options: dict[str, Any]) -> tuple[Shape, "MultiHea
             raise InvalidInput(
                 f"{' and '.join(given)} would contradict the shape of MODEL; leave out one of the two"
             )
+        from ..convert.families.source import open_source
         from ..core.hub import resolve
 
-        directory = resolve(model)
-        geometry, layers, source = _of_model(directory, options["measure"])
-        d_model, heads, kv_heads, width = geometry
+        opened = open_source(resolve(model))
+        layers, found = opened.layers, opened.geometry
+        d_model, width = found.hidden_size, found.head_dim
+        heads, kv_heads = found.num_attention_heads, found.num_key_value_heads
+        source = _first_layer(opened) if options["measure"] else None
     if heads % kv_heads:
         raise InvalidInput(f"{heads} heads do not divide into {kv_heads} key/value heads; choose a divisor")
     rope = options["rope_dim"]
@@ -164,28 +170,14 @@ def _shape(model: str | None, options: dict[str, Any]) -> tuple[Shape, "MultiHea
     ), source
 
 
-def _of_model(
-    directory: Path, measure: bool
-) -> tuple[tuple[int, int, int, int], int, "MultiHeadAttention | None"]:
-    from ..convert.families.source import open_source
-
-    opened = open_source(directory)
-    geometry = opened.geometry
-    sizes = (
-        geometry.hidden_size,
-        geometry.num_attention_heads,
-        geometry.num_key_value_heads,
-        geometry.head_dim,
-    )
-    if not measure:
-        return sizes, opened.layers, None
+def _first_layer(source: "Source") -> "MultiHeadAttention":
     import torch
 
     from .reference.multi_head import MultiHeadAttention
 
-    table_F, factor = opened.frequencies()
-    attention = opened.attention(0, factor).to(torch.float32)
-    return sizes, opened.layers, MultiHeadAttention.from_weights(attention, table_F.tolist())
+    table_F, factor = source.frequencies()
+    attention = source.attention(0, factor).to(torch.float32)
+    return MultiHeadAttention.from_weights(attention, table_F.tolist())
 
 
 def _tokens(text: str, option: str) -> list[int]:
@@ -282,7 +274,7 @@ def _normal(d_model: int, seed: int) -> "Tensor":
     return torch.randn(2, TOKENS, d_model, generator=torch.Generator().manual_seed(seed))
 
 
-def _show(report: dict[str, Any], counts: list[int]) -> None:
+def _show_costs(report: dict[str, Any], counts: list[int]) -> None:
     rows = report["variants"]
     matrices = list(dict.fromkeys(name for row in rows for name in row["parameters"] if name != "total"))
     cells = [
@@ -321,22 +313,22 @@ def _show(report: dict[str, Any], counts: list[int]) -> None:
         (c["claim"], c["quoted"], c["computed"], "right" if c["holds"] else "wrong") for c in report["claims"]
     ]
     show_table("figures that are often quoted", ("", "quoted", "computed", ""), claims)
-    if "distances" in report:
-        cells = [
-            [d["name"], f"{d['relative_l2']:.3g}", f"{d['cosine_distance']:.3g}"] for d in report["distances"]
-        ]
-        show_table(
-            "outputs against the source's on random input, before any training",
-            ("", "relative L2", "cosine distance"),
-            cells,
-        )
-        cells = []
-        for t in report["trials"]:
-            times = [f"{1e3 * t[kind]:.2f}" for kind in ("prefill_seconds", "decode_seconds")]
-            cells.append([t["name"], t["device"], str(t["tokens"]), *times, _bytes(t["peak_bytes"])])
-        show_table(
-            "measured, float32", ("", "", "tokens", "prefill, ms", "one more, ms", "peak memory"), cells
-        )
+
+
+def _show_measured(report: dict[str, Any]) -> None:
+    cells = [
+        [d["name"], f"{d['relative_l2']:.3g}", f"{d['cosine_distance']:.3g}"] for d in report["distances"]
+    ]
+    show_table(
+        "outputs against the source's on random input, before any training",
+        ("", "relative L2", "cosine distance"),
+        cells,
+    )
+    cells = []
+    for t in report["trials"]:
+        times = [f"{1e3 * t[kind]:.2f}" for kind in ("prefill_seconds", "decode_seconds")]
+        cells.append([t["name"], t["device"], str(t["tokens"]), *times, _bytes(t["peak_bytes"])])
+    show_table("measured, float32", ("", "", "tokens", "prefill, ms", "one more, ms", "peak memory"), cells)
 
 
 def _draw(report: dict[str, Any], counts: list[int], file: Path) -> None:
