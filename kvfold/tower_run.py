@@ -154,9 +154,9 @@ def _claim(request: FoldRequest, directory: Path) -> TowerClaim:
     from .convert.towers.tower import TowerClaim
 
     text = Path(request.calibration or "")
-    files = (
-        [text] if text.is_file() else sorted(text.rglob("*")) if request.calibration and text.is_dir() else []
-    )
+    files = [text] if text.is_file() else []
+    if request.calibration and text.is_dir():
+        files = sorted(text.rglob("*"))
     read = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files if file.is_file()]
     asked = [__version__, request.essentials(), Checkpoint(directory, packed=True).identity(), read]
     digest = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()

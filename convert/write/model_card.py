@@ -112,7 +112,9 @@ def metadata(directory: Path, record: dict[str, Any], *, further: bool = False) 
         theirs = read_card(source)
     except InvalidInput:  # the source may have changed since the fold; its card is only read for its licence
         theirs = None
-    relation = "quantized" if scheme else "finetune" if distilled or further else ""
+    relation = "finetune" if distilled or further else ""
+    if scheme:
+        relation = "quantized"
     return {
         **license.license_of(directory, source, [] if theirs is None else [theirs.data.to_dict()]),
         "library_name": "transformers",

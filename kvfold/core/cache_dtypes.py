@@ -38,7 +38,9 @@ class CacheDtype:
 
     def bytes(self, width: int) -> float:
         """Return the bytes of `width` numbers of one token and head, with their scales."""
-        scales = 0 if self.group == 0 else -(-width // (self.group or width)) if width else 0
+        scales = 0
+        if self.group != 0 and width:
+            scales = -(-width // (self.group or width))
         return (width * self.bits + scales * self.scale_bits) / 8
 
     def stored(self, values: Tensor, scale: float = 1.0) -> Tensor:

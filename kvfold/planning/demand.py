@@ -115,7 +115,9 @@ def decoding(
     rebuilt = 2 * _expanded(plan, absorbed)
     moved = round(sum(kept) * (token_bytes(plan, ranks, kind) + rebuilt * size))
     cost = _costs(plan, absorbed)
-    form = "grouped" if isinstance(plan.target, GroupedTarget) else "expanded" if rebuilt else "absorbed"
+    form = "expanded" if rebuilt else "absorbed"
+    if isinstance(plan.target, GroupedTarget):
+        form = "grouped"
     flops = sum(cost.decode(tokens) for tokens in kept)
     return Decoding(
         form=form, bytes=moved + _read_weights(plan) // (batch * ranks.tensor), attention_flops=flops

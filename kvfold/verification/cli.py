@@ -98,7 +98,8 @@ def _show(report: VerificationReport) -> None:
     show_table(table.title, table.columns, table.rows)
     unknown = {finding.engine for finding in report.findings if finding.effect == "not known"}
     known = report.engines if report.failures else [name for name in report.engines if name not in unknown]
-    words = [f"{'does not pass' if report.failures else 'passes'} for {', '.join(known)}"] if known else []
+    verdict = "does not pass" if report.failures else "passes"
+    words = [f"{verdict} for {', '.join(known)}"] if known else []
     other = ",".join(sorted({one.engine for one in report.findings if one.fails} - {"transformers"}))
     words += [f"kvfold convert --engine {other} writes an output that does, or says why not"] if other else []
     words += [f"not all is known of {', '.join(sorted(unknown))}, see above"] if unknown else []

@@ -166,10 +166,8 @@ def _compare(
     checks = [Check("llama.cpp", most <= NEAR, words)]
     same = numbers["same_text"]
     told = "is transformers'" if same else f"is {continued!r}, transformers' is {seen['continued']!r}"
-    close = seen["least_lead"] <= 2 * NEAR
-    checks.append(
-        Check("llama.cpp greedy", True if same else None if close else False, f"greedy text {told}")
-    )
+    is_tie = not same and seen["least_lead"] <= 2 * NEAR
+    checks.append(Check("llama.cpp greedy", None if is_tie else same, f"greedy text {told}"))
     checks.append(_cached(size, claimed))
     if directory in llama.guessed:
         words = "the converter does not know this tokenizer; for this run it was written as GPT-2's"
