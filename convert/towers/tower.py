@@ -15,7 +15,7 @@ from ...checkpoints.quantised.schemes import MODELOPT_FILE
 from ...checkpoints.record import check_unfolded
 from ...checkpoints.shards import ShardWriter
 from ...core.errors import InvalidInput
-from ...core.files import replace_text, whole_directory
+from ...core.files import replace_text, whole_directory, write_json
 from ...core.untrusted import is_text, read_json
 from ...models.load_failures import loading_failures
 from ..families.config_fields import check_places
@@ -192,10 +192,10 @@ def write_side_files(tower: Tower, out: Path) -> None:
         out: the directory.
     """
     copy_side_files(tower.directory, out)
-    (out / "config.json").write_text(json.dumps(tower.config, indent=2) + "\n", encoding="utf-8")
+    write_json(out / "config.json", tower.config)
     content = tower_modelopt_file(tower.whole, tower.names)
     if content is not None:
-        (out / MODELOPT_FILE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        write_json(out / MODELOPT_FILE, content)
 
 
 def claim_of(out: Path) -> TowerClaim | None:

@@ -31,7 +31,7 @@ from ...checkpoints.quantised.packed_tensor import module_of
 from ...checkpoints.quantised.schemes import MODELOPT_FILE
 from ...checkpoints.record import describe, write_record
 from ...checkpoints.shards import ShardWriter, TensorSpec
-from ...core.files import whole_directory
+from ...core.files import whole_directory, write_json
 from ...core.hub import commit_of
 from ..families.layers.layer_shapes import with_fewer_heads
 from ..families.recognition import FAMILIES
@@ -104,7 +104,7 @@ def write_around(
         if dequantize:
             config = _in_dtype(config, read_config(folded))
         config |= _quantised_fields(tower, folded, partial, is_dequantised=dequantize)
-        (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        write_json(partial / "config.json", config)
         record: dict[str, Any] = json.loads((folded / "kvfold.json").read_text(encoding="utf-8"))
         record |= {
             "container": (config.get("architectures") or [config["model_type"]])[0],
@@ -192,7 +192,7 @@ def _quantised_fields(tower: Tower, folded: Path, out: Path, *, is_dequantised: 
         return {}
     content = whole.modelopt_file_for(modules)
     if content is not None:
-        (out / MODELOPT_FILE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        write_json(out / MODELOPT_FILE, content)
     return {"quantization_config": whole.quantization_for(modules)} if whole.is_named_in_config else {}
 
 

@@ -28,7 +28,7 @@ from ...checkpoints.unchanged import check_unchanged, hash_unchanged
 from ...core.console import is_first, progress
 from ...core.disk import check_room, disk_error, is_full, writing_errors
 from ...core.errors import InvalidInput
-from ...core.files import check_makeable
+from ...core.files import check_makeable, write_json
 from ...core.hub import commit_of
 from ...core.memory import enough_memory
 from ...core.processes import from_first, place, released_together, together, union
@@ -271,7 +271,7 @@ def _complete(plan: Plan, partial: Path, record: dict[str, Any]) -> dict[str, An
     copy_side_files(plan.source.checkpoint.directory, partial)
     for file in plan.container.files:
         shutil.copyfile(file, partial / file.name)
-    (partial / "config.json").write_text(json.dumps(plan.config, indent=2) + "\n", encoding="utf-8")
+    write_json(partial / "config.json", plan.config)
     _write_modelopt(plan, partial)
     record = write_record(partial, record)
     write_card(partial, record)
@@ -285,7 +285,7 @@ def _write_modelopt(plan: Plan, partial: Path) -> None:
         return
     content = checkpoint.modelopt_file_for(modules)
     if content is not None:
-        (partial / MODELOPT_FILE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        write_json(partial / MODELOPT_FILE, content)
 
 
 @contextmanager

@@ -4,7 +4,6 @@ A quantised student is trained with its dequantised weights, float32. What a sta
 still exactly what its stored parts stand for.
 """
 
-import json
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Set
 from pathlib import Path
@@ -19,6 +18,7 @@ from ...checkpoints.quantised.packed_tensor import module_of
 from ...checkpoints.quantised.schemes import MODELOPT_FILE
 from ...checkpoints.quantised.unconverted import OutputModules
 from ...checkpoints.shards import TensorSpec
+from ...core.files import write_json
 
 
 def unchanged(stored: Checkpoint, trained: Collection[str], read: Callable[[str], Tensor]) -> set[str]:
@@ -85,4 +85,4 @@ def correct_config(stored: Checkpoint, kept: Set[str], directory: Path) -> None:
 
 
 def _write(file: Path, content: dict[str, Any]) -> None:
-    file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    write_json(file, content)

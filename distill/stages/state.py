@@ -11,7 +11,6 @@ processes.
 """
 
 import hashlib
-import json
 import shutil
 import sys
 from collections.abc import Iterator, Mapping
@@ -29,6 +28,7 @@ from ...checkpoints.shards import ShardWriter, TensorSpec, is_finite, read_heade
 from ...core.console import notice
 from ...core.disk import DiskError, disk_sentence, naming
 from ...core.errors import InvalidInput
+from ...core.files import write_json
 from ...core.system_calls import sync_path
 from ...core.untrusted import read_json
 from ..parallel.tensors import full_tensor, local_part, named_weights
@@ -152,9 +152,9 @@ def _write(directory: Path, progress: Progress, gathered: Gathered) -> None:
         }
         for file, name, tensor in gathered:
             writers[file].write(name, tensor)
-    (directory / _PROGRESS).write_text(json.dumps(asdict(progress), indent=2) + "\n", encoding="utf-8")
+    write_json(directory / _PROGRESS, asdict(progress))
     hashes = {file.name: _sha256(file) for file in sorted(directory.iterdir())}
-    (directory / _MANIFEST).write_text(json.dumps(hashes, indent=2) + "\n", encoding="utf-8")
+    write_json(directory / _MANIFEST, hashes)
 
 
 @contextmanager

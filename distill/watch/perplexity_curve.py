@@ -1,11 +1,11 @@
 """The perplexity of a finished run against tokens: curve.json, and curve.png if matplotlib is installed."""
 
-import json
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from ...core.console import notice
+from ...core.files import write_json
 
 _KEPT = ("step", "stage", "tokens", "perplexity", "kl", "same_top1", "recovered_share")
 
@@ -23,7 +23,7 @@ def write_curve(directory: Path, history: list[dict[str, Any]]) -> None:
         "teacher_perplexity": history[0]["teacher"]["perplexity"],
         "points": [{key: line[key] for key in _KEPT} for line in history],
     }
-    (directory / "curve.json").write_text(json.dumps(curve, indent=2) + "\n", encoding="utf-8")
+    write_json(directory / "curve.json", curve)
     if find_spec("matplotlib") is None:
         notice(
             "no curve.png: matplotlib is not installed (pip install 'kvfold[report]'); curve.json has the "

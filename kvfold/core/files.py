@@ -10,6 +10,7 @@ No heavy import here: `--help` goes through this module.
 """
 
 import itertools
+import json
 import os
 import shutil
 import stat
@@ -17,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory, mkdtemp
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .disk import naming
 from .errors import InvalidInput
@@ -120,6 +121,11 @@ def write_whole(file: Path, content: str, *, replace: bool = False) -> None:
     """
     with whole_file(file, replace=replace) as temporary:
         temporary.write_text(content, encoding="utf-8")
+
+
+def write_json(file: Path, value: Any) -> None:
+    """Write a JSON file of ASCII characters, in a directory that does not have its final name yet."""
+    file.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
 def rename_whole(partial: Path, directory: Path, unneeded: Iterable[Path] = ()) -> None:

@@ -12,7 +12,7 @@ from ..checkpoints.directory import NAMES_CODE, SIDE_CONFIGS, read_config, witho
 from ..checkpoints.quantised.packed_checkpoint import open_checkpoint
 from ..checkpoints.quantised.schemes import MODELOPT_FILE
 from ..checkpoints.shards import INDEX
-from ..core.files import link_or_copy
+from ..core.files import link_or_copy, write_json
 from ..core.untrusted import read_json
 from .remote_code import AUTO_MAP, FILES, HERE, carries_own_code, is_remote, missing_code
 
@@ -96,7 +96,7 @@ def copy_config(source: Path, out: Path) -> None:
     if kept == read_config(source):
         shutil.copyfile(source / "config.json", out / "config.json")
     else:
-        (out / "config.json").write_text(json.dumps(kept, indent=2) + "\n", encoding="utf-8")
+        write_json(out / "config.json", kept)
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import math
 import shlex
 from collections.abc import Iterator
@@ -23,7 +22,7 @@ from ..checkpoints.shards import SHARD_SIZE, ShardWriter, TensorSpec
 from ..checkpoints.unchanged import check_unchanged
 from ..core.console import progress
 from ..core.errors import InvalidInput
-from ..core.files import check_makeable, whole_directory
+from ..core.files import check_makeable, whole_directory, write_json
 from ..core.untrusted import shorten
 from ..models.code_files import config_for_copy
 from ..models.remote_code import carries_own_code, ship
@@ -180,7 +179,7 @@ def write_quantized(plan: QuantizePlan, shard_size: int = SHARD_SIZE) -> dict[st
             ship(source, place)
         config = config_for_copy(source)
         config["quantization_config"] = plan.rounding.config(plan.chosen.ignore)
-        (place / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        write_json(place / "config.json", config)
         record = write_record(place, record)
         write_card(place, record)
         check_unchanged(plan.checkpoint)
