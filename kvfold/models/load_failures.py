@@ -3,10 +3,9 @@
 import logging
 import re
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from textwrap import shorten
-from types import TracebackType
 
 from ..core.errors import InvalidInput, bounded
 from ..core.memory import is_full
@@ -33,42 +32,11 @@ class _Printable(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         try:
             text = record.getMessage()
-        except (
-            Exception
-        ):  # a call with other arguments than its text takes, which logging reports and no more
+        except Exception:  # other arguments than the text takes, which logging reports and no more
             text = str(record.msg)
         lines = _STYLE.sub("", text).splitlines()
         record.msg, record.args = "\n".join(bounded(printable(line)) for line in lines), None
         return True
-
-
-class _Failures(AbstractContextManager[None]):
-    """The context of `loading_failures`."""
-
-    def __init__(self, directory: Path, part: str) -> None:
-        self._directory = directory
-        self._part = part
-        self._filter = _Printable()
-        self._handlers: list[logging.Handler] = []
-
-    def __enter__(self) -> None:
-        self._handlers = list(logging.getLogger("transformers").handlers)
-        for handler in self._handlers:
-            handler.addFilter(self._filter)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for handler in self._handlers:
-            handler.removeFilter(self._filter)
-        if kind is None or issubclass(kind, InvalidInput) or not _is_refusal(kind):
-            return
-        if error is not None and is_full(error):  # no fault of the files
-            return
-        reason = shorten(printable(" ".join(str(error).split())), 200, placeholder=" ...")
-        raise InvalidInput(
-            f"the {self._part} of {printable(self._directory)} cannot be loaded ({kind.__name__}): {reason}"
-        ) from error
 
 
 def _is_refusal(kind: type[BaseException]) -> bool:
@@ -81,7 +49,8 @@ def _is_refusal(kind: type[BaseException]) -> bool:
     return from_tokenizers or issubclass(kind, (*_NAMED, SafetensorError, StrictDataclassError))
 
 
-def loading_failures(directory: Path, part: str) -> AbstractContextManager[None]:
+@contextmanager
+def loading_failures(directory: Path, part: str) -> Iterator[None]:
     """Turn a failure of transformers to read a directory into a sentence.
 
     What transformers logs meanwhile is made printable, since it quotes names and values of the files.
@@ -93,7 +62,23 @@ def loading_failures(directory: Path, part: str) -> AbstractContextManager[None]
     Raises:
         InvalidInput: names the directory, the exception and its reason.
     """
-    return _Failures(directory, part)
+    handlers, printing = list(logging.getLogger("transformers").handlers), _Printable()
+    for handler in handlers:
+        handler.addFilter(printing)
+    try:
+        yield
+    except InvalidInput:
+        raise
+    except BaseException as error:
+        if not _is_refusal(type(error)) or is_full(error):  # a full memory is no fault of the files
+            raise
+        reason = shorten(printable(" ".join(str(error).split())), 200, placeholder=" ...")
+        raise InvalidInput(
+            f"the {part} of {printable(directory)} cannot be loaded ({type(error).__name__}): {reason}"
+        ) from error
+    finally:
+        for handler in handlers:
+            handler.removeFilter(printing)
 
 
 @contextmanager
