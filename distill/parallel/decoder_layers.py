@@ -1,5 +1,6 @@
 """A model's decoder layers: recomputed in the backward pass, or compiled."""
 
+from functools import partial
 from typing import Any
 
 from torch.utils.checkpoint import checkpoint
@@ -17,16 +18,8 @@ def rework_layers(model: Any, *, checkpointing: bool, compiling: bool) -> None:
         return
     for layer in decoder_layers(model):
         if checkpointing:
-            layer.forward = _Recomputed(layer.forward)
+            # The layer draws no random numbers.
+            recomputed = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+            layer.forward = recomputed
         if compiling:
             layer.compile()
-
-
-class _Recomputed:
-    """A forward pass that keeps only its inputs. It draws no random numbers."""
-
-    def __init__(self, forward: Any) -> None:
-        self._forward = forward
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return checkpoint(self._forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
