@@ -167,25 +167,25 @@ class _Side:
         with self.layered.block(0), self.layered.rest(without="head"):
             # The first call runs a layer to learn its output; later calls run none.
             first = given.windows.batch([given.cursor]).to(self.layered.device)
-            self.decoder.calls(**first.inputs)  # later recordings run no layer
+            self.decoder.calls(**first.inputs)
 
 
+@dataclass(frozen=True)
 class _Layer:
     """The alignment of one layer."""
 
-    def __init__(self, given: Streaming, student: _Side, teacher: _Side, change: Adds, number: int) -> None:
-        self._given = given
-        self._student = student
-        self._teacher = teacher
-        self._adds = change
-        self._number = number
+    given: Streaming
+    student: _Side
+    teacher: _Side
+    adds: Adds
+    number: int
 
     def align(self, show: Show) -> None:
         """Take all steps, and keep the result."""
-        given, number = self._given, self._number
-        with self._teacher.layered.block(number), self._student.layered.block(number) as block:
+        given, number = self.given, self.number
+        with self.teacher.layered.block(number), self.student.layered.block(number) as block:
             to_trainable(block)
-            weights = weights_of(self._student.decoder.attention(number).requires_grad_(True))
+            weights = weights_of(self.student.decoder.attention(number).requires_grad_(True))
             optimizer = adamw(weights, given.stage)
             errors = []
             for step in range(given.steps):
@@ -197,7 +197,7 @@ class _Layer:
                 self._check(norm, step)
                 errors.append(error / power)
                 show(number * given.steps + step + 1, f"layer {number}  {errors[-1]:.4f}")
-            decoder = self._student.decoder
+            decoder = self.student.decoder
             attention = decoder.attentions[number].removeprefix(decoder.layers[number] + ".")
             whole = block.state_dict()
             named = {name: whole[name] for name in whole if name.startswith(f"{attention}.")}
@@ -205,8 +205,8 @@ class _Layer:
 
     def _accumulate(self, step: int) -> tuple[float, float]:
         """Form the gradient of a step, store the output of the layer; return Σ ‖ŷ - y‖² and Σ ‖y‖²."""
-        given, number = self._given, self._number
-        inputs_WSD = given.boundaries.read(number, step, given.shape(self._teacher))
+        given, number = self.given, self.number
+        inputs_WSD = given.boundaries.read(number, step, given.shape(self.teacher))
         totals = torch.zeros(2)
         outputs = []
         start = 0
@@ -216,7 +216,7 @@ class _Layer:
             outputs.append(output_BSD.cpu())  # the step's would fill a GPU
             totals += sums
             start += size
-        if number + 1 < len(self._teacher.decoder):
+        if number + 1 < len(self.teacher.decoder):
             given.boundaries.store(number + 1, step, outputs)
         error, power = totals.tolist()
         return error, power
@@ -228,42 +228,42 @@ class _Layer:
         Returns:
             The output of the teacher's layer, and the sums of `learn`.
         """
-        number = self._number
+        number = self.number
         sums = torch.zeros(2)
-        device = self._teacher.layered.device
+        device = self.teacher.layered.device
         batch = batch.to(device)
         hidden_BSD = hidden_BSD.to(device)
-        student, teacher = self._student.decoder, self._teacher.decoder
+        student, teacher = self.student.decoder, self.teacher.decoder
         zeros_BSD = torch.zeros_like(hidden_BSD)  # whose dtype the rotary tables get
         mine = student.calls(inputs_embeds=zeros_BSD.float(), position_ids=batch.position_ids_BS)[number]
         its = teacher.calls(inputs_embeds=zeros_BSD, position_ids=batch.position_ids_BS)[number]
 
         def see(_: int, read_BSD: Tensor, given_BSD: Tensor) -> None:
-            with self._given.accelerator.autocast():
-                learnt = learn(student, number, mine, read_BSD, self._adds(given_BSD))
+            with self.given.accelerator.autocast():
+                learnt = learn(student, number, mine, read_BSD, self.adds(given_BSD))
             sums.copy_(torch.stack(learnt))
 
         with teacher.seen_by(see):
             return its.run(teacher.layer(number), hidden_BSD), sums
 
     def _check(self, norm: float, step: int) -> None:
-        name, number = self._given.stage.name, self._number
+        name, number = self.given.stage.name, self.number
         if not math.isfinite(norm):
             raise InvalidInput(
                 f"stage {name} diverged: the gradient of layer {number} in step {step + 1} is {norm}; use a "
                 "lower lr"
             )
-        if self._given.signals:
-            raise Interrupted(max(self._given.signals), f"stopped in layer {number} of stage {name}")
+        if self.given.signals:
+            raise Interrupted(max(self.given.signals), f"stopped in layer {number} of stage {name}")
 
     def _keep(self, named: dict[str, Tensor], errors: list[float]) -> None:
         """Store the layer's tensors, which marks it as done, and remove its input."""
-        work, number = self._given.work, self._number
-        prefix = self._student.decoder.layers[number]
+        work, number = self.given.work, self.number
+        prefix = self.student.decoder.layers[number]
         (work / f"layer-{number:05d}.json").write_text(json.dumps(errors) + "\n", encoding="utf-8")
         tensors = {f"{prefix}.{name}": tensor.detach().cpu().contiguous() for name, tensor in named.items()}
         save_whole(tensors, work / f"layer-{number:05d}.safetensors")
-        self._given.boundaries.remove(number)
+        self.given.boundaries.remove(number)
 
 
 def _finished(given: Streaming, layers: int) -> int:

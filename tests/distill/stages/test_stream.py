@@ -155,8 +155,8 @@ def test_a_run_goes_on_after_the_layers_that_are_done(
 
     def interrupt(self: Any, *done: Any) -> None:
         keep(self, *done)
-        if self._number == 0:
-            self._given.signals.append(15)
+        if self.number == 0:
+            self.given.signals.append(15)
 
     monkeypatch.setattr(stream._Layer, "_keep", interrupt)
     with pytest.raises(Interrupted, match="stopped in layer 1 of stage align"):
