@@ -1,5 +1,6 @@
 """Candidates at a context, batch and memory, ranked by predicted loss or by what decoding moves."""
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
@@ -247,16 +248,20 @@ def rank(rows: Sequence[Row], bounds: Bounds, goal: Goal, tolerance: float, *, c
         tolerance: in the unit of the losses.
         calibrated: whether that is nats.
     """
+
+    def is_within(row: Row) -> bool:
+        return row.loss is not None and row.loss <= tolerance
+
     unit = NATS if calibrated else SHARE
     fitting = sorted((row for row in rows if row.fits), key=_by_loss)
     others = [row for row in rows if not row.fits]
     reason = None
     if fitting:
-        held = [row.loss is not None and row.loss <= tolerance for row in fitting]
-        within = [row for row, inside in zip(fitting, held, strict=True) if inside]
+        within = list(filter(is_within, fitting))
         if goal == "speed" and within:
+            beyond = [row for row in fitting if not is_within(row)]
             within.sort(key=lambda row: (not row.saves, row.decoding.bytes, *_by_loss(row)))
-            fitting = [*within, *(row for row, inside in zip(fitting, held, strict=True) if not inside)]
+            fitting = [*within, *beyond]
         reason = _reason(fitting, within, goal, tolerance, unit)
     return Advice(bounds=bounds, goal=goal, unit=unit, rows=(*fitting, *others), reason=reason)
 
@@ -356,16 +361,8 @@ def what_would_fit(rows: Sequence[Row], bounds: Bounds) -> dict[str, Any]:
 def _largest(row: Row, change: Callable[[int], Bounds]) -> int:
     """Return the largest size for which a row fits; 0 for none."""
 
-    def fits(size: int) -> bool:
+    def fails(size: int) -> bool:
         bounds = change(size)
-        return bounds.hold(_needed(row.candidate, bounds, row.kind))
+        return not bounds.hold(_needed(row.candidate, bounds, row.kind))
 
-    if not fits(1):
-        return 0
-    low, high = 1, 2
-    while high < _MOST and fits(high):
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
+    return bisect_left(range(1, _MOST), True, key=fails)  # as many sizes from 1 on fit
