@@ -232,11 +232,7 @@ class BoundedStream(io.BufferedIOBase):
 
     def read(self, size: int | None = -1) -> bytes:
         """Return up to `size` bytes, or all."""
-        most = self._limit + 1 - self.tell()
-        wanted = most if size is None or size < 0 else min(size, most)
-        content = bytes(self._stream.read(wanted))
-        self._check(self.tell())
-        return content
+        return self._read_by(self._stream.read, size)
 
     def read1(self, size: int = -1) -> bytes:
         """Return up to `size` bytes."""
@@ -244,17 +240,20 @@ class BoundedStream(io.BufferedIOBase):
 
     def readline(self, size: int | None = -1) -> bytes:
         """Return one line of bytes, or its first `size` bytes."""
-        most = self._limit + 1 - self.tell()
-        wanted = most if size is None or size < 0 else min(size, most)
-        content = bytes(self._stream.readline(wanted))
-        self._check(self.tell())
-        return content
+        return self._read_by(self._stream.readline, size)
 
     def close(self) -> None:
         """Close the stream."""
         if not self.closed:
             self._stream.close()
         super().close()
+
+    def _read_by(self, read: Callable[[int], bytes], size: int | None) -> bytes:
+        """Return what a method of the stream reads of at most `size` bytes, and one beyond the limit."""
+        most = self._limit + 1 - self.tell()
+        content = bytes(read(most if size is None or size < 0 else min(size, most)))
+        self._check(self.tell())
+        return content
 
     def _check(self, position: int) -> None:
         if position > self._limit:
