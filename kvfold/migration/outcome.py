@@ -13,7 +13,7 @@ from ..core.console import notice
 from ..core.errors import InvalidInput
 from ..core.files import check_makeable, link_or_copy, replace_text
 from ..core.untrusted import read_json
-from .request import RECORD, SCHEMA, Migration, write_json
+from .request import RECORD, SCHEMA, Migration, replace_json
 
 PAGE = "report.html"
 UNMET = ".unmet"  # suffix of an output that does not hold the bound
@@ -88,7 +88,7 @@ def arrive(asked: Migration, identity: dict[str, Any], found: list[dict[str, Any
     }
     report = json.loads(_moved(json.dumps(report), moved))
     place = origin if held else _linked(origin, asked.partial / "unmet")
-    write_json(place / "report.json", report)
+    replace_json(place / "report.json", report)
     paths = [asked.partial / step["kept"] / step["step"] for step in found]
     _write_page({path: path if not held else _lasting(asked, path, origin) for path in paths}, place / PAGE)
     if asked.keep_steps:

@@ -223,7 +223,7 @@ def _check_same(record: Path, asked: Migration) -> None:
     """Store the request, or compare it with that of an earlier run."""
     new = json.loads(json.dumps(asked.asked()))
     if not record.exists():
-        write_json(record, new)
+        replace_json(record, new)
         return
     old = _read(record)
     changed = differences(old, new)
@@ -241,6 +241,6 @@ def _check_same(record: Path, asked: Migration) -> None:
         )
 
 
-def write_json(file: Path, value: Any) -> None:
+def replace_json(file: Path, value: Any) -> None:
     """Write plain values, whole or not at all."""
     replace_text(file, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")

@@ -36,7 +36,7 @@ from ..texts.calibration_name import names_statistics
 from ..verification.fresh_process import reason_of
 from ..verification.verify import verify
 from .outcome import arrive, check_places, find_report
-from .request import Migration, Step, claimed, write_json
+from .request import Migration, Step, claimed, replace_json
 from .request_reader import naming_options
 
 # KL in nats that rounding in half precision explains; in float32 `verify` itself asks for less.
@@ -106,7 +106,7 @@ def _identity(asked: Migration) -> dict[str, Any]:
             raise Unmet(f"a fold that keeps everything differs from {asked.model}: {'; '.join(failures)}")
         found = {"checked": True, "kl": distance, "max_logit_difference": seen.measured["max_difference"]}
     shutil.rmtree(place, ignore_errors=True)
-    write_json(file, found)
+    replace_json(file, found)
     return found
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from kvfold.migration import cli, request_reader, steps
 from kvfold.migration import request as migration
-from kvfold.migration.request import working_directory, write_json
+from kvfold.migration.request import replace_json, working_directory
 
 from ..support.migrations import arguments, interrupt, invoke, unproven
 
@@ -97,7 +97,7 @@ def test_calibration_is_as_long_as_that_of_convert(
         if begun is not None:
             working_directory(out).mkdir()
             record = {"kvfold_migrate": 1, "calibration": {"length": begun}}
-            write_json(working_directory(out) / "asked.json", record)
+            replace_json(working_directory(out) / "asked.json", record)
         done = invoke([*arguments(texts, out, window=window), "--json"])
         assert done.exit_code == 0, done.output
     assert [asked.calibration["length"] for asked in seen] == [None, 32, 128]

@@ -8,7 +8,7 @@ from click.testing import CliRunner, Result
 
 from kvfold.cli import main
 from kvfold.migration import steps
-from kvfold.migration.request import write_json
+from kvfold.migration.request import replace_json
 
 DEMO = Path(__file__).parents[2] / "recipes" / "demo"
 IDENTITY = {"checked": False, "reason": "another test is about it"}
@@ -36,7 +36,7 @@ def unproven(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         steps,
         "_identity",
-        lambda asked: write_json(asked.partial / "identity.json", IDENTITY) or IDENTITY,
+        lambda asked: replace_json(asked.partial / "identity.json", IDENTITY) or IDENTITY,
     )
 
 
