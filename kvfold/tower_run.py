@@ -116,7 +116,7 @@ def _alone(request: FoldRequest, tower: Tower, fold: Callable[[FoldRequest], Fol
     """Fold a tower and write it alone; arguments and result are those of `fold_tower`."""
     from .checkpoints.directory import check_output
     from .checkpoints.own_files import remove_own_tree
-    from .convert.towers.tower import is_written, write_tower
+    from .convert.towers.tower import is_copy, write_tower
     from .convert.towers.view import named_as_whole
 
     out = _out(request)
@@ -125,7 +125,7 @@ def _alone(request: FoldRequest, tower: Tower, fold: Callable[[FoldRequest], Fol
     asked = request.model_copy(update={"model": str(alone), "revision": None, "out": out, "text_only": False})
     with together():
         check_output(out, tower.directory)
-        is_there = is_written(tower, alone)
+        is_there = is_copy(tower, alone)
         if is_first() and not is_there:
             write_tower(tower, alone, request.shard_size)
     notice(f"the text tower as it was is in {alone}; evaluation and distillation compare with it")

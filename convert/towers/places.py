@@ -14,7 +14,7 @@ from ...core.errors import InvalidInput
 from ...core.files import locked, remove_left
 from ...core.untrusted import printable
 from ..request import FoldRequest
-from .tower import Tower, TowerClaim, claim_of, is_written, take_over, write_tower
+from .tower import Tower, TowerClaim, claim_of, is_copy, is_written, take_over, write_tower
 
 _LOCK = "lock"  # in the tower as it was, of the run that folds it
 
@@ -39,14 +39,14 @@ class Places:
 
     @property
     def is_there(self) -> bool:
-        """Return whether the tower as it was is written already, by any run."""
-        return is_written(self.tower, self.alone)
+        """Return whether the tower as it is now is written already, by any run."""
+        return self.is_ours or is_copy(self.tower, self.alone)
 
     @property
     def is_ours(self) -> bool:
         """Return whether an earlier run of the same request wrote the tower as it was."""
         found = claim_of(self.alone)
-        return found is not None and found.digest == self.claim.digest and self.is_there
+        return found is not None and found.digest == self.claim.digest and is_written(self.tower, self.alone)
 
     def finished_output(self, request: FoldRequest, held: ExitStack) -> dict[str, Any] | None:
         """Return the record of the output, where a killed run of the same request gave it its name.
@@ -87,8 +87,11 @@ class Places:
             InvalidInput: a directory is in the way, cannot be written, or is another run's that is at work.
         """
         found = self._finished_part(asked)
-        self._check(has_part=found is not None)
-        if not self.is_there:
+        is_there = self.is_there
+        if claim_of(self.alone) is not None and not is_there and not self.part.exists():
+            discard(self.alone)  # of a source that has changed since
+        self._check(has_part=found is not None, is_there=is_there)
+        if not is_there:
             write_tower(self.tower, self.alone, asked.shard_size, self.claim)
             self._lock(held)
         elif claim_of(self.alone) is not None and not self.is_ours:
@@ -121,18 +124,19 @@ class Places:
             return None
         return record
 
-    def _check(self, *, has_part: bool) -> None:
+    def _check(self, *, has_part: bool, is_there: bool) -> None:
         """Check that the directories may be written.
 
         Args:
             has_part: whether the folded tower is there and is used.
+            is_there: of the tower as it was.
 
         Raises:
             InvalidInput: one is in the way; the sentence says what it is, and which command left it.
         """
         check_output(self.out, self.tower.directory)
         taken = [self.part] if not has_part and (self.part.exists() or self.part.is_symlink()) else []
-        if not self.is_there and (self.alone.exists() or self.alone.is_symlink()):
+        if not is_there and (self.alone.exists() or self.alone.is_symlink()):
             taken.append(self.alone)
         if not taken:
             return

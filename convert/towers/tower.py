@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ...checkpoints.directory import Checkpoint, check_output, copy_side_files, read_config
 from ...checkpoints.quantised.packed_checkpoint import as_stored, open_checkpoint
 from ...checkpoints.quantised.schemes import MODELOPT_FILE
@@ -156,6 +158,23 @@ def is_written(tower: Tower, out: Path) -> bool:
     if written != wanted or set(there) != set(tower.stored.values()):
         return False
     return all(there.spec(name) == whole.spec(stored) for stored, name in tower.stored.items())
+
+
+def is_copy(tower: Tower, out: Path) -> bool:
+    """Return whether a directory holds a tower as `is_written` does, with the weights that it has now.
+
+    Args:
+        tower: the tower.
+        out: the directory, which may be anything.
+    """
+    if not is_written(tower, out):
+        return False
+    whole, there = as_stored(tower.whole), Checkpoint(out, packed=True)
+    return all(
+        torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+        for stored, name in tower.stored.items()
+        for (_, one), (_, other) in zip(whole.stream(stored), there.stream(name), strict=True)
+    )
 
 
 def write_tower(tower: Tower, out: Path, shard_size: int, claim: TowerClaim | None = None) -> None:

@@ -31,7 +31,11 @@ class TowerView(Checkpoint):
         self.directory = directory
         self.config = read_config(directory)
         self._entries = {name: whole._entries[stored] for stored, name in names.items()}
-        self.opened = self.identity()
+        self.opened, self.origin = whole.opened, whole
+
+    def identity(self) -> list[tuple[str, int, int]]:
+        """Return what changes when the other checkpoint does."""
+        return self.origin.identity()
 
 
 @contextmanager

@@ -55,13 +55,13 @@ class Checkpoint(Mapping[str, Tensor]):
 
     Args:
         directory: the directory.
-        packed: whether its tensors may have the dtypes of quantised weights; the class that makes float
-            tensors of them is `QuantisedCheckpoint`.
+        packed: whether its tensors may have dtypes of quantised weights, as for `QuantisedCheckpoint`.
 
     Attributes:
         directory: the directory.
         config: content of config.json.
         opened: its `identity` when it was opened.
+        origin: the checkpoint whose files are read, as they are stored: itself, unless it is a view.
 
     Raises:
         InvalidInput: there is no config.json, or no safetensors (for a pickle the error names the command
@@ -73,7 +73,7 @@ class Checkpoint(Mapping[str, Tensor]):
         self.config = read_config(directory)
         check_safetensors(directory)
         self._entries = _entries(directory, packed)
-        self.opened = self.identity()
+        self.opened, self.origin = self.identity(), self
 
     def __getitem__(self, name: str) -> Tensor:
         entry = self._entries[name]

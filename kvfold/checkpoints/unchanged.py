@@ -5,7 +5,6 @@ from pathlib import Path
 
 from ..core.errors import InvalidInput
 from .directory import Checkpoint, read_config
-from .quantised.packed_checkpoint import as_stored
 from .record import sha256
 
 _CONFIG = "config.json"
@@ -33,22 +32,22 @@ def check_unchanged(checkpoint: Checkpoint, known: Mapping[str, str] | None = No
     A file is read again only where its size or its time differs.
 
     Args:
-        checkpoint: of a view of another one's weights it is the view's own config.json that is compared.
+        checkpoint: the checkpoint; of a view, that whose files it reads is checked.
         known: hashes of its weight files by name, from `hash_unchanged`; without its hash, a file that was
             touched counts as changed.
 
     Raises:
         InvalidInput: a file was written, replaced or removed meanwhile.
     """
-    hashes = known or {}
-    files = {file.name: file for file in checkpoint.files}
-    for name in _touched(checkpoint):
+    origin, hashes = checkpoint.origin, known or {}
+    files = {file.name: file for file in origin.files}
+    for name in _touched(origin):
         if name == _CONFIG:
-            same = read_config(checkpoint.directory) == as_stored(checkpoint).config
+            same = read_config(origin.directory) == origin.config
         else:
             same = name in hashes and sha256(files[name]) == hashes[name]
         if not same:
-            raise _changed(files.get(name, checkpoint.directory / name))
+            raise _changed(files.get(name, origin.directory / name))
 
 
 def _touched(checkpoint: Checkpoint) -> list[str]:

@@ -1,5 +1,6 @@
 """Calibrated plans of multimodal checkpoints by several processes: none of them copies the tower."""
 
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 import kvfold
 from kvfold.checkpoints.shards import ShardWriter
 from kvfold.convert.calibration.study import study
+from kvfold.convert.decide import preparation
 from kvfold.convert.families.source import open_source
 from kvfold.convert.request import request_of
 from kvfold.convert.towers.tower import find_tower, write_tower
@@ -83,3 +85,17 @@ def test_statistics_in_place_are_those_of_the_tower_alone(
     assert alone is not None
     assert in_place is not None
     assert in_place.fingerprint() == alone.fingerprint()
+
+
+def test_a_multimodal_source_that_changes_while_it_is_calibrated_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = make_multimodal(tmp_path / "llava", "llava")
+    config = json.loads((source / "config.json").read_text())
+
+    def changing(*_: Any, **__: Any) -> None:
+        (source / "config.json").write_text(json.dumps({**config, "image_token_index": 3}))
+
+    monkeypatch.setattr(preparation, "study", changing)
+    with pytest.raises(InvalidInput, match=f"{source / 'config.json'} changed while it was read"):
+        planned(source)

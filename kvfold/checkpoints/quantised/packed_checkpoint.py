@@ -54,7 +54,8 @@ class QuantisedCheckpoint(Checkpoint):
         self.stored = Checkpoint(directory, packed=True) if stored is None else stored
         found = quantization_of(directory, self.stored.config)
         assert found is not None, "not a quantised checkpoint"
-        self.directory, self.opened = directory, self.stored.opened
+        self.directory = directory
+        self.opened, self.origin = self.stored.opened, self.stored.origin
         self.method, self.quantization = found
         self.config = _unquantised(self.stored.config)
         if isinstance(self.config.get("text_config"), dict):

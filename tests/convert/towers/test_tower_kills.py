@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from safetensors.torch import load_file, save_file
 
 from benchmarks.interrupted import bits, finish, start
 from kvfold.cli import main
@@ -81,6 +82,16 @@ def kill_at(operation: str, words: list[str], place: Path, told: Path) -> None:
     """Run a command in a process that is killed before its first operation of a kind."""
     _SERVER.run(run_and_kill, words, place, None, told, operation)
     assert told.read_text() == operation
+
+
+def change_text(source: Path) -> None:
+    """Change a weight of the text tower."""
+    file = source / "model.safetensors"
+    tensors = load_file(file)
+    name = next(
+        name for name in tensors if name.endswith("language_model.model.layers.0.self_attn.o_proj.weight")
+    )
+    save_file({**tensors, name: tensors[name] + 1}, file, metadata={"format": "pt"})
 
 
 @pytest.fixture
@@ -168,6 +179,33 @@ def test_a_finished_part_of_another_fold_is_kept(source: Path, tmp_path: Path) -
     os.utime(weights, ns=(written, written))
     assert CliRunner().invoke(main, words(source, place / "out")).exit_code == 0
     assert not (place / "out.text").exists()
+
+
+@pytest.mark.parametrize("at", ["os.mkdir out.text.partial", "open out.text.partial/model.safetensors"])
+def test_the_tower_of_a_source_that_changed_after_a_kill_is_written_again(
+    at: str, source: Path, tmp_path: Path
+) -> None:
+    place, clean = tmp_path / "killed", tmp_path / "clean"
+    place.mkdir()
+    clean.mkdir()
+    kill_at(at, words(source, place / "out"), place, tmp_path / "told")
+    change_text(source)
+    for out in (place / "out", clean / "out"):
+        done = CliRunner().invoke(main, words(source, out))
+        assert done.exit_code == 0, done.stderr
+    assert bits(place / "out") == bits(clean / "out")
+    assert [path.name for path in place.iterdir() if not path.name.startswith(".kvfold-")] == ["out"]
+
+
+def test_a_tower_that_stays_is_not_taken_for_that_of_a_changed_source(source: Path, tmp_path: Path) -> None:
+    given = [*words(source, tmp_path / "out"), "--text-only"]
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("kvfold.fold_run._fold", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
+        CliRunner().invoke(main, given)
+    change_text(source)
+    refused = CliRunner().invoke(main, given)
+    assert refused.exit_code == 2, refused.output
+    assert f"{tmp_path / 'out.tower'} exists and nothing is overwritten" in refused.stderr
 
 
 def test_a_kill_after_the_last_name_is_cleaned_up_by_the_same_command(source: Path, tmp_path: Path) -> None:
