@@ -27,6 +27,8 @@ _WANTED = [
     "NOTICE*",
     "README.md",
 ]
+# What no second try helps against.
+_OF_CODE = (MemoryError, TypeError, AttributeError, NameError, AssertionError)
 
 
 def resolve(model: str, revision: str | None = None) -> Path:
@@ -164,8 +166,9 @@ def _download(name: str, revision: str | None) -> Path:
         raise InvalidInput(f"{name} could not be downloaded: {str(error).splitlines()[0]}") from None
     except Exception as error:  # of a connection that breaks and of any answer, by several libraries
         of_network = isinstance(error, ConnectionError | TimeoutError | socket.gaierror)
-        if isinstance(error, MemoryError) or (getattr(error, "errno", None) is not None and not of_network):
-            raise  # an error of this machine
+        of_machine = getattr(error, "errno", None) is not None and not of_network
+        if of_machine or isinstance(error, _OF_CODE):
+            raise
         raise InvalidInput(
             f"{name} could not be downloaded ({plain_reason(error)}); run the same command again, which "
             "keeps what has arrived"

@@ -121,7 +121,7 @@ class Garbled(Hub):
     """A server that answers something else than the Hub's protocol."""
 
     def reply(self, status: int, body: bytes, error: str | None = None) -> None:
-        super().reply(status, b"[1, 2]" if self.path.startswith("/api/") else body, error)
+        super().reply(status, b"<html>" if self.path.startswith("/api/") else body, error)
 
 
 def _oid(data: bytes) -> str:
@@ -208,4 +208,16 @@ def test_an_error_of_the_network_is_not_one_of_the_machine(
         resolve("org/tiny")
     error = OSError(28, "No space left on device")
     with pytest.raises(OSError, match="No space left"):
+        resolve("org/tiny")
+
+
+@pytest.mark.parametrize("error", [TypeError("unexpected keyword argument"), AttributeError("no such name")])
+def test_an_error_of_the_code_is_not_one_of_the_network(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object, **__: object) -> str:
+        raise error
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", broken)
+    with pytest.raises(type(error), match=str(error)):
         resolve("org/tiny")
