@@ -222,10 +222,19 @@ def _making(record: dict[str, Any], source: str) -> list[str]:
             else []
         ),
     ]
-    lines = (printable(_named_command(command, record, source)) for command in commands)
-    shown = _fenced("console", "\n".join(f"$ {line}" for line in lines))
+    shown = _commands(commands, record, source)
+    search = []
+    if record.get("migrate"):
+        found_by = _commands([f"{record['migrate']['command']} --out DIR"], record, source)
+        search = ["A search found this size:\n\n" + found_by, "These commands make it without the search:"]
     rest = "`kvfold.json` has the details: hashes of the source's files, the losses of every layer."
-    return ["## How it was made", shown, *recipe, _table(["", ""], rows), rest]
+    return ["## How it was made", *search, shown, *recipe, _table(["", ""], rows), rest]
+
+
+def _commands(commands: Sequence[str], record: dict[str, Any], source: str) -> str:
+    """Return commands, with names in place of absolute paths, as a block of code."""
+    lines = (printable(_named_command(command, record, source)) for command in commands)
+    return _fenced("console", "\n".join(f"$ {line}" for line in lines))
 
 
 def _named_command(command: str, record: dict[str, Any], source: str) -> str:

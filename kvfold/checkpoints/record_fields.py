@@ -103,6 +103,13 @@ class RecordedRounding(RecordPart):
 
 
 @dataclass(frozen=True, kw_only=True)
+class RecordedSearch(RecordPart):
+    """A search of `kvfold migrate`, which chose the size."""
+
+    command: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Recorded(RecordPart):
     """The content of kvfold.json."""
 
@@ -126,4 +133,5 @@ class Recorded(RecordPart):
     distill: RecordedTraining = field(default_factory=RecordedTraining)
     latent_norm: str | None = None
     quantize: RecordedRounding | None = None
+    migrate: RecordedSearch | None = None
     weights: dict[str, str] = field(default_factory=dict)

@@ -1,5 +1,6 @@
 """The command `kvfold migrate`. It imports nothing heavy, since `--help` goes through it."""
 
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -106,10 +107,10 @@ def main(dry_run: bool, as_json: bool, **options: Any) -> None:
     if as_json:
         show_json(report)
     else:
-        _show(report)
+        _show(asked, report)
     if not report["met"]:
         raise Unmet(
-            f"no step holds {report['until']}; the nearest one, {report['chosen']}, is in {report['out']}; "
+            f"no step holds {report['until']}; the nearest one, {report['chosen']}, is in {asked.unmet}; "
             "use another bound or begin --steps with a larger cache, and the same command resumes from "
             f"{asked.partial}, or use more --tokens-per-step with another --out"
         )
@@ -155,14 +156,14 @@ def _show_plan(asked: "Migration", as_json: bool) -> None:
     show_table(f"{asked.model} until {asked.bound.text} does not hold; {asked.text.name}", columns, rows)
 
 
-def _show(report: dict[str, Any]) -> None:
+def _show(asked: "Migration", report: dict[str, Any]) -> None:
     from .migrate_call import migration_grid
 
-    grid = migration_grid(report)
+    grid = migration_grid({**report, "source": asked.model})
     show_table(grid.title, grid.columns, grid.rows)
     if report["met"]:
         fold = ", the fold itself" if report["kept"] == "folded" else ""
         show_text(
-            f"Wrote {report['out']} ({report['chosen']}{fold}). Next: kvfold eval {report['out']} --text "
-            f"ANOTHER_FILE"
+            f"Wrote {asked.out} ({report['chosen']}{fold}). Next: kvfold eval {shlex.quote(str(asked.out))} "
+            f"--text ANOTHER_FILE"
         )

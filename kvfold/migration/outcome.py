@@ -9,6 +9,9 @@ from typing import Any
 
 from .. import __version__
 from ..checkpoints.directory import check_output, finish
+from ..checkpoints.record import FILE as RECORD_FILE
+from ..checkpoints.record import read_record
+from ..convert.write.model_card import write_card
 from ..core.console import notice
 from ..core.errors import InvalidInput
 from ..core.files import check_makeable, link_or_copy, replace_text
@@ -16,7 +19,6 @@ from ..core.untrusted import read_json
 from .request import RECORD, SCHEMA, Migration, replace_json
 
 PAGE = "report.html"
-UNMET = ".unmet"  # suffix of an output that does not hold the bound
 
 
 def find_report(asked: Migration) -> dict[str, Any] | None:
@@ -41,7 +43,7 @@ def check_places(asked: Migration) -> None:
     """
     check_output(asked.out, asked.source)
     check_makeable(asked.out)
-    unmet = _unmet(asked)
+    unmet = asked.unmet
     if unmet.is_dir() and not unmet.is_symlink() and (asked.partial / RECORD).is_file():
         return
     if unmet.exists() or unmet.is_symlink():
@@ -64,7 +66,7 @@ def arrive(asked: Migration, identity: dict[str, Any], found: list[dict[str, Any
     """
     held = [step for step in found if step["met"]]
     chosen = held[-1] if held else found[0]
-    out = asked.out if held else _unmet(asked)
+    out = asked.out if held else asked.unmet
     origin = asked.partial / chosen["kept"] / chosen["step"]
     moved = {
         str(origin.resolve()): str(out.resolve()),
@@ -74,7 +76,7 @@ def arrive(asked: Migration, identity: dict[str, Any], found: list[dict[str, Any
         "schema": SCHEMA,
         "kvfold": __version__,
         "met": bool(held),
-        "out": str(out),
+        "out": str(out.resolve()),
         "chosen": chosen["step"],
         "kept": chosen["kept"],
         "until": asked.bound.text,
@@ -90,21 +92,18 @@ def arrive(asked: Migration, identity: dict[str, Any], found: list[dict[str, Any
     place = origin if held else _linked(origin, asked.partial / "unmet")
     replace_json(place / "report.json", report)
     paths = [asked.partial / step["kept"] / step["step"] for step in found]
-    _write_page({path: path if not held else _lasting(asked, path, origin) for path in paths}, place / PAGE)
+    _write_page({path: _lasting(asked, path, origin, out) for path in paths}, place / PAGE)
     if asked.keep_steps:
         _keep_steps(asked, origin, place / "steps")
     _relocate(place, moved)
+    _name_command(place, asked.command)
     if out.exists() and not held:
         _renew(out, place)
     else:
         finish(place, out)
-    if held and _unmet(asked).exists():
-        notice(f"{_unmet(asked)} is of an earlier bound; remove it if you do not need it")
+    if held and asked.unmet.exists():
+        notice(f"{asked.unmet} is of an earlier bound; remove it if you do not need it")
     return report
-
-
-def _unmet(asked: Migration) -> Path:
-    return asked.out.with_name(asked.out.name + UNMET)
 
 
 def _linked(origin: Path, place: Path) -> Path:
@@ -113,11 +112,11 @@ def _linked(origin: Path, place: Path) -> Path:
     return Path(shutil.copytree(origin, place, copy_function=link_or_copy))
 
 
-def _lasting(asked: Migration, path: Path, origin: Path) -> Path:
+def _lasting(asked: Migration, path: Path, origin: Path, out: Path) -> Path:
     """Return where a step's checkpoint is once the search has ended; the output if it is nowhere."""
     if path == origin or not asked.keep_steps:
-        return asked.out
-    return asked.out / "steps" / path.relative_to(asked.partial)
+        return out.resolve()
+    return out.resolve() / "steps" / path.relative_to(asked.partial)
 
 
 def _renew(out: Path, place: Path) -> None:
@@ -175,6 +174,15 @@ def _relocate(place: Path, moved: dict[str, str]) -> None:
         path for name in ("kvfold.json", "eval.json", "README.md") for path in place.rglob(name)
     ):
         replace_text(file, _moved(file.read_text(encoding="utf-8"), moved))
+
+
+def _name_command(place: Path, command: str) -> None:
+    """Write the command of the search into the record and the card of the output."""
+    record = read_record(place)
+    assert record is not None, "every step has a record"
+    record["migrate"] = {"command": command}
+    replace_text(place / RECORD_FILE, json.dumps(record, indent=2, ensure_ascii=False) + "\n")
+    write_card(place, record)
 
 
 def _moved(content: str, places: dict[str, str]) -> str:

@@ -73,8 +73,9 @@ class Migration:
         effort: of the folds.
         refine: steps of the fold's refinement.
         recipe: of every step's distillation; student and output are filled in.
-        out: the output.
+        out: the output as the user named it.
         keep_steps: whether every step's checkpoints stay, in `<out>/steps`.
+        command: the command that makes the same output again, without `--out`.
     """
 
     model: str
@@ -90,11 +91,17 @@ class Migration:
     recipe: Recipe
     out: Path
     keep_steps: bool
+    command: str
 
     @property
     def partial(self) -> Path:
         """The working directory."""
         return working_directory(self.out)
+
+    @property
+    def unmet(self) -> Path:
+        """The output where no step holds the bound."""
+        return Path(f"{self.out}.unmet")
 
     def asked(self) -> dict[str, Any]:
         """Return everything that the numbers depend on.
@@ -120,7 +127,7 @@ class Migration:
 
 def working_directory(out: Path) -> Path:
     """Return the working directory of the migration to an output."""
-    return out.with_name(out.name + ".partial")
+    return Path(f"{out}.partial")
 
 
 @contextmanager

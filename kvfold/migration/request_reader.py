@@ -1,8 +1,10 @@
 """The reading of options of `kvfold migrate`: the bound, the sizes, and the recipe of every step."""
 
+import json
 import os
 import re
-from collections.abc import Iterator
+import shlex
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,7 @@ from ..texts.corpus import read_text
 from ..texts.documents import check_calibration
 from ..texts.sources import check_encoding, check_source
 from .default_options import STEPS, WINDOW
+from .migration_options import MigrationOptions
 from .request import Migration, Step, begun_length, working_directory
 
 SUITES = ("ppl", "fidelity", "cache")
@@ -107,7 +110,6 @@ def read_request(
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise InvalidInput("kvfold migrate runs in one process; start it without a launcher")
     wanted = read_bound(bound)
-    out = out.absolute().parent.resolve() / out.absolute().name  # as records spell places
     directory = resolve(model)
     source = open_source(directory)
     content = read_text(text)
@@ -149,7 +151,21 @@ def read_request(
         recipe=_read_recipe(source, text, window, out, given),
         out=out,
         keep_steps=given["keep_steps"],
+        command=_command(model, to, bound, {**given, "text": text, "max_windows": max_windows}),
     )
+
+
+def _command(model: str, to: str, bound: str, given: Mapping[str, Any]) -> str:
+    """Return the command of a migration, with the options that are not at their defaults."""
+    words = ["kvfold", "migrate", model, "--to", to, "--until", bound]
+    for name, field in MigrationOptions.model_fields.items():
+        value = given.get(name)
+        if name not in {"settings", "keep_steps"} and value not in (None, field.default):
+            words += [f"--{name.replace('_', '-')}", str(value)]
+    settings = [f"{key}={json.dumps(value)}" for key, value in given.get("settings", {}).items()]
+    for setting in [*given["overrides"], *settings]:
+        words += ["--set", setting]
+    return shlex.join(words)
 
 
 def _length(source: Source, calibration: str, window: int, partial: Path) -> int | None:

@@ -124,7 +124,8 @@ def _carry_out(asked: Migration, step: Step) -> dict[str, Any]:
     If distillation made it worse, or may have by the bound's own measure, the fold is evaluated too, and the
     better one is used.
     """
-    folded, distilled = (asked.partial / name / step.name for name in ("folded", "distilled"))
+    work = asked.partial.resolve()  # as records spell places
+    folded, distilled = (work / name / step.name for name in ("folded", "distilled"))
     if not folded.exists():
         _fold(asked, step, folded)
     if not distilled.exists():

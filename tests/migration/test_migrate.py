@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from kvfold.convert.write.model_card import without_metadata, written_by_kvfold
 from kvfold.core.errors import InvalidInput
 from kvfold.distill.stages.state import newest
 from kvfold.migration import steps
@@ -69,6 +70,19 @@ def test_records_name_the_places_where_things_are(whole: Path) -> None:
     )
 
 
+def test_the_card_names_the_command_of_the_search(whole: Path, texts: Path) -> None:
+    options = f"--steps 50%,0.125 --text {texts / 'held.txt'} --train {texts / 'train.txt'} "
+    options += "--tokens-per-step 2k --window 32 --max-windows 4 --sequences 2 --refine 1 "
+    options += "--set evaluate=null --set stages.0.batch_tokens=512"
+    command = json.loads((whole / "kvfold.json").read_text())["migrate"]["command"]
+    assert command == f"kvfold migrate {DEMO} --to gqa --until 'ppl<9x' {options}"
+    card = (whole / "README.md").read_text()
+    assert "A search found this size:\n\n```console\n$ kvfold migrate demo --to gqa --until 'ppl<9x' " in card
+    assert "--text held.txt --train train.txt --tokens-per-step 2k" in card
+    assert "These commands make it without the search:\n\n```console\n$ kvfold convert demo --to gqa " in card
+    assert written_by_kvfold(without_metadata(card))
+
+
 def stopped(words: list[str], monkeypatch: pytest.MonkeyPatch, at: str, stop: Any) -> None:
     """Begin a migration, without its proof, that ends where `steps.<at>` is `stop`."""
     unproven(monkeypatch)
@@ -93,8 +107,10 @@ def test_a_fold_that_does_not_pass_verify_is_refused_again(
 def test_a_killed_run_goes_on_to_the_same_bytes(
     texts: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Its output is printed as it was named, and recorded in full."""
     out = tmp_path / "out"
-    words = arguments(texts, out)
+    monkeypatch.chdir(tmp_path)
+    words = arguments(texts, Path("out"))
     stopped(words, monkeypatch, "distill", interrupt)
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
     with subprocess.Popen([warm_python(), "-m", "kvfold", *words], **streams) as started:
@@ -110,6 +126,8 @@ def test_a_killed_run_goes_on_to_the_same_bytes(
     done = invoke(words)
     assert done.exit_code == 0, done.output
     assert "resuming after step" in done.stderr
+    assert done.stdout.endswith("Wrote out (12.5%). Next: kvfold eval out --text ANOTHER_FILE\n")
+    assert str(tmp_path) not in done.stdout
     assert (out / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
     assert f"kvfold eval {out} --suite tasks --out {out}/eval-tasks" in (out / "report.html").read_text()
 
@@ -148,13 +166,13 @@ def test_where_no_step_holds_the_first_has_a_name_that_tells(
     del words[words.index("--refine") : words.index("--refine") + 2]
     done = invoke([*words, "--json"])
     assert done.exit_code == 3
-    assert "no step holds ppl<0.5x; the nearest one, 50%, is in" in done.stderr
+    assert "no step holds ppl<0.5x; the nearest one, 50%, is in öut.unmet; use" in done.stderr
     report = json.loads(done.stdout)
     assert (report["met"], report["chosen"], report["not_tried"]) == (False, "50%", ["12.5%"])
     assert report["identity"]["kl"] < 1e-6
     assert (tmp_path / "öut.unmet" / "model.safetensors").is_file()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["öut.partial", "öut.unmet"]
-    for name in ("kvfold.json", "eval.json", "report.json"):
+    for name in ("kvfold.json", "eval.json", "report.json", "report.html", "README.md"):
         assert ".partial" not in (tmp_path / "öut.unmet" / name).read_text(), name
     shutil.rmtree("öut.partial")
     again = invoke(words)
@@ -181,18 +199,8 @@ def test_dry_run_writes_nothing(tmp_path: Path) -> None:
 def test_steps_that_a_source_cannot_take_are_left_out(tmp_path: Path) -> None:
     source = make(tmp_path / "source", num_key_value_heads=4, vocab_size=300)
     save_tokenizer(source)
-    words = [
-        "migrate",
-        str(source),
-        "--to",
-        "gqa",
-        "--until",
-        "ppl<2x",
-        "--out",
-        str(tmp_path / "out"),
-        "--dry-run",
-        "--json",
-    ]
+    words = ["migrate", str(source), "--to", "gqa", "--until", "ppl<2x", "--out", str(tmp_path / "out")]
+    words += ["--dry-run", "--json"]
     done = invoke(words)
     assert [step["step"] for step in json.loads(done.stdout)["steps"]] == ["50%", "25%"]
     assert "no step of 12.5%: a budget of" in done.stderr
