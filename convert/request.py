@@ -15,7 +15,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, TypedDict
 from pydantic import BeforeValidator, Field
 
 from ..core.errors import InvalidInput
-from ..core.settings import LARGEST_COUNT, LARGEST_SEED, Settings, refuse_texts, suggest
+from ..core.settings import LARGEST_SEED, Settings, refuse_texts, suggest
 from ..core.units import read_size
 from ..core.untrusted import read_yaml, shorten
 from ..texts.calibration_name import names_statistics
@@ -98,7 +98,7 @@ Rank = Annotated[str, BeforeValidator(_as_rank)]
 Share = Annotated[str, BeforeValidator(_as_share)]
 Names = Annotated[tuple[str, ...], BeforeValidator(_as_list)]
 Shares = Annotated[tuple[Share, ...], BeforeValidator(_as_list)]
-Bytes = Annotated[int, BeforeValidator(_as_bytes)]
+Bytes = Annotated[int, BeforeValidator(_as_bytes), Field(le=LARGEST_SEED)]
 Tokens = Annotated[int, BeforeValidator(_as_tokens)]
 CalibrationName = Annotated[str, Field(min_length=1), BeforeValidator(_as_calibration)]
 Place = Annotated[Path, BeforeValidator(_as_place)]
@@ -139,12 +139,12 @@ class FoldRequest(Settings):
     """Take statistics with one layer in memory at a time; left out, when the model does not fit whole."""
     effort: Literal["quick", "default", "best"] = "default"
     """How much text is read and how far layers are refined: a row of `efforts.EFFORTS`."""
-    sequences: Annotated[int, Field(ge=1, le=LARGEST_COUNT)] | None = None
+    sequences: Annotated[int, Field(ge=1)] | None = None
     """Calibration sequences; left out, as `effort` says."""
-    length: Annotated[int, Field(ge=2, le=LARGEST_COUNT)] | None = None
+    length: Annotated[int, Field(ge=2)] | None = None
     """Tokens of a calibration sequence; left out, 256 where the source writes text and 512 of another text,
     or fewer where it was trained on fewer."""
-    context: Annotated[Tokens, Field(ge=2, le=LARGEST_COUNT)] | None = None
+    context: Annotated[Tokens, Field(ge=2)] | None = None
     """Tokens of the texts that the output is for; left out, texts of all lengths up to the source's
     positions, or to where its own text breaks down."""
     seed: int = Field(default=0, ge=0, le=LARGEST_SEED)

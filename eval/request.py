@@ -15,7 +15,7 @@ from ..core.console import is_first, notice
 from ..core.errors import InvalidInput
 from ..core.hub import local_directory, resolve
 from ..core.processes import together
-from ..core.settings import reason_of, refuse_text, refuse_truth
+from ..core.settings import LARGEST_COUNT, LARGEST_SEED, reason_of, refuse_excess, refuse_text, refuse_truth
 from ..core.type_adapters import type_adapter
 from ..core.units import ByteSize, bytes_of
 from ..core.untrusted import shorten
@@ -57,7 +57,8 @@ class EvalRequest:
     assertions: tuple[Assertion, ...] = ()
 
     def __post_init__(self) -> None:
-        """Refuse suites that read a text where there is none, and options of weights that have no effect."""
+        """Refuse a missing text, options of weights that have no effect, and counts that are too large."""
+        _check_counts({**self.settings, **vars(self.options)})
         reading = [name for name in self.suites if SUITES[name].reads_text]
         if self.text is None and reading:
             told = f"the suites {', '.join(reading)} read a text; choose one with --text, for example stdlib"
@@ -125,6 +126,23 @@ def _missing(student: Path, source: Path | None, parent: Path | None) -> dict[st
     if source is None:
         missing["teacher"] = f"{student} has no teacher; choose one with --teacher"
     return missing
+
+
+def _check_counts(given: Mapping[str, Any]) -> None:
+    """Check that no whole number is above the largest of use.
+
+    Args:
+        given: values by the names of options.
+
+    Raises:
+        InvalidInput: one is larger.
+    """
+    for name, value in given.items():
+        is_large = name.endswith(("memory", "seed"))
+        try:
+            refuse_excess(value, LARGEST_SEED if is_large else LARGEST_COUNT)
+        except ValueError as mistake:
+            raise InvalidInput(f"--{name.replace('_', '-')} {shorten(value)}: {mistake}") from None
 
 
 def eval_request(

@@ -175,3 +175,32 @@ def test_a_fold_refuses_them_too(wrong: dict[str, Any], tmp_path: Path) -> None:
     (name,) = wrong
     with pytest.raises(InvalidInput, match=rf"^{name} is .*; it should be less than or equal to 1000000000$"):
         kvfold.fold(DEMO, kvfold.GQA(kv_heads=1), out=tmp_path / "out", **wrong)
+
+
+_HUGE = 10**30
+
+
+def test_counts_have_a_maximum_in_every_function(tmp_path: Path) -> None:
+    """One that is larger than all of use is refused at once, whatever reads it."""
+    from kvfold.distill.recipe.recipe import Lora, Save
+    from kvfold.migration.migration_options import migration_options
+
+    out, target = tmp_path / "out", kvfold.MLA(kv_budget="50%")
+    most = "should be less than or equal to"
+    for name in ("refine", "jobs", "shard_size"):
+        with pytest.raises(InvalidInput, match=f"^{name} is {_HUGE}; it {most}"):
+            kvfold.fold(DEMO, target, out=out, **{name: _HUGE})  # type: ignore[arg-type]
+    for name in ("window", "max_windows", "sequences", "refine"):
+        with pytest.raises(InvalidInput, match=f"^{name} is {_HUGE}; it {most}"):
+            migration_options({name: _HUGE})
+    for section, name in ((Lora, "rank"), (Save, "every"), (Save, "keep")):
+        with pytest.raises(InvalidInput, match=f"^{name} is {_HUGE}; it {most}"):
+            section.read({name: _HUGE})
+    for name in ("window", "max_windows", "batch_size"):
+        with pytest.raises(InvalidInput, match=f"^{name} {_HUGE}: it {most}"):
+            kvfold.evaluate(DEMO, text="stdlib", **{name: _HUGE})
+    for suite, name in (("tasks", "limit"), ("tasks", "fewshot"), ("retrieval", "retrieval_seed")):
+        with pytest.raises(InvalidInput, match=f"^{name} {_HUGE}: it {most}"):
+            kvfold.evaluate(DEMO, suites=[suite], **{name: _HUGE})
+    with pytest.raises(InvalidInput, match=r"cpu_memory is .*; it should be a size"):
+        kvfold.evaluate(DEMO, text="stdlib", device_map="auto", cpu_memory=_HUGE)

@@ -1,18 +1,21 @@
 """Settings that pydantic checks, and a mistake in them as one sentence."""
 
 import difflib
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Self, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, ValidationInfo, field_validator
+from pydantic.fields import FieldInfo
 
 from .errors import InvalidInput
 from .untrusted import shorten
 
 LARGEST_SEED = 2**63 - 1  # that torch takes
-LARGEST_COUNT = 10**9  # of tokens, sequences and ranks; products of more than that are of no use
+# Of tokens, sequences, ranks and all that names no other maximum; products of more are of no use.
+LARGEST_COUNT = 10**9
 
 
 class Settings(BaseModel):
@@ -24,6 +27,13 @@ class Settings(BaseModel):
     @classmethod
     def _numbers_are_no_truth_values(cls, value: object, info: ValidationInfo) -> object:
         refuse_truth(value, cls.model_fields[str(info.field_name)].annotation)
+        return value
+
+    @field_validator("*", mode="after")
+    @classmethod
+    def _counts_have_a_maximum(cls, value: object, info: ValidationInfo) -> object:
+        if not _has_maximum(cls.model_fields[str(info.field_name)]):
+            refuse_excess(value)
         return value
 
     @classmethod
@@ -76,6 +86,22 @@ def refuse_truth(value: object, kind: object) -> None:
             raise ValueError(f"{name} is {each}; {reason}")
     if any(isinstance(each, bool) for each in (value if isinstance(value, list | tuple) else [value])):
         raise ValueError(reason)
+
+
+def refuse_excess(value: object, most: int = LARGEST_COUNT) -> None:
+    """Refuse a whole number above the largest that is of use; other values pass.
+
+    Raises:
+        ValueError: it is one.
+    """
+    if type(value) is int and value > most:
+        raise ValueError(f"it should be less than or equal to {most}")
+
+
+def _has_maximum(field: FieldInfo) -> bool:
+    """Return whether a field names its own largest value."""
+    inner = [part.metadata for part in _parts(field.annotation) if isinstance(part, FieldInfo)]
+    return any(hasattr(one, "le") for one in [*field.metadata, *itertools.chain(*inner)])
 
 
 def refuse_texts(values: Mapping[str, Any], settings: type[Settings]) -> None:

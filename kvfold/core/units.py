@@ -62,7 +62,7 @@ def bytes_of(value: Any, name: str) -> int:
     """
     if isinstance(value, str):
         return read_size(value, name, "bytes")
-    if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < 1:
+    if isinstance(value, bool) or not isinstance(value, Integral) or not 1 <= int(value) < 10**_MOST_DIGITS:
         raise InvalidInput(f"{name} is {shorten(value)}; it should be a size, for example 500MB or 5GB")
     return int(value)
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, model_validator
 
 from ..convert.request import Bytes, CalibrationName, Names, Place, Shares, Tokens
-from ..core.settings import LARGEST_COUNT, LARGEST_SEED, Settings, refuse_texts
+from ..core.settings import LARGEST_SEED, Settings, refuse_texts
 
 
 def _with_unit(memory: int) -> int:
@@ -20,15 +20,15 @@ class PlanRequest(Settings):
 
     model: str = Field(min_length=1)
     """The source: a directory, or a Hub id with an optional `@revision`."""
-    context: Annotated[Tokens, Field(ge=1, le=LARGEST_COUNT)] | None = None
+    context: Annotated[Tokens, Field(ge=1)] | None = None
     """Tokens of each sequence; None: 32k, or the source's positions where these are fewer."""
-    batch: int = Field(default=1, ge=1, le=LARGEST_COUNT)
+    batch: int = Field(default=1, ge=1)
     """Sequences at once."""
     memory: Annotated[Bytes, AfterValidator(_with_unit)] | None = None
     """Bytes for weights, cache and activations, of each rank; None: unbounded."""
-    tp: int = Field(default=1, ge=1, le=LARGEST_COUNT)
+    tp: int = Field(default=1, ge=1)
     """Ranks of tensor parallelism that serve the model."""
-    dcp: int = Field(default=1, ge=1, le=LARGEST_COUNT)
+    dcp: int = Field(default=1, ge=1)
     """Of these, ranks of decode context parallelism, which divides the tokens of repeated heads."""
     goal: Literal["quality", "speed"] = "quality"
     """`quality` puts the least predicted loss first; `speed` the fewest bytes moved for a decoded token."""
@@ -43,9 +43,9 @@ class PlanRequest(Settings):
     out, it is `self` where `save_statistics` is given."""
     layerwise: bool | None = None
     """Take statistics with one layer in memory at a time; None: when the model does not fit whole."""
-    sequences: int = Field(default=48, ge=1, le=LARGEST_COUNT)
+    sequences: int = Field(default=48, ge=1)
     """Calibration sequences."""
-    length: Annotated[int, Field(ge=2, le=LARGEST_COUNT)] | None = None
+    length: Annotated[int, Field(ge=2)] | None = None
     """Tokens of a calibration sequence; left out, as in a `FoldRequest`."""
     seed: int = Field(default=0, ge=0, le=LARGEST_SEED)
     """Seed of the calibration."""
