@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from ..checkpoints.record import folded_parent, is_distilled, read_record, source_directory
 from ..core.console import is_first, notice
 from ..core.errors import InvalidInput
+from ..core.files import check_outside
 from ..core.hub import local_directory, resolve
 from ..core.processes import together
 from ..core.settings import LARGEST_COUNT, LARGEST_SEED, reason_of, refuse_excess, refuse_text, refuse_truth
@@ -97,6 +98,7 @@ def measure(request: EvalRequest, journal: EvaluationJournal) -> Result:
                 "with it"
             )
         parent = folded_parent(student)
+        check_outside(_kept(request), (student, source, parent))
         check_models(request.assertions, _missing(student, source, parent))
     return evaluate(
         student,
@@ -108,6 +110,16 @@ def measure(request: EvalRequest, journal: EvaluationJournal) -> Result:
         settings=request.settings,
         journal=journal,
     )
+
+
+def _kept(request: EvalRequest) -> dict[str, Path | None]:
+    """Return the directories in which an evaluation keeps files, by their options."""
+    options = request.options
+    return {
+        "--teacher-cache": options.teacher_cache,
+        "--offload-dir": options.offload_dir,
+        "--task-cache": request.settings.get("task_cache"),
+    }
 
 
 def _missing(student: Path, source: Path | None, parent: Path | None) -> dict[str, str]:

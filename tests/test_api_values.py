@@ -1,5 +1,6 @@
 """Values that Python gives to the API: numbers of numpy, paths, and `~`."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -204,3 +205,24 @@ def test_counts_have_a_maximum_in_every_function(tmp_path: Path) -> None:
             kvfold.evaluate(DEMO, suites=[suite], **{name: _HUGE})
     with pytest.raises(InvalidInput, match=r"cpu_memory is .*; it should be a size"):
         kvfold.evaluate(DEMO, text="stdlib", device_map="auto", cpu_memory=_HUGE)
+
+
+def test_nothing_is_kept_inside_a_model(tmp_path: Path) -> None:
+    """Neither in a source nor in an output, whichever function keeps it."""
+    source = Path(shutil.copytree(DEMO, tmp_path / "source"))
+    fold = kvfold.fold(source, kvfold.GQA(kv_heads=2), out=tmp_path / "fold", calibration="none").directory
+    before = sorted(tmp_path.rglob("*"))
+    for model in (source, fold):
+        for name, more in (
+            ("teacher_cache", {"text": "stdlib"}),
+            ("task_cache", {"suites": ["tasks"]}),
+            ("offload_dir", {"text": "stdlib", "device_map": "auto"}),
+        ):
+            with pytest.raises(
+                InvalidInput, match=f"^{name} {model}/kept is {model} or inside it; name a place"
+            ):
+                kvfold.evaluate(fold, **{name: model / "kept"}, **more)  # type: ignore[arg-type]
+    for name in ("save_statistics", "png"):
+        with pytest.raises(InvalidInput, match=f"^{name} {source}/x.* is {source} or inside it"):
+            kvfold.plan(source, **{name: source / ("x.png" if name == "png" else "x.safetensors")})
+    assert sorted(tmp_path.rglob("*")) == before

@@ -11,6 +11,7 @@ from ...checkpoints.record import hashes
 from ...checkpoints.unchanged import check_unchanged
 from ...core.console import is_first, notice
 from ...core.errors import InvalidInput
+from ...core.files import check_outside
 from ...core.hub import resolve
 from ...core.processes import together
 from ...core.untrusted import shorten
@@ -70,7 +71,7 @@ def prepare(
         read_card(directory)  # of which the output's card takes the licence
         if request.out is not None and not dry_run:
             check_output(request.out, directory)
-        _check_statistics_place(request, directory)
+        check_outside({"--save-statistics": request.save_statistics}, (directory, request.out))
         calibration = choose_calibration(request, plan, dry_run)
         out = request.out or Path(output_name(request.model, plan.target.to_dict()))
         asked = _as_recorded(plan, calibration)
@@ -184,14 +185,6 @@ def _id_notices(source: Source) -> list[str]:
         return []
     fields = " and ".join(f"{field} {shorten(named[field])}" for field in absent)
     return [f"config.json has {fields}, beyond the {size} tokens of the vocabulary; they are taken as absent"]
-
-
-def _check_statistics_place(request: FoldRequest, source: Path) -> None:
-    """Refuse to keep statistics inside the source or the output."""
-    kept = request.save_statistics
-    for place in (source, request.out):
-        if kept is not None and place is not None and kept.resolve().is_relative_to(place.resolve()):
-            raise InvalidInput(f"--save-statistics {kept} is {place} or inside it; name a file elsewhere")
 
 
 def choose_calibration(request: FoldRequest, plan: Plan, dry_run: bool) -> str | None:

@@ -21,6 +21,7 @@ from ..convert.towers.whole_output import Surroundings
 from ..core.cache_dtypes import CacheDtype, cache_dtype
 from ..core.console import notice
 from ..core.errors import InvalidInput
+from ..core.files import check_outside
 from ..core.grid import Grid, Tabular
 from ..core.hub import resolve
 from ..core.units import read_share, show_bytes
@@ -44,8 +45,7 @@ class Candidates(Tabular):
     """The targets of a source that fit, the best first.
 
     Attributes:
-        report: everything that was found, as plain values; the same as `kvfold plan --json`. Its candidates
-            are also those that do not fit.
+        report: all that was found, as `kvfold plan --json` prints it; it also has what does not fit.
         bounds: the memory, context and batch that they were held against.
     """
 
@@ -153,6 +153,7 @@ def recommend(request: PlanRequest) -> Candidates:
     if request.png is not None:
         check_picture(request.png)
     directory = resolve(request.model, request.revision)
+    check_outside({"--save-statistics": request.save_statistics, "--png": request.png}, [directory])
     tower = find_tower(directory)
     if tower is None:
         check_text_only(str(request.model), text_only=request.text_only)

@@ -70,7 +70,7 @@ def test_blobs_that_are_a_link_are_not_the_hubs_cache(scene: Scene, source: Path
 def test_statistics_are_kept_elsewhere(scene: Scene, source: Path, place: str) -> None:
     out = scene.root / ("out.safetensors" if place == "out.safetensors" else "out")
     words = ("convert", source, *GQA, "--save-statistics", scene.root / place, "--out", out)
-    scene.refused(*words, says="name a file elsewhere")
+    scene.refused(*words, says="name a place elsewhere")
 
 
 def _write_recipe(file: Path) -> None:
