@@ -50,16 +50,11 @@ def evaluate(
             suit the windows, a model's logits are not finite, memory is full, or a suite refuses its
             settings.
     """
-    ways = {
-        "a smaller --batch-size": options.batch_size > 1,
-        "a smaller --window": True,
-        "--dtype bfloat16": options.dtype not in ("bfloat16", "float16"),
-        "--one-at-a-time": not options.one_at_a_time and (teacher, parent) != (None, None),
-    }
     suites = with_storage(suites, options.cache_dtype)
     paths = {"student": student, "teacher": teacher, "parent": parent}
     given = {role: path for role, path in paths.items() if path is not None}
-    with enough_memory(remedy_of(ways, "")):
+    remedy = _remedy(options, "" if text is None else "a smaller --window", is_alone=len(given) == 1)
+    with enough_memory(remedy):
         modules = _modules(suites, settings or {})
         subject = Subject(given, options, text, settings, journal)
         found = _measure(subject, modules)
@@ -93,8 +88,27 @@ def _measure(subject: Subject, modules: Mapping[str, ModuleType]) -> dict[str, S
         if is_first():
             for name, module in modules.items():
                 if not SUITES[name].on_all_ranks:
-                    found[name] = module.measure(subject)
+                    is_alone = len(subject.checkpoints) == 1
+                    with enough_memory(_remedy(subject.options, SUITES[name].shorter, is_alone=is_alone)):
+                        found[name] = module.measure(subject)
     return found
+
+
+def _remedy(options: Options, shorter: str, *, is_alone: bool) -> str:
+    """Return what takes less memory than an evaluation does.
+
+    Args:
+        options: of the evaluation.
+        shorter: what makes the texts shorter; empty where nothing does.
+        is_alone: whether no other model is compared with.
+    """
+    ways = {
+        "a smaller --batch-size": options.batch_size > 1,
+        shorter: bool(shorter),
+        "--dtype bfloat16": options.dtype not in ("bfloat16", "float16"),
+        "--one-at-a-time": not options.one_at_a_time and not is_alone,
+    }
+    return remedy_of(ways, "a machine with more memory")
 
 
 def _modules(suites: Sequence[str], settings: Mapping[str, Any]) -> dict[str, ModuleType]:

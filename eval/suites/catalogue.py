@@ -32,6 +32,7 @@ class Suite:
         reads_text: it needs --text.
         on_all_ranks: every process of a launcher takes part; otherwise rank 0 measures alone.
         options: its own options on the command line; their values are in `subject.settings`.
+        shorter: what makes its own prompts shorter, as an advice where memory is full; empty: nothing does.
     """
 
     module: str
@@ -39,6 +40,7 @@ class Suite:
     reads_text: bool = False
     on_all_ranks: bool = False
     options: tuple[click.Option, ...] = ()
+    shorter: str = ""
 
 
 _FROM_ONE = click.IntRange(min=1)
@@ -111,6 +113,7 @@ SUITES = {
     "retrieval": Suite(
         module="retrieval",
         summary="keys found again in generated texts",
+        shorter="smaller --retrieval-lengths",
         options=(
             click.Option(
                 ["--retrieval-lengths"],
@@ -151,6 +154,7 @@ SUITES = {
     "ruler": Suite(
         module="ruler",
         summary="generated tasks of RULER over long texts",
+        shorter="smaller --ruler-lengths",
         options=(
             click.Option(
                 ["--ruler-lengths"],

@@ -311,3 +311,24 @@ def test_a_full_gpu_is_one_sentence(mha: Path, file: Path, monkeypatch: pytest.M
     assert "--one-at-a-time" not in result.output, "there is one model"
     result = run(mha, "--text", file, "--window", "32", "--suite", "ppl", "--batch-size", "1")
     assert "use a smaller --window or --dtype bfloat16" in result.output
+
+
+@pytest.mark.parametrize(
+    ("suite", "remedy"),
+    [
+        ("retrieval", "smaller --retrieval-lengths or --dtype bfloat16"),
+        ("ruler", "smaller --ruler-lengths or --dtype bfloat16"),
+        ("tasks", "--dtype bfloat16"),
+    ],
+)
+def test_a_full_memory_names_what_helps_a_suite_with_its_own_prompts(
+    suite: str, remedy: str, mha: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    for name, stand_in in (("check", lambda _: None), ("check_room", lambda _: None), ("measure", full)):
+        monkeypatch.setattr(f"kvfold.eval.suites.{suite}.{name}", stand_in, raising=False)
+    result = run(mha, "--suite", suite, "--batch-size", "1")
+    assert result.exit_code == 2
+    assert result.stderr.endswith(f"the GPU has too little memory; use {remedy}\n")
