@@ -130,17 +130,18 @@ def _run(asked: "Migration") -> dict[str, Any]:
 
 def _show_plan(asked: "Migration", as_json: bool) -> None:
     from .outcome import check_places
+    from .steps import predict_folds
 
     check_places(asked)
+    cost = predict_folds(asked)
     plans = [(step.name, step.plan.to_dict()) for step in asked.steps]
     if as_json:
         recipe = {
             key: value for key, value in asked.recipe.resolved().items() if key not in {"student", "output"}
         }
         steps = [{"step": name, **plan} for name, plan in plans]
-        show_json(
-            {"source": str(asked.source), "until": asked.bound.text, "steps": steps, "distillation": recipe}
-        )
+        found = {"source": str(asked.source), "until": asked.bound.text, "steps": steps}
+        show_json({**found, "folds": cost.to_dict(), "distillation": recipe})
         return
     rows = [
         (
@@ -154,6 +155,10 @@ def _show_plan(asked: "Migration", as_json: bool) -> None:
     ]
     columns = ("step", asked.to, "cache per token and layer", "training steps", "on disk")
     show_table(f"{asked.model} until {asked.bound.text} does not hold; {asked.text.name}", columns, rows)
+    show_text(
+        f"The folds take {cost} on this machine while nothing else runs; distillation and evaluation are not "
+        "included"
+    )
 
 
 def _show(asked: "Migration", report: dict[str, Any]) -> None:

@@ -8,6 +8,8 @@ from the source 0.153, and 100k there 0.158.
 
 import json
 import shutil
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from ..checkpoints.record import read_record
 from ..convert.algebra.subspaces import decomposing
 from ..convert.calibration.statistics import Statistics
 from ..convert.calibration.study import study
+from ..convert.decide.costs.fold_cost import FoldCost, predict_cost
 from ..convert.decide.measured.settle import settle
 from ..convert.decide.plan import make_plan
 from ..convert.families.source import open_source
@@ -27,6 +30,7 @@ from ..convert.request import FoldRequest, fold_request
 from ..convert.write.rewrite import rewrite
 from ..core.console import LOG, is_shown, notice
 from ..core.errors import InvalidInput
+from ..core.machine_rates import measure_rates
 from ..core.untrusted import read_json
 from ..distill.run.job import distill
 from ..eval.assertions import Unmet, check
@@ -41,6 +45,7 @@ from .request_reader import naming_options
 
 # KL in nats that rounding in half precision explains; in float32 `verify` itself asks for less.
 SAME = 1e-3
+_ONCE = ("start", "text", "statistics")  # phases that all folds share
 _ROLES = {"source": "teacher", "folded": "parent", "distilled": "student"}
 
 
@@ -170,7 +175,18 @@ def _fold(asked: Migration, step: Step, folded: Path) -> None:
     """Write the fold of one size; statistics are taken once for all."""
     statistics = _statistics(asked)
     calibration = asked.calibration if statistics else {"calibration": "none"}
-    request = fold_request(
+    request = _request(asked, step, calibration)
+    with decomposing("the statistics"):
+        plan = settle(make_plan(asked.source, request, statistics))
+    for sentence in plan.notices:
+        notice(sentence)
+    folded.parent.mkdir(exist_ok=True)
+    rewrite(plan, folded)
+
+
+def _request(asked: Migration, step: Step, calibration: Mapping[str, Any]) -> FoldRequest:
+    """Return the request of the fold of one size."""
+    return fold_request(
         {
             "model": asked.model,
             "to": asked.to,
@@ -180,12 +196,21 @@ def _fold(asked: Migration, step: Step, folded: Path) -> None:
             "refine": asked.refine,
         }
     )
-    with decomposing("the statistics"):
-        plan = settle(make_plan(asked.source, request, statistics))
-    for sentence in plan.notices:
-        notice(sentence)
-    folded.parent.mkdir(exist_ok=True)
-    rewrite(plan, folded)
+
+
+def predict_folds(asked: Migration) -> FoldCost:
+    """Return the predicted cost of the folds of all sizes on this machine; they share statistics."""
+    rates = measure_rates(open_source(asked.source).geometry.hidden_size)
+    seconds: dict[str, float] = {}
+    peak = 0
+    for step in asked.steps:
+        request = _request(asked, step, asked.calibration)
+        plan = replace(step.plan, request=request, refine=request.taken.steps, effort=request.taken)
+        cost = predict_cost(plan, asked.calibration["calibration"], rates)
+        for phase, found in cost.seconds.items():
+            seconds[phase] = found if phase in _ONCE else seconds.get(phase, 0.0) + found
+        peak = max(peak, cost.peak_bytes)
+    return FoldCost(seconds=seconds, peak_bytes=peak)
 
 
 def _statistics(asked: Migration) -> Statistics | None:

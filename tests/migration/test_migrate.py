@@ -193,6 +193,10 @@ def test_dry_run_writes_nothing(tmp_path: Path) -> None:
     plan = plan_of(tmp_path / "out")
     assert [step["cache"]["ratio"] for step in plan["steps"]] == [0.5, 0.25, 0.125]
     assert plan["distillation"]["data"]["source"] == "stdlib"
+    one = plan_of(tmp_path / "out", "--steps", "25%")["folds"]["phases"]
+    three = plan["folds"]["phases"]
+    assert three["text"] < 2 * one["text"], "the source writes one text for all folds"
+    assert three["refinement"] > 2 * one["refinement"]
     assert not list(tmp_path.iterdir())
 
 
