@@ -43,7 +43,7 @@ def saved_statistics(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Statistics of the demo checkpoint, taken once on text of its own."""
     root = tmp_path_factory.mktemp("statistics")
     file = root / "demo.safetensors"
-    taken = ("--calibration", "self", "--sequences", "12", "--length", "256", "--save-statistics", str(file))
+    taken = ("--calibration", "self", "--sequences", "12", "--length", "128", "--save-statistics", str(file))
     assert convert(DEMO, "--kv-budget", "25%", "--refine", "0", *taken, out=root / "out").exit_code == 0
     return file
 
@@ -53,7 +53,8 @@ def test_predicted_and_measured_losses_agree(tmp_path: Path, saved_statistics: P
 
     For MLA it is near it while it is small.
     """
-    text, options = read_text("stdlib"), Options(window=256, max_windows=12)
+    text = read_text("stdlib")
+    options = Options(window=256, max_windows=12, teacher_cache=tmp_path / "teacher")
     grid = [("mla", "--kv-budget", budget) for budget in ("50%", "25%", "18%", "12.5%")]
     grid += [("gqa", "--kv-heads", "4"), ("gqa", "--kv-heads", "2"), ("mqa",)]
     predicted, measured = [], []
@@ -73,7 +74,7 @@ def test_predicted_and_measured_losses_agree(tmp_path: Path, saved_statistics: P
             {"slots", "latent"} if is_latent else set()
         ] * 6
         predicted.append(record["predicted_loss"])
-        lost = evaluate(tmp_path / str(number), DEMO, text, options).ppl.difference
+        lost = evaluate(tmp_path / str(number), DEMO, text, options, suites=("ppl",)).ppl.difference
         assert lost is not None
         measured.append(lost.mean)
     ranks = torch.tensor([predicted, measured]).argsort(1).argsort(1).double()
@@ -84,13 +85,14 @@ def test_predicted_and_measured_losses_agree(tmp_path: Path, saved_statistics: P
 def test_refined_loses_less_than_calibrated_than_weights_alone(
     tmp_path: Path, saved_statistics: Path
 ) -> None:
-    text, options = read_text("stdlib"), Options(window=256, max_windows=8)
+    text = read_text("stdlib")
+    options = Options(window=256, max_windows=8, teacher_cache=tmp_path / "teacher")
     kl = []
     choices = ((str(saved_statistics), "--refine", "20"), (str(saved_statistics), "--refine", "0"), ("none",))
     for number, calibration in enumerate(choices):
         out = tmp_path / str(number)
         assert convert(DEMO, "--kv-budget", "25%", "--calibration", *calibration, out=out).exit_code == 0
-        fidelity = evaluate(out, DEMO, text, options).fidelity
+        fidelity = evaluate(out, DEMO, text, options, suites=("fidelity",)).fidelity
         assert fidelity is not None
         kl.append(fidelity.kl.mean)
     assert kl[0] < 0.9 * kl[1]
