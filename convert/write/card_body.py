@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...checkpoints.eval_json import EvalSummary, ModelSummary
+from ...checkpoints.quantised.packed_checkpoint import is_quantised
 from ...checkpoints.record import is_distilled
 from ...core.units import show_kinds
 from ...core.untrusted import printable
@@ -79,7 +80,7 @@ def card_body(
     written = open_written(directory)
     parts = [
         f"# {_words(title)}",
-        _opening(record, source, further=further),
+        _opening(record, source, scheme_of(directory, record), further=further),
         *_cache(record, written),
         *_measured(record, evaluation, further=further),
         *_making(record, source),
@@ -88,15 +89,19 @@ def card_body(
     return "\n" + "\n\n".join(parts) + "\n"
 
 
-def _opening(record: dict[str, Any], source: str, *, further: bool) -> str:
+def scheme_of(directory: Path, record: dict[str, Any]) -> str | None:
+    """Return the scheme of `kvfold quantize`; None without, also where all weights were distilled since."""
     rounded = record.get("quantize")
+    return rounded["scheme"] if rounded is not None and is_quantised(directory) else None
+
+
+def _opening(record: dict[str, Any], source: str, scheme: str | None, *, further: bool) -> str:
     more = _FURTHER if further else ""
-    scheme = "" if rounded is None else f" Its linear weights are in {_words(rounded['scheme'].upper())}."
-    if rounded is not None and "target" not in record and not is_distilled(record):
-        return (
-            f"{_code(source)} with weights in {_words(rounded['scheme'].upper())}, rounded by kvfold "
-            f"{_words(record['kvfold'])}." + more
-        )
+    form = "" if scheme is None else _words(scheme.upper())
+    if form and "target" not in record and not is_distilled(record):
+        return f"{_code(source)} with weights in {form}, rounded by kvfold {_words(record['kvfold'])}.{more}"
+    but = ", but for those that were trained afterwards" if _is_rounded_first(record) else ""
+    rounded = f" Its linear weights are in {form}{but}." if form else ""
     kind = _KINDS.get(record.get("target", {}).get("name", ""), "a smaller KV cache")
     ratio = (
         f", which caches {record['cache']['ratio']:.1%} of what its source caches"
@@ -107,7 +112,12 @@ def _opening(record: dict[str, Any], source: str, *, further: bool) -> str:
     trained = " and distilled against it" if is_distilled(record) else untrained
     version = _words(record.get("kvfold", ""))
     folded = f"{_code(source)} folded to {kind} by kvfold {version}{ratio}; converted{trained}."
-    return folded + scheme + more
+    return folded + rounded + more
+
+
+def _is_rounded_first(record: dict[str, Any]) -> bool:
+    """Return whether a checkpoint was distilled after its weights were rounded."""
+    return "quantize" in record and record["stage"] == "distill"
 
 
 def _cache(record: dict[str, Any], written: Written) -> list[str]:
@@ -193,19 +203,19 @@ def _making(record: dict[str, Any], source: str) -> list[str]:
     import yaml
 
     commands = [record["command"]] if "command" in record else []
-    recipe = []
+    then = [record[stage]["command"] for stage in ("assemble", "quantize") if stage in record]
+    recipe, student = [], None
     if "distill" in record:
         named = _named(record["distill"].get("recipe", {}), record, source)
         student = named.get("student")
         if student is not None and student == named.get("output"):  # names of steps of `kvfold migrate`
             named["output"] = f"{student}-distilled"
-        is_fold = [parent["stage"] for parent in record.get("parents", [])][-1:] == ["convert"]
-        if commands and is_fold and isinstance(student, str):
-            commands[0] += f" --out {shlex.quote(student)}"
-        commands.append("kvfold distill recipe.yaml")
+        then.insert(len(then) if _is_rounded_first(record) else 0, "kvfold distill recipe.yaml")
         settings = yaml.safe_dump(named, sort_keys=False, allow_unicode=True).strip()
         recipe = ["with this recipe.yaml:\n\n" + _fenced("yaml", settings)]
-    commands += [record[stage]["command"] for stage in ("assemble", "quantize") if stage in record]
+    if commands and (fold := _name_of_fold(record, student)):
+        commands[0] += f" --out {shlex.quote(fold)}"
+    commands += then
     calibration = record.get("calibration")
     text = (
         "none, weights alone"
@@ -237,12 +247,28 @@ def _commands(commands: Sequence[str], record: dict[str, Any], source: str) -> s
     return _fenced("console", "\n".join(f"$ {line}" for line in lines))
 
 
+def _name_of_fold(record: dict[str, Any], student: Any) -> str:
+    """Return the directory in which the command after `kvfold convert` finds the fold; "" if unknown."""
+    stages = [parent["stage"] for parent in record.get("parents", [])] + [record["stage"]]
+    after = stages[stages.index("convert") + 1] if "convert" in stages[:-1] else ""
+    if stages.count(after) != 1:  # a record has the newest command of each kind
+        return ""
+    if after == "quantize" and after in record:
+        return "".join(_split(record[after]["command"])[2:3])
+    return student if after == "distill" and isinstance(student, str) else ""
+
+
+def _split(command: str) -> list[str]:
+    """Return the words of a command; none if kvfold did not write it."""
+    try:
+        return shlex.split(command)
+    except ValueError:
+        return []
+
+
 def _named_command(command: str, record: dict[str, Any], source: str) -> str:
     """Return a command with names in place of absolute paths."""
-    try:
-        words = shlex.split(command)
-    except ValueError:  # kvfold did not write it
-        return command
+    words = _split(command)
     named = _named(words, record, source)
     return command if named == words else shlex.join(named)
 

@@ -18,7 +18,7 @@ from ...checkpoints.eval_json import EvalSummary
 from ...checkpoints.record import directory_at, hub_id, is_distilled
 from ...core.errors import InvalidInput
 from ..families.recognition import is_multimodal
-from .card_body import card_body
+from .card_body import card_body, scheme_of
 
 if TYPE_CHECKING:
     from huggingface_hub import EvalResult, ModelCard
@@ -33,9 +33,9 @@ def write_card(directory: Path, record: dict[str, Any]) -> None:
     """
     kind = record["target"]["name"].upper() if "target" in record else "a distilled model"
     title = f"{source_name(record['source'])} as {kind}"
-    if "quantize" in record:
+    if scheme := scheme_of(directory, record):
         form = "" if "target" not in record else f" as {kind}"
-        title = f"{source_name(record['source'])}{form} in {record['quantize']['scheme'].upper()}"
+        title = f"{source_name(record['source'])}{form} in {scheme.upper()}"
     text = str(make_card(directory, record, title, "."))
     (directory / FILE).write_text(text, encoding="utf-8", newline="")
 
@@ -100,7 +100,7 @@ def metadata(directory: Path, record: dict[str, Any], *, further: bool = False) 
         further: the weights are not those that the record describes, as after training with another tool.
     """
     target, distilled = record.get("target", {}).get("name"), is_distilled(record)
-    scheme = (record.get("quantize") or {}).get("scheme")
+    scheme = scheme_of(directory, record)
     base, source = hub_id(record["source"]), directory_at(record["source"]["path"]) or directory
     tags = [
         "kvfold",

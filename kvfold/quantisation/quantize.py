@@ -17,7 +17,7 @@ import torch
 from ..checkpoints.directory import Checkpoint, check_output, check_side_files, copy_side_files
 from ..checkpoints.quantised.packed_checkpoint import is_quantised
 from ..checkpoints.quantised.packed_tensor import module_of
-from ..checkpoints.record import SCHEMA, describe, read_record, write_record
+from ..checkpoints.record import SCHEMA, describe, is_folded, read_record, write_record
 from ..checkpoints.shards import SHARD_SIZE, ShardWriter, TensorSpec
 from ..checkpoints.unchanged import check_unchanged
 from ..core.console import progress
@@ -108,9 +108,10 @@ def plan_quantize(
     if not directory.is_dir():
         raise InvalidInput(f"{directory} is not a directory; give the directory of a checkpoint")
     if is_quantised(directory):
+        other = "" if is_folded(directory) else ", or fold it with kvfold convert --dequantize"
         raise InvalidInput(
-            f"{directory} is quantised already; quantise the checkpoint that it was made of, or write it "
-            "unquantised with kvfold convert --dequantize"
+            f"{directory} is quantised already; quantise the unquantised checkpoint that it was made "
+            f"of{other}"
         )
     checkpoint = Checkpoint(directory)
     out = Path(f"{directory.resolve().name}-{scheme}") if out is None else out

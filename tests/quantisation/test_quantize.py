@@ -210,7 +210,33 @@ def test_the_other_commands_take_the_output(place: Path, tmp_path: Path) -> None
     assert kvfold.verify(out).failures == []
     card = kvfold.publish(out, "me/out", verify="lint", dry_run=True).card
     assert "Its linear weights are in W4A16" in card
-    assert "$ kvfold quantize decoupled --scheme w4a16 --group-size 32 --out out" in card
+    assert "--out decoupled\n$ kvfold quantize decoupled --scheme w4a16 --group-size 32 --out out\n" in card
+
+
+@pytest.mark.parametrize(
+    ("trained", "form"),
+    [
+        ("all", ""),
+        ("attention", " Its linear weights are in FP8, but for those that were trained afterwards."),
+    ],
+)
+def test_the_card_of_a_rounded_fold_that_was_distilled_says_what_its_weights_are(
+    place: Path, tmp_path: Path, trained: str, form: str
+) -> None:
+    rounded = kvfold.quantize(place / "gqa", "fp8", out=tmp_path / "rounded").directory
+    settings = {
+        "data.source": "stdlib",
+        "data.seq_len": 16,
+        "stages.0.tokens": 64,
+        "stages.0.train": trained,
+        "output": str(tmp_path / "out"),
+    }
+    out = kvfold.train(rounded, settings=settings).directory
+    card = (out / "README.md").read_text()
+    assert f"converted and distilled against it.{form}\n" in card
+    assert ("- fp8\n" in card) == bool(form)
+    quantized = "$ kvfold quantize gqa --scheme fp8 --out rounded\n"
+    assert f"--out gqa\n{quantized}$ kvfold distill recipe.yaml\n" in card
 
 
 def test_an_unfolded_checkpoint_is_its_own_source(place: Path, tmp_path: Path) -> None:
@@ -288,10 +314,10 @@ def test_unusable_requests_are_one_sentence(place: Path, tmp_path: Path) -> None
     for (name, scheme, group), sentence in cases.items():
         with pytest.raises(InvalidInput, match=sentence):
             kvfold.quantize(place / name, scheme, out=tmp_path / "other", group_size=group)
-    with pytest.raises(
-        InvalidInput, match="is quantised already; quantise the checkpoint that it was made of"
-    ):
-        kvfold.quantize(out, "w8a8", out=tmp_path / "other")
+    rounded = kvfold.quantize(place / "source", "fp8", out=tmp_path / "rounded").directory
+    for directory, end in (out, "made of"), (rounded, "made of, or fold it with kvfold convert --dequantize"):
+        with pytest.raises(InvalidInput, match=f"is quantised already; quantise the .* that it was {end}$"):
+            kvfold.quantize(directory, "w8a8", out=tmp_path / "other")
     with pytest.raises(InvalidInput, match="exists and nothing is overwritten"):
         kvfold.quantize(place / "gqa", "w8a8", out=out)
     with pytest.raises(InvalidInput, match="is inside the source"):
