@@ -262,6 +262,9 @@ def _show(folded: "Folded", as_json: bool) -> None:
 
 def _summary(folded: "Folded") -> str:
     """Return a line about what was done, and what to do next."""
+    from ..checkpoints.directory import read_config as read_checkpoint_config
+    from .families.recognition import is_multimodal
+
     record, cache = folded.record, folded.cache
     before, after = (cache[side]["elements_per_token_per_layer"] for side in ("before", "after"))
     loss = folded.predicted_loss
@@ -275,7 +278,12 @@ def _summary(folded: "Folded") -> str:
     as_stored = f" --cache-dtype {stored['name']}" if stored else ""
     place = shlex.quote(str(folded.directory))
     is_exact = record["request"].get("rank") == "full" or (loss is not None and loss < EXACT)
-    train = "" if is_exact else f"\nor train it: kvfold distill {place}"
+    how = (
+        "kvfold convert --text-only folds the text tower alone, for kvfold distill and kvfold assemble"
+        if is_multimodal(read_checkpoint_config(folded.directory))
+        else f"kvfold distill {place}"
+    )
+    train = "" if is_exact else f"\nor train it: {how}"
     return (
         f"{folded.directory}: {record['target']['name'].upper()} by {record['method']}, cache {before} -> "
         f"{after} elements per token and layer ({cache['ratio']:.1%}){cost}\n"

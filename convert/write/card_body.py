@@ -249,11 +249,12 @@ def _commands(commands: Sequence[str], record: dict[str, Any], source: str) -> s
 
 def _name_of_fold(record: dict[str, Any], student: Any) -> str:
     """Return the directory in which the command after `kvfold convert` finds the fold; "" if unknown."""
-    stages = [parent["stage"] for parent in record.get("parents", [])] + [record["stage"]]
+    stages = [parent["stage"] for parent in record.get("parents", [])]
+    stages += ["assemble" if "assemble" in record else record["stage"]]
     after = stages[stages.index("convert") + 1] if "convert" in stages[:-1] else ""
     if stages.count(after) != 1:  # a record has the newest command of each kind
         return ""
-    if after == "quantize" and after in record:
+    if after in {"assemble", "quantize"} and after in record:
         return "".join(_split(record[after]["command"])[2:3])
     return student if after == "distill" and isinstance(student, str) else ""
 

@@ -20,6 +20,7 @@ from ..checkpoints.quantised.packed_tensor import module_of
 from ..checkpoints.record import SCHEMA, describe, is_folded, read_record, write_record
 from ..checkpoints.shards import SHARD_SIZE, ShardWriter, TensorSpec
 from ..checkpoints.unchanged import check_unchanged
+from ..convert.families.recognition import is_multimodal
 from ..core.console import progress
 from ..core.errors import InvalidInput
 from ..core.files import check_makeable, whole_directory, write_json
@@ -114,6 +115,11 @@ def plan_quantize(
             f"of{other}"
         )
     checkpoint = Checkpoint(directory)
+    if is_multimodal(checkpoint.config):
+        raise InvalidInput(
+            f"{directory} is a multimodal checkpoint, which kvfold quantize does not round; give a causal "
+            "language model, such as a text tower alone"
+        )
     out = Path(f"{directory.resolve().name}-{scheme}") if out is None else out
     check_output(out, directory)
     check_side_files(directory)

@@ -66,7 +66,8 @@ def test_a_tower_put_back_is_the_fold_in_its_place(kind: str, tmp_path: Path) ->
         record = json.loads((out / "kvfold.json").read_text())
         assert record["source"]["path"] == str(source.resolve())
         assert [parent["stage"] for parent in record["parents"]] == ["source", "convert"]
-        assert f"$ kvfold assemble {tower.name} {source.name}" in (out / "README.md").read_text()
+        commands = f" --out {tower.name}\n$ kvfold assemble {tower.name} {source.name}\n"
+        assert commands in (out / "README.md").read_text()
 
 
 @pytest.mark.usefixtures("warm_probe")
@@ -95,7 +96,22 @@ def test_a_distilled_tower_is_put_back(llava: Path, tmp_path: Path) -> None:
     assert found["kl.mean"] == pytest.approx(tower_alone["kl.mean"], rel=1e-4)
     assert found["kl.mean"] > 1e-6
     assert not kvfold.verify(out).failures
-    assert "distilled against it" in (out / "README.md").read_text()
+    card = (out / "README.md").read_text()
+    assert "distilled against it" in card
+    assert f" --out hurt\n$ kvfold distill recipe.yaml\n$ kvfold assemble trained {llava.name}\n" in card
+
+
+def test_what_stays_multimodal_is_neither_trained_nor_rounded(llava: Path, tmp_path: Path) -> None:
+    """`kvfold convert` suggests the tower alone for training, and `kvfold quantize` refuses in one sentence."""
+    words = ["convert", str(llava), "--to", "mqa", "--calibration", "none", "--out", str(tmp_path / "out")]
+    done = CliRunner().invoke(main, words)
+    assert done.exit_code == 0, done.stderr
+    assert "or train it: kvfold convert --text-only folds the text tower alone" in done.stdout
+    pytest.importorskip("compressed_tensors")
+    with pytest.raises(
+        InvalidInput, match="is a multimodal checkpoint, which kvfold quantize does not round"
+    ):
+        kvfold.quantize(tmp_path / "out", "fp8", out=tmp_path / "rounded")
 
 
 def test_the_command_names_what_it_wrote(llava: Path, tmp_path: Path) -> None:
