@@ -102,6 +102,18 @@ class Found:
         target = (self.record or {}).get("target")
         return target if isinstance(target, dict) else {}
 
+    @property
+    def rounded(self) -> Mapping[str, Any]:
+        """What `kvfold quantize` recorded; empty for a checkpoint that something else wrote last."""
+        record = self.record or {}
+        return record.get("quantize", {}) if record.get("stage") == "quantize" else {}
+
+    @property
+    def commands(self) -> list[str]:
+        """The commands by which kvfold made it, as they are recorded."""
+        made = (self.record or {}).get("command"), self.rounded.get("command")
+        return [command for command in made if command]
+
 
 def read_found(directory: Path, label: str) -> Found:
     """Read a checkpoint's directory.

@@ -174,8 +174,7 @@ def _training(group: Group) -> PageSection:
     missing: tuple[tuple[str, str], ...] = ()
     if not charts:
         student = str(group.members[0].directory) if group.members else "DIR"
-        recipe = f"kvfold distill RECIPE.yaml --set student={shlex.quote(student)} --set output=NEW"
-        missing = (("none of these checkpoints was distilled", recipe),)
+        missing = (("none of these checkpoints was distilled", f"kvfold distill {shlex.quote(student)}"),)
     return PageSection("Distillation", "The loss that training recovered.", tuple(charts), missing=missing)
 
 

@@ -12,6 +12,7 @@ from ...checkpoints.quality_blocks import (
     RulerBlock,
     TasksBlock,
 )
+from ...checkpoints.record import is_distilled
 from .groups import Group
 from .records import Found
 
@@ -103,10 +104,12 @@ def target(one: Found) -> str:
     name = str(found.get("name", "")).upper()
     sizes = {"kv_lora_rank": "rank", "qk_rope_head_dim": "rotary", "num_key_value_heads": "heads"}
     words = ", ".join(f"{word} {found[key]}" for key, word in sizes.items() if found.get(key))
-    stage = ", distilled" if (one.record or {}).get("stage") == "distill" else ""
+    stage = ", distilled" if is_distilled(one.record or {}) else ""
+    if "scheme" in one.rounded:
+        stage += f", weights in {one.rounded['scheme'].upper()}"
     if one.report.cache_dtype is not None:
         stage += f", cache in {one.report.cache_dtype}"
-    return f"{name} ({words}){stage}" if words else name + stage
+    return f"{name} ({words}){stage}" if words else (name + stage).removeprefix(", ")
 
 
 def caches(group: Group) -> Table | None:

@@ -21,7 +21,7 @@ from kvfold.eval.page.canvas import LIGHT
 from kvfold.eval.page.groups import labels, read_groups
 from kvfold.eval.page.quality import bounds, points_by_bytes
 
-from ...support.pages import NEEDS_EXTRA, report, run_report, suites, write_checkpoint, write_example
+from ...support.pages import NEEDS_EXTRA, record, report, run_report, suites, write_checkpoint, write_example
 from ..conftest import Make
 
 pytestmark = NEEDS_EXTRA
@@ -224,6 +224,20 @@ def test_what_is_missing_is_named_with_a_command_that_parses(tmp_path: Path) -> 
             assert context.params["model"] == str(directory)
             assert not context.params["out"].exists()
             assert set(context.params["suite"].split(",")) <= BLOCKS.keys()
+    assert missing["none of these checkpoints was distilled"] == f"kvfold distill '{directory}'"
+
+
+def test_rounded_weights_are_named_with_their_command(tmp_path: Path) -> None:
+    rounded = {"scheme": "fp8", "command": "kvfold quantize fold --scheme fp8 --out rounded"}
+    kept = record("gqa", "quantize") | {"quantize": rounded}
+    fold = write_checkpoint(tmp_path / "fold", kept=kept)
+    trained = write_checkpoint(tmp_path / "trained", kept={**kept, "distill": {}})
+    page = page_of(tmp_path, fold, trained)
+    targets = {row[0]: row[1] for row in Page(page).tables["All checkpoints"]}
+    assert targets["fold"] == "GQA (heads 2), weights in FP8"
+    assert targets["trained"] == "GQA (heads 2), distilled, weights in FP8"
+    made = "made by <code>kvfold convert source --to gqa</code>, then <code>kvfold quantize fold --scheme fp8"
+    assert page.count(made) == 2
 
 
 def test_suites_measured_later_stand_next_to_it(tmp_path: Path) -> None:
