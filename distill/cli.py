@@ -1,5 +1,6 @@
 """The command `kvfold distill`."""
 
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -218,7 +219,7 @@ def _run(recipe: "Recipe", as_json: bool) -> None:
     done = f"Wrote {result.output}"
     if not result.is_new:
         done = f"Nothing was trained or written: {result.output} is complete already, and this is its result"
-    show_text(f"{done}. Next: kvfold eval {result.output} --text FILE")
+    show_text(f"{done}. Next: kvfold eval {shlex.quote(str(result.output))} --text FILE")
 
 
 def _show_losses(result: "TrainingResult") -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 import click
 
 from ...core.console import Command, show_json, show_text
+from ...core.units import show_bytes
 
 
 @click.command("report", cls=Command)
@@ -38,7 +39,5 @@ def main(directories: tuple[Path, ...], out: Path, png: Path | None, as_json: bo
     if as_json:
         show_json(page.summary)
         return
-    size = out.stat().st_size / 1e6
-    show_text(
-        f"Wrote {out}: {page.figures} figures, {size:.1f} MB{f'; their PNGs are in {png}' if png else ''}."
-    )
+    size = show_bytes(out.stat().st_size)
+    show_text(f"Wrote {out}: {page.figures} figures, {size}{f'; their PNGs are in {png}' if png else ''}.")

@@ -32,6 +32,7 @@ from ..core.disk import DiskError, disk_sentence, naming
 from ..core.errors import InvalidInput
 from ..core.files import locked, replace_text, save_whole
 from ..core.hub import check_depth
+from ..core.units import show_bytes
 from ..core.untrusted import printable, read_json, shorten
 from .head import HeadForm, head_form
 
@@ -206,8 +207,8 @@ class TeacherCache:
         free = shutil.disk_usage(place).free
         if needed > free:
             raise InvalidInput(
-                f"{self._name}: the hidden states take {needed / 1e9:.1f} GB and {free / 1e9:.1f} GB are "
-                f"free; name a directory on a larger disk, or {remedy}"
+                f"{self._name}: the hidden states take {show_bytes(needed)} and {show_bytes(free)} are free; "
+                f"name a directory on a larger disk, or {remedy}"
             )
 
     def hidden(self, keys: Sequence[bytes]) -> Tensor:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ..convert.decide.engines import ENGINES
 from ..core.console import notice
 from ..core.grid import Grid, Tabular
-from ..core.units import show_kinds
+from ..core.units import show_bytes, show_kinds
 from .engine_runs import check_llama_cpp, dequantised_in, engines_to_check, run_llama_cpp, started_engines
 from .fresh_process import PROBES, Check, NotRun, Packed, run_apart, serve
 from .llama_programs import LlamaCpp
@@ -364,8 +364,8 @@ def _size(written: Written, source: Path | None) -> dict[str, Any]:
     free = free_bytes() - logits
     if max(stored) > free:
         raise NotRun(
-            f"{written.directory} takes {max(stored) / 1e9:.1f} GB of memory to run, but only "
-            f"{max(free, 0) / 1e9:.1f} GB are free"
+            f"{written.directory} takes {show_bytes(max(stored))} of memory to run, but only "
+            f"{show_bytes(max(free, 0))} are free"
         )
     dtype = "float32" if 4 * max(counts) <= free else "auto"
     return {"dtype": dtype, "sequences": SEQUENCES, "length": length}

@@ -164,7 +164,7 @@ def test_a_teachers_cache_of_something_else_is_refused(
         with pytest.raises(InvalidInput, match=f"--teacher-cache {place} is no cache of a teacher"):
             evaluate(mha, other, text, Options(**WINDOW, teacher_cache=place), suites=SCORED)
     monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 1000}))
-    with pytest.raises(InvalidInput, match=r"the hidden states take 0\.0 GB and 0\.0 GB are free"):
+    with pytest.raises(InvalidInput, match=r"the hidden states take [0-9.]+ KB and 1 KB are free"):
         evaluate(mha, other, text, Options(**WINDOW, teacher_cache=tmp_path / "new"), suites=SCORED)
 
 

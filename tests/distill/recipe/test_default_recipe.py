@@ -48,9 +48,10 @@ def test_a_fold_is_trained_on_text_of_its_source(folded: Path) -> None:
 
 def test_python_trains_it_alike_and_returns_the_same_bytes(folded: Path) -> None:
     words = [word for setting in FEW for word in ("--set", setting)]
-    other = folded.with_name("by-command")
+    other = folded.with_name("by command")
     done = CliRunner().invoke(main, [str(folded), *words, "--set", f"output={other}"])
     assert done.exit_code == 0, done.output
+    assert f"Next: kvfold eval '{other}' --text FILE\n" in done.stdout
     settings = {"stages.0.tokens": 192, "stages.0.batch_tokens": 96, "device": "cpu"}
     run = kvfold.train(folded, settings=settings)
     assert run.directory == folded.with_name("folded-distilled")
