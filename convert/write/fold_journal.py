@@ -142,6 +142,17 @@ def check_options(partial: Path, asked: Mapping[str, Any]) -> None:
     _compare(partial, [journal for journal in found if journal], json.loads(json.dumps(asked)))
 
 
+def check_idle(partial: Path) -> None:
+    """Refuse a directory in which another run is at work, before any long work.
+
+    Raises:
+        InvalidInput: another run holds its lock.
+    """
+    if _is_marked(partial) and (partial / LOCK).exists():
+        with locked(partial / LOCK, _busy(partial)):
+            pass
+
+
 @contextmanager
 def other_journal(partial: Path, fingerprint: str, rank: int) -> Iterator[FoldJournal]:
     """Open an empty journal for a rank above 0.

@@ -41,6 +41,7 @@ from ..request import FoldRequest
 from .fold_journal import (
     FoldJournal,
     Found,
+    check_idle,
     check_options,
     first_journal,
     only_unnamed,
@@ -65,12 +66,13 @@ def check_begun(request: FoldRequest, out: Path, size: int) -> None:
         size: bytes of its weights.
 
     Raises:
-        InvalidInput: nothing can be made there, the disk is too small, or what is next to it has finished
-            layers of a fold with other options, or is not kvfold's.
+        InvalidInput: nothing can be made there, the disk is too small, another run is at work there, or what
+            is next to it has finished layers of a fold with other options, or is not kvfold's.
     """
     if is_first():
         check_makeable(out)
         check_room(out, size, _partial(out))
+        check_idle(_partial(out))
     check_options(_partial(out), request.essentials())
 
 

@@ -143,6 +143,10 @@ def test_a_killed_run_leaves_no_output_and_is_resumed(
         second = convert(source, *MLA, out=out)
         assert second.exit_code == 2
         assert "another kvfold is writing" in second.output
+        with monkeypatch.context() as patched:  # and it is refused before it reads a text
+            patched.setattr(preparation, "study", lambda *_, **__: pytest.fail("statistics were taken"))
+            second = convert(source, "--to", "mqa", "--calibration", "self", out=out)
+        assert "another kvfold is writing" in second.output
         process.kill()
         process.communicate()
     assert not out.exists()
