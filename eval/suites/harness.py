@@ -181,8 +181,13 @@ def _manager(names: tuple[str, ...], directory: Path | None) -> Any:
 
 @cache
 def _list(directory: Path | None, include_defaults: bool) -> Any:
-    from lm_eval.tasks import TaskManager
-
+    try:
+        from lm_eval.tasks import TaskManager
+    except ImportError as error:
+        raise InvalidInput(
+            f"--suite tasks needs lm-evaluation-harness, which cannot be imported here ({error}); run: "
+            "pip install 'kvfold[eval]'"
+        ) from None
     with _quiet():
         return TaskManager(
             include_path=None if directory is None else str(directory), include_defaults=include_defaults

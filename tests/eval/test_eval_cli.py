@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -100,6 +101,12 @@ def test_without_the_harness_a_sentence_says_how_to_get_it(
     result = run(mha, "--suite", "tasks", "--tasks", "any", "--device", "cpu")
     assert result.exit_code == 2
     assert "which is not installed; run: pip install 'kvfold[eval]'" in result.stderr
+    monkeypatch.setattr(harness.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setitem(sys.modules, "lm_eval", ModuleType("lm_eval"))  # one whose own needs are missing
+    monkeypatch.setitem(sys.modules, "lm_eval.tasks", None)
+    result = run(mha, "--suite", "tasks", "--tasks", "any", "--device", "cpu")
+    assert result.exit_code == 2
+    assert "cannot be imported here (import of lm_eval.tasks halted" in result.stderr
 
 
 def test_out_holds_the_json_and_is_never_overwritten(mha: Path, file: Path, tmp_path: Path) -> None:
