@@ -318,6 +318,8 @@ def _is_unit(line: list[Any]) -> bool:
     name, found = line
     if name.startswith("file "):
         return isinstance(found.get("sha256"), str) and _SHA256.fullmatch(found["sha256"]) is not None
+    if not isinstance(found.get("checksums"), dict):
+        return False
     if not name.startswith("layer "):
         return True
     return (

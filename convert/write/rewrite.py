@@ -9,7 +9,7 @@ system's cache.
 import json
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, as_completed
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
@@ -22,10 +22,10 @@ import torch
 from ...checkpoints.directory import Checkpoint, check_output, copy_side_files, finish
 from ...checkpoints.quantised.packed_checkpoint import QuantisedCheckpoint
 from ...checkpoints.quantised.schemes import MODELOPT_FILE
-from ...checkpoints.record import SCHEMA, changed_since, describe, read_record, write_record
+from ...checkpoints.record import SCHEMA, changed_since, describe, other_weights, read_record, write_record
 from ...checkpoints.shards import ShardWriter
 from ...checkpoints.unchanged import check_unchanged, hash_unchanged
-from ...core.console import is_first, progress
+from ...core.console import is_first, notice, progress
 from ...core.disk import check_room, disk_error, is_full, writing_errors
 from ...core.errors import InvalidInput
 from ...core.files import check_makeable, write_json
@@ -135,6 +135,9 @@ def _name_finished(plan: Plan, partial: Path, out: Path) -> dict[str, Any] | Non
 
     Returns:
         Its record; None if there is no such output.
+
+    Raises:
+        InvalidInput: its weights have changed since.
     """
     with only_unnamed(partial) as is_finished:
         record = read_record(partial) if is_finished else None
@@ -142,6 +145,8 @@ def _name_finished(plan: Plan, partial: Path, out: Path) -> dict[str, Any] | Non
             return None
         if changed_since(record, plan.source.checkpoint.directory):
             return None
+        if flaw := other_weights(partial):
+            raise InvalidInput(f"{flaw}; remove {partial} and run the same command again")
         with _failures(plan, out):
             finish(partial, out, unneeded(partial))
         return record
@@ -173,8 +178,7 @@ def _share(plan: Plan, out: Path, partial: Path, first: ExitStack) -> dict[str, 
             if rank == 0:
                 journal = first.enter_context(first_journal(partial, fingerprint, plan.request.essentials()))
                 writer = own.enter_context(ShardWriter(partial, specs, shard_size))
-                if not writer.resumed:
-                    journal.restart({})
+                journal.restart(_intact(journal.done, writer) if writer.resumed else {})
                 done = journal.done
         done = from_first(done)
         with together(), _failures(plan, out):
@@ -184,6 +188,21 @@ def _share(plan: Plan, out: Path, partial: Path, first: ExitStack) -> dict[str, 
             units = [(name, unit) for name, unit in _units(plan, writer) if name not in done]
             _work(dict(units[rank::ranks]), writer, journal, jobs)
     return done | union(journal.done)
+
+
+def _intact(done: Mapping[str, Found], writer: ShardWriter) -> dict[str, Found]:
+    """Return the finished units whose bytes are as they were written, and report if there are others."""
+    kept = {}
+    for name, found in done.items():
+        written = found.get("checksums", {})
+        if writer.checksums(written) == written:
+            kept[name] = found
+    if changed := len(done) - len(kept):
+        notice(
+            f"{changed} of {len(done)} finished parts of the half-written output have changed since they "
+            "were written, and are written again"
+        )
+    return kept
 
 
 def _work(units: dict[str, Unit], writer: ShardWriter, journal: FoldJournal, jobs: int) -> None:
@@ -247,25 +266,33 @@ def _write_layer(plan: Plan, layer: PlannedLayer, writer: ShardWriter) -> Found:
     folded = fold(plan, layer.number)
     for name, tensor in folded.tensors.items():
         writer.write(name, tensor)
-    return {"measured": folded.loss, "spectrum": folded.spectrum and asdict(folded.spectrum)}
+    return {
+        "measured": folded.loss,
+        "spectrum": folded.spectrum and asdict(folded.spectrum),
+        "checksums": writer.checksums(folded.tensors),
+    }
 
 
 def _write_copy(plan: Plan, name: str, writer: ShardWriter) -> Found:
+    _copy(plan, name, writer)
+    return {"checksums": writer.checksums([name])}
+
+
+def _copy(plan: Plan, name: str, writer: ShardWriter) -> None:
     copy, checkpoint = plan.copies[name], plan.source.checkpoint
     if copy.part is not None:
         assert isinstance(checkpoint, QuantisedCheckpoint)
         for first, piece in checkpoint.stored.stream(copy.part):
             writer.write(name, piece, first)
-        return {}
+        return
     if copy.change is not None and not copy.by_rows:
         writer.write(name, copy.change(checkpoint[copy.source].to(torch.float64)))
-        return {}
+        return
     for first, piece in checkpoint.stream(copy.source, copy.by_rows):
         changed = piece
         if copy.change is not None:
             changed = copy.change(piece.to(torch.float64).unflatten(0, (-1, copy.spec.shape[-1]))).flatten()
         writer.write(name, changed, first)
-    return {}
 
 
 def _complete(plan: Plan, partial: Path, record: dict[str, Any]) -> dict[str, Any]:
@@ -313,6 +340,7 @@ def _record(plan: Plan, source_name: str | None, done: dict[str, Found]) -> dict
     from ... import __version__
 
     found = [done[f"layer {layer.number}"] for layer in plan.layers]
+    found = [{field: layer[field] for field in ("measured", "spectrum")} for layer in found]
     hashes = _hashes(plan, done)
     losses = [layer["measured"] for layer in found]
     directory = plan.source.checkpoint.directory

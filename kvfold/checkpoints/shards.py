@@ -8,7 +8,8 @@ import json
 import math
 import os
 import struct
-from collections.abc import Iterator, Mapping
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ PACKED_DTYPES = {
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
 }  # fmt: skip
 _NAMES = {dtype: name for name, dtype in (DTYPES | PACKED_DTYPES).items()}
+_BLOCK = 2**20  # bytes that are read at once for a checksum
 _ALIGNMENT = 8  # bytes; the header is padded so that tensor data starts aligned
 SHARD_SIZE = 5 * 10**9  # default for the most bytes of a weight file
 INDEX = "model.safetensors.index.json"
@@ -330,6 +332,16 @@ class ShardWriter:
             done = write_at(file, data, offset)
             data, offset = data[done:], offset + done
         self._dirty.add(file)  # last: another thread may be in `sync`
+
+    def checksums(self, names: Iterable[str]) -> dict[str, int]:
+        """Return the CRC-32 of the bytes that tensors have in their files, by name, without unknown names."""
+        return {name: self._checksum(self._entries[name]) for name in names if name in self._entries}
+
+    def _checksum(self, entry: Entry) -> int:
+        file, found = self._files[str(entry.file)], 0
+        for first, size in pieces(TensorSpec(torch.uint8, (entry.spec.nbytes,)), _BLOCK):
+            found = zlib.crc32(read_at(file, size, entry.start + first), found)
+        return found
 
     def sync(self) -> None:
         """Force everything written so far to the disk."""

@@ -15,7 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from kvfold.checkpoints import shards
-from kvfold.checkpoints.shards import INDEX
+from kvfold.checkpoints.shards import INDEX, read_header
 from kvfold.convert.cli import main
 from kvfold.convert.decide import preparation
 from kvfold.convert.write import rewrite
@@ -129,6 +129,16 @@ main(sys.argv[1:])
 """
 
 
+def kill_after_two_layers(*arguments: str | Path) -> None:
+    """Run a fold that is killed when its layers 0 and 1 are in the journal."""
+    words = [warm_python(), "-c", KILLED, *map(str, arguments)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"reached\n"
+        process.kill()
+        process.communicate()
+
+
 def test_a_killed_run_leaves_no_output_and_is_resumed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -169,6 +179,13 @@ def test_an_output_that_lacks_only_its_name_gets_it(tmp_path: Path) -> None:
     other = CliRunner().invoke(main, [*words, "--shard-size", "20KB"])
     assert other.exit_code == 2
     assert "not a half-written output" in other.stderr
+    weights = tmp_path / "out.partial" / "model.safetensors"
+    content = weights.read_bytes()
+    weights.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    changed = CliRunner().invoke(main, words)
+    assert changed.exit_code == 2
+    assert f"remove {tmp_path / 'out.partial'} and run the same command again" in changed.stderr
+    weights.write_bytes(content)
     assert CliRunner().invoke(main, words).exit_code == 0
     assert same_bytes(out, whole) == []
     assert not (tmp_path / "out.partial").exists()
@@ -178,12 +195,7 @@ def test_finished_layers_of_a_fold_with_other_options_are_kept(tmp_path: Path) -
     """They may be hours of work: another command neither takes nor removes them, and names what differs."""
     source = make(tmp_path / "source", num_hidden_layers=4)
     out, whole, partial = tmp_path / "out", tmp_path / "whole", tmp_path / "out.partial"
-    arguments = [warm_python(), "-c", KILLED, str(source), *MLA, "--out", str(out)]
-    with subprocess.Popen(arguments, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == b"reached\n"
-        process.kill()
-        process.communicate()
+    kill_after_two_layers(source, *MLA, "--out", str(out))
     before = {path.name: path.read_bytes() for path in partial.iterdir()}
     refused = convert(source, *MLA, "--shard-size", "20KB", out=out)
     assert refused.exit_code == 2
@@ -213,13 +225,7 @@ def test_other_options_are_refused_before_statistics_are_taken(
     """They take hours for a large model; the same options resume, and take the same statistics."""
     source, out, whole = make(tmp_path / "source", num_hidden_layers=4), tmp_path / "out", tmp_path / "whole"
     words = [str(source), "--to", "mla", "--rank", "9", "--length", "12", "--sequences", "4"]
-    with subprocess.Popen(
-        [warm_python(), "-c", KILLED, *words, "--out", str(out)], stdout=subprocess.PIPE
-    ) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == b"reached\n"
-        process.kill()
-        process.communicate()
+    kill_after_two_layers(*words, "--out", str(out))
     with monkeypatch.context() as patch:
         patch.setattr(preparation, "study", lambda *args, **options: pytest.fail("statistics were taken"))
         refused = CliRunner().invoke(main, [*words, "--effort", "quick", "--seed", "1", "--out", str(out)])
@@ -235,15 +241,33 @@ def test_a_missing_shard_is_not_resumed_over(tmp_path: Path) -> None:
     source = make(tmp_path / "source", num_hidden_layers=4)
     out, whole, small = tmp_path / "out", tmp_path / "whole", ("--shard-size", "20KB")
     assert convert(source, *MLA, *small, out=whole).exit_code == 0
-    with subprocess.Popen(
-        [warm_python(), "-c", KILLED, str(source), *MLA, *small, "--out", str(out)], stdout=subprocess.PIPE
-    ) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == b"reached\n"
-        process.kill()
-        process.communicate()
+    kill_after_two_layers(source, *MLA, *small, "--out", str(out))
     sorted((tmp_path / "out.partial").glob("*.safetensors"))[0].unlink()
     assert convert(source, *MLA, *small, out=out).exit_code == 0
+    assert same_bytes(out, whole) == []
+
+
+def test_finished_parts_that_have_changed_are_written_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk or another program may have changed them since the kill."""
+    source = make(tmp_path / "source", num_hidden_layers=4)
+    out, whole = tmp_path / "out", tmp_path / "whole"
+    assert convert(source, *MLA, out=whole).exit_code == 0
+    kill_after_two_layers(source, *MLA, "--out", str(out))
+    weights = tmp_path / "out.partial" / "model.safetensors"
+    places = read_header(weights)
+    with weights.open("r+b") as stream:
+        for name in ("model.layers.1.self_attn.o_proj.weight", "model.embed_tokens.weight"):
+            stream.seek(places[name].start)
+            stream.write(b"changed")
+    folded = []
+    fold = rewrite.fold
+    monkeypatch.setattr(rewrite, "fold", lambda plan, number: (folded.append(number), fold(plan, number))[1])
+    again = convert(source, *MLA, out=out)
+    assert again.exit_code == 0
+    assert "finished parts of the half-written output have changed since they were written" in again.stderr
+    assert folded == [1, 2, 3]
     assert same_bytes(out, whole) == []
 
 
