@@ -14,6 +14,7 @@ from concurrent.futures import Future, as_completed
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from functools import partial as bind
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -239,17 +240,18 @@ def _is_layer(name: str) -> bool:
     return name.startswith("layer ")
 
 
-def _units(plan: Plan, writer: ShardWriter) -> Iterator[tuple[str, Unit]]:
-    """Yield the units of a plan, in the order of the files that it is read from."""
+def _units(plan: Plan, writer: ShardWriter) -> list[tuple[str, Unit]]:
+    """Return the units of a plan, in the order of the files that it is read from."""
     checkpoint = plan.source.checkpoint
-    for file in checkpoint.files:
-        yield f"file {file.name}", bind(_hash, checkpoint, file)
-        for layer in plan.layers:
-            if checkpoint.file_of(layer.reads[0]) == file:
-                yield f"layer {layer.number}", bind(_write_layer, plan, layer, writer)
-        for name, copy in plan.copies.items():
-            if checkpoint.file_of(copy.source) == file:
-                yield name, bind(_write_copy, plan, name, writer)
+    units: dict[Path, list[tuple[str, Unit]]] = {
+        file: [(f"file {file.name}", bind(_hash, checkpoint, file))] for file in checkpoint.files
+    }
+    for layer in plan.layers:
+        file = checkpoint.file_of(layer.reads[0])
+        units[file].append((f"layer {layer.number}", bind(_write_layer, plan, layer, writer)))
+    for name, copy in plan.copies.items():
+        units[checkpoint.file_of(copy.source)].append((name, bind(_write_copy, plan, name, writer)))
+    return list(chain.from_iterable(units.values()))
 
 
 def _hash(checkpoint: Checkpoint, file: Path) -> Found:

@@ -356,4 +356,4 @@ def _ignored(names: Iterable[str], layers: str) -> tuple[list[str], list[str]]:
     place = re.compile(rf"(^|\.){re.escape(layers.rpartition('.')[2])}\.\d+\.")
     ignored = sorted(name for name in names if not _BUFFERS.search(name))
     inside = [name for name in ignored if place.search(name)]
-    return inside, [name for name in ignored if name not in inside]
+    return inside, [name for name in ignored if not place.search(name)]

@@ -107,3 +107,19 @@ def test_a_file_that_is_touched_before_it_is_hashed_counts_as_changed(tmp_path: 
     os.utime(file, ns=(1, 1))
     with pytest.raises(InvalidInput, match="changed while it was read"):  # its hash may be another file's
         hash_unchanged(checkpoint, file)
+
+
+def test_hashing_one_of_many_files_looks_at_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looking at all of them for each would take hours for the most files that an index can name."""
+    checkpoint = Checkpoint(make(tmp_path / "source", shard_size="20KB"))
+    files, seen, stat = checkpoint.files, [], Path.stat
+
+    def look(path: Path, **options: Any) -> os.stat_result:
+        seen.append(path)
+        return stat(path, **options)
+
+    assert len(files) > 2
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "stat", look)
+        hash_unchanged(checkpoint, files[1])
+    assert set(seen) == {files[1]}
