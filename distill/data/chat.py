@@ -29,6 +29,9 @@ _FAILURES = (
 )  # fmt: skip
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _POOL = 64  # conversations from which the next one to fill a window is chosen
+# Characters of a rendered conversation, for each of which a tokenizer takes 20 bytes of memory. Few have more
+# than a million; a template that repeats a text may render any number.
+_LONGEST = 2**24
 _REFUSALS = 64  # conversations that a template may refuse before it has taken one
 
 
@@ -194,6 +197,7 @@ def conversation(messages: list[dict[str, Any]], tokenizer: Any, name: str) -> P
         return Piece(np.empty(0, np.int32), np.empty(0, np.uint8))
     try:
         if _MARKED.search(tokenizer.get_chat_template()):
+            _render(messages, tokenizer, name)
             encoded = tokenizer.apply_chat_template(
                 messages, return_dict=True, return_assistant_tokens_mask=True
             )
@@ -219,8 +223,7 @@ def _turns(messages: list[dict[str, Any]], tokenizer: Any, name: str) -> tuple[s
     """Return the rendered conversation, and begin and end of each of the assistant's turns in characters."""
 
     def render(some: list[dict[str, Any]], prompt: bool) -> str:
-        text: str = tokenizer.apply_chat_template(some, tokenize=False, add_generation_prompt=prompt)
-        return text
+        return _render(some, tokenizer, name, prompt)
 
     def opening(count: int) -> str:
         if count:
@@ -242,6 +245,17 @@ def _turns(messages: list[dict[str, Any]], tokenizer: Any, name: str) -> tuple[s
                 )
             turns.append((len(before), len(after)))
     return whole, turns
+
+
+def _render(messages: list[dict[str, Any]], tokenizer: Any, name: str, prompt: bool = False) -> str:
+    """Return a conversation as text, with the prompt for the assistant's turn if `prompt` is set."""
+    text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
+    if len(text) > _LONGEST:
+        raise Refused(
+            f"the chat template makes {len(text):,} characters of {_named(messages, name)}, and at most "
+            f"{_LONGEST:,} are tokenised; use another template, or shorten the conversation"
+        )
+    return text
 
 
 def _named(messages: list[dict[str, Any]], name: str) -> str:

@@ -61,6 +61,13 @@ def test_the_assistant_may_speak_first(tokenizer: Any, template: str) -> None:
     assert learnt == "_" * len("s[assistant]") + "a b;" + "_" * len("[user]hi;[assistant]") + "ho;"
 
 
+@pytest.mark.parametrize("template", [PLAIN, MARKED])
+def test_a_template_that_renders_too_much_is_refused(tokenizer: Any, template: str) -> None:
+    tokenizer.chat_template = "{{ 'a' * 20000000 }}" + template
+    with pytest.raises(chat.Refused, match=r"the chat template makes 20,000,0\d\d characters of the conv"):
+        conversation(say("hi", "ho"), tokenizer, "a")
+
+
 def test_conversations_that_a_template_refuses_are_left_out(
     tmp_path: Path, tokenizer: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
