@@ -112,8 +112,9 @@ def first_journal(partial: Path, fingerprint: str, asked: Mapping[str, Any]) -> 
             remove_own(partial, lambda path: _is_own(path) and path.name not in {LOCK, JOURNAL})
         try:
             journal = FoldJournal(partial / JOURNAL, fingerprint, done or {}, asked)
-            for path in _others(partial):
-                path.unlink()
+            for path in partial.iterdir():  # a source may have lost files that an earlier run copied
+                if path.suffix != ".safetensors" and path.name not in {LOCK, JOURNAL}:
+                    path.unlink()
             yield journal
         except _KeepAll:
             raise
@@ -378,7 +379,7 @@ def _strange(partial: Path) -> list[Path]:
 
 def _is_own(path: Path) -> bool:
     """Return whether an entry of the directory is a file of a name that a conversion writes."""
-    if path.is_symlink() or not path.is_file():
+    if path.is_symlink() or not path.is_file() or path.stat().st_nlink > 1:  # another's file would change too
         return False
     return _NAMES.fullmatch(path.name) is not None or any(path.match(pattern) for pattern in _OTHERS)
 

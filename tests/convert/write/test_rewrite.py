@@ -282,6 +282,24 @@ def test_somebody_elses_directory_is_not_taken_over(tmp_path: Path) -> None:
     assert [path.name for path in theirs.iterdir()] == ["thesis.txt"]
 
 
+def test_only_what_is_needed_of_a_half_written_output_is_kept(tmp_path: Path) -> None:
+    """A second name of a user's file would be written through; a source may have lost what was copied."""
+    source, partial = make(tmp_path / "source", num_hidden_layers=4), tmp_path / "out.partial"
+    kill_after_two_layers(source, *MLA, "--out", str(tmp_path / "out"))
+    theirs, second = tmp_path / "theirs.json", partial / "config.json"
+    theirs.write_text("years of work")
+    second.hardlink_to(theirs)
+    refused = convert(source, *MLA)
+    assert refused.exit_code == 2
+    assert "out.partial holds config.json, which kvfold did not write; move it" in refused.stderr
+    assert theirs.read_text() == "years of work"
+    second.unlink()
+    for name in ("LICENSE.old", "other_kvfold.py"):
+        (partial / name).write_text("")
+    assert convert(source, *MLA).exit_code == 0
+    assert not {"LICENSE.old", "other_kvfold.py"} & {path.name for path in (tmp_path / "out").iterdir()}
+
+
 def test_values_that_the_dtype_does_not_hold_are_refused(tmp_path: Path) -> None:
     source = make(tmp_path / "source", dtype=torch.float16)
     tensors = load_file(source / "model.safetensors")
