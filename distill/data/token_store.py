@@ -1,12 +1,14 @@
 """The tokens of a run on disk: written once, whole or not at all, and read from memory-mapped files.
 
 `tokens.bin` holds token ids (int32), `marks.bin` their marks (`token_documents.START` and `SCORED`; uint8),
-`tokens.json` the number of tokens of each source. tokens.bin appears last: if it is there, all are.
+`tokens.json` the number of tokens of each source and the CRC-32 of both. tokens.bin appears last: if it is
+there, all are.
 """
 
 import functools
 import json
 import os
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, nullcontext
 from pathlib import Path
@@ -51,6 +53,8 @@ def open_windows(file: Path, data: Data, vocabulary: int | None = None) -> Train
     tokens = np.memmap(file, dtype=np.int32, mode="r")
     marks = np.memmap(marked, dtype=np.uint8, mode="r")
     if vocabulary is not None:
+        if read_json(file.with_name("tokens.json")).get("checksums") != [_checksum(file), _checksum(marked)]:
+            raise InvalidInput(f"{file} or {marked.name} has changed since it was written; {remedy}")
         for start in range(0, len(tokens), _PART):
             part = tokens[start : start + _PART]
             if part.min() < 0 or part.max() >= vocabulary:
@@ -127,6 +131,14 @@ def _read_lengths(file: Path) -> list[int]:
     return lengths
 
 
+def _checksum(file: Path) -> int:
+    found = 0
+    with file.open("rb") as stream:
+        while part := stream.read(_PART):
+            found = zlib.crc32(part, found)
+    return found
+
+
 def _wanted(data: Data, windows: int) -> list[int]:
     """Return the number of tokens to take of each source."""
     weights = [source.weight for source in data.sources]
@@ -146,7 +158,9 @@ def _write(
         for stream in (tokens, marks):
             stream.flush()
             os.fsync(stream.fileno())
-    partials["tokens.json"].write_text(json.dumps({"tokens": lengths}) + "\n", encoding="utf-8")
+    checksums = [_checksum(partials[file.name]), _checksum(partials["marks.bin"])]
+    content = {"tokens": lengths, "checksums": checksums}
+    partials["tokens.json"].write_text(json.dumps(content) + "\n", encoding="utf-8")
     for name, partial in partials.items():
         partial.rename(file.with_name(name))
 

@@ -237,6 +237,19 @@ def test_a_mixture_of_texts_is_written_by_weight(tmp_path: Path, student: Path) 
     ]
 
 
+@pytest.mark.parametrize("name", ["tokens.bin", "marks.bin"])
+def test_tokens_that_have_changed_are_not_resumed_from(
+    tmp_path: Path, with_eos: PreTrainedTokenizerFast, name: str
+) -> None:
+    data = Data(source="stdlib", seq_len=16)
+    write(tmp_path, data, with_eos, 10)
+    open_windows(tmp_path / "tokens.bin", data, len(with_eos))
+    with (tmp_path / name).open("r+b") as stream:
+        stream.write(b"\7")
+    with pytest.raises(InvalidInput, match=f"has changed since it was written; remove {tmp_path} to start"):
+        open_windows(tmp_path / "tokens.bin", data, len(with_eos))
+
+
 def test_text_that_the_teacher_writes(
     tmp_path: Path, teacher: Path, with_eos: PreTrainedTokenizerFast
 ) -> None:
