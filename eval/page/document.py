@@ -9,6 +9,7 @@ from typing import Any
 from ...core.disk import DiskError, disk_sentence
 from ...core.errors import InvalidInput
 from ...core.files import whole_directory, whole_file
+from ...core.untrusted import printable
 from .canvas import DARK, LIGHT, styled, to_svg, write_png
 from .groups import Group
 from .sections import PageSection, sections
@@ -62,6 +63,7 @@ def render(parts: Sequence[PagePart]) -> str:
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
+        finalize=_shown,
     )
     template = environment.get_template("page.html")
     return template.render(
@@ -74,6 +76,13 @@ def render(parts: Sequence[PagePart]) -> str:
         style=_template("page.css"),
         script=_template("page.js"),
     )
+
+
+def _shown(value: Any) -> Any:
+    """Return a text of a record with escapes for what does not print; a terminal would obey some of it."""
+    if not isinstance(value, str) or hasattr(value, "__html__"):
+        return value
+    return "\n".join(map(printable, value.split("\n")))
 
 
 def check_places(page: Path, pictures: Path | None) -> None:

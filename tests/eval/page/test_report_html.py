@@ -310,6 +310,16 @@ def test_names_of_any_kind(tmp_path: Path) -> None:
     assert labels([Path("/a/m"), Path("/b/m")]) == ["a/m", "b/m"]
 
 
+def test_a_terminal_that_shows_the_page_obeys_no_record(tmp_path: Path) -> None:
+    fold = write_checkpoint(
+        tmp_path / "fold", kept={**record("mla"), "command": "kvfold convert a\x1b[31m\u202eb"}
+    )
+    assert run_report(fold, "--out", tmp_path / "page").exit_code == 0
+    text = (tmp_path / "page").read_text(encoding="utf-8")
+    assert r"kvfold convert a\x1b[31m\u202eb" in text
+    assert "\x1b" not in text
+
+
 def test_error_bars_are_of_the_paired_ratio(tmp_path: Path) -> None:
     ((paired,), (alone,)) = (
         group.members
