@@ -12,6 +12,7 @@ from itertools import combinations
 
 import torch
 from torch import Tensor
+from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
 from ..algebra.attention import Attention
 from ..algebra.metric import LayerMetric, with_bias
@@ -90,9 +91,10 @@ def merge_costs(attention: Attention, metric: LayerMetric) -> Tensor:
     first, second = torch.tensor(list(combinations(range(heads), 2))).T
     keys_FKE = complex_rows(_seen(k_KHE, metric)).transpose(0, 1)
     gram_FKK = keys_FKE @ complex_rows(k_KHE).transpose(0, 1).mH
-    energy = torch.linalg.eigvals(
-        _of_two(metric.pairs(heads), first, second) @ _of_two(gram_FKK, first, second)
-    ).real
+    product = _of_two(metric.pairs(heads), first, second) @ _of_two(gram_FKK, first, second)
+    if not product.isfinite().all():  # MKL ends the process at such a matrix
+        raise LinAlgError("the product of two metrics is not finite")
+    energy = torch.linalg.eigvals(product).real
     lost_P = energy.amin(-1).clamp(min=0).sum(0) / 2  # a complex error counts half in each of its real parts
     values = _seen(v_KHE, metric).flatten(0, 1) @ v_KHE.flatten(0, 1).mT
     for at, (one, other) in enumerate(zip(first.tolist(), second.tolist(), strict=True)):
