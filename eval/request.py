@@ -12,8 +12,8 @@ from pydantic import ValidationError
 
 from ..checkpoints.record import folded_parent, is_distilled, read_record, source_directory
 from ..core.console import is_first, notice
+from ..core.disk import check_outside
 from ..core.errors import InvalidInput
-from ..core.files import check_outside
 from ..core.hub import local_directory, resolve
 from ..core.processes import together
 from ..core.settings import LARGEST_COUNT, LARGEST_SEED, reason_of, refuse_excess, refuse_text, refuse_truth

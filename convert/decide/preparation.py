@@ -10,8 +10,8 @@ from ...checkpoints.directory import check_output, check_side_files
 from ...checkpoints.record import hashes
 from ...checkpoints.unchanged import check_unchanged
 from ...core.console import is_first, notice
+from ...core.disk import check_outside
 from ...core.errors import InvalidInput
-from ...core.files import check_outside
 from ...core.hub import resolve
 from ...core.processes import together
 from ...core.untrusted import shorten

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ from ...checkpoints.quantised.packed_checkpoint import is_quantised
 from ...checkpoints.record import is_distilled
 from ...core.units import show_kinds
 from ...core.untrusted import printable
+from .card_markdown import as_code, as_table, as_words, fenced, listed
 
 if TYPE_CHECKING:
     from ..decide.lint import LintFinding, Written
@@ -43,8 +43,6 @@ _KINDS = {
     "mqa": "multi-query attention (MQA)",
     "mla": "latent attention (MLA)",
 }
-_MARKS = re.compile(r"[\\`*~&\[\]<>]|^[#+-]|(?<![^\W_])_|_(?![^\W_])")  # not within a word
-_ADDRESS = re.compile(r"://|www\.|@[\w-]+\.|mailto:|xmpp:", re.IGNORECASE)
 _ENGINES = {
     "transformers": "transformers",
     "vllm": "vLLM",
@@ -79,7 +77,7 @@ def card_body(
 
     written = open_written(directory)
     parts = [
-        f"# {_words(title)}",
+        f"# {as_words(title)}",
         _opening(record, source, scheme_of(directory, record), further=further),
         *_cache(record, written),
         *_measured(record, evaluation, further=further),
@@ -97,9 +95,11 @@ def scheme_of(directory: Path, record: dict[str, Any]) -> str | None:
 
 def _opening(record: dict[str, Any], source: str, scheme: str | None, *, further: bool) -> str:
     more = _FURTHER if further else ""
-    form = "" if scheme is None else _words(scheme.upper())
+    form = "" if scheme is None else as_words(scheme.upper())
     if form and "target" not in record and not is_distilled(record):
-        return f"{_code(source)} with weights in {form}, rounded by kvfold {_words(record['kvfold'])}.{more}"
+        return (
+            f"{as_code(source)} with weights in {form}, rounded by kvfold {as_words(record['kvfold'])}.{more}"
+        )
     but = ", but for those that were trained afterwards" if _is_rounded_first(record) else ""
     rounded = f" Its linear weights are in {form}{but}." if form else ""
     kind = _KINDS.get(record.get("target", {}).get("name", ""), "a smaller KV cache")
@@ -110,8 +110,8 @@ def _opening(record: dict[str, Any], source: str, scheme: str | None, *, further
     )
     untrained = "" if further else ", without training"
     trained = " and distilled against it" if is_distilled(record) else untrained
-    version = _words(record.get("kvfold", ""))
-    folded = f"{_code(source)} folded to {kind} by kvfold {version}{ratio}; converted{trained}."
+    version = as_words(record.get("kvfold", ""))
+    folded = f"{as_code(source)} folded to {kind} by kvfold {version}{ratio}; converted{trained}."
     return folded + rounded + more
 
 
@@ -127,7 +127,7 @@ def _cache(record: dict[str, Any], written: Written) -> list[str]:
     rows = [
         ["elements per token and layer", *(f"{side['elements_per_token_per_layer']:,}" for side in sides)],
         [
-            f"bytes per token ({_words(record.get('dtype', 'as stored'))})",
+            f"bytes per token ({as_words(record.get('dtype', 'as stored'))})",
             *(f"{side['bytes_per_token']:,}" for side in sides),
         ],
     ]
@@ -141,17 +141,17 @@ def _cache(record: dict[str, Any], written: Written) -> list[str]:
         )
     kinds = record["cache"].get("layers")
     words = [] if not kinds else [
-        f"The model has {_words(show_kinds(kinds))}. These numbers are those of the layers that attend; the "
-        "others keep a state of fixed size, as in the source."
+        f"The model has {as_words(show_kinds(kinds))}. These numbers are those of the layers that attend; "
+        "the others keep a state of fixed size, as in the source."
     ]  # fmt: skip
     if unlike := record["cache"].get("kinds"):
         each = "; ".join(
-            f"{size['layers']} {_words(kind)} layers cache {size['before']:,} elements per token in the "
+            f"{size['layers']} {as_words(kind)} layers cache {size['before']:,} elements per token in the "
             f"source, {size['after']:,} here"
             for kind, size in unlike.items()
         )
         words.append(f"Elements per layer are a mean: {each}.")
-    return ["## KV cache", _table(["", "source", "this model"], rows), *words]
+    return ["## KV cache", as_table(["", "source", "this model"], rows), *words]
 
 
 def _measured(record: dict[str, Any], evaluation: EvalSummary | None, *, further: bool) -> list[str]:
@@ -163,13 +163,13 @@ def _measured(record: dict[str, Any], evaluation: EvalSummary | None, *, further
     stored = record.get("cache_dtype") or {}
     if words and stored.get("predicted_loss") is not None and stored.get("unprepared") is not None:
         words += (
-            f" It is prepared for a cache in {_words(stored['name'])}: {stored['predicted_loss']:.4f} nats "
+            f" It is prepared for a cache in {as_words(stored['name'])}: {stored['predicted_loss']:.4f} nats "
             f"are predicted with that, {stored['unprepared']:.4f} without the preparation."
         )
     if evaluation is None:
         return ["## Quality", words or "The quality was not measured."]
     protocol, fidelity = evaluation.protocol, evaluation.fidelity
-    its_cache = "" if evaluation.cache_dtype is None else f", its cache in {_words(evaluation.cache_dtype)}"
+    its_cache = "" if evaluation.cache_dtype is None else f", its cache in {as_words(evaluation.cache_dtype)}"
     models = [
         ("source", evaluation.teacher),
         ("before distillation", evaluation.parent),
@@ -177,11 +177,11 @@ def _measured(record: dict[str, Any], evaluation: EvalSummary | None, *, further
     ]
     rows = [_row(name, model) for name, model in models if model is not None]
     paragraphs = [
-        f"Measured by `kvfold eval` in one run, on the same windows: {_code(protocol.name)}, "
+        f"Measured by `kvfold eval` in one run, on the same windows: {as_code(protocol.name)}, "
         f"{protocol.windows} windows of "
         f"{protocol.window} tokens, {protocol.scored_tokens:,} scored, SHA-256 of the text "
-        f"{_code(protocol.text_sha256[:16])}.",
-        _table(["", "perplexity", "live cache, elements per token and layer", "computed in"], rows),
+        f"{as_code(protocol.text_sha256[:16])}.",
+        as_table(["", "perplexity", "live cache, elements per token and layer", "computed in"], rows),
     ]
     if fidelity is not None:
         same = f"the same most probable token in {fidelity.same_top1.mean:.1%}"
@@ -196,7 +196,7 @@ def _measured(record: dict[str, Any], evaluation: EvalSummary | None, *, further
 
 def _row(name: str, model: ModelSummary) -> list[str]:
     cached = "" if model.cache is None else f"{model.cache.elements_per_token_per_layer:,.10g}"
-    return [name, f"{model.perplexity:.4g}", cached, _words(model.dtype)]
+    return [name, f"{model.perplexity:.4g}", cached, as_words(model.dtype)]
 
 
 def _making(record: dict[str, Any], source: str) -> list[str]:
@@ -212,7 +212,7 @@ def _making(record: dict[str, Any], source: str) -> list[str]:
             named["output"] = f"{student}-distilled"
         then.insert(len(then) if _is_rounded_first(record) else 0, "kvfold distill recipe.yaml")
         settings = yaml.safe_dump(named, sort_keys=False, allow_unicode=True).strip()
-        recipe = ["with this recipe.yaml:\n\n" + _fenced("yaml", settings)]
+        recipe = ["with this recipe.yaml:\n\n" + fenced("yaml", settings)]
     if commands and (fold := _name_of_fold(record, student)):
         commands[0] += f" --out {shlex.quote(fold)}"
     commands += then
@@ -220,14 +220,14 @@ def _making(record: dict[str, Any], source: str) -> list[str]:
     text = (
         "none, weights alone"
         if calibration is None
-        else f"{_words(calibration['text'])}, {calibration['tokens']:,} tokens"
+        else f"{as_words(calibration['text'])}, {calibration['tokens']:,} tokens"
     )
-    target = _words(", ".join(f"{key} {value}" for key, value in record.get("target", {}).items()))
+    target = as_words(", ".join(f"{key} {value}" for key, value in record.get("target", {}).items()))
     revision = record["source"].get("revision")
     rows = [
-        ["source", _words(source + (f" at {revision}" if revision else ""))],
+        ["source", as_words(source + (f" at {revision}" if revision else ""))],
         *(
-            [["target", target], ["method", _words(record.get("method", ""))], ["calibration", text]]
+            [["target", target], ["method", as_words(record.get("method", ""))], ["calibration", text]]
             if target
             else []
         ),
@@ -238,13 +238,13 @@ def _making(record: dict[str, Any], source: str) -> list[str]:
         found_by = _commands([f"{record['migrate']['command']} --out DIR"], record, source)
         search = ["A search found this size:\n\n" + found_by, "These commands make it without the search:"]
     rest = "`kvfold.json` has the details: hashes of the source's files, the losses of every layer."
-    return ["## How it was made", *search, shown, *recipe, _table(["", ""], rows), rest]
+    return ["## How it was made", *search, shown, *recipe, as_table(["", ""], rows), rest]
 
 
 def _commands(commands: Sequence[str], record: dict[str, Any], source: str) -> str:
     """Return commands, with names in place of absolute paths, as a block of code."""
     lines = (printable(_named_command(command, record, source)) for command in commands)
-    return _fenced("console", "\n".join(f"$ {line}" for line in lines))
+    return fenced("console", "\n".join(f"$ {line}" for line in lines))
 
 
 def _name_of_fold(record: dict[str, Any], student: Any) -> str:
@@ -317,11 +317,11 @@ def _loading(written: Written, place: str) -> list[str]:
 
 def _training(written: Written) -> str:
     """Return how to train a latent model, with the names that PEFT takes."""
-    projections = _listed(_weights_next_to(written, "kv_b_proj"))
+    projections = listed(_weights_next_to(written, "kv_b_proj"))
     if written.layout != "stock":
         return _TRAINING.format(projections)
     return _STOCK_TRAINING.format(
-        projections, _listed([f"mlp.{name}.weight" for name in _weights_next_to(written, "down_proj")])
+        projections, listed([f"mlp.{name}.weight" for name in _weights_next_to(written, "down_proj")])
     )
 
 
@@ -336,15 +336,11 @@ def _weights_next_to(written: Written, known: str) -> list[str]:
     return [part for part in dict.fromkeys(parts) if "proj" in part and part != "q_rope_proj"]
 
 
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(map(_code, names))
-
-
 def _reasons(findings: Sequence[LintFinding]) -> str:
     lines = []
     for finding in findings:
         effect = "" if finding.effect == "note" else f"{finding.effect}: "
-        lines.append(f"- {effect}{_words(finding.sentence)} ({finding.learned})")
+        lines.append(f"- {effect}{as_words(finding.sentence)} ({finding.learned})")
     return "\n".join(lines)
 
 
@@ -380,29 +376,3 @@ def _how(engine: str, written: Written, place: str) -> str:
         "mlx": f"mlx_lm.generate --model {place} --prompt 'Once upon a time'",
     }[engine]
     return f"```console\n$ {command}\n```"
-
-
-def _table(header: list[str], rows: list[list[str]]) -> str:
-    lines = [header, ["---"] + ["---:"] * (len(header) - 1), *rows]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
-
-
-def _words(text: str) -> str:
-    """Return a text of a file on one line of Markdown, in which it is neither markup nor HTML.
-
-    Many readers make a link of an address in spite of escapes, but not in code.
-    """
-    return _code(text) if _ADDRESS.search(text) else _MARKS.sub(r"\\\g<0>", printable(text))
-
-
-def _code(text: str) -> str:
-    """Return a text of a file on one line as code of Markdown, which knows no escapes."""
-    shown = re.sub(r"\\+\|", "|", printable(text))  # in a table they would undo the escape of the bar
-    return f"`{shown.replace('`', chr(39))}`"
-
-
-def _fenced(language: str, text: str) -> str:
-    """Return lines as a block of code, between fences that are longer than any in the lines."""
-    fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
-    lines = "\n".join(map(printable, text.splitlines()))
-    return f"{fence}{language}\n{lines}\n{fence}"

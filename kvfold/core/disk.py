@@ -1,4 +1,4 @@
-"""Errors of a disk that is full or cannot be written, which libraries report in many ways.
+"""Places that cannot or must not be written, and errors of a full disk, which libraries report in many ways.
 
 Python's own errors of writing name no file, and safetensors, torch and others have errors of their own. Here
 all of them become an `OSError` that names a place, and that becomes one sentence.
@@ -11,8 +11,9 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 
 from .errors import InvalidInput
@@ -132,3 +133,14 @@ def check_room(output: Path, need: int, begun: Path) -> None:
 
 def _temporary() -> str:
     return tempfile.tempdir or os.environ.get("TMPDIR") or "/tmp"
+
+
+def check_outside(kept: Mapping[str, Path | None], models: Iterable[Path | None]) -> None:
+    """Refuse a place, of `kept` by option, that is the directory of a model or inside it.
+
+    Raises:
+        InvalidInput: names it; nothing is written to a model.
+    """
+    for model, (option, place) in product(models, kept.items()):
+        if model is not None and place is not None and place.resolve().is_relative_to(model.resolve()):
+            raise InvalidInput(f"{option} {place} is {model} or inside it; name a place elsewhere")

@@ -83,17 +83,6 @@ def whole_directory(directory: Path) -> Iterator[Path]:
         rename_whole(temporary, directory)
 
 
-def check_outside(kept: Mapping[str, Path | None], models: Iterable[Path | None]) -> None:
-    """Refuse to keep files inside a model, which nothing is written to.
-
-    Raises:
-        InvalidInput: one of `kept`, the places by their options, is the directory of a model or inside it.
-    """
-    for model, (option, place) in itertools.product(models, kept.items()):
-        if model is not None and place is not None and place.resolve().is_relative_to(model.resolve()):
-            raise InvalidInput(f"{option} {place} is {model} or inside it; name a place elsewhere")
-
-
 def check_makeable(path: Path) -> None:
     """Check before long work that a directory or a file can be made, by making an empty directory next to it.
 

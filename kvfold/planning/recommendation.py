@@ -20,8 +20,8 @@ from ..convert.towers.view import tower_source
 from ..convert.towers.whole_output import Surroundings
 from ..core.cache_dtypes import CacheDtype, cache_dtype
 from ..core.console import notice
+from ..core.disk import check_outside
 from ..core.errors import InvalidInput
-from ..core.files import check_outside
 from ..core.grid import Grid, Tabular
 from ..core.hub import resolve
 from ..core.units import read_share, show_bytes
