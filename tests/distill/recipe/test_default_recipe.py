@@ -93,7 +93,7 @@ def test_the_output_of_a_relative_place(folded: Path, monkeypatch: pytest.Monkey
 
 
 def test_larger_models_take_smaller_steps() -> None:
-    rates = [default_stage(weights, 1000, 32)["lr"] for weights in (10**6, 10**8, 2 * 10**9, 10**11)]
+    rates = [default_stage(weights, 1000, 32)["lr"] for weights in (10**8, 2 * 10**9, 10**11)]
     assert rates == [rate for _, rate in RATES]
     assert rates == sorted(rates, reverse=True)
 
