@@ -18,6 +18,7 @@ from ..data.samples import check_texts
 from ..parallel.launch import SHARDED
 from ..recipe.recipe import SHARED, Recipe, Stage, flatten
 from ..recipe.recipe_file import describe_key, read_content, read_recipe
+from ..stages.kept_quantisation import unrounded
 from ..stages.weights import check_peft
 from ..watch.held_out import check_held_out
 from ..watch.trackers import check_trackers
@@ -91,7 +92,8 @@ def check_places(recipe: Recipe) -> list[str]:
     sentences, tokens = check_texts(recipe, described)
     if recipe.evaluate:
         check_held_out(recipe, described, tokens)
-    return [*recipe.rounded_batches(), *recipe.few_steps(), *sentences]
+    rounded = unrounded(student) if student else []
+    return [*recipe.rounded_batches(), *recipe.few_steps(), *rounded, *sentences]
 
 
 def models_of(recipe: Recipe) -> tuple[Path | None, Path | None]:

@@ -34,6 +34,7 @@ from ..recipe.data_section import SELF
 from ..recipe.recipe import SHARED, Recipe, Stage
 from ..stages import state
 from ..stages.cached_teacher import Needed, cache_for, cached_teacher
+from ..stages.kept_quantisation import unrounded
 from ..stages.stage_work import StageContext
 from ..stages.state import Progress
 from ..stages.stream import Streaming, describe_student, stream_stage
@@ -143,7 +144,7 @@ def _distill(run: RunContext, output: Path) -> dict[str, Any]:
                 trim_metrics(partial / name, progress.total_steps)
             if found:
                 notice(f"resuming after step {progress.total_steps}, saved in {found}")
-            for sentence in (*recipe.rounded_batches(), *recipe.few_steps()):
+            for sentence in (*recipe.rounded_batches(), *recipe.few_steps(), *unrounded(run.student)):
                 notice(sentence)
         with tracking(accelerator, recipe, progress.total_steps):
             progress = _run_stages(run, progress, found)

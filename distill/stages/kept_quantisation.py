@@ -13,12 +13,19 @@ import torch
 from torch import Tensor
 
 from ...checkpoints.directory import Checkpoint, read_config
-from ...checkpoints.quantised.packed_checkpoint import QuantisedCheckpoint, stored_specs
+from ...checkpoints.quantised.packed_checkpoint import QuantisedCheckpoint, is_quantised, stored_specs
 from ...checkpoints.quantised.packed_tensor import module_of
 from ...checkpoints.quantised.schemes import MODELOPT_FILE
 from ...checkpoints.quantised.unconverted import OutputModules
 from ...checkpoints.shards import TensorSpec
 from ...core.files import write_json
+
+
+def unrounded(student: Path) -> list[str]:
+    """Return a sentence for the user of a student whose weights are quantised; none for others."""
+    if not is_quantised(student):
+        return []
+    return [f"{student} has quantised weights; those that are trained are written in bfloat16"]
 
 
 def unchanged(stored: Checkpoint, trained: Collection[str], read: Callable[[str], Tensor]) -> set[str]:

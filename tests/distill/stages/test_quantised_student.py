@@ -48,6 +48,10 @@ def test_attention_is_trained_like_the_twins_and_the_rest_keeps_its_bytes(
         )
         for twin in ("", "-twin")
     }
+    sentence = (
+        f"{quantised / 'student'} has quantised weights; those that are trained are written in bfloat16"
+    )
+    assert [sentence in run.notices for run in runs.values()] == [True, False]
     ours, its = (load_file(run.output / "model.safetensors") for run in runs.values())
     start = load_file(quantised / "student" / "model.safetensors")
     assert ours.keys() == start.keys()
