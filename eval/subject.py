@@ -15,7 +15,7 @@ import transformers
 
 from .. import __version__
 from ..checkpoints.eval_json import MeasuredCheckpoint
-from ..checkpoints.identity import checkpoint, hashes_of
+from ..checkpoints.identity import hashes_of, identity
 from ..checkpoints.record import changed_since, other_weights, read_record
 from ..core.cache_dtypes import cache_dtype
 from ..core.console import notice
@@ -40,6 +40,25 @@ _NO_NUMBERS = (
     "teacher_cache",
     "trust_remote_code",
 )
+
+_TOLD = ("stage", "version", "target", "method", "cache")  # of kvfold.json
+
+
+def measured_checkpoint(directory: Path, known: Mapping[str, str]) -> MeasuredCheckpoint:
+    """Name a checkpoint.
+
+    Args:
+        directory: the checkpoint.
+        known: SHA-256 of its files, from `hashes_of`.
+
+    Raises:
+        InvalidInput: its kvfold.json is damaged.
+    """
+    record = read_record(directory)
+    told = None if record is None else {key: record[key] for key in _TOLD if key in record}
+    hub = directory.parent.parent.name if directory.parent.name == "snapshots" else ""
+    name = hub.removeprefix("models--").replace("--", "/") or directory.name
+    return MeasuredCheckpoint(str(directory), name, identity(known), told)
 
 
 class Subject:
@@ -85,7 +104,7 @@ class Subject:
                 )
         hashes = {role: hashes_of(path) for role, path in paths.items()}
         self.checkpoints: dict[str, MeasuredCheckpoint] = {
-            role: checkpoint(path, hashes[role]) for role, path in paths.items()
+            role: measured_checkpoint(path, hashes[role]) for role, path in paths.items()
         }
         for role, path in paths.items():
             if role != "teacher" and (sentence := other_weights(path, hashes[role])):

@@ -5,9 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from .directory import TOKENIZER_FILES
-from .eval_json import MeasuredCheckpoint
 from .quantised.schemes import MODELOPT_FILE
-from .record import hashes, read_record
+from .record import hashes
 
 _PARTS = (
     "*.safetensors",
@@ -18,24 +17,6 @@ _PARTS = (
     "tokenizer*",
     "*.py",
 )
-_TOLD = ("stage", "version", "target", "method", "cache")  # of kvfold.json
-
-
-def checkpoint(directory: Path, known: Mapping[str, str]) -> MeasuredCheckpoint:
-    """Name a checkpoint.
-
-    Args:
-        directory: the checkpoint.
-        known: SHA-256 of its files, from `hashes_of`.
-
-    Raises:
-        InvalidInput: its kvfold.json is damaged.
-    """
-    record = read_record(directory)
-    told = None if record is None else {key: record[key] for key in _TOLD if key in record}
-    hub = directory.parent.parent.name if directory.parent.name == "snapshots" else ""
-    name = hub.removeprefix("models--").replace("--", "/") or directory.name
-    return MeasuredCheckpoint(str(directory), name, identity(known), told)
 
 
 def hashes_of(directory: Path) -> dict[str, str]:

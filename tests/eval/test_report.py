@@ -3,6 +3,7 @@
 import hashlib
 import json
 import re
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -10,12 +11,19 @@ from typing import Any, Literal
 import pytest
 from pydantic import ConfigDict, Field, TypeAdapter, create_model
 
-from kvfold.checkpoints.eval_json import BLOCKS, MeasuredCheckpoint, TextProtocol
-from kvfold.checkpoints.identity import checkpoint, hashes_of, identity
+from kvfold.checkpoints.eval_json import (
+    BLOCKS,
+    MeasuredCheckpoint,
+    TextProtocol,
+    read_report,
+)
+from kvfold.checkpoints.identity import hashes_of, identity
 from kvfold.checkpoints.record import describe, write_record
+from kvfold.core.errors import InvalidInput
 from kvfold.eval.options import Options
 from kvfold.eval.result import Result
 from kvfold.eval.run import evaluate
+from kvfold.eval.subject import measured_checkpoint
 from kvfold.texts.corpus import Text
 
 from .conftest import Make
@@ -108,11 +116,11 @@ def test_the_checkpoint_is_named_by_its_hash_and_by_its_record(make: Make, mha: 
     write_record(directory, record)
     (directory / "eval.json").write_text("{}")
     (directory / "README.md").write_text("a card")
-    found = checkpoint(directory, hashes_of(directory))
+    found = measured_checkpoint(directory, hashes_of(directory))
     assert (found.identity, found.record) == (before, {"stage": "convert", "version": "9", "method": "svd"})
     (directory / "config.json").write_text((directory / "config.json").read_text() + " ")
     assert identity(hashes_of(directory)) != before
-    assert checkpoint(mha, {}).record is None
+    assert measured_checkpoint(mha, {}).record is None
 
 
 @pytest.mark.parametrize(
@@ -128,11 +136,22 @@ def test_every_file_of_tokens_and_of_numbers_decides_the_identity(make: Make, na
     assert len(set(found)) == 3
 
 
+def test_the_report_of_a_copy_is_that_of_the_original(make: Make, text: Text, tmp_path: Path) -> None:
+    """While the original exists; one of another checkpoint is refused."""
+    original, copy = make(seed=3), tmp_path / "copy"
+    (original / "eval.json").write_text(json.dumps(evaluate(original, None, text, OPTIONS).to_json()))
+    shutil.copytree(original, copy)
+    assert read_report(copy / "eval.json", copy) == read_report(original / "eval.json", original)
+    (copy / "config.json").write_text((copy / "config.json").read_text() + " ")
+    with pytest.raises(InvalidInput, match="was measured on"):
+        read_report(copy / "eval.json", copy)
+
+
 def test_a_checkpoint_in_the_hubs_cache_is_named_as_there(make: Make, tmp_path: Path) -> None:
     snapshot = tmp_path / "models--org--name" / "snapshots" / "0123abcd"
     snapshot.parent.mkdir(parents=True)
     make(seed=8).rename(snapshot)
-    assert checkpoint(snapshot, {}).name == "org/name"
+    assert measured_checkpoint(snapshot, {}).name == "org/name"
 
 
 def test_a_suite_is_a_file_and_a_row(mha: Path, monkeypatch: pytest.MonkeyPatch) -> None:
