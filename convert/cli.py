@@ -24,6 +24,7 @@ _EFFORTS = "; ".join(
     for name, row in EFFORTS.items()
 )
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+LARGE = 0.1  # nats of predicted loss above which two to six times as much was measured (docs/concepts.md)
 EXACT = 5e-4  # nats of predicted loss below which training is not suggested
 
 
@@ -269,6 +270,8 @@ def _summary(folded: "Folded") -> str:
     before, after = (cache[side]["elements_per_token_per_layer"] for side in ("before", "after"))
     loss = folded.predicted_loss
     cost = "" if loss is None else f", predicted loss {loss:.4f} nats per token"
+    if loss is not None and loss > LARGE:
+        cost += " (summed over layers measured alone; together they may lose several times that)"
     stored = record.get("cache_dtype", {})
     if "predicted_loss" in stored:
         cost += (

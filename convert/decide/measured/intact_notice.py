@@ -50,7 +50,8 @@ def intact_notice(decoupled: float, intact: float | None) -> tuple[str, ...]:
     if intact is None or decoupled - intact <= LIMIT:
         return ()
     return (
-        f"--rope intact loses less with the same budget: {intact:.4g} instead of {decoupled:.4g} nats by the "
-        "closed form on held-back calibration tokens; but its output brings its own code, one layer caches "
-        "three more numbers per token, keys are rebuilt at every step, and vLLM saves no cache with it",
+        f"kvfold convert --rope intact loses less with the same budget: {intact:.4g} instead of "
+        f"{decoupled:.4g} nats by the closed form on held-back calibration tokens; but its output brings its "
+        "own code, one layer caches three more numbers per token, keys are rebuilt at every step, and vLLM "
+        "saves no cache with it",
     )
