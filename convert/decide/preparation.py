@@ -7,9 +7,8 @@ from typing import Any
 
 from ...checkpoints.card import read_card
 from ...checkpoints.directory import check_output, check_side_files
-from ...checkpoints.record import hashes
 from ...checkpoints.unchanged import check_unchanged
-from ...core.console import is_first, notice
+from ...core.console import notice
 from ...core.disk import check_outside
 from ...core.errors import InvalidInput
 from ...core.hub import resolve
@@ -19,7 +18,6 @@ from ...texts.calibration_name import names_statistics
 from ..algebra.subspaces import decomposing
 from ..algebra.target import GroupedTarget, query_rank
 from ..calibration.reach import default_length
-from ..calibration.statistics import Statistics
 from ..calibration.study import study
 from ..calibration.text_length import context_notice
 from ..families.config_fields import known_ids
@@ -78,7 +76,18 @@ def prepare(
         if check is not None:
             check(asked, out, sum(spec.nbytes for spec in plan.specs.values()))
     if calibration is not None:
-        statistics = _calibrate(request, plan.source, calibration)
+        statistics = study(
+            plan.source,
+            calibration,
+            sequences=request.taken.sequences,
+            length=request.length,
+            seed=request.seed,
+            save=request.save_statistics,
+            layerwise=request.layerwise,
+            work=None if request.out is None else request.out.parent,
+        )
+        with together():
+            check_unchanged(plan.source.checkpoint)
         if statistics is not None:
             with decomposing("the statistics"):
                 plan = settle(make_plan(source or directory, request, statistics))
@@ -87,33 +96,6 @@ def prepare(
     plan = replace(plan, notices=(*plan.notices, *told, *_id_notices(plan.source)))
     out = request.out or Path(output_name(request.model, plan.target.to_dict()))
     return PreparedFold(plan=plan, out=out)
-
-
-def _calibrate(request: FoldRequest, source: Source, calibration: str) -> Statistics | None:
-    """Return the statistics of a source whose files keep their content until they are taken.
-
-    Raises:
-        InvalidInput: as of `study`, or a file was written, replaced or removed meanwhile.
-    """
-    checkpoint, known = source.checkpoint, {}
-    with together():
-        if is_first() and calibration != "none" and not names_statistics(calibration):
-            known = hashes({file.name: file for file in checkpoint.files})
-            check_unchanged(checkpoint)
-    statistics = study(
-        source,
-        calibration,
-        sequences=request.taken.sequences,
-        length=request.length,
-        seed=request.seed,
-        save=request.save_statistics,
-        layerwise=request.layerwise,
-        work=None if request.out is None else request.out.parent,
-    )
-    with together():
-        if is_first():
-            check_unchanged(checkpoint, known)
-    return statistics
 
 
 def _as_recorded(plan: Plan, calibration: str | None) -> FoldRequest:
