@@ -1,6 +1,6 @@
 """A model's decoder layers: recomputed in the backward pass, or compiled."""
 
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 from torch.utils.checkpoint import checkpoint
@@ -18,8 +18,16 @@ def rework_layers(model: Any, *, checkpointing: bool, compiling: bool) -> None:
         return
     for layer in decoder_layers(model):
         if checkpointing:
-            # The layer draws no random numbers.
-            recomputed = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
-            layer.forward = recomputed
+            layer.forward = _recomputed(layer.forward)
         if compiling:
             layer.compile()
+
+
+def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a forward pass that keeps only its inputs. It draws no random numbers."""
+
+    # A function of our own: torch.compile does not look into a partial of torch's.
+    def recompute(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+
+    return recompute

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from kvfold.core.errors import InvalidInput
@@ -134,6 +135,8 @@ def test_compiled_layers_compute_the_same(
         compile_layer(layer, backend="aot_eager")
 
     monkeypatch.setattr(nn.Module, "compile", trace_layer)
+    torch._dynamo.reset()
+    counters.clear()
     for name, compiles in (("plain", False), ("compiled", True)):
         distill(
             make_recipe(
@@ -141,6 +144,7 @@ def test_compiled_layers_compute_the_same(
             )
         )
     assert len(compiled) == 2
+    assert counters["stats"]["unique_graphs"] > 0
     for mine, theirs in zip(metrics(tmp_path / "plain"), metrics(tmp_path / "compiled"), strict=True):
         assert mine["kl"] == pytest.approx(theirs["kl"], rel=1e-4)
         assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-3)
