@@ -53,7 +53,8 @@ def open_windows(file: Path, data: Data, vocabulary: int | None = None) -> Train
     tokens = np.memmap(file, dtype=np.int32, mode="r")
     marks = np.memmap(marked, dtype=np.uint8, mode="r")
     if vocabulary is not None:
-        if read_json(file.with_name("tokens.json")).get("checksums") != [_checksum(file), _checksum(marked)]:
+        known = read_json(file.with_name("tokens.json")).get("checksums")  # none before 2026-11-28
+        if known is not None and known != [_checksum(file), _checksum(marked)]:
             raise InvalidInput(f"{file} or {marked.name} has changed since it was written; {remedy}")
         for start in range(0, len(tokens), _PART):
             part = tokens[start : start + _PART]

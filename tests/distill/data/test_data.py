@@ -250,6 +250,16 @@ def test_tokens_that_have_changed_are_not_resumed_from(
         open_windows(tmp_path / "tokens.bin", data, len(with_eos))
 
 
+def test_tokens_of_an_earlier_version_have_no_checksums(
+    tmp_path: Path, with_eos: PreTrainedTokenizerFast
+) -> None:
+    data, written = Data(source="stdlib", seq_len=16), tmp_path / "tokens.json"
+    write(tmp_path, data, with_eos, 10)
+    former = {key: value for key, value in json.loads(written.read_text()).items() if key != "checksums"}
+    written.write_text(json.dumps(former))
+    open_windows(tmp_path / "tokens.bin", data, len(with_eos)).batch(range(10))
+
+
 def test_text_that_the_teacher_writes(
     tmp_path: Path, teacher: Path, with_eos: PreTrainedTokenizerFast
 ) -> None:
