@@ -319,7 +319,7 @@ def _is_unit(line: list[Any]) -> bool:
     name, found = line
     if name.startswith("file "):
         return isinstance(found.get("sha256"), str) and _SHA256.fullmatch(found["sha256"]) is not None
-    if not isinstance(found.get("checksums"), dict):
+    if not isinstance(found.get("checksums", {}), dict):  # journals before 2026-11-28 have none
         return False
     if not name.startswith("layer "):
         return True
@@ -349,6 +349,12 @@ def _check_claimable(partial: Path) -> None:
     strange = _strange(partial)
     if strange:
         raise InvalidInput(f"{partial} holds {_named(strange)}, which kvfold did not write; move it")
+    linked = [path for path in sorted(partial.iterdir()) if path.stat().st_nlink > 1]
+    if linked := [path for path in linked if not path.match("journal*") and path.name != LOCK]:
+        raise InvalidInput(
+            f"{partial} holds {_named(linked)}, whose second name, a hard link, would change too; remove "
+            "that name, or make it a copy"
+        )
 
 
 def _is_marked(partial: Path) -> bool:
@@ -379,7 +385,7 @@ def _strange(partial: Path) -> list[Path]:
 
 def _is_own(path: Path) -> bool:
     """Return whether an entry of the directory is a file of a name that a conversion writes."""
-    if path.is_symlink() or not path.is_file() or path.stat().st_nlink > 1:  # another's file would change too
+    if path.is_symlink() or not path.is_file():
         return False
     return _NAMES.fullmatch(path.name) is not None or any(path.match(pattern) for pattern in _OTHERS)
 

@@ -196,12 +196,12 @@ def _intact(done: Mapping[str, Found], writer: ShardWriter) -> dict[str, Found]:
     kept = {}
     for name, found in done.items():
         written = found.get("checksums", {})
-        if writer.checksums(written) == written:
+        if name.startswith("file ") or (written and writer.checksums(written) == written):
             kept[name] = found
     if changed := len(done) - len(kept):
         notice(
             f"{changed} of {len(done)} finished parts of the half-written output have changed since they "
-            "were written, and are written again"
+            "were written, or are an earlier version's, and are written again"
         )
     return kept
 
