@@ -125,7 +125,7 @@ def _alone(request: FoldRequest, tower: Tower, fold: Callable[[FoldRequest], Fol
     asked = request.model_copy(update={"model": str(alone), "revision": None, "out": out, "text_only": False})
     with together():
         check_output(out, tower.directory)
-        is_there = is_copy(tower, alone)
+        is_there = is_first() and is_copy(tower, alone)
         if is_first() and not is_there:
             write_tower(tower, alone, request.shard_size)
     notice(f"the text tower as it was is in {alone}; evaluation and distillation compare with it")

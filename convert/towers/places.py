@@ -88,7 +88,8 @@ class Places:
         """
         found = self._finished_part(asked)
         is_there = self.is_there
-        if claim_of(self.alone) is not None and not is_there and not self.part.exists():
+        left = claim_of(self.alone)
+        if left and left.command == self.claim.command and not is_there and not self.part.exists():
             discard(self.alone)  # of a source that has changed since
         self._check(has_part=found is not None, is_there=is_there)
         if not is_there:

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import signal
 from collections.abc import Sequence
 from pathlib import Path
@@ -195,6 +196,19 @@ def test_the_tower_of_a_source_that_changed_after_a_kill_is_written_again(
         assert done.exit_code == 0, done.stderr
     assert bits(place / "out") == bits(clean / "out")
     assert [path.name for path in place.iterdir() if not path.name.startswith(".kvfold-")] == ["out"]
+
+
+def test_what_a_killed_fold_of_another_source_left_is_kept(source: Path, tmp_path: Path) -> None:
+    place, other = tmp_path / "killed", tmp_path / "other"
+    place.mkdir()
+    kill_at("open out.text.partial/model.safetensors", words(source, place / "out"), place, tmp_path / "told")
+    shutil.copytree(source, other)
+    change_text(other)
+    before = bits(place)
+    refused = CliRunner().invoke(main, words(other, place / "out"))
+    assert refused.exit_code == 2
+    assert "left by a stopped run of another command" in refused.stderr
+    assert bits(place) == before
 
 
 def test_a_tower_that_stays_is_not_taken_for_that_of_a_changed_source(source: Path, tmp_path: Path) -> None:
