@@ -74,7 +74,9 @@ _FIELDS: dict[str, _Check] = {
     **dict.fromkeys(("num_experts_per_tok", "original_max_position_embeddings"), _SIZE),
     **dict.fromkeys(("full_attention_interval", "attn_layer_period"), _SIZE),
     **dict.fromkeys(("full_attn_idxs", "attn_layer_indices"), ("a list of layers' numbers", _are_whole)),
-    "attn_layer_offset": _COUNT,
+    **dict.fromkeys(("attn_layer_offset", "first_k_dense_replace"), _COUNT),
+    "prefix_dense_sliding_window_pattern": _SIZE,
+    "mlp_layer_types": _NAMES,
     **dict.fromkeys(("rotary_dim", "max_window_layers"), _COUNT),
     **dict.fromkeys(("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon"), _POSITIVE),
     "norm_eps": _POSITIVE,
@@ -166,9 +168,10 @@ def check_lists(config: Mapping[str, Any]) -> None:
         InvalidInput: names the first field whose value is wrong, and what would be right.
     """
     layers = config["num_hidden_layers"]
-    kinds = config.get("layer_types")
-    if kinds is not None and not (_is_texts(kinds) and len(kinds) == layers):
-        raise _wrong("layer_types", kinds, f"a list of {layers} strings, one per layer,")
+    for field in ("layer_types", "mlp_layer_types"):
+        kinds = config.get(field)
+        if kinds is not None and not (_is_texts(kinds) and len(kinds) == layers):
+            raise _wrong(field, kinds, f"a list of {layers} strings, one per layer,")
     turned = config.get("no_rope_layers")
     if turned is not None and not (
         isinstance(turned, list) and len(turned) == layers and all(value in (0, 1) for value in turned)

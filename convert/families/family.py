@@ -4,7 +4,7 @@ A row holds properties (a fused projection, a key norm, interleaved pairs, ...).
 for a family's name.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -75,6 +75,7 @@ class Family:
         dense_rotate: the config field that is 1 where all layers without experts rotate, whatever they read.
         full_first: the first of as many layers as sliding_window_pattern says reads all positions, not the
             last.
+        reads_all: whether a layer, of as many as there are, reads all positions if config.json does not say.
         mixers: the rule of layer_kinds.py by which some layers have another mixer than attention; None where
             all layers attend.
         gate: the projection of the layer's input whose sigmoid multiplies each head's output; `q` where it is
@@ -131,6 +132,7 @@ class Family:
     unrotated: str | None = None
     dense_rotate: str | None = None
     full_first: bool = False
+    reads_all: Callable[[int, int], bool] | None = None
     mixers: str | None = None
     gate: str | None = None
     scale: tuple[str, float] | None = None

@@ -319,10 +319,6 @@ NEWER_DEFAULTS: dict[str, dict[str, Any]] = {
         "head_dim": 128,
         "max_position_embeddings": 262144,
         "sliding_window": 513,
-        "layer_types": [
-            "full_attention" if layer < 2 or layer % 4 == 1 or layer == 48 else "sliding_attention"
-            for layer in range(49)
-        ],
     },
     "kolibri1": {
         **_SIZES,

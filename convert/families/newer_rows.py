@@ -237,6 +237,7 @@ NEWER = {
         architecture="FlintForCausalLM",
         **QK_NORM,
         unrotated="layer_types",
+        reads_all=lambda layer, layers: layer < 2 or layer % 4 == 1 or layer == layers - 1,
         sinks="layers.{layer}.self_attn.softmax_offset",
         layer_tensors=layer_names(*NORMS, "self_attn.softmax_offset"),
         block=EXPERTS,

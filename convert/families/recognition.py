@@ -171,6 +171,11 @@ def complete(family: Family, config: Mapping[str, Any]) -> dict[str, Any]:
     if family.kv_heads is None:
         whole["num_key_value_heads"] = whole["num_attention_heads"]
     layers = range(whole["num_hidden_layers"]) if isinstance(whole["num_hidden_layers"], int) else range(0)
+    pattern = whole.get("sliding_window_pattern")
+    if family.unrotated == "layer_types" and isinstance(pattern, str) and not whole.get("layer_types"):
+        raise InvalidInput(
+            f"config.json has sliding_window_pattern {shorten(pattern)}, where a whole number is needed"
+        )
     if family.dense_rotate:
         whole = dense_first(whole, family.dense_rotate, len(layers))
     _fill_layer_lists(family, whole, layers)
@@ -204,6 +209,10 @@ def _fill_layer_lists(family: Family, whole: dict[str, Any], layers: range) -> N
         shift = 0 if family.full_first else 1
         whole["layer_types"] = [
             ATTENTION if (layer + shift) % pattern == 0 else "sliding_attention" for layer in layers
+        ]
+    if family.reads_all is not None and not whole.get("layer_types"):
+        whole["layer_types"] = [
+            ATTENTION if family.reads_all(layer, len(layers)) else SLIDING for layer in layers
         ]
     interval = whole.get("no_rope_layer_interval")
     if interval and not whole.get("no_rope_layers"):
@@ -295,10 +304,11 @@ def rotated(family: Family, config: Mapping[str, Any], layer: int) -> bool:
     if family.unrotated == "sliding_window":
         kinds = config.get("layer_types")
         return config.get("sliding_window") is None or not kinds or kinds[layer] == SLIDING
+    blocks = config.get("mlp_layer_types") or []
     if (
         family.dense_rotate
-        and config[family.dense_rotate] == 1
-        and config["mlp_layer_types"][layer] == "dense"
+        and config.get(family.dense_rotate, 1) == 1
+        and blocks[layer : layer + 1] == ["dense"]
     ):
         return True
     return family.unrotated is None or config[family.unrotated][layer] in (1, SLIDING)

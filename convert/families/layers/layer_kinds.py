@@ -98,7 +98,7 @@ def dense_first(config: Mapping[str, Any], pattern: str, layers: int) -> dict[st
         pattern: the field with the first group's pattern.
         layers: number of layers.
     """
-    dense = config.get("first_k_dense_replace") or 0
+    dense = min(config.get("first_k_dense_replace") or 0, layers)
     blocks = ["dense" if layer < dense else "sparse" for layer in range(layers)]
     counted = [(layer, pattern) for layer in range(dense)]
     counted += [(layer, "sliding_window_pattern") for layer in range(layers - dense)]

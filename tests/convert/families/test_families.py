@@ -192,6 +192,37 @@ def test_lists_of_layers_follow_from_the_first_without_experts(dense: int, first
     assert ours["mlp_layer_types"] == theirs.mlp_layer_types
 
 
+@pytest.mark.parametrize(
+    ("kind", "layers"), [("flint", 7), ("flint", 9), ("kolibri1", 7), ("cohere2_moe", 7)]
+)
+def test_layers_that_no_list_names_read_what_the_class_says(kind: str, layers: int) -> None:
+    from transformers import AutoConfig
+
+    theirs = AutoConfig.for_model(kind, num_hidden_layers=layers)
+    ours = complete(FAMILIES[kind], {"model_type": kind, "num_hidden_layers": layers})
+    assert ours["layer_types"] == theirs.layer_types
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("first_k_dense_replace", "1", "first_k_dense_replace '1', where a whole number"),
+        ("mlp_layer_types", ["dense"], "where a list of 2 strings, one per layer,"),
+        ("mlp_layer_types", 3, "mlp_layer_types 3, where a list of strings"),
+        ("sliding_window_pattern", "4", "sliding_window_pattern '4', where a whole number is needed"),
+    ],
+)
+def test_fields_that_say_which_layers_rotate_are_checked(
+    tmp_path: Path, field: str, value: Any, words: str
+) -> None:
+    source = make(tmp_path / "source", "cohere2_moe")
+    config = json.loads((source / "config.json").read_text())
+    kept = {key: config[key] for key in config.keys() - {"layer_types"}}
+    (source / "config.json").write_text(json.dumps({**kept, field: value}))
+    with pytest.raises(InvalidInput, match=words):
+        open_source(source)
+
+
 def test_every_causal_language_model_of_transformers_is_examined() -> None:
     """Each has a row or a reason, not both; `--all` prints them, and a class of tomorrow is not examined."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
