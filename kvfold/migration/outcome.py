@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import __version__
+from ..checkpoints.card import FILE as CARD_FILE
 from ..checkpoints.directory import check_output, finish
 from ..checkpoints.record import FILE as RECORD_FILE
 from ..checkpoints.record import read_record
@@ -127,7 +128,7 @@ def _renew(out: Path, place: Path) -> None:
             f"{out} holds a checkpoint that is no longer the nearest one; move it, and run the same command "
             f"again to resume from {place.parent}"
         )
-    for name in ("report.json", PAGE):
+    for name in ("report.json", PAGE, RECORD_FILE, CARD_FILE):
         if (place / name).exists():
             (place / name).replace(out / name)
     shutil.rmtree(place)

@@ -35,8 +35,9 @@ _FILES = {
 }
 
 
-# Keys of the record that follow from the batch of a step's distillation, and their names for `--set`.
-_BATCH = {
+# Keys of the record that kvfold chooses by itself, in other versions otherwise, and their names for `--set`.
+_CHOSEN = {
+    "recipe.stages[0].lr": "stages.0.lr",
     "recipe.stages[0].batch_tokens": "stages.0.batch_tokens",
     "recipe.evaluate.every": "evaluate.every",
 }
@@ -235,11 +236,11 @@ def _check_same(record: Path, asked: Migration) -> None:
     old = _read(record)
     changed = differences(old, new)
     values = flatten(old)
-    if changed and all(one.partition(" ")[0] in _BATCH for one in changed):
-        again = " ".join(f"--set {name}={values[key]}" for key, name in _BATCH.items() if key in values)
+    if changed and all(one.partition(" ")[0] in _CHOSEN for one in changed):
+        again = " ".join(f"--set {name}={values[key]}" for key, name in _CHOSEN.items() if key in values)
         raise InvalidInput(
-            f"{record.parent} was begun with other batches, as earlier versions choose them; add {again} to "
-            "the command to resume it, or remove it to start again"
+            f"{record.parent} was begun with other values of what kvfold chooses by itself, as earlier "
+            f"versions do; add {again} to the command to resume it, or remove it to start again"
         )
     if changed:
         raise InvalidInput(

@@ -361,13 +361,13 @@ def test_a_migration_with_the_batches_of_an_earlier_version_is_resumed(
     unproven(monkeypatch)
     monkeypatch.setattr(steps, "_carry_out", interrupt)
     words = arguments(texts, tmp_path / "out", set="data.seed=0")[:-2]
-    before = ["--set", "stages.0.batch_tokens=512", "--set", "evaluate.every=1"]
+    before = [
+        *("--set", "stages.0.lr=0.0005", "--set", "stages.0.batch_tokens=512", "--set", "evaluate.every=1")
+    ]
     assert invoke([*words, *before]).exit_code == 130
     refused = invoke(words)
     assert refused.exit_code == 2
-    assert f"was begun with other batches, as earlier versions choose them; add {' '.join(before)} to" in (
-        refused.stderr
-    )
+    assert f"as earlier versions do; add {' '.join(before)} to the command to resume it" in refused.stderr
     assert invoke([*words, *before]).exit_code == 130, "it is begun again"
 
 
