@@ -281,16 +281,15 @@ def _summary(folded: "Folded") -> str:
     as_stored = f" --cache-dtype {stored['name']}" if stored else ""
     place = shlex.quote(str(folded.directory))
     is_exact = record["request"].get("rank") == "full" or (loss is not None and loss < EXACT)
-    how = (
-        "kvfold convert --text-only folds the text tower alone, for kvfold distill and kvfold assemble"
-        if is_multimodal(read_checkpoint_config(folded.directory))
-        else f"kvfold distill {place}"
-    )
-    train = "" if is_exact else f"\nor train it: {how}"
+    train = f"\nor train it: kvfold distill {place}"
+    if is_multimodal(read_checkpoint_config(folded.directory)):
+        train = (
+            "\nor train its text tower: kvfold convert --text-only, then kvfold distill and kvfold assemble"
+        )
     return (
         f"{folded.directory}: {record['target']['name'].upper()} by {record['method']}, cache {before} -> "
         f"{after} elements per token and layer ({cache['ratio']:.1%}){cost}\n"
-        f"Next: kvfold eval {place} --text FILE{as_stored}{train}"
+        f"Next: kvfold eval {place} --text FILE{as_stored}{'' if is_exact else train}"
     )
 
 

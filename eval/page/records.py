@@ -106,7 +106,7 @@ class Found:
     def rounded(self) -> Mapping[str, Any]:
         """What `kvfold quantize` recorded; empty for a checkpoint that something else wrote last."""
         record = self.record or {}
-        return record.get("quantize", {}) if record.get("stage") == "quantize" else {}
+        return (record.get("quantize") or {}) if record.get("stage") == "quantize" else {}
 
     @property
     def commands(self) -> list[str]:
