@@ -231,6 +231,7 @@ def main(config: Path | None, dry_run: bool, as_json: bool, **options: Any) -> N
 
 def _read_request(config: Path | None, options: dict[str, Any]) -> "FoldRequest":
     """Return what the options ask for; those on the command line override those in the file."""
+    from ..core.errors import InvalidInput
     from .request import fold_request, read_config
 
     ctx = click.get_current_context()
@@ -241,7 +242,12 @@ def _read_request(config: Path | None, options: dict[str, Any]) -> "FoldRequest"
     for parameter in ctx.command.params:
         if parameter.name in {"model", "to"} and options[parameter.name] is None:
             raise click.MissingParameter(ctx=ctx, param=parameter)
-    return fold_request(given)
+    options_of = {each.name: each.opts[-1] for each in ctx.command.params if isinstance(each, click.Option)}
+    try:
+        return fold_request(given)
+    except InvalidInput as mistake:  # of a field, which a user of the command knows as an option
+        field, found, rest = str(mistake).partition(" is ")
+        raise InvalidInput(f"{options_of.get(field, field)}{found}{rest}") from None
 
 
 def _show(folded: "Folded", as_json: bool) -> None:

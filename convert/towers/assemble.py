@@ -18,7 +18,7 @@ from ...models.remote_code import is_remote
 from ..families.recognition import is_multimodal
 from ..request import fold_request
 from .text_class import STOCK, holds_other_classes
-from .tower import Tower, find_tower
+from .tower import Tower, find_tower, holds_weights
 from .whole_checkpoint import write_around
 
 _TARGETS = ("gqa", "mqa", "mla")
@@ -107,7 +107,7 @@ def _check(tower: Tower, folded: Path, record: dict[str, Any]) -> None:
             f"{path}, which {folded} was made of, is gone: whether that was the text tower of {whole} is not "
             "checked"
         )
-    elif not _is_tower(tower, source):
+    elif not (source / "config.json").is_file() or not holds_weights(tower, source):
         raise InvalidInput(f"{folded} was made of {source}, which is not the text tower of {whole}")
 
 
@@ -122,19 +122,3 @@ def _norm_dtypes(directory: Path, names: Iterable[str] | None) -> str:
     norms = [name for name in (checkpoint if names is None else names) if name.endswith("norm.weight")]
     kinds = {str(checkpoint.spec(name).dtype).removeprefix("torch.") for name in norms}
     return ", ".join(sorted(kinds))
-
-
-def _is_tower(tower: Tower, source: Path) -> bool:
-    """Return whether a directory holds the tower of a checkpoint, byte for byte."""
-    if not (source / "config.json").is_file():
-        return False
-    whole, alone = (Checkpoint(place, packed=True) for place in (tower.directory, source))
-    if set(alone) != set(tower.stored.values()):
-        return False
-    if any(alone.spec(name) != whole.spec(stored) for stored, name in tower.stored.items()):
-        return False
-    return all(
-        ours.equal(theirs)
-        for stored, name in tower.stored.items()
-        for (_, ours), (_, theirs) in zip(whole.stream(stored), alone.stream(name), strict=True)
-    )

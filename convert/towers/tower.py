@@ -167,10 +167,15 @@ def is_copy(tower: Tower, out: Path) -> bool:
         tower: the tower.
         out: the directory, which may be anything.
     """
-    if not is_written(tower, out):
+    return is_written(tower, out) and holds_weights(tower, out)
+
+
+def holds_weights(tower: Tower, directory: Path) -> bool:
+    """Return whether a checkpoint has the weights of a tower and no others, byte for byte."""
+    whole, there = as_stored(tower.whole), Checkpoint(directory, packed=True)
+    if set(there) != set(tower.stored.values()):
         return False
-    whole, there = as_stored(tower.whole), Checkpoint(out, packed=True)
-    return all(
+    return all(there.spec(name) == whole.spec(stored) for stored, name in tower.stored.items()) and all(
         torch.equal(one.view(torch.uint8), other.view(torch.uint8))
         for stored, name in tower.stored.items()
         for (_, one), (_, other) in zip(whole.stream(stored), there.stream(name), strict=True)

@@ -7,7 +7,6 @@ still exactly what its stored parts stand for.
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Set
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -85,11 +84,7 @@ def correct_config(stored: Checkpoint, kept: Set[str], directory: Path) -> None:
     config.pop("quantization_config", None)
     if still and stored.stored.config.get("quantization_config"):
         config["quantization_config"] = stored.quantization_for(modules)
-    _write(directory / "config.json", config)
+    write_json(directory / "config.json", config)
     content = stored.modelopt_file_for(modules)
     if still and content is not None:
-        _write(directory / MODELOPT_FILE, content)
-
-
-def _write(file: Path, content: dict[str, Any]) -> None:
-    write_json(file, content)
+        write_json(directory / MODELOPT_FILE, content)

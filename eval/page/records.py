@@ -104,7 +104,7 @@ class Found:
 
     @property
     def rounded(self) -> Mapping[str, Any]:
-        """What `kvfold quantize` recorded; empty for a checkpoint that something else wrote last."""
+        """The record of `kvfold quantize`; empty for a checkpoint that something else wrote last."""
         record = self.record or {}
         return (record.get("quantize") or {}) if record.get("stage") == "quantize" else {}
 

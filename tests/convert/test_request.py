@@ -253,3 +253,18 @@ def test_a_record_without_a_request_is_read(tmp_path: Path) -> None:
     }
     (tmp_path / "kvfold.json").write_text(json.dumps(record))
     assert read_record(tmp_path) == record
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "words"),
+    [
+        ("--context", "0", "--context is '0'; it should be"),
+        ("--jobs", "99999999999", "--jobs is 99999999999; it"),
+    ],
+)
+def test_a_value_is_refused_by_the_name_of_its_option(
+    tmp_path: Path, option: str, value: str, words: str
+) -> None:
+    refused = CliRunner().invoke(main, [str(tmp_path), "--to", "mqa", option, value])
+    assert refused.exit_code == 2
+    assert words in refused.stderr
