@@ -141,22 +141,22 @@ def predict_cost(plan: Plan, calibration: str, rates: Rates) -> FoldCost:
         calibration: `none`, `self`, a text or both; saved statistics cost as little as `none`.
         rates: of this machine.
     """
-    counted = _Counts(plan, calibration)
     jobs = min(plan.request.jobs or rates.threads, plan.source.layers)
+    counted = _Counts(plan, calibration, jobs)
     seconds = {"start": _STARTED * rates.call}
     for phase, work in counted.of_model().items():
         seconds[phase] = FACTORS.get(phase, 1.0) * work.seconds(rates, rates.threads)
     for phase, work in counted.of_layers().items():
         seconds[phase] = FACTORS.get(phase, 1.0) * work.seconds(rates, jobs)
-    return FoldCost(seconds=seconds, peak_bytes=counted.peak_bytes(jobs))
+    return FoldCost(seconds=seconds, peak_bytes=counted.peak_bytes())
 
 
 class _Counts:
-    """The operations and bytes of a fold; arguments are those of `predict_cost`."""
+    """The operations and bytes of a fold, of which `jobs` layers are folded at once."""
 
-    def __init__(self, plan: Plan, calibration: str) -> None:
+    def __init__(self, plan: Plan, calibration: str, jobs: int = 1) -> None:
         source, request, geometry = plan.source, plan.request, plan.source.geometry
-        self.plan, self.calibration = plan, calibration
+        self.plan, self.calibration, self.jobs = plan, calibration, jobs
         self.sequences = plan.effort.sequences
         length = request.length or default_length(source, request.calibration)
         if plan.statistics is not None:
@@ -191,8 +191,8 @@ class _Counts:
         work = {"closed form": self.layers * closed}
         if self.fits_norm:
             norm = _NORMED * self._norm()
-            chosen = min(norm_choice.LAYERS, self.layers)
-            work["closed form"] += self.layers * norm + chosen * (norm + 2 * closed)
+            chosen = self._measured_layers(norm_choice.LAYERS) * (norm + 2 * closed)
+            work["closed form"] += self.layers * norm + chosen
         if self.calibration == "none":
             return work
         work["closed form"] += self._division(closed) + Work(calls=_OPTIMISED)
@@ -205,9 +205,9 @@ class _Counts:
             work["quantised cache"] = self._quantised()
         return work
 
-    def peak_bytes(self, jobs: int) -> int:
-        """Return the bytes of the phase that takes most, with so many layers folded at once."""
-        source = self.plan.source
+    def peak_bytes(self) -> int:
+        """Return the bytes of the phase that takes most."""
+        source, jobs = self.plan.source, self.jobs
         if self.calibration == "none":
             return int(BASE + jobs * fold_bytes(source))
         batch = min(batch_size(self.length), self.sequences)
@@ -216,6 +216,10 @@ class _Counts:
         fitted = self.plan.fitted_ranks(norm=self.fits_norm)
         folded = fold_bytes(source, (self.sequences, self.length), **fitted)
         return int(BASE + max(studied, need.statistics + jobs * folded))
+
+    def _measured_layers(self, most: int) -> int:
+        """Return how many layers are measured, at most; some threads may be idle, which counts as well."""
+        return math.ceil(min(most, self.layers) / self.jobs) * self.jobs
 
     def _text(self, sequences: int) -> Work:
         """Count a text that the source writes, all sequences at once, and what it reads of it."""
@@ -307,7 +311,7 @@ class _Counts:
         rows = 2 * self.key_heads * self.width
         flop = 2 * self.hidden * rows * (4 * self.hidden + 2 * rows)
         predicted = self.layers * Work(flop=flop, cubes=min(self.hidden, rows) ** 3 / 2)  # eigenvalues alone
-        layers = min(width_choice.LAYERS, self.layers) if plan.effort.widths else 0
+        layers = self._measured_layers(width_choice.LAYERS) if plan.effort.widths else 0
         measured = _TABLES * layers * (closed + self._measured())
         if plan.container.profile is not None:
             return _TABLES * predicted + measured
@@ -349,5 +353,5 @@ class _Counts:
         if not self.fits_norm:
             return self.layers * again
         # The choice of a norm prepares closed forms with both norms.
-        chosen = 2 * min(norm_choice.LAYERS, self.layers)
+        chosen = 2 * self._measured_layers(norm_choice.LAYERS)
         return self.layers * (again + _NORMED * self._norm()) + chosen * prepared
