@@ -12,7 +12,6 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ...core.cache_dtypes import cache_dtype
 from ...core.machine_rates import Rates, measure_rates
 from ...core.units import show_bytes
 from ...texts.calibration_name import names_statistics, parts
@@ -34,13 +33,12 @@ FACTORS = {"text": 1.7, "rounded length": 1.35}
 BASE = 6.5e8  # bytes of a process that has imported torch and transformers
 _STARTED = 4e6  # small operations that take as long as importing them
 _OPTIMISED = 3e5  # as long as importing what torch's optimizers and searches need
-_NORMED = 1.6  # of what is counted for a latent norm
+_NORMED = 1.8  # times that fitting a latent norm takes longer than what is counted
 _FLOAT, _DOUBLE = 4, 8  # bytes
 _MIXED = 2.5  # times that an operation of attention takes longer than one of a product
 _MOVED = 24  # times that a number of a layer's queries is read or written besides products
 _CALLED = 300  # small operations of one layer's attention, forward and backward
 _TABLES = 4  # of slots for engines, or rotary widths, that are measured
-_SEARCHES = 24, 87  # evaluations of the searches for a latent norm and for a length that is rounded
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,7 +188,7 @@ class _Counts:
         closed = self._closed()
         work = {"closed form": self.layers * closed}
         if self.fits_norm:
-            norm = _NORMED * self._norm()
+            norm = self._norm()
             chosen = self._measured_layers(norm_choice.LAYERS) * (norm + 2 * closed)
             work["closed form"] += self.layers * norm + chosen
         if self.calibration == "none":
@@ -200,7 +198,7 @@ class _Counts:
         without_steps = "output projection" if plan.solves else "measurement"
         work["refinement" if plan.refine else without_steps] = self.layers * self._refinement()
         if self.fits_norm and plan.refine:
-            work["rounded length"] = self.layers * self._searched_length(2, _SEARCHES[1])
+            work["rounded length"] = self.layers * (self._lengths(65) + self._lengths(22))
         if plan.request.cache_dtype != "bfloat16":
             work["quantised cache"] = self._quantised()
         return work
@@ -283,25 +281,23 @@ class _Counts:
         products = 2 * hidden * keys * (15 * hidden + 12 * keys)
         return Work(flop=products, cubes=min(hidden, 2 * keys) ** 3)
 
-    def _searched_length(self, draws: float, evaluations: int) -> Work:
-        """Count a search for a length of each token's latent in one layer, by gradients of several draws."""
-        assert isinstance(self.plan.target, LatentTarget)
-        rank, hidden, tokens = self.plan.target.kv_lora_rank, self.hidden, self.tokens
-        drawn = (1 + 2 * self.plan.effort.draws) * self._of_folded()
-        drawn += self.plan.effort.draws * Work(flop=2 * hidden**2, moved=8 * hidden * _FLOAT)
-        evaluated = Work(flop=8 * tokens * rank**2, moved=8 * tokens * rank * _DOUBLE, calls=100)
-        moments = Work(flop=4 * tokens * rank * (hidden + 2 * rank), cubes=hidden**3)
-        return draws * (tokens * drawn + moments + self._measured()) + evaluations * evaluated
-
     def _norm(self) -> Work:
         """Count fitting one layer's latent norm, and writing the layer behind it."""
         assert isinstance(self.plan.target, LatentTarget)
         rank, inside = self.plan.target.kv_lora_rank, self.heads * self.width
-        # Lengths that leave no direction out, then a latent that is turned by numbers of tokens.
+        # Lengths that leave no direction out, then heads that are balanced by numbers of tokens.
         tried = Work(flop=4 * self.tokens * rank * (self.hidden + rank), cubes=rank**3) + self._measured()
-        turned = 3 * rank * Work(moved=10 * rank**2 * _DOUBLE, calls=70)
         balanced = Work(flop=4 * self.tokens * (self.hidden + 2 * rank) * (inside + rank))
-        return self._searched_length(1, _SEARCHES[0]) + len(LEAST_PARTS) * tried + turned + balanced
+        return _NORMED * (self._lengths(24) + len(LEAST_PARTS) * tried + balanced)
+
+    def _lengths(self, evaluations: int) -> Work:
+        """Count a search for a length of each token's latent in one layer, by gradients of some draws."""
+        assert isinstance(self.plan.target, LatentTarget)
+        rank, draws = self.plan.target.kv_lora_rank, self.plan.effort.draws
+        moments = Work(flop=4 * self.tokens * rank * (self.hidden + 2 * rank), cubes=self.hidden**3)
+        moved = 8 * self.tokens * rank * _DOUBLE
+        search = evaluations * Work(flop=8 * self.tokens * rank**2, moved=moved, calls=100)
+        return (1 + 2 * draws) * self.tokens * self._of_folded() + moments + self._measured() + search
 
     def _division(self, closed: Work) -> Work:
         """Count choosing slots and dividing a budget between them and the latent."""
@@ -329,8 +325,7 @@ class _Counts:
         passes += (1 + shares) / HELD_BACK * self.tokens
         work = passes * self._of_folded() + self.tokens * self._of_source()
         tensors = 8 if isinstance(plan.target, LatentTarget) else 4
-        orthogonal = 6 * inside * self.width * min(20 * self.hidden, 34 * self.width + 4 * self.hidden)
-        work += steps * Work(flop=orthogonal, calls=250 * tensors)
+        work += steps * Work(calls=250 * tensors)
         if plan.solves:
             work += Work(flop=4 * self.tokens * inside * (inside + self.hidden) + 3 * inside**3)
         return work
@@ -342,11 +337,9 @@ class _Counts:
         if isinstance(target, LatentTarget):
             widths = [target.kv_lora_rank + target.qk_rope_head_dim]
         rows = min(cache_moments.TOKENS, self.tokens)
-        # Passes over numbers for their rounding and its gradient: by one scale, a token's or a group's.
-        rounding = 30 if cache_dtype(plan.request.cache_dtype).group in {0, None} else 85
         fit = Work(calls=200 * len(widths))
-        for width in widths:
-            fit += Work(flop=(4 * rows + 144 * width) * width**2, moved=2 * rounding * rows * width * _FLOAT)
+        for width in widths:  # products, and passes over the numbers for their rounding and its gradient
+            fit += Work(flop=(4 * rows + 144 * width) * width**2, moved=100 * rows * width * _FLOAT)
         drawn = (1 + 2 * cache_moments.DRAWS) * self._of_folded()
         prepared = self.tokens * drawn + Work(cubes=hidden**3) + cache_fit.STEPS * fit + 3 * self._measured()
         again = prepared + self._refinement() if plan.refine else prepared
@@ -354,4 +347,4 @@ class _Counts:
             return self.layers * again
         # The choice of a norm prepares closed forms with both norms.
         chosen = 2 * self._measured_layers(norm_choice.LAYERS)
-        return self.layers * (again + _NORMED * self._norm()) + chosen * prepared
+        return self.layers * (again + self._norm()) + chosen * prepared
