@@ -25,7 +25,6 @@ _COMMANDS = {
     "llama-cpp-types": "gguf_types",
     "mlx-rules-cpu": "mlx_rules",
     "sglang-rules-cpu": "sglang_rules",
-    "profile": "training --profile",
     "vllm-http-cpu": "vllm_http",
 }
 # Commands that only an earlier revision has.
