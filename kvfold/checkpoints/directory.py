@@ -273,7 +273,7 @@ def _entries(directory: Path, packed: bool) -> dict[str, Entry]:
                 f"{directory / INDEX} disagrees with its shards about {wrong[0]}{more}; download or save it "
                 "again"
             )
-        entries |= found
+        entries |= {name: found[name] for name in named[file.name] & found.keys()}
     return {name: entries[name] for name in weight_map if name in entries}
 
 
