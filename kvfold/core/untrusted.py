@@ -298,7 +298,8 @@ def _check_keys(root: Any, name: str) -> None:
 def _check_top(value: Any, top: type | None, name: str, wanted: dict[type, str]) -> None:
     if top is None or isinstance(value, top):
         return
-    found = "nothing" if value is None else "a list" if isinstance(value, list) else shorten(value)
+    kinds = {type(None): "nothing", dict: "an object", list: "a list", str: "a text"}
+    found = kinds.get(type(value), "a single value")
     raise InvalidInput(f"{name} holds {found}; give {wanted[top]}")
 
 

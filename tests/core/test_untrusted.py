@@ -36,7 +36,7 @@ LAUGHS = "a: &a [x, x]\n" + "".join(
         (b"\xff{}", {}, r"is not UTF-8 text \(byte 0\)"),
         ("[1]", {}, "holds a list; give an object of JSON"),
         ("null", {}, "holds nothing; give an object of JSON"),
-        ("{}", {"top": list}, "holds {}; give a list of JSON"),
+        ("{}", {"top": list}, "holds an object; give a list of JSON"),
         ('{"a": ' + "9" * 5000 + "}", {}, "is not JSON"),
         ('{"a": "' + "x" * 200 + '"}', {"limit_bytes": 100}, "more than 100 bytes"),
     ],
